@@ -73,7 +73,7 @@ def test_the_figures_are_means_over_targets_and_add_up_to_the_loss(tiny_model_di
         assert log["loss"] == pytest.approx(expected, rel=1e-4)
         assert 0 <= log["distillation/agreement"] <= 1
         assert log["distillation/teacher_nll"] == pytest.approx(6.3, abs=0.5), "random weights over 512 tokens"
-    assert sum(line.startswith("step 0: labels cost the student") for line in lines) == 1
+    assert sum(line.startswith("step 0: loss on labels in nats: student") for line in lines) == 1
 
 
 def test_the_teacher_is_left_alone_and_saved_nowhere(tiny_model_dir, student_dir, tmp_path) -> None:
@@ -104,7 +104,7 @@ def test_a_model_has_nothing_to_learn_from_itself(tiny_model_dir, tmp_path, beta
         assert step["grad_norm"] < 1e-5
     for name, tensor in weights_of(trainer).items():
         torch.testing.assert_close(tensor, before[name], atol=1e-7, rtol=0)
-    assert any(line.endswith("0 apart") or "e-" in line for line in lines if line.startswith("step 0"))
+    assert any(line.endswith("divergence 0") or "e-" in line for line in lines if line.startswith("step 0"))
 
 
 def test_a_copy_that_differs_from_its_teacher_is_stopped_at_the_first_step(tiny_model_dir, tmp_path) -> None:
@@ -123,5 +123,5 @@ def test_a_teacher_that_knows_less_is_told() -> None:
         counts = [torch.tensor(10)] * 3
         return verify_first_sums(DistillationSums(*figures, *counts), torch.float32, is_own_teacher=False)
 
-    assert tell(3.0, 2.0) == "step 0: labels cost the student 3.000 nats and the teacher 2.000, 0.5 apart"
+    assert tell(3.0, 2.0) == "step 0: loss on labels in nats: student 3.000, teacher 2.000, divergence 0.5"
     assert "check that it is the right one" in tell(2.0, 3.0)

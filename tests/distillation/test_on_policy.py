@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.distillation.on_policy import ANSWERED, OnPolicyAnswers, read_questions
-from recipes_lib.errors import PreemptedError
+from recipes_lib.errors import ConfigError, PreemptedError
 from recipes_lib.losses.distillation import compute_divergence
 from recipes_lib.models.generation import GenerateBackend
 from recipes_lib.stopping import STOP
@@ -153,6 +153,12 @@ def test_the_loss_is_the_divergence_at_the_answers_alone(tiny_model_dir, student
             num_tokens += len(answer)
     assert int(num_terms) == num_tokens
     assert float(loss) == pytest.approx(total / num_tokens, rel=1e-5)
+
+
+def test_answers_without_room_for_a_prompt_are_refused(tiny_model_dir, student_dir, tmp_path) -> None:
+    keys = KEYS | {"response_length": 512}
+    with pytest.raises(ConfigError, match="512 tokens leave no room for a prompt in the 512 positions"):
+        make_distiller(student_dir, tiny_model_dir, tmp_path, make_packs(), **keys)
 
 
 def test_a_share_that_never_comes_up_changes_nothing(tiny_model_dir, student_dir, tmp_path) -> None:

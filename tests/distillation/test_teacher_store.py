@@ -153,9 +153,9 @@ def test_a_store_that_is_shifted_by_one_is_caught_twice(tiny_model_dir, student_
     shift(identity)
     taught = read_store(identity, packs)
     # By asking the teacher again, and without it, by the first batch.
-    with pytest.raises(DataError, match="differs from what the teacher says"):
+    with pytest.raises(DataError, match="differ from the teacher's"):
         compare_with_teacher(identity, taught, compute, num_rows=16, allowed=0.01)
-    with pytest.raises(DataError, match="other places"):
+    with pytest.raises(DataError, match="other targets"):
         TeacherCollator(PackedCollator(pad_token_id=1), identity.format)([taught[0], taught[1]])
 
 

@@ -26,7 +26,7 @@ def test_loss_and_gradients_are_those_of_the_whole_vocabulary(
 
     def compute(part: slice, share: VocabularyShard | None) -> tuple[Tensor, ...]:
         inputs = [tensor.clone().requires_grad_() for tensor in (hidden, weight[part], bias[part])]
-        sums = compute_cross_entropy(*inputs[:2], targets, bias=inputs[2], share=share, **options)
+        sums = compute_cross_entropy(*inputs[:2], targets, bias=inputs[2], shard=share, **options)
         (3 * sums.nll_sum).backward()
         return sums.nll_sum.detach(), sums.num_correct, *(tensor.grad for tensor in inputs)
 

@@ -85,9 +85,20 @@ def test_missing_superfluous_and_misshapen_weights_are_named_together(model_dir:
         load_causal_lm(config_for(model_dir), "sdpa")
     assert [problem.found for problem in caught.value.problems] == [
         f"the checkpoint of {model_dir} lacks model.norm.weight",
-        "LlamaForCausalLM has no place for score.weight",
+        "LlamaForCausalLM has no weights called score.weight",
         f"the checkpoint of {model_dir} has other shapes: model.embed_tokens.weight (511, 64) for (512, 64)",
     ]
+
+
+def test_a_value_of_the_wrong_type_and_missing_tokenizer_files_are_explained(model_dir: Path) -> None:
+    (model_dir / "tokenizer.json").unlink()
+    _, found, remedy = problem_of(lambda: load_tokenizer(config_for(model_dir), TokensConfig()))
+    assert "has no tokenizer files" in found
+    assert "tokenizer_name_or_path" in remedy
+    settings = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps(settings | {"hidden_size": "64"}))
+    assert "'hidden_size'" in (found := problem_of(lambda: load_model_config(config_for(model_dir)))[1])
+    assert "expected int" in found
 
 
 def test_pickled_weights_are_never_opened(model_dir: Path) -> None:
@@ -144,7 +155,7 @@ def test_code_of_a_model_never_runs_unasked(model_dir: Path) -> None:
     (model_dir / "custom.py").write_text(f"open({str(model_dir / 'ran')!r}, 'w')")
     edit_json(model_dir / "config.json", model_type="custom", auto_map={"AutoConfig": "custom.Custom"})
     _, found, remedy = problem_of(lambda: load_model_config(config_for(model_dir)))
-    assert found == f"{model_dir} brings code of its own"
+    assert found == f"{model_dir} has its own code"
     assert "trust_remote_code: true" in remedy
     assert not (model_dir / "ran").exists()
 
@@ -217,7 +228,7 @@ def test_a_model_may_do_without_special_tokens_that_no_row_needs(tiny_tokenizer_
     tokenizer.add_tokens(["<image_soft_token>"], special_tokens=True)
     config = LlamaConfig(vocab_size=512)
     assert check_agreement(config, GenerationConfig(), tokenizer) == []
-    told = "; no text may spell <image_soft_token>, for which the model has no embedding"
+    told = "; no text may contain <image_soft_token>, for which the model has no embedding"
     assert describe_spare_tokens(config, tokenizer) == told
     assert describe_spare_tokens(LlamaConfig(vocab_size=513), tokenizer) == ""
 

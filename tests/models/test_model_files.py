@@ -43,8 +43,15 @@ def test_only_what_can_be_loaded_is_a_model(tmp_path, names, holds):
         (lambda file: None, None),
         (lambda file: file.write_bytes(file.read_bytes()[:-1]), "model.safetensors cannot be opened again"),
         (lambda file: file.write_bytes(b""), "model.safetensors cannot be opened again"),
+        (
+            lambda file: file.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{0:064}\n"),
+            "git lfs pull",
+        ),
         (lambda file: save_file({}, file), "model.safetensors holds no tensor"),
-        (lambda file: file.with_name(INDEX).write_text(json.dumps(SHARDS)), "model-00002-of-00002.safetensors cannot"),
+        (
+            lambda file: file.with_name(INDEX).write_text(json.dumps(SHARDS)),
+            "model-00002-of-00002.safetensors is missing",
+        ),
         (lambda file: file.with_name(INDEX).write_text("{"), f"{INDEX}: is not JSON"),
     ],
 )

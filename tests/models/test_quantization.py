@@ -144,11 +144,21 @@ def test_gradients_are_those_of_the_weights_that_the_bits_stand_for_after_an_eva
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
+def test_a_quantised_checkpoint_is_loaded_by_the_key_of_its_bits_alone(tiny_model_dir, tmp_path, bits):
+    few = QuantizationConfig(**{bits: True})
+    load(tiny_model_dir, few).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="quantised") as caught:
+        load(tmp_path, QuantizationConfig())
+    assert f"set {bits}: true and use_peft: true, or" in caught.value.problems[0].remedy
+    assert torch.equal(compute_probe_logits(load(tmp_path, few)), compute_probe_logits(load(tiny_model_dir, few)))
+
+
 @pytest.mark.parametrize("init", ["pissa", "olora", "orthogonal"])
 def test_an_init_that_reads_the_weights_is_refused_on_few_bits(tiny_model_dir, init):
     # With codes stored as float32, as under FSDP, PEFT would decompose the codes themselves.
     model = load(tiny_model_dir, BITS["nf4"], engine="FSDP")
-    with pytest.raises(ConfigError, match="full precision"):
+    with pytest.raises(ConfigError, match="unquantised weights"):
         add_adapter(model, AdapterConfig(use_peft=True, init_lora_weights=init), seed=0)
 
 

@@ -49,8 +49,8 @@ def test_code_of_another_repository_is_refused(tmp_path: Path, file: str, auto_m
     (tmp_path / file).write_text(json.dumps({"auto_map": auto_map}))
     config = ModelConfig(model_name_or_path=str(tmp_path), trust_remote_code=True)
     refusal = refusal_of(config)
-    assert f"{tmp_path} has code of another repository run, other/repo" in refusal
-    assert "drop `other/repo--`" in refusal
+    assert f"{tmp_path} runs code of another repository, other/repo" in refusal
+    assert "remove `other/repo--`" in refusal
 
 
 @pytest.mark.parametrize("text", ['{"auto_map": {"AutoConfig": "own.Config"}}', "{}", "{", '{"auto_map": 3}'])

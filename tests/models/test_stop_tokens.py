@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.generation import build_plain_generation, pad_left, set_stop_tokens
@@ -68,9 +68,22 @@ def test_a_plain_generation_is_the_likeliest_token_whatever_the_model_comes_with
     plain = model.generate(**given, generation_config=build_plain_generation([], 1, 4))
     assert plain.shape == (2, 7)
     assert plain[0, 3] == model(input_ids=input_ids[:1]).logits[0, -1].argmax()
-    vars(model.generation_config).update(do_sample=True, temperature=9.0, repetition_penalty=3.0)
-    assert model.generate(**given, generation_config=build_plain_generation([], 1, 4)).tolist() == plain.tolist()
+    settings = {"temperature": 9.0, "repetition_penalty": 3.0, "num_return_sequences": 2}
+    settings |= {"suppress_tokens": plain.flatten().tolist(), "bad_words_ids": [[int(plain[1, 3])]]}
+    settings |= {"stop_strings": ["e"], "return_dict_in_generate": True, "min_new_tokens": 3, "max_time": 1e-9}
+    for name, value in settings.items():
+        model.generation_config = GenerationConfig(do_sample=True, **{name: value})
+        assert model.generate(**given, generation_config=build_plain_generation([], 1, 4)).tolist() == plain.tolist()
+    model.generation_config = GenerationConfig(min_new_tokens=3)
     stopped = model.generate(
         **given, generation_config=build_plain_generation([int(plain[0, 3]), int(plain[1, 3])], 1, 4)
     )
     assert stopped.shape == (2, 4)
+
+
+@pytest.mark.parametrize("configured", ["2", ["2"], -1, [], None, [-1, 2, 2, None]])
+def test_stop_tokens_that_are_no_ids_are_left_out(tiny_model_dir, tiny_tokenizer, configured):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    model.generation_config.eos_token_id = configured
+    expected = {7, tiny_tokenizer.eos_token_id} | ({2} if isinstance(configured, list) and 2 in configured else set())
+    assert set_stop_tokens(model, tiny_tokenizer, [7]) == sorted(expected)

@@ -98,7 +98,7 @@ def test_a_model_whose_layers_say_something_else_is_refused(tiny_model_dir: Path
         return output
 
     model.base_model.forward = forward
-    with pytest.raises(ConfigError, match="is not what it returns"):
+    with pytest.raises(ConfigError, match="are not the hidden states"):
         verify_layers(model, attentions=False)
 
 
@@ -107,7 +107,7 @@ def test_without_attention_in_the_layers_none_is_heard() -> None:
     for layer in model.model.layers:
         layer.self_attn = torch.nn.Identity()
     with (
-        pytest.raises(ConfigError, match="no attention that can be collected"),
+        pytest.raises(ConfigError, match="no attention module whose output could be collected"),
         collect_features(model, attentions=[1]),
     ):
         pass

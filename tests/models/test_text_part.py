@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification
 from recipes_lib.config.schema import AdapterConfig, ModelConfig
 from recipes_lib.models.adapters.lora import add_adapter, check_layers, load_adapter
 from recipes_lib.models.loading import load_causal_lm
-from recipes_lib.models.structure import find_outside_text, freeze_outside_text
+from recipes_lib.models.structure import find_layers, find_outside_text, freeze_outside_text, prune_layers
 
 INPUT_IDS = torch.arange(3, 35)[None]
 
@@ -25,6 +25,14 @@ def test_what_is_trained_is_what_text_gives_a_gradient(tmp_path):
     model = load_causal_lm(ModelConfig(model_name_or_path=str(tmp_path), dtype="float32"), "eager")
     assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == expected
     assert not any(name.startswith(OUTSIDE) for name in expected)
+
+
+def test_layers_are_those_of_the_text_model_though_the_vision_tower_has_as_many():
+    model = build_gemma3(vision_layers=2)
+    assert find_layers(model) is model.model.language_model.layers
+    prune_layers(model, [2])
+    assert len(model.model.language_model.layers) == model.config.text_config.num_hidden_layers == 1
+    assert model.config.vision_config.num_hidden_layers == 2
 
 
 def test_a_score_head_stays_trained():

@@ -120,7 +120,7 @@ def test_a_rewriting_that_changes_what_is_said_is_found(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("recipes_lib.models.vocabulary._take_rows", forget_the_order)
     order = torch.randperm(512, generator=torch.Generator().manual_seed(1)).tolist()
-    with pytest.raises(ConfigError, match="says something else"):
+    with pytest.raises(ConfigError, match="logits of the teacher change"):
         adopt_vocabulary(make_model(512), VocabularyMap(order), "teacher")
 
 

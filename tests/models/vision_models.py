@@ -10,11 +10,13 @@ from transformers import AutoModelForCausalLM, Gemma3Config
 OUTSIDE = ("model.vision_tower.", "model.multi_modal_projector.")
 
 
-def build_gemma3(auto_class: Any = AutoModelForCausalLM, vocab_size: int = 512, **changes: Any) -> Any:
-    """A random Gemma 3 of two layers, with a vision tower of one whose layers have the names of those of the text."""
+def build_gemma3(
+    auto_class: Any = AutoModelForCausalLM, vocab_size: int = 512, vision_layers: int = 1, **changes: Any
+) -> Any:
+    """A random Gemma 3 of two layers, with a vision tower whose layers have the names of those of the text."""
     text = {"vocab_size": vocab_size, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 64}
-    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": vision_layers, "num_attention_heads": 2}
     ids = {"image_token_index": 509, "boi_token_index": 510, "eoi_token_index": 511}
     config = Gemma3Config(
         text_config={**text, **heads, "query_pre_attn_scalar": 16},

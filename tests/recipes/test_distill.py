@@ -52,7 +52,7 @@ def test_a_run_leaves_a_student_its_figures_and_a_report(tmp_path, write) -> Non
     page = (output / "report.html").read_text()
     assert "Hidden-state loss" in page
     assert "Similarity loss" in page
-    assert "step 0: labels cost the student" in done.stderr
+    assert "step 0: loss on labels in nats: student" in done.stderr
 
 
 def test_another_vocabulary_is_refused_before_any_weight_is_loaded(tmp_path, write, capsys) -> None:

@@ -119,8 +119,8 @@ def test_an_adapter_is_a_reward_model_too(tiny_model_dir, tmp_path):
     ]
     for text in wrong:
         (out / "reward_scale.json").write_text(text)
-        with pytest.raises(ConfigError, match=r"holds no sound reward_scale\.json"):
+        with pytest.raises(ConfigError, match=r"has no valid reward_scale\.json"):
             RewardModel.load(out)
     (out / "reward_scale.json").unlink()
-    with pytest.raises(ConfigError, match=r"holds no sound reward_scale\.json"):
+    with pytest.raises(ConfigError, match=r"has no valid reward_scale\.json"):
         RewardModel.load(out)

@@ -169,7 +169,7 @@ def test_a_reward_model_on_another_base_is_a_model_of_its_own(load, reward_adapt
 
 def test_an_adapter_without_its_scale_is_refused(load, reward_adapter_dir):
     (reward_adapter_dir / "reward_scale.json").unlink()
-    with pytest.raises(ConfigError, match=r"holds no sound reward_scale\.json"):
+    with pytest.raises(ConfigError, match=r"has no valid reward_scale\.json"):
         load(use_peft=True, reward_model_name_or_path=reward_adapter_dir)
 
 

@@ -45,14 +45,14 @@ from recipes_lib.training.trainers.recipe_trainer import Batch
 
 @dataclass(frozen=True, slots=True)
 class TeacherSource:
-    """The teacher's outputs of a batch.
+    """Source of the teacher's outputs: a model, or stored log-probabilities in the rows.
 
     Attributes:
-        teacher: The model, or ``None`` where ``rows`` hold what it says.
-        rows: To train on.
-        collate: Rows to a batch.
-        layers: What is learnt from its layers besides.
-        answers: Makes batches of the student's own answers; ``None`` where it learns from the rows alone.
+        teacher: Teacher model; ``None`` if ``rows`` contain its stored log-probabilities.
+        rows: Training rows.
+        collate: Collator from rows to a batch.
+        layers: Weights and layers of hidden-state and attention distillation.
+        answers: Batch transform of on-policy steps; ``None`` for off-policy training only.
     """
 
     teacher: PreTrainedModel | None
@@ -63,7 +63,7 @@ class TeacherSource:
 
 
 class DistillationTrainer(SFTTrainer):
-    """``SFTTrainer`` with the objective of ``compute_distillation``, averaged over the targets of the whole step.
+    """``SFTTrainer`` with the loss of ``compute_distillation``, averaged over the targets of the whole step.
 
     Source: ``tests/distillation/test_distill_trainer.py``, ``tests/distributed/test_distill.py``.
     """
@@ -74,10 +74,10 @@ class DistillationTrainer(SFTTrainer):
         """Initialise the trainer.
 
         Args:
-            teaching: From ``prepare_teaching``; a teacher is in no optimizer and in no checkpoint.
-            distillation: What the student learns.
-            is_own_teacher: Whether the student begins as a copy of its teacher: the first divergence must be 0.
-            **kwargs: As ``SFTTrainer``.
+            teaching: Result of ``prepare_teaching``; the teacher is neither optimised nor saved in checkpoints.
+            distillation: Weights and temperature of the objective.
+            is_own_teacher: Whether the student starts as a copy of its teacher, so that the first divergence must be 0.
+            **kwargs: Arguments of ``SFTTrainer``.
         """
         super().__init__(data_collator=teaching.collate, train_dataset=teaching.rows, **kwargs)
         teacher = teaching.teacher
@@ -90,12 +90,12 @@ class DistillationTrainer(SFTTrainer):
         self.add_figures(self.figures, *self.answer_figures.callbacks)
         self.answers = teaching.answers
         self.teacher: nn.Module | None = None
-        # Stored log-probabilities have half precision (``RecordFormat``).
+        # Stored log-probabilities are float16 (``RecordFormat``).
         self._teacher_dtype = torch.float16 if teacher is None else teacher.dtype
-        # Layers of a teacher can be run separately only until it is sharded, in place.
+        # Before the teacher is sharded, which happens in place: ``verify_layers`` runs parts of the model.
         self.layers = LayerDistillation(teaching.layers, self.model, teacher, seed=self.args.seed)
         if teacher is not None:
-            # The teacher computes in the student's precision and is sharded like the student.
+            # Sharded like the student, and with its precision of matrix products.
             self.teacher = prepare_frozen(self.accelerator, teacher)
         self._is_first_step = True
         self._is_own_teacher = is_own_teacher
@@ -103,23 +103,25 @@ class DistillationTrainer(SFTTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], torch.Tensor | None]:
-        """Take the micro-batches of a step, either texts or the student's own answers."""
-        taken = super().get_batch_samples(epoch_iterator, num_batches, device)
+        """Return the micro-batches of a step, of texts or of the student's own answers."""
+        batches = super().get_batch_samples(epoch_iterator, num_batches, device)
+        # Spike detection compares losses of one kind only: answers and texts have different levels.
         if self.answers is not None and self.answers.is_due(self.state.global_step):
             self.guard.inputs.kind = ANSWERED
-        return taken
+        return batches
 
     def take_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """As ``RecipeTrainer``; in on-policy steps the student samples the answers."""
         answers, step = self.answers, self.state.global_step
-        taken = super().take_batches(batches)
+        texts = super().take_batches(batches)
         if answers is None or not answers.is_due(step):
-            yield from taken
+            yield from texts
             return
         student = extract_model_from_parallel(self.model_wrapped, keep_torch_compile=False)
-        # Once for all micro-batches: ranks generate different numbers of tokens, and could not gather together then.
+        # Gathered once for all micro-batches: ranks generate different numbers of tokens, so that collectives during
+        # generation would not match.
         with gathered(student):
-            for batch in taken:
+            for batch in texts:
                 yield answers.replace(student, batch, step)
 
     def compute_loss(
@@ -129,7 +131,7 @@ class DistillationTrainer(SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """Return this process's share of the step's mean loss per target."""
+        """Return the contribution of this micro-batch to the mean loss per target of the step."""
         num_tokens, labels = inputs.pop("num_tokens"), inputs.pop("labels")
         record, answered = inputs.pop(TEACHER_FIELD, None), inputs.pop(ANSWERED, None)
         positions = inputs.pop(POSITIONS, None)
@@ -137,7 +139,7 @@ class DistillationTrainer(SFTTrainer):
             if record is None:
                 # On its own answers the student trains only on the teacher's distribution.
                 objective = self.objective if answered is None else replace(self.objective, alpha=0.0)
-                # Sampled answers have other targets than those that the loader found.
+                # The loader's target positions are those of the replaced texts.
                 found = positions if answered is None else None
                 output = score_beside_teacher(model, self.teacher, inputs, labels, objective, found)
             else:
@@ -146,11 +148,13 @@ class DistillationTrainer(SFTTrainer):
         sums: DistillationSums = output.result
         if self._is_first_step:
             self._is_first_step = False
+            # Not in a resumed run, whose student has been trained.
             if self.state.global_step == 0:
                 dtypes = (get_rounding_dtype(self.model, self.args), self._teacher_dtype)
                 dtype = min(dtypes, key=lambda dtype: dtype.itemsize)
-                whose = "labels" if answered is None else "its answers"
-                self.observer.progress.say(verify_first_sums(sums, dtype, whose, is_own_teacher=self._is_own_teacher))
+                kind = "labels" if answered is None else "its answers"
+                self.observer.progress.say(verify_first_sums(sums, dtype, kind, is_own_teacher=self._is_own_teacher))
+        # All terms are sums over targets; compute_share divides by the targets of the whole step.
         loss_sum = sums.loss_sum + self.layers.weigh(parts)
         loss = self.compute_share(loss_sum, sums.num_targets, num_items_in_batch, output.aux_loss, num_tokens)
         if answered is None:
@@ -161,12 +165,12 @@ class DistillationTrainer(SFTTrainer):
         return (loss, output) if return_outputs else loss
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as every recipe, with the layer projections attached to the student."""
+        """Train with the layer projections attached to the student."""
         with self.layers.attached():
             return super().train(*args, **kwargs)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Build the optimizer by name, with the projections in a separate group."""
+        """Create the optimizer, with the layer projections in a separate parameter group."""
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
         if is_new:
@@ -174,7 +178,7 @@ class DistillationTrainer(SFTTrainer):
         return optimizer
 
     def name_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Name the student's parameters, and the projections even while they are detached."""
+        """Return the student's parameters by name, and the layer projections even while they are detached."""
         return {**super().name_parameters(), **self.layers.name_parameters()}
 
     def _stage(self, model: nn.Module, folder: str) -> Staged:
@@ -184,13 +188,13 @@ class DistillationTrainer(SFTTrainer):
         return self.layers.add_to(staged, self._saver)
 
     def load_weights(self, checkpoint: Path, by_upstream: Callable[[], object]) -> None:
-        """Load the student, whose files do not contain the attached projections, and then the projections."""
+        """Load the student, whose files do not contain the projections, then the projections from a separate file."""
         with self.layers.detached():
             super().load_weights(checkpoint, by_upstream)
         self.layers.load(checkpoint)
 
     def build_stand_ins(self) -> dict[str, Any]:
-        """As ``RecipeTrainer``; an uncounted pass is not the first step, and uses the given batches."""
+        """As ``RecipeTrainer``; an uncounted pass is not the first step, and does not sample answers."""
         figures = {"figures": TermMetrics(), "answer_figures": AnswerFigures()}
         return super().build_stand_ins() | figures | {"_is_first_step": False, "answers": None}
 
@@ -203,15 +207,15 @@ def prepare_teaching(
     vocabulary: VocabularyMap,
     collate: Collate,
 ) -> TeacherSource:
-    """Load the teacher, or open its stored probabilities.
+    """Load the teacher, or open its stored log-probabilities.
 
     Args:
-        config: The run.
-        data: Its rows.
-        attention: Of the student.
-        args: Precision of the products.
-        vocabulary: From ``map_teacher_vocabulary``.
-        collate: Rows to the student's batch.
+        config: Configuration of the run.
+        data: Training rows and their manifest.
+        attention: Attention kernel of the student, whose batch layout the teacher must support.
+        args: Training arguments, for the precision of matrix products.
+        vocabulary: Result of ``map_teacher_vocabulary``.
+        collate: Collator from rows to the student's batch.
 
     Raises:
         ConfigError: As ``load_teacher`` or ``read_store``.
@@ -224,34 +228,34 @@ def prepare_teaching(
     return TeacherSource(None, read_store(identity, data.train), TeacherCollator(collate, identity.format))
 
 
-def verify_first_sums(
-    sums: DistillationSums, dtype: torch.dtype, whose: str = "labels", *, is_own_teacher: bool
-) -> str:
-    """Check the sums of the first batch of a run, before any update.
+def verify_first_sums(sums: DistillationSums, dtype: torch.dtype, kind: str = "labels", *, is_own_teacher: bool) -> str:
+    """Verify the sums of the first batch of a run, before any update.
 
     Args:
-        sums: Of this process.
-        dtype: What results are rounded to.
-        whose: What the targets are: the text's, or ``its answers``, which no teacher knows better than who wrote them.
+        sums: Sums of this process.
+        dtype: Dtype to which the results are rounded.
+        kind: ``labels`` for targets of texts; ``its answers`` for answers of the student, to which it assigns a higher
+            likelihood than any teacher.
         is_own_teacher: Whether the divergence must be 0.
 
     Returns:
-        What was found, in a line.
+        One line for the log.
 
     Raises:
-        DivergedError: A student that is its own teacher differs from it by more than rounding.
+        DivergedError: The student is its own teacher, and their divergence exceeds rounding.
     """
     num_targets = max(1, int(sums.num_targets))
     divergence, nll, teacher_nll = (
         float(figure) / num_targets for figure in (sums.divergence_sum, sums.nll_sum, sums.teacher_nll_sum)
     )
     allowed = 4 * torch.finfo(dtype).eps
+    # Negated, so that NaN fails too.
     if is_own_teacher and not abs(divergence) <= allowed:
         raise DivergedError(
-            f"the student is its own teacher, and before the first update they are {divergence:.3g} nats apart: "
-            f"rounding explains {allowed:.1g}. Dropout is on, or the two read different tokens"
+            f"the student is its own teacher, but before the first update their divergence is {divergence:.3g} nats, "
+            f"more than rounding ({allowed:.1g}). Dropout is on, or the two read different tokens"
         )
-    told = f"step 0: {whose} cost the student {nll:.3f} nats and the teacher {teacher_nll:.3f}, {divergence:.3g} apart"
-    if whose == "labels" and teacher_nll > nll:
-        told += "; the teacher predicts these texts worse than the student: check that it is the right one"
-    return told
+    line = f"step 0: loss on {kind} in nats: student {nll:.3f}, teacher {teacher_nll:.3f}, divergence {divergence:.3g}"
+    if kind == "labels" and teacher_nll > nll:
+        line += "; the teacher predicts these texts worse than the student: check that it is the right one"
+    return line

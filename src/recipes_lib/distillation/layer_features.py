@@ -26,7 +26,7 @@ from recipes_lib.training.checkpoints.sharded import gather_trained_state, shard
 from recipes_lib.training.optim.optimizers import split_groups
 
 PROJECTIONS: Final = "feature_projections"
-"""Under which they are a part of the student while it trains."""
+"""Name of the projections' module in the student during training."""
 PROJECTIONS_FILE: Final = "feature_projections.pt"
 
 
@@ -35,8 +35,8 @@ class TargetPositions:
     """Positions of a batch whose hidden states predict a target.
 
     Attributes:
-        is_target: ``bool (B, L - 1)``.
-        lengths: How many of them each document has, document behind document.
+        is_target: True at those positions, ``bool (B, L - 1)``; the last position predicts nothing.
+        lengths: Number of those positions in each document that has any, in order.
     """
 
     is_target: Tensor
@@ -44,11 +44,11 @@ class TargetPositions:
 
     def take(self, states: Tensor) -> Tensor:
         """Return the values of a tensor ``(B, L, ...)`` at these positions, ``(N, ...)``."""
-        # The state at a position predicts the token behind it.
+        # (B, L - 1, ...) to (N, ...).
         return states[:, :-1][self.is_target]
 
     def take_attention(self, attentions: Tensor) -> Tensor:
-        """Return the head-averaged attention of ``(B, H, L, L)`` from these positions, ``(N, L)``."""
+        """Return the attention of these positions averaged over heads, ``(N, L)``, from ``(B, H, L, L)``."""
         return self.take(attentions.float().mean(dim=1))
 
 
@@ -57,12 +57,12 @@ class Comparison:
     """Collected features of a batch.
 
     Attributes:
-        places: Where it is compared.
-        student: As its layers gave it.
-        teacher: At the places.
+        positions: Compared positions.
+        student: Features of the student at all positions.
+        teacher: Features of the teacher at the compared positions.
     """
 
-    places: TargetPositions
+    positions: TargetPositions
     student: LayerFeatures
     teacher: LayerFeatures
 
@@ -71,23 +71,22 @@ def find_target_positions(labels: Tensor, position_ids: Tensor) -> TargetPositio
     """Return the target positions of a batch.
 
     Args:
-        labels: ``int64 (B, L)``, unshifted, negative where there is no target.
-        position_ids: ``int64 (B, L)``, 0 where a document begins.
+        labels: Unshifted labels, ``int64 (B, L)``; negative where there is no target.
+        position_ids: Positions in documents, ``int64 (B, L)``; 0 where a document begins.
     """
     is_target = labels[:, 1:] >= 0
-    # Each 0 among the positions begins a document: their running count numbers the documents of the whole batch. The
-    # last column predicts nothing.
+    # The cumulative count of zeros in position_ids numbers the documents of the whole batch: (B, L), then (N,).
     documents = position_ids.flatten().eq(0).cumsum(0).view_as(position_ids)[:, :-1][is_target]
     _, counts = documents.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
     return TargetPositions(is_target, counts.tolist())
 
 
 class LayerDistillation:
-    """Layer losses and their projections.
+    """Losses between layers of student and teacher, and their trained projections.
 
     Each loss is a sum over targets, averaged over the compared layers; like the rest of the loss, it is divided by the
-    number of targets of the whole step. The projections are attached to the student as a module, so that reduction,
-    clipping, guards and checks include their gradients; for saving they are detached.
+    number of targets of the whole step. During training the projections are a module of the student, so that gradient
+    reduction, clipping and guards include them; for saving they are detached.
 
     Source: ``tests/distillation/test_layer_features.py``, ``tests/distributed/test_distill.py``.
     """
@@ -97,12 +96,12 @@ class LayerDistillation:
 
         Args:
             config: Weights and layers.
-            student: What is trained, without wrapper.
-            teacher: The frozen one, not yet sharded; ``None`` where its layers are not compared.
-            seed: Of projections between states of different width.
+            student: Student model without wrapper.
+            teacher: Frozen teacher, not yet sharded; ``None`` if its layers are not compared.
+            seed: Seed of projections between hidden states of different width.
 
         Raises:
-            ConfigError: A layer is named that the student does not have; or as ``verify_layers``.
+            ConfigError: The student lacks a named layer; or as ``verify_layers``.
         """
         self.config = config
         self._student, self._teacher = student, teacher
@@ -111,78 +110,80 @@ class LayerDistillation:
             return
         self._features, self._relations = choose_layers(config, len(find_layers(student)))
         mapped = map_layers(len(find_layers(student)), len(find_layers(teacher)))
-        self._answers = dict(enumerate(mapped, start=1))
+        # Student layer to teacher layer, both from 1.
+        self._teacher_layers = dict(enumerate(mapped, start=1))
         for model in (student, teacher):
             verify_layers(model, attentions=bool(config.attention_weight))
-        width, aim = (model.config.get_text_config().hidden_size for model in (student, teacher))
+        width, teacher_width = (model.config.get_text_config().hidden_size for model in (student, teacher))
         generator = torch.Generator().manual_seed(seed)
         for number in self._features:
-            self._projections[str(number)] = _build_projection(width, aim, generator)
+            self._projections[str(number)] = _build_projection(width, teacher_width, generator)
         self._projections.to(student.device)
 
     @property
     def is_used(self) -> bool:
-        """Whether any loss has a weight."""
+        """Whether any layer loss has a positive weight."""
         return any(getattr(self.config, key) for key in WEIGHTS)
 
     @contextmanager
     def collecting(self, labels: Tensor, position_ids: Tensor) -> Iterator[Comparison | None]:
-        """Collect the outputs of the compared layers of student and teacher, for one forward pass of each.
+        """Collect the outputs of the compared layers during one forward pass of student and teacher.
 
         Args:
-            labels: As for ``find_target_positions``.
-            position_ids: As for ``find_target_positions``.
+            labels: Unshifted labels, ``int64 (B, L)``; negative where there is no target.
+            position_ids: Positions in documents, ``int64 (B, L)``; 0 where a document begins.
         """
         if not self.is_used:
             yield None
             return
-        places = find_target_positions(labels, position_ids)
+        positions = find_target_positions(labels, position_ids)
         has_states = any((self.config.similarity_weight, self.config.distance_weight, self.config.angle_weight))
         states = sorted({*self._features, *(self._relations if has_states else ())})
         attentions = self._relations if self.config.attention_weight else ()
         with (
-            collect_features(self._student, states=states, attentions=attentions) as own,
+            collect_features(self._student, states=states, attentions=attentions) as student,
             collect_features(
                 self._teacher,
-                states=sorted({self._answers[number] for number in states}),
-                attentions=sorted({self._answers[number] for number in attentions}),
-                # Other outputs of the teacher are not stored.
-                read_states=places.take,
-                read_attentions=places.take_attention,
-            ) as other,
+                states=sorted({self._teacher_layers[number] for number in states}),
+                attentions=sorted({self._teacher_layers[number] for number in attentions}),
+                # Selected in the hook, so that outputs at other positions are freed. The student's are kept whole:
+                # selection saves tensors for backward, which recomputation under checkpointing would not repeat.
+                read_states=positions.take,
+                read_attentions=positions.take_attention,
+            ) as teacher,
         ):
-            yield Comparison(places, own, other)
+            yield Comparison(positions, student, teacher)
 
     def compute_parts(self, features: Comparison | None) -> dict[str, Tensor]:
-        """Return the sum of each loss over the targets, a differentiable scalar, by name.
+        """Return the sum of each layer loss over the targets, a differentiable scalar, by name.
 
         Args:
-            features: From ``collecting``, after both have run.
+            features: Result of ``collecting``, after both forward passes; ``None`` gives no losses.
         """
         config, parts = self.config, dict[str, Tensor]()
         if features is None:
             return parts
-        places, own, other = features.places, features.student, features.teacher
+        positions, student, teacher = features.positions, features.student, features.teacher
         for number in self._features:
-            pair = places.take(own.states[number]), other.states[self._answers[number]]
-            # Under FSDP2 it is gathered here: accelerate 1.15 leaves modules outside of layers gathered after the
-            # forward pass.
+            pair = positions.take(student.states[number]), teacher.states[self._teacher_layers[number]]
+            # Unsharded at this point under FSDP2 too: with accelerate 1.15, parameters outside of the layers belong to
+            # the root module, which stays gathered after the forward pass.
             weight: Any = self._projections[str(number)].weight
             _add(parts, "feature", compute_feature_sum(*pair, weight, config.feature_loss), len(self._features))
         for number in self._relations:
             if config.attention_weight:
-                pair = places.take_attention(own.attentions[number]), other.attentions[self._answers[number]]
-                _add(parts, "attention", compute_attention_sum(*pair), len(self._relations))
+                attended = positions.take_attention(student.attentions[number])
+                target = teacher.attentions[self._teacher_layers[number]]
+                _add(parts, "attention", compute_attention_sum(attended, target), len(self._relations))
             for name in RELATIONS:
                 if getattr(config, f"{name}_weight"):
-                    pair = places.take(own.states[number]), other.states[self._answers[number]]
-                    _add(parts, name, compute_relation_sum(*pair, places.lengths, name), len(self._relations))
+                    pair = positions.take(student.states[number]), teacher.states[self._teacher_layers[number]]
+                    _add(parts, name, compute_relation_sum(*pair, positions.lengths, name), len(self._relations))
         return parts
 
     def weigh(self, parts: Mapping[str, Tensor]) -> Tensor | float:
-        """Return the weighted sum of the losses."""
-        weighed = [part * float(getattr(self.config, f"{name}_weight")) for name, part in parts.items()]
-        return sum(weighed, 0.0)
+        """Return the weighted sum of the layer losses; 0 if there are none."""
+        return sum((part * float(getattr(self.config, f"{name}_weight")) for name, part in parts.items()), 0.0)
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -208,27 +209,27 @@ class LayerDistillation:
             self._student.add_module(PROJECTIONS, self._projections)
 
     def split_group(self, optimizer: torch.optim.Optimizer) -> None:
-        """Move the projections to their own parameter group, without weight decay, which would shrink them to 0.
+        """Move the projections to a separate parameter group without weight decay, which would shrink them to 0.
 
         Args:
-            optimizer: As for ``split_groups``, over the student with them.
+            optimizer: Optimizer over the student with the attached projections.
         """
         own = {id(parameter) for parameter in self._projections.parameters()}
         split_groups(optimizer, own, lambda _: {"lr": self.config.projection_learning_rate, "weight_decay": 0.0})
 
     def add_to(self, staged: Staged, saver: CheckpointSaver) -> Staged:
-        """Write the projections beside the student, if there are any; every process must call.
+        """Add the projections, if any, to a checkpoint; a collective that every process must enter.
 
         Args:
-            staged: A checkpoint of the student, without them.
-            saver: What copies what training continues to change.
+            staged: Checkpoint of the student without the projections.
+            saver: Saver whose buffers hold the copy while training continues.
         """
         if not self._projections:
             return staged
-        whole = gather_trained_state(self._projections)
+        gathered = gather_trained_state(self._projections)
         if not saver.is_main:
             return staged
-        state, path = saver.take(whole), staged.folder / PROJECTIONS_FILE
+        state, path = saver.take(gathered), staged.folder / PROJECTIONS_FILE
 
         def write() -> None:
             write_state(state, path)
@@ -240,44 +241,45 @@ class LayerDistillation:
         """Load the projections of a checkpoint, if there are any."""
         if self._projections:
             state = torch.load(checkpoint / PROJECTIONS_FILE, map_location="cpu", weights_only=True)
-            # In place, since the optimizer holds these parameters.
+            # In place, because the optimizer references these parameters.
             with torch.no_grad():
                 for name, parameter in self._projections.named_parameters():
                     parameter.copy_(shard_like(state[name], parameter))
 
     def name_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the projections by their names in the student while they are attached."""
+        """Return the projections by their names in the student with attached projections."""
         return {f"{PROJECTIONS}.{name}": parameter for name, parameter in self._projections.named_parameters()}
 
 
 def choose_layers(config: LayersConfig, num_layers: int) -> tuple[list[int], list[int]]:
-    """Return the student layers compared by hidden states, and those compared by relations.
+    """Return the numbers of student layers compared by hidden states, and of those compared by relations; from 1.
 
     Args:
         config: Weights and layers.
-        num_layers: Of the student.
+        num_layers: Layers of the student.
 
     Raises:
-        ConfigError: One is named that it does not have.
+        ConfigError: The student lacks a named layer.
     """
     features = config.feature_layers or list(range(1, num_layers + 1))
     relations = config.relation_layers or [num_layers]
     for key, named in (("feature_layers", features), ("relation_layers", relations)):
         if max(named) > num_layers:
-            found = f"`{key}` names layer {max(named)}, and the student has {num_layers}"
+            found = f"`{key}` names layer {max(named)}, and the student has {num_layers} layers"
             raise ConfigError(Problem(key, found, f"write numbers from 1 to {num_layers}"))
     has_relations = any(getattr(config, key) for key in RELATION_WEIGHTS)
     return sorted(features) if config.feature_weight else [], sorted(relations) if has_relations else []
 
 
-def _build_projection(width: int, aim: int, generator: torch.Generator) -> nn.Linear:
-    """Matrix that preserves the root mean square of a state: the identity for equal widths."""
-    projection = nn.Linear(width, aim, bias=False, device="meta").to_empty(device="cpu")
-    if width == aim:
+def _build_projection(width: int, teacher_width: int, generator: torch.Generator) -> nn.Linear:
+    """Build a projection that preserves the root mean square of a state: the identity for equal widths."""
+    # From meta: the default initialisation would consume the global random state of the run.
+    projection = nn.Linear(width, teacher_width, bias=False, device="meta").to_empty(device="cpu")
+    if width == teacher_width:
         nn.init.eye_(projection.weight)
     else:
-        # For a wider state, the leading directions are kept, scaled to preserve the size.
-        gain = math.sqrt(aim / min(width, aim))
+        # Orthonormal columns preserve the norm of a state; the gain preserves its mean square at a larger width.
+        gain = math.sqrt(teacher_width / min(width, teacher_width))
         nn.init.orthogonal_(projection.weight, gain=gain, generator=generator)
     return projection
 

@@ -1,4 +1,4 @@
-"""On-policy distillation: in some steps the student samples answers and trains on the teacher's distribution."""
+"""On-policy distillation: in some steps the student samples the answers that the teacher scores."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, TrainerCallback, TrainingArguments
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.masking import IGNORE_INDEX
+from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.losses.distillation import DistillationSums
 from recipes_lib.models.generation import GenerateBackend, Sampling, mask_answers, read_stop_ids
 from recipes_lib.models.inference import evaluating
@@ -28,7 +29,7 @@ from recipes_lib.training.monitoring.callbacks import TermMetrics
 from recipes_lib.training.trainers.arguments import build_autocast
 
 ANSWERED: Final = "answers"
-"""Under which a batch of the student's own answers carries how many there are, and how many ended by themselves."""
+"""Key of an on-policy batch for ``int64 (2,)``: its number of answers, and of those that end with a stop token."""
 
 Batch = dict[str, Any]
 Ids = npt.NDArray[np.int64]
@@ -40,9 +41,9 @@ class Question:
     """A document of a batch as a prompt.
 
     Attributes:
-        row: Its row in the batch.
-        prompt: Its tokens before its last answer, never none.
-        number: Told by all of its tokens: the same text has the same, wherever it is.
+        row: Row of the batch that contains the document.
+        prompt: Token ids before the last answer, at least one.
+        number: Hash of the document's tokens, which seeds the answer independently of its place in the batch.
     """
 
     row: int
@@ -51,10 +52,10 @@ class Question:
 
 
 def read_questions(batch: Mapping[str, Any]) -> Iterator[Question]:
-    """Yield the documents of a collated batch that have an answer: the last target tokens of a document.
+    """Yield the documents of a collated batch that have an answer, which is the last run of targets.
 
     Args:
-        batch: ``input_ids``, ``labels`` and ``position_ids``, ``(B, L)`` on the host; positions start anew at each
+        batch: ``input_ids``, ``labels`` and ``position_ids``, ``int64 (B, L)`` on the host; positions restart at each
             document.
     """
     ids, labels, positions = (batch[name].numpy() for name in ("input_ids", "labels", "position_ids"))
@@ -63,30 +64,30 @@ def read_questions(batch: Mapping[str, Any]) -> Iterator[Question]:
         for start, stop in itertools.pairwise(bounds):
             targets = np.flatnonzero(labels[row, start:stop] != IGNORE_INDEX)
             if len(targets):
-                # An answer is a run of targets; of several turns the last one is answered.
+                # Targets of different turns are separated by a gap; the answer starts after the last gap.
                 gaps = np.flatnonzero(np.diff(targets) > 1)
                 first = int(targets[gaps[-1] + 1 if len(gaps) else 0])
                 document = np.ascontiguousarray(ids[row, start:stop])
-                # Padding is a separate document, so that the rest of the batch does not include it.
+                # Positions restart at padding too, so that the document does not include it.
                 digest = hashlib.blake2b(document.tobytes(), digest_size=8).digest()
                 yield Question(row, document[:first], int.from_bytes(digest, "big"))
 
 
 @dataclass(frozen=True, slots=True)
 class OnPolicyAnswers:
-    """Replaces the answers in batches of texts by the student's own.
+    """Batch transform that replaces the last answer of each document by a sample of the student.
 
     Attributes:
-        lmbda: Share of steps.
-        seed: With the step and a document it decides the answer: neither the batch around it nor the number of
-            processes does, nor whether the run was stopped.
-        response_length: Longest answer, in tokens.
-        temperature: Divides the logits.
-        num_tokens: Tokens that student and teacher have, the first of the vocabulary; no other is sampled.
-        max_length: Tokens of a prompt with its answer that both models can read; ``None``: any number.
-        batch_size: Prompts that are answered at once.
-        precision: Gives the context in which products are computed.
-        collate: Rows to a batch.
+        lmbda: Fraction of on-policy steps, in ``[0, 1]``.
+        seed: Seed of the answers. An answer depends on the seed, the step and its document only, not on the batch, the
+            number of processes or interruptions of the run.
+        response_length: Maximum length of an answer in tokens.
+        temperature: Divisor of the logits in sampling.
+        num_tokens: Vocabulary size shared by student and teacher; larger token ids are not sampled.
+        max_length: Maximum length of prompt and answer together for both models; ``None`` without a limit.
+        batch_size: Prompts per generation batch.
+        precision: Factory of the autocast context of generation.
+        collate: Collator from rows to a batch.
     """
 
     lmbda: float
@@ -100,38 +101,40 @@ class OnPolicyAnswers:
     collate: Collate
 
     def is_due(self, step: int) -> bool:
-        """Return whether step ``step``, from 0, is on-policy.
+        """Return whether step ``step``, counted from 0, is on-policy.
 
         On-policy steps are evenly spaced, so that in any window their share is as close to ``lmbda`` as possible; the
         seed sets the offset.
         """
+        # The same for all steps of a run, resumed ones included.
         phase = float(np.random.default_rng(self.seed).random())
-        # As Bresenham's lines: a step is due when the sum of the shares passes a whole number.
+        # As in Bresenham's line algorithm: a step is due when the sum of lmbda over steps passes a whole number.
         return math.floor((step + 1) * self.lmbda + phase) > math.floor(step * self.lmbda + phase)
 
     def replace(self, student: Any, batch: Batch, step: int) -> Batch:
-        """Return a batch in which the last answer of each document is the student's, and the only target.
+        """Return a batch in which the student's answer replaces the last answer of each document, as its only target.
 
-        Documents without room for an answer are dropped. If none is left, the batch is unchanged and without targets;
-        the same holds on a stop request, after which the step is not made.
+        Documents too long for an answer are dropped. If none is left, or on a stop request, after which the step is not
+        made, the batch keeps its tokens and has no targets.
 
         Args:
-            student: Every process has all of its weights.
+            student: Student with all of its weights on every process.
             batch: Collated rows.
             step: Number of the step in the run, from 0.
 
         Returns:
-            The batch, with ``ANSWERED``: ``int64 (2,)``, answers and those that ended with a stop token.
+            The batch, with ``ANSWERED``: ``int64 (2,)``, the number of answers and of those that end with a stop token.
 
         Source: ``tests/distillation/test_on_policy.py``.
         """
         WATCHDOG.enter("sampling answers")
-        # The loader's device; the new batch is built on the host.
+        # Tokens are read and rows are built on the host; the trainer moves the result to the device again.
         batch = {name: part.cpu() if isinstance(part, torch.Tensor) else part for name, part in batch.items()}
         room = math.inf if self.max_length is None else self.max_length - self.response_length
         questions = [question for question in read_questions(batch) if len(question.prompt) <= room]
         try:
             answers, num_finished = self._answer(student, questions, step)
+        # Sampling needs no collective, so that a rank can stop it alone; the step is then not made.
         except LeftError:
             answers, num_finished = [], 0
         counts = torch.tensor([len(answers), num_finished])
@@ -141,15 +144,19 @@ class OnPolicyAnswers:
             _lay_out([pair for pair in zip(questions, answers, strict=True) if pair[0].row == row])
             for row in range(len(batch["input_ids"]))
         ]
-        kept = {ROW_IDS: batch[ROW_IDS]} if ROW_IDS in batch else {}
-        return {**self.collate(rows), **kept, ANSWERED: counts}
+        row_ids = {ROW_IDS: batch[ROW_IDS]} if ROW_IDS in batch else {}
+        return {**self.collate(rows), **row_ids, ANSWERED: counts}
 
     def _answer(self, student: Any, questions: Sequence[Question], step: int) -> tuple[list[Ids], int]:
-        """Return the answer to each prompt, with its stop token, and the number of finished answers."""
+        """Return the answer to each prompt with its stop token, and the number of answers that end with one.
+
+        Raises:
+            LeftError: A stop request is pending.
+        """
         stop_ids = read_stop_ids(student)
         sampling = Sampling(stop_ids, 0, self.response_length, self.temperature, leave_if_asked, self.num_tokens)
         backend = GenerateBackend(sampling, batch_size=self.batch_size, precision=self.precision)
-        # Batches have prompts of similar length, which reduces padding; answers do not depend on the order.
+        # Sorted by length to reduce padding; an answer does not depend on its batch.
         order = sorted(range(len(questions)), key=lambda at: len(questions[at].prompt))
         answers: dict[int, Ids] = {}
         num_finished = 0
@@ -157,11 +164,12 @@ class OnPolicyAnswers:
             for start in range(0, len(order), self.batch_size):
                 chunk = order[start : start + self.batch_size]
                 asked = [questions[at] for at in chunk]
+                # One uniform number per token, (B, response_length): the randomness is independent of the batch.
                 uniforms = torch.from_numpy(np.stack([self._draw(step, question) for question in asked]))
-                given = backend.generate(student, [question.prompt.tolist() for question in asked], uniforms)
-                masks, finished = mask_answers(given.response_ids, stop_ids)
+                generated = backend.generate(student, [question.prompt.tolist() for question in asked], uniforms)
+                masks, finished = mask_answers(generated.response_ids, stop_ids)
                 num_finished += int(finished.sum())
-                parts = (ids[mask].numpy() for ids, mask in zip(given.response_ids, masks, strict=True))
+                parts = (ids[mask].numpy() for ids, mask in zip(generated.response_ids, masks, strict=True))
                 answers.update(zip(chunk, parts, strict=True))
         return [answers[at] for at in range(len(questions))], num_finished
 
@@ -170,19 +178,20 @@ class OnPolicyAnswers:
 
 
 def _lay_out(pairs: Sequence[tuple[Question, Ids]]) -> dict[str, Any]:
-    """Lay out the documents of a row with new answers, as a prepared row."""
-    nothing = np.zeros(0, np.int64)
+    """Return the documents of a row with their new answers, in the format of a prepared row."""
+    # Concatenated first, because a row may have no documents.
+    empty = np.zeros(0, np.int64)
     documents = [np.concatenate([question.prompt, answer]) for question, answer in pairs]
     masks = [np.arange(len(question.prompt) + len(answer)) >= len(question.prompt) for question, answer in pairs]
     return {
-        "input_ids": np.concatenate([nothing, *documents]),
-        "loss_mask": np.concatenate([nothing.astype(np.bool_), *masks]),
+        "input_ids": np.concatenate([empty, *documents]),
+        "loss_mask": np.concatenate([empty.astype(np.bool_), *masks]),
         "seq_lengths": np.array([len(document) for document in documents], np.int64),
     }
 
 
 def name_figures(kind: str, sums: DistillationSums, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the sums of a batch by the names under which their means are logged: ``KIND/nll``."""
+    """Return the sums of a batch by the names of their logged means, such as ``KIND/nll``."""
     figures = {
         **parts,
         "nll": sums.nll_sum,
@@ -194,21 +203,27 @@ def name_figures(kind: str, sums: DistillationSums, parts: Mapping[str, torch.Te
 
 
 class AnswerFigures:
-    """Figures of on-policy steps, separate from those of texts."""
+    """Metrics of on-policy steps, separate from those of steps on texts."""
 
     def __init__(self) -> None:
-        """Start without answers."""
+        """Initialise empty sums."""
         self._of_tokens, self._of_answers = TermMetrics(), TermMetrics()
 
     @property
     def callbacks(self) -> list[TrainerCallback]:
-        """Callbacks that add the figures to a logged step."""
+        """Callbacks that add the metrics to a log record."""
         return [self._of_tokens, self._of_answers]
 
     def add(self, sums: DistillationSums, answered: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> None:
-        """Add a batch of this process; ``answered`` is its ``ANSWERED``, ``parts`` its layer losses."""
+        """Add a batch of this process.
+
+        Args:
+            sums: Loss sums of the batch.
+            answered: Value of ``ANSWERED``, ``int64 (2,)``.
+            parts: Sums of the layer losses by name.
+        """
         self._of_tokens.add(name_figures("on_policy", sums, parts), sums.num_targets)
-        # Means over tokens, and means over answers: they have other divisors.
+        # Means over answers rather than tokens: their sums have another divisor.
         num_answers, num_finished = answered
         lengths = {"on_policy/length": sums.num_targets.float(), "on_policy/finished": num_finished.float()}
         self._of_answers.add(lengths, num_answers)
@@ -224,24 +239,33 @@ def prepare_answers(
     """Return the batch transform of on-policy steps; ``None`` if ``lmbda`` is 0.
 
     Args:
-        config: The run.
-        args: How many prompts are answered at once, the seed, the device and the precision.
+        config: Configuration of the run.
+        args: Training arguments: ``per_device_eval_batch_size`` prompts per batch, seed, device and precision.
         teacher_config: Configuration of the teacher.
-        vocabulary: From ``map_teacher_vocabulary``.
-        collate: Rows to a batch.
+        vocabulary: Result of ``map_teacher_vocabulary``.
+        collate: Collator from rows to a batch.
+
+    Raises:
+        ConfigError: A model has no positions for a prompt before an answer of ``response_length`` tokens.
     """
-    keys = config.distillation
+    keys, length = config.distillation, config.rewards.response_length
     if not keys.lmbda:
         return None
+    # Learned or scaled positions limit both models; rotary ones without a limit give None.
     configs = load_model_config(config.model)[0], teacher_config
     limits = [getattr(each.get_text_config(), "max_position_embeddings", None) for each in configs]
+    max_length = min((limit for limit in limits if limit is not None), default=None)
+    # Otherwise every document would be dropped, and on-policy steps would train on nothing.
+    if max_length is not None and max_length <= length:
+        found = f"{length} tokens leave no room for a prompt in the {max_length} positions of student and teacher"
+        raise ConfigError(Problem("response_length", found, f"write less than {max_length}"))
     return OnPolicyAnswers(
         lmbda=keys.lmbda,
         seed=args.seed,
-        response_length=config.rewards.response_length,
+        response_length=length,
         temperature=keys.sampling_temperature,
         num_tokens=len(vocabulary.teacher_ids),
-        max_length=min((limit for limit in limits if limit is not None), default=None),
+        max_length=max_length,
         batch_size=args.per_device_eval_batch_size,
         precision=build_autocast(args),
         collate=collate,

@@ -1,4 +1,4 @@
-"""Teacher: loading, forward passes, and its stored top-k probabilities."""
+"""Teacher model: loading, forward passes, and the store of its top-k log-probabilities."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ from recipes_lib.training.trainers.trained_model import TEACHER, freeze
 
 FORMAT: Final = 1
 SHARD_TOKENS: Final = 2**18
-"""Tokens of the rows of a shard; what is lost when writing is interrupted."""
+"""Tokens of the rows in a shard file; an interruption loses at most one shard."""
 COUNTS_FILE: Final = "num_targets.npy"
 TEACHER_FIELD: Final = "teacher"
-"""Column of a row that holds the records of its targets."""
+"""Column of a row with the records of its targets, and key of a batch with the decoded log-probabilities."""
 _HIGH_BITS: Final = ((16, 0), (18, 2), (20, 4), (24, 8))
-"""Bits of the largest id, and those of them that go beside the lower sixteen."""
+"""Bits of the largest token id, and how many of its bits are stored separately from the lower 16."""
 
 Records = npt.NDArray[np.void]
 ComputeTop = Callable[[Sequence[Any]], tuple[TopLogps, npt.NDArray[np.int64]]]
-"""Rows to what the teacher says of their targets, in their order, and the targets."""
+"""Function from rows to the teacher's top-k log-probabilities at their targets, row by row, and the targets."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordFormat:
-    """Binary layout of the record of a target.
+    """Binary layout of the record of a target: the teacher's top k tokens and the tail.
 
     Attributes:
-        k: Tokens in it.
-        num_tokens: Tokens in the vocabulary.
+        k: Stored tokens per target.
+        num_tokens: Vocabulary size of the teacher.
     """
 
     k: int
@@ -69,31 +69,36 @@ class RecordFormat:
 
     @property
     def dtype(self) -> np.dtype[np.void]:
-        """Ids in 16 and 2, 4 or 8 bits; log-probabilities in half precision; the tail's in single precision."""
+        """Structured dtype: ids as 16 plus 0, 2, 4 or 8 bits, log-probabilities float16, that of the tail float32."""
         high = [("high", "u1", (-(-self.k * self.num_high_bits // 8),))] if self.num_high_bits else []
         tops = [("low", "<u2", (self.k,)), *high, ("logps", "<f2", (self.k,))]
         return np.dtype([*tops, ("log_tail", "<f4"), ("target_logp", "<f2"), ("target", "<u2")])
 
     def encode(self, top: TopLogps, targets: npt.NDArray[np.integer]) -> Records:
-        """Return the records of ``N`` targets; each has the lower bits of its target, for verification."""
+        """Return the records of ``N`` targets.
+
+        Args:
+            top: Top-k log-probabilities of the teacher.
+            targets: Token ids of the targets, ``(N,)``; their lower 16 bits are stored for verification on reading.
+        """
         ids = top.ids.cpu().numpy()
         records = np.zeros(len(ids), self.dtype)
         records["target"] = targets & 0xFFFF
         records["low"] = ids & 0xFFFF
         if bits := self.num_high_bits:
-            each = 8 // bits
-            # (N, bytes, ids a byte): the bits of each id are shifted to their place, and a byte is their union.
-            high = np.zeros((len(ids), records["high"].shape[1] * each), np.uint8)
+            per_byte = 8 // bits
+            # (N, bytes, ids per byte): the high bits of several ids are shifted and combined into one byte.
+            high = np.zeros((len(ids), records["high"].shape[1] * per_byte), np.uint8)
             high[:, : self.k] = ids >> 16
-            shifts = np.arange(each, dtype=np.uint8) * bits
-            records["high"] = np.bitwise_or.reduce(high.reshape(len(ids), -1, each) << shifts, axis=2)
+            shifts = np.arange(per_byte, dtype=np.uint8) * bits
+            records["high"] = np.bitwise_or.reduce(high.reshape(len(ids), -1, per_byte) << shifts, axis=2)
         records["logps"] = top.logps.float().cpu().numpy()
         records["log_tail"] = top.log_tails.float().cpu().numpy()
         records["target_logp"] = top.target_logps.float().cpu().numpy()
         return records
 
     def decode(self, records: Records) -> TopLogps:
-        """Return the arguments of ``encode``, rounded."""
+        """Return the log-probabilities of ``encode``, rounded."""
         ids = records["low"].astype(np.int64)
         if bits := self.num_high_bits:
             shifts = np.arange(8 // bits, dtype=np.uint8) * bits
@@ -107,14 +112,14 @@ class RecordFormat:
 
 @dataclass(frozen=True, slots=True)
 class StoreIdentity:
-    """Identity of the store that a run needs.
+    """Location and format of the store that a run needs.
 
     Attributes:
         root: Folder of prepared sets.
-        key: Hash of ``inputs``.
-        inputs: What decides the numbers: the teacher, its vocabulary, the rows, ``k`` and the temperature.
-        format: Of its records.
-        rows_per_shard: Rows of the prepared set whose targets are in one file.
+        key: Hash of ``inputs``; names the folder of the store.
+        inputs: Everything that determines the numbers: teacher, vocabulary, rows, ``k`` and temperature.
+        format: Layout of the records.
+        rows_per_shard: Rows of the prepared set whose targets are in one shard file.
     """
 
     root: Path
@@ -126,14 +131,14 @@ class StoreIdentity:
 
 @dataclass(frozen=True, slots=True)
 class TeacherRows:
-    """Rows with the records of their targets.
+    """Prepared rows with the records of their targets.
 
     Attributes:
-        rows: The prepared ones.
-        shards: Records, memory-mapped.
-        starts: Where in its shard the first target of each row is.
-        counts: Targets of each row.
-        rows_per_shard: As in ``StoreIdentity``.
+        rows: Prepared rows.
+        shards: Memory-mapped records of each shard file.
+        starts: Index of the first record of each row in its shard, ``int64 (R,)``.
+        counts: Number of targets of each row, ``int64 (R,)``.
+        rows_per_shard: Rows per shard file.
     """
 
     rows: Rows
@@ -153,29 +158,29 @@ class TeacherRows:
 
 @dataclass(frozen=True, slots=True)
 class TeacherCollator:
-    """Collator that adds the teacher's top-k log-probabilities to a batch.
+    """Collator that adds the teacher's stored top-k log-probabilities to a batch.
 
     Attributes:
-        collate: Rows to the batch without it.
-        format: Of the records.
+        collate: Collator from rows to the batch without them.
+        format: Layout of the records.
     """
 
     collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
     format: RecordFormat
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Build the batch; ``teacher`` has the fields of a ``TopLogps`` of its targets, row by row.
+        """Build the batch; ``teacher`` has the fields of the ``TopLogps`` of its targets, row by row.
 
         Raises:
-            DataError: A record is of another target than the one at its place.
+            DataError: A record belongs to another target than the one at its position.
         """
         batch = self.collate(rows)
         if TEACHER_FIELD in rows[0]:
             records = np.concatenate([row[TEACHER_FIELD] for row in rows])
             targets = read_targets(batch["labels"])
             if len(records) != len(targets) or (records["target"] != targets & 0xFFFF).any():
-                found = "what is stored of the teacher is of other places than the targets of these rows"
-                raise DataError(Problem("teacher_top_k", found, "write it again with `recipes distill-store`"))
+                found = "the stored log-probabilities of the teacher belong to other targets than those of these rows"
+                raise DataError(Problem("teacher_top_k", found, "write them again with `recipes distill-store`"))
             batch[TEACHER_FIELD] = self.format.decode(records)._asdict()
         return batch
 
@@ -190,12 +195,12 @@ def identify_store(config: RecipeConfig, vocabulary: VocabularyMap, rows: Mappin
     """Return the identity of the store of a run, without loading the teacher.
 
     Args:
-        config: The run.
-        vocabulary: From ``map_teacher_vocabulary``.
-        rows: Manifest of the prepared set: its key is that of tokenizer, template and data.
+        config: Configuration of the run.
+        vocabulary: Result of ``map_teacher_vocabulary``.
+        rows: Manifest of the prepared set, whose key covers tokenizer, template and data.
 
     Raises:
-        ConfigError: The teacher cannot be found.
+        ConfigError: As ``identify_teacher``.
     """
     distillation = config.distillation
     assert distillation.teacher_top_k is not None
@@ -210,26 +215,28 @@ def identify_store(config: RecipeConfig, vocabulary: VocabularyMap, rows: Mappin
         "k": k,
         "temperature": distillation.distillation_temperature,
     }
+    # Fixed by the identity, so that a resumed run finds the same shards.
     rows_per_shard = max(1, SHARD_TOKENS // int(rows["max_length"]))
     return StoreIdentity(find_root(config), compute_key(inputs), inputs, RecordFormat(k, num_tokens), rows_per_shard)
 
 
 def identify_teacher(config: RecipeConfig) -> dict[str, str]:
-    """Return the identity of the teacher's weights: the Hub commit, or a hash of the folder.
+    """Return the identity of the teacher's weights: hashes of the files of a folder, or name and commit on the Hub.
 
     Raises:
-        ConfigError: Neither is known.
+        ConfigError: The teacher cannot be found, or its commit is unknown.
     """
     chosen = choose_teacher(config)
     folder = Path(str(chosen.model_name_or_path))
     if folder.is_dir():
+        # Content rather than path: a retrained teacher in the same folder is another teacher.
         files = sorted(path for path in (*folder.glob("*.safetensors"), folder / "config.json") if path.is_file())
         return {path.name: compute_digest(path).hex() for path in files}
-    load_model_config(chosen)  # From here on the cache knows the commit.
+    load_model_config(chosen)  # Downloads config.json, so that the cache knows the commit of the revision.
     commit = find_commit(str(chosen.model_name_or_path), chosen.model_revision)
     if commit is None:
         where = config.provenance.get(TEACHER, TEACHER)
-        found = f"no commit is known of {chosen.model_name_or_path}, which the cache key needs"
+        found = f"the commit of {chosen.model_name_or_path} is unknown, and the cache key needs it"
         raise ConfigError(Problem(where, found, "write `teacher_model_revision:` as a commit of 40 hex digits"))
     return {"name": str(chosen.model_name_or_path), "commit": commit}
 
@@ -237,14 +244,14 @@ def identify_teacher(config: RecipeConfig) -> dict[str, str]:
 def write_store(
     identity: StoreIdentity, rows: Rows, compute: ComputeTop, *, batch_size: int, tell: Callable[[int], None]
 ) -> PreparedSet:
-    """Find the store, or compute it for every row; an interrupted run resumes after the last complete shard.
+    """Return the existing store, or write it; an interrupted run resumes after the last complete shard.
 
     Args:
-        identity: From ``identify_store``.
-        rows: The prepared rows.
-        compute: Asks the teacher about some of them.
-        batch_size: Rows at a time.
-        tell: Told how many rows are done.
+        identity: Result of ``identify_store``.
+        rows: Prepared rows.
+        compute: Function that runs the teacher on a batch of rows.
+        batch_size: Rows per batch.
+        tell: Progress callback with the number of finished rows.
 
     Raises:
         DataError: The disk is full.
@@ -259,9 +266,10 @@ def write_store(
                 if not path.exists():
                     asked = [numbers[first : first + batch_size] for first in range(0, len(numbers), batch_size)]
                     parts = [identity.format.encode(*compute([rows[number] for number in some])) for some in asked]
+                    # .npy at the end, since np.save appends it otherwise.
                     partial = path.with_name(".partial.npy")
                     np.save(partial, np.concatenate(parts))
-                    # A shard that is there counts as whole when writing resumes: its data must reach the disk first.
+                    # A resumed run takes an existing shard as complete, so its data must be on disk before the rename.
                     fsync(partial)
                     partial.replace(path)
                 tell(numbers.stop)
@@ -276,52 +284,52 @@ def read_store(identity: StoreIdentity, rows: Rows) -> TeacherRows:
     """Return the rows with their stored log-probabilities.
 
     Raises:
-        ConfigError: There is no such store, or it is damaged.
+        ConfigError: The store does not exist or is damaged.
     """
     found = find_set(identity.root, identity.key)
     if found is None:
-        told = f"nothing is stored for this teacher, vocabulary, data, k and temperature ({identity.key[:16]})"
-        raise ConfigError(Problem("teacher_top_k", told, "run `recipes distill-store` with this configuration first"))
+        absent = f"nothing is stored for this teacher, vocabulary, data, k and temperature ({identity.key[:16]})"
+        raise ConfigError(Problem("teacher_top_k", absent, "run `recipes distill-store` with this configuration first"))
     counts: npt.NDArray[np.int64] = np.load(found.path / COUNTS_FILE)
     size = identity.rows_per_shard
     shards = [np.load(found.path / _name_shard(number), mmap_mode="r") for number in range(-(-len(counts) // size))]
     starts = np.cumsum(counts) - counts
-    # From places in all records to places in the shard: less where its first row starts.
+    # From indices over all records to indices in the shard: minus the start of the first row of each shard.
     starts -= np.repeat(starts[::size], size)[: len(starts)]
     if len(counts) != len(rows) or sum(map(len, shards)) != counts.sum():
-        raise ConfigError(Problem(str(found.path), "holds other rows than it was made of", "delete the folder"))
+        raise ConfigError(Problem(str(found.path), "contains other rows than its manifest says", "delete the folder"))
     return TeacherRows(rows, shards, starts, counts, size)
 
 
 def compare_with_teacher(
     identity: StoreIdentity, taught: TeacherRows, compute: ComputeTop, *, num_rows: int, allowed: float
 ) -> float:
-    """Recompute some rows with the teacher; return the mean error of the store in nats.
+    """Recompute some rows with the teacher; return the mean absolute error of the store in nats per target.
 
     Args:
-        identity: From ``identify_store``; its key draws the rows.
-        taught: From ``read_store``.
-        compute: As for ``write_store``.
-        num_rows: How many.
-        allowed: What rounding explains.
+        identity: Result of ``identify_store``; its key seeds the choice of rows.
+        taught: Result of ``read_store``.
+        compute: Function that runs the teacher on a batch of rows.
+        num_rows: Number of rows to recompute.
+        allowed: Error explained by rounding, in nats per target.
 
     Raises:
-        DataError: The store is off by more: it is not of this teacher, or not of these places.
+        DataError: The error is larger: the store belongs to another teacher or to other rows.
     """
-    # By the key, so that every process, and every run with this store, looks at the same rows.
-    draw = np.random.default_rng(int(identity.key[:8], 16))
-    numbers = np.sort(draw.permutation(len(taught))[:num_rows])
+    # Seeded by the key, so that every process, and every run with this store, compares the same rows.
+    generator = np.random.default_rng(int(identity.key[:8], 16))
+    numbers = np.sort(generator.permutation(len(taught))[:num_rows])
     sums, num_targets = 0.0, 0
     for number in map(int, numbers):
         row = taught[number]
         stored, (fresh, _) = identity.format.decode(row[TEACHER_FIELD]), compute([taught.rows[number]])
-        apart = (stored.logps - fresh.logps.float().cpu()).abs().mean(dim=-1)
-        sums += float((apart + (stored.target_logps - fresh.target_logps.float().cpu()).abs()).sum())
-        num_targets += len(apart)
+        errors = (stored.logps - fresh.logps.float().cpu()).abs().mean(dim=-1)
+        sums += float((errors + (stored.target_logps - fresh.target_logps.float().cpu()).abs()).sum())
+        num_targets += len(errors)
     difference = sums / max(1, num_targets)
     if not difference <= allowed:
-        found = f"what is stored differs from what the teacher says by {difference:.3g} nats a target"
-        remedy = f"rounding explains {allowed:g}; delete {identity.root / identity.key[:16]} and write it again"
+        found = f"the stored log-probabilities differ from the teacher's by {difference:.3g} nats per target"
+        remedy = f"rounding explains {allowed:g}; delete {identity.root / identity.key[:16]} and write them again"
         raise DataError(Problem("teacher_top_k", found, remedy))
     return difference
 
@@ -334,7 +342,7 @@ def map_teacher_vocabulary(config: RecipeConfig, tokenizer: PreTrainedTokenizerB
     """Compare the tokenizers of teacher and student, before any weight is loaded.
 
     Raises:
-        ConfigError: As ``map_vocabulary``; or the teacher's tokenizer cannot be loaded.
+        ConfigError: As ``map_vocabulary`` and ``load_tokenizer``, with the key that names the teacher.
     """
     where = config.provenance.get(TEACHER, TEACHER)
     try:
@@ -350,21 +358,22 @@ def load_teacher(
     """Load the teacher: frozen, in evaluation mode, with the student's vocabulary.
 
     Args:
-        config: The run.
-        attention: Of the student, whose batches the teacher reads.
-        args: Precision of the products.
-        vocabulary: From ``map_teacher_vocabulary``.
+        config: Configuration of the run.
+        attention: Attention kernel of the student, whose batch layout the teacher must support.
+        args: Training arguments, for the precision of matrix products.
+        vocabulary: Result of ``map_teacher_vocabulary``.
 
     Raises:
-        ConfigError: It cannot be loaded, cannot read batches so laid out, has another vocabulary than its tokenizer, or
-            an output projection that is unknown here.
+        ConfigError: The teacher cannot be loaded, does not support the batch layout, has a vocabulary other than its
+            tokenizer's, or an unsupported output projection.
     """
     chosen, where = choose_teacher(config), config.provenance.get(TEACHER, TEACHER)
     try:
         model_config, _ = load_model_config(chosen)
+        # The student's kernel, because both models read the same batches.
         requested = replace(chosen, attn_implementation=attention.implementation)
         choose_attention(requested, model_config, args, packing=config.tokens.packing, flattens=True)
-        # Rows are permuted to the student's order, which is impossible on a sharded weight.
+        # adopt_vocabulary permutes the rows of the embeddings, which needs unsharded weights.
         with zero3_init_disabled():
             teacher = load_causal_lm(chosen, attention.implementation)
         adopt_vocabulary(teacher, vocabulary, where)
@@ -385,17 +394,18 @@ def is_own_teacher(config: RecipeConfig) -> bool:
 
 @torch.no_grad()
 def ask_teacher(teacher: Any, inputs: Mapping[str, Any], labels: Tensor, *, k: int, temperature: float) -> TopLogps:
-    """Return the teacher's log-probabilities at the targets of a batch, row by row: its ``k`` most likely tokens.
+    """Return the teacher's top-k log-probabilities at the targets of a batch, row by row.
 
     Args:
-        teacher: As for ``models.heads.loss_head.score_beside_teacher``.
-        inputs: As for ``score_beside_teacher``.
-        labels: As for ``score_beside_teacher``.
-        k: At most the teacher's vocabulary.
-        temperature: Divides the logits.
+        teacher: Frozen model with a loss head (``add_loss_head``).
+        inputs: ``input_ids`` and other arguments of the model.
+        labels: Unshifted labels, ``int64 (B, L)``; negative where there is no target.
+        k: Number of tokens per target, at most the vocabulary size of the teacher.
+        temperature: Divisor of the logits.
     """
     is_target = labels[:, 1:] >= 0
 
+    # Called inside the output projection, where FSDP2 and ZeRO-3 have gathered its weight.
     def read(hidden: Tensor, weight: Tensor, **options: Any) -> TopLogps:
         targets = labels[:, 1:][is_target]
         return compute_top_logps(hidden[:, :-1][is_target], weight, targets, k=k, temperature=temperature, **options)

@@ -1,4 +1,4 @@
-"""Losses of distillation: divergence to a teacher over the vocabulary, chunked; hidden states, attention, relations."""
+"""Distillation losses: chunked divergence from a teacher over the vocabulary; hidden states, attention, relations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from recipes_lib.losses.projection import (
 )
 
 MIN_LOG_TAIL = -80.0
-"""Log-probability below which a tail counts as this: its exponential is the smallest that ``float32`` holds well."""
+"""Lower bound of the log-probability of the tail; ``exp`` of it is still a normal ``float32``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class Objective:
     """Distillation objective: ``alpha * CE + (1 - alpha) * temperature^2 * D_beta``.
 
     Attributes:
-        alpha: Share of the cross-entropy with the labels, in ``[0, 1]``.
-        beta: Which divergence, as ``compute_divergence`` takes it: 0 forward KL, 1 reverse KL.
-        temperature: Divides the logits of both models before the divergence; the square keeps its gradient as large.
+        alpha: Weight of the cross-entropy with the labels, in ``[0, 1]``.
+        beta: Interpolation of the divergence (``compute_divergence``), in ``[0, 1]``: 0 forward KL, 1 reverse KL.
+        temperature: Divisor of the logits of both models in the divergence; its square keeps the scale of gradients.
     """
 
     alpha: float = 0.5
@@ -41,14 +41,14 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class TeacherHead:
-    """A teacher's last hidden states with its output projection: its logits before they exist.
+    """Last hidden states of a teacher and its output projection, from which its logits are computed chunk by chunk.
 
     Attributes:
-        hidden: ``(N, D)``, each at the place of the student's.
-        weight: Output embedding, ``(C, D)``: of the first ``C`` tokens of the student, in their order.
-        bias: ``(C,)``.
-        logit_scale: Factor on the logits, before the cap.
-        softcap: Bound of the logits.
+        hidden: Hidden states at the positions of the student's, ``(N, D)``.
+        weight: Output embedding of the first ``C`` tokens of the student, in their order, ``(C, D)``.
+        bias: Bias of the projection, ``(C,)``.
+        logit_scale: Factor on the logits, applied before the soft cap.
+        softcap: Bound of the absolute value of the logits.
     """
 
     hidden: Tensor
@@ -63,9 +63,9 @@ class DistillationTargets:
     """Labels and teacher outputs at ``N`` target positions.
 
     Attributes:
-        targets: The token that the text has there, ``int64 (N,)``, below ``C``.
-        teacher: The teacher's outputs there; it gets no gradient.
-        objective: The loss.
+        targets: Token ids of the labels, ``int64 (N,)``, below ``C``.
+        teacher: Outputs of the teacher, which get no gradient.
+        objective: Loss and its weights.
     """
 
     targets: Tensor
@@ -74,16 +74,18 @@ class DistillationTargets:
 
 
 class DistillationSums(NamedTuple):
-    """Sums over the target tokens; add them over batches and processes, then divide.
+    """Sums over target tokens, scalars; callers add them over micro-batches and processes, then divide.
+
+    Only ``loss_sum`` is differentiable. Sums are ``float32`` in nats, numbers ``int64``.
 
     Attributes:
-        loss_sum: The objective in nats; ``float32`` scalar, differentiable.
-        nll_sum: Negative log-likelihood of the targets under the student; without gradient, as all that follow.
-        divergence_sum: Divergence to the teacher at the temperature, not multiplied by its square.
+        loss_sum: Objective.
+        nll_sum: Negative log-likelihood of the targets under the student.
+        divergence_sum: Divergence from the teacher at the temperature, without the factor ``temperature^2``.
         teacher_nll_sum: Negative log-likelihood of the targets under the teacher, at temperature 1.
-        num_correct: Targets that are the student's first choice; ``int64`` scalar.
-        num_agreed: Places at which student and teacher have the same first choice.
-        num_targets: Tokens that were scored.
+        num_correct: Targets that are the arg-max of the student.
+        num_agreed: Positions at which student and teacher have the same arg-max.
+        num_targets: Scored tokens.
     """
 
     loss_sum: Tensor
@@ -95,7 +97,7 @@ class DistillationSums(NamedTuple):
     num_targets: Tensor
 
 
-# How many targets a batch has differs from batch to batch: compiled, every number of them would be compiled anew.
+# The number of targets differs between batches: under torch.compile, every new number would be recompiled.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def compute_distillation(
     hidden: Tensor,
@@ -103,18 +105,18 @@ def compute_distillation(
     supervision: DistillationTargets,
     **transform: Unpack[LogitTransform],
 ) -> DistillationSums:
-    """Sum of the objective over the targets, in nats, as ``compute_cross_entropy`` sums the cross-entropy.
+    """Sum of the distillation objective over the targets, in nats, without logits of the whole batch.
 
-    Logits of student and teacher exist for ``chunk_size`` targets at a time. Gradients are made in the forward pass,
-    and only for the student; backward multiplies them, in place, and so can run once. The cross-entropy is over the
-    student's whole vocabulary. The divergence is between distributions over the ``C`` tokens that the teacher has,
-    which are the student's first: rows of padding behind them, which no text holds, take no part. Of a teacher known by
-    ``TopLogps`` all tokens but its likeliest are one.
+    Logits of student and teacher exist for ``chunk_size`` targets at a time. Gradients of the student are computed in
+    the forward pass; backward scales them in place and can therefore run only once. The cross-entropy is over the whole
+    vocabulary of the student. The divergence is between distributions over the ``C`` tokens of the teacher, which are
+    the first of the student; padding rows of the student's embedding are excluded. With ``TopLogps``, all tokens except
+    the teacher's top k form a single outcome.
 
     Args:
-        hidden: The student's last hidden states, ``(N, D)``, each beside the token that it predicts.
-        weight: Its output embedding, ``(V, D)``, of at least ``C`` tokens.
-        supervision: What is to be learnt.
+        hidden: Last hidden states of the student, ``(N, D)``, aligned with the tokens that they predict.
+        weight: Output embedding of the student, ``(V, D)``, ``V >= C``.
+        supervision: Labels, teacher outputs and objective.
         **transform: From the student's hidden states to its logits.
 
     Source: Hinton et al. 2015 (arXiv 1503.02531); ``tests/losses/test_distillation.py``.
@@ -139,7 +141,7 @@ class _ChunkedDistillation(torch.autograd.Function):
         projection: Projection,
         is_grad_enabled: bool,
     ) -> tuple[Tensor, ...]:
-        # As in ``_ChunkedCrossEntropy``, which explains the steps that both have.
+        # Structure and buffers as in ``_ChunkedCrossEntropy``, whose comments apply here too.
         needed = [is_grad_enabled and is_needed for is_needed in ctx.needs_input_grad[:3]]
         gradients = ProjectionGradients(projection, hidden, weight, bias, needed)
         alpha, temperature = supervision.objective.alpha, supervision.objective.temperature
@@ -148,23 +150,23 @@ class _ChunkedDistillation(torch.autograd.Function):
         matrix = weight.to(projection.dtype)
         supervisions = _iterate_supervision(supervision, projection)
         with torch.autocast(hidden.device.type, enabled=False):
-            for chunk, learn in zip(projection.iterate(hidden, matrix, bias), supervisions, strict=True):
+            for chunk, compare in zip(projection.iterate(hidden, matrix, bias), supervisions, strict=True):
                 logits, targets = chunk.logits, supervision.targets[chunk.rows, None]
-                choice = logits.argmax(dim=-1, keepdim=True)
-                num_correct += (choice == targets).sum()
+                prediction = logits.argmax(dim=-1, keepdim=True)
+                num_correct += (prediction == targets).sum()
                 log_totals = logits.logsumexp(dim=-1, keepdim=True)
                 nll_sum += (log_totals - logits.gather(1, targets)).sum()
-                learnt = learn(logits, targets)
-                divergence_sum += learnt.divergences.sum()
-                teacher_nll_sum += learnt.nll_sum
-                num_agreed += (choice == learnt.choice).sum()
+                compared = compare(logits, targets)
+                divergence_sum += compared.divergences.sum()
+                teacher_nll_sum += compared.nll_sum
+                num_agreed += (prediction == compared.prediction).sum()
                 if any(needed):
-                    # The logits become the gradient of the cross-entropy, softmax minus one-hot, and then of the whole.
+                    # The buffer of the logits becomes the gradient of alpha * CE: alpha * (softmax - one-hot).
                     logits.sub_(log_totals).exp_().scatter_add_(1, targets, -torch.ones_like(log_totals)).mul_(alpha)
-                    # Of the T^2 before the divergence one T is left: logits are divided by it before the softmax. Where
-                    # the teacher has fewer tokens, its part of the gradient ends with them.
-                    shared = logits[:, : learnt.gradient.shape[1]]
-                    shared.add_(learnt.gradient, alpha=(1 - alpha) * temperature)
+                    # The factor T^2 of the divergence times 1 / T, the derivative of logits / T. The divergence
+                    # covers the first C columns only.
+                    shared = logits[:, : compared.gradient.shape[1]]
+                    shared.add_(compared.gradient, alpha=(1 - alpha) * temperature)
                     gradients.add(chunk, matrix)
         ctx.save_for_backward(*gradients.finish())
         loss_sum = alpha * nll_sum + (1 - alpha) * temperature**2 * divergence_sum
@@ -175,58 +177,54 @@ class _ChunkedDistillation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        # In place, as for the cross-entropy. Should backward run again, autograd finds them changed and raises.
+        # In place, as in ``_ChunkedCrossEntropy``: a second backward pass raises.
         scaled = (None if gradient is None else gradient.mul_(upstream) for gradient in ctx.saved_tensors)
         return (*scaled, None, None, None)
 
 
 class _ChunkDivergence(NamedTuple):
-    """Divergence from the teacher of a chunk of positions, with its gradient.
+    """Divergence from the teacher at the ``n`` positions of a chunk, with its gradient.
 
     Attributes:
-        divergences: ``(n,)``.
-        gradient: Of each with respect to the student's logits at the temperature, ``(n, C)``.
-        choice: The teacher's first choice, ``(n, 1)``.
-        nll_sum: Of the targets under the teacher.
+        divergences: Divergence at each position, ``(n,)``.
+        gradient: Gradient with respect to the student's logits divided by the temperature, ``(n, C)``.
+        prediction: Arg-max of the teacher, ``int64 (n, 1)``.
+        nll_sum: Negative log-likelihood of the targets under the teacher; scalar.
     """
 
     divergences: Tensor
     gradient: Tensor
-    choice: Tensor
+    prediction: Tensor
     nll_sum: Tensor
 
 
 def _iterate_supervision(
     supervision: DistillationTargets, projection: Projection
 ) -> Iterator[Callable[[Tensor, Tensor], _ChunkDivergence]]:
-    """Yield for each chunk the function that takes the student's logits and the targets; autocast is on or off here."""
+    """Return an iterator of one function per chunk, from the student's logits and the targets to the divergence."""
     teacher, objective, size = supervision.teacher, supervision.objective, projection.chunk_size
     if isinstance(teacher, TopLogps):
         starts = range(0, len(supervision.targets), size)
-        return (
-            partial(_compute_top_divergence, teacher.take(slice(start, start + size)), objective) for start in starts
-        )
-    # Which dtype its products have is autocast's to say, and so is settled before that is off.
+        return (partial(_compute_top, teacher.take(slice(start, start + size)), objective) for start in starts)
+    # Called before the caller disables autocast, which determines the dtype of the teacher's products too.
     transform = LogitTransform(logit_scale=teacher.logit_scale, softcap=teacher.softcap, chunk_size=size)
-    taught = build_projection(teacher.hidden, teacher.weight, **transform)
-    chunks = taught.iterate(teacher.hidden, teacher.weight.to(taught.dtype), teacher.bias)
-    return (partial(_learn_whole, chunk.logits.to(projection.wide), objective) for chunk in chunks)
+    head = build_projection(teacher.hidden, teacher.weight, **transform)
+    chunks = head.iterate(teacher.hidden, teacher.weight.to(head.dtype), teacher.bias)
+    return (partial(_compute_full, chunk.logits.to(projection.wide), objective) for chunk in chunks)
 
 
-def _learn_whole(teacher_logits: Tensor, objective: Objective, logits: Tensor, targets: Tensor) -> _ChunkDivergence:
-    choice = teacher_logits.argmax(dim=-1, keepdim=True)
+def _compute_full(teacher_logits: Tensor, objective: Objective, logits: Tensor, targets: Tensor) -> _ChunkDivergence:
+    prediction = teacher_logits.argmax(dim=-1, keepdim=True)
     nll_sum = (teacher_logits.logsumexp(dim=-1, keepdim=True) - teacher_logits.gather(1, targets)).sum()
     teacher_logps = teacher_logits.div_(objective.temperature).log_softmax(dim=-1)
     student_logps = (logits[:, : teacher_logps.shape[1]] / objective.temperature).log_softmax(dim=-1)
     divergences, slopes = compute_divergence(teacher_logps, student_logps, objective.beta)
-    # Through log-softmax: d/dlogit_i = slope_i - softmax_i * sum_j slope_j.
+    # Backward of log-softmax: d / d logit_i = slope_i - softmax_i * sum_j slope_j.
     gradient = slopes.sub_(student_logps.exp_().mul_(slopes.sum(dim=-1, keepdim=True)))
-    return _ChunkDivergence(divergences, gradient, choice, nll_sum)
+    return _ChunkDivergence(divergences, gradient, prediction, nll_sum)
 
 
-def _compute_top_divergence(
-    teacher: TopLogps, objective: Objective, logits: Tensor, targets: Tensor
-) -> _ChunkDivergence:
+def _compute_top(teacher: TopLogps, objective: Objective, logits: Tensor, targets: Tensor) -> _ChunkDivergence:
     scaled = logits[:, : teacher.num_tokens] / objective.temperature
     divergences, gradient = compute_top_divergence(scaled, teacher, objective.beta)
     return _ChunkDivergence(divergences, gradient, teacher.ids[:, :1], -teacher.target_logps.sum())
@@ -248,34 +246,34 @@ def compute_divergence(teacher_logps: Tensor, student_logps: Tensor, beta: float
     """Generalised Jensen-Shannon divergence between ``p = exp(teacher_logps)`` and ``q = exp(student_logps)``.
 
     With ``m = beta * p + (1 - beta) * q`` it is ``beta * KL(p || m) + (1 - beta) * KL(q || m)``, divided by
-    ``beta * (1 - beta)``. So it goes to ``KL(p || q)``, which covers all that the teacher says, as ``beta`` goes to 0,
-    and to ``KL(q || p)``, which settles on a part of it, as ``beta`` goes to 1; there it is these two. Upstream's is
-    not divided: it goes to 0 and jumps at both ends.
+    ``beta * (1 - beta)``. With this divisor, which TRL lacks, it is continuous in ``beta``, with the limits
+    ``KL(p || q)`` (mode-covering) at 0 and ``KL(q || p)`` (mode-seeking) at 1. Without it, it would go to 0 at both
+    ends and jump there.
 
     Args:
-        teacher_logps: Log-probabilities in nats, ``(n, B)``; finite.
-        student_logps: As ``teacher_logps``.
-        beta: In ``[0, 1]``.
+        teacher_logps: Log-probabilities of the teacher in nats, ``(n, B)``; finite.
+        student_logps: Log-probabilities of the student in nats, ``(n, B)``; finite.
+        beta: Interpolation between forward and reverse KL, in ``[0, 1]``.
 
-    Source: Agarwal et al. 2024 (arXiv 2306.13649, eq. 1) and ``trl.experimental.gkd``, but for the divisor;
+    Source: Agarwal et al. 2024 (arXiv 2306.13649, eq. 1) and ``trl.experimental.gkd``, except for the divisor;
         ``tests/losses/test_divergence.py``.
     """
-    # Everything is in log-space: a probability that is 0 in float32 still has a logarithm.
+    # In log-space, because probabilities may underflow to 0.
     gap = student_logps - teacher_logps
     if beta == 0:
-        # Forward KL: sum p (log p - log q), whose derivative by log q is -p.
+        # Forward KL: sum p (log p - log q); its derivative with respect to log q is -p.
         negative = -teacher_logps.exp()
         return Divergence((negative * gap).sum(dim=-1), negative)
     student = student_logps.exp()
     if beta == 1:
-        # The derivative of q itself, q, sums to a constant: only differences of slopes over q count.
+        # Reverse KL: sum q (log q - log p). The term q * 1 of its derivative is omitted: log-softmax maps it to 0.
         return Divergence((student * gap).sum(dim=-1), student.mul_(gap))
     # log(beta p + (1 - beta) q).
     mixture_logps = torch.logaddexp(teacher_logps + math.log(beta), student_logps + math.log1p(-beta))
     to_student = student_logps - mixture_logps
     values = (student * to_student).sum(dim=-1) / beta
     values += (teacher_logps.exp() * (teacher_logps - mixture_logps)).sum(dim=-1) / (1 - beta)
-    # q log(q / m) / beta: the other terms of the derivative cancel, because beta p + (1 - beta) q is m.
+    # q log(q / m) / beta: the other terms of the derivative cancel, since beta p + (1 - beta) q = m.
     return Divergence(values, student.mul_(to_student).div_(beta))
 
 
@@ -283,11 +281,11 @@ class TopLogps(NamedTuple):
     """Top-k log-probabilities of a teacher at ``N`` positions, at a temperature, in nats.
 
     Attributes:
-        ids: Of the ``k`` likeliest tokens, likeliest first; ``int64 (N, k)``.
-        logps: Theirs, normalised over the whole vocabulary; ``float32 (N, k)``.
-        log_tails: Of all other tokens together; ``float32 (N,)``, at least ``MIN_LOG_TAIL``.
-        target_logps: Of the token that the text has there, at temperature 1; ``float32 (N,)``.
-        num_tokens: How many tokens the teacher has, ``C``: the student's first.
+        ids: Token ids of the ``k`` most likely tokens in descending order, ``int64 (N, k)``.
+        logps: Log-probabilities of these tokens, normalised over the whole vocabulary, ``float32 (N, k)``.
+        log_tails: Log-probability of all other tokens together, ``float32 (N,)``; at least ``MIN_LOG_TAIL``.
+        target_logps: Log-probability of the target at temperature 1, ``float32 (N,)``.
+        num_tokens: Vocabulary size ``C`` of the teacher, whose tokens are the first ones of the student.
     """
 
     ids: Tensor
@@ -297,7 +295,7 @@ class TopLogps(NamedTuple):
     num_tokens: int
 
     def take(self, rows: slice) -> TopLogps:
-        """Return some of the places."""
+        """Return the values at some positions."""
         return TopLogps(
             self.ids[rows], self.logps[rows], self.log_tails[rows], self.target_logps[rows], self.num_tokens
         )
@@ -313,14 +311,14 @@ def compute_top_logps(
     temperature: float,
     **transform: Unpack[LogitTransform],
 ) -> TopLogps:
-    """Return the ``k`` likeliest tokens of a teacher at each place; logits exist for a chunk of places at a time.
+    """Return the top-k log-probabilities of a teacher at each position, computed chunk by chunk.
 
     Args:
-        hidden: Last hidden states, ``(N, D)``, each beside the token that it predicts.
+        hidden: Last hidden states, ``(N, D)``, aligned with the tokens that they predict.
         weight: Output embedding, ``(C, D)``.
-        targets: Tokens of the text, ``int64 (N,)``.
-        k: At most ``C``.
-        temperature: Divides the logits.
+        targets: Token ids of the labels, ``int64 (N,)``.
+        k: Number of tokens per position, at most ``C``.
+        temperature: Divisor of the logits.
         **transform: From hidden states to logits.
 
     Source: ``tests/losses/test_top_k.py``.
@@ -335,39 +333,40 @@ def compute_top_logps(
             target_logps[rows] = (logits.gather(1, targets[rows, None]) - logits.logsumexp(-1, keepdim=True)).squeeze(1)
             scaled = logits.div_(temperature).log_softmax(dim=-1)
             logps[rows], ids[rows] = scaled.topk(k, dim=-1)
-            # Added up, for one minus the others would be what rounding leaves.
+            # Summed over the other tokens: one minus the top k would cancel to rounding error.
             log_tails[rows] = scaled.scatter_(1, ids[rows], -torch.inf).logsumexp(dim=-1).clamp(min=MIN_LOG_TAIL)
     return TopLogps(ids, logps, log_tails, target_logps, len(weight))
 
 
 def compute_top_divergence(student_logits: Tensor, teacher: TopLogps, beta: float) -> tuple[Tensor, Tensor]:
-    """Divergence between student and teacher over ``k + 1`` outcomes: the teacher's likeliest tokens, and any other.
+    """Divergence between student and teacher over ``k + 1`` outcomes: the teacher's top k tokens, and all others.
 
-    It is at most the divergence over all tokens, grows with ``k``, and is the whole at ``k = C``. Neither side is
-    normalised over the ``k`` tokens, which would teach the student that there are no others.
+    It is a lower bound of the divergence over all tokens, increases with ``k``, and equals it at ``k = C``. Neither
+    distribution is renormalised over the ``k`` tokens, which would train the student to give the others probability 0.
 
     Args:
-        student_logits: At the temperature, ``(n, C)``; overwritten by their gradient.
-        teacher: At the same places.
-        beta: As ``compute_divergence`` takes it.
+        student_logits: Logits divided by the temperature, ``(n, C)``; overwritten by their gradient.
+        teacher: Log-probabilities of the teacher at the same positions.
+        beta: Interpolation of the divergence (``compute_divergence``).
 
     Returns:
-        The divergence of each place, and its derivative with respect to ``student_logits``, ``(n, C)``.
+        Divergence at each position, ``(n,)``, and its gradient with respect to ``student_logits``, ``(n, C)``.
 
     Source: ``tests/losses/test_top_k.py``.
     """
-    # Softmax without its division: exponentials (n, C), those of the teacher's k tokens, and the sum of all others.
+    # Unnormalised softmax: exponentials (n, C), those of the top k tokens (n, k), and the sum of all others (n, 1).
     top = student_logits.amax(dim=-1, keepdim=True)
     masses = student_logits.sub_(top).exp_()
     picked = masses.gather(1, teacher.ids)
     rest = masses.scatter_(1, teacher.ids, 0.0).sum(dim=-1, keepdim=True)
-    # A bucket may be empty in float32; the logarithm of the smallest number stands for it.
+    # An outcome may underflow to 0 in float32; its logarithm is then that of the smallest normal number.
     tiny = torch.finfo(masses.dtype).tiny
     rest, total = rest.clamp(min=tiny), rest + picked.sum(dim=-1, keepdim=True)
     student_logps = (torch.cat([picked.clamp(min=tiny), rest], dim=-1)).log_().sub_(total.log())
     teacher_logps = torch.cat([teacher.logps, teacher.log_tails[:, None]], dim=-1)
     values, slopes = compute_divergence(teacher_logps.to(student_logps.dtype), student_logps, beta)
-    # Of a token's own bucket less what all lose to normalisation; in the tail in proportion to its share of it.
+    # Backward of log-softmax over the k + 1 outcomes; the slope of the tail is divided among its tokens in proportion
+    # to their probability.
     slope_sum = slopes.sum(dim=-1, keepdim=True)
     gradient = masses.mul_(slopes[:, -1:] / rest - slope_sum / total)
     gradient.scatter_(1, teacher.ids, slopes[:, :-1] - picked / total * slope_sum)
@@ -375,83 +374,84 @@ def compute_top_divergence(student_logits: Tensor, teacher: TopLogps, beta: floa
 
 
 MAX_ANGLE_TOKENS: Final = 32
-"""Tokens of a document, evenly spaced, whose angles are compared: of ``n`` tokens there are ``n^3``."""
+"""Evenly spaced tokens of a document whose angles are compared; ``n`` tokens have ``n^3`` angles."""
 
 FeatureLoss = Literal["mse", "cosine"]
 _MIN_SQUARE: Final = 1e-12
-"""Mean square below which a state counts as 0 and is not scaled up."""
+"""Lower bound of the mean square in the normalisation of hidden states, so that a state of 0 stays 0."""
 
 
 def compute_feature_sum(student: Tensor, teacher: Tensor, projection: Tensor, kind: FeatureLoss) -> Tensor:
-    """Sum over tokens of the difference of hidden states, without unit.
+    """Sum over tokens of the difference between hidden states, dimensionless.
 
-    ``mse`` is the mean square of ``W n(s) - n(t)``, where ``n`` divides a state by its root mean square: a few
-    dimensions of large models are a hundred times the others, and a token's size says little. The projected state is
-    not divided again, which would make it twice the cosine loss; so ``W`` learns how large a state is to be as well.
-    ``cosine`` is ``1 - cos(W s, t)``, as half the square of the difference of the two directions: one minus a
-    cosine has no digits left where they are nearly equal.
+    ``mse`` is the mean square of ``W n(s) - n(t)``, where ``n`` divides a state by its root mean square: the norms of
+    hidden states differ by orders of magnitude between tokens and carry little information. The projected state is not
+    normalised again, which would make ``mse`` twice the cosine loss, so ``W`` also learns the scale. ``cosine`` is
+    ``1 - cos(W s, t)``, computed as half the squared difference of unit vectors, which does not cancel for nearly
+    parallel ones.
 
     Args:
-        student: ``(N, D_s)``, in any dtype.
-        teacher: ``(N, D_t)``; it gets no gradient.
-        projection: ``W``, ``(D_t, D_s)``; the product with it is in its dtype, or autocast's, all else in ``float32``.
-        kind: Which difference.
+        student: Hidden states of the student in any dtype, ``(N, D_s)``.
+        teacher: Hidden states of the teacher, ``(N, D_t)``; they get no gradient.
+        projection: Matrix ``W``, ``(D_t, D_s)``; the product with it is in its dtype or autocast's, all else in
+            ``float32``.
+        kind: Difference, ``mse`` or ``cosine``.
 
     Source: Sun et al. 2019 (arXiv 1908.09355, eq. 7) for states of unit length, Jiao et al. 2020 (arXiv 1909.10351,
         eq. 8) for the projection; ``tests/losses/test_features.py``.
     """
     projected = _widen(functional.linear(_divide_by_rms(student).to(projection.dtype), projection))
-    aim = _divide_by_rms(teacher.detach())
+    target = _divide_by_rms(teacher.detach())
     if kind == "mse":
-        return (projected - aim).square().mean(dim=-1).sum()
-    # Both of mean square 1: half the mean square of their difference is one minus their cosine.
-    return (_divide_by_rms(projected) - aim).square().mean(dim=-1).sum() / 2
+        return (projected - target).square().mean(dim=-1).sum()
+    # For vectors a, b of mean square 1: mean((a - b)^2) / 2 = 1 - cos(a, b).
+    return (_divide_by_rms(projected) - target).square().mean(dim=-1).sum() / 2
 
 
 def compute_attention_sum(student: Tensor, teacher: Tensor) -> Tensor:
     """Sum over queries of ``KL(teacher || student)`` between distributions over the keys, in nats.
 
-    A key that both leave out, such as one of another document, adds nothing; so does a query that sees one key only.
+    Keys that both models mask, such as those of another document, contribute 0, as do queries with a single key.
 
     Args:
-        student: Probabilities, ``(N, L)``, rows that sum to 1.
-        teacher: As ``student``; it gets no gradient.
+        student: Attention probabilities of the student, ``(N, L)``; rows sum to 1.
+        teacher: Attention probabilities of the teacher, ``(N, L)``; they get no gradient.
 
-    Source: Wang et al. 2020 (arXiv 2002.10957, eq. 7), of the mean of the heads, which student and teacher may have
-        different numbers of; ``tests/losses/test_layers.py``.
+    Source: Wang et al. 2020 (arXiv 2002.10957, eq. 7), for the mean over heads, since student and teacher may have
+        different numbers of heads; ``tests/losses/test_layers.py``.
     """
     student, teacher = _widen(student), _widen(teacher.detach())
-    # 0 log 0 = 0 for the teacher (``xlogy``). A key that only the student leaves out would cost infinitely much.
+    # 0 log 0 = 0 for the teacher (``xlogy``). Where only the student has probability 0, the KL would be infinite.
     floor = torch.finfo(student.dtype).tiny
     divergences: Tensor = torch.special.xlogy(teacher, teacher) - teacher * student.clamp_min(floor).log()
     return divergences.sum()
 
 
 def compute_relation_sum(student: Tensor, teacher: Tensor, lengths: Sequence[int], kind: str) -> Tensor:
-    """Sum over tokens of how differently their hidden states relate to those of their document, each document's mean.
+    """Relational distillation loss: the mean over pairs or triples of tokens of a document, summed over its tokens.
 
-    ``similarity`` is the mean square difference of cosines. ``distance`` is the mean Huber loss of distances, in units
-    of their mean in the document, so that neither the width nor the scale of states counts. ``angle`` is the mean Huber
-    loss of the angles between tokens; of a document of more than ``MAX_ANGLE_TOKENS`` so many tokens are compared,
-    evenly spaced, and stand for all.
+    ``similarity`` is the mean squared difference of cosines of pairs. ``distance`` is the mean Huber loss of distances
+    of pairs, in units of their mean in the document, which makes it independent of the width and scale of the states.
+    ``angle`` is the mean Huber loss of the cosines of angles of triples, over ``MAX_ANGLE_TOKENS`` evenly spaced tokens
+    of longer documents.
 
     Args:
-        student: Hidden states, ``(N, D_s)``, document behind document.
-        teacher: ``(N, D_t)``, of the same tokens; it gets no gradient.
-        lengths: Tokens of each document; they sum to ``N``.
+        student: Hidden states of the student, ``(N, D_s)``, documents concatenated.
+        teacher: Hidden states of the teacher at the same tokens, ``(N, D_t)``; they get no gradient.
+        lengths: Tokens of each document; their sum is ``N``.
         kind: Key of ``RELATIONS``.
 
     Source: Tung and Mori 2019 (arXiv 1907.09682, eq. 4) for ``similarity``; Park et al. 2019 (arXiv 1904.05068), RKD-D
-        (eq. 5 to 7) and RKD-A (eq. 8 to 10), means as in its code: a token is an example here and a document a batch.
+        (eq. 5 to 7) and RKD-A (eq. 8 to 10), with means as in its code; tokens replace examples, documents batches.
         ``tests/losses/test_layers.py``.
     """
     student, teacher = _widen(student), _widen(teacher.detach())
-    # What holds the graph together where there is no document.
+    # Connected to the graph even without documents, so that backward reaches the same parameters on every rank.
     total = student.sum() * 0.0
-    # Products of sixteen bits have no digits left for differences of what is nearly alike.
+    # In float32: half precision cannot resolve the differences of nearly equal states.
     with torch.autocast(student.device.type, enabled=False):
-        for own, other in zip(torch.split(student, list(lengths)), torch.split(teacher, list(lengths)), strict=True):
-            total = total + len(own) * RELATIONS[kind](own, other)
+        for own, target in zip(torch.split(student, list(lengths)), torch.split(teacher, list(lengths)), strict=True):
+            total = total + len(own) * RELATIONS[kind](own, target)
     return total
 
 
@@ -467,22 +467,22 @@ def _compare_distances(student: Tensor, teacher: Tensor) -> Tensor:
 def _compare_angles(student: Tensor, teacher: Tensor) -> Tensor:
     length, device = len(student), student.device
     count = min(length, MAX_ANGLE_TOKENS)
-    # Evenly spaced in whole numbers, of which none comes twice.
+    # Evenly spaced indices without duplicates.
     chosen = torch.arange(count, device=device) * length // count
     return functional.smooth_l1_loss(_measure_angles(student[chosen]), _measure_angles(teacher[chosen]))
 
 
 def _measure_distances(states: Tensor) -> Tensor:
-    """Distances ``(n, n)`` in units of the mean of those that are not 0."""
-    # By differences: by products, near tokens would lose their digits. Where tokens are alike its gradient is 0.
+    """Return the pairwise distances, ``(n, n)``, in units of the mean of those above 0."""
+    # By differences: with matrix products, distances of close tokens would cancel. The gradient at distance 0 is 0.
     distances = torch.cdist(states, states, compute_mode="donot_use_mm_for_euclid_dist")
     mean = distances.sum() / (distances > 0).sum().clamp_min(1)
     return distances / torch.where(mean > 0, mean, 1.0)
 
 
 def _measure_angles(states: Tensor) -> Tensor:
-    """Cosine of the angle at each token between each two others, ``(n, n, n)``; 0 where two of the three are one."""
-    # (n, n, D): from token i to token j.
+    """Return the cosine of the angle at each token between any two others, ``(n, n, n)``; 0 where two are equal."""
+    # (n, n, D): vector from token i to token j.
     directions = states[None] - states[:, None]
     norms: Tensor = torch.linalg.vector_norm(directions, dim=-1, keepdim=True)
     units = directions / norms.masked_fill(norms == 0, torch.inf)
@@ -494,7 +494,7 @@ RELATIONS: Final[Mapping[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "distance": _compare_distances,
     "angle": _compare_angles,
 }
-"""Kind of ``compute_relation_sum`` -> mean over the tokens of a document, of its states in student and teacher."""
+"""Kind of ``compute_relation_sum`` -> mean difference of a document, from its states in student and teacher."""
 
 
 def _widen(tensor: Tensor) -> Tensor:

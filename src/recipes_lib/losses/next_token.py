@@ -17,11 +17,11 @@ from recipes_lib.losses.projection import (
 
 
 class TokenSums(NamedTuple):
-    """Sums over the target tokens; add them over batches and processes, then divide.
+    """Sums over target tokens; callers add them over micro-batches and processes, then divide.
 
     Attributes:
         nll_sum: Negative log-likelihood in nats; ``float32`` scalar, differentiable.
-        num_targets: Tokens that were scored; ``int64`` scalar.
+        num_targets: Scored tokens; ``int64`` scalar.
         num_correct: Targets that are the arg-max of their logits; ``int64`` scalar.
     """
 
@@ -31,11 +31,15 @@ class TokenSums(NamedTuple):
 
 
 def index_targets(targets: Tensor) -> Tensor:
-    """Return where among the flattened targets, ``int64 (...)``, those stand that are scored; ``int64 (N,)``."""
+    """Return the indices of scored targets in ``targets.flatten()``, ``int64 (N,)``; synchronises with the GPU.
+
+    Args:
+        targets: Token ids, ``int64 (...)``; negative ones are not scored.
+    """
     return targets.flatten().ge(0).nonzero().squeeze(1)
 
 
-# How many targets a batch has differs from batch to batch: compiled, every number of them would be compiled anew.
+# The number of targets differs between batches: under torch.compile, every new number would be recompiled.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def compute_cross_entropy(
     hidden: Tensor,
@@ -43,24 +47,24 @@ def compute_cross_entropy(
     targets: Tensor,
     *,
     positions: Tensor | None = None,
-    share: VocabularyShard | None = None,
+    shard: VocabularyShard | None = None,
     **transform: Unpack[LogitTransform],
 ) -> TokenSums:
-    """Sum of the cross-entropies of ``softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)``, in nats.
+    """Sum of cross-entropies over the targets, in nats, without logits of the whole batch.
 
-    Only target positions are projected, ``chunk_size`` at a time. Gradients are made in the forward pass, while the
-    logits are there; backward multiplies them, in place, and so can run once. Matrix products run in autocast's dtype
-    (without autocast, in the narrower of the operands' two); everything else, and the sum of the weight's gradient
-    over chunks, in ``float32`` at least.
+    Only target positions are projected, ``chunk_size`` at a time. Gradients are computed in the forward pass, while the
+    logits of a chunk exist; backward scales them in place and can therefore run only once. Matrix products are in
+    autocast's dtype (without autocast, in the narrower dtype of the two operands); everything else, and the gradient of
+    the weight summed over chunks, is in ``float32`` at least.
 
     Args:
-        hidden: Last hidden states, ``(..., D)``, each beside the token that it predicts.
+        hidden: Last hidden states, ``(..., D)``, aligned with the tokens that they predict.
         weight: Output embedding, ``(V, D)``; may be tied to the input embedding.
-        targets: Token ids, ``int64 (...)``; a negative one is not scored.
-        positions: Where among the flattened ``targets`` those stand that are scored, ``int64 (N,)``; ``None`` has the
-            host wait until the device has found them.
-        share: Which rows of the embedding ``weight`` and ``bias`` are, where processes share them: all of these have
-            the same ``hidden`` and ``targets``, and get the same sums and the whole gradient of ``hidden``.
+        targets: Token ids, ``int64 (...)``; negative ones are not scored.
+        positions: Indices of the scored targets in ``targets.flatten()``, ``int64 (N,)``. Default: they are searched,
+            for which the host waits for the device.
+        shard: Rows of the embedding that ``weight`` and ``bias`` hold, under tensor parallelism. All ranks of its group
+            pass the same ``hidden`` and ``targets``, and get the same sums and the full gradient of ``hidden``.
         **transform: From hidden states to logits.
 
     Source: ``torch.nn.functional.cross_entropy``; ``tests/losses/test_next_token.py``.
@@ -69,11 +73,11 @@ def compute_cross_entropy(
         positions = index_targets(targets)
     chosen, chosen_targets = hidden.flatten(0, -2), targets.flatten()
     if len(positions) < len(chosen_targets):
-        # The backward pass adds rows; that of an index in brackets would sort them first.
+        # (N, D) and (N,). ``index_select``: its backward is ``index_add``, that of ``hidden[positions]`` sorts first.
         chosen, chosen_targets = (part.index_select(0, positions) for part in (chosen, chosen_targets))
     projection = build_projection(hidden, weight, **transform)
     nll_sum, num_correct = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        chosen, weight, transform.get("bias"), chosen_targets, projection, share, torch.is_grad_enabled()
+        chosen, weight, transform.get("bias"), chosen_targets, projection, shard, torch.is_grad_enabled()
     )
     return TokenSums(nll_sum, torch.full_like(num_correct, len(positions)), num_correct)
 
@@ -87,61 +91,62 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         projection: Projection,
-        share: VocabularyShard | None,
+        shard: VocabularyShard | None,
         is_grad_enabled: bool,
     ) -> tuple[Tensor, Tensor]:
-        # The caller says whether gradients are on: in here they never are, and ``needs_input_grad`` disregards it.
+        # The caller passes the grad mode: it is always off in here, and ``needs_input_grad`` does not reflect it.
         needed = [is_grad_enabled and is_needed for is_needed in ctx.needs_input_grad[:3]]
         gradients = ProjectionGradients(projection, hidden, weight, bias, needed)
         nll_sum = hidden.new_zeros((), dtype=projection.wide)
         num_correct = targets.new_zeros(())
         matrix = weight.to(projection.dtype)
-        # Off, because the dtype of the products is settled (``build_projection``): nothing in here is to be cast.
+        # ``build_projection`` has chosen the dtype of the products; autocast would cast the float32 operations too.
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk in projection.iterate(hidden, matrix, bias):
-                # (n, vocabulary) and (n, 1)
+                # (n, V) and (n, 1)
                 logits, chunk_targets = chunk.logits, targets[chunk.rows, None]
-                # The largest logit is subtracted, so that no exponential overflows and one of them is 1: their sum has
-                # a finite logarithm. It is also the prediction, for the accuracy.
+                # Log-sum-exp with the maximum subtracted: no exponential overflows, and their sum is at least 1. The
+                # arg-max is also the prediction, for the accuracy.
                 top, best = logits.max(dim=-1, keepdim=True)
-                if share is not None:
-                    top, best = share.find_top(top, best)
+                if shard is not None:
+                    top, best = shard.find_top(top, best)
                 num_correct += (best == chunk_targets).sum()
-                places, is_here = (chunk_targets, None) if share is None else _find_places(chunk_targets, logits, share)
-                # Before the next line, which overwrites the logits: there is no room for a second chunk of them.
+                places, is_here = (chunk_targets, None) if shard is None else _find_places(chunk_targets, logits, shard)
+                # Gathered before the next line overwrites the logits: there is no memory for a second chunk of them.
                 at_target = logits.gather(1, places)
                 total = logits.sub_(top).exp_().sum(dim=-1, keepdim=True)
-                if share is not None and is_here is not None:
-                    # One process has the target, the others add 0; of the sum of exponentials each has a part.
-                    at_target, total = share.add(at_target * is_here, total)
+                if shard is not None and is_here is not None:
+                    # The logit of the target is on one rank, the others add 0; each has its part of the exponentials.
+                    at_target, total = shard.add(at_target * is_here, total)
                 # -log softmax = log(sum exp(logits - top)) + top - target.
                 nll_sum += (top - at_target).sum()
                 nll_sum += total.log().sum()
                 if any(needed):
-                    # The logits become their own gradient: softmax minus one-hot.
+                    # The buffer of the logits becomes their gradient, softmax minus one-hot.
                     minus = logits.new_full((), -1.0).expand_as(places) if is_here is None else -is_here
                     logits.div_(total).scatter_add_(1, places, minus)
                     gradients.add(chunk, matrix)
         of_hidden, *of_weights = gradients.finish()
-        # Each process has multiplied by its rows of the embedding; those of the weight are its own.
-        if share is not None and of_hidden is not None:
-            (of_hidden,) = share.add(of_hidden)
+        # Every rank multiplied by its rows of the embedding: the gradient of ``hidden`` is the sum over ranks, that of
+        # the weight stays sharded like the weight.
+        if shard is not None and of_hidden is not None:
+            (of_hidden,) = shard.add(of_hidden)
         ctx.save_for_backward(of_hidden, *of_weights)
         ctx.mark_non_differentiable(num_correct)
         return nll_sum, num_correct
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        # In place, for a second V x D tensor would come just when activations peak. Should backward run again,
-        # autograd finds the saved tensors changed and raises.
+        # In place: a second (V, D) tensor would be allocated when activation memory is at its peak. If backward runs
+        # again, autograd detects the modified saved tensors and raises.
         scaled = (None if gradient is None else gradient.mul_(upstream) for gradient in ctx.saved_tensors)
         return (*scaled, None, None, None, None)
 
 
-def _find_places(targets: Tensor, logits: Tensor, share: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """Where the logits of ``targets``, ``(n, 1)``, stand, and 1; 0 and 0 where another process has them."""
-    # Multiplied by 0, not masked out: a mask would have another shape on each rank and wait for the device.
-    places = targets - share.first
+def _find_places(targets: Tensor, logits: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
+    """Return the column of each target in the shard, and 1; for targets of another shard, 0 and 0; ``(n, 1)`` each."""
+    # Multiplied by 0 rather than selected by a mask, which would synchronise with the GPU.
+    places = targets - shard.first
     is_here = (places >= 0) & (places < logits.shape[1])
     return places * is_here, is_here.to(logits.dtype)
 
@@ -150,24 +155,24 @@ def _find_places(targets: Tensor, logits: Tensor, share: VocabularyShard) -> tup
 def sample_targets(
     hidden: Tensor, weight: Tensor, generator: torch.Generator, **transform: Unpack[LogitTransform]
 ) -> Tensor:
-    """Sample a token from the prediction at each position; logits exist for a chunk of places at a time.
+    """Sample a token from the predicted distribution at each position, chunk by chunk.
 
     Args:
         hidden: Last hidden states, ``(N, D)``.
         weight: Output embedding, ``(V, D)``.
-        generator: Of the device of ``hidden``.
+        generator: Random generator on the device of ``hidden``.
         **transform: From hidden states to logits.
 
     Returns:
         Token ids, ``int64 (N,)``.
     """
     projection = build_projection(hidden, weight, **transform)
-    # Without positions there are no chunks, and nothing cannot be concatenated.
-    drawn = [torch.zeros(0, dtype=torch.int64, device=hidden.device)]
+    # An empty tensor first: ``torch.cat`` raises for an empty list, which ``N = 0`` would give.
+    sampled = [torch.zeros(0, dtype=torch.int64, device=hidden.device)]
     with torch.autocast(hidden.device.type, enabled=False):
         for chunk in projection.iterate(hidden, weight.to(projection.dtype), transform.get("bias")):
-            drawn.append(torch.multinomial(chunk.logits.softmax(dim=-1), 1, generator=generator).squeeze(1))
-    return torch.cat(drawn)
+            sampled.append(torch.multinomial(chunk.logits.softmax(dim=-1), 1, generator=generator).squeeze(1))
+    return torch.cat(sampled)
 
 
 class TokenLogps(NamedTuple):
@@ -176,8 +181,8 @@ class TokenLogps(NamedTuple):
     Attributes:
         logps: ``log p(target)`` in nats; ``float32 (N,)``, differentiable.
         is_top: Whether the target is the arg-max of its logits; ``bool (N,)``.
-        log_sum_sq_probs: ``log sum_v p(v)^2``; ``float32 (N,)``, without gradient; ``None`` unless asked for.
-        entropy: ``-sum_v p(v) log p(v)`` in nats; ``float32 (N,)``, without gradient; ``None`` unless asked for.
+        log_sum_sq_probs: ``log sum_v p(v)^2``; ``float32 (N,)``, without gradient; ``None`` without statistics.
+        entropy: ``-sum_v p(v) log p(v)`` in nats; ``float32 (N,)``, without gradient; ``None`` without statistics.
     """
 
     logps: Tensor
@@ -186,7 +191,7 @@ class TokenLogps(NamedTuple):
     entropy: Tensor | None
 
 
-# How many targets a batch has differs from batch to batch: compiled, every number of them would be compiled anew.
+# The number of targets differs between batches: under torch.compile, every new number would be recompiled.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def compute_token_logps(
     hidden: Tensor,
@@ -196,26 +201,25 @@ def compute_token_logps(
     with_statistics: bool = False,
     **transform: Unpack[LogitTransform],
 ) -> TokenLogps:
-    """Log-probabilities under ``softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)``, in nats.
+    """Log-probabilities of target tokens in nats, without logits of the whole batch.
 
-    Never more than ``chunk_size`` tokens' logits exist. What will be done with the log-probabilities is not known
-    here: when neither weight nor bias needs a gradient, the forward pass makes each token's own gradient while its
-    logits are there, ``(N, D)``, and backward scales them; otherwise backward makes the logits again. Backward may run
-    more than once. Matrix products run in autocast's dtype (without autocast, in
-    the narrower of the operands' two); everything else, and the sum of the weight's gradient over chunks, in
-    ``float32`` at least.
+    At most ``chunk_size`` tokens have logits at any one time. If neither weight nor bias needs a gradient, the forward
+    pass stores the gradient of each log-probability with respect to its hidden state, ``(N, D)``, and backward scales
+    it; otherwise backward recomputes the logits. Backward may run more than once. Dtypes as in
+    ``compute_cross_entropy``.
 
     Args:
-        hidden: Last hidden states, ``(N, D)``, each beside the token that it predicts; ``N`` may be 0.
+        hidden: Last hidden states, ``(N, D)``, aligned with the tokens that they predict; ``N`` may be 0.
         weight: Output embedding, ``(V, D)``; may be tied to the input embedding.
-        targets: Token ids, ``int64 (N,)``; every one is scored, so none is negative.
-        with_statistics: Compute ``log_sum_sq_probs`` and ``entropy`` too, which takes another chunk of memory.
+        targets: Token ids, ``int64 (N,)``; all are scored, none may be negative.
+        with_statistics: Whether to compute ``log_sum_sq_probs`` and ``entropy``, which takes a second buffer of the
+            size of a chunk.
         **transform: From hidden states to logits.
 
     Raises:
-        RuntimeError: A target is not in the vocabulary; in backward: it runs with ``create_graph``.
+        RuntimeError: A target is not in the vocabulary; in backward: ``create_graph`` is set.
 
-    Source: ``log_softmax`` and ``gather`` of torch; ``tests/losses/test_token_logps.py``.
+    Source: ``torch.log_softmax`` and ``gather``; ``tests/losses/test_token_logps.py``.
     """
     projection = build_projection(hidden, weight, **transform)
     return TokenLogps(
@@ -238,8 +242,8 @@ class _ChunkedLogps(torch.autograd.Function):
         with_statistics: bool,
     ) -> tuple[Tensor | None, ...]:
         needed = [is_grad_enabled and is_needed for is_needed in ctx.needs_input_grad[:3]]
-        # A gradient of weight or bias is a sum over tokens, and each token has its own factor from upstream: only that
-        # of the hidden states can be made before the factors are known.
+        # The gradient of weight or bias is a sum over tokens, weighted by their upstream gradients, which are unknown
+        # until backward; that of a hidden state is a single term, which backward can scale.
         ctx.projection, ctx.keeps_gradient = projection, needed == [True, False, False]
         gradients = ProjectionGradients(projection, hidden, weight, bias, [ctx.keeps_gradient, False, False])
         logps, log_totals, log_sum_sq_probs, entropy = (
@@ -247,13 +251,13 @@ class _ChunkedLogps(torch.autograd.Function):
         )
         is_top = torch.empty_like(targets, dtype=torch.bool)
         matrix = weight.to(projection.dtype)
-        # The statistics need the logits beside their exponentials.
+        # The entropy needs the logits beside their exponentials, so these get a buffer of their own.
         num_spare = min(projection.chunk_size, len(hidden)) if with_statistics else 0
         spare = hidden.new_empty((num_spare, len(weight)), dtype=projection.wide)
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk in projection.iterate(hidden, matrix, bias):
                 rows, logits, chunk_targets = chunk.rows, chunk.logits, targets[chunk.rows, None]
-                # Minus the maximum, so that no exponential overflows; in place, as the logits are the largest tensor.
+                # Subtract the maximum, so that no exponential overflows; in place, as in the cross-entropy.
                 top, best = logits.max(dim=-1, keepdim=True)
                 is_top[rows] = (best == chunk_targets).squeeze(1)
                 target_logits = logits.sub_(top).gather(1, chunk_targets)
@@ -263,31 +267,31 @@ class _ChunkedLogps(torch.autograd.Function):
                 logps[rows] = (target_logits - log_total).squeeze(1)
                 log_totals[rows] = (top + log_total).squeeze(1)
                 if with_statistics:
-                    # A norm, not a sum of squares: no second (n, V) tensor.
+                    # log sum p^2 = 2 log ||exp|| - 2 log total. A norm needs no second (n, V) tensor.
                     norm = torch.linalg.vector_norm(exponentials, dim=-1)
                     log_sum_sq_probs[rows] = 2 * (norm.log() - log_total.squeeze(1))
                     entropy[rows] = (log_total - logits.mul_(exponentials).sum(dim=-1, keepdim=True) / total).squeeze(1)
                 if ctx.keeps_gradient:
-                    # The exponentials become the gradient of their token's log-probability: one-hot minus softmax.
+                    # The buffer becomes the gradient of the log-probabilities: one-hot minus softmax.
                     exponentials.div_(-total).scatter_add_(1, chunk_targets, torch.ones_like(top))
                     gradients.add(chunk._replace(logits=exponentials), matrix)
         if ctx.keeps_gradient:
             ctx.save_for_backward(gradients.finish()[0])
         elif any(needed):
             ctx.save_for_backward(hidden, weight, bias, targets, log_totals)
-        # Unmarked, the statistics would require gradients, which backward does not compute.
+        # Otherwise the statistics would require gradients, which backward does not compute.
         ctx.mark_non_differentiable(is_top, log_sum_sq_probs, entropy)
         return (logps, is_top, log_sum_sq_probs, entropy) if with_statistics else (logps, is_top, None, None)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError("token log-probabilities cannot be differentiated twice: leave create_graph off")
+            raise RuntimeError("token log-probabilities cannot be differentiated twice: do not set create_graph")
         if ctx.keeps_gradient:
             (gradient,) = ctx.saved_tensors
             # Out of place: backward may run more than once.
             return (gradient * upstream[:, None]).to(gradient.dtype), *(None,) * 6
-        # Of each token its total alone was kept, N numbers; the logits of a chunk are made once more.
+        # Forward saved only the log-normaliser of each token, (N,); the logits are recomputed chunk by chunk.
         hidden, weight, bias, targets, log_totals = ctx.saved_tensors
         projection = ctx.projection
         gradients = ProjectionGradients(projection, hidden, weight, bias, ctx.needs_input_grad[:3])
@@ -295,7 +299,7 @@ class _ChunkedLogps(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk in projection.iterate(hidden, matrix, bias):
                 rows, slopes = chunk.rows, upstream[chunk.rows, None]
-                # Upstream times one-hot minus softmax.
+                # d logp / d logits = one-hot - softmax, times the upstream gradient.
                 chunk.logits.sub_(log_totals[rows, None]).exp_().mul_(-slopes)
                 chunk.logits.scatter_add_(1, targets[rows, None], slopes)
                 gradients.add(chunk, matrix)

@@ -1,4 +1,4 @@
-"""Preference losses (DPO and relatives) and the reward-model loss, from log-probabilities or scores; in nats."""
+"""Preference losses (DPO and variants) and the reward-model loss, from log-probabilities or scores; in nats."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 REFERENCE_FREE: Final = frozenset({"simpo", "orpo", "sft"})
-"""Losses that read no reference log-probabilities: a run of these alone needs no reference model."""
+"""Losses without reference log-probabilities: a run with only these needs no reference model."""
 COMPARING: Final = frozenset({"aot", "aot_unpaired"})
-"""Losses that compare the pairs of one call with each other, so that the size of a micro-batch changes the result."""
+"""Losses that compare pairs within one call, so that the micro-batch size changes the result."""
 F_DIVERGENCES: Final = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
 
@@ -23,12 +23,12 @@ class PreferenceOptions:
     """Options of the losses, in upstream's spelling (``trl.DPOConfig``; ``simpo_gamma`` as ``trl``'s ``CPOConfig``).
 
     Attributes:
-        beta: Scale of the log-ratios; IPO's tau, and the weight of ORPO's odds ratio.
-        label_smoothing: Expected share of pairs whose preference is the wrong way round.
+        beta: Scale of the log-ratios; tau of IPO, and the weight of the odds ratio in ORPO.
+        label_smoothing: Expected fraction of pairs with a flipped preference, in ``[0, 0.5)``.
         f_divergence_type: One of ``F_DIVERGENCES``.
         f_alpha_divergence_coef: Alpha of ``alpha_divergence``.
         discopop_tau: Temperature of DiscoPOP's mixture.
-        simpo_gamma: Margin that SimPO asks for.
+        simpo_gamma: Target reward margin of SimPO.
     """
 
     beta: float = 0.1
@@ -41,20 +41,20 @@ class PreferenceOptions:
 
 @dataclass(frozen=True, slots=True)
 class PreferenceBatch:
-    """Log-probabilities of ``P`` pairs, each a sum over a completion's tokens (``sum_logps``); ``float32 (P,)``.
+    """Log-probabilities of the completions of ``P`` pairs, summed over tokens (``sum_logps``), ``float32 (P,)`` each.
 
     Attributes:
-        chosen_logps: Of the preferred completions; differentiable.
-        rejected_logps: Of the others; differentiable.
-        num_chosen_tokens: Tokens of the preferred completions; ``(P,)``.
-        num_rejected_tokens: Tokens of the others; ``(P,)``.
-        ref_chosen_logps: ``chosen_logps`` under the reference; ``None`` if no loss needs it.
-        ref_rejected_logps: ``rejected_logps`` under the reference; ``None`` if no loss needs it.
-        chosen_nll: What ``sft`` and ``orpo`` lower: summed over all tokens, where ``ld_alpha`` left some of them out of
-            ``chosen_logps``. Default: its negative.
-        mean_chosen_tokens: Preferred tokens per pair over the whole step, for ``sft``; a scalar. Default: over these
-            pairs.
-        weights: Factor on each pair's loss, without gradient (``compute_wpo_weights``); ``(P,)``.
+        chosen_logps: Log-probabilities of the chosen completions under the policy; differentiable.
+        rejected_logps: Log-probabilities of the rejected completions under the policy; differentiable.
+        num_chosen_tokens: Lengths of the chosen completions in tokens; ``(P,)``.
+        num_rejected_tokens: Lengths of the rejected completions in tokens; ``(P,)``.
+        ref_chosen_logps: ``chosen_logps`` under the reference model; ``None`` if no loss needs it.
+        ref_rejected_logps: ``rejected_logps`` under the reference model; ``None`` if no loss needs it.
+        chosen_nll: Negative log-likelihood of the chosen completions over all tokens, for ``sft`` and ``orpo``, if
+            ``ld_alpha`` reduced the weight of some tokens in ``chosen_logps``. Default: ``-chosen_logps``.
+        mean_chosen_tokens: Chosen tokens per pair over the whole step, for ``sft``; a scalar. Default: the mean of
+            ``num_chosen_tokens``.
+        weights: Factors on the losses of the pairs, without gradient (``compute_wpo_weights``); ``(P,)``.
     """
 
     chosen_logps: Tensor
@@ -69,21 +69,21 @@ class PreferenceBatch:
 
 
 def sum_logps(logps: Tensor, sequence_ids: Tensor, num_sequences: int, *, ld_alpha: float | None = None) -> Tensor:
-    """Sum of each sequence's token log-probabilities, ``(num_sequences,)``, in nats.
+    """Sum token log-probabilities over each sequence, ``(num_sequences,)``, in nats.
 
     Args:
-        logps: ``float32 (N,)``; the tokens of a sequence in their order, sequences in any.
-        sequence_ids: Sequence of each token, ``int64 (N,)``, from 0.
-        num_sequences: A sequence without tokens sums to 0.
-        ld_alpha: Factor on the tokens of the longer completion of a pair that are beyond the length of the shorter.
-            The first half of the sequences are then the preferred completions, the second half the others.
+        logps: Token log-probabilities, ``float32 (N,)``; the tokens of a sequence in order, sequences in any order.
+        sequence_ids: Sequence index of each token from 0, ``int64 (N,)``.
+        num_sequences: Number of sequences; those without tokens sum to 0.
+        ld_alpha: Factor on tokens of the longer completion of a pair beyond the length of the shorter one. It requires
+            the chosen completions as the first half of the sequences and the rejected ones as the second.
 
     Source: LD-DPO (Liu et al. 2024, arXiv 2409.06411, eq. 11); ``tests/losses/test_preference.py`` by hand,
         ``tests/parity/test_preference_losses.py`` against TRL.
     """
     if ld_alpha is not None:
-        # A token is beyond the shorter answer if its place in its own answer is: the place among all tokens, sorted by
-        # sequence, less where the sequence starts there. Stable, so that tokens keep their order.
+        # The rank of a token in its sequence is its rank among all tokens sorted by sequence, minus the start of its
+        # sequence there. The sort is stable, so that tokens of a sequence keep their order.
         ones = torch.ones_like(logps)
         lengths = sum_logps(ones, sequence_ids, num_sequences)
         shorter = torch.minimum(*lengths.chunk(2)).repeat(2)
@@ -94,21 +94,21 @@ def sum_logps(logps: Tensor, sequence_ids: Tensor, num_sequences: int, *, ld_alp
         ranks = torch.arange(len(logps), device=logps.device) - starts[ordered_ids]
         is_beyond[order] = ranks >= shorter[ordered_ids]
         logps = logps * ones.masked_fill(is_beyond, ld_alpha)
-    # No loop over sequences and no padding: their lengths stay on the device.
+    # index_add: no loop over sequences and no padding, so that their lengths need not be read from the device.
     return logps.new_zeros(num_sequences).index_add(0, sequence_ids, logps)
 
 
 def compute_wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, sequence_ids: Tensor, num_sequences: int) -> Tensor:
-    """How likely the policy itself would give both answers of each pair, ``(num_sequences / 2,)``, without gradient.
+    """WPO weights of pairs, ``(num_sequences / 2,)``, without gradient: how likely both answers are under the policy.
 
-    A token counts by its probability over the probability that two draws there agree, a sequence by the geometric mean
-    of its tokens, a pair by the product.
+    The weight of a token is its probability divided by ``sum_v p(v)^2``, that of a sequence the geometric mean over its
+    tokens, that of a pair the product of its two sequences.
 
     Args:
-        logps: Of the policy, ``float32 (N,)``.
+        logps: Token log-probabilities under the policy, ``float32 (N,)``.
         log_sum_sq_probs: ``log sum_v p(v)^2`` at each token, ``float32 (N,)``.
-        sequence_ids: Sequence of each token, ``int64 (N,)``; first all preferred completions, then all others.
-        num_sequences: Twice the number of pairs.
+        sequence_ids: Sequence index of each token, ``int64 (N,)``; all chosen completions before all rejected ones.
+        num_sequences: Number of sequences, twice the number of pairs.
 
     Source: WPO (Zhou et al. 2024, arXiv 2406.11827, eq. 2) with sampled alignment, as ``trl.DPOTrainer``;
         ``tests/parity/test_preference_losses.py``.
@@ -123,20 +123,20 @@ def compute_wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, sequence_ids: T
 def compute_preference_losses(
     names: Sequence[str], weights: Sequence[float], batch: PreferenceBatch, options: PreferenceOptions
 ) -> Tensor:
-    """Loss of each pair, ``(P,)``: the sum of the named losses, each times its weight.
+    """Loss of each pair, ``(P,)``: the weighted sum of the named losses.
 
-    The caller normalises: the sum over the pairs of a step divided by their number over all processes and
-    micro-batches. Gradient accumulation then changes nothing, except for ``aot`` and ``aot_unpaired``, which compare
-    the pairs of one call with each other, and for ``sft`` without ``mean_chosen_tokens``.
+    The caller sums over the pairs of a step and divides by their number over all processes and micro-batches. The
+    result is then independent of gradient accumulation, except for ``aot`` and ``aot_unpaired``, which compare pairs
+    within one call, and for ``sft`` without ``mean_chosen_tokens``.
 
     Args:
         names: Keys of ``PREFERENCE_LOSSES``.
-        weights: Of each name.
-        batch: The pairs.
-        options: What shapes the losses.
+        weights: Factor on each named loss.
+        batch: Log-probabilities of the pairs.
+        options: Options of the losses.
 
     Raises:
-        ValueError: As ``verify_preference_options``, or a loss needs the reference and ``batch`` has none.
+        ValueError: As ``verify_preference_options``, or a loss needs reference log-probabilities that ``batch`` lacks.
 
     Source: each function of ``PREFERENCE_LOSSES`` names its paper; values and gradients are those of TRL's DPO trainer
         (``tests/parity/test_preference_losses.py``).
@@ -148,15 +148,15 @@ def compute_preference_losses(
 
 
 def verify_preference_options(names: Sequence[str], options: PreferenceOptions, *, use_weighting: bool) -> None:
-    """Raise for options that upstream refuses, or would silently ignore.
+    """Raise for options that TRL refuses or would silently ignore.
 
     Args:
-        names: Losses that are added.
-        options: What shapes them.
+        names: Names of the summed losses.
+        options: Options of the losses.
         use_weighting: Whether pairs are weighted by ``compute_wpo_weights``.
 
     Raises:
-        ValueError: A loss or divergence is unknown, or these losses cannot be had with these options.
+        ValueError: A loss or divergence is unknown, or an option is out of range or unsupported by these losses.
     """
     given, smoothing, divergence = set(names), options.label_smoothing, options.f_divergence_type
     faults = {
@@ -182,11 +182,11 @@ def verify_preference_options(names: Sequence[str], options: PreferenceOptions, 
 
 @torch.no_grad()
 def compute_preference_metrics(batch: PreferenceBatch, beta: float) -> dict[str, Tensor]:
-    """Figures of each pair, ``float32 (P,)``, to be averaged over pairs: rewards as DPO reads them, log-probabilities.
+    """Metrics of each pair, ``float32 (P,)``, to be averaged over pairs: implicit rewards and log-probabilities.
 
-    A reward is ``beta`` times the log-ratio to the reference, and without a reference ``beta`` times the mean
-    log-probability of a token, as in SimPO. ``rewards/accuracies`` is 1 where the chosen reward is strictly the larger,
-    so it is 0 before the first update. ``logps/...`` are in nats per sequence, ``logps/..._per_token`` per token.
+    The implicit reward is ``beta`` times the log-ratio to the reference; without a reference, ``beta`` times the mean
+    token log-probability, as in SimPO. ``rewards/accuracies`` is 1 where the chosen reward is strictly larger, so it is
+    0 before the first update. ``logps/...`` are in nats per sequence, ``logps/..._per_token`` in nats per token.
 
     Source: ``trl.DPOTrainer``; ``tests/parity/test_preference_losses.py``.
     """
@@ -212,18 +212,18 @@ def _reference(batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
 
 
 def _log_ratios(batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
-    """``log(policy / reference)`` of the chosen and the rejected completions."""
+    """Return ``log(policy / reference)`` of the chosen and the rejected completions, ``(P,)`` each."""
     ref_chosen, ref_rejected = _reference(batch)
     return batch.chosen_logps - ref_chosen, batch.rejected_logps - ref_rejected
 
 
 def _per_token(batch: PreferenceBatch, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
-    """Figures of the chosen and the rejected completions over their lengths."""
+    """Divide values of the chosen and the rejected completions by their lengths."""
     return chosen / batch.num_chosen_tokens.clamp(min=1), rejected / batch.num_rejected_tokens.clamp(min=1)
 
 
 def _scores(batch: PreferenceBatch, options: PreferenceOptions) -> tuple[Tensor, Tensor]:
-    """``f'(policy / reference)`` of both completions: f-DPO (Wang et al. 2023, arXiv 2309.16240)."""
+    """Return ``f'(policy / reference)`` of both completions: f-DPO (Wang et al. 2023, arXiv 2309.16240)."""
     chosen, rejected = _log_ratios(batch)
     if options.f_divergence_type == "js_divergence":
         return math.log(2) + logsigmoid(chosen), math.log(2) + logsigmoid(rejected)
@@ -231,25 +231,25 @@ def _scores(batch: PreferenceBatch, options: PreferenceOptions) -> tuple[Tensor,
     alpha = {"reverse_kl": 1.0, "forward_kl": 0.0}.get(options.f_divergence_type, options.f_alpha_divergence_coef)
     if math.isclose(alpha, 1.0, abs_tol=1e-6):
         return chosen, rejected
-    # Beyond 80 the power is no float32 number.
+    # exp(89) overflows float32; the clamp also keeps the gradient finite.
     chosen, rejected = (torch.expm1(((alpha - 1) * ratio).clamp(max=80)) / (alpha - 1) for ratio in (chosen, rejected))
     return chosen, rejected
 
 
 def _gap(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
-    """By how much the chosen completion scores higher, times beta."""
+    """Return ``beta`` times the margin of the chosen over the rejected completion, ``(P,)``."""
     chosen, rejected = _scores(batch, options)
     return options.beta * (chosen - rejected)
 
 
 def _mean_gap(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
-    """By how much the chosen completion scores higher per token."""
+    """Return the margin of the chosen over the rejected completion per token, ``(P,)``."""
     chosen, rejected = _per_token(batch, *_scores(batch, options))
     return chosen - rejected
 
 
 def _smoothed(gap: Tensor, label_smoothing: float) -> Tensor:
-    """Expected ``-log sigmoid(gap)`` if ``label_smoothing`` of the pairs are the wrong way round."""
+    """Return the expectation of ``-log sigmoid(gap)`` if ``label_smoothing`` of the pairs are flipped."""
     return -(1 - label_smoothing) * logsigmoid(gap) - label_smoothing * logsigmoid(-gap)
 
 
@@ -273,7 +273,7 @@ def _hinge(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
 
 
 def _ipo(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
-    """IPO (Azar et al. 2023, arXiv 2310.12036, eq. 17), per token as its authors told TRL."""
+    """IPO (Azar et al. 2023, arXiv 2310.12036, eq. 17), per token, as its authors advised TRL."""
     return (_mean_gap(batch, options) - 1 / (2 * options.beta)).square()
 
 
@@ -281,7 +281,7 @@ def _exo_pair(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
     """EXO for two answers (Ji et al. 2024, arXiv 2402.00856, eq. 16): KL(policy's preference || smoothed label)."""
     gap = _gap(batch, options)
     chosen = gap.sigmoid() * (logsigmoid(gap) - math.log1p(-options.label_smoothing))
-    # Smoothing is positive (``verify_preference_options``): of a label without doubt the divergence is infinite.
+    # label_smoothing > 0 (``verify_preference_options``): the KL divergence to a hard label is infinite.
     rejected = (-gap).sigmoid() * (logsigmoid(-gap) - math.log(options.label_smoothing))
     return chosen + rejected
 
@@ -293,9 +293,9 @@ def _nca_pair(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
 
 
 def _robust(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
-    """Robust DPO (Chowdhury et al. 2024, arXiv 2403.00409): unbiased if ``label_smoothing`` of the pairs are wrong."""
+    """Robust DPO (Chowdhury et al. 2024, arXiv 2403.00409): unbiased if ``label_smoothing`` of pairs are flipped."""
     gap, flipped = _gap(batch, options), options.label_smoothing
-    # Below 1/2, which ``verify_preference_options`` makes sure of: there it would divide by 0.
+    # label_smoothing < 1/2 (``verify_preference_options``), so that the denominator is positive.
     return (flipped * logsigmoid(-gap) - (1 - flipped) * logsigmoid(gap)) / (1 - 2 * flipped)
 
 
@@ -312,14 +312,14 @@ def _sppo_hard(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
 
 
 def _aot(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
-    """AOT, paired (Melnyk et al. 2024, arXiv 2406.05882): by rank, the policy's margins exceed the reference's."""
+    """AOT, paired (Melnyk et al. 2024, arXiv 2406.05882): sorted, the policy's margins exceed the reference's."""
     ref_chosen, ref_rejected = _reference(batch)
     margins, ref_margins = batch.chosen_logps - batch.rejected_logps, ref_chosen - ref_rejected
     return _smoothed(options.beta * (margins.sort().values - ref_margins.sort().values), options.label_smoothing)
 
 
 def _aot_unpaired(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
-    """AOT, unpaired (Melnyk et al. 2024, arXiv 2406.05882): by rank, chosen log-ratios exceed rejected ones."""
+    """AOT, unpaired (Melnyk et al. 2024, arXiv 2406.05882): sorted, chosen log-ratios exceed rejected ones."""
     chosen, rejected = _log_ratios(batch)
     return _smoothed(options.beta * (chosen.sort().values - rejected.sort().values), options.label_smoothing)
 
@@ -339,13 +339,13 @@ def _apo_down(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
 def _discopop(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
     """DiscoPOP (Lu et al. 2024, arXiv 2406.08414, eq. 5): logistic where the gap is negative, exponential beyond."""
     gap = _gap(batch, options)
-    # As one exponential: apart, its factors overflow and vanish.
+    # One exponential of the sum: as separate factors, one overflows where the other underflows.
     exponential = torch.exp(logsigmoid(gap / options.discopop_tau) - gap)
     return -logsigmoid(gap) * (-gap / options.discopop_tau).sigmoid() + exponential
 
 
 def _sft(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
-    """NLL of the chosen, in nats per mean number of their tokens: over all pairs it averages to nats per token."""
+    """NLL of the chosen completion over the mean length: averaged over all pairs, it is in nats per token."""
     mean_tokens = (
         batch.num_chosen_tokens.float().mean() if batch.mean_chosen_tokens is None else batch.mean_chosen_tokens
     )
@@ -359,7 +359,7 @@ def _simpo(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
 
 
 def _orpo(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
-    """ORPO (Hong et al. 2024, arXiv 2403.07691, eq. 6 and 7), every likelihood per token as in its eq. 1."""
+    """ORPO (Hong et al. 2024, arXiv 2403.07691, eq. 6 and 7), with likelihoods per token as in eq. 1."""
     nll = _chosen_nll(batch) / batch.num_chosen_tokens.clamp(min=1)
     chosen, rejected = _per_token(batch, batch.chosen_logps, batch.rejected_logps)
     return nll - options.beta * logsigmoid(_log_odds(chosen) - _log_odds(rejected))
@@ -367,7 +367,7 @@ def _orpo(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
 
 def _log_odds(logp: Tensor) -> Tensor:
     """``log(p / (1 - p))`` from ``log p``."""
-    # At p = 1 the odds are infinite, and their gradient times the sigmoid's zero is no number.
+    # At p = 1 the odds are infinite, and in backward infinity times the zero of the sigmoid is NaN.
     logp = logp.clamp(max=-torch.finfo(logp.dtype).eps)
     return logp - torch.log(-torch.expm1(logp))
 
@@ -377,11 +377,11 @@ _ALL: Final[Sequence[Callable[[PreferenceBatch, PreferenceOptions], Tensor]]] = 
     *(_apo_zero, _apo_down, _discopop, _sft, _sigmoid_norm, _simpo, _orpo),
 )
 PREFERENCE_LOSSES: Final = {loss.__name__.removeprefix("_"): loss for loss in _ALL}
-"""``loss_type`` -> loss of each pair; TRL's names, and those of the two methods that need no reference."""
+"""``loss_type`` -> loss of each pair; names of TRL's DPO trainer, and ``simpo`` and ``orpo``."""
 _WITH_DIVERGENCE: Final = frozenset(
     {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
 )
-"""The others hold a term that cancels only in a difference of scores of one divergence."""
+"""Losses that support any f-divergence: those of differences of scores, in which its normaliser cancels."""
 _WITH_SMOOTHING: Final = COMPARING | {"exo_pair", "robust"}
 
 
@@ -393,20 +393,21 @@ def compute_bradley_terry(
     label_smoothing: float = 0.0,
     center_coefficient: float = 0.0,
 ) -> Tensor:
-    """Loss of each pair, ``(P,)``: ``-log sigmoid(chosen - rejected - margin)`` in nats, and what keeps scores near 0.
+    """Bradley-Terry loss of each pair in nats, ``(P,)``: ``-log sigmoid(chosen - rejected - margin)``, with centring.
 
-    The caller normalises: the sum over the pairs of a step divided by their number over all processes and
-    micro-batches; gradient accumulation then changes nothing.
+    The caller sums over the pairs of a step and divides by their number over all processes and micro-batches, so that
+    the result is independent of gradient accumulation.
 
     Args:
-        chosen: Scores of the preferred answers, ``(P,)``, in any floating dtype; the loss is ``float32`` at least.
-        rejected: Scores of the others, ``(P,)``.
-        margins: By how much the preferred answer should lead, ``(P,)``. Default: 0.
-        label_smoothing: Expected share of pairs whose label is the wrong way round.
-        center_coefficient: Factor on ``(chosen + rejected)^2``; upstream's ``center_rewards_coefficient``.
+        chosen: Scores of the chosen answers in any floating dtype, ``(P,)``; the loss is ``float32`` at least.
+        rejected: Scores of the rejected answers, ``(P,)``.
+        margins: Target margin of each pair, ``(P,)``. Default: 0.
+        label_smoothing: Expected fraction of pairs with a flipped label, in ``[0, 0.5)``.
+        center_coefficient: Factor on ``(chosen + rejected)^2``, which keeps scores near 0; TRL's
+            ``center_rewards_coefficient``.
 
     Raises:
-        ValueError: ``label_smoothing`` is not in ``[0, 0.5)``: nothing could be learnt from such labels.
+        ValueError: ``label_smoothing`` is not in ``[0, 0.5)``.
 
     Source: ``trl.RewardTrainer.compute_loss``; margins: Llama 2 (Touvron et al. 2023, arXiv 2307.09288, eq. 2);
         centring: Eisenstein et al. 2023 (arXiv 2312.09244). ``tests/losses/test_reward.py``.

@@ -12,25 +12,26 @@ from torch import Tensor, distributed
 CHUNK_BYTES = 128 * 2**20
 """Default size of the ``float32`` logits that exist at any one time, on a CPU."""
 CUDA_CHUNK_BYTES = 2**30
-"""The most on a GPU: fewer kernels, and the gradient of the weight is read and written less often."""
-_SHARE_OF_GPU = 64
-"""A GPU of less than 64 GiB has chunks of this part of its memory."""
+"""Upper limit on a GPU, where larger chunks mean fewer kernels and fewer passes over the gradient of the weight."""
+_MEMORY_FRACTION = 64
+"""Chunks take one part in this many of a GPU's memory, up to ``CUDA_CHUNK_BYTES``."""
 TEACHER_PART = 4
-"""Divides the chunks of a loss that reads a teacher's logits: it holds seven to eleven tensors of their size, others
-one or two."""
+"""Divisor of the chunk size in losses that read a teacher's logits: at their peak, seven to eleven tensors of the size
+of a chunk exist, in other losses one or two."""
 MIN_CHUNK_TOKENS = 128
-"""A smaller chunk would read the whole weight for too little arithmetic."""
+"""Lower limit: matrix products of smaller chunks would be bound by reading the weight."""
 
 
 class Chunk(NamedTuple):
-    """The logits of some rows; the buffers are those of the next chunk too.
+    """Logits of ``n`` consecutive hidden states; the next chunk reuses the buffers.
 
     Attributes:
-        rows: Which of the hidden states.
-        inputs: Those hidden states in the dtype of matrix products, ``(n, D)``.
-        logits: ``(n, V)`` in ``float32`` at least; the consumer may overwrite them.
-        narrow: Memory of their shape in the dtype of matrix products; it may be ``logits`` itself.
-        slope: Derivative of the cap at each logit, ``(n, V)``; ``None`` without a cap.
+        rows: Slice of the hidden states.
+        inputs: Hidden states of the chunk in the dtype of matrix products, ``(n, D)``.
+        logits: Logits in ``float32`` at least, ``(n, V)``; the consumer may overwrite them.
+        narrow: Buffer for the logits in the dtype of matrix products, ``(n, V)``; the same memory as ``logits`` if both
+            have one dtype.
+        slope: Derivative of the soft cap at each logit, ``(n, V)``; ``None`` without a soft cap.
     """
 
     rows: slice
@@ -42,12 +43,12 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """How hidden states become logits: ``softcap * tanh(logit_scale * (hidden @ matrix.T + bias) / softcap)``.
+    """Chunked projection ``softcap * tanh(logit_scale * (hidden @ matrix.T + bias) / softcap)``.
 
     Attributes:
-        dtype: Of matrix products.
-        logit_scale: Factor on the logits, before the cap.
-        softcap: Bound of the logits.
+        dtype: Dtype of matrix products.
+        logit_scale: Factor on the logits, applied before the soft cap.
+        softcap: Bound of the absolute value of the logits; ``None`` without a soft cap.
         chunk_size: Tokens whose logits exist at any one time.
     """
 
@@ -58,18 +59,18 @@ class Projection:
 
     @property
     def wide(self) -> torch.dtype:
-        """The dtype of all that is no matrix product: ``float32`` at least."""
+        """Dtype of everything except matrix products: ``float32`` at least."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def iterate(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None) -> Iterator[Chunk]:
-        """Yield the logits of ``hidden``, ``(N, D)``, chunk by chunk; autocast must be off.
+        """Yield the logits of ``hidden`` chunk by chunk; the caller disables autocast.
 
         Args:
-            hidden: In any dtype.
-            matrix: The output embedding in ``dtype``, ``(V, D)``.
-            bias: ``(V,)``, in any dtype.
+            hidden: Hidden states in any dtype, ``(N, D)``.
+            matrix: Output embedding in ``dtype``, ``(V, D)``.
+            bias: Bias in any dtype, ``(V,)``.
         """
-        # One buffer for all chunks: fresh memory of this size costs the operating system as much as the arithmetic.
+        # One buffer for all chunks: on a CPU, page faults in newly allocated memory take as long as the arithmetic.
         shape = (min(self.chunk_size, len(hidden)), len(matrix))
         wide_buffer = hidden.new_empty(shape, dtype=self.wide)
         buffer = wide_buffer if self.dtype == self.wide else hidden.new_empty(shape, dtype=self.dtype)
@@ -77,20 +78,21 @@ class Projection:
             rows = slice(start, start + self.chunk_size)
             inputs = hidden[rows].to(self.dtype)
             narrow, logits = buffer[: len(inputs)], wide_buffer[: len(inputs)]
-            # (n, D) by (D, V); the view that ``t`` gives is not copied.
+            # (n, D) @ (D, V) -> (n, V); ``t`` is a view, so the weight is not copied.
             torch.mm(inputs, matrix.t(), out=narrow)
-            slope = self._finish(logits if narrow.dtype == logits.dtype else logits.copy_(narrow), bias)
+            # The products are in half precision under autocast; everything after them is in float32.
+            slope = self._apply_transform(logits if narrow.dtype == logits.dtype else logits.copy_(narrow), bias)
             yield Chunk(rows, inputs, logits, narrow, slope)
 
-    def _finish(self, logits: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Apply bias, scale and cap in place; return the cap's derivative."""
+    def _apply_transform(self, logits: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Apply bias, scale and soft cap in place; return the derivative of the soft cap."""
         if bias is not None:
             logits.add_(bias)
         if self.logit_scale != 1.0:
             logits.mul_(self.logit_scale)
         if self.softcap is None:
             return None
-        # d/dx c tanh(x / c) = 1 - tanh(x / c)^2, kept here while the hyperbolic tangent is there.
+        # d/dx c tanh(x / c) = 1 - tanh(x / c)^2, computed before the next line overwrites the hyperbolic tangent.
         logits.div_(self.softcap).tanh_()
         slope = 1 - logits.square()
         logits.mul_(self.softcap)
@@ -98,23 +100,30 @@ class Projection:
 
 
 class LogitTransform(TypedDict, total=False):
-    """How hidden states become logits, ``softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)``."""
+    """Options of the projection ``softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)``."""
 
     bias: Tensor | None
-    """``(V,)``."""
+    """Bias of the output projection, ``(V,)``; default: none."""
     logit_scale: float
-    """Factor on the logits, before the cap; 1 unless given."""
+    """Factor on the logits, applied before the soft cap; default: 1."""
     softcap: float | None
-    """Bound of the logits."""
+    """Bound of the absolute value of the logits; default: none."""
     chunk_size: int | None
-    """Tokens whose logits exist at any one time; unless given as many as have ``CHUNK_BYTES`` of logits, on a GPU
-    up to ``CUDA_CHUNK_BYTES``, and of two models a ``TEACHER_PART`` of that."""
+    """Tokens whose logits exist at any one time. Default: as many as have ``CHUNK_BYTES`` of logits, on a GPU up to
+    ``CUDA_CHUNK_BYTES``, divided by ``TEACHER_PART`` where a teacher's logits exist beside them."""
 
 
 def build_projection(
     hidden: Tensor, weight: Tensor, *, part: int = 1, **transform: Unpack[LogitTransform]
 ) -> Projection:
-    """Settle dtype and chunk size: autocast's dtype or the narrower of the operands'; a ``part`` of ``CHUNK_BYTES``."""
+    """Build the projection with its dtype (autocast's, otherwise the narrower of the operands') and chunk size.
+
+    Args:
+        hidden: Hidden states, ``(..., D)``.
+        weight: Output embedding, ``(V, D)``.
+        part: Divisor of the default chunk size, such as ``TEACHER_PART``.
+        **transform: From hidden states to logits.
+    """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -127,68 +136,75 @@ def build_projection(
 
 
 def find_chunk_bytes(device: torch.device) -> int:
-    """Return the bytes of ``float32`` logits that exist at any one time on a device, unless a size is given."""
+    """Return the default size of a chunk of ``float32`` logits on a device, in bytes."""
     if device.type != "cuda":
         return CHUNK_BYTES
     return choose_chunk_bytes(torch.cuda.get_device_properties(device).total_memory)
 
 
 def choose_chunk_bytes(device_bytes: float) -> int:
-    """Return what ``find_chunk_bytes`` does of a GPU with so much memory."""
-    return min(CUDA_CHUNK_BYTES, max(CHUNK_BYTES, int(device_bytes) // _SHARE_OF_GPU))
+    """Return the default size of a chunk of ``float32`` logits on a GPU with ``device_bytes`` of memory, in bytes."""
+    return min(CUDA_CHUNK_BYTES, max(CHUNK_BYTES, int(device_bytes) // _MEMORY_FRACTION))
 
 
 def count_chunk_tokens(vocabulary: int, chunk_bytes: int) -> int:
-    """Return how many tokens have ``float32`` logits of so many bytes."""
+    """Return the number of tokens whose ``float32`` logits take ``chunk_bytes``, at least ``MIN_CHUNK_TOKENS``."""
     return max(MIN_CHUNK_TOKENS, chunk_bytes // (4 * vocabulary))
 
 
 class ProjectionGradients:
-    """Gradients of hidden states, weight and bias as sums over chunks; ``None`` for what needs none.
+    """Gradients of hidden states, weight and bias, accumulated over chunks; ``None`` for tensors that need none.
 
-    The sums over chunks, those of weight and bias, are kept in ``float32`` at least.
+    Gradients of weight and bias, which are sums over chunks, are accumulated in ``float32`` at least.
     """
 
     def __init__(
         self, projection: Projection, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]
     ) -> None:
-        """Start at zero.
+        """Allocate the gradients.
 
         Args:
-            projection: What made the logits.
-            hidden: ``(N, D)``; its gradient has its dtype from the start, for each row is in one chunk only.
-            weight: ``(V, D)``.
-            bias: ``(V,)``.
+            projection: Projection that yields the chunks.
+            hidden: Hidden states, ``(N, D)``; the gradient has their dtype, since each row is in one chunk only.
+            weight: Output embedding, ``(V, D)``.
+            bias: Bias, ``(V,)``.
             needed: Whether ``hidden``, ``weight`` and ``bias`` need a gradient.
         """
         self._projection = projection
         self._is_first = True
         self._dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-        # Every row of hidden states is in some chunk; the others, sums over chunks, start at 0 where there is none.
+        # Without rows there is no chunk, and the gradient is 0; otherwise the first chunk overwrites it (``add``).
         build = torch.empty_like if len(hidden) else torch.zeros_like
         self._hidden = torch.empty_like(hidden) if needed[0] else None
         self._weight = build(weight, dtype=projection.wide) if needed[1] else None
         self._bias = torch.zeros_like(bias, dtype=projection.wide) if bias is not None and needed[2] else None
 
     def add(self, chunk: Chunk, matrix: Tensor) -> None:
-        """Add a chunk whose ``logits`` now hold the gradient of the loss with respect to them, and overwrite them."""
+        """Add the gradients of a chunk, and overwrite its buffers.
+
+        Args:
+            chunk: ``logits`` holds the gradient of the loss with respect to the logits, ``(n, V)``.
+            matrix: Output embedding in the dtype of matrix products, ``(V, D)``.
+        """
         wide, narrow, scale = chunk.logits, chunk.narrow, self._projection.logit_scale
-        # Backwards through cap and scale, in the opposite order of ``Projection._finish``.
+        # Backward through soft cap and scale, in the reverse order of ``Projection._apply_transform``.
         if chunk.slope is not None:
             wide.mul_(chunk.slope)
         if scale != 1.0:
             wide.mul_(scale)
-        # In float32 both are one buffer.
+        # In float32 both are the same buffer.
         if narrow.data_ptr() != wide.data_ptr():
             narrow.copy_(wide)
+        # (n, V) @ (V, D) -> (n, D), into its rows of the result where dtypes allow it.
         if self._hidden is not None and self._hidden.dtype == narrow.dtype:
             torch.mm(narrow, matrix, out=self._hidden[chunk.rows])
         elif self._hidden is not None:
             self._hidden[chunk.rows] = narrow @ matrix
         if (total := self._weight) is not None:
-            # With a factor of 0 what was there before counts for nothing, whatever it is.
+            # With beta = 0, the uninitialised memory is ignored, NaN included.
             factor = 0 if self._is_first else 1
-            # ``wide.t() @ inputs``, without rounding it to the matrix product's dtype first.
+            # (V, n) @ (n, D) -> (V, D), accumulated in float32: a sum over chunks in half precision would lose
+            # small terms. CUDA takes half-precision operands with a float32 output; a CPU does not.
             if total.is_cuda and narrow.dtype != total.dtype:
                 torch.addmm(total, narrow.t(), chunk.inputs, beta=factor, out_dtype=total.dtype, out=total)
             else:
@@ -198,18 +214,18 @@ class ProjectionGradients:
             self._bias += wide.sum(dim=0)
 
     def finish(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden states, weight and bias in the dtypes of what they belong to."""
+        """Return the gradients of hidden states, weight and bias, each in the dtype of its tensor."""
         sums = zip((self._hidden, self._weight, self._bias), self._dtypes, strict=True)
         return tuple(None if total is None else total.to(dtype) for total, dtype in sums)
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShard:
-    """The tokens of the vocabulary whose logits this process computes; all processes of the group call all methods.
+    """Contiguous shard of the vocabulary on this rank; its methods are collectives that all ranks must enter.
 
     Attributes:
-        group: The processes that have the others.
-        first: Id of the first of them; they are in a row.
+        group: Tensor-parallel group over which the vocabulary is sharded.
+        first: Token id of the first row of the shard.
 
     Source: ``tests/distributed/test_tensor.py``.
     """
@@ -218,23 +234,23 @@ class VocabularyShard:
     first: int
 
     def find_top(self, top: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
-        """Largest logit of each row over the whole vocabulary, and the id of the first token that has it.
+        """Return the largest logit of each row over the whole vocabulary, and its token id, ``(n, 1)`` each.
 
         Args:
-            top: Largest of this process, ``(n, 1)``.
-            best: Where it stands among this process's tokens, ``int64 (n, 1)``.
+            top: Largest logit of the shard, ``(n, 1)``.
+            best: Index of that logit in the shard, ``int64 (n, 1)``.
         """
-        # The reduction is in place, and the process's own is compared with it.
+        # A copy, because the reduction is in place and the local maximum is compared with its result.
         largest = top.clone()
         distributed.all_reduce(largest, distributed.ReduceOp.MAX, self.group)
-        # Of equal logits the first id counts, as for arg-max in one process: the others say a number above all ids.
+        # Ties go to the lowest id, as for arg-max on one rank; ranks without the maximum contribute a larger number.
         first = torch.where(top == largest, best + self.first, torch.iinfo(best.dtype).max)
         distributed.all_reduce(first, distributed.ReduceOp.MIN, self.group)
         return largest, first
 
     def add(self, *parts: Tensor) -> list[Tensor]:
-        """The sums of some tensors of one shape and dtype over the processes."""
-        # One collective call for all of them.
+        """Return the sum of each tensor over the ranks; all have one shape and dtype."""
+        # One all-reduce for all of them: latency dominates at these sizes.
         together = torch.stack(parts)
         distributed.all_reduce(together, group=self.group)
         return list(together)

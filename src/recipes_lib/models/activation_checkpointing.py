@@ -1,4 +1,4 @@
-"""Activation checkpointing that keeps the matrix products and recomputes the rest."""
+"""Selective activation checkpointing: outputs of matrix products are saved, everything else is recomputed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-_KEPT: Final = frozenset(
+_SAVED: Final = frozenset(
     {
         torch.ops.aten.mm.default,
         torch.ops.aten.addmm.default,
@@ -20,19 +20,19 @@ _KEPT: Final = frozenset(
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     }
 )
-"""What costs arithmetic; everything else costs memory traffic, and is computed again."""
-_KEPT_NAMESPACES: Final = ("torch_attn", "flash_attn")
-"""Parts of the names under which torch's variable-length attention, the FlashAttention packages (``flash_attn_3``) and
-kernels from the Hub (``_vllm_flash_attn3_`` and a hash) register their operators."""
+"""Compute-bound operators, whose outputs are saved; all others are memory-bound and recomputed."""
+_SAVED_NAMESPACES: Final = ("torch_attn", "flash_attn")
+"""Substrings of the operator namespaces of torch's variable-length attention, the FlashAttention packages
+(``flash_attn_3``) and kernels from the Hub (``_vllm_flash_attn3_`` and a hash)."""
 
 
 def read_selective(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return the arguments of ``activation_checkpointing_enable`` for ``save_matmuls: true``; ``None`` without it.
 
     Args:
-        options: ``activation_checkpointing_kwargs``.
+        options: ``activation_checkpointing_kwargs`` of the run.
 
-    Source: Korthikanti et al. 2022, section 5; equal to no checkpointing in
+    Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 5; gradients equal those without checkpointing in
     ``tests/models/test_activation_checkpointing.py``.
     """
     given = dict(options or {})
@@ -49,7 +49,7 @@ def read_selective(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 def is_product(operator: Any) -> bool:
     """Return whether ``save_matmuls: true`` saves the output of a torch operator."""
-    return operator in _KEPT or any(part in operator.namespace for part in _KEPT_NAMESPACES)
+    return operator in _SAVED or any(part in operator.namespace for part in _SAVED_NAMESPACES)
 
 
 def _choose(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

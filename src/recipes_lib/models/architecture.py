@@ -1,4 +1,4 @@
-"""Models from random weights: architecture from the recipe, completed from the tokenizer, initialised by a seed."""
+"""Randomly initialised models: configuration from the recipe, completed from the tokenizer; seeded weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from recipes_lib.models.parallel.zero3 import zero3_init_disabled
 from recipes_lib.models.structure import freeze_outside_text
 
 VOCAB_MULTIPLE: Final = 64
-"""An embedding whose rows are a multiple of this multiplies faster on tensor cores."""
+"""Vocabulary sizes are rounded up to a multiple of this, which is faster on tensor cores."""
 
 _SPECIAL_TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -39,10 +39,15 @@ _SPECIAL_TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 def find_model_config(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase, max_length: int | None
 ) -> tuple[PreTrainedConfig, GenerationConfig]:
-    """Model and generation configuration of a run, from the recipe or from its model.
+    """Return the model and generation configuration of a run, from ``model_config`` or the pretrained model.
+
+    Args:
+        config: Name of the pretrained model, or ``model_config``.
+        tokenizer: Tokenizer of the run.
+        max_length: Maximum length of a row in tokens.
 
     Raises:
-        ConfigError: ``model_config`` is wrong, or the model's cannot be loaded.
+        ConfigError: ``model_config`` is invalid, or the model's configuration cannot be loaded.
     """
     if config.model_config is None:
         return load_model_config(config)
@@ -55,17 +60,17 @@ def build_model_config(
 ) -> PreTrainedConfig:
     """Build the configuration of a new model.
 
-    Missing values are derived from the run: ``vocab_size`` (one row per token id, rounded up to a multiple of 64), the
-    ids of special tokens, and as many positions as a row has tokens.
+    Missing values are derived from the run: ``vocab_size`` (the number of token ids, rounded up to a multiple of 64),
+    the ids of special tokens, and ``max_position_embeddings``.
 
     Args:
-        architecture: ``model_config``: ``model_type`` and keys of its ``config.json``.
-        tokenizer: The run's.
-        max_length: Tokens of a row.
+        architecture: ``model_config`` of the recipe: ``model_type`` and keys of its ``config.json``.
+        tokenizer: Tokenizer of the run.
+        max_length: Maximum length of a row in tokens.
 
     Raises:
-        ConfigError: The ``model_type`` is unknown or no causal language model, it has no such key, or a value is of the
-            wrong kind; every wrong key at once.
+        ConfigError: The ``model_type`` is unknown, it does not have a key, or a value is invalid; one problem per
+            unknown key.
     """
     given = dict(architecture)
     model_type = given.pop("model_type", None)
@@ -77,13 +82,13 @@ def build_model_config(
     known = {field.name for field in dataclasses.fields(config_class)} | set(aliases)
     if unknown := [key for key in given if key not in known]:
         raise ConfigError(*(_explain_unknown(key, model_type, known) for key in unknown))
-    # Rounded up.
+    # Ceiling division.
     rows = -(-count_ids(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     derived: dict[str, Any] = {"vocab_size": rows, "max_position_embeddings": max_length}
     derived |= {name: getattr(tokenizer, name) for name in _SPECIAL_TOKENS}
     # Some architectures have two names for a value, such as `n_embd` and `hidden_size`.
     spelled = {aliases.get(key, key) for key in given}
-    # A special token that the tokenizer lacks is written as None: a class has defaults of its own, such as 2.
+    # None for special tokens that the tokenizer lacks: otherwise the defaults of the class apply, such as 2.
     given |= {
         aliases.get(key, key): value
         for key, value in derived.items()
@@ -105,34 +110,34 @@ def start_causal_lm(
     part: PipelinePart | None = None,
     distribution: DistributedConfig | None = None,
 ) -> PreTrainedModel:
-    """Return the start model in training mode: loaded, or initialised from ``seed``.
+    """Return the initial model of a run in training mode: pretrained, or with random weights.
 
-    Of a pretrained model, no process reads more than its shard. Random weights are initialised in full on every host,
-    so that they equal those of one process; unused ones are freed.
+    Ranks read only their shards of a pretrained model. Random weights are initialised in full on every rank, so that
+    they equal those of a single process, and then sharded.
 
     Args:
-        config: Which model.
-        model_config: As ``find_model_config`` found it.
-        attn_implementation: As ``choose_attention`` settled it.
-        seed: Of random weights.
-        part: What this process of a pipeline holds; ``None`` is all.
-        distribution: As for ``load_causal_lm``.
+        config: Name of the pretrained model, or ``model_config``.
+        model_config: Result of ``find_model_config``.
+        attn_implementation: Attention kernel from ``choose_attention``.
+        seed: Seed of random weights.
+        part: Pipeline stage of this rank; ``None`` without pipeline parallelism.
+        distribution: Result of ``build_distribution``; ``None`` without tensor parallelism.
 
     Raises:
-        ConfigError: It cannot be loaded, or the architecture is no causal language model or contradicts itself.
-        ConfigError: As ``build_pipeline_stage_class`` and ``verify_tensor_parallel``.
+        ConfigError: As ``load_causal_lm``, ``build_pipeline_stage_class`` and ``verify_tensor_parallel``; or the
+            configuration is not that of a causal language model, or its sizes contradict each other.
     """
     model_class: Any = AutoModelForCausalLM if part is None else build_pipeline_stage_class(model_config, part)
     if config.model_config is None:
         return load_causal_lm(config, attn_implementation, model_class=model_class, distribution=distribution)
     if distribution is not None:
         verify_tensor_parallel(model_config, distribution.tp_size or 1)
-    # Every process initialises the same weights, whatever random numbers were used before.
+    # The same weights on every process, independent of random numbers drawn before.
     set_seed(seed)
     dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
     build = model_class.from_config if part is None else model_class._from_config
     try:
-        # Initialisation under ZeRO-3 would give other values; the engine shards these weights later.
+        # Not partitioned yet: under ZeRO-3, transformers would draw other values. The engine partitions them later.
         with zero3_init_disabled():
             model: PreTrainedModel = build(model_config, attn_implementation=attn_implementation, dtype=dtype)
     except (KeyError, ValueError, RuntimeError, ZeroDivisionError) as error:

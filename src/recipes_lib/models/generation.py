@@ -30,12 +30,12 @@ class Sampling:
     """Sampling options, independent of the engine.
 
     Attributes:
-        stop_ids: Tokens that end an answer.
-        pad_id: Fills prompts on the left and answers on the right; never told from a token by its id.
-        response_length: Longest answer.
-        temperature: Divides the logits.
-        beat: Called whenever there is progress: with ``generate`` at each token, with an engine at each step or part.
-        num_tokens: Tokens that may be sampled, the first of the vocabulary; ``None``: all. Of ``generate`` alone.
+        stop_ids: Token ids that end an answer.
+        pad_id: Token id that pads prompts on the left and answers on the right; padding is never identified by it.
+        response_length: Maximum length of an answer in tokens.
+        temperature: Divisor of the logits.
+        beat: Progress callback: per token with ``generate``, per step or part with other engines. It may raise.
+        num_tokens: Number of token ids that may be sampled, from 0; ``None`` for all. Only ``generate`` supports it.
     """
 
     stop_ids: Sequence[int]
@@ -51,8 +51,9 @@ class Generated:
     """Answers to a batch of prompts, as returned by the engine.
 
     Attributes:
-        response_ids: ``int64 (B, T)`` on the CPU; behind an answer's stop token anything may stand.
-        engine_logps: Log-probability of each token by the engine, in nats and at the temperature; ``float32 (B, T)``.
+        response_ids: Token ids on the CPU, ``int64 (B, T)``; arbitrary after the first stop token of an answer.
+        engine_logps: Log-probability of each token according to the engine, at the temperature, in nats;
+            ``float32 (B, T)``.
     """
 
     response_ids: Tensor
@@ -63,11 +64,11 @@ class Generator(Protocol):
     """Interface of generation engines.
 
     Attributes:
-        name: For the log.
-        follows_seed: Which answer a prompt gets depends on its own uniforms alone: not on the others beside it, not on
-            the number of processes, not on whether the run was stopped. Where it is False, uniforms are at most a seed.
-        uses_policy: Whether it is the policy's own modules that answer, which must be whole on this process meanwhile.
-        batch_size: Prompts that it is given at once; ``None`` gives it all, for it fills batches of its own.
+        name: Name for the log.
+        follows_seed: Whether an answer depends only on its prompt and its uniforms, not on its batch, the number of
+            processes or interruptions. Otherwise, uniforms are used as a seed at most.
+        uses_policy: Whether it runs the modules of the policy, which must then be unsharded on this process.
+        batch_size: Prompts per call; ``None`` for engines that batch by themselves and take all prompts at once.
     """
 
     name: str
@@ -76,27 +77,27 @@ class Generator(Protocol):
     batch_size: int | None
 
     def load(self, policy: Any) -> None:
-        """Load the current weights of the policy; every process that samples next must call."""
+        """Load the current weights of the policy; a collective that every sampling process must enter."""
         ...
 
     def generate(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
         """Answer every prompt once.
 
         Args:
-            policy: A causal language model in evaluation mode, with the weights that were loaded.
-            prompts: Token ids.
-            uniforms: Numbers of ``[0, 1)``, ``float64 (B, response_length)``: one for each token of an answer.
+            policy: Causal language model in evaluation mode, with the loaded weights.
+            prompts: Token ids of each prompt.
+            uniforms: Random numbers in ``[0, 1)``, one per token of an answer; ``float64 (B, response_length)``.
         """
         ...
 
 
 class GenerateBackend:
-    """transformers' ``generate``: any model, any device.
+    """Generation with transformers' ``generate``, for any model and device.
 
-    Once half of the answers of a batch have ended, the others continue without them, with their rows of the KV cache.
-    This limits the cost of one long answer in a batch.
+    When half of the answers of a batch have ended, generation continues with the other rows of the batch and of the KV
+    cache. This limits the cost of one long answer in a batch.
 
-    Source: ``GenerationMixin.generate``; answers as those of one plain call, and log-probabilities as those of the
+    Source: ``GenerationMixin.generate``; answers equal those of a single call, and log-probabilities those of the
     training graph, in ``tests/models/test_generation.py``.
     """
 
@@ -108,9 +109,9 @@ class GenerateBackend:
         """Prepare sampling.
 
         Args:
-            sampling: How.
-            batch_size: Prompts of a batch.
-            precision: Gives the context in which products are computed.
+            sampling: Sampling options.
+            batch_size: Prompts per batch.
+            precision: Factory of the autocast context.
         """
         self.batch_size: int | None = batch_size
         self._sampling = sampling
@@ -125,11 +126,12 @@ class GenerateBackend:
         ids, mask = (part.to(device) for part in pad_left(prompts, self._sampling.pad_id))
         uniforms, rows = uniforms.to(device), torch.arange(len(prompts), device=device)
         length, done = self._sampling.response_length, 0
+        # In the order of the prompts; `rows` are the indices of the answers that have not ended.
         response_ids = torch.full((len(prompts), length), self._sampling.pad_id, device=device)
         engine_logps = torch.zeros(len(prompts), length, device=device)
         cache = build_cache(policy, ids.shape[1] + length)
         while len(rows) and done < length:
-            # A new call of generate for the rows that are left; with the same cache, so that no prompt is read again.
+            # A new call of generate for the remaining rows, with the same cache, so that prompts are not recomputed.
             half = HalfEnded(self._sampling.stop_ids, rows)
             sampler = SampleByUniforms(uniforms[rows, done:], self._sampling)
             sequences = self._continue(policy, ids, mask, length - done, sampler, cache, half)
@@ -137,12 +139,12 @@ class GenerateBackend:
             now = slice(done, done + new.shape[1])
             response_ids[rows, now], engine_logps[rows, now] = new, sampler.read_logps()
             done = now.stop
-            # Without rows to select, one call has sampled everything.
+            # Without a cache whose rows can be selected, a single call generates all tokens.
             if cache is None:
                 break
             rest = (~half.has_ended).nonzero().squeeze(1)
             ids, rows = sequences[rest], rows[rest]
-            # 1 at tokens, 0 at the padding on the left.
+            # (rows, prompt + generated): 1 at tokens, 0 at the left padding.
             mask = torch.cat([mask[rest], torch.ones_like(new[rest])], dim=1)
             cache.batch_select_indices(rest)
         return Generated(response_ids[:, :done].cpu(), engine_logps[:, :done].cpu())
@@ -150,18 +152,18 @@ class GenerateBackend:
     def _continue(
         self, policy: Any, ids: Tensor, mask: Tensor, length: int, sampler: Any, cache: Any, half: HalfEnded
     ) -> Tensor:
-        """Generate up to ``length`` tokens for each row, with a KV cache, until half of the rows have ended."""
+        """Generate up to ``length`` tokens per row; with a KV cache, until half of the rows have ended."""
         reuse = {} if cache is None else {"past_key_values": cache, "stopping_criteria": StoppingCriteriaList([half])}
         context: AbstractContextManager[Any] = self._precision()
-        # Sequence lengths change with every token: layers compiled for training would be recompiled for each.
+        # Eager: layers compiled for training would be recompiled for the length of every token.
         with torch.no_grad(), context, torch.compiler.set_stance("force_eager"):
             sequences: Tensor = policy.generate(
                 input_ids=ids,
                 attention_mask=mask,
                 generation_config=build_plain_generation(self._sampling.stop_ids, self._sampling.pad_id, length),
                 logits_processor=LogitsProcessorList([sampler]),
-                # A sharded policy is gathered during generation, so that ranks with finished answers need not wait for
-                # others.
+                # The policy is gathered, so that forward passes are no collectives, and ranks need not wait for each
+                # other.
                 synced_gpus=False,
                 **reuse,
             )
@@ -171,18 +173,19 @@ class GenerateBackend:
 def set_stop_tokens(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, terminators: Iterable[int]
 ) -> list[int]:
-    """Set the stop tokens of ``model.generate`` to all end tokens of training, and return those ids, sorted.
+    """Add all end tokens of training to the stop tokens of ``model.generate``; return the stop tokens, sorted.
 
     Args:
-        model: Its generation config keeps the stop tokens it had and gains the others; padding is the tokenizer's.
-        tokenizer: Its EOS is a stop token.
-        terminators: Ids of the last target of the training rows (the end-of-turn token of the chat template).
+        model: Model whose generation config is changed; its existing stop tokens are kept.
+        tokenizer: Tokenizer, whose EOS token is a stop token and whose padding token is set.
+        terminators: Token ids that end the training rows, such as the end-of-turn token of the chat template.
 
     Raises:
-        ConfigError: transformers would not save the generation config that the model comes with, once it is changed.
+        ConfigError: The generation config of the model is invalid, so that transformers would refuse to save it.
 
     Source: transformers ``GenerationConfig.eos_token_id``; see ``tests/models/test_stop_tokens.py``.
     """
+    # A tokenizer may have no EOS token; set_stop_tokens keeps what there is.
     stops = {*read_stop_ids(model), tokenizer.eos_token_id, *terminators} - {None}
     model.generation_config.eos_token_id = sorted(stops)
     model.generation_config.pad_token_id = tokenizer.pad_token_id
@@ -193,7 +196,7 @@ def set_stop_tokens(
 def _make_valid(generation: GenerationConfig) -> None:
     """Set ``do_sample`` if settings such as ``temperature`` need it.
 
-    transformers saves an inconsistent generation config only if it is unchanged since loading.
+    transformers refuses to save an inconsistent generation config, except one that is unchanged since loading.
     """
     validate: Callable[..., None] = generation.validate
     try:
@@ -204,7 +207,7 @@ def _make_valid(generation: GenerationConfig) -> None:
             validate(strict=True)
         except ValueError as error:
             reasons = " ".join(str(error).partition("\nIf")[0].split())
-            found = f"how the model generates could not be saved: {reasons}"
+            found = f"the generation config of the model is invalid and could not be saved: {reasons}"
             remedy = "correct generation_config.json in a copy of the model, and name that"
             raise ConfigError(Problem("model_name_or_path", found, remedy)) from error
 
@@ -212,26 +215,36 @@ def _make_valid(generation: GenerationConfig) -> None:
 def read_stop_ids(model: PreTrainedModel) -> list[int]:
     """Return the stop tokens of ``model.generate``, as set by ``set_stop_tokens``."""
     configured = model.generation_config.eos_token_id
-    had = configured if isinstance(configured, list) else [configured]
-    return sorted({*had} - {None})
+    # Checkpoints also have null, -1 or strings there, by which generate never stops.
+    token_ids = configured if isinstance(configured, list) else [configured]
+    return sorted({token_id for token_id in token_ids if isinstance(token_id, int) and token_id >= 0})
+
+
+class _PlainGeneration(GenerationConfig):
+    """Generation config that ignores ``model.generation_config``.
+
+    transformers fills unset values from it, such as ``suppress_tokens`` or ``min_new_tokens``, for which no value means
+    "off".
+    """
+
+    def update(self, defaults_only: bool = False, allow_custom_entries: bool = False, **values: Any) -> Any:
+        """As ``GenerationConfig``, except for the values of the model."""
+        # Only _prepare_generation_config of transformers 5.17 to 5.23 allows custom entries: for the model's values.
+        if allow_custom_entries:
+            return {}
+        return super().update(defaults_only, **values)  # type: ignore[no-untyped-call]
 
 
 def build_plain_generation(stop_ids: Sequence[int], pad_id: int, max_new_tokens: int) -> GenerationConfig:
-    """Return a configuration for greedy decoding, without the model's own sampling settings and penalties.
+    """Return a configuration for greedy decoding, without the sampling settings and penalties of a model.
 
     Args:
-        stop_ids: Tokens that end an answer; none ends it by length alone.
-        pad_id: Stands behind answers that ended before others of the batch.
-        max_new_tokens: Longest answer.
+        stop_ids: Token ids that end an answer; if empty, only its length does.
+        pad_id: Token id that pads answers that end before others of the batch.
+        max_new_tokens: Maximum length of an answer in tokens.
     """
-    return GenerationConfig(  # type: ignore[no-untyped-call]
+    return _PlainGeneration(  # type: ignore[no-untyped-call]
         do_sample=False,
-        num_beams=1,
-        repetition_penalty=1.0,
-        no_repeat_ngram_size=0,
-        temperature=1.0,
-        top_k=50,
-        top_p=1.0,
         max_new_tokens=max_new_tokens,
         eos_token_id=list(stop_ids) or None,
         pad_token_id=pad_id,
@@ -240,7 +253,7 @@ def build_plain_generation(stop_ids: Sequence[int], pad_id: int, max_new_tokens:
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Left-pad prompts to ``input_ids`` and ``attention_mask``, both ``int64 (B, P)``."""
+    """Left-pad prompts; return ``input_ids`` and ``attention_mask`` (1 at tokens), both ``int64 (B, P)``."""
     longest = max(map(len, rows))
     input_ids = torch.tensor([[pad_id] * (longest - len(row)) + list(row) for row in rows])
     attention_mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
@@ -251,24 +264,24 @@ def build_cache(model: Any, num_tokens: int) -> DynamicCache | None:
     """Build a KV cache for ``model.generate`` whose rows can be selected during generation.
 
     Args:
-        model: A causal language model, or a PEFT model around it.
-        num_tokens: Most tokens of a row, the prompt's among them.
+        model: Causal language model, with or without a PEFT wrapper.
+        num_tokens: Maximum length of a row in tokens, including the prompt.
 
     Returns:
-        The cache; ``None`` for a model that keeps another state than keys and values of each token.
+        The cache; ``None`` for a model whose state is not keys and values per token, such as a state-space model.
     """
     cache = DynamicCache(config=model.config)
     if not model._supports_default_dynamic_cache() or not all(
         isinstance(layer, DynamicLayer) for layer in cache.layers
     ):
         return None
-    # Subclasses, such as that of sliding windows, keep their own rules of growth.
+    # Subclasses, such as the layers of sliding windows, discard tokens and are kept.
     cache.layers = [RoomyLayer(num_tokens) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
 class RoomyLayer(DynamicLayer):
-    """KV cache of a layer, preallocated: it writes the new token, where upstream copies the whole cache.
+    """Preallocated KV cache of a layer, which appends in place; ``DynamicLayer`` copies the cache for every token.
 
     Source: transformers' ``DynamicLayer``, equal in ``tests/models/generation/test_generation_cache.py``.
     """
@@ -277,56 +290,61 @@ class RoomyLayer(DynamicLayer):
         """Preallocate ``num_tokens`` at the first update."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._num_tokens = num_tokens
-        self._rooms: list[Tensor] = []
+        self._buffers: list[Tensor] = []
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append, and return all keys and values, ``(B, H, L, D)`` each; views of the buffer."""
+        """Append keys and values, and return all of them, ``(B, H, L, D)`` each, as views of the buffers."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         begin = self.get_seq_length()
         end = begin + key_states.shape[-2]
-        if not self._rooms or end > self._rooms[0].shape[2]:
+        # Allocated at the first update, after selection of rows, and if a prompt is longer than expected.
+        if not self._buffers or end > self._buffers[0].shape[2]:
             states = (key_states, value_states)
-            self._rooms = [new.new_empty(*new.shape[:2], max(end, self._num_tokens), new.shape[-1]) for new in states]
-            for room, held in zip(self._rooms, (self.keys, self.values), strict=True):
-                if held is not None and begin:
-                    room[:, :, :begin] = held
-        for room, new in zip(self._rooms, (key_states, value_states), strict=True):
-            room[:, :, begin:end] = new
-        self.keys, self.values = (room[:, :, :end] for room in self._rooms)
+            self._buffers = [new.new_empty(*new.shape[:2], max(end, self._num_tokens), new.shape[-1]) for new in states]
+            for buffer, old in zip(self._buffers, (self.keys, self.values), strict=True):
+                if old is not None and begin:
+                    buffer[:, :, :begin] = old
+        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, begin:end] = new
+        self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows, in new buffers."""
-        # A copy of the rows; it is moved into a new buffer by the next update, and the old one is freed.
+        """Keep these rows of the batch."""
+        # Upstream copies the rows; the next update moves them to new buffers, and the old ones are freed here.
         super().batch_select_indices(indices)
-        self._rooms = []
+        self._buffers = []
 
 
 class HalfEnded(StoppingCriteria):
-    """Stops generation when half of its rows have ended; ``has_ended`` is ``bool (B,)``."""
+    """Stopping criterion that ends generation when half of the rows have ended.
+
+    Attributes:
+        has_ended: True for rows with a stop token, ``bool (B,)``.
+    """
 
     def __init__(self, stop_ids: Sequence[int], rows: Tensor) -> None:
-        """Start with ``rows``, ``(B,)``, none of which has ended."""
+        """Initialise for the batch ``rows``, ``(B,)``, on its device."""
         self.has_ended = torch.zeros_like(rows, dtype=torch.bool)
         self._stop_ids = torch.tensor(list(stop_ids), device=rows.device)
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
-        """Return whether to stop, the same for every row."""
+        """Return whether to stop, ``bool (B,)``, equal for all rows."""
+        # generate continues rows with padding after their stop token, so the result is accumulated.
         self.has_ended |= torch.isin(input_ids[:, -1], self._stop_ids)
-        # generate takes an answer for each row, (B,).
+        # generate would continue other rows of a mixed result; all equal, it returns.
         return (2 * self.has_ended.sum() >= len(self.has_ended)).expand(len(self.has_ended))
 
 
 class SampleByUniforms(LogitsProcessor):
-    """Samples exactly by inverse transform sampling at given uniforms, and keeps the log-probability of each token.
+    """Logits processor that samples by inverse transform at given uniforms, and records log-probabilities of tokens.
 
-    Therefore an answer depends neither on its batch nor on the number of processes, and full logits of an answer are
-    never stored.
+    An answer then depends neither on its batch nor on the number of processes, and no logits are stored.
     """
 
     def __init__(self, uniforms: Tensor, sampling: Sampling) -> None:
-        """Sample at ``uniforms``, ``float64 (B, T)``."""
+        """Initialise with the ``uniforms`` of each token, ``float64 (B, T)`` in ``[0, 1)``."""
         self._uniforms = uniforms
         self._sampling = sampling
         self._logps = uniforms.new_empty(uniforms.shape, dtype=torch.float32)
@@ -336,48 +354,52 @@ class SampleByUniforms(LogitsProcessor):
         """Return scores of 0 for the sampled token and -inf for all others."""
         self._sampling.beat()
         logps = (scores[:, : self._sampling.num_tokens].float() / self._sampling.temperature).log_softmax(dim=-1)
-        # In double precision: at the end of a large vocabulary, float32 cumulative sums are too coarse for rare tokens.
+        # In double precision: near 1, the spacing of float32 exceeds the probability of rare tokens.
         cumulative = logps.double().exp_().cumsum_(dim=-1)
-        # Relative to the last sum, which rounding keeps from being 1.
+        # Scaled by the last sum, which is not exactly 1 in floating point.
         at = self._uniforms[:, self._num_done, None] * cumulative[:, -1:]
-        # right=True: the first sum above `at`, so that a token of probability 0 is never chosen. The clamp is for an
-        # `at` that rounds to the whole sum.
+        # right=True selects the first sum above `at`, so that no token of probability 0 is sampled. The clamp covers an
+        # `at` that rounds to the last sum.
         chosen = torch.searchsorted(cumulative, at, right=True).clamp(max=logps.shape[-1] - 1)
-        # Into one tensor: on a host, a small one kept for each token would lie between the freed logits of the heap.
+        # Into one tensor: on a CPU, one small tensor per token would fragment the heap between the freed logits.
         self._logps[:, self._num_done] = logps.gather(1, chosen).squeeze(1)
         self._num_done += 1
-        # generate takes the arg-max, and so the sampled token.
+        # Greedy decoding takes the arg-max, which is the sampled token.
         return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
 
     def read_logps(self) -> Tensor:
-        """Log-probabilities of the sampled tokens, ``float32 (B, T)``."""
+        """Return the log-probabilities of the sampled tokens in nats, ``float32 (B, T)``."""
         return self._logps[:, : self._num_done]
 
 
 def mask_answers(response_ids: Tensor, stop_ids: Collection[int]) -> tuple[Tensor, Tensor]:
-    """Mask of answer tokens, and of answers that ended with a stop token.
+    """Return the mask of answer tokens, and which answers ended with a stop token.
 
     The first stop token belongs to the answer; tokens after it are padding. Padding is never identified by its id,
     which may be a stop token.
 
     Args:
-        response_ids: ``int64 (B, T)``, generated tokens alone: a stop token of the prompt ends nothing.
-        stop_ids: Every token that ends an answer.
+        response_ids: Generated token ids without the prompt, ``int64 (B, T)``.
+        stop_ids: Token ids that end an answer.
 
     Returns:
-        ``bool (B, T)`` mask and ``bool (B,)``, True where an answer ended before the limit.
+        Mask, ``bool (B, T)``, True at answer tokens; and ``bool (B,)``, True for answers with a stop token.
     """
     is_stop = torch.isin(response_ids, torch.tensor(sorted(stop_ids), device=response_ids.device))
-    # Exclusive sum: the first stop token itself has none before it.
+    # Exclusive cumulative sum: the first stop token has no stop token before it.
     num_stops_before = is_stop.cumsum(dim=1) - is_stop.long()
     return num_stops_before == 0, is_stop.any(dim=1)
 
 
 def join_answers(answers: Sequence[tuple[Sequence[int], Sequence[float]]], sampling: Sampling) -> Generated:
-    """Combine answers from an engine, tokens and log-probabilities of each, into a batch.
+    """Combine the answers of an engine into a padded batch.
+
+    Args:
+        answers: Token ids and log-probabilities of each answer.
+        sampling: Sampling options.
 
     Raises:
-        RuntimeError: An answer was cut short: it neither ends with a stop token nor has the full length.
+        RuntimeError: An answer neither ends with a stop token nor has the full length.
     """
     stops = set(sampling.stop_ids)
     width = max(len(ids) for ids, _ in answers)
@@ -385,7 +407,7 @@ def join_answers(answers: Sequence[tuple[Sequence[int], Sequence[float]]], sampl
     engine_logps = torch.zeros(len(answers), width)
     for row, (ids, logps) in enumerate(answers):
         if len(ids) < sampling.response_length and not (ids and ids[-1] in stops):
-            # Later tokens would count as part of the answer.
+            # The padding after it would count as part of the answer (``mask_answers``).
             raise RuntimeError(
                 f"the engine ended an answer after {len(ids)} of {sampling.response_length} tokens without a stop token"
             )
@@ -395,17 +417,17 @@ def join_answers(answers: Sequence[tuple[Sequence[int], Sequence[float]]], sampl
 
 
 def read_continuation(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], answer: Sequence[int]) -> str:
-    """Decode an answer as the continuation of its prompt, with the white space between them that decoders strip.
+    """Decode an answer as the continuation of its prompt, including white space between them.
 
     Args:
-        tokenizer: Of the policy.
-        prompt: Token ids.
-        answer: Token ids.
+        tokenizer: Tokenizer of the policy.
+        prompt: Token ids of the prompt.
+        answer: Token ids of the answer.
     """
 
     def read(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    # Decoded together: a tokenizer strips the space before the first token of a text.
+    # Decoded together, because SentencePiece decoders strip the space before the first token of a text.
     whole, start = read([*prompt, *answer]), read(prompt)
     return whole[len(start) :] if whole.startswith(start) else read(answer)

@@ -1,4 +1,4 @@
-"""Forward passes outside of training: device, evaluation mode, kernel precision, dropout, random states."""
+"""Forward passes outside of training: device, evaluation mode, precision of attention kernels, random states."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from recipes_lib.models.attention.varlen import register_varlen
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards every module has its previous mode.
+    """Context with ``model`` in evaluation mode and without gradients; restores the mode of every module.
 
-    Modes are restored per module, because a frozen part may be in evaluation mode on purpose.
+    Modes are restored per module, because frozen parts may be in evaluation mode during training.
 
     Source: ``tests/models/test_inference.py``.
     """
@@ -33,21 +33,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for module, mode in modes:
-            # Set one by one: train() would set the children too.
+            # Not by train(), which would set the children too.
             module.training = mode
 
 
 @contextmanager
 def kernel_precision(model: Any, *, is_packed: bool = False) -> Iterator[None]:
-    """Context for forward passes without a trainer, with a precision that the attention kernel supports.
+    """Context for forward passes outside of the trainer, with a precision that the attention kernel supports.
 
-    flash-attention supports half precision only, so matrix products are in ``bfloat16``, and GPUs only: while weights
-    are on the host, as they are before sharding, ``varlen`` computes the same from the same batches. On GPUs,
-    ``varlen`` also needs half precision for packed documents; for everything else it computes as ``sdpa``.
+    flash-attention supports half precision only: matrix products are under ``bfloat16`` autocast. It also supports GPUs
+    only: while weights are on the host, as before sharding, ``varlen`` replaces it with equal results. On GPUs,
+    ``varlen`` needs half precision for packed documents; otherwise it computes like ``sdpa``.
 
     Args:
-        model: Of transformers or PEFT.
-        is_packed: Whether documents share rows.
+        model: Model, with or without a PEFT wrapper.
+        is_packed: Whether several documents share a row.
 
     Source: ``tests/models/test_inference.py``.
     """
@@ -60,6 +60,7 @@ def kernel_precision(model: Any, *, is_packed: bool = False) -> Iterator[None]:
     elif not is_flash:
         yield
     else:
+        # flash-attention on a CPU: the equivalent kernel for the same batch layout.
         register_varlen()
         inner.set_attn_implementation("varlen")
         try:
@@ -71,7 +72,7 @@ def kernel_precision(model: Any, *, is_packed: bool = False) -> Iterator[None]:
 def compute_probe_logits(model: Any) -> Tensor:
     """Return the logits of eight fixed tokens, ``float32 (1, 8, V)``, on the CPU; scores ``(1, n)`` of a classifier.
 
-    For sharded weights every process must call; modes are restored.
+    With sharded weights, this is a collective that every process must enter. Modes are restored.
     """
     config = model.config.get_text_config()
     input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
@@ -81,10 +82,10 @@ def compute_probe_logits(model: Any) -> Tensor:
 
 
 def find_rounding_error(states: Tensor) -> float:
-    """Return the relative rounding error of a matrix product on ``states``; larger under autocast.
+    """Return the relative rounding error of matrix products that gave ``states``, autocast included.
 
     Args:
-        states: Floating-point numbers of any shape; ask in the context in which they were computed.
+        states: Floating-point tensor of any shape, in the autocast context in which it was computed.
 
     Source: ``tests/models/test_inference.py``.
     """
@@ -94,9 +95,9 @@ def find_rounding_error(states: Tensor) -> float:
 
 
 def disable_dropout(model: nn.Module) -> int:
-    """Set all dropout of a model to 0, modules and probabilities stored in attention layers; return the number changed.
+    """Set all dropout probabilities of a model to 0, in dropout modules and attributes; return the number changed.
 
-    Source: ``trl.trainer.utils.disable_dropout_in_model`` leaves the numbers, such as Llama's ``attention_dropout``;
+    Source: ``trl.trainer.utils.disable_dropout_in_model``, which omits attributes such as ``attention_dropout``;
     ``tests/models/test_inference.py``.
     """
     count = 0
@@ -112,14 +113,14 @@ def disable_dropout(model: nn.Module) -> int:
 
 
 def unwrap_adapter(model: Any) -> Any:
-    """Return the model inside a PEFT wrapper, with its adapter layers; any other model unchanged."""
+    """Return the model inside a PEFT wrapper, with its adapter layers; other models are returned unchanged."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def find_device(model: nn.Module) -> torch.device:
     """Return the device of a model's inputs and outputs.
 
-    Weights offloaded by FSDP2 are on the host; their device mesh gives the device on which they are gathered.
+    Under FSDP2 with CPU offload, weights are on the host, and their device mesh gives the device of computation.
 
     Source: torch ``CPUOffloadPolicy``; ``tests/models/test_inference.py``.
     """
@@ -134,11 +135,11 @@ def find_device(model: nn.Module) -> torch.device:
 def inputs_moved_to_device(model: Any) -> Iterator[None]:
     """Context in which a model with offloaded weights moves its inputs to its compute device.
 
-    ``generate`` moves inputs to the device of the weights, and FSDP2 moves them back only before the outermost call,
-    which is ``generate`` itself.
+    ``generate`` moves inputs to the device of the weights, and FSDP2 moves inputs of the outermost call only, which is
+    ``generate`` itself.
 
     Args:
-        model: Of transformers or PEFT; where it computes where its weights are there is nothing to do.
+        model: Model, with or without a PEFT wrapper; without offloading there is no effect.
 
     Source: ``tests/distributed/test_simulated_device.py``.
     """
@@ -147,11 +148,11 @@ def inputs_moved_to_device(model: Any) -> Iterator[None]:
         yield
         return
 
-    def bring(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def move_inputs(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return send_to_device(args, device), send_to_device(kwargs, device)
 
     inner = unwrap_adapter(model)
-    handle = inner.register_forward_pre_hook(bring, prepend=True, with_kwargs=True)
+    handle = inner.register_forward_pre_hook(move_inputs, prepend=True, with_kwargs=True)
     try:
         yield
     finally:
@@ -170,9 +171,10 @@ class RandomStates:
     @classmethod
     def read(cls) -> RandomStates:
         """Return the current states."""
-        # The global numpy generator, because data collators and libraries use it.
+        # The global generator of numpy, which data collators and libraries use.
         numpy_state = np.random.get_state()  # noqa: NPY002
         is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        # Reading the states would initialise CUDA, which fails in forked workers.
         cuda_states = torch.cuda.get_rng_state_all() if is_used else []
         return cls(random.getstate(), numpy_state, torch.get_rng_state(), cuda_states)
 
@@ -196,9 +198,7 @@ def preserve_random_states() -> Iterator[None]:
 
 @contextmanager
 def preserve_training_state(model: nn.Module) -> Iterator[None]:
-    """Evaluate ``model`` without gradients; afterwards every mode and random state is restored.
-
-    The random states are Python's, numpy's, torch's and those of every CUDA device.
+    """Context of ``evaluating`` that also restores random states (``preserve_random_states``).
 
     Source: ``tests/models/test_inference.py``.
     """

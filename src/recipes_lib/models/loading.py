@@ -1,4 +1,4 @@
-"""Loading of models and tokenizers from a folder or the Hub, verified against each other."""
+"""Loading of models and tokenizers from a folder or the Hub, and verification that they belong together."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from recipes_lib.models.structure import freeze_outside_text
 from recipes_lib.shipped import find_shipped
 
 _NAMES_CODE: Final = ("config.json", "tokenizer_config.json")
-"""Files with an ``auto_map``, which says what class of what module is loaded."""
+"""Files with an ``auto_map``, which maps auto classes to classes of the repository's own modules."""
 _REASONS: Final[Sequence[tuple[type[Exception] | str, str, str]]] = (
     (GatedRepoError, "is gated", "accept its terms at https://huggingface.co/{name}, then `hf auth login`"),
     (RepositoryNotFoundError, "is not on the Hub, or private", "check the spelling, or `hf auth login`"),
@@ -54,32 +54,37 @@ _REASONS: Final[Sequence[tuple[type[Exception] | str, str, str]]] = (
     (HFValidationError, "is neither a folder nor a Hub id", "check the path"),
     (
         "trust_remote_code",
-        "brings code of its own",
-        "read it, then set trust_remote_code: true and model_revision to its commit",
+        "has its own code",
+        "review it; set trust_remote_code: true and model_revision to its commit",
     ),
     (
         "safetensors",
         "has no whole safetensors weights, and pickled ones could run code",
         "convert them where you trust them: from_pretrained, then save_pretrained",
     ),
+    ("backend tokenizer", "has no tokenizer files", "copy them beside it, or set tokenizer_name_or_path"),
     (
         "AutoModelForSequenceClassification",
         "is of an architecture without a score head in transformers",
         "choose a model that has one, such as of Llama, Qwen, Mistral, Gemma, Phi or OPT",
     ),
 )
-"""Cause of an error, or a word of its message; what it says of a model, and the remedy."""
+"""Exception in the chain of causes or substring of its message, the problem, and the remedy."""
 
 
 def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedTokenizerBase:
     """Load the fast tokenizer, with the configured end-of-text token, padding token and chat template.
 
-    A tokenizer without a padding token pads with its end-of-text token: padding is identified by length, never by id.
-    Tokens are never added, so the model is never resized.
+    A tokenizer without a padding token pads with its end-of-text token, since padding is identified by length, never by
+    token id. No tokens are added, so that the model is never resized.
+
+    Args:
+        config: Name and revision of the tokenizer, by default those of the model.
+        tokens: Configured special tokens and chat template.
 
     Raises:
-        ConfigError: It cannot be loaded or is not a fast one, has no end-of-text token, lacks a token that was asked
-            for, or the chat template cannot be read.
+        ConfigError: The tokenizer cannot be loaded, is not a fast one, or lacks an end-of-text token or a configured
+            token; or the chat template cannot be read.
     """
     is_own = config.tokenizer_name_or_path is not None
     key = "tokenizer_name_or_path" if is_own else "model_name_or_path"
@@ -91,9 +96,10 @@ def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedToken
             revision=config.tokenizer_revision or (None if is_own else config.model_revision),
             trust_remote_code=config.trust_remote_code,
         )
+    # All problems are collected before raising.
     problems = []
     if not tokenizer.is_fast:
-        remedy = "use a model with a tokenizer.json: without one, tokens have no place in the text to be masked by"
+        remedy = "use a model with a tokenizer.json: the loss mask needs the offsets of a fast tokenizer"
         problems.append(Problem(key, f"the tokenizer of {name} is not a fast one", remedy))
     vocabulary = tokenizer.get_vocab()
     for kind, token in (("eos_token", tokens.eos_token), ("pad_token", tokens.pad_token)):
@@ -117,10 +123,10 @@ def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedToken
 
 
 def load_model_config(config: ModelConfig) -> tuple[PreTrainedConfig, GenerationConfig]:
-    """Load the model and generation configuration, without weights.
+    """Load the configuration and the generation configuration of a model, without weights.
 
     Raises:
-        ConfigError: They cannot be loaded.
+        ConfigError: One of them cannot be loaded.
     """
     verify_remote_code(config)
     name, options = str(config.model_name_or_path), _load_options(config)
@@ -128,13 +134,13 @@ def load_model_config(config: ModelConfig) -> tuple[PreTrainedConfig, Generation
         model_config = AutoConfig.from_pretrained(name, **options)
         try:
             generation_config = GenerationConfig.from_pretrained(name, revision=config.model_revision or "main")
-        except OSError:  # Many models have none; it is derived from the configuration.
+        except OSError:  # Many models have no generation_config.json; transformers derives it in the same way.
             generation_config = GenerationConfig.from_model_config(model_config)
     return model_config, generation_config
 
 
 def choose_teacher(config: RecipeConfig) -> ModelConfig:
-    """Return the configuration for loading the teacher: its own name, revision and dtype."""
+    """Return the configuration for loading the teacher, with its name, revision and dtype."""
     distillation = config.distillation
     return replace(
         config.model,
@@ -154,18 +160,19 @@ def load_causal_lm(
     model_class: Any = AutoModelForCausalLM,
     distribution: DistributedConfig | None = None,
 ) -> PreTrainedModel:
-    """Load the model in training mode, with every weight from the checkpoint, in the dtype of the master weights.
+    """Load a causal language model in training mode, every weight from the checkpoint, in the master weights' dtype.
 
     Args:
-        config: Which model.
-        attn_implementation: As ``choose_attention`` settled it.
-        quantization: As ``build_quantization_config`` made it; linear layers but the output projection are quantised.
-        model_class: That of ``build_pipeline_stage_class``, to load and read one pipeline stage only.
-        distribution: As ``build_distribution`` made it; each process reads its part of the model alone.
+        config: Name, revision and dtype of the model.
+        attn_implementation: Attention kernel from ``choose_attention``.
+        quantization: Result of ``build_quantization_config``; all linear layers except the output projection are
+            quantised.
+        model_class: Class from ``build_pipeline_stage_class``, to load the weights of one pipeline stage only.
+        distribution: Result of ``build_distribution``; each rank reads its shards only.
 
     Raises:
-        ConfigError: As ``verify_tensor_parallel``; it cannot be loaded, its weights are not safetensors, or a weight is
-            missing, superfluous or of another shape than the architecture's.
+        ConfigError: As ``verify_tensor_parallel``; or the model cannot be loaded, its weights are not safetensors, or a
+            weight is missing, unexpected or of another shape than in the architecture.
     """
     options: dict[str, Any] = {}
     if distribution is not None:
@@ -190,20 +197,20 @@ def load_pretrained(
     Modules outside the text model are frozen.
 
     Args:
-        auto_class: Of transformers, such as ``AutoModelForCausalLM``.
-        config: Which model.
-        attn_implementation: As ``choose_attention`` settled it.
+        auto_class: Auto class of transformers, such as ``AutoModelForCausalLM``.
+        config: Name, revision and dtype of the model.
+        attn_implementation: Attention kernel from ``choose_attention``.
         quantization: As for ``load_causal_lm``.
-        may_lack: Weights that the checkpoint need not have; transformers initialises them.
-        may_hold: Weights for which the architecture has no place, and which are left out.
-        **options: Of the model's configuration, and of how it is loaded.
+        may_lack: Names of weights that may be missing in the checkpoint; transformers initialises them.
+        may_hold: Names of weights that the architecture does not have and that are ignored.
+        **options: Further arguments of ``from_pretrained``.
 
     Raises:
         ConfigError: As ``load_causal_lm``.
     """
     verify_remote_code(config)
     name = str(config.model_name_or_path)
-    # For an index whose names match no tensors of its files, transformers allocates tens of GB before it fails.
+    # Before loading: with an index whose names match no tensors, transformers allocates tens of GB before it fails.
     if damage := find_damage(Path(name)):
         raise ConfigError(Problem("model_name_or_path", f"{name}: {damage}", "save or download the model again"))
     with explained("model_name_or_path", name), without_report():
@@ -213,7 +220,7 @@ def load_pretrained(
             attn_implementation=attn_implementation,
             quantization_config=quantization,
             use_safetensors=True,
-            # Other shapes are told below, with all that is missing or superfluous.
+            # Other shapes are reported below, together with missing and unexpected weights.
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             **_load_options(config),
@@ -221,7 +228,8 @@ def load_pretrained(
         )
     model, info = loaded
     architecture, missing = type(model).__name__, set(info["missing_keys"])
-    elsewhere: frozenset[str] = getattr(model, "whole_names", frozenset())  # Weights of other pipeline stages.
+    # Weights of other pipeline stages are unexpected here, but not in the whole model.
+    elsewhere: frozenset[str] = getattr(model, "whole_names", frozenset())
     mismatched = {f"{key} {tuple(found)} for {tuple(wanted)}" for key, found, wanted in info["mismatched_keys"]}
     problems = [
         Problem(
@@ -229,22 +237,32 @@ def load_pretrained(
         )
         for found, keys in (
             (f"the checkpoint of {name} lacks", missing - set(may_lack)),
-            (f"{architecture} has no place for", set(info["unexpected_keys"]) - set(may_hold) - elsewhere),
+            (f"{architecture} has no weights called", set(info["unexpected_keys"]) - set(may_hold) - elsewhere),
             (f"the checkpoint of {name} has other shapes:", mismatched),
         )
         if keys
     ]
     if problems:
-        raise ConfigError(*problems)
+        raise ConfigError(*(_explain_quantization(config) or problems))
     freeze_outside_text(model)
     register_gather_hooks(model)
-    # transformers 5.23 does not store the name; earlier versions stored it here.
+    # transformers 5.23 no longer sets it; adapters record it as the revision of their base.
     model.config._commit_hash = find_commit(name, config.model_revision)
     keep_differentiable(model)
-    # A KV cache disables the isolation of packed documents; generate() has its own setting.
+    # With a KV cache, transformers does not isolate packed documents; generate() has its own setting.
     model.config.use_cache = False
+    # from_pretrained returns the model in evaluation mode.
     model.train()
     return model, missing
+
+
+def _explain_quantization(config: ModelConfig) -> list[Problem]:
+    """Return a problem if a checkpoint is quantised: its tensors have other names and shapes than the architecture."""
+    settings = getattr(load_model_config(config)[0], "quantization_config", None) or {}
+    found = f"the checkpoint of {config.model_name_or_path} is quantised ({settings.get('quant_method')})"
+    bits = [f"set {key}: true and use_peft: true, or " for key in ("load_in_4bit", "load_in_8bit") if settings.get(key)]
+    remedy = f"{''.join(bits)}name the model that it was made from"
+    return [Problem("model_name_or_path", found, remedy)] if settings else []
 
 
 def find_commit(name: str, revision: str | None) -> str | None:
@@ -252,12 +270,12 @@ def find_commit(name: str, revision: str | None) -> str | None:
 
     Args:
         name: Hub id or folder.
-        revision: As it was asked for.
+        revision: Requested commit, tag or branch.
     """
     if Path(name).is_dir():
         return None
     cached = try_to_load_from_cache(name, "config.json", revision=revision)
-    # The cache has a folder for each commit.
+    # snapshots/<commit>/config.json
     return Path(cached).parent.name if isinstance(cached, str) else None
 
 
@@ -268,15 +286,15 @@ def check_agreement(
     *,
     max_length: int | None = None,
 ) -> list[Problem]:
-    """Contradictions between model and tokenizer: embedding rows, start token, length.
+    """Return contradictions between model and tokenizer: embedding rows, start token, sequence length.
 
-    End tokens are not compared, because ``set_stop_tokens`` sets those of training.
+    End tokens are not compared, because ``set_stop_tokens`` adds those of training.
 
     Args:
-        config: The model's configuration.
-        generation_config: How it generates.
-        tokenizer: As ``load_tokenizer`` returned it.
-        max_length: Longest row of the batch, in tokens.
+        config: Configuration of the model.
+        generation_config: Generation configuration of the model.
+        tokenizer: Tokenizer from ``load_tokenizer``.
+        max_length: Maximum length of a row in tokens.
     """
     text = config.get_text_config()
     problems = []
@@ -287,6 +305,7 @@ def check_agreement(
         problems.append(
             Problem("tokenizer_name_or_path", found, "use the model's own tokenizer, or resize the model first")
         )
+    # Either configuration may give the start token; some checkpoints update only one of them.
     starts = _ids(generation_config.bos_token_id) | _ids(text.bos_token_id)
     if starts and tokenizer.bos_token_id is not None and tokenizer.bos_token_id not in starts:
         names = " or ".join(repr(tokenizer.convert_ids_to_tokens(token_id)) for token_id in sorted(starts))
@@ -302,14 +321,14 @@ def check_agreement(
 def find_tokens_without_row(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[str], list[str]]:
-    """Tokens without an embedding row: required ones, and dispensable ones.
+    """Return the tokens without an embedding row: required ones, and optional ones.
 
-    Special tokens are dispensable, such as an image token for text-only data, unless they start, end or pad a row, or
+    Special tokens are optional, such as an image token for text-only data, unless they start, end or pad a row, or
     occur in the chat template.
 
     Args:
-        config: The model's configuration.
-        tokenizer: As ``load_tokenizer`` returned it.
+        config: Configuration of the model.
+        tokenizer: Tokenizer from ``load_tokenizer``.
     """
     num_rows, template = config.get_text_config().vocab_size, str(tokenizer.chat_template)
     roles = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
@@ -324,9 +343,9 @@ def find_tokens_without_row(
 
 
 def describe_spare_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a clause about dispensable tokens without an embedding; empty if there are none."""
+    """Return a clause about optional tokens without an embedding row; empty if there are none."""
     _, spare = find_tokens_without_row(config, tokenizer)
-    return f"; no text may spell {list_first(sorted(spare))}, for which the model has no embedding" if spare else ""
+    return f"; no text may contain {list_first(sorted(spare))}, for which the model has no embedding" if spare else ""
 
 
 def _load_options(config: ModelConfig) -> dict[str, Any]:
@@ -335,20 +354,25 @@ def _load_options(config: ModelConfig) -> dict[str, Any]:
 
 @contextmanager
 def explained(key: str, name: str) -> Iterator[None]:
-    """Convert errors of transformers and the Hub about ``name`` to a ``ConfigError``, soon if the Hub is down."""
+    """Convert errors of transformers and the Hub to a ``ConfigError``, without retries if the Hub is unreachable.
+
+    Args:
+        key: Configuration key that named the model.
+        name: Folder or Hub id.
+    """
     go_offline_unless_reachable(name)
     try:
         yield
-    # These are not the fault of what is loaded.
+    # Neither is caused by the loaded files.
     except (UserError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # For corrupt files upstream raises any type; tokenizers a bare Exception.
+    except Exception as error:  # Corrupt files raise any type; the tokenizers library raises a bare Exception.
         raise ConfigError(Problem(key, *_explain(name, error))) from error
 
 
 @contextmanager
 def without_report() -> Iterator[None]:
-    """Suppress transformers' report of missing weights, which the caller checks itself."""
+    """Suppress transformers' report of missing and unexpected weights, which the caller checks."""
     logger = logging.getLogger("transformers.modeling_utils")
 
     def is_other(record: logging.LogRecord) -> bool:
@@ -363,7 +387,7 @@ def without_report() -> Iterator[None]:
 
 def _explain(name: str, error: Exception) -> tuple[str, str]:
     """Return the problem and its remedy."""
-    # transformers wraps the Hub's errors in errors of its own.
+    # transformers wraps exceptions of huggingface_hub in OSError.
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
@@ -376,7 +400,9 @@ def _explain(name: str, error: Exception) -> tuple[str, str]:
 
 
 def _first_line(error: Exception) -> str:
-    words = str(error).strip().partition("\n")[0]
+    first, _, rest = str(error).strip().partition("\n")
+    # Validation errors give the reason on the second line.
+    words = f"{first} {rest.strip().partition(chr(10))[0]}" if first.rstrip().endswith(":") else first
     return words if isinstance(error, OSError | ValueError) and words else f"{type(error).__name__} {words}".strip()
 
 
@@ -388,8 +414,8 @@ def verify_remote_code(config: ModelConfig) -> None:
     """Require a pinned commit for code from the Hub, so that it can be reviewed.
 
     Raises:
-        ConfigError: With ``trust_remote_code`` a repository is named without its commit; or a repository or folder
-            names code of another repository, of which transformers would run whatever the Hub has that day.
+        ConfigError: With ``trust_remote_code``, a repository has no pinned commit; or its ``auto_map`` refers to
+            another repository, whose latest commit transformers would run.
     """
     if not config.trust_remote_code:
         return
@@ -400,17 +426,17 @@ def verify_remote_code(config: ModelConfig) -> None:
     for name, key, revision in repositories:
         is_commit = re.fullmatch(r"[0-9a-f]{40}", revision or "") is not None
         if not is_commit and not Path(name).is_dir():
-            found = f"the code of {name} would run, in whatever version the Hub has"
-            remedy = f"set {key} to the 40-digit commit that you have read"
+            found = f"the code of {name} would run at an unpinned version"
+            remedy = f"set {key} to the 40-digit commit that you have reviewed"
             raise ConfigError(Problem("trust_remote_code", found, remedy))
         for other in sorted(set(_list_owners(name, revision)) - {name}):
-            found = f"{name} has code of another repository run, {other}, in whatever version the Hub has"
-            remedy = f"put the code that you have read into a copy of {name}, and drop `{other}--` from its `auto_map`"
+            found = f"{name} runs code of another repository, {other}, at an unpinned version"
+            remedy = f"put the reviewed code into a copy of {name}, and remove `{other}--` from its `auto_map`"
             raise ConfigError(Problem("trust_remote_code", found, remedy))
 
 
 def list_code(folder: Path) -> set[str]:
-    """Return the code files of a folder that its configurations name, with their local imports."""
+    """Return the code files of a folder that its configurations refer to, with their relative imports."""
     references = [one for file in _NAMES_CODE for one in _list_references(folder / file) if "--" not in one]
     waiting = {f"{reference.split('.')[0]}.py" for reference in references}
     found: set[str] = set()
@@ -423,28 +449,28 @@ def list_code(folder: Path) -> set[str]:
 
 
 def _list_owners(name: str, revision: str | None) -> Iterator[str]:
-    """Return the repositories with code that a repository or folder refers to."""
+    """Yield the other repositories whose code a repository or folder refers to."""
     for file in _NAMES_CODE:
         try:
             path = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
         except (OSError, ValueError):
-            continue  # Loading fails next, with the reason.
+            continue  # Loading reports the reason.
         for reference in _list_references(Path(path)) if path else ():
             if "--" in reference:
                 yield reference.split("--")[0]
 
 
 def _list_references(path: Path) -> Iterator[str]:
-    """Return the classes that a configuration names; empty if it is unreadable."""
+    """Yield the code references of a configuration, such as ``modeling.Model``; none if it is unreadable."""
     try:
         content = read_record(path)
     except DataError:
-        return  # Loading fails next, with the reason.
+        return  # Loading reports the reason.
     yield from _iterate_leaves(content.get("auto_map"))
 
 
 def _iterate_leaves(value: Any) -> Iterator[str]:
-    """Yield the strings of a mapping or list; a tokenizer has two classes, slow and fast."""
+    """Yield the strings of a nested mapping or list; ``AutoTokenizer`` maps to a list of a slow and a fast class."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (dict, list)):

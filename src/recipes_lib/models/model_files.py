@@ -1,4 +1,4 @@
-"""Files that make up a saved model or adapter, and their integrity; without torch."""
+"""Files of a saved model or adapter, and their integrity. Imports no torch, because commands list files."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from recipes_lib.errors import DataError
 from recipes_lib.files import read_record
 
 _WEIGHTS: Final = ("model*.safetensors", "adapter_model*.safetensors")
+_LFS: Final = b"version https://git-lfs"
 INDEX: Final = "model.safetensors.index.json"
 MODEL_FILES: Final = (
     *(*_WEIGHTS, INDEX, "config.json", "adapter_config.json", "generation_config.json", "reward_scale.json"),
     *("chat_template.jinja", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.model"),
 )
-"""Patterns of what a Hugging Face tool needs to load a model or an adapter."""
+"""Patterns of the files that Hugging Face tools need to load a model or an adapter."""
 
 
 def list_model_files(folder: Path) -> list[str]:
-    """Return the names of the model's files at the top of a folder."""
+    """Return the names of the model's files in a folder, without subfolders."""
     top = [path.name for path in folder.iterdir() if path.is_file()]
     return sorted({name for pattern in MODEL_FILES for name in fnmatch.filter(top, pattern)})
 
 
 def is_model(folder: Path) -> bool:
-    """Return whether a folder has a model or an adapter that Hugging Face tools can load."""
+    """Return whether a folder has a configuration and safetensors weights of a model or an adapter."""
     has_config = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
     return has_config and bool(_list_weights(folder))
 
 
 def find_missing(folder: Path, names: Iterable[str]) -> str | None:
-    """Return the missing files of a saved model; ``None`` if it is complete.
+    """Return what is missing or damaged in a saved model; ``None`` if it is complete.
 
     Args:
         folder: Folder of the model.
-        names: Its files when it was saved (``list_model_files``).
+        names: Names of its files when it was saved (``list_model_files``).
     """
     for name in names:
         if not (folder / name).is_file():
@@ -48,9 +49,9 @@ def find_missing(folder: Path, names: Iterable[str]) -> str | None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Return the damage of a model's weights, such as a missing shard or a truncated file; else ``None``.
+    """Return the damage of a model's weights, such as a missing shard or a truncated file; ``None`` if there is none.
 
-    Only headers are read: saving has verified every tensor.
+    Only headers are read, since saving has verified every tensor.
     """
     weights, index = _list_weights(folder), folder / INDEX
     if index.is_file():
@@ -60,11 +61,19 @@ def find_damage(folder: Path) -> str | None:
             return str(error)
     for name in sorted(weights):
         try:
-            # By numpy, because commands list files without importing torch.
+            # framework="numpy" does not import torch.
             with safe_open(folder / name, framework="numpy") as tensors:
                 if not tensors.keys():
                     return f"{name} holds no tensor"
-        except (OSError, SafetensorError) as error:
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except SafetensorError as error:
+            # A clone without Git LFS has small text files in place of the weights.
+            with (folder / name).open("rb") as file:
+                is_pointer = file.read(len(_LFS)) == _LFS
+            reason = "is a Git LFS pointer: run git lfs pull" if is_pointer else f"cannot be opened again: {error}"
+            return f"{name} {reason}"
+        except OSError as error:
             return f"{name} cannot be opened again: {error}"
     return None
 

@@ -1,4 +1,4 @@
-"""Quantised base models for adapters, in 8 or 4 bits."""
+"""Quantisation of base models for adapters to 8 or 4 bits with bitsandbytes."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def build_quantization_config(
 ) -> BitsAndBytesConfig | None:
     """Build the quantisation configuration for ``load_causal_lm`` (4 or 8 bits); ``None`` without quantisation.
 
-    Sharding needs floating-point tensors and casts them to the compute dtype, which would destroy packed 4-bit codes.
-    Therefore the codes are stored in exactly that dtype: the cast does nothing, and all tensors of a layer have one
-    dtype. Without sharding they are bytes, which FSDP2 of torch 2.13 would also accept.
+    FSDP and ZeRO-3 shard floating-point tensors and cast them to the compute dtype, which would destroy packed 4-bit
+    codes. The codes are therefore stored in that dtype, so that the cast is the identity and all tensors of a layer
+    have one dtype. Without sharding, the storage dtype is ``uint8``.
 
-    Unquantised modules (embeddings, norms, output projection) keep the run's ``dtype``. PEFT's
-    ``prepare_model_for_kbit_training`` would convert them to ``float32``. They are frozen, so no small updates are
+    Unquantised modules (embeddings, norms, output projection) keep the ``dtype`` of the run, whereas PEFT's
+    ``prepare_model_for_kbit_training`` converts them to ``float32``. They are frozen, so that no small updates are
     lost, and norms compute in ``float32`` in any case; for Llama 3 8B, float32 would take 2.1 GB more.
 
     Args:
-        config: Which bits.
-        compute_dtype: Precision of the matrix products.
-        engine: ``FSDP``, ``DEEPSPEED`` or empty, as in ``Launch``.
+        config: Number of bits and quantisation type.
+        compute_dtype: Dtype of matrix products.
+        engine: Sharding engine, ``FSDP``, ``DEEPSPEED`` or empty, as in ``Launch``.
 
     Raises:
         ConfigError: bitsandbytes is not installed.
@@ -46,7 +46,7 @@ def build_quantization_config(
         found = "it needs the package bitsandbytes, which is not installed"
         raise ConfigError(Problem(key, found, "pip install bitsandbytes"))
     if config.load_in_8bit:
-        # Otherwise it warns once per layer and step that products are in float16.
+        # bitsandbytes warns once per layer and step that inputs are cast to float16.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         return BitsAndBytesConfig(load_in_8bit=True)  # type: ignore[no-untyped-call]
     return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
@@ -59,10 +59,14 @@ def build_quantization_config(
 
 
 def count_quantized_bytes(model: Any, config: QuantizationConfig) -> int | None:
-    """Return the bytes of a model with quantised linear layers except the output projection; ``None``: unquantised.
+    """Return the bytes of a model after quantisation of its linear layers; ``None`` without quantisation.
 
-    4-bit weights have a scale per block of 64, in ``float32``, or in one byte plus one ``float32`` per 256 scales;
-    8-bit weights have one scale per row.
+    4-bit weights have a scale per block of 64 values, in ``float32``, or with nested quantisation in one byte plus one
+    ``float32`` per 256 scales; 8-bit weights have a ``float32`` scale per row. The output projection is not quantised.
+
+    Args:
+        model: Unquantised model, such as one on the meta device.
+        config: Number of bits and quantisation type.
 
     Source: bitsandbytes ``quantize_4bit``, ``int8_vectorwise_quant``; ``tests/models/test_quantization.py``.
     """
@@ -72,9 +76,10 @@ def count_quantized_bytes(model: Any, config: QuantizationConfig) -> int | None:
     layers: list[nn.Linear] = [
         module for module in model.modules() if isinstance(module, nn.Linear) and module is not head
     ]
-    kept = {id(layer.weight) for layer in layers}
+    quantized = {id(layer.weight) for layer in layers}
+    # By id, so that tied tensors count once.
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    rest: int = sum(tensor.numel() * tensor.element_size() for key, tensor in tensors.items() if key not in kept)
+    rest: int = sum(tensor.numel() * tensor.element_size() for key, tensor in tensors.items() if key not in quantized)
     if config.load_in_8bit:
         return rest + sum(layer.weight.numel() + 4 * layer.out_features for layer in layers)
     scale = (1 + 4 / 256) / 64 if config.use_bnb_nested_quant else 4 / 64
@@ -84,8 +89,8 @@ def count_quantized_bytes(model: Any, config: QuantizationConfig) -> int | None:
 def keep_differentiable(model: nn.Module) -> None:
     """Prevent 4-bit layers from repacking their codes on a CPU with AVX512-BF16.
 
-    bitsandbytes does so in the first forward pass in evaluation mode, for a kernel without a gradient. Layers below
-    would then silently get incomplete gradients.
+    bitsandbytes repacks them in the first forward pass in evaluation mode, for a kernel without a backward pass. The
+    layers below would then silently get incomplete gradients.
 
     Source: bitsandbytes ``Linear4bit.forward``; ``tests/models/test_quantization.py``.
     """

@@ -1,4 +1,4 @@
-"""Verification of saved weights: every file is reopened, every tensor compared with its expected shape."""
+"""Verification of saved weights: files are reopened, and every tensor is compared with its expected shape."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class BrokenSaveError(RuntimeError):
 
 
 def read_shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
-    """Return the shape of every parameter by name, tied ones once; full shapes of sharded weights."""
-    # DeepSpeed replaces a sharded tensor by an empty one.
+    """Return the shape of every parameter by name, tied ones once; of sharded weights the full shape."""
+    # ZeRO-3 replaces the data of a partitioned parameter by an empty tensor; a DTensor has the full shape.
     return {name: getattr(tensor, "ds_shape", tensor.shape) for name, tensor in model.named_parameters()}
 
 
 def read_published_shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
     """Return ``read_shapes`` with the tensor names of ``save_pretrained``.
 
-    They differ from parameter names where transformers fuses several tensors, as in mixture-of-experts models.
+    They differ from parameter names where transformers fuses tensors on loading, as in mixture-of-experts models.
     """
     empty = {name: torch.empty(shape, device="meta") for name, shape in read_shapes(model).items()}
     return {name: tensor.shape for name, tensor in revert_weight_conversion(model, empty).items()}
@@ -42,12 +42,13 @@ def verify_weights(folder: Path, expected: Mapping[str, torch.Size | None], weig
     """Reload saved weights, verify them, and return their number of parameters.
 
     Args:
-        folder: Folder with ``weights``, or with the shards of a model and their index.
-        expected: Shape of each tensor that must be there, ``None`` where any will do; tied ones once.
-        weights: Name of the file.
+        folder: Folder with the file ``weights``, or with shards and their index.
+        expected: Shape of each required tensor, ``None`` for any shape; tied tensors once.
+        weights: Name of the weights file.
 
     Raises:
-        BrokenSaveError: A file or a tensor is missing, of another shape, empty or not finite; all are named.
+        BrokenSaveError: A file or a tensor is missing, or a tensor has another shape, is empty or not finite; the
+            message lists them all.
     """
     try:
         files = {name: folder / file for name, file in _read_index(folder, weights).items()}
@@ -69,7 +70,7 @@ def verify_weights(folder: Path, expected: Mapping[str, torch.Size | None], weig
             faults.append(f"{file.name} is missing")
         except (OSError, SafetensorError) as error:
             faults.append(f"{file.name} cannot be opened again: {error}")
-    # By what the files hold: an index can name tensors that they lack.
+    # Compared with the files rather than the index, which can name tensors that no file has.
     faults += [f"{name} is missing" for name in expected if name not in found]
     if faults:
         raise BrokenSaveError(f"{folder}: " + "; ".join(faults))
@@ -85,7 +86,7 @@ def _find_fault(tensor: Tensor, shape: torch.Size | None) -> str | None:
 
 
 def _read_index(folder: Path, weights: str) -> dict[str, str]:
-    """Map every saved tensor to its file, by the index when there are shards."""
+    """Return the file name of every saved tensor, from the index if there are shards."""
     if (folder / INDEX).exists():
         weight_map: dict[str, str] = read_record(folder / INDEX, {"weight_map": dict})["weight_map"]
         return weight_map

@@ -1,4 +1,4 @@
-"""Structure of a model: layers and hidden states, layer mapping and pruning, the text part of multimodal models."""
+"""Structure of a model: layers and hidden states, layer mapping and pruning, the text model of multimodal models."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class LayerFeatures:
     """Outputs of the layers in the last forward pass, by layer number, from 1.
 
     Attributes:
-        states: Hidden states behind a layer, ``(B, L, D)``; of the last one behind the final norm, as upstream has it.
-        attentions: Attention of its heads, ``(B, H, L, L)``.
+        states: Output of a layer, ``(B, L, D)``; for the last layer that of the final norm, as in transformers.
+        attentions: Attention probabilities of the heads of a layer, ``(B, H, L, L)``.
     """
 
     states: dict[int, Tensor] = field(default_factory=dict)
@@ -32,9 +32,9 @@ class LayerFeatures:
 
 
 def map_layers(num_student: int, num_teacher: int) -> tuple[int, ...]:
-    """Return for each layer ``k`` of a student, from 1, the corresponding layer of its teacher.
+    """Return the layer of the teacher for each layer ``k`` of the student; both are counted from 1.
 
-    It is ``k * num_teacher / num_student``, rounded half up: last to last, the others evenly spaced.
+    It is ``k * num_teacher / num_student``, rounded half up: the last layer maps to the last, others evenly spaced.
 
     Source: Sun et al. 2019 (PKD-Skip, arXiv 1908.09355) and Jiao et al. 2020 (arXiv 1909.10351), where one number of
         layers divides the other; ``tests/models/test_structure.py``.
@@ -44,13 +44,14 @@ def map_layers(num_student: int, num_teacher: int) -> tuple[int, ...]:
 
 
 def find_layers(model: Any) -> nn.ModuleList:
-    """Return the layers of a causal language model, in their order.
+    """Return the layers of a causal language model, in their order; of a multimodal one those of its text model.
 
     Raises:
-        ConfigError: They are not where every architecture of transformers has them, in one list.
+        ConfigError: The model has no ``nn.ModuleList`` of ``num_hidden_layers`` modules.
     """
     count = model.config.get_text_config().num_hidden_layers
-    for module in model.base_model.modules():
+    # Of the decoder: a vision tower, which comes first, may have as many layers.
+    for module in model.get_decoder().modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     found = f"{type(model).__name__} has no list of its {count} layers"
@@ -66,37 +67,39 @@ def collect_features(
     read_states: Read = lambda states: states,
     read_attentions: Read = lambda attentions: attentions,
 ) -> Iterator[LayerFeatures]:
-    """Collect the outputs of some layers within the context; each forward pass replaces the previous ones.
+    """Collect the outputs of some layers by forward hooks; each forward pass replaces the previous outputs.
 
-    Other layers are not stored, unlike with ``output_hidden_states``. Recomputation in the backward pass happens
-    outside of the context, without the hooks: ``read_...`` functions that save tensors for it would make it differ.
+    Unlike ``output_hidden_states``, it stores no other layers. Activation checkpointing recomputes layers in the
+    backward pass, outside of the context and so without hooks: for a trained model, ``read_...`` must not save tensors
+    for backward.
 
     Args:
-        model: A causal language model, without wrapper.
-        states: Layers whose hidden states are kept.
-        attentions: Layers whose attention is kept; only ``eager`` has it.
-        read_states: What is kept of hidden states; for a model that is trained, they themselves.
-        read_attentions: What is kept of attention; likewise.
+        model: Causal language model without wrapper.
+        states: Numbers of the layers whose hidden states are collected, from 1.
+        attentions: Numbers of the layers whose attention is collected, which needs ``eager`` attention.
+        read_states: Function of the hidden states whose result is stored. Default: the identity.
+        read_attentions: Function of the attention whose result is stored. Default: the identity.
 
     Raises:
-        ConfigError: As ``find_layers``; or a layer has no attention that can be collected.
+        ConfigError: As ``find_layers``; or a layer has no attention module.
     """
     layers, features = find_layers(model), LayerFeatures()
 
-    def keep(kept: dict[int, Tensor], number: int, read: Read, at: int) -> Callable[..., None]:
+    def build_hook(collected: dict[int, Tensor], number: int, read: Read, at: int) -> Callable[..., None]:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
-            kept[number] = read(output if isinstance(output, Tensor) else output[at])
+            collected[number] = read(output if isinstance(output, Tensor) else output[at])
 
         return hook
 
     handles = []
     for number in states:
-        # The model's own last hidden state is behind the final norm.
+        # The last hidden state of transformers is the output of the final norm, which is that of the base model.
         module = layers[number - 1] if number < len(layers) else model.base_model
-        handles.append(module.register_forward_hook(keep(features.states, number, read_states, 0)))
+        handles.append(module.register_forward_hook(build_hook(features.states, number, read_states, 0)))
     for number in attentions:
         attention = _find_attention(layers[number - 1])
-        handles.append(attention.register_forward_hook(keep(features.attentions, number, read_attentions, 1)))
+        # Attention modules return output and attention probabilities.
+        handles.append(attention.register_forward_hook(build_hook(features.attentions, number, read_attentions, 1)))
     try:
         yield features
     finally:
@@ -105,14 +108,14 @@ def collect_features(
 
 
 def verify_layers(model: Any, *, attentions: bool) -> None:
-    """Compare the collected features of every layer with the hidden states that the model returns, on eight tokens.
+    """Verify on eight tokens that the collected features of all layers equal the hidden states that the model returns.
 
     Args:
-        model: A causal language model; its mode is left alone.
-        attentions: Whether attention maps are collected too, which needs ``attn_implementation: eager``.
+        model: Causal language model, whose mode is restored.
+        attentions: Whether to compare attention maps too, which needs ``attn_implementation: eager``.
 
     Raises:
-        ConfigError: As ``collect_features``; or they differ.
+        ConfigError: As ``collect_features``; or the features differ.
     """
     config = model.config.get_text_config()
     input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
@@ -122,11 +125,13 @@ def verify_layers(model: Any, *, attentions: bool) -> None:
         own: Any = model.base_model(
             input_ids=input_ids, use_cache=False, output_hidden_states=True, output_attentions=attentions
         )
+    # hidden_states[0] is the output of the embedding.
     pairs = [(features.states, own.hidden_states[1:]), (features.attentions, own.attentions if attentions else ())]
-    for kept, expected in pairs:
-        if len(kept) != len(expected) or not all(map(torch.equal, [kept[number] for number in sorted(kept)], expected)):
-            found = f"what leaves the layers of {type(model).__name__} is not what it returns as hidden states"
-            remedy = "choose another architecture, or learn from what the teacher says alone"
+    for collected, expected in pairs:
+        outputs = [collected[number] for number in sorted(collected)]
+        if len(outputs) != len(expected) or not all(map(torch.equal, outputs, expected)):
+            found = f"the outputs of the layers of {type(model).__name__} are not the hidden states that it returns"
+            remedy = "choose another architecture, or distil from the teacher's logits alone"
             raise ConfigError(Problem("model_name_or_path", found, remedy))
 
 
@@ -134,8 +139,8 @@ def _find_attention(layer: nn.Module) -> nn.Module:
     for module in layer.children():
         if type(module).__name__.endswith("Attention"):
             return module
-    found = f"{type(layer).__name__} has no attention that can be collected"
-    raise ConfigError(Problem("attention_weight", found, "delete the line"))
+    found = f"{type(layer).__name__} has no attention module whose output could be collected"
+    raise ConfigError(Problem("attention_weight", found, "remove this key"))
 
 
 def prune_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
@@ -145,66 +150,67 @@ def prune_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
     as ``layer_types``, are reduced to the remaining layers.
 
     Args:
-        model: Changed in place, in weights and configuration.
-        layers: Their numbers, from 1.
+        model: Model whose weights and configuration are changed in place.
+        layers: Numbers of the remaining layers, from 1.
 
     Raises:
-        ConfigError: The model has no such layer, or none is left.
+        ConfigError: The model has no such layer, or ``layers`` is empty.
 
     Source: Sanh et al. 2019 (DistilBERT, arXiv 1910.01108, section 3), which takes every second layer;
         ``tests/models/test_layer_copy.py``.
     """
-    whole = find_layers(model)
-    count = len(whole)
+    all_layers = find_layers(model)
+    count = len(all_layers)
     if not layers or min(layers) < 1 or max(layers) > count:
-        found = f"layers {list(layers)} are asked for, and {type(model).__name__} has 1 to {count}"
+        found = f"{type(model).__name__} has layers 1 to {count}, not {list(layers)}"
         raise ConfigError(Problem("--layers", found, "name layers that it has"))
-    kept = nn.ModuleList(whole[number - 1] for number in layers)
-    # The list is replaced where it is held, whatever the architecture calls it.
+    remaining = nn.ModuleList(all_layers[number - 1] for number in layers)
+    # Architectures name the list differently (`layers`, `h`), so it is found by identity.
     for parent in model.modules():
         for name, child in parent.named_children():
-            if child is whole:
-                setattr(parent, name, kept)
+            if child is all_layers:
+                setattr(parent, name, remaining)
     config: Any = model.config.get_text_config()
-    by_layer = {name: value for name, value in vars(config).items() if isinstance(value, list) and len(value) == count}
+    for name, value in vars(config).copy().items():
+        # A list of end tokens may have as many elements as there are layers.
+        if isinstance(value, list) and len(value) == count and name != "eos_token_id":
+            setattr(config, name, [value[number - 1] for number in layers])
     config.num_hidden_layers = len(layers)
-    for name, value in by_layer.items():
-        setattr(config, name, [value[number - 1] for number in layers])
 
 
-def verify_copy(student: PreTrainedModel, cut: PreTrainedModel, folder: Path) -> None:
-    """Compare a reloaded student with the pruned model in memory, bit by bit.
+def verify_copy(student: PreTrainedModel, pruned: PreTrainedModel, folder: Path) -> None:
+    """Verify that a reloaded student equals the pruned model in memory, bit by bit.
 
     Args:
-        student: From ``folder``.
-        cut: By ``prune_layers``, on the same device and in the same precision.
-        folder: To be named.
+        student: Student loaded from ``folder``.
+        pruned: Result of ``prune_layers`` on the same device and in the same precision.
+        folder: Folder of the student, for error messages.
 
     Raises:
-        ConfigError: A tensor differs; or the architecture treats layers by their place in the whole model, so that the
-            loaded one says something else.
+        ConfigError: A tensor differs; or the logits do, because the architecture treats layers by their index in the
+            original model.
     """
-    own, expected = student.state_dict(), cut.state_dict()
+    own, expected = student.state_dict(), pruned.state_dict()
     differing = [name for name in expected if name not in own or not torch.equal(own[name], expected[name])]
-    if differing or not torch.equal(compute_probe_logits(student), compute_probe_logits(cut)):
-        what = f"the tensor {differing[0]}" if differing else "what it says"
-        found = f"{type(cut).__name__} cannot be cut: loaded again from {folder}, {what} is another"
-        raise ConfigError(Problem("--teacher", found, "name layers whose places in the model do not matter, or all"))
+    if differing or not torch.equal(compute_probe_logits(student), compute_probe_logits(pruned)):
+        what = f"the tensor {differing[0]}" if differing else "the logits"
+        found = f"{type(pruned).__name__} cannot be pruned: {what} changed when {folder} was loaded again"
+        raise ConfigError(Problem("--teacher", found, "name layers whose index in the model does not matter, or all"))
 
 
 def find_outside_text(model: Any) -> list[str]:
-    """Return the modules and parameters outside the text model, by path; the largest enclosing ones.
+    """Return the paths of modules and parameters of the base model outside its text model, the outermost only.
 
-    These are parts of the base beside its text model, such as a vision tower and its projector; none for text-only
-    configurations. Heads do not belong to the base.
+    Examples are a vision tower and its projector. Text-only models have none, and heads do not belong to the base.
 
     Args:
-        model: With its head, before an adapter is put around it.
+        model: Model with its head, without a PEFT wrapper.
 
     Source: ``get_decoder`` of transformers; ``tests/models/test_text_part.py``.
     """
     if model.config.get_text_config() is model.config:
         return []
+    # The decoder is the text model; without one beside other modules, it is the base model itself.
     paths = {id(module): path for path, module in model.named_modules()}
     text, base = paths[id(model.get_decoder())], paths[id(model.base_model)]
     if text == base:
@@ -216,7 +222,7 @@ def find_outside_text(model: Any) -> list[str]:
 
 
 def is_outside(path: str, parts: list[str]) -> bool:
-    """Return whether a path is inside one of ``find_outside_text``."""
+    """Return whether a path is one of ``parts``, or inside one of them."""
     return any(f"{path}.".startswith(f"{part}.") for part in parts)
 
 

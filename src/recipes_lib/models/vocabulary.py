@@ -18,13 +18,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 from recipes_lib.errors import ConfigError, Problem
 
 NUM_PROVED: int = 64
-"""Tokens on which a rewritten model is compared with the original."""
-
-
+"""Tokens on which a model with a changed vocabulary is compared with the original."""
 NUM_BYTES: Final = 256
 EOS_TOKEN: Final = "<|endoftext|>"
 PAD_TOKEN: Final = "<|pad|>"
-"""Not the end of text: a model that never trains on its padding token would never learn to stop."""
+"""Differs from the end of text: a model is never trained on its padding token, and must learn to end a text."""
 CHATML_TOKENS: Final = ("<|im_start|>", "<|im_end|>")
 CHATML_TEMPLATE: Final = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -32,7 +30,8 @@ CHATML_TEMPLATE: Final = (
     "{% else %}{{ message.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""ChatML, with what the assistant writes marked as generated. A bare line end behind a block would be trimmed."""
+"""ChatML with ``generation`` blocks around assistant messages. The line break is an expression because Jinja removes a
+literal one after a block."""
 PIECES: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
     r"|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -42,19 +41,19 @@ PIECES: Final = (
     r"|\s+(?!\S)"
     r"|\s+"
 )
-r"""GPT-4's cut of a text into the pieces that no token crosses.
+r"""Pre-tokenisation pattern of GPT-4: no token crosses the boundaries of its matches.
 
-Preferred to GPT-2's, ``'s|'t|...| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+``, for
+Differences from the pattern of GPT-2, ``'s|'t|...| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+``:
 
-- digits: at most three together, so that no number has a token of its own and all are spelt alike;
-- contractions: split off in capitals too;
-- white space: line ends are cut from what follows, and the punctuation before them keeps them, so that indentation is
-  a token by itself and ``");\n"`` may be one.
+- digits: at most three per token, so that numbers are split alike;
+- contractions: also in capitals;
+- white space: line breaks are separated from what follows and belong to the punctuation before them, so that
+  indentation is a token by itself and ``");\n"`` may be one.
 
-Source: ``cl100k_base`` of tiktoken; Llama 3's tokenizer has it in this form.
+Source: ``cl100k_base`` of tiktoken, in the form of Llama 3's tokenizer.
 """
 _MIN_FREQUENCY: Final = 2
-"""A pair seen once does not generalise."""
+"""Occurrences of a pair that make it a merge; a single one does not generalise."""
 _BATCH_CHARACTERS: Final = 1 << 20
 
 
@@ -63,8 +62,8 @@ class TokenUsage:
     """Token statistics of a tokenizer on some texts.
 
     Attributes:
-        num_bytes: UTF-8 bytes of the texts.
-        counts: How often each id was used, ``int64 (V,)``.
+        num_bytes: Size of the texts in UTF-8 bytes.
+        counts: Number of occurrences of each token id, ``int64 (V,)``.
     """
 
     num_bytes: int
@@ -88,18 +87,18 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer that can encode every text, with end-of-text and padding tokens.
 
-    The result depends only on the counts of word pieces, not on the order of texts or the number of threads. Memory
-    grows with the number of different pieces, not with the texts, which are read once.
+    The result depends only on the counts of pre-tokens, not on the order of texts or the number of threads. Memory
+    grows with the number of distinct pre-tokens, not with the texts, which are read once.
 
     Args:
-        texts: What it is trained on. Special tokens in them are left out, so that no token spells a part of one.
-        vocab_size: Tokens wanted: special ones, the 256 bytes, and merges. There are fewer when the texts run out of
-            pairs that occur twice.
-        eos_token: Ends a text; id 0.
-        pad_token: Fills rows; id 1.
-        special_tokens: Further ones; their ids follow, in this order.
-        chat_template: Jinja text.
-        show_progress: Draw progress bars on standard error.
+        texts: Training texts. Special tokens in them are removed, so that no merge contains a part of one.
+        vocab_size: Requested vocabulary size: special tokens, the 256 bytes, and merges. It is smaller if fewer pairs
+            occur twice.
+        eos_token: End-of-text token, with id 0.
+        pad_token: Padding token, with id 1.
+        special_tokens: Further special tokens, whose ids follow in this order.
+        chat_template: Chat template in Jinja.
+        show_progress: Whether to draw progress bars on standard error.
 
     Source: Sennrich et al. 2016; over bytes as in Radford et al. 2019, section 2.2.
     """
@@ -108,6 +107,7 @@ def train_tokenizer(
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            # Maps bytes to printable characters only: its own pattern is that of GPT-2, replaced by the Split above.
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -116,6 +116,7 @@ def train_tokenizer(
         vocab_size=vocab_size,
         min_frequency=_MIN_FREQUENCY,
         special_tokens=list(specials),
+        # All 256 bytes, so that there are no unknown tokens; sorted for reproducible ids.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=show_progress,
     )
@@ -134,6 +135,7 @@ def measure_usage(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> T
     num_bytes, counts = 0, np.zeros(len(tokenizer), np.int64)
     for batch in _batch(texts):
         encodings = tokenizer.backend_tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+        # One bincount per batch rather than per text: V counts are added each time.
         ids = np.concatenate([np.asarray(encoding.ids, np.int64) for encoding in encodings])
         counts += np.bincount(ids, minlength=len(counts))
         num_bytes += sum(map(count_bytes, batch))
@@ -141,7 +143,7 @@ def measure_usage(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> T
 
 
 def count_bytes(text: str) -> int:
-    """Return the bytes of a text in UTF-8."""
+    """Return the size of a text in UTF-8 bytes."""
     return len(text) if text.isascii() else len(text.encode())
 
 
@@ -150,8 +152,8 @@ class VocabularyMap:
     """Positions of the student's tokens in the teacher's vocabulary.
 
     Attributes:
-        teacher_ids: For each id of the student's tokenizer that of the same token in the teacher's; for an id without a
-            token, itself.
+        teacher_ids: Token id in the teacher's tokenizer for each token id of the student's; ids without a token map to
+            themselves.
     """
 
     teacher_ids: Sequence[int]
@@ -163,23 +165,23 @@ class VocabularyMap:
 
 
 def map_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, where: str) -> VocabularyMap:
-    """Map the student's tokens to the teacher's vocabulary, which may have additional ones.
+    """Map the student's tokens to the teacher's vocabulary, which may have additional tokens.
 
     Args:
-        student: A fast tokenizer.
-        teacher: A fast tokenizer.
-        where: The key that named the teacher.
+        student: Fast tokenizer of the student.
+        teacher: Fast tokenizer of the teacher.
+        where: Configuration key that names the teacher.
 
     Raises:
-        ConfigError: The teacher lacks some of them, or cuts text into them by other rules: it would be asked about text
-            that it never saw so.
+        ConfigError: The teacher lacks tokens of the student, or its tokenizer splits text by other rules, so that
+            it would be evaluated on token sequences unlike those of its training.
 
     Source: ``tests/models/test_vocabulary.py``.
     """
     own, other = student.get_vocab(), teacher.get_vocab()
     remedy = (
-        "name a teacher of the student's own family, or distil by sequences: let the teacher write the answers "
-        "(`recipes distill-write`) and train on them with the `sft` recipe; TRL's GOLDTrainer aligns other tokenizers"
+        "name a teacher of the student's model family, or use sequence-level distillation: generate answers with the "
+        "teacher (`recipes distill-write`) and train on them with the `sft` recipe; TRL's GOLDTrainer aligns tokenizers"
     )
     missing = sorted(own.keys() - other.keys())
     if missing:
@@ -191,24 +193,24 @@ def map_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenize
         found = f"the tokenizers of student and teacher share their tokens and differ in {', '.join(differing)}"
         raise ConfigError(Problem(where, found, remedy))
     teacher_ids = list(range(max(own.values()) + 1))
-    # Ids without a token keep their own number as a placeholder.
+    # Ids without a token, such as padding rows, keep their number: no text contains them.
     for token, token_id in own.items():
         teacher_ids[token_id] = other[token]
     return VocabularyMap(teacher_ids)
 
 
 def adopt_vocabulary(model: PreTrainedModel, vocabulary: VocabularyMap, where: str) -> None:
-    """Convert a model to the student's vocabulary, and verify its logits on some tokens.
+    """Convert the embeddings of a model to the student's vocabulary, and verify its logits on some tokens.
 
-    Padding rows, and tokens that only the teacher has, are removed.
+    Padding rows and tokens that only the teacher has are removed.
 
     Args:
-        model: The teacher.
-        vocabulary: From ``map_vocabulary``.
-        where: The key that named the teacher.
+        model: Teacher, changed in place.
+        vocabulary: Result of ``map_vocabulary``.
+        where: Configuration key that names the teacher.
 
     Raises:
-        ConfigError: The model has fewer embeddings than its tokenizer has tokens, or says something else afterwards.
+        ConfigError: The model has fewer embedding rows than its tokenizer has token ids, or its logits change.
     """
     ids = torch.tensor(vocabulary.teacher_ids)
     embedding: Any = model.get_input_embeddings()
@@ -219,10 +221,11 @@ def adopt_vocabulary(model: PreTrainedModel, vocabulary: VocabularyMap, where: s
         raise ConfigError(Problem(where, found, "name a teacher whose tokenizer is its own"))
     if vocabulary.is_identity and num_rows == len(ids):
         return
-    # Evenly over the vocabulary, its first and last token among them.
+    # Evenly spaced over the vocabulary, including its first and last token.
     probe = torch.linspace(0, len(ids) - 1, min(NUM_PROVED, len(ids))).long()
-    # Logits of the student's tokens alone, in its order: (64, V).
+    # (NUM_PROVED, V): logits of the student's tokens in its order.
     expected = _compute_logits(model, ids[probe])[:, ids]
+    # Checked before the projection gets a new parameter.
     is_tied = embedding.weight is projection.weight
     _take_rows(projection, ids)
     if is_tied:
@@ -230,18 +233,19 @@ def adopt_vocabulary(model: PreTrainedModel, vocabulary: VocabularyMap, where: s
     else:
         _take_rows(embedding, ids)
     projection.out_features = embedding.num_embeddings = len(ids)
-    embedding.padding_idx = None  # These ids have another meaning now.
+    embedding.padding_idx = None  # An id of the teacher's vocabulary.
     model.config.get_text_config().vocab_size = len(ids)
     difference, scale = (_compute_logits(model, probe) - expected).abs().max(), expected.abs().max()
     if not difference <= scale * max(1e-4, 4 * torch.finfo(model.dtype).eps):
-        found = f"with the student's vocabulary the teacher says something else: a logit moves by {difference:.2g}"
-        raise ConfigError(Problem(where, found, "name a teacher of the student's own family"))
+        found = f"the logits of the teacher change by up to {difference:.2g} with the student's vocabulary"
+        raise ConfigError(Problem(where, found, "name a teacher of the student's model family"))
 
 
 def _read_rules(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the tokenisation rules without the ids."""
+    """Return the tokenisation rules of a fast tokenizer by name, without token ids."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     model = dict(state["model"])
+    # BPE and WordPiece have a mapping to ids, Unigram a list of tokens with their scores, which are rules.
     vocabulary = model.pop("vocab", None)
     scores = dict(vocabulary) if isinstance(vocabulary, list) else None
     rules = {name: state[name] for name in ("normalizer", "pre_tokenizer")}
@@ -249,7 +253,7 @@ def _read_rules(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _take_rows(module: Any, ids: torch.Tensor) -> None:
-    """Reduce an embedding, or an output projection, to the rows of ``ids``."""
+    """Replace weight and bias of an embedding or output projection by their rows ``ids``, ``int64 (V,)``."""
     for name in ("weight", "bias"):
         values = getattr(module, name, None)
         if values is not None:
@@ -264,7 +268,7 @@ def _compute_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _split_at(texts: Iterable[str], special_tokens: Sequence[str]) -> Iterator[str]:
-    """Yield the text between the special tokens of each text; longer special tokens match first."""
+    """Yield the non-empty parts of each text between special tokens; longer special tokens match first."""
     special = re.compile("|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))))
     for text in texts:
         yield from filter(None, special.split(text))

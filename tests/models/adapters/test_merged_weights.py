@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tests.models.adapter_models import build_model, compute_logits
 
 from recipes_lib.config.schema import AdapterConfig
@@ -45,3 +46,9 @@ def test_each_comes_once_under_its_own_name_or_only_those_that_are_wanted(kind, 
     given = adapt(copy.deepcopy(model)) if is_adapted else model
     assert [(name, tensor.shape) for name, tensor in iterate_weights(given)] == expected
     assert [name for name, _ in iterate_weights(given, {"model.norm.weight"})] == ["model.norm.weight"]
+
+
+def test_trained_tokens_are_refused_rather_than_left_out():
+    settings = LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3])
+    with pytest.raises(ValueError, match="fully trained modules or tokens"):
+        dict(iterate_weights(get_peft_model(build_model("llama"), settings)))

@@ -105,13 +105,24 @@ def test_another_commit_of_the_base_is_refused_where_both_are_known(saved):
     assert caught.value.problems[0].remedy == f"set model_revision: {'b' * 40}"
 
 
+def test_an_adapter_without_a_task_fits_any(saved):
+    base, folder, logits = saved
+    edit_settings(folder, task_type=None)
+    adapted = load_adapter(load_model(base), str(folder), is_trainable=True)
+    assert torch.equal(compute_logits(adapted), logits)
+    assert adapted.peft_config["default"].task_type == "CAUSAL_LM"
+
+
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"task_type": "SEQ_CLS"}, "was trained for SEQ_CLS, and this is CAUSAL_LM"),
+        ({"task_type": "SEQ_CLS"}, "was trained for SEQ_CLS, not CAUSAL_LM"),
         ({"bias": "all"}, "trains biases of the base"),
-        ({"init_lora_weights": "pissa_niter_16"}, "no file holds"),
-        ({"init_lora_weights": "olora"}, "no file holds"),
+        ({"init_lora_weights": "pissa_niter_16"}, "no file contains"),
+        ({"init_lora_weights": "olora"}, "no file contains"),
+        ({"init_lora_weights": "corda"}, "no file contains"),
+        ({"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}, "no file contains"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "replicates layers"),
     ],
 )
 def test_what_cannot_be_loaded_as_it_was_is_refused(saved, changes, found):

@@ -248,7 +248,7 @@ def test_a_window_that_no_layer_uses_is_no_obstacle() -> None:
         (BloomConfig(), "eager", "a bloom model takes no position_ids"),
         (MambaConfig(), "eager", "a mamba model has linear_attention layers"),
         (JambaConfig(), "eager", "a jamba model has linear_attention layers"),
-        (GPTNeoConfig(), "eager", "a gpt_neo model counts places in the row"),
+        (GPTNeoConfig(), "eager", "a gpt_neo model masks by index in the row"),
         (Llama4TextConfig(), "sdpa", "a llama4_text model has chunked_attention layers"),
     ],
 )

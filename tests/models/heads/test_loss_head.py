@@ -364,7 +364,7 @@ def test_two_answers_to_one_prompt_have_the_logps_they_have_alone(name: str, imp
 @pytest.mark.parametrize("mask", [torch.ones(1, 12, dtype=torch.bool), torch.zeros(1, 1, 12, 12)])
 def test_a_mask_of_another_form_is_refused(mask: Tensor) -> None:
     packed, _ = make_shared_prompt()
-    with pytest.raises(ValueError, match=r"attention_mask is bool \(B, 1, L, L\)"):
+    with pytest.raises(ValueError, match=r"attention_mask must be bool \(B, 1, L, L\)"):
         make_model()(**(packed | {"attention_mask": mask}), token_logps=True)
 
 

@@ -168,7 +168,7 @@ def test_chats_that_cannot_be_scored_are_all_named(tiny_tokenizer: PreTrainedTok
     assert [problem.where for problem in caught.value.problems] == ["answer 0", "answer 2"]
     with pytest.raises(DataError, match=r"mine\.jsonl:3: cannot be rendered"):
         encode_answers(tiny_tokenizer, answers, where=[f"mine.jsonl:{line}" for line in (1, 2, 3)])
-    assert "the last message is of the role 'user'" in caught.value.problems[0].found
+    assert "the last message has the role 'user'" in caught.value.problems[0].found
 
 
 def test_a_tokenizer_without_a_template_scores_plain_answers_only() -> None:

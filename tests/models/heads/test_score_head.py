@@ -124,7 +124,7 @@ def test_any_other_difference_from_the_checkpoint_is_refused(model_dir: Path) ->
     save_file(weights, model_dir / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError) as caught:
         load_reward_model(config_for(model_dir), "sdpa", seed=0)
-    for words in ("score.weight (2, 64) for (1, 64)", "no place for v_head.weight", "lacks model.norm.weight"):
+    for words in ("score.weight (2, 64) for (1, 64)", "has no weights called v_head.weight", "lacks model.norm.weight"):
         assert words in str(caught.value)
 
 
@@ -310,7 +310,7 @@ def test_a_padding_token_that_ends_answers_is_refused(
     assert problem.where == "pad_token"
     assert repr(pad_token or "<|endoftext|>") in problem.found
     # The end of text and what the template writes are no proposals.
-    assert problem.remedy == "set pad_token to a special token that stands in no text, such as <|pad|>"
+    assert problem.remedy == "set pad_token to a special token that occurs in no text, such as <|pad|>"
 
 
 def test_where_no_token_is_left_to_pad_with_the_remedy_adds_one(tiny_model_dir: Path) -> None:

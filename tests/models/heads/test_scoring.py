@@ -138,7 +138,7 @@ def test_an_answer_beyond_the_model_s_positions_is_an_error_or_nan(reward_model:
 
 def test_an_answer_of_no_tokens_is_told_and_not_scored(reward_model: RewardModel) -> None:
     """As where the tokenizer is none that knows the words."""
-    with pytest.raises(DataError, match="answer 1: the reward model's tokenizer makes no token of it"):
+    with pytest.raises(DataError, match="answer 1: the reward model's tokenizer returns no tokens for it"):
         reward_model.compute_raw_scores([[1, 2], []])
 
 
@@ -163,6 +163,13 @@ def test_with_statistics_the_reference_answers_have_mean_0_and_deviation_1(rewar
     assert sum(score**2 for score in scores) / len(scores) == pytest.approx(1)
     # Raw scores are those of the head, also when the model has statistics.
     assert reward_model.compute_raw_scores(encode_answers(reward_model.tokenizer, CHATS)) == raw
+
+
+@pytest.mark.parametrize("values", [(None, 1.0), (0.0, 0.0), ("a", 1.0), (math.nan, 1.0), (0.0, None)])
+def test_statistics_of_a_configuration_that_are_no_numbers_are_refused(reward_model: RewardModel, values: Any) -> None:
+    reward_model.model.config.reward_mean, reward_model.model.config.reward_std = values
+    with pytest.raises(ConfigError, match="has reward_mean"):
+        reward_model.score(CHATS)
 
 
 def save(reward_model: RewardModel, folder: Path) -> Path:

@@ -47,37 +47,35 @@ from recipes_lib.models.quantization import keep_differentiable
 from recipes_lib.models.structure import find_outside_text, is_outside
 
 _INITS: Final = {"default": True, "pissa": "pissa_niter_16"}
-"""PEFT's name of an ``init_lora_weights`` where it is another; 16 iterations find the directions that an exact
-decomposition would take hours for."""
+"""Values of PEFT's ``init_lora_weights`` with other names. 16 subspace iterations approximate the leading singular
+vectors in seconds, an exact decomposition of a large model takes hours."""
 _SAVED_HEAD: Final = "base_model.model.score.weight"
-
-
 ALL_LINEAR: Final = "all-linear"
-"""PEFT's name of every linear layer but the head."""
+"""PEFT's name for all linear layers except the head."""
 _MAMBA: Final = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
-"""Models whose fused kernel reads the weight of ``out_proj`` itself: PEFT refuses an adapter there (peft 0.21)."""
-_MADE_OF_WEIGHTS: Final = ("pissa", "olora", "orthogonal")
-"""Inits that read, or have the precision of, the weights of the layer."""
+"""Model types whose fused kernel reads the weight of ``out_proj``, on which peft 0.21 refuses an adapter."""
+_NEED_FULL_PRECISION: Final = ("pissa", "olora", "orthogonal")
+"""Initialisations that need unquantised weights."""
 
 
 def add_adapter(
     model: PreTrainedModel, config: AdapterConfig, *, seed: int, task_type: TaskType = "CAUSAL_LM"
 ) -> PeftModel:
-    """Add an adapter to a model, the only trained part: a new one, or a saved one to continue.
+    """Add an adapter to a model as its only trained part: a new one, or a saved one for further training.
 
-    Adapter weights are ``float32``, whatever the dtype of the model. ``model`` is modified, not copied. Tied embeddings
-    stay tied if one of them is fully trained. A new adapter changes no logit with any initialisation; with ``pissa`` or
-    ``olora`` a part of the base weights moves to the adapter, and only both together equal the model.
+    Adapter weights are ``float32`` in models of any dtype. ``model`` is modified, not copied. Tied embeddings stay tied
+    if one of them is fully trained. A new adapter changes no logits with any initialisation; ``pissa`` and ``olora``
+    move a part of the base weights to the adapter, so that the base alone differs from the model.
 
     Args:
-        model: With or without the loss head; ``lora_modules_to_save: [lm_head]`` needs it to come after.
-        config: The adapter.
-        seed: Of the fresh weights, which are the same on every process.
-        task_type: What the model is for.
+        model: Model with or without a loss head; for ``lora_modules_to_save: [lm_head]``, the loss head comes later.
+        config: Configuration of the adapter.
+        seed: Seed of new weights, which are equal on all processes.
+        task_type: Task of the model in PEFT.
 
     Raises:
-        ConfigError: The model has no such layers, a layer cannot have such an adapter, or the saved adapter is not for
-            this model; everything at once.
+        ConfigError: A named layer does not exist or does not support such an adapter, or the saved adapter does not fit
+            the model; one problem each.
 
     Source: Hu et al. 2022 (LoRA), Kalajdzievski 2023 (rsLoRA), Liu et al. 2024 (DoRA), Meng et al. 2024 (PiSSA), by
     PEFT's ``get_peft_model``; ``tests/models/adapters/test_lora.py``.
@@ -89,6 +87,7 @@ def add_adapter(
     if problems := [*check_layers(model, config)]:
         raise ConfigError(*problems)
     init, whole, tied = config.init_lora_weights, *name_whole_modules(model, config)
+    # These initialisations change the base weights, which get_peft_model does in place.
     before = compute_probe_logits(model) if init in TAKEN_OUT_OF_WEIGHTS else None
     settings = LoraConfig(
         task_type=task_type,
@@ -103,23 +102,24 @@ def add_adapter(
         fan_in_fan_out=stores_transposed(model, config),
         ensure_weight_tying=tied,
     )
-    # The same fresh weights on every process, and no draw taken from the run's own generator.
+    # Equal new weights on every process, without consuming the random state of the run.
     with torch.random.fork_rng(), without_old_name():
         torch.manual_seed(seed)
         adapted = get_peft_model(model, settings, revision=read_commit(model.config))
+    # Named layers may have been converted to expert parameters by PEFT.
     verify_layers(adapted, "lora_target_modules")
     if tied:
         _verify_tie(adapted)
-        # PEFT removes the head from the list, from which it would otherwise know on loading that embeddings are tied.
+        # PEFT (0.21) removes the tied head from the list, but needs it on loading to tie the embeddings again.
         settings.modules_to_save = whole
     _train_whole_modules_in_float32(adapted)
     if before is not None:
         shift = find_logit_shift(before, compute_probe_logits(adapted), model.dtype)
         if shift is not None:
-            found = f"{init} moves the model's logits before anything is trained, by {shift:.2g} of the largest"
-            remedy = "write dtype: float32, in which they add up, or init_lora_weights: default"
+            found = f"{init} moves the model's logits before training, by {shift:.2g} of the largest"
+            remedy = "write dtype: float32, or init_lora_weights: default"
             raise ConfigError(Problem("init_lora_weights", found, remedy))
-        # An export needs these to convert the adapter to the original base weights.
+        # For ``restate_for_original_base``, which converts the saved adapter to the original base weights.
         adapted.initial_factors = {
             name: tensor.detach().cpu().clone()
             for name, tensor in read_adapter_state(adapted).items()
@@ -140,17 +140,17 @@ def load_adapter(
     """Load a model with a saved adapter, and verify that every adapter weight comes from the file.
 
     Args:
-        model: The base, which is changed, never copied.
+        model: Base model, modified, not copied.
         name: Folder or Hub id of the adapter.
-        task_type: What the model is for.
-        is_trainable: Whether it is trained further; otherwise it is frozen.
-        dropout: Of the further training, whatever it was before.
-        on_any_base: Accept a base of another name or commit than the adapter was trained on.
+        task_type: Task of the model in PEFT.
+        is_trainable: Whether the adapter is trained further; otherwise it is frozen.
+        dropout: LoRA dropout of further training, which replaces the saved value.
+        on_any_base: Whether to accept a base of another name or commit than the adapter was trained on.
 
     Raises:
-        ConfigError: It cannot be found, is no LoRA adapter in safetensors, was trained on another base or for another
-            task, needs a base that no file holds, lies on something else than layers, or its weights are not those that
-            its configuration announces.
+        ConfigError: The adapter cannot be found, is no LoRA adapter in safetensors, was trained on another base or for
+            another task, belongs to base weights that no file contains, is on bare parameters, or its weights and its
+            configuration disagree.
     """
     key = "adapter_name_or_path"
     with explained(key, name):
@@ -160,16 +160,18 @@ def load_adapter(
     problems = [*check_saved(saved, folder, task_type), *([] if on_any_base else check_base(saved, model.config))]
     if problems:
         raise ConfigError(*(Problem(key, f"{name} {found}", remedy) for found, remedy in problems))
-    saved.lora_dropout = dropout
+    # An adapter without a task gets that of the model, which selects PEFT's wrapper class.
+    saved.lora_dropout, saved.task_type = dropout, task_type
     with explained(key, name), without_old_name():
         try:
             adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable, config=saved)
-        except (RuntimeError, KeyError) as error:  # Inside: ``explained`` would blame the file, not the pair.
+        # Caught inside of ``explained``, which would report a damaged file rather than another architecture.
+        except (RuntimeError, KeyError) as error:
             found = f"{name} does not fit the model: {str(error).strip().splitlines()[-1].strip()}"
             raise ConfigError(Problem(key, found, "name a complete adapter of this model")) from error
     verify_layers(adapted, key)
     _train_whole_modules_in_float32(adapted)
-    # PEFT only warns about missing weights, and ignores additional ones.
+    # PEFT only warns about missing weights, and ignores unexpected ones.
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
         differing = read_adapter_state(adapted).keys() ^ file.keys()
     if differing:
@@ -178,20 +180,20 @@ def load_adapter(
 
 
 def attach_scorer(model: PeftModel, folder: Path, name: str) -> Tensor:
-    """Add a saved adapter with a score head to a causal language model that has adapters, frozen.
+    """Add a saved adapter with a score head to a causal language model with adapters; the new one is frozen.
 
     Args:
-        model: On the base that the adapter was trained on (``find_shareable``).
-        folder: Of the saved adapter.
-        name: What PEFT calls it from now on.
+        model: PEFT model on the base that the adapter was trained on (``find_shareable``).
+        folder: Folder of the saved adapter.
+        name: Name of the added adapter in PEFT.
 
     Returns:
-        The weight of the head, ``(1, D)``, for which a causal language model has no place.
+        Weight of the head, ``(1, D)``, which a causal language model has no module for.
 
     Raises:
-        ConfigError: The weights are not those that its configuration announces, none of them is a head, or they lie on
-            something else than layers.
+        ConfigError: The weights and the configuration disagree, there is no head, or the adapter is on bare parameters.
     """
+    # A causal language model has no `score` module: the head is separate, and the adapter is loaded without it.
     weights = load_file(folder / ADAPTER_WEIGHTS)
     head = weights.pop(_SAVED_HEAD, None)
     saved = PeftConfig.from_pretrained(str(folder))
@@ -208,20 +210,21 @@ def attach_scorer(model: PeftModel, folder: Path, name: str) -> Tensor:
 
 def _refuse_weights(key: str, name: str | Path, differing: Collection[str]) -> ConfigError:
     found = f"{name} and its {ADAPTER_CONFIG} disagree about {len(differing)} weights, such as {min(differing)}"
-    return ConfigError(Problem(key, found, "name a complete adapter of this model"))
+    return ConfigError(Problem(key, found, "name a complete adapter of this model, or merge it with PEFT first"))
 
 
 def load_fresh_base(model: PeftModel) -> PreTrainedModel:
-    """Load the base of an adapter from its checkpoint, with the dtype and quantisation of ``model``.
+    """Load the base model of an adapter from its checkpoint, with the dtype and quantisation of ``model``.
 
-    It is placed on the device of ``model`` if there is memory for both, otherwise on the CPU.
+    It is on the device of ``model`` if there is memory for both, otherwise on the CPU.
 
     Raises:
-        ConfigError: It cannot be loaded.
+        ConfigError: The base model cannot be loaded.
     """
     settings, base = model.peft_config[model.active_adapter], model.get_base_model()
     auto_class = AutoModelForSequenceClassification if settings.task_type == "SEQ_CLS" else AutoModelForCausalLM
     device = find_device(base)
+    # 20 % for activations of the verification.
     if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 1.2 * base.get_memory_footprint():
         device = torch.device("cpu")
     options = {"num_labels": base.config.num_labels} if settings.task_type == "SEQ_CLS" else {}
@@ -233,26 +236,26 @@ def load_fresh_base(model: PeftModel) -> PreTrainedModel:
             quantization_config=getattr(base.config, "quantization_config", None),
             attn_implementation=base.config._attn_implementation,
             device_map={"": device},
-            # The repository's code is already running.
+            # Code from the Hub is enabled for this run if the loaded model already uses it.
             trust_remote_code=any(kind.__module__.startswith("transformers_modules") for kind in type(base).__mro__),
             **options,
         )
-    # The same attention kernel as in training.
+    # The same 4-bit kernel as in training, so that results are comparable.
     keep_differentiable(fresh)
     return fresh
 
 
 @contextmanager
 def adapters_off(model: PeftModel) -> Iterator[None]:
-    """Disable all adapters in the context, exactly: evaluation mode without gradients.
+    """Context in which all adapters are disabled, in evaluation mode without gradients.
 
-    Afterwards the modes of all modules and ``requires_grad`` of all parameters are restored.
+    The modes of all modules and ``requires_grad`` of all parameters are restored.
 
     Raises:
-        ValueError: The adapter began with a part of the base's weights, so that the base alone is no model.
+        ValueError: The initialisation of the adapter changed the base weights (``pissa``, ``olora``).
     """
     if is_taken_out_of_weights(model):
-        raise ValueError("an adapter initialised by pissa or olora has no base that could be a reference")
+        raise ValueError("the base of an adapter initialised by pissa or olora is no reference model")
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
 
     def restore_flags() -> None:
@@ -261,7 +264,7 @@ def adapters_off(model: PeftModel) -> Iterator[None]:
 
     try:
         with evaluating(model), model.disable_adapter():
-            # PEFT freezes the adapter here, but FSDP2 reads ``requires_grad`` in its first forward pass.
+            # disable_adapter freezes the adapter, but FSDP2 reads ``requires_grad`` in its first forward pass.
             restore_flags()
             yield
     finally:
@@ -269,19 +272,19 @@ def adapters_off(model: PeftModel) -> Iterator[None]:
 
 
 def is_taken_out_of_weights(model: PeftModel) -> bool:
-    """Return whether the base lacks the adapter's initial part, as with ``pissa`` and ``olora``."""
+    """Return whether the initialisation of the adapter changed the base weights (``pissa``, ``olora``)."""
     return has_such_an_init(model.peft_config[model.active_adapter])
 
 
 def find_logit_shift(before: Tensor, after: Tensor, dtype: torch.dtype) -> float | None:
-    """Return the largest change of a logit, relative to the largest; ``None`` if rounding to ``dtype`` explains it."""
+    """Return the largest change of a logit relative to the largest logit; ``None`` within rounding of ``dtype``."""
     shift = (after - before).abs().max().item() / before.abs().max().item()
     return None if shift <= max(1e-4, 4 * torch.finfo(dtype).eps) else shift
 
 
 def read_adapter_state(model: PeftModel) -> dict[str, Tensor]:
-    """Return the state of the active adapter, with the names of the saved file."""
-    # To check for resized embeddings, PEFT would query the Hub; tokens are never added here.
+    """Return the weights of the active adapter by their names in a saved file."""
+    # With save_embedding_layers="auto", PEFT queries the Hub to detect resized embeddings.
     state: dict[str, Tensor] = get_peft_model_state_dict(
         model, adapter_name=model.active_adapter, save_embedding_layers=False
     )
@@ -289,7 +292,7 @@ def read_adapter_state(model: PeftModel) -> dict[str, Tensor]:
 
 
 def describe_adapter(model: PeftModel) -> dict[str, Any]:
-    """Return the adapter's record for ``run.json``: base and commit, size, and share of trained parameters."""
+    """Return the adapter's record for ``run.json``: base model and commit, rank, and numbers of parameters."""
     settings = model.peft_config[model.active_adapter]
     num_trained, num_parameters = model.get_nb_trainable_parameters()
     return {
@@ -303,10 +306,9 @@ def describe_adapter(model: PeftModel) -> dict[str, Any]:
 
 
 def check_layers(model: PreTrainedModel, config: AdapterConfig) -> Iterator[Problem]:
-    """Problems of target layers: unknown ones, and ones that do not support the adapter of ``config``.
+    """Yield problems of target layers: unknown names, and layers that do not support the adapter of ``config``.
 
-    PEFT silently ignores a wrong name in ``lora_modules_to_save``, and a wrong one among right ones in
-    ``lora_target_modules``.
+    PEFT silently ignores unknown names in ``lora_modules_to_save``, and in ``lora_target_modules`` beside known ones.
     """
     modules = _list_modules(model)
     embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[no-untyped-call]
@@ -320,11 +322,11 @@ def check_layers(model: PreTrainedModel, config: AdapterConfig) -> Iterator[Prob
             linear = [path for path, module in modules.items() if isinstance(module, nn.Linear | Conv1D)]
             yield _explain_unknown("lora_target_modules", name, linear)
         elif any(module is embedding for module in found.values() for embedding in embeddings):
-            remedy = f"train it whole: lora_modules_to_save: [{name}]"
+            remedy = f"train it fully: lora_modules_to_save: [{name}]"
             yield Problem("lora_target_modules", f"{name} is an embedding or the output projection", remedy)
         elif find_experts(model, found):
-            what = f"PEFT takes {name} of {type(model).__name__} for experts, which are no linear layers"
-            remedy = "leave it out; unset, lora_target_modules are all layers that can have an adapter"
+            what = f"PEFT treats {name} of {type(model).__name__} as experts, which are not linear layers"
+            remedy = "remove it; by default, lora_target_modules are all layers that can have an adapter"
             yield Problem("lora_target_modules", what, remedy)
         elif others:
             what = type(others[0]).__name__
@@ -333,20 +335,20 @@ def check_layers(model: PreTrainedModel, config: AdapterConfig) -> Iterator[Prob
 
 
 def _verify_tie(model: PeftModel) -> None:
-    """Raise if PEFT, which detects ties by module names, would train only one of two tied embeddings.
+    """Verify that tied embeddings are still tied: PEFT detects ties by module names.
 
     Raises:
-        ConfigError: Input and output embedding are no longer the same.
+        ConfigError: Input and output embedding are different tensors.
     """
     if model.get_input_embeddings().weight is not model.get_output_embeddings().weight:
-        found = f"the embeddings of {type(model.get_base_model()).__name__} are tied, and could not be kept so"
-        raise ConfigError(Problem("lora_modules_to_save", found, "leave the embeddings out"))
+        found = f"the embeddings of {type(model.get_base_model()).__name__} are tied, and PEFT unties them"
+        raise ConfigError(Problem("lora_modules_to_save", found, "remove the embeddings"))
 
 
 def _train_whole_modules_in_float32(model: PeftModel) -> None:
-    """Convert fully trained modules to ``float32``, like PEFT's low-rank matrices, also in a half-precision model.
+    """Convert fully trained modules of a half-precision model to ``float32``, like PEFT's low-rank matrices.
 
-    Adam's updates are below the resolution of 16 bits, so a copy in the dtype of the base would never change.
+    In half precision, most of Adam's updates would be rounded away.
     """
     for wrapper in [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]:
         dtype = next(wrapper.original_module.parameters()).dtype
@@ -364,34 +366,34 @@ def _widen_inputs(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...
 
 
 def _narrow_output(dtype: torch.dtype, _module: nn.Module, _inputs: Any, output: Any) -> Any:
-    # The loss head also returns sums, which are not cast.
+    # Other outputs are those of the loss head, whose sums stay float32.
     return output.to(dtype) if isinstance(output, Tensor) else output
 
 
 @contextmanager
 def without_old_name() -> Iterator[None]:
-    """Suppress a deprecation warning of PEFT, until PEFT uses transformers' new name."""
+    """Suppress a deprecation warning that PEFT 0.21 triggers in transformers."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         yield
 
 
 def find_targets(model: PreTrainedModel, config: AdapterConfig) -> dict[str, Any]:
-    """Return the linear layers that get an adapter, by path."""
+    """Return the layers that get an adapter, by path."""
     if config.lora_target_modules is not None:
         return {
             path: module for name in config.lora_target_modules for path, module in find_modules(model, name).items()
         }
     linear = _find_linear(model)
-    left_out = {*find_experts(model, linear), *_find_unfit(model, linear)}
-    return {path: module for path, module in linear.items() if path not in left_out}
+    excluded = {*find_experts(model, linear), *_find_unsupported(model, linear)}
+    return {path: module for path, module in linear.items() if path not in excluded}
 
 
-def _find_unfit(model: PreTrainedModel, linear: Mapping[str, nn.Module]) -> list[str]:
-    """Return the paths of linear layers whose adapter would fail, be passed by, or have no gradient.
+def _find_unsupported(model: PreTrainedModel, linear: Mapping[str, nn.Module]) -> list[str]:
+    """Return the paths of linear layers whose adapter would fail, be ignored, or get no gradient.
 
-    Routers that inherit from a linear layer return tuples. Mamba reads the weight of ``dt_proj``. The indexer of sparse
-    attention only chooses tokens.
+    Routers that inherit from a linear layer return tuples. Mamba's kernel reads the weight of ``dt_proj``. The indexer
+    of sparse attention only selects tokens, which is not differentiable.
     """
     names = ("dt_proj", "out_proj") if model.config.model_type in _MAMBA else ("dt_proj",)
     return [
@@ -402,24 +404,24 @@ def _find_unfit(model: PreTrainedModel, linear: Mapping[str, nn.Module]) -> list
 
 
 def name_targets(model: PreTrainedModel, config: AdapterConfig) -> list[str] | str:
-    """Return PEFT's ``target_modules``.
+    """Return PEFT's ``target_modules``: names, or full paths if names would match unsupported layers too.
 
-    The recipe's value, unless PEFT would include experts of a mixture, layers outside the text model, or unfit ones.
+    Such layers are the experts of a mixture, layers outside the text model, and those of ``_find_unsupported``.
     """
     targets = config.lora_target_modules or ALL_LINEAR
     is_exact = not takes_experts(model, targets) and not find_outside_text(model)
-    is_fit = targets != ALL_LINEAR or not _find_unfit(model, _find_linear(model))
-    return targets if is_exact and is_fit else [*find_targets(model, config)]
+    is_supported = targets != ALL_LINEAR or not _find_unsupported(model, _find_linear(model))
+    return targets if is_exact and is_supported else [*find_targets(model, config)]
 
 
 def name_whole_modules(model: PreTrainedModel, config: AdapterConfig) -> tuple[list[str], bool]:
-    """Return the names of fully trained modules, and whether a tie between two of them must be kept.
+    """Return the names of fully trained modules, and whether they include tied embeddings.
 
-    If one of two tied embeddings is named, both are included, because they are one matrix.
+    If one of two tied embeddings is named, both are included, because they share one matrix.
     """
     named = config.lora_modules_to_save or []
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[no-untyped-call]
-    paths = [path for path, module in model.named_modules() if any(module is end for end in ends)]
+    embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[no-untyped-call]
+    paths = [path for path, module in model.named_modules() if any(module is one for one in embeddings)]
     others = [name for name in named if not find_modules(model, name).keys() & set(paths)]
     if not getattr(model.config.get_text_config(), "tie_word_embeddings", False) or len(others) == len(named):
         return [*named], False
@@ -427,24 +429,24 @@ def name_whole_modules(model: PreTrainedModel, config: AdapterConfig) -> tuple[l
 
 
 def stores_transposed(model: PreTrainedModel, config: AdapterConfig) -> bool:
-    """Return whether layers store their weights as ``(in, out)``, as only GPT-2 and similar models do."""
+    """Return whether target layers store their weights as ``(in, out)``, as ``Conv1D`` of GPT-2 does."""
     return any(isinstance(module, Conv1D) for module in find_targets(model, config).values())
 
 
 def verify_layers(model: PeftModel, key: str) -> None:
-    """Raise if an adapter was applied to a module that is not a layer.
+    """Verify that all adapters are on layers.
 
     Args:
-        model: Under its adapters.
-        key: Of the configuration that brought the adapter.
+        model: PEFT model with its adapters.
+        key: Configuration key that names the adapter.
 
     Raises:
-        ConfigError: One lies on stacks of experts or other bare tensors.
+        ConfigError: An adapter is on bare parameters, such as stacked experts.
     """
     stacks = {name for settings in model.peft_config.values() for name in settings.target_parameters or ()}
     if stacks:
-        found = f"the adapter lies on {', '.join(sorted(stacks))}, which are tensors and no linear layers"
-        raise ConfigError(Problem(key, found, "name linear layers alone, or an adapter of such layers"))
+        found = f"the adapter is on {', '.join(sorted(stacks))}, which are parameters, not linear layers"
+        raise ConfigError(Problem(key, found, "name linear layers only, or an adapter of linear layers"))
 
 
 def takes_experts(model: PreTrainedModel, targets: list[str] | str) -> bool:
@@ -452,27 +454,28 @@ def takes_experts(model: PreTrainedModel, targets: list[str] | str) -> bool:
 
     Source: ``peft.utils.transformers_weight_conversion``; ``tests/models/adapters/test_adapter_experts.py``.
     """
-    # As in get_peft_model, which converts targets of experts to target_parameters.
+    # The same conversion as in get_peft_model, which turns targets of experts into target_parameters.
     settings = LoraConfig(target_modules=targets)
     try:
         convert_peft_config_for_transformers(settings, model, None)
-    except ValueError:  # One of two matrices in one stack.
+    except ValueError:  # Raised if only one of two matrices that share a stack is targeted.
         return True
     return bool(settings.target_parameters)
 
 
 def find_experts(model: PreTrainedModel, paths: Iterable[str]) -> set[str]:
-    """Return the paths that PEFT would treat as experts.
+    """Return the paths that PEFT would treat as experts, by the last part of their names.
 
-    PEFT matches the last name, which a shared expert or dense layer can have too; their adapter could not be reloaded.
+    Shared experts or dense layers can have the same name; their adapter could then not be loaded again.
     """
+    # One PEFT query per distinct name rather than per layer.
     last_names = {path: path.rpartition(".")[2] for path in paths}
     taken = {name for name in set(last_names.values()) if takes_experts(model, [name])}
     return {path for path, name in last_names.items() if name in taken}
 
 
 def find_modules(model: PreTrainedModel, name: str) -> dict[str, nn.Module]:
-    """Return the text modules whose path equals ``name`` or ends with it after a dot, by path."""
+    """Return the modules of the text model whose path is ``name`` or ends with ``.name``, by path."""
     return {path: module for path, module in _list_modules(model).items() if f".{path}".endswith(f".{name}")}
 
 
@@ -492,9 +495,9 @@ def _find_linear(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 def _check_init(model: PreTrainedModel, config: AdapterConfig) -> Iterator[Problem]:
     init, key = config.init_lora_weights, "init_lora_weights"
-    if init in _MADE_OF_WEIGHTS and getattr(model, "is_quantized", False):
-        found = f"{init} needs weights in full precision, and these are in a few bits"
-        yield Problem(key, found, "write init_lora_weights: default, or load the model in full")
+    if init in _NEED_FULL_PRECISION and getattr(model, "is_quantized", False):
+        found = f"{init} needs unquantised weights, and these are quantised"
+        yield Problem(key, found, "write init_lora_weights: default, or load the model without quantisation")
         return
     if init == "orthogonal" and config.lora_r % 2:
         found = f"init_lora_weights: orthogonal needs an even rank, and lora_r is {config.lora_r}"
@@ -502,7 +505,7 @@ def _check_init(model: PreTrainedModel, config: AdapterConfig) -> Iterator[Probl
     if init == "olora" and stores_transposed(model, config):
         yield Problem(key, f"olora cannot read the weights of {type(model).__name__}", "write init_lora_weights: pissa")
     if init in ("pissa", "olora"):
-        # Targets that are no layers have a problem of their own already.
+        # Other targets are reported by ``check_layers``.
         layers = [layer for layer in find_targets(model, config).values() if isinstance(layer, nn.Linear | Conv1D)]
         largest = min((min(layer.weight.shape) for layer in layers), default=config.lora_r)
         if config.lora_r > largest:

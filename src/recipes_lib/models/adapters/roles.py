@@ -1,4 +1,4 @@
-"""Policy, critic, reference and reward model as adapters on one shared base model."""
+"""Policy, critic, reference model and reward model as adapters of one shared base model."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ Role = Literal["policy", "critic", "reference", "reward"]
 
 CRITIC: Final = "critic"
 REWARD: Final = "reward"
-"""PEFT's names of the adapters of critic and reward model; the policy's is the one that was there before."""
+"""Names of the critic's and the reward model's adapter in PEFT; the adapter of the policy keeps its name."""
 
 
 class AdapterScorer(nn.Module):
-    """Score per position: a separate adapter on the policy's base model, and a linear head.
+    """Scores of positions from a separate adapter of the policy's base model and a linear head.
 
-    Its parameters are those of the head; the adapter belongs to the base model. The trainer runs forward and backward
-    passes in ``role(model, "critic")``; the scorer activates its role itself.
+    The module's parameters are those of the head; the adapter's belong to the base model. The forward pass activates
+    its role. For a trained scorer, the backward pass must run in ``role(model, "critic")`` too.
 
     Attributes:
-        head: In ``float32``, whatever the trunk's precision.
-        config: Of the trunk; a copy, for what is said of this scorer alone.
+        head: Linear head, ``float32`` in models of any dtype.
+        config: Copy of the base model's configuration, which can hold statistics of this scorer.
     """
 
     def __init__(self, model: Any, name: Literal["critic", "reward"], weight: Tensor | None = None) -> None:
-        """Use a base model that has the adapter.
+        """Initialise on a base model that has the adapter.
 
         Args:
-            model: A PEFT model with a loss head (``add_loss_head``).
-            name: Of the role.
-            weight: Of the head, ``(1, D)``; ``None`` for one that says 0.
+            model: PEFT model with a loss head (``add_loss_head``).
+            name: Role of the scorer.
+            weight: Weight of the head, ``(1, D)``; ``None`` for 0.
         """
         super().__init__()
         width = model.config.get_text_config().hidden_size
@@ -49,15 +49,16 @@ class AdapterScorer(nn.Module):
             self.head.weight.copy_(torch.zeros(1, width) if weight is None else weight)
         self.config = copy.deepcopy(model.config)
         self._name: Role = name
-        # Not a submodule: the parameters of the base are not the scorer's.
+        # In a tuple, so that the base model is not registered as a submodule.
         self._model = (model,)
 
     def forward(self, *, last_positions: Tensor, **inputs: Tensor) -> ScoreOutput:
-        """Score positions, as a model with a score head does (``add_score_head``)."""
+        """Return the scores of ``last_positions``, as a model with a score head (``add_score_head``)."""
         (model,) = self._model
         with role(model, self._name), kernel_precision(model):
-            # Call the outermost module, which FSDP2 gathers first.
+            # The outermost module, whose call FSDP2 prepares in its root pre-forward hook. (S, D).
             output = model(**inputs, states_at=last_positions)
+        # In float32, as in add_score_head: differences of scores have few significant digits.
         with torch.autocast(output.result.device.type, enabled=False):
             scores = self.head(output.result.float()).squeeze(-1)
         return ScoreOutput(scores, output.aux_loss)
@@ -67,9 +68,9 @@ def add_critic(model: Any, folder: Path | None = None) -> AdapterScorer:
     """Add a trainable critic to a model.
 
     Args:
-        model: A PEFT model whose active adapter is the policy's.
-        folder: A saved adapter with a score head to begin with; ``None`` for an adapter shaped like the policy's and a
-            head of 0, so that every value is 0 at the beginning.
+        model: PEFT model whose active adapter is that of the policy.
+        folder: Saved adapter with a score head to start from; ``None`` for a new adapter of the policy's shape and a
+            head of 0, so that all initial values are 0.
 
     Raises:
         ConfigError: As ``attach_scorer``.
@@ -80,6 +81,7 @@ def add_critic(model: Any, folder: Path | None = None) -> AdapterScorer:
     else:
         with without_old_name():
             model.add_adapter(CRITIC, copy.deepcopy(model.peft_config[model.active_adapter]))
+    # PEFT adds further adapters frozen.
     for name, parameter in model.named_parameters():
         if f".{CRITIC}." in name:
             parameter.requires_grad_(True)
@@ -90,8 +92,8 @@ def add_reward(model: Any, folder: Path) -> AdapterScorer:
     """Add a saved reward model to a model as a frozen adapter.
 
     Args:
-        model: A PEFT model.
-        folder: Of the adapter, with its head.
+        model: PEFT model whose active adapter is that of the policy.
+        folder: Saved adapter with a score head.
 
     Raises:
         ConfigError: As ``attach_scorer``.
@@ -107,11 +109,11 @@ def drop_scorers(model: Any) -> None:
 
 @contextmanager
 def role(model: Any, name: Role) -> Iterator[None]:
-    """Activate one of the four roles of a PEFT model with several adapters in the context.
+    """Context in which one of the four roles of a PEFT model with several adapters is active.
 
-    Afterwards the previous adapter is active again, and ``requires_grad`` of all parameters is restored, because PEFT's
-    ``set_adapter`` freezes all others. As ``reference``, all adapters are disabled; ``reference`` and ``reward`` are in
-    evaluation mode without gradients.
+    It restores the active adapter and ``requires_grad`` of all parameters, because PEFT's ``set_adapter`` freezes all
+    other adapters. In ``reference``, all adapters are disabled; ``reference`` and ``reward`` run in evaluation mode
+    without gradients.
 
     Source: ``tests/models/adapters/test_roles.py``.
     """
@@ -121,6 +123,7 @@ def role(model: Any, name: Role) -> Iterator[None]:
         return
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     before = model.active_adapter
+    # Exactly one adapter is neither critic nor reward model.
     (policy,) = (adapter for adapter in model.peft_config if adapter not in (CRITIC, REWARD))
     try:
         _switch(model, {"policy": policy, "critic": CRITIC, "reward": REWARD}[name], flags)
@@ -134,6 +137,7 @@ def role(model: Any, name: Role) -> Iterator[None]:
 
 
 def _switch(model: Any, adapter: str, flags: list[tuple[nn.Parameter, bool]]) -> None:
+    # set_adapter walks all modules, so it is called only if needed.
     if model.active_adapter != adapter:
         model.set_adapter(adapter)
         for parameter, flag in flags:

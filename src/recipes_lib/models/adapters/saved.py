@@ -24,8 +24,8 @@ ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 
 TaskType = Literal["CAUSAL_LM", "SEQ_CLS"]
 
-TAKEN_OUT_OF_WEIGHTS: Final = ("pissa", "olora")
-"""Beginnings of the inits that leave the base without what they put into the adapter."""
+TAKEN_OUT_OF_WEIGHTS: Final = ("pissa", "olora", "corda", "lora_ga", "loftq")
+"""Prefixes of ``init_lora_weights`` that change the base weights, mostly by subtracting the initial adapter."""
 
 _BASE = ".base_layer."
 
@@ -33,8 +33,12 @@ _BASE = ".base_layer."
 def find_adapter(name: str, revision: str | None = None) -> Path | None:
     """Return the folder of a saved adapter, downloaded from the Hub if necessary; ``None`` if ``name`` is no adapter.
 
+    Args:
+        name: Folder or Hub id.
+        revision: Commit, tag or branch on the Hub.
+
     Raises:
-        ConfigError: It is on the Hub, and cannot be fetched.
+        ConfigError: It cannot be downloaded from the Hub.
     """
     with explained("model_name_or_path", name):
         if not has_file(name, ADAPTER_CONFIG, revision=revision):
@@ -52,10 +56,10 @@ class Base(NamedTuple):
 
 
 def read_base(folder: Path) -> Base:
-    """Return the base model of an adapter from its configuration.
+    """Return the base model of a saved adapter from its configuration.
 
     Raises:
-        ConfigError: The configuration cannot be read, or names no base.
+        ConfigError: The configuration cannot be read, or names no base model.
     """
     with explained("model_name_or_path", str(folder)):
         settings = PeftConfig.from_pretrained(str(folder))
@@ -68,16 +72,16 @@ def read_base(folder: Path) -> Base:
 def find_shareable(
     name: str, revision: str | None, base: PreTrainedConfig, *, is_quantized: bool
 ) -> tuple[Path | None, str]:
-    """Find a saved reward model that can be loaded as an adapter on the weights of another model.
+    """Find a saved reward model that can be loaded as an adapter of an already loaded base model.
 
     Args:
         name: Folder or Hub id of the reward model.
-        revision: Of a Hub model.
-        base: Configuration of the other model, as it was loaded.
-        is_quantized: Whether that is in a few bits; a reward model's scale was measured without.
+        revision: Commit, tag or branch on the Hub.
+        base: Configuration of the loaded base model.
+        is_quantized: Whether the loaded base model is quantised; reward statistics are measured without quantisation.
 
     Returns:
-        Its folder, or ``None``; and in words why not.
+        Folder of the adapter and an empty string; or ``None`` and the reason.
 
     Raises:
         ConfigError: As ``find_adapter``.
@@ -88,31 +92,34 @@ def find_shareable(
     saved = PeftConfig.from_pretrained(str(folder))
     reasons = [found for found, _ in (*check_saved(saved, folder, "SEQ_CLS"), *check_base(saved, base))]
     if is_quantized:
-        reasons.append("was measured on weights that are not quantised, and the policy's are")
+        reasons.append("has statistics of unquantised weights, and the policy is quantised")
     if others := set(getattr(saved, "modules_to_save", None) or ()) - {"score", "classifier"}:
-        reasons.append(f"brings a whole {min(others)} of its own")
+        reasons.append(f"has a fully trained {min(others)}")
     return (None, f"{name} {reasons[0]}") if reasons else (folder, "")
 
 
 def name_in_file(name: str) -> str:
-    """Return the name of an adapter parameter in PEFT's file, without the adapter name.
+    """Return the name of an adapter parameter in PEFT's file, which has no adapter name.
+
+    Args:
+        name: Name of the parameter in the PEFT model, with the adapter name ``default``.
 
     Source: PEFT's ``get_peft_model_state_dict``; ``tests/models/adapters/test_saved.py``.
     """
     plain = name.replace(".modules_to_save.default.", ".").replace(".default.", ".").removesuffix(".default")
-    # DoRA's magnitudes are a module with one weight in the model, and a tensor in the file.
+    # The magnitude of DoRA is a module with a weight in the model, and a tensor in the file.
     return plain.removesuffix(".weight") if plain.endswith(".lora_magnitude_vector.weight") else plain
 
 
 def restate_for_original_base(folder: Path, initial_factors: dict[str, Tensor]) -> None:
     """Convert a saved ``pissa`` or ``olora`` adapter so that it fits the original base weights.
 
-    The base lost ``s B0 A0`` and gained ``s B A``: together ``s [B, -B0] [A; A0]``, an adapter of twice the rank at the
-    same scale ``s``. Unlike PEFT's own conversion, it keeps DoRA's magnitudes and the fully trained modules.
+    The trained model is ``W - s B0 A0 + s B A = W + s [B, -B0] [A; A0]``, an adapter of twice the rank with the same
+    scale ``s``. Unlike PEFT's conversion, this one keeps DoRA's magnitudes and fully trained modules.
 
     Args:
-        folder: Of the saved adapter.
-        initial_factors: ``A0`` and ``B0`` by their names in the file, as ``add_adapter`` left them on the model.
+        folder: Folder of the saved adapter, changed in place.
+        initial_factors: ``A0`` and ``B0`` by their names in the file, from the model's ``initial_factors``.
 
     Source: PEFT's ``LoraModel.subtract_mutated_init``; ``tests/models/adapters/test_lora.py``.
     """
@@ -123,29 +130,33 @@ def restate_for_original_base(folder: Path, initial_factors: dict[str, Tensor]) 
     save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     settings = LoraConfig.from_pretrained(str(folder))
     settings.r *= 2
+    # The scale is alpha / r, or alpha / sqrt(r) for rsLoRA.
     settings.lora_alpha *= 2**0.5 if settings.use_rslora else 2
     settings.init_lora_weights = True
     settings.save_pretrained(str(folder))
 
 
 def check_saved(saved: PeftConfig, folder: Path, task_type: str) -> Iterator[tuple[str, str]]:
-    """Return problem and remedy if a saved adapter cannot be loaded on any model."""
+    """Yield problem and remedy for each reason why a saved adapter cannot be loaded on any model."""
     if saved.peft_type != "LORA":
         yield f"is a {saved.peft_type} adapter", "name a LoRA adapter"
         return
     if not (folder / ADAPTER_WEIGHTS).is_file():
         yield f"has no {ADAPTER_WEIGHTS}", "pickled weights could run code: convert them where you trust them"
-    if saved.task_type != task_type:
-        yield f"was trained for {saved.task_type}, and this is {task_type}", "merge it first: `recipes merge`"
+    # Without a task, as by LoraConfig's default, the adapter fits any.
+    if saved.task_type not in (None, task_type):
+        yield f"was trained for {saved.task_type}, not {task_type}", "merge it with PEFT first"
     if saved.bias != "none":
-        yield "trains biases of the base, which stay when it is switched off", "name an adapter with bias: none"
+        yield "trains biases of the base, which stay changed when it is disabled", "name an adapter with bias: none"
     if has_such_an_init(saved):
-        found = f"fits a base that {saved.init_lora_weights} had taken it out of, and that no file holds"
+        found = f"belongs to base weights changed by {saved.init_lora_weights}, which no file contains"
         yield found, "name the output directory of its run, not a checkpoint"
+    if saved.layer_replication:
+        yield "replicates layers of the base, which stay when it is disabled", "merge it with PEFT first"
 
 
 def check_base(saved: PeftConfig, base: PreTrainedConfig) -> Iterator[tuple[str, str]]:
-    """Return problem and remedy if the base differs from the one that the adapter was trained on."""
+    """Yield problem and remedy if the base model differs from the one that the adapter was trained on."""
     wanted, given = saved.base_model_name_or_path, str(base.name_or_path)
     if wanted is None:
         return
@@ -153,6 +164,7 @@ def check_base(saved: PeftConfig, base: PreTrainedConfig) -> Iterator[tuple[str,
         remedy = f"name that one, or write {given} into its {ADAPTER_CONFIG} if they are the same"
         yield f"was trained on {wanted}, and the model is {given}", remedy
         return
+    # Branches and tags may move, so only full commit hashes are compared.
     commits = [saved.revision or "", read_commit(base) or ""]
     if commits[0] != commits[1] and all(re.fullmatch(r"[0-9a-f]{40}", commit) for commit in commits):
         yield (
@@ -162,12 +174,12 @@ def check_base(saved: PeftConfig, base: PreTrainedConfig) -> Iterator[tuple[str,
 
 
 def has_such_an_init(settings: PeftConfig) -> bool:
-    """Return whether the adapter's initialisation took a part of the base weights."""
+    """Return whether the adapter's initialisation changed the base weights."""
     return str(settings.init_lora_weights).startswith(TAKEN_OUT_OF_WEIGHTS)
 
 
 def read_such_an_init(folder: Path) -> str | None:
-    """Return the initialisation of a saved adapter if no file has the matching base; else ``None``."""
+    """Return the initialisation of a saved adapter if it changed the base weights; otherwise ``None``."""
     settings = PeftConfig.from_pretrained(str(folder))
     return str(settings.init_lora_weights) if has_such_an_init(settings) else None
 
@@ -179,17 +191,17 @@ def read_commit(config: PreTrainedConfig) -> str | None:
 
 @torch.no_grad()
 def iterate_weights(model: Any, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight once, under its name without an adapter, with the active adapter merged.
+    """Yield name and value of each weight with the active adapter merged, under its name without an adapter.
 
-    One layer at a time is merged, and its original bits are restored afterwards: PEFT's ``unmerge`` subtracts, which
-    would leave rounding errors in weights that the reference shares.
+    Layers are merged one at a time, and their original weights are restored exactly: PEFT's ``unmerge`` subtracts,
+    which would leave rounding errors in weights that the reference model shares.
 
     Args:
-        model: A model, or a PEFT model of low rank around it.
-        names: Of those parameters of the model below the adapter that are wanted; ``None``: all.
+        model: Model with or without LoRA adapters.
+        names: Names of the parameters to yield, in the model inside the PEFT wrapper; ``None`` for all.
 
     Raises:
-        ValueError: The adapter lies on bare tensors or trains modules whole, which have other names then.
+        ValueError: The adapter is on bare parameters, or has fully trained modules, whose names differ.
 
     Source: ``trl.generation.VLLMGeneration``; ``tests/models/adapters/test_merged_weights.py``.
     """
@@ -202,6 +214,7 @@ def iterate_weights(model: Any, names: Collection[str] | None = None) -> Iterato
             yield name.replace(_BASE, "."), parameter.detach()
             continue
         layer = layers[owner]
+        # Merged in place, copied, and restored from a copy before the next layer.
         before = parameter.detach().clone()
         layer.merge()
         merged = parameter.detach().clone()
@@ -214,10 +227,11 @@ def _base_parameters(model: Any) -> Iterator[tuple[str, Any]]:
     base = unwrap_adapter(model)
     for module in base.modules():
         is_layer = not hasattr(module, "base_layer") or hasattr(module.base_layer, "weight")
-        if hasattr(module, "modules_to_save") or not is_layer:
+        if hasattr(module, "modules_to_save") or hasattr(module, "token_adapter") or not is_layer:
             raise ValueError(
-                "an adapter on bare tensors, or on modules trained whole, is not added to weights one by one"
+                "an adapter on bare parameters, or with fully trained modules or tokens, is not merged weight by weight"
             )
+    # Below an adapted layer, only the parameters of base_layer belong to the model.
     adapted = tuple(f"{name}." for name, module in base.named_modules() if hasattr(module, "base_layer"))
     for name, parameter in base.named_parameters():
         if _BASE in name or not name.startswith(adapted):

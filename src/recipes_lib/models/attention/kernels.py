@@ -29,8 +29,8 @@ from recipes_lib.models.parallel.context_parallel import (
 )
 
 Layout = Literal["rows", "flat"]
-"""``rows``: documents share the rows of a ``(B, L)`` batch, separated by positions that restart. ``flat``: all in one
-row, with ``cu_seq_lens_q``, ``cu_seq_lens_k`` (``int32``), ``max_length_q`` and ``max_length_k`` beside it."""
+"""``rows``: documents in the rows of a ``(B, L)`` batch, separated by restarting positions. ``flat``: all documents in
+one row, with ``cu_seq_lens_q``, ``cu_seq_lens_k`` (``int32``), ``max_length_q`` and ``max_length_k``."""
 
 LAYOUTS: Final[dict[str, Layout]] = {
     "sdpa": "rows",
@@ -42,8 +42,8 @@ LAYOUTS: Final[dict[str, Layout]] = {
     "kernels-community/vllm-flash-attn3": "flat",
     "varlen": "flat",
 }
-"""Every ``attn_implementation``, with the layout of the batch in which it isolates documents. Those of
-``kernels-community`` come from the Hub, at the versions of transformers' ``FLASH_ATTN_KERNEL_VERSIONS``."""
+"""``attn_implementation`` -> batch layout in which it isolates documents. Kernels of ``kernels-community`` come from
+the Hub, at the versions of transformers' ``FLASH_ATTN_KERNEL_VERSIONS``."""
 
 _HUB: Final = "kernels-community/"
 FLASH_IS_INSTALLED: Final = {
@@ -52,7 +52,7 @@ FLASH_IS_INSTALLED: Final = {
     **dict.fromkeys((name for name in LAYOUTS if name.startswith(_HUB)), is_kernels_available),
 }
 FASTEST: Final = ("flash_attention_3", "flash_attention_2", "varlen")
-"""Attention of packed rows on CUDA, the fastest first. Binaries of the Hub are run only where a recipe names them."""
+"""Kernels for packed rows on CUDA, the fastest first. Binaries from the Hub run only if a recipe names them."""
 ISOLATING_LAYERS: Final = {"full_attention", "sliding_attention"}
 
 
@@ -63,7 +63,7 @@ class AttentionChoice:
     implementation: str
     layout: Layout
     context: ContextParallelGroup | None = None
-    """The processes that share rows; ``None``: each has whole ones."""
+    """Context-parallel group; ``None`` without context parallelism."""
 
 
 def choose_attention(
@@ -78,15 +78,15 @@ def choose_attention(
     """Choose the kernel of a run: ``choose_kernel`` for its model, device and precision.
 
     Args:
-        config: Which kernel was asked for.
-        model_config: Of the model.
-        args: Of the trainer.
-        packing: Whether documents share a row.
-        flattens: As for ``choose_kernel``.
-        context: The processes that share rows; they need the attention that reaches over them.
+        config: Requested kernel and dtype.
+        model_config: Configuration of the model.
+        args: Training arguments, for device and precision.
+        packing: Whether several documents share a row.
+        flattens: Whether the collator can flatten rows of one document (``choose_kernel``).
+        context: Context-parallel group, which needs its own kernel.
 
     Raises:
-        ConfigError: As ``choose_kernel`` and ``verify_context_parallel``; rows are shared on GPUs in float32.
+        ConfigError: As ``choose_kernel`` and ``verify_context_parallel``; or context parallelism on GPUs in float32.
     """
     halves = {"bfloat16": torch.bfloat16, "float16": torch.float16}
     is_bf16 = args.bf16 or args.mixed_precision == "fp8"
@@ -95,7 +95,7 @@ def choose_attention(
     )
     if context is not None:
         if args.device.type == "cuda" and compute_dtype == torch.float32:
-            found = "on a GPU the attention of rows that are shared needs bf16 or fp16"
+            found = "on GPUs, context parallelism needs bf16 or fp16"
             raise ConfigError(Problem("launch", found, "use a launch file with `mixed_precision: bf16`"))
         verify_context_parallel(model_config, context.size, by_heads=context.by_heads)
         register_context_parallel(context)
@@ -122,23 +122,23 @@ def choose_kernel(
     """Choose the attention kernel: the requested one if it is supported, otherwise the fastest supported one.
 
     Args:
-        config: The model's configuration.
-        requested: ``attn_implementation`` as the user gave it.
-        device: Where the model will run.
-        compute_dtype: Precision of its matrix products.
-        packing: Whether documents share a row.
-        flattens: Whether the collator lays rows of one document out as packed ones where the kernel takes those: there
-            is no padding then, and transformers does not search the positions for documents, for which the host waits.
+        config: Configuration of the model.
+        requested: ``attn_implementation`` of the recipe; ``None`` for the default.
+        device: Device of the model.
+        compute_dtype: Dtype of matrix products.
+        packing: Whether several documents share a row.
+        flattens: Whether the collator flattens rows of one document for kernels with the layout ``flat``, which avoids
+            padding and the search for documents in the positions, which synchronises with the host.
 
     Raises:
-        ConfigError: The kernel is unknown, not installed or not for this model, or ``packing`` would let documents of
-            this model see each other.
+        ConfigError: The kernel is unknown, not installed or unsupported for this model, or this model does not isolate
+            packed documents.
     """
     config = config.get_text_config()
     mixing = _packing_problems(config)
     problems = mixing if packing else []
-    # Only on CUDA and for packed rows are other kernels faster than sdpa. FlashAttention 3 needs Hopper; the flash-attn
-    # package and torch's own variable-length attention are both FlashAttention 2.
+    # Other kernels are faster than sdpa only for packed rows on CUDA. FlashAttention 3 needs Hopper; the flash-attn
+    # package and torch's variable-length attention both are FlashAttention 2.
     is_packed = packing or (flattens and not mixing)
     fast = FASTEST if is_packed and device.type == "cuda" else ()
     default = [*fast, "sdpa", "eager"]
@@ -159,7 +159,7 @@ def choose_kernel(
 
 
 def find_refusals(config: PreTrainedConfig, device: torch.device, compute_dtype: torch.dtype) -> dict[str, str | None]:
-    """Return why each kernel cannot be used, as a clause that follows its name; ``None`` if it can."""
+    """Return for each kernel the reason why it cannot be used, as a clause after its name; ``None`` if it can."""
     return {name: _refusal(name, config, device, compute_dtype) for name in LAYOUTS}
 
 
@@ -169,10 +169,10 @@ def explain_choice(
     """Return the kernel name, and on CUDA why faster kernels for packed rows are not used.
 
     Args:
-        implementation: What the model runs.
-        config: The model's.
-        device: Where it runs.
-        compute_dtype: Of its products.
+        implementation: Kernel of the model.
+        config: Configuration of the model.
+        device: Device of the model.
+        compute_dtype: Dtype of matrix products.
     """
     names = [] if device.type != "cuda" or implementation.startswith(_HUB) else list(FASTEST)
     faster = names[: names.index(implementation)] if implementation in names else names
@@ -182,20 +182,20 @@ def explain_choice(
 
 
 def _packing_problems(config: PreTrainedConfig) -> list[Problem]:
-    """Reasons why packed documents would not be isolated, according to the configuration."""
+    """Return the reasons why packed documents would not be isolated, according to the configuration."""
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     mixing = sorted(set(getattr(config, "layer_types", None) or ()) - ISOLATING_LAYERS)
     if getattr(model_class, "_is_stateful", False) or mixing:
-        reason = f"has {', '.join(mixing) or 'recurrent'} layers, which are not known to keep documents apart"
+        reason = f"has {', '.join(mixing) or 'recurrent'} layers, which are not known to isolate documents"
     elif getattr(config, "alibi", False) or not _takes_position_ids(model_class):
-        reason = "takes no position_ids, so it cannot tell where a document starts"
+        reason = "takes no position_ids, so that documents cannot be separated"
     else:
         return []
     return [Problem("packing", f"a {config.model_type} model {reason}", "set packing: false")]
 
 
 def _takes_position_ids(model_class: Any) -> bool:
-    # A model with its own code is tested by running it, in prove_isolation.
+    # Models with code from the Hub are tested by ``prove_isolation``.
     return model_class is None or "position_ids" in inspect.signature(model_class.forward).parameters
 
 
@@ -205,11 +205,12 @@ def _refusal(name: str, config: PreTrainedConfig, device: torch.device, compute_
     has_dropout = any(getattr(config, key, 0.0) for key in ("attention_dropout", "attn_pdrop"))
     has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
     needs_half = is_flash or (is_varlen and is_cuda)
+    # FlashAttention 3 is for Hopper, FlashAttention 2 for Ampere and later.
     least = (9, 0) if name.endswith("3") else (8, 0)
-    # A launch can be planned on a machine without a GPU.
+    # Without a GPU, as when planning a launch, the capability is assumed to suffice.
     capability = torch.cuda.get_device_capability(device) if is_cuda and torch.cuda.is_available() else least
-    is_hubs = name.startswith(_HUB)
-    absent = f"needs the package kernels, {KERNELS_MIN_VERSION} or later" if is_hubs else "is not installed"
+    is_from_hub = name.startswith(_HUB)
+    absent = f"needs the package kernels, {KERNELS_MIN_VERSION} or later" if is_from_hub else "is not installed"
     reasons = {
         "runs on CUDA devices only": is_flash and not is_cuda,
         f"needs a GPU of compute capability {least[0]}.{least[1]}": needs_half and is_cuda and capability < least,
@@ -229,29 +230,30 @@ def _is_supported(name: str, config: PreTrainedConfig) -> bool:
     answers: dict[str, bool] = {
         "eager": True,
         "sdpa": model_class._supports_sdpa,
-        # It computes the same as sdpa, through transformers' attention interface.
+        # Equivalent to sdpa, through transformers' attention interface.
         "varlen": model_class._supports_sdpa and model_class._supports_attention_backend,
     }
     return answers.get(name, bool(model_class._supports_flash_attn))
 
 
 def prove_isolation(model: Any, layout: Layout) -> None:
-    """Run two packed documents through the model and verify that neither attends to the other.
+    """Verify by forward passes that two packed documents do not attend to each other.
 
-    Each must have the same logits as alone, and changing one must not change the other's. For a reward model, whose
-    logits are those of one token, hidden states are compared. A few forward passes over sixteen tokens; for sharded
-    weights every process must call.
+    Each must have the same logits as alone, and changing one must not change those of the other. For reward models,
+    hidden states are compared, since they have logits at one token only. Costs a few forward passes over 16 tokens;
+    with sharded weights, this is a collective that every process must enter.
 
     Args:
-        model: The model as it will be trained; mode and random state are left alone.
-        layout: How its batches are laid out.
+        model: Model as it will be trained; mode and random state are restored.
+        layout: Layout of its batches.
 
     Raises:
-        ConfigError: The documents see each other, or the model cannot run on a packed batch at all.
+        ConfigError: The documents are not isolated, or the model fails on a packed batch.
 
-    Source: ``tests/models/attention/test_kernels.py`` shows leaks found and isolation proved.
+    Source: ``tests/models/attention/test_kernels.py``, for models with and without leaks.
     """
     device = find_device(model)
+    # Different lengths, so that a swapped or shifted boundary changes results.
     lengths = (7, 9)
     documents = [torch.arange(2, 2 + length, device=device) for length in lengths]
     changed = [document + 9 for document in documents]
@@ -268,14 +270,13 @@ def prove_isolation(model: Any, layout: Layout) -> None:
         remedy = "set packing: false, or another attn_implementation"
         raise ConfigError(Problem("packing", f"this model fails on a packed batch: {error}", remedy)) from error
     scale = max(states.abs().max().item() for states in alone)
-    # Compared with the document alone, kernels and shapes may differ, so the tolerance is larger. With another document
-    # in the row, only that document differs, and only mixtures of experts change by rounding, when it is routed
-    # elsewhere.
+    # Compared with the document alone, kernels and shapes may differ: the tolerance is larger. Beside a changed
+    # document, only mixtures of experts differ by rounding, since the tokens of an expert change.
     for others, tolerance in ((alone, scale * max(1e-4, 4 * eps)), (beside_another, scale * 4 * eps)):
         difference = max((one - other).abs().max().item() for one, other in zip(together, others, strict=True))
         if not difference <= tolerance:
-            kept = "hidden states" if _is_scorer(model) else "logits"
-            found = f"a document does not keep its {kept} beside another: one moves by {difference:.2g}"
+            outputs = "hidden states" if _is_scorer(model) else "logits"
+            found = f"a document does not keep its {outputs} beside another: one moves by {difference:.2g}"
             raise ConfigError(Problem("packing", found, "set packing: false, or another attn_implementation"))
 
 
@@ -284,7 +285,7 @@ def _is_scorer(model: Any) -> bool:
 
 
 def _run_packed(model: Any, documents: Sequence[Tensor], layout: Layout) -> list[Tensor]:
-    """Logits ``(T, V)`` of each document, packed in one row; for a reward model, hidden states ``(T, H)``."""
+    """Return the logits of each document in one packed row, ``(T, V)``; for a reward model hidden states ``(T, D)``."""
     lengths = [len(document) for document in documents]
     device = documents[0].device
     inputs: dict[str, Any] = {

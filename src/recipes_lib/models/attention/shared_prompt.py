@@ -15,16 +15,16 @@ from recipes_lib.models.attention.kernels import choose_kernel
 from recipes_lib.models.inference import evaluating, find_device, find_rounding_error, kernel_precision
 
 TAKES_A_MASK: Final = ("sdpa", "eager")
-"""Every ``attn_implementation`` that goes by whatever mask it is given."""
+"""Kernels that take a four-dimensional mask."""
 
 TAKES_BOUNDS: Final = ("varlen",)
-"""Every one that goes by where each part of a pair begins."""
+"""Kernels that take the bounds of the parts of a pair."""
 
 _COUNTS_PLACES: Final = {"gpt_neo"}
-"""Models whose own masks, cut out by place and not by position, apply besides the one given."""
+"""Model types that also apply a mask of their own, by index in the row rather than by position."""
 
 _Answer = tuple[int, int]
-"""Number of the pair and of the branch."""
+"""Index of the pair and of the branch: 0 the prompt, 1 the chosen answer, 2 the rejected answer."""
 
 _CHANGES: Final[tuple[set[_Answer], ...]] = (
     {(0, 1), (1, 1)},
@@ -32,59 +32,60 @@ _CHANGES: Final[tuple[set[_Answer], ...]] = (
     {(0, 0), (0, 1), (0, 2)},
     {(1, 0), (1, 1), (1, 2)},
 )
-"""Parts of two pairs that are changed together: either kind of answer, either pair."""
+"""Parts of two pairs that the verification changes together: one kind of answer, or a whole pair."""
 
 
 def build_shared_prompt_mask(pair_ids: Tensor, branch_ids: Tensor, implementation: str) -> Tensor:
-    """Attention mask of pairs: a token attends to earlier tokens of its own prompt and its own answer.
+    """Build the attention mask of pairs: a token attends to earlier tokens of its prompt and of its answer.
 
     Args:
-        pair_ids: ``int64 (R, L)``: the pair of each token, -1 in padding.
-        branch_ids: ``int64 (R, L)``: 0 in a prompt, which comes before its answers, 1 in the chosen answer, 2 in the
-            rejected one, -1 in padding.
+        pair_ids: Index of the pair of each token, -1 in padding; ``int64 (R, L)``.
+        branch_ids: 0 in a prompt, which precedes its answers, 1 in the chosen answer, 2 in the rejected one, -1 in
+            padding; ``int64 (R, L)``.
         implementation: ``sdpa`` or ``eager``.
 
     Returns:
-        ``(R, 1, L, L)``, queries by keys, as ``attention_mask`` of the model. For ``sdpa`` ``bool``, True where a token
-        may attend. For ``eager``, which adds its mask to the scores, ``float32``: 0 where it may, the lowest number
-        where it may not. Every token attends to itself, padding to padding.
+        ``attention_mask`` of the model, ``(R, 1, L, L)``, queries by keys. For ``sdpa`` ``bool``, True where a query
+        attends to a key. For ``eager``, which adds the mask to the scores, ``float32``: 0 where it attends, the lowest
+        number elsewhere. Every token attends to itself, padding to padding.
 
-    Source: transformers' ``masking_utils._preprocess_mask_arguments`` passes a mask of four dimensions on as it is;
+    Source: transformers' ``masking_utils._preprocess_mask_arguments``, which keeps a four-dimensional mask;
     ``tests/models/attention/test_shared_prompt.py``.
     """
     assert implementation in TAKES_A_MASK
     is_earlier = torch.ones(pair_ids.shape[1], pair_ids.shape[1], dtype=torch.bool, device=pair_ids.device).tril()
     is_same_pair = pair_ids[:, :, None] == pair_ids[:, None, :]
-    is_on_the_way = (branch_ids[:, None, :] == 0) | (branch_ids[:, :, None] == branch_ids[:, None, :])
-    mask = (is_earlier & is_same_pair & is_on_the_way)[:, None]
+    # A key is in the prompt, or in the same branch as the query: (R, L, L).
+    is_own_branch = (branch_ids[:, None, :] == 0) | (branch_ids[:, :, None] == branch_ids[:, None, :])
+    mask = (is_earlier & is_same_pair & is_own_branch)[:, None]
     if implementation == "sdpa":
         return mask
     return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, torch.finfo(torch.float32).min)
 
 
 def build_shared_prompt_bounds(lengths: Tensor) -> dict[str, Tensor | int]:
-    """Sequence bounds of pairs, for kernels that use bounds instead of a mask.
+    """Build the sequence bounds of pairs for variable-length kernels.
 
-    A prompt with its chosen answer is one part, which attends to itself. The rejected answer is the other part, which
-    attends to the prompt, and then to itself.
+    The prompt with the chosen answer is one part, which attends to itself. The rejected answer is the other part, which
+    attends to the prompt and to itself.
 
     Args:
-        lengths: ``int64 (P, 3)``: tokens of each prompt, chosen answer and rejected answer, all of which stand behind
-            each other in one row.
+        lengths: Tokens of each prompt, chosen answer and rejected answer, which are concatenated in one row;
+            ``int64 (P, 3)``.
 
     Returns:
-        ``cu_seq_lens_q``, ``int32 (2P + 1,)``: where the parts begin and end in the row; ``cu_seq_lens_k``, the same in
-        their keys laid end to end; ``max_length_q`` and ``max_length_k``, int; ``shared_prompt_index``, ``int64 (K,)``:
-        the place in the row of each key.
+        ``cu_seq_lens_q``, ``int32 (2P + 1,)``, the bounds of the parts in the row; ``cu_seq_lens_k``, the bounds of
+        their keys when concatenated; ``max_length_q`` and ``max_length_k``, int; ``shared_prompt_index``,
+        ``int64 (K,)``, the index in the row of each key.
     """
     prompts, chosen, rejected = lengths.unbind(dim=1)
-    # Queries of the two parts of each pair, (2P,): prompt with chosen answer, rejected answer.
+    # Numbers of queries and keys of the two parts of each pair, (2P,): prompt with chosen answer, rejected answer.
     parts = torch.stack([prompts + chosen, rejected], dim=1).flatten()
     keys = torch.stack([prompts + chosen, prompts + rejected], dim=1).flatten()
-    # Number of each key in its own part: 0, 1, ... from the prompt on.
+    # Index of each key in its part, from 0 at the start of the prompt: (K,).
     places = torch.arange(int(keys.sum())) - (keys.cumsum(0) - keys).repeat_interleave(keys)
     starts = (lengths.sum(dim=1).cumsum(0) - lengths.sum(dim=1)).repeat_interleave(2).repeat_interleave(keys)
-    # The chosen answer is between a prompt and its rejected answer.
+    # In the row, the chosen answer is between a prompt and its rejected answer, whose keys skip it.
     is_behind = places >= prompts.repeat_interleave(2).repeat_interleave(keys)
     skipped = torch.stack([torch.zeros_like(chosen), chosen], dim=1).flatten().repeat_interleave(keys)
     return {
@@ -100,22 +101,22 @@ def supports_shared_prompt(config: PreTrainedConfig, implementation: str, *, max
     """Return why a model does not support shared prompts, according to its configuration; else ``None``.
 
     Args:
-        config: The model's configuration.
-        implementation: The attention kernel.
-        max_length: Tokens of the longest prompt with one answer.
+        config: Configuration of the model.
+        implementation: Attention kernel.
+        max_length: Maximum length of a prompt with one answer in tokens.
     """
     config = config.get_text_config()
     if implementation not in (*TAKES_A_MASK, *TAKES_BOUNDS):
-        return f"attn_implementation: {implementation} takes no mask, only where documents begin"
+        return f"attn_implementation: {implementation} takes no mask, only document bounds"
     try:
-        # Reasons against packing are also reasons against shared prompts.
+        # Models that do not isolate packed documents do not isolate answers either.
         choose_kernel(config, "eager", device=torch.device("cpu"), compute_dtype=torch.float32, packing=True)
     except ConfigError as error:
         return error.problems[0].found
     if implementation in TAKES_BOUNDS:
         return None
     if config.model_type in _COUNTS_PLACES:
-        return f"a {config.model_type} model counts places in the row, where a rejected answer is behind the chosen one"
+        return f"a {config.model_type} model masks by index in the row, where a rejected answer follows the chosen one"
     # A four-dimensional mask replaces the model's own mask, and so its sliding window.
     layer_types = getattr(config, "layer_types", None)
     has_window = not layer_types or "sliding_attention" in layer_types
@@ -126,17 +127,17 @@ def supports_shared_prompt(config: PreTrainedConfig, implementation: str, *, max
 
 
 def prove_shared_prompt(model: Any) -> str | None:
-    """Return why a model does not support shared prompts, found by running it; ``None`` if the results are equal.
+    """Return why a model does not support shared prompts, according to forward passes; ``None`` if it does.
 
     Two pairs in one row must have the same hidden states as each prompt with each answer alone, and changing an answer
-    must not change any other state. A few forward passes over thirty tokens; for sharded weights every process must
-    call.
+    must not change any other state. Costs a few forward passes over 30 tokens; with sharded weights, this is a
+    collective that every process must enter.
 
     Args:
-        model: The model as it will be trained, for which ``supports_shared_prompt`` found nothing; mode and random
-            state are left alone.
+        model: Model as it will be trained, for which ``supports_shared_prompt`` returned ``None``; mode and random
+            state are restored.
 
-    Source: ``tests/models/attention/test_shared_prompt.py`` shows leaks found and equality proved.
+    Source: ``tests/models/attention/test_shared_prompt.py``, for models with and without leaks.
     """
     pairs = [
         [torch.arange(2, 8), torch.arange(20, 25), torch.arange(30, 37)],
@@ -155,8 +156,7 @@ def prove_shared_prompt(model: Any) -> str | None:
     except (RuntimeError, TypeError, ValueError) as error:
         return f"this model fails on a row with shared prompts: {error}"
     scale = max(states.abs().max().item() for states in alone.values())
-    # As in prove_isolation: compared with rows alone, kernels and shapes may differ; otherwise only the changed part
-    # does.
+    # Tolerances as in prove_isolation: kernels and shapes may differ from those of rows alone.
     for others, tolerance in ((alone, max(1e-4, 4 * eps)), *((others, 4 * eps) for others in beside_another)):
         difference = max((together[answer] - states).abs().max().item() for answer, states in others.items())
         if not difference <= scale * tolerance:
@@ -165,7 +165,7 @@ def prove_shared_prompt(model: Any) -> str | None:
 
 
 def _run_shared(model: Any, pairs: Sequence[Sequence[Tensor]]) -> dict[_Answer, Tensor]:
-    """Hidden states ``(T, H)`` of each prompt with each of its answers, all in one row."""
+    """Return the hidden states of each prompt with each of its answers, ``(T, D)``, from one row with all of them."""
     parts = [part for pair in pairs for part in pair]
     lengths = torch.tensor([len(part) for part in parts])
     numbers = torch.arange(len(parts)).repeat_interleave(lengths)
@@ -193,7 +193,7 @@ def _run_shared(model: Any, pairs: Sequence[Sequence[Tensor]]) -> dict[_Answer, 
 def _run_beside_another(
     model: Any, pairs: Sequence[Sequence[Tensor]], changed: Collection[_Answer]
 ) -> dict[_Answer, Tensor]:
-    """Hidden states of the answers that must not attend to the ``changed`` parts, after the change."""
+    """Return the hidden states of answers that do not attend to the ``changed`` parts, after the change."""
     others = [
         [part + 9 * ((pair, branch) in changed) for branch, part in enumerate(parts)]
         for pair, parts in enumerate(pairs)
@@ -203,7 +203,7 @@ def _run_beside_another(
 
 
 def _run(model: Any, ids: Tensor, **inputs: Tensor | int) -> Tensor:
-    """Hidden states ``(T, H)`` after the final norm."""
+    """Return the hidden states after the final norm, ``(T, D)``."""
     ids = ids.to(find_device(model)) % model.config.get_text_config().vocab_size
     outputs = model(input_ids=ids[None], use_cache=False, output_hidden_states=True, **inputs)
     states: Tensor = outputs.hidden_states[-1][0]

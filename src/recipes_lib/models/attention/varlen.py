@@ -1,4 +1,4 @@
-"""Variable-length attention over packed documents, by torch's flash attention."""
+"""Variable-length attention over packed documents, with torch's flash attention kernel."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def register_varlen() -> None:
     """Register ``attn_implementation="varlen"`` with transformers.
 
     A batch of one row with ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k`` is computed per
-    document; on a CPU, where torch has no such kernel, by one sdpa call each. With ``shared_prompt_index``
-    (``build_shared_prompt_bounds``) documents are the parts of pairs, and an answer attends to its prompt before
-    itself. Everything else (padding, generation) is computed as with ``sdpa``.
+    document; on a CPU, where torch has no such kernel, with one sdpa call per document. With ``shared_prompt_index``
+    (``build_shared_prompt_bounds``), the documents are the parts of pairs, and an answer also attends to its prompt.
+    Everything else, such as padded batches and generation, is computed by ``sdpa``.
 
     Source: ``torch.nn.attention.varlen.varlen_attn``; ``tests/models/attention/test_varlen.py``.
     """
@@ -34,11 +34,11 @@ def takes_empty_mask(implementation: str, *, is_flat: bool = True) -> bool:
     """Return whether an attention kernel treats an empty mask as causal attention within each document.
 
     With a four-dimensional mask, transformers does not search the positions for documents, which would synchronise host
-    and device in each forward pass. Other kernels get no mask.
+    and device in each forward pass. Kernels that would not ignore the mask are wrapped to drop it.
 
     Args:
-        implementation: Of the attention.
-        is_flat: Whether the lengths of documents come beside a row; or each row is one document.
+        implementation: Attention kernel.
+        is_flat: Whether document bounds are passed with the row; otherwise, each row is one document.
 
     Source: transformers ``masking_utils._preprocess_mask_arguments``; ``tests/models/attention/test_varlen.py``.
     """
@@ -48,7 +48,7 @@ def takes_empty_mask(implementation: str, *, is_flat: bool = True) -> bool:
         return False
     attend = ALL_ATTENTION_FUNCTIONS[implementation]
     if not getattr(attend, "drops_empty_mask", False):
-        # Some models name the mask, as Doge does.
+        # A named parameter, because some models, such as Doge, pass the mask by keyword.
         @functools.wraps(attend)
         def attend_without(
             module: torch.nn.Module,
@@ -69,7 +69,8 @@ def takes_empty_mask(implementation: str, *, is_flat: bool = True) -> bool:
 def _varlen_mask(
     *, batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **settings: Any
 ) -> Tensor | None:
-    """Return sdpa's mask, but for a packed row an empty mask: its sequence lengths are passed separately."""
+    """Return the mask of sdpa; for a packed row an empty mask, since its bounds are passed separately."""
+    # transformers disables the is_causal shortcut when it has found several documents in the positions.
     is_packed = not settings.get("allow_is_causal_skip", True) and not settings.get("use_vmap", False)
     if attention_mask is None and is_packed and batch_size == 1 and q_length == kv_length:
         return torch.empty(0, dtype=torch.bool, device=settings["device"])
@@ -90,14 +91,14 @@ def _varlen_attention(
     bounds: Tensor | None = settings.get("cu_seq_lens_q")
     is_packed = attention_mask is not None and attention_mask.numel() == 0
     if is_packed and bounds is None:
-        raise ValueError("attn_implementation: varlen needs cu_seq_lens_q beside a row of several documents")
+        raise ValueError("attn_implementation: varlen needs cu_seq_lens_q for a row of several documents")
     if bounds is None or not (is_packed or attention_mask is None):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
     if settings.get("dropout") or any(settings.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
         raise ValueError("attn_implementation: varlen has no dropout, softcap, sinks or position bias")
     # Under autocast, norms leave queries and keys in float32; values have the projection's dtype.
     states = (query.to(value.dtype), key.to(value.dtype), value)
-    # squeeze, not indexing: the backward pass of an index allocates and copies another tensor.
+    # (1, heads, T, D) to (T, heads, D). squeeze: the backward pass of an index would allocate and copy a tensor.
     query, key, value = (state.squeeze(0).transpose(0, 1) for state in states)
     if (index := settings.get("shared_prompt_index")) is not None:
         key, value = key[index], value[index]
@@ -109,21 +110,21 @@ def attend_documents(
 ) -> Tensor:
     """Causal attention within each packed document; ``(T, heads, D)``, as ``query``.
 
-    If a document has more keys than queries, their last tokens are aligned.
+    If a document has more keys than queries, its queries are its last tokens.
 
     Args:
-        query: ``(T, heads, D)``, document behind document.
-        key: ``(S, key-value heads, D)``.
-        value: As ``key``.
-        settings: ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k``; perhaps ``scaling``.
-        window: Keys that a query sees, its own among them; ``None``: all before it.
+        query: Queries of concatenated documents, ``(T, heads, D)``.
+        key: Keys, ``(S, key-value heads, D)``.
+        value: Values, ``(S, key-value heads, D)``.
+        settings: ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k``; optionally ``scaling``.
+        window: Number of keys that a query attends to, including its own position; ``None`` for all earlier ones.
 
-    Source: ``torch.nn.attention.varlen.varlen_attn``; on a CPU, where torch has none, one sdpa call a document.
+    Source: ``torch.nn.attention.varlen.varlen_attn``; on a CPU, where torch has none, one sdpa call per document.
     """
     options: dict[str, Any] = {"scale": settings.get("scaling"), "enable_gqa": query.shape[1] != key.shape[1]}
     if query.is_cuda:
         bounds = (settings[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
-        # Left and right of a query: keys before its own, which a window counts, and none after it.
+        # (left, right) numbers of keys beside the query's own position; -1 is unlimited.
         reach = (-1 if window is None else window - 1, 0)
         output = varlen_attn(query, key, value, *bounds, window_size=reach, **options)
         assert isinstance(output, Tensor)
@@ -133,9 +134,9 @@ def attend_documents(
     for parts in zip(*map(torch.split, (query, key, value), (num_queries, num_keys, num_keys)), strict=True):
         own, keys, values = (part.transpose(0, 1)[None] for part in parts)
         length, before, mask = own.shape[2], keys.shape[2] - own.shape[2], None
-        # is_causal aligns the first tokens, which is right only for as many keys as queries.
+        # is_causal aligns the first query with the first key: correct only for equal numbers.
         if before or (window is not None and window < length):
-            # The last query sees the last key; its window ends there.
+            # True where query i attends to key j: j <= i + before, and j > i + before - window.
             mask = torch.ones(length, before + length, dtype=torch.bool, device=own.device).tril(before)
             mask = mask if window is None else mask.triu(1 + before - window)
         output = functional.scaled_dot_product_attention(own, keys, values, mask, is_causal=mask is None, **options)

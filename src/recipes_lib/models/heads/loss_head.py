@@ -1,4 +1,4 @@
-"""Causal language models that return loss or token log-probabilities without full-batch logits."""
+"""Loss heads: causal language models that return loss or token log-probabilities without full-batch logits."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class LossHeadOutput(ModelOutput):
 
 @dataclass
 class TokenLogpsOutput(ModelOutput):
-    """Log-probabilities and statistics of the target tokens of a batch.
+    """Log-probabilities and statistics of ``N`` target tokens, as ``TokenLogps``.
 
     Attributes:
         logps: ``log p(target)`` in nats; ``float32 (N,)``, differentiable.
         is_top: Whether the target is the arg-max of its logits; ``bool (N,)``.
-        log_sum_sq_probs: ``log sum_v p(v)^2``; ``float32 (N,)``, without gradient; ``None`` unless asked for.
-        entropy: Of the distribution that the target is taken from, in nats; as ``log_sum_sq_probs``.
-        aux_loss: As in ``LossHeadOutput``.
+        log_sum_sq_probs: ``log sum_v p(v)^2``; ``float32 (N,)``, without gradient; ``None`` without statistics.
+        entropy: ``-sum_v p(v) log p(v)`` in nats; ``float32 (N,)``, without gradient; ``None`` without statistics.
+        aux_loss: Load-balancing loss, as in ``LossHeadOutput``.
     """
 
     logps: Tensor | None = None
@@ -68,11 +68,11 @@ class TokenLogpsOutput(ModelOutput):
 
 
 class HeadOutput(NamedTuple):
-    """Hidden states at some positions of a batch, or what a function of all of them and the output embedding returned.
+    """Result of ``states_at`` or ``head`` (``add_loss_head``).
 
     Attributes:
-        result: The states, ``(N, D)``, differentiable; or what it returned.
-        aux_loss: As in ``LossHeadOutput``.
+        result: Hidden states, ``(N, D)``, differentiable; or the return value of ``head``.
+        aux_loss: Load-balancing loss, as in ``LossHeadOutput``.
     """
 
     result: Any
@@ -80,40 +80,37 @@ class HeadOutput(NamedTuple):
 
 
 def add_loss_head(model: PreTrainedModel) -> None:
-    """Let ``model`` return a loss, log-probabilities, states or what a function makes of them, on demand.
+    """Extend the forward pass of ``model`` by calls that return a loss, log-probabilities or hidden states.
 
-    With any of the forms below, ``one_document_a_row=True`` says that no row holds several documents, padded at its end
-    at most: nothing is looked for in the positions. ``token_mask``, ``bool (B, L)``, is ``True`` for real tokens:
-    padding does not count in the load-balancing loss of a mixture of experts. Nothing else needs it, since no document
-    attends to padding.
+    - ``model(input_ids=..., position_ids=..., labels=..., loss_head=True)`` returns a ``LossHeadOutput``. ``labels``
+      are ``int64 (B, L)``, unshifted, negative where there is no target. With ``targets``, ``int64 (B, L)``, each
+      hidden state is scored on the target at its own position, as under context parallelism (``shard_batch``).
+      ``target_positions``, ``int64 (N,)``, are the indices of targets in the flattened ``targets``, otherwise in the
+      flattened ``labels[:, 1:]``; with them the host does not wait for the device to find them.
+    - ``model(input_ids=..., position_ids=..., predictors=..., targets=..., token_logps=True)`` returns a
+      ``TokenLogpsOutput``. ``predictors`` are ``int64 (N,)`` indices into the flattened ``(B * L)`` positions,
+      ``targets`` the ``int64 (N,)`` token ids predicted there; several targets may share a predictor, such as the first
+      tokens of two answers. ``attention_mask`` is ``bool (B, 1, L, L)``, ``True`` where a query (third axis) attends to
+      a key (fourth), the diagonal included; without it, documents are separated by ``position_ids``.
+      ``with_statistics=True`` adds the statistics of ``compute_token_logps``; ``temperature`` divides the logits.
+    - ``model(input_ids=..., position_ids=..., states_at=...)`` returns a ``HeadOutput`` of the last hidden states at
+      ``int64 (N,)`` indices into the flattened positions, for an external head.
+    - ``model(input_ids=..., position_ids=..., head=function)`` returns a ``HeadOutput`` of ``function(hidden, weight,
+      bias=..., logit_scale=..., softcap=...)``, called with the last hidden states, ``(B, L, D)``.
 
-    ``model(input_ids=..., position_ids=..., labels=..., loss_head=True)`` sums the loss over a batch: ``labels`` are
-    ``int64 (B, L)``, unshifted, negative where there is no target. With ``targets`` beside them, ``int64 (B, L)``, each
-    hidden state is scored on the one at its own place, as under context parallelism (``shard_batch``). With
-    ``target_positions``, ``int64 (N,)``, where those that count stand among the flattened ``targets``, or without these
-    among ``labels[:, 1:]``, the host does not wait until the device has found them.
+    All of them take ``one_document_a_row=True`` for rows of a single document, padded at the end at most, for which
+    transformers need not search the positions for documents, and ``token_mask``, ``bool (B, L)``, ``True`` for real
+    tokens, which excludes padding from the load-balancing loss of a mixture of experts. Nothing else needs a mask,
+    since no document attends to padding.
 
-    ``model(input_ids=..., position_ids=..., predictors=..., targets=..., token_logps=True)`` gives the log-probability
-    of each of ``N`` tokens. ``predictors`` are ``int64 (N,)`` indices into the flattened ``(B * L)`` positions,
-    ``targets`` the ``int64 (N,)`` tokens that the hidden states there predict; several targets may share a predictor,
-    as the first tokens of two answers do. ``attention_mask`` is ``bool (B, 1, L, L)``, ``True`` where a query (third
-    axis) sees a key (fourth), every token itself among them; without it ``position_ids`` tell documents apart.
-    ``with_statistics=True`` adds what ``compute_token_logps`` has to be asked for; ``temperature`` divides the logits.
+    Other calls, and so generation, are unchanged. A PEFT wrapper may be added before or after; before, if it trains
+    tied embeddings fully.
 
-    ``model(input_ids=..., position_ids=..., states_at=...)`` returns a ``HeadOutput`` of the last hidden states at
-    ``int64 (N,)`` indices into the flattened positions, for a head that is not the model's own.
-
-    ``model(input_ids=..., position_ids=..., head=function)`` returns a ``HeadOutput`` of ``function(hidden, weight,
-    bias=..., logit_scale=..., softcap=...)``, called on the last hidden states, ``(B, L, D)``.
-
-    Without any of them the model is what it was, so generation is unchanged. A PEFT wrapper may come before or after;
-    before, where it trains tied embeddings whole.
-
-    All are computed inside the output projection's own call, so that whatever shards its weight (FSDP2, ZeRO-3)
-    gathers it, and reduces its gradient, by the same hooks as for ordinary logits.
+    The results are computed inside the forward call of the output projection, so that FSDP2 and ZeRO-3 gather its
+    weight and reduce its gradient by the same hooks as for logits.
 
     Raises:
-        ConfigError: The model has no output projection that is a plain ``nn.Linear``.
+        ConfigError: The output projection is not an ``nn.Linear`` with floating-point weights.
 
     Source: the model's own ``forward``; ``tests/parity/test_loss_head.py``.
     """
@@ -125,10 +122,10 @@ def add_loss_head(model: PreTrainedModel) -> None:
             found = f"{type(model).__name__} projects to the vocabulary by {kind}, not by nn.Linear"
             remedy = "choose a causal language model with an lm_head that is neither quantised nor under an adapter"
             raise ConfigError(Problem("model_name_or_path", found, remedy))
-    # The function and not the bound method, which would call the original from within a deep copy.
+    # The function rather than the bound method, so that a deep copy of the model calls its own forward.
     original_forward = cast(types.MethodType, model.forward).__func__
 
-    # generate() validates its arguments against the signature of the class's forward.
+    # ``wraps``: generate() validates its arguments against the signature of forward.
     @functools.wraps(type(model).forward)
     def forward(
         self: PreTrainedModel,
@@ -151,7 +148,7 @@ def add_loss_head(model: PreTrainedModel) -> None:
             return HeadOutput(_score(self, head, hidden), aux_loss)
         return original_forward(self, *args, **kwargs)
 
-    # Modules call an instance's forward inside their hooks, and PEFT copies it with the module.
+    # On the instance: ``nn.Module.__call__`` runs it inside the module's hooks, and PEFT copies it with the module.
     vars(model)["forward"] = types.MethodType(forward, model)
     for projection in projections:
         vars(projection)["forward"] = types.MethodType(_project_or_score, projection)
@@ -161,35 +158,37 @@ def verify_loss_head(model: Any) -> None:
     """Compare the loss head with the model's own loss on eight tokens, and verify that the model is causal.
 
     Args:
-        model: What ``add_loss_head`` was given; when its weights are sharded every process must call.
+        model: Model with a loss head; with sharded weights, this is a collective that every process must enter.
 
     Raises:
-        ConfigError: The model's own loss is not finite; a token changes the logits of those before it; or the losses
-            differ: between backbone and logits the model does something that is unknown here.
+        ConfigError: The model's own loss is not finite, or differs from that of the loss head, because the model
+            transforms hidden states or logits in an unsupported way; or logits depend on later tokens.
     """
     config = unwrap_adapter(model).config.get_text_config()
-    # Any eight tokens that the vocabulary has.
+    # Modulo the vocabulary size, for tiny test models.
     input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
     with evaluating(model), kernel_precision(model):
         own = model(input_ids=input_ids, labels=input_ids, use_cache=False)
         sums = model(input_ids=input_ids, labels=input_ids, loss_head=True)
+        # The last token is replaced: logits of a causal model before it must not change.
         changed = torch.cat([input_ids[:, :-1], input_ids[:, :1]], dim=1)
         ahead = model(input_ids=changed, use_cache=False).logits
-        # Scales of 8-bit products and groups of an expert's tokens depend on all tokens: one moves others by rounding.
+        # The scales of 8-bit products and the batches of experts depend on all tokens, so that changing the last token
+        # changes the rounding of earlier logits.
         is_exact = find_rounding_error(own.logits) < 1e-6 and not getattr(unwrap_adapter(model), "is_quantized", False)
         rounding = (1e-4 if is_exact else 0.1) * own.logits.abs().max()
     ours = sums.nll_sum / sums.num_targets
     if sums.aux_loss is not None:
         ours = ours + config.router_aux_loss_coef * sums.aux_loss
-    if not own.loss.isfinite():  # NaN is close to nothing, and would be told as a difference.
+    if not own.loss.isfinite():  # Otherwise reported as a difference, since NaN is close to nothing.
         raise ConfigError(Problem("model_name_or_path", *_explain_loss(model, float(own.loss))))
-    # In half precision, the model's own loss rounds its logits.
+    # In half precision, the model's own loss is computed from rounded logits.
     tolerance = 1e-5 if own.logits.dtype == torch.float32 else 1e-2
     if not torch.isclose(ours, own.loss.float(), rtol=tolerance, atol=tolerance):
         found = f"on the same tokens this model's own loss is {own.loss:.6f} and its chunked loss is {ours:.6f}"
-        remedy = "its architecture changes the logits in a way that is not supported; choose another model"
+        remedy = "its architecture transforms hidden states or logits in an unsupported way; choose another model"
         raise ConfigError(Problem("model_name_or_path", found, remedy))
-    # An encoder would learn to copy the token that it is to predict, at a loss near 0.
+    # A bidirectional model would learn to copy the next token from its input, with a loss near 0.
     if ((own.logits - ahead)[:, :-1].abs().max() > rounding).item():
         found = "this model is not causal: a token changes the logits of those before it"
         raise ConfigError(Problem("model_name_or_path", found, "choose a causal language model"))
@@ -211,34 +210,34 @@ def score_beside_teacher(
     objective: Objective,
     positions: Tensor | None = None,
 ) -> HeadOutput:
-    """Run both models on a batch and sum the objective over its targets.
+    """Run student and teacher on a batch and sum the distillation objective over its targets.
 
-    The student runs inside the call of the teacher's output projection, so that FSDP2 or ZeRO-3 gathers the weights of
-    both while the logits of a chunk are computed. Nothing of the teacher is kept for the backward pass.
+    The student runs inside the call of the teacher's output projection, so that FSDP2 or ZeRO-3 has gathered the output
+    embeddings of both while the logits of a chunk are computed. No tensor of the teacher is saved for backward.
 
     Args:
-        student: A model with a loss head, as it is trained.
-        teacher: A frozen one, with at most the student's vocabulary.
-        inputs: ``input_ids`` and what else both models take.
-        labels: ``int64 (B, L)``, unshifted, negative where there is no target.
-        objective: The loss.
-        positions: Of the targets among the flattened ``labels[:, 1:]``, ``int64 (N,)``; ``None``: the host waits until
-            the device has found them.
+        student: Model with a loss head.
+        teacher: Frozen model with a loss head, whose vocabulary is that of the student without padding rows.
+        inputs: ``input_ids``, ``position_ids`` and other arguments of both models.
+        labels: Unshifted labels, ``int64 (B, L)``; negative where there is no target.
+        objective: Distillation objective.
+        positions: Indices of the targets in the flattened ``labels[:, 1:]``, ``int64 (N,)``. Default: they are
+            searched, for which the host waits for the device.
 
     Returns:
-        ``result`` is a ``DistillationSums``.
+        Output with a ``DistillationSums`` as ``result``.
 
     Source: ``tests/distillation/test_distillation.py``.
     """
     positions = find_targets(labels) if positions is None else positions
     outputs: list[HeadOutput] = []
 
-    def lend(hidden: Tensor, weight: Tensor, **options: Any) -> None:
+    def run_student(hidden: Tensor, weight: Tensor, **options: Any) -> None:
         head = TeacherHead(pick_predictors(hidden, positions), weight, **options)
-        # Not returned through the teacher, whose hooks would wait for its backward pass.
+        # Not returned through the teacher: FSDP2 would register backward hooks on differentiable outputs.
         outputs.append(score_beside_record(student, head, inputs, labels, objective, positions))
 
-    teacher(**inputs, head=lend)
+    teacher(**inputs, head=run_student)
     return outputs[0]
 
 
@@ -250,7 +249,7 @@ def score_beside_record(
     objective: Objective,
     positions: Tensor | None = None,
 ) -> HeadOutput:
-    """As ``score_beside_teacher``, with stored teacher log-probabilities of the targets, row by row."""
+    """As ``score_beside_teacher``, with given outputs of the teacher at the targets, row by row."""
     chosen = find_targets(labels) if positions is None else positions
     supervision = DistillationTargets(labels[:, 1:].flatten()[chosen], teacher, objective)
 
@@ -271,17 +270,17 @@ def pick_predictors(hidden: Tensor, positions: Tensor) -> Tensor:
     """Return the hidden states that predict the targets, ``(N, D)``.
 
     Args:
-        hidden: Of whole rows, ``(B, L, D)``.
-        positions: From ``find_targets``.
+        hidden: Hidden states of whole rows, ``(B, L, D)``.
+        positions: Result of ``find_targets``, ``int64 (N,)``.
     """
-    # Positions of full rows, which have one position more than they have successors.
+    # From indices into (B, L - 1) to indices into (B, L): one more per preceding row.
     return hidden.flatten(0, 1)[positions + positions // (hidden.shape[1] - 1)]
 
 
 def _find_projections(model: Any) -> list[Any]:
-    """The output projection; if PEFT trains it fully, the original and each copy.
+    """Return the output projection; if PEFT trains it fully, the original and each copy.
 
-    PEFT's wrapper passes all arguments to the active copy or, while adapters are disabled, to the original.
+    PEFT's wrapper passes all arguments to the active copy or, with disabled adapters, to the original.
     """
     projection = model.get_output_embeddings()
     copies = getattr(projection, "modules_to_save", None)
@@ -289,7 +288,7 @@ def _find_projections(model: Any) -> list[Any]:
 
 
 def _logit_transform(config: PreTrainedConfig) -> dict[str, Any]:
-    """Transform between projection and softmax: scale factor of Cohere and Granite, soft cap of Gemma."""
+    """Return the transform between projection and softmax: scale of Cohere and Granite, soft cap of Gemma."""
     scale = getattr(config, "logit_scale", None)
     return {
         "logit_scale": (1.0 if scale is None else scale) / getattr(config, "logits_scaling", 1.0),
@@ -300,15 +299,16 @@ def _logit_transform(config: PreTrainedConfig) -> dict[str, Any]:
 def _project_or_score(
     projection: nn.Linear, hidden: Tensor, score: Callable[..., Any] | None = None, *args: Any, **options: Any
 ) -> Any:
-    """``forward`` of the output projection: logits, or ``score`` of hidden states and weight."""
+    """``forward`` of the output projection: logits, or the result of ``score(hidden, weight, ...)``."""
     weight: Any = projection.weight
     bias: Any = projection.bias
     if isinstance(weight, DTensor):
-        # Vocabulary-parallel projection.
+        # Tensor parallelism: the rows of the weight, (V / ranks, D), are sharded. Cross-entropy reduces over shards;
+        # other functions get the gathered weight.
         if score is None:
             return project_vocabulary_parallel(hidden, weight, bias)
         if score is compute_cross_entropy:
-            options["share"] = find_vocabulary_shard(weight)
+            options["shard"] = find_vocabulary_shard(weight)
             weight, bias = (None if part is None else part.to_local() for part in (weight, bias))
         else:
             weight, bias = (None if part is None else part.full_tensor() for part in (weight, bias))
@@ -326,12 +326,12 @@ def _compute_sums(
     attention_mask: Tensor | None = None,
     **inputs: Any,
 ) -> LossHeadOutput:
-    # A mask or a cache would disable the isolation of packed documents, which is derived from positions. Padding is at
-    # the end of a row, where causal attention ignores it.
+    # With a mask or a cache, transformers does not derive the isolation of packed documents from position_ids. Padding
+    # needs no mask: it is at the end of a row, where causal attention does not reach it.
     if attention_mask is not None:
-        raise ValueError("the loss head takes no attention_mask: position_ids tell documents apart")
+        raise ValueError("the loss head takes no attention_mask: position_ids separate documents")
     if targets is not None:
-        # Context parallelism. A four-dimensional mask is used unchanged, and this attention needs none.
+        # Context parallelism: its attention takes cu_seq_lens, and the empty mask keeps transformers from building one.
         inputs["attention_mask"] = _build_empty_mask(labels.device)
         hidden, aux_loss = _run_backbone(model, inputs)
         sums: TokenSums = _score(model, compute_cross_entropy, hidden, targets, positions=target_positions)
@@ -344,7 +344,7 @@ def _compute_sums(
     if target_positions is None:
         hidden = hidden[:, :num_predictors]
     elif hidden.shape[1] > num_predictors:
-        # Indexed from full rows: the backward pass of a slice would allocate and copy another tensor.
+        # Index into full rows (B, L, D): the backward pass of the slice [:, :-1] would copy the gradient.
         successors = labels.roll(-1, 1)
         if len(labels) > 1:
             target_positions = target_positions + target_positions // num_predictors
@@ -353,21 +353,22 @@ def _compute_sums(
 
 
 def _build_empty_mask(device: torch.device) -> Tensor:
-    """Empty four-dimensional mask, which transformers uses unchanged; the attention kernel knows the documents.
+    """Build an empty four-dimensional mask, which transformers passes to the attention kernel unchanged.
 
-    Without it, transformers would search the positions for packed documents, which synchronises with the host, and
-    under torch.compile it would build a T x T mask.
+    Without it, transformers searches position_ids for packed documents, which synchronises with the host, and under
+    torch.compile builds a T x T mask. The kernel gets the document boundaries separately.
     """
     return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
 
 
 def _can_cut(model: Any, num_predictors: int, inputs: Mapping[str, Any]) -> bool:
-    """Whether rows are computed without their last token, which predicts nothing.
+    """Return whether to omit the last token of each row, which predicts nothing.
 
-    Kernels are slower for lengths that are one above or below a round number. Document boundaries and the
-    load-balancing loss count all tokens.
+    Kernels are slower at lengths that are not multiples of 8. Not with document boundaries or a load-balancing loss,
+    which include the last token.
     """
     is_round = num_predictors > 0 and num_predictors % 8 == 0
+    # Other inputs may have no dimension of length L to cut.
     known = {"input_ids", "position_ids", "token_mask", "use_cache"}
     return is_round and inputs.keys() <= known and not _has_router_loss(model)
 
@@ -385,7 +386,7 @@ def _compute_logps(
     if attention_mask is not None:
         inputs["attention_mask"] = _spell_mask(model, attention_mask)
     hidden, aux_loss = _run_backbone(model, inputs)
-    # (B, L, D) to (N, D): nothing else is projected to the vocabulary.
+    # (B, L, D) to (N, D): only the predictors are projected to the vocabulary.
     chosen = hidden.flatten(0, 1)[predictors]
     options = {"with_statistics": with_statistics, "temperature": temperature}
     scored: TokenLogps = _score(model, compute_token_logps, chosen, targets, **options)
@@ -393,21 +394,26 @@ def _compute_logps(
 
 
 def _spell_mask(model: Any, visible: Tensor) -> Tensor:
-    """Convert a mask to the form of the attention kernel; the model uses a four-dimensional one unchanged.
+    """Convert a mask to the format of the attention kernel, to which transformers passes it unchanged.
+
+    Args:
+        model: Model with ``sdpa`` or ``eager`` attention.
+        visible: ``bool (B, 1, L, L)``, True where a query attends to a key.
 
     Raises:
-        ValueError: The mask has another form, or the kernel or a sliding window would not be what it says.
+        ValueError: The mask has another shape or dtype, it is longer than a sliding window, or the kernel takes none.
     """
     config = model.config.get_text_config()
     if visible.ndim != 4 or visible.dtype != torch.bool:
-        raise ValueError(f"attention_mask is bool (B, 1, L, L) here, not {visible.dtype} {tuple(visible.shape)}")
+        raise ValueError(f"attention_mask must be bool (B, 1, L, L), not {visible.dtype} {tuple(visible.shape)}")
     window = getattr(config, "sliding_window", None)
-    # 0 in Qwen2 MoE: no window.
+    # 0, as in Qwen2 MoE, means no window. The mask would replace the one with the window.
     if window and visible.shape[-1] > window:
         raise ValueError(f"an attention_mask of {visible.shape[-1]} tokens would undo the sliding window of {window}")
     if config._attn_implementation == "sdpa":
         return visible
     if config._attn_implementation == "eager":
+        # Eager attention adds the mask to the scores; -inf would give NaN for fully masked rows.
         hidden_score = torch.finfo(model.dtype).min
         return torch.zeros_like(visible, dtype=model.dtype).masked_fill(~visible, hidden_score)
     raise ValueError(f"{config._attn_implementation} takes no attention_mask; use sdpa or eager")
@@ -418,7 +424,7 @@ def _has_router_loss(model: Any) -> bool:
 
 
 def _is_causal(model: Any) -> bool:
-    """Whether every layer of a model has full causal attention, dispatched by transformers."""
+    """Return whether every layer has full causal attention, dispatched by transformers' attention interface."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     is_whole = kinds == {"full_attention"} and not getattr(config, "sliding_window", None)
@@ -426,23 +432,25 @@ def _is_causal(model: Any) -> bool:
 
 
 def _run_backbone(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Last hidden states, ``(B, L, D)``, and the load-balancing loss if the model has one."""
-    # A cache would switch off the isolation of packed documents.
+    """Return the last hidden states, ``(B, L, D)``, and the load-balancing loss if the model has one."""
+    # With a cache, transformers does not isolate packed documents.
     inputs["use_cache"] = False
     config = model.config.get_text_config()
     is_flat, is_alone = "cu_seq_lens_q" in inputs, inputs.pop("one_document_a_row", False) and _is_causal(model)
+    # Documents are known from their bounds, or there is one per row: no need to search the positions for them.
     is_free = (is_flat or is_alone) and inputs.get("attention_mask") is None
     if is_free and takes_empty_mask(config._attn_implementation, is_flat=is_flat):
         inputs["attention_mask"] = _build_empty_mask(inputs["input_ids"].device)
+    # Not an argument of the backbone.
     token_mask = inputs.pop("token_mask", None)
     if _has_router_loss(model):
         inputs["output_router_logits"] = True
-    # Llama 4's `base_model_prefix` names no module of it (transformers 5.23), and `base_model` is then the model.
+    # The base_model_prefix of Llama 4 names no module (transformers 5.23), so that `base_model` is the model itself.
     outputs = (model.model if model.base_model is model else model.base_model)(**inputs)
     aux_loss = None
-    # No router logits: every layer is dense, or the model has no load-balancing loss in spite of its configuration.
+    # There are no router logits if every layer is dense, or if the model ignores output_router_logits.
     if _has_router_loss(model) and getattr(outputs, "router_logits", None):
-        # Configurations have several names for the number of experts; models have one, or read it from there.
+        # Configurations name the number of experts differently; most models have it as an attribute.
         counts = model if hasattr(model, "num_experts") else config
         num_experts = getattr(counts, "num_experts", None) or config.num_local_experts
         aux_loss = cast(
@@ -462,8 +470,8 @@ def _score(
     temperature: float = 1.0,
     **options: Any,
 ) -> Any:
-    """Call ``score`` through the output projection, with the transform before the softmax."""
-    # The soft cap bounds logits before the temperature divides them, so the cap is divided too.
+    """Call ``score`` inside the output projection, with the model's transform of logits and a temperature."""
+    # c tanh(s x / c) / T = (c / T) tanh((s / T) x / (c / T)): scale and cap are divided alike.
     transform = {
         name: None if value is None else value / temperature
         for name, value in _logit_transform(model.config.get_text_config()).items()

@@ -1,4 +1,4 @@
-"""Reward models: a backbone with a scalar head read at the last token of an answer."""
+"""Reward models: a backbone with a scalar head, applied at the last token of an answer."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from recipes_lib.models.loading import load_pretrained
 from recipes_lib.models.parallel.zero3 import gathered_for_writing
 
 HEAD: Final = "score"
-"""What transformers calls the head of every decoder that classifies; also ``modules_to_save`` of an adapter."""
+"""Name of the head in transformers' decoders for sequence classification; also in ``modules_to_save`` of an adapter."""
 _OUTPUT_PROJECTION: Final = ("lm_head.weight", "lm_head.bias", "embed_out.weight")
-"""Of the fine-tuned model that training starts from, and of no use here; the last is GPT-NeoX's, of Pythia."""
+"""Weights of the output projection in causal language model checkpoints, ignored here; the last is GPT-NeoX's."""
 
 
 @dataclass
@@ -37,8 +37,8 @@ class ScoreOutput(ModelOutput):
     """Scores of the answers in a batch.
 
     Attributes:
-        scores: Not normalised; ``float32 (S,)``, differentiable.
-        aux_loss: As in ``LossHeadOutput``.
+        scores: Unnormalised scores, ``float32 (S,)``, differentiable.
+        aux_loss: Load-balancing loss, as in ``LossHeadOutput``.
     """
 
     scores: Tensor | None = None
@@ -58,13 +58,13 @@ def load_reward_model(
     that the first scores have a variance near 1 for any hidden size ``d``.
 
     Args:
-        config: Which model.
-        attn_implementation: As ``choose_attention`` settled it.
-        seed: Of a fresh head, which is the same on every process; ``None`` where a checkpoint without one is a mistake.
-        quantization: As for ``load_causal_lm``; the head is never quantised.
+        config: Name, revision and dtype of the model.
+        attn_implementation: Attention kernel from ``choose_attention``.
+        seed: Seed of a new head, which is the same on every process; ``None`` if the checkpoint must contain one.
+        quantization: Quantisation of the backbone, as for ``load_causal_lm``; the head is never quantised.
 
     Raises:
-        ConfigError: As ``load_causal_lm``; or there is no head, and none may be made.
+        ConfigError: As ``load_causal_lm``; or the checkpoint has no head and ``seed`` is ``None``.
 
     Source: Stiennon et al. 2020 (initialisation, as kept by Huang et al. 2024);
         ``tests/models/heads/test_score_head.py``.
@@ -82,11 +82,10 @@ def load_reward_model(
         assert seed is not None
         head = _find_head(model)
         if head.weight.is_meta:
-            # On all but one process of a machine, transformers leaves it uninitialised; FSDP2 broadcasts the weights
-            # later.
+            # With FSDP's memory-efficient loading, only local rank 0 has weights; FSDP2 broadcasts them later.
             head.to_empty(device=model.device)
         with torch.no_grad(), gathered_for_writing(head.weight):
-            # From a generator on the CPU: the same weights on every process and device.
+            # A generator on the CPU gives the same weights on every process and device.
             weight = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed))
             head.weight.copy_(weight / math.sqrt(head.in_features + 1))
     return model
@@ -95,40 +94,42 @@ def load_reward_model(
 def set_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, terminators: Iterable[int]) -> None:
     """Set the padding token so that transformers' forward pass reads the score at the same token as training.
 
-    It reads at the last token that is not ``config.pad_token_id``, ignoring the mask: a padding token that also ends
-    answers would move the position one token back.
+    It reads the score at the last token other than ``config.pad_token_id``, whatever the attention mask. A padding
+    token that also ends answers would shift this position back by one.
 
     Args:
-        model: A PEFT wrapper may be around it.
-        tokenizer: As ``load_tokenizer`` returned it; saved with the model, it pads with the same token.
-        terminators: Ids of the last tokens of answers, as in ``set_stop_tokens``.
+        model: Reward model, with or without a PEFT wrapper.
+        tokenizer: Tokenizer from ``load_tokenizer``, saved with the model.
+        terminators: Ids of the tokens that end answers, as in ``set_stop_tokens``.
 
     Raises:
-        ConfigError: The tokenizer pads with a token that ends answers, as it does where it has no padding token.
+        ConfigError: The padding token also ends answers, as in tokenizers that have no padding token of their own.
 
     Source: transformers' ``GenericForSequenceClassification.forward``; ``tests/models/heads/test_score_head.py``.
     """
     ends = {tokenizer.eos_token_id, *terminators}
+    # load_tokenizer falls back to the EOS token, which is caught here.
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends:
         found = f"{tokenizer.pad_token!r} pads and ends answers, so transformers would read the score before the end"
         raise ConfigError(Problem("pad_token", found, _advise_pad_token(tokenizer, ends)))
     config = unwrap_adapter(model).config
+    # Both, because multimodal models read it from their text configuration.
     config.pad_token_id = config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
 
 def add_score_head(model: PreTrainedModel) -> None:
-    """Let ``model`` return a ``ScoreOutput`` on demand; call it before an adapter is put around.
+    """Extend the forward pass of ``model`` by a call that returns a ``ScoreOutput``; call it before adding adapters.
 
-    ``model(input_ids=..., position_ids=..., last_positions=...)`` scores the answers of a batch: ``last_positions`` are
-    ``int64 (S,)`` indices into the flattened ``(R * L)`` positions, of the token that ends each answer.
-    ``attention_mask`` is ``bool (R, 1, L, L)``, ``True`` where a query (third axis) sees a key (fourth), every token
-    itself among them; without it ``position_ids`` tell documents apart, and padding stands at the ends of rows.
+    ``model(input_ids=..., position_ids=..., last_positions=...)`` scores the answers of a batch. ``last_positions`` are
+    ``int64 (S,)`` indices into the flattened ``(R * L)`` positions, of the last token of each answer.
+    ``attention_mask`` is ``bool (R, 1, L, L)``, ``True`` where a query (third axis) attends to a key (fourth), the
+    diagonal included; without it, documents are separated by ``position_ids``, and padding is at the ends of rows.
 
-    Without ``last_positions`` the model is what it was. The head multiplies in ``float32``, also under autocast, for
-    the difference of two scores has fewer digits than either; and only at the positions asked for.
+    Calls without ``last_positions`` are unchanged. The head is applied in ``float32``, also under autocast, since the
+    difference of two scores has fewer significant digits than either, and only at ``last_positions``.
 
     Raises:
-        ConfigError: The model has no head called ``score`` that is a plain ``nn.Linear`` with one output.
+        ConfigError: The model has no head ``score`` that is an ``nn.Linear`` with one output.
 
     Source: transformers' ``GenericForSequenceClassification.forward``; ``tests/models/heads/test_score_head.py``.
     """
@@ -141,7 +142,7 @@ def add_score_head(model: PreTrainedModel) -> None:
             return original_forward(self, *args, **kwargs)
         return _compute_scores(self, *args, last_positions=last_positions, **kwargs)
 
-    # Modules call an instance's forward inside their hooks, and PEFT copies it with the module.
+    # On the instance: ``nn.Module.__call__`` runs it inside the module's hooks, and PEFT copies it with the module.
     vars(model)["forward"] = types.MethodType(forward, model)
     vars(head)["forward"] = types.MethodType(_project, head)
 
@@ -160,21 +161,21 @@ def _compute_scores(
 ) -> ScoreOutput:
     if attention_mask is not None:
         inputs["attention_mask"] = _spell_mask(model, attention_mask)
-    # A PEFT wrapper passes all its arguments, some of which the backbone does not accept.
+    # PEFT's wrapper passes all of its arguments, None for those not given, and the backbone does not accept them all.
     inputs = {name: value for name, value in inputs.items() if value is not None}
     hidden, aux_loss = _run_backbone(model, inputs)
-    # A call of the head: FSDP2 and ZeRO-3 gather its weight there, and PEFT substitutes its trained copy.
+    # Through a call of the head: its hooks gather the weight (FSDP2, ZeRO-3), and PEFT substitutes the trained copy.
     (scores,) = getattr(model, HEAD)(hidden.flatten(0, 1)[last_positions], in_float32=True)
     return ScoreOutput(scores, aux_loss)
 
 
 def _project(head: nn.Linear, hidden: Tensor, in_float32: bool = False) -> Any:
-    """``forward`` of the head; ``in_float32`` it returns a tuple, so that no hook casts the scores ``(S,)`` down."""
+    """``forward`` of the head; with ``in_float32``, scores ``(S,)`` in a tuple, which hooks do not cast to bfloat16."""
     if not in_float32:
         return type(head).forward(head, hidden)
     bias = None if head.bias is None else head.bias.float()
     with torch.autocast(hidden.device.type, enabled=False):
-        # Not a view: an in-place write to one under FSDP2 would drop its hooks.
+        # clone: FSDP2 attaches its backward hooks to the output, and an in-place write to a view would drop them.
         return (nn.functional.linear(hidden.float(), head.weight.float(), bias).squeeze(-1).clone(),)
 
 
@@ -186,7 +187,7 @@ def _advise_pad_token(tokenizer: PreTrainedTokenizerBase, ends: set[int]) -> str
     ]
     if unused:
         names = sorted(unused, key=lambda token: ("pad" not in token, special[token]))[:3]
-        return f"set pad_token to a special token that stands in no text, such as {' or '.join(names)}"
+        return f"set pad_token to a special token that occurs in no text, such as {' or '.join(names)}"
     return (
         "add one: tokenizer.add_special_tokens({'pad_token': '<|pad|>'}), "
         "model.resize_token_embeddings(len(tokenizer)), save both, and name that folder"

@@ -31,32 +31,32 @@ from recipes_lib.models.inference import evaluating, find_device
 from recipes_lib.models.loading import load_model_config, load_tokenizer
 
 Message = Mapping[str, Any]
-"""A chat turn: ``role`` and ``content``, and whatever else the template reads."""
+"""Chat message: ``role``, ``content`` and other keys of the template."""
 
 Answer = Sequence[Message] | tuple[str, str]
-"""A chat that ends with the assistant's turn, or a plain prompt and its answer."""
+"""Chat that ends with an assistant message, or a pair of plain prompt and answer."""
 
 _TEMPLATE_DATE: Final = datetime.datetime(2025, 1, 1)
-"""What ``strftime_now`` reads, as in training: an answer's score does not depend on the day."""
+"""Date of ``strftime_now`` in templates, as in training, so that scores do not depend on the day."""
 
 _REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
 
 SCALE_FILE: Final = "reward_scale.json"
-"""Statistics of a reward model that was saved as an adapter, whose folder has no configuration of the model."""
+"""File with the statistics of a reward model saved as an adapter, whose folder has no config.json."""
 Overlong = Literal["error", "nan"]
-"""What becomes of an input that is longer than the model's positions: a ``DataError``, or the score NaN."""
+"""Result for an input longer than the positions of the model: a ``DataError``, or the score NaN."""
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 MAX_BATCH_TOKENS = 8192
-"""Tokens in a batch, padding counted; a longer input is a batch of its own."""
+"""Maximum tokens of a batch, including padding; a longer input is a batch by itself."""
 TOO_LONG: Final = (
     "shorten prompt or answer (in a run: `response_length`, or `max_length` with `overlong: drop`), or take a reward "
     "model with more positions"
 )
-"""What to do about answers for which a reward model has no positions."""
+"""Remedy for answers longer than the positions of the reward model."""
 
 
 class RewardStatistics(NamedTuple):
-    """Mean and standard deviation of the scores of reference answers, in units of the head."""
+    """Mean and standard deviation of the raw scores of reference answers."""
 
     mean: float
     std: float
@@ -66,12 +66,12 @@ class RewardStatistics(NamedTuple):
 class RewardModel:
     """Reward model with its tokenizer.
 
-    A score depends neither on other answers nor on the tokenizer's ``padding_side`` or padding token. For sharded
-    weights that are not gathered, every process must score the same answers.
+    A score depends neither on other answers of the batch nor on the tokenizer's ``padding_side`` or padding token. With
+    sharded weights, scoring is a collective: every process must score the same answers.
 
     Attributes:
-        model: With a score head (``add_score_head``), under a PEFT wrapper or not; or an ``AdapterScorer``.
-        tokenizer: Its own, with its own chat template; any other makes scores meaningless.
+        model: Model with a score head (``add_score_head``), with or without a PEFT wrapper; or an ``AdapterScorer``.
+        tokenizer: Tokenizer of the reward model with its chat template, which may differ from the policy's.
     """
 
     model: Any
@@ -91,18 +91,18 @@ class RewardModel:
         Args:
             name: Folder or Hub id.
             revision: Commit, tag or branch of a Hub model.
-            device: Where it runs.
-            place: Brings it there, where that is more than moving it: where it is sharded.
+            device: Device of the model.
+            place: Function that moves the model to its devices, such as by sharding it. Default: ``model.to(device)``.
 
         Raises:
-            ConfigError: It cannot be loaded, its checkpoint has no head, or it is an adapter without its scale.
+            ConfigError: It cannot be loaded, its checkpoint has no head, or it is an adapter without statistics.
         """
         saved, config, adapter = find_saved(str(name), revision)
         model_config, _ = load_model_config(config)
         kernel = choose_kernel(
             model_config, None, device=torch.device(device), compute_dtype=torch.float32, packing=False
         )
-        # The head of an adapter is in its own file, whatever head the base has.
+        # For an adapter the base is loaded with any head, which load_adapter replaces by the adapter's.
         model: Any = load_reward_model(config, kernel.implementation, seed=None if adapter is None else 0)
         add_score_head(model)
         if adapter is not None:
@@ -113,16 +113,16 @@ class RewardModel:
 
     @classmethod
     def share(cls, trunk: Any, folder: Path) -> RewardModel:
-        """Load a reward model that was saved as an adapter onto a model with the same base.
+        """Load a reward model that was saved as an adapter as a further adapter of a model with the same base.
 
-        It scores like ``load``, with its own tokenizer and template, but shares the base.
+        Scores equal those of ``load``, with the reward model's tokenizer and template.
 
         Args:
-            trunk: A PEFT model with a loss head.
-            folder: From ``find_shareable``.
+            trunk: PEFT model with a loss head.
+            folder: Folder of the adapter from ``find_shareable``.
 
         Raises:
-            ConfigError: As ``attach_scorer``, or it has no scale.
+            ConfigError: As ``attach_scorer``, or the adapter has no statistics.
         """
         scale = read_scale(folder)
         scorer = add_reward(trunk, folder)
@@ -141,10 +141,10 @@ class RewardModel:
         """Return the rewards of answers, in order; normalised if the model has statistics.
 
         Args:
-            answers: What is scored.
-            finished: False where an answer was broken off before its end; unset, all have ended.
-            where: The place of each, for errors; without, its number.
-            overlong: As for ``compute_raw_scores``.
+            answers: Chats or pairs of prompt and answer.
+            finished: False where an answer was truncated before its end token. Default: none was.
+            where: Location of each answer in error messages. Default: its index.
+            overlong: Result for answers longer than the positions of the model.
 
         Raises:
             ConfigError: As ``encode_answers``.
@@ -161,16 +161,16 @@ class RewardModel:
         """Return the unnormalised head output at the last token of each row, in the order of ``rows``.
 
         Args:
-            rows: Token ids, at least one each, as ``encode_answers`` gives them or as pairs are prepared.
-            where: As for ``score``.
-            overlong: What becomes of a row that is longer than the model's positions.
+            rows: Token ids of each prompt with its answer, at least one, from ``encode_answers`` or prepared pairs.
+            where: Location of each row in error messages. Default: its index.
+            overlong: Result for rows longer than the positions of the model.
 
         Raises:
-            DataError: Rows are empty; or too long, and ``overlong`` is ``error``; all of them.
+            DataError: Rows are empty, or longer than the positions with ``overlong="error"``; one problem per row.
         """
         if empty := [index for index, row in enumerate(rows) if not len(row)]:
-            found = "the reward model's tokenizer makes no token of it"
-            remedy = "see that its tokenizer is the one that it was trained with"
+            found = "the reward model's tokenizer returns no tokens for it"
+            remedy = "check that the tokenizer is the one that the reward model was trained with"
             raise DataError(*(Problem(name_answer(at, where), found, remedy) for at in empty))
         limit = read_positions(self.model.config)
         too_long = [index for index, row in enumerate(rows) if len(row) > limit]
@@ -190,7 +190,7 @@ class RewardModel:
     def _run(self, rows: Sequence[TokenIds]) -> list[float]:
         lengths = torch.tensor([len(row) for row in rows])
         width = int(lengths.max())
-        # No token attends to the padding after it, so there is no mask, and any token can pad.
+        # Right padding needs no mask under causal attention, and any token can pad.
         input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
         for at, row in enumerate(rows):
             input_ids[at, : len(row)] = torch.as_tensor(np.asarray(row, np.int64))
@@ -198,6 +198,7 @@ class RewardModel:
         output = self.model(
             input_ids=input_ids.to(device),
             position_ids=torch.arange(width, device=device).expand(len(rows), -1),
+            # Indices into the flattened (rows * width) positions.
             last_positions=(torch.arange(len(rows)) * width + lengths - 1).to(device),
         )
         scores: list[float] = output.scores.tolist()
@@ -208,9 +209,9 @@ class Saved(NamedTuple):
     """Location of a saved reward model.
 
     Attributes:
-        named: What was named, with the tokenizer.
-        weights: What has the configuration and the weights: the same, or what an adapter was trained on.
-        adapter: Its folder, or ``None``.
+        named: The reward model by its name, with the tokenizer.
+        weights: The model with configuration and weights: the same, or the base of an adapter.
+        adapter: Folder of the adapter; ``None`` for a full model.
     """
 
     named: ModelConfig
@@ -222,7 +223,7 @@ def find_saved(name: str, revision: str | None) -> Saved:
     """Find a saved reward model by its folder or Hub id, and the revision of a Hub model.
 
     Raises:
-        ConfigError: As ``find_adapter``.
+        ConfigError: As ``find_adapter`` and ``read_base``.
     """
     adapter = find_adapter(name, revision)
     named = ModelConfig(model_name_or_path=name, model_revision=revision, dtype="auto")
@@ -238,8 +239,8 @@ def compute_reward_statistics(raw_scores: Sequence[float]) -> RewardStatistics:
     """Return mean and standard deviation of the scores of reference answers.
 
     Args:
-        raw_scores: From ``compute_raw_scores``, at least two; of what the policy is expected to say before PPO, such as
-            the answers of fine-tuning.
+        raw_scores: Results of ``compute_raw_scores``, at least two, for answers that resemble those of the policy
+            before PPO, such as the answers of fine-tuning.
 
     Raises:
         DataError: All answers have the same score.
@@ -255,31 +256,45 @@ def compute_reward_statistics(raw_scores: Sequence[float]) -> RewardStatistics:
 
 
 def store_reward_statistics(model: Any, computed: RewardStatistics) -> None:
-    """Write the statistics to the model's configuration, which is saved with it and read by ``score``."""
+    """Write the statistics to the model's configuration, from which ``score`` reads them, also after saving."""
     model.config.reward_mean, model.config.reward_std = computed
-    # Names that OpenRLHF reads.
+    # Keys that OpenRLHF reads.
     model.config.mean, model.config.std = computed
 
 
 def read_reward_statistics(model: Any) -> RewardStatistics | None:
-    """Return the statistics of ``store_reward_statistics``; ``None`` without them."""
-    config = model.config
-    return RewardStatistics(config.reward_mean, config.reward_std) if hasattr(config, "reward_mean") else None
+    """Return the statistics of ``store_reward_statistics``; ``None`` without them.
+
+    Raises:
+        ConfigError: They are not finite numbers with a positive standard deviation.
+    """
+    mean, std = (getattr(model.config, name, None) for name in ("reward_mean", "reward_std"))
+    if mean is None and std is None:
+        return None
+    try:
+        return _verify_statistics(mean, std)
+    except (ValueError, TypeError) as error:
+        found = f"config.json of the reward model has reward_mean {mean!r} and reward_std {std!r}"
+        remedy = "correct them in a copy of the model, or remove both for raw scores"
+        raise ConfigError(Problem("reward_model_name_or_path", found, remedy)) from error
+
+
+def _verify_statistics(mean: Any, std: Any) -> RewardStatistics:
+    if not (math.isfinite(mean) and 0 < std < math.inf):
+        raise ValueError(f"mean {mean}, std {std}")
+    return RewardStatistics(mean, std)
 
 
 def read_scale(adapter: Path) -> RewardStatistics:
-    """Return the statistics beside a saved adapter.
+    """Return the statistics in the folder of a saved adapter.
 
     Raises:
-        ConfigError: There are none, or none that are sound.
+        ConfigError: The file is missing or invalid.
     """
     try:
-        mean, std = RewardStatistics(**read_record(adapter / SCALE_FILE))
-        if not (math.isfinite(mean) and 0 < std < math.inf):
-            raise ValueError(f"mean {mean}, std {std}")
-        return RewardStatistics(mean, std)
+        return _verify_statistics(**read_record(adapter / SCALE_FILE))
     except (DataError, ValueError, TypeError) as error:
-        found = f"{adapter} holds no sound {SCALE_FILE}, without which its scores mean nothing beside others"
+        found = f"{adapter} has no valid {SCALE_FILE}, which is needed to normalise its scores"
         remedy = "name the output directory of a finished run of recipes/reward.py"
         raise ConfigError(Problem("model_name_or_path", found, remedy)) from error
 
@@ -291,22 +306,23 @@ def encode_answers(
     finished: Sequence[bool] | None = None,
     where: Sequence[str] = (),
 ) -> list[list[int]]:
-    """Token ids of each prompt with its answer; the last token is the end token, which occurs once.
+    """Return the token ids of each prompt with its answer and one end token.
 
-    Chats are rendered by the tokenizer's template and end where training ends them: at the end of the last ``{%
-    generation %}`` block if there are such marks, otherwise at the special token that closes the last turn. A turn
-    without one is ended by ``eos_token``, like plain answers. An existing end token is not doubled.
+    Chats are rendered by the tokenizer's template and end as in training: at the end of the last ``{% generation %}``
+    block if the template has any, otherwise at the special token that closes the last turn. ``eos_token`` ends a turn
+    without one, and plain answers. An existing end token is not repeated.
 
     Args:
-        tokenizer: Of the reward model.
-        answers: What is scored.
-        finished: False where an answer was broken off: its last token is then the last one of its text, as in the pairs
-            of ``UnfinishedAnswers``. Unset, all have ended.
-        where: The place of each, for errors; without, its number.
+        tokenizer: Tokenizer of the reward model.
+        answers: Chats or pairs of prompt and answer.
+        finished: False where an answer was truncated: it then gets no end token, as in the pairs of
+            ``UnfinishedAnswers``. Default: none was.
+        where: Location of each answer in error messages. Default: its index.
 
     Raises:
-        ConfigError: There are chats, and the tokenizer has no chat template.
-        DataError: Answers that the template refuses, or chats that do not end with the assistant's turn; all of them.
+        ConfigError: An answer is a chat, and the tokenizer has no chat template.
+        DataError: The template raises for an answer, or a chat does not end with an assistant message; one problem per
+            answer.
 
     Source: equality with what training reads in ``tests/models/heads/test_reward_tokens.py``.
     """
@@ -333,14 +349,14 @@ def encode_answers(
             continue
         if _is_plain(answer):
             ids.append(tokenizer.eos_token_id)
-        # End tokens alone: a text may end with the same token twice.
+        # Only end tokens are merged: a text may legitimately end with the same token twice.
         while len(ids) > 1 and ids[-1] == ids[-2] and ids[-1] in ends:
             ids.pop()
     return encoded
 
 
 def name_answer(index: int, where: Sequence[str] = ()) -> str:
-    """Name of an answer in an error: from ``where``, or its number."""
+    """Return the location of an answer in error messages: from ``where``, or its index."""
     return where[index] if where else f"answer {index}"
 
 
@@ -349,17 +365,17 @@ def _is_plain(answer: Answer) -> TypeGuard[tuple[str, str]]:
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, answer: Answer, *, finished: bool) -> str:
-    """Render the chat as text, up to its end token, or up to the truncation.
+    """Render a chat as text up to and including its end token, or without it if the answer was truncated.
 
     Raises:
         ValueError: The last message is not the assistant's.
     """
     chat = [_canonical(message) for message in answer if not isinstance(message, str)]
     if chat[-1]["role"] != "assistant":
-        raise ValueError(f"the last message is of the role {chat[-1]['role']!r}, and what is scored is the assistant's")
+        raise ValueError(f"the last message has the role {chat[-1]['role']!r}, and only assistant messages are scored")
     template = _compile(tokenizer.get_chat_template())
     render: Callable[..., tuple[str, list[tuple[int, int]]]] = _render_with_assistant_indices
-    # Without tools, documents and generation prompt; `marked` are spans of characters.
+    # Without tools, documents and generation prompt; `marked` are the character spans of generation blocks.
     text, marked = render(template, chat, None, None, False, **tokenizer.special_tokens_map)
     special = [*_list_special(tokenizer).values()]
     if marked:  # The template marks the end of the answer itself.
@@ -370,13 +386,13 @@ def _render(tokenizer: PreTrainedTokenizerBase, answer: Answer, *, finished: boo
         text += str(tokenizer.eos_token)
     if finished:
         return text
-    # The end of turn and perhaps the end of text, with line breaks around them: the template added these.
+    # The template added an end-of-turn token and perhaps an end-of-text token, with line breaks around them.
     end = f"(?:{'|'.join(map(re.escape, special))})"
     return re.sub(rf"{end}(?:\s*{end})*\s*\Z", "", text)
 
 
 def _list_special(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Special tokens by id."""
+    """Return the special tokens by id."""
     return {at: str(token) for at, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
@@ -388,14 +404,14 @@ def _compile(source: str) -> Template:
 
 
 def _canonical(message: Message) -> dict[str, Any]:
-    """Normalise a message as in training: no keys without a value, reasoning under each of its names."""
+    """Normalise a message as in training: without null values, and with reasoning under all of its common keys."""
     present = {key: value for key, value in message.items() if value is not None}
     reasoning = next((present[key] for key in _REASONING_KEYS if key in present), None)
     return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
 
 
 def _find_begin(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the prefix of every plain text by the tokenizer: its start token, or nothing."""
+    """Return the tokens that the tokenizer puts before a plain text: its start token, or none."""
     begin: list[int] = tokenizer("a")["input_ids"][:1]
     return begin if begin == [tokenizer.bos_token_id] else []
 
@@ -404,7 +420,7 @@ def _cut(by_length: Sequence[int], rows: Sequence[TokenIds]) -> Iterator[list[in
     """Yield batches of rows of similar length."""
     batch: list[int] = []
     for index in by_length:
-        # Rows come shortest first, so the last one is the width of the batch.
+        # Rows are sorted by length, so that this one determines the width of the batch.
         if batch and (len(batch) + 1) * len(rows[index]) > MAX_BATCH_TOKENS:
             yield batch
             batch = []

@@ -1,4 +1,4 @@
-"""Context parallelism: sequences sharded over ranks, attention over whole documents.
+"""Context parallelism: sequences sharded over ranks, attention over full documents.
 
 Two variants: all-gather of keys and values (every rank attends from its own tokens with all heads), and Ulysses
 (all-to-all: every rank attends from all tokens with a share of the heads). Norms, MLPs and the loss see hidden states
@@ -25,7 +25,7 @@ _HEADS: Final = {"": "attention", "key-value ": "key_value"}
 
 @dataclass(frozen=True, slots=True)
 class ContextParallelGroup:
-    """Process groups of context parallelism, as this rank sees them.
+    """Process groups of context parallelism of this rank.
 
     Attributes:
         group: Context-parallel group: the ranks that hold shards of the same sequences.
@@ -46,9 +46,9 @@ def verify_context_parallel(config: PreTrainedConfig, num_processes: int, *, by_
     """Raise for a model that context parallelism does not support: anything but full causal attention.
 
     Args:
-        config: Of the model.
-        num_processes: Ranks of a context-parallel group.
-        by_heads: As ``ContextParallelGroup``.
+        config: Configuration of the model.
+        num_processes: Size of a context-parallel group.
+        by_heads: Whether the variant is Ulysses (``ContextParallelGroup``).
 
     Raises:
         ConfigError: The model has sliding-window or other layers, capped attention, attention dropout, rotary positions
@@ -81,7 +81,7 @@ def verify_context_parallel(config: PreTrainedConfig, num_processes: int, *, by_
         raise ConfigError(Problem("model_name_or_path", found, remedy))
 
 
-def register_context_parallel(share: ContextParallelGroup) -> None:
+def register_context_parallel(context: ContextParallelGroup) -> None:
     """Register the context-parallel kernel with transformers, as ``attn_implementation="context"``.
 
     Batches of ``shard_batch`` carry ``context_index`` and are attended to across ranks; there is no attention mask,
@@ -92,46 +92,46 @@ def register_context_parallel(share: ContextParallelGroup) -> None:
     Source: https://arxiv.org/abs/2309.14509 (by heads); ``torch.nn.attention.varlen.varlen_attn``;
     ``tests/models/parallel/test_context_parallel.py``.
     """
-    AttentionInterface.register("context", partial(_attend, share))
+    AttentionInterface.register("context", partial(_attend, context))
     AttentionMaskInterface.register("context", sdpa_mask)
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather along the tokens, in rank order; the backward pass reduce-scatters the gradients."""
+    """All-gather of ``(T, ...)`` to ``(ranks * T, ...)``, in rank order; backward reduce-scatters the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, share: ContextParallelGroup) -> Tensor:
-        ctx.share = share
-        gathered = own.new_empty(share.size * len(own), *own.shape[1:])
-        distributed.all_gather_into_tensor(gathered, own.contiguous(), group=share.group)
+    def forward(ctx: Any, own: Tensor, context: ContextParallelGroup) -> Tensor:
+        ctx.context = context
+        gathered = own.new_empty(context.size * len(own), *own.shape[1:])
+        distributed.all_gather_into_tensor(gathered, own.contiguous(), group=context.group)
         return gathered
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        own = gradient.new_empty(len(gradient) // ctx.share.size, *gradient.shape[1:])
-        distributed.reduce_scatter_tensor(own, gradient.contiguous(), group=ctx.share.group)
+        own = gradient.new_empty(len(gradient) // ctx.context.size, *gradient.shape[1:])
+        distributed.reduce_scatter_tensor(own, gradient.contiguous(), group=ctx.context.group)
         return own, None
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all over the first dimension, ``(ranks, ...)``; gradients take the same way back."""
+    """All-to-all over the first dimension, ``(ranks, ...)``; backward is the same all-to-all of the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, share: ContextParallelGroup) -> Tensor:
-        ctx.share = share
+    def forward(ctx: Any, parts: Tensor, context: ContextParallelGroup) -> Tensor:
+        ctx.context = context
         received = torch.empty_like(parts)
-        distributed.all_to_all_single(received, parts, group=share.group)
+        distributed.all_to_all_single(received, parts, group=context.group)
         return received
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         returned = torch.empty_like(gradient, memory_format=torch.contiguous_format)
-        distributed.all_to_all_single(returned, gradient.contiguous(), group=ctx.share.group)
+        distributed.all_to_all_single(returned, gradient.contiguous(), group=ctx.context.group)
         return returned, None
 
 
 def _attend(
-    share: ContextParallelGroup,
+    context: ContextParallelGroup,
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -146,32 +146,34 @@ def _attend(
         return output, None
     num_rows, num_tokens = query.shape[0], query.shape[2]
     # Under autocast, norms leave queries and keys in float32; values have the projection's dtype.
+    # (B, heads, l, D) to (B * l, heads, D).
     own, *others = [state.to(value.dtype).transpose(1, 2).flatten(0, 1) for state in (query, key, value)]
-    if share.by_heads:
-        queries, keys, values = (_take_heads(state, share)[index] for state in (own, *others))
-        output = _take_tokens(attend_documents(queries, keys, values, settings), index, share)
+    # `index` reorders tokens from rank order to document order, which cu_seq_lens refer to.
+    if context.by_heads:
+        queries, keys, values = (_take_heads(state, context)[index] for state in (own, *others))
+        output = _take_tokens(attend_documents(queries, keys, values, settings), index, context)
     else:
-        keys, values = (_Gather.apply(state, share)[index] for state in others)  # type: ignore[no-untyped-call]
+        keys, values = (_Gather.apply(state, context)[index] for state in others)  # type: ignore[no-untyped-call]
         output = attend_documents(own, keys, values, settings)
     return output.view(num_rows, num_tokens, *output.shape[1:]), None
 
 
-def _take_heads(state: Tensor, share: ContextParallelGroup) -> Tensor:
-    """Tokens of all ranks in rank order, with the heads of this rank: ``(n * T, heads / n, D)``."""
-    # Fewer key-value heads than ranks: each head goes to several.
-    if state.shape[1] < share.size:
-        state = state.repeat_interleave(share.size // state.shape[1], dim=1)
+def _take_heads(state: Tensor, context: ContextParallelGroup) -> Tensor:
+    """Return the heads of this rank at the tokens of all ranks, in rank order: ``(ranks * T, heads / ranks, D)``."""
+    # With fewer key-value heads than ranks, each head is replicated on several ranks.
+    if state.shape[1] < context.size:
+        state = state.repeat_interleave(context.size // state.shape[1], dim=1)
     num_tokens, num_heads, _ = state.shape
     # (ranks, T, heads / ranks, D): the first dimension is exchanged.
-    parts = state.view(num_tokens, share.size, num_heads // share.size, -1).transpose(0, 1).contiguous()
-    received: Tensor = _Exchange.apply(parts, share)  # type: ignore[no-untyped-call]
+    parts = state.view(num_tokens, context.size, num_heads // context.size, -1).transpose(0, 1).contiguous()
+    received: Tensor = _Exchange.apply(parts, context)  # type: ignore[no-untyped-call]
     return received.flatten(0, 1)
 
 
-def _take_tokens(output: Tensor, index: Tensor, share: ContextParallelGroup) -> Tensor:
-    """Local tokens with all heads, ``(T, heads, D)``, from all tokens in the order of ``index`` with some heads."""
-    # From document order back to the order of ranks.
+def _take_tokens(output: Tensor, index: Tensor, context: ContextParallelGroup) -> Tensor:
+    """Return all heads of the local tokens, ``(T, heads, D)``, from local heads of all tokens in ``index`` order."""
+    # From the order of documents back to rank order.
     ordered = torch.empty_like(output).index_copy(0, index, output)
-    parts = ordered.view(share.size, -1, *output.shape[1:])
-    received: Tensor = _Exchange.apply(parts, share)  # type: ignore[no-untyped-call]
+    parts = ordered.view(context.size, -1, *output.shape[1:])
+    received: Tensor = _Exchange.apply(parts, context)  # type: ignore[no-untyped-call]
     return received.transpose(0, 1).flatten(1, 2)

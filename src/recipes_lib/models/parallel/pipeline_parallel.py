@@ -29,25 +29,25 @@ _EMBEDDING: Final = "embed_tokens"
 _LAYERS: Final = "layers"
 _NORM: Final = "norm"
 _PLAN: Final = [_EMBEDDING, _LAYERS, _NORM]
-"""Modules of a model that pipeline parallelism supports, in the words of transformers' ``base_model_pp_plan``."""
+"""Keys of transformers' ``base_model_pp_plan`` in models that pipeline parallelism supports."""
 
 
 @functools.cache
 def build_pipeline_mesh(num_stages: int, tensor_size: int) -> DeviceMesh:
-    """Build the mesh of all ranks: ``pp``, ``fsdp`` and, fastest, ``tp``; every rank must call, with the same numbers.
+    """Build the mesh of all ranks with the dimensions ``pp``, ``fsdp`` and ``tp``; every rank must call it alike.
 
-    The dimensions have transformers' names; ``fsdp`` are the ranks with the same weights and other rows.
+    The dimensions have transformers' names. ``tp`` is the innermost, and ``fsdp`` is the data-parallel dimension.
 
     Args:
-        num_stages: Pipeline stages; the process group exists, and has a multiple of them.
-        tensor_size: Tensor-parallel ranks.
+        num_stages: Number of pipeline stages.
+        tensor_size: Tensor-parallel ranks per stage; the world size is a multiple of ``num_stages * tensor_size``.
     """
     shape = (num_stages, distributed.get_world_size() // (num_stages * tensor_size), tensor_size)
     return init_device_mesh(PartialState().device.type, shape, mesh_dim_names=("pp", "fsdp", "tp"))
 
 
 class AbsentModule(nn.Module):
-    """Placeholder of a module that another pipeline stage holds: the identity."""
+    """Placeholder for a module of another pipeline stage: the identity."""
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return ``hidden``."""
@@ -57,13 +57,13 @@ class AbsentModule(nn.Module):
 def build_pipeline_stage_class(config: PreTrainedConfig, part: PipelinePart) -> type[PreTrainedModel]:
     """Return a subclass of the model's class that builds only the modules of one pipeline stage.
 
-    Loading such a model reads the tensors of this stage only. Extra attributes: ``part``; ``whole_shapes``, the shape
-    of every tensor of the whole model by its name, tied ones once; ``whole_names``, the names by which weights may be
-    saved; and ``is_tied``, whether embeddings are.
+    Loading such a model reads the tensors of this stage only. Its instances have additional attributes: ``part``;
+    ``whole_shapes``, the shapes of all tensors of the whole model by name, tied ones once; ``whole_names``, the names
+    of all weights of the whole model; and ``is_tied``, whether its embeddings are tied.
 
     Args:
-        config: Of the whole model.
-        part: The pipeline stage of this rank.
+        config: Configuration of the whole model.
+        part: Pipeline stage of this rank.
 
     Raises:
         ConfigError: transformers has no pipeline-parallel plan for this architecture; it has modules other than
@@ -81,14 +81,14 @@ def build_pipeline_stage_class(config: PreTrainedConfig, part: PipelinePart) -> 
         model_class.__init__(self, config, *args, **options)
         self.part = part
         whole = self.state_dict()
-        # Tensors may be tied only later, on loading.
+        # Excluded by name: transformers may tie the tensors later, on loading.
         self.whole_shapes = {name: whole[name].shape for name in whole if name not in self.all_tied_weights_keys}
         self.whole_names = frozenset(whole)
         self.is_tied = bool(self.all_tied_weights_keys)
         _leave_out(self, part, layers)
 
-    # transformers 5.23 builds no mesh of pipeline stages and FSDP. In this one it shards tensors alone: modules of
-    # other stages are absent already, and FSDP2 is applied to chunks (``Pipeline.shard``).
+    # transformers 5.23 cannot build a mesh with both pipeline stages and FSDP. With this one it applies tensor
+    # parallelism only: modules of other stages are absent already, and FSDP2 is applied to chunks (``Pipeline.shard``).
     def prepare(_: Any, config: DistributedConfig, device_map: Any = None) -> tuple[Any, ...]:
         mesh = build_pipeline_mesh(part.num_stages, part.tensor_size)
         return replace(config, fsdp_size=1), PartialState().device, TransformersDeviceMesh(mesh, mesh)
@@ -96,9 +96,9 @@ def build_pipeline_stage_class(config: PreTrainedConfig, part: PipelinePart) -> 
     attributes = {
         "__init__": initialise,
         "prepare_distribute_model": classmethod(prepare),
-        # If transformers' trainer knew it, it would have accelerate build a mesh without pipeline stages.
+        # Hidden from transformers' Trainer, which would have accelerate build a mesh without pipeline stages.
         "tp_size": None,
-        # The name of the model's own class is written to its configuration.
+        # save_pretrained writes the class name to the configuration as `architectures`.
         "__module__": model_class.__module__,
         "__qualname__": model_class.__name__,
     }
@@ -106,27 +106,27 @@ def build_pipeline_stage_class(config: PreTrainedConfig, part: PipelinePart) -> 
 
 
 def verify_pipeline_parallel(config: PreTrainedConfig, part: PipelinePart) -> None:
-    """Verify that pipeline parallelism supports a model, on the meta device, before any weight is loaded.
+    """Verify that pipeline parallelism supports a model, before any weight is loaded.
 
     Args:
-        config: Of the whole model.
-        part: Any pipeline stage of the intended split.
+        config: Configuration of the whole model.
+        part: Any pipeline stage of the planned split.
 
     Raises:
         ConfigError: As ``build_pipeline_stage_class`` and ``split_into_chunks``.
     """
-    # One stage is representative; the last one has the norm, from whose parameter the dtype is read.
+    # One stage is representative. The last one has the norm, a parameter from which `model.dtype` is read.
     last = replace(part, stage=part.num_stages - 1)
     with torch.device("meta"):
         model: Any = build_pipeline_stage_class(config, last)(config)
     model.base_model.embed_tokens, model.base_model.layers = AbsentModule(), nn.ModuleList()
     model.lm_head = AbsentModule()
-    # Only a norm and position frequencies remain, whose values do not depend on the states.
+    # Only the norm and rotary frequencies remain, whose uninitialised values do not affect the check.
     _verify_nothing_between(model.to_empty(device="cpu"))
 
 
 def build_whole_on_meta(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the whole model that this pipeline stage belongs to, on the meta device."""
+    """Return the whole model of a pipeline stage on the meta device."""
     whole_class: Any = type(model).__bases__[0]
     with torch.device("meta"):
         whole: PreTrainedModel = whole_class(model.config)
@@ -134,7 +134,7 @@ def build_whole_on_meta(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def split_into_chunks(model: Any) -> list[PreTrainedModel]:
-    """Return the chunks of this pipeline stage, in order: models of the original class that share its modules.
+    """Return the chunks of a pipeline stage in order, as models of the original class that share its modules.
 
     The first chunk of the pipeline takes ``input_ids``; any other takes the hidden states of the chunk before it,
     ``(B, L, D)``, as ``inputs_embeds``.
@@ -151,20 +151,22 @@ def split_into_chunks(model: Any) -> list[PreTrainedModel]:
 
 
 def _leave_out(model: Any, part: PipelinePart, layers: Collection[int]) -> None:
-    """Replace modules of other pipeline stages by placeholders; tied embeddings are in the first and the last stage."""
+    """Replace modules of other pipeline stages by placeholders; the first and the last stage have tied embeddings."""
     base, is_tied = model.base_model, model.is_tied
     known = rf"({model.base_model_prefix}\.({'|'.join(_PLAN)})|lm_head)\."
     if unknown := [name for name in model.whole_names if not re.match(known, name)]:
         raise _refuse(model.config, f"it has {unknown[0]}, which belongs to no layer")
     _keep(model, base, layers, is_first=part.is_first, is_last=part.is_last)
+    # The projection of a tied model is in the last stage; elsewhere transformers must not tie a placeholder.
     if is_tied and not part.is_last:
         model.all_tied_weights_keys = {}
+    # Loading would otherwise shard modules that this stage does not have.
     absent = {name for name, module in model.named_modules() if isinstance(module, AbsentModule)}
     model.tp_plan = {name: style for name, style in model.tp_plan.items() if name not in absent}
 
 
 def _view(model: Any, layers: Collection[int], *, is_first: bool = False, is_last: bool = False) -> PreTrainedModel:
-    """The model with these layers only, plus embedding or norm and projection at the ends; chunks share no weight."""
+    """Return the model with some layers, plus the embedding in the first chunk, norm and projection in the last."""
     view: Any = _share(model, type(model).__bases__[0])
     base: Any = _share(model.base_model, type(model.base_model))
     setattr(view, model.base_model_prefix, base)
@@ -173,17 +175,17 @@ def _view(model: Any, layers: Collection[int], *, is_first: bool = False, is_las
 
 
 def _keep(model: Any, base: Any, layers: Collection[int], *, is_first: bool, is_last: bool) -> None:
-    """Replace what neither these layers nor, at the ends, embedding or norm and projection are, by placeholders."""
+    """Replace other layers by placeholders; also the embedding unless first, norm and projection unless last."""
     base.layers = nn.ModuleList(layer if at in layers else AbsentModule() for at, layer in enumerate(base.layers))
     if not is_last:
         base.norm, model.lm_head = AbsentModule(), AbsentModule()
-    # A tied embedding is also the projection.
+    # A tied embedding is also the projection of the last chunk.
     if not is_first and not (is_last and model.is_tied):
         base.embed_tokens = AbsentModule()
 
 
 def _share(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    """Shallow copy of a module, whose children can be replaced without touching the original."""
+    """Return a shallow copy of a module, whose children can be replaced without changing the original."""
     shared = kind.__new__(kind)
     vars(shared).update(vars(module))
     vars(shared)["_modules"] = dict(module._modules)
@@ -192,7 +194,7 @@ def _share(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
 
 @torch.no_grad()
 def _verify_nothing_between(model: PreTrainedModel) -> None:
-    """Run the model without any layer: hidden states must come out unchanged."""
+    """Verify that a model without layers returns its input embeddings unchanged."""
     device = find_device(model)
     view = _view(model, ())
     states = torch.linspace(-1, 1, 8 * model.config.hidden_size, device=device, dtype=model.dtype).view(1, 8, -1)

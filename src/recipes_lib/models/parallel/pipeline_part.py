@@ -10,15 +10,15 @@ from recipes_lib.errors import ConfigError, Problem
 
 @dataclass(frozen=True, slots=True)
 class PipelinePart:
-    """Share of a model that one pipeline stage holds.
+    """Part of a model on one pipeline stage.
 
     The layers are split into ``num_stages * num_chunks`` chunks of the same size; stage ``s`` holds the chunks ``s``,
-    ``s + num_stages``, and so on. The first one has the embedding, the last one the final norm and the projection.
+    ``s + num_stages``, and so on. The first chunk has the embedding, the last one the final norm and the projection.
 
     Attributes:
         stage: Index of this pipeline stage, from 0.
         num_stages: Pipeline stages.
-        num_chunks: Chunks of each stage; more than 1 for interleaved schedules.
+        num_chunks: Chunks per stage; more than 1 for interleaved schedules.
         tensor_size: Tensor-parallel ranks over which each matrix of the stage is sharded.
     """
 

@@ -32,7 +32,8 @@ def build_distribution(sizes: Mapping[str, int], compute_dtype: torch.dtype) -> 
 
     Args:
         sizes: Mesh sizes, in ranks, of ``tp`` and ``dp_shard``; an absent one is 1.
-        compute_dtype: Of matrix products; in bfloat16 weights are gathered in it, and gradients summed in ``float32``.
+        compute_dtype: Dtype of matrix products; with bfloat16, weights are gathered in it, and gradients are reduced in
+            ``float32``.
     """
     if sizes.get("tp", 1) == 1:
         return None
@@ -45,6 +46,10 @@ def build_distribution(sizes: Mapping[str, int], compute_dtype: torch.dtype) -> 
 
 def verify_tensor_parallel(config: PreTrainedConfig, num_parts: int) -> None:
     """Raise for a model that does not support ``num_parts`` tensor-parallel ranks, before any weight is loaded.
+
+    Args:
+        config: Configuration of the model.
+        num_parts: Size of the tensor-parallel group.
 
     Raises:
         ConfigError: The architecture has no tensor-parallel plan, or one without a parity test; the number of heads,
@@ -77,6 +82,7 @@ def count_tensor_parallel_ranks(model: nn.Module) -> int:
     Raises:
         ConfigError: Some matrices are sharded and others are not.
     """
+    # Norms and biases are replicated by design; only matrices must be sharded.
     numbers = {name: _count_parts(tensor) for name, tensor in model.named_parameters() if tensor.ndim > 1}
     if len(set(numbers.values())) > 1:
         whole = sorted(name for name, number in numbers.items() if number == 1)
@@ -89,11 +95,11 @@ def distribute(model: PreTrainedModel, distribution: DistributedConfig) -> PreTr
     """Return the same model, sharded for tensor parallelism.
 
     Args:
-        model: Whole, and identical on all ranks.
-        distribution: From ``build_distribution``.
+        model: Unsharded model, identical on all ranks.
+        distribution: Result of ``build_distribution``.
     """
     model_class: Any = type(model)
-    # One of each pair of tied tensors: given both, transformers 5.23 unties them.
+    # Only one of each pair of tied tensors: given both, transformers 5.23 unties them.
     tied = set(model.all_tied_weights_keys)
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     distributed: PreTrainedModel = model_class.from_pretrained(
@@ -120,7 +126,7 @@ def find_data_group(model: nn.Module) -> distributed.ProcessGroup | None:
 
 @contextmanager
 def saving_unsharded(model: PreTrainedModel) -> Iterator[None]:
-    """Keep ``save_pretrained`` from gathering shards on every rank: the state is gathered, on the main rank."""
+    """Context in which ``save_pretrained`` does not gather shards, for a state that is gathered on the main rank."""
     config: Any = model.config
     distribution, config.distributed_config = getattr(config, "distributed_config", None), None
     try:
@@ -132,7 +138,7 @@ def saving_unsharded(model: PreTrainedModel) -> Iterator[None]:
 def find_vocabulary_shard(weight: DTensor) -> VocabularyShard:
     """Return the rows of a vocabulary-parallel output embedding, ``(V, D)``, that this rank holds."""
     mesh = weight.device_mesh
-    # As torch shards: ceil-sized parts, the last ones smaller.
+    # DTensor shards into parts of ceil(V / ranks) rows; the last ones may be smaller or empty.
     first = min(mesh.get_local_rank() * math.ceil(len(weight) / mesh.size()), len(weight))
     return VocabularyShard(mesh.get_group(), first)
 
@@ -145,6 +151,7 @@ def project_vocabulary_parallel(hidden: Tensor, weight: DTensor, bias: Tensor | 
         weight: ``(V, D)``, sharded by rows.
         bias: ``(V,)``, sharded alike.
     """
+    # The matrix product of a replicated DTensor and a row-sharded weight gives logits sharded by vocabulary.
     alike = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
     logits: Any = functional.linear(alike, weight, bias)
     return cast(Tensor, logits.full_tensor())

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-3 models outside of the engine: partitioned weights gathered for single calls and for writing."""
+"""DeepSpeed ZeRO-3 outside of the engine: gathering of partitioned weights for forward passes and writes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from torch import nn
 from transformers.integrations import deepspeed as integration
 
 _HOOKS: Final = "_gathering"
-"""Under which a module keeps what ``remove_gather_hooks`` removes."""
+"""Attribute of a module with the handles of its hooks."""
 
 
 def register_gather_hooks(model: nn.Module) -> None:
-    """Register forward hooks that all-gather the weights of each module for a call and partition them afterwards.
+    """Register forward hooks that all-gather the weights of each module before a call and partition them afterwards.
 
-    For forward passes without gradients, which all ranks must make alike. No effect on a model that ZeRO-3 has not
-    partitioned.
+    For forward passes without gradients, which all ranks must enter. No effect on models not partitioned by ZeRO-3.
 
     Source: ``tests/distributed/test_zero.py``.
     """
@@ -36,21 +35,21 @@ def remove_gather_hooks(model: nn.Module) -> None:
 
 @contextmanager
 def gathered_for_writing(weight: Any) -> Iterator[None]:
-    """All-gather a weight for a write that all ranks make alike, then partition it again; no-op without ZeRO-3."""
-    is_shared = hasattr(weight, "ds_id")
-    if is_shared:
+    """All-gather a weight for an equal write on all ranks, then partition it again; no effect without ZeRO-3."""
+    is_partitioned = hasattr(weight, "ds_id")
+    if is_partitioned:
         weight.all_gather()
     yield
-    if is_shared:
+    if is_partitioned:
         weight.partition(has_been_updated=True)
 
 
 @contextmanager
 def zero3_init_disabled() -> Iterator[None]:
-    """Load or build whole models on this rank: under ZeRO-3 transformers partitions every model that it loads."""
-    # What transformers asks whether ZeRO-3 is on, in every from_pretrained.
-    told = integration._hf_deepspeed_config_weak_ref
-    config = None if told is None else told()
+    """Context in which transformers loads and builds unpartitioned models, although ZeRO-3 is enabled."""
+    # transformers has no switch; from_pretrained reads this global.
+    reference = integration._hf_deepspeed_config_weak_ref
+    config = None if reference is None else reference()
     integration.unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]
     try:
         yield
@@ -63,7 +62,7 @@ def _register(module: nn.Module, own: list[Any]) -> list[Any]:
     def gather(*_: Any) -> None:
         own[0].all_gather(param_list=own)
 
-    def let_go(*_: Any) -> None:
+    def partition(*_: Any) -> None:
         own[0].partition(param_list=own)
 
-    return [module.register_forward_pre_hook(gather), module.register_forward_hook(let_go)]
+    return [module.register_forward_pre_hook(gather), module.register_forward_hook(partition)]
