@@ -66,7 +66,7 @@ def test_slurm_needs_no_flag_more(compose):
     [
         ({"PATH": "/bin"}, Machines()),
         (STEP, Machines(4, 2, "gpu-017", 24567, "SLURM, 4 nodes")),
-        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}, Machines(told_by="SLURM, one node")),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}, Machines(source="SLURM, one node")),
         (
             {"PET_NNODES": "2", "PET_NODE_RANK": "1", "MASTER_ADDR": "head", "PET_MASTER_PORT": "1234"},
             Machines(2, 1, "head", 1234, "torchrun's variables (PET_...)"),
@@ -136,7 +136,10 @@ def test_the_machine_decides_where_nobody_else_does(num, name, monkeypatch):
         (["--hardware", "fsdp3"], r"no launch file accelerate_configs/fsdp3\.yaml\n    write one of cpu, "),
         (["--hardware", "fsdp2"], "this machine has none"),
         (["--num_machines", "2"], "without --machine_rank and --main_process_ip"),
-        (["--num_machines", "2", "--machine_rank", "2", "--main_process_ip", "a"], "they count from 0"),
+        (
+            ["--num_machines", "2", "--machine_rank", "2", "--main_process_ip", "a"],
+            "--machine_rank: is 2, with",
+        ),
         (
             ["--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "a", "--hardware", "single_gpu"],
             "each of 2 machines would train a model of its own",

@@ -165,7 +165,7 @@ def test_a_gguf_file_is_what_the_converter_writes_of_the_model(kind, tiny_tokeni
     assert out.read_bytes() == b"GGUF 32 q8_0"
     assert capsys.readouterr().out.endswith(f"12 bytes written to {out}\n")
     assert [file.name for file in out.parent.iterdir()] == ["mine.gguf"]
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         main([*flags, "q8_0"])
     out.unlink()
     for wrong, words in (("fails", "exit code 3"), ("empty", "no GGUF file")):

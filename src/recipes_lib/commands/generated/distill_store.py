@@ -1,4 +1,4 @@
-"""``recipes distill-store``: compute the teacher's top-k probabilities once, and store them for any number of runs."""
+"""``recipes distill-store``: compute the top-k log-probabilities of a teacher once, for any number of runs."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
     from recipes_lib.distillation.teacher_store import ComputeTop, RecordFormat
 
 NUM_CHECKED: Final = 16
-"""Rows that are recomputed to verify the store."""
+"""Number of rows that are recomputed to verify the store."""
 ALLOWED: Final = {"float32": 0.02, "float16": 0.1, "bfloat16": 0.1}
-"""KL divergence allowed between stored and recomputed probabilities, in nats per target, by precision."""
+"""Compute dtype -> allowed KL divergence between stored and recomputed probabilities, in nats per target."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Write the store of a distillation run, or verify an existing one against the teacher.
+    """Run the command: write the store of a distillation run, or verify an existing one.
 
     Raises:
-        ConfigError: The configuration asks for no store, or the teacher cannot be loaded.
-        DataError: The disk is full, or the store is not what the teacher says.
+        ConfigError: The configuration has no ``teacher_top_k``, or the teacher cannot be loaded.
+        DataError: The disk is full, or the store differs from recomputed probabilities.
     """
     parsed = load_for_command("distill", argv)
     if parsed.distillation.teacher_top_k is None:
         where = str(parsed.path or "command line")
-        remedy = "write `teacher_top_k: 64`; with it the run learns from the store"
-        raise ConfigError(Problem(where, "`teacher_top_k` is missing: the number of tokens to store", remedy))
+        remedy = "write `teacher_top_k: 64`, with which the run reads the store"
+        raise ConfigError(Problem(where, "`teacher_top_k`, the number of tokens to store, is missing", remedy))
     store(parsed)
 
 
@@ -90,7 +90,7 @@ def store(config: RecipeConfig) -> None:
 def build_compute(
     config: RecipeConfig, record: RecordFormat, teacher: Any, collate: Any, args: TrainingArguments
 ) -> ComputeTop:
-    """Return the function that computes the teacher's probabilities, in the precision of the run."""
+    """Return the function that computes top-k log-probabilities of the teacher, in the precision of the run."""
     import torch
 
     from recipes_lib.distillation.teacher_store import ask_teacher, read_targets
@@ -99,6 +99,7 @@ def build_compute(
     dtype, device = get_compute_dtype(args), args.device
 
     def compute(rows: Sequence[Any]) -> Any:
+        # Keys for the trainer, which the model does not accept.
         batch = {name: value for name, value in collate(list(rows)).items() if name not in ("num_tokens", "row_ids")}
         inputs = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
         labels = inputs.pop("labels")

@@ -1,8 +1,7 @@
-"""``recipes eval compare A B --judge J --prompts FILE``: which model's answers a judge prefers.
+"""``recipes eval compare A B --judge J --prompts FILE``: win rates of models by the verdicts of a judge.
 
-It is a form of ``recipes eval compare`` because it answers the same question, which of several models is better, in the
-same form: the first one is the baseline, differences are paired by question, and each has a confidence interval. Only
-what is compared differs: not the scores of evaluations on disk, but answers, which are sampled here or read from files.
+As in ``recipes eval compare`` without a judge, the first model is the baseline, comparisons are paired by question, and
+each has a confidence interval. Answers are sampled here or read from files.
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ _EPILOG: Final = (
 
 @dataclass(slots=True, kw_only=True)
 class AnsweredCounts(TokenCounts):
-    """Progress of a file of answers, whose tokens are not counted, or of verdicts.
+    """Progress of a file of answers or verdicts; tokens are only counted for verdicts.
 
     Attributes:
-        num_questions: Questions with a row.
+        num_questions: Questions with a row in the file.
     """
 
     num_questions: int = 0
 
 
 def main(argv: Sequence[str]) -> None:
-    """Compare models by a judge, or resume an interrupted comparison.
+    """Run the command, or resume an interrupted comparison.
 
     Raises:
-        ConfigError: A flag is wrong, a model or the judge cannot be had, or the folder holds another comparison.
+        ConfigError: A flag is wrong, a model or the judge cannot be loaded, or the folder holds another comparison.
         DataError: Questions or answers cannot be read, or the judge gave no verdict on a model.
     """
     options = _build_parser().parse_args(list(argv))
@@ -71,7 +70,7 @@ def main(argv: Sequence[str]) -> None:
     progress = build_progress(is_main=True)
     try:
         answers = [_find_answers(at, name, questions, options, progress) for at, name in enumerate(options.models)]
-        # Not before: a reward model would take the memory of the models meanwhile.
+        # After the answers: a local reward model would compete with the models for GPU memory.
         judge = load_judge(options, "pairwise")
         compared = [
             _judge(judge, questions, answers[0], other, options.output_dir / f"verdicts-{at}.jsonl", progress)
@@ -137,7 +136,7 @@ def _build_parser() -> argparse.ArgumentParser:
 def _find_answers(
     at: int, name: str, questions: Sequence[Question], options: argparse.Namespace, progress: TrainingProgress
 ) -> list[list[str]]:
-    """Answers of a model, read from its file or sampled and written."""
+    """Return the answers of a model to each question, read from its file or sampled and written."""
     if Path(name).is_file() or name.endswith(".jsonl"):
         return load_answers(Path(name), questions)
     from recipes_lib.data.store import compute_key
@@ -147,7 +146,7 @@ def _find_answers(
     facts = {"model": engine.describe()}
     path = options.output_dir / f"answers-{at}.jsonl"
     key = compute_key({**facts, "questions": [question._asdict() for question in questions]})
-    what = "answers of another model, to other questions, or otherwise sampled"
+    what = "answers of another model, to other questions, or with other sampling parameters"
     file = RowFile(path, key, AnsweredCounts(), what=what, facts=facts)
 
     def answer(start: int, part: Sequence[Question]) -> Iterator[dict[str, Any]]:
@@ -155,7 +154,7 @@ def _find_answers(
         for question, said in zip(part, answers, strict=True):
             yield {"question_id": question.id, "model": name, "answers": said}
 
-    # A part keeps every concurrent request busy, and is what a kill loses.
+    # The most that a kill loses; large enough for all concurrent requests.
     size = max(options.batch_size, options.num_concurrent)
     file.write(_take_in_parts(questions, file.counts, size, answer, progress, f"answers of {name}"))
     return load_answers(path, questions)
@@ -169,7 +168,7 @@ def _take_in_parts(
     progress: TrainingProgress,
     told: str,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of the questions that have none yet, part by part, and count them."""
+    """Yield the rows of the questions without one, part by part, and update the counts before each."""
     starts = range(counts.num_questions, len(questions), size)
     for start in progress.track(starts, told, len(starts)):
         rows = list(make(start, questions[start : start + size]))
@@ -185,7 +184,7 @@ def _judge(
     path: Path,
     progress: TrainingProgress,
 ) -> tuple[dict[str, WinRate], dict[str, int]]:
-    """Judge the answers to each question, or those that are missing, and return the rates by category."""
+    """Judge the answers to the questions without a verdict; return win rates by category, and tokens of the judge."""
     from recipes_lib.data.store import compute_key
 
     facts = {"judge": judge.describe()}
@@ -209,28 +208,28 @@ def _judge(
             }
 
     file.write(_take_in_parts(questions, file.counts, 8, ask, progress, path.stem))
-    # From the file: rows of earlier launches count too.
+    # From the file, which includes verdicts of earlier launches.
     rows = [row for row in read_lines(path) if row is not None]
     tokens = {name: getattr(file.counts, name) for name in ("num_prompt_tokens", "num_tokens")}
     return compute_rates(rows), tokens
 
 
 def compute_rates(rows: Sequence[Mapping[str, Any]]) -> dict[str, WinRate]:
-    """Return the win rate over all rows, ``all``, and over those of each category where there are several.
+    """Return win rates: ``all`` over all rows, and one per category if there are several.
 
     Args:
-        rows: Of a file of verdicts.
+        rows: Rows of a file of verdicts.
     """
     groups: dict[str, list[Any]] = {"all": []}
     for row in rows:
-        for name in {"all", str(row["category"])}:  # Once, should a category be called all.
+        for name in {"all", str(row["category"])}:  # A set, because a category may be called "all".
             groups.setdefault(name, []).append((row["winner"], row["orders"]))
     rates = {name: compute_win_rate(found) for name, found in groups.items()}
     return rates if len(rates) > 2 else {"all": rates["all"]}
 
 
 def format_rates(base: str, other: str, rates: Mapping[str, WinRate], tokens: Mapping[str, int]) -> Iterator[str]:
-    """Yield a table of win rates, and what the judge read and wrote."""
+    """Yield a table of win rates and the tokens of the judge, line by line."""
     yield f"{other} against {base}"
     heads = f"{'wins':>6}{'ties':>6}{'losses':>8}{'unparsable':>12}{'agree':>7}"
     yield f"{'category':20}{'win rate':>9}  {'95 % interval':18}{heads}"
