@@ -217,6 +217,13 @@ def test_paths_are_quoted_in_the_commands(run, tmp_path):
     assert shlex.split(command)[-1] == str(folder / "sft.yaml")
 
 
+def test_a_folder_is_named_by_where_it_is(run, tmp_path, monkeypatch):
+    run()
+    monkeypatch.chdir(tmp_path / "published")
+    assert main(["reproduce", "."]) == EXIT_DONE
+    assert (tmp_path / "published" / "reproduced" / "published" / "sft.yaml").is_file()
+
+
 def test_from_the_hub_by_revision(hub, record, run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     repository = hub.add("me/mine", private=True, files={"run.json": json.dumps(record).encode()})

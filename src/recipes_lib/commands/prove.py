@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, ConfigError, Problem
+from recipes_lib.files import writing
 
 PAGE = "results.md"
 
@@ -45,7 +46,8 @@ def main(arguments: Sequence[str]) -> int:
         known = ", ".join(check.name for check in listed)
         raise ConfigError(Problem("--only", f"there is no check {' or '.join(options.only)}", f"choose of {known}"))
     device, output = torch.device("cuda" if torch.cuda.is_available() else "cpu"), options.output.resolve()
-    output.mkdir(parents=True, exist_ok=True)
+    with writing(output, "name another --output"):
+        output.mkdir(parents=True, exist_ok=True)
     found = torch.cuda.device_count() if device.type == "cuda" else 0
     num_gpus = found if options.gpus is None else options.gpus
     if not min(found, 1) <= num_gpus <= found:

@@ -37,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: The pipeline file, one of its stages or a flag is invalid.
     """
     options = _build_parser().parse_args(list(argv))
+    options.pipeline = find_pipeline(options.pipeline)
     if options.only and (options.first or options.last):
         raise ConfigError(Problem("--only", "excludes --from and --until", "write one or the other"))
     pipeline = load_pipeline(options.pipeline, options.output_dir)
@@ -64,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         chosen,
         lambda line: sys.stdout.write(f"\n{line}\n"),
         on_change=lambda: write_overview(pipeline.output_dir),
-        launcher=shlex.split(options.launcher),
+        launcher=options.launcher,
     )
     sys.stdout.write("\n" + "".join(f"{line}\n" for line in describe(pipeline)))
     return code
@@ -72,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="recipes run", description=__doc__, allow_abbrev=False)
-    parser.add_argument("pipeline", type=find_pipeline, help="YAML file (docs/pipelines.md), or name of a shipped one")
+    parser.add_argument("pipeline", help="YAML file (docs/pipelines.md), or name of a shipped pipeline")
     parser.add_argument("--output_dir", help="overrides `output_dir` of the file")
     parser.add_argument("--from", dest="first", metavar="STAGE", help="first stage to run")
     parser.add_argument("--until", dest="last", metavar="STAGE", help="last stage to run")
@@ -90,16 +91,26 @@ def _build_parser() -> argparse.ArgumentParser:
     add_machine_flags(parser.add_argument_group("other executors; with slurm, for stages with a launch file"))
     add_cloud_flags(parser.add_argument_group("--executor kubernetes and skypilot"))
     text = "words before the command of a stage with a launch file, such as 'srun --ntasks-per-node=1'"
-    parser.add_argument("--launcher", default="", metavar="WORDS", help=text)
+    parser.add_argument("--launcher", type=shlex.split, default=[], metavar="WORDS", help=text)
     return parser
 
 
 def find_pipeline(text: str) -> Path:
-    """Return the path of a pipeline file, or of the shipped pipeline with this name, such as ``zephyr``."""
-    named = RECIPES / "pipelines" / f"{text}.yaml"
-    is_name = text.isidentifier() and not Path(text).exists() and find_shipped(named).is_file()
-    # Relative, as in the container image, where a submitted job looks for it.
-    return named if is_name else Path(text)
+    """Return the path of a pipeline file, given by its path or as the name of a shipped one, such as ``zephyr``.
+
+    Raises:
+        ConfigError: There is no such file or name, or it is ``demo``, whose data ``recipes demo`` has to write first.
+    """
+    folder = RECIPES / "pipelines"
+    names = sorted({file.stem for file in find_shipped(folder).glob("*.yaml")} - {"demo"})
+    if find_shipped(Path(text)).exists():
+        return Path(text)
+    if text in names:
+        # Relative, as in the container image, where a submitted job looks for it.
+        return folder / f"{text}.yaml"
+    remedy = suggest(text, names, f"write the path of a YAML file, or one of {', '.join(names)}", "`recipes run {}`")
+    remedy = "`recipes demo` writes its data and runs it" if text == "demo" else remedy
+    raise ConfigError(Problem(text, "there is no such pipeline", remedy))
 
 
 def _find_unknown_commands(pipeline: Pipeline) -> Iterator[Problem]:

@@ -7,7 +7,6 @@ each has a confidence interval. Answers are sampled here or read from files.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.evaluation.judge_questions import Question, ask_questions, load_answers, load_questions
 from recipes_lib.evaluation.judges import Judge, WinRate, compute_win_rate, split_place
-from recipes_lib.files import read_lines, replace_record
+from recipes_lib.files import parse_record, read_lines, replace_record
 from recipes_lib.processes import verify_one_process
 
 if TYPE_CHECKING:
@@ -109,28 +108,34 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("models", nargs="+", metavar="MODEL", help="the first is the baseline")
     parser.add_argument("--judge", required=True, help="reward model, or URL#NAME of an endpoint")
-    told = "JSON Lines in the format of MT-Bench, Arena-Hard or AlpacaEval, or with `prompt` or `messages`"
-    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE", help=told)
+    text = "JSON Lines in the format of MT-Bench, Arena-Hard or AlpacaEval, or with `prompt` or `messages`"
+    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE", help=text)
     parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="answers, verdicts, judge.json")
-    told = "YAML file instead of evaluation/judge_prompts/pairwise.yaml"
-    parser.add_argument("--judge_prompt", type=Path, metavar="FILE", help=told)
-    told, length = "longest text of the judge (default: 2048)", "judge_max_new_tokens"
-    parser.add_argument("--judge_tokens", dest=length, metavar="N", type=int, default=2048, help=told)
-    told, read = "JSON: further fields of requests to the judge; null removes one", json.loads
+    text = "YAML file instead of evaluation/judge_prompts/pairwise.yaml"
+    parser.add_argument("--judge_prompt", type=Path, metavar="FILE", help=text)
+    text, length = "longest text of the judge (default: 2048)", "judge_max_new_tokens"
+    parser.add_argument("--judge_tokens", dest=length, metavar="N", type=int, default=2048, help=text)
+    text, read = "JSON: further fields of requests to the judge; null removes one", _read_fields
     parser.add_argument("--request", dest="request_fields", type=read, metavar="JSON", help="the same for models")
-    parser.add_argument("--judge_request", dest="judge_fields", type=read, metavar="JSON", help=told)
-    parser.add_argument("--limit", type=int, help="the first questions only")
+    parser.add_argument("--judge_request", dest="judge_fields", type=read, metavar="JSON", help=text)
+    parser.add_argument("--limit", type=int, help="number of questions (default: all)")
     parser.add_argument("--max_new_tokens", type=int, default=1024, help="longest answer of a model (default: 1024)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of the models (default: 0, greedy)")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling (default: 0)")
-    parser.add_argument("--batch_size", type=int, default=8, help="prompts at a time on this machine (default: 8)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (default: 0, greedy)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of sampling (default: 0)")
+    parser.add_argument("--batch_size", type=int, default=8, help="batch size of local models (default: 8)")
     parser.add_argument("--num_concurrent", type=int, default=8, help="requests to an endpoint at a time (default: 8)")
     parser.add_argument("--requests_per_minute", type=float, help="upper bound for each endpoint")
-    told = "seconds for an attempt (default: 300)"
-    parser.add_argument("--timeout", dest="request_timeout", metavar="S", type=float, default=300.0, help=told)
-    parser.add_argument("--dtype", default="auto", help="of models on this machine (default: that of the checkpoint)")
-    parser.add_argument("--use_cpu", action="store_true", help="do not use a GPU")
+    text = "timeout of a request in seconds (default: 300)"
+    parser.add_argument("--timeout", dest="request_timeout", metavar="S", type=float, default=300.0, help=text)
+    parser.add_argument("--dtype", default="auto", help="of local models (default: that of the checkpoint)")
+    parser.add_argument("--use_cpu", action="store_true", help="run local models on the CPU")
     return parser
+
+
+def _read_fields(text: str) -> dict[str, Any]:
+    if (fields := parse_record(text)) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return fields
 
 
 def _find_answers(
@@ -166,11 +171,11 @@ def _take_in_parts(
     size: int,
     make: Callable[[int, Sequence[Question]], Iterator[dict[str, Any]]],
     progress: TrainingProgress,
-    told: str,
+    label: str,
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield the rows of the questions without one, part by part, and update the counts before each."""
     starts = range(counts.num_questions, len(questions), size)
-    for start in progress.track(starts, told, len(starts)):
+    for start in progress.track(starts, label, len(starts)):
         rows = list(make(start, questions[start : start + size]))
         counts.num_questions += len(rows)
         yield rows

@@ -19,7 +19,7 @@ from recipes_lib.commands.planning.planned_hardware import CURVE, Hardware, Row
 from recipes_lib.config.loader import drop_flags
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.files import replace_text
+from recipes_lib.files import replace_text, writing
 from recipes_lib.planning.compute import RL_RECIPES
 from recipes_lib.planning.devices import Device
 from recipes_lib.planning.memory import list_layouts, plan_memory
@@ -336,7 +336,8 @@ def write_plan(folder: Path, recipe: Sequence[str], keys: Mapping[str, Any], lay
         layout: Layout of the plan.
         start: Launch of the layout.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder, "name another folder after --write"):
+        folder.mkdir(parents=True, exist_ok=True)
     for name, content in (("accelerate.yaml", dict(start.document)), ("keys.yaml", dict(keys))):
         replace_text(folder / name, yaml.safe_dump(content, sort_keys=False))
     flags = compose_flags(start, layout, shlex.quote(str(folder / "accelerate.yaml")))

@@ -20,7 +20,7 @@ from recipes_lib.commands.reproduce import restore_keys
 from recipes_lib.config.loader import check_text, load_config
 from recipes_lib.config.schema import RecipeConfig, flatten_config
 from recipes_lib.errors import ConfigError, DataError, Problem, collecting
-from recipes_lib.files import read_record, replace_record, replace_text
+from recipes_lib.files import read_record, replace_record, replace_text, writing
 from recipes_lib.models.loading import explained
 from recipes_lib.planning.compute import TOKENS_PER_PARAMETER, compute_model_size, find_planned_model
 from recipes_lib.planning.pretraining import count_run_tokens, plan_pretraining
@@ -113,7 +113,8 @@ def _write_sweep(options: argparse.Namespace) -> Iterator[Row]:
     if problems:
         raise ConfigError(*problems)
     folder: Path = options.output
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder, "name another --output"):
+        folder.mkdir(parents=True, exist_ok=True)
     sizes = {f"depth{depth}-x{ratio}": (depth, ratio) for depth in depths for ratio in ratios}
     if options.target:
         sizes[_TARGET] = tuple(options.target)
@@ -206,8 +207,9 @@ def _fit_runs(options: argparse.Namespace) -> Iterator[Row]:
         raise DataError(*problems)
     fit = fit_law(runs, options.resamples)
     record = {"counts_embeddings": not options.no_count_embeddings, "runs": [run._asdict() for run in runs]}
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    replace_record(options.output, dataclasses.asdict(fit) | record)
+    with writing(options.output, "name another --output"):
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        replace_record(options.output, dataclasses.asdict(fit) | record)
     embeddings = "without embeddings" if options.no_count_embeddings else "with embeddings"
     yield "runs", f"{len(runs)}, up to {fit.max_flops:.3g} operations, parameters {embeddings}"
     for field in dataclasses.fields(Law):
