@@ -97,7 +97,7 @@ def test_other_answers_are_never_mixed_in_and_several_datasets_are_refused(run, 
     for key, value in {"seed": 1, "sampling_temperature": 0.5, "response_length": 4, "reasoning": "drop"}.items():
         with pytest.raises(ConfigError, match="other sampling parameters"):
             run(**{key: value})
-    with pytest.raises(ConfigError, match="prompts are read from one dataset"):
+    with pytest.raises(ConfigError, match="a mixture is not supported"):
         run(dataset_name="null", dataset_mixture=json.dumps([{"name": str(tmp_path / "prompts.jsonl")}]))
 
 

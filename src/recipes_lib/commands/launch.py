@@ -215,8 +215,6 @@ def _resolve_machines(options: argparse.Namespace, detected: Machines) -> Machin
     if machines.num_machines > 1 and (machines.main_process_ip is None or lacks_rank):
         found = f"there are {machines.num_machines} machines, without --machine_rank and --main_process_ip"
         raise ConfigError(Problem("--num_machines", found, "write both, or start under SLURM"))
-    if machines.num_machines < 1:
-        raise ConfigError(Problem("--num_machines", f"is {machines.num_machines}", "write 1 or more"))
     if not 0 <= machines.machine_rank < machines.num_machines:
         found = f"is {machines.machine_rank}, with {machines.num_machines} machines"
         raise ConfigError(Problem("--machine_rank", found, "write the rank of this machine, from 0"))

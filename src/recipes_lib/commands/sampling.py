@@ -422,8 +422,7 @@ def write_answers(config: RecipeConfig, output: Path, *, reasoning: str) -> str:
 
     if config.data.dataset_mixture:
         where = config.provenance.get("dataset_mixture", "dataset_mixture")
-        found = "prompts are read from one dataset"
-        raise ConfigError(Problem(where, found, "concatenate the files, and write `dataset_name`"))
+        raise ConfigError(Problem(where, "a mixture is not supported", "join the files, and write `dataset_name`"))
     config = take_teacher(config)
     _, tokenizer, prompts, args, attention = _prepare(config)
     teacher: Any = load_causal_lm(config.model, attention)

@@ -95,8 +95,7 @@ def main(argv: Sequence[str]) -> None:
     config = load_for_command("sft", given, options.config)
     if config.data.dataset_mixture or config.data.dataset_streaming:
         where = config.provenance.get("dataset_mixture" if config.data.dataset_mixture else "dataset_streaming", "")
-        found = "mixtures and streamed datasets are not supported"
-        raise ConfigError(Problem(where, found, "write `dataset_name` alone"))
+        raise ConfigError(Problem(where, "is not supported by recipes score", "write `dataset_name` alone"))
     columns = Columns(options.prefix, options.min_loss, options.max_loss)
     sys.stdout.write(f"{options.output}: {score_dataset(config, options.output, columns)}\n")
 

@@ -280,28 +280,28 @@ def _read_first_sentence(definition: Definition) -> str:
     return sentence.group() if sentence else paragraph
 
 
-def _tell_kind(definition: Definition) -> str:
+def _answer_kind(definition: Definition) -> str:
     return f"It is {_classify(definition)}."
 
 
-def _tell_parameters(definition: Definition) -> str | None:
+def _answer_parameters(definition: Definition) -> str | None:
     return None if _is_class(definition) else f"It has {_spell_parameters(definition)}."
 
 
-def _count_required(definition: Definition) -> str | None:
+def _answer_required(definition: Definition) -> str | None:
     if _is_class(definition):
         return None
     number = definition.num_required
     return f"No, it needs {_spell(number)}." if number else "Yes, it needs none."
 
 
-def _describe(definition: Definition) -> str | None:
+def _answer_summary(definition: Definition) -> str | None:
     if _is_class(definition):
         return None
     return f"{_classify(definition).capitalize()} with {_spell_parameters(definition)}."
 
 
-def _tell_action(definition: Definition) -> str | None:
+def _answer_action(definition: Definition) -> str | None:
     action = _ACTIONS.get(definition.docstring.split()[0].lower())
     return None if action is None else f"It {action} something."
 
@@ -336,10 +336,12 @@ _ACTIONS = {form: _conjugate(verb) for verb in _VERBS.split() for form in (verb,
 
 _SIGNATURE: Callable[[Definition], str] = attrgetter("signature")
 QUESTIONS = (
-    QuestionTemplate("What is `{}`?", _SIGNATURE, _tell_kind, r"It is (.+)\."),
-    QuestionTemplate("How many parameters does `{}` have?", _SIGNATURE, _tell_parameters, r"It has (\w+)"),
-    QuestionTemplate("Can `{}` be called without arguments?", _SIGNATURE, _count_required, r"(\w+)"),
-    QuestionTemplate("Describe `{}`.", _SIGNATURE, _describe),
-    QuestionTemplate('What does it do? Its documentation says: "{}"', _read_first_sentence, _tell_action, r"It (\w+)"),
+    QuestionTemplate("What is `{}`?", _SIGNATURE, _answer_kind, r"It is (.+)\."),
+    QuestionTemplate("How many parameters does `{}` have?", _SIGNATURE, _answer_parameters, r"It has (\w+)"),
+    QuestionTemplate("Can `{}` be called without arguments?", _SIGNATURE, _answer_required, r"(\w+)"),
+    QuestionTemplate("Describe `{}`.", _SIGNATURE, _answer_summary),
+    QuestionTemplate(
+        'What does it do? Its documentation says: "{}"', _read_first_sentence, _answer_action, r"It (\w+)"
+    ),
 )
 """Questions that a tiny model can answer about unseen definitions: the answers follow from the question's text."""

@@ -269,10 +269,8 @@ def show_students(output_dir: Path, console: Console) -> None:
     console.print()
     console.print(table)
     gain, distance = bits["labels"] - bits["distill"], bits["labels"] - bits["pretrain"]
-    console.print(
-        f"At equal tokens, distillation lowers the student by {gain:.3f} bits, {gain / distance:.0%} of its distance "
-        "to the teacher."
-    )
+    share = f"{gain / distance:.0%} of the way to the teacher"
+    console.print(f"At equal tokens, distillation gains {gain:.3f} bits, {share}.")
 
 
 def read_ends(run_dir: Path, key: str) -> tuple[float, float]:

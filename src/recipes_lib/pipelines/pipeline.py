@@ -316,7 +316,7 @@ class _Reader:
             found = f"is {str(output)!r}, which holds the outputs of all stages"
             self._refuse(f"{where}.output", found, f"write {_SHAPES['output'][1]}")
         if name in self.names:
-            self._refuse(where, f"another stage is called {name!r} too", "name one of them otherwise")
+            self._refuse(where, f"another stage is called {name!r} too", "rename one of them")
         elif str(output) in self.outputs:
             found = f"writes {output}, as {self.outputs[str(output)]} does"
             self._refuse(where, found, "give one of them another `output`")

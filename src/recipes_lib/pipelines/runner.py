@@ -145,7 +145,9 @@ class _Progress:
         entry, output = self.entries.get(stage.name) or {}, self.root / stage.output
         if entry.get("status") != "done" or entry.get("fingerprint") != self.prints[stage.name]:
             return False
-        return find_missing_file(output, entry.get("files")) is None and not _is_unfinished(output)
+        # Later commands may have restarted a run in it.
+        is_unfinished = (output / "run.json").is_file() and _read_status(output) != "done"
+        return not is_unfinished and find_missing_file(output, entry.get("files")) is None
 
     def find_obstacle(self, stage: Stage, chosen: Collection[str], say: Callable[[str], object]) -> int:
         """Return ``EXIT_DIVERGED`` if a gate of a needed stage fails.
@@ -268,20 +270,17 @@ def _list_files(output: Path) -> dict[str, int | None]:
 def _read_end(output: Path, began: float) -> int:
     """Return the exit code of the status that a run has recorded since ``began``; ``EXIT_BUG`` without a record."""
     record = output / "run.json"
-    try:
-        # An older record is of an earlier start: the run failed before it wrote its own.
-        status = read_record(record).get("status") if record.stat().st_mtime >= began else None
-    except (OSError, DataError):
-        return EXIT_BUG
+    # An older record is of an earlier start: the run failed before it wrote its own.
+    status = _read_status(output) if record.is_file() and record.stat().st_mtime >= began else None
     return next((code for code, name in STATUSES.items() if name == status), EXIT_BUG)
 
 
-def _is_unfinished(output: Path) -> bool:
-    record = output / "run.json"
+def _read_status(output: Path) -> Any:
+    """Return the status in ``run.json`` of an output; ``None`` without a readable record."""
     try:
-        return record.is_file() and read_record(record).get("status") != "done"
+        return read_record(output / "run.json").get("status")
     except DataError:
-        return True
+        return None
 
 
 def _move_aside(place: Path, name: str, say: Callable[[str], object]) -> None:

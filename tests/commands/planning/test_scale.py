@@ -192,8 +192,8 @@ def test_a_prediction_counts_parameters_as_its_law_does(runs, scale, tmp_path, c
     [
         ({}, ["--head_dim", 15], "rotary embeddings need an even number"),
         ({}, ["--target", 0, 5], "are each 1 or more"),
-        ({}, ["--depths", 2, 4], "--depths: a law needs 3 or more"),
-        ({}, ["--ratios", 0, 5, 10], "--ratios: a law needs 3 or more different numbers, each 1 or more"),
+        ({}, ["--depths", 2, 4], "--depths: a law needs 3 different numbers"),
+        ({}, ["--ratios", 0, 5, 10], "--ratios: a law needs 3 different numbers, each 1 or more"),
         ({"model_config": {"model_type": "gpt2", "vocab_size": 512}}, [], "has no `hidden_size`"),
         ({"warmup_steps": 0.5, "decay_steps": 0.9, "lr_scheduler_type": "warmup_stable_decay"}, [], "decay"),
     ],

@@ -71,19 +71,19 @@ def store(config: RecipeConfig) -> None:
     collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
     compute = build_compute(config, identity.format, teacher, collate, args)
 
-    def tell(num_done: int) -> None:
+    def print_progress(num_done: int) -> None:
         sys.stdout.write(f"{num_done:,} of {len(data.train):,} rows\n")
         sys.stdout.flush()
 
-    found = write_store(identity, data.train, compute, batch_size=args.per_device_eval_batch_size, tell=tell)
-    taught = read_store(identity, data.train)
+    found = write_store(identity, data.train, compute, batch_size=args.per_device_eval_batch_size, tell=print_progress)
+    stored = read_store(identity, data.train)
     dtype = str(get_compute_dtype(args)).removeprefix("torch.")
-    off = compare_with_teacher(identity, taught, compute, num_rows=NUM_CHECKED, allowed=ALLOWED[dtype])
+    divergence = compare_with_teacher(identity, stored, compute, num_rows=NUM_CHECKED, allowed=ALLOWED[dtype])
     size = identity.format.dtype.itemsize
-    num_targets = int(taught.counts.sum())
+    num_targets = int(stored.counts.sum())
     sys.stdout.write(
         f"{num_targets:,} targets of {size} bytes, {num_targets * size / 1e9:.2f} GB; {identity.format.k} tokens of "
-        f"{identity.format.num_tokens:,} each\nrecomputed, the teacher differs by {off:.1e} nats\npath {found.path}\n"
+        f"{identity.format.num_tokens:,} each\nKL divergence from recomputed: {divergence:.1e} nats\npath {found.path}\n"
     )
 
 

@@ -326,8 +326,7 @@ def _find_mfu_problems(options: argparse.Namespace) -> Iterator[Problem]:
     for flag in given[1:]:
         yield Problem(flag, f"{given[0]} sets the MFU too", "keep one of them")
     if options.mfu is not None and options.gpus:
-        found = "the search compares kinds of runs, whose MFU differs"
-        yield Problem("--mfu", found, "write --proof or --calibrate")
+        yield Problem("--mfu", "the search compares runs of different MFU", "write --proof or --calibrate")
     if options.calibrate and options.gpu is None:
         yield Problem("--calibrate", "needs a GPU", "name that of the runs: --gpu H100")
 

@@ -154,8 +154,7 @@ def _find_sweep_problems(
 ) -> Iterator[Problem]:
     for flag, values in (("--depths", depths), ("--ratios", ratios)):
         if len(values) < FEWEST or min(values) < 1:
-            found = f"a law needs {FEWEST} or more different numbers, each 1 or more"
-            yield Problem(flag, found, f"write at least {FEWEST}")
+            yield Problem(flag, f"a law needs {FEWEST} different numbers, each 1 or more", f"write {FEWEST} or more")
     if options.head_dim < 2 or options.head_dim % 2:
         yield Problem("--head_dim", f"is {options.head_dim}; rotary embeddings need an even number", "write 64")
     if min(options.target or [1]) < 1:
