@@ -168,7 +168,7 @@ def test_independent_stages_run_at_the_same_time_and_a_whole_run_beside_them_is_
         assert first.poll() is None
     whole = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert whole.returncode == 2
-    assert "another `recipes run` works here" in whole.stderr
+    assert "another `recipes run` is running this pipeline" in whole.stderr
     second = subprocess.run([*command, "--only", "reader"], check=False, timeout=60)
     assert (first.wait(timeout=60), second.returncode) == (0, 0)
     record = json.loads((cluster.output_dir / "pipeline.json").read_text())["stages"]

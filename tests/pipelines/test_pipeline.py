@@ -100,6 +100,13 @@ stages:
         read(tmp_path, 'stages: {sft: {run: "true", matrix: {seed: [0, 1]}}, b: {run: "cp ${sft.output}"}}')
 
 
+def test_a_configuration_beside_the_pipeline_needs_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").touch()
+    with pytest.raises(ConfigError, match=r"a.config: there is no mine.yaml here\n    write \$\{here\}/mine.yaml"):
+        read(tmp_path, "stages: {a: {recipe: sft, config: mine.yaml}}")
+    assert read(tmp_path, "stages: {a: {recipe: sft, config: '${here}/mine.yaml'}}").stages[0].files[0].is_file()
+
+
 def test_values_are_passed_as_yaml_writes_them(tmp_path: Path) -> None:
     text = (
         "stages: {a: {recipe: sft, set: {dataset_config: 2024-01-31, seed: 1}}}\nenvironment: {DAY: 2024-01-31, N: 1}"

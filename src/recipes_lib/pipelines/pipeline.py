@@ -286,6 +286,8 @@ class _Reader:
         identity = [kind, *(word.symbol for word in (*words, *argv, output))]
         arguments = [word.text for word in argv]
         files = [find_shipped(Path(arguments[1]))] if "config" in entry else []
+        if files and not files[0].exists() and (self.path.parent / files[0]).is_file():
+            self._refuse(f"{where}.config", f"there is no {files[0]} here", f"write ${{here}}/{files[0]}")
         if kind == "recipe":
             # Not in the identity, so that a moved pipeline is not run again.
             arguments += [] if "output_dir" in flags else ["--output_dir", output.text]

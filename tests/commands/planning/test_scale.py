@@ -191,7 +191,7 @@ def test_a_prediction_counts_parameters_as_its_law_does(runs, scale, tmp_path, c
     ("changes", "flags", "words"),
     [
         ({}, ["--head_dim", 15], "rotary embeddings need an even number"),
-        ({}, ["--target", 0, 5], "are each 1 or more"),
+        ({}, ["--target", 0, 5], "must be 1 or more"),
         ({}, ["--depths", 2, 4], "--depths: a law needs 3 different numbers"),
         ({}, ["--ratios", 0, 5, 10], "--ratios: a law needs 3 different numbers, each 1 or more"),
         ({"model_config": {"model_type": "gpt2", "vocab_size": 512}}, [], "has no `hidden_size`"),
@@ -206,6 +206,10 @@ def test_a_sweep_that_gives_no_law_is_refused_before_anything_is_written(
     assert not list((tmp_path / "sweep").glob("*.yaml"))
 
 
+def test_a_file_where_the_folder_of_a_sweep_goes_is_told(recipe, scale) -> None:
+    assert "name another --output" in scale("sweep", "--config", recipe, "--output", recipe, code=2)
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -213,7 +217,7 @@ def test_a_sweep_that_gives_no_law_is_refused_before_anything_is_written(
         (["predict", "--parameters", "1e6"], "write --parameters and --tokens, --config or --run"),
         (["predict"], "the run is given by no flag"),
         (["predict", "--run", "a", "--config", "b"], "the run is given by --config and --run"),
-        (["predict", "--run", "a", "--output", "b"], "two losses"),
+        (["predict", "--run", "a", "--output", "b"], "several losses"),
         (["fit", "no/such/run"], "neither run.json nor metrics.jsonl"),
         (["plan", "--flops", "1e18", "--fit", "no-law.json"], "no-law.json"),
     ],

@@ -168,7 +168,7 @@ def test_a_gguf_file_is_what_the_converter_writes_of_the_model(kind, tiny_tokeni
     with pytest.raises(ConfigError, match="already exists"):
         main([*flags, "q8_0"])
     out.unlink()
-    for wrong, words in (("fails", "exit code 3"), ("empty", "no GGUF file")):
+    for wrong, words in (("fails", "exit code 3"), ("empty", "not written a GGUF file")):
         with pytest.raises(ConfigError, match=words):
             main([*flags, wrong])
         assert list(out.parent.iterdir()) == []

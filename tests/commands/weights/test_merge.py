@@ -85,7 +85,7 @@ def test_precision_and_base_can_be_chosen(adapter, tmp_path, tiny_model_dir):
 def test_a_model_that_differs_too_much_is_not_left_behind(adapter, tmp_path, capsys, flags):
     assert run(adapter, tmp_path / "out", *flags) == 2
     error = capsys.readouterr().err
-    assert "differs from its adapter's by" in error
+    assert "differs from base and adapter by" in error
     assert "--max_kl" in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a run"]
 

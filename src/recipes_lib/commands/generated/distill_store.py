@@ -83,7 +83,7 @@ def store(config: RecipeConfig) -> None:
     num_targets = int(stored.counts.sum())
     sys.stdout.write(
         f"{num_targets:,} targets of {size} bytes, {num_targets * size / 1e9:.2f} GB; {identity.format.k} tokens of "
-        f"{identity.format.num_tokens:,} each\nKL divergence from recomputed: {divergence:.1e} nats\npath {found.path}\n"
+        f"{identity.format.num_tokens:,} each\nKL divergence to recomputed {divergence:.1e} nats\npath {found.path}\n"
     )
 
 

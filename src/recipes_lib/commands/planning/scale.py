@@ -134,7 +134,7 @@ def _write_sweep(options: argparse.Namespace) -> Iterator[Row]:
     target = stages.pop(_TARGET, None)
     stages["law"] = {"command": f"scale fit {runs} --output {law}", "output": law}
     if target:
-        yield "", f"{flops[_TARGET] / largest:.1f} times the operations of the largest fitted run"
+        yield "", f"{flops[_TARGET] / largest:.1f} times the operations of the largest run of the fit"
         before, after = (f"${{output_dir}}/{name}.json" for name in ("predicted", "compared"))
         config = f"${{here}}/{_TARGET}.yaml"
         fitted = "--fit ${law.output}"
