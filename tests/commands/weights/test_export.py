@@ -117,7 +117,7 @@ def test_where_answers_stop_is_kept(tiny_tokenizer_dir, tmp_path, capsys):
 @pytest.mark.parametrize("fault", ["cut", "unsealed", "full", "other", "pissa"])
 def test_what_cannot_be_exported_is_told_and_leaves_nothing(fault, tiny_tokenizer_dir, tmp_path):
     checkpoint, out = seal(tmp_path / "checkpoint-2", build("tied"), tiny_tokenizer_dir), tmp_path / "out"
-    words = {"full": "is not empty", "other": "layers.1", "pissa": "no file holds"}.get(fault, "checkpoint-2")
+    words = {"full": "is not empty", "other": "layers.1", "pissa": "does not hold that base"}.get(fault, "checkpoint-2")
     if fault == "cut":
         (file,) = (checkpoint / "model_shards").iterdir()
         file.write_bytes(file.read_bytes()[:-4])
