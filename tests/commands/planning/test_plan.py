@@ -202,7 +202,7 @@ def test_epochs_of_a_corpus_are_told_source_by_source(plan, tmp_path: Path) -> N
     mixture = [{"name": str(tmp_path / "clean" / "data" / name), "weight": weight} for name, weight in MIXED]
     told = plan(dataset_name=None, dataset_mixture=mixture)
     assert "1.67 of the 3,000,000 tokens" in told
-    assert f"5.00 of the 1,000,000 tokens of {tmp_path}/clean/data/books; beyond 4 a repeated token" in told
+    assert f"5.00 of the 1,000,000 tokens of {tmp_path}/clean/data/books; above 4, repeated tokens" in told
     # Half of ten million tokens with all of the first source, the rest evenly.
     phases = [{"start_tokens": 0, "weights": [1, 0]}, {"start_tokens": 5_000_000, "weights": [1, 1]}]
     told = plan(dataset_name=None, dataset_mixture=mixture, dataset_curriculum=phases)
