@@ -28,7 +28,7 @@ def test_the_last_line_says_what_was_reached_and_where_it_lies(config, capsys):
     lines = capsys.readouterr().out.splitlines()
     out = config.parent / "out"
     assert lines[-1].startswith("3 of 5 documents, ")
-    assert lines[-1].endswith(f"dataset_name: {out}; what went and why: {out}/report.html")
+    assert lines[-1].endswith(f"dataset_name: {out}; removed documents and reasons: {out}/report.html")
     assert "exact_duplicates: 1 of 4 documents removed" in lines
     assert any(line.startswith("warning: not read: ") and "a.jsonl:5" in line for line in lines)
 
@@ -62,7 +62,7 @@ def test_reading_a_source_too_often_is_a_warning():
         "bytes": 10,
     }
     lines = describe(manifest, "out")
-    assert lines[0] == "warning: a would be read 5.5 times; above 4 its value decays"
+    assert lines[0] == "warning: 5.5 epochs of a; above 4, repeated tokens help little"
     assert "7 tokens" in lines[-1]
 
 

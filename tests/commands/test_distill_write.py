@@ -95,9 +95,9 @@ def test_a_killed_command_goes_on_with_the_prompts_that_are_left(run, tmp_path, 
 def test_other_answers_are_never_mixed_in_and_several_datasets_are_refused(run, tmp_path) -> None:
     run()
     for key, value in {"seed": 1, "sampling_temperature": 0.5, "response_length": 4, "reasoning": "drop"}.items():
-        with pytest.raises(ConfigError, match="otherwise sampled"):
+        with pytest.raises(ConfigError, match="other sampling parameters"):
             run(**{key: value})
-    with pytest.raises(ConfigError, match="prompts come from one dataset"):
+    with pytest.raises(ConfigError, match="a mixture is not supported"):
         run(dataset_name="null", dataset_mixture=json.dumps([{"name": str(tmp_path / "prompts.jsonl")}]))
 
 
@@ -152,4 +152,4 @@ def test_an_answer_that_no_row_may_hold_is_counted(tiny_model_dir, tmp_path, mon
         f"--output={tmp_path / 'rows.jsonl'}", "--per_device_eval_batch_size=3",
     ])  # fmt: skip
     assert [row["completion"] for row in read_rows(tmp_path / "rows.jsonl")] == ["ab"]
-    assert "2 that are no text" in capsys.readouterr().out
+    assert "2 empty or invalid" in capsys.readouterr().out

@@ -116,6 +116,15 @@ def test_a_package_that_does_not_load_is_broken(
     assert finding.detail.startswith(detail)
 
 
+def test_a_package_that_loads_without_metadata_is_ok(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "flash_attn.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    trial = doctor._Trial(name="flash-attn", module="flash_attn", remedy="")
+    finding = trial.finish(trial.start())
+    assert (finding.verdict, finding.detail) == ("ok", "of unknown version")
+
+
 def test_a_package_that_loads_is_ok_at_its_version_and_one_that_hangs_is_broken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -128,7 +128,7 @@ def test_what_was_cut_or_empty_is_a_warning() -> None:
     assert describe({"groups": {"g": group}, "tasks": {"t": task}}) == [
         "g: acc 0.2500, 9 questions",
         "t: acc 0.5000 ± 0.1960, 4 questions",
-        "warning: t: 3 of 4 questions did not fit and lost their beginning",
+        "warning: t: 3 of 4 questions did not fit and were truncated at the start",
     ]
 
 
@@ -244,5 +244,5 @@ def test_a_checkpoint_that_is_deleted_while_it_is_linked_is_passed_over(
     monkeypatch.setattr("os.link", link_and_delete)
     assert run_recipes(["eval", "watch", str(run)]) == 0
     assert elsewhere.commands == []
-    assert "checkpoint-2: the run has deleted it" in capsys.readouterr().out
+    assert "checkpoint-2: skipped, the run has deleted it" in capsys.readouterr().out
     assert not list((run / "eval").glob("*/*"))

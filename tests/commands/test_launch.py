@@ -66,7 +66,7 @@ def test_slurm_needs_no_flag_more(compose):
     [
         ({"PATH": "/bin"}, Machines()),
         (STEP, Machines(4, 2, "gpu-017", 24567, "SLURM, 4 nodes")),
-        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}, Machines(told_by="SLURM, one node")),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}, Machines(source="SLURM, one node")),
         (
             {"PET_NNODES": "2", "PET_NODE_RANK": "1", "MASTER_ADDR": "head", "PET_MASTER_PORT": "1234"},
             Machines(2, 1, "head", 1234, "torchrun's variables (PET_...)"),
@@ -79,7 +79,7 @@ def test_the_environment_says_which_machine_this_is_and_where_the_first_one_is(e
 
 def test_a_batch_script_on_several_nodes_would_start_one_of_them():
     script = {name: value for name, value in STEP.items() if "STEP" not in name}
-    with pytest.raises(ConfigError, match=r"gave 4 nodes[\s\S]*srun --ntasks-per-node=1"):
+    with pytest.raises(ConfigError, match=r"job has 4 nodes[\s\S]*srun --ntasks-per-node=1"):
         find_machines(script)
 
 
@@ -94,6 +94,8 @@ def test_several_tasks_on_a_node_would_start_as_many_launchers(tasks):
 def test_a_variable_that_is_no_number_is_named(name, text):
     with pytest.raises(ConfigError, match=f"{name}: '{text}' is not a whole number"):
         find_machines({"PET_NNODES": "2", name: text})
+    with pytest.raises(ConfigError, match=f"SLURM_NODEID: '{text}' is not a whole number"):
+        find_machines(STEP | {"SLURM_NODEID": text})
 
 
 def test_a_started_process_starts_no_others():
@@ -110,6 +112,7 @@ def test_a_started_process_starts_no_others():
         ("gpu-[5]", "gpu-5"),
         ("a[1,3]b,c", "a1b"),
         ("a[08-09]-ib", "a08-ib"),
+        ("rack[1-2]node[03-16,20],login", "rack1node03"),
     ],
 )
 def test_the_first_host_of_a_list(nodes, first):
@@ -136,10 +139,13 @@ def test_the_machine_decides_where_nobody_else_does(num, name, monkeypatch):
         (["--hardware", "fsdp3"], r"no launch file accelerate_configs/fsdp3\.yaml\n    write one of cpu, "),
         (["--hardware", "fsdp2"], "this machine has none"),
         (["--num_machines", "2"], "without --machine_rank and --main_process_ip"),
-        (["--num_machines", "2", "--machine_rank", "2", "--main_process_ip", "a"], "they count from 0"),
+        (
+            ["--num_machines", "2", "--machine_rank", "2", "--main_process_ip", "a"],
+            "--machine_rank: is 2, with",
+        ),
         (
             ["--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "a", "--hardware", "single_gpu"],
-            "each of 2 machines would train a model of its own",
+            "each of 2 machines would train a separate model",
         ),
         (
             ["--num_machines", "3", "--machine_rank", "1", "--main_process_ip", "a"],

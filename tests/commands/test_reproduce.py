@@ -90,7 +90,7 @@ def test_the_restored_recipe_trains_as_the_first_one_did(run, tmp_path):
 def test_what_matches_is_not_told_and_what_cannot_be_known_is(run):
     assert [line for line in run()[1].splitlines() if line.startswith("differs: ")] == [
         "differs: data: the train rows had the fingerprint 9604a55826332cb0; `recipes prepare` records yours",
-        "differs: device: it was 1 x NVIDIA H200; another one rounds differently",
+        "differs: device: it was 1 x NVIDIA H200; other devices round differently",
     ]
 
 
@@ -100,7 +100,7 @@ def test_a_default_that_has_changed_is_written_down_and_a_key_that_is_gone_is_to
     keys, lost = reproduce.restore_keys(record)
     assert keys["weight_decay"] == 0.123
     assert "adam_beta1" not in keys
-    assert lost == ["the key warmup_of_old, which was 0.1, is not known any more"]
+    assert lost == ["the key warmup_of_old, which was 0.1, no longer exists"]
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
@@ -140,7 +140,7 @@ def test_files_of_another_machine_and_data_without_a_revision_are_told(record):
     told = " ".join(reproduce.compare(record, keys))
     for key, name in keys.items():
         assert f"{key}: {name} was a file or folder of the machine" in told
-    assert "no revision of owner/chats" in " ".join(reproduce.compare(record, {"dataset_name": "owner/chats"}))
+    assert "owner/chats was not pinned" in " ".join(reproduce.compare(record, {"dataset_name": "owner/chats"}))
 
 
 def test_a_configuration_that_is_refused_today_is_told_with_its_lines(run, record):
@@ -215,6 +215,13 @@ def test_paths_are_quoted_in_the_commands(run, tmp_path):
     _, told, _ = run("--output", str(folder))
     command = next(line for line in told.splitlines() if line.startswith("same run:")).partition(":")[2]
     assert shlex.split(command)[-1] == str(folder / "sft.yaml")
+
+
+def test_a_folder_is_named_by_where_it_is(run, tmp_path, monkeypatch):
+    run()
+    monkeypatch.chdir(tmp_path / "published")
+    assert main(["reproduce", "."]) == EXIT_DONE
+    assert (tmp_path / "published" / "reproduced" / "published" / "sft.yaml").is_file()
 
 
 def test_from_the_hub_by_revision(hub, record, run, tmp_path, monkeypatch, capsys):

@@ -48,6 +48,29 @@ def test_parts_are_run_by_name_and_told_at_the_end(path: Path, capfd: pytest.Cap
     assert "two comes after one" in capfd.readouterr().err
 
 
+def test_a_shipped_pipeline_has_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_recipes(["run", "zephyr", "--list"]) == 0
+    assert "recipes/configs/mistral-7b/sft.yaml" in capfd.readouterr().out
+    assert run_recipes(["run", "demo"]) == 2
+    assert "`recipes demo` writes its data and runs it" in capfd.readouterr().err
+    assert run_recipes(["run", "zephir"]) == 2
+    assert "did you mean `recipes run zephyr`?" in capfd.readouterr().err
+    assert run_recipes(["run", "mine.yaml"]) == 2
+    assert "mine.yaml: there is no such pipeline\n    write the path of a YAML file" in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_selections_of_stages_exclude_each_other(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_recipes(["run", str(path), "--only", "one", "--until", "two"]) == 2
+    assert "--only: excludes --from and --until" in capfd.readouterr().err
+    with pytest.raises(SystemExit):
+        run_recipes(["run", str(path), "--launcher", "'srun"])
+    assert "argument --launcher: invalid" in capfd.readouterr().err
+
+
 def test_check_holds_every_stage_against_its_recipe_before_anything_is_there(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

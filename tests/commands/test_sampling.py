@@ -73,15 +73,15 @@ def test_pairs_of_another_kind_or_policy_are_never_mixed_in(run, policy, tmp_pat
     for key, value in {**changes, "reward_funcs": "[tests.rl.keys_task:score_second_key]"}.items():
         with pytest.raises(ConfigError, match="of another policy"):
             run(**{key: value})
-    with pytest.raises(ConfigError, match="a pair takes two answers"):
+    with pytest.raises(ConfigError, match="--num_answers: is 1"):
         run(num_answers=1)
 
 
 def answers(*scores):
-    return [Answered(f"answer {at}", score, usable=True) for at, score in enumerate(scores)]
+    return [Answered(f"answer {at}", score, is_usable=True) for at, score in enumerate(scores)]
 
 
-CUT = Answered("cut", 9.0, usable=False)
+CUT = Answered("cut", 9.0, is_usable=False)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ CUT = Answered("cut", 9.0, usable=False)
         (answers(1.0, 3.0, -1.0, 2.0), ["answer 1", "answer 2"]),
         (answers(1.0, 2.0, 2.0, 1.0), ["answer 1", "answer 0"]),
         (answers(2.0, 2.0, 2.0), None),
-        ([Answered("same", 1.0, usable=True), Answered("same", 2.0, usable=True)], None),
+        ([Answered("same", 1.0, is_usable=True), Answered("same", 2.0, is_usable=True)], None),
         ([CUT, *answers(0.0, 1.0)], ["answer 1", "answer 0"]),
         ([CUT, *answers(0.0)], None),
     ],

@@ -74,7 +74,7 @@ def test_stages_are_jobs_that_wait_for_what_they_need(cluster: Cluster, capsys: 
     assert "three: submitted as job 3" in capsys.readouterr().out
     assert cluster.run() == 0
     assert len(cluster.read_calls()) == 3
-    assert "three: done before" in capsys.readouterr().out
+    assert "three: already done" in capsys.readouterr().out
 
 
 def test_a_stage_after_a_failed_one_does_not_run_and_a_second_command_submits_both(cluster: Cluster) -> None:
@@ -97,7 +97,7 @@ def test_a_queued_stage_is_not_submitted_twice(cluster: Cluster, capsys: pytest.
     assert cluster.run() == 0
     assert len(cluster.read_calls()) == 3
     assert "--dependency=afterok:1:2 " in cluster.read_calls()[-1]
-    assert "one: queued before as job 1" in capsys.readouterr().out
+    assert "one: already queued as job 1" in capsys.readouterr().out
 
 
 def test_a_launched_stage_asks_for_its_machines_and_starts_on_each(cluster: Cluster, tmp_path: Path) -> None:
@@ -126,10 +126,10 @@ def test_what_is_wrong_is_told_before_anything_is_submitted(
         assert told in capsys.readouterr().err
         assert cluster.read_calls() == []
 
-    fails("--volume: skypilot needs it", "--executor", "skypilot", "--gpu", "H100")
-    fails("--image: it is not supported for slurm", "--image", "me/recipes")
+    fails("--volume: is required for skypilot", "--executor", "skypilot", "--gpu", "H100")
+    fails("--image: is not supported for slurm", "--image", "me/recipes")
     one_machine = ("--executor", "skypilot", "--gpu", "H100", "--volume", "s3://runs", "--num_nodes", "2")
-    fails("a pipeline on skypilot is one machine", *one_machine)
+    fails("a pipeline on skypilot runs on one machine", *one_machine)
     fails("there is no sky here", *one_machine[:-2])
     fails("--hours: is 0", "--hours", "0")
     fails("needs one, which is neither done nor queued", "--only", "three")
@@ -168,7 +168,7 @@ def test_independent_stages_run_at_the_same_time_and_a_whole_run_beside_them_is_
         assert first.poll() is None
     whole = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert whole.returncode == 2
-    assert "another `recipes run` works here" in whole.stderr
+    assert "another `recipes run` is running this pipeline" in whole.stderr
     second = subprocess.run([*command, "--only", "reader"], check=False, timeout=60)
     assert (first.wait(timeout=60), second.returncode) == (0, 0)
     record = json.loads((cluster.output_dir / "pipeline.json").read_text())["stages"]

@@ -75,7 +75,7 @@ def test_the_same_command_writes_the_same_bytes_and_then_nothing(run, data, tmp_
     for name in files:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "one").iterdir()}
-    assert "the same as is already in" in run(*command, tmp_path / "one")
+    assert "identical to the tokenizer in" in run(*command, tmp_path / "one")
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "one").iterdir()} == before
 
 

@@ -105,7 +105,7 @@ def test_a_zipped_library_reads_the_same_as_a_folder(tmp_path, monkeypatch):
 
 
 def test_a_library_without_sources_is_one_clear_error(tmp_path):
-    with pytest.raises(DataError, match="run the demo with a Python that came with its sources"):
+    with pytest.raises(DataError, match="run the demo with a Python that includes its sources"):
         load_modules([tmp_path])
 
 

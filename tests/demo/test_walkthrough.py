@@ -174,14 +174,14 @@ def test_it_shows_what_the_stages_wrote_and_nothing_else(tmp_path, console):
     assert "comparison/report.html" not in shown
     words = "babble python (nothing) 7.50 4.25 10% 50% Brief. 61% 53% 82% 0.31 56% 91% -0.25 74% 1.75 2.150 2.400 2.350"
     told = ("an [answer]", "truth 1", "accuracy is low", "maybe  (reward -0.50)", "sure  (reward 0.50)")
-    for text in (*words.split(), *told, "saves its student 0.050 bits, 20% of the way", "report.html"):
+    for text in (*words.split(), *told, "gains 0.050 bits, 20% of the way", "report.html"):
         assert text in shown
     assert "middle" not in shown
     assert "<|im" not in shown
     assert "\nquestion 3\n" in shown
     (tmp_path / "reward" / "reward_report.json").write_text('{"failed_gates": []}')
     run.show_verdict(tmp_path, console)
-    assert console.file.getvalue().endswith("\nMay the reward model serve PPO? Yes, it passes every gate.\n")
+    assert console.file.getvalue().endswith("\nIs the reward model good enough for PPO? Yes, it passes every gate.\n")
 
 
 def test_the_snippet_at_the_end_runs(tiny_model_dir, tmp_path, console):

@@ -35,9 +35,9 @@ def test_every_stage_learns_from_real_text(tmp_path):
     bits = {name: runs[name][-1]["eval_bits_per_byte"] for name in ("pretrain", "distill", "labels")}
     assert runs["distill"][0] == {**runs["labels"][0], "eval_seconds": runs["distill"][0]["eval_seconds"]}
     assert bits["pretrain"] < bits["distill"] < bits["labels"] - 0.01
-    assert "At equal tokens the teacher saves its student" in done.stdout
+    assert "At equal tokens, distillation gains" in done.stdout
     verdict = json.loads((tmp_path / "a demo" / "reward" / "reward_report.json").read_text(encoding="utf-8"))
     assert verdict["failed_gates"] == []
     assert verdict["accuracy_low"] > 0.65
-    assert "May the reward model serve PPO? Yes" in done.stdout
+    assert "Is the reward model good enough for PPO? Yes" in done.stdout
     assert "ppo: KL to the fine-tuned model" in done.stdout

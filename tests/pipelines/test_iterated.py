@@ -51,4 +51,4 @@ def test_two_rounds_raise_the_reward_and_the_same_command_does_no_more(tmp_path:
     records = [json.loads((out / f"pairs-{n}.jsonl.record.json").read_text()) for n in (1, 2)]
     means = [record["score_sum"] / record["num_answers"] for record in records]
     assert means[1] > means[0] + 0.1
-    assert [line.endswith("done before") for line in said] == [False] * 4 + [True] * 4
+    assert [line.endswith("already done") for line in said] == [False] * 4 + [True] * 4

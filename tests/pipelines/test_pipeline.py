@@ -30,7 +30,7 @@ def test_a_recipe_gets_its_file_its_keys_an_output_and_a_launch_file(tmp_path: P
     assert dict(zip(stage.argv[::2], stage.argv[1::2], strict=True)) == {**expected, "--output_dir": str(stage.output)}
     assert stage.files == (Path("a.yaml"),)
     (stage,) = read(tmp_path, "stages: {sft: {recipe: sft, config: a.yaml, launch: fsdp2}}").stages
-    assert stage.words[1:8] == ["-m", "recipes_lib.cli", "launch", "--stage", "sft", "--hardware", "fsdp2"]
+    assert stage.words[1:8] == ["-m", "recipes_lib.cli", "launch", "--recipe", "sft", "--hardware", "fsdp2"]
 
 
 def test_references_are_needs(tmp_path: Path) -> None:
@@ -100,6 +100,22 @@ stages:
         read(tmp_path, 'stages: {sft: {run: "true", matrix: {seed: [0, 1]}}, b: {run: "cp ${sft.output}"}}')
 
 
+def test_a_configuration_beside_the_pipeline_needs_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").touch()
+    with pytest.raises(ConfigError, match=r"a.config: there is no mine.yaml here\n    write \$\{here\}/mine.yaml"):
+        read(tmp_path, "stages: {a: {recipe: sft, config: mine.yaml}}")
+    assert read(tmp_path, "stages: {a: {recipe: sft, config: '${here}/mine.yaml'}}").stages[0].files[0].is_file()
+
+
+def test_values_are_passed_as_yaml_writes_them(tmp_path: Path) -> None:
+    text = (
+        "stages: {a: {recipe: sft, set: {dataset_config: 2024-01-31, seed: 1}}}\nenvironment: {DAY: 2024-01-31, N: 1}"
+    )
+    pipeline = read(tmp_path, text)
+    assert pipeline.stages[0].argv[:4] == ["--dataset_config", "2024-01-31", "--seed", "1"]
+    assert pipeline.environment == {"DAY": "2024-01-31", "N": "1"}
+
+
 def test_a_sweep_and_a_loop_are_needed_whole(tmp_path: Path) -> None:
     pipeline = read(
         tmp_path,
@@ -154,8 +170,8 @@ def test_where_the_project_lies_is_no_part_of_a_stages_identity(tmp_path: Path) 
         ('stages: {a: {run: ""}}', "a.run: is empty"),
         ('stages: {a: {run: "echo \'x"}}', "a.run: cannot be read"),
         ("stages: {a: {recipe: sft, launch: nosuch}}", "a.launch: there is no launch file"),
-        ("stages: {a: {recipe: eval, launch: ddp}}", "a.launch: eval is not a training"),
-        ("stages: {a: {run: x, launch: ddp}}", "a.launch: this stage is not a training"),
+        ("stages: {a: {recipe: eval, launch: ddp}}", "a.launch: eval does not train"),
+        ("stages: {a: {run: x, launch: ddp}}", "a.launch: this stage does not train"),
         ("stages: {a/b: {run: x}}", "is not a folder name"),
         ("stages: {l: {rounds: 1, stages: {a: {run: x}}}, m: {rounds: 1, stages: {a: {run: x}}}}", "called 'a-1' too"),
         ("stages: {sft-1: {run: x}, sft: {run: x, matrix: {seed: [0]}}}", "called 'sft-1' too"),
@@ -164,6 +180,15 @@ def test_where_the_project_lies_is_no_part_of_a_stages_identity(tmp_path: Path) 
             "stages: {a: {run: x}, b: {run: x, require: {a.accuracy: '> 1'}}}",
             'write it at a: require: {accuracy: "> 1"}',
         ),
+        ("stages: {a: {run: ' '}}", "a.run: is empty"),
+        ("stages: {}", "has no `stages`"),
+        ("stages: {a: {run: x, matrix: {seed: [1, 0, 1]}}}", "a.matrix.seed: has a value twice: 1, 0, 1"),
+        ("stages: {a: {run: 'x ${b.output}'}, b: {run: 'x ${a.output}'}}", "move that one up, or remove the cycle"),
+        ("stages: {a: {run: x, needs: [a]}}", "move that one up, or remove the cycle"),
+        ("stages: {a: {run: 'x ${here'}}", "has a `${` without its `}`"),
+        ("stages: {a: {run: x, output: '${output_dir}'}}", "a.output: is"),
+        ("stages: {a: {run: x, output: ''}}", "a.output: is '.'"),
+        ("stages: {a: {run: x}}\nenvironment: {A B: 1}", "'A B' is not a name of an environment variable"),
         ("stages: {a: {run: !!python/none x}}", "is not plain YAML"),
         ("stages: {[a]: {run: x}}", "a key is a list"),
     ],
@@ -185,6 +210,10 @@ def test_what_is_wrong_is_told_with_its_place(tmp_path: Path, text: str, told: s
         ("< -2", -3, True),
         ("== 1", 1, True),
         ("< 2", 2, False),
+        ("> .5", 0.7, True),
+        ("< 1.0e+3", 1000, False),
+        (">= +2.", 2, True),
+        ("== 0", float("nan"), False),
     ],
 )
 def test_a_requirement_is_a_comparison(wanted: str, value: float, is_met: bool) -> None:

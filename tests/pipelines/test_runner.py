@@ -82,7 +82,7 @@ def bench(tmp_path: Path) -> Bench:
 def test_done_stages_stay_done_and_what_changed_is_done_again_with_what_depends_on_it(bench: Bench) -> None:
     assert bench.go() == bench.go() == 0
     assert bench.log == ["a", "b", "c"]
-    assert bench.said[-3:] == [f"{n} of 3, {name}: done before" for n, name in enumerate("abc", 1)]
+    assert bench.said[-3:] == [f"{n} of 3, {name}: already done" for n, name in enumerate("abc", 1)]
     (bench.folder / "b.yaml").write_text("two")
     assert bench.go() == 0
     assert bench.log == ["a", "b", "c", "b", "c"]
@@ -132,10 +132,10 @@ def test_a_gate_stops_what_depends_on_it_every_time(bench: Bench) -> None:
     bench.gate = "< 2"
     assert bench.go() == 3
     assert bench.log == ["a", "b"]
-    assert bench.said[-1] == "b: require: eval_loss is 2.5, and has to be < 2"
+    assert bench.said[-1] == "b: require: eval_loss is 2.5, and must be < 2"
     assert bench.go() == bench.go("c") == 3
     assert bench.log == ["a", "b"]
-    assert bench.said[-1] == "c needs b: require: eval_loss is 2.5, and has to be < 2"
+    assert bench.said[-1] == "c needs b: require: eval_loss is 2.5, and must be < 2"
     bench.gate = "<= 2.5"
     assert bench.go() == 0
     assert bench.log == ["a", "b", "c"]
@@ -146,7 +146,7 @@ def test_a_figure_that_is_not_there_is_told_with_one_that_is(bench: Bench) -> No
     bench.go("a", "b")
     stage = replace(pipeline.stages[1], require={"eval_los": "< 3"})
     assert list(find_broken_gates(stage, Path())) == [
-        f"require: there is no figure 'eval_los' in {stage.output}; did you mean eval_loss?"
+        f"require: there is no metric 'eval_los' in {stage.output}; did you mean eval_loss?"
     ]
 
 
@@ -181,10 +181,10 @@ def test_an_output_that_lacks_a_file_is_made_again_and_what_may_go_may_go(bench:
     (out / "model.safetensors").unlink()
     assert bench.go() == 0
     assert bench.log == ["a", "b", "c", "c"]
-    assert bench.said[-1] == f"c: {out}/model.safetensors is gone"
+    assert bench.said[-1] == f"c: {out}/model.safetensors is missing"
     (out / "model.safetensors").write_text("weigh")
     bench.go()
-    assert bench.said[-1] == f"c: {out}/model.safetensors has 5 bytes, and had 7"
+    assert bench.said[-1] == f"c: {out}/model.safetensors has 5 bytes instead of 7"
     assert bench.log == ["a", "b", "c", "c", "c"]
 
 
@@ -205,7 +205,7 @@ def test_two_at_once_are_refused(bench: Bench) -> None:
     out.mkdir()
     with (out / "pipeline.json.lock").open("a") as file:
         assert try_lock(file)
-        with pytest.raises(ConfigError, match="another `recipes run` works here"):
+        with pytest.raises(ConfigError, match="another `recipes run` is running this pipeline"):
             bench.go()
     assert bench.go() == 0
 
@@ -264,6 +264,31 @@ def test_a_stopped_pipeline_goes_on(bench: Bench, number: signal.Signals) -> Non
     (bench.folder / "work.py").write_text(WORK)
     assert bench.go() == 0
     assert bench.log == ["a", "b", "c"]
+
+
+def test_sigterm_ends_the_pipeline_after_a_stage_that_finishes_nevertheless(bench: Bench) -> None:
+    waiting = bench.folder / "waiting"
+    trap = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    wait = f"import time\nopen({str(waiting)!r}, 'w').write(out)\ntime.sleep(2)\nsys.exit"
+    (bench.folder / "work.py").write_text(trap + WORK.replace("sys.exit", wait))
+    bench.load()
+    words = ["-m", "recipes_lib.cli", "run", bench.folder / "p.yaml", "--output_dir", bench.folder / "out"]
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
+    while not waiting.exists() or not waiting.read_text():
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait(timeout=60) == 75
+    state = json.loads((bench.folder / "out" / "pipeline.json").read_text())["stages"]
+    assert [(name, entry["status"]) for name, entry in state.items()] == [("a", "done")]
+    (bench.folder / "work.py").write_text(WORK)
+    assert bench.go() == 0
+    assert bench.log == ["a", "b", "c"]
+
+
+def test_a_configuration_in_another_encoding_is_an_error_of_its_stage(bench: Bench) -> None:
+    (bench.folder / "b.yaml").write_bytes("# gr\xfc\xdfe".encode("latin-1"))
+    assert bench.go("a") == 0
+    assert bench.log == ["a"]
 
 
 def test_figures_are_found_where_runs_leave_them(tmp_path: Path) -> None:

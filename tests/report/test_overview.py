@@ -97,7 +97,9 @@ def test_a_broken_record_is_no_bug(tmp_path: Path, record: str, capsys: pytest.C
     assert "is a bug" not in capsys.readouterr().err
 
 
-def test_the_list_tells_status_step_figure_and_age(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_tells_status_step_figure_and_age(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_run(tmp_path / "sft", SFT, status="preempted")
     for file in (tmp_path / "sft").iterdir():
         os.utime(file, (0, 0))
@@ -106,6 +108,12 @@ def test_the_list_tells_status_step_figure_and_age(tmp_path: Path, capsys: pytes
     assert told[1].startswith("sft  sft     preempted  30    eval_loss 5 -> 2  2 min 0 s  ")
     assert told[1].endswith(" ago")
     assert told[2] == str(tmp_path / "index.html")
+    monkeypatch.chdir(tmp_path)
+    assert run_recipes(["runs"]) == 0
+    assert capsys.readouterr().out.splitlines()[2] == "index.html"
+    (tmp_path / "runs").mkdir()
+    assert run_recipes(["runs"]) == 2
+    assert "runs: holds no run" in capsys.readouterr().err
     assert run_recipes(["runs", str(tmp_path / "none")]) == 2
     (tmp_path / "empty").mkdir()
     assert run_recipes(["report", str(tmp_path / "empty")]) == 2

@@ -1,1 +1,1 @@
-"""The ``recipes`` subcommands, each imported only when it is asked for."""
+"""The ``recipes`` subcommands, each imported when it runs."""

@@ -1,4 +1,4 @@
-"""``recipes check``: find every problem of a run at once, on a laptop, with the functions that training calls."""
+"""``recipes check``: report all problems of a run at once, on a CPU, with the functions that training calls."""
 
 from __future__ import annotations
 
@@ -25,17 +25,15 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return 0 without problems, else 2.
 
     Raises:
-        ConfigError: The configuration does not load or there is no such launch file, so that nothing else can be looked
-            at.
+        ConfigError: The configuration is invalid or the launch file does not exist, so that nothing else can be
+            checked.
     """
     parser = argparse.ArgumentParser(prog="recipes check", description=__doc__, allow_abbrev=False)
     add_recipe_flags(parser)
     parser.add_argument("--hardware", help="launch file of the run: name in accelerate_configs/, or path")
     parser.add_argument("--num_processes", type=int, help="number of processes (default: of the launch file, or 1)")
     add_pipeline_flags(parser)
-    parser.add_argument(
-        "--migrate", type=Path, metavar="OLD", help="convert OLD, a file of TRL or alignment-handbook, and print it"
-    )
+    parser.add_argument("--migrate", type=Path, metavar="OLD", help="convert a file of TRL or alignment-handbook")
     recipe, rest = split_recipe(argv, TABLES)
     checks = {"corpus": check_corpus, "eval": check_evaluation, "synthesize": check_synthesis}
     if recipe in checks:
@@ -54,10 +52,10 @@ def check(config: RecipeConfig, launch: Launch, console: Console, launch_file: P
     """Check every part of a run, print facts and problems, and return the problems.
 
     Args:
-        config: The run; it has loaded, so its keys are right.
-        launch: How it will be started.
-        console: Where the findings go.
-        launch_file: By which; ``None`` where that is not known.
+        config: Configuration of the run, whose keys are valid.
+        launch: Processes and parallel layout of the run.
+        console: Console for the findings.
+        launch_file: Launch file of the run; ``None`` if it is not known.
     """
     from recipes_lib.inspection.recipe_checks import INSPECTIONS
 

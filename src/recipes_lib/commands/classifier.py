@@ -12,8 +12,8 @@ from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import writing
 
 _ABOUT: Final = (
-    "A text classifier for recipes clean, such as good against bad pages: logistic regression on hashed words and "
-    "pairs of words. Documents are read as recipes clean reads them."
+    "A text classifier for recipes clean, such as good against bad pages: logistic regression on hashed unigrams and "
+    "bigrams of words. Documents are read as recipes clean reads them."
 )
 
 
@@ -54,14 +54,14 @@ def main(argv: Sequence[str]) -> None:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="recipes classifier", description=_ABOUT, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, told in (("train", "train on some documents, evaluate on others"), ("eval", "evaluate a classifier")):
-        command = commands.add_parser(name, help=told, description=_ABOUT, allow_abbrev=False)
+    for name, text in (("train", "train on some documents, evaluate on others"), ("eval", "evaluate a classifier")):
+        command = commands.add_parser(name, help=text, description=_ABOUT, allow_abbrev=False)
         where = "folder to write" if name == "train" else "folder of recipes classifier train, or file of fastText"
         command.add_argument("classifier", type=Path, help=where)
         command.add_argument("texts", nargs="+", metavar="LABEL=DATA", help="file, folder or Hub id of a label's texts")
         if name == "train":
-            told = "share of the documents to evaluate on (default: %(default)s)"
-            command.add_argument("--held_out", type=float, default=0.1, help=told)
+            text = "share of the documents to evaluate on (default: %(default)s)"
+            command.add_argument("--held_out", type=float, default=0.1, help=text)
     options = parser.parse_args(argv)
     if options.command == "train" and not 0 < options.held_out < 1:
         raise ConfigError(Problem("--held_out", f"is {options.held_out:g}", "write a share, such as 0.1"))
@@ -69,16 +69,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _read_labels(words: Sequence[str]) -> dict[str, list[str]]:
-    """Return the sources of each label.
+    """Return the names of the sources of each label, from arguments ``LABEL=DATA``.
 
     Raises:
-        ConfigError: A word has no label, or there are fewer than two.
+        ConfigError: An argument has no label, or there are fewer than two labels.
     """
     sources: dict[str, list[str]] = {}
     for word in words:
         label, equals, name = word.partition("=")
         if not (label and equals and name):
-            raise ConfigError(Problem(word, "is no label with its texts", "write it as good=pages.jsonl"))
+            raise ConfigError(Problem(word, "is not LABEL=DATA", "write it as good=pages.jsonl"))
         sources.setdefault(label, []).append(name)
     if len(sources) < 2:
         found = f"there is one label, {next(iter(sources))!r}"
@@ -87,7 +87,7 @@ def _read_labels(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _read_texts(label: str, names: Sequence[str]) -> list[str]:
-    """Return the documents of a label, as far as a classifier reads each; what cannot be read is told.
+    """Return the documents of a label, truncated as the classifier truncates them; warn about those not read.
 
     Raises:
         DataError: A source cannot be read, or there is no document.
@@ -104,12 +104,12 @@ def _read_texts(label: str, names: Sequence[str]) -> list[str]:
         texts += [doc.text[:MAX_CLASSIFIED] for task in range(len(source.tasks)) for doc in read.run(None, task)]
         sys.stderr.write("".join([f"warning: not read: {note}\n" for note in ledger.notes]))
     if not texts:
-        raise DataError(Problem(", ".join(names), f"there is no text of {label}", "name other files"))
+        raise DataError(Problem(", ".join(names), f"has no text for the label {label}", "name other files"))
     return texts
 
 
 def describe(evaluation: Mapping[str, Any]) -> list[str]:
-    """Return the evaluation as lines: accuracy, and a table of the first label, which is that to keep."""
+    """Return the evaluation as lines: accuracy, then ROC AUC and a precision-recall table per label."""
     documents = ", ".join(f"{count:,} {label}" for label, count in evaluation["documents"].items())
     lines = [f"evaluated on {documents}: accuracy {evaluation['accuracy']:.1%}"]
     for label, found in evaluation["labels"].items():

@@ -1,4 +1,4 @@
-"""``recipes clean``: build a clean corpus from raw text, as ``recipes/corpus.py`` does."""
+"""``recipes clean``: build a clean corpus from raw text, like ``recipes/corpus.py``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from recipes_lib.config.loader import end_after_help
 from recipes_lib.errors import EXIT_DONE, verify_extra
 
 MEGABYTES_PER_SECOND: Final = 1.7
-"""MB/s of one core, all steps on web text (``benchmarks/corpus.py``); faster without a quality preset."""
+"""Throughput of one core with all steps on web text (``benchmarks/corpus.py``); higher without a quality preset."""
 DISK_SHARE: Final = 1.7
-"""Bytes in `.work` for a byte of input: documents compressed by half, 4 for a word of about 6, and the hashes of short
-ones. The shards are the same files under other names."""
+"""Bytes in ``.work`` per byte of input: documents compressed to half, a hash of 4 bytes per word (of about 6 bytes),
+and the hashes of short documents. Shards are the same files under other names."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -38,10 +38,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _parse(argv: Sequence[str]) -> CorpusConfig:
-    """Return the configuration.
+    """Parse the configuration.
 
     Raises:
-        ConfigError: It is wrong, or the extra ``corpus`` is not installed.
+        ConfigError: It is invalid, or the extra ``corpus`` is not installed.
     """
     config = end_after_help(parse_corpus_command(argv))
     verify_extra("recipes clean", "corpus", "datatrove", "ftfy", "trafilatura", "warcio")
@@ -49,10 +49,10 @@ def _parse(argv: Sequence[str]) -> CorpusConfig:
 
 
 def add_evaluated(config: CorpusConfig) -> CorpusConfig:
-    """Return a corpus with the benchmarks that its ``benchmarks_of`` evaluate among its ``benchmarks``.
+    """Return the configuration with the datasets of the tasks in ``benchmarks_of`` added to ``benchmarks``.
 
     Raises:
-        ConfigError: Such a configuration cannot be read, or the extra ``eval`` is not installed.
+        ConfigError: An evaluation file of ``benchmarks_of`` is invalid, or the extra ``eval`` is not installed.
     """
     if not config.benchmarks_of:
         return config
@@ -69,7 +69,7 @@ def add_evaluated(config: CorpusConfig) -> CorpusConfig:
 
 
 def check(argv: Sequence[str]) -> int:
-    """``recipes check`` of a corpus: open every source, word list and benchmark, and load every model.
+    """``recipes check`` for a corpus: open every source, word list and benchmark, and load every model.
 
     Raises:
         ConfigError: As ``main``.
@@ -85,7 +85,7 @@ def check(argv: Sequence[str]) -> int:
 
 
 def plan(argv: Sequence[str]) -> None:
-    """``recipes plan`` of a corpus: hours and disk, by the size of its sources.
+    """``recipes plan`` for a corpus: hours and disk space, estimated from the size of its sources.
 
     Raises:
         ConfigError: As ``main``.
@@ -98,7 +98,7 @@ def plan(argv: Sequence[str]) -> None:
     sizes = {source.label: count_input_bytes(source) for source in open_inputs(config, streams=True)}
     workers = config.workers or count_cores()
     for label, size in sizes.items():
-        sys.stdout.write(f"{label}: {'of a size that it does not tell' if size is None else f'{size / 1e9:,.3f} GB'}\n")
+        sys.stdout.write(f"{label}: {'unknown size' if size is None else f'{size / 1e9:,.3f} GB'}\n")
     total = sum(size or 0 for size in sizes.values())
     hours = total / 1e6 / MEGABYTES_PER_SECOND / workers / 3600
     sys.stdout.write(
@@ -108,7 +108,7 @@ def plan(argv: Sequence[str]) -> None:
 
 
 def describe(manifest: Mapping[str, Any], output_dir: str) -> list[str]:
-    """Return a summary: removals by step, warnings, counts and paths."""
+    """Return a summary, line by line: removals per step, warnings, counts and paths."""
     steps = manifest["steps"]
     lines = [
         f"{step}: {tally['documents_in'] - tally['documents_out']:,} of {tally['documents_in']:,} documents removed"
@@ -118,20 +118,19 @@ def describe(manifest: Mapping[str, Any], output_dir: str) -> list[str]:
     lines += [f"warning: not read: {note}" for note in manifest["notes"]]
     for source in manifest["sources"]:
         if source["too_often"]:
-            lines.append(
-                f"warning: {source['label']} would be read {source['epochs']:g} times; above 4 its value decays"
-            )
+            found = f"{source['epochs']:g} epochs of {source['label']}"
+            lines.append(f"warning: {found}; above 4, repeated tokens help little")
     tokens = "" if manifest["tokens"] is None else f", {manifest['tokens']:,} tokens"
     read = next(iter(steps.values()))["documents_in"]
     lines.append(
         f"{manifest['documents']:,} of {read:,} documents, {manifest['bytes'] / 1e6:,.1f} MB{tokens}: "
-        f"{_name_dataset(manifest, output_dir)}; what went and why: {output_dir}/report.html"
+        f"{_name_dataset(manifest, output_dir)}; removed documents and reasons: {output_dir}/report.html"
     )
     return lines
 
 
 def _name_dataset(manifest: Mapping[str, Any], output_dir: str) -> str:
-    """Return how training reads the corpus: chats and texts are separate datasets."""
+    """Return the ``dataset_name`` for training; chats and texts are separate datasets."""
     if len({source["kind"] == "chat" for source in manifest["sources"] if source["documents"]}) == 1:
         return f"dataset_name: {output_dir}"
     names = ", ".join(entry["name"] for entry in manifest["mixture"])

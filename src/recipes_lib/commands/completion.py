@@ -1,4 +1,4 @@
-"""``recipes completion``: the shell script that completes commands, keys and files of ``recipes`` on Tab."""
+"""``recipes completion``: shell script for tab completion of commands, recipes, keys and files."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ _recipes() {{
 }}
 complete -o default -o bashdefault -F _recipes recipes
 """
+# zsh runs completion functions of bash, COMP_WORDS and compgen included.
 _ZSH: Final = "autoload -U +X bashcompinit && bashcompinit\n"
 _FISH: Final = """\
 complete -c recipes -n __fish_use_subcommand -f -a "{commands}"
@@ -32,7 +33,7 @@ SCRIPTS: Final = {"bash": _BASH, "zsh": _ZSH + _BASH, "fish": _FISH}
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print the script of a shell."""
+    """Run the command: print the script."""
     parser = argparse.ArgumentParser(
         prog="recipes completion",
         description="Print a shell script that completes commands, recipes, keys and files.",

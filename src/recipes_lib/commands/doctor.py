@@ -1,4 +1,4 @@
-"""``recipes doctor``: one verdict per capability of this machine, and how to install what is missing."""
+"""``recipes doctor``: report the capabilities of this machine, and how to install missing ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from recipes_lib.errors import EXIT_DONE, EXIT_USER
 
 DISTRIBUTION = "recipes-lib"
 MIN_FREE_GB = 10
-"""Free disk space that checkpoints of a small model need."""
+"""Free disk space in GB that checkpoints of a small model need."""
 
 TRIAL_SECONDS = 60
 """Seconds after which an import counts as broken."""
@@ -32,11 +32,11 @@ class Finding:
     """One capability: verdict, details, and how to install it.
 
     Attributes:
-        name: The capability.
+        name: Name of the capability.
         verdict: ``broken`` means installed but unusable.
         detail: A version, a device, or the error of a failed import.
-        remedy: How to install it, or a caveat; empty if there is nothing to do.
-        is_core: True where no recipe runs without it.
+        remedy: How to install or repair it, or a caveat; empty if there is nothing to do.
+        is_core: Whether every recipe needs it.
     """
 
     name: str
@@ -51,8 +51,9 @@ class Finding:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print every finding; return ``EXIT_USER`` when something that every recipe needs is missing or broken."""
-    parser = argparse.ArgumentParser(prog="recipes doctor", description="Say what this machine can do.")
+    """Run the command; return ``EXIT_USER`` if something that every recipe needs is missing or broken."""
+    about = "Report the capabilities of this machine, and how to install missing ones."
+    parser = argparse.ArgumentParser(prog="recipes doctor", description=about, allow_abbrev=False)
     parser.add_argument("--online", action="store_true", help="also ask the Hub whether the login is valid")
     options = parser.parse_args(arguments)
     findings = examine(is_online=options.online)
@@ -68,7 +69,7 @@ def examine(*, is_online: bool = False) -> list[Finding]:
         _Trial("deepspeed", "deepspeed", _extra("deepspeed")),
         _Trial("datatrove", "datatrove", _extra("corpus")),
     ]
-    # Started together and waited for at the end: an import of these takes seconds.
+    # Started together and waited for at the end, because each of these imports takes seconds.
     started = [(trial, trial.start()) for trial in trials]
     probes: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
         ("python", _probe_python),
@@ -106,13 +107,14 @@ def _probe_python() -> Iterator[Finding]:
 
 
 def _probe_packages() -> list[Finding]:
-    """Compare what is installed with the ranges that the package itself declares."""
+    """Compare installed versions with the requirements in the metadata of the package."""
     from packaging.requirements import Requirement
 
     try:
         declared = [Requirement(line) for line in importlib.metadata.requires(DISTRIBUTION) or []]
     except importlib.metadata.PackageNotFoundError:
         return [_core_package(DISTRIBUTION, "missing", "not installed")]
+    # Requirements of extras have a marker, `extra == "gpu"`.
     required = [requirement for requirement in declared if requirement.marker is None]
     findings = []
     for requirement in required:
@@ -146,7 +148,7 @@ def _probe_torch() -> Iterator[Finding]:
         yield _core_package("torch", "broken", _first_line(error))
         return
     yield Finding("torch", "ok", torch.__version__, is_core=True)
-    threads = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} of them (OMP_NUM_THREADS decides)"
+    threads = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads (OMP_NUM_THREADS sets them)"
     yield Finding("cpu", "ok", threads)
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
@@ -163,13 +165,13 @@ def _probe_bf16() -> Iterator[Finding]:
     from recipes_lib.hardware import supports_bf16
 
     if supports_bf16():
-        yield Finding("bf16", "ok", "multiplied in hardware")
+        yield Finding("bf16", "ok", "supported by the hardware")
     else:
-        yield Finding("bf16", "missing", "not in this hardware; recipes compute in float32")
+        yield Finding("bf16", "missing", "not supported by the hardware; recipes compute in float32")
 
 
 def _probe_attention() -> Iterator[Finding]:
-    """Say which attention packed rows of a Llama would have here, by the choice that training makes, and why."""
+    """Report the attention implementation that training chooses here for packed rows of a Llama, and why."""
     import torch
     from transformers import LlamaConfig
 
@@ -180,8 +182,8 @@ def _probe_attention() -> Iterator[Finding]:
         return
     config, device = LlamaConfig(), torch.device("cuda")
     chosen = choose_kernel(config, None, device=device, compute_dtype=torch.bfloat16, packing=True).implementation
-    told = explain_choice(chosen, config, device, torch.bfloat16)
-    yield Finding("attention", "missing" if chosen == "sdpa" else "ok", f"packed rows use {told}")
+    reason = explain_choice(chosen, config, device, torch.bfloat16)
+    yield Finding("attention", "missing" if chosen == "sdpa" else "ok", f"packed rows use {reason}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,21 +199,22 @@ class _Trial:
         if importlib.util.find_spec(self.module) is None:
             return None
         command = [sys.executable, "-c", f"import {self.module}"]
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
 
     def finish(self, process: subprocess.Popen[str] | None) -> Finding:
         """Wait for the import and return its finding."""
         if process is None:
             return Finding(self.name, "missing", "not installed", self.remedy)
         try:
-            told = process.communicate(timeout=TRIAL_SECONDS)[1].strip()
+            output = process.communicate(timeout=TRIAL_SECONDS)[1].strip()
         except subprocess.TimeoutExpired:
             process.kill()
-            told = f"its import did not end within {TRIAL_SECONDS} s"
+            output = f"its import did not end within {TRIAL_SECONDS} s"
         if process.wait() != 0:
-            detail = told.splitlines()[-1] if told else f"its import ended with code {process.returncode}"
+            detail = output.splitlines()[-1] if output else f"its import ended with code {process.returncode}"
             return Finding(self.name, "broken", detail, self.remedy)
-        return Finding(self.name, "ok", importlib.metadata.version(self.name))
+        # Importable without metadata: a source tree on the path, or a build under another distribution name.
+        return Finding(self.name, "ok", _find_version(self.name) or "of unknown version")
 
 
 def _probe_compile() -> Iterator[Finding]:
@@ -232,7 +235,7 @@ def _probe_trackers() -> Iterator[Finding]:
 
 
 def _probe_hub_login(is_online: bool) -> Finding:
-    """Look for a Hub token; verify it online only on request. The token itself never leaves this function."""
+    """Look for a Hub token, and verify it online on request; no finding contains the token."""
     import huggingface_hub
 
     if huggingface_hub.get_token() is None:
@@ -243,6 +246,7 @@ def _probe_hub_login(is_online: bool) -> Finding:
     try:
         return Finding("hub login", "ok", f"as {huggingface_hub.whoami()['name']}")
     except Exception as error:
+        # Only the type: the message may quote the request with its headers.
         detail = f"the Hub did not accept the token or was not reached ({type(error).__name__})"
         return Finding("hub login", "broken", detail, "hf auth login")
 
@@ -258,12 +262,12 @@ def _probe_disk() -> Iterator[Finding]:
 
 
 def _probe_launch_default() -> Iterator[Finding]:
-    """Look for accelerate's ``default_config.yaml``, which is used by launches without ``--config_file``."""
+    """Look for accelerate's ``default_config.yaml``, which ``accelerate launch`` uses without ``--config_file``."""
     from huggingface_hub.constants import HF_HOME
 
     for path in (Path(HF_HOME) / "accelerate" / f"default_config.{suffix}" for suffix in ("yaml", "json")):
         if path.is_file():
-            detail = f"{path} decides every `accelerate launch` that names no file"
+            detail = f"{path} configures every `accelerate launch` without --config_file"
             yield Finding("launch default", "ok", detail, "always pass --config_file")
             return
-    yield Finding("launch default", "ok", "none; a launch is what its --config_file says")
+    yield Finding("launch default", "ok", "none; only --config_file configures `accelerate launch`")

@@ -24,16 +24,16 @@ _USAGE: Final = (
     "       recipes eval compare A B [...] --judge J --prompts FILE --output_dir DIR\n\n"
 )
 _SECONDS: Final = 10
-"""Between two looks at a run."""
+"""Polling interval of ``eval watch``."""
 _STATES: Final = (".pt", ".pth", ".bin")
-"""Suffixes of what a checkpoint holds for resuming alone; no model is read from pickles."""
+"""Suffixes of optimizer and generator states, which an evaluation does not need; weights are never pickles."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return the exit code of a watched checkpoint's evaluation.
+    """Run the command; return its exit code, with ``watch`` that of an evaluation that fails.
 
     Raises:
-        ConfigError: The configuration is wrong, or the extra ``eval`` is not installed.
+        ConfigError: The configuration is invalid, or the extra ``eval`` is not installed.
         DataError: The model's logits are not finite, or a folder to compare holds no evaluation.
     """
     if argv and argv[0] == "compare":
@@ -46,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
     from recipes_lib.publish.card import add_scores
     from recipes_lib.report.html_pages import write_eval_report
 
+    # `None` on all ranks but the first, which writes the results.
     if (record := evaluate_model(config)) is None:
         return EXIT_DONE
     report = write_eval_report(config.folder)
@@ -57,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check(argv: Sequence[str]) -> int:
-    """``recipes check`` of an evaluation: load tasks and their data, and the model's configuration.
+    """``recipes check`` for an evaluation: load tasks and their data, and the configuration of the model.
 
     Raises:
         ConfigError: As ``main``.
@@ -75,11 +76,11 @@ def check(argv: Sequence[str]) -> int:
 def watch(argv: Sequence[str]) -> int:
     """``recipes eval watch``: evaluate every checkpoint of a run while it trains elsewhere, until it ends.
 
-    The weights are linked or, where they are sharded, exported, so that the run may delete the checkpoint meanwhile.
-    Scores go to ``eval/checkpoint-N`` in the folder of the run; what is there is not evaluated again.
+    Weights are hard-linked, or exported if they are sharded, so that the run may delete the checkpoint meanwhile.
+    Results are written to ``eval/checkpoint-N`` in the folder of the run; checkpoints with results are skipped.
 
     Raises:
-        ConfigError: There is no run.
+        ConfigError: The folder holds no run.
     """
     parser = argparse.ArgumentParser(prog="recipes eval watch", description=watch.__doc__, allow_abbrev=False)
     parser.add_argument("run", type=Path, help="output_dir of a training; further flags are those of `recipes eval`")
@@ -91,8 +92,8 @@ def watch(argv: Sequence[str]) -> int:
         remedy = "name the output_dir of a run that has started"
         raise ConfigError(Problem(str(options.run), f"there is no {RUN_FILE}", remedy))
     while True:
-        # Before its checkpoints are listed, so that the last one is not missed.
-        runs = _is_running(options.run)
+        # Asked before the checkpoints are listed: a run that ends in between has written its last one.
+        is_running = _is_running(options.run)
         for _, checkpoint in reversed(list_checkpoints(options.run)):
             folder = options.run / "eval" / checkpoint.name
             if (folder / "eval.json").is_file() or not is_complete(checkpoint):
@@ -101,13 +102,13 @@ def watch(argv: Sequence[str]) -> int:
             sys.stdout.flush()
             if code := _evaluate_checkpoint(checkpoint, folder, given):
                 return code
-        if not runs:
+        if not is_running:
             return EXIT_DONE
         time.sleep(_SECONDS)
 
 
 def _is_running(run: Path) -> bool:
-    """Return whether a run says that it trains, and a process holds its lock; of one that was killed none does."""
+    """Return whether a run is recorded as running and a process holds its lock, which a killed one does not."""
     from recipes_lib.training.run import LOCK_FILE, RUN_FILE
 
     if read_record(run / RUN_FILE).get("status") != "running":
@@ -117,7 +118,7 @@ def _is_running(run: Path) -> bool:
 
 
 def _evaluate_checkpoint(checkpoint: Path, folder: Path, flags: Sequence[str]) -> int:
-    """Run ``recipes eval`` on a copy of a checkpoint's weights, in a process of its own, and return its exit code."""
+    """Run ``recipes eval`` in a subprocess, on a link or an export of a checkpoint's weights; return its exit code."""
     from recipes_lib.training.checkpoints.manifest import is_complete
 
     recipes, model, code = [sys.executable, "-m", "recipes_lib.cli"], folder / "model", EXIT_DONE
@@ -130,23 +131,23 @@ def _evaluate_checkpoint(checkpoint: Path, folder: Path, flags: Sequence[str]) -
                     _link(file, model / file.name)
         else:
             code = subprocess.run([*recipes, "export", checkpoint, model], check=False).returncode
-        # Asked afterwards: the run may have deleted it file by file in between.
+        # After linking: the run may have deleted the checkpoint file by file meanwhile.
         if not is_complete(checkpoint):
             raise FileNotFoundError
         command = [*recipes, "eval", str(model), *flags, "--output_dir", str(folder)]
         return code or subprocess.run(command, check=False).returncode
     except FileNotFoundError:
-        sys.stdout.write(f"{checkpoint.name}: the run has deleted it\n")
+        sys.stdout.write(f"{checkpoint.name}: skipped, the run has deleted it\n")
         return EXIT_DONE
     finally:
         shutil.rmtree(model, ignore_errors=True)
 
 
 def _link(file: Path, copy: Path) -> None:
-    """Give a file a second name; on a file system without links, copy it.
+    """Hard-link a file; copy it on file systems without hard links.
 
     Raises:
-        FileNotFoundError: It is gone.
+        FileNotFoundError: The file has been deleted.
     """
     try:
         os.link(file, copy)
@@ -157,11 +158,12 @@ def _link(file: Path, copy: Path) -> None:
 
 
 def compare(argv: Sequence[str]) -> None:
-    """``recipes eval compare``: differences of models on the same questions, with confidence intervals.
+    """``recipes eval compare``: score differences of models on the same questions, with confidence intervals.
 
     With ``--judge``, win rates of their answers instead (``generated/judge_models.py``).
 
     Raises:
+        ConfigError: A flag is wrong, or the extra ``eval`` is not installed.
         DataError: A folder holds no evaluation.
     """
     if any(argument.partition("=")[0] == "--judge" for argument in argv):
@@ -171,12 +173,12 @@ def compare(argv: Sequence[str]) -> None:
         return
     parser = argparse.ArgumentParser(
         prog="recipes eval compare",
-        description="Differences of models on the same questions, with confidence intervals.",
+        description="Score differences of models on the same questions, with confidence intervals.",
         epilog="`recipes eval compare A B --judge J --help`: win rates of their answers by a judge.",
         allow_abbrev=False,
     )
-    told = "output folders of `recipes eval`; the first is the baseline"
-    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help=told)
+    text = "output folders of `recipes eval`; the first is the baseline"
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help=text)
     parser.add_argument("--output", type=Path, metavar="JSON", help="also write the table to this file")
     options = parser.parse_args(list(argv))
     if len(options.folders) < 2:
@@ -192,21 +194,21 @@ def compare(argv: Sequence[str]) -> None:
 
 
 def _find_evaluation(folder: Path) -> Path:
-    """The folder itself, or ``eval`` in the folder of a model."""
+    """Return ``eval`` in the folder of an evaluated model, else the folder itself."""
     return folder / "eval" if (folder / "eval" / "eval.json").is_file() else folder
 
 
 def _parse(argv: Sequence[str]) -> EvalConfig:
-    """Return the configuration.
+    """Parse the configuration; accepts the model as a positional argument, and comma-separated tasks.
 
     Raises:
-        ConfigError: It is wrong, or the extra ``eval`` is not installed.
+        ConfigError: It is invalid, or the extra ``eval`` is not installed.
     """
     given = list(argv)
     if given and not given[0].startswith("-") and not given[0].endswith((".yaml", ".yml")):
         given[0] = f"--model_name_or_path={given[0]}"
     for at, argument in enumerate(given):
-        is_names = argument and argument.lstrip()[0] not in "[-"
+        is_names = argument.strip() and argument.lstrip()[0] not in "[-"
         if at and given[at - 1] in ("--tasks", "--include_path") and is_names:
             given[at] = json.dumps(argument.split(","))
     if {"-h", "--help"} & set(argv):
@@ -217,14 +219,14 @@ def _parse(argv: Sequence[str]) -> EvalConfig:
 
 
 def describe(record: Mapping[str, Any]) -> list[str]:
-    """Return a line for each score of groups and tasks, and warnings about truncated or empty answers."""
+    """Return one line per score of groups and tasks, and warnings about truncated prompts and empty answers."""
     lines = []
     for name, found in [*record["groups"].items(), *record["tasks"].items()]:
         for metric, score in found["scores"].items():
             error = "" if score["stderr"] is None else f" ± {1.96 * score['stderr']:.4f}"
             lines.append(f"{name}: {metric} {score['value']:.4f}{error}, {found['num_questions']:,} questions")
-        causes = {"num_cut": "did not fit and lost their beginning", "num_empty": "were answered by nothing"}
-        for key, told in causes.items():
+        causes = {"num_cut": "did not fit and were truncated at the start", "num_empty": "have an empty answer"}
+        for key, cause in causes.items():
             if found.get(key):
-                lines.append(f"warning: {name}: {found[key]:,} of {found['num_questions']:,} questions {told}")
+                lines.append(f"warning: {name}: {found[key]:,} of {found['num_questions']:,} questions {cause}")
     return lines

@@ -1,7 +1,7 @@
-"""``recipes job``: scripts and manifests that start a run on a cluster; stages of pipelines as batch jobs.
+"""``recipes job``: scripts and manifests that start a run on a cluster; pipeline stages as batch jobs.
 
-A SLURM job of a stage runs ``recipes run --only STAGE``, so that caching, gates and resuming are those of a local run;
-on SkyPilot and Kubernetes, which have no dependencies between jobs, one job runs all stages on one machine.
+A SLURM job of a stage runs ``recipes run --only STAGE``, so that caching, gates and resuming are the same as in a local
+run. On SkyPilot and Kubernetes, which have no dependencies between jobs, one job runs all stages on one machine.
 """
 
 from __future__ import annotations
@@ -39,21 +39,24 @@ from recipes_lib.training.layouts.launch_environment import read_launch_file
 
 _ABOUT: Final = "Scripts and manifests that start a run on SLURM, Kubernetes, SkyPilot or HF Jobs."
 JOBS: Final = "jobs"
-"""Folder of the batch scripts and their output, in the pipeline's ``output_dir``."""
+"""Folder of the batch scripts and their output, in the ``output_dir`` of the pipeline."""
 RECORD: Final = "jobs.json"
-"""In this folder: stage -> id of its last job."""
+"""File in this folder: stage -> id of its last job."""
 DATA: Final = "/data"
 """Mount point of the volume; the working directory of the image."""
 CPUS_PER_GPU: Final = 8
-"""CPUs requested for one GPU of a shared machine; most machines have more for each GPU."""
+"""CPUs requested per GPU of a shared machine; most machines have more per GPU."""
 HOURS: Final = 24
+"""Default time limit of a job."""
 SRUN: Final = ("srun", "--kill-on-bad-exit=1", "--ntasks-per-node=1", "--cpu-bind=none")
-"""Starts a launcher on every node of a SLURM job."""
+"""Command that starts one launcher on every node of a SLURM job. Without ``--cpu-bind=none`` the launcher and all of
+its processes would share the cores of one task."""
 _TEMPLATES: Final = Path(__file__).with_name("job_templates")
 _CONSTANTS: Final = {
     "data": DATA,
     "port": PORT,
     "retries": 3,
+    # Patterns for grep in `run.json`: the exit code of a launcher does not distinguish these ends.
     "resumable": f'"status": "({STATUSES[EXIT_PREEMPTED]}|{STATUSES[EXIT_STALLED]})"',
     "final": f'"status": "({STATUSES[EXIT_USER]}|{STATUSES[EXIT_DIVERGED]})"',
     "exit_done": EXIT_DONE,
@@ -67,7 +70,7 @@ _CONSTANTS: Final = {
 
 
 class Cluster(NamedTuple):
-    """A cluster type: its template, required flags, unsupported flags, and what submits a file of a pipeline."""
+    """A cluster type: template, required flags, unsupported flags, and the command that submits a pipeline's job."""
 
     template: str
     needed: tuple[str, ...]
@@ -86,52 +89,55 @@ CLUSTERS: Final = {
 
 
 def main(argv: Sequence[str]) -> None:
-    """Write the file on standard output.
+    """Run the command: write the file to standard output.
 
     Raises:
-        ConfigError: The configuration or the launch file does not load, or the description lacks what the cluster
-            needs.
+        ConfigError: The configuration or the launch file is invalid, or a flag is wrong, missing or not supported for
+            the cluster.
     """
     parser = argparse.ArgumentParser(prog="recipes job", description=_ABOUT, allow_abbrev=False)
-    parser.add_argument("--to", required=True, choices=CLUSTERS, help="which cluster")
+    parser.add_argument("--to", required=True, choices=CLUSTERS, help="type of the cluster")
     parser.add_argument("--recipe", "--stage", help="recipe to run (default: what the file's name begins with, or sft)")
-    parser.add_argument(
-        "--config", metavar="F", required=True, help="the recipe; further --key value flags override it"
-    )
+    parser.add_argument("--config", metavar="F", required=True, help="configuration; further flags override its keys")
     parser.add_argument("--hardware", help="file of accelerate_configs/ (default: single_gpu, or ddp on several GPUs)")
     add_machine_flags(parser)
     parser.add_argument("--gpu", help="GPU type as the cluster names it, such as H100; on HF Jobs the flavor, a100x8")
     add_cloud_flags(parser)
     parser.add_argument("--name", help="name of the job (default: that of output_dir)")
-    parser.add_argument("--output_dir", "--output-dir", metavar="DIR", help="of the run (default: the recipe's)")
+    text = "output directory of the run (default: that of the recipe)"
+    parser.add_argument("--output_dir", "--output-dir", metavar="DIR", help=text)
     options, overrides = parser.parse_known_args(argv)
     sys.stdout.write(write_job(options.to, describe_job(options, overrides)))
 
 
 def add_machine_flags(parser: argparse._ActionsContainer) -> None:
-    """Add the flags that say what a job requests of a cluster."""
-    parser.add_argument("--num_nodes", type=int, default=1, help="machines (default: 1)")
-    parser.add_argument("--gpus_per_node", type=int, default=1, help="GPUs of each (default: 1)")
-    told = f"share machines (default: whole ones, but for one GPU, with {CPUS_PER_GPU}); SLURM"
-    parser.add_argument("--cpus_per_gpu", type=int, help=told)
-    told = "name of an environment variable that the cluster stores as a secret"
-    parser.add_argument("--secret", action="append", default=[], dest="secrets", metavar="SECRET", help=told)
+    """Add the flags of the resources of a job."""
+    parser.add_argument("--num_nodes", type=int, default=1, help="number of machines (default: 1)")
+    parser.add_argument("--gpus_per_node", type=int, default=1, help="GPUs of each machine (default: 1)")
+    text = f"SLURM: share machines with other jobs (default: whole machines; for a single GPU {CPUS_PER_GPU})"
+    parser.add_argument("--cpus_per_gpu", type=int, help=text)
+    text = "name of an environment variable that the cluster stores as a secret"
+    parser.add_argument("--secret", action="append", default=[], dest="secrets", metavar="SECRET", help=text)
     parser.add_argument("--hours", type=int, help=f"time limit of a job (default: {HOURS})")
 
 
 def add_cloud_flags(parser: argparse._ActionsContainer) -> None:
-    """Add the flags that say from what a machine of a cloud starts, and where it writes."""
+    """Add the flags of image and storage of a cloud machine."""
     parser.add_argument("--image", help="container image")
     parser.add_argument("--volume", help="persistent storage, a claim or a bucket; mounted at /data")
 
 
 def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the template variables of a run, from the flags.
+    """Return the template variables of a run.
 
-    These are the flags themselves; beside them, or in their place, ``name``, lower case, digits and hyphens;
-    ``command``, ``recipes launch`` and its flags, the same on every node, and ``starter``, what SLURM starts it by;
-    ``output_dir``, where the run leaves its record; ``cpus_per_gpu`` of machines that are shared with other jobs,
-    ``None`` where they are asked for whole.
+    Args:
+        options: Flags of ``recipes job``.
+        overrides: Keys of the configuration.
+
+    Returns:
+        The flags, and in addition or instead: ``name`` (lower case, digits and hyphens); ``command``, ``recipes
+        launch`` with its flags, equal on every node; ``starter``, the words before it on SLURM; ``output_dir``, the
+        folder of the run's record; ``cpus_per_gpu``, ``None`` to request whole machines.
 
     Raises:
         ConfigError: As ``main``.
@@ -144,11 +150,12 @@ def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> dict[
     if problems := list(_find_problems(options, options.to, options.config)):
         raise ConfigError(*problems)
     output_dir = str(config.training["output_dir"])
+    # Elsewhere only the volume outlives the machine.
     if options.to != "slurm" and not Path(output_dir).is_absolute():
         output_dir = f"{DATA}/{output_dir}"
     name = options.name or _derive_name(Path(output_dir).name)
     if not re.fullmatch("[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", name):
-        found = f"{name!r} is no name for every cluster"
+        found = f"{name!r} is not a valid job name"
         remedy = "write --name with up to 42 lower-case letters, digits and hyphens"
         raise ConfigError(Problem("--name", found, remedy))
     num_processes = options.num_nodes * options.gpus_per_node
@@ -168,13 +175,13 @@ def _derive_name(text: str) -> str:
 
 
 def write_job(to: str, job: Mapping[str, Any]) -> str:
-    """Return the file that starts a run on a cluster: its template in ``job_templates/``, filled in.
+    """Return the file that starts a run on a cluster, rendered from its template in ``job_templates/``.
 
     Args:
         to: One of ``CLUSTERS``.
-        job: From ``describe_job``; shell words are quoted, values in YAML are JSON strings.
+        job: Template variables, from ``describe_job``.
     """
-    # Scripts, not markup: quoting is the filters' work.
+    # No autoescaping, which is for HTML: the templates quote shell words and write YAML values as JSON strings.
     templates = Environment(
         loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -184,19 +191,19 @@ def write_job(to: str, job: Mapping[str, Any]) -> str:
     text = templates.get_template(CLUSTERS[to].template).render(values, run=run)
     if not CLUSTERS[to].template.endswith(".yaml"):
         return f"{text}\n"
-    # Parsed and written anew: a value that breaks the YAML fails here, and not on the cluster.
+    # Parsed and dumped again: a value that breaks the YAML fails here instead of on the cluster.
     return yaml.safe_dump(yaml.safe_load(text), sort_keys=False, width=1000)
 
 
 def _find_problems(options: argparse.Namespace, to: str, file: str) -> Iterator[Problem]:
-    """Yield what a cluster cannot take of the flags of a job that reads a file."""
+    """Yield invalid, missing and unsupported flags of a job that reads a configuration or pipeline file."""
     yield from _find_wrong_values(options, file)
     for flag in CLUSTERS[to].needed:
         if getattr(options, flag) is None:
-            yield Problem(f"--{flag}", f"{to} needs it", f"write --{flag} ... (docs/cloud.md)")
+            yield Problem(f"--{flag}", f"is required for {to}", f"write --{flag} ... (docs/cloud.md)")
     for flag in CLUSTERS[to].unsupported:
         if getattr(options, flag) is not None:
-            yield Problem(f"--{flag}", f"it is not supported for {to}", "remove it")
+            yield Problem(f"--{flag}", f"is not supported for {to}", "remove it")
     if to == "hf-jobs" and options.num_nodes > 1:
         yield Problem("--num_nodes", "a job of HF Jobs is one machine", "choose a flavor with more GPUs")
 
@@ -207,12 +214,13 @@ def _find_wrong_values(options: argparse.Namespace, file: str) -> Iterator[Probl
             yield Problem(f"--{flag}", f"is {getattr(options, flag)}", "write 1 or more")
     for name in options.secrets:
         if not re.fullmatch("[A-Z_][A-Z0-9_]*", name):
-            found = "it is not the name of an environment variable"
+            # Not quoted: it may be the secret itself.
+            found = "is not the name of an environment variable"
             yield Problem("--secret", found, "write its name, never its value")
     for flag in ("gpu", "image", "volume"):
         value = getattr(options, flag)
         if value is not None and not re.fullmatch(r"[\w./:@-]+", value, re.ASCII):
-            found = f"{value!r} is not a name that a cluster gives"
+            found = f"{value!r} has other characters than names of clusters"
             yield Problem(f"--{flag}", found, "use letters, digits and . _ / : @ -")
     if options.image and not file.startswith(("recipes/", f"{DATA}/")):
         yield Problem(file, "is not in the image", f"put it on the volume and write its path there, {DATA}/...")
@@ -222,13 +230,13 @@ def submit_stages(options: argparse.Namespace, pipeline: Pipeline, chosen: Seque
     """Submit the stages that are neither done nor queued, and print the job of each.
 
     Args:
-        options: Flags of ``recipes run``: the pipeline's file, the executor, and those of ``add_machine_flags``.
-        pipeline: All stages.
-        chosen: Those to run, in order.
+        options: Flags of ``recipes run``: the pipeline file, the executor, and those of ``add_machine_flags``.
+        pipeline: The pipeline.
+        chosen: Stages to submit, in order.
 
     Raises:
-        ConfigError: No such cluster, wrong flags, a stage that is needed and neither done nor submitted, or the cluster
-            refuses a job.
+        ConfigError: A flag is wrong, a needed stage is neither done nor submitted, the cluster's command does not
+            exist, or it refuses a job.
     """
     if problems := list(_find_problems(options, options.executor, str(options.pipeline))):
         raise ConfigError(*problems)
@@ -243,35 +251,35 @@ def submit_stages(options: argparse.Namespace, pipeline: Pipeline, chosen: Seque
     live = {name: job for name, job in jobs.items() if job in queued}
     for stage in chosen:
         if stage.name in done or stage.name in live:
-            told = f"queued before as job {live[stage.name]}" if stage.name in live else "done before"
+            status = f"already queued as job {live[stage.name]}" if stage.name in live else "already done"
         else:
             live[stage.name] = _submit(options, pipeline, stage, _find_needed_jobs(stage, done, live))
-            # Written at once: a second command does not submit it again.
+            # After every job: if a later one is refused, the next command does not submit this one again.
             jobs[stage.name] = live[stage.name]
             replace_record(path, {"jobs": jobs})
-            told = f"submitted as job {live[stage.name]}"
-        sys.stdout.write(f"{stage.name}: {told}\n")
+            status = f"submitted as job {live[stage.name]}"
+        sys.stdout.write(f"{stage.name}: {status}\n")
     sys.stdout.write(f"scripts and output: {folder}\n")
 
 
 def _submit_whole(options: argparse.Namespace, pipeline: Pipeline, chosen: Sequence[Stage]) -> None:
-    """Submit one job that runs the chosen stages in order on one machine; restarted, it skips those that are done."""
+    """Submit one job that runs the chosen stages in order on one machine; after a restart it skips finished stages."""
     if options.num_nodes > 1:
         remedy = "remove it, or write a job for each recipe with `recipes job`"
-        raise ConfigError(Problem("--num_nodes", f"a pipeline on {options.executor} is one machine", remedy))
+        raise ConfigError(Problem("--num_nodes", f"a pipeline on {options.executor} runs on one machine", remedy))
     output_dir = pipeline.output_dir if pipeline.output_dir.is_absolute() else DATA / pipeline.output_dir
     command = ["recipes", "run", str(options.pipeline), "--output_dir", str(output_dir)]
     command += ["--from", chosen[0].name, "--until", chosen[-1].name]
-    # Clusters take few letters: of a name in another alphabet nothing is left.
+    # A stem without ASCII letters and digits leaves an empty name.
     name = _derive_name(options.pipeline.stem[:42]) or "pipeline"
     job = vars(options) | {"name": name, "command": command, "output_dir": None}
     script = pipeline.output_dir / JOBS / f"{options.executor}.yaml"
     script.write_text(write_job(options.executor, job | {"hours": options.hours or HOURS}), encoding="utf-8")
-    # The other cluster reads them where it stores them.
-    of_flags = options.secrets if options.executor == "skypilot" else []
-    secrets = [word for name in of_flags for word in ("--secret", name)]
-    told = _ask([*CLUSTERS[options.executor].submit, *secrets, str(script)])
-    sys.stdout.write(f"{told.rstrip()}\n{len(chosen)} stages submitted as one job: {script}\n")
+    # SkyPilot takes secrets as flags; a Kubernetes manifest refers to a stored secret.
+    passed = options.secrets if options.executor == "skypilot" else []
+    secrets = [word for name in passed for word in ("--secret", name)]
+    output = _run_command([*CLUSTERS[options.executor].submit, *secrets, str(script)])
+    sys.stdout.write(f"{output.rstrip()}\n{len(chosen)} stages submitted as one job: {script}\n")
 
 
 def _find_needed_jobs(stage: Stage, done: set[str], live: Mapping[str, str]) -> list[str]:
@@ -289,14 +297,15 @@ def _submit(options: argparse.Namespace, pipeline: Pipeline, stage: Stage, neede
     script.write_text(write_job("slurm", _describe(options, pipeline, stage)), encoding="utf-8")
     words = [*CLUSTERS["slurm"].submit, f"--output={folder / f'{stage.name}-%j.out'}", "--kill-on-invalid-dep=yes"]
     words += [f"--dependency=afterok:{':'.join(needed)}"] if needed else []
-    told = _ask([*words, str(script)])
-    if not (found := re.fullmatch(r"(\d+)(;\S*)?", told.strip())):
-        raise ConfigError(Problem(shlex.join(words), f"answered {told[:200]!r}, not the id of a job", "see `squeue`"))
+    output = _run_command([*words, str(script)])
+    # `sbatch --parsable` prints "ID" or "ID;CLUSTER".
+    if not (found := re.fullmatch(r"(\d+)(;\S*)?", output.strip())):
+        raise ConfigError(Problem(shlex.join(words), f"printed {output[:200]!r} instead of a job id", "see `squeue`"))
     return found[1]
 
 
 def _describe(options: argparse.Namespace, pipeline: Pipeline, stage: Stage) -> dict[str, Any]:
-    """Return the variables of the batch script of a stage: as ``describe_job``, of ``recipes run --only``."""
+    """Return the template variables of the batch script of a stage, as ``describe_job`` for ``recipes run --only``."""
     num_nodes, gpus_per_node = (options.num_nodes, options.gpus_per_node) if stage.launch else (1, 1)
     command = [sys.executable, "-m", "recipes_lib.cli", "run", str(options.pipeline), "--only", stage.name]
     command += ["--output_dir", str(pipeline.output_dir)]
@@ -309,7 +318,7 @@ def _describe(options: argparse.Namespace, pipeline: Pipeline, stage: Stage) -> 
         "hours": options.hours or HOURS,
         "cpus_per_gpu": options.cpus_per_gpu or (CPUS_PER_GPU if num_nodes * gpus_per_node == 1 else None),
         "secrets": options.secrets,
-        # Where a run reads a request to stop, and leaves its record; other stages have no such folder.
+        # The script writes STOP there, which a run reads, and reads `run.json`; other stages have neither.
         "output_dir": str(stage.output if stage.recipe else pipeline.output_dir / JOBS / stage.name),
         "starter": [],
         "command": command,
@@ -317,15 +326,15 @@ def _describe(options: argparse.Namespace, pipeline: Pipeline, stage: Stage) -> 
 
 
 def _list_queued() -> set[str]:
-    """Return the ids of this user's jobs that wait or run."""
-    return set(_ask(["squeue", "--me", "--noheader", "--format=%A"]).split())
+    """Return the ids of the user's pending and running jobs."""
+    return set(_run_command(["squeue", "--me", "--noheader", "--format=%A"]).split())
 
 
-def _ask(words: Sequence[str]) -> str:
-    """Return what a command of a cluster prints.
+def _run_command(words: Sequence[str]) -> str:
+    """Return the standard output of a command of the cluster.
 
     Raises:
-        ConfigError: It is not there, or it failed.
+        ConfigError: The command does not exist, or fails.
     """
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False)

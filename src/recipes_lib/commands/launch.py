@@ -1,4 +1,4 @@
-"""``recipes launch``: start a recipe on one machine or many: prints accelerate's command and executes it."""
+"""``recipes launch``: start a recipe on one or several machines; prints the command of accelerate and executes it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from recipes_lib.training.layouts.launch_environment import (
 )
 
 PORT: Final = 29500
-"""Default port of the rendezvous; torchrun's."""
+"""Default rendezvous port, as in torchrun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,29 +35,29 @@ class Machines:
     """The machines of a run.
 
     Attributes:
-        num_machines: How many there are.
-        machine_rank: Rank of this machine.
-        main_process_ip: Name or address of machine 0; ``None`` for a single machine.
+        num_machines: Number of machines.
+        machine_rank: Rank of this machine, from 0.
+        main_process_ip: Host name or address of machine 0; ``None`` for a single machine.
         main_process_port: Port of machine 0.
-        told_by: Where the values come from, such as SLURM.
+        source: Origin of the values, such as SLURM, for a message.
     """
 
     num_machines: int = 1
     machine_rank: int = 0
     main_process_ip: str | None = None
     main_process_port: int = PORT
-    told_by: str = "one machine"
+    source: str = "one machine"
 
 
 def find_machines(environment: Mapping[str, str]) -> Machines:
-    """Read the machines of this run from the environment variables of SLURM or torchrun.
+    """Return the machines of this run, from the environment variables of SLURM or torchrun.
 
     Args:
-        environment: Of the process that starts the others, on each machine.
+        environment: Environment variables of the launcher on this machine.
 
     Raises:
-        ConfigError: It is already one of the started processes, SLURM has not started it once on every node, or one of
-            torchrun's variables is no number.
+        ConfigError: This process is itself one of a launch, SLURM has not started one launcher per node, or a variable
+            is not a number.
     """
     if "LOCAL_RANK" in environment:
         found = f"this is process {environment.get('RANK', environment['LOCAL_RANK'])} of an existing launch"
@@ -76,12 +76,13 @@ def find_machines(environment: Mapping[str, str]) -> Machines:
 
 
 def find_first_host(nodes: str) -> str:
-    """Return the first host of SLURM's list: ``gpu-017`` of ``gpu-[017-020,031],login``."""
+    """Return the first host of SLURM's node list: ``gpu-017`` for ``gpu-[017-020,031],login``."""
     name, _, rest = nodes.partition("[")
     if not rest or "," in name:
         return name.split(",")[0]
     first = re.split(r"[-,\]]", rest)[0]
-    return f"{name}{first}{re.split(',', rest.partition(']')[2])[0]}"
+    # Names of several dimensions have further brackets: rack[1-2]node[01-16].
+    return find_first_host(f"{name}{first}{rest.partition(']')[2]}")
 
 
 def _read_number(environment: Mapping[str, str], name: str, default: int) -> int:
@@ -94,55 +95,58 @@ def _read_number(environment: Mapping[str, str], name: str, default: int) -> int
 
 
 def _read_slurm(environment: Mapping[str, str]) -> Machines:
-    num_nodes = int(environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_JOB_NUM_NODES", "1")))
-    advice = "start it once on every node: `srun --ntasks-per-node=1 recipes launch ...`"
+    num_nodes = _read_number(environment, "SLURM_STEP_NUM_NODES", _read_number(environment, "SLURM_JOB_NUM_NODES", 1))
+    remedy = "start it once on every node: `srun --ntasks-per-node=1 recipes launch ...`"
+    # Without variables of a step, this is the batch script or `salloc`, which runs on the first node alone.
     if num_nodes > 1 and "SLURM_STEP_NUM_NODES" not in environment:
-        raise ConfigError(Problem("recipes launch", f"SLURM gave {num_nodes} nodes, and this is one of them", advice))
+        found = f"the SLURM job has {num_nodes} nodes, and this starts processes on one of them"
+        raise ConfigError(Problem("recipes launch", found, remedy))
+    # "1", or "1(x4)" for four nodes.
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
     if not re.fullmatch(r"1(\(x\d+\))?", tasks):
         found = f"SLURM has started {tasks} tasks on a node, and each would start one process per GPU"
-        raise ConfigError(Problem("recipes launch", found, advice))
+        raise ConfigError(Problem("recipes launch", found, remedy))
     if num_nodes == 1:
-        return Machines(told_by="SLURM, one node")
+        return Machines(source="SLURM, one node")
     nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
     return Machines(
         num_nodes,
-        int(environment["SLURM_NODEID"]),
+        _read_number(environment, "SLURM_NODEID", 0),
         find_first_host(nodes),
-        # Two jobs may share a node.
-        20000 + int(environment["SLURM_JOB_ID"]) % 10000,
+        # Derived from the job id, because two jobs may share a node.
+        20000 + _read_number(environment, "SLURM_JOB_ID", 0) % 10000,
         f"SLURM, {num_nodes} nodes",
     )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compose accelerate's command, print it, and replace this process by it.
+    """Run the command: compose the command of accelerate, print it, and replace this process by it.
 
     Raises:
-        ConfigError: The configuration does not load, there is no such launch file or schedule, it does not go with the
-            recipe, this machine cannot do what it asks for, or nothing says where the first machine is.
+        ConfigError: The configuration is invalid; the launch file or pipeline schedule does not exist, is incompatible
+            with the recipe, or needs GPUs that this machine lacks; or the address of machine 0 is unknown.
     """
     parser = argparse.ArgumentParser(prog="recipes launch", description=__doc__, allow_abbrev=False)
     parser.add_argument("--recipe", "--stage", help="recipe to run (default: what the file's name begins with, or sft)")
     parser.add_argument("--config", metavar="F", help="the recipe; further --key value flags override it")
     parser.add_argument("--hardware", help="file of accelerate_configs/, or path (default: what this machine has)")
-    parser.add_argument("--num_processes", type=int, help="on all machines together (default: one for each GPU)")
+    parser.add_argument("--num_processes", type=int, help="on all machines together (default: one per GPU)")
     add_pipeline_flags(parser)
-    parser.add_argument("--num_machines", type=int, help="default: what SLURM or torchrun's variables say, or 1")
+    parser.add_argument("--num_machines", type=int, help="default: from variables of SLURM or torchrun, or 1")
     parser.add_argument("--machine_rank", type=int, help="rank of this machine, from 0")
-    parser.add_argument("--main_process_ip", help="name or address of machine 0")
+    parser.add_argument("--main_process_ip", help="host name or address of machine 0")
     parser.add_argument("--main_process_port", type=int, help="port of machine 0")
     parser.add_argument("--dry_run", action="store_true", help="print the command without running it")
     options, overrides = parser.parse_known_args(argv)
     recipe = split_recipe(argv)[0]
     named = ["--config", options.config, *overrides] if options.config else overrides
-    # A wrong key is told before any process starts, and so is what the two files cannot ask for together.
+    # Checked once here, instead of by every process that would be started.
     config = parse_command(recipe, named)
-    machines = _settle_machines(options, find_machines(read_environment()))
+    machines = _resolve_machines(options, find_machines(read_environment()))
     file = find_launch_file(options.hardware or choose_for_this_machine(machines.num_machines))
     document = read_launch_file(file)
     if machines.num_machines > 1 and document["distributed_type"] == "NO":
-        found = f"{file} is for one process: each of {machines.num_machines} machines would train a model of its own"
+        found = f"{file} is for one process: each of {machines.num_machines} machines would train a separate model"
         raise ConfigError(Problem("--hardware", found, "use accelerate_configs/ddp.yaml, or cpu_ddp.yaml on CPUs"))
     given = options.num_processes
     num_processes = _count_processes(file, document, machines) if given is None else given
@@ -150,11 +154,13 @@ def main(argv: Sequence[str]) -> int:
         found = f"{num_processes} processes cannot be divided equally among {machines.num_machines} machines"
         raise ConfigError(Problem("--num_processes", found, "write a multiple of the number of machines"))
     pipeline = name_pipeline(options.pipeline_stages, options.pipeline_schedule)
+    # A text is the answer to --help or --print-config, which the recipe prints itself.
     if not isinstance(config, str):
         verify_combination(config, plan_launch(file, num_processes, pipeline), str(file))
     command = compose(file, [str(find_shipped(RECIPES / f"{recipe}.py")), *named], machines, num_processes)
-    told = [f"{name}={value}" for name, value in pipeline.items()] if options.pipeline_stages > 1 else []
-    sys.stderr.write(f"{machines.told_by}, {num_processes} processes by {file}:\n{shlex.join([*told, *command])}\n")
+    variables = [f"{name}={value}" for name, value in pipeline.items()] if options.pipeline_stages > 1 else []
+    line = shlex.join([*variables, *command])
+    sys.stderr.write(f"{machines.source}, {num_processes} process{'es' * (num_processes != 1)} by {file}:\n{line}\n")
     if options.dry_run:
         return EXIT_DONE
     kind = document["distributed_type"]
@@ -164,9 +170,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _execute(command: Sequence[str], *, is_alone: bool) -> None:
-    """Replace this process by accelerate's command, or by its only process in the environment that it would have.
+    """Replace this process by the command of accelerate, or by its only process with the same environment.
 
-    accelerate 1.15 waits for an only process, and turns every exit code but 0 into 1 under a traceback of its own.
+    accelerate 1.15 waits for a single process, prints a traceback of its own if it fails, and turns every exit code
+    other than 0 into 1.
     """
     sys.stderr.flush()
     if not is_alone:
@@ -181,7 +188,7 @@ def _execute(command: Sequence[str], *, is_alone: bool) -> None:
 
 
 def compose(file: Path, script: Sequence[str], machines: Machines, num_processes: int) -> list[str]:
-    """Return accelerate's command; the file is named, so that no ``default_config.yaml`` of the user is read."""
+    """Return the command of accelerate; ``--config_file`` keeps it from reading the user's ``default_config.yaml``."""
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(file)]
     command += ["--num_processes", str(num_processes), "--num_machines", str(machines.num_machines)]
     if machines.num_machines > 1:
@@ -192,40 +199,41 @@ def compose(file: Path, script: Sequence[str], machines: Machines, num_processes
     return [*command, *script]
 
 
-def _settle_machines(options: argparse.Namespace, found: Machines) -> Machines:
-    """Override the machines found by the flags.
+def _resolve_machines(options: argparse.Namespace, detected: Machines) -> Machines:
+    """Return the detected machines, with the values of the flags.
 
     Raises:
-        ConfigError: Several machines without --machine_rank and --main_process_ip.
+        ConfigError: Several machines without --machine_rank and --main_process_ip, or a rank out of range.
     """
     names = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
     given: dict[str, Any] = {name: value for name in names if (value := getattr(options, name)) is not None}
-    fields = {name: given.get(name, getattr(found, name)) for name in names}
-    told_by = f"{fields['num_machines']} machines, as the flags say" if "num_machines" in given else found.told_by
-    settled = Machines(**fields, told_by=told_by)
-    is_silent = "num_machines" in given and found.num_machines == 1 and "machine_rank" not in given
-    if settled.num_machines > 1 and (settled.main_process_ip is None or is_silent):
-        silence = f"there are {settled.num_machines} machines, without --machine_rank and --main_process_ip"
-        raise ConfigError(Problem("--num_machines", silence, "write both, or start under SLURM"))
-    if not 0 <= settled.machine_rank < settled.num_machines:
-        found_ = f"machine {settled.machine_rank} of {settled.num_machines}: they count from 0"
-        raise ConfigError(Problem("--machine_rank", found_, "write the rank of this machine"))
-    return settled
+    fields = {name: given.get(name, getattr(detected, name)) for name in names}
+    source = f"{fields['num_machines']} machines (flags)" if "num_machines" in given else detected.source
+    machines = Machines(**fields, source=source)
+    # The default rank 0 is not detected: without the flag, every machine would take itself for the first.
+    lacks_rank = "num_machines" in given and detected.num_machines == 1 and "machine_rank" not in given
+    if machines.num_machines > 1 and (machines.main_process_ip is None or lacks_rank):
+        found = f"there are {machines.num_machines} machines, without --machine_rank and --main_process_ip"
+        raise ConfigError(Problem("--num_machines", found, "write both, or start under SLURM"))
+    if not 0 <= machines.machine_rank < machines.num_machines:
+        found = f"is {machines.machine_rank}, with {machines.num_machines} machines"
+        raise ConfigError(Problem("--machine_rank", found, "write the rank of this machine, from 0"))
+    return machines
 
 
 def choose_for_this_machine(num_machines: int = 1) -> str:
-    """Return the name of the default launch file for this machine, one of ``num_machines`` equal ones."""
+    """Return the name of the default launch file for ``num_machines`` machines with the accelerators of this one."""
     from recipes_lib.hardware import count_accelerators
 
-    alone, together = {0: ("cpu", "cpu_ddp"), 1: ("single_gpu", "ddp")}.get(count_accelerators(), ("ddp", "ddp"))
-    return alone if num_machines == 1 else together
+    one, several = {0: ("cpu", "cpu_ddp"), 1: ("single_gpu", "ddp")}.get(count_accelerators(), ("ddp", "ddp"))
+    return one if num_machines == 1 else several
 
 
 def _count_processes(file: Path, document: dict[str, Any], machines: Machines) -> int:
-    """Return one process per GPU of all machines; on CPUs and on one GPU the number in the launch file.
+    """Return the default number of processes: one per GPU, or that of a launch file for CPUs or one process.
 
     Raises:
-        ConfigError: The file asks for GPUs, and there are none.
+        ConfigError: The launch file needs GPUs, and this machine has none.
     """
     if document.get("use_cpu") or document["distributed_type"] == "NO":
         return int(document.get("num_processes", 1))

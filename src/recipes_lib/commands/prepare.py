@@ -1,4 +1,4 @@
-"""``recipes prepare``, ``preview`` and ``report``: data preparation with the tokenizer, and the report of a run."""
+"""``recipes prepare``, ``recipes preview`` and ``recipes report``: prepared data, its preview, and reports of runs."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ def _load_tokenizer(config: RecipeConfig) -> PreTrainedTokenizerBase:
 
 
 def prepare(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokenizer) -> None:
-    """Prepare the data of a run; if the prepared set exists, no tokenizer is imported.
+    """Prepare the data of a run; if the prepared set exists, no tokenizer is loaded.
 
     Args:
-        argv: Arguments after the command, as the run's script takes them.
-        load_tokenizer: Called only when something has to be tokenised.
+        argv: Arguments after the command: those of the recipe's script.
+        load_tokenizer: Loads the tokenizer; called only if something is tokenised.
 
     Raises:
-        ConfigError: The recipe has nothing to prepare.
+        ConfigError: The configuration is invalid, or the recipe has nothing to prepare.
+        DataError: The data cannot be read or tokenised.
     """
     about = "Tokenise, mask and pack the data of a run, unless the prepared set exists."
     parser = argparse.ArgumentParser(prog="recipes prepare", description=about, allow_abbrev=False)
@@ -43,7 +44,7 @@ def prepare(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
     options, overrides = parser.parse_known_args(argv)
     recipe, _ = split_recipe(argv)
     if recipe in ("ppo", "rloo", "grpo"):
-        found = "there is nothing to prepare: prompts are tokenised when the run starts"
+        found = f"{recipe} has nothing to prepare: its prompts are tokenised when the run starts"
         raise ConfigError(Problem("--recipe", found, "inspect them by `recipes check` and `recipes preview`"))
     config = load_for_command(recipe, overrides, options.config)
     started = time.monotonic()
@@ -58,7 +59,7 @@ def prepare(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
 
 
 def _prepare(recipe: str, config: RecipeConfig, load_tokenizer: TokenizerLoader) -> tuple[Table, bool, list[str]]:
-    """Return a summary of the prepared data, whether they are new, and their paths."""
+    """Return a summary of the prepared sets, whether any of them is new, and their paths."""
     if recipe == "pretrain":
         from recipes_lib.data.tokens import token_data
 
@@ -91,8 +92,8 @@ def preview(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
     """Show training rows token by token, with the loss mask; optionally as an HTML page.
 
     Args:
-        argv: Arguments after the command: ``--rows``, ``--html``, and what the run's script takes.
-        load_tokenizer: Loads the run's tokenizer.
+        argv: Arguments after the command: ``--rows``, ``--html``, and those of the recipe's script.
+        load_tokenizer: Loads the tokenizer of the run.
 
     Raises:
         ConfigError: There is no row to show, or the page cannot be written; as ``build_preview``.
@@ -106,7 +107,7 @@ def preview(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
     options, overrides = parser.parse_known_args(argv)
     config = load_for_command(split_recipe(argv)[0], overrides, options.config)
     if options.rows < 1:
-        raise ConfigError(Problem("--rows", f"{options.rows} rows cannot be shown", "write a number from 1 on"))
+        raise ConfigError(Problem("--rows", f"is {options.rows}", "write 1 or more"))
     from rich.console import Console
 
     from recipes_lib.data.packed.preview import build_preview, render_text
@@ -114,7 +115,7 @@ def preview(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
 
     rows = build_preview(config, load_tokenizer(config), options.rows)
     if options.html is not None:
-        title = f"{config.data.dataset_name or 'dataset_mixture'}: what is trained on"
+        title = f"{config.data.dataset_name or 'dataset_mixture'}: training rows"
         with writing(options.html, "name another file after --html"):
             options.html.parent.mkdir(parents=True, exist_ok=True)
             write_page(options.html, "preview", title=title, rows=rows)
@@ -131,11 +132,11 @@ def report(argv: Sequence[str]) -> None:
         DataError: A folder holds no run.
     """
     about = "Write report.html of each run, index.html of a folder of runs or a pipeline, or a comparison of runs."
-    parser = argparse.ArgumentParser(prog="recipes report", description=about)
+    parser = argparse.ArgumentParser(prog="recipes report", description=about, allow_abbrev=False)
     parser.add_argument("output_dir", type=Path, nargs="+", help="output directory of a run, or a folder of runs")
     parser.add_argument("--compare", action="store_true", help="compare the runs; the first is the baseline")
-    told = "page of --compare (default: %(default)s)"
-    parser.add_argument("--output", type=Path, default=Path("compare.html"), metavar="FILE", help=told)
+    text = "page of --compare (default: %(default)s)"
+    parser.add_argument("--output", type=Path, default=Path("compare.html"), metavar="FILE", help=text)
     options = parser.parse_args(argv)
     if options.compare:
         from recipes_lib.report.run_comparison import write_comparison

@@ -1,4 +1,4 @@
-"""``recipes prove``: check numerical results and throughput of this machine."""
+"""``recipes prove``: verify numerical results, throughput and memory on this machine."""
 
 from __future__ import annotations
 
@@ -9,51 +9,49 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, ConfigError, Problem
+from recipes_lib.files import writing
 
 PAGE = "results.md"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the checks that have not passed yet, within the time limit.
-
-    Returns:
-        An exit code that says whether one failed.
+    """Run the checks that have not passed yet, within the time limit; return ``EXIT_USER`` if one fails.
 
     Raises:
-        ConfigError: There is no such check, or there are not so many GPUs.
+        ConfigError: There is no such check, or the machine has fewer GPUs than requested.
     """
     parser = argparse.ArgumentParser(
         prog="recipes prove",
-        description="Hold results, speed and memory of this machine against what is known, without a network. "
-        "Run again, it resumes where it stopped.",
+        description="Compare results, throughput and memory of this machine with references, without a network. "
+        "The same command resumes after an interruption.",
+        allow_abbrev=False,
     )
     parser.add_argument("--minutes", type=float, default=30.0, help="no check starts after this time (default: 30)")
     parser.add_argument("--output", type=Path, default=Path("proof"), help="folder of rows, logs and page")
     parser.add_argument("--page", type=Path, help="also write the page to this file, such as docs/results_gpu.md")
     parser.add_argument("--gpus", type=int, help="number of GPUs that are compared with one (default: all)")
-    parser.add_argument("--only", nargs="+", metavar="CHECK", help="checks by name or prefix")
-    parser.add_argument(
-        "--small", action="store_true", help="use small sizes and few steps, as on a machine without a GPU"
-    )
+    parser.add_argument("--only", nargs="+", metavar="CHECK", help="names of checks, or prefixes of names")
+    parser.add_argument("--small", action="store_true", help="small sizes and few steps, as without a GPU")
     options = parser.parse_args(list(arguments))
-    import torch  # The help and a wrong flag are answered without it.
+    import torch  # After parsing: `--help` and a wrong flag need no torch.
 
     from recipes_lib.proving.bench import Bench
     from recipes_lib.proving.checks import list_checks
     from recipes_lib.proving.results import FAILED, PASSED, add_row, format_row, read_rows, run_check, write_page
 
     listed = list(list_checks())
-    # Every name begins with nothing.
+    # The empty prefix selects all.
     checks = [check for check in listed if check.name.startswith(tuple(options.only or [""]))]
     if not checks:
         known = ", ".join(check.name for check in listed)
         raise ConfigError(Problem("--only", f"there is no check {' or '.join(options.only)}", f"choose of {known}"))
     device, output = torch.device("cuda" if torch.cuda.is_available() else "cpu"), options.output.resolve()
-    output.mkdir(parents=True, exist_ok=True)
+    with writing(output, "name another --output"):
+        output.mkdir(parents=True, exist_ok=True)
     found = torch.cuda.device_count() if device.type == "cuda" else 0
     num_gpus = found if options.gpus is None else options.gpus
     if not min(found, 1) <= num_gpus <= found:
-        raise ConfigError(Problem("--gpus", f"{num_gpus} are requested, and this machine has {found}", "leave it out"))
+        raise ConfigError(Problem("--gpus", f"{num_gpus} are requested, and this machine has {found}", "remove it"))
     bench = Bench(output, device, is_small=options.small or device.type == "cpu", num_gpus=num_gpus)
     began, rows = time.monotonic(), read_rows(output, bench.describe())
     for check in checks:
@@ -61,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
             row = run_check(check, bench, 60 * options.minutes - (time.monotonic() - began))
             add_row(output, row)
         rows[check.name] = row
-        # After each: a rented machine may be gone before the last one.
+        # After each check: a rented machine may be lost before the last one.
         for page in (output / PAGE, options.page):
             if page is not None:
                 write_page(page, rows.values())

@@ -1,4 +1,4 @@
-"""``recipes reproduce``: restore configuration and environment of a published run, and report the differences."""
+"""``recipes reproduce``: restore configuration and package versions of a published run, and report differences."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from recipes_lib.config.loader import check_text
 from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.environment import read_git_commit, read_versions
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, escape_controls
-from recipes_lib.files import read_record
+from recipes_lib.files import read_record, writing
 
 _OF_THE_PLACE: Final = ("output_dir", "prepared_dir", "push_to_hub", "hub_", "run_name", "overwrite_")
 """Prefixes of keys about paths and publishing, which are not restored."""
 _IMPORTED: Final = ("metrics", "reward_funcs", "trust_remote_code")
-"""Keys whose values import code, directly or from a model's repository."""
+"""Keys whose values import code, directly or from the repository of a model."""
+# Keys whose values may be paths on the machine that trained.
 _FILES: Final = (
     "model_name_or_path",
     "tokenizer_name_or_path",
@@ -37,30 +38,32 @@ def main(argv: Sequence[str]) -> None:
     """Run the command.
 
     Raises:
-        ConfigError: There is no record of a run, or the configuration is not accepted any more: every problem at once.
+        ConfigError: There is no record of a run, or its configuration is no longer valid; all problems at once.
     """
     options = _parse(argv)
     record = _read_record(options.source, options.revision)
     recipe = record["stage"]
-    folder: Path = options.output or Path("reproduced") / Path(options.source).name
+    # Resolved, because `..` has no name of its own.
+    folder: Path = options.output or Path("reproduced") / Path(options.source).resolve().name
     config_file, constraints = folder / f"{recipe}.yaml", folder / "constraints.txt"
     keys, lost = restore_keys(record)
     keys["output_dir"] = str(folder / "run")
     head = [f"{escape_controls(options.source)}, by `recipes reproduce`."]
     if code := {key: keys.pop(key) for key in list(keys) if runs_code(key, keys[key])}:
-        head += ["These keys run code: read it, and take away the # of those that you trust."]
+        head += ["These keys run code: read it, and remove the # of those that you trust."]
         head += [f"{key}: {json.dumps(value)}" for key, value in code.items()]
     text = "".join(f"# {line}\n" for line in head) + yaml.safe_dump(keys, sort_keys=False, allow_unicode=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    config_file.write_text(text, encoding="utf-8")
-    constraints.write_text("".join(f"{line}\n" for line in list_constraints(record)), encoding="utf-8")
+    with writing(folder, "name another --output"):
+        folder.mkdir(parents=True, exist_ok=True)
+        config_file.write_text(text, encoding="utf-8")
+        constraints.write_text("".join(f"{line}\n" for line in list_constraints(record)), encoding="utf-8")
     sys.stdout.write(f"restored {config_file} ({len(keys)} keys) and {constraints}\n")
     lost += [
         f"the key {key}, which was {value!r}, runs code: {config_file} has it as a comment"
         for key, value in code.items()
     ]
-    told = [f"differs: {escape_controls(line)}\n" for line in (*lost, *compare(record, keys))]
-    sys.stdout.write("".join(told) or "everything recorded matches\n")
+    lines = [f"differs: {escape_controls(line)}\n" for line in (*lost, *compare(record, keys))]
+    sys.stdout.write("".join(lines) or "everything recorded matches\n")
     try:
         check_text(recipe, text, config_file)
     except UserError as error:
@@ -71,16 +74,16 @@ def main(argv: Sequence[str]) -> None:
 
 
 def runs_code(key: str, value: Any) -> bool:
-    """Return whether a key with this value imports or downloads code, which no record may ask for."""
-    # An attention implementation with a slash is a repository of kernels on the Hub.
+    """Return whether a key with this value imports or downloads code; a record, which is untrusted, may not."""
+    # An attention implementation with a slash is a kernel repository on the Hub.
     return (key in _IMPORTED and bool(value)) or (key == "attn_implementation" and "/" in str(value))
 
 
 def restore_keys(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the configured keys in the current format, and those that no longer exist.
+    """Return the keys that reproduce a run, and a message for each key that no longer exists.
 
-    What was left to a default is written where the default is another one now. The commit of a model that was not
-    pinned becomes its ``model_revision``.
+    Defaults are included if they have changed since. If the model was not pinned, ``model_revision`` becomes the commit
+    that the run has used.
     """
     table, given, lost = load_table(record["stage"]), {}, []
     for key, value in record["config"].items():
@@ -88,21 +91,21 @@ def restore_keys(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if key.startswith(_OF_THE_PLACE) or origin.startswith("derived"):
             continue
         if key not in table.keys:
-            lost.append(f"the key {key}, which was {value!r}, is not known any more")
+            lost.append(f"the key {key}, which was {value!r}, no longer exists")
         elif origin != "default" or value != _plain(table.keys[key].default):
             given[key] = value
-    # What the run has used, though the recipe named a branch or nothing.
+    # The recipe may have named no revision.
     commit = record.get("model_commit")
     if commit and not given.get("model_revision"):
         given["model_revision"] = commit
-    # Null says what a default says, except where it switches one off.
+    # `null` is only written where it disables a default.
     return {
         key: value for key, value in given.items() if value is not None or table.keys[key].default is not None
     }, lost
 
 
 def compare(record: Mapping[str, Any], keys: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the differences, known or possible: packages, code, data, device."""
+    """Yield known and possible differences between the run and this machine: packages, code, data, device."""
     now = read_versions()
     for name, version in record["versions"].items():
         if now.get(name) != version:
@@ -111,23 +114,24 @@ def compare(record: Mapping[str, Any], keys: Mapping[str, Any]) -> Iterator[str]
     if record.get("git_commit") != commit:
         yield f"the working directory was at commit {record.get('git_commit')} and is at {commit}"
     elif commit is None or commit.endswith("-dirty"):
-        yield "the code was no commit, so that nobody can tell whether it is the same"
+        yield "the code had uncommitted changes or no commit, so that it may not be the same"
     for key in _FILES:
         name = str(keys.get(key) or "")
+        # One slash: probably a Hub id.
         if name and not Path(name).exists() and name.count("/") != 1:
             yield f"{key}: {name} was a file or folder of the machine that trained; put it here"
     if str(keys.get("dataset_name")).count("/") == 1 and not keys.get("dataset_revision"):
-        yield f"dataset_name: no revision of {keys['dataset_name']} was named, so that its rows may be others now"
+        yield f"dataset_name: {keys['dataset_name']} was not pinned by dataset_revision; its rows may have changed"
     inputs = (record.get("data") or {}).get("inputs")
     sources = inputs.get("sources") if isinstance(inputs, dict) else None
     for split, digest in sources.items() if isinstance(sources, dict) else ():
         yield f"data: the {split} rows had the fingerprint {str(digest)[:16]}; `recipes prepare` records yours"
     device = (record.get("hardware") or {}).get("device")
-    yield f"device: it was {record['num_processes']} x {device}; another one rounds differently"
+    yield f"device: it was {record['num_processes']} x {device}; other devices round differently"
 
 
 def list_constraints(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a constraints file; builds such as ``+cpu`` are the package index's choice."""
+    """Yield the lines of a constraints file, without local versions such as ``+cpu``, which PyPI does not have."""
     for name, version in record["versions"].items():
         if name == "python":
             yield f"# Python {escape_controls(version)}"
@@ -139,7 +143,7 @@ def _read_record(source: str, revision: str | None) -> dict[str, Any]:
     """Read ``run.json`` of a folder or a Hub repository.
 
     Raises:
-        ConfigError: There is none, or none of a run that could be made again.
+        ConfigError: There is no ``run.json``, or it is not the record of a run.
     """
     path = Path(source) / "run.json"
     if not Path(source).is_dir():
@@ -169,7 +173,7 @@ def _are_versions(value: Any) -> bool:
     return _maps_texts(value) and all(
         _PACKAGE.fullmatch(name) and (version == "not installed" or _VERSION.fullmatch(version))
         for name, version in value.items()
-        if name != "python"  # Told, never installed; one of a development branch has no public version.
+        if name != "python"  # Only printed; versions such as "3.14.0a1+" do not match the pattern.
     )
 
 

@@ -19,46 +19,27 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.config.synthesis_keys import parse_synthesis_command
 from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError, suggest
+from recipes_lib.files import parse_number
 from recipes_lib.pipelines.pipeline import Pipeline, Stage, load_pipeline
 from recipes_lib.pipelines.runner import STATE, find_program, list_figures, read_state, run_pipeline
 from recipes_lib.quantities import format_duration
 from recipes_lib.report.overview import format_rows, write_overview
-from recipes_lib.shipped import find_launch_file
+from recipes_lib.shipped import RECIPES, find_launch_file, find_shipped
 
 _SHOWN = ("eval_loss", "eval_rewards/accuracies", "eval_reward", "loss")
 """Metrics of the table, in order of preference: a stage shows the first that it has."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return the exit code of a stage that fails.
+    """Run the command; return the exit code of the first stage that fails.
 
     Raises:
-        ConfigError: The pipeline is wrong, or a stage of it.
+        ConfigError: The pipeline file, one of its stages or a flag is invalid.
     """
-    parser = argparse.ArgumentParser(prog="recipes run", description=__doc__, allow_abbrev=False)
-    parser.add_argument("pipeline", type=Path, help="YAML file (docs/pipelines.md)")
-    parser.add_argument("--output_dir", help="instead of the file's")
-    parser.add_argument("--from", dest="first", metavar="STAGE", help="first stage to run")
-    parser.add_argument("--until", dest="last", metavar="STAGE", help="last stage to run")
-    parser.add_argument("--only", metavar="STAGE", help="run this stage only")
-    parser.add_argument("--check", action="store_true", help="run `recipes check` for every stage, without running it")
-    parser.add_argument("--keys", action="store_true", help="with --check: only check keys, not models and data")
-    parser.add_argument(
-        "--plan", action="store_true", help="estimate memory, hours and cost of every stage, without running it"
-    )
-    parser.add_argument("--gpu", help="of --plan (default: H100), kubernetes and skypilot")
-    told = "of --plan: processes of stages with a launch file (default: the file's)"
-    parser.add_argument("--num_processes", type=int, help=told)
-    parser.add_argument("--device_hour_price", type=float, metavar="P", help="of --plan: price of a GPU for an hour")
-    parser.add_argument("--list", action="store_true", help="print the commands, without running them")
-    told = "where stages run: here, as SLURM jobs in order, or in one job of a cloud (default: %(default)s)"
-    executors = ("local", *(name for name, cluster in CLUSTERS.items() if cluster.submit))
-    parser.add_argument("--executor", default="local", choices=executors, help=told)
-    add_machine_flags(parser.add_argument_group("of other executors; of slurm, for stages with a launch file"))
-    add_cloud_flags(parser.add_argument_group("of --executor kubernetes and skypilot"))
-    told = "words before the command of a stage with a launch file, such as 'srun --ntasks-per-node=1'"
-    parser.add_argument("--launcher", default="", metavar="WORDS", help=told)
-    options = parser.parse_args(list(argv))
+    options = _build_parser().parse_args(list(argv))
+    options.pipeline = find_pipeline(options.pipeline)
+    if options.only and (options.first or options.last):
+        raise ConfigError(Problem("--only", "excludes --from and --until", "write one or the other"))
     pipeline = load_pipeline(options.pipeline, options.output_dir)
     chosen = choose_stages(pipeline, options.first or options.only, options.last or options.only)
     if problems := list(_find_unknown_commands(pipeline)):
@@ -72,7 +53,8 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_DONE
     if options.check:
         check_stages(options.pipeline, pipeline, [] if options.keys else [stage.name for stage in chosen])
-        sys.stdout.write(f"{len(pipeline.stages)} stages, ready to run\n")
+        count = len(pipeline.stages)
+        sys.stdout.write(f"{count} stage{'s' * (count != 1)}, ready to run\n")
         return EXIT_DONE
     if options.executor != "local":
         check_stages(options.pipeline, pipeline, [])
@@ -83,10 +65,52 @@ def main(argv: Sequence[str]) -> int:
         chosen,
         lambda line: sys.stdout.write(f"\n{line}\n"),
         on_change=lambda: write_overview(pipeline.output_dir),
-        launcher=shlex.split(options.launcher),
+        launcher=options.launcher,
     )
     sys.stdout.write("\n" + "".join(f"{line}\n" for line in describe(pipeline)))
     return code
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="recipes run", description=__doc__, allow_abbrev=False)
+    parser.add_argument("pipeline", help="YAML file (docs/pipelines.md), or name of a shipped pipeline")
+    parser.add_argument("--output_dir", help="overrides `output_dir` of the file")
+    parser.add_argument("--from", dest="first", metavar="STAGE", help="first stage to run")
+    parser.add_argument("--until", dest="last", metavar="STAGE", help="last stage to run")
+    parser.add_argument("--only", metavar="STAGE", help="run this stage only")
+    parser.add_argument("--check", action="store_true", help="run `recipes check` for every stage, without running it")
+    parser.add_argument("--keys", action="store_true", help="with --check: only check keys, not models and data")
+    parser.add_argument("--plan", action="store_true", help="estimate memory, hours and cost of every stage")
+    parser.add_argument("--gpu", help="of --plan (default: H100), kubernetes and skypilot")
+    parser.add_argument("--num_processes", type=int, help="with --plan: processes (default: those of the launch file)")
+    parser.add_argument("--device_hour_price", type=float, metavar="P", help="with --plan: price of a GPU hour")
+    parser.add_argument("--list", action="store_true", help="print the commands, without running them")
+    text = "where stages run: here, as SLURM jobs in order, or in one job of a cloud (default: %(default)s)"
+    executors = ("local", *(name for name, cluster in CLUSTERS.items() if cluster.submit))
+    parser.add_argument("--executor", default="local", choices=executors, help=text)
+    add_machine_flags(parser.add_argument_group("other executors; with slurm, for stages with a launch file"))
+    add_cloud_flags(parser.add_argument_group("--executor kubernetes and skypilot"))
+    text = "words before the command of a stage with a launch file, such as 'srun --ntasks-per-node=1'"
+    parser.add_argument("--launcher", type=shlex.split, default=[], metavar="WORDS", help=text)
+    return parser
+
+
+def find_pipeline(text: str) -> Path:
+    """Return the path of a pipeline file, given by its path or as the name of a shipped one, such as ``zephyr``.
+
+    Raises:
+        ConfigError: There is no such file or name, or it is ``demo``, whose data ``recipes demo`` has to write first.
+    """
+    folder = RECIPES / "pipelines"
+    names = sorted({file.stem for file in find_shipped(folder).glob("*.yaml")} - {"demo"})
+    if find_shipped(Path(text)).exists():
+        return Path(text)
+    if text in names:
+        # Relative, as in the container image, where a submitted job looks for it.
+        return folder / f"{text}.yaml"
+    remedy = suggest(text, names, f"write the path of a YAML file, or one of {', '.join(names)}", "`recipes run {}`")
+    remedy = "`recipes demo` writes its data and runs it" if text == "demo" else remedy
+    raise ConfigError(Problem(text, "there is no such pipeline", remedy))
 
 
 def _find_unknown_commands(pipeline: Pipeline) -> Iterator[Problem]:
@@ -97,10 +121,10 @@ def _find_unknown_commands(pipeline: Pipeline) -> Iterator[Problem]:
 
 
 def choose_stages(pipeline: Pipeline, first: str | None, last: str | None) -> list[Stage]:
-    """Return the stages between two names, inclusive; ``None``: the first, the last.
+    """Return the stages from ``first`` to ``last``, inclusive; ``None`` is the first or the last of all.
 
     Raises:
-        ConfigError: There is no such stage, or the first comes after the last.
+        ConfigError: There is no such stage, or ``first`` comes after ``last``.
     """
     names = [stage.name for stage in pipeline.stages]
     for name in (first, last):
@@ -114,7 +138,7 @@ def choose_stages(pipeline: Pipeline, first: str | None, last: str | None) -> li
 
 
 def describe(pipeline: Pipeline) -> list[str]:
-    """Return a table of the stages: status, time, a figure, swept keys, and where the output is."""
+    """Return a table of the stages, line by line: status, time, a metric, sweep keys and output."""
     state = read_state(pipeline.output_dir / STATE)
     rows: list[tuple[str, ...]] = [("stage", "status", "time", "figure", "keys", "output")]
     rows += [_describe_stage(stage, state.get(stage.name) or {}) for stage in pipeline.stages]
@@ -124,48 +148,50 @@ def describe(pipeline: Pipeline) -> list[str]:
 def _describe_stage(stage: Stage, entry: Mapping[str, Any]) -> tuple[str, ...]:
     figures = list_figures(stage.output)
     shown = next((f"{name} {figures[name]:.4g}" for name in (*stage.require, *_SHOWN) if name in figures), "")
-    seconds, swept = entry.get("seconds"), " ".join(f"{key}={value}" for key, value in stage.swept.items())
-    time = "" if seconds is None else format_duration(float(seconds))
+    seconds = parse_number(entry.get("seconds"))
+    swept = " ".join(f"{key}={value}" for key, value in stage.swept.items())
+    time = "" if seconds is None else format_duration(seconds)
     return stage.name, str(entry.get("status", "not run")), time, shown, swept, str(stage.output)
 
 
-def check_stages(path: Path, pipeline: Pipeline, looked_at: Sequence[str]) -> None:
+def check_stages(path: Path, pipeline: Pipeline, inspected: Sequence[str]) -> None:
     """Check keys and launch file of every stage, with placeholders for the outputs of earlier stages.
 
-    Of those whose inputs are there already, ``recipes check`` looks at model and data too, and prints what it finds.
+    For stages whose inputs exist, ``recipes check`` also inspects model and data, and prints its findings.
 
     Args:
-        path: The pipeline's file.
-        pipeline: As it will run.
-        looked_at: Names of the stages at which ``recipes check`` may look.
+        path: The pipeline file.
+        pipeline: The pipeline as it will run.
+        inspected: Names of the stages that ``recipes check`` may inspect.
 
     Raises:
-        ConfigError: Of all stages together.
+        ConfigError: Problems of all stages.
     """
     problems: list[Problem] = []
     outputs = {stage.name: stage.output for stage in pipeline.stages}
     state = read_state(pipeline.output_dir / STATE)
-    with _pretending(path) as pretended:
-        for real, stage in zip(pipeline.stages, pretended.stages, strict=True):
+    with _using_placeholders(path) as placeholder:
+        for real, stage in zip(pipeline.stages, placeholder.stages, strict=True):
             is_done = (state.get(real.name) or {}).get("status") == "done"
-            is_there = all(outputs[need].exists() for need in real.needs)
-            if real.recipe and real.name in looked_at and is_there and not is_done:
+            has_inputs = all(outputs[need].exists() for need in real.needs)
+            if real.recipe and real.name in inspected and has_inputs and not is_done:
                 sys.stdout.write(f"\n{real.name}: recipes check\n")
                 with _naming_problems(real.name, problems):
-                    _look_at(real)
+                    _inspect(real)
             elif stage.recipe:
                 with _naming_problems(real.name, problems):
                     _load(stage)
-            elif str(pretended.output_dir) not in stage.words[0] and (missing := find_program(stage.words, Path())):
+            # A program below the outputs is built by an earlier stage.
+            elif str(placeholder.output_dir) not in stage.words[0] and (missing := find_program(stage.words, Path())):
                 problems.append(Problem(f"{stage.name}: run", missing, "install it, or write its path"))
-            # After its own check, so that a stage cannot read what it writes.
+            # After its own check, so that a stage cannot read its own output.
             _put_output(stage)
     if problems:
         raise ConfigError(*problems)
 
 
 @contextmanager
-def _pretending(path: Path) -> Iterator[Pipeline]:
+def _using_placeholders(path: Path) -> Iterator[Pipeline]:
     """Yield the pipeline with its outputs in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         yield load_pipeline(path, folder)
@@ -181,18 +207,18 @@ def _put_output(stage: Stage) -> None:
 
 @contextmanager
 def _naming_problems(name: str, problems: list[Problem]) -> Iterator[None]:
-    """Add the problems of a user's error in the block to ``problems``, each behind the name of its stage."""
+    """Add the problems of a ``UserError`` in the block to ``problems``, each prefixed by the name of its stage."""
     try:
         yield
     except UserError as error:
         problems += [Problem(f"{name}: {one.where}", one.found, one.remedy) for one in error.problems]
 
 
-def _look_at(stage: Stage) -> None:
-    """Run ``recipes check`` of a stage.
+def _inspect(stage: Stage) -> None:
+    """Run ``recipes check`` for a stage.
 
     Raises:
-        ConfigError: It found problems, which it has printed.
+        ConfigError: ``recipes check`` has found and printed problems.
     """
     from recipes_lib.commands.check import main as check
 
@@ -216,7 +242,7 @@ def _load(stage: Stage) -> None:
 
 
 class StagePlan(NamedTuple):
-    """Estimate of a stage: GPUs, peak bytes on each, hours; ``None`` where unknown."""
+    """Estimate for a stage: number of GPUs, peak bytes of GPU memory on each, hours; ``None`` where unknown."""
 
     num_gpus: int
     memory: int | None = None
@@ -224,31 +250,32 @@ class StagePlan(NamedTuple):
 
 
 def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | None) -> list[str]:
-    """Return a table of memory, hours and cost of every stage, and their sum.
+    """Return a table of memory, hours and cost of every stage, and their sum, line by line.
 
-    Models that stages will write have the shape of those that they start from. Hours are known of pretraining, and of
-    other trainings whose ``max_steps`` is set; not of sampling outside of reinforcement learning, of corpora and of
+    A model that a stage will write is assumed to have the shape of the model that the stage starts from. Hours are
+    estimated for pretraining, and for other training if ``max_steps`` is set; not for commands, corpora and
     evaluations.
 
     Args:
-        path: The pipeline's file.
+        path: The pipeline file.
         gpu: Name of the GPU.
-        num_processes: Of the stages that have a launch file; ``None``: as the file says.
-        price: Of a GPU for an hour; ``None``: no cost is told.
+        num_processes: Processes of stages that have a launch file; ``None``: the number in the launch file.
+        price: Price of a GPU hour; ``None`` to omit costs.
 
     Raises:
-        ConfigError: A stage's configuration is wrong, or the model's configuration or the GPU's peak cannot be had.
+        ConfigError: The configuration of a stage is invalid, a model's configuration cannot be loaded, or the peak of
+            the GPU is unknown.
     """
     rows, plans, problems = [("stage", "GPUs", "GB each", "hours", "cost")], dict[str, StagePlan](), list[Problem]()
-    with _pretending(path) as pretended:
-        for stage in pretended.stages:
+    with _using_placeholders(path) as placeholder:
+        for stage in placeholder.stages:
             _put_output(stage)
             if stage.recipe in RECIPE_NAMES:
                 with _naming_problems(stage.name, problems):
                     plans[stage.name] = _plan(stage, gpu, num_processes)
     if problems:
         raise ConfigError(*problems)
-    for stage in pretended.stages:
+    for stage in placeholder.stages:
         plan = plans.get(stage.name, StagePlan(0))
         memory = "" if plan.memory is None else f"{plan.memory / 1e9:.1f}"
         cost = "" if price is None or plan.hours is None else f"{plan.hours * plan.num_gpus * price:,.2f}"
@@ -258,9 +285,9 @@ def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | 
     total = sum(plan.hours or 0 for plan in known)
     spent = sum((plan.hours or 0) * plan.num_gpus for plan in known)
     rows.append(("in all", "", "", f"{total:.2f}", "" if price is None else f"{spent * price:,.2f}"))
-    unknown = [stage.name for stage in pretended.stages if plans.get(stage.name, StagePlan(0)).hours is None]
-    told = [f"without the time of {', '.join(unknown)}"] if unknown else []
-    return [*format_rows(rows), f"planned for {gpu} with published efficiencies, not measured", *told]
+    unknown = [stage.name for stage in placeholder.stages if plans.get(stage.name, StagePlan(0)).hours is None]
+    note = [f"without the time of {', '.join(unknown)}"] if unknown else []
+    return [*format_rows(rows), f"planned for {gpu} with published efficiencies, not measured", *note]
 
 
 def _plan(stage: Stage, gpu: str, num_processes: int | None) -> StagePlan:
@@ -282,7 +309,7 @@ def _plan(stage: Stage, gpu: str, num_processes: int | None) -> StagePlan:
     file = find_launch_file(stage.launch) if stage.launch else None
     launch = plan_launch(file, num_processes if file else None)
     model_config = find_planned_model(config)
-    # The placeholder of its output is a model of this shape, from which later stages are planned.
+    # The placeholder of its output has a model of this shape, for the plans of later stages.
     model_config.save_pretrained(stage.output)
     layout = build_layout(launch, stage.launch or "single_gpu", config.read("gradient_accumulation_steps"))
     plan = plan_memory(config, model_config, layout, device_bytes=choose_device(gpu).memory)

@@ -1,4 +1,4 @@
-"""``recipes score``: loss, target tokens and bits per byte of every row of a dataset under a model."""
+"""``recipes score``: loss, number of target tokens and bits per byte of every row of a dataset under a model."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 FIGURES: Final = ("loss", "num_target_tokens", "bits_per_byte")
 ROWS_PER_CHUNK: Final = 256
-"""Rows that are tokenised, sorted by length, scored and written together."""
+"""Rows that are tokenised, sorted by length into batches, scored and written together."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ScoreCounts(Counts):
-    """How far a file of scored rows is.
+    """Progress of a file of scored rows.
 
     Attributes:
         num_rows: Rows that were scored.
-        num_kept: Those whose loss lies within the limits.
-        num_target_tokens: Of all rows.
-        nll: Negative log-likelihood of all target tokens, in nats.
+        num_kept: Rows that were written, whose loss is within the limits.
+        num_target_tokens: Target tokens of all scored rows.
+        nll: Negative log-likelihood of these target tokens, in nats.
     """
 
     num_rows: int = 0
@@ -44,6 +44,7 @@ class ScoreCounts(Counts):
     def describe(self) -> str:
         """Return the counts in a line."""
         loss = self.nll / max(1, self.num_target_tokens)
+        # `exp` overflows above 709.
         return (
             f"{self.num_kept:,} of {self.num_rows:,} rows written; loss {loss:.4f} nats per token, perplexity "
             f"{math.exp(min(loss, 700)):.4g}, over {self.num_target_tokens:,} target tokens"
@@ -51,13 +52,13 @@ class ScoreCounts(Counts):
 
 
 class Columns(NamedTuple):
-    """Which columns are added, and which rows are written.
+    """Names of the added columns, and limits on the rows that are written.
 
     Attributes:
-        prefix: Put before ``FIGURES``; of the rejected answer of a preference pair they are ``rejected_loss`` and so
-            on, behind the prefix.
-        min_loss: Rows of a lower loss are left out; a pair's is that of its chosen answer.
-        max_loss: Rows of a higher loss are left out.
+        prefix: Prefix of the column names in ``FIGURES``; for rejected answers of preference pairs, ``rejected_``
+            follows it.
+        min_loss: Rows with a lower loss are dropped; the loss of a pair is that of its chosen answer.
+        max_loss: Rows with a higher loss are dropped.
     """
 
     prefix: str
@@ -66,10 +67,10 @@ class Columns(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Score a dataset, or the rows that an interrupted command left, and write a page of the extremes.
+    """Run the command: score a dataset, or resume, and write a report with the rows of extreme loss.
 
     Raises:
-        ConfigError: A flag or the configuration is wrong, or the file holds other scores.
+        ConfigError: A flag or the configuration is invalid, or the file holds other scores.
         DataError: The rows cannot be read.
     """
     parser = argparse.ArgumentParser(
@@ -82,19 +83,19 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("model", metavar="MODEL", help="folder or Hub id of a model or an adapter")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON Lines; FILE.html beside it")
-    parser.add_argument("--prefix", default="", help="put before the names of the new columns, such as base_")
-    parser.add_argument("--min_loss", type=float, default=-math.inf, help="leave out rows of a lower loss")
-    parser.add_argument("--max_loss", type=float, default=math.inf, help="leave out rows of a higher loss")
-    parser.add_argument("--config", metavar="F", help="a recipe of fine-tuning; further --key value flags override it")
+    parser.add_argument("--prefix", default="", help="prefix of the names of the new columns, such as base_")
+    parser.add_argument("--min_loss", type=float, default=-math.inf, help="drop rows with a lower loss")
+    parser.add_argument("--max_loss", type=float, default=math.inf, help="drop rows with a higher loss")
+    parser.add_argument("--config", metavar="F", help="SFT configuration; further --key value flags override it")
     options, overrides = parser.parse_known_args(argv)
-    if not options.min_loss <= options.max_loss:  # Nor is a number below NaN.
-        found = f"no loss lies between {options.min_loss} and {options.max_loss}"
+    if not options.min_loss <= options.max_loss:  # Also true for NaN.
+        found = f"no loss is between {options.min_loss} and {options.max_loss}"
         raise ConfigError(Problem("--min_loss", found, "swap or correct them"))
     given = [f"--model_name_or_path={options.model}", f"--output_dir={options.output.parent}", *overrides]
     config = load_for_command("sft", given, options.config)
     if config.data.dataset_mixture or config.data.dataset_streaming:
         where = config.provenance.get("dataset_mixture" if config.data.dataset_mixture else "dataset_streaming", "")
-        raise ConfigError(Problem(where, "one dataset is scored, from its files", "write `dataset_name` alone"))
+        raise ConfigError(Problem(where, "is not supported by recipes score", "write `dataset_name` alone"))
     columns = Columns(options.prefix, options.min_loss, options.max_loss)
     sys.stdout.write(f"{options.output}: {score_dataset(config, options.output, columns)}\n")
 
@@ -104,15 +105,15 @@ def main(argv: Sequence[str]) -> None:
 
 
 def score_dataset(config: RecipeConfig, output: Path, columns: Columns) -> str:
-    """Write the scored rows, or those that are missing, and return what the file holds, in a line.
+    """Write or complete a file of scored rows; return a summary line.
 
     Args:
         config: Model, dataset, tokenisation and batch size.
-        output: The file.
-        columns: What is added, and which rows are written.
+        output: File to write.
+        columns: Names of the added columns, and limits on the rows that are written.
 
     Raises:
-        ConfigError: The model cannot be loaded; the rows have such columns already; as ``RowFile``.
+        ConfigError: The model cannot be loaded; the rows already have columns of these names; as ``RowFile``.
         DataError: The rows cannot be read.
     """
     from transformers.utils.logging import disable_progress_bar
@@ -129,21 +130,21 @@ def score_dataset(config: RecipeConfig, output: Path, columns: Columns) -> str:
 
     source = load_source(**list_entries(config.data)[0])
     first = next((entry for entry in source.rows() if not isinstance(entry, Problem)), None)
-    # Before the model is loaded: a taken name is told in a second.
+    # Before the model is loaded, which takes longer.
     names = {f"{columns.prefix}{answer}{name}" for answer in ("", "rejected_") for name in FIGURES}
     if first is not None and (taken := names & first.columns.keys()):
-        raise ConfigError(Problem(first.where, f"has a column `{min(taken)}` already", "name a --prefix"))
+        raise ConfigError(Problem(first.where, f"already has a column `{min(taken)}`", "write a --prefix"))
     disable_progress_bar()  # type: ignore[no-untyped-call]
     scorer = load_row_scorer(config, read_launch())
     inputs = collect_inputs(config, {"train": source.fingerprint()})
     settings = [hash_weights(scorer.model), resolve_precision(config), scorer.length, *map(str, columns)]
-    what = "scores by another model, of other rows, or otherwise made"
+    what = "scores by another model, of other rows, or with other settings"
     file = RowFile(output, compute_key({**inputs, "settings": settings}), ScoreCounts(), what=what)
     progress = build_progress(is_main=True)
     try:
-        # Counted by reading once more: a source of any layout does not know its number of rows.
+        # Reads the source twice: not every layout knows its number of rows.
         rows = progress.track(_read_both(source, config), "score", sum(1 for _ in source.rows()))
-        # Rows that are done are read and left out, not sought: files of any layout are read from their start.
+        # Scored rows are read again and skipped: not every layout can seek.
         file.write(_score(scorer, itertools.islice(rows, file.counts.num_rows, None), columns, file.counts))
     finally:
         progress.stop()
@@ -151,7 +152,7 @@ def score_dataset(config: RecipeConfig, output: Path, columns: Columns) -> str:
 
 
 class _RememberingSource:
-    """A source that remembers the row that was read last: the canonical form has lost its other columns."""
+    """Source that keeps the last row read, because its canonical form lacks the other columns."""
 
     def __init__(self, source: Source) -> None:
         self.source, self.name, self.streaming = source, source.name, source.streaming
@@ -167,7 +168,7 @@ class _RememberingSource:
 
 
 def _read_both(source: Source, config: RecipeConfig) -> Iterator[tuple[Row, dict[str, Any]]]:
-    """Yield each row in canonical form, and its columns as the dataset has them.
+    """Yield each row in canonical form together with its original columns.
 
     Raises:
         DataError: As ``read_rows``.
@@ -183,7 +184,7 @@ def _read_both(source: Source, config: RecipeConfig) -> Iterator[tuple[Row, dict
 def _score(
     scorer: RowScorer, rows: Iterator[tuple[Row, dict[str, Any]]], columns: Columns, counts: ScoreCounts
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield rows with their new columns, chunk by chunk, and count them.
+    """Yield chunks of rows with their new columns, and update the counts before each.
 
     Raises:
         DataError: A row cannot be tokenised.
@@ -203,7 +204,7 @@ def _score(
                 added |= {prefix + name: figure for name, figure in zip(FIGURES, figures, strict=True)}
                 counts.nll += score.nll
                 counts.num_target_tokens += score.num_targets
-            # `None` without a target token: such a row is written, since no limit says anything about it.
+            # `None` for a row without target tokens, to which the limits do not apply.
             loss = added[f"{columns.prefix}loss"]
             if loss is None or columns.min_loss <= loss <= columns.max_loss:
                 written.append(given | added)
@@ -214,15 +215,16 @@ def _score(
 
 
 def load_text_scorer(path: str) -> Callable[[str], float | None]:
-    """Load a causal language model, for the bits per byte of texts.
+    """Load a causal language model; return a function from a text to its bits per byte, ``None`` without targets.
 
     Raises:
-        ConfigError: It cannot be loaded.
+        ConfigError: The model cannot be loaded.
     """
     from recipes_lib.data.sources.rows import Row
     from recipes_lib.training.evaluation.row_scores import load_row_scorer
     from recipes_lib.training.layouts.launch_environment import read_launch
 
+    # The keys that an SFT configuration requires; no dataset is read, and nothing is written.
     given = {"model_name_or_path": path, "dataset_name": path, "output_dir": path}
     scorer = load_row_scorer(
         load_for_command("sft", [f"--{key}={value}" for key, value in given.items()]), read_launch()

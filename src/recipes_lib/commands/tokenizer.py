@@ -1,4 +1,4 @@
-"""``recipes tokenizer``: train a byte-level BPE tokenizer on data of any layout, and measure its compression."""
+"""``recipes tokenizer``: train a byte-level BPE tokenizer on data in any layout, and measure its compression."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from recipes_lib.models.vocabulary import TokenUsage
 
 MAX_TAIL_BYTES: Final = 1 << 20
-"""Largest held-out text: 1 MiB gives bytes per token to three digits."""
+"""Largest size of the held-out text: 1 MiB gives three digits of bytes per token."""
 MAX_TAIL_SHARE: Final = 0.05
 """Largest share of the text that is held out."""
 
+# Bounds the length of a text, so that the held-out tail can be a part of a single large file.
 _SECTION_CHARACTERS: Final = 1 << 12
 _LINE_START: Final = re.compile(r"\n(?=\S)")
 _FILE: Final = "tokenizer.json"
@@ -41,9 +42,9 @@ def main(argv: Sequence[str]) -> None:
     """Run the command.
 
     Raises:
-        ConfigError: A flag is wrong, the chat template cannot be used, or the output folder holds another tokenizer or
+        ConfigError: A flag is wrong, the chat template is unusable, or the output folder holds another tokenizer or
             cannot be written.
-        DataError: The data cannot be read, or are too little for the vocabulary.
+        DataError: The data cannot be read, or there is too little text for the vocabulary.
     """
     options = _parse(argv)
     settings = _read_settings(options)
@@ -51,28 +52,29 @@ def main(argv: Sequence[str]) -> None:
     mixture = _open_data(options)
     from recipes_lib.models.vocabulary import measure_usage, train_tokenizer
 
-    template = _prove_template(settings, options.chat_template)
+    template = _verify_template(settings, options.chat_template)
     tail = HeldOutTail()
     texts = tail.split(read_texts(mixture, template))
     tokenizer = train_tokenizer(texts, vocab_size=options.vocab_size, show_progress=sys.stderr.isatty(), **settings)
     if len(tokenizer) < options.vocab_size:
         found = f"the text yields {len(tokenizer):,} tokens, and --vocab_size is {options.vocab_size:,}"
-        remedy = f"give more text, or write --vocab_size {len(tokenizer)}: no pair is left that occurs twice"
+        remedy = f"give more text, or write --vocab_size {len(tokenizer)}: no further pair of tokens occurs twice"
         raise DataError(Problem(", ".join(options.data), found, remedy))
     is_new = write_tokenizer(tokenizer, options.output_dir)
     with Console(stderr=True).status("counting tokens"):
+        # Read again instead of kept in memory.
         usage = measure_usage(tokenizer, HeldOutTail().split(read_texts(mixture, template)))
         held_out = measure_usage(tokenizer, tail.texts)
     for line in describe(tokenizer, usage, held_out):
         sys.stdout.write(f"{line}\n")
-    sys.stdout.write(f"{'written to' if is_new else 'the same as is already in'} {options.output_dir}\n")
+    sys.stdout.write(f"{'written to' if is_new else 'identical to the tokenizer in'} {options.output_dir}\n")
 
 
 class HeldOutTail:
-    """Passes texts through and holds out the last ones: a twentieth of all, at most 1 MiB.
+    """Iterator filter that holds out the last texts: 5 % of the bytes, at most 1 MiB.
 
     Attributes:
-        texts: The held-out texts, after ``split`` is exhausted.
+        texts: Held-out texts, complete when ``split`` is exhausted.
     """
 
     def __init__(self) -> None:
@@ -93,7 +95,7 @@ class HeldOutTail:
             self.texts.append(text)
             while self._num_bytes > MAX_TAIL_BYTES:
                 yield self._release()
-        # Only at the end of the text is it known how much a twentieth is.
+        # The total, of which the tail is a share, is only known at the end.
         while self._num_bytes > total * MAX_TAIL_SHARE:
             yield self._release()
 
@@ -103,13 +105,13 @@ class HeldOutTail:
 
 
 def read_texts(mixture: Mixture, template: ChatTemplate | None) -> Iterator[str]:
-    """Yield the text of every row as a model reads it, long texts in sections that begin at a line.
+    """Yield the text of every row as a model reads it, with long texts split at line starts.
 
-    No piece of text that a tokenizer looks at crosses the start of a line that is not indented.
+    The split does not change the training: the pre-tokenizer forms no word across the start of an unindented line.
 
     Args:
         mixture: The rows.
-        template: Renders chats; without one, what each turn says is the text.
+        template: Template that renders chats; ``None``: the contents of the messages, one per line.
 
     Raises:
         DataError: Rows cannot be read or rendered.
@@ -143,7 +145,7 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> bool:
     unwritable = writing(folder, "name another folder")
     with unwritable, TemporaryDirectory(dir=folder, prefix=".tokenizer-") as staging:
         tokenizer.save_pretrained(staging)
-        # Last, so that a reader that finds the vocabulary also finds the other files.
+        # The vocabulary last: a reader that finds it finds the other files, too.
         files = sorted(Path(staging).iterdir(), key=lambda file: (file.name == _FILE, file.name))
         if (folder / _FILE).exists():
             if any(not _is_same(file, folder / file.name) for file in files):
@@ -159,8 +161,8 @@ def describe(tokenizer: PreTrainedTokenizerFast, usage: TokenUsage, held_out: To
 
     Args:
         tokenizer: The tokenizer.
-        usage: How it spells what it was trained on.
-        held_out: How it spells what it was not trained on.
+        usage: Token counts on the training text.
+        held_out: Token counts on the held-out text.
     """
     specials = set(tokenizer.all_special_ids)
     names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
@@ -168,8 +170,8 @@ def describe(tokenizer: PreTrainedTokenizerFast, usage: TokenUsage, held_out: To
     num_bytes = sum(len(names[index]) == 1 for index in unused)
     merges = [index for index in unused if len(names[index]) > 1]
     yield _label("vocabulary", f"{len(tokenizer):,} tokens, {len(specials)} of them special")
-    yield _label("training text", _tell_usage(usage))
-    yield _label("held-out tail", _tell_usage(held_out) if held_out.num_bytes else "none: the text is too short")
+    yield _label("training text", _format_usage(usage))
+    yield _label("held-out tail", _format_usage(held_out) if held_out.num_bytes else "none: the text is too short")
     yield _label("never used", f"{len(unused):,} tokens: {num_bytes} single bytes, {len(merges):,} merges")
     if merges:
         yield _label("", ", ".join(repr(tokenizer.decode([index])) for index in merges[:_NUM_SHOWN]))
@@ -179,13 +181,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="recipes tokenizer", description=__doc__, allow_abbrev=False)
     parser.add_argument("data", nargs="+", metavar="DATA", help="files, folders or Hub ids, of any layout")
     parser.add_argument("--vocab_size", type=int, required=True, metavar="N", help="tokens, special ones included")
-    parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="folder to write it into")
-    parser.add_argument(
-        "--special_token", action="extend", nargs="+", default=[], metavar="T", help="further special tokens"
-    )
-    parser.add_argument("--eos_token", metavar="T", help="ends a text (default: <|endoftext|>)")
-    parser.add_argument("--chat_template", metavar="T", help="`chatml`, or a Jinja file; chats are read through it")
-    # Errors of the data name these keys of a recipe as the remedy.
+    parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="folder of the tokenizer")
+    parser.add_argument("--special_token", action="extend", nargs="+", default=[], metavar="T", help="special tokens")
+    parser.add_argument("--eos_token", metavar="T", help="token at the end of a text (default: <|endoftext|>)")
+    parser.add_argument("--chat_template", metavar="T", help="`chatml`, or a Jinja file; renders chats")
+    # Named like keys of recipes, because errors of the data name them in remedies.
     parser.add_argument("--dataset_config", help="configuration of a Hub dataset")
     parser.add_argument("--dataset_revision", help="commit, tag or branch of a Hub dataset")
     parser.add_argument("--dataset_train_split", default="train", help="split to read (default: train)")
@@ -194,7 +194,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _read_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of ``train_tokenizer`` from the flags.
+    """Return the keyword arguments of ``train_tokenizer``.
 
     Raises:
         ConfigError: The chat template cannot be read, a special token is too short, or the vocabulary is too small.
@@ -227,30 +227,30 @@ def _read_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _open_folder(folder: Path, vocab_size: int) -> None:
-    """Create the folder; raise before training if it holds another tokenizer.
+    """Create the folder; raise before training if it holds a tokenizer with another vocabulary size.
 
     Raises:
-        ConfigError: It holds another tokenizer, or cannot be made.
+        ConfigError: The folder holds another tokenizer, or cannot be created.
     """
     from tokenizers import Tokenizer
 
-    with writing(folder, "name another --output_dir", "cannot be made"):
+    with writing(folder, "name another --output_dir", "cannot be created"):
         folder.mkdir(parents=True, exist_ok=True)
     if not (folder / _FILE).exists():
         return
     try:
         found = Tokenizer.from_file(str(folder / _FILE)).get_vocab_size()
-    except Exception as error:  # The library raises plain ones.
+    except Exception as error:  # The bindings of tokenizers raise plain `Exception`.
         raise _build_refusal(folder) from error
     if found != vocab_size:
         raise _build_refusal(folder)
 
 
 def _open_data(options: argparse.Namespace) -> Mixture:
-    """Return the rows of all the data.
+    """Return the rows of all sources, one after the other.
 
     Raises:
-        DataError: Some of them cannot be opened.
+        DataError: Some of the sources cannot be opened.
     """
     from recipes_lib.data.sources.canonical import load_source
     from recipes_lib.data.sources.mixtures import Mixture, Part
@@ -264,18 +264,18 @@ def _open_data(options: argparse.Namespace) -> Mixture:
                 config=options.dataset_config,
                 revision=options.dataset_revision,
                 split=options.dataset_train_split,
-                text_documents="file",  # Line ends are text, too.
+                text_documents="file",  # Whole files: line ends are part of the text.
             )
             parts.append(Part(source=source, format=options.dataset_format))
     raise_problems(problems, ", ".join(options.data))
     return Mixture(parts=parts)
 
 
-def _prove_template(settings: dict[str, Any], name: str | None) -> ChatTemplate | None:
-    """Return the chat template, after rendering training data with it by a byte-level tokenizer.
+def _verify_template(settings: dict[str, Any], name: str | None) -> ChatTemplate | None:
+    """Return the chat template, after encoding a short chat with it and a byte-level tokenizer.
 
     Raises:
-        ConfigError: It does not compile, refuses a question and its answer, or does not end the answer.
+        ConfigError: The template does not compile, rejects the chat, or does not end the answer with a stop token.
     """
     if name is None:
         return None
@@ -298,11 +298,11 @@ def _is_same(file: Path, there: Path) -> bool:
 
 
 def _build_refusal(folder: Path) -> ConfigError:
-    remedy = "name another --output_dir, or remove it"
+    remedy = "name another --output_dir, or remove the folder"
     return ConfigError(Problem(str(folder), "already holds another tokenizer", remedy))
 
 
-def _tell_usage(usage: TokenUsage) -> str:
+def _format_usage(usage: TokenUsage) -> str:
     return f"{usage.num_bytes:,} bytes, {int(usage.counts.sum()):,} tokens, {usage.bytes_per_token:.3f} bytes a token"
 
 

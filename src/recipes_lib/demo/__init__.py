@@ -1,1 +1,1 @@
-"""Data of ``make demo``: texts and chats of the Python standard library, a tokenizer, a random model."""
+"""The demo: texts and chats from the Python standard library, a tokenizer, and the pipeline of all recipes."""

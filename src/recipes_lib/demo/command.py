@@ -1,8 +1,8 @@
 """``recipes demo``: train a small assistant from random weights on the docstrings of this Python, in minutes on a CPU.
 
-Texts and chats come from the sources of the standard library. A tokenizer is trained, then a Llama of a million
-parameters by the ordinary recipes: pretraining, fine-tuning, LoRA, reward model, DPO, PPO and distillation. Nothing is
-downloaded. The same command resumes a stopped run.
+Texts and chats are extracted from the sources of the standard library. A tokenizer and a Llama with a million
+parameters are trained by the ordinary recipes: pretraining, SFT, LoRA, reward model, DPO, PPO and distillation. Nothing
+is downloaded. The same command resumes an interrupted demo.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from recipes_lib.shipped import RECIPES, find_shipped
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the demo; return its exit code.
+    """Run the command; return the exit code of the first stage that fails.
 
     Raises:
         ConfigError: As ``run_demo``.
@@ -23,8 +23,8 @@ def main(argv: Sequence[str]) -> int:
     """
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="recipes demo", description=__doc__, formatter_class=formatter)
-    parser.add_argument("--output_dir", type=Path, default=Path("demo"), help="of all outputs (default: ./demo)")
+    parser.add_argument("--output_dir", type=Path, default=Path("demo"), help="folder of all outputs (default: ./demo)")
     options = parser.parse_args(argv)
-    from recipes_lib.demo.walkthrough import run_demo  # `--help` needs no torch.
+    from recipes_lib.demo.walkthrough import run_demo  # Imports torch, which `--help` does not need.
 
     return run_demo(find_shipped(RECIPES / "pipelines" / "demo.yaml").resolve(), options.output_dir)

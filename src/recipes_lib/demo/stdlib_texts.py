@@ -1,4 +1,4 @@
-"""Texts and chats of the demo, parsed from the running Python's standard library without importing it."""
+"""Texts and chats of the demo, parsed from the sources of this Python's standard library; no module is imported."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from recipes_lib.errors import DataError, Problem
 T = TypeVar("T")
 
 MIN_CHARACTERS = 1_000_000
-"""A model learns nothing that a person can see from less."""
+"""Text below which the demo's models do not visibly learn."""
 HELD_OUT_SHARE = 0.1
-"""Share of the modules that nothing is trained on."""
+"""Share of the modules that are held out from all training."""
 MAX_HELD_OUT_TEXTS = 200
-"""Enough to measure a loss; each evaluation reads them all."""
+"""Held-out texts: enough to measure a loss, few enough to read at each evaluation."""
 SKIPPED_FOLDERS = frozenset({"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo"})
-"""Tests and applications, which say little about the library, and what is not the library."""
+"""Installed packages, and tests and applications, whose docstrings describe little of the library."""
 
 _BODY_LINES = 6
 
@@ -52,12 +52,12 @@ class Definition:
     """A documented function, method or class.
 
     Attributes:
-        name: Its own name, without the class around it.
-        signature: Its ``def`` or ``class`` line, without decorators and colon.
-        docstring: Dedented.
-        source: Dedented; of a class, no more than the documentation.
-        num_parameters: Without ``self`` and ``cls``; 0 for a class.
-        num_required: Those that have no default.
+        name: Name, without that of an enclosing class.
+        signature: ``def`` or ``class`` line, without decorators and colon.
+        docstring: Dedented docstring.
+        source: Dedented source; that of a class ends after its docstring.
+        num_parameters: Number of parameters without ``self`` and ``cls``; 0 for a class.
+        num_required: Number of these parameters without a default.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Definition:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module of the library: its dotted name, its docstring (possibly empty), its documented definitions."""
+    """A module of the library: dotted name, docstring (empty if it has none), documented definitions."""
 
     name: str
     docstring: str
@@ -78,8 +78,8 @@ class Module:
 
     @property
     def held_out(self) -> bool:
-        """Whether the module is held out: a function of its name, so the same on every machine."""
-        # Not ``hash``, whose seed is another one in each process.
+        """Whether the module is held out; depends only on its name, so that it is the same on every machine."""
+        # Not ``hash``, which is seeded differently in each process.
         return hashlib.sha256(self.name.encode()).digest()[0] < HELD_OUT_SHARE * 256
 
 
@@ -91,16 +91,16 @@ class Split(NamedTuple, Generic[T]):
 
 
 def standard_library() -> tuple[Path, ...]:
-    """Location of the interpreter's library: a folder, or the zip of an embedded Python."""
+    """Return the paths of the standard library: its folder, and the zip file of an embedded Python."""
     zipped = f"python{sys.version_info.major}{sys.version_info.minor}.zip"
     return (Path(sysconfig.get_path("stdlib")), *(Path(entry) for entry in sys.path if Path(entry).name == zipped))
 
 
 def load_modules(roots: Iterable[Path]) -> list[Module]:
-    """Parse every module below folders and zip files, sorted by name; sources of other Python versions are skipped.
+    """Parse the modules below folders and zip files, sorted by name; modules that do not parse are skipped.
 
     Raises:
-        DataError: There are fewer than ``MIN_CHARACTERS`` of text.
+        DataError: They have fewer than ``MIN_CHARACTERS`` characters of text.
     """
     roots = tuple(roots)
     modules: dict[str, Module] = {}
@@ -111,15 +111,15 @@ def load_modules(roots: Iterable[Path]) -> list[Module]:
                 modules[name] = module
     found = sum(len(text) for module in modules.values() for _, text in _iter_texts(module))
     if found < MIN_CHARACTERS:
-        told = f"its sources hold {found} characters of documented code, fewer than {MIN_CHARACTERS}"
-        remedy = "run the demo with a Python that came with its sources: python.org, uv, conda, Linux distributions"
-        raise DataError(Problem(" and ".join(map(str, roots)), told, remedy))
+        text = f"has {found:,} characters of documented sources, fewer than {MIN_CHARACTERS:,}"
+        remedy = "run the demo with a Python that includes its sources: python.org, uv, conda, Linux distributions"
+        raise DataError(Problem(" and ".join(map(str, roots)), text, remedy))
     return [modules[name] for name in sorted(modules)]
 
 
 def split_texts(modules: Sequence[Module], seed: int) -> Split[str]:
-    """Return every document once, even if several modules have a copy; some modules are held out."""
-    # By the text without the module's name: several modules have copies of one function.
+    """Return the documents without duplicates; held-out documents have no copy among the training documents."""
+    # Keyed by the text without the name of its module, since several modules have copies of one function.
     train = {body: text for module in modules if not module.held_out for body, text in _iter_texts(module)}
     held_out = {body: text for module in modules if module.held_out for body, text in _iter_texts(module)}
     unseen = [text for body, text in held_out.items() if body not in train]
@@ -141,7 +141,7 @@ def _iter_files(root: Path) -> Iterator[tuple[PurePosixPath, bytes]]:
                     yield path, archive.read(name)
         return
     for folder, subfolders, files in os.walk(root):
-        # In place, which is how ``os.walk`` is told not to enter them.
+        # ``os.walk`` reads this list again: removing a folder in place skips it.
         subfolders[:] = set(subfolders) - SKIPPED_FOLDERS
         for file in files:
             file_path = Path(folder, file)
@@ -154,9 +154,9 @@ def parse_module(name: str, data: bytes) -> Module | None:
     try:
         text = decode_source(data)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Invalid escapes in the library's strings are not the user's problem.
+            warnings.simplefilter("ignore")  # Invalid escapes in strings of the library.
             tree = ast.parse(text)
-        # Not ``splitlines``: a form feed begins a line for it, and none for the parser, whose numbers are used.
+        # Not ``splitlines``, which also splits at form feeds: line numbers of the parser count newlines only.
         return Module(name, _read_docstring(tree), tuple(_iter_definitions(tree, text.split("\n"))))
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # The last two: nesting beyond the parser's limits.
         return None
@@ -173,13 +173,13 @@ def _iter_definitions(tree: ast.Module, lines: list[str]) -> Iterator[Definition
 
 
 def _read_definition(node: _Function | ast.ClassDef, lines: list[str]) -> Definition:
-    # Without a body ``unparse`` gives the `def` line alone, as one line, however the source breaks it.
-    bare = copy.copy(node)
-    bare.body, bare.decorator_list = [], []
+    # Without body and decorators, ``unparse`` returns the `def` line, joined if the source breaks it.
+    header = copy.copy(node)
+    header.body, header.decorator_list = [], []
     num_parameters, num_required = (0, 0) if isinstance(node, ast.ClassDef) else _count_parameters(node.args)
     return Definition(
         name=node.name,
-        signature=ast.unparse(bare).rstrip(":"),
+        signature=ast.unparse(header).rstrip(":"),
         docstring=_read_docstring(node),
         source=textwrap.dedent("\n".join(lines[node.lineno - 1 : _find_end(node)])),
         num_parameters=num_parameters,
@@ -188,7 +188,7 @@ def _read_definition(node: _Function | ast.ClassDef, lines: list[str]) -> Defini
 
 
 def _find_end(node: _Function | ast.ClassDef) -> int | None:
-    """Return the last line of the documentation, and for a function the first lines of its body."""
+    """Return the last line of a document: that of the docstring, for a function a few lines of its body later."""
     documented = node.body[0].end_lineno
     if isinstance(node, ast.ClassDef) or documented is None or node.end_lineno is None:
         return documented
@@ -196,7 +196,7 @@ def _find_end(node: _Function | ast.ClassDef) -> int | None:
 
 
 def _read_docstring(node: ast.Module | ast.ClassDef | _Function) -> str:
-    # Escapes can give a lone surrogate, which cannot be written to a file.
+    # An escape such as "\ud800" is a lone surrogate, which UTF-8 cannot encode.
     return (ast.get_docstring(node) or "").encode("utf-8", "replace").decode()
 
 
@@ -211,13 +211,13 @@ def _count_parameters(arguments: ast.arguments) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class QuestionTemplate:
-    """A kind of question.
+    """A kind of question about definitions.
 
     Attributes:
-        text: With a place for what is asked about.
-        subject: What is asked about: a definition's first line, or what its documentation says.
-        answer: ``None`` where the question makes no sense.
-        brief: A pattern whose group is what of an answer says it all; ``None`` where that is the whole of it.
+        text: Format string of the question, with one field for the subject.
+        subject: Returns the subject of a definition, such as its signature.
+        answer: Returns the right answer; ``None`` if the question does not apply to a definition.
+        brief: Regular expression whose group is the short form of an answer; ``None`` if there is none.
     """
 
     text: str
@@ -241,10 +241,10 @@ class Chat:
 
 
 def build_chats(modules: Iterable[Module], seed: int) -> Split[Chat]:
-    """Build chats about every documented definition; those of some modules are held out.
+    """Build chats about all documented definitions; those of held-out modules are held out.
 
-    No definition name and no first sentence of documentation occurs in both lists. The held-out chats cycle through the
-    questions, so that the first few show every kind.
+    No name of a definition and no first sentence of a docstring occurs in both lists. Held-out chats cycle through the
+    kinds of questions, so that the first few include every kind.
     """
     train: list[Definition] = []
     held_out: list[Definition] = []
@@ -259,13 +259,13 @@ def build_chats(modules: Iterable[Module], seed: int) -> Split[Chat]:
     by_question = [list(_ask(question, unseen)) for question in QUESTIONS]
     for asked in by_question:
         rng.shuffle(asked)
-    # It ends with the question that has the fewest chats, so that all are asked equally often.
+    # ``zip`` stops at the kind with the fewest chats, so that all kinds are equally frequent.
     in_turn = [chat for turn in zip(*by_question, strict=False) for chat in turn]
     return Split(chats, in_turn[:MAX_HELD_OUT_CHATS])
 
 
 def _ask(question: QuestionTemplate, definitions: Iterable[Definition]) -> Iterator[Chat]:
-    """Yield each chat once; for methods of several classes with the same first line, the first answer is used."""
+    """Yield one chat per subject; of several definitions with the same signature, the first."""
     asked = set()
     for definition in definitions:
         subject, answer = question.subject(definition), question.answer(definition)
@@ -280,28 +280,28 @@ def _read_first_sentence(definition: Definition) -> str:
     return sentence.group() if sentence else paragraph
 
 
-def _tell_kind(definition: Definition) -> str:
+def _answer_kind(definition: Definition) -> str:
     return f"It is {_classify(definition)}."
 
 
-def _tell_parameters(definition: Definition) -> str | None:
+def _answer_parameters(definition: Definition) -> str | None:
     return None if _is_class(definition) else f"It has {_spell_parameters(definition)}."
 
 
-def _count_required(definition: Definition) -> str | None:
+def _answer_required(definition: Definition) -> str | None:
     if _is_class(definition):
         return None
     number = definition.num_required
     return f"No, it needs {_spell(number)}." if number else "Yes, it needs none."
 
 
-def _describe(definition: Definition) -> str | None:
+def _answer_summary(definition: Definition) -> str | None:
     if _is_class(definition):
         return None
     return f"{_classify(definition).capitalize()} with {_spell_parameters(definition)}."
 
 
-def _tell_action(definition: Definition) -> str | None:
+def _answer_action(definition: Definition) -> str | None:
     action = _ACTIONS.get(definition.docstring.split()[0].lower())
     return None if action is None else f"It {action} something."
 
@@ -336,10 +336,12 @@ _ACTIONS = {form: _conjugate(verb) for verb in _VERBS.split() for form in (verb,
 
 _SIGNATURE: Callable[[Definition], str] = attrgetter("signature")
 QUESTIONS = (
-    QuestionTemplate("What is `{}`?", _SIGNATURE, _tell_kind, r"It is (.+)\."),
-    QuestionTemplate("How many parameters does `{}` have?", _SIGNATURE, _tell_parameters, r"It has (\w+)"),
-    QuestionTemplate("Can `{}` be called without arguments?", _SIGNATURE, _count_required, r"(\w+)"),
-    QuestionTemplate("Describe `{}`.", _SIGNATURE, _describe),
-    QuestionTemplate('What does it do? Its documentation says: "{}"', _read_first_sentence, _tell_action, r"It (\w+)"),
+    QuestionTemplate("What is `{}`?", _SIGNATURE, _answer_kind, r"It is (.+)\."),
+    QuestionTemplate("How many parameters does `{}` have?", _SIGNATURE, _answer_parameters, r"It has (\w+)"),
+    QuestionTemplate("Can `{}` be called without arguments?", _SIGNATURE, _answer_required, r"(\w+)"),
+    QuestionTemplate("Describe `{}`.", _SIGNATURE, _answer_summary),
+    QuestionTemplate(
+        'What does it do? Its documentation says: "{}"', _read_first_sentence, _answer_action, r"It (\w+)"
+    ),
 )
-"""Kinds that even a tiny model can answer about what it never saw: their facts stand in the question, or nearly so."""
+"""Questions that a tiny model can answer about unseen definitions: the answers follow from the question's text."""

@@ -1,4 +1,4 @@
-"""``make demo``: data from the standard library, then every recipe in order."""
+"""Steps of ``recipes demo``: data from the standard library, the pipeline of all recipes, and a summary."""
 
 from __future__ import annotations
 
@@ -40,36 +40,37 @@ VOCAB_SIZE = 2048
 MAX_POSITIONS = 512
 
 MAX_CHATS = 3000
-"""About as many as these stages come to see in their few steps."""
+"""Chats for LoRA, reward model and PPO: about as many as these stages read in their few steps."""
 SEED = 0
 DISK_BYTES = 100_000_000
+"""Free disk space that the demo needs."""
 SHOWN = {"pretrain": 2, "sft": len(QUESTIONS), "lora": 2, "ppo": len(QUESTIONS)}
-"""How many of a stage's samples are printed."""
+"""Stage -> number of its samples to print."""
 SHOWN_CHARACTERS = 100
 MAX_ANSWERED = 250
-"""Held-out chats that the models answer; pairs are made of all of them, which takes no sampling."""
+"""Held-out chats that models answer; preference pairs use all held-out chats, since they need no sampling."""
 FIGURES = (
     ("pretrain", "loss, nats a token", "eval_loss", ".2f"),
     ("sft", "loss, nats a token", "eval_loss", ".2f"),
-    ("sft", "answers that are right, word for word", "eval_exact_match", ".0%"),
-    ("lora", "brief answers that are right, word for word", "eval_exact_match", ".0%"),
+    ("sft", "exact match of answers", "eval_exact_match", ".0%"),
+    ("lora", "exact match of brief answers", "eval_exact_match", ".0%"),
     ("reward", "pairs whose right answer has the higher score", "eval_rewards/accuracies", ".0%"),
-    ("dpo", "pairs whose right answer gained on the wrong one", "eval_rewards/accuracies", ".0%"),
-    ("dpo", "loss of the pairs", "eval_loss", ".2f"),
-    ("dpo", "answers that are right, word for word", "eval_exact_match", ".0%"),
-    ("ppo", "answers sampled at temperature 1.5 that are right", "eval_reward/exact_match", ".0%"),
-    ("ppo", "reward of these: right or wrong, and the reward model's word", "eval_reward", ".2f"),
-    ("ppo", "what the reward model says of them alone", "eval_reward/reward_model", ".2f"),
+    ("dpo", "pairs whose right answer has the higher implicit reward", "eval_rewards/accuracies", ".0%"),
+    ("dpo", "preference loss", "eval_loss", ".2f"),
+    ("dpo", "exact match of answers", "eval_exact_match", ".0%"),
+    ("ppo", "exact match of answers sampled at temperature 1.5", "eval_reward/exact_match", ".0%"),
+    ("ppo", "their reward: exact match and reward model", "eval_reward", ".2f"),
+    ("ppo", "their reward by the reward model alone", "eval_reward/reward_model", ".2f"),
     ("ppo", "KL to the fine-tuned model, nats an answer", "objective/kl_seq", ".2f"),
 )
-"""Stage, what is measured, its name in ``metrics.jsonl``, how it is written."""
+"""Stage, label, name of the metric in ``metrics.jsonl``, number format."""
 BITS = "eval_bits_per_byte"
 STUDENTS = {
-    "pretrain": "the teacher, which is the pretrained model",
-    "labels": "a student of a quarter of its weights, on the texts alone",
+    "pretrain": "the teacher: the pretrained model",
+    "labels": "a student with a quarter of its weights, trained on text",
     "distill": "the same student, distilled",
 }
-"""Output folder of a student -> its label in the comparison."""
+"""Stage -> its label in the comparison of teacher and students."""
 TASK = """task: held_out_pairs
 dataset_path: json
 dataset_kwargs: {data_files: {test: data/pairs_held_out.jsonl}}
@@ -82,14 +83,14 @@ target_delimiter: ""
 metric_list: [{metric: acc}]
 metadata: {version: 1.0}
 """
-"""A benchmark of one's own, as lm-eval's files have it."""
+"""A custom benchmark in the format of lm-eval's task files."""
 TRY_IT = """from transformers import pipeline
 ask = pipeline("text-generation", {model!r}, do_sample=False)
 print(ask([{{"role": "user", "content": {question!r}}}])[0]["generated_text"][-1]["content"])"""
 
 
 def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer of 2048 tokens, with ChatML as its chat template."""
+    """Train a byte-level BPE tokenizer of 2048 tokens, with a ChatML chat template."""
     tokenizer = train_tokenizer(
         texts, vocab_size=VOCAB_SIZE, special_tokens=CHATML_TOKENS, chat_template=CHATML_TEMPLATE
     )
@@ -105,7 +106,7 @@ def save_tokenizer(folder: Path, texts: Iterable[str]) -> int:
 
 
 def save_student(folder: Path, tokenizer_dir: Path, seed: int) -> int:
-    """Write a random Llama with a quarter of the pretrained model's weights, and the tokenizer; return their number."""
+    """Write a randomly initialised Llama, a quarter of the teacher's size, with the tokenizer; return its weights."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -120,7 +121,7 @@ def save_student(folder: Path, tokenizer_dir: Path, seed: int) -> int:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    # The seed is that of the weights alone: what is drawn afterwards does not depend on them.
+    # Restores the global generator: later draws do not depend on the number of weights.
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
@@ -130,34 +131,35 @@ def save_student(folder: Path, tokenizer_dir: Path, seed: int) -> int:
 
 
 def shorten(chats: Iterable[Chat]) -> Iterator[Chat]:
-    """Yield the chats with an answer of one or two words, with a request for brevity."""
+    """Yield those chats whose answer has a short form, with a prompt that asks for it."""
     for chat in chats:
-        if chat.question.brief and (said := re.match(chat.question.brief, chat.answer)):
-            yield Chat(chat.question, f"Briefly: {chat.prompt}", f"{said[1].capitalize()}.")
+        if chat.question.brief and (match := re.match(chat.question.brief, chat.answer)):
+            yield Chat(chat.question, f"Briefly: {chat.prompt}", f"{match[1].capitalize()}.")
 
 
 def ask(chat: Chat) -> dict[str, Any]:
-    """Return the row of a prompt: the question, and a column with the right answer."""
+    """Return a prompt row: the question, and the right answer in the column ``solution``."""
     return {"prompt": [{"role": "user", "content": chat.prompt}], "solution": chat.answer}
 
 
 def build_pairs(chats: Sequence[Chat]) -> Iterator[dict[str, Any]]:
-    """Yield ``preference`` rows, in the order of the chats: a right and a wrong answer to each prompt.
+    """Yield ``preference`` rows in the order of the chats: a prompt with its right answer and a wrong one.
 
-    Two chats with similar questions and different answers swap answers. So each answer is rejected as often as it is
-    chosen, and only the prompt determines the label. Chats without a partner are dropped.
+    The wrong answer is the right one of another chat with the same question template, and vice versa. Each answer is
+    therefore rejected as often as it is chosen, so that only the prompt determines the label. Chats without a partner
+    are dropped.
     """
-    waiting: defaultdict[QuestionTemplate, deque[int]] = defaultdict(deque)
-    lenders: dict[int, int] = {}
+    unpaired: defaultdict[QuestionTemplate, deque[int]] = defaultdict(deque)
+    partners: dict[int, int] = {}
     for number, chat in enumerate(chats):
-        alone = waiting[chat.question]  # All remaining chats have the same answer.
-        if alone and chats[alone[0]].answer != chat.answer:
-            other = alone.popleft()
-            lenders |= {number: other, other: number}
+        queue = unpaired[chat.question]  # All chats in it have the same answer, or they would be paired.
+        if queue and chats[queue[0]].answer != chat.answer:
+            other = queue.popleft()
+            partners |= {number: other, other: number}
         else:
-            alone.append(number)
-    for number in sorted(lenders):
-        chosen, rejected = chats[number], chats[lenders[number]]
+            queue.append(number)
+    for number in sorted(partners):
+        chosen, rejected = chats[number], chats[partners[number]]
         yield {
             "prompt": [{"role": "user", "content": chosen.prompt}],
             "chosen": [{"role": "assistant", "content": chosen.answer}],
@@ -166,15 +168,15 @@ def build_pairs(chats: Sequence[Chat]) -> Iterator[dict[str, Any]]:
 
 
 def run_demo(file: Path, output_dir: Path) -> int:
-    """Run every stage as a user would, then show the results; return the exit code of a failed stage.
+    """Write the data, run all stages and print the results; return the exit code of the first stage that fails.
 
     Args:
-        file: The pipeline of the stages.
-        output_dir: Where everything is written.
+        file: The pipeline file.
+        output_dir: Folder of all outputs.
 
     Raises:
-        ConfigError: ``output_dir`` cannot be written, or lacks room.
-        DataError: This Python came without the sources of its library.
+        ConfigError: ``output_dir`` cannot be written, or its disk lacks space.
+        DataError: This Python has no sources of its standard library.
     """
     console = Console(highlight=False, markup=False, soft_wrap=True)
     disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -194,7 +196,7 @@ def run_demo(file: Path, output_dir: Path) -> int:
         pipeline, pipeline.stages, announce, cwd=output_dir, on_change=lambda: write_overview(output_dir)
     ):
         return code
-    announce("what it learned, shown on modules that it never saw")
+    announce("results on held-out modules")
     show_answers(output_dir, console)
     show_figures(output_dir, console)
     show_students(output_dir, console)
@@ -204,22 +206,22 @@ def run_demo(file: Path, output_dir: Path) -> int:
 
 
 def open_folder(output_dir: Path) -> None:
-    """Create the data folders, and check the free disk space.
+    """Create the folders, and check that they are writable and that the disk has enough space.
 
     Raises:
-        ConfigError: It cannot be written, or lacks room.
+        ConfigError: The folder cannot be written, or its disk lacks space.
     """
     with writing(output_dir, "name another --output_dir"):
         (output_dir / "data").mkdir(parents=True, exist_ok=True)
-        # A file of the demo's, as the proof that files can be written, too.
+        # An existing folder may be read-only, which `mkdir` does not notice.
         (output_dir / "data" / "pretrain.jsonl").touch()
     if (free := shutil.disk_usage(output_dir).free) < DISK_BYTES:
         found = f"the demo needs {DISK_BYTES / 1e6:.0f} MB, and {free / 1e6:.0f} MB are free"
-        raise ConfigError(Problem(str(output_dir), found, "make room, or name an --output_dir on another disk"))
+        raise ConfigError(Problem(str(output_dir), found, "free some space, or name an --output_dir on another disk"))
 
 
 def write_start(output_dir: Path) -> Iterator[str]:
-    """Write the data and the tokenizer, and print a summary."""
+    """Write data, tokenizer and the initial student; yield a line about each."""
     modules = load_modules(standard_library())
     texts, chats = split_texts(modules, SEED), build_chats(modules, SEED)
     few, few_held_out = chats.train[:MAX_CHATS], chats.held_out[:MAX_ANSWERED]
@@ -232,7 +234,7 @@ def write_start(output_dir: Path) -> Iterator[str]:
         "brief_held_out": [chat.row for chat in shorten(few_held_out)],
         "pairs": list(build_pairs(few)),
         "pairs_held_out": list(build_pairs(chats.held_out)),
-        # Other prompts than those of the reward model's training.
+        # Disjoint from the prompts of `pairs`, which the reward model is trained on.
         "questions": [ask(chat) for chat in chats.train[MAX_CHATS : 2 * MAX_CHATS]],
         "questions_held_out": [ask(chat) for chat in few_held_out],
     }
@@ -249,7 +251,7 @@ def write_start(output_dir: Path) -> Iterator[str]:
 
 
 def show_figures(output_dir: Path, console: Console) -> None:
-    """Print the metrics on held-out modules, before and after each stage."""
+    """Print the metrics on held-out modules, at the start and at the end of each stage."""
     table = Table("on held-out modules", "before", "after")
     for stage, label, key, form in FIGURES:
         table.add_row(f"{stage}: {label}", *(format(value, form) for value in read_ends(output_dir / stage, key)))
@@ -258,7 +260,7 @@ def show_figures(output_dir: Path, console: Console) -> None:
 
 
 def show_students(output_dir: Path, console: Console) -> None:
-    """Print the figures of the teacher and of its student, trained with and without it."""
+    """Print bits per byte of the teacher, and of the student trained with and without distillation."""
     table = Table("bits for each byte of held-out modules", "before", "after")
     bits = {}
     for stage, label in STUDENTS.items():
@@ -267,30 +269,29 @@ def show_students(output_dir: Path, console: Console) -> None:
     console.print()
     console.print(table)
     gain, distance = bits["labels"] - bits["distill"], bits["labels"] - bits["pretrain"]
-    console.print(
-        f"At equal tokens the teacher saves its student {gain:.3f} bits, {gain / distance:.0%} of the way to it."
-    )
+    share = f"{gain / distance:.0%} of the way to the teacher"
+    console.print(f"At equal tokens, distillation gains {gain:.3f} bits, {share}.")
 
 
 def read_ends(run_dir: Path, key: str) -> tuple[float, float]:
-    """Return the first and the last value of a figure of a run."""
+    """Return the first and the last value of a metric of a run."""
     values = [line[key] for line in read_lines(run_dir / "metrics.jsonl") if line and key in line]
     return values[0], values[-1]
 
 
 def show_verdict(output_dir: Path, console: Console) -> None:
-    """Print whether the reward model passes the gates for PPO, and which ones failed."""
+    """Print whether the reward model passes the gates for PPO, and those that it fails."""
     failed = read_record(output_dir / "reward" / "reward_report.json")["failed_gates"]
-    console.print(f"\nMay the reward model serve PPO? {'Not yet:' if failed else 'Yes, it passes every gate.'}")
+    console.print(f"\nIs the reward model good enough for PPO? {'No:' if failed else 'Yes, it passes every gate.'}")
     for gate in failed:
         console.print(f"  {gate}")
 
 
 def show_answers(output_dir: Path, console: Console) -> None:
-    """Print the model's answers before and after each stage, and the right ones."""
+    """Print the answers of the model before and after each stage, and the references."""
     for stage, count in SHOWN.items():
         samples = [*filter(None, read_lines(output_dir / stage / "samples.jsonl"))]
-        # Samples are taken before the first step and after the last one.
+        # A run samples the same prompts before its first step and after its last one.
         first, last = ([s for s in samples if s["step"] == end["step"]] for end in (samples[0], samples[-1]))
         for before, after in zip(first[:count], last[:count], strict=True):
             prompt = before["prompt"] if stage == "pretrain" else strip_chat(before["prompt"])
@@ -299,7 +300,7 @@ def show_answers(output_dir: Path, console: Console) -> None:
                 reward = f"  (reward {sample['reward']:.2f})" if "reward" in sample else ""
                 console.print(f"  {label + ':':8}{_shorten(sample['completion'])}{reward}")
             if after["reference"] is not None:
-                console.print(f"  {'truth:':8}{_shorten(after['reference'])}")
+                console.print(f"  {'right:':8}{_shorten(after['reference'])}")
 
 
 def _shorten(text: str) -> str:
@@ -307,9 +308,9 @@ def _shorten(text: str) -> str:
 
 
 def show_places(output_dir: Path, stages: Iterable[str], console: Console) -> None:
-    """Print the paths of the results, and how to sample from the models."""
+    """Print the paths of the reports, and code that asks the model a question."""
     question = strip_chat(next(filter(None, read_lines(output_dir / "sft" / "samples.jsonl")))["prompt"])
-    console.print("\nWhere to look: all stages, and of each the curves and every answer", style="bold")
+    console.print("\nReports: an overview of all stages, then curves and samples of each", style="bold")
     console.print(f"  {output_dir / 'index.html'}")
     for report in (output_dir / stage / "report.html" for stage in stages):
         if report.exists():

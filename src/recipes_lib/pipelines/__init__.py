@@ -1,1 +1,1 @@
-"""Pipelines: stages in order of their needs, resumed, gated, repeated in rounds and swept over keys."""
+"""Pipelines of stages: dependencies, caching, resuming, gates on metrics, rounds and hyperparameter sweeps."""

@@ -1,4 +1,4 @@
-"""Parsing of pipeline files: stages, commands, needs, rounds, sweeps and references."""
+"""Parser of pipeline files: stages, their commands and dependencies, rounds, sweeps and ``${...}`` references."""
 
 from __future__ import annotations
 
@@ -39,14 +39,18 @@ _SHAPES: Final[Mapping[str, tuple[type | tuple[type, ...], str]]] = {
     "environment": (dict, "environment: {OMP_NUM_THREADS: 1}"),
     "output_dir": (str, "output_dir: runs/mine"),
 }
-"""Key -> the types that its value may have, and an example."""
+"""Key -> accepted types of its value, and an example for error messages."""
 _ROUND_KEYS: Final = ("rounds", "start", "stages")
 _KEYS: Final = ("output_dir", "environment", "stages")
 _STAGE_KEYS: Final = tuple(key for key in _SHAPES if key not in {*_ROUND_KEYS, *_KEYS})
 _NAME: Final = re.compile(r"\w[\w.-]*")
 _REFERENCE: Final = re.compile(r"\$\{([^}]*)\}")
 _COMPARISONS: Final = {"<=": operator.le, ">=": operator.ge, "==": operator.eq, "<": operator.lt, ">": operator.gt}
-_REQUIREMENT: Final = re.compile(rf"\s*({'|'.join(_COMPARISONS)})\s*(-?\d+(?:\.\d+)?(?:[eE]-?\d+)?)\s*")
+# `<=` precedes `<` in the alternation, or `<= 2` would be read as `<` and "= 2".
+_REQUIREMENT: Final = re.compile(
+    rf"\s*({'|'.join(_COMPARISONS)})\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*"
+)
+_VARIABLE: Final = re.compile(r"[^\W\d]\w*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +58,19 @@ class Stage:
     """One command of a pipeline.
 
     Attributes:
-        name: As in the file; of a round or a sweep with its number.
-        words: The command.
-        argv: The end of it: what a recipe is given.
-        output: File or folder that it writes.
-        identity: The command without what depends on where the project and its outputs lie.
-        needs: Names of the stages whose outputs it reads, or that must be done before.
-        require: What a figure of its output must be, by the figure's name: ``> 0.65``.
-        files: Files of the user that decide what it does.
-        recipe: Whose keys the words set; empty of other commands.
-        command: Of ``recipes``; empty of recipes and other programs.
-        launch: By which launch file the recipe is started; empty: as one process.
-        swept: Of a sweep, the keys of this combination and their values.
-        about: What it does, for a reader.
+        name: Name in the file; stages of rounds and sweeps have a number appended, ``sft-2``.
+        words: The full command line.
+        argv: The last part of ``words``: the arguments of a recipe.
+        output: File or folder that the stage writes.
+        identity: The command with symbolic references in place of paths, hashed for caching.
+        needs: Names of the stages that must be done first, including those whose outputs it reads.
+        require: Gates: metric name -> condition on its value, ``> 0.65``.
+        files: Configuration and launch files, whose contents are hashed for caching.
+        recipe: Name of the recipe; empty for commands and programs.
+        command: Name of the ``recipes`` command; empty for recipes and programs.
+        launch: Launch file of the recipe; empty for a single process.
+        swept: Sweep keys of this stage -> their values; empty outside sweeps.
+        about: Description for the overview.
     """
 
     name: str
@@ -86,12 +90,12 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Stages in an order in which each comes after those that it needs.
+    """Stages in topological order, which is their order in the file.
 
     Attributes:
         output_dir: Folder of the outputs, of ``pipeline.json`` and of ``index.html``.
-        environment: Variables of every stage.
-        stages: In order.
+        environment: Environment variables set for every stage.
+        stages: Stages, each after those that it needs.
     """
 
     output_dir: Path
@@ -100,38 +104,40 @@ class Pipeline:
 
 
 def load_pipeline(path: Path, output_dir: str | None = None) -> Pipeline:
-    """Read a pipeline.
+    """Load a pipeline file.
 
     Args:
-        path: The YAML file; one of ``recipes/pipelines/`` may be the package's.
-        output_dir: Instead of the file's.
+        path: YAML file; a path below ``recipes/`` that does not exist is looked up in the package.
+        output_dir: Overrides the ``output_dir`` of the file; ``None`` keeps it.
 
     Raises:
-        ConfigError: The file cannot be read, or anything in it is wrong; every problem at once.
+        ConfigError: The file cannot be read or is invalid; all problems at once.
     """
     problems: list[Problem] = []
     path = find_shipped(path)
     document = _read_document(path, problems)
-    if isinstance(document, Mapping) and isinstance(document.get("stages"), Mapping):
+    if isinstance(document, Mapping) and isinstance(document.get("stages"), Mapping) and document["stages"]:
         reader = _Reader(path, problems)
         if reader.has_shape(str(path), document, _KEYS):
             folder = Path(output_dir or document.get("output_dir") or "runs")
             stages = reader.read(document["stages"], folder)
-            environment = {
-                str(name): value if isinstance(value, str) else _write(value)
-                for name, value in (document.get("environment") or {}).items()
-            }
+            environment = {str(name): _write(value) for name, value in (document.get("environment") or {}).items()}
+            if wrong := [name for name in environment if not _VARIABLE.fullmatch(name)]:
+                found = f"{wrong[0]!r} is not a name of an environment variable"
+                problems.append(Problem(f"{path}: environment", found, "write letters, digits and _"))
             if not problems:
                 return Pipeline(folder, environment, stages)
     elif not problems:
         problems.append(Problem(str(path), "has no `stages`", f"write {_SHAPES['stages'][1]}"))
-    raise ConfigError(*problems)
+    # Once each: a stage of a loop is parsed once per round.
+    raise ConfigError(*dict.fromkeys(problems))
 
 
 def _read_document(path: Path, problems: list[Problem]) -> Any:
-    """Return what a YAML file holds; a key that stands twice, of which YAML takes the last in silence, is a problem."""
+    """Return the document of a YAML file; duplicate keys, of which PyYAML silently keeps the last, are problems."""
     text = read_text(path, problems)
     node = None if text is None else compose(text, str(path), problems)
+    # The node tree, because the loaded document no longer has the duplicates.
     nodes = [] if node is None else [node]
     while nodes:
         one = nodes.pop()
@@ -150,7 +156,13 @@ def _read_document(path: Path, problems: list[Problem]) -> Any:
 
 
 class _Known(NamedTuple):
-    """Value of a reference: resolved text, location-independent text, and its stages."""
+    """Value of a reference.
+
+    Attributes:
+        text: Resolved text, such as a path.
+        symbol: Text that does not depend on where the project and its outputs are, for the hash of a stage.
+        stages: Stages that it refers to.
+    """
 
     text: str
     symbol: str
@@ -158,18 +170,23 @@ class _Known(NamedTuple):
 
 
 class _Reader:
-    """Parses stages, and collects the names for references."""
+    """Parser of stages; collects what later stages may refer to."""
 
     def __init__(self, path: Path, problems: list[Problem]) -> None:
         self.path, self.problems = path, problems
         self.known: dict[str, _Known] = {}
-        """By reference: ``sft.output``, ``policy.previous``, ``round``, ``output_dir``."""
+        """Reference (``sft.output``, ``policy.previous``, ``round``, ``output_dir``) -> its value."""
         self.groups: dict[str, list[str]] = {}
-        """Name in the file, of a stage, a sweep or a loop -> its stages."""
+        """Name in the file, of a stage, a sweep or a loop -> the names of its stages."""
         self.names: set[str] = set()
         self.outputs: dict[str, str] = {}
+        """Output -> the stage that writes it."""
+        self.entries: set[str] = set()
+        """Names of all entries of the file, including those that are not parsed yet."""
 
     def read(self, entries: Mapping[str, Any], folder: Path) -> list[Stage]:
+        """Parse all entries of ``stages`` in order; problems are added to ``self.problems``."""
+        self.entries = {str(name) for name in entries}
         self.known |= {
             "output_dir": _Known(str(folder), "${output_dir}"),
             "here": _Known(str(self.path.resolve().parent), "${here}"),
@@ -202,12 +219,12 @@ class _Reader:
             for name in inner:
                 if f"{name}.output" in self.known:
                     self.known[f"{name}.previous"] = self.known[f"{name}.output"]
-        # A stage below the loop has no round to refer to.
+        # `${round}` is undefined for stages after the loop.
         del self.known["round"]
 
     def _read_stage(self, name: str, where: str, entry: Any, folder: Path, suffix: str = "") -> list[Stage]:
         if (kind := self._find_kind(where, entry)) is None:
-            # What refers to it is not wrong besides.
+            # Its name stays known: references to a broken stage are not reported as further problems.
             self.known[f"{name}.output"] = _Known("", "")
             self.groups[name] = []
             return []
@@ -216,6 +233,9 @@ class _Reader:
         values = [value if isinstance(value, list) else [value] for value in matrix.values()]
         if [] in values:
             self._refuse(f"{where}.matrix", "has a key without values", f"write {_SHAPES['matrix'][1]}")
+        for key, texts in zip(matrix, ([_write(one) for one in value] for value in values), strict=True):
+            if len(set(texts)) < len(texts):
+                self._refuse(f"{where}.matrix.{key}", f"has a value twice: {', '.join(texts)}", "remove one of them")
         stages = []
         for number, combination in enumerate(itertools.product(*values), 1):
             full = f"{name}{suffix}" + (f"-{number}" if matrix else "")
@@ -235,7 +255,7 @@ class _Reader:
         if len(kinds) != 1:
             self._refuse(where, f"has {len(kinds)} of {', '.join(_KINDS)}", "write one of them")
             return None
-        if not entry[kinds[0]]:
+        if not entry[kinds[0]] or not str(entry[kinds[0]]).strip():
             self._refuse(f"{where}.{kinds[0]}", "is empty", f"write {_SHAPES[kinds[0]][1]}")
             return None
         return kinds[0]
@@ -253,7 +273,7 @@ class _Reader:
         self, name: str, where: str, entry: Mapping[str, Any], kind: str, keys: Mapping[str, Any], folder: Path
     ) -> Stage:
         def resolve(value: Any) -> _Known:
-            return self._resolve(where, value if isinstance(value, str) else _write(value))
+            return self._resolve(where, _write(value))
 
         flags = {**(entry.get("set") or {}), **keys}
         words = [resolve(word) for word in self._find_program(where, kind, entry)]
@@ -266,11 +286,13 @@ class _Reader:
         identity = [kind, *(word.symbol for word in (*words, *argv, output))]
         arguments = [word.text for word in argv]
         files = [find_shipped(Path(arguments[1]))] if "config" in entry else []
+        if files and not files[0].exists() and (self.path.parent / files[0]).is_file():
+            self._refuse(f"{where}.config", f"there is no {files[0]} here", f"write ${{here}}/{files[0]}")
         if kind == "recipe":
-            # Outside the identity: where outputs lie decides nothing about them.
+            # Not in the identity, so that a moved pipeline is not run again.
             arguments += [] if "output_dir" in flags else ["--output_dir", output.text]
         files += self._find_launch(where, entry)
-        self._claim(where, name, Path(output.text))
+        self._claim(where, name, Path(output.text), folder)
         return Stage(
             name=name,
             words=[*_find_words(kind, entry, [word.text for word in words]), *arguments],
@@ -283,16 +305,20 @@ class _Reader:
             recipe=entry.get("recipe", ""),
             command=words[0].text if kind == "command" and words else "",
             launch=entry.get("launch", ""),
-            swept={key: value if isinstance(value, str) else _write(value) for key, value in keys.items()},
+            swept={key: _write(value) for key, value in keys.items()},
             about=entry.get("about", ""),
         )
 
-    def _claim(self, where: str, name: str, output: Path) -> None:
-        """Raise if a stage has the name or the output of another one."""
+    def _claim(self, where: str, name: str, output: Path, folder: Path) -> None:
+        """Register name and output of a stage; invalid ones and those of another stage are problems."""
         if not _NAME.fullmatch(name):
             self._refuse(where, f"{name!r} is not a folder name", "write letters, digits and -")
+        # A changed stage has its output renamed: renaming the folder of `pipeline.json` would lose all stages.
+        if not output.name or folder.resolve().is_relative_to(output.resolve()):
+            found = f"is {str(output)!r}, which holds the outputs of all stages"
+            self._refuse(f"{where}.output", found, f"write {_SHAPES['output'][1]}")
         if name in self.names:
-            self._refuse(where, f"another stage is called {name!r} too", "name one of them otherwise")
+            self._refuse(where, f"another stage is called {name!r} too", "rename one of them")
         elif str(output) in self.outputs:
             found = f"writes {output}, as {self.outputs[str(output)]} does"
             self._refuse(where, found, "give one of them another `output`")
@@ -314,7 +340,7 @@ class _Reader:
             place = f"{where}.require.{figure}"
             stage, _, rest = figure.partition(".")
             if stage in self.groups and rest:
-                found = "is of another stage, and a stage's `require` is about its own output"
+                found = f"is a metric of stage {stage}, and a stage's `require` checks its own output"
                 remedy = f"write it at {stage}: require: {{{rest}: {json.dumps(wanted)}}}"
                 self._refuse(place, found, remedy)
             elif not _REQUIREMENT.fullmatch(wanted):
@@ -323,7 +349,7 @@ class _Reader:
 
     def _find_launch(self, where: str, entry: Mapping[str, Any]) -> list[Path]:
         if "launch" in entry and entry.get("recipe") not in RECIPE_NAMES:
-            found = f"{entry.get('recipe', 'this stage')} is not a training, and runs as one process"
+            found = f"{entry.get('recipe', 'this stage')} does not train, and runs as one process"
             self._refuse(f"{where}.launch", found, "delete the line")
             return []
         try:
@@ -333,7 +359,7 @@ class _Reader:
             return []
 
     def _find_program(self, where: str, kind: str, entry: Mapping[str, Any]) -> list[str]:
-        """Return the words that say what is run, as the user wrote them."""
+        """Return the name of the recipe, or the words of the command, with unresolved references."""
         if kind == "recipe":
             if entry["recipe"] not in TABLES:
                 self._refuse_reference(f"{where}.recipe", entry["recipe"], TABLES)
@@ -347,11 +373,13 @@ class _Reader:
             return []
 
     def _resolve(self, where: str, text: str) -> _Known:
-        # Texts alternate with the names between them.
+        # `re.split` with one group: plain text at even places, the names of references at odd ones.
         parts = [
             self._find_known(where, part.strip()) if at % 2 else _Known(part, part)
             for at, part in enumerate(_REFERENCE.split(text))
         ]
+        if any("${" in part.text for part in parts[::2]):
+            self._refuse(where, f"{text!r:.80} has a `${{` without its `}}`", "write ${sft.output}, without spaces")
         texts, symbols, stages = zip(*parts, strict=True)
         return _Known("".join(texts), "".join(symbols), tuple(dict.fromkeys(itertools.chain(*stages))))
 
@@ -365,13 +393,16 @@ class _Reader:
 
     def _refuse_reference(self, where: str, name: str, known: Any) -> None:
         remedy = suggest(name, known, "name a stage above it, as in ${sft.output}", "{}")
-        sweep = self.groups.get(name.removesuffix(".output"), [])
+        stage = name.removesuffix(".output")
+        sweep = self.groups.get(stage, [])
         if len(sweep) > 1:
-            remedy = f"it is several stages: name one of {', '.join(f'{stage}.output' for stage in sweep)}"
+            remedy = f"it is several stages: name one of {', '.join(f'{one}.output' for one in sweep)}"
+        elif stage in self.entries - self.groups.keys():
+            remedy = "a stage can need only stages above it: move that one up, or remove the cycle"
         self._refuse(where, f"there is no {name!r} here", remedy)
 
     def has_shape(self, where: str, entry: Mapping[str, Any], known: Sequence[str]) -> bool:
-        """Return whether all keys and value types are valid; invalid ones become problems."""
+        """Return whether all keys are known and their values have the right types; others become problems."""
         before = len(self.problems)
         for key, value in entry.items():
             if key not in known:
@@ -383,14 +414,13 @@ class _Reader:
 
 
 def _find_words(kind: str, entry: Mapping[str, Any], named: list[str]) -> list[str]:
-    """Return the command of a stage without its arguments."""
+    """Return the program of a stage and its first words, which ``Stage.argv`` follows."""
     if kind == "run":
         return named
     if kind == "command":
         return [*_recipes(named[0]), *named[1:]] if named else []
     if "launch" in entry:
-        # Not --recipe: pipeline.json keeps a hash of the command, and a run that is done would be done again.
-        return [*_recipes("launch"), "--stage", entry["recipe"], "--hardware", entry["launch"]]
+        return [*_recipes("launch"), "--recipe", entry["recipe"], "--hardware", entry["launch"]]
     return [sys.executable, str(find_recipe(entry["recipe"]))]
 
 
@@ -399,11 +429,14 @@ def _recipes(command: str) -> list[str]:
 
 
 def _write(value: Any) -> str:
-    return json.dumps(value, default=str)
+    """Return a YAML value as the text of a flag or an environment variable."""
+    # Numbers, booleans, lists and mappings as JSON, which is YAML; a date as it was written.
+    is_json = isinstance(value, bool | int | float | list | dict | None)
+    return json.dumps(value, default=str) if is_json else str(value)
 
 
 def holds(wanted: str, value: float) -> bool:
-    """Return whether a value meets a requirement such as ``> 0.65``."""
+    """Return whether a value meets a requirement such as ``> 0.65``; NaN meets none."""
     match = _REQUIREMENT.fullmatch(wanted)
     assert match is not None
     return bool(_COMPARISONS[match[1]](value, float(match[2])))

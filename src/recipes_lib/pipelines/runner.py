@@ -1,4 +1,4 @@
-"""Runs a pipeline: finished stages are skipped; changed ones run again with their dependents."""
+"""Execution of pipelines: finished stages are skipped; changed ones run again with their dependents."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from recipes_lib.errors import (
     STATUSES,
     ConfigError,
     DataError,
+    PreemptedError,
     Problem,
     suggest,
 )
@@ -33,9 +34,9 @@ from recipes_lib.pipelines.pipeline import Pipeline, Stage, holds
 
 STATE: Final = "pipeline.json"
 _LOGS: Final = ("checkpoint-*", "report", "report.html", "index.html", "_lock", "*.replaced-*", "*.partial")
-"""Files of an output that may change: they are not verified."""
+"""Patterns of files that may change or be deleted after the stage: they are not verified."""
 _RECORDS: Final = (".json", ".html", ".md", ".png")
-"""Suffixes of files that are rewritten later, by an evaluation or by publishing."""
+"""Suffixes of files that an evaluation or publishing rewrites: their size is not verified."""
 
 
 def run_pipeline(
@@ -47,23 +48,24 @@ def run_pipeline(
     on_change: Callable[[], object] = lambda: None,
     launcher: Sequence[str] = (),
 ) -> int:
-    """Run stages in order and return the exit code of the first one that fails, or ``EXIT_DIVERGED`` of a gate.
+    """Run stages in order; return the exit code of the first that fails, or ``EXIT_DIVERGED`` if a gate fails.
 
-    A stage that was done by the same command, configuration and inputs is left out. One that was done otherwise is done
-    again, its output moved aside; one that was stopped, or whose output lacks a file, is started again, and resumes by
-    itself.
+    A stage that is done with the same command, configuration and inputs is skipped. If any of these has changed, its
+    old output is renamed and the stage runs again. A stage that was stopped, or whose output lacks a file, is started
+    again and resumes.
 
     Args:
-        pipeline: All stages.
-        chosen: Those to run.
-        say: Tells what happens.
-        cwd: Working directory of the stages, and where the pipeline's paths begin.
-        on_change: Called whenever ``pipeline.json`` says something else.
-        launcher: Words before the command of a stage that has a launch file.
+        pipeline: The pipeline.
+        chosen: Stages to run, in order.
+        say: Prints a progress message.
+        cwd: Working directory of the stages, which relative paths refer to; ``None``: the current one.
+        on_change: Called after each update of ``pipeline.json``.
+        launcher: Words before the command of a stage that has a launch file, such as ``srun``.
 
     Raises:
-        ConfigError: A stage that is needed is neither chosen nor done, an output in the way cannot be moved aside, a
-            program is not there, or another process runs this pipeline, or of a single stage, runs it.
+        ConfigError: A needed stage is neither chosen nor done; an old output cannot be renamed; a program does not
+            exist; or another process runs this pipeline, or the same single stage.
+        PreemptedError: The process has received SIGTERM.
     """
     root = cwd or Path()
     with _holding(root / pipeline.output_dir, chosen[0].name if len(chosen) == 1 else ""):
@@ -71,14 +73,15 @@ def run_pipeline(
         for number, stage in enumerate(chosen, 1):
             if (code := progress.find_obstacle(stage, {one.name for one in chosen}, say)) != EXIT_DONE:
                 return code
-            told = f"{number} of {len(chosen)}, {stage.name}"
+            title = f"{number} of {len(chosen)}, {stage.name}"
             if progress.is_done(stage):
-                say(f"{told}: done before")
+                say(f"{title}: already done")
             else:
-                say(f"{told}: {stage.about or shlex.join(stage.words)}")
+                say(f"{title}: {stage.about or shlex.join(stage.words)}")
                 if (code := progress.make(stage, say)) != EXIT_DONE:
                     say(f"{stage.name} ended with exit code {code}; the same command resumes here")
                     return code
+            # Also for a stage that was skipped: its gates may have been changed since.
             if broken := list(find_broken_gates(stage, root)):
                 for gate in broken:
                     say(f"{stage.name}: {gate}")
@@ -91,23 +94,25 @@ def _holding(folder: Path, only: str) -> Iterator[None]:
     """Lock a folder against other ``recipes run`` processes; with ``only``, against those that may run this stage.
 
     Raises:
-        ConfigError: One is in it, or the folder cannot be written.
+        ConfigError: Another process holds the lock, or the folder cannot be written.
     """
     with ExitStack() as files:
-        with writing(folder, "name another"):
+        with writing(folder, "name another --output_dir"):
             folder.mkdir(parents=True, exist_ok=True)
-            # A whole pipeline takes the lock alone; jobs of single stages share it, and each takes that of its stage.
+            # A whole pipeline takes an exclusive lock. Jobs of single stages share it, so that they can run at the same
+            # time, and each takes an exclusive lock on its stage.
             names = [f"{STATE}.lock", *([f"{STATE}.{only}.lock"] if only else [])]
             opened = [files.enter_context((folder / name).open("a", encoding="utf-8")) for name in names]
         for file in opened:
+            # `None` where the file system has no locks: two processes are the user's responsibility there.
             if try_lock(file, is_shared=bool(only) and file is opened[0]) is False:
-                remedy = f"wait until it has ended, or stop it (`fuser {file.name}` names it)"
-                raise ConfigError(Problem(str(folder), "another `recipes run` works here", remedy))
+                remedy = f"wait until it ends, or stop it (`fuser {shlex.quote(file.name)}` prints its process id)"
+                raise ConfigError(Problem(str(folder), "another `recipes run` is running this pipeline", remedy))
         yield
 
 
 def find_done(pipeline: Pipeline) -> set[str]:
-    """Return the names of the stages that need not be run again."""
+    """Return the names of the stages that are done with the current configuration."""
     progress = _Progress(pipeline, Path(), lambda: None)
     return {stage.name for stage in pipeline.stages if progress.is_done(stage)}
 
@@ -133,22 +138,22 @@ class _Progress:
             }
             for stage in pipeline.stages
         ]
-        """Of every stage, for an overview; outputs as seen from the folder of ``pipeline.json``."""
+        """Description of each stage for the overview; outputs are relative to the folder of ``pipeline.json``."""
 
     def is_done(self, stage: Stage) -> bool:
-        """Return whether a stage was done with the same command and inputs, and its output is complete."""
-        entry = self.entries.get(stage.name) or {}
+        """Return whether a stage is done with the same command and inputs, and its output is complete."""
+        entry, output = self.entries.get(stage.name) or {}, self.root / stage.output
         if entry.get("status") != "done" or entry.get("fingerprint") != self.prints[stage.name]:
             return False
-        return find_missing_file(self.root / stage.output, entry.get("files")) is None and not _is_unfinished(
-            self.root / stage.output
-        )
+        # Later commands may have restarted a run in it.
+        is_unfinished = (output / "run.json").is_file() and _read_status(output) != "done"
+        return not is_unfinished and find_missing_file(output, entry.get("files")) is None
 
     def find_obstacle(self, stage: Stage, chosen: Collection[str], say: Callable[[str], object]) -> int:
         """Return ``EXIT_DIVERGED`` if a gate of a needed stage fails.
 
         Raises:
-            ConfigError: A stage that is needed is neither chosen nor done.
+            ConfigError: A needed stage is neither chosen nor done.
         """
         for need in (self.stages[name] for name in stage.needs if name not in chosen):
             if not self.is_done(need):
@@ -168,18 +173,22 @@ class _Progress:
         missing = find_missing_file(self.root / stage.output, before.get("files"))
         if is_same and before.get("status") == "done" and missing:
             say(f"{stage.name}: {missing}")
-        spent = float(before.get("seconds") or 0) if is_same else 0.0
+        spent = (parse_number(before.get("seconds")) or 0.0) if is_same else 0.0
         entry: dict[str, Any] = {"fingerprint": self.prints[stage.name]}
+        # Wall-clock time, which modification times of files are compared with.
         began = time.time()
-        # Before it starts: after a kill it is known that the output is of this command, and may be resumed.
+        # Before the start: after a kill, the record shows that the output is of this command and can be resumed.
         self._write(stage, entry | {"status": "running", "seconds": spent})
         code: int | None = None
         try:
             words = [*self.launcher, *stage.words] if stage.launch else stage.words
             code = run_child(words, self.pipeline.environment, self.root)
-            # Launchers of several processes return 1 however the run ended; its record says how.
+            # torchrun and accelerate return 1 for every failure of a process; `run.json` has the cause.
             if code == EXIT_BUG and stage.launch:
                 code = _read_end(self.root / stage.output, began)
+        except PreemptedError:
+            code = EXIT_DONE
+            raise
         finally:
             entry["seconds"] = round(spent + time.time() - began, 1)
             if code == EXIT_DONE:
@@ -190,7 +199,7 @@ class _Progress:
         return code
 
     def _write(self, stage: Stage, entry: Mapping[str, Any]) -> None:
-        # Jobs of a cluster run other stages at the same time.
+        # Cluster jobs run other stages at the same time: read, update and replace under one lock.
         with self.path.with_name(f"{STATE}.writing").open("a", encoding="utf-8") as file:
             try_lock(file, waits=True)
             self.entries = read_state(self.path) | {stage.name: entry}
@@ -199,28 +208,30 @@ class _Progress:
 
 
 def fingerprint(pipeline: Pipeline, root: Path) -> dict[str, str]:
-    """Return of each stage a hash of its command, of the files that the user wrote for it, and of what it needs.
+    """Return the hash of each stage: of its command, its configuration and launch files, and the stages it needs.
 
-    Where the project, the pipeline and its outputs lie is not in it.
+    Paths of the project, of the pipeline file and of outputs are not hashed.
     """
     prints: dict[str, str] = {}
     for stage in pipeline.stages:
-        texts = [(root / file).read_text("utf-8") if (root / file).is_file() else "" for file in stage.files]
-        # With the hashes of what it needs: a change runs through to every stage below.
-        told = [list(stage.identity), texts, [prints[need] for need in stage.needs], dict(pipeline.environment)]
-        prints[stage.name] = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+        # A file in another encoding is an error of the stage that reads it, not of the hash.
+        files = [root / file for file in stage.files]
+        texts = [file.read_text("utf-8", errors="replace") if file.is_file() else "" for file in files]
+        # Includes the hashes of the needed stages, so that a change invalidates all stages after it.
+        hashed = [list(stage.identity), texts, [prints[need] for need in stage.needs], dict(pipeline.environment)]
+        prints[stage.name] = hashlib.sha256(json.dumps(hashed).encode()).hexdigest()[:16]
     return prints
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read ``pipeline.json``; empty if there is none.
+    """Return the entries of ``pipeline.json`` by stage; empty if the file does not exist.
 
     Raises:
-        DataError: It is not as it was written.
+        DataError: The file is damaged.
     """
     if not path.is_file():
         return {}
-    remedy = "delete it: stages that are done end at once"
+    remedy = "delete it: finished stages run again, and recipes that are done end at once"
     stages: dict[str, Any] = read_record(path, {"stages": dict}, remedy=remedy)["stages"]
     for name, entry in stages.items():
         if not isinstance(entry, dict):
@@ -229,25 +240,25 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def find_missing_file(output: Path, files: Any) -> str | None:
-    """Return which file of an output is missing; ``None`` if it is complete.
+    """Return which file of an output is missing or has another size; ``None`` if the output is complete.
 
     Args:
         output: File or folder.
-        files: Name -> size in bytes, ``null`` where it may change; as ``pipeline.json`` has them.
+        files: ``files`` of an entry of ``pipeline.json``: name -> size in bytes, ``None`` where it may change.
     """
     if not output.exists():
-        return f"{output} is gone"
+        return f"{output} is missing"
     for name, size in files.items() if isinstance(files, dict) else ():
         file = output / name
         if not file.is_file():
-            return f"{file} is gone"
+            return f"{file} is missing"
         if size is not None and file.stat().st_size != size:
-            return f"{file} has {file.stat().st_size:,} bytes, and had {size:,}"
+            return f"{file} has {file.stat().st_size:,} bytes instead of {size}"
     return None
 
 
 def _list_files(output: Path) -> dict[str, int | None]:
-    """Return the files of an output: name -> size, ``None`` for those that are rewritten afterwards."""
+    """Return the files of an output: name -> size in bytes, ``None`` for files that later commands rewrite."""
     files: dict[str, int | None] = {}
     for file in [output] if output.is_file() else sorted(output.rglob("*")):
         name = file.relative_to(output)
@@ -257,70 +268,79 @@ def _list_files(output: Path) -> dict[str, int | None]:
 
 
 def _read_end(output: Path, began: float) -> int:
-    """Return the exit code for the status that a run has recorded since; ``EXIT_BUG`` if it has recorded none."""
+    """Return the exit code of the status that a run has recorded since ``began``; ``EXIT_BUG`` without a record."""
     record = output / "run.json"
-    try:
-        status = read_record(record).get("status") if record.stat().st_mtime >= began else None
-    except (OSError, DataError):
-        return EXIT_BUG
+    # An older record is of an earlier start: the run failed before it wrote its own.
+    status = _read_status(output) if record.is_file() and record.stat().st_mtime >= began else None
     return next((code for code, name in STATUSES.items() if name == status), EXIT_BUG)
 
 
-def _is_unfinished(output: Path) -> bool:
-    record = output / "run.json"
+def _read_status(output: Path) -> Any:
+    """Return the status in ``run.json`` of an output; ``None`` without a readable record."""
     try:
-        return record.is_file() and read_record(record).get("status") != "done"
+        return read_record(output / "run.json").get("status")
     except DataError:
-        return True
+        return None
 
 
 def _move_aside(place: Path, name: str, say: Callable[[str], object]) -> None:
-    """Move the output of another command aside; that of the same command is resumed."""
+    """Rename the output of an earlier configuration to ``NAME.replaced-N``."""
     if not place.exists():
         return
     number = 1
     while (aside := place.with_name(f"{place.name}.replaced-{number}")).exists():
         number += 1
-    with writing(place, "move it away", "was written by another configuration and cannot be moved aside"):
+    with writing(place, "move it away", "was written by another configuration and cannot be renamed"):
         place.rename(aside)
-    say(f"{name}: changed since; what it was is now {aside}")
+    say(f"{name}: changed since it ran; its old output is now {aside}")
 
 
 def find_program(words: Sequence[str], cwd: Path) -> str | None:
-    """Return why a command cannot be started; ``None`` if its program exists."""
+    """Return why a command cannot be started; ``None`` if its program exists and is executable."""
     program = words[0] if words else ""
+    # `shutil.which` would search a relative path below the current folder instead of `cwd`.
     found = shutil.which(str(cwd / program) if "/" in program else program)
     return None if found else f"there is no program {program!r}"
 
 
 def run_child(words: Sequence[str], environment: Mapping[str, str], cwd: Path) -> int:
-    """Run a command and return its exit code; a request to stop reaches it, and it is waited for.
+    """Run a command and return its exit code; SIGTERM is forwarded to it, and the command is waited for.
 
     Raises:
-        KeyboardInterrupt: There was one, when the command has ended.
-        ConfigError: Its program is not there.
+        KeyboardInterrupt: Ctrl-C was pressed; raised when the command has ended.
+        PreemptedError: SIGTERM was received, and the command has finished successfully nevertheless.
+        ConfigError: The program does not exist.
     """
     if missing := find_program(words, cwd):
         raise ConfigError(Problem(shlex.join(words), missing, "install it, or write its path"))
     sys.stdout.flush()
+    # `env` adds the variables to the inherited ones, which this module need not read.
     variables = ["env", *(f"{name}={value}" for name, value in environment.items())] if environment else []
     process = subprocess.Popen([*variables, *words], cwd=cwd)
-    # A terminal sends ctrl-C to all of its processes; SIGTERM comes to this one alone.
-    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    is_interrupted = False
+    is_interrupted = is_terminated = False
+
+    def forward(*_: object) -> None:
+        nonlocal is_terminated
+        is_terminated = True
+        process.terminate()
+
+    # A terminal sends ctrl-C to all of its processes; SIGTERM is sent to this one alone.
+    before = signal.signal(signal.SIGTERM, forward)
     try:
         while True:
             try:
                 code = process.wait()
                 break
-            # The terminal has sent it to the stage as well, which may have a checkpoint to save.
+            # The terminal has sent SIGINT to the stage as well, which may be saving a checkpoint.
             except KeyboardInterrupt:
                 is_interrupted = True
     finally:
         signal.signal(signal.SIGTERM, before)
     if is_interrupted:
         raise KeyboardInterrupt
-    # As a shell reports a process that a signal has ended.
+    if is_terminated and code == EXIT_DONE:
+        raise PreemptedError("SIGTERM received: the pipeline stops here; the same command resumes it")
+    # The convention of shells for a process that a signal has ended.
     return code if code >= 0 else 128 - code
 
 
@@ -330,20 +350,20 @@ def find_broken_gates(stage: Stage, root: Path) -> Iterator[str]:
     for name, wanted in stage.require.items():
         value = figures.get(name)
         if value is None:
-            hint = suggest(name, figures, f"there are {', '.join(sorted(figures)) or 'none'}", "{}", cutoff=0.4)
-            yield f"require: there is no figure {name!r} in {stage.output}; {hint}"
+            hint = suggest(name, figures, f"its metrics are {', '.join(sorted(figures)) or 'none'}", "{}", cutoff=0.4)
+            yield f"require: there is no metric {name!r} in {stage.output}; {hint}"
         elif not holds(wanted, value):
-            yield f"require: {name} is {value:.4g}, and has to be {wanted}"
+            yield f"require: {name} is {value:.4g}, and must be {wanted}"
 
 
 def list_figures(output: Path) -> dict[str, float]:
-    """Return every figure of an output: ``metrics.jsonl``, whose last value counts, ``run.json`` or an evaluation.
+    """Return the metrics of an output by name, from evaluations, ``run.json`` and ``metrics.jsonl``.
 
-    Their names are ``eval_loss``, ``loss`` or, of a benchmark or a group of them, ``gsm8k.exact_match``; keys within
-    ``run.json`` by dots. NaN is a figure too, and meets no requirement.
+    Names are ``eval_loss`` or ``loss`` for metrics, the last value of each; ``gsm8k.exact_match`` for scores of a
+    benchmark or group; dotted keys for nested values. NaN is included.
 
     Args:
-        output: Folder of a run, or of ``recipes eval``.
+        output: Folder of a run or of ``recipes eval``.
     """
     figures: dict[str, float] = {}
     for file in ("eval/eval.json", "eval.json", "reward_report.json", "run.json"):
@@ -361,7 +381,7 @@ def list_figures(output: Path) -> dict[str, float]:
                 if isinstance(score, dict) and (number := parse_number(score.get("value"))) is not None
             }
     for event in read_lines(output / "metrics.jsonl"):
-        # The last value of each figure wins.
+        # In order, so that the last value of each metric remains; a broken line is `None`.
         figures |= dict(_flatten(event or {}))
     return figures
 

@@ -69,4 +69,4 @@ def test_a_store_that_was_tampered_with_is_written_again(tmp_path, write) -> Non
 
 def test_without_a_number_of_tokens_there_is_nothing_to_store(write, capsys) -> None:
     assert run_command(write()) == 2
-    assert "`teacher_top_k` is missing" in capsys.readouterr().err
+    assert "`teacher_top_k`, the number of tokens" in capsys.readouterr().err

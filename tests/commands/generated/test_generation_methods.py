@@ -94,7 +94,7 @@ def test_a_step_takes_what_its_pattern_matches(pattern: str | None, text: str, t
         ({"steps": [{"name": "a"}]}, "a step is"),
         ({"steps": [{"name": "a", "prompt": "b", "patern": "c"}]}, "unknown field `patern`"),
         ({"steps": [{"name": "a", "prompt": "b", "pattern": "("}]}, "the pattern of `a`"),
-        ({"steps": [{"name": "a", "prompt": "b", "pattern": "x"}]}, "has not one group"),
+        ({"steps": [{"name": "a", "prompt": "b", "pattern": "x"}]}, "does not have exactly one group"),
         ({"choices": {"kind": []}}, "choice `kind` has no values"),
         ({"rows": {}}, "unknown field `rows`"),
     ],

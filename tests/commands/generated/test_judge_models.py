@@ -153,6 +153,13 @@ def test_bad_input_is_one_clear_error(folder: Path, capsys, other: str, flags: A
     assert found in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["x", "[1]", "3"])
+def test_fields_of_requests_are_a_json_object(folder: Path, capsys, text: str) -> None:
+    with pytest.raises(SystemExit):
+        compare(folder, "--judge", "http://localhost/v1#j", "--request", text)
+    assert f"argument --request: {text!r} is not a JSON object" in capsys.readouterr().err
+
+
 def test_a_judge_without_a_verdict_is_an_error_and_its_texts_are_kept(folder: Path, capsys) -> None:
     server = ChatEndpoint(lambda body: "Both are fine.")
     assert compare(folder, "--judge", f"{server.url}#j", "--limit", 3) == 2

@@ -76,7 +76,7 @@ def test_refusals_of_ones_own_replace_the_shipped_ones(tmp_path) -> None:
     _, check = build_checks(SynthesisConfig(refusals_path=str(tmp_path / "r.txt")))
     assert [check(text) for text in ("Nope!", "No, thanks", "I'm sorry, but I can't.")] == ["refusal", "refusal", None]
     (tmp_path / "r.txt").write_text("fine\n(\n")
-    with pytest.raises(ConfigError, match=r"r\.txt:2: is no regular expression"):
+    with pytest.raises(ConfigError, match=r"r\.txt:2: is not a regular expression"):
         build_checks(SynthesisConfig(refusals_path=str(tmp_path / "r.txt")))
     with pytest.raises(DataError, match="cannot be read"):
         build_checks(SynthesisConfig(refusals_path=str(tmp_path)))

@@ -174,7 +174,7 @@ def test_a_limit_is_never_exceeded_and_a_higher_one_continues(folder: Path, caps
     ]
     server.has_usage = False
     assert synthesize(folder, server, "other", max_total_tokens=10**6, **keys) == 2
-    assert "does not tell how many tokens" in capsys.readouterr().err
+    assert "does not report token counts" in capsys.readouterr().err
 
 
 def test_the_bound_of_requests_is_what_they_can_cost_at_most() -> None:

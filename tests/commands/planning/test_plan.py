@@ -88,8 +88,8 @@ def test_a_ramp_is_told_with_where_it_ends(plan, find_run) -> None:
     run = find_run()
     full = next(step for step in range(run.num_steps) if run.row_starts[step + 1] - run.row_starts[step] == 8)
     assert f"from 256 to 1,024 tokens, reached at step {full:,}, {run.row_starts[full] * 128:,} tokens" in told
-    assert "tokens in a step, up to 1,024" in told
-    assert "tokens in a step" not in plan()
+    assert "tokens per step, up to 1,024" in told
+    assert "tokens per step" not in plan()
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_failures_lengthen_the_run_by_what_does_not_train(tell) -> None:
     told = tell("plan", "--config", CONFIGS / "gpt3-175b" / "pretrain.yaml", *flags)
     assert "one in 100.0 hours" in told
     hours = float(re.search(r"time +([\d.,]+) hours", told)[1].replace(",", ""))
-    share = float(re.search(r"([\d.]+)% of the time trains", told)[1]) / 100
-    total = float(re.search(r"trains: ([\d.,]+) hours in all", told)[1].replace(",", ""))
+    share = float(re.search(r"goodput ([\d.]+)%", told)[1]) / 100
+    total = float(re.search(r"goodput [\d.]+%: ([\d.,]+) hours in all", told)[1].replace(",", ""))
     assert total == pytest.approx(hours / share, rel=1e-3)
     steps, minutes = re.search(r"save_steps: ([\d,]+), every ([\d.]+) minutes", told).groups()
     # A step of a full batch: 3,276,800 of 300,000,772,096 tokens.
@@ -162,7 +162,7 @@ def test_fp16_has_the_peak_of_fp16(plan) -> None:
 def test_tokens_are_judged_by_chinchillas_rule(plan, num_tokens: int, verdict: str) -> None:
     told = plan(max_tokens=num_tokens)
     parameters = int(re.search(r"([\d,]+) parameters", told)[1].replace(",", ""))
-    tokens, ratio = re.search(r"tokens +([\d,]+), ([\d.,]+) a parameter", told).groups()
+    tokens, ratio = re.search(r"tokens +([\d,]+), ([\d.,]+) per parameter", told).groups()
     assert float(ratio) == pytest.approx(int(tokens.replace(",", "")) / parameters, abs=0.05)
     factor = float(ratio) / 20
     told_factor = float(re.search(r"-trained by ([\d.]+)", told)[1])
@@ -202,7 +202,7 @@ def test_epochs_of_a_corpus_are_told_source_by_source(plan, tmp_path: Path) -> N
     mixture = [{"name": str(tmp_path / "clean" / "data" / name), "weight": weight} for name, weight in MIXED]
     told = plan(dataset_name=None, dataset_mixture=mixture)
     assert "1.67 of the 3,000,000 tokens" in told
-    assert f"5.00 of the 1,000,000 tokens of {tmp_path}/clean/data/books; beyond 4 a repeated token" in told
+    assert f"5.00 of the 1,000,000 tokens of {tmp_path}/clean/data/books; above 4, repeated tokens" in told
     # Half of ten million tokens with all of the first source, the rest evenly.
     phases = [{"start_tokens": 0, "weights": [1, 0]}, {"start_tokens": 5_000_000, "weights": [1, 1]}]
     told = plan(dataset_name=None, dataset_mixture=mixture, dataset_curriculum=phases)
@@ -308,7 +308,9 @@ def test_finished_runs_calibrate_the_time(plan_other, tmp_path: Path) -> None:
 def test_an_iteration_of_reinforcement_learning_has_a_time_where_the_peak_is_known(plan_other) -> None:
     flags = "--num_processes", 2, "--gpu", "H100", "--mfu", 0.3, "--price-per-gpu-hour", 3
     told = plan_other("grpo", *flags, max_steps=9)
-    answers = re.search(r"iteration +(\d+) answers of \d+ tokens after prompts of \d+, all full, passes: 1", told)[1]
+    answers = re.search(
+        r"iteration +(\d+) answers of \d+ tokens after prompts of \d+, all of full length, passes: 1", told
+    )[1]
     assert f"{int(answers) // 2} answers on each GPU, of 3.35 TB/s" in told
     names = ("sampling", "scoring", "updates", "time")
     *parts, whole = (float(re.search(rf"^{name} +([\d.e-]+) s", told, re.MULTILINE)[1]) for name in names)
@@ -329,7 +331,7 @@ def test_a_price_makes_a_cost_of_the_time(plan_other) -> None:
 @pytest.mark.parametrize(
     ("recipe", "flags", "changes", "words"),
     [
-        ("sft", ["--mfu", "2"], {}, "is usual"),
+        ("sft", ["--mfu", "2"], {}, "usually 0.3"),
         ("sft", ["--gpu", "Abacus"], {}, "the GPU 'Abacus' is not known"),
         ("sft", ["--num_gpus=8"], {}, "write --num_processes"),
         ("sft", [], {"max_length": None}, "write `max_length: ...`"),
@@ -343,7 +345,7 @@ def test_a_price_makes_a_cost_of_the_time(plan_other) -> None:
         ("grpo", ["--gpus", "2xH100", "--deadline", "1"], {}, "--deadline: needs the length of the run"),
         ("grpo", ["--gpus", "2xH100", "--deadline", "1e-9"], {"max_steps": 400}, "more than 1e-09"),
         ("grpo", ["--gpus", "2xH100", "--budget", "500"], {"max_steps": 400}, "--budget: needs a price"),
-        ("ppo", ["--deadline", "1"], {}, "--deadline: is a flag of the search"),
+        ("ppo", ["--deadline", "1"], {}, "--deadline: is only for the search"),
         ("ppo", ["--gpus", "2xH100", "--num_processes", "4"], {}, "one for each of --gpus"),
         ("ppo", ["--gpus", "0xH100"], {}, "write it as 8xH100"),
         ("ppo", ["--gpus", "2xMI999"], {}, "'MI999' is not known"),
@@ -352,7 +354,7 @@ def test_a_price_makes_a_cost_of_the_time(plan_other) -> None:
         ("sft", ["--calibrate", "out", "--mfu", "0.5", "--gpu", "H100"], {}, "--calibrate: --mfu sets the MFU too"),
         ("sft", ["--calibrate", "out", "--gpu", "H100"], {}, "neither run.json nor metrics.jsonl"),
         ("ppo", [], {"kl_coeff": 1}, "kl_coeff"),
-        ("sft", ["--save_seconds", "60", "--gpu", "H100"], {}, "is a flag of pretraining"),
+        ("sft", ["--save_seconds", "60", "--gpu", "H100"], {}, "is only for pretraining"),
     ],
 )
 def test_what_makes_no_sense_is_refused(plan_other, recipe, flags, changes, words) -> None:

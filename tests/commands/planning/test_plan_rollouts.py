@@ -44,8 +44,8 @@ def test_a_run_as_long_as_its_data_has_hours_and_cost_for_a_thousand_iterations(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--gpus", "2xH100 MIG 1g.10gb"], "supports no MIG instances"),
-        (["--gpu", "H100 MIG 1g.10gb", "--num_processes", 7], "supports no MIG instances"),
+        (["--gpus", "2xH100 MIG 1g.10gb"], "does not support MIG instances"),
+        (["--gpu", "H100 MIG 1g.10gb", "--num_processes", 7], "does not support MIG instances"),
         (["--gpus", "2x4090", "--max_length", 4_000_000], "in no layout"),
     ],
 )

@@ -57,7 +57,7 @@ def test_the_best_is_told_with_its_keys_and_written(search_plan, tmp_path: Path)
     ("flags", "changes", "words"),
     [
         (["H100"], {}, "write it as 8xH100"),
-        (["3xH100", "--num_processes", 1], {}, "cannot be divided by 3 processes"),
+        (["3xH100", "--num_processes", 1], {}, "cannot be divided among 3 processes"),
         (["2xH100", "--deadline", 1], {}, "needs the length of the run"),
         (["2xH100", "--budget", 1, "--num_rows", 100], {}, "write --price_per_gpu_hour"),
         (["2xH100", "--deadline", 1e-9, "--num_rows", 100], {}, "more than 1e-09"),

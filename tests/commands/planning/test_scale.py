@@ -99,8 +99,8 @@ def test_the_published_laws_are_both_named_and_disagree(scale) -> None:
     told = scale("plan", "--flops", 5.76e23)
     first, second = told.split("Hoffmann et al. 2022, as printed")
     assert "Besiroglu et al. 2024" in first
-    assert "18.4 a parameter" in first
-    assert "92.6 a parameter" in second
+    assert "18.4 per parameter" in first
+    assert "92.6 per parameter" in second
 
 
 RECIPE = {
@@ -175,7 +175,7 @@ def test_a_target_is_predicted_before_it_is_trained_and_compared_after(recipe, s
     after = json.loads((folder / "runs" / "compared.json").read_text())
     assert after["predicted"] == pytest.approx(before["predicted"], rel=1e-3)
     assert after["error"] == pytest.approx(0, abs=5e-3)
-    assert re.search(r"measured +[\d.]+: predicted [+-]0\.\d\d% of it, (in|outside of) the interval", told)
+    assert re.search(r"measured +[\d.]+: error of the prediction [+-]0\.\d\d%, (in|outside of) the interval", told)
 
 
 @pytest.mark.parametrize("counts", [True, False])
@@ -191,9 +191,9 @@ def test_a_prediction_counts_parameters_as_its_law_does(runs, scale, tmp_path, c
     ("changes", "flags", "words"),
     [
         ({}, ["--head_dim", 15], "rotary embeddings need an even number"),
-        ({}, ["--target", 0, 5], "are each 1 or more"),
-        ({}, ["--depths", 2, 4], "--depths: a law needs 3 or more"),
-        ({}, ["--ratios", 0, 5, 10], "--ratios: a law needs 3 or more, each 1 or more"),
+        ({}, ["--target", 0, 5], "must be 1 or more"),
+        ({}, ["--depths", 2, 4], "--depths: a law needs 3 different numbers"),
+        ({}, ["--ratios", 0, 5, 10], "--ratios: a law needs 3 different numbers, each 1 or more"),
         ({"model_config": {"model_type": "gpt2", "vocab_size": 512}}, [], "has no `hidden_size`"),
         ({"warmup_steps": 0.5, "decay_steps": 0.9, "lr_scheduler_type": "warmup_stable_decay"}, [], "decay"),
     ],
@@ -206,14 +206,18 @@ def test_a_sweep_that_gives_no_law_is_refused_before_anything_is_written(
     assert not list((tmp_path / "sweep").glob("*.yaml"))
 
 
+def test_a_file_where_the_folder_of_a_sweep_goes_is_told(recipe, scale) -> None:
+    assert "name another --output" in scale("sweep", "--config", recipe, "--output", recipe, code=2)
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["plan", "--flops", "-1"], "write a finite number above 0"),
         (["predict", "--parameters", "1e6"], "write --parameters and --tokens, --config or --run"),
-        (["predict"], "nothing says what is predicted"),
-        (["predict", "--run", "a", "--config", "b"], "--config and --run says what is predicted"),
-        (["predict", "--run", "a", "--output", "b"], "two losses"),
+        (["predict"], "the run is given by no flag"),
+        (["predict", "--run", "a", "--config", "b"], "the run is given by --config and --run"),
+        (["predict", "--run", "a", "--output", "b"], "several losses"),
         (["fit", "no/such/run"], "neither run.json nor metrics.jsonl"),
         (["plan", "--flops", "1e18", "--fit", "no-law.json"], "no-law.json"),
     ],

@@ -1,1 +1,1 @@
-"""Commands whose rows models write: comparison of answers by a judge, and synthetic training data."""
+"""Commands with generating models: synthetic training data, comparison by a judge, stored teacher probabilities."""

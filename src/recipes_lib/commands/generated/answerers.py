@@ -1,4 +1,4 @@
-"""Models that answer and judge, of ``recipes synthesize`` and of ``recipes eval compare --judge``."""
+"""Answering and judging models of ``recipes synthesize`` and ``recipes eval compare --judge``."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from recipes_lib.models.generation import Generator, Sampling
 
 Settings = SynthesisConfig | argparse.Namespace
-"""Sampling, requests and judge; flags have the names of the keys."""
+"""Settings of sampling, requests and judge; flags are named like the keys."""
 Task = Literal["grade", "pairwise"]
-"""What a judge is asked for, as its shipped prompt is called."""
+"""Task of a judge, which is also the name of its shipped prompt."""
 
 
 def load_answerer(
@@ -34,16 +34,16 @@ def load_answerer(
     named: ModelConfig,
     start: Callable[[Sampling, int], Generator] | None = None,
 ) -> Answerer:
-    """Build a model that answers.
+    """Load a local model, or build the client of an endpoint.
 
     Args:
-        settings: Of sampling and requests.
-        place: Address of an endpoint, and the name of its model; ``None``: a model on this machine.
-        named: The model on this machine.
-        start: As ``load_local_model``.
+        settings: Settings of sampling and requests.
+        place: URL of an endpoint and the name of its model; ``None`` for a local model.
+        named: Local model; ignored for an endpoint.
+        start: As in ``load_local_model``.
 
     Raises:
-        ConfigError: It cannot be had.
+        ConfigError: The model cannot be loaded, or the endpoint is invalid.
     """
     if place is not None:
         length, fields = settings.max_new_tokens, settings.request_fields
@@ -58,13 +58,14 @@ def load_answerer(
 
 
 def load_judge(settings: Settings, task: Task) -> Judge:
-    """Build the judge: an endpoint, else a reward model.
+    """Build the judge: a prompted model behind an endpoint, or a local reward model.
 
     Raises:
-        ConfigError: It cannot be had, its prompt is wrong, or the endpoint has no model's name.
+        ConfigError: The reward model cannot be loaded, the prompt file is invalid, or the endpoint has no model name.
     """
     if (place := split_place(str(settings.judge))) is not None:
         length, fields = settings.judge_max_new_tokens, settings.judge_fields
+        # Temperature 0: the same answer gets the same grade.
         endpoint = _build_endpoint(settings, place, length, 0.0, fields)
         prompt = Path(settings.judge_prompt or PROMPTS / f"{task}.yaml")
         return PromptedJudge(endpoint, **{"grading" if task == "grade" else task: prompt})
@@ -75,7 +76,7 @@ def load_judge(settings: Settings, task: Task) -> Judge:
 
 
 def verify_judge(settings: Settings, task: Task) -> None:
-    """Raise before anything is asked for a judge that is named and cannot be had; no reward model is loaded.
+    """Raise for an invalid judge before any model is asked; loads no weights.
 
     Raises:
         ConfigError: As ``load_judge``.

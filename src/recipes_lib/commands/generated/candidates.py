@@ -1,4 +1,4 @@
-"""Candidates of ``recipes synthesize``: replies that pass the filters, and the rows and pairs made of them."""
+"""Candidates of ``recipes synthesize``: replies that pass the filters, and the rows and pairs built from them."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from recipes_lib.files import parse_record, replacing
 ROWS: Final = "rows.jsonl"
 PAIRS: Final = "pairs.jsonl"
 _NUM_SHOWN: Final = 20
-"""Rows of each kind that the report shows."""
+"""Rows in the report, per reason of removal."""
 
 
 @dataclass
 class Answer:
-    """A text of the last step that passed the filters.
+    """A reply of the last step that passed the filters.
 
     Attributes:
-        text: Without reasoning.
-        place: Its number among all answers.
-        thought: The reasoning before it; ``None`` without.
+        text: Text without reasoning.
+        place: Index among all answers to the prompt, including removed ones.
+        thought: Reasoning before the text; ``None`` if there is none.
         agrees: Whether it has the most common result.
-        grade: ``None`` where the judge gave none.
+        grade: Grade of the judge; ``None`` without one.
     """
 
     text: str
@@ -44,18 +44,18 @@ class Answer:
     grade: float | None = None
 
     def rank(self) -> tuple[bool, float]:
-        """Return what decides between two answers: first agreement, then the grade."""
+        """Return the sort key of answers: agreement first, then the grade."""
         return self.agrees, -math.inf if self.grade is None else self.grade
 
 
 @dataclass
 class Candidate:
-    """A row that passed the filters: what it was made of, and its answers that passed.
+    """A generated row with the answers that passed the filters.
 
     Attributes:
-        values: Of the method's templates, without the last step.
-        answers: In order.
-        agreement: Share of the most common result; ``None`` if not asked for.
+        values: Values of the method's templates, without the last step.
+        answers: Answers in order.
+        agreement: Share of answers with the most common result; ``None`` without ``min_agreement``.
     """
 
     values: Mapping[str, Any]
@@ -63,14 +63,14 @@ class Candidate:
     agreement: float | None = None
 
     def find_extremes(self) -> tuple[Answer, Answer]:
-        """Return the best and the worst answer; the first of equal ones."""
-        # Answers without a grade take part only where no answer has one.
+        """Return the best and the worst answer; of equal ones the first."""
+        # Answers without a grade are ignored, unless no answer has one.
         known = [answer for answer in self.answers if answer.grade is not None] or self.answers
         return max(known, key=Answer.rank), min(known, key=Answer.rank)
 
 
 def find_failure(step: Mapping[str, Any], text: str, *, error: str | None, is_finished: bool) -> str | None:
-    """Why a reply cannot be used."""
+    """Return the reason why a reply of a step is unusable; ``None`` if it is usable."""
     if error is not None:
         return "refused by the engine"
     if not is_finished:
@@ -83,10 +83,14 @@ def find_failure(step: Mapping[str, Any], text: str, *, error: str | None, is_fi
 
 
 def read_row_file(path: Path, num_bytes: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file that this command wrote, one in memory at a time.
+    """Yield the rows of a file of this command, line by line.
+
+    Args:
+        path: The file.
+        num_bytes: Size of the part to read, which ends at a line end; ``None``: the whole file.
 
     Raises:
-        DataError: A line is broken.
+        DataError: A line is not a JSON object.
     """
     read = 0
     with path.open("rb") as file:
@@ -108,15 +112,15 @@ def filter_replies(
     removed: Counter[str],
     samples: dict[str, list[Any]],
 ) -> Iterator[Candidate]:
-    """Yield the rows that pass all filters but those of grades, and count the others by reason.
+    """Yield the candidates that pass all filters except those on grades, and count the others by reason.
 
     Args:
-        method: That made the replies; how many of them count, since an earlier launch may have asked for more.
-        rows: Of the source.
-        checks: Of single answers.
-        path: Of the replies.
-        removed: Gets the counts.
-        samples: Gets the first replies of each reason.
+        method: Method and configuration; ``num_candidates`` may be lower than in an earlier launch.
+        rows: Source rows.
+        checks: Filters of single answers; the first one checks lengths.
+        path: File of the replies.
+        removed: Counts by reason, updated in place.
+        samples: First removed replies by reason, updated in place.
     """
     threshold = method.config.near_duplicates_threshold
     seen = None if threshold is None else NearDuplicates(threshold)
@@ -138,22 +142,22 @@ def filter_replies(
 
 
 def read_compared(method: Method, candidate: Candidate) -> str:
-    """Return the text by which a candidate is compared with others."""
+    """Return the text by which a candidate is compared with others, rendered with its first answer."""
     return method.read_compared(complete_values(method, candidate, candidate.answers[0].text))
 
 
 def complete_values(method: Method, candidate: Candidate, text: str) -> dict[str, Any]:
-    """Values of a candidate with the text of one of its answers."""
+    """Return the template values of a candidate with the text of one of its answers."""
     return {**candidate.values, method.steps[-1]["name"]: text}
 
 
 def _take(
     method: Method, rows: Sequence[SourceRow], checks: Sequence[Check], reply: Mapping[str, Any]
 ) -> Candidate | str:
-    """Return the candidate in a reply, or why there is none."""
+    """Return the candidate in a reply, or the reason of its removal."""
     if reply["failed"] is not None:
         return str(reply["failed"])
-    # Drawn again instead of stored: seed and number decide them.
+    # Drawn again instead of stored, since seed and number determine them.
     values = method.draw(rows, reply["number"]) | {"number": reply["number"]}
     values |= {step["name"]: take_reply(step, reply["steps"][step["name"]]) for step in method.steps[:-1]}
     candidate, reasons = Candidate(values, []), list[str]()
@@ -167,12 +171,12 @@ def _take(
             candidate.answers.append(Answer(text, place, split_reasoning(given["text"])[0]))
     if not candidate.answers:
         return reasons[0]
-    # What the model has asked is checked too, but for its length.
+    # A generated prompt is checked, too, except for its length: `checks[0]`.
     if method.fields["compare_with_source"] and (reason := _find_fault(read_compared(method, candidate), checks[1:])):
         return reason
     if method.config.min_agreement is not None:
         agreeing = find_agreeing([answer.text for answer in candidate.answers])
-        # Of all answers that were asked for: those that were removed do not agree.
+        # Relative to all requested answers: removed ones count as disagreeing.
         candidate.agreement = len(agreeing) / method.config.num_answers
         if candidate.agreement < method.config.min_agreement:
             return "no agreement"
@@ -186,7 +190,7 @@ def _find_fault(text: str, checks: Sequence[Check]) -> str | None:
 
 
 def keep_graded(config: SynthesisConfig, candidate: Candidate, removed: Counter[str]) -> bool:
-    """Whether the best answer of a row has a grade, and a good one."""
+    """Return whether the best answer of a candidate has a sufficient grade; else count it in ``removed``."""
     if config.judge is None:
         return True
     best = candidate.find_extremes()[0].grade
@@ -202,7 +206,7 @@ def keep_graded(config: SynthesisConfig, candidate: Candidate, removed: Counter[
 def write_rows(
     method: Method, candidates: Sequence[Candidate], folder: Path, samples: dict[str, list[Any]]
 ) -> tuple[int, int]:
-    """Write ``rows.jsonl`` and ``pairs.jsonl``, and return how many rows each has."""
+    """Write ``rows.jsonl`` and ``pairs.jsonl``; return the number of rows of each."""
     is_ranked = method.config.judge is not None or method.config.min_agreement is not None
     rows, pairs = list[dict[str, Any]](), list[dict[str, Any]]()
     for candidate in candidates:
@@ -217,7 +221,7 @@ def write_rows(
             with replacing(folder / name) as partial, partial.open("w", encoding="utf-8") as file:
                 file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in written)
         else:
-            # Pairs of an earlier launch, with other filters, would pass for those of this one.
+            # Pairs of an earlier launch with other filters must not remain.
             (folder / name).unlink(missing_ok=True)
     return len(rows), len(pairs)
 
@@ -228,7 +232,7 @@ def _build_row(method: Method, candidate: Candidate, answer: Answer) -> dict[str
 
 
 def _describe(method: Method, candidate: Candidate, answer: Answer) -> dict[str, Any]:
-    """Provenance of a row, as its column ``synthesis``."""
+    """Return the provenance of a row, its column ``synthesis``."""
     values = candidate.values
     return {
         "synthesis": {
@@ -245,7 +249,7 @@ def _describe(method: Method, candidate: Candidate, answer: Answer) -> dict[str,
 
 
 def _build_pair(method: Method, candidate: Candidate, best: Answer, worst: Answer) -> Iterator[dict[str, Any]]:
-    """Yield the preference row of the best and the worst answer, if the method writes answers to prompts."""
+    """Yield the preference row of the best and the worst answer; nothing for methods that write plain text."""
     chosen, rejected = (_build_row(method, candidate, answer) for answer in (best, worst))
     provenance = _describe(method, candidate, best)
     if isinstance(chosen.get("messages"), list):

@@ -1,4 +1,4 @@
-"""``recipes distill-store``: compute the teacher's top-k probabilities once, and store them for any number of runs."""
+"""``recipes distill-store``: compute the top-k log-probabilities of a teacher once, for any number of runs."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
     from recipes_lib.distillation.teacher_store import ComputeTop, RecordFormat
 
 NUM_CHECKED: Final = 16
-"""Rows that are recomputed to verify the store."""
+"""Number of rows that are recomputed to verify the store."""
 ALLOWED: Final = {"float32": 0.02, "float16": 0.1, "bfloat16": 0.1}
-"""KL divergence allowed between stored and recomputed probabilities, in nats per target, by precision."""
+"""Compute dtype -> allowed KL divergence between stored and recomputed probabilities, in nats per target."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Write the store of a distillation run, or verify an existing one against the teacher.
+    """Run the command: write the store of a distillation run, or verify an existing one.
 
     Raises:
-        ConfigError: The configuration asks for no store, or the teacher cannot be loaded.
-        DataError: The disk is full, or the store is not what the teacher says.
+        ConfigError: The configuration has no ``teacher_top_k``, or the teacher cannot be loaded.
+        DataError: The disk is full, or the store differs from recomputed probabilities.
     """
     parsed = load_for_command("distill", argv)
     if parsed.distillation.teacher_top_k is None:
         where = str(parsed.path or "command line")
-        remedy = "write `teacher_top_k: 64`; with it the run learns from the store"
-        raise ConfigError(Problem(where, "`teacher_top_k` is missing: the number of tokens to store", remedy))
+        remedy = "write `teacher_top_k: 64`, with which the run reads the store"
+        raise ConfigError(Problem(where, "`teacher_top_k`, the number of tokens to store, is missing", remedy))
     store(parsed)
 
 
@@ -71,26 +71,26 @@ def store(config: RecipeConfig) -> None:
     collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
     compute = build_compute(config, identity.format, teacher, collate, args)
 
-    def tell(num_done: int) -> None:
+    def print_progress(num_done: int) -> None:
         sys.stdout.write(f"{num_done:,} of {len(data.train):,} rows\n")
         sys.stdout.flush()
 
-    found = write_store(identity, data.train, compute, batch_size=args.per_device_eval_batch_size, tell=tell)
-    taught = read_store(identity, data.train)
+    found = write_store(identity, data.train, compute, batch_size=args.per_device_eval_batch_size, tell=print_progress)
+    stored = read_store(identity, data.train)
     dtype = str(get_compute_dtype(args)).removeprefix("torch.")
-    off = compare_with_teacher(identity, taught, compute, num_rows=NUM_CHECKED, allowed=ALLOWED[dtype])
+    divergence = compare_with_teacher(identity, stored, compute, num_rows=NUM_CHECKED, allowed=ALLOWED[dtype])
     size = identity.format.dtype.itemsize
-    num_targets = int(taught.counts.sum())
+    num_targets = int(stored.counts.sum())
     sys.stdout.write(
         f"{num_targets:,} targets of {size} bytes, {num_targets * size / 1e9:.2f} GB; {identity.format.k} tokens of "
-        f"{identity.format.num_tokens:,} each\nrecomputed, the teacher differs by {off:.1e} nats\npath {found.path}\n"
+        f"{identity.format.num_tokens:,} each\nKL divergence to recomputed {divergence:.1e} nats\npath {found.path}\n"
     )
 
 
 def build_compute(
     config: RecipeConfig, record: RecordFormat, teacher: Any, collate: Any, args: TrainingArguments
 ) -> ComputeTop:
-    """Return the function that computes the teacher's probabilities, in the precision of the run."""
+    """Return the function that computes top-k log-probabilities of the teacher, in the precision of the run."""
     import torch
 
     from recipes_lib.distillation.teacher_store import ask_teacher, read_targets
@@ -99,6 +99,7 @@ def build_compute(
     dtype, device = get_compute_dtype(args), args.device
 
     def compute(rows: Sequence[Any]) -> Any:
+        # Keys for the trainer, which the model does not accept.
         batch = {name: value for name, value in collate(list(rows)).items() if name not in ("num_tokens", "row_ids")}
         inputs = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
         labels = inputs.pop("labels")

@@ -1,13 +1,13 @@
-"""Methods of ``recipes synthesize``: what is read, which prompts are sent in which order, and what becomes of it.
+"""Methods of ``recipes synthesize``: the source rows, the prompts sent to the model, and the rows that are written.
 
-A method is a YAML file, shipped in ``methods/`` or the user's own:
+A method is a YAML file, shipped in ``methods/`` or written by the user:
 
-- ``reads``: ``seeds`` (several rows with a prompt are shown), ``prompts`` or ``documents`` (one row each);
-- ``choices``: name -> values, one of which is drawn for each row;
-- ``steps``: each with ``name`` and ``prompt``, and perhaps ``system``, ``context: true`` (the messages before the
-  prompt are sent too) and ``pattern``, a regular expression whose group is taken of the reply;
-- ``compare``: the text by which near duplicates are found; ``compare_with_source: true``: also with what was read;
-- ``row``: what is written; ``context`` in place of a message stands for those before the prompt.
+- ``reads``: ``seeds`` (a prompt contains several source rows), ``prompts`` or ``documents`` (one source row each);
+- ``choices``: name -> list of values, one of which is drawn for each row;
+- ``steps``: requests in order, each with ``name`` and ``prompt``; optional: ``system``; ``context: true``, which also
+  sends the messages before the prompt; ``pattern``, a regular expression whose group is the result of the reply;
+- ``compare``: text that near duplicates are found by; ``compare_with_source: true`` also compares with source rows;
+- ``row``: the row that is written; ``context`` in place of a message stands for the messages before the prompt.
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ from recipes_lib.evaluation.prompt_files import load_prompt_file, render_prompt
 
 METHODS: Final = Path(__file__).with_name("methods")
 READS: Final = ("seeds", "prompts", "documents")
-_FIELDS: Final = {
-    **{"reads": str, "choices": dict, "steps": list, "compare": str, "compare_with_source": bool, "row": dict}
-}
+_REQUIRED: Final = {"reads": str, "steps": list, "compare": str, "row": dict}
+_FIELDS: Final = {**_REQUIRED, "choices": dict, "compare_with_source": bool}
 _STEP_FIELDS: Final = {"name": str, "prompt": str, "system": str, "context": bool, "pattern": str}
 _CONTEXT: Final = "context"
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRow:
-    """A row that is read.
+    """A row of the source.
 
     Attributes:
-        where: Its place.
-        text: Its prompt or document.
-        question: Of seeds and prompts.
+        where: Location, ``file row N``.
+        text: Prompt or document.
+        question: The parsed prompt of seeds and prompts; ``None`` for documents.
     """
 
     where: str
@@ -53,12 +52,12 @@ class SourceRow:
 
 @dataclass(frozen=True)
 class Method:
-    """A method, as a configuration uses it.
+    """A method of generation with the configuration of a run.
 
     Attributes:
-        path: Of its file.
-        fields: Of its file.
-        config: Source, seed and numbers.
+        path: File of the method.
+        fields: Fields of the file.
+        config: Configuration of the run: source, seed, numbers of rows and answers.
     """
 
     path: Path
@@ -67,25 +66,24 @@ class Method:
 
     @property
     def steps(self) -> Sequence[Mapping[str, Any]]:
-        """Steps in order; the last one gives the answers."""
+        """Steps in order; replies of the last one are the answers."""
         steps: Sequence[Mapping[str, Any]] = self.fields["steps"]
         return steps
 
     def draw(self, rows: Sequence[SourceRow], number: int) -> dict[str, Any]:
-        """Return the values of a row: what it reads, and a value of each choice; decided by seed and number.
+        """Return the template values of a row: its source rows, and a value of each choice.
 
         Args:
-            rows: Of the source.
-            number: Of the row that is written.
+            rows: Source rows.
+            number: Number of the generated row; it determines the values, together with the seed.
         """
-        # A generator of its own for each row: what it draws depends on no other row, so that a resumed run equals a
-        # whole one.
-        drawn = np.random.default_rng([self.config.seed, number])
+        # One generator per row: draws do not depend on other rows, so that a resumed run equals an uninterrupted one.
+        generator = np.random.default_rng([self.config.seed, number])
         values: dict[str, Any] = {
-            name: given[int(drawn.integers(len(given)))] for name, given in (self.fields["choices"] or {}).items()
+            name: given[int(generator.integers(len(given)))] for name, given in (self.fields["choices"] or {}).items()
         }
         if self.fields["reads"] == "seeds":
-            chosen = drawn.choice(len(rows), min(self.config.num_seeds, len(rows)), replace=False)
+            chosen = generator.choice(len(rows), min(self.config.num_seeds, len(rows)), replace=False)
             seeds = [rows[int(at)] for at in chosen]
             return {
                 **values,
@@ -100,20 +98,21 @@ class Method:
         return {**values, "prompt": row.text, _CONTEXT: context, "references": references}
 
     def build_chat(self, step: Mapping[str, Any], values: Mapping[str, Any]) -> Chat:
-        """Return what is sent at a step.
+        """Return the chat that a step sends.
 
         Raises:
             ConfigError: As ``render_prompt``.
         """
         messages: list[Message] = list(values.get(_CONTEXT, ())) if step.get("context") else []
         if step.get("system"):
-            told = render_prompt(step["system"], f"{self.path}: system", values)
-            messages = [{"role": "system", "content": told}, *(one for one in messages if one["role"] != "system")]
-        asked = render_prompt(step["prompt"], f"{self.path}: {step['name']}", values)
-        return [*messages, {"role": "user", "content": asked}]
+            # Replaces a system message of the source row: a chat has at most one.
+            system = render_prompt(step["system"], f"{self.path}: system", values)
+            messages = [{"role": "system", "content": system}, *(one for one in messages if one["role"] != "system")]
+        prompt = render_prompt(step["prompt"], f"{self.path}: {step['name']}", values)
+        return [*messages, {"role": "user", "content": prompt}]
 
     def build_row(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the row that the values make.
+        """Return the row to write, rendered from the template ``row``.
 
         Raises:
             ConfigError: As ``render_prompt``.
@@ -128,7 +127,7 @@ class Method:
             return {name: self._fill(one, values) for name, one in value.items()}
         filled: list[Any] = []
         for one in value:
-            # One system message: that of the method replaces the one of the row.
+            # A system message of the method replaces that of the source row.
             has_system = any(isinstance(before, dict) and before.get("role") == "system" for before in filled)
             if one == _CONTEXT:
                 context = values.get(_CONTEXT, ())
@@ -138,7 +137,7 @@ class Method:
         return filled
 
     def build_question(self, row: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Question, str]:
-        """Return the question of a row that was built, for a judge, and its answer; of a text its last prompt."""
+        """Return question and answer of a built row, for a judge; for plain text, the last prompt is the question."""
         number = str(values.get("number", ""))
         if isinstance(row.get("messages"), list):
             *context, last, answer = row["messages"]
@@ -149,14 +148,14 @@ class Method:
         return Question(number, None, [], [asked]), texts[-1]
 
     def read_compared(self, values: Mapping[str, Any]) -> str:
-        """Return the text by which near duplicates are found."""
+        """Return the text that near duplicates are found by."""
         return render_prompt(self.fields["compare"], f"{self.path}: compare", values)
 
 
 def take_reply(step: Mapping[str, Any], text: str) -> str | None:
-    """Return what a step takes of a reply; ``None`` where its pattern does not match or matches nothing.
+    """Return the result of a reply: the group of the pattern, else the whole text; ``None`` if it is empty.
 
-    Reasoning in ``<think>`` is left out.
+    Reasoning in ``<think>`` is removed first.
     """
     _, said = split_reasoning(text)
     if not step.get("pattern"):
@@ -166,10 +165,10 @@ def take_reply(step: Mapping[str, Any], text: str) -> str | None:
 
 
 def load_method(config: SynthesisConfig) -> Method:
-    """Load the shipped method of the configured name, or the file.
+    """Load the shipped method with the configured name, or a file.
 
     Raises:
-        ConfigError: There is none, or it is not a method; every problem at once.
+        ConfigError: There is no such method, or its file is invalid; all problems at once.
     """
     name = config.method
     path = METHODS / f"{name}.yaml"
@@ -177,9 +176,8 @@ def load_method(config: SynthesisConfig) -> Method:
         path = Path(name)
         if not name.endswith((".yaml", ".yml")):
             shipped = ", ".join(sorted(file.stem for file in METHODS.glob("*.yaml")))
-            raise ConfigError(
-                Problem("method", f"there is no method {name[:120]!r}", f"name {shipped}, or a YAML file")
-            )
+            remedy = f"name {shipped}, or a YAML file"
+            raise ConfigError(Problem("method", f"there is no method {name[:120]!r}", remedy))
     fields = load_prompt_file(path, _FIELDS)
     if problems := _find_faults(fields, str(path)):
         raise ConfigError(*problems)
@@ -188,9 +186,7 @@ def load_method(config: SynthesisConfig) -> Method:
 
 def _find_faults(fields: Mapping[str, Any], where: str) -> list[Problem]:
     problems = [
-        Problem(where, f"`{name}` is missing", "see the shipped methods")
-        for name in ("reads", "steps", "compare", "row")
-        if not fields[name]
+        Problem(where, f"`{name}` is missing", "see the shipped methods") for name in _REQUIRED if not fields[name]
     ]
     if fields["reads"] and fields["reads"] not in READS:
         problems.append(Problem(where, f"`reads: {fields['reads']}`", f"write one of {', '.join(READS)}"))
@@ -213,18 +209,19 @@ def _find_faults(fields: Mapping[str, Any], where: str) -> list[Problem]:
 def _find_pattern_faults(step: Mapping[str, Any], where: str) -> list[Problem]:
     try:
         if isinstance(step.get("pattern"), str) and re.compile(step["pattern"]).groups != 1:
-            return [Problem(where, f"the pattern of `{step['name']}` has not one group", "mark what is taken by ( )")]
+            found = f"the pattern of `{step['name']}` does not have exactly one group"
+            return [Problem(where, found, "enclose the part to extract in ( )")]
     except re.error as error:
         return [Problem(where, f"the pattern of `{step['name']}`: {error}", "correct the regular expression")]
     return []
 
 
 def read_source(method: Method) -> tuple[list[SourceRow], str]:
-    """Return the rows that a method reads, as many as are used, and the fingerprint of the source.
+    """Return the source rows that a method uses, and the fingerprint of the source.
 
     Raises:
-        ConfigError: Columns are wrong.
-        DataError: It cannot be read, is empty, or rows lack a prompt or a text; all of them.
+        ConfigError: ``dataset_columns`` is wrong.
+        DataError: The source cannot be read or is empty, or rows have no prompt or text; all problems at once.
     """
     from recipes_lib.data.sources.canonical import load_source
 
@@ -237,7 +234,7 @@ def read_source(method: Method) -> tuple[list[SourceRow], str]:
         columns=config.dataset_columns,
     )
     rows, problems = list[SourceRow](), list[Problem]()
-    # All seeds may be drawn; of prompts and documents only those that are written.
+    # Any seed may be drawn; prompts and documents are used in order.
     limit = None if reads == "seeds" else config.num_candidates
     for number, entry in enumerate(islice(source.rows(), limit)):
         if isinstance(entry, Problem):

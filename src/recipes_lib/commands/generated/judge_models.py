@@ -1,14 +1,12 @@
-"""``recipes eval compare A B --judge J --prompts FILE``: which model's answers a judge prefers.
+"""``recipes eval compare A B --judge J --prompts FILE``: win rates of models by the verdicts of a judge.
 
-It is a form of ``recipes eval compare`` because it answers the same question, which of several models is better, in the
-same form: the first one is the baseline, differences are paired by question, and each has a confidence interval. Only
-what is compared differs: not the scores of evaluations on disk, but answers, which are sampled here or read from files.
+As in ``recipes eval compare`` without a judge, the first model is the baseline, comparisons are paired by question, and
+each has a confidence interval. Answers are sampled here or read from files.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.evaluation.judge_questions import Question, ask_questions, load_answers, load_questions
 from recipes_lib.evaluation.judges import Judge, WinRate, compute_win_rate, split_place
-from recipes_lib.files import read_lines, replace_record
+from recipes_lib.files import parse_record, read_lines, replace_record
 from recipes_lib.processes import verify_one_process
 
 if TYPE_CHECKING:
@@ -36,20 +34,20 @@ _EPILOG: Final = (
 
 @dataclass(slots=True, kw_only=True)
 class AnsweredCounts(TokenCounts):
-    """Progress of a file of answers, whose tokens are not counted, or of verdicts.
+    """Progress of a file of answers or verdicts; tokens are only counted for verdicts.
 
     Attributes:
-        num_questions: Questions with a row.
+        num_questions: Questions with a row in the file.
     """
 
     num_questions: int = 0
 
 
 def main(argv: Sequence[str]) -> None:
-    """Compare models by a judge, or resume an interrupted comparison.
+    """Run the command, or resume an interrupted comparison.
 
     Raises:
-        ConfigError: A flag is wrong, a model or the judge cannot be had, or the folder holds another comparison.
+        ConfigError: A flag is wrong, a model or the judge cannot be loaded, or the folder holds another comparison.
         DataError: Questions or answers cannot be read, or the judge gave no verdict on a model.
     """
     options = _build_parser().parse_args(list(argv))
@@ -71,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
     progress = build_progress(is_main=True)
     try:
         answers = [_find_answers(at, name, questions, options, progress) for at, name in enumerate(options.models)]
-        # Not before: a reward model would take the memory of the models meanwhile.
+        # After the answers: a local reward model would compete with the models for GPU memory.
         judge = load_judge(options, "pairwise")
         compared = [
             _judge(judge, questions, answers[0], other, options.output_dir / f"verdicts-{at}.jsonl", progress)
@@ -110,34 +108,40 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("models", nargs="+", metavar="MODEL", help="the first is the baseline")
     parser.add_argument("--judge", required=True, help="reward model, or URL#NAME of an endpoint")
-    told = "JSON Lines in the format of MT-Bench, Arena-Hard or AlpacaEval, or with `prompt` or `messages`"
-    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE", help=told)
+    text = "JSON Lines in the format of MT-Bench, Arena-Hard or AlpacaEval, or with `prompt` or `messages`"
+    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE", help=text)
     parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="answers, verdicts, judge.json")
-    told = "YAML file instead of evaluation/judge_prompts/pairwise.yaml"
-    parser.add_argument("--judge_prompt", type=Path, metavar="FILE", help=told)
-    told, length = "longest text of the judge (default: 2048)", "judge_max_new_tokens"
-    parser.add_argument("--judge_tokens", dest=length, metavar="N", type=int, default=2048, help=told)
-    told, read = "JSON: further fields of requests to the judge; null removes one", json.loads
+    text = "YAML file instead of evaluation/judge_prompts/pairwise.yaml"
+    parser.add_argument("--judge_prompt", type=Path, metavar="FILE", help=text)
+    text, length = "longest text of the judge (default: 2048)", "judge_max_new_tokens"
+    parser.add_argument("--judge_tokens", dest=length, metavar="N", type=int, default=2048, help=text)
+    text, read = "JSON: further fields of requests to the judge; null removes one", _read_fields
     parser.add_argument("--request", dest="request_fields", type=read, metavar="JSON", help="the same for models")
-    parser.add_argument("--judge_request", dest="judge_fields", type=read, metavar="JSON", help=told)
-    parser.add_argument("--limit", type=int, help="the first questions only")
+    parser.add_argument("--judge_request", dest="judge_fields", type=read, metavar="JSON", help=text)
+    parser.add_argument("--limit", type=int, help="number of questions (default: all)")
     parser.add_argument("--max_new_tokens", type=int, default=1024, help="longest answer of a model (default: 1024)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of the models (default: 0, greedy)")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling (default: 0)")
-    parser.add_argument("--batch_size", type=int, default=8, help="prompts at a time on this machine (default: 8)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (default: 0, greedy)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of sampling (default: 0)")
+    parser.add_argument("--batch_size", type=int, default=8, help="batch size of local models (default: 8)")
     parser.add_argument("--num_concurrent", type=int, default=8, help="requests to an endpoint at a time (default: 8)")
     parser.add_argument("--requests_per_minute", type=float, help="upper bound for each endpoint")
-    told = "seconds for an attempt (default: 300)"
-    parser.add_argument("--timeout", dest="request_timeout", metavar="S", type=float, default=300.0, help=told)
-    parser.add_argument("--dtype", default="auto", help="of models on this machine (default: that of the checkpoint)")
-    parser.add_argument("--use_cpu", action="store_true", help="do not use a GPU")
+    text = "timeout of a request in seconds (default: 300)"
+    parser.add_argument("--timeout", dest="request_timeout", metavar="S", type=float, default=300.0, help=text)
+    parser.add_argument("--dtype", default="auto", help="of local models (default: that of the checkpoint)")
+    parser.add_argument("--use_cpu", action="store_true", help="run local models on the CPU")
     return parser
+
+
+def _read_fields(text: str) -> dict[str, Any]:
+    if (fields := parse_record(text)) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return fields
 
 
 def _find_answers(
     at: int, name: str, questions: Sequence[Question], options: argparse.Namespace, progress: TrainingProgress
 ) -> list[list[str]]:
-    """Answers of a model, read from its file or sampled and written."""
+    """Return the answers of a model to each question, read from its file or sampled and written."""
     if Path(name).is_file() or name.endswith(".jsonl"):
         return load_answers(Path(name), questions)
     from recipes_lib.data.store import compute_key
@@ -147,7 +151,7 @@ def _find_answers(
     facts = {"model": engine.describe()}
     path = options.output_dir / f"answers-{at}.jsonl"
     key = compute_key({**facts, "questions": [question._asdict() for question in questions]})
-    what = "answers of another model, to other questions, or otherwise sampled"
+    what = "answers of another model, to other questions, or with other sampling parameters"
     file = RowFile(path, key, AnsweredCounts(), what=what, facts=facts)
 
     def answer(start: int, part: Sequence[Question]) -> Iterator[dict[str, Any]]:
@@ -155,7 +159,7 @@ def _find_answers(
         for question, said in zip(part, answers, strict=True):
             yield {"question_id": question.id, "model": name, "answers": said}
 
-    # A part keeps every concurrent request busy, and is what a kill loses.
+    # The most that a kill loses; large enough for all concurrent requests.
     size = max(options.batch_size, options.num_concurrent)
     file.write(_take_in_parts(questions, file.counts, size, answer, progress, f"answers of {name}"))
     return load_answers(path, questions)
@@ -167,11 +171,11 @@ def _take_in_parts(
     size: int,
     make: Callable[[int, Sequence[Question]], Iterator[dict[str, Any]]],
     progress: TrainingProgress,
-    told: str,
+    label: str,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of the questions that have none yet, part by part, and count them."""
+    """Yield the rows of the questions without one, part by part, and update the counts before each."""
     starts = range(counts.num_questions, len(questions), size)
-    for start in progress.track(starts, told, len(starts)):
+    for start in progress.track(starts, label, len(starts)):
         rows = list(make(start, questions[start : start + size]))
         counts.num_questions += len(rows)
         yield rows
@@ -185,7 +189,7 @@ def _judge(
     path: Path,
     progress: TrainingProgress,
 ) -> tuple[dict[str, WinRate], dict[str, int]]:
-    """Judge the answers to each question, or those that are missing, and return the rates by category."""
+    """Judge the answers to the questions without a verdict; return win rates by category, and tokens of the judge."""
     from recipes_lib.data.store import compute_key
 
     facts = {"judge": judge.describe()}
@@ -209,28 +213,28 @@ def _judge(
             }
 
     file.write(_take_in_parts(questions, file.counts, 8, ask, progress, path.stem))
-    # From the file: rows of earlier launches count too.
+    # From the file, which includes verdicts of earlier launches.
     rows = [row for row in read_lines(path) if row is not None]
     tokens = {name: getattr(file.counts, name) for name in ("num_prompt_tokens", "num_tokens")}
     return compute_rates(rows), tokens
 
 
 def compute_rates(rows: Sequence[Mapping[str, Any]]) -> dict[str, WinRate]:
-    """Return the win rate over all rows, ``all``, and over those of each category where there are several.
+    """Return win rates: ``all`` over all rows, and one per category if there are several.
 
     Args:
-        rows: Of a file of verdicts.
+        rows: Rows of a file of verdicts.
     """
     groups: dict[str, list[Any]] = {"all": []}
     for row in rows:
-        for name in {"all", str(row["category"])}:  # Once, should a category be called all.
+        for name in {"all", str(row["category"])}:  # A set, because a category may be called "all".
             groups.setdefault(name, []).append((row["winner"], row["orders"]))
     rates = {name: compute_win_rate(found) for name, found in groups.items()}
     return rates if len(rates) > 2 else {"all": rates["all"]}
 
 
 def format_rates(base: str, other: str, rates: Mapping[str, WinRate], tokens: Mapping[str, int]) -> Iterator[str]:
-    """Yield a table of win rates, and what the judge read and wrote."""
+    """Yield a table of win rates and the tokens of the judge, line by line."""
     yield f"{other} against {base}"
     heads = f"{'wins':>6}{'ties':>6}{'losses':>8}{'unparsable':>12}{'agree':>7}"
     yield f"{'category':20}{'win rate':>9}  {'95 % interval':18}{heads}"

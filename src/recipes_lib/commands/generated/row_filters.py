@@ -1,4 +1,4 @@
-"""Filters and selection of generated rows: refusals, length, language, agreement, near duplicates, best and diverse."""
+"""Filters of generated rows (refusal, length, language, agreement, near duplicate), and selection of diverse rows."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from recipes_lib.errors import ConfigError, DataError, Problem, verify_extra
 
 REFUSALS: Final = Path(__file__).with_name("refusals.txt")
 _NGRAM: Final = 3
-"""Words of a shingle: prompts are short."""
+"""Words of a shingle, few because prompts are short."""
 _BANDS, _ROWS = 32, 4
-"""Finds pairs with a similarity of 0.7 with a probability of 0.9998, of 0.5 with 0.87; each is verified exactly."""
+"""LSH bands and rows: candidate probability 0.9998 at similarity 0.7, 0.87 at 0.5; candidates are verified exactly."""
 _NUM_HASHES: Final = 128
 _SEED: Final = 0
 
 Check = Callable[[str], str | None]
-"""Returns why a text is removed; ``None`` where it is kept."""
+"""Filter of a text: returns the reason of its removal, ``None`` to keep it."""
 
 
 def build_checks(config: SynthesisConfig) -> list[Check]:
-    """Return the checks of single answers, cheap ones first.
+    """Return the filters of single answers, cheap ones first.
 
     Raises:
-        ConfigError: A refusal is no regular expression, or what identifies languages is not installed.
-        DataError: The file of refusals cannot be read.
+        ConfigError: A refusal pattern is invalid, or the packages for language identification are not installed.
+        DataError: The file of refusal patterns cannot be read.
     """
     checks: list[Check] = [_build_length_check(config)]
     if config.drop_refusals:
@@ -63,12 +63,11 @@ def _build_refusal_check(path: Path) -> Check:
         try:
             patterns.append(re.compile(line, re.IGNORECASE))
         except re.error as error:
-            raise ConfigError(
-                Problem(f"{path}:{number}", f"is no regular expression: {error}", "correct it")
-            ) from error
+            problem = Problem(f"{path}:{number}", f"is not a regular expression: {error}", "correct it")
+            raise ConfigError(problem) from error
 
     def check(text: str) -> str | None:
-        # Refusals open an answer; the same words inside one are a quotation or a story.
+        # Only at the beginning of an answer: inside one, such words are usually quoted.
         begin = text.lstrip(" \n\t*#>\"'")
         return "refusal" if any(pattern.match(begin) for pattern in patterns) else None
 
@@ -85,14 +84,14 @@ def _build_language_check(languages: list[str], threshold: float) -> Check:
         document: Any = SimpleNamespace(text=text, metadata={})
         return "language" if step.apply(document, Counter()) is not None else None
 
-    check("")  # A model that is missing is told before anything is written.
+    check("")  # Loads the model, so that a missing one is an error before any request.
     return check
 
 
 def find_agreeing(texts: Sequence[str]) -> list[int]:
-    """Return which answers have the most common result.
+    """Return the indices of the answers with the most common result.
 
-    A result is the final number, or without one the last line, without case, punctuation and spaces.
+    The result of an answer is its final number, else its last line without case, punctuation and spaces.
     """
     results = [_read_result(text) for text in texts]
     ((result, _),) = Counter(results).most_common(1)
@@ -106,21 +105,22 @@ def _read_result(text: str) -> str:
 
 
 def _shingle(text: str) -> Any:
-    """Shingles of a text; the words of one that is shorter than a shingle."""
+    """Return the shingles of a text; its words if it is shorter than a shingle."""
     shingles = hash_shingles(text, _NGRAM)
     return shingles if len(shingles) else hash_shingles(text, 1)
 
 
 class NearDuplicates:
-    """Texts that were seen; a text is a duplicate of an earlier one by the exact similarity of their shingles.
+    """Index of texts that detects near duplicates by the Jaccard similarity of their shingles.
 
-    MinHash finds the candidates (``corpus.duplicates``). Texts shorter than a shingle are compared by their words.
+    MinHash finds candidates (``corpus.duplicates``), whose similarity is computed exactly. Texts that are shorter than
+    a shingle are duplicates if their words are equal.
 
     Source: brute force over all pairs in ``tests/commands/generated/test_row_filters.py``.
     """
 
     def __init__(self, threshold: float) -> None:
-        """Start without a text; ``threshold`` is a Jaccard similarity."""
+        """Create an empty index; texts with at least this Jaccard similarity are duplicates."""
         self._threshold = threshold
         self._minhash = MinHash(_BANDS, _ROWS, _SEED)
         self._buckets: dict[tuple[int, int], list[int]] = {}
@@ -128,9 +128,9 @@ class NearDuplicates:
         self._words: set[bytes] = set()
 
     def add(self, text: str) -> bool:
-        """Return whether it repeats an earlier text; one that does not is compared with later ones."""
+        """Return whether a text is a near duplicate of an earlier one; if not, add it to the index."""
         words = hash_words(text).hashes.tobytes()
-        # Equal words first: exact, and cheaper than shingles.
+        # Equal words first, because this is cheaper than shingles.
         if words in self._words:
             return True
         shingles = np.unique(hash_shingles(text, _NGRAM))
@@ -149,32 +149,33 @@ class NearDuplicates:
 
 
 def choose_rows(texts: Sequence[str], scores: Sequence[float | None], num_rows: int, diversity: float) -> list[int]:
-    """Return the places of the best rows, in order of their place.
+    """Return the indices of the selected rows, in ascending order.
 
-    Greedy: each time the row with the most of ``(1 - diversity) * quality - diversity * similarity``, where quality is
-    the rank of the score from 0 to 1, and similarity the largest estimated Jaccard similarity to a chosen row.
+    Greedy: each step selects the row with the highest ``(1 - diversity) * quality - diversity * similarity``, where
+    quality is the rank of the score scaled to [0, 1], and similarity the largest estimated Jaccard similarity to a
+    selected row.
 
     Args:
-        texts: By which rows are similar.
-        scores: ``None`` ranks lowest.
-        num_rows: At most this many.
-        diversity: 0 is the best alone, 1 the most different alone.
+        texts: Texts of the rows, for their similarity.
+        scores: Scores of the rows; ``None`` ranks lowest.
+        num_rows: Maximum number of selected rows.
+        diversity: Weight in [0, 1]: 0 selects by score alone, 1 by dissimilarity alone.
 
     Source: maximal marginal relevance (Carbonell and Goldstein 1998).
     """
     minhash = MinHash(_NUM_HASHES, 1, _SEED)
-    # Bands of one row: the share of equal keys estimates the Jaccard similarity.
+    # With bands of one row, the share of equal keys estimates the Jaccard similarity. Shape (rows, hashes).
     signatures = np.stack([minhash.compute_keys(_shingle(text)) for text in texts]) if texts else None
     known = np.array([-np.inf if score is None else score for score in scores])
     ordered = np.unique(known)
-    # Ranks, so that grades of any scale weigh as much against similarity.
+    # Ranks instead of scores, so that the weight does not depend on the scale of the grades.
     quality = np.searchsorted(ordered, known) / max(1, len(ordered) - 1)
     similarity, chosen = np.zeros(len(texts)), list[int]()
-    is_left = np.ones(len(texts), bool)
+    is_candidate = np.ones(len(texts), bool)
     while len(chosen) < min(num_rows, len(texts)) and signatures is not None:
-        worth = (1 - diversity) * quality - diversity * similarity
-        best = int(np.argmax(np.where(is_left, worth, -np.inf)))
-        is_left[best] = False
+        objective = (1 - diversity) * quality - diversity * similarity
+        best = int(np.argmax(np.where(is_candidate, objective, -np.inf)))
+        is_candidate[best] = False
         chosen.append(best)
         similarity = np.maximum(similarity, (signatures == signatures[best]).mean(axis=1))
     return sorted(chosen)

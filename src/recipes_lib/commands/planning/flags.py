@@ -1,4 +1,4 @@
-"""Flags of ``recipes plan`` and ``recipes scale``: help and a wrong flag are answered before torch is imported."""
+"""Flags of ``recipes plan`` and ``recipes scale``, parsed before torch is imported, for a fast ``--help``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLAN: Final = (
     "GPU memory, time and schedule of a run, from its YAML alone; no data, weights or network. Pretraining: tokens, "
     "hours and learning-rate schedule. Fine-tuning: time of an optimizer step. RL: time of an iteration. All: memory."
 )
-_SCALE: Final = "Write small runs, fit scaling laws of loss by parameters and tokens, and predict larger runs."
+_SCALE: Final = "Write small runs, fit scaling laws of loss in parameters and tokens, and predict larger runs."
 
 
 def plan(argv: Sequence[str]) -> None:
@@ -51,44 +51,42 @@ def scale(argv: Sequence[str]) -> None:
 
 
 def _read_amount(text: str) -> float:
-    """Return a number written with or without its unit: a currency, of which there is only one, or hours."""
-    return float(text.strip().removeprefix("$").removesuffix("USD").removesuffix("EUR").removesuffix("h"))
+    """Return a number, written with or without a unit: a currency, which is not converted, or hours."""
+    try:
+        return float(text.strip().removeprefix("$").removesuffix("USD").removesuffix("EUR").removesuffix("h"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
 def _build_plan_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="recipes plan", description=_PLAN, allow_abbrev=False)
     add_recipe_flags(parser)
-    parser.add_argument("--num_processes", type=int, help="data-parallel processes (default: one for each GPU)")
+    parser.add_argument("--num_processes", type=int, help="data-parallel processes (default: one per GPU)")
     parser.add_argument("--gpu", help="GPU for memory and time estimates, such as H100")
-    parser.add_argument("--num_gpus", type=int, help="pretraining: number of GPUs (default: one for each process)")
+    parser.add_argument("--num_gpus", type=int, help="pretraining: number of GPUs (default: one per process)")
     parser.add_argument("--num_rows", type=int, help="packed rows of the training set, for the hours of fine-tuning")
     parser.add_argument("--mfu", type=float, help="model FLOPs utilisation (default: from published runs)")
     parser.add_argument("--proof", type=Path, help="folder of `recipes prove`, for the MFU measured on this GPU")
-    told = "output directories of finished runs on this GPU, for their MFU"
-    parser.add_argument("--calibrate", type=Path, nargs="+", metavar="RUN", help=told)
-    parser.add_argument(
-        "--price_per_gpu_hour", "--price-per-gpu-hour", type=float, help="overrides `device_hour_price`"
-    )
+    text = "output directories of finished runs on this GPU, for their MFU"
+    parser.add_argument("--calibrate", type=Path, nargs="+", metavar="RUN", help=text)
+    parser.add_argument("--price_per_gpu_hour", "--price-per-gpu-hour", type=float, help="default: `device_hour_price`")
     parser.add_argument("--pue", type=float, default=1.0, help="power usage effectiveness of the data centre (1)")
     parser.add_argument("--grid_gco2", type=float, help="grams of CO2 per kWh, for the emissions of the run")
     parser.add_argument("--schedule", type=Path, metavar="PNG", help="pretraining: plot learning rate and batch size")
-    parser.add_argument(
-        "--hardware", help="launch file to plan for: of accelerate_configs/, or path (default: several)"
-    )
+    parser.add_argument("--hardware", help="launch file: name in accelerate_configs/, or path (default: several)")
     parser.add_argument("--explain", action="store_true", help="explain how each memory component is counted")
     parser.add_argument("--gpus", metavar="8xH100", help="search layout, micro-batch, checkpointing and compilation")
     parser.add_argument("--budget", type=_read_amount, help="search: maximum cost of the run, such as 500 or 500USD")
-    told = "search: maximum hours of the run, such as 12 or 12h"
-    parser.add_argument("--deadline", type=_read_amount, metavar="HOURS", help=told)
-    parser.add_argument(
-        "--write", type=Path, metavar="FOLDER", help="search: write launch file and keys of the best plan"
-    )
-    told = "pretraining: seconds that a checkpoint blocks training; plans the save interval, and hours with failures"
-    parser.add_argument("--save_seconds", type=float, help=told)
-    told = "seconds from a failure to the first step after it (default: %(default)g)"
-    parser.add_argument("--restart_seconds", type=float, default=300.0, help=told)
-    told = "mean hours between failures of one GPU (default: %(default).0f, as for Llama 3); far fewer on spot machines"
-    parser.add_argument("--failure_hours", type=float, default=GPU_HOURS_BETWEEN_FAILURES, help=told)
+    text = "search: maximum hours of the run, such as 12 or 12h"
+    parser.add_argument("--deadline", type=_read_amount, metavar="HOURS", help=text)
+    text = "search: write launch file and keys of the best plan"
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help=text)
+    text = "pretraining: seconds that a checkpoint blocks training; plans the save interval, and hours with failures"
+    parser.add_argument("--save_seconds", type=float, help=text)
+    text = "seconds from a failure to the next step (default: %(default)g)"
+    parser.add_argument("--restart_seconds", type=float, default=300.0, help=text)
+    text = "mean hours between failures of one GPU (default: %(default).0f, as for Llama 3); far fewer on spot machines"
+    parser.add_argument("--failure_hours", type=float, default=GPU_HOURS_BETWEEN_FAILURES, help=text)
     add_pipeline_flags(parser)
     return parser
 
@@ -96,32 +94,33 @@ def _build_plan_parser() -> argparse.ArgumentParser:
 def _build_scale_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="recipes scale", description=_SCALE, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    told = "write small runs, and a pipeline that fits a law to them"
-    one = commands.add_parser("sweep", help=told, allow_abbrev=False)
-    one.add_argument("--config", type=Path, required=True, help="pretraining recipe: data, batch, schedule, vocabulary")
-    one.add_argument("--output", type=Path, required=True, help="folder of the configurations and the pipeline")
-    told = "layers of the models, each as many heads wide (default: 2 3 4 6)"
-    one.add_argument("--depths", type=int, nargs="+", default=[2, 3, 4, 6], help=told)
-    told = "tokens for a parameter (default: 5 10 20 40)"
-    one.add_argument("--ratios", type=int, nargs="+", default=[5, 10, 20, 40], help=told)
-    one.add_argument("--head_dim", type=int, default=64, help="width of a head (default: %(default)s)")
-    told = "a larger run, of which the pipeline predicts the loss before it trains it, and compares both"
-    one.add_argument("--target", type=int, nargs=2, metavar=("DEPTH", "RATIO"), help=told)
-    one = commands.add_parser("fit", help="fit a law to finished runs", allow_abbrev=False)
-    told = "output directories of finished pretraining runs with a decayed learning rate"
-    one.add_argument("runs", nargs="+", type=Path, help=told)
-    told = "count without embeddings, as Kaplan et al. do; the default is Hoffmann et al."
-    one.add_argument("--no_count_embeddings", action="store_true", help=told)
-    one.add_argument("--resamples", type=int, default=200, help="fits for the intervals (default: %(default)s)")
-    one.add_argument("--output", type=Path, default=Path(SCALING_FILE), help="file of the law (default: %(default)s)")
-    one = commands.add_parser("plan", help="parameters and tokens for a number of operations", allow_abbrev=False)
-    one.add_argument("--flops", type=float, required=True, help="FLOPs, such as 1e21")
-    other = commands.add_parser("predict", help="the loss of a run", allow_abbrev=False)
-    other.add_argument("--parameters", type=float, help="parameters, as the law counts them; with --tokens")
-    other.add_argument("--tokens", type=float, help="tokens trained on")
-    other.add_argument("--config", type=Path, help="pretraining recipe, instead of both")
-    other.add_argument("--run", type=Path, help="output directory of a finished run, whose loss is compared")
-    other.add_argument("--output", type=Path, help="file of the prediction, as JSON")
-    for command in (one, other):
+    text = "write small runs, and a pipeline that fits a law to them"
+    sweep = commands.add_parser("sweep", help=text, allow_abbrev=False)
+    text = "pretraining configuration: data, batch, schedule, vocabulary"
+    sweep.add_argument("--config", type=Path, required=True, help=text)
+    sweep.add_argument("--output", type=Path, required=True, help="folder of the configurations and the pipeline")
+    text = "numbers of layers, which are also numbers of heads (default: 2 3 4 6)"
+    sweep.add_argument("--depths", type=int, nargs="+", default=[2, 3, 4, 6], help=text)
+    text = "tokens per parameter (default: 5 10 20 40)"
+    sweep.add_argument("--ratios", type=int, nargs="+", default=[5, 10, 20, 40], help=text)
+    sweep.add_argument("--head_dim", type=int, default=64, help="width of a head (default: %(default)s)")
+    text = "a larger run, whose loss the pipeline predicts before training and compares after it"
+    sweep.add_argument("--target", type=int, nargs=2, metavar=("DEPTH", "RATIO"), help=text)
+    fit = commands.add_parser("fit", help="fit a law to finished runs", allow_abbrev=False)
+    text = "output directories of finished pretraining runs with a decayed learning rate"
+    fit.add_argument("runs", nargs="+", type=Path, help=text)
+    text = "count parameters without embeddings, as Kaplan et al. (default: with them, as Hoffmann et al.)"
+    fit.add_argument("--no_count_embeddings", action="store_true", help=text)
+    fit.add_argument("--resamples", type=int, default=200, help="fits for the intervals (default: %(default)s)")
+    fit.add_argument("--output", type=Path, default=Path(SCALING_FILE), help="file of the law (default: %(default)s)")
+    best = commands.add_parser("plan", help="optimal parameters and tokens for a compute budget", allow_abbrev=False)
+    best.add_argument("--flops", type=float, required=True, help="compute budget in FLOPs, such as 1e21")
+    predict = commands.add_parser("predict", help="predict the loss of a run", allow_abbrev=False)
+    predict.add_argument("--parameters", type=float, help="parameters, as the law counts them; with --tokens")
+    predict.add_argument("--tokens", type=float, help="training tokens")
+    predict.add_argument("--config", type=Path, help="pretraining configuration, instead of both")
+    predict.add_argument("--run", type=Path, help="output directory of a finished run, whose loss is compared")
+    predict.add_argument("--output", type=Path, help="file of the prediction, as JSON")
+    for command in (best, predict):
         command.add_argument("--fit", type=Path, help="law of `recipes scale fit` (default: published ones)")
     return parser

@@ -1,7 +1,7 @@
 """``recipes plan``: GPU memory, time and schedule of a run, from its YAML alone; no data, weights or network.
 
 Pretraining: tokens, hours and learning-rate schedule. Fine-tuning: time of an optimizer step. Reinforcement learning:
-time of an iteration. Every recipe: memory.
+time of an iteration. All recipes: GPU memory.
 """
 
 from __future__ import annotations
@@ -51,22 +51,23 @@ _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 CURVE_WIDTH: Final = 64
 _PNG_POINTS: Final = 1200
 _USUAL_GB: Final = (24, 48, 80, 141, 192)
-"""Sizes of GPUs, where none is named."""
+"""Memory sizes of GPUs that a run is compared with if no GPU is named."""
 
 
 def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Run the command.
 
     Args:
-        recipe: Which is planned.
-        options: From ``flags.plan``.
+        recipe: Recipe of the run.
+        options: Flags, from ``flags.plan``.
         overrides: Keys of the configuration.
 
     Raises:
-        ConfigError: The configuration or a flag is wrong, the run has no known length, the model's configuration cannot
-            be had, the PNG cannot be written, or the run does not fit the GPU that is named.
+        ConfigError: The configuration or a flag is invalid, the length of the run is unknown, the configuration of the
+            model cannot be loaded, the PNG cannot be written, or the run does not fit the GPU.
     """
     config = load_for_command(recipe, overrides, options.config)
+    # With --gpus, --num_processes is the number of processes that the batch keys of the recipe are written for.
     batch_processes = options.num_processes
     if options.gpus:
         options.num_processes, options.gpu = _read_gpus(options.gpus)
@@ -96,7 +97,7 @@ def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str]) -> N
     rows = [*_describe(config, model_config, options, num_processes, layout, hardware), *launch]
     print_rows([*rows, *([(CURVE, "")] if rows and plans else [])])
     if plans:
-        _tell_memory(plans, options, num_gpus)
+        _print_memory(plans, options, num_gpus)
 
 
 def _describe(
@@ -107,7 +108,7 @@ def _describe(
     layout: Layout,
     hardware: Hardware | None,
 ) -> Iterator[Row]:
-    """Yield the GPU, and the plan of the kind that the recipe has."""
+    """Yield the rows of the GPU and of the plan for this kind of recipe."""
     if hardware:
         yield from hardware.describe()
     if config.recipe == "pretrain":
@@ -123,16 +124,16 @@ def _describe(
 
 
 def _choose_plan(plans: Sequence[MemoryPlan], memory: float) -> MemoryPlan:
-    """Return the plan of the first layout that fits a device, else of the last, as placed there."""
+    """Return the plan of the first layout that fits a device, else that of the last, placed on the device."""
     placed = [plan.place(memory) for plan in plans]
     return next((plan for plan in placed if plan.peak <= memory), placed[-1])
 
 
-def _tell_memory(plans: Sequence[MemoryPlan], options: argparse.Namespace, num_gpus: int) -> None:
+def _print_memory(plans: Sequence[MemoryPlan], options: argparse.Namespace, num_gpus: int) -> None:
     """Print GPU memory per process for each layout.
 
     Raises:
-        ConfigError: The GPU is not known, or holds it in none of the layouts: the exit code tells a pipeline.
+        ConfigError: The GPU is unknown, or the run fits in none of the layouts; scripts read the exit code.
     """
     devices = {f"{size} GB": size * 1e9 for size in _USUAL_GB}
     if options.gpu:
@@ -155,10 +156,10 @@ def _read_gpus(text: str) -> tuple[int, str]:
 
 
 def _choose_layouts(config: RecipeConfig, options: argparse.Namespace) -> tuple[int, int, list[Layout]]:
-    """Return data-parallel size, number of GPUs, and the layouts to plan: one if it is named.
+    """Return data-parallel size, number of GPUs, and the layouts to plan: with --hardware, that of the launch file.
 
     Raises:
-        ConfigError: There is no such launch file, or the recipe and it do not fit together.
+        ConfigError: There is no such launch file, or it is incompatible with the recipe.
     """
     num_gpus: int | None = options.num_gpus or options.num_processes
     if not options.hardware and options.pipeline_stages == 1:
@@ -175,18 +176,18 @@ def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus
     """Return the planned hardware; ``None`` without ``--gpu``, and for reinforcement learning without a known peak.
 
     Raises:
-        ConfigError: The GPU is not known, or its peak; or as ``read_proof`` and ``calibrate``.
+        ConfigError: The GPU or its peak is unknown; or as ``read_proof`` and ``calibrate``.
         DataError: As ``calibrate``.
     """
     if options.gpu is None:
         return None
-    if num_gpus > 1 and (found := find_device(options.gpu)) and found.is_part:
-        told = f"NCCL, by which {num_gpus} processes communicate, supports no MIG instances"
-        raise ConfigError(Problem("--gpu", told, "plan for one of them, or for the whole GPU without MIG"))
+    if num_gpus > 1 and (device := find_device(options.gpu)) and device.is_part:
+        found = f"NCCL, by which {num_gpus} processes communicate, does not support MIG instances"
+        raise ConfigError(Problem("--gpu", found, "plan for one of them, or for the whole GPU without MIG"))
     try:
         peak = find_peak(options.gpu, config)
     except ConfigError:
-        # The memory of reinforcement learning is planned without a peak too; its hours are not.
+        # For reinforcement learning, memory can be planned without a peak; hours cannot.
         if config.recipe in RL_RECIPES and not options.gpus and find_device(options.gpu):
             return None
         raise
@@ -210,10 +211,10 @@ def describe_pretraining(
     """Yield the plan of a pretraining run, row by row.
 
     Args:
-        config: The run.
-        model_config: Of the model that is trained.
-        plan: From ``plan_pretraining``.
-        hardware: What to tell the hours on; ``None`` to tell none.
+        config: Configuration of the run.
+        model_config: Configuration of the model.
+        plan: Plan from ``plan_pretraining``.
+        hardware: Hardware to estimate hours for; ``None`` to omit them.
 
     Raises:
         ConfigError: The model cannot be built.
@@ -223,11 +224,11 @@ def describe_pretraining(
     yield "model", f"{model_config.model_type}, {size.total:,} parameters"
     yield "", f"{size.non_embedding:,} without embeddings"
     if size.active != size.total:
-        yield "", f"{size.active:,} active for a token"
-    yield "tokens", f"{num_tokens:,}, {_judge_tokens(size, num_tokens)}"
+        yield "", f"{size.active:,} active per token"
+    yield "tokens", f"{num_tokens:,}, {_compare_tokens(size, num_tokens)}"
     yield from _describe_epochs(config, num_tokens)
     yield "operations", f"{compute_training_flops(size.active, num_tokens):.3g} by 6 x parameters x tokens"
-    yield "", f"{counted:.3g} counted, every token attending to the {plan.max_length:,} of its row"
+    yield "", f"{counted:.3g} counted, with attention within rows of {plan.max_length:,} tokens"
     if hardware is None:
         yield "time", "name a GPU: --gpu H100 --num_processes 8"
     else:
@@ -236,8 +237,8 @@ def describe_pretraining(
         formula = f"{counted:.3g} / ({rate} x 3600 s)"
         yield "time", f"{hours:,.1f} hours, {hours / 24:,.1f} days, on {gpus}: {formula}"
         if hardware.failures:
-            hours, told = _add_failures(hours, hardware.failures, plan)
-            yield from told
+            hours, rows = _add_failures(hours, hardware.failures, plan)
+            yield from rows
         if math.isfinite(hours):
             yield from hardware.describe_bill(hours)
     yield from _describe_schedule(config, plan.schedule)
@@ -249,14 +250,14 @@ def describe_step(
     """Yield size and time of an optimizer step of fine-tuning, and of the run, row by row.
 
     Args:
-        config: The run.
-        model_config: Of the model that is trained.
-        size: Its data-parallel processes.
-        hardware: What to tell the time on; ``None`` to tell none.
-        num_rows: Packed rows of its training set; ``None`` where they are not known.
+        config: Configuration of the run.
+        model_config: Configuration of the model.
+        size: Number of data-parallel processes.
+        hardware: Hardware to estimate the time for; ``None`` to omit it.
+        num_rows: Packed rows of the training set; ``None`` if unknown.
 
     Raises:
-        ConfigError: The teacher's configuration cannot be had.
+        ConfigError: The configuration of the teacher cannot be loaded.
     """
     step = count_step(config, model_config, size)
     yield "step", f"{step.num_rows:,} rows of {step.length:,} tokens, {step.num_tokens:,} in all, if all are full"
@@ -265,8 +266,8 @@ def describe_step(
         return
     hours = hardware.compute_hours(step.num_flops)
     seconds, hours_per_token = hours * 3600, hours / step.num_tokens
-    told = f"{step.num_flops:.3g} / ({hardware.num_gpus} GPUs x {hardware.peak:.3g} FLOP/s x {hardware.mfu:g} MFU)"
-    yield "time", f"{seconds:{'.1f' if seconds >= 1 else '.2g'}} s a step: {told}"
+    formula = f"{step.num_flops:.3g} / ({hardware.num_gpus} GPUs x {hardware.peak:.3g} FLOP/s x {hardware.mfu:g} MFU)"
+    yield "time", f"{seconds:{'.1f' if seconds >= 1 else '.2g'}} s a step: {formula}"
     yield "", f"{hours_per_token * 1e9:.1f} hours for 1,000,000,000 tokens of rows"
     if num_steps := compute_steps(num_rows, config.training, size).num_steps:
         yield "", f"{hours * num_steps:.1f} hours for {num_steps:,} steps"
@@ -276,11 +277,11 @@ def describe_step(
 
 
 def draw_curve(values: Sequence[float], height: int) -> list[str]:
-    """Return ``height`` lines of block characters, a column for each value; the highest value fills its column.
+    """Return a bar chart as ``height`` lines of block characters, one column per value, scaled to the largest.
 
     Args:
-        values: At least one, none below 0. What is above 0 is drawn, however small.
-        height: Lines.
+        values: At least one value, none negative; a positive value has at least the lowest block.
+        height: Number of lines.
     """
     eighths = len(_BLOCKS) - 1
     top = max(values) or 1.0
@@ -294,23 +295,23 @@ def draw_curve(values: Sequence[float], height: int) -> list[str]:
 def _find_problems(config: RecipeConfig, options: argparse.Namespace, batch_processes: int | None) -> Iterator[Problem]:
     recipe = config.recipe
     if recipe == "pretrain" and config.pretraining.max_tokens is None and config.read("max_steps") < 1:
-        found = "the run is given in epochs, and planning reads no data"
+        found = "the length of the run is in epochs, and planning reads no data"
         yield Problem("max_tokens", found, "write `max_tokens: ...` or `max_steps: ...`")
     if recipe not in ("pretrain", *RL_RECIPES) and config.tokens.max_length is None:
         found = "the row length depends on the data, and planning reads none"
         yield Problem("max_length", found, "write `max_length: ...`")
     if recipe != "pretrain" and options.num_gpus is not None:
-        found = "is a flag of pretraining only; here each process has one GPU"
+        found = "is only for pretraining; here each process has one GPU"
         yield Problem("--num_gpus", found, "write --num_processes, the number of GPUs")
     if recipe != "pretrain" and options.schedule is not None:
-        yield Problem("--schedule", "is a flag of pretraining", "remove it")
+        yield Problem("--schedule", "is only for pretraining", "remove it")
     yield from _find_mfu_problems(options)
     if recipe in RL_RECIPES and options.gpus and batch_processes:
-        found = f"a batch of {recipe} is that of its processes, one for each of --gpus"
+        found = f"the batch of {recipe} is per process, and there is one for each of --gpus"
         yield Problem("--num_processes", found, "remove it")
     for flag in ("budget", "deadline", "write"):
         if getattr(options, flag) is not None and options.gpus is None:
-            yield Problem(f"--{flag}", "is a flag of the search", "name the GPUs: --gpus 8xH100")
+            yield Problem(f"--{flag}", "is only for the search", "name the GPUs: --gpus 8xH100")
     for flag in ("num_processes", "num_gpus", "num_rows"):
         value = getattr(options, flag)
         if value is not None and value < 1:
@@ -320,37 +321,38 @@ def _find_problems(config: RecipeConfig, options: argparse.Namespace, batch_proc
 
 def _find_mfu_problems(options: argparse.Namespace) -> Iterator[Problem]:
     if options.mfu is not None and not 0 < options.mfu <= 1:
-        yield Problem("--mfu", f"is {options.mfu}", "write a number above 0 and at most 1; 0.3 to 0.4 is usual")
+        yield Problem("--mfu", f"is {options.mfu}", "write a number above 0 and at most 1, usually 0.3 to 0.4")
     given = [f"--{name}" for name in ("mfu", "proof", "calibrate") if getattr(options, name) is not None]
     for flag in given[1:]:
         yield Problem(flag, f"{given[0]} sets the MFU too", "keep one of them")
     if options.mfu is not None and options.gpus:
-        yield Problem("--mfu", "the search compares classes of runs, each with its own", "write --proof or --calibrate")
+        yield Problem("--mfu", "the search compares runs of different MFU", "write --proof or --calibrate")
     if options.calibrate and options.gpu is None:
-        yield Problem("--calibrate", "no GPU is planned for", "name that of the runs: --gpu H100")
+        yield Problem("--calibrate", "needs a GPU", "name that of the runs: --gpu H100")
 
 
 def _find_failure_problems(recipe: str, options: argparse.Namespace) -> Iterator[Problem]:
     if options.save_seconds is None:
         return
     if recipe != "pretrain":
-        yield Problem("--save_seconds", "is a flag of pretraining", "remove it")
+        yield Problem("--save_seconds", "is only for pretraining", "remove it")
     elif options.gpu is None:
-        yield Problem("--save_seconds", "failures need the hours of the run on a GPU", "name one: --gpu H100")
+        yield Problem("--save_seconds", "needs a GPU, to estimate hours", "name one: --gpu H100")
     for flag in ("save_seconds", "restart_seconds", "failure_hours"):
         if not 0 < (value := getattr(options, flag)) < math.inf:
             yield Problem(f"--{flag}", f"is {value:g}", "write a finite number above 0")
 
 
-def _judge_tokens(size: ModelSize, num_tokens: int) -> str:
+def _compare_tokens(size: ModelSize, num_tokens: int) -> str:
+    """Return the tokens per parameter, in comparison with the Chinchilla rule."""
     ratio = num_tokens / size.active
     factor = ratio / TOKENS_PER_PARAMETER
-    told = f"{ratio:,.1f} a parameter; the rule of Chinchilla is {TOKENS_PER_PARAMETER:.0f}: "
-    return told + (f"over-trained by {factor:,.2f}" if factor >= 1 else f"under-trained by {1 / factor:,.2f}")
+    text = f"{ratio:,.1f} per parameter; the Chinchilla rule is {TOKENS_PER_PARAMETER:.0f}: "
+    return text + (f"over-trained by {factor:,.2f}" if factor >= 1 else f"under-trained by {1 / factor:,.2f}")
 
 
 def _describe_epochs(config: RecipeConfig, num_tokens: int) -> Iterator[Row]:
-    """Yield the epochs over each source, if all are corpora of `recipes clean`, which counts tokens."""
+    """Yield the epochs over each source, if all are corpora of ``recipes clean``, whose manifests count tokens."""
     entries = list_entries(config.data)
     sizes = [count_corpus_tokens(str(entry["name"])) for entry in entries]
     known = [size for size in sizes if size]
@@ -359,17 +361,18 @@ def _describe_epochs(config: RecipeConfig, num_tokens: int) -> Iterator[Row]:
     shares = share_tokens(config, num_tokens, compute_weights(config, known))
     for entry, share, size in zip(entries, shares, known, strict=True):
         epochs = share / size
-        warning = f"; beyond {MAX_EPOCHS} a repeated token teaches little" if epochs > MAX_EPOCHS else ""
+        warning = f"; above {MAX_EPOCHS}, repeated tokens help little" if epochs > MAX_EPOCHS else ""
         yield "epochs", f"{epochs:,.2f} of the {size:,} tokens of {entry['name']}{warning}"
 
 
 def count_corpus_tokens(name: str) -> int | None:
-    """Return the tokens of a corpus, or of one of its sources, from its manifest; ``None`` without one."""
+    """Return the number of tokens of a corpus or of one of its sources, from its manifest; ``None`` without one."""
     place = Path(name)
     try:
         if (place / "corpus.json").is_file():
             shards = read_record(place / "corpus.json", {"shards": list})["shards"]
         else:
+            # The folder of a source: CORPUS/data/SOURCE.
             manifest = read_record(place.parent.parent / "corpus.json", {"shards": list})
             shards = [shard for shard in manifest["shards"] if Path(shard["path"]).parent.name == place.name]
         return sum(int(shard["tokens"]) for shard in shards)
@@ -378,17 +381,17 @@ def count_corpus_tokens(name: str) -> int | None:
 
 
 def _add_failures(hours: float, failures: Failures, plan: PretrainingPlan) -> tuple[float, list[Row]]:
-    """Return hours including saving, restarts and lost work, and the save interval, row by row."""
-    # Of a full step: where the batch grows, the first ones are shorter.
+    """Return hours including saving, restarts and lost work, and rows about them and the save interval."""
+    # Time of a step of full size: with a batch-size warm-up, the first steps are shorter.
     step_seconds = hours * 3600 * plan.schedule.full_tokens / plan.num_tokens
     num_steps = max(round(failures.compute_interval() / step_seconds), 1)
     interval = num_steps * step_seconds
     goodput = failures.compute_goodput(interval)
     total = f"{hours / goodput:,.1f} hours in all" if goodput else "it would never end"
     return hours / goodput if goodput else math.inf, [
-        ("failures", f"one in {failures.mean_seconds / 3600:,.1f} hours, by the rate of --failure_hours"),
-        ("", f"save_steps: {num_steps:,}, every {interval / 60:,.1f} minutes, loses least"),
-        ("", f"{goodput:.1%} of the time trains: {total}"),
+        ("failures", f"one in {failures.mean_seconds / 3600:,.1f} hours, by --failure_hours"),
+        ("", f"save_steps: {num_steps:,}, every {interval / 60:,.1f} minutes, is optimal"),
+        ("", f"goodput {goodput:.1%}: {total}"),
     ]
 
 
@@ -410,15 +413,15 @@ def _describe_schedule(config: RecipeConfig, schedule: Schedule) -> Iterator[Row
     yield "learning rate", f"{rates} at 0, 25, 50, 75, 100 % of the steps"
     steps = _find_steps(schedule, np.linspace(0, int(starts[-1]) - 1, CURVE_WIDTH))
     curve = ["", *draw_curve(schedule.factors(steps).tolist(), 6)]
-    curve.append(f"learning rate, up to {peak:.3g}, over the tokens trained on")
+    curve.append(f"learning rate, up to {peak:.3g}, by training tokens")
     if batches[0] != batches[-1]:
         curve += ["", *draw_curve(batches[steps].tolist(), 3)]
-        curve.append(f"tokens in a step, up to {batches[-1]:,}, over the tokens trained on")
+        curve.append(f"tokens per step, up to {batches[-1]:,}, by training tokens")
     yield from ((CURVE, line) for line in curve)
 
 
 def _find_steps(schedule: Schedule, tokens: Any) -> Any:
-    """Return the optimizer step in which each of these tokens is trained on."""
+    """Return the optimizer step of each training token, as an array."""
     return np.searchsorted(schedule.token_starts, tokens, side="right") - 1
 
 
@@ -427,7 +430,7 @@ def _draw(path: Path, config: RecipeConfig, schedule: Schedule) -> None:
 
     starts = schedule.token_starts
     even = _find_steps(schedule, np.linspace(0, int(starts[-1]) - 1, _PNG_POINTS))
-    # Where the curve has corners, however short the warm-up is beside the run.
+    # Additional points in the warm-up, which may be shorter than the spacing of the even ones.
     corners = np.linspace(0, min(schedule.num_warmup_steps, schedule.num_steps - 1), 20).astype(int)
     steps = np.unique(np.concatenate([even, corners, [schedule.first_decay_step or 0, schedule.num_steps - 1]]))
     tokens = np.append(starts[steps], starts[-1])

@@ -1,4 +1,4 @@
-"""``recipes plan`` of reinforcement learning: the layout of an iteration, its time, and the hours of the run."""
+"""``recipes plan`` for reinforcement learning: layout and time of an iteration, and hours of the run."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from recipes_lib.rl.rollout_schedule import RolloutSchedule, compute_group_sched
 from recipes_lib.training.layouts.compatibility import verify_combination
 
 _MANY_PROMPTS: Final = 1_000_000_000
-"""Planning reads no data: iterations have the same size, however many prompts there are."""
+"""Placeholder for the number of prompts: planning reads no data, and the size of an iteration does not depend on it."""
 _ITERATIONS: Final = 1_000
-"""For the hours of a run whose length is that of its data."""
+"""Iterations for which hours are given if the length of the run depends on its data."""
 
 
 def search_rollouts(
@@ -39,22 +39,22 @@ def search_rollouts(
     flags: Sequence[str],
     hardware: Hardware,
 ) -> tuple[MemoryPlan, list[Row]]:
-    """Return the memory of the layout that makes an iteration fastest, memory and time of each, and how to launch it.
+    """Return the memory plan of the layout with the fastest iteration, and rows about all layouts and its launch.
 
     Args:
-        config: The run.
-        model_config: Of the policy.
+        config: Configuration of the run.
+        model_config: Configuration of the policy.
         options: Flags of the command.
         flags: Recipe and keys of the run, as flags.
-        hardware: The GPUs.
+        hardware: GPUs to plan for.
 
     Raises:
-        ConfigError: Nothing fits, with the nearest change that would; no layout supports the recipe; or as of
-            ``verify_limits``.
+        ConfigError: The run fits in no layout, with the smallest change that would fit; no layout supports the recipe;
+            or as ``verify_limits``.
     """
     device, number = hardware.device, hardware.num_gpus
     starts, refused = list_starts(model_config, number)
-    tried, timed, told = list[MemoryPlan](), dict[Layout, float](), list[str]()
+    tried, timed, verdicts = list[MemoryPlan](), dict[Layout, float](), list[str]()
     num_iterations = 0
     for layout, start in starts.items():
         try:
@@ -69,11 +69,12 @@ def search_rollouts(
             settled = settle_checkpointing(config, tried[-1])
             mfu = hardware.suit(settled).mfu
             one, schedule = plan_iteration(settled, model_config, layout, device, hardware.peak, mfu)
-            # The same in every layout, whose batch is that of the recipe on each GPU; unknown without `max_steps`.
+            # Equal in every layout, since the batch is per GPU; unknown without `max_steps`.
             num_iterations = schedule.num_iterations if config.read("max_steps") > 0 else 0
+            # Rounded as printed, so that layouts that print equal times count as equal.
             timed[layout] = float(f"{one.seconds:.3g}")
             verdict = f"{timed[layout]:g} s"
-        told.append(f"{start.name} {tried[-1].peak / 1e9:.1f} GB, {verdict}")
+        verdicts.append(f"{start.name} {tried[-1].peak / 1e9:.1f} GB, {verdict}")
     if not tried:
         raise ConfigError(*refused.values())
     if not timed:
@@ -83,7 +84,7 @@ def search_rollouts(
         found = f"vLLM's weights and one answer do not fit its {least.engine_share:.0%} of {options.gpus}"
         remedy = "raise `vllm_gpu_memory_utilization`, or name GPUs with more memory"
         raise ConfigError(Problem("--gpus", found, remedy))
-    # Among equals the first, which shards least.
+    # `min` takes the first of equals, which shards least.
     best = min(timed, key=lambda layout: timed[layout])
     (chosen,) = (plan for plan in tried if plan.layout == best)
     hours = timed[best] * num_iterations / 3600
@@ -91,7 +92,7 @@ def search_rollouts(
     if options.write:
         keys = list_keys(chosen.checkpointing) if chosen.choices else {}
         write_plan(options.write, flags, keys, best, starts[best])
-    return chosen, [("layouts", "; ".join(told)), ("launch", compose_flags(starts[best], best))]
+    return chosen, [("layouts", "; ".join(verdicts)), ("launch", compose_flags(starts[best], best))]
 
 
 def describe_iteration(
@@ -100,19 +101,19 @@ def describe_iteration(
     """Yield the estimated time of an iteration of reinforcement learning, and of the run, row by row.
 
     Args:
-        config: The run.
-        model_config: Of the policy.
-        layout: Of its processes.
-        hardware: What to tell the time on.
+        config: Configuration of the run.
+        model_config: Configuration of the policy.
+        layout: Parallel layout of the processes.
+        hardware: Hardware to estimate the time for.
 
     Raises:
-        ConfigError: The answers of an iteration cannot be divided.
+        ConfigError: The answers of an iteration do not divide into batches.
     """
     device = hardware.device
     one, schedule = plan_iteration(config, model_config, layout, device, hardware.peak, hardware.mfu)
     answers = schedule.answers_per_iteration
     lengths = f"{one.answer:,} tokens after prompts of {one.prompt:,}"
-    yield "iteration", f"{answers:,} answers of {lengths}, all full, passes: {schedule.passes}"
+    yield "iteration", f"{answers:,} answers of {lengths}, all of full length, passes: {schedule.passes}"
     batches = f"{one.num_batches:,} batches of {one.batch:,}" if one.num_batches > 1 else f"{one.batch:,} answers"
     yield "sampling", f"{one.sampling:.3g} s: {batches} on each GPU, of {device.bandwidth / 1e12:.3g} TB/s"
     yield "scoring", f"{one.scoring:.3g} s: forward passes of {', '.join(list_readers(config))}"
@@ -128,18 +129,18 @@ def describe_iteration(
 def plan_iteration(
     config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, device: Device, peak: float, mfu: float
 ) -> tuple[Iteration, RolloutSchedule]:
-    """Estimate an iteration of reinforcement learning, and return the numbers of a run of them.
+    """Return the estimate of an iteration of reinforcement learning, and the schedule of the run.
 
     Args:
-        config: The run; without ``max_steps`` its length is that of the data, and ``num_iterations`` is not.
-        model_config: Of the policy.
-        layout: Of its processes.
-        device: Each GPU.
-        peak: Its FLOP/s.
-        mfu: As for ``estimate_iteration``.
+        config: Configuration of the run; without ``max_steps``, ``num_iterations`` of the schedule is meaningless.
+        model_config: Configuration of the policy.
+        layout: Parallel layout of the processes.
+        device: GPU of each process.
+        peak: Peak FLOP/s of the GPU.
+        mfu: Model FLOPs utilisation, as for ``estimate_iteration``.
 
     Raises:
-        ConfigError: The answers of an iteration cannot be divided.
+        ConfigError: The answers of an iteration do not divide into batches.
     """
     if config.recipe == "ppo":
         schedule = compute_schedule(_MANY_PROMPTS, config, layout.num_processes)

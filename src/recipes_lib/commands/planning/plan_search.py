@@ -1,4 +1,4 @@
-"""``recipes plan --gpus 8xH100``: search for the fastest layout of a recipe on some GPUs."""
+"""``recipes plan --gpus 8xH100``: search for the fastest parallel layout of a run on these GPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from recipes_lib.commands.planning.planned_hardware import CURVE, Hardware, Row
 from recipes_lib.config.loader import drop_flags
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.files import replace_text
+from recipes_lib.files import replace_text, writing
 from recipes_lib.planning.compute import RL_RECIPES
 from recipes_lib.planning.devices import Device
 from recipes_lib.planning.memory import list_layouts, plan_memory
@@ -40,18 +40,18 @@ from recipes_lib.training.layouts.launch_environment import (
 from recipes_lib.training.layouts.memory_layout import build_layout, verify_model
 
 _HEADS: Final = ("layout", "rows", "recomputed", "compiled", "GB", "s/step", "verdict")
-"""Rows of a micro-batch x accumulation, of a data-parallel process."""
+"""Columns of the table; ``rows``: micro-batch size x gradient accumulation of a data-parallel process."""
 _ALIGNED: Final = "<><<>><"
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How a layout is launched.
+    """Launch of a layout.
 
     Attributes:
-        name: As the table calls it.
-        document: Launch file of accelerate.
-        launch: What its processes are told.
+        name: Name in the table.
+        document: Contents of the launch file of accelerate.
+        launch: Launch as its processes read it.
     """
 
     name: str
@@ -67,23 +67,24 @@ def search_plan(
     hardware: Hardware,
     num_processes: int,
 ) -> list[Row]:
-    """Return what ``planning.search`` finds, the best first, with hours, cost and the keys to set.
+    """Return the results of ``planning.search``, the best first, with hours, cost and the keys to set.
 
     Args:
-        config: The run.
-        model_config: Of the model that is trained.
+        config: Configuration of the run.
+        model_config: Configuration of the model.
         options: Flags of the command.
         flags: Recipe and keys of the run, as flags.
-        hardware: The GPUs.
-        num_processes: For which the recipe's batch is written.
+        hardware: GPUs to plan for.
+        num_processes: Number of processes that the batch keys of the recipe are written for.
 
     Raises:
-        ConfigError: Nothing fits, with the nearest change that would; the batch does not divide; the run takes longer
-            or costs more than it may, or neither is known.
+        ConfigError: The run fits in no layout, with the smallest change that would fit; the batch does not divide among
+            the GPUs; or as ``verify_limits``.
     """
     number, device = hardware.num_gpus, hardware.device
+    # The global batch size, which the search keeps.
     batch = config.read("per_device_train_batch_size") * config.read("gradient_accumulation_steps") * num_processes
-    # Before the search, so that a schedule longer than the run is told in seconds.
+    # Before the search, which takes longer than finding an invalid schedule.
     steps = _count_steps(config, options.num_rows, batch, num_processes)
     starts, refused = list_starts(model_config, number)
 
@@ -100,8 +101,8 @@ def search_plan(
     if not found and refused:
         raise ConfigError(*refused.values())
     if not found:
-        told = f"{batch} rows of an optimizer step cannot be divided by {number} processes"
-        raise ConfigError(Problem("--gpus", told, "name a number that divides them"))
+        problem = f"{batch} rows of an optimizer step cannot be divided among {number} processes"
+        raise ConfigError(Problem("--gpus", problem, "name a number that divides them"))
     best = found[0]
     if not best.fits:
         least = min(one.memory.peak for one in found) / 1e9
@@ -118,7 +119,7 @@ def search_plan(
     candidates = [_describe(starts[one.layout].name, one, best) for one in _thin(found)]
     rows += [(CURVE, line) for line in _format_table([_HEADS, *candidates])]
     searched = {starts[one.layout].name for one in found}
-    rows += [(CURVE, ""), *_tell_refused({name: why for name, why in refused.items() if name not in searched})]
+    rows += [(CURVE, ""), *_describe_refused({name: why for name, why in refused.items() if name not in searched})]
     return [*rows, *_describe_best(config, model_config, best, starts[best.layout], hardware, steps)]
 
 
@@ -128,13 +129,14 @@ def _describe_best(
     """Yield the keys and the launch of the best candidate, its host memory, and the hours and cost of the run."""
     yield "keys", _join_keys(best.keys)
     yield "launch", compose_flags(start, best.layout)
+    # A share of 0 on the GPU: FSDP2 with offloading to the host.
     if not best.layout.shards.weights:
-        held = _count_host_bytes(config.with_training(best.keys), model_config, best.layout)
-        told = "for weights, gradients and optimizer states; their update on the CPU is not in the time"
-        yield "host memory", f"{held / 1e9:,.1f} GB for each machine, {told}"
+        size = _count_host_bytes(config.with_training(best.keys), model_config, best.layout)
+        text = "for weights, gradients and optimizer states; the time does not include their update on the CPU"
+        yield "host memory", f"{size / 1e9:,.1f} GB for each machine, {text}"
         yield "without it", _find_change(config, model_config, hardware.device.memory, hardware.num_gpus)
     if not steps:
-        yield "time", f"{best.seconds:.3g} s a step; --num_rows, the packed rows of the training set, tells the hours"
+        yield "time", f"{best.seconds:.3g} s a step; for hours, write --num_rows, the packed rows of the training set"
         return
     hours = best.seconds * steps / 3600
     yield "time", f"{hours:,.1f} hours for {steps:,} steps"
@@ -142,11 +144,11 @@ def _describe_best(
 
 
 def list_starts(model_config: PreTrainedConfig, number: int) -> tuple[dict[Layout, Start], dict[str, Problem]]:
-    """Return how to launch each layout of so many GPUs, and why the model does not support the others, by name."""
+    """Return the launch of each layout of ``number`` GPUs, and by name the problem of each unsupported layout."""
     starts, refused = dict[Layout, Start](), dict[str, Problem]()
     for file, sizes, stages in _list_meshes(number):
-        told = [f"{name} {size}" for name, size in sizes.items() if name in ("tp", "cp", "sp")]
-        name = " ".join([file, *told, *([f"stages {stages}"] if stages > 1 else [])])
+        parts = [f"{name} {size}" for name, size in sizes.items() if name in ("tp", "cp", "sp")]
+        name = " ".join([file, *parts, *([f"stages {stages}"] if stages > 1 else [])])
         document = read_launch_file(find_launch_file(file))
         document |= {"num_processes": number, "num_machines": math.ceil(number / GPUS_OF_A_MACHINE)}
         if mesh := document.get("parallelism_config"):
@@ -159,13 +161,13 @@ def list_starts(model_config: PreTrainedConfig, number: int) -> tuple[dict[Layou
         except ConfigError as error:
             refused[name] = error.problems[0]
         else:
-            # At least as many micro-batches as pipeline stages: fewer are not supported.
+            # Pipeline parallelism needs at least as many micro-batches as stages.
             starts[build_layout(launch, file, stages)] = Start(name, document, launch)
     return starts, refused
 
 
 def _list_meshes(number: int) -> Iterator[tuple[str, dict[str, int], int]]:
-    """Yield launch file, sizes of the mesh, and pipeline stages for so many GPUs, in powers of two."""
+    """Yield launch file, sizes of the mesh, and pipeline stages of the layouts of ``number`` GPUs, in powers of two."""
     if number == 1:
         yield "single_gpu", {}, 1
         return
@@ -174,18 +176,19 @@ def _list_meshes(number: int) -> Iterator[tuple[str, dict[str, int], int]]:
         yield "hsdp", {"dp_replicate": number // GPUS_OF_A_MACHINE, "dp_shard": GPUS_OF_A_MACHINE}, 1
     for size in (2**power for power in range(1, number.bit_length()) if not number % 2**power):
         for file, name in (("fsdp2_tp", "tp"), ("fsdp2_cp", "cp"), ("zero3_sp", "sp")):
-            # Traffic within layers is not overlapped: only keys and values, the smallest, leave a machine.
+            # Tensor and Ulysses parallelism communicate in every layer, without overlap, so only within a machine;
+            # context parallelism exchanges keys and values alone, also between machines.
             if size <= GPUS_OF_A_MACHINE or name == "cp":
                 yield file, {"dp_shard": number // size, name: size}, 1
         yield from ((file, {}, size) for file in ("ddp", "fsdp2"))
 
 
-def _tell_refused(refused: Mapping[str, Problem]) -> Iterator[Row]:
-    """Yield each reason once, with the layouts that it concerns."""
-    names: dict[str, list[str]] = {}
+def _describe_refused(refused: Mapping[str, Problem]) -> Iterator[Row]:
+    """Yield a row per reason, with the layouts that it concerns."""
+    groups: dict[str, list[str]] = {}
     for name, why in refused.items():
-        names.setdefault(why.found, []).append(name)
-    yield from (("not possible", f"{', '.join(those)}: {found}") for found, those in names.items())
+        groups.setdefault(why.found, []).append(name)
+    yield from (("not possible", f"{', '.join(names)}: {found}") for found, names in groups.items())
 
 
 def _count_steps(config: RecipeConfig, num_rows: int | None, batch: int, num_processes: int) -> int:
@@ -197,22 +200,23 @@ def _count_steps(config: RecipeConfig, num_rows: int | None, batch: int, num_pro
 
 
 def _count_host_bytes(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout) -> float:
-    """Return what the host of a machine holds where FSDP2 offloads: its share of the models' states."""
-    whole = plan_memory(config, model_config, dataclasses.replace(layout, shards=Held(1, 1, 1))).components
-    states = sum(size for name, size in whole.items() if name.rpartition(", ")[2] in KINDS)
+    """Return the bytes of host memory per machine with FSDP2 offloading: its share of weights and optimizer states."""
+    # Planned without sharding, because a layout that offloads has no such components on the GPU.
+    unsharded = plan_memory(config, model_config, dataclasses.replace(layout, shards=Held(1, 1, 1))).components
+    states = sum(size for name, size in unsharded.items() if name.rpartition(", ")[2] in KINDS)
     return states * min(GPUS_OF_A_MACHINE, layout.num_gpus) / layout.num_gpus
 
 
 def verify_limits(options: argparse.Namespace, hours: float, hardware: Hardware) -> None:
-    """Hold the hours and the cost of a run against ``--deadline`` and ``--budget``.
+    """Raise if a run exceeds ``--deadline`` or ``--budget``.
 
     Args:
         options: Flags of the command.
-        hours: Of the fastest plan that fits; 0 if the length of the run is not known.
-        hardware: Its GPUs, and their price.
+        hours: Hours of the fastest plan that fits; 0 if the length of the run is unknown.
+        hardware: GPUs and their price.
 
     Raises:
-        ConfigError: It takes longer or costs more than it may, or one that is limited is not known.
+        ConfigError: The run takes longer or costs more than allowed, or a limited figure is unknown.
     """
     cost = hardware.price and hours * hardware.num_gpus * hardware.price
     for flag, limit, value in (("deadline", options.deadline, hours), ("budget", options.budget, cost)):
@@ -230,7 +234,7 @@ def verify_limits(options: argparse.Namespace, hours: float, hardware: Hardware)
 
 
 def _thin(found: Sequence[Candidate]) -> list[Candidate]:
-    """Return the best candidate of each layout, and of the best layout that of each kind of checkpointing."""
+    """Return the best candidate of each layout; for the best layout, one per mode of activation checkpointing."""
     kinds: dict[tuple[Layout, str], Candidate] = {}
     for one in found:
         kinds.setdefault((one.layout, one.mode if one.layout == found[0].layout else ""), one)
@@ -238,7 +242,7 @@ def _thin(found: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _describe(name: str, one: Candidate, best: Candidate) -> tuple[str, ...]:
-    """Return the cells of a candidate; it loses by the cost that exceeds the best one's most."""
+    """Return the table cells of a candidate; its verdict names the cost that exceeds that of the best one most."""
     rows = f"{one.keys['per_device_train_batch_size']} x {one.keys['gradient_accumulation_steps']}"
     verdict = "as fast"
     if one.seconds >= 1.005 * best.seconds:
@@ -253,7 +257,7 @@ def _describe(name: str, one: Candidate, best: Candidate) -> tuple[str, ...]:
 
 
 def _format_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table, as narrow as its cells; numbers are right-aligned."""
+    """Yield the lines of a table with columns as wide as their widest cell; numbers are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [f"{cell:{align}{width}}" for cell, align, width in zip(row, _ALIGNED, widths, strict=True)]
@@ -263,9 +267,18 @@ def _format_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def describe_misfit(
     config: RecipeConfig, model_config: PreTrainedConfig, gpus: str, device: Device, number: int, least: float
 ) -> Problem:
-    """Return that a run fits in no layout, and the smallest change with which it would."""
-    told = f"the run fits {gpus} in no layout: {least:.1f} GB at least, of {device.memory / 1e9:g} GB"
-    return Problem("--gpus", told, _find_change(config, model_config, device.memory, number))
+    """Return the problem of a run that fits in no layout; its remedy is the smallest change that would fit.
+
+    Args:
+        config: Configuration of the run.
+        model_config: Configuration of the model.
+        gpus: GPUs as the user wrote them.
+        device: The GPU.
+        number: Number of GPUs.
+        least: Smallest peak memory of all layouts, in GB.
+    """
+    found = f"the run fits {gpus} in no layout: {least:.1f} GB at least, of {device.memory / 1e9:g} GB"
+    return Problem("--gpus", found, _find_change(config, model_config, device.memory, number))
 
 
 def _find_change(config: RecipeConfig, model_config: PreTrainedConfig, memory: float, number: int) -> str:
@@ -285,11 +298,11 @@ def _find_change(config: RecipeConfig, model_config: PreTrainedConfig, memory: f
         packed = dataclasses.replace(frozen, quantization=quantized)
         tried.append(("an adapter on 16-bit weights (`use_peft: true`, `dtype: bfloat16`)", frozen))
         tried.append(("an adapter on 4-bit weights (`use_peft: true`, `load_in_4bit: true`)", packed))
-    counted = [(told, changed, number) for told, changed in tried]
+    counted = [(change, changed, number) for change, changed in tried]
     counted += [(f"{number * factor} of these GPUs", least, number * factor) for factor in (2, 4, 8, 16)]
-    for told, changed, count in counted:
+    for change, changed, count in counted:
         if any(plan_memory(changed, model_config, layout).fits(memory) for layout in list_layouts(count)):
-            return f"{told} would fit"
+            return f"{change} would fit"
     return "name GPUs with more memory"
 
 
@@ -299,24 +312,32 @@ def _join_keys(keys: Mapping[str, Any]) -> str:
 
 
 def compose_flags(start: Start, layout: Layout, file: str = "") -> str:
-    """Return the flags of ``recipes launch``; accelerate's files have no key for pipeline stages."""
+    """Return the flags of ``recipes launch`` for a layout.
+
+    Args:
+        start: Launch of the layout.
+        layout: The layout.
+        file: Quoted path of a written launch file; empty for the shipped one, whose mesh sizes are then given in words.
+    """
     sizes = [f"{name}_size {size}" for name, size in start.launch.layout.sizes.items()]
     mesh = f" with {', '.join(sizes)}" if sizes and not file else ""
+    # A flag, because launch files of accelerate have no key for pipeline stages.
     stages = f" --pipeline_stages {layout.pipeline_stages}" if layout.pipeline_stages > 1 else ""
     return f"--hardware {file or layout.launch_file} --num_processes {start.launch.world_size}{stages}{mesh}"
 
 
 def write_plan(folder: Path, recipe: Sequence[str], keys: Mapping[str, Any], layout: Layout, start: Start) -> None:
-    """Write the launch file and the keys of a plan, and the command that starts it.
+    """Write the launch file of a plan, the keys that it sets, and the command that starts the run.
 
     Args:
-        folder: Where to.
+        folder: Folder to write.
         recipe: Recipe and keys of the run, as flags.
-        keys: What the plan changes of them.
-        layout: The one chosen.
-        start: How it is launched.
+        keys: Keys that the plan sets.
+        layout: Layout of the plan.
+        start: Launch of the layout.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder, "name another folder after --write"):
+        folder.mkdir(parents=True, exist_ok=True)
     for name, content in (("accelerate.yaml", dict(start.document)), ("keys.yaml", dict(keys))):
         replace_text(folder / name, yaml.safe_dump(content, sort_keys=False))
     flags = compose_flags(start, layout, shlex.quote(str(folder / "accelerate.yaml")))

@@ -1,4 +1,4 @@
-"""Planned hardware: GPUs, MFU, its calibration by finished runs, price, power, failures."""
+"""Hardware of a plan: GPUs, MFU and its calibration by finished runs, price, power, failures."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ _LABEL_WIDTH: Final = 16
 _LINE_WIDTH: Final = 100
 _RECORDED: Final = {"stage": str, "config": dict, "provenance": dict, "hardware": dict}
 CURVE: Final = "curve"
-"""Row name of a line that starts in the column of names."""
+"""Row name that marks a line without a name column."""
 
 Row = tuple[str, str]
-"""A row: its name, empty if it is that of the row above, and its text."""
+"""A row: its name, empty if it continues the row above, and its text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Planned hardware and its costs.
+    """Hardware of a plan, and its costs.
 
     Attributes:
         device: The GPU.
         num_gpus: Number of GPUs.
-        peak: FLOP/s of one of them, for the products of the run.
+        peak: Peak FLOP/s of a GPU in the precision of the run.
         mfu: Model FLOPs utilisation, above 0 and at most 1.
         source: Origin of the MFU.
-        measured: Measured MFU; ``None`` for published ones.
-        failures: Cost of interruptions of all GPUs together; ``None`` to omit it.
-        price: Price of a GPU hour.
-        pue: Power usage effectiveness: energy of the data centre over that of the GPUs.
-        grid: Grams of CO2 per kWh.
+        measured: Measured MFU; ``None`` to use published values.
+        failures: Rate and cost of failures of the whole cluster; ``None`` to omit them.
+        price: Price of a GPU hour; ``None`` if unknown.
+        pue: Power usage effectiveness: energy of the data centre divided by that of the GPUs.
+        grid: Grams of CO2 per kWh; ``None`` if unknown.
     """
 
     device: Device
@@ -66,36 +66,41 @@ class Hardware:
     grid: float | None
 
     def compute_hours(self, num_flops: float) -> float:
-        """Return the hours of so many FLOPs, without failures."""
+        """Return the hours that ``num_flops`` FLOPs take, without failures."""
         return compute_hours(num_flops, self.num_gpus, self.peak, self.mfu)
 
     def suit(self, config: RecipeConfig) -> Hardware:
-        """Return the hardware with the MFU of another run, such as one with the checkpointing that was chosen."""
+        """Return the hardware with the MFU of another configuration, such as one with activation checkpointing."""
         mfu, source = find_efficiency(config, self.measured)
         return dataclasses.replace(self, mfu=mfu, source=source)
 
     def describe(self) -> Iterator[Row]:
-        """Yield the assumed GPU, and the origin of its MFU."""
+        """Yield rows about the GPU and the origin of its MFU."""
         device = self.device
-        told = f"{device.name}: {device.memory / 1e9:g} GB, {self.peak / 1e12:.4g} TFLOP/s"
-        yield "GPU", told + (f"; taken to be {device.taken}" if device.taken else "")
+        text = f"{device.name}: {device.memory / 1e9:g} GB, {self.peak / 1e12:.4g} TFLOP/s"
+        yield "GPU", text + (f"; taken to be {device.taken}" if device.taken else "")
         yield "share of peak", f"{self.mfu:g}: {self.source}"
 
     def describe_bill(self, hours: float, of: str = "") -> Iterator[Row]:
-        """Yield cost, energy and CO2 of so many hours, as far as known."""
+        """Yield rows about cost, energy and CO2, as far as known.
+
+        Args:
+            hours: Duration.
+            of: Text after each figure, such as `` for 1,000 iterations``.
+        """
         total = hours * self.num_gpus
         if self.price is not None:
             yield "cost", f"{total * self.price:,.2f}{of}, at {self.price:g} for a GPU hour"
         if self.device.watts:
             energy = total * self.device.watts / 1000 * self.pue
-            told = f"at most {energy:,.1f} kWh{of}: {self.device.watts} W a board, PUE {self.pue:g}"
-            yield "energy", told + (f"; {energy * self.grid / 1000:,.1f} kg of CO2" if self.grid is not None else "")
+            text = f"at most {energy:,.1f} kWh{of}: {self.device.watts} W a board, PUE {self.pue:g}"
+            yield "energy", text + (f"; {energy * self.grid / 1000:,.1f} kg of CO2" if self.grid is not None else "")
 
 
 def format_rows(rows: Iterable[Row]) -> list[str]:
-    """Return the lines of each row: name column and text, wrapped; flags stay on one line, to be copied.
+    """Return rows as lines: a column of names, and text wrapped to the terminal, at most ``_LINE_WIDTH`` characters.
 
-    A terminal narrower than ``_LINE_WIDTH`` has its own width.
+    Flags stay on one line, so that they can be copied.
     """
     lines, width = list[str](), min(_LINE_WIDTH, shutil.get_terminal_size((_LINE_WIDTH, 0)).columns)
     for name, text in rows:
@@ -109,15 +114,15 @@ def format_rows(rows: Iterable[Row]) -> list[str]:
 
 
 def print_rows(rows: Iterable[Row]) -> None:
-    """Print rows, formatted; nothing of them if one cannot be had."""
+    """Print formatted rows; if computing one of them raises, nothing is printed."""
     sys.stdout.write("".join([f"{line}\n" for line in format_rows(rows)]))
 
 
 def read_proof(folder: Path) -> Measured:
-    """Return the MFU that ``recipes prove`` measured.
+    """Return the MFU that ``recipes prove`` has measured.
 
     Raises:
-        ConfigError: It has measured none there.
+        ConfigError: The folder has no measured MFU.
     """
     rows = [row for row in read_rows(folder).values() if row.status == PASSED]
     figures = [row.figures for row in rows if row.figures.get("compiled_mfu")]
@@ -128,52 +133,53 @@ def read_proof(folder: Path) -> Measured:
 
 
 def calibrate(folders: Sequence[Path], device: Device) -> Measured:
-    """Return the median MFU of finished runs by class, without what recomputation and quantization cost each.
+    """Return the median MFU of finished runs by kind, corrected for recomputation and quantization.
 
     Args:
-        folders: Output directories.
-        device: The planned GPU.
+        folders: Output directories of the runs.
+        device: GPU of the plan.
 
     Raises:
-        ConfigError: The configuration of a run is not accepted any more.
-        DataError: A record is damaged; a run had another GPU or is not finished; or its MFU is not known, or counts one
-            model of several.
+        ConfigError: The configuration of a run is no longer valid.
+        DataError: A record is damaged; a run used another GPU, is not finished or has no MFU; or its MFU does not count
+            a second model.
     """
     shares, problems = dict[Kind, list[float]](), list[Problem]()
     for folder in folders:
         run = read_run(folder)
         verify_fields(run.facts, _RECORDED, str(folder / "run.json"))
-        # The first of the logged windows include compilation and an empty cache.
+        # Without the first tenth, which includes compilation and a cold cache.
         curve = [mfu for _, mfu in read_curve(run.train, "mfu")]
         curve = curve[max(len(curve) // 10, 1) :]
-        used = str(run.facts["hardware"].get("device"))
-        if (found := find_device(used)) is None or _identify(found) != _identify(device):
-            told = f"trained on {used!r}, and the plan is for {device.name!r}"
-            problems.append(Problem(str(folder), told, "name runs on the planned GPU"))
+        name = str(run.facts["hardware"].get("device"))
+        if (used := find_device(name)) is None or _identify(used) != _identify(device):
+            found = f"trained on {name!r}, and the plan is for {device.name!r}"
+            problems.append(Problem(str(folder), found, "name runs on the planned GPU"))
         elif run.facts.get("status") != "done" or run.facts["stage"] not in RECIPE_NAMES or not curve:
-            told = "is not a finished run with MFU in two or more of its logged steps"
-            problems.append(Problem(str(folder), told, "name one on a GPU whose peak is known"))
+            found = "is not a finished run with MFU in two or more of its logged steps"
+            problems.append(Problem(str(folder), found, "name one on a GPU whose peak is known"))
         else:
             config = _restore(run)
             if config.recipe == "distill" or has_live_reference(config):
-                told = f"its MFU leaves out the {'teacher' if config.recipe == 'distill' else 'reference model'}"
-                problems.append(Problem(str(folder), told, "name a run of one model"))
+                found = f"its MFU does not count the {'teacher' if config.recipe == 'distill' else 'reference model'}"
+                problems.append(Problem(str(folder), found, "name a run of one model"))
             shares.setdefault(Kind.of(config), []).append(statistics.median(curve) / find_overhead(config)[0])
     if problems:
         raise DataError(*problems)
-    told = f"{len(folders)} finished run{'s' * (len(folders) > 1)}"
-    return Measured({kind: statistics.median(each) for kind, each in shares.items()}, told)
+    source = f"{len(folders)} finished run{'s' * (len(folders) > 1)}"
+    return Measured({kind: statistics.median(each) for kind, each in shares.items()}, source)
 
 
 def _identify(device: Device) -> tuple[float, float, float]:
+    # Not the name, of which a GPU has several: "H100" and "NVIDIA H100 80GB HBM3".
     return device.flops, device.memory, device.bandwidth
 
 
 def _restore(run: RunFiles) -> RecipeConfig:
-    """Return the configuration of a recorded run with the activation checkpointing that ``auto`` chose there.
+    """Return the configuration of a recorded run, with the activation checkpointing that ``auto`` chose in it.
 
     Raises:
-        ConfigError: It is not accepted any more.
+        ConfigError: The configuration is no longer valid.
     """
     record = {**run.facts, "provenance": {key: str(origin) for key, origin in run.facts["provenance"].items()}}
     text = yaml.safe_dump({**restore_keys(record)[0], "output_dir": str(run.path)})

@@ -1,4 +1,4 @@
-"""``recipes scale``: write small runs, fit scaling laws of loss by parameters and tokens, and predict larger runs."""
+"""``recipes scale``: write small runs, fit scaling laws of loss in parameters and tokens, and predict larger runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import operator
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +20,7 @@ from recipes_lib.commands.reproduce import restore_keys
 from recipes_lib.config.loader import check_text, load_config
 from recipes_lib.config.schema import RecipeConfig, flatten_config
 from recipes_lib.errors import ConfigError, DataError, Problem, collecting
-from recipes_lib.files import read_record, replace_record, replace_text
+from recipes_lib.files import read_record, replace_record, replace_text, writing
 from recipes_lib.models.loading import explained
 from recipes_lib.planning.compute import TOKENS_PER_PARAMETER, compute_model_size, find_planned_model
 from recipes_lib.planning.pretraining import count_run_tokens, plan_pretraining
@@ -28,43 +29,47 @@ from recipes_lib.report.run_files import read_run
 
 PIPELINE_FILE: Final = "pipeline.yaml"
 FEWEST: Final = 3
-"""Sizes, and lengths of each, that determine a law."""
+"""Number of model sizes, and of token ratios, that a law needs."""
 _WARMUP: Final = 0.05
+"""Default warm-up, as a share of the steps."""
 _LEAST_FLOPS: Final = 1e17
-"""Operations from which on the law of learning rates was fitted."""
+"""Smallest compute budget that the law of learning rates was fitted to."""
 _POOR_FIT: Final = 0.02
-"""Share of a loss; seeds differ by less."""
+"""Relative error of a loss above which a fit is reported as poor; seeds differ by less."""
 _LEAST_EXPONENT: Final = 0.01
+"""Exponent below which a law does not depend on its variable."""
 _TARGET: Final = "target"
-"""Stage and file of the run that is predicted."""
+"""Name of the stage and of the file of the run that is predicted."""
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the command, by options from ``flags.scale``.
+    """Run the command.
+
+    Args:
+        options: Flags, from ``flags.scale``.
 
     Raises:
-        ConfigError: A flag is wrong, or a law without an interval is asked about runs far beyond its own.
-        DataError: The runs cannot be read, or determine no law.
+        ConfigError: A flag is wrong, or a law without an interval would be extrapolated too far.
+        DataError: Runs cannot be read, or do not determine a law.
     """
     for name in ("flops", "parameters", "tokens"):
         value = getattr(options, name, None)
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(Problem(f"--{name}", f"is {value:g}", "write a finite number above 0"))
-    tellers = {"sweep": _tell_sweep, "fit": _tell_fit, "plan": _tell_plan, "predict": _tell_prediction}
-    tell = tellers[options.command]
-    print_rows(tell(options))
+    commands = {"sweep": _write_sweep, "fit": _fit_runs, "plan": _plan_budget, "predict": _predict_run}
+    print_rows(commands[options.command](options))
 
 
 def read_scaling_run(folder: Path, *, counts_embeddings: bool = True) -> Run:
-    """Return parameters, tokens and held-out loss of a run; without evaluations, the loss of its last twentieth.
+    """Return parameters, tokens and held-out loss of a run; without evaluations, the mean of its last 5 % of losses.
 
     Args:
         folder: Output directory of a pretraining run.
-        counts_embeddings: Whether parameters are all of them.
+        counts_embeddings: Whether embeddings count as parameters.
 
     Raises:
-        ConfigError: The model cannot be read.
-        DataError: It is not a finished pretraining run, or has no finite loss.
+        ConfigError: The configuration of the model cannot be read.
+        DataError: The folder is not a finished pretraining run, or has no finite loss.
     """
     run = read_run(folder)
     if (stage := run.facts.get("stage", "pretrain")) != "pretrain":
@@ -82,25 +87,25 @@ def read_scaling_run(folder: Path, *, counts_embeddings: bool = True) -> Run:
         raise DataError(Problem(str(folder), found, "train it again"))
     num_tokens = float(run.train[-1].get("num_tokens") or 0)
     if not num_tokens:
-        raise DataError(Problem(str(folder), "does not say how many tokens it was trained on", "train it again"))
+        raise DataError(Problem(str(folder), "has no `num_tokens` in metrics.jsonl", "train it again"))
     number = size.total if counts_embeddings else size.non_embedding
     return Run(float(number), num_tokens, sum(losses) / len(losses))
 
 
 def _list_losses(events: Iterable[Mapping[str, Any]], name: str) -> list[float]:
-    """Return the finite values; what is not finite is a word in the file."""
+    """Return the finite values of a metric; others are stored as strings, such as ``nan``."""
     values = (event.get(name) for event in events)
     return [float(value) for value in values if isinstance(value, int | float) and 0 < value < math.inf]
 
 
-def _tell_sweep(options: argparse.Namespace) -> Iterator[Row]:
+def _write_sweep(options: argparse.Namespace) -> Iterator[Row]:
     """Write a configuration for each depth and ratio, and a pipeline that trains them and fits the law.
 
-    With a target, the pipeline then predicts its loss before it trains it, and compares both.
+    With a target, the pipeline then predicts its loss, trains it, and compares both.
 
     Raises:
-        ConfigError: The recipe is wrong, its architecture has other names than Llama's, the runs determine no law, or a
-            schedule does not fit the shortest of them.
+        ConfigError: The configuration is invalid, its architecture has other keys than a Llama, there are too few runs
+            for a law, or a schedule is longer than the shortest run.
     """
     base = load_config("pretrain", ["--config", str(options.config)])
     depths, ratios = sorted(set(options.depths)), sorted(set(options.ratios))
@@ -108,7 +113,8 @@ def _tell_sweep(options: argparse.Namespace) -> Iterator[Row]:
     if problems:
         raise ConfigError(*problems)
     folder: Path = options.output
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder, "name another --output"):
+        folder.mkdir(parents=True, exist_ok=True)
     sizes = {f"depth{depth}-x{ratio}": (depth, ratio) for depth in depths for ratio in ratios}
     if options.target:
         sizes[_TARGET] = tuple(options.target)
@@ -128,7 +134,7 @@ def _tell_sweep(options: argparse.Namespace) -> Iterator[Row]:
     target = stages.pop(_TARGET, None)
     stages["law"] = {"command": f"scale fit {runs} --output {law}", "output": law}
     if target:
-        yield "", f"{flops[_TARGET] / largest:.1f} times the operations of the largest run that is fitted"
+        yield "", f"{flops[_TARGET] / largest:.1f} times the operations of the largest run of the fit"
         before, after = (f"${{output_dir}}/{name}.json" for name in ("predicted", "compared"))
         config = f"${{here}}/{_TARGET}.yaml"
         fitted = "--fit ${law.output}"
@@ -140,7 +146,7 @@ def _tell_sweep(options: argparse.Namespace) -> Iterator[Row]:
     pipeline = {"output_dir": str(folder / "runs"), "stages": stages}
     replace_text(folder / PIPELINE_FILE, yaml.safe_dump(pipeline, sort_keys=False))
     yield "operations", f"{sum(flops.values()):.3g} in all"
-    yield "next", f"recipes run {folder / PIPELINE_FILE}"
+    yield "next", f"recipes run {shlex.quote(str(folder / PIPELINE_FILE))}"
 
 
 def _find_sweep_problems(
@@ -148,23 +154,21 @@ def _find_sweep_problems(
 ) -> Iterator[Problem]:
     for flag, values in (("--depths", depths), ("--ratios", ratios)):
         if len(values) < FEWEST or min(values) < 1:
-            yield Problem(flag, f"a law needs {FEWEST} or more, each 1 or more", f"write {FEWEST} different numbers")
+            yield Problem(flag, f"a law needs {FEWEST} different numbers, each 1 or more", f"write {FEWEST} or more")
     if options.head_dim < 2 or options.head_dim % 2:
         yield Problem("--head_dim", f"is {options.head_dim}; rotary embeddings need an even number", "write 64")
     if min(options.target or [1]) < 1:
-        yield Problem("--target", "a depth and a ratio are each 1 or more", "write --target 12 20")
+        yield Problem("--target", "depth and ratio must be 1 or more", "write --target 12 20")
     if "hidden_size" not in (base.model.model_config or {}):
-        yield Problem(
-            "model_config", "has no `hidden_size`", "write the architecture of a Llama, whose sizes are swept"
-        )
+        yield Problem("model_config", "has no `hidden_size`", "write the architecture of a Llama")
 
 
 def _size_run(base: RecipeConfig, depth: int, ratio: int, head: int, output: Path) -> tuple[dict[str, Any], int]:
-    """Return the keys of a run of a sweep, and its parameters.
+    """Return the keys of a run of a sweep, and its number of parameters.
 
-    A model has one head for every layer, and an MLP of 8/3 of its width, so that one number sizes it. The rate is
-    ``0.3118 C^-0.125``, of AdamW, with at least the operations that it was fitted from: extrapolated to runs of 1e12,
-    it is twice the best rate. Source: Bi et al. 2024 (DeepSeek LLM), equation 1; ``benchmarks/scaling_study.py``.
+    The depth determines all sizes: as many heads as layers, and an MLP of 8/3 of the width. The learning rate is
+    ``0.3118 C^-0.125`` for AdamW, where ``C`` is at least ``_LEAST_FLOPS``: extrapolated to 1e12 FLOPs, the law would
+    give twice the best rate. Source: Bi et al. 2024 (DeepSeek LLM), equation 1; ``benchmarks/scaling_study.py``.
     """
     assert base.model.model_config is not None
     record = {"stage": "pretrain", "config": flatten_config(base), "provenance": base.provenance}
@@ -185,15 +189,15 @@ def _size_run(base: RecipeConfig, depth: int, ratio: int, head: int, output: Pat
         "model_config": architecture,
         "max_tokens": ratio * size,
         "learning_rate": float(f"{rate:.3g}"),
-        # A number of steps is that of another length.
+        # A share is kept; an absolute number of steps is for the length of the given run.
         "warmup_steps": keys["warmup_steps"] if 0 < keys.get("warmup_steps", 1) < 1 else _WARMUP,
         "output_dir": str(output),
-        # The tokens are the same ones.
+        # Shared: all runs read the same tokens.
         "prepared_dir": base.tokens.prepared_dir or str(output.parent.parent / "prepared"),
     }, size
 
 
-def _tell_fit(options: argparse.Namespace) -> Iterator[Row]:
+def _fit_runs(options: argparse.Namespace) -> Iterator[Row]:
     runs, problems = list[Run](), list[Problem]()
     for folder in options.runs:
         with collecting(problems):
@@ -202,58 +206,55 @@ def _tell_fit(options: argparse.Namespace) -> Iterator[Row]:
         raise DataError(*problems)
     fit = fit_law(runs, options.resamples)
     record = {"counts_embeddings": not options.no_count_embeddings, "runs": [run._asdict() for run in runs]}
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    replace_record(options.output, dataclasses.asdict(fit) | record)
-    yield "runs", f"{len(runs)}, up to {fit.max_flops:.3g} operations, parameters {_say_count(options)}"
+    with writing(options.output, "name another --output"):
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        replace_record(options.output, dataclasses.asdict(fit) | record)
+    embeddings = "without embeddings" if options.no_count_embeddings else "with embeddings"
+    yield "runs", f"{len(runs)}, up to {fit.max_flops:.3g} operations, parameters {embeddings}"
     for field in dataclasses.fields(Law):
-        yield field.name.replace("_", " "), _say(fit, operator.attrgetter(field.name))
+        yield field.name.replace("_", " "), _format(fit, operator.attrgetter(field.name))
     worst = max(abs(fit.law.compute_loss(*run[:2]) / run.loss - 1) for run in runs)
-    yield "fit", f"at most {worst:.2%} off the loss of a run"
+    yield "fit", f"losses of the runs within {worst:.2%}"
     if worst > _POOR_FIT or min(fit.law.size_exponent, fit.law.token_exponent) < _LEAST_EXPONENT:
-        yield "warning", "these runs follow no law: lower learning rates and longer runs may, of several seeds each"
+        yield "warning", "poor fit: try lower learning rates, longer runs, and several seeds of each"
     try:
         exponent, minima = fit_isoflops(runs)
         yield "IsoFLOP", f"N ~ C^{exponent:.3f} by the minima of {len(minima)} budgets"
     except DataError:
         yield "IsoFLOP", "needs three sizes at each of two budgets"
-    yield "kept in", str(options.output)
+    yield "written to", str(options.output)
 
 
-def _say_count(options: argparse.Namespace) -> str:
-    return "without embeddings" if options.no_count_embeddings else "with embeddings"
-
-
-def _tell_plan(options: argparse.Namespace) -> Iterator[Row]:
+def _plan_budget(options: argparse.Namespace) -> Iterator[Row]:
     yield "operations", f"{options.flops:.3g}"
     for name, fit in _list_fits(options.fit, options.flops):
         best = fit.law.find_optimum(options.flops)
         yield name, ""
-        yield "  parameters", _say(fit, lambda law: law.find_optimum(options.flops).num_parameters)
-        yield "  tokens", _say(fit, lambda law: law.find_optimum(options.flops).num_tokens)
-        yield "", f"{best.num_tokens / best.num_parameters:.1f} a parameter"
-        yield "  loss", _say(fit, lambda law: law.find_optimum(options.flops).loss)
+        yield "  parameters", _format(fit, lambda law: law.find_optimum(options.flops).num_parameters)
+        yield "  tokens", _format(fit, lambda law: law.find_optimum(options.flops).num_tokens)
+        yield "", f"{best.num_tokens / best.num_parameters:.1f} per parameter"
+        yield "  loss", _format(fit, lambda law: law.find_optimum(options.flops).loss)
         half = best.num_parameters / 2
         tokens = fit.law.find_overtrained(best.loss, half)
         yield "  half the size", f"{half:.4g} parameters reach it with {tokens:.4g} tokens"
     size = (options.flops / FLOPS_PER_TOKEN / TOKENS_PER_PARAMETER) ** 0.5
-    yield "20 a parameter", f"{size:.4g} parameters, {TOKENS_PER_PARAMETER * size:.4g} tokens"
+    yield "20 per param.", f"{size:.4g} parameters, {TOKENS_PER_PARAMETER * size:.4g} tokens"
 
 
-def _tell_prediction(options: argparse.Namespace) -> Iterator[Row]:
-    """Predict a loss, and compare it with the loss of a finished run.
+def _predict_run(options: argparse.Namespace) -> Iterator[Row]:
+    """Predict the loss of a run; with ``--run``, compare it with the measured one.
 
     Raises:
-        ConfigError: It is not said of what, or as ``_list_fits``.
+        ConfigError: Not exactly one of the ways to describe the run is given, or as ``_list_fits``.
     """
     ways = {"--parameters and --tokens": options.parameters and options.tokens, "--config": options.config}
     given = [name for name, value in (ways | {"--run": options.run}).items() if value]
     if len(given) != 1 or (options.parameters is None) != (options.tokens is None):
-        found = f"{' and '.join(given) or 'nothing'} says what is predicted"
+        found = f"the run is given by {' and '.join(given) or 'no flag, or by one of --parameters and --tokens'}"
         raise ConfigError(Problem("recipes scale predict", found, "write --parameters and --tokens, --config or --run"))
     if options.output and not options.fit:
-        raise ConfigError(
-            Problem("--output", "the published laws predict two losses", "name a law: --fit scaling.json")
-        )
+        found = "the published laws predict several losses"
+        raise ConfigError(Problem("--output", found, "name a law: --fit scaling.json"))
     counts = True if options.fit is None else read_record(options.fit).get("counts_embeddings", True)
     run = Run(options.parameters, options.tokens, math.nan)
     if options.config:
@@ -266,41 +267,41 @@ def _tell_prediction(options: argparse.Namespace) -> Iterator[Row]:
         interval = fit.compute_interval(lambda law: law.compute_loss(*run[:2]))
         record = {**run._asdict(), "predicted": loss, "interval": interval}
         yield name, ""
-        yield "  loss", _say(fit, lambda law: law.compute_loss(*run[:2]))
+        yield "  loss", _format(fit, lambda law: law.compute_loss(*run[:2]))
         if fit.max_flops < run.num_flops:
             yield "  extrapolated", f"to {run.num_flops / fit.max_flops:,.1f} times the operations of the largest run"
         if options.run:
             record["error"] = loss / run.loss - 1
             place = "" if interval is None else ", in" if interval[0] <= run.loss <= interval[1] else ", outside of"
-            told = f"{place} the interval" if place else ""
-            yield "  measured", f"{run.loss:.4g}: predicted {record['error']:+.2%} of it{told}"
+            position = f"{place} the interval" if place else ""
+            yield "  measured", f"{run.loss:.4g}: error of the prediction {record['error']:+.2%}{position}"
         if options.output:
+            # Of a predicted run the loss is NaN.
             del record["loss"]
             options.output.parent.mkdir(parents=True, exist_ok=True)
             replace_record(options.output, record | ({"measured": run.loss} if options.run else {}))
-            yield "kept in", str(options.output)
+            yield "written to", str(options.output)
 
 
 def _size_config(path: Path, *, counts_embeddings: bool) -> Run:
-    """Return parameters and tokens of a run that is not trained yet; its loss is not a number.
+    """Return parameters and tokens of a run that is not trained yet, with NaN as its loss.
 
     Raises:
-        ConfigError: The recipe is wrong, or gives its length in epochs.
+        ConfigError: The configuration is invalid, or the length of the run is in epochs.
     """
     config = load_config("pretrain", ["--config", str(path)])
     if (num_tokens := count_run_tokens(config, 1)) is None:
-        raise ConfigError(
-            Problem(str(path), "the run is given in epochs", "write `max_tokens: ...` or `max_steps: ...`")
-        )
+        remedy = "write `max_tokens: ...` or `max_steps: ...`"
+        raise ConfigError(Problem(str(path), "the length of the run is in epochs", remedy))
     size = compute_model_size(find_planned_model(config))
     return Run(float(size.total if counts_embeddings else size.non_embedding), float(num_tokens), math.nan)
 
 
 def _list_fits(path: Path | None, num_flops: float) -> Iterator[tuple[str, Fit]]:
-    """Yield the law of the file, or the published laws, which disagree.
+    """Yield the law in a file, or the published laws, which disagree, with their names.
 
     Raises:
-        ConfigError: As ``Fit.verify_reach``, or the file is none of ``recipes scale fit``.
+        ConfigError: As ``Fit.verify_reach``, or the file is not one of ``recipes scale fit``.
     """
     if path is None:
         yield from ((name, Fit(law, [], num_flops)) for name, law in PUBLISHED.items())
@@ -309,14 +310,13 @@ def _list_fits(path: Path | None, num_flops: float) -> Iterator[tuple[str, Fit]]
     try:
         fit = Fit(Law(**record["law"]), [Law(**law) for law in record["resampled"]], record["max_flops"])
     except TypeError as error:
-        raise ConfigError(
-            Problem("--fit", f"{path} is not a scaling law: {error}", "write it by `recipes scale fit`")
-        ) from error
+        found = f"{path} is not a scaling law: {error}"
+        raise ConfigError(Problem("--fit", found, "write it by `recipes scale fit`")) from error
     fit.verify_reach(num_flops)
     yield str(path), fit
 
 
-def _say(fit: Fit, read: Callable[[Law], Any]) -> str:
+def _format(fit: Fit, read: Callable[[Law], Any]) -> str:
+    """Return a quantity of a law with its interval, if the fit has one."""
     interval = fit.compute_interval(read)
-    told = f" (90 %: {interval[0]:.4g} to {interval[1]:.4g})" if interval else ""
-    return f"{read(fit.law):.4g}{told}"
+    return f"{read(fit.law):.4g}" + (f" (90 %: {interval[0]:.4g} to {interval[1]:.4g})" if interval else "")

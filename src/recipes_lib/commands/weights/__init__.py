@@ -1,1 +1,1 @@
-"""Subcommands that write a model folder out of another: a checkpoint, an adapter with its base, a teacher."""
+"""Commands that write a model folder: export of a checkpoint, merged adapter, student initialised from a teacher."""

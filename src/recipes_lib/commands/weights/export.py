@@ -1,4 +1,4 @@
-"""``recipes export``: convert a checkpoint, sharded or not, to a Hugging Face model folder, or a model to GGUF."""
+"""``recipes export``: convert a checkpoint, sharded or not, to a model folder that transformers loads, or to GGUF."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CONVERTER: Final = "convert_hf_to_gguf.py"
-"""Script of llama.cpp."""
+"""Conversion script of llama.cpp."""
 _MAGIC: Final = b"GGUF"
+"""First bytes of a GGUF file."""
 _OF_TRAINING: Final = ("COMPLETE.json", "trainer_state.json", "model.safetensors.index.json")
+"""JSON files of a checkpoint that are not copied."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -32,10 +34,10 @@ def main(argv: Sequence[str]) -> None:
     """
     parser = argparse.ArgumentParser(prog="recipes export", description=__doc__, allow_abbrev=False)
     parser.add_argument("checkpoint", type=Path, help="folder `checkpoint-N` of a run; with --gguf also of a model")
-    parser.add_argument("output", type=Path, help="folder to create, may not exist or must be empty; or file.gguf")
+    parser.add_argument("output", type=Path, help="new or empty folder to write; or file.gguf")
     parser.add_argument("--gguf", metavar="TYPE", help="write a GGUF file of this type: f16, bf16, q8_0, ...")
-    told = f"checkout of llama.cpp, for --gguf (default: {CONVERTER} on the PATH)"
-    parser.add_argument("--llama_cpp", type=Path, metavar="DIR", help=told)
+    text = f"checkout of llama.cpp, for --gguf (default: {CONVERTER} on the PATH)"
+    parser.add_argument("--llama_cpp", type=Path, metavar="DIR", help=text)
     options = parser.parse_args(argv)
     from transformers.utils.logging import disable_progress_bar
 
@@ -50,20 +52,21 @@ def main(argv: Sequence[str]) -> None:
 
 
 def export_checkpoint(checkpoint: Path, output: Path) -> int:
-    """Write the model or adapter of a checkpoint as its run would at the end, and reload it to verify.
+    """Write the model or adapter of a checkpoint as its run would at the end, and verify what was written.
 
-    Host memory holds the weights once, and the largest tensors of them twice for a moment.
+    Host memory holds the weights once, and the largest tensors temporarily twice.
 
     Args:
-        checkpoint: Complete, of a recipe with one model.
-        output: Where it goes; it must not be there, or be empty.
+        checkpoint: Complete checkpoint of a recipe with one model.
+        output: Folder to write; it must not exist, or must be empty.
 
     Returns:
         Number of parameters.
 
     Raises:
-        ConfigError: The checkpoint is damaged, or holds what cannot be made a model of; or ``output`` holds something.
-        BrokenSaveError: What was written is not whole.
+        ConfigError: The checkpoint is damaged, or its weights do not fit its ``config.json``; or ``output`` is not
+            empty.
+        BrokenSaveError: The written weights are incomplete.
 
     Source: ``tests/commands/weights/test_export.py``, ``tests/distributed/test_sharded.py``.
     """
@@ -81,20 +84,20 @@ def export_checkpoint(checkpoint: Path, output: Path) -> int:
 
 
 def export_gguf(source: Path, output: Path, kind: str, llama_cpp: Path | None) -> None:
-    """Write a model as a GGUF file by llama.cpp's converter.
+    """Write a model as a GGUF file with the converter of llama.cpp.
 
     Args:
         source: Folder of a model, or a complete checkpoint.
         output: File to write.
-        kind: Type of the weights, as the converter names it.
+        kind: Weight type, as the converter names it: ``f16``, ``q8_0``.
         llama_cpp: Checkout of llama.cpp; ``None`` to find the converter on the ``PATH``.
 
     Raises:
-        ConfigError: There is no converter or no model, the file exists, or the converter fails.
+        ConfigError: The converter or the model does not exist, the file already exists, or the conversion fails.
     """
     command = _find_converter(llama_cpp)
     if output.suffix != ".gguf" or output.exists():
-        found = "exists already" if output.exists() else "is not the name of a GGUF file"
+        found = "already exists" if output.exists() else "is not the name of a GGUF file"
         raise ConfigError(Problem(str(output), found, "write a new name that ends with .gguf"))
     is_checkpoint = (source / "COMPLETE.json").exists()
     if (source / "adapter_config.json").exists():
@@ -105,7 +108,7 @@ def export_gguf(source: Path, output: Path, kind: str, llama_cpp: Path | None) -
     output.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as folder:
         model, file = source, Path(folder) / output.name
-        # A checkpoint may be sharded, and lacks what a run writes at its end: the converter reads a whole model.
+        # The converter reads a complete model; a checkpoint may be sharded.
         if is_checkpoint:
             model = Path(folder) / "model"
             export_checkpoint(source, model)
@@ -116,16 +119,16 @@ def export_gguf(source: Path, output: Path, kind: str, llama_cpp: Path | None) -
             with file.open("rb") as opened:
                 is_written = opened.read(len(_MAGIC)) == _MAGIC
         if code or not is_written:
-            found = f"ended with exit code {code}" if code else "has written no GGUF file"
+            found = f"failed with exit code {code}" if code else "has not written a GGUF file"
             raise ConfigError(Problem(shlex.join(command), found, "see its output above"))
         file.replace(output)
 
 
 def _find_converter(llama_cpp: Path | None) -> list[str]:
-    """Return the command of llama.cpp's converter.
+    """Return the command of the converter of llama.cpp.
 
     Raises:
-        ConfigError: It is not there.
+        ConfigError: The converter does not exist.
     """
     if llama_cpp is None:
         if found := shutil.which(CONVERTER):
@@ -133,7 +136,7 @@ def _find_converter(llama_cpp: Path | None) -> list[str]:
     elif (script := llama_cpp / CONVERTER).is_file():
         return [sys.executable, str(script)]
     remedy = "clone github.com/ggml-org/llama.cpp, install its requirements.txt, and name its folder by --llama_cpp"
-    raise ConfigError(Problem(str(llama_cpp or CONVERTER), f"there is no {CONVERTER} of llama.cpp here", remedy))
+    raise ConfigError(Problem("--llama_cpp", f"there is no {CONVERTER} {llama_cpp or 'on the PATH'}", remedy))
 
 
 def _write_model(checkpoint: Path, folder: Path) -> int:
@@ -144,18 +147,18 @@ def _write_model(checkpoint: Path, folder: Path) -> int:
     from recipes_lib.training.checkpoints.sharded import read_whole_weights
 
     if not (checkpoint / "config.json").exists():
-        found = "holds no model of one configuration, such as one of PPO with its critic"
+        found = "holds no single model: a checkpoint of PPO holds policy and critic"
         raise ConfigError(Problem(str(checkpoint), found, "let the run end: the model is in its output directory"))
     config = transformers.AutoConfig.from_pretrained(checkpoint)
     name = next(iter(config.architectures or ()), "no architecture")
     architecture: Any = getattr(transformers, name, None)
     if architecture is None:
         raise ConfigError(Problem(str(checkpoint / "config.json"), f"transformers has no {name}"))
-    # Without memory: the weights of the checkpoint are assigned, not copied.
+    # On the meta device, because the weights of the checkpoint are assigned instead of copied.
     with torch.device("meta"):
         model = architecture(config)
-    _give(model, read_whole_weights(checkpoint), checkpoint)
-    # Off while packed documents had to be kept apart.
+    _assign_weights(model, read_whole_weights(checkpoint), checkpoint)
+    # Training switches the cache off; generation needs it.
     model.config.use_cache = True
     if (checkpoint / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(checkpoint)
@@ -163,18 +166,18 @@ def _write_model(checkpoint: Path, folder: Path) -> int:
     return verify_weights(folder, read_published_shapes(model))
 
 
-def _give(model: Any, weights: Mapping[str, Tensor], checkpoint: Path) -> None:
-    """Assign weights to a model.
+def _assign_weights(model: Any, weights: Mapping[str, Tensor], checkpoint: Path) -> None:
+    """Assign weights to a model on the meta device.
 
     Raises:
-        ConfigError: They are not those of this model.
+        ConfigError: Weights are missing, unknown or of another shape.
     """
     try:
         _, unknown = model.load_state_dict(weights, strict=False, assign=True)
     except RuntimeError as error:
         raise ConfigError(Problem(str(checkpoint), f"its weights and its config.json differ: {error}")) from error
     model.tie_weights()
-    # After tying: an output projection that is tied has no weights of its own in the file.
+    # After tying, because the file has no tensor for a tied output projection.
     missing = [name for name, tensor in model.named_parameters() if tensor.is_meta]
     if unknown or missing:
         found = f"its weights are not those of its config.json: {', '.join([*unknown, *missing][:4])}"
@@ -189,7 +192,8 @@ def _write_adapter(checkpoint: Path, folder: Path) -> int:
     from recipes_lib.training.checkpoints.sharded import read_whole_weights
 
     if init := read_such_an_init(checkpoint):
-        found = f"its adapter fits a base that {init} had taken it out of, and that no file holds"
+        # Such an initialisation subtracts the adapter from the base, and only the run has the changed base.
+        found = f"its adapter belongs to a base that {init} has changed, and the checkpoint does not hold that base"
         raise ConfigError(Problem(str(checkpoint), found, "let the run end: its output directory holds the adapter"))
     weights = {name_in_file(name): tensor for name, tensor in read_whole_weights(checkpoint).items()}
     save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""``recipes merge``: merge an adapter into its base model, and compare the outputs of both."""
+"""``recipes merge``: merge an adapter into its base model, and verify that the predictions agree."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_KL: Final = 0.01
-"""Allowed KL divergence of the merged model from the adapter, nats per token; bfloat16 rounding: a tenth of it."""
+"""Allowed mean KL divergence of the merged model from base and adapter, nats per token: ten times bfloat16 rounding."""
 MAX_KL_FROM_FEW_BITS: Final = 0.2
-"""The same for an adapter trained on a quantised base, whose quantisation error it compensates."""
+"""The same for an adapter trained on a quantised base, which also compensates quantisation error."""
 MAX_TOKENS: Final = 64
-"""Tokens of each text in the comparison; their logits are held in memory."""
+"""Tokens per text in the comparison, whose logits are kept in memory."""
 
 RECORD_FILE: Final = "merge.json"
 PROMPTS: Final = Path(__file__).with_name("merge_prompts.txt").read_text(encoding="utf-8").splitlines()
@@ -33,8 +33,8 @@ def main(argv: Sequence[str]) -> None:
     """Run the command.
 
     Raises:
-        ConfigError: A flag is wrong, something cannot be loaded or written, or the merged model differs from the
-            adapter's by more than it may; then nothing is left behind.
+        ConfigError: A flag is wrong, a model cannot be loaded or written, or the predictions of the merged model differ
+            too much; then nothing is written.
     """
     options = _parse(argv)
     refuse_full(options.output)
@@ -72,63 +72,63 @@ def describe(record: Mapping[str, Any]) -> Iterator[str]:
     yield f"base            {record['base']}{revision}, merged in float32, written in {record['dtype']}"
     yield f"adapter         {record['adapter']}, trained on the base in {record['trained_on']}"
     yield f"compared        on {record['num_tokens']} tokens of {record['num_texts']} texts, the base in {precision}"
-    yield f"mean KL         {record['mean_kl']:.2e} nats a token, at most {record['max_kl']:g}"
-    yield f"without merging {record['mean_kl_of_the_base']:.2e} nats a token, from the adapter's model to the bare base"
-    yield f"same choice     {record['same_choice']:.1%} of the tokens"
+    yield f"mean KL         {record['mean_kl']:.2e} nats per token, limit {record['max_kl']:g}"
+    yield f"mean KL of base {record['mean_kl_of_the_base']:.2e} nats per token, without the adapter"
+    yield f"same top token  {record['same_choice']:.1%} of the tokens"
 
 
 def refuse_another_model(record: Mapping[str, Any]) -> None:
-    """Raise if the merged model's predictions differ from those of the adapter.
+    """Raise if the predictions of the merged model differ from those of base and adapter.
 
     Raises:
-        ConfigError: The mean divergence is above its limit, or not below that of the base without any adapter.
+        ConfigError: The mean KL divergence exceeds its limit, or is not below that of the base without the adapter.
     """
-    mean_kl, limit, bare = record["mean_kl"], record["max_kl"], record["mean_kl_of_the_base"]
-    in_full = "write --dtype float32, which rounds nothing away"
+    mean_kl, limit, base_kl = record["mean_kl"], record["max_kl"], record["mean_kl_of_the_base"]
+    use_float32 = "write --dtype float32, which avoids rounding"
+    # Negated, so that NaN is refused, too.
     if not mean_kl <= limit:
-        found = f"the merged model differs from its adapter's by {mean_kl:.2e} nats a token"
-        remedy = in_full if record["compared_on"] == "full precision" else "serve the adapter on the quantised base"
+        found = f"the merged model differs from base and adapter by {mean_kl:.2e} nats per token"
+        remedy = use_float32 if record["compared_on"] == "full precision" else "serve the adapter on the quantised base"
         raise ConfigError(Problem("--max_kl", found, f"{remedy}, or accept it: --max_kl {2 * mean_kl:.2g}"))
-    if not mean_kl < bare:
-        found = (
-            f"the merged model is no nearer to its adapter's ({mean_kl:.2e} nats a token) than the base is ({bare:.2e})"
-        )
-        remedy = "the adapter has learnt nothing" if bare == 0 else in_full
+    if not mean_kl < base_kl:
+        found = f"the merged model differs from base and adapter by {mean_kl:.2e} nats per token, the base by "
+        found += f"{base_kl:.2e}: merging has no effect"
+        remedy = "the adapter does not change the base" if base_kl == 0 else use_float32
         raise ConfigError(Problem("--adapter", found, remedy))
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="recipes merge", description=__doc__, allow_abbrev=False)
-    parser.add_argument(
-        "--adapter", type=Path, required=True, metavar="DIR", help="output directory of the adapter's run"
-    )
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="folder to create; it may not exist or must be empty"
-    )
+    parser.add_argument("--adapter", type=Path, required=True, metavar="DIR", help="output directory of its run")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new or empty folder to write")
     parser.add_argument("--base", metavar="ID", help="Hub id or folder of the base (default: what the adapter names)")
     precisions = ("float32", "bfloat16", "float16")
     parser.add_argument("--dtype", choices=precisions, help="precision of the merged weights (default: the base's)")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="held-out prompts to compare on, one a line")
-    told = f"divergence to accept (default: {MAX_KL}; from few bits {MAX_KL_FROM_FEW_BITS})"
-    parser.add_argument("--max_kl", type=float, metavar="NATS", help=told)
+    text = f"allowed mean KL divergence (default: {MAX_KL}; quantised base: {MAX_KL_FROM_FEW_BITS})"
+    parser.add_argument("--max_kl", type=float, metavar="NATS", help=text)
     return parser.parse_args(argv)
 
 
 def _read_adapter(folder: Path) -> dict[str, Any]:
-    """Read PEFT's configuration of the adapter."""
+    """Read ``adapter_config.json`` of PEFT.
+
+    Raises:
+        ConfigError: The folder holds no adapter, or not one of a causal language model.
+    """
     path = folder / "adapter_config.json"
     if not path.is_file():
         remedy = "name the output directory of a run that trained an adapter"
         raise ConfigError(Problem("--adapter", f"{folder} holds no adapter_config.json", remedy))
     settings = {"revision": None, **read_record(path, {"task_type": str, "base_model_name_or_path": str})}
     if settings["task_type"] != "CAUSAL_LM":
-        found = f"{folder} is an adapter for {settings['task_type']}, and only language models are merged"
+        found = f"{folder} is an adapter for {settings['task_type']}, and only causal language models are merged"
         raise ConfigError(Problem("--adapter", found, "use a reward model as an adapter on its base"))
     return settings
 
 
 def _read_bits(adapter: Path) -> QuantizationConfig:
-    """Return the quantisation of the base in the adapter's run; ``None`` without a run record."""
+    """Return the quantisation of the base in the run of the adapter; the default, none, without a run record."""
     path = adapter / "run.json"
     keys = read_record(path, {"config": dict})["config"] if path.is_file() else {}
     names = [field.name for field in dataclasses.fields(QuantizationConfig)]
@@ -136,7 +136,11 @@ def _read_bits(adapter: Path) -> QuantizationConfig:
 
 
 def _read_texts(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yield the user's prompts, or the run's last samples and default prompts, in the model's template."""
+    """Yield the prompts of ``--prompts``, else the last samples of the run and the default prompts, as rendered texts.
+
+    Raises:
+        ConfigError: The file of prompts cannot be read, or is empty.
+    """
     if options.prompts:
         try:
             lines = options.prompts.read_text(encoding="utf-8").splitlines()
@@ -144,11 +148,12 @@ def _read_texts(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase)
             raise ConfigError(Problem("--prompts", f"{options.prompts} cannot be read", "name a text file")) from error
         prompts = [line for line in lines if line.strip()]
         if not prompts:
-            raise ConfigError(Problem("--prompts", f"{options.prompts} holds no line", "write one prompt a line"))
+            raise ConfigError(Problem("--prompts", f"{options.prompts} is empty", "write one prompt per line"))
         yield from (_render(prompt, tokenizer) for prompt in prompts)
         return
     rows = [row for row in read_lines(options.adapter / "samples.jsonl") if row]
     texts = [(str(row.get("prompt", "")), str(row.get("completion", ""))) for row in rows]
+    # A dictionary keeps the last sample of each prompt.
     yield from {prompt: prompt + completion for prompt, completion in texts if prompt}.values()
     yield from (_render(prompt, tokenizer) for prompt in PROMPTS)
 

@@ -1,4 +1,4 @@
-"""``recipes student``: build a student from some layers of its teacher, with embeddings and head, for distillation."""
+"""``recipes student``: initialise a student from some layers of its teacher, with its embeddings and output head."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the command.
 
     Raises:
-        ConfigError: A flag is wrong, the teacher cannot be loaded or cut; then nothing is left behind.
+        ConfigError: A flag is wrong, or the teacher cannot be loaded or pruned; then nothing is written.
     """
     options = _parse(argv)
     refuse_full(options.output)
@@ -65,11 +65,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--teacher", required=True, metavar="ID", help="Hub id or folder of the teacher")
     parser.add_argument("--revision", metavar="REV", help="commit, tag or branch of a Hub teacher")
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument(
-        "--num_layers", type=int, metavar="K", help="number of layers, evenly spaced, including the last"
-    )
+    which.add_argument("--num_layers", type=int, metavar="K", help="number of layers, evenly spaced, with the last")
     which.add_argument("--layers", type=int, nargs="+", metavar="N", help="indices of the layers, from 1")
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="folder to create; it may not exist or must be empty"
-    )
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new or empty folder to write")
     return parser.parse_args(argv)
