@@ -156,7 +156,7 @@ REFUSED: dict[str, list[tuple[str, int, str]]] = {
         ("use_vllm: true\nmax_staleness: 1", 6, "server"),
         ("use_vllm: true\nvllm_mode: server\nmax_staleness: 2", 7, "max_staleness"),
         ("use_peft: true\nsave_critic: true", 6, "the critic is an adapter"),
-        ("push_to_hub: true\nhub_strategy: every_save", 6, "are no model folders"),
+        ("push_to_hub: true\nhub_strategy: every_save", 6, "are not model folders"),
         ("kl_estimator: k3", 5, "k3 and k2 have not the gradient of KL"),
         ("reward_model_path: a/b", 5, "was renamed to `reward_model_name_or_path`"),
         ("num_generations: 4", 5, "not a key of this recipe"),

@@ -139,8 +139,8 @@ def check_rewards(settings: Settings) -> Iterator[Problem]:
 def check_policy(settings: Settings) -> Iterator[Problem]:
     """RL checkpoints are not models, and continuous batching needs its own attention kernels."""
     if settings["push_to_hub"] and settings["hub_strategy"] not in (None, "end"):
-        found = f"`hub_strategy: {settings['hub_strategy']}` publishes checkpoints, which are no model folders here"
-        yield settings.problem("hub_strategy", found, "write `hub_strategy: end`")
+        found = f"`hub_strategy: {settings['hub_strategy']}` publishes checkpoints, which are not model folders here"
+        yield settings.problem("hub_strategy", found, "write `hub_strategy: end`, which publishes the final model")
     if settings["use_transformers_continuous_batching"] and settings["attn_implementation"] == "varlen":
         found = "`attn_implementation: varlen` is not known to transformers' continuous batching"
         yield settings.problem("attn_implementation", found, "write sdpa, or flash_attention_2")
