@@ -61,7 +61,7 @@ def test_an_answer_of_which_no_reward_says_anything_is_worth_nothing_that_is_kno
         (lambda **_: [1.0], "for 3 answers"),
         (lambda **_: [1.0, float("nan"), 1.0], "nan"),
         (lambda **_: [1.0, "good", 1.0], "'good'"),
-        (lambda **_: [1.0, 1e16, 1.0], r"1e\+16 for the answer 'b': return finite numbers up to 1e\+15"),
+        (lambda **_: [1.0, 1e16, 1.0], r"1e\+16 for the answer 'b'\s+return finite numbers up to 1e\+15"),
         (lambda **_: sys.exit(0), "failed on 3 answers: SystemExit: 0"),
         (lambda **_: 3.0, "3.0 for 3 answers"),
         (lambda **_: None, "None for 3 answers"),

@@ -174,11 +174,7 @@ def verify_positions(
 
 
 def _call(
-    name: str,
-    function: RewardFunction,
-    prompts: Sequence[PromptRow],
-    texts: Sequence[str],
-    ids: Sequence[list[int]],
+    name: str, function: RewardFunction, prompts: Sequence[PromptRow], texts: Sequence[str], ids: Sequence[list[int]]
 ) -> list[float | None]:
     # ``load_prompt_data`` gives all prompts of a run one form and the same columns, so the first one represents all.
     is_chat = not isinstance(prompts[0].content, str)

@@ -151,15 +151,11 @@ def choose_prompts(num_prompts: int, first: int, count: int, seed: int, group: i
     Returns:
         Positions in the training set, one per answer.
     """
-    if group > 1:
-        start, stop = first // group, (first + count - 1) // group + 1
-        asked = choose_prompts(num_prompts, start, stop - start, seed)
-        return [asked[number // group - start] for number in range(first, first + count)]
-    passes = range(first // num_prompts, (first + count - 1) // num_prompts + 1)
+    # Numbers of prompts in the run, (count,), each as epoch and place in the order of that epoch.
+    epochs, places = np.divmod(np.arange(first, first + count) // group, num_prompts)
     # One generator per epoch, so that any range can be computed without the ones before it.
-    order = np.concatenate(
-        [np.random.default_rng([seed, Stream.PROMPT, number]).permutation(num_prompts) for number in passes]
-    )
-    start = first - passes[0] * num_prompts
-    chosen: list[int] = order[start : start + count].tolist()
-    return chosen
+    orders = {
+        epoch: np.random.default_rng([seed, Stream.PROMPT, epoch]).permutation(num_prompts)
+        for epoch in range(epochs[0], epochs[-1] + 1)
+    }
+    return [int(orders[epoch][place]) for epoch, place in zip(epochs.tolist(), places.tolist(), strict=True)]

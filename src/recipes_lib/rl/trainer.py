@@ -308,10 +308,7 @@ class PolicyTrainer:
         rollout = join(batches)
         num_answers = len(rollout)
         num_tokens = rollout.num_tokens + sum(len(prompt.input_ids) for prompt in rollout.prompts)
-        figures: Figures = {
-            "rollout/tokens_per_s": rollout.num_tokens / max(seconds["time/generate"], 1e-9),
-            **seconds,
-        }
+        figures: Figures = {"rollout/tokens_per_s": rollout.num_tokens / max(seconds["time/generate"], 1e-9), **seconds}
         if limit > 1:
             num_dropped = len(is_flat) - count // group
             figures |= {"rollout/num_gen_batches": len(batches), "rollout/num_groups_left_out": num_dropped}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -148,10 +147,7 @@ def _wait_for_server(url: str, seconds: float) -> None:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=_SECONDS_TO_ANSWER):
                 return
-        except urllib.error.HTTPError as error:
-            found = f"/health has the status {error.code}: this is not a vLLM server, or its engine has ended"
-        except (OSError, http.client.HTTPException) as error:
-            found = f"it can't be reached: {error}"
-        if time.monotonic() >= end:
-            raise ConnectionError(f"{found}; waited for {seconds:g} seconds")
+        except (OSError, http.client.HTTPException) as error:  # HTTPError of a status is an OSError.
+            if time.monotonic() >= end:
+                raise ConnectionError(f"it can't be reached: {error}; waited for {seconds:g} seconds") from error
         time.sleep(_SECONDS_TO_RETRY)
