@@ -278,6 +278,10 @@ def find_planned_model(config: RecipeConfig) -> PreTrainedConfig:
     """
     if (architecture := config.model.model_config) is None:
         return find_shape(config.model)
+    for key in ("num_hidden_layers", "vocab_size", "hidden_size"):
+        # transformers builds such models, which have nothing to train.
+        if isinstance(size := architecture.get(key, 1), int) and size < 1:
+            raise ConfigError(Problem("model_config", f"`{key}` is {size}", "write 1 or more"))
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))  # type: ignore[no-untyped-call]
     if "vocab_size" not in architecture:
         try:

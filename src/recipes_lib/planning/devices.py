@@ -123,9 +123,8 @@ def choose_device(name: str) -> Device:
     if (device := find_device(name)) is not None:
         return device
     names = list(_read_devices())
-    near = [known for known in names if name.upper() in known.upper()] or difflib.get_close_matches(
-        name.upper(), names, n=3
-    )
+    part = name.strip().upper()
+    near = [known for known in names if part and part in known.upper()] or difflib.get_close_matches(part, names)
     remedy = "write a name as `nvidia-smi -L` has it, such as H100 or A100-80GB, or a size such as 80GB"
     if near:
         remedy = f"did you mean {' or '.join(f'`{known}`' for known in near)}?"

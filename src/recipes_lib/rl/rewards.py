@@ -196,7 +196,7 @@ def _call(
         found = f"{name} returned {scores!r:.80} for {len(texts)} answers"
         raise ConfigError(Problem("reward_funcs", found, "return a list of one number for each"))
     for index, score in enumerate(scores):
-        if score is not None and not (isinstance(score, Real) and abs(score) <= MAX_REWARD):
+        if score is not None and not (isinstance(score, Real) and abs(score) <= MAX_REWARD):  # type: ignore[operator]
             found = f"{name} returned {score!r:.80} for the answer {texts[index]!r:.80}"
             remedy = f"return finite numbers up to {MAX_REWARD:g}, or None to skip an answer"
             raise ConfigError(Problem("reward_funcs", found, remedy))
