@@ -21,6 +21,8 @@ MAX_EXTRAPOLATION: Final = 10.0
 _INTERVAL: Final = (5.0, 95.0)
 _DELTA: Final = 1e-3
 _MIN_RUNS: Final = 6
+_MIN_EFFECT: Final = 1e-6
+"""Smallest difference of losses, in nats per token, between the smallest and the largest run of a fit."""
 _BOUNDS: Final = (*((None, None),) * 3, *((0, None),) * 2)
 """Bounds of the fit: no negative exponents, with which noise of few runs would reverse an extrapolation."""
 _STARTS: Final = tuple(itertools.product((0, 10, 20), (0, 10, 20), (-0.5, 0.5), (0.3, 0.8), (0.3, 0.8)))
@@ -68,11 +70,17 @@ class Law:
     def find_optimum(self, num_flops: float) -> Optimum:
         """Return the parameters and tokens with the lowest loss for a FLOP budget.
 
+        Of a law without one of its terms, as a fit to resampled runs may be, one is infinite and the other 0.
+
         Source: Hoffmann et al. 2022, equation 4.
         """
         alpha, beta = self.size_exponent, self.token_exponent
-        ratio = (alpha * self.size_factor / (beta * self.token_factor)) ** (1 / (alpha + beta))
-        num_parameters = ratio * (num_flops / FLOPS_PER_TOKEN) ** (beta / (alpha + beta))
+        by_size, by_tokens = alpha * self.size_factor, beta * self.token_factor
+        if min(by_size, by_tokens) <= 0:
+            return Optimum(math.inf, 0.0, math.nan) if by_size > by_tokens else Optimum(0.0, math.inf, math.nan)
+        # In logarithms, because powers of exponents near 0 overflow; e^200 is beyond any size.
+        log_size = (math.log(by_size / by_tokens) + beta * math.log(num_flops / FLOPS_PER_TOKEN)) / (alpha + beta)
+        num_parameters = math.exp(min(max(log_size, -200.0), 200.0))
         num_tokens = num_flops / FLOPS_PER_TOKEN / num_parameters
         return Optimum(num_parameters, num_tokens, self.compute_loss(num_parameters, num_tokens))
 
@@ -82,7 +90,10 @@ class Law:
         Source: Sardana et al. 2023, equation 2, solved for the tokens.
         """
         rest = loss - self.irreducible - self.size_factor / num_parameters**self.size_exponent
-        return (self.token_factor / rest) ** (1 / self.token_exponent) if rest > 0 else math.inf
+        if rest <= 0 or self.token_exponent <= 0:
+            return math.inf
+        log_tokens = math.log(max(self.token_factor / rest, 1e-300)) / self.token_exponent
+        return math.exp(log_tokens) if log_tokens < 700 else math.inf
 
 
 PUBLISHED: Final[Mapping[str, Law]] = {
@@ -153,7 +164,7 @@ def fit_law(runs: Sequence[Run], num_resamples: int = 200, *, seed: int = 0) -> 
         seed: Seed of the resampling.
 
     Raises:
-        DataError: There are too few runs, sizes or numbers of tokens.
+        DataError: There are too few runs, sizes or numbers of tokens, or the losses do not depend on one of them.
 
     Source: Hoffmann et al. 2022, section D.2. Besiroglu et al. 2024: the objective is summed, not averaged, and solved
     to the end, or it stops early; ``tests/planning/test_scaling.py``.
@@ -165,9 +176,17 @@ def fit_law(runs: Sequence[Run], num_resamples: int = 200, *, seed: int = 0) -> 
     logs = np.log(np.array(runs, dtype=np.float64))
     best = min((_solve(logs, np.array(start, dtype=np.float64)) for start in _STARTS), key=lambda found: found[1])[0]
     random = np.random.default_rng(seed)
+    law = _build_law(best)
+    for name, (first, last), value in (
+        ("parameters", (min(sizes), max(sizes)), lambda size: law.compute_loss(size, max(tokens))),
+        ("tokens", (min(tokens), max(tokens)), lambda length: law.compute_loss(max(sizes), length)),
+    ):
+        if not value(first) - value(last) > _MIN_EFFECT:
+            found = f"the losses of the runs do not fall with more {name}, so that they determine no law"
+            raise DataError(Problem("runs", found, "train runs that differ more, and check the ones with other losses"))
     draws = (logs[random.integers(len(logs), size=len(logs))] for _ in range(num_resamples))
     resampled = [_build_law(_solve(draw, best)[0]) for draw in draws]
-    return Fit(_build_law(best), resampled, max(run.num_flops for run in runs))
+    return Fit(law, resampled, max(run.num_flops for run in runs))
 
 
 def _solve(logs: Array, start: Array) -> tuple[Array, float]:
