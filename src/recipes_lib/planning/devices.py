@@ -89,6 +89,7 @@ def find_device(name: str) -> Device | None:
     part = re.search(r"\b(\d)g\.(\d+)gb\b", name, re.IGNORECASE)
     # A dot before the number is that of a MIG profile, whose memory is the instance's.
     memory_gb = re.search(r"(?<!\.)\b(\d+) ?GB\b", name, re.IGNORECASE)
+    # The first match counts: devices.yaml lists longer names before those that they contain.
     for known, row in _read_devices().items():
         if re.search(rf"\b{_loosen(row.get('pattern', known))}\b", name, re.IGNORECASE):
             memory, flops, bandwidth = row["memory"], row["flops"], row["bandwidth"]

@@ -296,6 +296,7 @@ def _count_exchange(config: RecipeConfig, built: _Built, layout: Layout) -> dict
         copied = sum(parameter.numel() for parameter in model.parameters() if parameter.dtype == torch.float32)
         temporary[memory_plan.COPIES] = 2 * copied
     head = model.get_output_embeddings()
+    # The loss sums this gradient over its chunks, beside what earlier micro-batches have accumulated.
     if layout.shards.weights == 1 and head is not None and head.weight.requires_grad:
         temporary[memory_plan.HEAD_GRADIENT] = 4 * head.weight.numel()
     return temporary
@@ -464,6 +465,7 @@ def _count_trained(parameters: Iterable[Tensor], config: RecipeConfig, *, keeps_
         return Held(2 * number, 2 * number, round(number * (4 + count_state_bytes(config.training, 4))))
     size = count_bytes(trained)
     states = sum(tensor.numel() * count_state_bytes(config.training, tensor.element_size()) for tensor in trained)
+    # Gradients have the dtype of the parameters.
     return Held(size, size, round(states))
 
 

@@ -74,6 +74,7 @@ def compute_row_starts(
         found = f"the run would have {sum(counts):,} optimizer steps, more than can be planned one by one"
         remedy = "write --num_processes as the run will have them, or larger steps (gradient_accumulation_steps)"
         raise ConfigError(Problem("max_tokens", found, remedy))
+    # (num_steps,) rows of each step; int64, because billions of rows exceed int32.
     rows = np.repeat(np.asarray(sizes, dtype=np.int64) * rows_per_micro_step, counts)
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(rows)])
 

@@ -156,6 +156,7 @@ class Collector:
         """
         self.models.set_training(training=False)
         loading = time.perf_counter()
+        # Before new weights are loaded, which would replace those that the server is sampling with.
         early = None if self.ahead is None else self.ahead.take()
         if not is_loaded:
             self._load()
@@ -164,6 +165,7 @@ class Collector:
         began = time.perf_counter()
         rollout = self._sample(list(prompts), numbers, early)
         if self.ahead is not None and following is not None:
+            # Starts here and runs during scoring and the updates, one iteration behind the weights.
             self.ahead.ask(partial(self._generate, None, *following))
         sampled = time.perf_counter()
         rollout, _ = self._score(rollout, numbers[0])

@@ -73,6 +73,7 @@ class PPOMethod:
             ConfigError: As ``compute_schedule``.
         """
         self.schedule = compute_schedule(num_prompts, config, world_size)
+        # Mean over the tokens of a step, as in PPO; the other normalisers are those of GRPO's variants.
         self.objective = PolicyObjective("bnpo", epsilon=config.ppo.cliprange, delta=config.ppo.dual_clip)
         self.target_kl = config.ppo.target_kl
         self.num_idle_iterations = config.critic.critic_warmup_iterations
@@ -103,6 +104,7 @@ class GroupMethod:
         self._config, self._is_rloo = config, config.recipe == "rloo"
         if self._is_rloo:
             clips = {name: config.read(name) for name in ("epsilon", "epsilon_high")}
+            # RLOO's ratio is that of the whole answer, and its loss a mean over answers, as in TRL.
             self.objective = PolicyObjective("grpo", "answer", **clips)
         else:
             names = [field.name for field in dataclasses.fields(PolicyObjective)]

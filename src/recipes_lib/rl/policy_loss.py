@@ -220,6 +220,7 @@ def _compute_surrogate(
     ``vespo``: TRL's ``get_gamma_weights``.
     """
     if objective.loss_type == "cispo":
+        # The ratio only weights the gradient of log p, and clipped tokens keep theirs, unlike in PPO.
         capped = ratio.clamp(max=objective.highest).detach()
         return -capped * advantages * logps, (ratio > objective.highest) & (advantages > 0)
     if objective.loss_type == "sapo":

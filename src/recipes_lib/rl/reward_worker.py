@@ -112,6 +112,7 @@ class IsolatedFunction:
             RuntimeError: All of several answers failed.
         """
         try:
+            # One call for all answers, because some functions compare them or batch a model.
             scores: Sequence[Any] = self._workers[0].ask(given)
         except _LostError:
             pass

@@ -76,6 +76,7 @@ class Rollout:
 
     def take(self, rows: Sequence[int]) -> Self:
         """Return the answers ``rows``, truncated to the longest of them."""
+        # Not a view: the tensors of a part can be sent to the device or gathered without the rest.
         index = torch.tensor(rows)
         width = int(self.lengths[index].max())
         taken: dict[str, Any] = {"prompts": [self.prompts[row] for row in rows]}
@@ -87,6 +88,7 @@ class Rollout:
     def cut(self, size: int) -> Iterator[list[int]]:
         """Yield row indices in batches of ``size``, sorted by length with prompt, the longest first."""
         totals = [len(p.input_ids) + n for p, n in zip(self.prompts, self.lengths.tolist(), strict=True)]
+        # The longest first, so that a batch that does not fit in memory fails at once. Ties are broken by row.
         order = sorted(range(len(self)), key=lambda row: (-totals[row], row))
         for start in range(0, len(order), size):
             yield order[start : start + size]

@@ -246,12 +246,14 @@ class PolicyTrainer:
         self._engine_guard.judge(rollout, step=state.step + 1, is_stale=bool(sampling.get(OFF_POLICY_SHARE)))
         kl_coef = state.kl_coef
         estimate = self.method.estimate(rollout, kl_coef)
+        # Before the updates: a rollout without signal must not change the weights.
         self._reward_guard.judge(estimate.rewards, step=state.step + 1)
         figures = describe_rollout(rollout, self._rewards.names, estimate.total, self.method.objective)
         rollout = estimate.rollout
 
         updating = time.perf_counter()
         is_warm = iteration >= self.method.num_idle_iterations
+        # The entropy needs memory for another chunk of logits, so it is computed only where it is logged.
         with_entropy = self._logs(iteration)
         policy_steps = self._updater.update_policy(rollout, iteration, with_entropy=with_entropy) if is_warm else []
         updated = time.perf_counter()

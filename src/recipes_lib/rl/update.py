@@ -277,6 +277,7 @@ class Updater:
         for step, rows in self._steps(len(rollout), iteration, f"updating the {learner.name}"):
             batch = rollout.take(rows)
             if is_over or not batch.num_targets:
+                # All ranks have the same rollout, so all of them skip the step; the schedule keeps its length.
                 learner.discard()
                 continue
             parts = list(self._share(batch))

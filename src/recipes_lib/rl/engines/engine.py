@@ -122,6 +122,7 @@ class ContinuousBatchingBackend:
 
     def _build_options(self, seed: int) -> ContinuousBatchingConfig:
         try:
+            # A second value for one of the two fields is a TypeError, too.
             return ContinuousBatchingConfig(**self._options, return_logprobs=True, seed=seed)
         except TypeError as error:
             remedy = "write fields of transformers' ContinuousBatchingConfig, or delete the line"
