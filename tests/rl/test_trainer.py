@@ -64,7 +64,8 @@ def test_checkpoints_and_samples_come_after_each_epoch_of_prompts(policy_dir, tm
     batch = {"per_device_train_batch_size": 8, "num_mini_batches": 1, "num_ppo_epochs": 1}
     keys_task.train(keys_task.build_flags(policy_dir, tmp_path / "run", prompts, **keys, **batch))
     assert sorted(step for step, _ in list_checkpoints(tmp_path / "run")) == [3, 5]
-    assert sorted({row["step"] for row in read_rows(tmp_path / "run" / "samples.jsonl")}) == [3, 5]
+    # Also at the start (`eval_on_start`).
+    assert sorted({row["step"] for row in read_rows(tmp_path / "run" / "samples.jsonl")}) == [0, 3, 5]
 
 
 @pytest.mark.parametrize("keys", [{}, {"use_peft": True}], ids=["own models", "adapters"])

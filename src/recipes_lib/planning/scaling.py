@@ -208,8 +208,8 @@ def _compute_objective(values: Array, logs: Array) -> tuple[float, Array]:
 
 def _build_law(values: Array) -> Law:
     log_size, log_token, log_rest, alpha, beta = map(float, values)
-    factors = (math.exp(min(value, 700.0)) for value in (log_rest, log_size, log_token))
-    return Law(*factors, alpha, beta)
+    rest, size, token = (math.exp(min(value, 700.0)) for value in (log_rest, log_size, log_token))
+    return Law(rest, size, token, alpha, beta)
 
 
 def fit_isoflops(runs: Sequence[Run]) -> tuple[float, list[Optimum]]:
