@@ -140,7 +140,8 @@ def test_a_part_of_a_gpu_has_its_share(name) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("409", "did you mean `RTX 4090`"), ("H10", "H100"), ("Abacus", "nvidia-smi -L")]
+    ("name", "words"),
+    [("409", "did you mean `RTX 4090`"), ("H10", "H100"), ("Abacus", "nvidia-smi -L"), (" ", "nvidia-smi -L")],
 )
 def test_a_name_that_is_not_known_is_asked_back(name, words) -> None:
     with pytest.raises(ConfigError, match=words):

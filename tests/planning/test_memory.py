@@ -17,8 +17,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.losses.distillation import DistillationTargets, Objective, TeacherHead, TopLogps, compute_distillation
 from recipes_lib.losses.next_token import compute_cross_entropy, compute_token_logps
+from recipes_lib.planning import memory
 from recipes_lib.planning.activations import MODES, list_keys
-from recipes_lib.planning.memory import count_kept, count_logit_bytes, plan_memory, settle_checkpointing
+from recipes_lib.planning.memory import (
+    count_kept,
+    count_logit_bytes,
+    find_critic_start,
+    plan_memory,
+    settle_checkpointing,
+)
 from recipes_lib.planning.memory_plan import KINDS, Held, Layout
 
 KEYS: dict[str, Any] = {
@@ -39,6 +46,30 @@ def build(tiny_model_dir: Path):
         return build_config(recipe, **KEYS | {"model_name_or_path": tiny_model_dir} | changes)
 
     return build
+
+
+def test_a_critic_starts_from_the_named_model_in_the_revision_that_the_recipe_has_for_it(build) -> None:
+    """``model_revision`` is that of the policy, and ``reward_model_revision`` that of the reward model."""
+    keys = {"model_name_or_path": "us/policy", "model_revision": "a", "reward_funcs": "m:f"}
+    scored = keys | {"reward_model_name_or_path": "us/reward", "reward_model_revision": "b"}
+    for given, name, revision in (
+        (keys, "us/policy", "a"),
+        (scored, "us/reward", "b"),
+        (scored | {"critic_model_name_or_path": "us/policy"}, "us/policy", "a"),
+        (scored | {"critic_model_name_or_path": "us/reward"}, "us/reward", "b"),
+        (scored | {"critic_model_name_or_path": "us/other"}, "us/other", None),
+    ):
+        assert find_critic_start(build("ppo", response_length=8, **given)) == (name, revision)
+
+
+def test_a_critic_is_planned_in_the_revision_of_its_reward_model(build, tiny_model_dir, monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(memory, "find_shape", lambda model: asked.append(model.model_revision) or small)
+    small = AutoConfig.from_pretrained(tiny_model_dir)
+    keys = {"reward_model_name_or_path": "us/reward", "reward_model_revision": "b", "response_length": 8}
+    monkeypatch.setattr(memory, "find_adapter", lambda *_: None)
+    plan_memory(build("ppo", **keys), small, ALONE)
+    assert asked == ["b", "b"]
 
 
 @pytest.fixture

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from tests.planning.test_compute import SMALL
 from transformers import DeepseekV3Config, GPT2Config, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
 
+from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
-from recipes_lib.planning.compute import ModelSize, compute_model_size
+from recipes_lib.planning.compute import ModelSize, compute_model_size, find_planned_model
 
 LLAMA_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_key_value_heads": 8}
 LLAMA_405B = {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_key_value_heads": 8}
@@ -71,3 +74,14 @@ def test_nothing_has_memory_while_it_is_counted() -> None:
 def test_sizes_that_contradict_each_other_are_the_users_mistake(config: PretrainedConfig) -> None:
     with pytest.raises(ConfigError, match="cannot be built"):
         compute_model_size(config)
+
+
+@pytest.mark.parametrize(("key", "size"), [("num_hidden_layers", 0), ("num_hidden_layers", -1), ("vocab_size", 0)])
+def test_a_model_of_nothing_is_refused_before_it_is_planned(key: str, size: int) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 100} | {key: size}
+    architecture = json.dumps({"model_type": "llama", **sizes})
+    keys = {"tokenizer_name_or_path": "a/b", "dataset_name": "a/c", "output_dir": "o", "max_length": 64, "max_steps": 4}
+    given = (keys | {"model_config": architecture}).items()
+    config = load_config("pretrain", [f"--{name}={value}" for name, value in given])
+    with pytest.raises(ConfigError, match=f"`{key}` is {size}"):
+        find_planned_model(config)

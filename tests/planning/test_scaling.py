@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 
 from recipes_lib.errors import ConfigError, DataError
+from recipes_lib.planning import scaling
 from recipes_lib.planning.scaling import PUBLISHED, Fit, Law, Run, fit_isoflops, fit_law
 
 BESIROGLU, HOFFMANN = PUBLISHED.values()
@@ -82,3 +84,31 @@ def test_parabolas_have_the_exponent_of_the_law() -> None:
     assert minima[1].num_parameters == pytest.approx(BESIROGLU.find_optimum(1e20).num_parameters, rel=0.03)
     with pytest.raises(DataError, match="fewer than two budgets"):
         fit_isoflops(around[:5])
+
+
+@pytest.mark.parametrize("name", ["parameters", "tokens"])
+def test_a_fit_to_losses_that_do_not_fall_has_no_overflow(name, monkeypatch) -> None:
+    monkeypatch.setattr(scaling, "_STARTS", scaling._STARTS[::12])
+    lengths = [(size, tokens) for size in (1e6, 1e7, 1e8) for tokens in (1e8, 1e9, 1e10)]
+    runs = [Run(n, d, 2 + 100 / (d if name == "parameters" else n) ** 0.3) for n, d in lengths]
+    law = fit_law(runs, 0).law
+    assert all(
+        law.compute_loss(run.num_parameters, run.num_tokens) == pytest.approx(run.loss, rel=1e-3) for run in runs
+    )
+    assert not math.isnan(law.find_optimum(1e19).num_parameters)
+    assert law.find_overtrained(2.5, 1e6) >= 0
+
+
+@pytest.mark.parametrize(
+    ("law", "size", "tokens"),
+    [
+        (Law(2.0, 100.0, 0.0, 0.3, 0.3), math.inf, 0.0),
+        (Law(2.0, 100.0, 100.0, 0.0, 0.3), 0.0, math.inf),
+        # Powers of 1 / 0.002 are beyond any float.
+        (Law(2.0, 1e9, 1.0, 0.001, 0.001), pytest.approx(math.exp(200)), pytest.approx(1e21 / 6 / math.exp(200))),
+    ],
+)
+def test_a_law_that_lost_a_term_has_an_optimum_at_an_end(law, size, tokens) -> None:
+    found = law.find_optimum(1e21)
+    assert (found.num_parameters, found.num_tokens) == (size, tokens)
+    assert law.find_overtrained(2.5, 1e9) >= 0

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from tests.proving.benches import GPU, build_bench
 
 from recipes_lib.proving.checks import Check, compare_with_cpu
-from recipes_lib.proving.results import FAILED, SKIPPED, run_check
+from recipes_lib.proving.results import FAILED, ROWS_FILE, SKIPPED, add_row, read_rows, run_check, write_page
 
 
 def test_a_recipe_that_fails_is_a_row_with_the_end_of_its_log(tmp_path: Path) -> None:
@@ -29,3 +31,16 @@ def test_what_is_absent_and_what_there_is_no_time_for_is_skipped_with_the_reason
     assert run_check(Check("x", "", lambda _: {}), bench, 0).status == SKIPPED
     assert run_check(Check("x", "", lambda _: {}, min_gpus=1), build_bench(tmp_path), 60).reason == "there is no GPU"
     assert run_check(Check("x", "", lambda _: {}, min_gpus=2), bench, 60).reason == "needs 2 GPUs"
+
+
+def test_rows_that_another_program_has_written_are_left_out(tmp_path: Path) -> None:
+    bench = build_bench(tmp_path)
+    add_row(tmp_path, run_check(Check("x", "", lambda _: {"gap": 0.5}), bench, 60))
+    (good,) = read_rows(tmp_path).values()
+    with (tmp_path / ROWS_FILE).open("a") as stream:
+        for wrong in ({"check": []}, {"seconds": "soon"}, {"figures": [1]}, {"reason": None}):
+            stream.write(json.dumps({**asdict(good), **wrong}) + "\n")
+        stream.write('{"machine": "torn')
+    assert read_rows(tmp_path) == {"x": good}
+    write_page(tmp_path / "page.md", read_rows(tmp_path).values())
+    assert "| x |  | passed |" in (tmp_path / "page.md").read_text()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.proving.benches import build_bench, write_losses
+from tests.rows import write_rows
 
 from recipes_lib.proving import throughput
 from recipes_lib.proving.bench import WrongResultError
@@ -40,6 +41,25 @@ def test_an_engine_is_measured_in_iterations_of_grpo(tmp_path: Path, monkeypatch
     figures = measure_engine({}, build_bench(tmp_path))
     assert figures["tokens_per_second"] > 0
     assert figures["iteration_s"] > figures["sampling_s"] > 0
+
+
+@pytest.mark.parametrize(("visible", "first"), [(None, "0"), ("3,5", "3"), ("GPU-8932f937", "GPU-8932f937")])
+def test_a_peer_sees_one_gpu_as_its_trainer_would_use_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, first: str
+) -> None:
+    """transformers' trainer wraps a model in ``nn.DataParallel`` where it sees several, with as many times the rows."""
+    seen = []
+
+    def record(arguments: Sequence[str], variables: Mapping[str, str], output: Path) -> int:
+        seen.append(variables["CUDA_VISIBLE_DEVICES"])
+        write_rows(output.with_suffix("") / "peer.json", [{"tokens_per_second": 1.0}])
+        return 0
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    throughput._measure_peer(build_bench(tmp_path, record), "trl", "run", 2, 8, {})
+    assert seen == [first]
 
 
 @pytest.mark.parametrize("told", ["torch.OutOfMemoryError: CUDA out of memory", "ValueError: no"])

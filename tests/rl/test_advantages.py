@@ -21,11 +21,11 @@ from recipes_lib.rl.advantages import (
     compute_group_advantages,
     compute_leave_one_out_advantages,
     compute_rewards,
-    compute_targets,
     estimate_kl,
     penalise_missing_end,
     whiten,
 )
+from recipes_lib.rl.methods import compute_targets
 
 REWARDS, VALUES, ALL = tensor([0.0, 0.0, 1.0]), tensor([0.5, 0.6, 0.7]), mask((1, 1, 1))
 

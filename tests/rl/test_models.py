@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.adapters.roles import REWARD
+from recipes_lib.models.adapters.roles import REWARD, drop_scorers
 from recipes_lib.models.heads.scoring import RewardModel, RewardStatistics, encode_answers, store_reward_statistics
 
 IDS = torch.tensor([[10, 11, 2, 3, 2, 2, 1]])
@@ -49,7 +49,6 @@ def test_four_models_of_their_own(load):
     assert not any(p.requires_grad for p in models.own_reference.parameters())
     with torch.no_grad(), models.as_critic() as critic:
         assert not critic(**INPUTS).scores.any()
-    assert models.drop_critic() is models.policy
 
 
 def test_two_adapters_on_one_trunk(load):
@@ -61,7 +60,8 @@ def test_two_adapters_on_one_trunk(load):
     assert not {id(p) for p in policy.values()} & {id(p) for p in critic.values()}
     trained = [p for p in [*models.policy.parameters(), *models.critic.parameters()] if p.requires_grad]
     assert len(policy) + len(critic) == len(trained)
-    assert list(models.drop_critic().peft_config) == ["default"]
+    drop_scorers(models.policy)
+    assert list(models.policy.peft_config) == ["default"]
 
 
 @pytest.mark.parametrize("key", ["reward_model_name_or_path", "critic_model_name_or_path"])

@@ -18,7 +18,7 @@ from recipes_lib.rl.monitor import (
     correlate,
     describe_rollout,
     describe_values,
-    measure_variety,
+    measure_unique_grams,
     verify_first_minibatch,
     verify_first_rollout,
 )
@@ -122,7 +122,7 @@ def look_at(*iterations):
 def test_entropy_that_collapses_is_told_once():
     assert look_at((2.0, 5, 0), (0.21, 5, 0), (None, 5, None)) == []
     (line,) = look_at((2.0, 5, 0), (0.19, 5, 0), (0.1, 5, 0))
-    assert line.startswith("warning: step 2: the entropy fell from 2 to 0.19 nats a token")
+    assert line.startswith("warning: step 2: the entropy fell from 2 to 0.19 nats per token")
 
 
 def test_length_that_grows_and_is_what_earns_is_told_once():
@@ -139,5 +139,5 @@ def test_correlation_of_a_constant_is_0():
 def test_variety_counts_sequences_of_four_that_come_once():
     rollout = build_rollout([(1, 5), (1, 5), (1, 2)])
     ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 4, 9], [7, 7, 0, 0, 0]])
-    assert measure_variety(dataclasses.replace(rollout, response_ids=ids)) == 0.5
-    assert measure_variety(build_rollout([(1, 3)])) == 1
+    assert measure_unique_grams(dataclasses.replace(rollout, response_ids=ids)) == 0.5
+    assert measure_unique_grams(build_rollout([(1, 3)])) == 1

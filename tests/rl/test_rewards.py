@@ -61,6 +61,8 @@ def test_an_answer_of_which_no_reward_says_anything_is_worth_nothing_that_is_kno
         (lambda **_: [1.0], "for 3 answers"),
         (lambda **_: [1.0, float("nan"), 1.0], "nan"),
         (lambda **_: [1.0, "good", 1.0], "'good'"),
+        (lambda **_: [1.0, 1e16, 1.0], r"1e\+16 for the answer 'b'\s+return finite numbers up to 1e\+15"),
+        (lambda **_: sys.exit(0), "failed on 3 answers: SystemExit: 0"),
         (lambda **_: 3.0, "3.0 for 3 answers"),
         (lambda **_: None, "None for 3 answers"),
         (lambda **_: torch.tensor([1.0, torch.nan, 1.0]), "nan"),
@@ -74,7 +76,9 @@ def test_a_broken_function_is_named_with_what_it_returned(function, words):
     assert "mine" in str(caught.value)
 
 
-@pytest.mark.parametrize("convert", [np.array, torch.tensor, tuple])
+@pytest.mark.parametrize(
+    "convert", [np.array, torch.tensor, tuple, lambda scores: [torch.tensor(float(score)) for score in scores]]
+)
 def test_scores_may_come_as_an_array(convert):
     rewards = Rewards({"array": lambda *, completions, **_: convert([len(text) for text in completions])}, None, [1.0])
     assert rewards.score(TEXTS, ["a", "", "abc"], [[1]] * 3, ENDED).total == [1, 0, 3]

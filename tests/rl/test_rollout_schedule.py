@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from transformers import IntervalStrategy
 
 from recipes_lib.config.schema import CriticConfig, PPOConfig
 from recipes_lib.errors import ConfigError
@@ -49,6 +50,23 @@ def test_a_part_of_an_iteration_is_a_whole_one(max_steps, num_iterations):
 def test_what_is_due_falls_into_the_iteration_that_reaches_it(every, due):
     plan = plan_run(ppo=PPOConfig(num_ppo_epochs=1, num_mini_batches=4), max_steps=20)
     assert [iteration for iteration in range(5) if plan.is_due(every, iteration)] == due
+
+
+@pytest.mark.parametrize(
+    ("keys", "due"),
+    [
+        # 16 answers an iteration: the 100th prompt is sampled in the seventh, the 200th in the thirteenth.
+        ({}, [6, 12]),
+        ({"num_train_epochs": 0.5}, [3]),
+        # 32 of 100 prompts, twice: fewer than an epoch.
+        ({"max_steps": 12}, [1]),
+    ],
+)
+def test_an_epoch_ends_in_the_iteration_that_samples_its_last_prompt(keys, due):
+    plan = plan_run(**keys)
+    found = [step for step in range(plan.num_iterations) if plan.is_strategy_due(IntervalStrategy.EPOCH, 500, step)]
+    assert found == due
+    assert not any(plan.is_strategy_due(IntervalStrategy.NO, 1, step) for step in range(plan.num_iterations))
 
 
 def test_every_pass_takes_each_prompt_once_in_an_order_of_its_own():

@@ -57,6 +57,17 @@ def compare(one, other):
         }
 
 
+def test_checkpoints_and_samples_come_after_each_epoch_of_prompts(policy_dir, tmp_path):
+    """Eight of twenty prompts an iteration: the third and the fifth end an epoch."""
+    prompts = keys_task.write_prompts(tmp_path / "prompts.jsonl", 20, seed=5)
+    keys = {"save_strategy": "epoch", "eval_strategy": "epoch", "num_train_epochs": 2, "num_sample_prompts": 2}
+    batch = {"per_device_train_batch_size": 8, "num_mini_batches": 1, "num_ppo_epochs": 1}
+    keys_task.train(keys_task.build_flags(policy_dir, tmp_path / "run", prompts, **keys, **batch))
+    assert sorted(step for step, _ in list_checkpoints(tmp_path / "run")) == [3, 5]
+    # Also at the start (`eval_on_start`).
+    assert sorted({row["step"] for row in read_rows(tmp_path / "run" / "samples.jsonl")}) == [0, 3, 5]
+
+
 @pytest.mark.parametrize("keys", [{}, {"use_peft": True}], ids=["own models", "adapters"])
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(policy_dir, prompts_file, tmp_path, keys, monkeypatch):
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"

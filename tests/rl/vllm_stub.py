@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,6 +23,7 @@ class Stub(ThreadingHTTPServer):
         requests: Path and body of each request.
         settings: What ``/server_info`` says.
         statuses: Of a path, where that is an error.
+        errors: What failed here while a request was answered, on purpose or because the client had left.
     """
 
     def __init__(self, model: Any, port: int = 0) -> None:
@@ -33,11 +35,16 @@ class Stub(ThreadingHTTPServer):
             "weight_transfer_config": {"backend": "nccl"},
         }
         self.statuses: dict[str, int] = {}
+        self.errors: list[BaseException | None] = []
         self._lock = threading.Lock()
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Keep the error, which the base class would print with its traceback."""
+        self.errors.append(sys.exception())
 
     def receive(self, iterator: Any, trainer_args: Any) -> None:
         """What ``trainer_send_weights`` does over NCCL."""

@@ -142,7 +142,7 @@ def check_policy(settings: Settings) -> Iterator[Problem]:
     """RL checkpoints are not published, and continuous batching supports the attention implementation."""
     if settings["push_to_hub"] and settings["hub_strategy"] not in (None, "end"):
         found = f"`hub_strategy: {settings['hub_strategy']}` publishes checkpoints, which in RL are not model folders"
-        yield settings.problem("hub_strategy", found, "write `hub_strategy: end`")
+        yield settings.problem("hub_strategy", found, "write `hub_strategy: end`, which publishes the final model")
     if settings["use_transformers_continuous_batching"] and settings["attn_implementation"] == "varlen":
         found = "transformers' continuous batching does not support `attn_implementation: varlen`"
         yield settings.problem("attn_implementation", found, "write `sdpa` or `flash_attention_2`")

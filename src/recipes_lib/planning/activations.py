@@ -29,27 +29,28 @@ FLOAT32_ON_CUDA: Final = frozenset(
         *("reciprocal", "rsqrt", "smooth_l1_loss", "softmax", "softmin", "softplus", "sum"),
     )
 )
-"""Functions that autocast runs in ``float32`` on CUDA, of which it leaves most in 16 bits on a CPU.
+"""Functions that autocast runs in ``float32`` on CUDA; on a CPU it runs most of them in 16 bits.
 
-Source: PyTorch, "CUDA Ops that can autocast to float32"; ``tests/planning/test_activations.py`` asks torch itself.
+Source: PyTorch, "CUDA Ops that can autocast to float32"; compared with torch in
+``tests/planning/test_activations.py``.
 """
 
 
 CAUSAL: Final = "causal_without_mask"
-"""An attention as the kernels of GPUs are: of tensors without values transformers would make a mask of T x T."""
+"""sdpa without a mask, as on GPUs: of fake tensors, whose values are unknown, transformers builds a mask of T x T."""
 AttentionInterface.register(CAUSAL, sdpa_attention_forward)
 
 
 class AutocastAsOnCuda(TorchFunctionMode):
     """Run the functions of ``FLOAT32_ON_CUDA`` in ``float32`` under CPU autocast.
 
-    With fake tensors on ``cuda``, a torch without CUDA cannot build a graph: the process crashes.
+    Fake tensors on ``cuda`` are no alternative: a torch without CUDA crashes when it builds their autograd graph.
     """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call ``func``, with 16-bit tensors in 32 bits where CUDA would."""
+        """Call ``func``, with 16-bit tensors cast to ``float32`` if autocast on CUDA would cast them."""
         given: Any = (args, kwargs or {})
         if getattr(func, "__name__", "").strip("_") in FLOAT32_ON_CUDA and torch.is_autocast_enabled("cpu"):
             half = (torch.bfloat16, torch.float16)
@@ -60,7 +61,7 @@ class AutocastAsOnCuda(TorchFunctionMode):
 @contextmanager
 def on_fakes(model: nn.Module, *, is_half: bool) -> Iterator[None]:
     """Context in which a model computes on fake tensors, with 16-bit autocast as on CUDA if ``is_half``."""
-    # Autocast would have no effect on a custom device.
+    # On the fake CPU: autocast has no effect on a custom device.
     with (
         warnings.catch_warnings(),
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -82,12 +83,12 @@ def count_cache(policy: Any, length: int) -> int:
 
 
 class Checkpointing(NamedTuple):
-    """Which layers are recomputed in the backward pass, and which of their activations are saved.
+    """Layers that are recomputed in the backward pass, and which of their activations are saved.
 
     Attributes:
-        every: Each layer whose index this divides; 0 for none.
-        keeps_products: Whether matrix products and attention stay (``save_matmuls``).
-        offloads: Whether the inputs of these layers wait in host memory.
+        every: Period of recomputed layers: those whose index is a multiple; 0 for none.
+        keeps_products: Whether outputs of matrix products and attention are saved (``save_matmuls``).
+        offloads: Whether inputs of recomputed layers are offloaded to host memory.
     """
 
     every: int = 0
@@ -101,12 +102,12 @@ MODES: Final[Mapping[str, tuple[Checkpointing, Mapping[str, Any] | None]]] = {
     "every 2nd layer": (Checkpointing(2), {"every_n_layers": 2}),
     "every layer": (Checkpointing(1), {}),
 }
-"""Kinds of checkpointing, the fastest first: how each is counted, and its ``activation_checkpointing_kwargs``."""
+"""Kinds of activation checkpointing by name, the fastest first, with their ``activation_checkpointing_kwargs``."""
 AUTO: Final = "auto"
 
 
 def list_keys(mode: str) -> dict[str, Any]:
-    """Return the keys of a recipe that make one of ``MODES``."""
+    """Return the keys of a recipe for one of ``MODES``."""
     _, options = MODES[mode]
     return {"activation_checkpointing": options is not None, "activation_checkpointing_kwargs": options or None}
 
@@ -115,9 +116,9 @@ class LayerBytes(NamedTuple):
     """Bytes saved by the forward pass of a layer for its backward pass.
 
     Attributes:
-        total: All of them, without checkpointing.
-        inputs: Of its input.
-        products: Of its matrix products and attention.
+        total: All saved tensors, without checkpointing.
+        inputs: Input of the layer.
+        products: Outputs of its matrix products and attention.
     """
 
     total: int
@@ -129,8 +130,8 @@ class Activations(NamedTuple):
     """Bytes saved by a forward pass for the backward pass, without parameters.
 
     Attributes:
-        outside: Of what is in no layer.
-        layers: Of each layer.
+        outside: Bytes saved outside of layers.
+        layers: Bytes saved by each layer.
     """
 
     outside: int
@@ -138,16 +139,16 @@ class Activations(NamedTuple):
 
     @property
     def largest_layer(self) -> int:
-        """Of one layer."""
+        """Bytes of the layer that saves most."""
         return max(layer.total for layer in self.layers)
 
     def extend(self, num_layers: int) -> Activations:
-        """Return the activations of a model with this number of layers, all but the first equal to the last here."""
+        """Return the activations of a model with ``num_layers`` layers, the further ones equal to the last one."""
         last = self.layers[-1]
         return self._replace(layers=(*self.layers, *(last for _ in range(num_layers - len(self.layers)))))
 
     def extrapolate(self, larger: Activations, steps: int) -> Activations:
-        """Return the activations of ``steps`` times as many further rows as ``larger`` has more than this."""
+        """Extrapolate linearly in rows: add ``steps`` times the difference of ``larger`` to this."""
         layers = zip(self.layers, larger.layers, strict=True)
         return Activations(
             self.outside + steps * (larger.outside - self.outside),
@@ -158,20 +159,19 @@ class Activations(NamedTuple):
         """Return the peak bytes at the start of a backward pass, including those of one recomputed layer.
 
         Args:
-            checkpointing: What is computed again.
-            in_flight: Micro-batches that are kept, of which one is in its backward pass.
+            checkpointing: Recomputed layers.
+            in_flight: Micro-batches whose activations are held, one of which is in its backward pass.
         """
-        kept, again = self.outside, 0
+        kept, recomputed = self.outside, 0
         for index, layer in enumerate(self.layers):
             if not checkpointing.every or index % checkpointing.every:
                 kept += layer.total
                 continue
-            stays = (0 if checkpointing.offloads else layer.inputs) + checkpointing.keeps_products * layer.products
-            kept += stays
-            # The input is saved already, or fetched from the host; so are saved products.
+            kept += (0 if checkpointing.offloads else layer.inputs) + checkpointing.keeps_products * layer.products
+            # While a layer is recomputed, its saved products are reused, and an offloaded input is on the device again.
             rest = layer.total - (layer.products if checkpointing.keeps_products else 0)
-            again = max(again, rest + (layer.inputs if checkpointing.offloads else 0))
-        return round(in_flight * kept) + again
+            recomputed = max(recomputed, rest + (layer.inputs if checkpointing.offloads else 0))
+        return round(in_flight * kept) + recomputed
 
 
 class _Kept:
@@ -185,13 +185,13 @@ def count_activations(model: Any, num_rows: int, length: int, num_predicted: int
     """Count the activations saved by the loss of a model for its backward pass.
 
     Args:
-        model: With a loss head; it is put into training mode.
+        model: Model with a loss head; switched to training mode.
         num_rows: Rows of the micro-batch.
-        length: Tokens of each.
-        num_predicted: Those of them that are predicted.
+        length: Tokens per row.
+        num_predicted: Predicted tokens per row.
     """
     watched = _Products(model)
-    # Tensors freed during the forward pass, because no gradient needs them, do not count.
+    # Weak references: tensors that are freed during the forward pass, because no gradient needs them, do not count.
     kept: weakref.WeakSet[_Kept] = weakref.WeakSet()
     before: list[int] = []
     layers: list[LayerBytes] = []
@@ -226,7 +226,7 @@ def count_activations(model: Any, num_rows: int, length: int, num_predicted: int
             token_logps=True,
         )
     total = count()
-    assert output.logps.requires_grad  # Keep the tensors alive until here.
+    assert output.logps.requires_grad  # Keeps the graph and its saved tensors alive until they are counted.
     return Activations(total - sum(layer.total for layer in layers), tuple(layers))
 
 
@@ -234,15 +234,15 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of matrix products and attention that ``save_matmuls`` saves, and identifies weights.
 
     Attributes:
-        num_bytes: Of products, since it was set to 0.
-        weights: Storages of parameters, and of the copies that autocast makes of them.
+        num_bytes: Bytes of products since it was last set to 0.
+        weights: Storages of parameters, and of their copies by autocast.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes = 0
         self.weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-        # Kept alive, so that no other tensor gets its id.
+        # Kept alive, so that no other storage gets the same address.
         self._copies: list[Tensor] = []
 
     def __torch_dispatch__(
@@ -303,5 +303,5 @@ def count_bytes(held: nn.Module | Iterable[Tensor]) -> int:
 
 
 def list_layers(module: nn.Module) -> list[nn.Module]:
-    """Return the layers whose activations can be recomputed, in the order of the model."""
+    """Return the layers that support activation checkpointing, in the order of the model."""
     return [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]

@@ -20,39 +20,40 @@ from recipes_lib.models.architecture import find_model_config
 from recipes_lib.models.loading import choose_teacher, load_model_config, load_tokenizer
 
 FORWARD_AND_BACKWARD = 3
-"""A backward pass multiplies twice what the forward pass did: once for the inputs, once for the weights."""
+"""FLOPs of a forward and a backward pass over those of the forward pass; the backward pass takes two products, for the
+gradients of inputs and of weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenFlops:
-    """Floating-point operations, forward and backward, that training needs; recomputation is not counted.
+    """FLOPs of training, forward and backward, without recomputation.
 
     Attributes:
-        body: Per token: every layer up to the last hidden state, attention included.
-        head: Per target: the projection on the vocabulary, which the loss makes at targets only.
+        body: FLOPs per token of all layers, attention included.
+        head: FLOPs per target of the output projection, which the loss computes at targets only.
     """
 
     body: float
     head: float
 
     def total(self, num_tokens: int, num_targets: int) -> float:
-        """Return the operations of a batch of ``num_tokens`` tokens, ``num_targets`` of them trained on."""
+        """Return the FLOPs of a batch of ``num_tokens`` tokens, ``num_targets`` of which are targets."""
         return self.body * num_tokens + self.head * num_targets
 
 
 def compute_flops_per_token(config: PretrainedConfig, sequence_length: int, *, is_frozen: bool = False) -> TokenFlops:
-    """FLOPs per token of training: ``3 * (2 * weights + attention)``, for any causal language model.
+    """Return the FLOPs per token of training: ``3 * (2 * weights + attention)``, for any causal language model.
 
     ``weights`` counts every matrix that multiplies a token, of routed experts only the selected ones. It is read from
     the model on the meta device, so that gated, biased, tied and shared layers need no special case. Attention is ``2 *
     S * heads * (d_qk + d_v)`` per layer with ``S`` the sequence length, at most the window of a sliding layer.
 
     Args:
-        config: The model's; nothing is downloaded.
-        sequence_length: Tokens that attend to each other: a document's length, not that of the row it is packed in.
-            All of them are counted for each token, causal or not, as PaLM, Megatron and TRL do.
-        is_frozen: Whether the weights are frozen under an adapter, so that none of them has a gradient: ``2 * (2 *
-            weights) + 3 * attention``. The adapter's own matrices, a percent of the weights, are not counted.
+        config: Configuration of the model; nothing is downloaded.
+        sequence_length: Length of a document (not of a packed row) in tokens. Every token counts as attending to all of
+            them, causal or not, as in PaLM, Megatron and TRL.
+        is_frozen: Whether the weights are frozen under an adapter and have no gradients: ``2 * (2 * weights) + 3 *
+            attention``. The adapter's own matrices, about a percent of the weights, are not counted.
 
     Source: Chowdhery et al. 2022 (PaLM), appendix B; equal to ``torch.utils.flop_counter`` in
     ``tests/planning/test_compute.py``.
@@ -68,7 +69,7 @@ def compute_flops_per_token(config: PretrainedConfig, sequence_length: int, *, i
 PAIR_RECIPES: Final = ("reward", "dpo")
 """Recipes whose rows are pairs of answers."""
 RL_RECIPES: Final = ("ppo", "rloo", "grpo")
-"""Recipes that sample what they learn from."""
+"""Recipes that train on sampled answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +77,9 @@ class Step:
     """An optimizer step.
 
     Attributes:
-        num_rows: Rows of it, over all processes; of a pair each answer is one.
-        length: Tokens of a row, all of which are counted.
-        num_flops: Operations, forward and backward, without what is computed twice to save memory.
+        num_rows: Rows over all processes; each answer of a pair is one.
+        length: Tokens per row, including padding.
+        num_flops: FLOPs, forward and backward, without recomputation.
     """
 
     num_rows: int
@@ -92,15 +93,15 @@ class Step:
 
 
 def count_step(config: RecipeConfig, model_config: PretrainedConfig, num_processes: int) -> Step:
-    """Count the FLOPs of an optimizer step of a recipe with upstream's trainer.
+    """Count the FLOPs of an optimizer step of any recipe but reinforcement learning.
 
     Args:
-        config: The run, with ``max_length``.
-        model_config: Of the model that is trained.
-        num_processes: Its processes.
+        config: Configuration of the run, with ``max_length``.
+        model_config: Configuration of the trained model.
+        num_processes: Data-parallel processes.
 
     Raises:
-        ConfigError: The teacher's configuration cannot be had.
+        ConfigError: The teacher's configuration cannot be loaded.
 
     Source: ``compute_flops_per_token``; ``tests/planning/test_compute.py``.
     """
@@ -125,17 +126,17 @@ def has_live_reference(config: RecipeConfig) -> bool:
 
 
 def has_live_teacher(config: RecipeConfig) -> bool:
-    """Return whether each step of distillation runs the teacher, rather than to read its stored log-probabilities."""
+    """Return whether each step of distillation runs the teacher, instead of reading its stored log-probabilities."""
     return config.recipe == "distill" and config.distillation.teacher_top_k is None
 
 
 def reads_teacher(config: RecipeConfig) -> bool:
-    """Return whether the loss reads the logits of two models: of a teacher, or of the base by ``kl_to_base``."""
+    """Return whether the loss reads logits of a second model: of a teacher, or of the base by ``kl_to_base``."""
     return has_live_teacher(config) or config.forgetting.kl_to_base > 0
 
 
 def _build_on_meta(config: PretrainedConfig) -> tuple[Any, list[nn.Parameter]]:
-    """Build a model without memory; return its parameters besides those of embeddings and output projection too."""
+    """Build a model on the meta device; return it, and its parameters without embeddings and output projection."""
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     head = model.get_output_embeddings()
@@ -144,7 +145,7 @@ def _build_on_meta(config: PretrainedConfig) -> tuple[Any, list[nn.Parameter]]:
 
 
 def _count_active_weights(parameters: Sequence[nn.Parameter], config: Any) -> float:
-    """Return the number of weights that multiply one token: no biases and norms, the routed share of experts."""
+    """Return the number of weights that multiply a token: matrices, of routed experts the selected share."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     num_experts = next((getattr(config, name) for name in names if hasattr(config, name)), None)
     number = 0.0
@@ -155,7 +156,7 @@ def _count_active_weights(parameters: Sequence[nn.Parameter], config: Any) -> fl
 
 
 def count_features(model_config: PretrainedConfig) -> tuple[int, int]:
-    """Return the features of the queries, and of the keys, of a token in a layer."""
+    """Return the number of query features, and of key features, per token and layer."""
     text: Any = model_config.get_text_config()
     head_dim: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     key_heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -164,13 +165,13 @@ def count_features(model_config: PretrainedConfig) -> tuple[int, int]:
 
 def _count_attention(config: Any, sequence_length: int) -> float:
     """Return the forward FLOPs per token of attention scores and weighted sums, over all layers."""
-    # Mamba and RWKV have no attention, and no such key.
+    # Mamba and RWKV have no attention heads.
     if not getattr(config, "num_attention_heads", None):
         return 0.0
     head_dim = count_features(config)[0] // config.num_attention_heads
     score_dim, value_dim = (getattr(config, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
     windowed = min(sequence_length, getattr(config, "sliding_window", None) or sequence_length)
-    # A window without a list of layers applies to all of them, as in Mistral.
+    # Without `layer_types`, as in Mistral, a sliding window applies to all layers.
     kind = "sliding_attention" if getattr(config, "use_sliding_window", True) else "full_attention"
     layer_types = getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers
     contexts = {"full_attention": sequence_length, "sliding_attention": windowed}
@@ -180,7 +181,7 @@ def _count_attention(config: Any, sequence_length: int) -> float:
 
 
 TOKENS_PER_PARAMETER: Final = 20.0
-"""Tokens that a compute-optimal run trains on, for each parameter: Hoffmann et al. 2022 (Chinchilla), table 3."""
+"""Compute-optimal number of training tokens per parameter: Hoffmann et al. 2022 (Chinchilla), table 3."""
 
 _FORWARD_FLOPS: Final = 2
 _SECONDS_PER_HOUR: Final = 3600
@@ -191,9 +192,9 @@ class ModelSize:
     """Number of parameters of a model, shared ones counted once.
 
     Attributes:
-        total: All of them.
-        non_embedding: All but the rows of tokens and positions, and the projection on the vocabulary.
-        active: Those that a token meets: of routed experts only the chosen ones. In a dense model, all.
+        total: All parameters.
+        non_embedding: Parameters without token and position embeddings and output projection.
+        active: Parameters used per token: of routed experts only the selected ones. In a dense model, all.
     """
 
     total: int
@@ -205,9 +206,9 @@ def compute_model_size(config: PretrainedConfig) -> ModelSize:
     """Count the parameters of the model that training would build from ``config``, without downloads.
 
     Raises:
-        ConfigError: No such model can be built.
+        ConfigError: No model can be built from these sizes.
 
-    Source: the published counts of the models in ``tests/planning/test_model_size.py``.
+    Source: published counts of models in ``tests/planning/test_model_size.py``.
     """
     try:
         model, inner = _build_on_meta(config)
@@ -225,23 +226,23 @@ def compute_training_flops(num_parameters: float, num_tokens: float) -> float:
     """Return ``6 N D``, the usual estimate of a run's FLOPs, without attention.
 
     Args:
-        num_parameters: ``N``; those that are active.
-        num_tokens: ``D``.
+        num_parameters: Active parameters ``N``.
+        num_tokens: Training tokens ``D``.
 
-    Source: Kaplan et al. 2020, section 2.1; against the figures of GPT-3 and Llama 3 405B in
+    Source: Kaplan et al. 2020, section 2.1; compared with published values of GPT-3 and Llama 3 405B in
     ``tests/planning/test_known_answers.py``.
     """
     return FORWARD_AND_BACKWARD * _FORWARD_FLOPS * num_parameters * num_tokens
 
 
 def compute_hours(num_flops: float, num_gpus: int, peak: float, mfu: float) -> float:
-    """Return the hours that a run takes: ``FLOPs / (GPUs * peak * MFU * 3600)``.
+    """Return the hours of a run: ``FLOPs / (GPUs * peak * MFU * 3600)``.
 
     Args:
-        num_flops: Operations that the run needs; what is computed twice to save memory is not counted.
-        num_gpus: GPUs it runs on.
+        num_flops: FLOPs of the run, without recomputation.
+        num_gpus: Number of GPUs.
         peak: FLOP/s of one GPU, from ``peak_flops``.
-        mfu: Share of the peak that is of use, above 0 and at most 1.
+        mfu: Model FLOPs utilisation, above 0 and at most 1.
 
     Source: Narayanan et al. 2021 (Megatron), equation 4; its training days in ``tests/planning/test_known_answers.py``.
     """
@@ -250,17 +251,17 @@ def compute_hours(num_flops: float, num_gpus: int, peak: float, mfu: float) -> f
 
 @functools.cache
 def read_shapes() -> Mapping[str, Mapping[str, Any]]:
-    """Return the shipped shapes of models by Hub id, with the keys of ``config.json``."""
+    """Return the shipped configurations of models by Hub id, with the keys of ``config.json``."""
     path = Path(__file__).with_name("shapes.yaml")
     shapes: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))
     return shapes
 
 
 def find_shape(model: ModelConfig) -> PreTrainedConfig:
-    """Return the configuration of the planned model: the shipped one, or the model's own.
+    """Return the configuration of the planned model: a shipped one, or the model's own.
 
     Raises:
-        ConfigError: It is none of those that are shipped, and its own cannot be loaded.
+        ConfigError: The model has no shipped configuration, and its own cannot be loaded.
     """
     sizes = read_shapes().get(str(model.model_name_or_path))
     if sizes is None:
@@ -270,13 +271,17 @@ def find_shape(model: ModelConfig) -> PreTrainedConfig:
 
 
 def find_planned_model(config: RecipeConfig) -> PreTrainedConfig:
-    """Return the architecture; the tokenizer is loaded only if the recipe leaves out ``vocab_size``.
+    """Return the model configuration of a run; a tokenizer is loaded only if ``model_config`` has no ``vocab_size``.
 
     Raises:
-        ConfigError: It is wrong, or neither it nor the tokenizer says how many rows the embedding has.
+        ConfigError: ``model_config`` is invalid, or its vocabulary size is unknown.
     """
     if (architecture := config.model.model_config) is None:
         return find_shape(config.model)
+    for key in ("num_hidden_layers", "vocab_size", "hidden_size"):
+        # transformers builds such models, which have nothing to train.
+        if isinstance(size := architecture.get(key, 1), int) and size < 1:
+            raise ConfigError(Problem("model_config", f"`{key}` is {size}", "write 1 or more"))
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))  # type: ignore[no-untyped-call]
     if "vocab_size" not in architecture:
         try:

@@ -19,16 +19,16 @@ from recipes_lib.errors import ConfigError, Problem
 
 TORCHTITAN: Final = "torchtitan, Llama 3.1 8B on 8 H100 (benchmarks/llama3_h100_202412_torchtitan.md, table 1)"
 _TOKENS_PER_SECOND: Final = {False: 5762, True: 6667}
-"""Of one GPU there, without and with ``torch.compile``; no matrix product is computed twice in either.
+"""Tokens per second and GPU, without and with ``torch.compile``; neither run recomputes matrix products.
 
-Source: ``TORCHTITAN``; rows of 8,192 tokens, by which each token takes ``_FLOPS_PER_TOKEN``.
+Source: ``TORCHTITAN``; with rows of 8,192 tokens, each token takes ``_FLOPS_PER_TOKEN``.
 """
 _FLOPS_PER_TOKEN: Final = 6 * (8_030_261_248 - 128_256 * 4096) + 12 * 32 * 4096 * 8192
 _PEAK: Final = 989e12
 _PCIE_5: Final = 64e9
 """Bytes a second of 16 lanes in one direction."""
 _DEQUANTIZING: Final = 0.75
-"""What is left where weights of 4 or 8 bits become numbers before each product; an estimate, without a source."""
+"""Estimated factor on MFU of dequantising 4- or 8-bit weights before each product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +36,16 @@ class Device:
     """A GPU; sizes in bytes, rates per second.
 
     Attributes:
-        name: As it was asked for.
-        flops: Dense 16-bit matrix products with 32-bit accumulation; 0 where only the memory is known.
-        memory: Bytes.
-        bandwidth: Bytes a second of that memory.
-        link: Bytes a second to another GPU of the machine, in one direction.
-        num_links: Such links, each to another GPU; 1 where a switch gives all of it to any of them.
-        num_bridged: GPUs that the link joins; more of them meet over PCIe.
-        watts: Rated power of a board; ``None`` where it is not known.
+        name: Name by which it was requested.
+        flops: Peak FLOP/s of dense 16-bit matrix products with 32-bit accumulation; 0 if only the memory is known.
+        memory: Size of its memory.
+        bandwidth: Bytes per second of its memory.
+        link: Bytes per second to another GPU of the machine, in one direction.
+        num_links: Number of such links, each to another GPU; 1 with a switch, which gives all bandwidth to any GPU.
+        num_bridged: GPUs that the link connects; larger groups communicate over PCIe.
+        watts: Rated power of a board; ``None`` if unknown.
         has_bf16: Whether products in bfloat16 are as fast as in float16.
-        taken: Which of several boards a short name is taken for; may be empty.
+        taken: Board that is assumed for an ambiguous short name; may be empty.
         is_part: Whether it is a MIG instance.
     """
 
@@ -62,7 +62,7 @@ class Device:
     is_part: bool = False
 
     def find_rate(self, num_ranks: int) -> float:
-        """Return the bytes a second that a GPU sends to the others of ``num_ranks`` GPUs of its machine."""
+        """Return the bytes per second that a GPU sends within a group of ``num_ranks`` GPUs of its machine."""
         if num_ranks > self.num_bridged:
             return _PCIE_5
         return self.link * min(self.num_links, max(num_ranks - 1, 1))
@@ -75,7 +75,7 @@ def _read_devices() -> dict[str, dict[str, Any]]:
 
 
 def _loosen(pattern: str) -> str:
-    """Return the pattern with spaces and the RTX of a GeForce optional, as people write it: RTX4090, 4090."""
+    """Return the pattern with optional spaces and an optional ``RTX``, so that RTX4090 and 4090 match."""
     return pattern.replace("RTX ", "(?:RTX ?)?").replace(" ", " ?")
 
 
@@ -83,17 +83,18 @@ def find_device(name: str) -> Device | None:
     """Return the GPU of a name, in the spelling of a vendor, ``nvidia-smi -L`` or a user; ``None`` if unknown.
 
     Args:
-        name: A number of GB in it decides, as in ``A100-SXM4-80GB``, or is all there is, as in ``48GB``.
+        name: Name of a GPU, optionally with its memory, as in ``A100-SXM4-80GB``; or only a memory, as in ``48GB``.
     """
-    # MIG, a part of a GPU: sevenths of its multiprocessors, and memory with a like share of the bandwidth.
+    # A MIG instance has sevenths of the multiprocessors, and of the bandwidth the share of its memory.
     part = re.search(r"\b(\d)g\.(\d+)gb\b", name, re.IGNORECASE)
-    # Not the memory in the name of a MIG profile, which has a dot before it: that is the part's.
-    told = re.search(r"(?<!\.)\b(\d+) ?GB\b", name, re.IGNORECASE)
+    # A dot before the number is that of a MIG profile, whose memory is the instance's.
+    memory_gb = re.search(r"(?<!\.)\b(\d+) ?GB\b", name, re.IGNORECASE)
+    # The first match counts: devices.yaml lists longer names before those that they contain.
     for known, row in _read_devices().items():
         if re.search(rf"\b{_loosen(row.get('pattern', known))}\b", name, re.IGNORECASE):
             memory, flops, bandwidth = row["memory"], row["flops"], row["bandwidth"]
-            # In the name of a GH200, the number may be the memory of its CPU; in A100-80 there is no GB.
-            if (size := told or re.search(r"[-: ](\d{2,3})$", name)) and not known.startswith("GH200"):
+            # A100-80 has no GB. In the name of a GH200, the number may be the memory of its CPU.
+            if (size := memory_gb or re.search(r"[-: ](\d{2,3})$", name)) and not known.startswith("GH200"):
                 memory = float(size[1])
             if part:
                 flops, bandwidth = flops * int(part[1]) / 7, bandwidth * int(part[2]) / memory
@@ -111,21 +112,20 @@ def find_device(name: str) -> Device | None:
                 taken=row.get("taken", "") if name.upper() == known else "",
                 is_part=part is not None,
             )
-    return Device(name, 0, float(told[1]) * 1e9) if told else None
+    return Device(name, 0, float(memory_gb[1]) * 1e9) if memory_gb else None
 
 
 def choose_device(name: str) -> Device:
-    """Return the GPU of a user's name.
+    """Return the GPU of a name.
 
     Raises:
-        ConfigError: It is not known; the nearest names are told.
+        ConfigError: The GPU is unknown; the error has similar names.
     """
     if (device := find_device(name)) is not None:
         return device
     names = list(_read_devices())
-    near = [known for known in names if name.upper() in known.upper()] or difflib.get_close_matches(
-        name.upper(), names, n=3
-    )
+    part = name.strip().upper()
+    near = [known for known in names if part and part in known.upper()] or difflib.get_close_matches(part, names)
     remedy = "write a name as `nvidia-smi -L` has it, such as H100 or A100-80GB, or a size such as 80GB"
     if near:
         remedy = f"did you mean {' or '.join(f'`{known}`' for known in near)}?"
@@ -133,11 +133,11 @@ def choose_device(name: str) -> Device:
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Return the dense peak of one device in FLOP/s; ``None`` if unknown: a CPU, ``float32``, a new GPU.
+    """Return the dense peak of one device in FLOP/s; ``None`` if unknown: a CPU, ``float32``, an unlisted GPU.
 
     Args:
-        device_name: As ``torch.cuda.get_device_name`` gives it, such as ``NVIDIA H100 80GB HBM3``.
-        dtype: Of the matrix products: ``bfloat16`` or ``float16``.
+        device_name: Name by ``torch.cuda.get_device_name``, such as ``NVIDIA H100 80GB HBM3``.
+        dtype: Compute dtype.
     """
     device = find_device(device_name)
     if device is None or not device.flops:
@@ -150,12 +150,12 @@ def find_peak(device_name: str, config: RecipeConfig) -> float:
 
     Args:
         device_name: As for ``choose_device``.
-        config: The run; its products have 16 bits unless it says ``bf16: false``.
+        config: Configuration of the run, which determines the compute dtype.
 
     Raises:
-        ConfigError: The device is not known, or its peak for products of that type.
+        ConfigError: The device is unknown, or its peak in this dtype.
     """
-    device, dtype = choose_device(device_name), _choose_product_type(config)
+    device, dtype = choose_device(device_name), _choose_compute_dtype(config)
     if (peak := peak_flops(device_name, dtype)) is not None:
         return peak
     remedy = "write a name as `nvidia-smi -L` has it, such as H100 or A100-80GB"
@@ -165,17 +165,17 @@ def find_peak(device_name: str, config: RecipeConfig) -> float:
     raise ConfigError(Problem("--gpu", found, remedy))
 
 
-def _choose_product_type(config: RecipeConfig) -> torch.dtype:
+def _choose_compute_dtype(config: RecipeConfig) -> torch.dtype:
     if config.training.get("fp16"):
         return torch.float16
     if config.training.get("bf16") is not False:
         return torch.bfloat16
-    # Without autocast, products have the dtype of the weights.
+    # Without autocast, the compute dtype is that of the weights.
     return torch.float32 if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
 
 
 class Kind(NamedTuple):
-    """Class of training runs with a common MFU.
+    """Class of training runs that share a measured MFU.
 
     Attributes:
         compiles: Whether layers are compiled.
@@ -193,61 +193,62 @@ class Kind(NamedTuple):
 
     @property
     def published(self) -> float:
-        """Published MFU; there is none specifically for adapters."""
+        """Published MFU of full training, which also stands for adapters."""
         return _TOKENS_PER_SECOND[self.compiles] * _FLOPS_PER_TOKEN / _PEAK
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measured MFU of classes.
+    """Measured MFU of classes of runs.
 
     Attributes:
-        shares: By class of runs, without recomputation and quantization; at least one.
-        source: What measured them.
+        shares: MFU by class, at least one, of runs without recomputation and quantization.
+        source: Source of the measurements, for the report.
     """
 
     shares: Mapping[Kind, float]
     source: str
 
     def estimate(self, kind: Kind) -> tuple[float, str]:
-        """Return the MFU of a class, or that of the nearest measured class times the published ratio; and its source.
+        """Return the MFU of a class, and its source.
 
-        Compilation changes MFU more than an adapter does.
+        That of an unmeasured class is scaled from the nearest one by the ratio of published MFU. Compilation changes
+        MFU more than an adapter does, so a class with equal ``compiles`` is nearer.
         """
         near = min(self.shares, key=lambda one: (one.compiles != kind.compiles, one != kind))
-        told = f"by {self.source}"
+        source = f"by {self.source}"
         if near.compiles != kind.compiles:
-            told += f", from its {'compiled' if near.compiles else 'eager'} runs by the ratio that {TORCHTITAN} has"
-        return self.shares[near] * kind.published / near.published, told
+            source += f", from its {'compiled' if near.compiles else 'eager'} runs by the ratio that {TORCHTITAN} has"
+        return self.shares[near] * kind.published / near.published, source
 
 
 def find_efficiency(config: RecipeConfig, measured: Measured | None = None) -> tuple[float, str]:
     """Return the expected MFU of a run, and its source.
 
     Args:
-        config: The run.
-        measured: Measured shares; ``None`` for those of published runs.
+        config: Configuration of the run.
+        measured: Measured MFU; ``None`` for that of published runs.
     """
     kind = Kind.of(config)
     share, source = measured.estimate(kind) if measured else (kind.published, f"by {TORCHTITAN}")
-    factor, told = find_overhead(config)
+    factor, reasons = find_overhead(config)
     text = f"{share:.0%} {'compiled' if kind.compiles else 'eager'} {source}"
-    return round(share * factor, 3), ", ".join([text, *told])
+    return round(share * factor, 3), ", ".join([text, *reasons])
 
 
 def find_overhead(config: RecipeConfig) -> tuple[float, list[str]]:
-    """Return the factor, at most 1, by which recomputation and quantisation lower MFU, and the reason.
+    """Return the factor, at most 1, by which recomputation and quantisation lower MFU, and the reasons.
 
-    MFU counts only the FLOPs that a model needs. Recomputing a layer repeats one of the three passes of full training,
-    or one of two with an adapter.
+    MFU does not count recomputed FLOPs. Recomputing a layer repeats one of the three forward-sized passes of full
+    training (forward, gradients of inputs, gradients of weights), or of the two with an adapter.
     """
-    factor, told = 1.0, list[str]()
+    factor, reasons = 1.0, list[str]()
     options = config.training.get("activation_checkpointing_kwargs") or {}
     if config.read("activation_checkpointing") and not options.get("save_matmuls"):
         passes = 2 if config.adapter.use_peft else 3
         factor *= passes / (passes + 1 / (options.get("every_n_layers") or 1))
-        told.append("less what is recomputed")
+        reasons.append("less what is recomputed")
     if config.quantization.load_in_4bit or config.quantization.load_in_8bit:
         factor *= _DEQUANTIZING
-        told.append("less a quarter, estimated, for quantized weights")
-    return factor, told
+        reasons.append("less a quarter, estimated, for quantized weights")
+    return factor, reasons

@@ -11,7 +11,8 @@ from typing import Any
 from recipes_lib.config.schema import read_training
 from recipes_lib.errors import ConfigError, Problem
 
-# By the first name that `optim` contains; measured by benchmarks/optimizer_states.py.
+# State bytes per float32 parameter, by the first of these names that `optim` contains; measured by
+# benchmarks/optimizer_states.py.
 _OPTIMIZER_BYTES = (
     ("ademamix_8bit", 3),
     ("ademamix", 12),
@@ -27,7 +28,7 @@ _OPTIMIZER_BYTES = (
 )
 _DEFAULT_OPTIMIZER_BYTES = 8
 _LIKE_WEIGHTS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "muon")
-"""Optimizers whose states have the type of the weights; the others' have one of their own."""
+"""Optimizers whose states have the dtype of the weights; those of the others have a fixed dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,9 @@ class DiskPlan:
 
     Attributes:
         checkpoint_bytes: One checkpoint: weights and optimizer states.
-        num_checkpoints: Checkpoints on disk at the worst moment: those kept, and the one being written.
-        total_bytes: All of them and the final model.
-        free_bytes: What the disk of ``output_dir`` has now.
+        num_checkpoints: Largest number of checkpoints on disk at once, including the one being written.
+        total_bytes: Bytes of these checkpoints and the final model.
+        free_bytes: Free bytes on the disk of ``output_dir``.
     """
 
     checkpoint_bytes: int
@@ -56,15 +57,15 @@ def compute_disk(
     keep_every: int | None = None,
     num_learners: int = 1,
 ) -> DiskPlan:
-    """Compute the bytes of a run's checkpoints from the number of trained parameters; no others are saved.
+    """Compute the disk space of a run from the number of trained parameters; frozen ones are not saved.
 
     Args:
-        num_trained: Parameters of a learner: of a model, or of an adapter.
+        num_trained: Trained parameters of a learner: of a model, or of an adapter.
         weight_bytes: Bytes of one saved parameter.
         num_steps: Optimizer steps of the run.
-        training: Upstream's training keys.
+        training: Keys of ``TrainingArguments``.
         keep_every: ``save_keep_steps``.
-        num_learners: Learners of that size in a checkpoint, each with its optimizer states.
+        num_learners: Learners of that size in a checkpoint, each with optimizer states; 2 with a critic.
     """
     weights = num_trained * weight_bytes
     states = round(num_trained * count_state_bytes(training, weight_bytes))
@@ -80,15 +81,15 @@ def plan_disk(
     keep_every: int | None = None,
     num_besides: int = 0,
 ) -> DiskPlan:
-    """Compute the bytes of a run's checkpoints from those of one.
+    """Compute the disk space of a run from the size of a checkpoint.
 
     Args:
-        checkpoint_bytes: Of one checkpoint.
-        model_bytes: Of the final model.
+        checkpoint_bytes: Bytes of one checkpoint.
+        model_bytes: Bytes of the final model.
         num_steps: Optimizer steps of the run.
-        training: Upstream's training keys.
+        training: Keys of ``TrainingArguments``.
         keep_every: ``save_keep_steps``.
-        num_besides: Checkpoints of certain steps that stay besides.
+        num_besides: Number of checkpoints that are kept in addition to ``save_total_limit``.
     """
     limit = training.get("save_total_limit")
     num_checkpoints = _count_saves(num_steps, training)
@@ -105,10 +106,10 @@ def plan_disk(
 
 
 def verify_disk(plan: DiskPlan, output_dir: str) -> None:
-    """Raise if the checkpoints of a run do not fit.
+    """Raise if checkpoints and model of a run do not fit on the disk.
 
     Raises:
-        ConfigError: The disk of ``output_dir`` is too small.
+        ConfigError: The disk of ``output_dir`` has too little free space.
     """
     if plan.total_bytes > plan.free_bytes:
         raise ConfigError(
@@ -141,5 +142,5 @@ def _count_saves(num_steps: int, training: Mapping[str, Any]) -> int:
 
 
 def _nearest_folder(path: Path) -> Path:
-    """Return the path itself or the closest parent that exists."""
+    """Return the path itself, or its nearest parent that is a folder."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())

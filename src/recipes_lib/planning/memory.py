@@ -1,7 +1,7 @@
-"""GPU memory of a run by component, from architecture, recipe and layout: no weights, data or GPU.
+"""GPU memory of a run by component, from architecture, recipe and layout, without weights, data or GPU.
 
-``plan_memory`` gives the bytes of each component on one process. Models are built on the meta device as training builds
-them; activations are counted in a forward pass on fake tensors.
+``plan_memory`` returns the bytes of each component on one process. Models are built on the meta device like those of
+training; activations are counted in a forward pass on fake tensors.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ from recipes_lib.planning.disk import count_state_bytes
 from recipes_lib.planning.memory_plan import KINDS, PHASES, Held, Layout, MemoryPlan, shorten
 
 _BUCKET_SIZE: Final = 500_000_000
-"""Numbers of a bucket: DeepSpeed's default ``reduce_bucket_size``."""
+"""Elements of a bucket: DeepSpeed's default ``reduce_bucket_size``."""
 
 
 def list_layouts(num_processes: int) -> Iterator[Layout]:
-    """Yield the possible layouts of a run with this number of processes."""
+    """Yield the data-parallel layouts of a run with this number of processes: DDP and FSDP2, or one GPU."""
     yield Layout("ddp" if num_processes > 1 else "single_gpu", num_processes)
     if num_processes > 1:
         yield Layout("fsdp2", num_processes, Held(num_processes, num_processes, num_processes))
 
 
 def has_half_products(config: RecipeConfig) -> bool:
-    """Return whether products of a run are in 16 bits by autocast: unless the recipe says ``bf16: false`` alone."""
+    """Return whether a run computes in 16 bits: by default, unless ``bf16`` is false and ``fp16`` is not true."""
     return config.training.get("bf16") is not False or bool(config.training.get("fp16"))
 
 
@@ -76,15 +76,15 @@ def plan_memory(
     """Plan the memory of one process of a run, without loading anything.
 
     Args:
-        config: The run.
-        model_config: Of the model that is trained.
-        layout: How its processes hold the models.
-        device_bytes: Of the GPU, on which the size of a chunk of logits depends.
+        config: Configuration of the run.
+        model_config: Configuration of the trained model.
+        layout: Layout of the models over the processes.
+        device_bytes: Memory of the GPU, which determines the size of a chunk of logits.
 
     Raises:
-        ConfigError: The adapter does not fit the model, or the teacher's configuration cannot be had.
+        ConfigError: The adapter does not fit the model, or the teacher's configuration cannot be loaded.
 
-    Source: closed forms in ``tests/planning/test_memory.py``; PPO, counted on real models, in
+    Source: closed forms in ``tests/planning/test_memory.py``; PPO compared with real models in
     ``tests/rl/test_memory.py``.
     """
     is_rl = config.recipe in RL_RECIPES
@@ -98,15 +98,14 @@ def plan_memory(
         temporary |= _count_rollouts(config, narrowed, layout, built, kept)
     elif layout.shards.weights != 1:
         parts = [_count_parts(module) for module in (built.trained, built.teacher) if module]
-        # The next layer is prefetched during compute; layers of a pipeline stage stay gathered until the last
-        # micro-batch.
+        # FSDP2 prefetches the next layer; layers of a pipeline stage stay gathered until the last micro-batch.
         several = sum if layout.pipeline_stages > 1 else (lambda layers: 2 * max(layers))
         numbers = max(several(layers) + ends for layers, ends in parts)
         temporary[memory_plan.GATHERED_LAYERS] = numbers * _count_width(config, narrowed)
     is_auto = config.read("activation_checkpointing") == AUTO
     kinds = {name: kind for name, (kind, _) in MODES.items()} if is_auto else {"": read_checkpointing(config)}
     choices = count_choices(config, narrowed, layout, kept, kinds)
-    # Without a choice, the last kind is described.
+    # With `auto`, `place` below replaces these by those of the chosen kind.
     temporary |= next(reversed(choices.values()))
     temporary |= {
         memory_plan.CONTEXT: memory_plan.CONTEXT_BYTES,
@@ -135,16 +134,16 @@ def plan_memory(
 
 
 def count_logit_bytes(config: RecipeConfig, model_config: PreTrainedConfig) -> int:
-    """Return the bytes that the loss holds for each logit of a chunk at its peak.
+    """Return the peak bytes of the loss for each logit of a chunk.
 
-    Cross-entropy and log-probabilities of tokens turn float32 logits into their gradient in place; entropy needs the
-    exponentials beside them. A divergence to a teacher's logits holds those, both log-probabilities and its own
-    gradient too, a Jensen-Shannon divergence the mixture besides.
+    Cross-entropy and log-probabilities of tokens turn float32 logits into their gradient in place; entropy also needs
+    the exponentials. A divergence to a teacher also holds the teacher's logits, both log-probabilities and a gradient;
+    a Jensen-Shannon divergence also holds the mixture.
 
     Source: counted in ``tests/planning/test_memory.py``.
     """
     narrow = 2 * has_half_products(config)
-    # The derivative of a cap on the logits; a square of them too while it is computed, where the losses of tokens peak.
+    # Soft-capping of logits: its derivative, and a square while that is computed, at the peak of token losses.
     slope = 4 if getattr(model_config, "final_logit_softcapping", None) else 0
     if reads_teacher(config):
         is_mixture = config.recipe == "distill" and config.distillation.distillation_beta not in (0, 1)
@@ -158,9 +157,9 @@ class Batch(NamedTuple):
     """Micro-batch of one process.
 
     Attributes:
-        num_rows: Its rows; of a pair each answer is one.
-        length: Tokens of each.
-        num_predicted: Those of them that are predicted, at most.
+        num_rows: Rows; each answer of a pair is one.
+        length: Tokens per row.
+        num_predicted: Largest number of predicted tokens per row.
     """
 
     num_rows: int
@@ -184,7 +183,7 @@ class Batch(NamedTuple):
 
 
 def read_checkpointing(config: RecipeConfig) -> Checkpointing:
-    """Return the recomputed layers of the run, from ``activation_checkpointing`` and its ``kwargs``, not ``auto``."""
+    """Return the activation checkpointing of a run, from ``activation_checkpointing`` (not ``auto``) and its kwargs."""
     if not config.read("activation_checkpointing"):
         return Checkpointing()
     options = config.training.get("activation_checkpointing_kwargs") or {}
@@ -204,10 +203,10 @@ class _Built(NamedTuple):
     """Models of a process on the meta device.
 
     Attributes:
-        models: Their bytes by name, the trained one first.
-        trained: The trained model, with its frozen base.
-        about: Which models share a base model, in words.
-        teacher: Read by each step of distillation.
+        models: Bytes of each model by name, the trained one first.
+        trained: Trained model, with its frozen base.
+        about: Which models share a base model, for the report.
+        teacher: Teacher of distillation; ``None`` without one.
     """
 
     models: dict[str, Held]
@@ -249,14 +248,14 @@ def count_choices(
     kept: Activations,
     kinds: Mapping[str, Checkpointing],
 ) -> dict[str, dict[str, int]]:
-    """Return what a micro-batch holds for its backward pass, by component, for each kind of checkpointing.
+    """Return the bytes that a micro-batch saves for its backward pass, by kind of checkpointing and component.
 
     Args:
-        config: The run.
-        model_config: What a process computes of the model that is trained.
-        layout: How its processes hold the model.
-        kept: From ``count_kept``.
-        kinds: By name.
+        config: Configuration of the run.
+        model_config: Configuration of the part of the trained model that a process computes (``Layout.narrow``).
+        layout: Layout of the model over the processes.
+        kept: Saved activations, from ``count_kept``.
+        kinds: Kinds of activation checkpointing by name.
     """
     return {
         name: {
@@ -270,7 +269,7 @@ def count_choices(
 def _count_other_keys(
     config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, checkpointing: Checkpointing
 ) -> dict[str, int]:
-    """Count gathered keys and values for the attention of layers that are not recomputed."""
+    """Count the keys and values gathered from other context-parallel ranks, of layers that are not recomputed."""
     if not layout.gathers_keys:
         return {}
     (_, num_features), num_layers = count_features(model_config), model_config.get_text_config().num_hidden_layers
@@ -282,7 +281,7 @@ def _count_other_keys(
 
 
 def _count_exchange(config: RecipeConfig, built: _Built, layout: Layout) -> dict[str, int]:
-    """Count the buffers of a layout's gradient reduction, autocast's 16-bit copies, and the loss's own gradient."""
+    """Count buffers of gradient reduction, autocast's 16-bit copies, and the gradient of the output projection."""
     model, gradients = built.trained, next(iter(built.models.values())).gradients
     is_half, temporary = has_half_products(config), {}
     if layout.is_deepspeed:
@@ -297,6 +296,7 @@ def _count_exchange(config: RecipeConfig, built: _Built, layout: Layout) -> dict
         copied = sum(parameter.numel() for parameter in model.parameters() if parameter.dtype == torch.float32)
         temporary[memory_plan.COPIES] = 2 * copied
     head = model.get_output_embeddings()
+    # The loss sums this gradient over its chunks, beside what earlier micro-batches have accumulated.
     if layout.shards.weights == 1 and head is not None and head.weight.requires_grad:
         temporary[memory_plan.HEAD_GRADIENT] = 4 * head.weight.numel()
     return temporary
@@ -308,21 +308,21 @@ def count_kept(
     """Return the bytes that a micro-batch saves for its backward pass, independent of the placement of weights.
 
     Args:
-        config: The run.
-        model_config: What a process computes of the model that is trained.
-        layout: Context-parallel layouts divide the tokens of a row.
-        num_built: Layers that are counted; those beyond are like the last.
+        config: Configuration of the run.
+        model_config: Configuration of the part of the trained model that a process computes (``Layout.narrow``).
+        layout: Layout, whose context-parallel ranks divide the tokens of a row.
+        num_built: Number of layers that are built; the others save as much as the last of these.
 
     Raises:
         ConfigError: The adapter does not fit the model.
     """
     num_layers: int = model_config.get_text_config().num_hidden_layers
     is_half = has_half_products(config)
-    # Below the first adapter there are no gradients, so the first layer saves less than the others.
+    # The first layer is built too: below the first adapter there are no gradients, so that it saves less.
     shortened = shorten(model_config, min(num_layers, num_built))
     batch, kernel = Batch.of(config, layout), "eager" if config.model.attn_implementation == "eager" else CAUSAL
     with torch.device("meta"):
-        # Under autocast hidden states have the dtype of the weights, under FSDP2 and ZeRO the compute dtype.
+        # Hidden states have the dtype of the weights under autocast, the compute dtype under FSDP2 and ZeRO.
         dtype = "bfloat16" if is_half and layout.casts_weights else config.model.dtype
         model = _build(AutoModelForCausalLM, shortened, dtype, kernel)
         add_loss_head(model)
@@ -335,13 +335,13 @@ def count_kept(
 
 
 def _name_phases(config: RecipeConfig) -> dict[str, Sequence[str]]:
-    """Phases of an iteration; a colocated vLLM does not use the policy's weights while sampling."""
+    """Return the phases of an iteration with their components; vLLM samples with its own weights."""
     phases, engine = dict(PHASES), config.engine
     if config.recipe != "ppo":
         del phases["critic's update"]
     if engine.use_vllm:
         asleep = (memory_plan.ENGINE, memory_plan.ENGINE_CACHE) if engine.vllm_enable_sleep_mode else ()
-        # The policy is sent one layer at a time.
+        # A sharded policy is gathered and sent one layer at a time.
         phases["sampling"] = (memory_plan.GATHERED.format("a layer"), *asleep)
     return phases
 
@@ -349,7 +349,7 @@ def _name_phases(config: RecipeConfig) -> dict[str, Sequence[str]]:
 def _count_rollouts(
     config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, built: _Built, kept: Activations
 ) -> dict[str, int]:
-    """Count what sampling and reading of answers hold, on one device by ``generate`` or an engine."""
+    """Count the memory of sampling by ``generate`` or an engine, and of forward passes over the answers."""
     text, micro, policy = model_config.get_text_config(), Batch.of(config, layout), built.trained
     temporary = dict[str, int]()
     batch = config.read("per_device_eval_batch_size")
@@ -379,7 +379,7 @@ def _count_rollouts(
 
 
 def _build_rl(config: RecipeConfig, model_config: PreTrainedConfig, _layout: Layout) -> _Built:
-    """Build the models of ``load_actor_critic`` and ``load_rewards``; RLOO and GRPO have no critic."""
+    """Build the models that ``load_actor_critic`` and ``load_rewards`` load; RLOO and GRPO have no critic."""
     policy = _build(AutoModelForCausalLM, model_config, config.model.dtype)
     base, shares, is_ppo = _count_stored(config, policy), config.adapter.use_peft, config.recipe == "ppo"
     add_loss_head(policy)
@@ -403,31 +403,44 @@ def _build_rl(config: RecipeConfig, model_config: PreTrainedConfig, _layout: Lay
     return _Built({**models, "reward model": Held(reward)}, policy, about if is_ppo else "")
 
 
+def find_critic_start(config: RecipeConfig) -> tuple[str, str | None]:
+    """Return name and revision of the model that initialises the critic: by default the reward model, or the policy."""
+    model, rewards = config.model, config.rewards
+    revisions = {
+        model.model_name_or_path: model.model_revision,
+        rewards.reward_model_name_or_path: rewards.reward_model_revision,
+    }
+    name = config.critic.critic_model_name_or_path or rewards.reward_model_name_or_path or model.model_name_or_path
+    # Of a model that the recipe also names as policy or reward model, the critic reads the same revision.
+    return str(name), revisions.get(name)
+
+
 def _build_critic(config: RecipeConfig, model_config: PreTrainedConfig) -> Iterable[Tensor]:
-    """Parameters of a separate critic: of its start model, or of the policy's."""
-    named = config.critic.critic_model_name_or_path or config.rewards.reward_model_name_or_path
-    critic_config = _look_at(named, None, model_config)
+    """Return the parameters of a separate critic."""
+    named, revision = find_critic_start(config)
+    is_policy = named == config.model.model_name_or_path
+    critic_config = model_config if is_policy else _find_config(named, revision, model_config)
     critic: nn.Module = _build(AutoModelForSequenceClassification, critic_config, config.model.dtype)
     return critic.parameters()
 
 
 def _count_own_reward(config: RecipeConfig, model_config: PreTrainedConfig) -> int:
     name, revision = config.rewards.reward_model_name_or_path, config.rewards.reward_model_revision
-    settings = _look_at(name, revision, model_config)
+    settings = _find_config(name, revision, model_config)
     return count_bytes(_build(AutoModelForSequenceClassification, settings, "auto")) if name else 0
 
 
-def _look_at(name: str | None, revision: str | None, otherwise: PreTrainedConfig) -> PreTrainedConfig:
-    """Configuration of a model, or of the base of an adapter; ``otherwise`` if there is none available."""
+def _find_config(name: str | None, revision: str | None, default: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration of a model, or of the base of an adapter; ``default`` if it is not available."""
     if name is None:
-        return otherwise
+        return default
     named = ModelConfig(model_name_or_path=name, model_revision=revision)
     try:
         if name not in read_shapes() and (adapter := find_adapter(name, revision)) is not None:
             named = dataclasses.replace(named, **read_base(adapter)._asdict())
         return find_shape(named)
     except ConfigError:
-        return otherwise
+        return default
 
 
 def _find_shared_reward(config: RecipeConfig, model_config: PreTrainedConfig) -> Path | None:
@@ -445,20 +458,21 @@ def _count_stored(config: RecipeConfig, model: Any) -> int:
 
 
 def _count_trained(parameters: Iterable[Tensor], config: RecipeConfig, *, keeps_master: bool = False) -> Held:
-    """Bytes of trained parameters; ``keeps_master``: in 16 bits, with 32-bit master weights in the optimizer states."""
+    """Return the bytes of trained parameters; with ``keeps_master`` in 16 bits, and states with 32-bit weights."""
     trained = list(parameters)
     if keeps_master:
         number = sum(tensor.numel() for tensor in trained)
         return Held(2 * number, 2 * number, round(number * (4 + count_state_bytes(config.training, 4))))
     size = count_bytes(trained)
     states = sum(tensor.numel() * count_state_bytes(config.training, tensor.element_size()) for tensor in trained)
+    # Gradients have the dtype of the parameters.
     return Held(size, size, round(states))
 
 
 def _count_parts(
     module: nn.Module, choose: Callable[[nn.Module], Iterable[Tensor]] = nn.Module.parameters
 ) -> tuple[list[int], int]:
-    """Parameters of each layer, and of modules outside of layers: embeddings, output projection, final norm."""
+    """Return the parameters of each layer, and those outside of layers: embeddings, output projection, final norm."""
     whole, *layers = (sum(chosen.numel() for chosen in choose(part)) for part in (module, *list_layers(module)))
     return layers, whole - sum(layers)
 
@@ -475,7 +489,7 @@ def _find_dtype(model_config: PreTrainedConfig, dtype: str) -> torch.dtype:
 
 
 def _count_width(config: RecipeConfig, model_config: PreTrainedConfig) -> int:
-    """Bytes per number of the compute dtype; without autocast that of the weights."""
+    """Return the bytes of an element of the compute dtype, which without autocast is that of the weights."""
     return 2 if has_half_products(config) else _find_dtype(model_config, config.model.dtype).itemsize
 
 
@@ -484,5 +498,5 @@ def _find_trained(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _list_role(adapted: nn.Module, head: nn.Module, role: str) -> list[nn.Parameter]:
-    """Parameters of an inactive adapter, and of its head."""
+    """Return the parameters of a role's adapter, which may be inactive, and of its head."""
     return [*head.parameters(), *(p for name, p in adapted.named_parameters() if f".{role}." in name)]

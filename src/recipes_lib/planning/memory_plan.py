@@ -1,4 +1,4 @@
-"""Memory plan of a process: layouts, components with name and formula, phases and verdict."""
+"""Memory plan of a process: layouts, components with their formulas, phases, and whether it fits a device."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from recipes_lib.models.parallel.pipeline_part import PipelinePart
 from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
 
 SAMPLING_BYTES: Final = 28
-"""Of each logit while a token is sampled: 4 of the model's, 24 in the sampler, which sums in double precision."""
+"""Bytes per logit while a token is sampled: 4 of the model, 24 of the sampler, which sums in double precision."""
 CONTEXT_BYTES: Final = 1_000_000_000
-"""Of CUDA on an H100: context, kernels that were loaded, and workspaces of cuBLAS; not measured here."""
+"""Estimated bytes of CUDA on an H100: context, loaded kernels, and workspaces of cuBLAS."""
 COMMUNICATION_BYTES: Final = 1_500_000_000
-"""Of NCCL's channels and process groups, where there are several GPUs; not measured here."""
+"""Estimated bytes of NCCL's channels and process groups, if there are several GPUs."""
 _RESERVED: Final = 0.05
-"""Share of what PyTorch has allocated that its allocator cannot use, with expandable segments."""
+"""Memory lost to fragmentation of PyTorch's allocator with expandable segments, as a share of what is allocated."""
 _MARGIN: Final = 0.1
-"""Share of a device that ``auto`` leaves free: plans have missed measurements by as much, and an OOM ends the run."""
+"""Share of a device that ``auto`` leaves free, because plans have been up to 10 % below measurements."""
 KINDS: Final = ("weights", "gradients", "optimizer states")
 
 BUCKETS: Final = "buckets in which gradients are summed"
@@ -54,7 +54,7 @@ PHASES: Final[Mapping[str, Sequence[str]]] = {
     ),
     "critic's update": (GATHERED.format("a layer"), COPIES, ACTIVATIONS, "critic, gradients", UNREDUCED),
 }
-"""Phases of an iteration of PPO, and what each holds besides all that none of them names."""
+"""Phases of an iteration of PPO with their temporary components; components in no phase are held in all of them."""
 FORMULAS: Final[Mapping[str, str]] = {
     "weights": "parameters x bytes of their type / processes that share them",
     "gradients": "as weights, of what is trained",
@@ -83,11 +83,11 @@ FORMULAS: Final[Mapping[str, str]] = {
     COMMUNICATION: "channels and process groups of several GPUs",
     RESERVE: f"{_RESERVED:.0%} of the above, but for CUDA's and NCCL's",
 }
-"""How each component is counted, by its name or, of a model, by what follows the model's."""
+"""Formula of each component by its name; of a model's components, by the part of the name after the model."""
 
 
 class Held(NamedTuple):
-    """Bytes of a model or an adapter on a shared base; and the number of processes that shard it."""
+    """Bytes of a model's weights, gradients and optimizer states; in ``Layout.shards``, processes that shard each."""
 
     weights: int = 0
     gradients: int = 0
@@ -96,16 +96,17 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the processes of a run hold its models.
+    """Layout of a run's models over its processes.
 
     Attributes:
-        launch_file: Of ``accelerate_configs/``.
-        num_processes: Data-parallel processes, a GPU or a group of GPUs each.
-        shards: Processes that share weights, gradients and optimizer states; 1: each holds all; 0: the host does.
+        launch_file: Name of a file in ``accelerate_configs/``, without its suffix.
+        num_processes: Data-parallel processes; each is one GPU or a model-parallel group of GPUs.
+        shards: Processes that share weights, gradients and optimizer states: 1 if each process holds all, 0 if they are
+            offloaded to the host.
         tensor: Ranks of a tensor-parallel group.
         context: Ranks of a context-parallel group.
-        gathers_keys: Whether those gather the keys and values of a row; by Ulysses they exchange heads instead.
-        pipeline_stages: Pipeline stages.
+        gathers_keys: Whether context-parallel ranks gather keys and values; with Ulysses they exchange heads.
+        pipeline_stages: Number of pipeline stages.
         in_flight: Micro-batches whose activations the first pipeline stage holds at once.
         is_deepspeed: Whether ZeRO casts the weights to 16 bits and keeps a 32-bit copy with the optimizer states.
     """
@@ -122,7 +123,7 @@ class Layout:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of all processes."""
+        """Number of GPUs of all processes."""
         return self.num_processes * self.tensor * self.context * self.pipeline_stages
 
     @property
@@ -132,7 +133,7 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Groups of hybrid sharding, each of which holds the whole model."""
+        """Number of groups of hybrid sharding, each of which holds the whole model."""
         shards = self.shards.weights
         return self.num_gpus // (shards * self.tensor * self.pipeline_stages) if shards > 1 else 1
 
@@ -140,8 +141,8 @@ class Layout:
         shared = [kind for kind, shards in zip(KINDS, self.shards, strict=True) if shards > 1]
         how = "a copy of everything on each process"
         if shared:
-            told = "" if len(shared) == len(KINDS) else f"{' and '.join(shared)} "
-            how = f"{told}shared by {max(self.shards)} processes"
+            what = "" if len(shared) == len(KINDS) else f"{' and '.join(shared)} "
+            how = f"{what}shared by {max(self.shards)} processes"
         if on_host := [kind for kind, shards in zip(KINDS, self.shards, strict=True) if not shards]:
             how += f"; on the host {', '.join(on_host)}"
         for name, size in {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline_stages}.items():
@@ -149,10 +150,10 @@ class Layout:
         return f"accelerate_configs/{self.launch_file}.yaml: {how}"
 
     def narrow(self, model_config: PreTrainedConfig) -> PreTrainedConfig:
-        """Return the part of the model that one process computes: heads, MLP and vocabulary shards, stage layers.
+        """Return the configuration of the part that one process computes, by tensor and pipeline parallelism.
 
         Raises:
-            ConfigError: The model does not divide.
+            ConfigError: Heads or layers of the model are not divisible.
         """
         narrowed = copy.deepcopy(model_config)
         text = narrowed.get_text_config()
@@ -170,7 +171,7 @@ class Layout:
 
 
 def shorten(model_config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
-    """Return the same model with fewer layers, because all save the same."""
+    """Return the configuration of the same model with fewer layers."""
     shortened = copy.deepcopy(model_config)
     settings = shortened.get_text_config()
     settings.num_hidden_layers = num_layers
@@ -184,19 +185,20 @@ class MemoryPlan:
     """Memory of one process.
 
     Attributes:
-        layout: How the processes hold the models.
-        about: Which models share a base model, in words; may be empty.
-        components: Bytes by name.
-        phases: Components by phase; those that no phase names are held in each. Without phases all are held at once.
+        layout: Layout of the models over the processes.
+        about: Which models share a base model, for the report; may be empty.
+        components: Bytes of each component by name.
+        phases: Names of the temporary components of each phase; all others are held in every phase. Empty if everything
+            is held at once.
         num_predicted: Tokens of a micro-batch whose logits are computed.
-        vocabulary: Logits of each.
-        logit_bytes: Bytes of each logit of a chunk.
-        chunk_part: What chunks are divided by.
-        engine_share: Of the device, what the weights and the KV cache of a colocated engine take.
-        engine_row: Bytes that one row needs of that cache.
-        choices: Components that depend on activation checkpointing, by its kind, the fastest first; empty where the
-            recipe decides, and not ``auto``.
-        checkpointing: Which of them has been chosen for the device.
+        vocabulary: Logits per token.
+        logit_bytes: Bytes per logit of a chunk.
+        chunk_part: Divisor of the bytes of a chunk.
+        engine_share: Share of the device for weights and KV cache of a colocated engine; 0 without one.
+        engine_row: Bytes of the engine's KV cache for one row.
+        choices: With ``activation_checkpointing: auto``, the components that depend on it by kind, the fastest first;
+            otherwise empty.
+        checkpointing: Kind that was chosen for the device; empty without ``choices``.
     """
 
     layout: Layout
@@ -214,7 +216,7 @@ class MemoryPlan:
 
     @property
     def peaks(self) -> dict[str, int]:
-        """Bytes of each phase."""
+        """Peak bytes of each phase."""
         temporary = {name for names in self.phases.values() for name in names}
         resident = sum(size for name, size in self.components.items() if name not in temporary)
         return {
@@ -224,18 +226,18 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
-        """Bytes of the largest phase."""
+        """Peak bytes of the run, those of the largest phase."""
         return max(self.peaks.values())
 
     @property
     def allocated(self) -> int:
-        """Bytes of the largest phase that PyTorch allocates: without CUDA context, NCCL buffers and reserve."""
+        """Peak bytes that PyTorch allocates: without CUDA context, NCCL buffers and fragmentation."""
         return self.peak - sum(self.components.get(name, 0) for name in (CONTEXT, COMMUNICATION, RESERVE))
 
     def place(self, device_bytes: float) -> MemoryPlan:
-        """Return the plan for a device of this size, which determines logit chunks, engine cache and reserve.
+        """Return the plan for a device of this size, which determines logit chunks, engine cache and fragmentation.
 
-        Of several kinds of activation checkpointing it uses the fastest that leaves ``_MARGIN`` free, or else the last.
+        ``auto`` becomes the fastest kind of activation checkpointing that leaves ``_MARGIN`` free, or else the last.
         """
         if not self.choices:
             return self._place(device_bytes)
@@ -261,26 +263,26 @@ class MemoryPlan:
 
     def explain_choice(self, device_bytes: float) -> str:
         """Return the memory of each kind of activation checkpointing on a device of this size, up to the chosen one."""
-        told = []
+        parts = []
         for name, sizes in self.choices.items():
             one = dataclasses.replace(self, choices={name: sizes}).place(device_bytes)
-            told.append(f"{name} {one.peak / 1e9:.1f} GB")
+            parts.append(f"{name} {one.peak / 1e9:.1f} GB")
             if one.peak <= (1 - _MARGIN) * device_bytes:
                 break
-        return f"{', '.join(told)}; {(1 - _MARGIN) * device_bytes / 1e9:.1f} GB may be planned"
+        return f"{', '.join(parts)}; {(1 - _MARGIN) * device_bytes / 1e9:.1f} GB may be planned"
 
     def fits(self, device_bytes: float) -> bool:
-        """Return whether the run fits a device of this size, and an engine its share of it."""
+        """Return whether the run fits a device of this size, and a colocated engine its share of it."""
         if self.engine_share * device_bytes < self.components.get(ENGINE, 0) + self.engine_row:
             return False
         return self.place(device_bytes).peak <= device_bytes
 
     def describe(self, devices: Mapping[str, float], *, explains: bool = False) -> Iterator[str]:
-        """Yield layout, components, phases and which of ``devices`` fit, line by line, in units of 10^9 bytes.
+        """Yield the lines of a report: layout, components and phases in units of 10^9 bytes, and devices that fit.
 
         Args:
-            devices: Bytes of each by name.
-            explains: Whether to say how each component is counted.
+            devices: Bytes of each device by name.
+            explains: Whether each component is followed by its formula.
         """
         yield str(self.layout)
         if self.about:

@@ -11,20 +11,20 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.planning.schedule import RowStarts, Schedule, build_schedule, compute_row_starts
 
 Phase = tuple[int, Sequence[float]]
-"""First row of a phase of the curriculum, and the weight of each source in it."""
+"""First row of a phase of the curriculum, and the sampling weight of each source in it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PretrainingPlan:
-    """Plan of a pretraining run for every step; ``check``, ``plan`` and training use the same one.
+    """Rows, learning rate and data mixture of every step; ``check``, ``plan`` and training use the same plan.
 
     Attributes:
-        max_length: Tokens in a row.
+        max_length: Tokens per row.
         rows_per_micro_step: Rows of one forward and backward pass over all processes.
         rows_per_step: Rows of a full optimizer step.
         row_starts: Rows trained on before each step, ``int64 (num_steps + 1,)``.
-        schedule: The learning rate of each step.
-        phases: The mixture by row.
+        schedule: Learning rate of each step.
+        phases: Data mixture by first row.
     """
 
     max_length: int
@@ -36,34 +36,34 @@ class PretrainingPlan:
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps."""
+        """Number of optimizer steps."""
         return len(self.row_starts) - 1
 
     @property
     def num_rows(self) -> int:
-        """Rows of all steps."""
+        """Number of rows of all steps."""
         return int(self.row_starts[-1])
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all steps."""
+        """Number of tokens of all steps."""
         return self.num_rows * self.max_length
 
 
 def plan_pretraining(
     config: RecipeConfig, world_size: int, *, num_windows: int | None = None, weights: Sequence[float] = (1.0,)
 ) -> PretrainingPlan:
-    """Plan a run.
+    """Plan a pretraining run.
 
     Args:
-        config: The run.
+        config: Configuration of the run.
         world_size: Data-parallel processes.
-        num_windows: Rows that the sources have together, for a run whose length is given in epochs.
-        weights: Share of each source where there is no curriculum, summing to 1; those behind the sources of the
-            curriculum are replayed, and keep theirs in each of its phases.
+        num_windows: Total number of rows of all sources; required for a run whose length is given in epochs.
+        weights: Sampling weight of each source without a curriculum, summing to 1. Sources after those of the
+            curriculum are replayed, and keep their weight in each of its phases.
 
     Raises:
-        ConfigError: The schedule does not fit into the run.
+        ConfigError: Warm-up and decay are longer than the run, or it has too many steps to be planned.
     """
     training, pretraining, schedule = config.training, config.pretraining, config.schedule
     max_length = config.tokens.max_length
@@ -95,7 +95,7 @@ def plan_pretraining(
 
 
 def _add_replayed(phase: Sequence[float], weights: Sequence[float]) -> Sequence[float]:
-    """The weights of a phase, with those of replayed sources."""
+    """Return the weights of a phase, including those of replayed sources."""
     replayed = weights[len(phase) :]
     if not replayed:
         return phase
@@ -103,17 +103,17 @@ def _add_replayed(phase: Sequence[float], weights: Sequence[float]) -> Sequence[
 
 
 def count_run_tokens(config: RecipeConfig, world_size: int) -> int | None:
-    """Return the tokens of a run if its length does not depend on its data; ``None`` for one in epochs."""
+    """Return the tokens of a run, or ``None`` if its length is given in epochs and so depends on its data."""
     if config.pretraining.max_tokens is None and config.read("max_steps") <= 0:
         return None
     return plan_pretraining(config, world_size).num_tokens
 
 
 def _read_length(config: RecipeConfig, num_windows: int | None, max_length: int) -> dict[str, Any]:
-    """The length of a run in the form for ``compute_row_starts``."""
+    """Return the length of a run as an argument of ``compute_row_starts``."""
     if config.pretraining.max_tokens is not None:
         return {"num_tokens": config.pretraining.max_tokens}
     if (max_steps := config.read("max_steps")) > 0:
         return {"num_steps": max_steps}
-    assert num_windows is not None, "epochs are counted by the data"
+    assert num_windows is not None, "a length in epochs depends on the data"
     return {"num_tokens": math.ceil(config.read("num_train_epochs") * num_windows) * max_length}

@@ -1,4 +1,4 @@
-"""Estimated seconds of an iteration of reinforcement learning: sampling, scoring, updates."""
+"""Estimated duration of an iteration of reinforcement learning: sampling, scoring, updates."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from recipes_lib.planning.memory_plan import Layout
 from recipes_lib.planning.search import Traffic, count_gathered, count_traffic, time_traffic
 
 MAX_SEQUENCES: Final = 256
-"""Answers that a continuous batch of one GPU holds at a time: vLLM's ``max_num_seqs``."""
+"""Answers that continuous batching samples at once on a GPU: vLLM's ``max_num_seqs``."""
 _NARROW: Final = 2
-"""Bytes of a weight, key or value while sampling."""
+"""Bytes per weight, key or value while sampling, in 16 bits."""
 _HOST_SECONDS: Final = 1 / 25.5 / 32
-"""Of a layer and a token, where the host starts every kernel by itself, as ``generate`` does; whatever the batch.
+"""Host time per layer and decoding step without CUDA graphs, as in ``generate``, for any batch size.
 
-Source: PyTorch, "Accelerating Generative AI with PyTorch II: GPT, Fast" (2023): 25.5 tokens a second of Llama 2 7B, 32
-layers, on an A100, bound by the host.
+Source: PyTorch, "Accelerating Generative AI with PyTorch II: GPT, Fast" (2023): 25.5 tokens per second of Llama 2 7B
+(32 layers) on an A100, bound by the host.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """An iteration, in seconds.
+    """Estimated duration of an iteration, in seconds.
 
     Attributes:
-        sampling: The policy's answers, all of full length.
-        scoring: Forward passes of policy, reference, critic and reward model.
-        updates: Of the policy, and of the critic.
-        batch: Answers that a GPU samples at a time.
-        num_batches: Such batches, one after the other.
-        prompt: Tokens of a prompt.
-        answer: Tokens of an answer.
+        sampling: Seconds of sampling, all answers of full length.
+        scoring: Seconds of forward passes of policy, reference, critic and reward model.
+        updates: Seconds of the updates of policy and critic.
+        batch: Answers that a GPU samples at once.
+        num_batches: Number of such batches, one after the other.
+        prompt: Tokens per prompt.
+        answer: Tokens per answer.
         is_overlapped: Whether a server samples during the updates.
     """
 
@@ -60,13 +60,13 @@ class Iteration:
 
     @property
     def seconds(self) -> float:
-        """The whole iteration."""
+        """Seconds of the whole iteration."""
         rest = self.scoring + self.updates
         return max(self.sampling, rest) if self.is_overlapped else self.sampling + rest
 
 
 def list_readers(config: RecipeConfig) -> list[str]:
-    """Return the models that read each answer in a forward pass of their own."""
+    """Return the names of the models that run a forward pass over each answer."""
     is_ppo = config.recipe == "ppo"
     models = {
         "policy": True,
@@ -89,21 +89,21 @@ def estimate_iteration(
 ) -> Iteration:
     """Estimate an iteration of PPO, RLOO or GRPO.
 
-    Each decoding step of a batch reads the weights once and the KV cache of every answer, at full memory bandwidth; or
-    computes at the peak; or waits for the host, whichever takes longest. Log-probabilities and updates are FLOPs at
-    ``mfu``, the former without recomputation; critic, reference and reward model count as models of the policy's size.
-    Weights and gradients travel meanwhile: what takes longer counts. A sharded policy is gathered once to be sampled
-    from. Host time of an engine and the loading of weights into it are ignored.
+    A decoding step takes the longest of three: reading the weights and the KV cache of all answers at full memory
+    bandwidth, computing at the peak, and launching kernels on the host. Forward passes and updates run at ``mfu``, the
+    former without recomputation; critic, reference and reward model count as models of the policy's size. Traffic of
+    weights and gradients overlaps with compute. A sharded policy is gathered once for sampling. Host time of an engine
+    and the transfer of weights to it are ignored.
 
     Args:
-        config: The run.
-        model_config: Of the policy.
-        num_answers: Answers of an iteration over all GPUs.
-        num_passes: Times that they are learnt from.
-        layout: Of the training processes; a server of vLLM is counted as as many GPUs more.
-        device: Each of the GPUs.
-        peak: Its FLOP/s.
-        mfu: Model FLOPs utilisation of reading and learning.
+        config: Configuration of the run.
+        model_config: Configuration of the policy.
+        num_answers: Answers per iteration over all GPUs.
+        num_passes: Epochs over these answers.
+        layout: Layout of the training processes; a vLLM server counts as equally many further GPUs.
+        device: GPU.
+        peak: FLOP/s of the GPU.
+        mfu: Model FLOPs utilisation of forward passes and updates.
 
     Source: the memory-bound decoding of Pope et al. 2022, section 2; ``tests/planning/test_rollouts.py``.
     """
@@ -115,12 +115,12 @@ def estimate_iteration(
     num_batches = math.ceil(each / batch)
     whole, num_layers = compute_model_size(model_config), model_config.get_text_config().num_hidden_layers
     size = whole.active
-    # Keys and values that a token reads: of its prompt and, on average, of half the answer.
+    # Bytes of keys and values that a decoding step reads per answer: of the prompt and on average half of the answer.
     row = _NARROW * 2 * num_layers * count_features(model_config)[1] * (prompt + answer / 2)
     host = 0 if is_continuous else _HOST_SECONDS * num_layers
-    # A decoding step is bound by the memory's bandwidth, by its products, or by the host that launches kernels.
+    # Seconds of a decoding step: bound by memory bandwidth, by compute, or by the host.
     token = max((_NARROW * size + batch * row) / device.bandwidth, 2 * size * batch / peak, host)
-    # Forward passes without gradients recompute nothing, so they reach more of the peak than updates do.
+    # Forward passes without gradients recompute nothing, so that their MFU is higher.
     plain = config.with_training(list_keys("none"))
     reading = mfu * find_overhead(plain)[0] / find_overhead(config)[0]
 
@@ -132,7 +132,7 @@ def estimate_iteration(
     trained = compute_flops_per_token(model_config, held.length, is_frozen=config.adapter.use_peft)
     readers, num_trained = list_readers(config), 1 + (config.recipe == "ppo")
     sent = time_traffic(count_traffic(config, model_config, whole.total, layout), layout, device)
-    # Forward passes gather each micro-batch anew; for sampling the policy is gathered, or sent to the engine, once.
+    # Each forward pass gathers the weights; for sampling they are gathered, or sent to the engine, once.
     gathering = time_traffic(Traffic(model=count_gathered(whole.total, layout)), layout, device).model
     num_passes_read = len(readers) * math.ceil(each / config.read("per_device_eval_batch_size"))
     per_step = held.num_rows * config.read("gradient_accumulation_steps") * layout.num_processes
@@ -141,7 +141,7 @@ def estimate_iteration(
     return Iteration(
         sampling=gathering + time(forward, prompt, reading) + num_batches * answer * token,
         scoring=max(len(readers) * time(forward, held.length, reading), num_passes_read * gathering),
-        # What the host sends and receives waits for the update on it.
+        # Traffic with the host does not overlap: it waits for the optimizer step there.
         updates=num_trained * (max(computing, num_steps * sent.overlapped) + num_steps * sent.host),
         batch=batch,
         num_batches=num_batches,

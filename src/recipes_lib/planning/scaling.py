@@ -1,4 +1,4 @@
-"""Scaling laws of loss, parameters and tokens: fitted to runs or published; optimal sizes, with intervals."""
+"""Scaling laws of loss in parameters and tokens, fitted or published: compute-optimal sizes, with intervals."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.planning.compute import FORWARD_AND_BACKWARD
 
 FLOPS_PER_TOKEN: Final = 2 * FORWARD_AND_BACKWARD
-"""Of each parameter: ``C = 6 N D``."""
+"""Training FLOPs per parameter and token, as in ``C = 6 N D``."""
 MAX_EXTRAPOLATION: Final = 10.0
-"""Times the operations of the largest run that a law without an interval is asked about."""
+"""Largest extrapolation of a law without an interval, in FLOPs of the largest run."""
 _INTERVAL: Final = (5.0, 95.0)
 _DELTA: Final = 1e-3
 _MIN_RUNS: Final = 6
 _BOUNDS: Final = (*((None, None),) * 3, *((0, None),) * 2)
-"""More parameters and more tokens never raise a loss; noise of few runs could say so, and reverse an extrapolation."""
+"""Bounds of the fit: no negative exponents, with which noise of few runs would reverse an extrapolation."""
 _STARTS: Final = tuple(itertools.product((0, 10, 20), (0, 10, 20), (-0.5, 0.5), (0.3, 0.8), (0.3, 0.8)))
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -32,9 +32,9 @@ class Optimum(NamedTuple):
     """Compute-optimal allocation of a FLOP budget.
 
     Attributes:
-        num_parameters: ``N``.
-        num_tokens: ``D``.
-        loss: In nats a token.
+        num_parameters: Parameters ``N``.
+        num_tokens: Training tokens ``D``.
+        loss: Expected loss in nats per token.
     """
 
     num_parameters: float
@@ -44,14 +44,14 @@ class Optimum(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """``L = E + A / N^alpha + B / D^beta``.
+    """Scaling law ``L = E + A / N^alpha + B / D^beta``, in nats per token.
 
     Attributes:
-        irreducible: ``E``.
-        size_factor: ``A``.
-        token_factor: ``B``.
-        size_exponent: ``alpha``.
-        token_exponent: ``beta``.
+        irreducible: Irreducible loss ``E``.
+        size_factor: Factor ``A`` of the term in parameters.
+        token_factor: Factor ``B`` of the term in tokens.
+        size_exponent: Exponent ``alpha`` of the parameters.
+        token_exponent: Exponent ``beta`` of the tokens.
     """
 
     irreducible: float
@@ -62,17 +62,23 @@ class Law:
 
     def compute_loss(self, num_parameters: float, num_tokens: float) -> float:
         """Return the expected loss in nats per token."""
-        size = self.size_factor / num_parameters**self.size_exponent
-        return float(self.irreducible + size + self.token_factor / num_tokens**self.token_exponent)
+        by_size = _compute_term(self.size_factor, num_parameters, self.size_exponent)
+        return self.irreducible + by_size + _compute_term(self.token_factor, num_tokens, self.token_exponent)
 
     def find_optimum(self, num_flops: float) -> Optimum:
         """Return the parameters and tokens with the lowest loss for a FLOP budget.
 
+        Of a law without one of its terms, as a fit to resampled runs may be, one is infinite and the other 0.
+
         Source: Hoffmann et al. 2022, equation 4.
         """
         alpha, beta = self.size_exponent, self.token_exponent
-        ratio = (alpha * self.size_factor / (beta * self.token_factor)) ** (1 / (alpha + beta))
-        num_parameters = ratio * (num_flops / FLOPS_PER_TOKEN) ** (beta / (alpha + beta))
+        by_size, by_tokens = alpha * self.size_factor, beta * self.token_factor
+        if min(by_size, by_tokens) <= 0:
+            return Optimum(math.inf, 0.0, math.nan) if by_size > by_tokens else Optimum(0.0, math.inf, math.nan)
+        # In logarithms, because powers of exponents near 0 overflow; e^200 is beyond any size.
+        log_size = (math.log(by_size / by_tokens) + beta * math.log(num_flops / FLOPS_PER_TOKEN)) / (alpha + beta)
+        num_parameters = math.exp(min(max(log_size, -200.0), 200.0))
         num_tokens = num_flops / FLOPS_PER_TOKEN / num_parameters
         return Optimum(num_parameters, num_tokens, self.compute_loss(num_parameters, num_tokens))
 
@@ -81,24 +87,32 @@ class Law:
 
         Source: Sardana et al. 2023, equation 2, solved for the tokens.
         """
-        rest = loss - self.irreducible - self.size_factor / num_parameters**self.size_exponent
-        return (self.token_factor / rest) ** (1 / self.token_exponent) if rest > 0 else math.inf
+        rest = loss - self.irreducible - _compute_term(self.size_factor, num_parameters, self.size_exponent)
+        if rest <= 0 or self.token_exponent <= 0:
+            return math.inf
+        log_tokens = math.log(max(self.token_factor / rest, 1e-300)) / self.token_exponent
+        return math.exp(log_tokens) if log_tokens < 700 else math.inf
+
+
+def _compute_term(factor: float, number: float, exponent: float) -> float:
+    """Return ``factor / number ** exponent``; fits to few runs have exponents whose powers overflow."""
+    return math.exp(min(math.log(factor) - exponent * math.log(number), 700.0)) if factor > 0 else 0.0
 
 
 PUBLISHED: Final[Mapping[str, Law]] = {
     "Besiroglu et al. 2024": Law(1.8172, 482.01, 2085.43, 0.3478, 0.3658),
     "Hoffmann et al. 2022, as printed": Law(1.69, 406.4, 410.7, 0.34, 0.28),
 }
-"""Both of Chinchilla's runs; the first corrects the second, and agrees with its 20 tokens a parameter."""
+"""Laws fitted to Chinchilla's runs; the first corrects the second, and agrees with 20 tokens per parameter."""
 
 
 class Run(NamedTuple):
     """A run with a completed learning-rate decay.
 
     Attributes:
-        num_parameters: With or without embeddings, as all runs of a fit have it.
-        num_tokens: That it was trained on.
-        loss: Held-out, in nats a token.
+        num_parameters: Parameters, with or without embeddings alike in all runs of a fit.
+        num_tokens: Training tokens.
+        loss: Held-out loss in nats per token.
     """
 
     num_parameters: float
@@ -107,7 +121,7 @@ class Run(NamedTuple):
 
     @property
     def num_flops(self) -> float:
-        """``6 N D``."""
+        """Training FLOPs, ``6 N D``."""
         return FLOPS_PER_TOKEN * self.num_parameters * self.num_tokens
 
 
@@ -116,9 +130,9 @@ class Fit:
     """A law fitted to the user's runs.
 
     Attributes:
-        law: The best.
-        resampled: Those of resampled runs, whose spread is the interval; may be empty.
-        max_flops: Of the largest run.
+        law: Best fit to all runs.
+        resampled: Fits to resampled runs, whose spread gives intervals; may be empty.
+        max_flops: Training FLOPs of the largest run.
     """
 
     law: Law
@@ -129,7 +143,8 @@ class Fit:
         """Raise if a prediction extrapolates too far without an interval.
 
         Raises:
-            ConfigError: It is more than ``MAX_EXTRAPOLATION`` times what was fitted to, and there is no interval.
+            ConfigError: ``num_flops`` are more than ``MAX_EXTRAPOLATION`` times those of the largest run, and there is
+                no interval.
         """
         if num_flops > MAX_EXTRAPOLATION * self.max_flops and not self.resampled:
             found = f"{num_flops:.3g} operations are {num_flops / self.max_flops:,.0f} times those of the largest run"
@@ -147,12 +162,12 @@ def fit_law(runs: Sequence[Run], num_resamples: int = 200, *, seed: int = 0) -> 
     """Fit a law to runs: Huber loss of log losses, summed, by L-BFGS-B from a grid of starts.
 
     Args:
-        runs: At least six, of several sizes and several numbers of tokens.
-        num_resamples: Fits to runs drawn with replacement, each from the best of all runs.
-        seed: Of these draws.
+        runs: At least six runs, of three sizes and three numbers of tokens or more.
+        num_resamples: Number of bootstrap fits, each initialised with the best fit to all runs.
+        seed: Seed of the resampling.
 
     Raises:
-        DataError: There are too few runs, or all have one size or one number of tokens.
+        DataError: There are too few runs, sizes or numbers of tokens.
 
     Source: Hoffmann et al. 2022, section D.2. Besiroglu et al. 2024: the objective is summed, not averaged, and solved
     to the end, or it stops early; ``tests/planning/test_scaling.py``.
@@ -171,11 +186,11 @@ def fit_law(runs: Sequence[Run], num_resamples: int = 200, *, seed: int = 0) -> 
 
 def _solve(logs: Array, start: Array) -> tuple[Array, float]:
     options = {"maxiter": 2000, "ftol": 1e-15, "gtol": 1e-10}
-    found = minimize(_judge, start, (logs,), "L-BFGS-B", True, bounds=_BOUNDS, options=options)
+    found = minimize(_compute_objective, start, (logs,), "L-BFGS-B", True, bounds=_BOUNDS, options=options)
     return found.x, float(found.fun)
 
 
-def _judge(values: Array, logs: Array) -> tuple[float, Array]:
+def _compute_objective(values: Array, logs: Array) -> tuple[float, Array]:
     """Return the sum of Huber losses and its gradient with respect to ``log A, log B, log E, alpha, beta``."""
     log_size, log_token, log_rest, alpha, beta = values
     size, token, loss = logs.T
@@ -193,20 +208,21 @@ def _judge(values: Array, logs: Array) -> tuple[float, Array]:
 
 def _build_law(values: Array) -> Law:
     log_size, log_token, log_rest, alpha, beta = map(float, values)
-    return Law(math.exp(log_rest), math.exp(log_size), math.exp(log_token), alpha, beta)
+    rest, size, token = (math.exp(min(value, 700.0)) for value in (log_rest, log_size, log_token))
+    return Law(rest, size, token, alpha, beta)
 
 
 def fit_isoflops(runs: Sequence[Run]) -> tuple[float, list[Optimum]]:
-    """Fit a parabola in log N to the runs of each budget, and a power law to their minima.
+    """Fit a parabola in log N to the losses of each FLOP budget, and a power law to their minima.
 
     Args:
-        runs: Of at least two budgets, three of each; budgets within 10 % are one.
+        runs: Runs of at least two budgets, three of each; budgets within 10 % count as one.
 
     Returns:
         The exponent ``a`` of ``N ~ C^a``, and the minimum of each budget.
 
     Raises:
-        DataError: There are too few, or a budget has no minimum.
+        DataError: There are too few budgets of three runs, or a budget has no minimum.
 
     Source: Hoffmann et al. 2022, section 3.2.
     """

@@ -21,7 +21,7 @@ RowStarts = np.ndarray[Any, np.dtype[np.int64]]
 
 
 _MAX_STEPS: Final = 100_000_000
-"""A schedule keeps some 32 bytes of each step; no run has as many."""
+"""Largest number of planned steps: a schedule needs about 32 bytes of each, and no run has as many."""
 
 
 def compute_row_starts(
@@ -41,16 +41,16 @@ def compute_row_starts(
     length of the run: a longer run has the same beginning.
 
     Args:
-        max_length: Tokens in a row.
+        max_length: Tokens per row.
         rows_per_micro_step: Rows of one forward and backward pass over all processes.
-        accumulation: Micro-steps of a full optimizer step.
-        num_steps: Length of the run in optimizer steps; or
-        num_tokens: its length in tokens: the last step is the first to reach them.
-        ramp_tokens: Tokens over which the batch grows; ``None`` for full batches from the first step on.
+        accumulation: Micro-batches of a full optimizer step.
+        num_steps: Length of the run in optimizer steps; exactly one of this and ``num_tokens`` is required.
+        num_tokens: Length of the run in tokens; the last step is the first to reach it.
+        ramp_tokens: Tokens over which the batch grows; ``None`` for full batches from the first step.
         ramp_start: Share of the full batch at the first step, above 0 and at most 1.
 
     Raises:
-        ConfigError: The run has more steps than memory has room for.
+        ConfigError: The run has more than 10^8 steps.
 
     Source: Brown et al. 2020 (GPT-3), appendix B, in tokens; against a loop over the steps in
     ``tests/planning/test_batch_ramp.py``.
@@ -74,6 +74,7 @@ def compute_row_starts(
         found = f"the run would have {sum(counts):,} optimizer steps, more than can be planned one by one"
         remedy = "write --num_processes as the run will have them, or larger steps (gradient_accumulation_steps)"
         raise ConfigError(Problem("max_tokens", found, remedy))
+    # (num_steps,) rows of each step; int64, because billions of rows exceed int32.
     rows = np.repeat(np.asarray(sizes, dtype=np.int64) * rows_per_micro_step, counts)
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(rows)])
 
@@ -104,7 +105,7 @@ _SHAPES: Final[Mapping[str, Callable[[_Factors, float], _Factors]]] = {
     "1-sqrt": lambda progress, floor: 1 - (1 - floor) * np.sqrt(progress),
     "exponential": lambda progress, floor: floor**progress,
 }
-"""Name -> the factor by the progress of the decay in [0, 1] and the floor."""
+"""Factor of the learning rate by name, from the progress of the decay in [0, 1] and the floor."""
 
 _BATCH_EXPONENTS: Final[Mapping[str, float]] = {"constant": 0.0, "sqrt": 0.5, "linear": 1.0}
 
@@ -116,13 +117,13 @@ def compute_learning_rates(
 
     Args:
         peak: ``learning_rate``.
-        training: Upstream's training keys.
+        training: Keys of ``TrainingArguments``.
         num_steps: Optimizer steps of the run.
         num_warmup_steps: Optimizer steps of the warm-up.
-        steps: Steps counted from 0.
+        steps: Steps, counted from 0.
 
     Returns:
-        ``None`` for a schedule that reacts to the run and cannot be known before it.
+        One learning rate per step; ``None`` for a schedule that depends on the run, such as ``reduce_lr_on_plateau``.
 
     Source: transformers ``Trainer.create_scheduler``; see ``tests/planning/test_schedule.py``.
     """
@@ -161,11 +162,11 @@ class Schedule:
 
     Attributes:
         kind: Upstream's ``lr_scheduler_type``.
-        decay_type: How ``warmup_stable_decay`` falls.
+        decay_type: Shape of the decay of ``warmup_stable_decay``.
         min_ratio: The floor ``r``.
         warmup_tokens: ``W``.
-        decay_tokens: ``D``; 0 for any other kind than ``warmup_stable_decay``.
-        batch_exponent: Power of the batch that the factor is multiplied by.
+        decay_tokens: ``D``; 0 for other kinds than ``warmup_stable_decay``.
+        batch_exponent: Exponent of the batch's share of the full batch, a further factor.
         full_tokens: Tokens of a full batch.
         token_starts: Tokens trained on before each step, ``int64 (num_steps + 1,)``.
 
@@ -186,7 +187,7 @@ class Schedule:
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps of the run."""
+        """Number of optimizer steps of the run."""
         return len(self.token_starts) - 1
 
     @property
@@ -212,12 +213,12 @@ class Schedule:
     def factors(self, steps: Sequence[int] | _Tokens) -> _Factors:
         """Return the factor of each of ``steps``, counted from 0: ``float64`` in [0, 1], one per step.
 
-        Past the end of the run batches are full, and the factor is the floor; that of ``constant`` is 1.
+        Past the end of the run batches are full, and the factor is the floor, or 1 for ``constant``.
         """
-        asked = np.asarray(steps, dtype=np.int64)
-        is_past = asked >= self.num_steps
-        inside = np.minimum(asked, self.num_steps - 1)
-        past = self.token_starts[-1] + (asked - self.num_steps) * self.full_tokens
+        numbers = np.asarray(steps, dtype=np.int64)
+        is_past = numbers >= self.num_steps
+        inside = np.minimum(numbers, self.num_steps - 1)
+        past = self.token_starts[-1] + (numbers - self.num_steps) * self.full_tokens
         tokens = np.where(is_past, past, self.token_starts[inside])
         batch = np.where(is_past, self.full_tokens, self.token_starts[inside + 1] - self.token_starts[inside])
         # With `t` alone, the first step of the warm-up would have a learning rate of 0.
@@ -234,7 +235,7 @@ class Schedule:
         shape, begin = self.kind, self.warmup_tokens
         if self.kind == "warmup_stable_decay":
             shape, begin = self.decay_type, end - self.decay_tokens
-        # For a warm-up as long as the run, the divisor would be 0; all later steps are past the end.
+        # If the warm-up is as long as the run, there is no decay, and the divisor would be 0.
         progress = np.where(tokens >= end, 1.0, np.clip((tokens - begin) / max(end - begin, 1), 0.0, 1.0))
         return np.asarray(_SHAPES[shape](progress, self.min_ratio))
 
@@ -245,10 +246,10 @@ def build_schedule(
     """Build the schedule of a pretraining run of at least one step.
 
     Args:
-        schedule: Our keys.
-        training: Upstream's training keys.
+        schedule: This library's schedule keys.
+        training: Keys of ``TrainingArguments``.
         row_starts: Rows trained on before each optimizer step, from ``compute_row_starts``.
-        max_length: Tokens in a row.
+        max_length: Tokens per row.
 
     Raises:
         ConfigError: The warm-up and the decay are longer than the run.
@@ -277,8 +278,8 @@ def build_schedule(
 def agree_until(first: Schedule, second: Schedule, step: int) -> bool:
     """Return whether two schedules have bit-identical factors at every step below ``step``.
 
-    A run may resume from a checkpoint of ``n`` steps with another schedule if both agree below ``n + 1``: the optimizer
-    state already has the learning rate of the next step.
+    A run may resume from a checkpoint of ``n`` steps with another schedule if both agree below ``n + 1``, because the
+    optimizer state already has the learning rate of the next step.
     """
     steps = np.arange(step)
     return bool(np.array_equal(first.factors(steps), second.factors(steps)))
@@ -289,7 +290,7 @@ def _count_warmup_tokens(schedule: ScheduleConfig, training: Mapping[str, Any], 
         return schedule.warmup_tokens
     num_steps = len(token_starts) - 1
     num_warmup_steps = compute_warmup_steps(read_training(training, "warmup_steps"), num_steps)
-    # A ramp longer than the run needs more tokens than the run has.
+    # A warm-up longer than the run gets more tokens than the run has, which `build_schedule` refuses.
     return int(token_starts[num_warmup_steps] if num_warmup_steps <= num_steps else token_starts[-1] + 1)
 
 
@@ -300,7 +301,7 @@ def _count_decay_tokens(schedule: ScheduleConfig, token_starts: _Tokens) -> int:
 
 
 def _count_full_tokens(schedule: ScheduleConfig, training: Mapping[str, Any], token_starts: _Tokens) -> int:
-    """Return the tokens of a full batch, which a run that ends on the ramp never uses; computed from its first step."""
+    """Return the tokens of a full batch, from the first step, because a run may end before the batch is full."""
     first = int(token_starts[1])
     if schedule.batch_ramp_tokens is None:
         return first
@@ -310,13 +311,13 @@ def _count_full_tokens(schedule: ScheduleConfig, training: Mapping[str, Any], to
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Number of optimizer steps of a run, and the content of a step.
+    """Optimizer steps of a run, and rows of a step.
 
     Attributes:
         num_steps: Optimizer steps of the whole run.
-        steps_per_epoch: Optimizer steps of one pass over the data; 0 when the data have no known length.
-        rows_per_step: Rows (packed or not) of one optimizer step over all processes: the effective batch.
-        num_epochs: Passes over the data, fractional; 0 when the data have no known length.
+        steps_per_epoch: Optimizer steps per epoch; 0 if the number of rows is unknown.
+        rows_per_step: Global batch size: rows (packed or not) of an optimizer step over all processes.
+        num_epochs: Epochs, fractional; 0 if the number of rows is unknown.
         num_warmup_steps: Optimizer steps of the warm-up.
     """
 
@@ -328,15 +329,15 @@ class StepPlan:
 
 
 def compute_steps(num_rows: int | None, training: Mapping[str, Any], world_size: int) -> StepPlan:
-    """Compute the optimizer steps of a run from the number of prepared rows; ``num_rows`` None means streaming.
-
-    Source: transformers ``Trainer.set_initial_training_values`` and ``TrainingArguments.get_warmup_steps``;
-    see ``tests/planning/test_steps.py``, which asks the Trainer itself.
+    """Compute the optimizer steps of a run.
 
     Args:
-        num_rows: Packed rows of the training set.
-        training: Upstream's training keys; absent ones take upstream's defaults.
+        num_rows: Rows of the training set, after packing; ``None`` if unknown, as with streaming.
+        training: Keys of ``TrainingArguments``; absent ones take their defaults.
         world_size: Data-parallel processes.
+
+    Source: transformers ``Trainer.set_initial_training_values`` and ``TrainingArguments.get_warmup_steps``;
+    ``tests/planning/test_steps.py`` compares with the Trainer.
     """
     batch_size = read_training(training, "per_device_train_batch_size")
     accumulation = read_training(training, "gradient_accumulation_steps")
@@ -365,11 +366,11 @@ def compute_warmup_steps(warmup_steps: float, num_steps: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """Counts of a run.
+    """Answers and steps of a run of RLOO or GRPO.
 
     Attributes:
-        answers_per_generation: Answers over all processes that are sampled before anything is learnt from them.
-        prompts_per_generation: Prompts that they answer, ``num_generations`` times each.
+        answers_per_generation: Answers per generation over all processes, sampled with the same weights.
+        prompts_per_generation: Prompts of these answers, each answered ``num_generations`` times.
         steps: Optimizer steps; its rows are answers.
     """
 
@@ -381,11 +382,12 @@ class GroupPlan:
 def plan_groups(num_prompts: int, config: RecipeConfig, world_size: int) -> GroupPlan:
     """Count answers and steps of a run over ``num_prompts`` prompts; an incomplete generation is dropped.
 
-    Source: ``RepeatSampler`` and ``get_train_dataloader`` of TRL's trainers; ``tests/planning/test_groups.py`` asks
-    them.
-
     Raises:
-        ConfigError: The answers of a generation cannot be divided by the prompts, or there are too few prompts for one.
+        ConfigError: The answers of a generation are not divisible by ``num_generations``, or there are fewer prompts
+            than a generation needs.
+
+    Source: ``RepeatSampler`` and ``get_train_dataloader`` of TRL's trainers, compared in
+    ``tests/planning/test_groups.py``.
     """
 
     def read(key: str) -> int:

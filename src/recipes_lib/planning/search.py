@@ -1,4 +1,4 @@
-"""Plan search over layouts, micro-batches, checkpointing and compilation, for the fastest or cheapest that fits."""
+"""Plan search over layouts, micro-batches, activation checkpointing and compilation, for the fastest that fits."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from recipes_lib.planning.memory import Batch, count_choices, count_kept, plan_m
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
 
 NETWORK_BYTES: Final = 50e9
-"""Bytes a second between machines, for each GPU: 400 Gbit/s."""
+"""Bytes per second and GPU between machines: 400 Gbit/s."""
 GPUS_OF_A_MACHINE: Final = 8
 _HOST_BYTES: Final = 25e9
-"""Bytes a second between a GPU and its host, by PCIe 4."""
+"""Bytes per second between a GPU and its host, by PCIe 4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,12 @@ class Candidate:
     """One configuration of a run.
 
     Attributes:
-        layout: Of a launch file.
-        keys: What the recipe has to say.
-        mode: Which layers are recomputed, in words.
-        memory: Of one process on the GPU.
-        fits: Whether the GPU holds that.
-        costs: Seconds of an optimizer step by what takes them.
+        layout: Layout of the processes.
+        keys: Keys that the recipe needs.
+        mode: Kind of activation checkpointing, a key of ``MODES``.
+        memory: Memory plan of one process.
+        fits: Whether that fits the GPU.
+        costs: Seconds of an optimizer step by cause.
     """
 
     layout: Layout
@@ -45,7 +45,7 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Of an optimizer step."""
+        """Seconds of an optimizer step."""
         return sum(self.costs.values())
 
     @property
@@ -67,24 +67,25 @@ def search(
     """Return every configuration of an optimizer step of ``num_rows`` rows; fitting ones first, the fastest first.
 
     Args:
-        config: The run; its micro-batch, accumulation, checkpointing and compilation are searched.
-        model_config: Of the model that is trained.
-        layouts: To choose from.
-        num_rows: Rows of an optimizer step over all processes, which the method asks for; of a pair both are one.
-        device: The GPU.
-        peak: Its FLOP/s, for the products of the run.
+        config: Configuration of the run, whose micro-batch size, accumulation, checkpointing and compilation are
+            replaced by those of the candidates.
+        model_config: Configuration of the trained model.
+        layouts: Layouts of the candidates.
+        num_rows: Global batch size in rows, equal in all candidates; a pair is one row.
+        device: GPU.
+        peak: FLOP/s of the GPU in the compute dtype.
         measured: As for ``find_efficiency``.
-        is_supported: Whether a layout supports the keys of a candidate.
+        is_supported: Returns whether a layout supports the keys of a candidate.
 
     Raises:
-        ConfigError: The adapter does not fit the model, or the teacher's configuration cannot be had.
+        ConfigError: The adapter does not fit the model, or the teacher's configuration cannot be loaded.
     """
     found, counter = list[Candidate](), _Counter(config, model_config)
     whole = {"per_device_train_batch_size": num_rows, "gradient_accumulation_steps": 1}
     num_flops = count_step(config.with_training(whole), model_config, 1).num_flops
     size = compute_model_size(model_config).total
     for layout in layouts:
-        # The batch is the method's: what cannot divide it is no candidate.
+        # The global batch size is fixed, so a layout that cannot divide it is left out.
         if num_rows % layout.num_processes:
             continue
         rows = num_rows // layout.num_processes
@@ -95,7 +96,7 @@ def search(
             if not compiled:
                 continue
             sized = config.with_training(batch)
-            # Weights, gradients and states do not depend on the micro-batch: planned once a layout, by the smallest.
+            # Weights, gradients and states do not depend on the micro-batch, so they are planned once per layout.
             if memory is None:
                 plain = sized.with_training(list_keys("none"))
                 memory = plan_memory(plain, model_config, layout, device_bytes=device.memory)
@@ -116,16 +117,16 @@ def search(
 
 
 def _rank(one: Candidate) -> tuple[bool, float, int, int]:
-    """Order: fitting, fastest; among equals data parallelism, then the larger micro-batch, which uses a GPU better.
+    """Sort key: fitting candidates first, by speed, then with less model parallelism, then with larger micro-batches.
 
-    Among those that do not fit, the nearest.
+    Candidates that do not fit are sorted by peak memory.
     """
     groups = one.layout.tensor * one.layout.context * one.layout.pipeline_stages
     return not one.fits, float(f"{one.seconds:.3g}") if one.fits else one.memory.peak, groups, -one.num_rows
 
 
 class _Counter:
-    """Activations of micro-batches, each counted once for all layouts whose processes compute the same."""
+    """Activations of micro-batches, counted once for all layouts whose processes compute the same part."""
 
     def __init__(self, config: RecipeConfig, model_config: PreTrainedConfig) -> None:
         self._config, self.model_config = config, model_config
@@ -134,7 +135,7 @@ class _Counter:
     def count(self, layout: Layout, number: int) -> Activations:
         """Return the activations of ``per_device_train_batch_size: number``.
 
-        They grow by as many bytes for each row, but for the first: of one row alone, some operations make no copy.
+        They are linear in rows from two rows on; of a single row, some operations make no copy.
         """
         if number > 3:
             return self.count(layout, 2).extrapolate(self.count(layout, 3), number - 2)
@@ -149,7 +150,7 @@ class _Counter:
 def _list_modes(
     config: RecipeConfig, counter: _Counter, number: int, memory: MemoryPlan, device: Device
 ) -> Iterator[tuple[str, MemoryPlan]]:
-    """Yield each kind of checkpointing, and the memory of a process with it."""
+    """Yield each kind of activation checkpointing, and the memory of a process with it."""
     layout, kept = memory.layout, counter.count(memory.layout, number)
     kinds = {mode: checkpointing for mode, (checkpointing, _) in MODES.items()}
     narrowed = layout.narrow(counter.model_config)
@@ -162,9 +163,9 @@ def _list_modes(
 
 
 def _list_costs(seconds: float, sent: Traffic, num_batches: int, layout: Layout) -> dict[str, float]:
-    """Return the seconds of an optimizer step by what takes them, from those of its matrix products and traffic.
+    """Return the seconds of an optimizer step by cause, from those of its matrix products and its traffic.
 
-    Weights and gradients travel while others are computed; what a layer waits for does not.
+    Traffic of weights and gradients overlaps with compute; traffic within layers does not.
     """
     bubble = seconds * (layout.pipeline_stages - 1) / num_batches
     return {
@@ -181,11 +182,11 @@ class Traffic(NamedTuple):
     """Bytes that a GPU sends per optimizer step, or the seconds that this takes.
 
     Attributes:
-        model: Weights and gradients, to those that share or replicate them.
-        replicas: Gradients of its shard, to the replicas of hybrid sharding.
-        layers: Activations or keys and values, within tensor- and context-parallel groups.
-        stages: Hidden states and their gradients, to neighbouring pipeline stages.
-        host: Weights and gradients, from and to its host.
+        model: Weights and gradients within data-parallel or sharding groups.
+        replicas: Gradients of shards between the replicas of hybrid sharding.
+        layers: Activations, or keys and values, within tensor- and context-parallel groups.
+        stages: Hidden states and their gradients between pipeline stages.
+        host: Weights and gradients between GPU and host.
     """
 
     model: float = 0.0
@@ -196,12 +197,12 @@ class Traffic(NamedTuple):
 
     @property
     def overlapped(self) -> float:
-        """What travels while others compute."""
+        """Traffic that overlaps with compute."""
         return self.model + self.replicas
 
 
 def time_traffic(traffic: Traffic, layout: Layout, device: Device) -> Traffic:
-    """Return the seconds of traffic from its bytes; GPUs beyond ``GPUS_OF_A_MACHINE`` meet over the network."""
+    """Return the seconds of traffic from its bytes; groups above ``GPUS_OF_A_MACHINE`` GPUs use the network."""
 
     def time(num_bytes: float, num_ranks: int) -> float:
         rate = device.find_rate(min(num_ranks, GPUS_OF_A_MACHINE))
@@ -220,7 +221,7 @@ def time_traffic(traffic: Traffic, layout: Layout, device: Device) -> Traffic:
 
 
 def count_gathered(num_parameters: float, layout: Layout) -> float:
-    """Return the bytes that a GPU sends to gather a sharded model in 16 bits for a pass; 0 where each has all of it."""
+    """Return the bytes that a GPU sends to gather a sharded model in 16 bits once; 0 if the model is replicated."""
     if layout.shards.weights == 1:
         return 0.0
     held = num_parameters / (layout.tensor * layout.pipeline_stages)
@@ -230,17 +231,17 @@ def count_gathered(num_parameters: float, layout: Layout) -> float:
 def count_traffic(
     config: RecipeConfig, model_config: PreTrainedConfig, num_parameters: float, layout: Layout
 ) -> Traffic:
-    """Count the traffic of a layout.
+    """Count the traffic of an optimizer step.
 
-    Weights are gathered in 16 bits for both passes of a micro-batch, by a pipeline stage once a step. Gradients are
-    reduced in 32 bits, by DDP and pipeline stages once per step, by FSDP2 once per micro-batch. A frozen model under an
-    adapter has none.
+    Weights are gathered in 16 bits for the forward and the backward pass of each micro-batch, in pipeline stages once
+    per step. Gradients are reduced in 32 bits, in DDP and pipeline stages once per step, in FSDP2 once per micro-batch.
+    A frozen model under an adapter has no gradients.
 
     Args:
-        config: The run.
-        model_config: Of the model that is trained.
-        num_parameters: Of it.
-        layout: Of its processes.
+        config: Configuration of the run.
+        model_config: Configuration of the trained model.
+        num_parameters: Parameters of that model.
+        layout: Layout of the processes.
 
     Source: Rajbhandari et al. 2020 (ZeRO), section 7; ``tests/planning/test_search.py``.
     """
@@ -261,16 +262,16 @@ def count_traffic(
 
 
 def _others(number: int) -> float:
-    """Share of a tensor that a rank of a ring sends to gather or to reduce it."""
+    """Return the share of a tensor that each rank sends in a ring all-gather or reduce-scatter of ``number`` ranks."""
     return (number - 1) / number
 
 
 def _count_hidden_states(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout) -> tuple[float, float]:
     """Return the bytes that a GPU sends per optimizer step within layers, and between pipeline stages.
 
-    Tensor parallelism sums the hidden states after attention and MLP of each layer, and once more outside of them, in
-    each pass; context parallelism gathers keys and values, or exchanges tokens of all heads (Ulysses). A layer that is
-    recomputed does so a third time.
+    In each pass, tensor parallelism all-reduces the hidden states after attention and MLP of each layer, and once
+    outside of layers; context parallelism gathers keys and values, or exchanges heads for tokens (Ulysses).
+    Recomputation of a layer is a third pass.
 
     Source: Shoeybi et al. 2019 (Megatron-LM), section 3; Jacobs et al. 2023 (DeepSpeed-Ulysses), section 3.2.
     """

@@ -1,4 +1,4 @@
-"""Test bench of ``recipes prove``: device, offline inputs of random text, and runs of recipes on them."""
+"""Environment of the checks of ``recipes prove``: device, inputs of random text, and runs of recipes on them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from recipes_lib.training.monitoring.metrics import METRICS_FILE
 Event = Mapping[str, Any]
 Figures = Mapping[str, Any]
 Launcher = Callable[[Sequence[str], Mapping[str, str], Path], int]
-"""Runs a command of Python's with variables of the environment, its output in a file; returns the exit code."""
+"""Runs Python with arguments, environment variables and a file for its output; returns the exit code."""
 _SPECIAL: Final = ["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
 _TEMPLATE: Final = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -55,7 +55,7 @@ OF_RECIPE: Final[Mapping[str, Mapping[str, Any]]] = {
     "rloo": _REWARDED | _GROUPS,
     "grpo": _REWARDED | _GROUPS,
 }
-"""Keys of each recipe that the checks run."""
+"""Keys of the checks by recipe."""
 _SMALL_MODEL: Final = json.dumps({"model_type": "llama", **SHAPE})
 _QUIET: Final = {"eval_strategy": "no", "save_strategy": "no", "logging_steps": 1, "learning_rate": 1e-3, "seed": 3}
 _WORDS: Final = ("river", "stone", "light", "paper", "window", "garden", "engine", "letter", "number")
@@ -63,20 +63,30 @@ _TAIL: Final = 12
 
 
 class WrongResultError(Exception):
-    """The result of a computation is wrong."""
+    """A check failed: a result is wrong, or a process failed."""
 
 
 _LIMIT_SECONDS: Final = 600
-"""None takes longer that works: one that hangs must not use up the time that a machine is rented for."""
+"""Time limit of a process: one that hangs must not use up the time of a rented machine."""
 _GRACE_SECONDS: Final = 45
-"""Above the 30 s after which torchrun kills workers that ignore SIGTERM (torch 2.13, ``PContext.close``)."""
+"""Time between SIGTERM and SIGKILL, above the 30 s after which torchrun kills its workers (torch 2.13,
+``PContext.close``)."""
 
 
 def launch(arguments: Sequence[str], variables: Mapping[str, str], output: Path, limit: float = _LIMIT_SECONDS) -> int:
-    """Run Python in a separate process, so that a device error does not end this one.
+    """Run Python in a separate process, so that a CUDA error does not end this one.
+
+    Args:
+        arguments: Arguments of Python.
+        variables: Environment variables, in addition to those of this process.
+        output: File for standard output and standard error.
+        limit: Time limit in seconds.
+
+    Returns:
+        The exit code.
 
     Raises:
-        WrongResultError: It did not end within ``limit`` seconds; it has been ended.
+        WrongResultError: The process exceeded the limit, and was terminated.
     """
     environment = {**read_environment(), **variables}
     with (
@@ -86,11 +96,11 @@ def launch(arguments: Sequence[str], variables: Mapping[str, str], output: Path,
         try:
             return process.wait(limit)
         except subprocess.TimeoutExpired:
-            # A launcher ends its workers on SIGTERM; killed at once, it would leave them on the GPUs of later checks.
+            # SIGTERM first: a launcher that is killed leaves its workers on the GPUs.
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_SECONDS)
-            raise WrongResultError(f"it did not end within {limit:g} s: {output}") from None
+            raise WrongResultError(f"the process did not end within {limit:g} s: {output}") from None
         finally:
             process.kill()
 
@@ -100,11 +110,11 @@ class Bench:
     """Environment of the checks.
 
     Attributes:
-        folder: Of inputs, runs and logs.
-        device: What is proved; the CPU stands in for it where there is no GPU.
-        is_small: Whether sizes and steps are those of a trial in seconds.
-        launch: Starts a process.
-        num_gpus: GPUs that are proved, the first ones of the machine.
+        folder: Folder of inputs, runs and logs.
+        device: Device that is checked; the CPU if there is no GPU.
+        is_small: Whether sizes and steps are small, so that a check takes seconds.
+        launch: Function that starts a process.
+        num_gpus: Number of GPUs that are checked, the first ones of the machine.
     """
 
     folder: Path
@@ -119,23 +129,23 @@ class Bench:
         return self.device.type == "cuda"
 
     def describe(self) -> str:
-        """Return the conditions of the results: device, versions of packages, sizes of the checks."""
+        """Return the conditions of the results: device, sizes of the checks, and versions of packages."""
         versions = ", ".join(f"{name} {version}" for name, version in read_versions().items())
         return f"{name_device()}, {'small' if self.is_small else 'full'} sizes, {versions}"
 
     def set_up(self, recipe: str, **keys: Any) -> dict[str, Any]:
-        """Return the configuration of a short run, besides data and model; ``keys`` come on top."""
+        """Return the configuration of a short run without data and model; ``keys`` take precedence."""
         num_steps = 3 if self.is_small else 20
         batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": num_steps}
         of_model = {"model_config": _SMALL_MODEL} if recipe == "pretrain" else {}
-        # A reward model generates nothing, and its recipe refuses the key.
+        # The reward recipe generates no samples, and refuses the key.
         quiet = _QUIET if recipe == "reward" else {**_QUIET, "num_sample_prompts": 0}
         return {**quiet, **batch, **OF_RECIPE[recipe], **of_model, **keys}
 
     def measure_seconds(self, compute: Callable[[], Any], repeats: int = 10) -> float:
         """Return the median time of a call in seconds, with device synchronisation."""
         times = []
-        # Three calls of warm-up: kernels are loaded and chosen, and memory is allocated.
+        # Three calls of warm-up, in which kernels are loaded and tuned, and memory is allocated.
         for _ in range(3 + repeats):
             began = time.perf_counter()
             compute()
@@ -154,47 +164,52 @@ class Bench:
         by: Sequence[str] = (),
         **keys: Any,
     ) -> Path:
-        """Run a recipe and return its folder; its log is beside it.
+        """Run a recipe, and return its output directory; the log is next to it, with the suffix ``.log``.
 
         Args:
-            recipe: The recipe.
-            name: Of the run, and its folder.
-            on_device: Whether it runs on the device, or on the CPU as the reference.
-            resumes: Whether it resumes from what is in its folder.
-            by: Arguments of Python's before the recipe, such as a module that runs it.
-            **keys: Of its configuration, besides data and model.
+            recipe: Name of the recipe.
+            name: Name of the run and of its output directory.
+            on_device: Whether to run on the device, or on the CPU as the reference.
+            resumes: Whether to resume from a checkpoint in the output directory.
+            by: Arguments of Python before the recipe, such as a launcher.
+            **keys: Keys of the configuration, except those of data and model.
 
         Raises:
-            WrongResultError: It failed.
+            WrongResultError: The run failed.
         """
         output = self.folder / "runs" / name
-        # Else the run would resume from what an earlier proof has left.
+        # Without this the run would resume from checkpoints of an earlier `recipes prove`.
         if not resumes:
             shutil.rmtree(output, ignore_errors=True)
         output.mkdir(parents=True, exist_ok=True)
         uses_cpu = not (on_device and self.is_cuda)
         flags = {**self.name_inputs(recipe), "output_dir": output, "use_cpu": str(uses_cpu).lower(), **keys}
         arguments = [*by, str(find_recipe(recipe)), *(f"--{key}={value}" for key, value in flags.items())]
-        variables = {"HF_HUB_OFFLINE": "1", **({"CUDA_VISIBLE_DEVICES": ""} if uses_cpu else {})}
         log = output.with_suffix(".log")
-        if code := self.launch(arguments, variables, log):
+        if code := self.start(arguments, {"CUDA_VISIBLE_DEVICES": ""} if uses_cpu else {}, log):
             tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:])
             raise WrongResultError(f"{recipe}.py ended with {code}; {log}:\n{tail}")
         return output
 
+    def start(self, arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> int:
+        """Run Python like ``launch``, offline, without GPU memory that this process has cached."""
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+        return self.launch(arguments, {"HF_HUB_OFFLINE": "1", **variables}, log)
+
     def train(self, recipe: str, name: str, **options: Any) -> list[Event]:
-        """As ``run``; return the training steps of ``metrics.jsonl``."""
+        """Run a recipe like ``run``, and return the training records of ``metrics.jsonl``."""
         lines = (self.run(recipe, name, **options) / METRICS_FILE).read_text(encoding="utf-8").splitlines()
         return [event for event in map(json.loads, lines) if event["kind"] == "train"]
 
     def write_inputs(self) -> Path:
-        """Write models, a byte-level tokenizer and rows of random words, always the same; return their folder."""
+        """Write models, a byte-level tokenizer and rows of random words, equal in each call; return their folder."""
         folder = self.folder / "inputs"
-        # The last file that is written, and whole or absent: with it, all are there.
+        # Written last, by an atomic rename: if it exists, so do all others.
         if (folder / "documents.jsonl").exists():
             return folder
         eos, pad, *others = _SPECIAL
-        # Trained on nothing: special tokens and the 256 bytes.
+        # Without training texts, the vocabulary is the special tokens and the 256 bytes.
         tokenizer = train_tokenizer(
             [], vocab_size=320, eos_token=eos, pad_token=pad, special_tokens=others, chat_template=_TEMPLATE
         )
@@ -223,7 +238,7 @@ class Bench:
         return folder
 
     def name_inputs(self, recipe: str) -> dict[str, Any]:
-        """Return the keys of a recipe's model and data, which are written if they do not exist."""
+        """Return the keys of a recipe's model and data, and write these if they do not exist."""
         inputs = self.write_inputs()
         of_rl = dict.fromkeys(("ppo", "rloo", "grpo"), "prompts")
         data = {"dpo": "pairs", "reward": "pairs", "pretrain": "documents", **of_rl}.get(recipe, "chats")
@@ -237,7 +252,7 @@ class Bench:
 
 
 def score_letters(*, completions: Sequence[str], **_: Any) -> list[float]:
-    """Return the share of lower-case letters of each answer, a reward for policies with random weights."""
+    """Return the share of lower-case letters of each answer: a reward that varies for policies with random weights."""
     return [sum(map(str.islower, text)) / max(len(text), 1) for text in completions]
 
 

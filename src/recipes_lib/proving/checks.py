@@ -42,14 +42,14 @@ from recipes_lib.training.optim.compilation import compile_layers
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One row of the table.
+    """One check.
 
     Attributes:
-        name: Its key in the rows that a later run resumes from.
-        what: What it shows, for a reader.
-        run: Computes the figures; raises ``WrongResultError`` where they are wrong.
-        package: That it needs besides those of the project, whose kernels run on GPUs alone.
-        min_gpus: Without which it means nothing.
+        name: Unique name, by which a later run finds its result.
+        what: Description for the report.
+        run: Computes the figures; raises ``WrongResultError`` if they are wrong.
+        package: Optional package that it needs, whose kernels require a GPU; empty without one.
+        min_gpus: Required number of GPUs.
     """
 
     name: str
@@ -65,15 +65,15 @@ class Check:
         return f"{self.package} is not installed" if self.package and not find_spec(self.package) else ""
 
 
-def look_at_environment(bench: Bench) -> Figures:
-    """Versions, the device, and its throughput in matrix products (FLOP/s) and copies (bytes/s)."""
+def measure_environment(bench: Bench) -> Figures:
+    """Return versions, the device, and its throughput in matrix products (TFLOP/s) and copies (GB/s)."""
     size, dtype = (512, torch.float32) if bench.is_small else (8192, torch.bfloat16)
     matrix = torch.randn(size, size, device=bench.device, dtype=dtype)
     seconds = bench.measure_seconds(lambda: matrix @ matrix)
     copied = torch.empty((2**22 if bench.is_small else 2**30) // 4, device=bench.device)
     copy_seconds = bench.measure_seconds(lambda: copied.clone())
     driver = {"driver": _read_driver(), "cuda": torch.version.cuda} if bench.is_cuda else {}
-    # A product has 2 n^3 operations; a copy reads and writes 4 bytes a number.
+    # A product has 2 n^3 FLOPs; a copy reads and writes 4 bytes per element.
     peak = {"matmul_tflops": 2e-12 * size**3 / seconds, "copy_gb_per_second": 2e-9 * 4 * copied.numel() / copy_seconds}
     return {"device": name_device(), **driver, **read_versions(), **peak}
 
@@ -87,14 +87,14 @@ def _read_driver() -> str:
 
 
 def compare_with_cpu(recipe: str, bench: Bench) -> Figures:
-    """Losses of a recipe on the device in ``float32`` and bfloat16, compared with the CPU in ``float32``.
+    """Compare the losses of a recipe on the device, in ``float32`` and bfloat16, with the CPU in ``float32``.
 
-    Of reinforcement learning the gradient norms of two iterations in ``float32``, for its losses are near 0, and in
-    bfloat16 other answers are sampled.
+    Of reinforcement learning it compares the gradient norms of two iterations, because losses are near 0, and only in
+    ``float32``, because in bfloat16 other answers are sampled.
     """
     is_rl = "reward_funcs" in OF_RECIPE[recipe]
     figure, more = ("grad_norm", {"max_steps": 8}) if is_rl else ("loss", {})
-    # Updates by Adam amplify the rounding of small gradients.
+    # Adam divides small gradients by their own size, which amplifies their rounding.
     allowed = {"fp32": 1e-2} if is_rl else {"fp32": 1e-4, "bf16": 5e-2}
     runs = {}
     for name in ("cpu", *allowed):
@@ -109,10 +109,10 @@ def compare_with_cpu(recipe: str, bench: Bench) -> Figures:
 
 
 def measure_gap(expected: Sequence[Event], found: Sequence[Event], figure: str = "loss") -> float:
-    """Return the largest relative difference of a figure of two runs with the same steps.
+    """Return the largest relative difference of a figure between two runs.
 
     Raises:
-        WrongResultError: They do not.
+        WrongResultError: The runs logged different steps, or none.
     """
     if [event["step"] for event in expected] != [event["step"] for event in found] or not expected:
         raise WrongResultError(f"{len(found)} steps were logged, and {len(expected)} on the CPU")
@@ -121,13 +121,13 @@ def measure_gap(expected: Sequence[Event], found: Sequence[Event], figure: str =
 
 
 def resume_exactly(bench: Bench) -> Figures:
-    """Compare a run resumed from half of its steps, as after a kill, with an uninterrupted one: equal losses."""
+    """Compare the losses of a run resumed halfway, as after a kill, with those of an uninterrupted run."""
     keys = {**bench.set_up("sft"), "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     whole = bench.train("sft", "resume-whole", **keys)
     source, target = (bench.folder / "runs" / name for name in ("resume-whole", "resume-cut"))
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(source / "checkpoint-2", target / "checkpoint-2")
-    # The record of a run that was killed: it resumes only in the folder that it names.
+    # The record of a run that was killed; a run resumes only in the output directory that its record names.
     record = read_record(source / "run.json")
     record["config"]["output_dir"] = str(target)
     (target / "run.json").write_text(json.dumps(record | {"status": "running"}), encoding="utf-8")
@@ -137,15 +137,15 @@ def resume_exactly(bench: Bench) -> Figures:
     return {"steps": len(resumed), "gap": gap}
 
 
-_ALLOWED: Final = 2
-"""Host synchronisations of a step: for the number of terms, and for what the guard judges."""
+_MAX_SYNCHRONISATIONS: Final = 2
+"""Allowed host synchronisations of a step: for the number of targets, and for loss and gradient norm of the guard."""
 _LENGTHS: Final = ((5, 9, 3), (8, 8), (17,))
 _SCALE: Final = 60
-"""On a GPU documents are longer by it, so that kernels run over several tiles."""
+"""Factor on these lengths on a GPU, so that kernels run over several tiles."""
 
 
 def build_model(bench: Bench, attention: str, **shape: Any) -> Any:
-    """Build a small Llama with a loss head on the device, always with the same weights, in training mode."""
+    """Build a small Llama with a loss head on the device, with equal weights in each call, in training mode."""
     torch.manual_seed(0)
     width = 128 if bench.is_small else 512  # Head dimension 32 or, as in real models, 128.
     config = LlamaConfig(
@@ -159,19 +159,19 @@ def build_model(bench: Bench, attention: str, **shape: Any) -> Any:
 
 
 def compute_packed(model: Any, bench: Bench, *, is_flat: bool) -> list[Tensor]:
-    """Return the loss of packed rows, and its gradients, in ``float32`` on the host."""
+    """Return the losses of packed rows, and the gradients of their sum, in ``float32`` on the host."""
     dtype = torch.bfloat16 if bench.is_cuda else torch.float32
     losses = []
     model.zero_grad()
     scale = 1 if bench.is_small else _SCALE
     for lengths in ([scale * length for length in row] for row in _LENGTHS):
-        # One row, (1, tokens): by kernels of documents, or by positions that restart and sdpa's mask.
+        # One row, (1, T), isolated by restarting positions, and for varlen kernels by document bounds.
         ids = torch.arange(sum(lengths), device=bench.device)[None] * 7 % 256
         positions = torch.cat([torch.arange(length) for length in lengths])[None].to(bench.device)
         inputs: dict[str, Any] = {
             "input_ids": ids,
             "position_ids": positions,
-            # The first token of a document would be predicted from the document before.
+            # The first token of a document is no target: its predictor is in the document before.
             "labels": ids.masked_fill(positions == 0, IGNORE_INDEX),
         }
         if is_flat:
@@ -195,7 +195,7 @@ def _compare(expected: Sequence[Tensor], found: Sequence[Tensor], bench: Bench, 
 
 
 def compare_attention(kernel: str, bench: Bench) -> Figures:
-    """Compare loss and gradients of packed rows of an attention kernel with those of sdpa with a mask."""
+    """Compare loss and gradients of packed rows by an attention kernel with those by sdpa with a mask."""
     expected = compute_packed(build_model(bench, "sdpa"), bench, is_flat=False)
     dtype = torch.bfloat16 if bench.is_cuda else torch.float32
     choice = choose_kernel(LlamaConfig(), kernel, device=bench.device, compute_dtype=dtype, packing=True)
@@ -204,7 +204,7 @@ def compare_attention(kernel: str, bench: Bench) -> Figures:
 
 
 def compare_layers(change: Callable[[Any], Any], bench: Bench) -> Figures:
-    """Compare loss and gradients of packed rows with compiled, recomputed or replaced layers."""
+    """Compare loss and gradients of packed rows before and after ``change`` compiles, recomputes or replaces layers."""
     register_varlen()
     model = build_model(bench, "varlen")
     expected = compute_packed(model, bench, is_flat=True)
@@ -225,7 +225,7 @@ def _use_liger(model: Any) -> None:
 
 
 def compare_loss_head(bench: Bench) -> Figures:
-    """Compare the chunked loss with full logits, torch's and Liger's: values, gradients, time; three vocabularies."""
+    """Compare the chunked loss with full logits, torch's and Liger's: values, gradients and time by vocabulary size."""
     figures: dict[str, Any] = {}
     num_tokens, width = (64, 32) if bench.is_small else (8192, 4096)
     dtype = torch.bfloat16 if bench.is_cuda else torch.float32
@@ -266,7 +266,7 @@ def compare_loss_head(bench: Bench) -> Figures:
 def _list_other_heads(
     hidden: Tensor, weight: Tensor, targets: Tensor, bench: Bench
 ) -> Mapping[str, Callable[[], Tensor]]:
-    """Torch's own chunked loss, since torch 2.13, and Liger's, whose kernels need a GPU."""
+    """Return torch's chunked loss, since torch 2.13, and Liger's, whose kernels need a GPU."""
     ways: dict[str, Callable[[], Tensor]] = {}
     if hasattr(functional, "linear_cross_entropy"):
         compute: Any = functional.linear_cross_entropy
@@ -283,7 +283,7 @@ def compare_with_one_gpu(launch_file: str, bench: Bench) -> Figures:
     count = bench.num_gpus
     shares_rows = launch_file == "fsdp2_cp"
     keys = {**bench.set_up("sft", bf16="false"), "per_device_train_batch_size": 1}
-    # Ranks of context parallelism read the same rows, so that the global batch does not grow with them.
+    # Context-parallel ranks read the same rows, so that the global batch size does not grow with them.
     num_readers = 1 if shares_rows else count
     alone = bench.train("sft", f"{launch_file}-alone", **{**keys, "gradient_accumulation_steps": num_readers})
     launcher = ("-m", "accelerate.commands.launch", f"--config_file={find_launch_file(launch_file)}")
@@ -298,11 +298,11 @@ def compare_with_one_gpu(launch_file: str, bench: Bench) -> Figures:
 
 
 def count_synchronisations(recipe: str, bench: Bench) -> Figures:
-    """Count host synchronisations per step, by the warnings of torch's synchronisation debugger."""
+    """Count host synchronisations per step, from the warnings of ``torch.cuda.set_sync_debug_mode``."""
     few, many = (_count_in_a_step(bench, recipe, count) for count in (1, 3))
-    if many > few or many > _ALLOWED:
-        told = f"a step of 1 micro-batch has {few:g} host synchronisations, one of 3 has {many:g}"
-        raise WrongResultError(f"{told}; {_ALLOWED} are allowed")
+    if many > few or many > _MAX_SYNCHRONISATIONS:
+        found = f"a step of 1 micro-batch has {few:g} host synchronisations, one of 3 has {many:g}"
+        raise WrongResultError(f"{found}; {_MAX_SYNCHRONISATIONS} are allowed")
     return {"synchronisations_a_step": many}
 
 
@@ -310,13 +310,13 @@ def _count_in_a_step(bench: Bench, recipe: str, num_micro_batches: int) -> float
     keys = {**bench.set_up(recipe), "gradient_accumulation_steps": num_micro_batches, "logging_steps": 1000}
     watched = ("-W", "always", "-m", "recipes_lib.proving.scripts")
     counts = []
-    # One-time synchronisations of a run are in both counts.
+    # The difference of two runs, because both have the same one-time synchronisations.
     for num_steps in (2, 6):
         name = f"synchronisations-{recipe}-{num_micro_batches}-{num_steps}"
         output = bench.run(recipe, name, by=watched, **{**keys, "max_steps": num_steps})
-        told = output.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
-        counts.append(told.count("called a synchronizing CUDA operation"))
-        # The process makes one on purpose: if it is not in the log, warnings were lost.
+        log = output.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
+        counts.append(log.count("called a synchronizing CUDA operation"))
+        # `recipes_lib.proving.scripts` makes one on purpose.
         if not counts[-1]:
             raise WrongResultError(f"the synchronisation made on purpose is not in {output.with_suffix('.log')}")
     return (counts[1] - counts[0]) / (6 - 2)
@@ -324,10 +324,10 @@ def _count_in_a_step(bench: Bench, recipe: str, num_micro_batches: int) -> float
 
 def list_checks() -> Iterable[Check]:
     """Yield every check, the most important first."""
-    yield Check("environment", "versions, device, matrix products, copies", look_at_environment)
+    yield Check("environment", "versions, device, matrix products, copies", measure_environment)
     for recipe in OF_RECIPE:
         yield Check(f"numbers-{recipe}", f"losses of {recipe} on CPU and device", partial(compare_with_cpu, recipe))
-    kernels = {"varlen": "", "flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_3"}
+    kernels = {"varlen": "", "flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
     for kernel, package in kernels.items():
         compare = partial(compare_attention, kernel)
         yield Check(f"attention-{kernel}", f"{kernel} = sdpa on packed rows", compare, package)
@@ -351,8 +351,8 @@ def list_checks() -> Iterable[Check]:
     yield Check("checkpoint", "pause of an asynchronous checkpoint", measure_checkpoint_pause)
     for launch_file in ("ddp", "fsdp2", "fsdp2_cp"):
         compare_gpus = partial(compare_with_one_gpu, launch_file)
-        told = f"losses of all GPUs by {launch_file} = those of one"
-        yield Check(f"gpus-{launch_file}", told, compare_gpus, min_gpus=2)
+        what = f"losses of all GPUs by {launch_file} = those of one"
+        yield Check(f"gpus-{launch_file}", what, compare_gpus, min_gpus=2)
     for recipe in ("sft", "pretrain", "dpo", "reward", "distill"):
         count = partial(count_synchronisations, recipe)
         yield Check(f"synchronisations-{recipe}", f"host synchronisations of {recipe}", count, min_gpus=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -21,7 +21,7 @@ ROWS_FILE: Final = "proof.jsonl"
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 _LONGEST_REASON: Final = 400
 _SHOWN: Final = 4
-"""Figures of a line on the terminal; the page has all."""
+"""Number of figures per line on the terminal; the page has all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,13 @@ class Row:
     """Result of a check.
 
     Attributes:
-        machine: What it ran on, as ``Bench.describe`` says: on another one it is no result.
-        check: Its name.
-        what: What it shows.
+        machine: Conditions, from ``Bench.describe``; a run under other conditions does not reuse the row.
+        check: Name of the check.
+        what: Description of the check.
         status: ``passed``, ``failed`` or ``skipped``.
-        seconds: It took.
-        figures: What was measured, by name.
-        reason: Why it failed or was skipped.
+        seconds: Duration.
+        figures: Measured values by name.
+        reason: Reason of a failure or skip; empty if it passed.
     """
 
     machine: str
@@ -45,6 +45,9 @@ class Row:
     seconds: float
     figures: Mapping[str, Any]
     reason: str = ""
+
+
+_FIELDS: Final = tuple(field.name for field in fields(Row))
 
 
 def run_check(check: Check, bench: Bench, seconds_left: float) -> Row:
@@ -57,7 +60,7 @@ def run_check(check: Check, bench: Bench, seconds_left: float) -> Row:
         figures = dict(check.run(bench))
     except Exception as error:  # Errors of a driver or a package can have any type.
         reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
-    # The next check may start processes of its own, which need the memory that this one has cached.
+    # Processes of the next check need the memory that this process has cached.
     if bench.is_cuda:
         torch.cuda.empty_cache()
     seconds = round(time.perf_counter() - began, 1)
@@ -66,22 +69,27 @@ def run_check(check: Check, bench: Bench, seconds_left: float) -> Row:
 
 
 def read_rows(folder: Path, machine: str | None = None) -> dict[str, Row]:
-    """Return the last row of each check by name, on one machine or on any; a truncated line is skipped."""
-    lines = [line for line in read_lines(folder / ROWS_FILE) if line and line.keys() == Row.__dataclass_fields__.keys()]
+    """Return the last row of each check by name, on one machine or on any; truncated and foreign lines are skipped."""
+    lines = [line for line in read_lines(folder / ROWS_FILE) if line and _is_row(line)]
     return {line["check"]: Row(**line) for line in lines if machine in (None, line["machine"])}
+
+
+def _is_row(line: Mapping[str, Any]) -> bool:
+    types = {name: dict if name == "figures" else (int, float) if name == "seconds" else str for name in _FIELDS}
+    return line.keys() == types.keys() and all(isinstance(line[name], kind) for name, kind in types.items())
 
 
 def add_row(folder: Path, row: Row) -> None:
     """Append a row, so that an interrupted run can resume."""
     with (folder / ROWS_FILE).open("a+", encoding="utf-8") as stream:
-        # After a line truncated by a kill, a row begins on a new line.
+        # A leading newline, because a kill may have truncated the last line.
         stream.write("\n" + json.dumps(asdict(row)) + "\n")
 
 
 def format_row(row: Row) -> str:
     """Format a row for the terminal."""
-    told = row.reason.splitlines()[0] if row.reason else _format_figures(dict(islice(row.figures.items(), _SHOWN)))
-    return f"{row.status:8}{row.check:28}{row.seconds:7.1f} s  {told}"
+    result = row.reason.splitlines()[0] if row.reason else _format_figures(dict(islice(row.figures.items(), _SHOWN)))
+    return f"{row.status:8}{row.check:28}{row.seconds:7.1f} s  {result}"
 
 
 def write_page(path: Path, rows: Iterable[Row]) -> None:
@@ -106,8 +114,8 @@ def write_page(path: Path, rows: Iterable[Row]) -> None:
 
 
 def _format_line(row: Row) -> str:
-    told = row.reason.replace("\n", " ").replace("|", "\\|") or _format_figures(row.figures)
-    return f"| {row.check} | {row.what} | {row.status} | {row.seconds:.1f} | {told} |"
+    result = row.reason.replace("\n", " ").replace("|", "\\|") or _format_figures(row.figures)
+    return f"| {row.check} | {row.what} | {row.status} | {row.seconds:.1f} | {result} |"
 
 
 def _format_figures(figures: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
-"""Scripts that checks start in a separate process: ``python -m recipes_lib.proving.scripts``.
+"""Scripts that checks run in a separate process: ``python -m recipes_lib.proving.scripts``.
 
-``RECIPE FLAG ...`` runs a recipe with warnings for every host synchronisation; ``JSON`` trains on random tokens with
-transformers' trainer or TRL's, for comparison.
+``RECIPE FLAG ...`` runs a recipe with a warning for every host synchronisation; ``JSON`` trains on random tokens with
+transformers' or TRL's trainer, for comparison.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def train_by_peer(given: dict[str, Any]) -> None:
     """Train with another trainer on rows of random tokens; write ``peer.json``: tokens per second, peak memory in GB.
 
     Args:
-        given: ``model``, the configuration that transformers' trainer pretrains, or ``path``, the model that TRL's
-            fine-tunes, with ``adapter``, ``four_bit`` and ``optim``; of both ``rows``, ``length``, ``steps``,
+        given: Either ``model``, a configuration to pretrain with transformers' trainer, or ``path``, a model to
+            fine-tune with TRL's, ``adapter``, ``four_bit`` and ``optim``; and ``rows``, ``length``, ``steps``,
             ``compile``, ``cpu`` and ``output``.
     """
     keys: dict[str, Any] = {
@@ -72,7 +72,7 @@ def train_by_peer(given: dict[str, Any]) -> None:
     trainer.add_callback(clock)
     trainer.train()
     laps = [after - before for before, after in pairwise(clock.times)]
-    # The first half is warm-up, and compilation where it is asked for.
+    # The first half is warm-up and compilation.
     seconds = statistics.median(laps[len(laps) // 2 :])
     memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     found = {"tokens_per_second": 2 * given["rows"] * given["length"] / seconds, "memory_gb": memory / 1e9}
@@ -106,13 +106,14 @@ def _build_trl(given: dict[str, Any], keys: dict[str, Any], ids: torch.Tensor) -
 
 
 def main(arguments: list[str]) -> None:
-    """Run the script of the arguments."""
+    """Run the script that the first argument selects: a JSON object, or the path of a recipe."""
     if arguments[0].startswith("{"):
         train_by_peer(json.loads(arguments[0]))
         return
     sys.argv = arguments
     torch.cuda.set_sync_debug_mode("warn")
-    torch.ones((), device="cuda").item()  # A synchronisation on purpose: if it is not in the log, warnings are lost.
+    # A synchronisation on purpose: if its warning is not in the log, warnings are lost.
+    torch.ones((), device="cuda").item()
     runpy.run_path(arguments[0], run_name="__main__")
 
 

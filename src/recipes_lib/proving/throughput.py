@@ -1,4 +1,4 @@
-"""Throughput checks of ``recipes prove``: pretraining, fine-tuning of 8B, decoding, and the pause of a checkpoint."""
+"""Throughput checks of ``recipes prove``: pretraining, fine-tuning of 8B, generation engines, checkpoint pause."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from recipes_lib.planning.memory_plan import Layout
 from recipes_lib.proving.bench import SHAPE, Bench, Figures, WrongResultError
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.checkpoints.saver import HostCopy
+from recipes_lib.training.layouts.launch_environment import read_environment
 
 SHAPES: Final[Mapping[str, tuple[tuple[int, ...], int, int]]] = {
     # Name -> hidden size, MLP size, layers, heads, vocabulary; rows per micro-batch; tokens per row.
@@ -40,7 +41,7 @@ FINETUNING: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     # Name -> recipe and its keys, besides those of the model and the batch.
     "lora": ("lora", {"lora_r": 16}),
     "qlora": ("lora", {"lora_r": 16, "load_in_4bit": "true"}),
-    # With Adafactor it fits 80 GB; AdamW's states of 8B parameters take 64 GB besides.
+    # Adafactor, because AdamW's states of 8B parameters (64 GB) do not fit in 80 GB beside weights and gradients.
     "full": ("sft", {"optim": "adafactor"}),
 }
 
@@ -89,7 +90,7 @@ def _size_batch(bench: Bench, num_rows: int) -> dict[str, Any]:
 
 
 def _measure_ours(bench: Bench, recipe: str, name: str, run: str, *, by: Sequence[str] = (), **keys: Any) -> Figures:
-    """Figures of a run of this library's: the second half of its steps."""
+    """Return the figures of a recipe's run, over the second half of its steps."""
     events = bench.train(recipe, f"{run}-{name}", by=by, **keys)[int(keys["max_steps"]) // 2 :]
     figures: dict[str, Any] = {
         "tokens_per_second": statistics.median(event["tokens_per_second"] for event in events),
@@ -97,7 +98,7 @@ def _measure_ours(bench: Bench, recipe: str, name: str, run: str, *, by: Sequenc
         "memory_gb": max(event["memory_bytes"] for event in events) / 1e9,
         "planned_gb": plan_allocated(bench, recipe, **keys) / 1e9,
     }
-    if bench.is_cuda:  # On a CPU the memory is that of the whole process.
+    if bench.is_cuda:  # On a CPU, `memory_bytes` is that of the whole process.
         figures["memory_over_plan"] = figures["memory_gb"] / figures["planned_gb"]
     return {f"{name}_{key}": value for key, value in figures.items()}
 
@@ -105,14 +106,16 @@ def _measure_ours(bench: Bench, recipe: str, name: str, run: str, *, by: Sequenc
 def _measure_peer(
     bench: Bench, name: str, run: str, num_rows: int, length: int, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Figures of another trainer, on full rows of random tokens; those that it has no memory for are absent."""
+    """Return the figures of another trainer on full rows of random tokens, or that it is out of memory."""
     output = bench.folder / "runs" / f"{run}-{name}"
     output.mkdir(parents=True, exist_ok=True)
     steps = _size_batch(bench, num_rows)["max_steps"]
     given = {**given, "rows": num_rows, "length": length, "steps": steps, "cpu": not bench.is_cuda}
     command = ["-m", "recipes_lib.proving.scripts", json.dumps({**given, "output": str(output)})]
     log = output.with_suffix(".log")
-    if bench.launch(command, {"HF_HUB_OFFLINE": "1"}, log):
+    # Without a launcher, transformers' trainer would use all visible GPUs by nn.DataParallel.
+    first_gpu = read_environment().get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    if bench.start(command, {"CUDA_VISIBLE_DEVICES": first_gpu}, log):
         if "OutOfMemoryError" in log.read_text(encoding="utf-8", errors="replace"):
             return {f"{name}_tokens_per_second": "out of memory"}
         raise WrongResultError(f"{name}'s trainer failed: {log}")
@@ -120,7 +123,7 @@ def _measure_peer(
 
 
 def _compare_with_peer(figures: Figures, peer: str) -> dict[str, float]:
-    """Our tokens per second over the best of the peer's: by default, or else the only ones measured."""
+    """Return our tokens per second, at default settings, over the best of the peer's."""
     speeds = {key: value for key, value in figures.items() if key.endswith("per_second")}
     theirs = [value for key, value in speeds.items() if key.startswith(peer) and not isinstance(value, str)]
     ours = speeds.get("default_tokens_per_second", speeds.get("ours_tokens_per_second"))
@@ -128,15 +131,15 @@ def _compare_with_peer(figures: Figures, peer: str) -> dict[str, float]:
 
 
 def _write_large_inputs(bench: Bench, length: int) -> tuple[Path, Path]:
-    """Write a model in the shape of 8B with random weights, and chats that fill a row each; return their paths.
+    """Write a model in the shape of 8B with random weights, and chats of a full row each; return their paths.
 
     Raises:
-        WrongResultError: The disk has no room for it.
+        WrongResultError: The disk has too little free space.
     """
     inputs = bench.write_inputs()
     model, rows = inputs / "8B", inputs / "long_chats.jsonl"
     if not rows.exists():
-        # A byte is a token, and the template adds some thirty.
+        # The tokenizer has one token per byte, and the template adds about thirty.
         text = ("river stone light paper window garden " * (length // 38 + 1))[: length - 40]
         chats = [[{"role": "user", "content": f"{n:04}"}, {"role": "assistant", "content": text}] for n in range(128)]
         lines = [json.dumps({"messages": chat}) for chat in chats]
@@ -157,16 +160,16 @@ def _write_large_inputs(bench: Bench, length: int) -> tuple[Path, Path]:
 
 
 def plan_allocated(bench: Bench, recipe: str, **keys: Any) -> int:
-    """Return the planned PyTorch allocation of a run, without CUDA context and reserve.
+    """Return the planned bytes that PyTorch allocates in a run, without CUDA context and fragmentation.
 
     Args:
-        bench: Where it runs; of a CPU those of a GPU with 80 GB.
-        recipe: The run's.
+        bench: Environment, whose GPU memory the plan is for; 80 GB without a GPU.
+        recipe: Name of the recipe.
         **keys: As for ``Bench.train``.
     """
     flags = {**bench.name_inputs(recipe), "output_dir": bench.folder, **keys}
     config = load_config(recipe, [f"--{key}={value}" for key, value in flags.items()])
-    # Liger's kernels are on by default if they are supported.
+    # Training enables Liger's kernels by default if they are installed and supported.
     if "use_liger_kernel" not in keys and bench.is_cuda and find_spec("liger_kernel"):
         config = config.with_training({"use_liger_kernel": True})
     size = torch.cuda.get_device_properties(bench.device).total_memory if bench.is_cuda else 80e9
@@ -183,7 +186,7 @@ def _build_model(bench: Bench) -> Any:
 
 
 def measure_engine(keys: Mapping[str, Any], bench: Bench) -> Figures:
-    """Measure an engine in iterations of GRPO on a policy in the shape of 124M: sampling, sending weights, the rest."""
+    """Measure a generation engine in GRPO on a policy of 124M: sampling, weight transfer, and the whole iteration."""
     count, length = (2, 12) if bench.is_small else (64, 256)
     model = bench.write_inputs() / "124M"
     if not (model / "config.json").exists():
@@ -192,7 +195,8 @@ def measure_engine(keys: Mapping[str, Any], bench: Bench) -> Figures:
     given = {**bench.set_up("grpo"), "model_name_or_path": model, "response_length": length, "max_steps": 12, **keys}
     given |= {"per_device_train_batch_size": count, "per_device_eval_batch_size": 4 * count}
     given |= {"bf16": str(bench.is_cuda).lower()}
-    if bench.is_small and "use_transformers_continuous_batching" in keys:  # Its cache takes half of the memory else.
+    if bench.is_small and "use_transformers_continuous_batching" in keys:
+        # By default its cache takes half of the memory.
         given["transformers_continuous_batching_config"] = "{num_blocks: 64, page_size: 16, max_batch_tokens: 256}"
     events = bench.train("grpo", f"engine-{'-'.join(keys) or 'generate'}", **given)[1:]
     named = {"rollout/tokens_per_s": "tokens_per_second", "time/generate": "sampling_s", "time/sync": "sync_s"}
@@ -202,14 +206,14 @@ def measure_engine(keys: Mapping[str, Any], bench: Bench) -> Figures:
 
 
 def measure_checkpoint_pause(bench: Bench) -> Figures:
-    """Measure how long a checkpoint of the shape of 124M holds up training: the copy of its states to the host."""
+    """Measure how long an asynchronous checkpoint of a 124M model blocks training: the copy to host memory."""
     model = _build_model(bench)
     optimizer = torch.optim.AdamW(model.parameters())
     sum(parameter.sum() for parameter in model.parameters()).backward()
     optimizer.step()
     state, copy = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, HostCopy()
     num_bytes = sum(tensor.nbytes for tensor in [*state["model"].values(), *_list_moments(optimizer)])
-    # The first copy, in a dry run before training, allocates the memory.
+    # The warm-up copy allocates the host memory, as the dry run of a training run does.
     seconds = bench.measure_seconds(lambda: copy.take(state), 5)
     saved = bench.measure_seconds(lambda: torch.save(state, bench.folder / "state.pt"), 2)
     (bench.folder / "state.pt").unlink()

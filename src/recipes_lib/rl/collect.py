@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -21,13 +22,7 @@ from recipes_lib.models.generation import Generated, Sampling, mask_answers, rea
 from recipes_lib.rl.engines.engine import build_generator
 from recipes_lib.rl.models import ActorCritic, beat_between, held_whole
 from recipes_lib.rl.rewards import Rewards, verify_positions
-from recipes_lib.rl.rollout import (
-    Rollout,
-    Sequences,
-    compute_response_logps,
-    compute_response_values,
-    lay_out,
-)
+from recipes_lib.rl.rollout import Rollout, Sequences, compute_response_logps, compute_response_values, lay_out
 from recipes_lib.rl.rollout_schedule import Stream
 from recipes_lib.training.collectives import barrier
 from recipes_lib.training.guards.preemption import LeftError, leave_if_asked, stop_if_agreed
@@ -36,11 +31,11 @@ from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.arguments import build_autocast
 
 OFF_POLICY_SHARE: Final = "rollout/off_policy_share"
-"""Share of the answers of an iteration that earlier weights than those before it have sampled."""
+"""Share of an iteration's answers that were sampled with weights before the last update."""
 
 
 class AsyncSampler:
-    """Asynchronous sampling: a thread requests answers from a separate engine during other work; one batch at a time.
+    """Asynchronous sampling: a thread requests the next batch of answers from a vLLM server during the updates.
 
     Source: ``tests/rl/test_collect.py``.
     """
@@ -48,30 +43,29 @@ class AsyncSampler:
     def __init__(self) -> None:
         """Start without a request."""
         self._pool = ThreadPoolExecutor(max_workers=1)
-        self._asked: Future[Generated] | None = None
+        self._request: Future[Generated] | None = None
 
     def ask(self, generate: Callable[[], Generated]) -> None:
-        """Start sampling."""
-        self._asked = self._pool.submit(generate)
+        """Start sampling a batch."""
+        self._request = self._pool.submit(generate)
 
     def wait(self) -> None:
         """Wait until the engine is idle, so that its weights can be replaced."""
-        if self._asked is not None:
-            self._asked.exception()
+        if self._request is not None:
+            self._request.exception()
 
     def take(self) -> Generated | None:
-        """Return the answers when they are complete; ``None`` without a request. Every process must call.
+        """Wait for the requested answers and return them; ``None`` without a request. Every process must call.
 
         Raises:
             ConfigError: The engine failed.
-            PreemptedError: A process received a stop request.
+            PreemptedError: Any process has a stop request.
         """
-        asked, self._asked, answers = self._asked, None, None
-        if asked is not None:
-            # Ranks that leave on a stop request meet here the ranks that have their answers: the next collective is
-            # joint.
+        request, self._request, answers = self._request, None, None
+        if request is not None:
+            # Ranks that left on a stop request wait in this collective for those that have their answers.
             with suppress(LeftError):
-                answers = asked.result()
+                answers = request.result()
             stop_if_agreed()
         return answers
 
@@ -84,14 +78,14 @@ class Collector:
     """Collects answers on one process: sampling, scoring, log-probabilities and values.
 
     Attributes:
-        models: Policy, critic, reference.
-        generator: Samples the answers.
-        rewards: Score them.
-        tokenizer: Of the policy.
-        args: Rows that are read at once, the device of the models, and the seed, which with the number of an answer
-            decides which it is.
-        precision: Gives the context in which products are computed.
-        ahead: Samples the next answers while some are learnt from; ``None`` where weights and answers take turns.
+        models: Policy, critic and reference.
+        generator: Generation engine.
+        rewards: Reward functions and reward model.
+        tokenizer: The policy's tokenizer.
+        args: Batch size of forward passes, device, and the seed, which with the number of an answer determines its
+            random numbers.
+        precision: Builds the autocast context of forward passes.
+        ahead: Asynchronous sampler of the next answers during the updates; ``None`` for synchronous sampling.
     """
 
     def __init__(
@@ -107,24 +101,19 @@ class Collector:
         """Build the engine.
 
         Args:
-            config: What samples, how long an answer is, and the temperature.
-            args: How many rows are sampled or read at once, the seed, the device and the precision.
-            models: Of the run.
-            rewards: Score the answers.
-            tokenizer: Of the policy.
-            progress: What the terminal shows.
+            config: Engine, ``response_length`` and temperature.
+            args: Batch size, seed, device and precision.
+            models: Policy, critic and reference.
+            rewards: Reward functions and reward model.
+            tokenizer: The policy's tokenizer.
+            progress: Progress display of the terminal.
             max_length: Tokens of the longest prompt with its longest answer.
 
         Raises:
             ConfigError: As ``build_generator`` and ``verify_positions``.
         """
-        self.models, self.rewards, self.tokenizer, self.args, self._progress = (
-            models,
-            rewards,
-            tokenizer,
-            args,
-            progress,
-        )
+        self.models, self.rewards, self.tokenizer = models, rewards, tokenizer
+        self.args, self._progress = args, progress
         if rewards.model is not None:
             own = rewards.model
             if warning := verify_positions(own.model.config, own.tokenizer, tokenizer, max_length):
@@ -152,41 +141,42 @@ class Collector:
         """Sample answers to prompts, score them, and compute the log-probabilities and values that the updates need.
 
         Args:
-            prompts: At least one.
-            numbers: The number in the run of each answer.
-            is_loaded: Whether the engine has the policy's weights.
-            following: Prompts and numbers of the answers that are asked for next, where ``ahead`` samples them.
+            prompts: Prompts, at least one.
+            numbers: Number of each answer in the run.
+            is_loaded: Whether the engine has the current weights of the policy.
+            following: Prompts and numbers of the next call, for ``ahead``; ``None`` if there is none.
 
         Returns:
-            The answers, and the seconds that handing the weights on, sampling, scoring and reading took.
+            The answers, and the seconds of weight transfer, sampling, scoring, and log-probabilities with values.
 
         Raises:
-            ConfigError: As ``Rewards.score``.
-            LeftError: This process received a stop request.
-            PreemptedError: One was, and models are sharded.
+            ConfigError: As ``Rewards.score``, or the engine failed.
+            LeftError: This process has a stop request, and models are replicated.
+            PreemptedError: Any process has a stop request, and models are sharded or sampling is asynchronous.
         """
         self.models.set_training(training=False)
         loading = time.perf_counter()
+        # Before new weights are loaded, which would replace those that the server is sampling with.
         early = None if self.ahead is None else self.ahead.take()
         if not is_loaded:
             self._load()
-        # A shared engine has the new weights only once the sending rank has finished.
+        # All ranks may use one server, which has the new weights only once the main process has sent them.
         barrier()
         began = time.perf_counter()
         rollout = self._sample(list(prompts), numbers, early)
         if self.ahead is not None and following is not None:
-            asked, theirs = following
-            self.ahead.ask(lambda: self._generate(None, asked, theirs))
+            # Starts here and runs during scoring and the updates, one iteration behind the weights.
+            self.ahead.ask(partial(self._generate, None, *following))
         sampled = time.perf_counter()
         rollout, _ = self._score(rollout, numbers[0])
         scored = time.perf_counter()
-        rollout = self._read(rollout)
-        read = time.perf_counter()
+        rollout = self._compute_logps_and_values(rollout)
+        computed = time.perf_counter()
         seconds = {
             "sync": began - loading,
             "generate": sampled - began,
             "score": scored - sampled,
-            "old_ref_value": read - scored,
+            "old_ref_value": computed - scored,
         }
         share = {} if self.ahead is None else {OFF_POLICY_SHARE: float(early is not None)}
         return rollout, {f"time/{name}": value for name, value in seconds.items()} | share
@@ -200,13 +190,13 @@ class Collector:
         """Sample and score answers; return them as tokens, and as texts without special tokens.
 
         Args:
-            prompts: At least one.
-            numbers: As for ``collect``: the same ones show what has changed in a policy.
+            prompts: Prompts, at least one.
+            numbers: As for ``collect``; calls with equal numbers use equal random numbers.
 
         Raises:
-            ConfigError: As for ``collect``.
-            LeftError: As there.
-            PreemptedError: As there.
+            ConfigError: As ``collect``.
+            LeftError: As ``collect``.
+            PreemptedError: As ``collect``.
         """
         self.models.set_training(training=False)
         self._load()
@@ -224,10 +214,9 @@ class Collector:
 
     def _sample(self, prompts: list[PromptRow], numbers: Sequence[int], early: Generated | None = None) -> Rollout:
         WATCHDOG.enter("sampling answers")
-        # Batches have prompts of similar length, which reduces padding; answers do not depend on the order.
         order = list(range(len(prompts)))
-        # Answers that were sampled ahead are in the order in which they were asked for.
         if early is None:
+            # Batches of prompts of similar length need less padding; answers do not depend on the order.
             order.sort(key=lambda row: len(prompts[row].input_ids))
         size = self.generator.batch_size or len(order)
         chunks = [order[start : start + size] for start in range(0, len(order), size)]
@@ -235,45 +224,45 @@ class Collector:
         logps = torch.zeros(ids.shape)
         with self.models.as_policy() as policy, held_whole(policy, is_needed=self.generator.uses_policy):
             for rows in self._progress.track(chunks, "sampling answers", len(chunks)):
-                asked, theirs = [prompts[row] for row in rows], [numbers[row] for row in rows]
-                answered = self._generate(policy, asked, theirs) if early is None else early
-                width = answered.response_ids.shape[1]
+                batch = [prompts[row] for row in rows], [numbers[row] for row in rows]
+                answers = self._generate(policy, *batch) if early is None else early
+                width = answers.response_ids.shape[1]
                 # A batch is shorter than the limit only if all its answers ended; tokens after the end are masked.
-                ids[rows, :width], logps[rows, :width] = answered.response_ids, answered.engine_logps
+                ids[rows, :width], logps[rows, :width] = answers.response_ids, answers.engine_logps
         mask, finished = mask_answers(ids, self._sampling.stop_ids)
-        none = torch.zeros(len(prompts))
-        unscored = torch.zeros(len(prompts), dtype=torch.bool)
-        by_token = torch.zeros_like(logps)
-        everything = Rollout(
+        # Placeholders until answers are scored, (B,), and read by the models, (B, T).
+        zeros, by_token = torch.zeros(len(prompts)), torch.zeros_like(logps)
+        rollout = Rollout(
             prompts=prompts,
             numbers=torch.tensor(numbers),
             response_ids=torch.where(mask, ids, 0),
             mask=mask,
             finished=finished,
-            scored=unscored,
-            scores=none,
-            rewards=none[:, None],
+            scored=zeros.bool(),
+            scores=zeros,
+            rewards=zeros[:, None],
             engine_logps=torch.where(mask, logps, 0.0),
             logps=by_token,
             ref_logps=by_token,
             values=by_token,
         )
-        return everything.take(range(len(prompts)))
+        # Truncated to the longest answer.
+        return rollout.take(range(len(prompts)))
 
     def _draw(self, number: int) -> Any:
-        # A stream for each answer, whichever process samples it and whatever was drawn before.
+        # One stream per answer, so that it depends neither on the process that samples it nor on earlier draws.
         return np.random.default_rng([self.args.seed, Stream.ANSWER, number]).random(self._sampling.response_length)
 
     def _score(self, rollout: Rollout, number: int) -> tuple[Rollout, list[str]]:
         WATCHDOG.enter("scoring answers")
-        # Rewards that use global random generators must give the same values as in a run without interruption. The seed
-        # is set here, because a library may also draw numbers when it is loaded at its first use.
+        # Reward functions that draw from global generators must give the same values in a resumed run. Seeded here, and
+        # not at the start, because a library may also draw numbers when it is loaded at its first use.
         set_seed((self.args.seed + 7919 * number) % 2**32)
         answers = [ids[mask].tolist() for ids, mask in zip(rollout.response_ids, rollout.mask, strict=True)]
         texts = read_answers(self.tokenizer, rollout.prompts, answers)
-        own = None if self.rewards.model is None else self.rewards.model.model
-        # Whole on every process, because each scores answers of its own, in batches of other shapes.
-        with held_whole(own if self.models.reward is None else self.models.policy):
+        scorer = None if self.rewards.model is None else self.rewards.model.model
+        # Gathered on every process, because each scores other answers, in a different number of batches.
+        with held_whole(scorer if self.models.reward is None else self.models.policy):
             scores = self.rewards.score(rollout.prompts, texts, answers, rollout.finished.tolist())
         known: dict[str, Any] = {
             "scored": torch.tensor([total is not None for total in scores.total]),
@@ -282,31 +271,31 @@ class Collector:
         }
         return dataclasses.replace(rollout, **known), texts
 
-    def _read(self, rollout: Rollout) -> Rollout:
+    def _compute_logps_and_values(self, rollout: Rollout) -> Rollout:
         WATCHDOG.enter("reading answers")
 
-        def logps(model: Any, sequences: Sequences) -> Tensor:
+        def compute_logps(model: Any, sequences: Sequences) -> Tensor:
             return compute_response_logps(model, sequences, temperature=self._sampling.temperature)[0]
 
         with self.models.as_policy() as policy:
-            old = self._map(rollout, lambda sequences: logps(policy, sequences))
+            old = self._map(rollout, policy, compute_logps)
         ref, values = old, torch.zeros_like(old)
         if self.models.has_reference:
             with self.models.as_reference() as reference:
-                ref = self._map(rollout, lambda sequences: logps(reference, sequences))
+                ref = self._map(rollout, reference, compute_logps)
         if self.models.critic is not None:
             with self.models.as_critic() as critic:
-                values = self._map(rollout, lambda sequences: compute_response_values(critic, sequences))
+                values = self._map(rollout, critic, compute_response_values)
         return dataclasses.replace(rollout, logps=old, ref_logps=ref, values=values)
 
-    def _map(self, rollout: Rollout, compute: Callable[[Sequences], Tensor]) -> Tensor:
-        """Apply ``compute`` to all answers, ``float32 (B, T)``, without gradients."""
+    def _map(self, rollout: Rollout, model: Any, compute: Callable[[Any, Sequences], Tensor]) -> Tensor:
+        """Apply a model to all answers without gradients; return ``float32 (B, T)`` on the CPU."""
         result = torch.zeros(rollout.mask.shape)
         with torch.no_grad(), self.precision():
             for rows in rollout.cut(self.args.per_device_eval_batch_size):
                 beat_between(self.models.policy)
-                # (rows, T of the longest of them); what is behind it stays 0.
-                part = compute(lay_out(rollout.take(rows), self.args.device))
+                # (rows, length of their longest answer); beyond it the result stays 0.
+                part = compute(model, lay_out(rollout.take(rows), self.args.device))
                 result[rows, : part.shape[1]] = part.float().cpu()
         return result
 
@@ -314,7 +303,7 @@ class Collector:
 def read_answers(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[PromptRow], answers: Sequence[list[int]]
 ) -> list[str]:
-    """Texts of answers without special tokens; after a plain prompt, decoded as its continuation."""
+    """Decode answers without special tokens; the answer to a plain prompt is decoded as its continuation."""
     return [
         read_continuation(tokenizer, prompt.input_ids, ids)
         if isinstance(prompt.content, str)

@@ -4,23 +4,63 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.schema import PPOConfig, RecipeConfig
 from recipes_lib.rl.advantages import (
-    Estimate,
+    compute_advantages,
     compute_group_advantages,
     compute_leave_one_out_advantages,
-    compute_targets,
+    compute_rewards,
     estimate_kl,
     find_flat_groups,
     penalise_missing_end,
+    whiten,
 )
 from recipes_lib.rl.monitor import Figures, average_steps, describe_values
 from recipes_lib.rl.policy_loss import PolicyObjective
 from recipes_lib.rl.rollout import Rollout
 from recipes_lib.rl.rollout_schedule import compute_group_schedule, compute_schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Advantages and rewards of an iteration.
+
+    Attributes:
+        rollout: The rollout with advantages, and with returns if there is a critic.
+        rewards: Rewards that ``RewardGuard`` checks, ``(groups, answers)``; NaN for answers without a score.
+        total: Sum of each answer's rewards, penalties subtracted, ``(B,)``; without a score, NaN, or in PPO the
+            penalties alone.
+    """
+
+    rollout: Rollout
+    rewards: Tensor
+    total: Tensor
+
+
+def compute_targets(rollout: Rollout, config: PPOConfig, penalty: float, kl_coef: float) -> Estimate:
+    """Compute whitened advantages, and returns, of all answers of an iteration; both 0 outside the loss mask.
+
+    Args:
+        rollout: Answers of all processes.
+        config: Discount factors, and whether rewards are whitened.
+        penalty: Score subtracted from answers that reach the length limit.
+        kl_coef: KL coefficient: reward subtracted for each nat of KL divergence from the reference.
+    """
+    mask = rollout.loss_mask
+    scores = penalise_missing_end(rollout.scores, rollout.finished, penalty)
+    rewards = compute_rewards(scores, estimate_kl(rollout.logps, rollout.ref_logps), rollout.mask, kl_coef)
+    total = rewards.sum(dim=1)
+    if config.whiten_rewards:
+        rewards = whiten(rewards, mask, shift_mean=False)
+    advantages, returns = compute_advantages(rewards, rollout.values, mask, gamma=config.gamma, lam=config.lam)
+    learning = dataclasses.replace(rollout, advantages=whiten(advantages, mask), returns=returns)
+    # One group of all answers: the critic replaces the other answers to a prompt as the baseline.
+    return Estimate(learning, torch.where(rollout.scored, scores, torch.nan)[None], total)
 
 
 class PPOMethod:
@@ -33,6 +73,7 @@ class PPOMethod:
             ConfigError: As ``compute_schedule``.
         """
         self.schedule = compute_schedule(num_prompts, config, world_size)
+        # Mean over the tokens of a step, as in PPO; the other normalisers are those of GRPO's variants.
         self.objective = PolicyObjective("bnpo", epsilon=config.ppo.cliprange, delta=config.ppo.dual_clip)
         self.target_kl = config.ppo.target_kl
         self.num_idle_iterations = config.critic.critic_warmup_iterations
@@ -63,13 +104,17 @@ class GroupMethod:
         self._config, self._is_rloo = config, config.recipe == "rloo"
         if self._is_rloo:
             clips = {name: config.read(name) for name in ("epsilon", "epsilon_high")}
+            # RLOO's ratio is that of the whole answer, and its loss a mean over answers, as in TRL.
             self.objective = PolicyObjective("grpo", "answer", **clips)
         else:
             names = [field.name for field in dataclasses.fields(PolicyObjective)]
             self.objective = PolicyObjective(**{name: config.read(name) for name in names})
 
     def estimate(self, rollout: Rollout, kl_coef: float) -> Estimate:
-        """Compute advantages per answer; a truncated answer that is masked from the loss still counts in its group."""
+        """Compute the advantage of each answer, the same at all of its tokens.
+
+        A truncated answer that ``mask_truncated_completions`` excludes from the loss still counts in its group's mean.
+        """
         read, group = self._config.read, self.schedule.group
         penalty = self._config.rewards.missing_eos_penalty or 0.0
         scores = penalise_missing_end(rollout.scores, rollout.finished, penalty)
@@ -80,16 +125,17 @@ class GroupMethod:
             total = scores - read("beta") * kl.sum(dim=1)
             advantages = compute_leave_one_out_advantages(total, group, normalize=read("normalize_advantages"))
         else:
-            # TRL also accepts a boolean scale: true means the group's.
+            # TRL accepts booleans too: true is "group", false is "none".
             scale = {True: "group", False: "none"}.get(read("scale_rewards"), read("scale_rewards"))
             advantages = compute_group_advantages(scores, group, scale=scale)
-        learnt = dataclasses.replace(rollout, advantages=advantages[:, None] * rollout.mask)
+        # (B, 1) * (B, T)
+        estimated = dataclasses.replace(rollout, advantages=advantages[:, None] * rollout.mask)
         if read("mask_truncated_completions"):
-            learnt = dataclasses.replace(learnt, scored=rollout.scored & rollout.finished)
-        return Estimate(learnt, scores.view(-1, group), total)
+            estimated = dataclasses.replace(estimated, scored=rollout.scored & rollout.finished)
+        return Estimate(estimated, scores.view(-1, group), total)
 
     def describe(self, estimate: Estimate, policy: Sequence[Figures], critic: Sequence[Figures]) -> Figures:
-        """Return metrics under TRL's names."""
+        """Return the metrics of an iteration, those that TRL logs under its names."""
         known = estimate.total[~estimate.total.isnan()]
         steps = average_steps("policy", policy)
         low, high = steps.get("policy/clipfrac_low", 0.0), steps.get("policy/clipfrac_high", 0.0)
@@ -106,12 +152,12 @@ class GroupMethod:
 
 
 Method = PPOMethod | GroupMethod
-"""Each has the ``schedule`` of the run; the ``objective`` of the policy; ``target_kl``, a token, from the policy that
-answered, at which updates end; and ``num_idle_iterations`` before the policy learns."""
+"""Attributes of both: ``schedule`` of the run; ``objective`` of the policy; ``target_kl``, the KL divergence in nats a
+token at which the updates of an iteration end; ``num_idle_iterations`` before the first policy update."""
 
 
 def build_method(config: RecipeConfig, num_prompts: int, world_size: int) -> Method:
-    """Build the method of a recipe for a number of prompts and of processes.
+    """Build the method of a recipe for a number of prompts and a world size.
 
     Raises:
         ConfigError: As ``PPOMethod`` and ``GroupMethod``.

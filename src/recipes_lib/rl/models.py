@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.activation_checkpointing import read_selective
-from recipes_lib.models.adapters.roles import CRITIC, AdapterScorer, Role, add_critic, drop_scorers, role
+from recipes_lib.models.adapters.roles import CRITIC, AdapterScorer, Role, add_critic, role
 from recipes_lib.models.adapters.saved import find_adapter, find_shareable
 from recipes_lib.models.attention.kernels import choose_attention
 from recipes_lib.models.generation import set_stop_tokens
@@ -28,6 +28,7 @@ from recipes_lib.models.heads.score_head import add_score_head, load_reward_mode
 from recipes_lib.models.heads.scoring import RewardModel, RewardStatistics, read_reward_statistics, read_scale
 from recipes_lib.models.inference import disable_dropout, unwrap_adapter
 from recipes_lib.models.loading import load_model_config
+from recipes_lib.planning.memory import find_critic_start
 from recipes_lib.training.guards.preemption import leave_if_asked, stop_if_agreed
 from recipes_lib.training.layouts.fsdp import gathered, is_sharded, reshard, settle_precision, shard, shard_head
 from recipes_lib.training.layouts.launch_environment import Launch, verify_engine
@@ -41,10 +42,10 @@ def choose_placement(args: TrainingArguments, launch: Launch) -> Callable[[Any],
 
     Args:
         args: Device and precision.
-        launch: How this process was launched.
+        launch: Launch layout of this process.
 
     Raises:
-        ConfigError: FSDP was launched and accelerate is running without it.
+        ConfigError: FSDP was requested at launch, and accelerate runs without it.
     """
     if not launch.engine:
         return lambda model: model.to(args.device)
@@ -58,15 +59,15 @@ def choose_placement(args: TrainingArguments, launch: Launch) -> Callable[[Any],
 def held_whole(model: Any, *, is_needed: bool = True) -> Iterator[None]:
     """Gather all weights of a model on every process inside the context, so that ranks need not wait for each other.
 
-    All ranks must enter. A rank that leaves by a ``LeftError`` calls ``stop_if_agreed`` next, where it meets the ranks
-    that reached the end.
+    Collective: all ranks must enter. A rank that leaves by ``LeftError`` must call ``stop_if_agreed`` next, which
+    matches the call at the end of this context on the other ranks.
 
     Args:
-        model: Sharded; with any other there is nothing to do.
-        is_needed: Whether weights are read at all; without, it is the meeting at the end alone.
+        model: A sharded model; any other is left as it is.
+        is_needed: Whether weights are read inside; if not, only the collective at the end runs.
 
     Raises:
-        PreemptedError: At the end, on all processes: one received a stop request.
+        PreemptedError: At the end, on all processes: any process has a stop request.
     """
     if not is_sharded(model):
         yield
@@ -77,11 +78,11 @@ def held_whole(model: Any, *, is_needed: bool = True) -> Iterator[None]:
 
 
 def beat_between(model: Any) -> None:
-    """Report progress between forward passes, and leave on a stop request: alone, or jointly if all ranks take part.
+    """Report progress to the watchdog between forward passes, and leave on a stop request.
 
     Raises:
-        LeftError: This process was asked, and the model is its own.
-        PreemptedError: One was asked, and the model is sharded.
+        LeftError: This process has a stop request, and the model is replicated.
+        PreemptedError: Any process has a stop request, and the model is sharded: all ranks leave together.
     """
     if is_sharded(model):
         stop_if_agreed()
@@ -95,12 +96,12 @@ class ActorCritic:
 
     Attributes:
         policy: A causal language model with a loss head, or a PEFT model around it.
-        critic: Gives ``ScoreOutput.scores`` at ``last_positions``; ``None`` where advantages need none.
-        own_reference: A frozen copy of the policy; ``None`` where it is the policy with its adapters off, or where
-            nothing is compared with it.
-        stop_ids: Every token that ends an answer, sorted.
-        reward: The reward model where it stands on the policy's trunk; ``None`` where there is none, or one of its own.
-        has_reference: Whether there is a reference model: the initial policy.
+        critic: Value model, which returns ``ScoreOutput.scores`` at ``last_positions``; ``None`` in RLOO and GRPO.
+        own_reference: Frozen copy of the initial policy; ``None`` if the reference is the policy with its adapters
+            disabled, or if there is no reference.
+        stop_ids: Ids of all tokens that end an answer, sorted.
+        reward: Reward model that shares the policy's base model; ``None`` without one, or if it is a separate model.
+        has_reference: Whether there is a reference model.
     """
 
     policy: Any
@@ -117,7 +118,7 @@ class ActorCritic:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each process holds a shard of each model, and all of them run it together."""
+        """Whether each process holds a shard of each model, so that forward passes are collective."""
         return is_sharded(self.policy)
 
     def as_policy(self) -> AbstractContextManager[Any]:
@@ -129,25 +130,23 @@ class ActorCritic:
         return self._as("critic", self.critic)
 
     def as_reference(self) -> AbstractContextManager[Any]:
-        """Return a context that yields the reference model, which is the start of training."""
+        """Return a context that yields the reference model: the initial policy."""
         return self._as("reference", self.policy if self.is_shared else self.own_reference)
 
     @contextmanager
     def _as(self, name: Role, model: Any) -> Iterator[Any]:
-        """Activate a role, and reshard after it: FSDP2 leaves some weights gathered after a forward pass.
-
-        Resharding happens before the role ends, because the base has other gathered parameters than before the role.
-        """
+        """Activate a role, and reshard after it, because FSDP2 leaves some weights gathered after a forward pass."""
         trunk = self.policy if self.is_shared else model
         with role(self.policy, name) if self.is_shared else nullcontext():
             try:
                 yield model
             finally:
+                # Inside the role: the gathered parameters are those of the adapter that is active now.
                 reshard(trunk)
 
     def policy_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Return the parameters of the policy's optimizer by name; the shards if it is sharded."""
-        # After a forward pass, FSDP2 exposes some gathered weights, and changes to those would be lost.
+        """Return the parameters of the policy's optimizer by name; of a sharded policy, its shards."""
+        # After a forward pass, FSDP2 exposes some gathered weights; updates of those would be lost.
         reshard(self.policy)
         return {
             name: parameter
@@ -156,7 +155,7 @@ class ActorCritic:
         }
 
     def critic_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Return the parameters of the critic's optimizer by name; as ``policy_parameters``."""
+        """Return the parameters of the critic's optimizer by name, like ``policy_parameters``; empty without one."""
         if self.critic is None:
             return {}
         reshard(self.critic)
@@ -166,16 +165,10 @@ class ActorCritic:
         return {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
 
     def set_training(self, *, training: bool) -> None:
-        """Switch policy and critic to training mode, in which activations are recomputed, or to evaluation mode."""
+        """Switch policy and critic to training mode or evaluation mode; only the former recomputes activations."""
         self.policy.train(training)
         if self.critic is not None:
             self.critic.train(training)
-
-    def drop_critic(self) -> Any:
-        """Return the policy for export, without the adapters of other roles."""
-        if self.is_shared:
-            drop_scorers(self.policy)
-        return self.policy
 
 
 def load_actor_critic(
@@ -188,16 +181,16 @@ def load_actor_critic(
     """Load the models of a run on this process's device, with dropout disabled in all of them.
 
     Args:
-        config: The run.
+        config: Configuration of the run.
         args: Precision, device and seed.
-        launch: How this process was launched.
-        tokenizer: Of the policy.
+        launch: Launch layout of this process.
+        tokenizer: The policy's tokenizer.
         terminators: Ids of the tokens that end answers.
 
     Raises:
         ConfigError: As ``load_policy``, ``load_reward_model``, ``RewardModel.share``, ``add_loss_head`` and
-            ``choose_attention``; the critic cannot start from what was named, or reads other tokens than the policy
-            writes; or padding cannot be told from the end of an answer.
+            ``choose_attention``; the critic cannot be initialised from the given model, or has another vocabulary than
+            the policy; or the padding token also ends answers.
     """
     attention = choose_attention(config.model, load_model_config(config.model)[0], args, packing=False)
     policy = load_policy(config, attention.implementation, args, launch)
@@ -213,7 +206,7 @@ def load_actor_critic(
             critic, reward = _add_scorers(config, args, policy)
         policy = _place_trunk(policy, [critic, reward and reward.model], place, args, launch)
     else:
-        # One model after the other, so that the host holds at most two full models.
+        # Copied and placed before the policy is placed, so that the host holds at most two full models.
         if has_reference:
             own_reference = place(copy.deepcopy(policy).eval().requires_grad_(False))
         policy = place(policy)
@@ -228,10 +221,12 @@ def load_actor_critic(
         critic = place(critic)
     verify_loss_head(policy)
     if args.activation_checkpointing:
-        # With adapters, the critic is a scorer on the policy's layers, which are done once.
-        for model in {id(policy): policy, id(critic): critic}.values():
+        options: Any = args.activation_checkpointing_kwargs or {}
+        given = read_selective(options) or {"activation_checkpointing_kwargs": {"use_reentrant": False, **options}}
+        for model in (policy, critic):
+            # An adapter as critic runs on the policy's layers, for which it is enabled already.
             if model is not None and not isinstance(model, AdapterScorer):
-                _checkpoint_activations(unwrap_adapter(model), args)
+                unwrap_adapter(model).activation_checkpointing_enable(**given)
     return ActorCritic(policy, critic, own_reference, stop_ids, reward, has_reference)
 
 
@@ -239,7 +234,7 @@ def _add_scorers(config: RecipeConfig, args: TrainingArguments, policy: Any) -> 
     """Add the critic to the policy's base model, and the reward model if it is an adapter of the same base.
 
     Raises:
-        ConfigError: As ``RewardModel.share``; or the critic would start from another model than the policy's.
+        ConfigError: As ``RewardModel.share``; or the critic would be initialised from a model with another base.
     """
     rewards, base = config.rewards, unwrap_adapter(policy)
 
@@ -251,12 +246,12 @@ def _add_scorers(config: RecipeConfig, args: TrainingArguments, policy: Any) -> 
         start, _ = find(rewards.reward_model_name_or_path, rewards.reward_model_revision)
         reward = None if start is None else RewardModel.share(policy, start)
     if (named := config.critic.critic_model_name_or_path) is not None:
-        start, reason = find(named, None)
+        start, reason = find(*find_critic_start(config))
         if start is None and named != config.model.model_name_or_path:
             found = f"the critic shares the policy's weights, and cannot start from another model: {reason}"
             remedy = "name a reward model that is an adapter on the policy's model, or that model itself"
             raise ConfigError(Problem("critic_model_name_or_path", found, remedy))
-    # The same fresh weights on every process, and no draw taken from the run's own generator.
+    # Equal initial weights on every process, without advancing the run's own generator.
     with torch.random.fork_rng():
         torch.manual_seed(args.seed)
         critic = add_critic(policy, start)
@@ -269,7 +264,7 @@ def _place_trunk(
     policy: Any, scorers: Sequence[Any], place: Callable[[Any], Any], args: TrainingArguments, launch: Launch
 ) -> Any:
     """Place a policy and the heads of its other roles; FSDP2 shards all adapters together with the base."""
-    # Loading already placed quantised weights on the device; they stay there unless they are sharded.
+    # Quantised weights are on the device since they were loaded, and must not be moved; FSDP2 shards them in place.
     if launch.engine or not getattr(unwrap_adapter(policy), "is_quantized", False):
         policy = place(policy)
     for scorer in scorers:
@@ -281,22 +276,17 @@ def _place_trunk(
 
 
 def _load_critic(config: RecipeConfig, implementation: str, args: TrainingArguments) -> Any:
-    """A model with a value per token, initialised from a reward model, or with a zero head.
+    """Load a separate critic, initialised from a reward model, or from the policy with a zero head.
 
     Raises:
-        ConfigError: As ``load_reward_model``; or it would start from an adapter.
+        ConfigError: As ``load_reward_model``; or the start is an adapter.
     """
-    rewards = config.rewards
-    named, revision = config.critic.critic_model_name_or_path, None
-    if named is None:
-        named, revision = rewards.reward_model_name_or_path, rewards.reward_model_revision
-    source = config.model
-    if named is not None and find_adapter(named, revision) is not None:
+    named, revision = find_critic_start(config)
+    if named != config.model.model_name_or_path and find_adapter(named, revision) is not None:
         found = f"the critic would start from {named}, which is an adapter, and all of its weights are trained"
         remedy = "`recipes merge` it, or write `critic_model_name_or_path`: a reward model, or the policy"
         raise ConfigError(Problem("critic_model_name_or_path", found, remedy))
-    if named is not None:
-        source = dataclasses.replace(source, model_name_or_path=named, model_revision=revision)
+    source = dataclasses.replace(config.model, model_name_or_path=named, model_revision=revision)
     critic = load_reward_model(source, implementation, seed=args.seed)
     architectures = load_model_config(source)[0].architectures or []
     head: Any = critic.score
@@ -311,17 +301,10 @@ def _load_critic(config: RecipeConfig, implementation: str, args: TrainingArgume
 
 
 def _rescale(head: nn.Linear, scale: RewardStatistics) -> nn.Linear:
-    """Rescale the head of a reward model to the units of its rewards, in which returns are computed."""
-    # (w h - mean) / std as one linear layer.
+    """Return the head of a reward model with its normalisation folded in, because returns are normalised rewards."""
+    # (w h - mean) / std as one linear layer with a bias.
     rescaled = nn.Linear(head.in_features, 1, dtype=head.weight.dtype, device=head.weight.device)
     with torch.no_grad():
         rescaled.weight.copy_(head.weight / scale.std)
         rescaled.bias.fill_(-scale.mean / scale.std)
     return rescaled
-
-
-def _checkpoint_activations(model: Any, args: TrainingArguments) -> None:
-    options: Any = args.activation_checkpointing_kwargs
-    model.activation_checkpointing_enable(
-        **(read_selective(options) or {"activation_checkpointing_kwargs": {"use_reentrant": False, **(options or {})}})
-    )

@@ -36,21 +36,22 @@ _NEED_MATH_VERIFY: Final = {
 }
 _NUM_WORKERS: Final = min(8, os.cpu_count() or 1)
 MAX_LIMITS: Final = 10
-"""Times the limit of a call that answers may take which are scored one by one."""
+"""Time limit of scoring answers one by one, as a multiple of the limit of a call."""
 
 
 def find_function(path: str) -> Callable[..., Any]:
     """Import ``package.module:function``, also from the working directory.
 
     ``package.module:factory(name=value, ...)`` calls a factory with constants. TRL's own reward functions expect chats,
-    so an answer to a string prompt is passed to them as a chat of one message.
+    so an answer to a string prompt is passed to them as a chat of one message. Importing runs the user's code, which
+    may raise any exception.
 
     Raises:
-        ImportError: It needs a package that is not installed.
-        TypeError: It is no function; importing runs the user's code, which may raise anything besides.
-        ValueError: Something else than constants by name is between the parentheses.
+        ImportError: A package that the function needs is not installed.
+        TypeError: The imported object is not callable.
+        ValueError: The parentheses contain anything but constants by name.
     """
-    # Python searches the recipe's folder, not the working directory, which is appended last so that it shadows nothing.
+    # Python searches the script's folder, not the working directory; appended last, it shadows no installed package.
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     target, opened, arguments = path.partition("(")
@@ -61,7 +62,7 @@ def find_function(path: str) -> Callable[..., Any]:
     if opened:
         found = found(**read_constants(f"f({arguments}"))
     if not callable(found):
-        raise TypeError(f"{name} is no function")
+        raise TypeError(f"{name} is not a function")
     return functools.partial(_ask_with_chats, found) if module_name == _OF_TRL else found
 
 
@@ -75,8 +76,9 @@ def call(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
     result = function(**given)
     if inspect.iscoroutine(result):
         result = asyncio.run(result)
-    # By its method, because the worker imports neither torch nor numpy.
-    return result.tolist() if hasattr(result, "tolist") else result
+    # By methods of arrays and tensors, because the worker imports neither numpy nor torch.
+    result = result.tolist() if hasattr(result, "tolist") else result
+    return [one.item() if hasattr(one, "item") else one for one in result] if isinstance(result, list) else result
 
 
 class _LostError(Exception):
@@ -86,30 +88,31 @@ class _LostError(Exception):
 class IsolatedFunction:
     """Reward function with a time limit.
 
-    One call scores all answers. If it fails, each answer is scored alone, by one process per core, for at most
-    ``MAX_LIMITS`` times the limit of a call. Answers that fail again, or are still waiting after that, are not scored.
-    If all of several answers fail, the function is at fault.
+    One call scores all answers. If it fails, each answer is scored alone, by up to eight processes, for at most
+    ``MAX_LIMITS`` times the limit of a call. Answers that fail again, or are not reached in that time, have the reward
+    ``None``. If all of several answers fail, the call raises.
 
     Source: ``tests/rl/test_reward_worker.py``.
     """
 
     def __init__(self, path: str, seconds: float) -> None:
-        """Start no process yet.
+        """Start no process; the first call does.
 
         Args:
-            path: ``package.module:function``.
-            seconds: That a call may take.
+            path: Import path of the function, as for ``find_function``.
+            seconds: Time limit of a call.
         """
         self._path, self._seconds = path, seconds
         self._workers = [_Worker(path, seconds) for _ in range(_NUM_WORKERS)]
 
     def __call__(self, **given: Sequence[Any]) -> Sequence[Any]:
-        """Score answers.
+        """Score answers; arguments are lists with one element per answer.
 
         Raises:
-            RuntimeError: No answer of several could be scored.
+            RuntimeError: All of several answers failed.
         """
         try:
+            # One call for all answers, because some functions compare them or batch a model.
             scores: Sequence[Any] = self._workers[0].ask(given)
         except _LostError:
             pass
@@ -121,12 +124,12 @@ class IsolatedFunction:
         if len(lost) == len(found) > 1:
             raise RuntimeError(str(lost[0]))
         if lost:
-            told = f"warning: {self._path} gave {len(lost)} of {len(found)} answers no score: {lost[0]}"
-            sys.stderr.write(f"{escape_controls(told)}\n")
+            warning = f"warning: {self._path} gave {len(lost)} of {len(found)} answers no score: {lost[0]}"
+            sys.stderr.write(f"{escape_controls(warning)}\n")
         return [score for scores in found for score in ([None] if isinstance(scores, _LostError) else scores)]
 
     def _ask_for_each(self, alone: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Return the function's result for each answer, or the reason of its failure."""
+        """Return the function's result for each answer, or the error of its failure."""
         idle: SimpleQueue[_Worker] = SimpleQueue()
         for worker in self._workers:
             idle.put(worker)
@@ -149,7 +152,7 @@ class IsolatedFunction:
 
 
 class _Worker:
-    """One process that runs a function; after a lost process, the next call starts another."""
+    """One process that runs a function; started by the first call, and again after a failure."""
 
     def __init__(self, path: str, seconds: float) -> None:
         self._path, self._seconds = path, seconds
@@ -160,7 +163,7 @@ class _Worker:
         """Return the function's result for some answers.
 
         Raises:
-            _LostError: It raised, took too long, or its process ended.
+            _LostError: The function raised or exceeded the time limit, or its process ended.
         """
         try:
             connection = self._connection or self._start()
@@ -182,18 +185,18 @@ class _Worker:
     def _start(self) -> Connection:
         ours, theirs = Pipe()
         command = [sys.executable, "-m", __name__, self._path, str(theirs.fileno())]
-        # Without the terminal's input, which belongs to the user.
+        # Without standard input, so that the function cannot block on the terminal.
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        # Held open here, it would keep the death of the worker from ending the connection.
+        # If this process kept it open, reading would not end with EOFError when the worker dies.
         theirs.close()
-        # Also at the end of the interpreter.
+        # Kills the worker when this object is collected, and at interpreter exit.
         weakref.finalize(self, self._process.kill)
         self._connection = ours
         if not ours.poll(_SECONDS_TO_IMPORT):
             raise _LostError(f"it was not imported within {_SECONDS_TO_IMPORT:g} s")
-        is_done, words = ours.recv()
+        is_done, reason = ours.recv()
         if not is_done:
-            raise _LostError(words)
+            raise _LostError(reason)
         return ours
 
     def _end(self) -> int:
@@ -208,13 +211,13 @@ class _Worker:
 
 def main(path: str, descriptor: int) -> None:
     """Serve calls until the socket closes."""
-    # Ctrl-C reaches every process of the terminal; the run finishes its answers or ends, and this process with it.
+    # Ctrl-C reaches every process of the terminal; the run handles it, and ends this process when it ends itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection, parent = Connection(descriptor), os.getppid()
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
     try:
         function = find_function(path)
-    except Exception as error:  # The import runs user code, which can raise anything.
+    except Exception as error:  # Importing runs the user's code, which may raise anything.
         connection.send((False, f"{type(error).__name__}: {error}"))
         return
     connection.send((True, None))
@@ -225,15 +228,15 @@ def main(path: str, descriptor: int) -> None:
             return
         try:
             connection.send((True, call(function, given)))
-        except Exception as error:  # The function is user code, too.
+        except Exception as error:  # The function is the user's; an unpicklable result is reported, too.
             connection.send((False, f"{type(error).__name__}: {error}"))
 
 
 def _leave_with(parent: int) -> None:
-    """End this process when its parent ends, even while the function runs."""
+    """Exit when the parent process ends, even while the function runs."""
     while os.getppid() == parent:
         time.sleep(_SECONDS_BETWEEN_LOOKS)
-    # A thread can end its process by nothing else while the function runs.
+    # Only os._exit ends the process from a thread while the main thread is busy.
     os._exit(1)
 
 

@@ -1,8 +1,7 @@
-"""Rewards: the weighted sum of user functions and a reward model, and the guard against uninformative ones."""
+"""Rewards: weighted sum of user functions and a reward model, and the guard against rewards without signal."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -19,7 +18,9 @@ from recipes_lib.rl.advantages import ROUNDING, find_flat_groups
 from recipes_lib.rl.reward_worker import IsolatedFunction, call, find_function
 
 MAX_MODEL_SCORE: Final = 10.0
-"""Bound of a reward model's score, in its standard deviations: what lies beyond is not what it was trained on."""
+"""Bound of a reward model's normalised score in standard deviations: scores beyond it are out of distribution."""
+MAX_REWARD: Final = 1e15
+"""Bound of a function's rewards: sums of their squares over all tokens of a rollout must fit in float32."""
 MODEL: Final = "reward_model"
 """Name of the reward model among the rewards."""
 
@@ -29,8 +30,8 @@ RewardFunction = Callable[..., Sequence[float | None]]
 class Scores(NamedTuple):
     """Scores of answers: the weighted sum, and each reward by name; a number or ``None`` per answer.
 
-    ``None`` rewards are excluded from the sum of an answer. If all weighted rewards are ``None``, the answer has no
-    score, which differs from 0: it is excluded from training.
+    ``None`` rewards are excluded from the sum. If all rewards of non-zero weight are ``None``, the answer has no score
+    and is excluded from the loss, unlike an answer with a score of 0.
     """
 
     total: list[float | None]
@@ -39,17 +40,16 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """Scores answers.
+    """Rewards of a run.
 
     Attributes:
-        functions: The user's functions by name. Each is called with ``prompts``, ``completions`` and
-            ``completion_ids``, and every other column of the dataset by its name, as lists; a row without a column has
-            ``None`` there, and a chat's completion is a list of one message. It returns a number, or ``None`` where it
-            has nothing to say, for each.
-        model: The reward model, if there is one.
-        weights: Factor of each function in turn, then of the model.
+        functions: User functions by name. Each is called with keyword arguments, all lists: ``prompts``,
+            ``completions``, ``completion_ids``, and every other column of the dataset, ``None`` in rows without it. The
+            completion of a chat is a list of one message. It returns a number or ``None`` per answer.
+        model: Reward model; ``None`` without one.
+        weights: Weight of each function, then of the model.
 
-    Source: the interface of ``trl.GRPOTrainer``'s ``reward_funcs``, ``None`` among the results included.
+    Source: the interface of ``reward_funcs`` in ``trl.GRPOTrainer``, including ``None`` results.
     """
 
     functions: Mapping[str, RewardFunction]
@@ -67,46 +67,47 @@ class Rewards:
         """Score answers.
 
         Args:
-            prompts: What was asked.
-            texts: The answers without special tokens.
-            ids: Their tokens, the one that ended them included.
-            finished: False where an answer ran into the limit: the reward model reads no end of it.
+            prompts: Prompt of each answer.
+            texts: Answers without special tokens.
+            ids: Tokens of each answer, including its stop token.
+            finished: False for truncated answers, after which the reward model reads no end-of-turn token.
 
         Raises:
-            ConfigError: A function failed, or returned something else than one finite number or ``None`` each.
+            ConfigError: A function failed, or returned anything but one finite number or ``None`` per answer.
             DataError: As ``RewardModel.score``.
         """
         parts: dict[str, list[float | None]] = {
             name: _call(name, function, prompts, texts, ids) for name, function in self.functions.items()
         }
         if self.model is not None:
-            answers = [_join(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+            pairs = zip((prompt.content for prompt in prompts), texts, strict=True)
+            answers: list[Answer] = [
+                (prompt, text) if isinstance(prompt, str) else [*prompt, {"role": "assistant", "content": text}]
+                for prompt, text in pairs
+            ]
             scores = self.model.score(answers, finished=finished, where=[prompt.where for prompt in prompts])
             parts[MODEL] = [min(max(score, -MAX_MODEL_SCORE), MAX_MODEL_SCORE) for score in scores]
         return Scores([self._add(column) for column in zip(*parts.values(), strict=True)], parts)
 
     def _add(self, column: Sequence[float | None]) -> float | None:
-        """The weighted sum of an answer's rewards; ``None`` where none of those that are learnt from says anything."""
-        said = [(weight, score) for weight, score in zip(self.weights, column, strict=True) if score is not None]
-        return sum(weight * score for weight, score in said) if any(weight for weight, _ in said) else None
+        """Return the weighted sum of an answer's rewards; ``None`` if all those of non-zero weight are ``None``."""
+        known = [(weight, score) for weight, score in zip(self.weights, column, strict=True) if score is not None]
+        return sum(weight * score for weight, score in known) if any(weight for weight, _ in known) else None
 
 
 def load_rewards(
-    config: RewardsConfig,
-    device: str,
-    shared: RewardModel | None = None,
-    place: Callable[[Any], Any] | None = None,
+    config: RewardsConfig, device: str, shared: RewardModel | None = None, place: Callable[[Any], Any] | None = None
 ) -> Rewards:
-    """Load every reward of a run.
+    """Load the reward functions and the reward model of a run.
 
     Args:
-        config: Which.
-        device: Where a reward model of its own runs.
-        shared: The reward model where it stands on the policy's trunk, and is loaded already.
+        config: Reward functions, reward model and weights.
+        device: Device of a separate reward model.
+        shared: Reward model that shares the policy's base model, loaded already; ``None`` without one.
         place: As for ``RewardModel.load``.
 
     Raises:
-        ConfigError: Functions that cannot be imported, all of them; or the reward model cannot be loaded.
+        ConfigError: Functions cannot be imported (all of them are listed), or the reward model cannot be loaded.
     """
     functions = load_reward_functions(config.reward_funcs or [], config.reward_timeout)
     model = shared
@@ -118,14 +119,15 @@ def load_rewards(
 
 
 def load_reward_functions(paths: Sequence[str], seconds: float | None = None) -> dict[str, RewardFunction]:
-    """Find reward functions as ``find_function`` does; by the function's name, or its path where two share one.
+    """Import reward functions as ``find_function`` does; keys are their names, or paths if two have one name.
 
     Args:
-        paths: Of the functions.
-        seconds: That a call may take, each function in a process of its own; ``None``: in this one, without a limit.
+        paths: Import paths of the functions.
+        seconds: Time limit of a call, for which each function runs in a separate process; ``None`` to call the function
+            in this process, without a limit.
 
     Raises:
-        ConfigError: Those that cannot be imported, with the reason of each.
+        ConfigError: Functions cannot be imported; with the reason of each.
     """
     functions: dict[str, RewardFunction] = {}
     problems = []
@@ -136,7 +138,7 @@ def load_reward_functions(paths: Sequence[str], seconds: float | None = None) ->
             functions[path if name in functions else name] = (
                 function if seconds is None else IsolatedFunction(path, seconds)
             )
-        except Exception as error:  # Importing runs the user's code, which may raise anything.
+        except (Exception, SystemExit) as error:  # Importing runs the user's code, which may raise anything.
             found = f"{path} cannot be imported: {type(error).__name__}: {error}"
             problems.append(
                 Problem("reward_funcs", found, "run from its folder, install it, or put its folder on PYTHONPATH")
@@ -149,16 +151,16 @@ def load_reward_functions(paths: Sequence[str], seconds: float | None = None) ->
 def verify_positions(
     config: PreTrainedConfig, own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, max_length: int
 ) -> str:
-    """Compare the positions of a reward model with the longest text that it may score; return a warning or ``None``.
+    """Compare the positions of a reward model with the longest text that it may score; return a warning, or ``""``.
 
     Args:
-        config: Of the reward model.
-        own: Its tokenizer.
-        policy: The policy's.
+        config: Configuration of the reward model.
+        own: Tokenizer of the reward model.
+        policy: Tokenizer of the policy.
         max_length: Tokens of the longest prompt with its longest answer, by the policy's tokenizer.
 
     Raises:
-        ConfigError: The longest answer does not fit, and both have the same tokens.
+        ConfigError: The longest answer does not fit, and both tokenizers have the same vocabulary.
     """
     positions = read_positions(config)
     if max_length <= positions:
@@ -168,28 +170,24 @@ def verify_positions(
     )
     if own.get_vocab() == policy.get_vocab():
         raise ConfigError(Problem("reward_model_name_or_path", found, TOO_LONG))
-    return f"warning: {found} of the policy; one that is too long in the reward model's own ends the run: {TOO_LONG}"
+    return f"warning: {found} of the policy; an answer too long for the reward model ends the run: {TOO_LONG}"
 
 
 def _call(
-    name: str,
-    function: RewardFunction,
-    prompts: Sequence[PromptRow],
-    texts: Sequence[str],
-    ids: Sequence[list[int]],
+    name: str, function: RewardFunction, prompts: Sequence[PromptRow], texts: Sequence[str], ids: Sequence[list[int]]
 ) -> list[float | None]:
-    # The first prompt is representative: ``load_prompt_data`` gives all prompts of a run one form and the same columns.
+    # ``load_prompt_data`` gives all prompts of a run one form and the same columns, so the first one represents all.
     is_chat = not isinstance(prompts[0].content, str)
     given: dict[str, list[Any]] = {
         **{column: [prompt.columns[column] for prompt in prompts] for column in prompts[0].columns},
-        # Last: a column of one of these names must not take the place of the answers that are scored.
+        # Last, so that a column of one of these names does not replace them.
         "prompts": [prompt.content for prompt in prompts],
         "completions": [[{"role": "assistant", "content": text}] for text in texts] if is_chat else list(texts),
         "completion_ids": list(ids),
     }
     try:
         scores = call(function, given)
-    except Exception as error:  # The function is the user's, and may raise anything.
+    except (Exception, SystemExit) as error:  # The function is the user's, and may raise anything.
         found = f"{name} failed on {len(texts)} answers: {type(error).__name__}: {error}"
         raise ConfigError(
             Problem("reward_funcs", found, f"it gets keyword arguments, all lists: {', '.join(given)}")
@@ -198,16 +196,11 @@ def _call(
         found = f"{name} returned {scores!r:.80} for {len(texts)} answers"
         raise ConfigError(Problem("reward_funcs", found, "return a list of one number for each"))
     for index, score in enumerate(scores):
-        if score is not None and not (isinstance(score, Real) and math.isfinite(score)):
-            found = f"{name} returned {score!r} for the answer {texts[index]!r:.80}"
-            raise ConfigError(Problem("reward_funcs", found, "return finite numbers, or None to skip an answer"))
+        if score is not None and not (isinstance(score, Real) and abs(score) <= MAX_REWARD):  # type: ignore[operator]
+            found = f"{name} returned {score!r:.80} for the answer {texts[index]!r:.80}"
+            remedy = f"return finite numbers up to {MAX_REWARD:g}, or None to skip an answer"
+            raise ConfigError(Problem("reward_funcs", found, remedy))
     return [None if score is None else float(score) for score in scores]
-
-
-def _join(prompt: PromptRow, text: str) -> Answer:
-    if isinstance(prompt.content, str):
-        return prompt.content, text
-    return [*prompt.content, {"role": "assistant", "content": text}]
 
 
 KEY: Final = "max_zero_std_rollouts"
@@ -220,13 +213,13 @@ _REMEDY: Final = (
 class RewardGuard:
     """Checks the rewards of every rollout before the updates, with the same result on all processes.
 
-    If all rewards of a group are equal, there is no signal: in RLOO and GRPO every advantage is 0, in PPO whitening
-    amplifies the critic's errors. A rollout of only such groups is logged, and again after 2, 4, 8, ... in a row. After
-    ``limit`` in a row the run ends, unless every answer has the maximum reward of the run: then the task counts as
-    solved.
+    If all rewards of a group are equal, there is no signal: in RLOO and GRPO every advantage is 0; in PPO whitening
+    amplifies the critic's errors. The first rollout of only such groups gives a warning, as do 2, 4, 8, ... in a row.
+    After ``limit`` in a row the run ends, unless every answer has the highest reward of the run: then the task counts
+    as solved.
 
     Attributes:
-        state: JSON values from which a resumed run continues.
+        state: State as JSON values, for checkpoints.
 
     Source: ``tests/rl/test_reward_guard.py``.
     """
@@ -235,8 +228,8 @@ class RewardGuard:
         """Start without a rollout.
 
         Args:
-            limit: Rollouts in a row with which the run ends; ``None`` never ends it.
-            say: Tells the user a line.
+            limit: Number of rollouts without signal in a row at which the run ends; ``None`` for no limit.
+            say: Prints a line for the user.
         """
         self._limit, self._say = limit, say
         self.state: dict[str, Any] = {"num_in_a_row": 0, "best": None}
@@ -245,11 +238,11 @@ class RewardGuard:
         """Check a rollout.
 
         Args:
-            rewards: Of all processes, ``(groups, answers)``; NaN where no reward says what an answer is worth.
-            step: The next optimizer step, from 1.
+            rewards: Rewards of all processes, ``(groups, answers)``; NaN for answers without a score.
+            step: Number of the next optimizer step, from 1.
 
         Raises:
-            DivergedError: It is the last of ``limit`` in a row.
+            DivergedError: The last ``limit`` rollouts had no signal.
         """
         known, best = rewards[~rewards.isnan()], self.state["best"]
         if not bool(find_flat_groups(rewards).all()):
@@ -264,7 +257,7 @@ class RewardGuard:
                 f"step {step} was stopped before its update: the rewards of {num} rollouts in a row "
                 f"had no signal; in this one {found}. {_REMEDY}. To continue regardless, raise {KEY} or set it to null"
             )
-        # Powers of two have a single bit.
+        # Powers of two have one bit set.
         if num.bit_count() == 1:
             remedy = "The task seems to be solved: end the run here" if is_solved else _REMEDY
             row = f", for {num} rollouts in a row" if num > 1 else ""
@@ -272,7 +265,7 @@ class RewardGuard:
 
 
 def _describe(rewards: Tensor, known: Tensor) -> str:
-    """Describe the equal rewards of a rollout, in a clause."""
+    """Return a clause that describes the equal rewards of a rollout."""
     if not len(known):
         return f"none of the {rewards.numel():,} answers has a reward"
     if bool(known.max() - known.min() <= ROUNDING * known.abs().max()):

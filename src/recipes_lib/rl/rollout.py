@@ -16,23 +16,23 @@ from recipes_lib.training.collectives import gather_objects
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """``B`` answers of up to ``T`` tokens, on the CPU; every tensor is ``(B, T)`` or ``(B,)``, prompts are a list.
+    """``B`` answers of up to ``T`` tokens, on the CPU; tensors of tokens are ``(B, T)``, right-padded with 0.
 
     Attributes:
-        prompts: What was asked.
-        numbers: Of each answer in the run, ``int64 (B,)``.
-        response_ids: Tokens of the answers, ``int64 (B, T)``; 0 behind them.
-        mask: True where a token of an answer stands, ``bool (B, T)``; at least one in each row.
-        finished: True where the answer ended by itself, ``bool (B,)``.
-        scored: True where a reward says what the answer is worth, ``bool (B,)``; the others teach nothing.
-        scores: Weighted rewards, before any penalty, ``float32 (B,)``; 0 of an answer that is not scored.
-        rewards: The single rewards, ``float32 (B, R)``; NaN where one is ``None``.
-        engine_logps: Of the engine that sampled, ``float32 (B, T)``.
-        logps: Of the policy that answered, by the training graph.
-        ref_logps: Of the reference.
-        values: Of the critic, before each token.
-        advantages: Advantages by generalised advantage estimation, whitened; ``None`` until it is worked out.
-        returns: What the critic should have said; as ``advantages``.
+        prompts: Prompt of each answer.
+        numbers: Number of each answer in the run, ``int64 (B,)``.
+        response_ids: Tokens of the answers, ``int64 (B, T)``.
+        mask: True at answer tokens, ``bool (B, T)``; at least one in each row.
+        finished: True if the answer ended with a stop token, False if it reached the length limit, ``bool (B,)``.
+        scored: True if the answer has a score, ``bool (B,)``; the others are excluded from the loss.
+        scores: Weighted sum of rewards, before any penalty, ``float32 (B,)``; 0 without a score.
+        rewards: Single rewards, ``float32 (B, R)``; NaN for ``None``.
+        engine_logps: Log-probabilities by the engine that sampled, ``float32 (B, T)``, as all that follow.
+        logps: Log-probabilities by the policy that sampled, from the training graph.
+        ref_logps: Log-probabilities by the reference model.
+        values: Critic's value of the state before each token.
+        advantages: Advantages; ``None`` before they are computed.
+        returns: Targets of the critic; ``None`` before they are computed, and without a critic.
     """
 
     prompts: list[PromptRow]
@@ -56,12 +56,12 @@ class Rollout:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all answers."""
+        """Number of tokens of all answers."""
         return int(self.mask.sum())
 
     @property
     def loss_mask(self) -> Tensor:
-        """True at the tokens that count in the loss, ``bool (B, T)``: those of answers with a score."""
+        """Mask of the tokens that count in the loss, those of answers with a score: True there, ``bool (B, T)``."""
         return self.mask & self.scored[:, None]
 
     @property
@@ -71,11 +71,12 @@ class Rollout:
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens of each answer, ``int64 (B,)``."""
+        """Number of tokens of each answer, ``int64 (B,)``."""
         return self.mask.sum(dim=1)
 
     def take(self, rows: Sequence[int]) -> Self:
         """Return the answers ``rows``, truncated to the longest of them."""
+        # Not a view: the tensors of a part can be sent to the device or gathered without the rest.
         index = torch.tensor(rows)
         width = int(self.lengths[index].max())
         taken: dict[str, Any] = {"prompts": [self.prompts[row] for row in rows]}
@@ -85,14 +86,15 @@ class Rollout:
         return dataclasses.replace(self, **taken)
 
     def cut(self, size: int) -> Iterator[list[int]]:
-        """Yield the rows in parts of ``size``, sorted by length, the longest first."""
+        """Yield row indices in batches of ``size``, sorted by length with prompt, the longest first."""
         totals = [len(p.input_ids) + n for p, n in zip(self.prompts, self.lengths.tolist(), strict=True)]
+        # The longest first, so that a batch that does not fit in memory fails at once. Ties are broken by row.
         order = sorted(range(len(self)), key=lambda row: (-totals[row], row))
         for start in range(0, len(order), size):
             yield order[start : start + size]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and value of every tensor, without the prompts."""
+        """Yield name and value of every tensor."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Tensor):
@@ -109,13 +111,13 @@ def share(rollout: Rollout, world_size: int) -> Rollout:
     """
     if world_size == 1:
         return rollout
-    # Gathered rank by rank, and put back into the order of prompts, which were dealt out round-robin.
+    # Gathered rank by rank, then reordered to that of the prompts, which were assigned round-robin.
     starts = range(0, len(rollout) * world_size, len(rollout))
     return join(gather_objects(rollout)).take([start + row for row in range(len(rollout)) for start in starts])
 
 
 def join(parts: Sequence[Rollout]) -> Rollout:
-    """Concatenate parts of a rollout."""
+    """Concatenate parts of a rollout, padded to the longest answer of all."""
     width = max(part.mask.shape[1] for part in parts)
     joined: dict[str, Any] = {"prompts": [prompt for part in parts for prompt in part.prompts]}
     for name, _ in parts[0].tensors():
@@ -127,14 +129,15 @@ def join(parts: Sequence[Rollout]) -> Rollout:
 
 
 class Sequences(NamedTuple):
-    """Prompts with their answers as model input, padded on the right, where causal attention never looks.
+    """Prompts with their answers as model input, right-padded, so that causal attention needs no mask.
 
     Attributes:
         inputs: ``input_ids`` and ``position_ids``, ``int64 (B, L)``.
-        predictors: Index into the flattened ``(B * L)`` positions of the state before each answer's token, ``(N,)``.
-        targets: Those tokens, ``(N,)``.
-        places: Where they stand among the flattened answers, ``(N,)``.
-        shape: Of the answers, ``(B, T)``.
+        predictors: Indices of the positions that predict the ``N`` answer tokens, into the flattened ``(B * L)`` input,
+            ``int64 (N,)``.
+        targets: Answer tokens, ``int64 (N,)``.
+        places: Indices of the answer tokens into the flattened ``(B * T)`` answers, ``int64 (N,)``.
+        shape: Shape of the answers, ``(B, T)``.
     """
 
     inputs: dict[str, Tensor]
@@ -152,21 +155,21 @@ class Sequences(NamedTuple):
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the host to the device; on a GPU the host does not wait for the work that is queued there."""
-    # From memory that is not pinned a copy begins when the work before it has ended, whatever non_blocking says.
+    """Copy a tensor from the host to the device, without waiting for the kernels that are queued there."""
+    # From pageable memory the copy would synchronise with the stream, despite non_blocking.
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def lay_out(rollout: Rollout, device: torch.device) -> Sequences:
-    """Build the model input of prompts and answers: token ``t`` is predicted at the position before it."""
+    """Build the model input of prompts and answers, on a device."""
     prompts = [prompt.input_ids for prompt in rollout.prompts]
     answers = zip(prompts, rollout.response_ids, rollout.mask, strict=True)
     rows = [torch.cat([torch.tensor(prompt), ids[mask]]) for prompt, ids, mask in answers]
     input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     width = input_ids.shape[1]
-    # Flattened position that predicts the first token of each answer: the last one of its prompt.
+    # The flattened position of each prompt's last token, which predicts the first token of its answer, (B,).
     first = torch.tensor([row * width + len(prompt) - 1 for row, prompt in enumerate(prompts)])
-    # (B, 1) + (T,), then only where a token stands: (N,), row by row, as `mask` orders targets and places.
+    # (B, 1) + (T,) -> (B, T), masked to (N,) row by row: the order of targets and places.
     predictors = (first[:, None] + torch.arange(rollout.mask.shape[1]))[rollout.mask]
     inputs = {"input_ids": input_ids, "position_ids": torch.arange(width).expand(len(prompts), -1)}
     return Sequences(
@@ -181,13 +184,13 @@ def lay_out(rollout: Rollout, device: torch.device) -> Sequences:
 def compute_response_logps(
     policy: Any, sequences: Sequences, *, temperature: float, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each token of the answers, ``(B, T)`` in nats, and the entropy of the sampling distribution.
+    """Log-probabilities of the answer tokens, ``(B, T)`` in nats, and the entropy of the sampling distribution.
 
     Args:
         policy: A model with a loss head.
-        sequences: What it reads.
-        temperature: Divides the logits.
-        with_entropy: Compute the entropy too, ``(B, T)`` without gradient.
+        sequences: Model input.
+        temperature: Sampling temperature, which divides the logits.
+        with_entropy: Whether to compute the entropy, ``(B, T)`` in nats, without gradient; otherwise it is ``None``.
     """
     output = policy(
         **sequences.inputs,
@@ -203,6 +206,6 @@ def compute_response_logps(
 
 
 def compute_response_values(critic: Any, sequences: Sequences) -> Tensor:
-    """Value of the state before each token of the answers, ``float32 (B, T)``."""
+    """Critic's value of the state before each answer token, ``float32 (B, T)``."""
     output = critic(**sequences.inputs, last_positions=sequences.predictors, one_document_a_row=True)
     return sequences.spread(output.scores)

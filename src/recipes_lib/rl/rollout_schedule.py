@@ -14,7 +14,7 @@ from recipes_lib.planning.schedule import compute_warmup_steps, plan_groups
 
 
 class Stream(enum.IntEnum):
-    """Purposes of random numbers; each has its own stream under one seed."""
+    """Purposes of random numbers: each has its own stream under one seed."""
 
     PROMPT = 1
     ANSWER = 2
@@ -26,15 +26,15 @@ class RolloutSchedule:
     """Numbers of iterations, answers and steps of a run.
 
     Attributes:
-        num_iterations: Times that answers are sampled and learnt from.
-        answers_per_step: Answers of one optimizer step over all processes.
-        answers_per_iteration: Answers that are sampled at a time.
-        passes: Times that the answers of an iteration are learnt from.
-        num_steps: Optimizer steps of the policy, and of the critic, in the run; those that an early stop leaves out
-            count, so that length and learning rate do not depend on it.
+        num_iterations: Iterations; each samples answers, then trains on them.
+        answers_per_step: Answers per optimizer step, over all processes.
+        answers_per_iteration: Answers sampled per iteration, over all processes.
+        passes: Epochs over the answers of an iteration.
+        num_steps: Optimizer steps of the policy, and of the critic, including those that ``target_kl`` skips, so that
+            length and learning rates do not depend on them.
         num_warmup_steps: Optimizer steps of the warm-up.
-        num_epochs: Times that every prompt is answered, fractional.
-        group: Answers to a prompt, side by side.
+        num_epochs: Passes over the prompts, fractional.
+        group: Answers per prompt, adjacent in an iteration.
     """
 
     num_iterations: int
@@ -60,12 +60,24 @@ class RolloutSchedule:
 
         Args:
             every: ``logging_steps``, ``save_steps`` or ``eval_steps``.
-            iteration: Counted from 0; it is asked after its last step.
+            iteration: Finished iteration, counted from 0.
         """
         period = max(1, math.ceil(every * self.num_steps)) if every < 1 else int(every)
         before, after = self.count_steps(iteration), self.count_steps(iteration + 1)
-        # An iteration has several steps: it is due when one of them crosses a multiple of the period.
+        # An iteration may have several steps; the event is due if any of them reaches a multiple of the period.
         return after // period > before // period or iteration + 1 == self.num_iterations
+
+    def is_strategy_due(self, strategy: str, every: float, iteration: int) -> bool:
+        """Return whether an event is due by ``eval_strategy`` or ``save_strategy``: ``no``, ``epoch`` or ``steps``.
+
+        An epoch is a pass over the prompts; it ends in the iteration that samples the last of them.
+        """
+        if strategy == "epoch":
+            # 1e-9 above rounding errors of a whole number.
+            rate = self.num_epochs / self.num_steps
+            before, after = (int(self.count_steps(done) * rate + 1e-9) for done in (iteration, iteration + 1))
+            return after > before or iteration + 1 == self.num_iterations
+        return strategy != "no" and self.is_due(every, iteration)
 
 
 def compute_schedule(num_prompts: int, config: RecipeConfig, world_size: int) -> RolloutSchedule:
@@ -105,8 +117,7 @@ def compute_group_schedule(num_prompts: int, config: RecipeConfig, world_size: i
     If a step uses the answers of several generations, an iteration samples all of them.
 
     Raises:
-        ConfigError: As ``plan_groups``; or a step would take the answers of two generations, of which the second is
-            learnt from in the next step too.
+        ConfigError: As ``plan_groups``; or the answers of a generation are not divisible into optimizer steps.
     """
     plan, passes = plan_groups(num_prompts, config, world_size), int(config.read("num_iterations"))
     per_step, per_generation = plan.steps.rows_per_step, plan.answers_per_generation
@@ -128,24 +139,23 @@ def compute_group_schedule(num_prompts: int, config: RecipeConfig, world_size: i
 
 
 def choose_prompts(num_prompts: int, first: int, count: int, seed: int, group: int = 1) -> list[int]:
-    """The prompts of answers ``first`` to ``first + count``; every epoch has its own order.
+    """Return the prompts of answers ``first`` to ``first + count`` (exclusive); every epoch has its own order.
 
     Args:
-        num_prompts: Of the run.
-        first: Number of an answer in the run.
-        count: Answers.
-        seed: Of the run.
-        group: Answers to a prompt, side by side.
+        num_prompts: Prompts of the training set.
+        first: Number of the first answer in the run.
+        count: Number of answers.
+        seed: Seed of the run.
+        group: Answers per prompt, adjacent.
+
+    Returns:
+        Positions in the training set, one per answer.
     """
-    if group > 1:
-        start, stop = first // group, (first + count - 1) // group + 1
-        asked = choose_prompts(num_prompts, start, stop - start, seed)
-        return [asked[number // group - start] for number in range(first, first + count)]
-    passes = range(first // num_prompts, (first + count - 1) // num_prompts + 1)
-    # A generator for each pass over the prompts, so that any range follows without those before it.
-    order = np.concatenate(
-        [np.random.default_rng([seed, Stream.PROMPT, number]).permutation(num_prompts) for number in passes]
-    )
-    start = first - passes[0] * num_prompts
-    chosen: list[int] = order[start : start + count].tolist()
-    return chosen
+    # Numbers of prompts in the run, (count,), each as epoch and place in the order of that epoch.
+    epochs, places = np.divmod(np.arange(first, first + count) // group, num_prompts)
+    # One generator per epoch, so that any range can be computed without the ones before it.
+    orders = {
+        epoch: np.random.default_rng([seed, Stream.PROMPT, epoch]).permutation(num_prompts)
+        for epoch in range(epochs[0], epochs[-1] + 1)
+    }
+    return [int(orders[epoch][place]) for epoch, place in zip(epochs.tolist(), places.tolist(), strict=True)]

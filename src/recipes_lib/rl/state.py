@@ -14,6 +14,7 @@ from transformers import IntervalStrategy, PreTrainedTokenizerBase, TrainingArgu
 
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import let_readers_of_folder_read, read_record
+from recipes_lib.models.adapters.roles import drop_scorers
 from recipes_lib.models.heads.scoring import RewardStatistics, store_reward_statistics
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.update import Learner
@@ -32,15 +33,15 @@ class PPOState:
     """Progress of a run; all random numbers are functions of it and the seed.
 
     Attributes:
-        iteration: Iterations that are done.
-        step: Optimizer steps that they took.
-        num_answers: Answers that were sampled: prompts resume from there.
-        kl_coef: KL coefficient: reward subtracted for each nat of KL.
-        num_tokens: Tokens of prompts and answers so far.
-        num_target_tokens: Tokens of answers so far.
-        seconds: Training time so far.
+        iteration: Finished iterations.
+        step: Finished optimizer steps.
+        num_answers: Sampled answers; the number of the next answer, and so its prompt, follows from it.
+        kl_coef: KL coefficient: reward subtracted for each nat of KL divergence from the reference.
+        num_tokens: Tokens of prompts and answers.
+        num_target_tokens: Tokens of scored answers, which contribute to the loss.
+        seconds: Training time.
         rewards: ``RewardGuard.state``.
-        evaluated_step: After which prompts were answered last as an evaluation; -1: after none.
+        evaluated_step: Step of the last finished evaluation; -1 before the first.
         watch: ``AnswerWatch.state``.
     """
 
@@ -57,7 +58,7 @@ class PPOState:
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether prompts were answered as an evaluation of this state."""
+        """Whether the evaluation of this state is finished."""
         return self.evaluated_step == self.step
 
 
@@ -71,14 +72,17 @@ def stage_state(
 ) -> Staged:
     """Write a checkpoint: weights, optimizer and schedule of each learner, and the counts; every process must call.
 
-    Sharded learners: every process writes its own shards.
+    Of sharded learners, every process writes its own shards.
 
     Args:
-        saver: Saves it.
-        state: After an iteration.
-        learners: By name; all processes hold the same, or a share of each.
-        folder: What it is put together in.
-        compares: Whether its verification also compares the files with the learners, bit by bit.
+        saver: Saver of the run's checkpoints.
+        state: Progress after an iteration.
+        learners: Learners by name, replicated or sharded.
+        folder: Name of the staging folder.
+        compares: Whether verification also compares the files with the learners, bit by bit.
+
+    Returns:
+        The staged files, with the tasks that write and verify them.
     """
     staged, parts = saver.open(state.step, folder), learners.values()
     is_shared = any(learner.layout.is_shared for learner in parts)
@@ -107,12 +111,12 @@ def stage_state(
 
 
 def load_state(folder: Path, learners: Mapping[str, Learner]) -> PPOState:
-    """Restore the learners from a checkpoint, and return the counts; every process must call.
+    """Restore the learners from a checkpoint, and return the progress of the run; every process must call.
 
     World size and sharding may differ from those of the checkpoint.
 
     Raises:
-        DataError: It holds other weights than those that are trained.
+        DataError: Its weights have other names or shapes than the learners', or its progress is unreadable.
     """
     for name, learner in learners.items():
         load_trained(folder / name, learner.parameters, learner.optimizer)
@@ -121,21 +125,25 @@ def load_state(folder: Path, learners: Mapping[str, Learner]) -> PPOState:
     try:
         return PPOState(**read_record(folder / _STATE))
     except TypeError as error:
-        raise DataError(Problem(str(folder / _STATE), "is not as it was written", "delete the checkpoint")) from error
+        found = "has other fields than this version writes"
+        raise DataError(Problem(str(folder / _STATE), found, "delete the checkpoint")) from error
 
 
 CRITIC_FOLDER: Final = "critic"
-"""Under ``output_dir``."""
+"""Folder of the saved critic, under ``output_dir``."""
 
 
 def build_exporter(
     models: ActorCritic, args: TrainingArguments, tokenizer: PreTrainedTokenizerBase
 ) -> CheckpointingTrainer:
-    """Build the trainer for ``export_model`` around the final policy; it gathers sharded weights and saves them."""
+    """Build the trainer for ``export_model`` around the final policy, which gathers and saves sharded weights."""
     exporting = copy.copy(args)
     # transformers requires an evaluation dataset if evaluation is configured.
     exporting.eval_strategy = IntervalStrategy.NO
-    return CheckpointingTrainer(model=models.drop_critic(), args=exporting, processing_class=tokenizer)
+    if models.is_shared:
+        # The critic's and reward model's adapters are not exported.
+        drop_scorers(models.policy)
+    return CheckpointingTrainer(model=models.policy, args=exporting, processing_class=tokenizer)
 
 
 def save_critic(critic: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, *, is_main: bool = True) -> None:
@@ -146,9 +154,9 @@ def save_critic(critic: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, *
     critic is gathered tensor by tensor, on the host of the main process only.
 
     Args:
-        critic: From ``load_actor_critic``, not an adapter.
-        tokenizer: Of the policy.
-        folder: Where it goes.
+        critic: A separate critic from ``load_actor_critic``, not an adapter.
+        tokenizer: The policy's tokenizer.
+        folder: Destination folder.
         is_main: Whether this process writes.
 
     Source: ``tests/rl/test_export.py``, which reads it as OpenRLHF and verl do.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from accelerate import PartialState
-from transformers import IntervalStrategy, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.schema import RecipeConfig
@@ -52,22 +52,22 @@ _COUNTS: Final = ("iteration", "num_answers", "num_tokens", "num_target_tokens",
 
 
 class RunLog:
-    """Log files of a run, written by the main process only.
+    """Log files, trackers and progress display of a run; only the main process writes.
 
     Attributes:
-        progress: What the terminal shows.
+        progress: Progress display of the terminal.
     """
 
     def __init__(
         self, args: TrainingArguments, model: Any, tokenizer: PreTrainedTokenizerBase, *, num_answers: int
     ) -> None:
-        """Write nothing yet.
+        """Open the log files without writing.
 
         Args:
             args: Output directory and trackers.
-            model: The policy, which trackers describe.
-            tokenizer: Its own.
-            num_answers: Of an epoch.
+            model: Policy, whose configuration the trackers record.
+            tokenizer: The policy's tokenizer.
+            num_answers: Answers per epoch of prompts.
         """
         output_dir, is_main = Path(str(args.output_dir)), args.process_index == 0
         self.progress: TrainingProgress = build_progress(is_main=is_main)
@@ -77,9 +77,9 @@ class RunLog:
         self._num_answers = num_answers
 
     def begin(self, state: PPOState, num_steps: int) -> None:
-        """Resume from the state of a run of ``num_steps``; later records are dropped.
+        """Resume from the state of a run of ``num_steps`` steps, and drop later records.
 
-        Samples of that state stay if it is evaluated; otherwise they are answered again.
+        Samples of an interrupted evaluation are dropped too, because it runs again.
         """
         is_evaluated = state.is_evaluated
         self._metrics.rewind(state.step, is_evaluated=is_evaluated)
@@ -88,7 +88,7 @@ class RunLog:
         self._trackers.begin(num_steps, state.step)
 
     def write(self, kind: str, state: PPOState, figures: Mapping[str, Any]) -> None:
-        """Write figures of ``kind`` ``train`` or ``eval`` for a state."""
+        """Write metrics of ``kind`` ``train`` or ``eval`` for a state."""
         counts = {name: getattr(state, name) for name in _COUNTS}
         counts |= {"epoch": state.num_answers / self._num_answers, **figures, "memory_bytes": read_peak_memory()}
         event = {"kind": kind, "step": state.step, **counts}
@@ -97,11 +97,11 @@ class RunLog:
         self._trackers.log(state.step, counts)
 
     def write_sample(self, step: int, sample: Sample, reward: float | None) -> None:
-        """Write an answer after ``step`` optimizer steps with its score, if known."""
+        """Write a sample answer after ``step`` optimizer steps, with its score if there is one."""
         self._samples.write({"step": step, **asdict(sample), "reward": reward})
 
     def end(self) -> None:
-        """Mark the run as done."""
+        """Close the trackers of a finished run."""
         self._trackers.end()
 
 
@@ -112,8 +112,8 @@ class PolicyTrainer:
     and of earlier random draws. Therefore a stopped run resumes with the same results.
 
     Attributes:
-        method: PPO, RLOO or GRPO.
-        state: Where it stands.
+        method: Schedule, advantages and objective of PPO, RLOO or GRPO.
+        state: Progress of the run after its last finished iteration.
     """
 
     def __init__(
@@ -128,12 +128,12 @@ class PolicyTrainer:
         """Build optimizers, generator and log.
 
         Args:
-            config: The run.
-            args: From ``build_training_arguments``; the process group exists.
-            models: Loaded, on this process's device.
-            rewards: What answers are worth.
-            prompts: What is asked.
-            tokenizer: Of the policy.
+            config: Configuration of the run.
+            args: Arguments from ``build_training_arguments``, which initialises the process group.
+            models: Models, loaded and placed.
+            rewards: Reward functions and reward model.
+            prompts: Prompts of training and evaluation.
+            tokenizer: The policy's tokenizer.
 
         Raises:
             ConfigError: As ``build_method``.
@@ -157,8 +157,7 @@ class PolicyTrainer:
         self._engine_guard = EngineGuard(
             self._collector.generator, self.method.objective, self._dtype, self._log.progress.say
         )
-        # Held-out prompts if there are any.
-        self._asked = list(prompts.eval or prompts.train)[: config.evaluation.num_sample_prompts]
+        self._sample_prompts = list(prompts.eval or prompts.train)[: config.evaluation.num_sample_prompts]
         precision, progress = self._collector.precision, self._log.progress
         self._updater = Updater(models, self._learners, self.method, config, args, precision, self._guard, progress)
 
@@ -178,21 +177,21 @@ class PolicyTrainer:
         """Train to the end, from the start or from a checkpoint; every process must call.
 
         Raises:
-            ConfigError: A reward failed, or the disk cannot hold what will be kept.
-            DivergedError: As ``UpdateGuard`` and ``RewardGuard``, or policy and reference are not the same before the
-                first update.
-            PreemptedError: On a stop request; a checkpoint of the last finished iteration is complete.
+            ConfigError: A reward function or an engine failed, or the disk is too small for the checkpoints.
+            DivergedError: As ``UpdateGuard``, ``RewardGuard`` and ``EngineGuard``; or policy and reference differ
+                before the first update.
+            PreemptedError: Any process has a stop request; a checkpoint of the last finished iteration is complete.
         """
         with STOP.deferred(), WATCHDOG.watching(self._output_dir, is_main=self._rank == 0):
             try:
                 self._begin(resume_from)
                 for iteration in range(self.state.iteration, self.schedule.num_iterations):
-                    # Nothing has changed since the last iteration, so a stop here or during sampling loses no update.
+                    # Weights have not changed since the last iteration: a stop here or during sampling loses no update.
                     stop_if_agreed()
                     self._saver.raise_failure()
                     self._run_iteration(iteration)
                 self._finish_saving()
-                # Otherwise a rank that was signalled during the last save would leave alone.
+                # A rank that received a signal during the last save must not leave the others in a collective.
                 stop_if_agreed()
             except PreemptedError as request:
                 raise self._save_stopped(request) from None
@@ -203,47 +202,43 @@ class PolicyTrainer:
         self._log.end()
 
     def _begin(self, resume_from: Path | None) -> None:
-        """Resume from a checkpoint, with its interrupted evaluation; or start with an evaluation."""
+        """Resume from a checkpoint, and run its evaluation if that was interrupted; or start the run."""
         if resume_from is not None:
             self.state = load_state(resume_from, self._learners)
             self._saved_step = self.state.step
         self._reward_guard.state |= self.state.rewards
         self._watch.state |= self.state.watch
-        last = self.state.iteration - 1
-        is_due = self._evaluates(last) if last >= 0 else self._args.eval_on_start
+        last, args = self.state.iteration - 1, self._args
+        is_due = args.eval_on_start
+        if last >= 0:
+            is_due = self.schedule.is_strategy_due(args.eval_strategy, args.eval_steps or 1, last)
         self._log.begin(self.state, self.schedule.num_steps)
         if is_due and not self.state.is_evaluated:
             self._evaluate()
 
     def _run_iteration(self, iteration: int) -> None:
         """Train one iteration, and run the evaluation, logging and saving that are due after it."""
-        schedule, args = self.schedule, self._args
+        args = self._args
         figures = self._learn(iteration)
         self._log.progress.advance(self.state.step)
         WATCHDOG.enter("what is between two steps")
-        is_saved = args.save_strategy != SaveStrategy.NO
-        if iteration == 0 and is_saved:
+        if iteration == 0 and args.save_strategy != SaveStrategy.NO:
             self._dry_run()
         if self._logs(iteration):
             self._log.write("train", self.state, figures)
             self._watch.look(figures, self.state.step)
             self.state.watch = self._watch.state
-        if self._evaluates(iteration):
+        if self.schedule.is_strategy_due(args.eval_strategy, args.eval_steps or 1, iteration):
             self._evaluate()
-        if is_saved and schedule.is_due(args.save_steps, iteration):
+        if self.schedule.is_strategy_due(args.save_strategy, args.save_steps, iteration):
             self._save()
 
     def _logs(self, iteration: int) -> bool:
-        """Whether figures are written after an iteration."""
+        """Whether metrics are written after an iteration; always after the first."""
         return iteration == 0 or self.schedule.is_due(self._args.logging_steps, iteration)
 
-    def _evaluates(self, iteration: int) -> bool:
-        """Whether samples are due after an iteration."""
-        is_on = self._args.eval_strategy != IntervalStrategy.NO
-        return is_on and self.schedule.is_due(self._args.eval_steps or 1, iteration)
-
     def _learn(self, iteration: int) -> dict[str, Any]:
-        """Collect answers, update policy and critic, and return all figures."""
+        """Collect answers, update policy and critic, and return all metrics."""
         began, state, schedule = time.perf_counter(), self.state, self.schedule
         rollout, sampling, num_answers, num_tokens = self._collect()
         if iteration == 0 and self._models.has_reference:
@@ -251,19 +246,21 @@ class PolicyTrainer:
         self._engine_guard.judge(rollout, step=state.step + 1, is_stale=bool(sampling.get(OFF_POLICY_SHARE)))
         kl_coef = state.kl_coef
         estimate = self.method.estimate(rollout, kl_coef)
+        # Before the updates: a rollout without signal must not change the weights.
         self._reward_guard.judge(estimate.rewards, step=state.step + 1)
         figures = describe_rollout(rollout, self._rewards.names, estimate.total, self.method.objective)
         rollout = estimate.rollout
 
         updating = time.perf_counter()
         is_warm = iteration >= self.method.num_idle_iterations
+        # The entropy needs memory for another chunk of logits, so it is computed only where it is logged.
         with_entropy = self._logs(iteration)
         policy_steps = self._updater.update_policy(rollout, iteration, with_entropy=with_entropy) if is_warm else []
         updated = time.perf_counter()
         critic_steps = self._updater.update_critic(rollout, iteration)
         ended = time.perf_counter()
 
-        # Before the policy is updated, its KL divergence is no signal for the coefficient.
+        # During critic warm-up the policy equals the reference, so its KL divergence must not change the coefficient.
         kl, ppo = figures["objective/kl_seq"], self._config.ppo
         next_kl_coef = adapt_kl_coef(kl_coef, kl, len(rollout), ppo) if is_warm else kl_coef
         self.state = dataclasses.replace(
@@ -293,10 +290,10 @@ class PolicyTrainer:
         }
 
     def _collect(self) -> tuple[Rollout, Figures, int, int]:
-        """Return the answers of an iteration, figures of sampling, and the numbers of sampled answers and tokens.
+        """Return the answers of an iteration, metrics of sampling, and the numbers of sampled answers and tokens.
 
-        With dynamic sampling, batches are sampled until there are enough groups with different rewards, or the maximum
-        number of batches is reached; then groups without signal fill the rest.
+        With dynamic sampling (``max_num_gen_batches`` above 1), batches are sampled until there are enough groups with
+        different rewards, or the maximum number of batches is reached; then flat groups fill the rest.
         """
         count, group = self.schedule.answers_per_iteration, self.schedule.group
         limit = self._config.rewards.max_num_gen_batches
@@ -305,71 +302,68 @@ class PolicyTrainer:
         seconds: Figures = {}
         while len(batches) < limit and (missing := count - group * is_flat.count(False)) > 0:
             first = self.state.num_answers + sum(map(len, batches))
-            batch, took = self._sample(first, missing, is_loaded=bool(batches))
+            batch, durations = self._sample(first, missing, is_loaded=bool(batches))
             batches.append(batch)
-            seconds = {name: value + seconds.get(name, 0.0) for name, value in took.items()}
+            seconds = {name: value + seconds.get(name, 0.0) for name, value in durations.items()}
             if limit > 1:
                 is_flat += find_flat_groups(self.method.estimate(batch, self.state.kl_coef).rewards).tolist()
         rollout = join(batches)
         num_answers = len(rollout)
         num_tokens = rollout.num_tokens + sum(len(prompt.input_ids) for prompt in rollout.prompts)
-        figures: Figures = {
-            "rollout/tokens_per_s": rollout.num_tokens / max(seconds["time/generate"], 1e-9),
-            **seconds,
-        }
+        figures: Figures = {"rollout/tokens_per_s": rollout.num_tokens / max(seconds["time/generate"], 1e-9), **seconds}
         if limit > 1:
-            left_out = len(is_flat) - count // group
-            figures |= {"rollout/num_gen_batches": len(batches), "rollout/num_groups_left_out": left_out}
-            # Groups with a signal first (False sorts before True), cut off, and in their own order again.
-            kept = sorted(sorted(range(len(is_flat)), key=is_flat.__getitem__)[: count // group])
-            rollout = rollout.take([number * group + place for number in kept for place in range(group)])
+            num_dropped = len(is_flat) - count // group
+            figures |= {"rollout/num_gen_batches": len(batches), "rollout/num_groups_left_out": num_dropped}
+            # Groups that are not flat first (False sorts before True), then in the order of sampling again.
+            chosen = sorted(sorted(range(len(is_flat)), key=is_flat.__getitem__)[: count // group])
+            rollout = rollout.take([number * group + place for number in chosen for place in range(group)])
         return rollout, figures, num_answers, num_tokens
 
     def _sample(self, first: int, count: int, *, is_loaded: bool) -> tuple[Rollout, dict[str, float]]:
-        """Return the answers of all processes to the next prompts; they do not depend on the sampling process."""
-        asked, numbers = self._choose_prompts(first, count)
+        """Return the answers of all processes to the next prompts, which do not depend on the sampling process."""
+        prompts, numbers = self._choose_prompts(first, count)
         is_last = self.state.iteration + 1 == self.schedule.num_iterations
         following = None if is_last or self._collector.ahead is None else self._choose_prompts(first + count, count)
         collected = None
         with suppress(LeftError):
-            collected = self._collector.collect(asked, numbers, is_loaded=is_loaded, following=following)
-        # Ranks with a stop request arrive here at once, the others when they have their answers.
+            collected = self._collector.collect(prompts, numbers, is_loaded=is_loaded, following=following)
+        # Collective. A rank that left by a stop request arrives at once, the others when they have their answers.
         stop_if_agreed()
-        assert collected is not None, "who leaves has been asked, and then all stop"
-        mine_alone, seconds = collected
-        rollout = share(mine_alone, self._world_size).take(range(count))
-        # Before any of them is dropped.
+        assert collected is not None, "a rank leaves only on a stop request, on which stop_if_agreed raises"
+        own, seconds = collected
+        rollout = share(own, self._world_size).take(range(count))
+        # Here, because dynamic sampling may drop non-finite answers later.
         self._guard.judge_answers(rollout, step=self.state.step + 1)
         return rollout, seconds
 
     def _choose_prompts(self, first: int, count: int) -> tuple[list[PromptRow], list[int]]:
-        """Prompts and numbers of this process's share of the ``count`` answers from number ``first``."""
+        """Return prompts and numbers of this process's share of the ``count`` answers from number ``first``."""
         chosen = choose_prompts(len(self._prompts.train), first, count, self._args.seed, self.schedule.group)
-        # If the answers are not divisible by the number of processes, some ranks repeat the last one, with equal
-        # results.
+        # All ranks need equally many answers: if they are not divisible, some ranks repeat the last one.
         rounds = math.ceil(count / self._world_size)
-        mine = [min(row, count - 1) for row in range(self._rank, rounds * self._world_size, self._world_size)]
-        return [self._prompts.train[chosen[row]] for row in mine], [first + row for row in mine]
+        own = [min(row, count - 1) for row in range(self._rank, rounds * self._world_size, self._world_size)]
+        return [self._prompts.train[chosen[row]] for row in own], [first + row for row in own]
 
     def _find_prompt(self, number: int) -> int:
-        """Position of an answer's prompt in the training set."""
+        """Return the position of an answer's prompt in the training set."""
         return choose_prompts(len(self._prompts.train), number, 1, self._args.seed, self.schedule.group)[0]
 
     def _evaluate(self) -> None:
-        """Answer the sample prompts; after a stop request they are answered on resume."""
+        """Answer the sample prompts; an evaluation that a stop request interrupts runs again on resume."""
         WATCHDOG.enter("an evaluation")
         with suppress(LeftError):
             self._answer_samples()
             self.state.evaluated_step = self.state.step
         if self._models.is_sharded:
-            # Ranks that left early meet here the ranks that finished sampling.
+            # Collective: ranks that left by a stop request stop together with those that finished.
             stop_if_agreed()
 
     def _answer_samples(self) -> None:
-        # The main process can sample alone if it has the full policy.
-        if self._asked and (self._rank == 0 or self._models.is_sharded):
-            # The same random numbers each time, so that only the policy changes.
-            answers, texts = self._collector.answer(self._asked, range(len(self._asked)))
+        prompts = self._sample_prompts
+        # Forward passes of a sharded policy are collective; otherwise the main process samples alone.
+        if prompts and (self._rank == 0 or self._models.is_sharded):
+            # The same random numbers in each evaluation, so that only the policy changes.
+            answers, texts = self._collector.answer(prompts, range(len(prompts)))
             for sample, reward in read_samples(answers, texts, self._tokenizer):
                 self._log.write_sample(self.state.step, sample, reward)
             self._log.write("eval", self.state, describe_samples(answers, self._rewards.names))
@@ -388,12 +382,12 @@ class PolicyTrainer:
         )
 
     def _finish_saving(self) -> None:
-        """Wait until the last checkpoint is renamed: the launcher ends the other ranks when the first one exits."""
+        """Wait on all ranks until the last checkpoint is complete: launchers end all ranks when the first one exits."""
         self._saver.finish()
         PartialState().wait_for_everyone()
 
     def _save_stopped(self, request: PreemptedError) -> PreemptedError:
-        """Save the last finished iteration unless it is saved, and return the message; every process must call."""
+        """Save the last finished iteration if it is not saved yet, and return the error; every process must call."""
         if self.state.step > self._saved_step and self._args.save_strategy != SaveStrategy.NO:
             self._save()
         self._finish_saving()

@@ -19,13 +19,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.rl.methods import Method
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import Figures, verify_first_minibatch
-from recipes_lib.rl.policy_loss import (
-    RATIO_MAX,
-    Terms,
-    compute_normaliser,
-    compute_policy_loss,
-    compute_value_loss,
-)
+from recipes_lib.rl.policy_loss import RATIO_MAX, Terms, compute_normaliser, compute_policy_loss, compute_value_loss
 from recipes_lib.rl.rollout import Rollout, compute_response_logps, compute_response_values, lay_out, send
 from recipes_lib.rl.rollout_schedule import RolloutSchedule, Stream
 from recipes_lib.training.checkpoints.model_layout import choose_learner_layout
@@ -51,24 +45,24 @@ class UpdateGuard:
     """Stops all processes together on non-finite values, and writes a dump of the batch.
 
     Attributes:
-        output_dir: Of the run.
-        find_prompt: Gives the place of an answer's prompt among the prompts of the run, by the answer's number.
+        output_dir: Output directory of the run.
+        find_prompt: Maps the number of an answer to the position of its prompt in the training set.
 
-    Source: ``recipes_lib.training.guards.step_facts``, by which every recipe stops; ``tests/rl/test_guard.py``.
+    Source: ``recipes_lib.training.guards.step_facts``, the guard of all recipes; ``tests/rl/test_guard.py``.
     """
 
     output_dir: Path
     find_prompt: Callable[[int], int]
 
     def judge_answers(self, rollout: Rollout, *, step: int) -> None:
-        """Check all values of an iteration before the updates; every process has the same answers, and must call.
+        """Check all values of an iteration before its updates; every process must call, with the same rollout.
 
         Args:
-            rollout: All answers, before any target was worked out.
-            step: The first one of the iteration, from 1.
+            rollout: Answers of all processes, before advantages are computed.
+            step: Number of the first optimizer step of the iteration, from 1.
 
         Raises:
-            DivergedError: Something of an answer is not finite.
+            DivergedError: A value of an answer is not finite.
         """
         bad = {name: _find_bad_rows(getattr(rollout, name), rollout.mask) for name in _SPOKEN}
         name = next((name for name, rows in bad.items() if rows.any()), None)
@@ -81,53 +75,44 @@ class UpdateGuard:
         stop_before_update({}, inputs, output_dir=self.output_dir, step=step, facts={}, why=why)
 
     def judge(
-        self,
-        learner: Learner,
-        parts: Sequence[Rollout],
-        losses: Sequence[Tensor],
-        *,
-        step: int,
-        loss: float,
-        norm: float,
+        self, learner: Learner, parts: Sequence[Rollout], losses: list[Tensor], *, step: int, loss: float, norm: float
     ) -> None:
-        """Check a step after the reduction of its gradients, before they are clipped.
+        """Check an optimizer step after the reduction of its gradients, before they are clipped.
 
         Args:
-            learner: Whose step it is, with the gradients.
-            parts: This process's micro-batches.
-            losses: Its share of each.
+            learner: Policy or critic, with its gradients.
+            parts: Micro-batches of this process.
+            losses: Loss of each of these micro-batches.
             step: Number of the step, from 1.
-            loss: Of all processes.
-            norm: Of the gradients.
+            loss: Loss over all processes.
+            norm: Gradient norm over all processes.
 
         Raises:
             DivergedError: Loss or norm are not finite.
         """
         if math.isfinite(loss) and math.isfinite(norm):
             return
-        batches, row_ids = self._describe(parts)
-        inputs = StepInputs(batches, row_ids, losses=list(losses))
-        name = learner.name
+        inputs, name = StepInputs(*self._describe(parts), losses=losses), learner.name
         facts = {"learner": name, "loss": loss, "grad_norm": norm, "learning_rate": learner.learning_rate}
         stop_before_update(
             learner.parameters, inputs, step=step, output_dir=self.output_dir, facts=facts, why="", learner=name
         )
 
     def _describe(self, parts: Sequence[Rollout]) -> tuple[list[dict[str, Tensor]], list[list[int]]]:
-        """Return all values of each part's answers, their tokens, and the positions of their prompts."""
+        """Return all tensors of each micro-batch, its input ids among them, and the positions of its prompts."""
         cpu = torch.device("cpu")
         batches = [{"input_ids": lay_out(part, cpu).inputs["input_ids"], **dict(part.tensors())} for part in parts]
         return batches, [[self.find_prompt(number) for number in part.numbers.tolist()] for part in parts]
 
 
 def _find_bad_rows(values: Tensor, mask: Tensor) -> Tensor:
-    """Rows with a non-finite value, ``bool (B,)``; values after the end of an answer are ignored."""
+    """Return the rows with a non-finite value, ``bool (B,)``; values outside the mask are ignored."""
     bad = ~torch.isfinite(values)
     return bad if bad.dim() == 1 else (bad & mask).any(dim=1)
 
 
 EARLY_STOP_FACTOR: Final = 1.5
-"""Multiple of ``target_kl`` at which the updates of an iteration end."""
+"""Multiple of ``target_kl`` above which the updates of an iteration end, as in Spinning Up."""
 
 
 class Learner:
@@ -135,10 +120,10 @@ class Learner:
 
     Attributes:
         name: ``policy`` or ``critic``.
-        parameters: By name.
-        optimizer: Of upstream, by ``optim``.
-        scheduler: Its learning rate, step by step.
-        layout: What each process holds of the parameters, of their gradients and of the optimizer's states.
+        parameters: Trained parameters by name.
+        optimizer: transformers' optimizer for ``optim``.
+        scheduler: Learning-rate schedule of the optimizer.
+        layout: Layout of parameters, gradients and optimizer states over the processes.
     """
 
     def __init__(
@@ -155,13 +140,13 @@ class Learner:
         """Build the optimizer.
 
         Args:
-            name: For errors.
-            model: Says which parameters decay.
-            parameters: What is trained of it.
-            learning_rate: At the peak.
-            args: Optimizer, decay, schedule and gradient norm.
-            schedule: Length of the run.
-            num_idle: Steps of the run before its first one.
+            name: ``policy`` or ``critic``, for errors and dumps.
+            model: Model of the parameters, from which follow those with weight decay.
+            parameters: Trained parameters by name.
+            learning_rate: Peak learning rate.
+            args: Optimizer, weight decay, schedule and largest gradient norm.
+            schedule: Steps of the run and of its warm-up.
+            num_idle: Optimizer steps of the run before the first one of this learner.
         """
         self.name = name
         self.parameters = parameters
@@ -189,22 +174,22 @@ class Learner:
         return float(self.scheduler.get_last_lr()[0])
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of this process's share of a step's loss; ``step`` uses the sum over all processes."""
-        # FSDP2 reduces gradients here, and averages over the number of processes.
+        """Add the gradients of a micro-batch's loss; ``step`` sums them over all processes."""
+        # FSDP2 reduces gradients here, and divides them by the world size, which this factor cancels.
         (loss * get_world_size() if self.layout.is_shared else loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self, judge: Callable[..., None]) -> float:
         """Update with the gradients of all processes, and return their norm before clipping.
 
         Args:
-            judge: Given the ``norm``, raises where no update may be made; the parameters are then as they were.
+            judge: Called with the ``norm`` before the update; raises to prevent it.
         """
         parameters = list(self.parameters.values())
         if not self.layout.is_shared:
             _sum_gradients(parameters)
         total = compute_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
         norm = float(total)
-        # The check is between norm and clipping, because clipping by a non-finite norm makes all gradients non-finite.
+        # Before clipping: a non-finite norm would make all gradients non-finite, and the dump could not name the cause.
         judge(norm=norm)
         clip_gradients(parameters, self._max_norm or math.inf, total)
         self.optimizer.step()
@@ -212,33 +197,32 @@ class Learner:
         return norm
 
     def discard(self) -> None:
-        """Clear the gradients, and advance the schedule."""
+        """Clear the gradients, and advance the schedule, so that a skipped step also counts."""
         self.optimizer.zero_grad(set_to_none=True)
         with warnings.catch_warnings():
-            # A step without an update advances the schedule on purpose; torch warns if the first one is such a step.
+            # torch warns if the schedule advances before the first optimizer step, as a skipped first step does.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self.scheduler.step()
 
 
 @dataclass(frozen=True, slots=True)
 class Updater:
-    """Makes the updates of an iteration.
+    """Makes the optimizer steps of an iteration.
 
-    Every process has all answers, and takes its share of a minibatch in batches of similar length. Gradients are summed
-    before a step, and the normaliser is the number of tokens of the whole step. Therefore world size, micro-batches and
-    lengths do not change the result. Answers without a score are computed but count nowhere; a minibatch with only such
-    answers is a step without an update.
+    Every process has all answers, and computes its share of a minibatch in micro-batches of similar length. Gradients
+    are summed over processes, and the normaliser is that of the whole step. Therefore world size, micro-batches and
+    lengths do not change the result. Answers without a score contribute neither to gradients nor to metrics; a
+    minibatch of only such answers is a step without an update.
 
     Attributes:
         models: Policy and critic.
-        learners: ``policy`` and, if there is one, ``critic``.
-        method: Which answers form a step, the objective of the policy, and the KL at which updates end.
-        config: Clip range of the critic, longest answer, and temperature.
-        args: Answers of a forward and backward pass, rank and world size, device and precision of the models, and the
-            seed, which decides with the iteration which answers form a minibatch.
-        precision: Gives the context in which products are computed.
-        guard: Judges every step.
-        progress: What the terminal shows.
+        learners: Learners by name: ``policy`` and, if there is one, ``critic``.
+        method: Schedule, policy objective and ``target_kl``.
+        config: Clip range of the critic, ``response_length`` and temperature.
+        args: Micro-batch size, rank and world size, device, precision, and the seed of the minibatches.
+        precision: Builds the autocast context of forward passes.
+        guard: Checks every step before its update.
+        progress: Progress display of the terminal.
     """
 
     models: ActorCritic
@@ -251,32 +235,24 @@ class Updater:
     progress: TrainingProgress
 
     def update_policy(self, rollout: Rollout, iteration: int, *, with_entropy: bool = True) -> list[Figures]:
-        """Update the policy and return the figures of each step; the last has no update if ``target_kl`` was exceeded.
+        """Update the policy, and return the metrics of each step.
+
+        The step that exceeds ``target_kl`` has metrics but no update, and the later ones are skipped.
 
         Args:
-            rollout: All answers of the iteration.
-            iteration: Counted from 0.
-            with_entropy: Whether the entropy is among the figures, which takes a chunk of logits besides.
+            rollout: Answers of the iteration, of all processes, with advantages.
+            iteration: Number of the iteration, from 0.
+            with_entropy: Whether to compute the entropy, which takes memory for another chunk of logits.
 
         Raises:
             DivergedError: As ``UpdateGuard.judge`` and ``verify_first_minibatch``.
         """
         with self.models.as_policy() as policy:
-
-            def compute(batch: Rollout, part: Rollout) -> tuple[Tensor, Terms]:
-                normaliser = compute_normaliser(
-                    self.method.objective.loss_type,
-                    num_answers=len(batch),
-                    num_tokens=batch.num_targets,
-                    mean_tokens=rollout.num_targets * (len(batch) / len(rollout)),
-                    max_length=self.config.rewards.response_length,
-                )
-                return self._compute_policy_loss(policy, part, normaliser, with_entropy)
-
+            compute = partial(self._compute_policy_loss, policy, rollout, with_entropy)
             return self._update(self.learners["policy"], rollout, iteration, compute)
 
     def update_critic(self, rollout: Rollout, iteration: int) -> list[Figures]:
-        """Update the critic, if there is one, and return the figures of each step.
+        """Update the critic, if there is one, and return the metrics of each step.
 
         Raises:
             DivergedError: As ``UpdateGuard.judge``.
@@ -284,10 +260,7 @@ class Updater:
         if "critic" not in self.learners:
             return []
         with self.models.as_critic() as critic:
-
-            def compute(batch: Rollout, part: Rollout) -> tuple[Tensor, Terms]:
-                return self._compute_value_loss(critic, part, batch.num_targets)
-
+            compute = partial(self._compute_value_loss, critic)
             return self._update(self.learners["critic"], rollout, iteration, compute)
 
     def _update(
@@ -297,24 +270,25 @@ class Updater:
         iteration: int,
         compute: Callable[[Rollout, Rollout], tuple[Tensor, Terms]],
     ) -> list[Figures]:
-        """Make the steps of an iteration; ``compute`` gives the loss of a part of a minibatch, given both."""
+        """Make the steps of an iteration; ``compute`` returns loss and metrics of a part, given minibatch and part."""
         steps: list[Figures] = []
         is_over = False
         self.models.set_training(training=True)
         for step, rows in self._steps(len(rollout), iteration, f"updating the {learner.name}"):
             batch = rollout.take(rows)
             if is_over or not batch.num_targets:
+                # All ranks have the same rollout, so all of them skip the step; the schedule keeps its length.
                 learner.discard()
                 continue
             parts = list(self._share(batch))
-            terms = [self._learn(learner, partial(compute, batch, part)) for part in parts]
+            terms = [self._accumulate(learner, *compute(batch, part)) for part in parts]
             figures = {**_reduce(terms, batch.num_targets), "lr": learner.learning_rate}
-            # Of the policy alone. A loss that is not finite is left to the judge, who writes a dump of the batch.
+            # Only the policy's metrics have it. The guard below reports a non-finite loss, with a dump of the batch.
             kl = figures.get("approx_kl") if math.isfinite(figures["loss"]) else None
             if kl is not None and not steps:
                 verify_first_minibatch(kl, get_compute_dtype(self.args))
             target = self.method.target_kl
-            # Reduced over all processes, so that all of them stop together or none.
+            # The metric is reduced over all processes, so that all of them decide alike.
             is_over = kl is not None and target is not None and kl > EARLY_STOP_FACTOR * target
             if is_over:
                 learner.discard()
@@ -326,27 +300,30 @@ class Updater:
             WATCHDOG.finish_step()
         return steps
 
-    def _learn(self, learner: Learner, compute: Callable[[], tuple[Tensor, Terms]]) -> Terms:
-        """Add the gradients of a part of a step, and return its loss and figures."""
+    def _accumulate(self, learner: Learner, loss: Tensor, terms: Terms) -> Terms:
+        """Add the gradients of a micro-batch, and return its metrics, the loss among them."""
         WATCHDOG.beat()
-        loss, terms = compute()
         learner.backward(loss)
         return {"loss": loss.detach(), **terms}
 
     def _compute_policy_loss(
-        self, policy: Any, part: Rollout, normaliser: float, with_entropy: bool
+        self, policy: Any, rollout: Rollout, with_entropy: bool, batch: Rollout, part: Rollout
     ) -> tuple[Tensor, Terms]:
         assert part.advantages is not None
-        mask, old, engine, advantages, ref = (
-            send(tensor, self.args.device)
-            for tensor in (part.loss_mask, part.logps, part.engine_logps, part.advantages, part.ref_logps)
+        objective, sampling = self.method.objective, self.config.rewards
+        normaliser = compute_normaliser(
+            objective.loss_type,
+            num_answers=len(batch),
+            num_tokens=batch.num_targets,
+            mean_tokens=rollout.num_targets * (len(batch) / len(rollout)),
+            max_length=sampling.response_length,
         )
+        tensors = (part.logps, part.advantages, part.loss_mask, part.engine_logps, part.ref_logps)
+        old, advantages, mask, engine, ref = (send(tensor, self.args.device) for tensor in tensors)
         with self.precision():
-            sequences, temperature = lay_out(part, self.args.device), self.config.rewards.temperature
             logps, entropy = compute_response_logps(
-                policy, sequences, temperature=temperature, with_entropy=with_entropy
+                policy, lay_out(part, self.args.device), temperature=sampling.temperature, with_entropy=with_entropy
             )
-        objective = self.method.objective
         loss, terms = compute_policy_loss(
             logps, old, advantages, mask, objective, normaliser=normaliser, engine_logps=engine, ref_logps=ref
         )
@@ -354,17 +331,16 @@ class Updater:
             terms["entropy"] = torch.where(mask, entropy, 0.0).sum()
         return loss, terms
 
-    def _compute_value_loss(self, critic: Any, part: Rollout, num_tokens: int) -> tuple[Tensor, Terms]:
+    def _compute_value_loss(self, critic: Any, batch: Rollout, part: Rollout) -> tuple[Tensor, Terms]:
         assert part.returns is not None
         with self.precision():
             values = compute_response_values(critic, lay_out(part, self.args.device))
-        learnt = (part.values, part.returns, part.loss_mask)
-        before, returns, mask = (send(tensor, self.args.device) for tensor in learnt)
+        targets = (send(tensor, self.args.device) for tensor in (part.values, part.returns, part.loss_mask))
         cliprange = self.config.ppo.cliprange_value
-        return compute_value_loss(values, before, returns, mask, cliprange=cliprange, num_tokens=num_tokens)
+        return compute_value_loss(values, *targets, cliprange=cliprange, num_tokens=batch.num_targets)
 
     def _steps(self, num_answers: int, iteration: int, what: str) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield the number of each optimizer step of the run, from 1, and its answers, equal on every process."""
+        """Yield the number of each optimizer step, from 1, and the rows of its minibatch, equal on every process."""
         schedule = self.method.schedule
         first, last = schedule.count_steps(iteration), schedule.count_steps(iteration + 1)
         drawn = self.progress.track(self._minibatches(num_answers, iteration), what, last - first)
@@ -374,28 +350,28 @@ class Updater:
 
     def _minibatches(self, num_answers: int, iteration: int) -> Iterator[Sequence[int]]:
         schedule = self.method.schedule
-        # Not from a running generator: a resumed run has the same minibatches.
+        # A function of the iteration, not of a running generator, so that a resumed run has the same minibatches.
         seeds = [[self.args.seed, Stream.MINIBATCH, iteration, epoch] for epoch in range(schedule.passes)]
         order = np.concatenate([np.random.default_rng(seed).permutation(num_answers) for seed in seeds]).tolist()
         for start in range(0, len(order), schedule.answers_per_step):
             yield order[start : start + schedule.answers_per_step]
 
     def _share(self, batch: Rollout) -> Iterator[Rollout]:
-        """Yield this process's micro-batches: answers sorted by length, assigned round-robin to processes."""
-        # Round-robin over lengths: little padding in a micro-batch, and the same work on every rank.
+        """Yield this process's micro-batches."""
+        # Round-robin over answers sorted by length: little padding in a micro-batch, and equal work on every rank.
         by_length = [row for rows in batch.cut(1) for row in rows]
-        mine, size = by_length[self.args.process_index :: self.args.world_size], self.args.per_device_train_batch_size
-        for start in range(0, len(mine), size):
-            yield batch.take(mine[start : start + size])
+        own, size = by_length[self.args.process_index :: self.args.world_size], self.args.per_device_train_batch_size
+        for start in range(0, len(own), size):
+            yield batch.take(own[start : start + size])
 
 
 def _reduce(parts: Sequence[Terms], num_tokens: int) -> Figures:
-    """Return the figures of a step over its parts and all processes; every process must call, with the same names.
+    """Return the metrics of a step over its micro-batches and all processes; every process must call.
 
-    Sums over tokens become means; a loss is a mean already.
+    Sums over tokens are divided by ``num_tokens``; the loss is normalised already.
     """
     names = [name for name in parts[0] if name != RATIO_MAX]
-    # One collective for all sums; in float32, counts too.
+    # One collective for all sums.
     sums = sum_tensor(torch.stack([torch.as_tensor(sum(part[name].float() for part in parts)) for name in names]))
     values = [*sums.unbind()]
     if RATIO_MAX in parts[0]:
@@ -403,7 +379,7 @@ def _reduce(parts: Sequence[Terms], num_tokens: int) -> Figures:
         values.append(torch.stack([part[RATIO_MAX] for part in parts]).max())
         if get_world_size() > 1:
             distributed.all_reduce(values[-1], op=distributed.ReduceOp.MAX)
-    # One copy for all of them: each copy synchronises host and device.
+    # One copy to the host, because each synchronises with the device.
     figures = dict(zip(names, torch.stack(values).tolist(), strict=True))
     return {name: value if name in ("loss", RATIO_MAX) else value / num_tokens for name, value in figures.items()}
 
@@ -413,8 +389,8 @@ def _sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
         return
     for parameter in parameters:
         if parameter.grad is None:
-            # Every rank must take part in each all-reduce, also with a share that did not reach this parameter.
+            # Every rank must enter each all-reduce, also if its micro-batches gave this parameter no gradient.
             parameter.grad = torch.zeros_like(parameter)
-    # All are started before the first is awaited, so that transfers overlap.
+    # All are started before the first is waited for, so that transfers overlap.
     for handle in [distributed.all_reduce(parameter.grad, async_op=True) for parameter in parameters]:
         handle.wait()

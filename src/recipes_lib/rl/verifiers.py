@@ -13,19 +13,19 @@ from recipes_lib.data.final_numbers import read_final_number
 from recipes_lib.sandbox import run_program
 
 Completion = str | Sequence[dict[str, Any]]
-"""An answer as a reward function gets it: a text, or a chat of one message."""
+"""Answer as passed to a reward function: a text, or a chat of one message."""
 SECONDS_TO_RUN: Final = 10.0
-"""Of wall time for a program with its tests."""
+"""Time limit in seconds of wall time for a program with its tests."""
 _CODE: Final = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
-"""Fenced blocks of any language: if some were skipped, their closing fences would open the text between blocks."""
+"""Fenced blocks of any language: if some were skipped, their closing fences would be read as opening ones."""
 
 
 def exact_match(
     *, completions: Sequence[Completion], solution: Sequence[str | float | None], **_: Any
 ) -> list[float | None]:
-    """1 if an answer equals the row's ``solution`` except for white space at its ends, else 0; ``None`` without one.
+    """Return 1 if an answer equals the row's ``solution`` up to surrounding white space, else 0.
 
-    A blank solution counts as none: it would reward empty answers.
+    Rows without a solution give ``None``; so do blank ones, which would reward empty answers.
     """
     wanted = [_write(value).strip() for value in solution]
     given = [_read_text(completion).strip() for completion in completions]
@@ -35,9 +35,10 @@ def exact_match(
 def final_number(
     *, completions: Sequence[Completion], answer: Sequence[str | float | None], **_: Any
 ) -> list[float | None]:
-    """1 if the final number of an answer equals that of the row's ``answer``, else 0; ``None`` if that has no number.
+    """Return 1 if the final number of an answer equals that of the row's ``answer``, else 0.
 
-    The column is that of GSM8K, or a number; ``read_final_number`` defines the final number.
+    The column is a text as in GSM8K, or a number; rows without a number give ``None``. ``read_final_number`` defines
+    the final number.
     """
     wanted = [read_final_number(_write(value)) for value in answer]
     given = [read_final_number(_read_text(completion)) for completion in completions]
@@ -47,7 +48,7 @@ def final_number(
 def python_tests(
     *, completions: Sequence[Completion], tests: Sequence[str | Sequence[str] | None], **_: Any
 ) -> list[float | None]:
-    """1 if the Python program of an answer passes the row's ``tests``, else 0; ``None`` without tests, or blank ones.
+    """Return 1 if the Python program of an answer passes the row's ``tests``, else 0; ``None`` without tests.
 
     The program is the last fenced block of the answer, or the whole answer without a block. Tests are code (a string or
     a list of lines such as assertions), appended to the program. Both run in the sandbox, with one process per core.
@@ -61,7 +62,7 @@ def python_tests(
 
 
 def read_program(text: str) -> str:
-    """The last fenced block of an answer, or the whole answer without a block."""
+    """Return the last fenced block of an answer, or the whole answer without a block."""
     blocks: list[str] = _CODE.findall(text)
     return blocks[-1] if blocks else text
 
@@ -71,7 +72,7 @@ def _list_lines(tests: str | Sequence[str] | None) -> Sequence[str]:
 
 
 def _write(value: str | float | None) -> str:
-    """A column's value as text; numbers in full, because ``1e+20`` would be read as 20."""
+    """Return a column's value as text, numbers without exponent, because ``1e+20`` would be read as 20."""
     if value is None or isinstance(value, str):
         return value or ""
     return f"{Decimal(str(value)):f}"

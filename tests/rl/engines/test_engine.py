@@ -51,7 +51,7 @@ def judge(*gaps, engine=EXACT, dtype=torch.float32, **keys):
 
 
 def test_an_engine_is_held_against_the_training_graph():
-    assert judge(0.0) == ["exact and the policy differ by 0.0e+00 nats a token"]
+    assert judge(0.0) == ["exact and the policy differ by 0.0e+00 nats per token"]
     # What stands behind an answer does not count.
     assert "0.0e+00" in judge(9.0 * ~build_rollout([(3, 5), (2, 2)]).mask)[0]
     assert "weighted" not in judge(0.01, dtype=torch.bfloat16)[0]
@@ -60,8 +60,8 @@ def test_an_engine_is_held_against_the_training_graph():
 
 def test_it_is_so_in_every_iteration_and_told_once():
     assert judge(0.0, 0.0005, 0.01, 0.0, 0.02)[1:] == [
-        "warning: step 3: exact and the policy differ by 1.0e-02 nats a token, above the rounding tolerance of 0.001: "
-        "tokens are weighted by the ratio, up to 2"
+        "warning: step 3: exact and the policy differ by 1.0e-02 nats per token, above the rounding tolerance of "
+        "0.001: tokens are weighted by the ratio, up to 2"
     ]
     assert len(judge(0.01, 0.01)) == 1
     for wrong in (1.5, float("nan")):

@@ -30,12 +30,12 @@ _SECONDS_TO_WAIT: Final = 1.0
 
 
 class ContinuousBatchingBackend:
-    """Continuous batching by transformers: the policy's own modules, a paged KV cache, all prompts of a process.
+    """Continuous batching by transformers: the policy's own modules with a paged KV cache, all prompts at once.
 
-    Random numbers come from torch's generator in an order that depends on scheduling, so the same seed need not give
-    the same answers. The cache exists only during sampling, and is freed before the updates.
+    Random numbers are drawn in an order that depends on scheduling, so equal seeds need not give equal answers. The
+    cache exists only during sampling, and is freed before the updates.
 
-    Source: transformers' ``ContinuousMixin``; its log-probabilities are those of the training graph in
+    Source: transformers' ``ContinuousMixin``; log-probabilities are compared with those of the training graph in
     ``tests/rl/engines/test_continuous_batching.py``.
     """
 
@@ -45,22 +45,22 @@ class ContinuousBatchingBackend:
     batch_size: int | None = None
 
     def __init__(self, sampling: Sampling, *, dtype: torch.dtype, options: Mapping[str, Any] | None) -> None:
-        """Prepare sampling.
+        """Validate the options.
 
         Args:
-            sampling: How.
-            dtype: Of products; where the policy's weights are kept in another, a copy of them in this one answers.
-            options: Of upstream's ``ContinuousBatchingConfig``.
+            sampling: Length, temperature and stop tokens.
+            dtype: Compute dtype; if the policy's weights have another one, a copy of them in this dtype samples.
+            options: Fields of transformers' ``ContinuousBatchingConfig``.
 
         Raises:
-            ConfigError: An option is unknown, or is not the user's to set.
+            ConfigError: An option is unknown, or is set by this class.
         """
         self._sampling = sampling
         self._dtype = dtype
         self._options = dict(options or {})
         self._build_options(0)
         self._generation = build_plain_generation(sampling.stop_ids, sampling.pad_id, sampling.response_length)
-        # Without top_k, whose default of 50 would sample from another distribution than training reads.
+        # top_k's default of 50 would sample from another distribution than that of the training graph.
         self._generation.update(do_sample=True, temperature=sampling.temperature, top_k=0)  # type: ignore[no-untyped-call]
         self._model: Any = None
         self._is_copy = False
@@ -71,22 +71,22 @@ class ContinuousBatchingBackend:
         if own.dtype == self._dtype or getattr(own, "is_quantized", False):
             self._model = own
             return
-        # The engine's thread does not inherit autocast, and the KV cache has the dtype of the weights.
+        # A copy, because the engine's thread does not inherit autocast, and the KV cache has the dtype of the weights.
         if not self._is_copy:
-            # deepcopy finds these copies in its memo, so it never copies the weights in their own dtype.
-            halves = {id(weight): nn.Parameter(weight.detach().to(self._dtype), False) for weight in own.parameters()}
-            self._model, self._is_copy = copy.deepcopy(own, halves), True
+            # As the memo of deepcopy, so that it never copies the weights in their own dtype.
+            casts = {id(weight): nn.Parameter(weight.detach().to(self._dtype), False) for weight in own.parameters()}
+            self._model, self._is_copy = copy.deepcopy(own, casts), True
         with torch.no_grad():
-            for mine, its in zip(self._model.parameters(), own.parameters(), strict=True):
-                mine.copy_(its)
+            for target, source in zip(self._model.parameters(), own.parameters(), strict=True):
+                target.copy_(source)
 
     def generate(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
-        """Answer every prompt once; the first of ``uniforms`` is the seed.
+        """Sample one answer per prompt; the first of ``uniforms`` gives the seed.
 
         Raises:
             RuntimeError: The engine failed.
         """
-        # A function of the run's seed and of the first answer's number.
+        # Follows from the run's seed and the number of the first answer.
         options = self._build_options(int(uniforms[0, 0] * 2**31))
         requests = [list(prompt) for prompt in prompts]
         with self._model.continuous_batching_context_manager(
@@ -107,14 +107,14 @@ class ContinuousBatchingBackend:
         step = None
         while len(answers) < count:
             result = manager.get_result(timeout=_SECONDS_TO_WAIT)
-            # The decoding thread can end by an error that no request carries.
+            # The decoding thread can end by an error that is not reported by any request.
             if result is None and not manager.is_running():
                 raise RuntimeError(f"continuous batching ended after {len(answers)} of {count} answers")
             if result is not None and result.error is not None:
                 raise RuntimeError(f"continuous batching failed: {result.error}")
             if result is not None and result.is_finished():
                 answers[result.request_id] = result.generated_tokens, result.logprobs
-            # Counted by the decoding thread from its first step on.
+            # A counter of the decoding thread, absent before its first step.
             if getattr(manager, "current_batch", None) != step:
                 step = manager.current_batch
                 self._sampling.beat()
@@ -122,6 +122,7 @@ class ContinuousBatchingBackend:
 
     def _build_options(self, seed: int) -> ContinuousBatchingConfig:
         try:
+            # A second value for one of the two fields is a TypeError, too.
             return ContinuousBatchingConfig(**self._options, return_logprobs=True, seed=seed)
         except TypeError as error:
             remedy = "write fields of transformers' ContinuousBatchingConfig, or delete the line"
@@ -129,7 +130,7 @@ class ContinuousBatchingBackend:
 
 
 MAX_GAP: Final = 1.0
-"""Nats a token, on average, beyond which an engine has not rounded differently but has other weights."""
+"""Mean difference in nats per token above which an engine must have other weights, not only other rounding."""
 
 
 def build_generator(
@@ -138,17 +139,17 @@ def build_generator(
     """Build the engine of a run; ``generate`` by default.
 
     Args:
-        config: Which, and of what model.
-        args: Rows of a batch of ``generate``, precision and device, and whether this is the main process.
-        sampling: How answers are sampled.
-        precision: Gives the context in which products are computed.
+        config: Engine and model.
+        args: Batch size of ``generate``, precision, device and rank.
+        sampling: Length, temperature and stop tokens.
+        precision: Builds the autocast context of forward passes.
         max_length: Tokens of the longest prompt with its longest answer.
 
     Raises:
         ConfigError: As ``ContinuousBatchingBackend``, ``connect`` and ``start``.
     """
     engine = config.engine
-    # Both modules import vLLM if it is installed.
+    # Imported here, because both modules import vLLM if it is installed.
     if engine.use_vllm and engine.vllm_mode == "server":
         from recipes_lib.rl.engines.vllm_server import connect
 
@@ -164,10 +165,10 @@ def build_generator(
 
 
 class EngineGuard:
-    """Compares an engine's log-probabilities with the training graph's, in every iteration, equally on all processes.
+    """Compares an engine's log-probabilities with the training graph's in every iteration, alike on all processes.
 
-    Differences within ``TOLERANCE`` are rounding. Above that, ``compute_importance_weights`` corrects the difference,
-    up to its cap, which is logged once. Above ``MAX_GAP`` the run ends.
+    Differences up to ``TOLERANCE`` are rounding. Above it, ``compute_importance_weights`` corrects them up to its
+    bound, and a warning is logged once. Above ``MAX_GAP`` the run ends.
 
     Source: ``tests/rl/engines/test_engine.py``.
     """
@@ -175,47 +176,47 @@ class EngineGuard:
     def __init__(
         self, generator: Generator, objective: PolicyObjective, dtype: torch.dtype, say: Callable[[str], None]
     ) -> None:
-        """Start without an iteration.
+        """Start before the first iteration.
 
         Args:
-            generator: What samples.
-            objective: Of the policy: how tokens are weighted.
-            dtype: Of products.
-            say: Tells the user a line.
+            generator: Engine that samples.
+            objective: Policy objective, which determines the importance weights.
+            dtype: Compute dtype.
+            say: Prints a line for the user.
         """
         self._generator, self._objective, self._dtype, self._say = generator, objective, dtype, say
-        self._is_begun = self._is_told = False
+        self._has_reported = self._has_warned = False
 
     def judge(self, rollout: Rollout, *, step: int, is_stale: bool = False) -> None:
-        """Check all answers of an iteration; the result for the first one is logged once.
+        """Check all answers of an iteration; the result of the first iteration is logged.
 
         Args:
-            rollout: Before the updates.
-            step: The next optimizer step, from 1.
-            is_stale: Whether earlier weights have sampled on purpose: then only ``MAX_GAP`` is looked at.
+            rollout: Answers before the updates.
+            step: Number of the next optimizer step, from 1.
+            is_stale: Whether asynchronous sampling used earlier weights; then only ``MAX_GAP`` is checked.
 
         Raises:
-            DivergedError: They differ by more than ``MAX_GAP``: the engine answers for another model.
+            DivergedError: The mean difference is above ``MAX_GAP``: the engine has other weights than the policy.
         """
         name = self._generator.name
         gap = float((rollout.logps - rollout.engine_logps)[rollout.mask].abs().mean())
-        # Also if it is NaN.
+        # A negated comparison, so that NaN fails.
         if not gap <= MAX_GAP:
             raise DivergedError(
-                f"before step {step} log-probabilities of {name} and of the policy differ by {gap:.2g} nats a token, "
-                f"where {MAX_GAP:g} is the most: it does not have the policy's weights, or samples at another "
+                f"before step {step} log-probabilities of {name} and of the policy differ by {gap:.2g} nats per token, "
+                f"above the limit of {MAX_GAP:g}: it does not have the policy's weights, or samples at another "
                 "temperature"
             )
-        line = f"{name} and the policy differ by {gap:.1e} nats a token"
+        line = f"{name} and the policy differ by {gap:.1e} nats per token"
         is_large = gap > TOLERANCE[self._dtype]
         if is_large:
             line += f", above the rounding tolerance of {TOLERANCE[self._dtype]:g}: {self._describe_correction()}"
-        if not self._is_begun:
+        if not self._has_reported:
             end = "; its answers depend on more than the seed, so a resumed run gives other weights"
             self._say(line if self._generator.follows_seed else line + end)
-        elif is_large and not self._is_told and not is_stale:
+        elif is_large and not self._has_warned and not is_stale:
             self._say(f"warning: step {step}: {line}")
-        self._is_begun, self._is_told = True, self._is_told or (is_large and not is_stale)
+        self._has_reported, self._has_warned = True, self._has_warned or (is_large and not is_stale)
 
     def _describe_correction(self) -> str:
         objective = self._objective

@@ -19,13 +19,13 @@ RESUME = "fix the engine, and run the same command to resume from the last compl
 
 
 def iterate_policy(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight of a policy once, as ``iterate_weights``; all ranks of a sharded one must iterate to the end.
+    """Yield each weight of a policy once, adapters merged; all ranks of a sharded policy must iterate to the end.
 
-    Under FSDP2, one layer is gathered at a time, in the compute dtype, so no process holds the full model beside its
-    shards. Yielded tensors are copies that a receiver may keep, because the gathered layer is freed afterwards.
+    Under FSDP2, one layer is gathered at a time, in the compute dtype, so that no process holds the full model. Yielded
+    tensors are then copies that a receiver may keep, because the gathered layer is freed.
 
     Args:
-        policy: Whole or sharded; with an adapter, which is added to the weights.
+        policy: Policy, sharded or not, with or without an adapter.
 
     Source: ``tests/rl/engines/test_link.py``; of two processes ``tests/distributed/test_engines.py``.
     """
@@ -33,7 +33,7 @@ def iterate_policy(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from iterate_weights(policy)
         return
     for unit, names in _find_units(policy):
-        # A collective operation, which all ranks reach in the same order.
+        # Collective: all ranks call it in the same order.
         unit.unshard()
         for name, tensor in iterate_weights(policy, names):
             yield name, tensor.clone()
@@ -41,14 +41,14 @@ def iterate_policy(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _find_units(policy: nn.Module) -> Iterator[tuple[FSDPModule, set[str]]]:
-    """Parameters that FSDP2 gathers together, with their names below an adapter; the same order on all ranks."""
+    """Yield each FSDP2 module with the names of the parameters that it gathers, in the same order on all ranks."""
     base = unwrap_adapter(policy)
     prefixes: dict[str, Any] = {name: unit for name, unit in base.named_modules() if isinstance(unit, FSDPModule)}
-    # With an adapter, the root is the model around the base.
+    # FSDP2's root is the outermost module: with an adapter, the PEFT model around the base.
     prefixes[""] = policy
     units: dict[str, set[str]] = {}
     for name, _ in base.named_parameters():
-        # The innermost unit: FSDP2 leaves a parameter to the nearest sharded module around it.
+        # FSDP2 assigns a parameter to the nearest sharded module around it: the one with the longest prefix.
         owner = max((prefix for prefix in prefixes if f"{name}.".startswith(f"{prefix}." if prefix else "")), key=len)
         units.setdefault(owner, set()).add(name)
     for prefix, names in units.items():
@@ -57,10 +57,10 @@ def _find_units(policy: nn.Module) -> Iterator[tuple[FSDPModule, set[str]]]:
 
 @contextmanager
 def engine_errors(doing: str) -> Iterator[None]:
-    """Convert a failure of vLLM to a ``ConfigError`` with exit code 2: no update is lost.
+    """Convert a failure of vLLM to a ``ConfigError`` (exit code 2), because no update is lost.
 
     Args:
-        doing: What it was asked to do: ``sampling answers``.
+        doing: Operation for the error message, such as ``sampling answers``.
 
     Raises:
         ConfigError: The engine failed.
@@ -73,18 +73,19 @@ def engine_errors(doing: str) -> Iterator[None]:
 
 def explain_failure(error: Exception) -> str:
     """Return the reason of an engine's failure in one line."""
-    words = " ".join(str(error).split())
+    reason = " ".join(str(error).split())
     if isinstance(error, LookupError | TypeError):
-        # TRL's client reads the fields of an answer without checking that they are there.
-        return f"its answer has another form than expected ({type(error).__name__}: {words}); is its version supported?"
-    return words or type(error).__name__
+        # TRL's client indexes the fields of a response without checking that they exist.
+        kind = type(error).__name__
+        return f"its answer has another form than expected ({kind}: {reason}); is its version supported?"
+    return reason or type(error).__name__
 
 
 def check_vllm() -> None:
-    """Raise if a run needs vLLM and it is not installed.
+    """Raise if vLLM is not installed.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: vLLM is not installed.
     """
     if not vllm_client.is_vllm_available():
         remedy = "install it (docs/ppo.md), or write `use_transformers_continuous_batching: true`, which needs nothing"

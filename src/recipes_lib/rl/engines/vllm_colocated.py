@@ -18,15 +18,15 @@ from recipes_lib.training.layouts.launch_environment import keep_engine_in_proce
 from recipes_lib.training.trainers.arguments import get_compute_dtype
 
 _MIN_BATCHED_TOKENS: Final = 4096
-"""Tokens of a step of the engine, as TRL has it: vLLM sets aside memory for the activations of so many."""
+"""Default ``max_num_batched_tokens``, as in TRL: vLLM reserves activation memory for as many tokens."""
 
 
 class ColocatedVLLM:
-    """Sampling by an engine in this process, from all of its prompts at once.
+    """Sampling by a vLLM engine in this process, from all prompts of the process at once.
 
-    It uses this process's random generators, which are seeded and restored: the same prompts, weights and seed give the
-    same answers up to rounding. Log-probabilities are those of vLLM's kernels, after the temperature. In sleep mode the
-    engine holds neither weights nor KV cache; the next ``load`` sends the weights.
+    vLLM draws from this process's random generators, which are seeded and restored: equal prompts, weights and seeds
+    give equal answers up to rounding. Log-probabilities are those of vLLM's kernels, after the temperature. In sleep
+    mode the engine holds neither weights nor KV cache; the next ``load`` sends the weights.
 
     Source: the order of calls is that of ``trl.generation.VLLMGeneration`` (docs/decisions/0020-colocated-engine.md);
     ``tests/rl/engines/test_vllm_colocated.py``, and with vLLM itself ``make test-vllm``.
@@ -42,9 +42,9 @@ class ColocatedVLLM:
 
         Args:
             engine: vLLM's ``LLMEngine``.
-            sampling: How.
-            parameters: vLLM's ``SamplingParams`` of every answer.
-            sleeps: Whether the engine gives its memory back while nothing is sampled.
+            sampling: Length, temperature and stop tokens.
+            parameters: vLLM's ``SamplingParams``, the same for every answer.
+            sleeps: Whether the engine frees its memory outside of sampling.
         """
         self._engine = engine
         self._sampling = sampling
@@ -66,10 +66,10 @@ class ColocatedVLLM:
             self._engine.reset_prefix_cache()
 
     def generate(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
-        """Answer every prompt once; the first of ``uniforms`` is the seed.
+        """Sample one answer per prompt; the first of ``uniforms`` gives the seed.
 
         Raises:
-            ConfigError: The engine failed, or cut an answer short.
+            ConfigError: The engine failed, or ended an answer before a stop token and before the limit.
         """
         with preserve_random_states():
             set_seed(int(uniforms[0, 0] * 2**31))
@@ -80,7 +80,7 @@ class ColocatedVLLM:
 
     def _answer(self, prompts: Sequence[Sequence[int]]) -> list[tuple[list[int], list[float]]]:
         engine, self._count = self._engine, self._count + 1
-        # No name twice: the engine knows requests by their names.
+        # Unique over all calls, because the engine identifies requests by name.
         names = [f"{self._count}-{row}" for row in range(len(prompts))]
         with engine_errors("sampling answers"):
             self._wake("kv_cache")
@@ -104,20 +104,20 @@ class ColocatedVLLM:
 
     def _wake(self, part: str) -> None:
         if part not in self._awake:
-            # Memory freed by training stays in torch's allocator until its cache is emptied.
+            # vLLM allocates outside of torch's caching allocator, which would keep the memory that training freed.
             torch.cuda.empty_cache()
             self._engine.wake_up(tags=[part])
             self._awake.add(part)
 
     def _sleep(self) -> None:
         if self._sleeps:
-            # Level 2: weights are discarded, not kept on the host.
+            # Level 2 discards the weights instead of copying them to the host.
             self._engine.sleep(level=2)
             self._awake.clear()
 
 
 def _read(answer: Any) -> tuple[list[int], list[float]]:
-    """Tokens of an answer and their log-probabilities; vLLM gives a mapping per token with at least itself."""
+    """Return tokens and log-probabilities of an answer; vLLM gives a mapping from token to log-probability for each."""
     ids = list(answer.token_ids)
     return ids, [found[token].logprob for token, found in zip(ids, answer.logprobs, strict=True)]
 
@@ -126,13 +126,13 @@ def start(config: RecipeConfig, args: TrainingArguments, sampling: Sampling, max
     """Start an engine on this process's device; every process must call.
 
     Args:
-        config: The model, and how much of the device the engine may have.
-        args: Device, precision and number of processes.
-        sampling: How answers are sampled.
+        config: Model, and the engine's share of the GPU memory.
+        args: Device, precision and world size.
+        sampling: Length, temperature and stop tokens.
         max_length: Tokens of the longest prompt with its longest answer.
 
     Raises:
-        ConfigError: vLLM is not installed, or it cannot run this model in the memory that is left.
+        ConfigError: vLLM is not installed, does not support the model, or has too little free memory.
     """
     check_vllm()
     keep_engine_in_process()
@@ -148,7 +148,7 @@ def start(config: RecipeConfig, args: TrainingArguments, sampling: Sampling, max
                 revision=config.model.model_revision,
                 trust_remote_code=config.model.trust_remote_code,
                 skip_tokenizer_init=True,
-                # Stop tokens are those of training, whatever the model's generation configuration has.
+                # Ignores the model's generation_config.json, whose stop tokens and top_p differ from training's.
                 generation_config="vllm",
                 dtype=str(get_compute_dtype(args)).removeprefix("torch."),
                 max_model_len=max_length,
@@ -157,9 +157,9 @@ def start(config: RecipeConfig, args: TrainingArguments, sampling: Sampling, max
                 enable_sleep_mode=config.engine.vllm_enable_sleep_mode,
                 # Log-probabilities at the sampling temperature, as in the training graph.
                 logprobs_mode="processed_logprobs",
-                # CUDA graphs need a GPU; on a CPU, compilation takes longer than it saves.
+                # CUDA graphs need a GPU, and on a CPU compilation takes longer than it saves.
                 enforce_eager=args.device.type == "cpu",
-                # Training has a process group already: the single-process executor (uni) would start another one.
+                # Training has a process group already; `uni` would initialise another one.
                 distributed_executor_backend="external_launcher" if args.world_size > 1 else "uni",
                 seed=args.seed,
             ).create_engine_config()
@@ -172,10 +172,10 @@ def start(config: RecipeConfig, args: TrainingArguments, sampling: Sampling, max
         temperature=sampling.temperature,
         max_tokens=sampling.response_length,
         stop_token_ids=list(sampling.stop_ids),
-        # The sampled token alone.
+        # 0 more than the sampled token's own.
         logprobs=0,
         detokenize=False,
-        # Whole answers, once, instead of a copy of each at every step.
+        # Each answer once it is finished, instead of a copy at every step.
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
     return ColocatedVLLM(engine, sampling, parameters, sleeps=config.engine.vllm_enable_sleep_mode)

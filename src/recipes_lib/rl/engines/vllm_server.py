@@ -1,10 +1,9 @@
-"""A vLLM server as generation engine: prompts by HTTP, policy weights every iteration."""
+"""A vLLM server as generation engine: prompts by HTTP, policy weights by NCCL in every iteration."""
 
 from __future__ import annotations
 
 import http.client
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -21,7 +20,7 @@ from recipes_lib.rl.engines.link import check_vllm, engine_errors, explain_failu
 from recipes_lib.training.layouts.fsdp import is_sharded
 
 REQUESTS: Final = 64
-"""Concurrent HTTP requests, over which the prompts are divided, as in TRL's client."""
+"""Largest number of concurrent HTTP requests, over which the prompts are divided, as in TRL's client."""
 _SECONDS_TO_ANSWER: Final = 10.0
 _SECONDS_TO_RETRY: Final = 2.0
 _URL: Final = "vllm_server_base_url"
@@ -34,10 +33,10 @@ _COMMAND: Final = (
 class VLLMBackend:
     """Sampling by a vLLM server; the main process sends the weights, each process its prompts.
 
-    The server has its own random numbers. Log-probabilities are those of its kernels, after the temperature.
+    The server draws its own random numbers. Log-probabilities are those of its kernels, after the temperature.
 
-    Source: ``trl.generation.vllm_client.VLLMClient``; ``tests/rl/engines/test_vllm_server.py``, against a server that
-    speaks its requests.
+    Source: ``trl.generation.vllm_client.VLLMClient``; ``tests/rl/engines/test_vllm_server.py``, with a server that
+    implements the same requests.
     """
 
     name = "vLLM"
@@ -55,7 +54,7 @@ class VLLMBackend:
     def load(self, policy: Any) -> None:
         """Send the weights with the adapter merged, and clear the server's prefix cache.
 
-        All ranks of a sharded policy must call: each layer is gathered by all of them.
+        Collective if the policy is sharded: all ranks gather each layer.
 
         Raises:
             ConfigError: The server failed.
@@ -68,7 +67,7 @@ class VLLMBackend:
             for name, tensor in iterate_policy(policy)
         ]
         if not self._is_main:
-            # Gathering a layer is collective: these ranks take part, and keep nothing.
+            # Take part in gathering each layer.
             for _ in iterate_policy(policy):
                 pass
             return
@@ -77,10 +76,10 @@ class VLLMBackend:
             self._client.reset_prefix_cache()
 
     def generate(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
-        """Answer every prompt once; ``uniforms`` are not used.
+        """Sample one answer per prompt; ``uniforms`` are not used.
 
         Raises:
-            ConfigError: The server failed, or cut an answer short.
+            ConfigError: The server failed, or ended an answer before a stop token and before the limit.
         """
         rows = range(len(prompts))
         parts = [rows[start::REQUESTS] for start in range(min(REQUESTS, len(prompts)))]
@@ -93,7 +92,7 @@ class VLLMBackend:
                     answers.update(zip(waiting[done], done.result(), strict=True))
                 self._sampling.beat()
         finally:
-            # A preempted rank does not wait for unfinished answers, whose requests cannot be taken back.
+            # A preempted rank does not wait for unfinished answers; requests that were sent cannot be cancelled.
             pool.shutdown(wait=False, cancel_futures=True)
         with engine_errors("sampling answers"):
             return join_answers([answers[row] for row in rows], self._sampling)
@@ -105,7 +104,7 @@ class VLLMBackend:
             max_tokens=self._sampling.response_length,
             generation_kwargs={"stop_token_ids": list(self._sampling.stop_ids)},
         )
-        # A list of one per token: its own log-probability.
+        # For each token a list of one: its own log-probability.
         logps = [[token[0] for token in answer] for answer in output["logprobs"]]
         return list(zip(output["completion_ids"], logps, strict=True))
 
@@ -114,7 +113,7 @@ def connect(config: RecipeConfig, args: TrainingArguments, sampling: Sampling) -
     """Connect to the server and, on the main process, open the weight transfer.
 
     Raises:
-        ConfigError: vLLM is not installed, the server cannot be reached, or it was started without what is needed.
+        ConfigError: vLLM is not installed, the server cannot be reached, or it was started without required options.
     """
     check_vllm()
     engine, is_main = config.engine, args.process_index == 0
@@ -127,7 +126,7 @@ def connect(config: RecipeConfig, args: TrainingArguments, sampling: Sampling) -
         )
         mode = client.get_server_info()["model_config"]["logprobs_mode"]
         if mode != "processed_logprobs":
-            # Other modes return log-probabilities before the temperature.
+            # In the other modes log-probabilities are before the temperature, unlike those of the training graph.
             raise RuntimeError(f"the server returns {mode}, before the temperature")
         if is_main:
             client.init_communicator(device=args.device)
@@ -138,20 +137,17 @@ def connect(config: RecipeConfig, args: TrainingArguments, sampling: Sampling) -
 
 
 def _wait_for_server(url: str, seconds: float) -> None:
-    """Wait until a server is up; TRL 1.16's client waits for ever if ``/health`` has any other status than 200.
+    """Wait until a server is up; TRL 1.16's client waits for ever if the status of ``/health`` is not 200.
 
     Raises:
-        ConnectionError: It is not within ``seconds``.
+        ConnectionError: The server is not up within ``seconds``.
     """
     end = time.monotonic() + seconds
     while True:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=_SECONDS_TO_ANSWER):
                 return
-        except urllib.error.HTTPError as error:
-            found = f"/health has the status {error.code}, so it is no vLLM server or its engine has ended"
-        except (OSError, http.client.HTTPException) as error:
-            found = f"it can't be reached: {error}"
-        if time.monotonic() >= end:
-            raise ConnectionError(f"{found}; waited for {seconds:g} seconds")
+        except (OSError, http.client.HTTPException) as error:  # HTTPError of a status is an OSError.
+            if time.monotonic() >= end:
+                raise ConnectionError(f"it can't be reached: {error}; waited for {seconds:g} seconds") from error
         time.sleep(_SECONDS_TO_RETRY)
