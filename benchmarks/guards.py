@@ -126,7 +126,7 @@ def measure(name: str, folder: Path, num_steps: int) -> dict[str, float]:
         for callback in observer.callbacks:
             time_calls(callback, ("on_step_begin", "on_step_end", "on_log"), spent)
         if is_guarded:
-            time_calls(trainer.guard, ("judge", "on_step_begin"), spent)
+            time_calls(trainer.guard, ("check_step", "on_step_begin"), spent)
         else:
             trainer.remove_callback(trainer.guard)
         trainer.train()

@@ -16,9 +16,9 @@ if __name__ == "__main__":
 
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.data.packed.training_data import load_training_data
-from recipes_lib.distillation.distill_trainer import DistillationTrainer, prepare_teaching
+from recipes_lib.distillation.distill_trainer import DistillationTrainer, prepare_teacher
 from recipes_lib.distillation.teacher_store import is_own_teacher, map_teacher_vocabulary
-from recipes_lib.models.attention.kernels import choose_attention, prove_isolation
+from recipes_lib.models.attention.kernels import choose_attention, verify_isolation
 from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.heads.loss_head import verify_loss_head
 from recipes_lib.models.loading import load_causal_lm, load_tokenizer
@@ -47,7 +47,7 @@ def main(run: Run) -> None:
     collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
     trainer = DistillationTrainer(
         model=model,
-        teaching=prepare_teaching(config, data, attention, args, vocabulary, collate),
+        teaching=prepare_teacher(config, data, attention, args, vocabulary, collate),
         distillation=config.distillation,
         is_own_teacher=is_own_teacher(config),
         args=args,
@@ -57,7 +57,7 @@ def main(run: Run) -> None:
     )
     # Verify isolation with the loaded weights, and that the loss head returns the model's own loss.
     if config.tokens.packing or attention.layout == "flat":
-        prove_isolation(model, attention.layout)
+        verify_isolation(model, attention.layout)
     verify_loss_head(model)
     trainer.train(resume_from_checkpoint=run.choose_checkpoint())
     export_model(trainer, run.output_dir)

@@ -24,7 +24,7 @@ from recipes_lib.training.forgetting.weight_penalty import load_penalty
 from recipes_lib.training.run import Run
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.dpo_trainer import DPOTrainer, build_objective, prepare_reference
-from recipes_lib.training.trainers.pair_batches import build_pair_collator, choose_pair_attention, prove_pair_attention
+from recipes_lib.training.trainers.pair_batches import build_pair_collator, choose_pair_attention, verify_pair_attention
 from recipes_lib.training.trainers.trained_model import load_policy, load_verified_config
 
 
@@ -42,7 +42,7 @@ def main(run: Run) -> None:
     attention = choose_pair_attention(config, model_config, args, max_length=data.max_length)
     model = load_policy(config, attention.implementation, args, run.launch)
     set_stop_tokens(model, tokenizer, data.audit.terminators)
-    attention = prove_pair_attention(config, attention, model)
+    attention = verify_pair_attention(config, attention, model)
     run.record(data=data.record, pairs=asdict(attention))
 
     # The reference is the policy at its start, or `ref_model_name_or_path`.

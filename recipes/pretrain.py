@@ -16,7 +16,7 @@ if __name__ == "__main__":
 
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.data.tokens.token_data import prepare_tokens
-from recipes_lib.models.attention.kernels import choose_attention, prove_isolation
+from recipes_lib.models.attention.kernels import choose_attention, verify_isolation
 from recipes_lib.models.heads.loss_head import verify_loss_head
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.planning.pretraining import count_run_tokens
@@ -64,7 +64,7 @@ def main(run: Run) -> None:
     )
     # Verify isolation with the loaded weights, and that the loss head returns the model's own loss.
     if isolated or attention.layout == "flat":
-        prove_isolation(trainer.model_wrapped, attention.layout)
+        verify_isolation(trainer.model_wrapped, attention.layout)
     verify_loss_head(trainer.model_wrapped)
     trainer.train(resume_from_checkpoint=run.choose_checkpoint())
     export_model(trainer, run.output_dir)

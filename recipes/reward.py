@@ -19,11 +19,11 @@ from recipes_lib.data.pairs.preference_sets import UnfinishedAnswers, load_pair_
 from recipes_lib.models.heads.scoring import RewardModel
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.final_model import export_model, recipe
-from recipes_lib.report.reward_report import settle_scale, write_verdict
+from recipes_lib.report.reward_report import store_score_statistics, write_reward_report
 from recipes_lib.training.evaluation.build import build_observer
 from recipes_lib.training.run import Run
 from recipes_lib.training.trainers.arguments import build_training_arguments
-from recipes_lib.training.trainers.pair_batches import build_pair_collator, choose_pair_attention, prove_pair_attention
+from recipes_lib.training.trainers.pair_batches import build_pair_collator, choose_pair_attention, verify_pair_attention
 from recipes_lib.training.trainers.pair_trainer import RewardTrainer, build_reward_objective
 from recipes_lib.training.trainers.trained_model import load_scorer, load_verified_config
 
@@ -40,7 +40,7 @@ def main(run: Run) -> None:
     model_config = load_verified_config(config, tokenizer, data.longest)
     attention = choose_pair_attention(config, model_config, args, max_length=data.max_length)
     model = load_scorer(config, attention.implementation, args, run.launch, tokenizer, data.audit.terminators)
-    attention = prove_pair_attention(config, attention, model)
+    attention = verify_pair_attention(config, attention, model)
     run.record(data=data.record, pairs=asdict(attention))
 
     # The score is read at the last token of an answer, in training and in inference.
@@ -60,9 +60,9 @@ def main(run: Run) -> None:
     trainer.train(resume_from_checkpoint=run.choose_checkpoint())
     # Save mean and standard deviation of scores with the model, and check its quality gates.
     reward_model = RewardModel(model, tokenizer)
-    settle_scale(reward_model, data.train)
+    store_score_statistics(reward_model, data.train)
     export_model(trainer, run.output_dir)
-    run.record(failed_gates=write_verdict(reward_model, data.eval, run.output_dir, is_main=run.launch.is_main))
+    run.record(failed_gates=write_reward_report(reward_model, data.eval, run.output_dir, is_main=run.launch.is_main))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ if __name__ == "__main__":
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.data.packed.training_data import load_training_data
 from recipes_lib.models.adapters.lora import describe_adapter
-from recipes_lib.models.attention.kernels import choose_attention, prove_isolation
+from recipes_lib.models.attention.kernels import choose_attention, verify_isolation
 from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.heads.loss_head import verify_loss_head
 from recipes_lib.models.loading import load_tokenizer
@@ -67,7 +67,7 @@ def main(run: Run) -> None:
     )
     # Verify isolation with the loaded weights, and that the loss head returns the model's own loss.
     if packing or attention.layout == "flat":
-        prove_isolation(model, attention.layout)
+        verify_isolation(model, attention.layout)
     verify_loss_head(model)
     trainer.train(resume_from_checkpoint=run.choose_checkpoint())
     export_model(trainer, run.output_dir)

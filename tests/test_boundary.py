@@ -73,15 +73,15 @@ def test_who_ends_because_of_another_says_so_in_a_line(capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize(("error", "code"), [(DivergedError("nan"), 3), (PreemptedError("SIGTERM"), 75)])
 def test_one_of_several_processes_leaves_without_waiting_for_the_others(error, code, monkeypatch) -> None:
-    class LeftError(BaseException):
+    class StopPendingError(BaseException):
         pass
 
     def leave(code: int) -> None:
-        raise LeftError(code)
+        raise StopPendingError(code)
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("os._exit", leave)
-    with pytest.raises(LeftError, match=str(code)):
+    with pytest.raises(StopPendingError, match=str(code)):
         run_command(raising(error))
     assert run_command(lambda: None) == 0
 

@@ -23,11 +23,11 @@ from recipes_lib.files import (
     parse_number,
     read_lines,
     read_record,
-    refuse_full,
     replace_record,
     replacing,
     spell_numbers,
     try_lock,
+    verify_empty_folder,
 )
 
 
@@ -202,4 +202,4 @@ def test_a_folder_is_built_whole_or_not_at_all(tmp_path: Path) -> None:
     readers = stat.S_IRGRP | stat.S_IROTH
     assert (folder / "weights").stat().st_mode & readers == folder.stat().st_mode & readers
     with pytest.raises(ConfigError, match="is not empty"):
-        refuse_full(folder)
+        verify_empty_folder(folder)

@@ -31,18 +31,18 @@ def run_as(folders, number, body):
 def test_a_process_that_left_in_order_is_not_missed(folders):
     processes.enter()
     run_as(folders, "1", "processes.enter(); processes.leave()")
-    assert processes.find_lost() is None
+    assert processes.find_dead_process() is None
 
 
 def test_a_process_that_was_killed_is(folders):
     processes.enter()
     run_as(folders, "1", "processes.enter()")
-    assert processes.find_lost() == "process 1 of this machine ended: no error was recorded, so it was killed"
+    assert processes.find_dead_process() == "process 1 of this machine ended: no error was recorded, so it was killed"
 
 
 def test_a_process_that_failed_is_with_its_reason(folders):
     run_as(folders, "1", "processes.enter(); processes.record_failure(ValueError('no\\nmore'), is_unforeseen=True)")
-    assert processes.find_lost() == "process 1 of this machine ended: ValueError: no"
+    assert processes.find_dead_process() == "process 1 of this machine ended: ValueError: no"
     # As torch's own handler writes it, so that the launcher's summary has it.
     message = json.loads((folders / "1" / "error.json").read_text())["message"]
     assert message["message"] == "ValueError: no\nmore"
@@ -75,7 +75,7 @@ def test_without_a_launcher_there_is_nobody_to_miss(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     processes.enter()
     processes.record_failure(ValueError(), is_unforeseen=True)
-    assert processes.find_lost() is None
+    assert processes.find_dead_process() is None
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "another process ended" in str(processes.explain_lost_connection(RuntimeError("Broken pipe"), seconds=0))
 

@@ -180,8 +180,8 @@ def test_who_asked_first_is_remembered_and_raised_at_the_end_of_the_block():
 
     def be_asked_twice() -> None:
         with stop.deferred():
-            stop.ask("the file STOP")
-            stop.ask("SIGTERM")
+            stop.request("the file STOP")
+            stop.request("SIGTERM")
 
     with pytest.raises(PreemptedError, match="the file STOP"):
         be_asked_twice()

@@ -165,7 +165,7 @@ def writing(place: Path, remedy: str, found: str = "cannot be written") -> Itera
         raise ConfigError(Problem(str(place), f"{found}: {error.strerror}", remedy)) from error
 
 
-def refuse_full(folder: Path) -> None:
+def verify_empty_folder(folder: Path) -> None:
     """Raise if ``folder`` is a file or a folder with content.
 
     Raises:

@@ -87,7 +87,7 @@ def record_failure(error: BaseException, *, is_unforeseen: bool) -> None:
     _write("error.json", json.dumps({"message": {"message": words, "extraInfo": extra}}))
 
 
-def find_lost() -> str | None:
+def find_dead_process() -> str | None:
     """Return which process of this machine has died, and why; ``None`` if all are alive or ended normally."""
     folder = _find_folder()
     if folder is None:
@@ -115,7 +115,7 @@ def explain_lost_connection(error: BaseException, seconds: float = 2.0) -> str |
     if not any(phrase in words for phrase in _CONNECTION_LOST):
         return None
     deadline = time.monotonic() + seconds
-    while (lost := find_lost()) is None and time.monotonic() < deadline:
+    while (lost := find_dead_process()) is None and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     return lost or "another process ended: see its output for the reason"
 

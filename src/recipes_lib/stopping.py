@@ -65,7 +65,7 @@ class StopRequest:
                 signal.signal(number, self._handle)
         os.register_at_fork(after_in_child=self._leave_to_parent)
 
-    def ask(self, reason: str) -> None:
+    def request(self, reason: str) -> None:
         """Record a stop request; only the first reason is kept."""
         self.reason = self.reason or reason
 
@@ -102,10 +102,10 @@ class StopRequest:
         if self._is_closed or self._has_raised:
             return
         # A launcher sends SIGTERM to all processes when one has failed: that is a failure, not a preemption.
-        if (lost := processes.find_lost()) is not None:
+        if (lost := processes.find_dead_process()) is not None:
             self._has_raised = True
             raise LostPeerError(lost)
-        self.ask(signal.Signals(number).name)
+        self.request(signal.Signals(number).name)
         if not self.is_deferred:
             raise self._stop_here()
 
@@ -129,7 +129,7 @@ class StopRequest:
                     _leave(128 + number, f"{signal.Signals(number).name} again: exits immediately")
 
     def _leave_without_peer(self) -> None:
-        if (lost := processes.find_lost()) is not None:
+        if (lost := processes.find_dead_process()) is not None:
             _start_timer(_SECONDS_TO_UNWIND, _leave, EXIT_BUG, f"exits because {lost}")
 
     def _leave_in_time(self, *, is_last: bool = False) -> None:

@@ -232,7 +232,7 @@ def test_asked_to_stop_while_it_samples_it_leaves_and_goes_on(
     def asking(backend: Any, *given: Any) -> Any:
         if stopped.state.global_step == 2:
             calls.append(1)
-            STOP.ask("SIGTERM")
+            STOP.request("SIGTERM")
         return generate(backend, *given)
 
     monkeypatch.setattr(GenerateBackend, "generate", asking)

@@ -183,11 +183,11 @@ def break_something(fault: str | None) -> Iterator[None]:
         "shifted shard": (RunSampler, "__iter__", shift),
         "nan in the first stage": (PipelineTrainer, "_run_step", spoil_first_stage),
         "no sums over stages": (Pipeline, "reduce_gradients", lambda _: None),
-        "spike": (SpikeMonitor, "judge", judge_a_spike),
+        "spike": (SpikeMonitor, "find_spike", judge_a_spike),
         "never saw it": (RowOrder, "locate", leave_out),
         "told reads": (hashlib, "file_digest", _tell(hashlib.file_digest)),
         # As accelerate would have it.
-        "narrow sums": (recipe_trainer, "settle_precision", lambda *_: None),
+        "narrow sums": (recipe_trainer, "set_mixed_precision", lambda *_: None),
     }
     with contextlib.nullcontext() if fault is None else mock.patch.object(*patches[fault]):
         yield
@@ -223,7 +223,7 @@ def _ask_in(generate: Callable[..., Any], call: int) -> Callable[..., Any]:
 
         calls.append(1)
         if len(calls) == call and is_last_process():
-            STOP.ask("SIGTERM")
+            STOP.request("SIGTERM")
         return generate(*args, **kwargs)
 
     return asking

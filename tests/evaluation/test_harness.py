@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.evaluation import harness
-from recipes_lib.evaluation.engines import CheckedModel, Remembering
+from recipes_lib.evaluation.engines import CachedModel, CheckedModel
 from recipes_lib.evaluation.harness import RECORD, SAMPLES, describe_model, evaluate_model, read_samples
 
 LOCAL = ("local_choice", "local_written", "local_rolling")
@@ -180,7 +180,7 @@ def test_questions_that_are_cut_are_counted_and_answers_without_room_refused(
     assert all(row["is_cut"] for row in read_samples(model / "eval") if row["task"] == "local_choice")
     # Killed after the last answer, it has all of them in its cache, and none is asked again.
     with monkeypatch.context() as patched:
-        patched.setattr(Remembering, "close", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(CachedModel, "close", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             evaluate_model(build(model, tasks, "local_choice"))
     monkeypatch.setattr(CheckedModel, "_loglikelihood_tokens", None)

@@ -31,7 +31,7 @@ from recipes_lib.data.packed.encoding import build_encoder
 from recipes_lib.data.packed.training_data import load_training_data
 from recipes_lib.data.pairs.preference_sets import load_pair_data
 from recipes_lib.data.sources.rows import Row
-from recipes_lib.models.heads.scoring import read_scale
+from recipes_lib.models.heads.scoring import read_adapter_statistics
 from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
 from recipes_lib.models.model_files import find_damage as find_damaged_weights
 from recipes_lib.publish.card import write_card
@@ -229,7 +229,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "tokenizer_config.json": ("model/tokenizer_config.json", read_text),
     "chat_template.jinja": ("model/chat_template.jinja", read_text),
     "adapter_config.json": ("adapter_config.json", read_adapter),
-    "reward_scale.json": ("reward_scale.json", read_scale),
+    "reward_scale.json": ("reward_scale.json", read_adapter_statistics),
     "answers.jsonl.record.json": (
         "answers.jsonl.record.json",
         lambda folder: RowFile(folder / "answers.jsonl", "key", AnswerCounts(), what="other rows"),

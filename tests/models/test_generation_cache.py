@@ -14,7 +14,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from recipes_lib.models.generation import RoomyLayer, build_cache
+from recipes_lib.models.generation import PreallocatedLayer, build_cache
 
 SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 
@@ -25,7 +25,7 @@ def draw(rows: int, tokens: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("num_tokens", [4, 9, 40])
 def test_it_holds_what_upstreams_holds_also_beyond_its_room_and_after_rows_are_gone(num_tokens):
-    layers = [RoomyLayer(num_tokens), DynamicLayer()]
+    layers = [PreallocatedLayer(num_tokens), DynamicLayer()]
     for rows, tokens in ((3, 5), (3, 1), (3, 1)):
         keys, values = draw(rows, tokens), -draw(rows, tokens)
         found, expected = (layer.update(keys, values) for layer in layers)
@@ -39,7 +39,7 @@ def test_it_holds_what_upstreams_holds_also_beyond_its_room_and_after_rows_are_g
 
 
 def test_a_token_is_written_beside_those_that_are_there():
-    layer = RoomyLayer(9)
+    layer = PreallocatedLayer(9)
     before, _ = layer.update(draw(2, 4), draw(2, 4))
     after, _ = layer.update(draw(2, 1), draw(2, 1))
     assert before.data_ptr() == after.data_ptr()
@@ -48,9 +48,9 @@ def test_a_token_is_written_beside_those_that_are_there():
 def test_a_sliding_window_keeps_upstreams_layer_and_another_state_has_no_such_cache():
     whole = build_cache(LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=2)), 8)
     assert whole is not None
-    assert [type(layer) for layer in whole.layers] == [RoomyLayer] * 2
+    assert [type(layer) for layer in whole.layers] == [PreallocatedLayer] * 2
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 4}
     mixed = build_cache(Gemma2ForCausalLM(Gemma2Config(**SIZES, **heads)), 8)
     assert mixed is not None
-    assert sum(isinstance(layer, RoomyLayer) for layer in mixed.layers) == 1
+    assert sum(isinstance(layer, PreallocatedLayer) for layer in mixed.layers) == 1
     assert build_cache(MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=32, num_hidden_layers=2)), 8) is None

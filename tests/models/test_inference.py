@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from recipes_lib.errors import ConfigError
 from recipes_lib.models import inference as evaluation
 from recipes_lib.models.attention import varlen
-from recipes_lib.models.attention.kernels import prove_isolation
+from recipes_lib.models.attention.kernels import verify_isolation
 from recipes_lib.models.attention.shared_prompt import prove_shared_prompt
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
 from recipes_lib.models.inference import (
@@ -106,7 +106,7 @@ def test_while_weights_are_on_the_host_another_kernel_stands_in_for_flash_attent
             torch.testing.assert_close(packed[first:behind], alone, rtol=0, atol=1e-5)
     assert flash_model.config._attn_implementation == "flash_attention_2"
     # What is asked of a run before its weights are sharded.
-    prove_isolation(flash_model, "flat")
+    verify_isolation(flash_model, "flat")
     add_loss_head(flash_model)
     verify_loss_head(flash_model)
     assert flash_model.config._attn_implementation == "flash_attention_2"
@@ -152,7 +152,7 @@ def test_a_kernel_that_takes_halves_alone_proves_a_model_in_float32(tiny_model_d
     varlen.register_varlen()
     model = model_class.from_pretrained(tiny_model_dir, attn_implementation="varlen").eval()
     assert prove_shared_prompt(model) is None
-    prove_isolation(model, "flat")
+    verify_isolation(model, "flat")
     # What is more than a rounding is found all the same.
     plain = model.forward
 
@@ -162,7 +162,7 @@ def test_a_kernel_that_takes_halves_alone_proves_a_model_in_float32(tiny_model_d
     model.forward = join
     assert "one moves by" in prove_shared_prompt(model)
     with pytest.raises(ConfigError, match="beside another: one moves by"):
-        prove_isolation(model, "flat")
+        verify_isolation(model, "flat")
 
 
 def test_the_model_inside_a_wrapper_is_the_very_one_that_was_wrapped(tiny_model_dir):

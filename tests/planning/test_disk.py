@@ -44,7 +44,7 @@ def test_a_checkpoint_is_as_large_as_the_trainer_writes_it(tiny_model_dir, tmp_p
         ({"save_strategy": "epoch", "num_train_epochs": 3}, {}, 3),
         # What stays for ever.
         ({"save_steps": 10, "save_total_limit": 2}, {"keep_every": 50}, 5),
-        ({"save_steps": 10, "save_total_limit": 2}, {"keep_every": 50, "num_besides": 1}, 6),
+        ({"save_steps": 10, "save_total_limit": 2}, {"keep_every": 50, "num_protected": 1}, 6),
         ({"save_steps": 10, "save_total_limit": 2}, {"keep_every": 10}, 10),
         ({"save_steps": 10, "save_total_limit": 2, "load_best_model_at_end": True}, {}, 4),
     ],

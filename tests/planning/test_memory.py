@@ -24,7 +24,7 @@ from recipes_lib.planning.memory import (
     count_logit_bytes,
     find_critic_start,
     plan_memory,
-    settle_checkpointing,
+    resolve_checkpointing,
 )
 from recipes_lib.planning.memory_plan import KINDS, Held, Layout
 
@@ -178,7 +178,7 @@ def test_auto_takes_the_fastest_checkpointing_that_leaves_a_tenth_of_the_device(
         fitting = [name for name in MODES if asked[name].place(device).peak <= 0.9 * device]
         assert chosen.checkpointing == fitting[0]
         assert chosen.components == asked[fitting[0]].place(device).components
-        settled = settle_checkpointing(config, chosen).training
+        settled = resolve_checkpointing(config, chosen).training
         assert {key: settled[key] for key in list_keys(mode)} == list_keys(fitting[0])
     # Where none fits it is the one that holds least, and the verdict is that of the device.
     assert auto.place(sizes["every layer"] - 1).checkpointing == "every layer"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from recipes_lib.errors import DataError
-from recipes_lib.report.html_pages import MAX_QUESTIONS, MAX_TEXT, judge, write_eval_report
+from recipes_lib.report.html_pages import MAX_QUESTIONS, MAX_TEXT, classify_answer, write_eval_report
 
 EVIL = "<script>alert(1)</script>"
 
@@ -65,7 +65,7 @@ def test_a_page_stays_readable(tmp_path: Path) -> None:
     [({"acc": 1.0}, "right"), ({"em": 0}, "wrong"), ({"bpb": 1.3}, ""), ({"f1": 0.5, "em": 1}, "right")],
 )
 def test_a_verdict_is_that_of_the_first_score_that_is_one(scores: dict[str, float], verdict: str) -> None:
-    assert judge({"scores": scores}) == verdict
+    assert classify_answer({"scores": scores}) == verdict
 
 
 def test_a_folder_without_an_evaluation_is_refused(tmp_path: Path) -> None:

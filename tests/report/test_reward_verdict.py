@@ -8,7 +8,12 @@ import pytest
 from recipes_lib.errors import DataError
 from recipes_lib.report import reward_report
 from recipes_lib.report.page import build_report
-from recipes_lib.report.reward_report import REWARD_FILE, read_verdict, settle_scale, write_verdict
+from recipes_lib.report.reward_report import (
+    REWARD_FILE,
+    read_reward_report,
+    store_score_statistics,
+    write_reward_report,
+)
 
 
 def make_pairs(num_pairs, seed=0):
@@ -24,7 +29,7 @@ def make_pairs(num_pairs, seed=0):
 
 def test_so_many_chosen_answers_are_the_reference(reward_model, monkeypatch):
     monkeypatch.setattr(reward_report, "MAX_REFERENCE_ANSWERS", 3)
-    settle_scale(reward_model, make_pairs(3) + make_pairs(9, seed=1))
+    store_score_statistics(reward_model, make_pairs(3) + make_pairs(9, seed=1))
     rows = [np.concatenate([pair["prompt_ids"], pair["chosen_ids"]]).tolist() for pair in make_pairs(3)]
     scores, config = reward_model.compute_raw_scores(rows), reward_model.model.config
     assert (config.reward_mean, config.reward_std) == pytest.approx((np.mean(scores), np.std(scores)))
@@ -33,13 +38,13 @@ def test_so_many_chosen_answers_are_the_reference(reward_model, monkeypatch):
 def test_a_model_that_scores_everything_alike_is_refused(reward_model):
     reward_model.model.score.weight.data.zero_()
     with pytest.raises(DataError, match="have the score 0"):
-        settle_scale(reward_model, make_pairs(4))
+        store_score_statistics(reward_model, make_pairs(4))
 
 
 def test_the_verdict_is_written_shown_and_read_again(reward_model, tmp_path):
-    settle_scale(reward_model, make_pairs(12))
-    failed = write_verdict(reward_model, make_pairs(12), tmp_path)
-    verdict = read_verdict(tmp_path)
+    store_score_statistics(reward_model, make_pairs(12))
+    failed = write_reward_report(reward_model, make_pairs(12), tmp_path)
+    verdict = read_reward_report(tmp_path)
     assert failed
     assert verdict["failed_gates"] == failed
     assert verdict["may_serve_ppo"] is False
@@ -53,14 +58,14 @@ def test_the_verdict_is_written_shown_and_read_again(reward_model, tmp_path):
 
 
 def test_without_held_out_pairs_there_is_no_verdict(reward_model, tmp_path):
-    assert write_verdict(reward_model, None, tmp_path) is None
-    assert read_verdict(tmp_path) is None
+    assert write_reward_report(reward_model, None, tmp_path) is None
+    assert read_reward_report(tmp_path) is None
 
 
 @pytest.mark.parametrize("changes", [{"ece": None}, {"length": []}, {"reliability": [{}]}, {"histogram": {"edges": 3}}])
 def test_a_verdict_with_wrong_fields_makes_a_page(reward_model, tmp_path, changes):
-    settle_scale(reward_model, make_pairs(12))
-    failed = write_verdict(reward_model, make_pairs(12), tmp_path)
+    store_score_statistics(reward_model, make_pairs(12))
+    failed = write_reward_report(reward_model, make_pairs(12), tmp_path)
     verdict = json.loads((tmp_path / REWARD_FILE).read_text()) | changes
     (tmp_path / REWARD_FILE).write_text(json.dumps(verdict))
     (tmp_path / "run.json").write_text(json.dumps({"stage": "reward", "status": "done"}))
@@ -71,4 +76,4 @@ def test_a_verdict_with_wrong_fields_makes_a_page(reward_model, tmp_path, change
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
 def test_a_torn_verdict_is_none(tmp_path, content):
     (tmp_path / REWARD_FILE).write_text(content)
-    assert read_verdict(tmp_path) is None
+    assert read_reward_report(tmp_path) is None

@@ -203,7 +203,7 @@ def train_with_a_stop(flags: list[str], *, asked: bool) -> None:
     def asking(self: Any, *given: Any) -> Any:
         num_calls[0] += 1
         if asked and num_calls[0] == 5:  # Of three in an iteration.
-            STOP.ask("SIGTERM")
+            STOP.request("SIGTERM")
         return generate(self, *given)
 
     GenerateBackend.generate = asking  # type: ignore[method-assign]

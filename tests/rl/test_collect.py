@@ -19,7 +19,7 @@ from recipes_lib.rl.collect import AsyncSampler, Collector
 from recipes_lib.rl.rewards import Rewards
 from recipes_lib.rl.rollout import compute_response_logps, lay_out
 from recipes_lib.stopping import STOP
-from recipes_lib.training.guards.preemption import leave_if_asked
+from recipes_lib.training.guards.preemption import raise_if_stop_pending
 from recipes_lib.training.monitoring.progress import TrainingProgress
 
 SEEN: list[str] = []
@@ -174,8 +174,8 @@ def test_answers_ahead_are_taken_once_and_failures_are_the_takers():
 def test_who_is_asked_to_stop_leaves_the_answers_ahead():
     ahead = AsyncSampler()
     with STOP.deferred():
-        STOP.ask("SIGTERM")
-        ahead.ask(leave_if_asked)
+        STOP.request("SIGTERM")
+        ahead.ask(raise_if_stop_pending)
         with pytest.raises(PreemptedError):
             ahead.take()
         STOP.reason = None

@@ -23,7 +23,7 @@ def guard(tmp_path):
 
 
 def test_answers_that_are_made_of_numbers_pass(guard, tmp_path):
-    guard.judge_answers(build_rollout(LENGTHS), step=5)
+    guard.check_rollout(build_rollout(LENGTHS), step=5)
     assert not list(tmp_path.iterdir())
 
 
@@ -43,7 +43,7 @@ def test_an_answer_that_is_not_stops_the_run_and_is_put_down(guard, tmp_path, na
     values = getattr(rollout, name).clone()
     values[(2, 1) if values.dim() == 2 else 2] = float(number)
     with pytest.raises(DivergedError, match=f"step 5 was stopped before its update: {words}"):
-        guard.judge_answers(dataclasses.replace(rollout, **{name: values}), step=5)
+        guard.check_rollout(dataclasses.replace(rollout, **{name: values}), step=5)
     folder = tmp_path / "diverged" / "step-5"
     assert json.loads((folder / "rank-0.json").read_text())["row_ids"] == [[102]]
     tensors = load_file(folder / "rank-0.safetensors")
@@ -56,7 +56,7 @@ def test_behind_an_answer_anything_may_stand(guard):
     rollout = build_rollout(LENGTHS)
     values = rollout.values.clone()
     values[1, 1:] = float("nan")
-    guard.judge_answers(dataclasses.replace(rollout, values=values), step=1)
+    guard.check_rollout(dataclasses.replace(rollout, values=values), step=1)
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(float("nan"), 1.0), (1.0, float("inf"))])
@@ -65,8 +65,8 @@ def test_a_step_passes_only_with_a_loss_and_a_norm(guard, tmp_path, loss, norm):
     weight.grad = torch.tensor([1.0, norm])
     critic = SimpleNamespace(name="critic", parameters={"w": weight}, learning_rate=0.5)
     step = {"parts": [rollout], "losses": [torch.tensor(loss)]}
-    guard.judge(critic, step=8, loss=1.0, norm=1.0, **step)
+    guard.check_step(critic, step=8, loss=1.0, norm=1.0, **step)
     with pytest.raises(DivergedError, match="step 8 was stopped before its update of the critic"):
-        guard.judge(critic, step=8, loss=loss, norm=norm, **step)
+        guard.check_step(critic, step=8, loss=loss, norm=norm, **step)
     facts = json.loads((tmp_path / "diverged" / "step-8" / "rank-0.json").read_text())
     assert (facts["learner"], facts["learning_rate"], facts["row_ids"]) == ("critic", 0.5, [[100, 101, 102]])

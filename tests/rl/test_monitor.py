@@ -115,7 +115,7 @@ def look_at(*iterations):
             "objective/length": length,
             "objective/score_length_correlation": correlation,
         }
-        watch.look({name: value for name, value in given.items() if value is not None}, step)
+        watch.check({name: value for name, value in given.items() if value is not None}, step)
     return told
 
 

@@ -45,12 +45,12 @@ def test_a_rollout_teaches_nothing_where_no_answer_to_a_prompt_earns_more_than_a
     guard, told = build(1)
     judged = torch.tensor(rewards, dtype=torch.float32)
     if found is None:
-        guard.judge(judged, step=1)
+        guard.check(judged, step=1)
     else:
         with pytest.raises(DivergedError, match=found):
-            guard.judge(judged, step=1)
+            guard.check(judged, step=1)
         guard, told = build(2)
-        guard.judge(judged, step=1)
+        guard.check(judged, step=1)
         assert found in told[0]
     assert len(told) == (found is not None)
 
@@ -58,41 +58,41 @@ def test_a_rollout_teaches_nothing_where_no_answer_to_a_prompt_earns_more_than_a
 def test_it_is_told_at_once_and_whenever_twice_as_many_came_in_a_row() -> None:
     guard, told = build(None)
     for step in range(1, 10):
-        guard.judge(torch.tensor(FLAT), step=step)
+        guard.check(torch.tensor(FLAT), step=step)
     assert [line.split(":")[1] for line in told] == [" step 1", " step 2", " step 4", " step 8"]
-    guard.judge(torch.tensor(TELLING), step=10)
-    guard.judge(torch.tensor(FLAT), step=11)
+    guard.check(torch.tensor(TELLING), step=10)
+    guard.check(torch.tensor(FLAT), step=11)
     assert told[-1].startswith("warning: step 11:")
 
 
 def test_only_so_many_in_a_row_end_the_run() -> None:
     guard, _ = build(2)
     for step in range(1, 9):
-        guard.judge(torch.tensor(TELLING if step % 2 else FLAT), step=step)
+        guard.check(torch.tensor(TELLING if step % 2 else FLAT), step=step)
     with pytest.raises(DivergedError, match=r"step 9 .* raise max_zero_std_rollouts or set it to null"):
-        guard.judge(torch.tensor(FLAT), step=9)
+        guard.check(torch.tensor(FLAT), step=9)
 
 
 def test_a_task_that_is_solved_does_not_end_the_run() -> None:
     """Every answer earns the most that was ever earned; without a rollout that told answers apart nobody knows that."""
     guard, told = build(2)
-    guard.judge(torch.tensor(TELLING), step=1)
+    guard.check(torch.tensor(TELLING), step=1)
     for step in range(2, 6):
-        guard.judge(torch.tensor([[1.0, 1.0], [1.0, 1.0]]), step=step)
+        guard.check(torch.tensor([[1.0, 1.0], [1.0, 1.0]]), step=step)
     assert "end the run here" in told[-1]
     with pytest.raises(DivergedError):
-        guard.judge(torch.tensor(FLAT), step=6)
+        guard.check(torch.tensor(FLAT), step=6)
     guard, _ = build(2)
-    guard.judge(torch.ones(2, 2), step=1)
+    guard.check(torch.ones(2, 2), step=1)
     with pytest.raises(DivergedError):
-        guard.judge(torch.ones(2, 2), step=2)
+        guard.check(torch.ones(2, 2), step=2)
 
 
 @pytest.mark.parametrize("before", [[], [FLAT], [TELLING], [TELLING, FLAT], [FLAT, TELLING, FLAT], [FLAT] * 5])
 def test_a_resumed_run_judges_as_if_it_had_not_been_stopped(before: list[list[list[float]]]) -> None:
     guard, told = build(8)
     for step, rewards in enumerate(before, start=1):
-        guard.judge(torch.tensor(rewards), step=step)
+        guard.check(torch.tensor(rewards), step=step)
     resumed, told_resumed = build(8)
     resumed.state |= json.loads(json.dumps(guard.state))
     told.clear()
@@ -100,7 +100,7 @@ def test_a_resumed_run_judges_as_if_it_had_not_been_stopped(before: list[list[li
     for each in (guard, resumed):
         for step in range(1, 10):
             try:
-                each.judge(torch.tensor(FLAT), step=step)
+                each.check(torch.tensor(FLAT), step=step)
             except DivergedError:
                 ends.append(step)
                 break

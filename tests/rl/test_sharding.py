@@ -17,7 +17,7 @@ from recipes_lib.errors import ConfigError, PreemptedError
 from recipes_lib.rl import models as sharding
 from recipes_lib.rl.models import beat_between, choose_placement, held_whole
 from recipes_lib.stopping import STOP
-from recipes_lib.training.guards.preemption import LeftError
+from recipes_lib.training.guards.preemption import StopPendingError
 from recipes_lib.training.layouts.fsdp import is_sharded
 from recipes_lib.training.layouts.launch_environment import Launch
 from recipes_lib.training.trainers.arguments import build_training_arguments
@@ -82,8 +82,8 @@ def test_within_all_weights_are_there_and_behind_none(sharded):
 def test_who_comes_to_the_end_agrees_with_those_who_left(sharded, monkeypatch):
     meetings = []
     monkeypatch.setattr(sharding, "stop_if_agreed", lambda: meetings.append(1))
-    with pytest.raises(LeftError), held_whole(sharded):
-        raise LeftError
+    with pytest.raises(StopPendingError), held_whole(sharded):
+        raise StopPendingError
     assert meetings == []
     with held_whole(sharded):
         pass
@@ -95,7 +95,7 @@ def test_who_comes_to_the_end_agrees_with_those_who_left(sharded, monkeypatch):
 def test_one_who_is_asked_leaves_alone_where_no_other_takes_part(sharded, monkeypatch):
     monkeypatch.setattr(STOP, "reason", "SIGTERM")
     monkeypatch.setattr(STOP, "_is_closed", False)
-    with pytest.raises(LeftError), STOP.deferred():
+    with pytest.raises(StopPendingError), STOP.deferred():
         beat_between(nn.Linear(2, 2))
     with pytest.raises(PreemptedError), STOP.deferred():
         beat_between(sharded)

@@ -120,7 +120,7 @@ def ask_in(monkeypatch, owner, name, call):
     def asking(*args, **kwargs):
         calls.append(name)
         if len(calls) == call:
-            STOP.ask("SIGTERM")
+            STOP.request("SIGTERM")
         return function(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, asking)

@@ -89,7 +89,7 @@ class FakeEngine:
         assert not self._asleep
         self.num_steps += 1
         if str(self.num_steps) == os.environ.get(ASKED_AT) and sharding.is_last_process():
-            STOP.ask("SIGTERM")
+            STOP.request("SIGTERM")
             del os.environ[ASKED_AT]
         if self.num_steps == self.fails_at:
             raise RuntimeError("EngineCore encountered an issue.")

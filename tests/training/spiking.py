@@ -72,7 +72,7 @@ def train_on_rows(model_dir: Path, output_dir: Path, packs: Dataset, rows: Seque
 
 
 class SpikeOnce:
-    """Stands in for ``SpikeMonitor.judge``: a spike at one step, until the run has gone back from it."""
+    """Stands in for ``SpikeMonitor.find_spike``: a spike at one step, until the run has gone back from it."""
 
     def __init__(self, trainer: Any, step: int) -> None:
         self._trainer = trainer

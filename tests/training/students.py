@@ -25,7 +25,7 @@ from recipes_lib.config.schema import (
     TokensConfig,
 )
 from recipes_lib.data.packed.collators import PackedCollator
-from recipes_lib.distillation.distill_trainer import DistillationTrainer, prepare_teaching
+from recipes_lib.distillation.distill_trainer import DistillationTrainer, prepare_teacher
 from recipes_lib.distillation.teacher_store import (
     StoreIdentity,
     identify_store,
@@ -112,7 +112,7 @@ def make_distiller(
     vocabulary, attention = map_teacher_vocabulary(config, tokenizer), AttentionChoice(implementation, "rows")
     collate = PackedCollator(pad_token_id=tokenizer.pad_token_id)
     data: Any = SimpleNamespace(train=packs, record={"key": "packs", "max_length": 64})
-    teaching = prepare_teaching(config, data, attention, args, vocabulary, collate)
+    teaching = prepare_teacher(config, data, attention, args, vocabulary, collate)
     trainer = DistillationTrainer(
         model=AutoModelForCausalLM.from_pretrained(student_dir, attn_implementation=implementation),
         teaching=teaching,

@@ -76,9 +76,9 @@ def check(argv: Sequence[str]) -> int:
         DataError: A source or benchmark cannot be read.
     """
     config = _parse(argv)
-    from recipes_lib.corpus.cleaning import try_steps
+    from recipes_lib.corpus.cleaning import dry_run_steps
 
-    for line in try_steps(config, load_text_scorer):
+    for line in dry_run_steps(config, load_text_scorer):
         sys.stdout.write(f"{line}\n")
     sys.stdout.write("\nready to clean\n")
     return EXIT_DONE

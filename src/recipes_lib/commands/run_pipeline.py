@@ -300,7 +300,7 @@ def _plan(stage: Stage, gpu: str, num_processes: int | None) -> StagePlan:
         find_planned_model,
     )
     from recipes_lib.planning.devices import choose_device, find_efficiency, find_peak
-    from recipes_lib.planning.memory import plan_memory, settle_checkpointing
+    from recipes_lib.planning.memory import plan_memory, resolve_checkpointing
     from recipes_lib.planning.pretraining import plan_pretraining
     from recipes_lib.training.layouts.launch_environment import plan_launch
     from recipes_lib.training.layouts.memory_layout import build_layout
@@ -313,7 +313,7 @@ def _plan(stage: Stage, gpu: str, num_processes: int | None) -> StagePlan:
     model_config.save_pretrained(stage.output)
     layout = build_layout(launch, stage.launch or "single_gpu", config.read("gradient_accumulation_steps"))
     plan = plan_memory(config, model_config, layout, device_bytes=choose_device(gpu).memory)
-    config, memory = settle_checkpointing(config, plan), plan.peak
+    config, memory = resolve_checkpointing(config, plan), plan.peak
     num_steps, gpus = config.read("max_steps"), launch.world_size
     peak, mfu = find_peak(gpu, config), find_efficiency(config)[0]
     if stage.recipe == "pretrain":

@@ -50,7 +50,7 @@ from recipes_lib.corpus.duplicates import (
 )
 from recipes_lib.corpus.inputs import READ, CorpusInput, Read, count_input_bytes, open_inputs
 from recipes_lib.corpus.output import CompareHashes, WriteClean, WriteShards, load_tokenizer
-from recipes_lib.corpus.pii import PII, choose_hiding
+from recipes_lib.corpus.pii import PII, build_masker
 from recipes_lib.corpus.quality import LoadScorer, Perplexity, Quality, choose_thresholds
 from recipes_lib.corpus.text_classifier import Classifier, Toxicity
 from recipes_lib.corpus.text_steps import Extract, FixText, Language, end_with_parent
@@ -237,7 +237,7 @@ def _build_cleaning(config: CorpusConfig, source: CorpusInput, work: Path, load_
         "code": _hash_code(*code),
     }
     folder = work / f"clean-{compute_key(content)[:16]}"
-    ledger = Ledger([READ, *(step.name for step in steps)], MAX_SAMPLES, choose_hiding(config))
+    ledger = Ledger([READ, *(step.name for step in steps)], MAX_SAMPLES, build_masker(config))
     pipeline = [
         Read(source, ledger, raises=config.broken_rows == "error"),
         *(Apply(step, getattr(config, step.name), ledger) for step in steps),
@@ -328,7 +328,7 @@ def build_steps(config: CorpusConfig, kind: str, load_scorer: LoadScorer | None 
     return steps
 
 
-def try_steps(config: CorpusConfig, load_scorer: LoadScorer | None = None) -> Iterator[str]:
+def dry_run_steps(config: CorpusConfig, load_scorer: LoadScorer | None = None) -> Iterator[str]:
     """Open every source, run every step on its first document, and yield a description of each, one line at a time.
 
     Args:

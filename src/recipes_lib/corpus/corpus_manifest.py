@@ -22,7 +22,7 @@ from recipes_lib.corpus.documents import Ledger, quote, read_shard
 from recipes_lib.corpus.duplicates import describe_hashes
 from recipes_lib.corpus.inputs import CorpusInput
 from recipes_lib.corpus.output import NEAR_STEP
-from recipes_lib.corpus.pii import choose_hiding
+from recipes_lib.corpus.pii import build_masker
 from recipes_lib.data.sources.local_files import SPLIT_WORDS
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS
 from recipes_lib.errors import DataError, Problem
@@ -121,7 +121,7 @@ class Finish(PipelineStep):  # type: ignore[misc]
                     task = int(np.searchsorted(starts, ordinal, "right")) - 1
                     row = ordinal - int(starts[task])
                     original = next(islice(read_shard(work / f"{self.tasks[task]}.parquet"), row, None))
-                    sample["original"] = quote(original.text, choose_hiding(self.config))
+                    sample["original"] = quote(original.text, build_masker(self.config))
 
     def _describe(self, ledger: Ledger, placed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         totals = sum_counts(placed)

@@ -36,7 +36,7 @@ from recipes_lib.corpus.duplicates import (
     open_earlier,
     split_lines,
 )
-from recipes_lib.corpus.pii import choose_hiding
+from recipes_lib.corpus.pii import build_masker
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import hash_file, replace_record, replacing
 
@@ -135,7 +135,7 @@ class WriteShards(PipelineStep):  # type: ignore[misc]
         """
         super().__init__()
         self.folder, self.tasks, self.compared, self.config = folder, tasks, compared, config
-        self.ledger = Ledger((EXACT_STEP, NEAR_STEP, LINES_STEP), MAX_SAMPLES, choose_hiding(config))
+        self.ledger = Ledger((EXACT_STEP, NEAR_STEP, LINES_STEP), MAX_SAMPLES, build_masker(config))
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Write the shard of task ``rank``; yield nothing."""

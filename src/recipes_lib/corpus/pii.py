@@ -201,7 +201,7 @@ class PII:
         return value
 
 
-def choose_hiding(config: CorpusConfig) -> Hide | None:
+def build_masker(config: CorpusConfig) -> Hide | None:
     """Return the function that masks samples of the report; ``None`` if the step ``pii`` is off."""
     return None if config.pii == "off" else functools.partial(_hide, config.pii_kinds or PII_KINDS)
 

@@ -74,7 +74,7 @@ class DistillationTrainer(SFTTrainer):
         """Initialise the trainer.
 
         Args:
-            teaching: Result of ``prepare_teaching``; the teacher is neither optimised nor saved in checkpoints.
+            teaching: Result of ``prepare_teacher``; the teacher is neither optimised nor saved in checkpoints.
             distillation: Weights and temperature of the objective.
             is_own_teacher: Whether the student starts as a copy of its teacher, so that the first divergence must be 0.
             **kwargs: Arguments of ``SFTTrainer``.
@@ -199,7 +199,7 @@ class DistillationTrainer(SFTTrainer):
         return super().build_stand_ins() | figures | {"_is_first_step": False, "answers": None}
 
 
-def prepare_teaching(
+def prepare_teacher(
     config: RecipeConfig,
     data: TrainingData,
     attention: AttentionChoice,

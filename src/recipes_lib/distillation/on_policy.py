@@ -22,7 +22,7 @@ from recipes_lib.models.generation import GenerateBackend, Sampling, mask_answer
 from recipes_lib.models.inference import evaluating
 from recipes_lib.models.loading import load_model_config
 from recipes_lib.models.vocabulary import VocabularyMap
-from recipes_lib.training.guards.preemption import LeftError, leave_if_asked
+from recipes_lib.training.guards.preemption import StopPendingError, raise_if_stop_pending
 from recipes_lib.training.guards.step_facts import ROW_IDS
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.callbacks import TermMetrics
@@ -135,7 +135,7 @@ class OnPolicyAnswers:
         try:
             answers, num_finished = self._answer(student, questions, step)
         # Sampling needs no collective, so that a rank can stop it alone; the step is then not made.
-        except LeftError:
+        except StopPendingError:
             answers, num_finished = [], 0
         counts = torch.tensor([len(answers), num_finished])
         if not answers:
@@ -151,10 +151,10 @@ class OnPolicyAnswers:
         """Return the answer to each prompt with its stop token, and the number of answers that end with one.
 
         Raises:
-            LeftError: A stop request is pending.
+            StopPendingError: A stop request is pending.
         """
         stop_ids = read_stop_ids(student)
-        sampling = Sampling(stop_ids, 0, self.response_length, self.temperature, leave_if_asked, self.num_tokens)
+        sampling = Sampling(stop_ids, 0, self.response_length, self.temperature, raise_if_stop_pending, self.num_tokens)
         backend = GenerateBackend(sampling, batch_size=self.batch_size, precision=self.precision)
         # Sorted by length to reduce padding; an answer does not depend on its batch.
         order = sorted(range(len(questions)), key=lambda at: len(questions[at].prompt))

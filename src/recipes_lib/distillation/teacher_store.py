@@ -28,7 +28,7 @@ from recipes_lib.data.store import (
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import fsync
 from recipes_lib.losses.distillation import TopLogps, compute_top_logps
-from recipes_lib.models.attention.kernels import AttentionChoice, choose_attention, prove_isolation
+from recipes_lib.models.attention.kernels import AttentionChoice, choose_attention, verify_isolation
 from recipes_lib.models.heads.loss_head import verify_loss_head
 from recipes_lib.models.loading import choose_teacher, find_commit, load_causal_lm, load_model_config, load_tokenizer
 from recipes_lib.models.parallel.zero3 import zero3_init_disabled
@@ -380,7 +380,7 @@ def load_teacher(
         freeze(teacher)
         verify_loss_head(teacher)
         if config.tokens.packing or attention.layout == "flat":
-            prove_isolation(teacher, attention.layout)
+            verify_isolation(teacher, attention.layout)
     except ConfigError as error:
         raise ConfigError(*(replace(problem, where=where) for problem in error.problems)) from error
     return teacher

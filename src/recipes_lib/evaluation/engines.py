@@ -31,7 +31,7 @@ from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError
 from recipes_lib.evaluation.endpoint import KEY_REFUSED, KEY_REMEDY, REPEATED, RESUME_REMEDY, read_wait
-from recipes_lib.models.adapters.lora import without_old_name
+from recipes_lib.models.adapters.lora import suppress_peft_deprecation
 from recipes_lib.models.adapters.saved import find_adapter
 from recipes_lib.models.loading import explained, load_model_config, without_report
 from recipes_lib.processes import read_world_size
@@ -77,7 +77,7 @@ def build_engine(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
 def _build_endpoint(config: EvalConfig) -> Any:
     if missing := [name for name in ("aiohttp", "requests", "tenacity") if importlib.util.find_spec(name) is None]:
         raise ConfigError(Problem("base_url", f"{missing[0]} is not installed", "pip install 'recipes-lib[eval]'"))
-    # They log every failed attempt; ``Remembering`` reports the last one.
+    # They log every failed attempt; ``CachedModel`` reports the last one.
     for name in ("lm_eval.models.api_models", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     options: dict[str, Any] = {"model": config.model_name_or_path, "base_url": config.base_url, "seed": config.seed}
@@ -206,7 +206,7 @@ class CheckedModel(HFLM):  # type: ignore[misc]
         auto_class, self.AUTO_MODEL_CLASS = self.AUTO_MODEL_CLASS, _CompleteModel(self.AUTO_MODEL_CLASS)
         adapter = options.get("peft")
         try:
-            with without_old_name():
+            with suppress_peft_deprecation():
                 warnings.filterwarnings("error", message="Found missing adapter keys")  # PEFT 0.21 only warns.
                 super()._create_model(*args, **options)
         except UserWarning as warning:
@@ -280,7 +280,7 @@ class _Answers(ChainMap[str, Any]):
         self.maps[0].commit()  # type: ignore[attr-defined]
 
 
-class Remembering(CachingLM):  # type: ignore[misc]
+class CachedModel(CachingLM):  # type: ignore[misc]
     """lm-eval's ``CachingLM``, with answers stored as JSON instead of pickles, which execute code when read.
 
     Answers that are not finite are refused, requests that leave no room for an answer are refused before they are
@@ -356,7 +356,7 @@ def _raise_endpoint_error(endpoint: str | None, error: Exception) -> NoReturn:
     raise ConfigError(Problem("base_url", f"{endpoint} gave no usable answer: {reason}", remedy)) from error
 
 
-def find_room(model: Any) -> int | None:
+def find_context_length(model: Any) -> int | None:
     """Return the longest prompt and choice together, in tokens, that are scored untruncated; ``None`` if unknown.
 
     Source: lm-eval 0.4.13, ``_loglikelihood_tokens`` of ``HFLM``, ``VLLM`` and ``TemplateAPI``, which differ.
@@ -375,7 +375,7 @@ def is_cut(model: Any, arguments: Sequence[Any]) -> bool:
         model: lm-eval's model.
         arguments: Arguments of lm-eval's request: a prompt and a choice, or a prompt and generation settings.
     """
-    room = find_room(model)
+    room = find_context_length(model)
     if room is None or len(arguments) < 2:  # A rolling request, whose only argument is a text, is read in windows.
         return False
     prompt, rest = arguments[:2]
@@ -394,7 +394,7 @@ def _verify_room(model: Any, arguments: Sequence[Any]) -> None:
     Raises:
         ConfigError: The choice, or the longest answer, takes all positions.
     """
-    room = find_room(model)
+    room = find_context_length(model)
     if room is None or len(arguments) < 2:
         return
     prompt, rest = arguments[:2]

@@ -22,7 +22,7 @@ from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.environment import read_versions
 from recipes_lib.errors import ConfigError, DataError, Problem, list_first
-from recipes_lib.evaluation.engines import Remembering, build_engine, is_cut
+from recipes_lib.evaluation.engines import CachedModel, build_engine, is_cut
 from recipes_lib.evaluation.suites import load_tasks
 from recipes_lib.files import hash_file, read_lines, replace_record, replacing, verify_fields
 from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS, find_adapter, read_base
@@ -69,8 +69,8 @@ def evaluate_model(config: EvalConfig) -> dict[str, Any] | None:
     # Answers do not depend on the number of questions: an evaluation with a higher limit reuses those of a lower one.
     key = _hash([settings, {**chosen, "limit": None}, versions])
     cache = config.folder / _CACHE / f"{key}-{model.rank}.sqlite"
-    cached = Remembering(model, cache, sorted(cache.parent.glob(f"{key}-*")), config.base_url)
-    results = ask_tasks(cached, tasks, config)
+    cached = CachedModel(model, cache, sorted(cache.parent.glob(f"{key}-*")), config.base_url)
+    results = run_tasks(cached, tasks, config)
     cached.close()
     if results is None:
         return None
@@ -96,7 +96,7 @@ def evaluate_model(config: EvalConfig) -> dict[str, Any] | None:
     return record
 
 
-def ask_tasks(model: Any, tasks: dict[str, Any], config: EvalConfig, *, with_errors: bool = True) -> Any:
+def run_tasks(model: Any, tasks: dict[str, Any], config: EvalConfig, *, with_errors: bool = True) -> Any:
     """Run the tasks as ``lm_eval run`` does, and return lm-eval's results; ``None`` on all ranks but the first.
 
     Sets the global random states of Python, numpy and torch. All ranks must call it: lm-eval gathers their answers.

@@ -132,7 +132,7 @@ class GenerateBackend:
         cache = build_cache(policy, ids.shape[1] + length)
         while len(rows) and done < length:
             # A new call of generate for the remaining rows, with the same cache, so that prompts are not recomputed.
-            half = HalfEnded(self._sampling.stop_ids, rows)
+            half = StopWhenHalfEnded(self._sampling.stop_ids, rows)
             sampler = SampleByUniforms(uniforms[rows, done:], self._sampling)
             sequences = self._continue(policy, ids, mask, length - done, sampler, cache, half)
             new = sequences[:, ids.shape[1] :]
@@ -150,7 +150,7 @@ class GenerateBackend:
         return Generated(response_ids[:, :done].cpu(), engine_logps[:, :done].cpu())
 
     def _continue(
-        self, policy: Any, ids: Tensor, mask: Tensor, length: int, sampler: Any, cache: Any, half: HalfEnded
+        self, policy: Any, ids: Tensor, mask: Tensor, length: int, sampler: Any, cache: Any, half: StopWhenHalfEnded
     ) -> Tensor:
         """Generate up to ``length`` tokens per row; with a KV cache, until half of the rows have ended."""
         reuse = {} if cache is None else {"past_key_values": cache, "stopping_criteria": StoppingCriteriaList([half])}
@@ -276,11 +276,11 @@ def build_cache(model: Any, num_tokens: int) -> DynamicCache | None:
     ):
         return None
     # Subclasses, such as the layers of sliding windows, discard tokens and are kept.
-    cache.layers = [RoomyLayer(num_tokens) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [PreallocatedLayer(num_tokens) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
-class RoomyLayer(DynamicLayer):
+class PreallocatedLayer(DynamicLayer):
     """Preallocated KV cache of a layer, which appends in place; ``DynamicLayer`` copies the cache for every token.
 
     Source: transformers' ``DynamicLayer``, equal in ``tests/models/generation/test_generation_cache.py``.
@@ -317,7 +317,7 @@ class RoomyLayer(DynamicLayer):
         self._buffers = []
 
 
-class HalfEnded(StoppingCriteria):
+class StopWhenHalfEnded(StoppingCriteria):
     """Stopping criterion that ends generation when half of the rows have ended.
 
     Attributes:

@@ -79,7 +79,7 @@ def plan_disk(
     training: Mapping[str, Any],
     *,
     keep_every: int | None = None,
-    num_besides: int = 0,
+    num_protected: int = 0,
 ) -> DiskPlan:
     """Compute the disk space of a run from the size of a checkpoint.
 
@@ -89,14 +89,14 @@ def plan_disk(
         num_steps: Optimizer steps of the run.
         training: Keys of ``TrainingArguments``.
         keep_every: ``save_keep_steps``.
-        num_besides: Number of checkpoints that are kept in addition to ``save_total_limit``.
+        num_protected: Number of checkpoints that are kept in addition to ``save_total_limit``.
     """
     limit = training.get("save_total_limit")
     num_checkpoints = _count_saves(num_steps, training)
     if limit is not None:
         num_best = 1 if training.get("metric_for_best_model") or training.get("load_best_model_at_end") else 0
         num_forever = num_steps // keep_every if keep_every else 0
-        num_checkpoints = min(num_checkpoints, limit + 1 + num_best + num_forever + num_besides)
+        num_checkpoints = min(num_checkpoints, limit + 1 + num_best + num_forever + num_protected)
     return DiskPlan(
         checkpoint_bytes=checkpoint_bytes,
         num_checkpoints=num_checkpoints,

@@ -192,7 +192,7 @@ def read_checkpointing(config: RecipeConfig) -> Checkpointing:
     )
 
 
-def settle_checkpointing(config: RecipeConfig, plan: MemoryPlan) -> RecipeConfig:
+def resolve_checkpointing(config: RecipeConfig, plan: MemoryPlan) -> RecipeConfig:
     """Resolve ``auto`` to the activation checkpointing that the plan chose for a device."""
     if not plan.checkpointing:
         return config

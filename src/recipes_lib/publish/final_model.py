@@ -24,7 +24,7 @@ from recipes_lib.models.adapters.lora import (
     load_fresh_base,
     read_adapter_state,
 )
-from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS, restate_for_original_base
+from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS, convert_to_original_base
 from recipes_lib.models.heads.scoring import SCALE_FILE, read_reward_statistics
 from recipes_lib.models.inference import compute_probe_logits
 from recipes_lib.models.parallel.zero3 import zero3_init_disabled
@@ -189,4 +189,4 @@ def _complete_adapter(model: PeftModel, folder: Path) -> None:
     if (scale := read_reward_statistics(base)) is not None:
         (folder / SCALE_FILE).write_text(json.dumps(scale._asdict()), encoding="utf-8")
     if hasattr(model, "initial_factors"):
-        restate_for_original_base(folder, model.initial_factors)
+        convert_to_original_base(folder, model.initial_factors)

@@ -93,11 +93,11 @@ def write_eval_report(folder: Path) -> Path:
     samples: dict[str, list[dict[str, Any]]] = {}
     for row in read_lines(folder / "samples.jsonl"):
         if row is not None and len(rows := samples.setdefault(str(row["task"]), [])) < MAX_QUESTIONS:
-            rows.append(row | {"prompt": row["prompt"][-MAX_TEXT:], "verdict": judge(row)})
+            rows.append(row | {"prompt": row["prompt"][-MAX_TEXT:], "verdict": classify_answer(row)})
     return write_page(folder / "report.html", "eval", record=record, samples=samples, shown=MAX_QUESTIONS)
 
 
-def judge(row: Record) -> str:
+def classify_answer(row: Record) -> str:
     """Return ``right`` or ``wrong`` from the first score of a question that is 0 or 1; empty if there is none."""
     verdict = next((value for value in row["scores"].values() if value in (0, 1)), None)
     return "" if verdict is None else "right" if verdict else "wrong"

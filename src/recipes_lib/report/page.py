@@ -17,7 +17,7 @@ from typing import Any
 from recipes_lib.quantities import format_count, format_duration
 from recipes_lib.report.charts import draw_charts, smooth
 from recipes_lib.report.html_pages import write_page
-from recipes_lib.report.reward_report import draw_reliability, read_verdict
+from recipes_lib.report.reward_report import draw_reliability, read_reward_report
 from recipes_lib.report.run_files import (
     Record,
     RunFiles,
@@ -89,7 +89,7 @@ def build_report(run_dir: Path) -> Path:
         DataError: ``run_dir`` has no run.
     """
     run = read_run(run_dir)
-    charts, verdict = draw_charts(run, run_dir / "report"), read_verdict(run_dir)
+    charts, verdict = draw_charts(run, run_dir / "report"), read_reward_report(run_dir)
     reward_figures: list[KeyFigure] = []
     # Fields of an untrusted or older reward_report.json may be missing or have any type.
     with suppress(ArithmeticError, LookupError, TypeError, ValueError):

@@ -476,7 +476,7 @@ def _score_altered(reward_model: RewardModel, rows: Sequence[TokenIds | None]) -
     return scores
 
 
-def settle_scale(reward_model: RewardModel, pairs: Sequence[Pair]) -> None:
+def store_score_statistics(reward_model: RewardModel, pairs: Sequence[Pair]) -> None:
     """Store mean and standard deviation of the scores of chosen training answers in the model's configuration.
 
     RL normalises scores by them.
@@ -493,13 +493,13 @@ def settle_scale(reward_model: RewardModel, pairs: Sequence[Pair]) -> None:
     store_reward_statistics(reward_model.model, compute_reward_statistics(reward_model.compute_raw_scores(rows)))
 
 
-def write_verdict(
+def write_reward_report(
     reward_model: RewardModel, pairs: Sequence[Pair] | None, folder: Path, *, is_main: bool = True
 ) -> Sequence[str] | None:
     """Score held-out pairs, unchanged and altered, and write ``reward_report.json``.
 
     Args:
-        reward_model: Reward model after ``settle_scale``. If its weights are sharded, all ranks must call.
+        reward_model: Reward model after ``store_score_statistics``. If its weights are sharded, all ranks must call.
         pairs: Held-out pairs; ``None`` if there are none.
         folder: The output directory.
         is_main: Whether this process writes the file.
@@ -525,7 +525,7 @@ def write_verdict(
     return failed
 
 
-def read_verdict(folder: Path) -> Mapping[str, Any] | None:
+def read_reward_report(folder: Path) -> Mapping[str, Any] | None:
     """Return the contents of ``reward_report.json`` in a run's directory; ``None`` without a valid file."""
     with suppress(DataError):
         return read_record(folder / REWARD_FILE, {"failed_gates": list})

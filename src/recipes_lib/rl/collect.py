@@ -25,7 +25,7 @@ from recipes_lib.rl.rewards import Rewards, verify_positions
 from recipes_lib.rl.rollout import Rollout, Sequences, compute_response_logps, compute_response_values, lay_out
 from recipes_lib.rl.rollout_schedule import Stream
 from recipes_lib.training.collectives import barrier
-from recipes_lib.training.guards.preemption import LeftError, leave_if_asked, stop_if_agreed
+from recipes_lib.training.guards.preemption import StopPendingError, raise_if_stop_pending, stop_if_agreed
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.arguments import build_autocast
@@ -64,7 +64,7 @@ class AsyncSampler:
         request, self._request, answers = self._request, None, None
         if request is not None:
             # Ranks that left on a stop request wait in this collective for those that have their answers.
-            with suppress(LeftError):
+            with suppress(StopPendingError):
                 answers = request.result()
             stop_if_agreed()
         return answers
@@ -125,7 +125,7 @@ class Collector:
             pad_id=0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
             response_length=config.rewards.response_length,
             temperature=config.rewards.temperature,
-            beat=leave_if_asked,
+            beat=raise_if_stop_pending,
         )
         self.generator = build_generator(config, args, self._sampling, precision=self.precision, max_length=max_length)
         self.ahead = AsyncSampler() if config.engine.max_staleness else None
@@ -151,7 +151,7 @@ class Collector:
 
         Raises:
             ConfigError: As ``Rewards.score``, or the engine failed.
-            LeftError: This process has a stop request, and models are replicated.
+            StopPendingError: This process has a stop request, and models are replicated.
             PreemptedError: Any process has a stop request, and models are sharded or sampling is asynchronous.
         """
         self.models.set_training(training=False)
@@ -195,7 +195,7 @@ class Collector:
 
         Raises:
             ConfigError: As ``collect``.
-            LeftError: As ``collect``.
+            StopPendingError: As ``collect``.
             PreemptedError: As ``collect``.
         """
         self.models.set_training(training=False)

@@ -25,12 +25,17 @@ from recipes_lib.models.attention.kernels import choose_attention
 from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
 from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
-from recipes_lib.models.heads.scoring import RewardModel, RewardStatistics, read_reward_statistics, read_scale
+from recipes_lib.models.heads.scoring import (
+    RewardModel,
+    RewardStatistics,
+    read_adapter_statistics,
+    read_reward_statistics,
+)
 from recipes_lib.models.inference import disable_dropout, unwrap_adapter
 from recipes_lib.models.loading import load_model_config
 from recipes_lib.planning.memory import find_critic_start
-from recipes_lib.training.guards.preemption import leave_if_asked, stop_if_agreed
-from recipes_lib.training.layouts.fsdp import gathered, is_sharded, reshard, settle_precision, shard, shard_head
+from recipes_lib.training.guards.preemption import raise_if_stop_pending, stop_if_agreed
+from recipes_lib.training.layouts.fsdp import gathered, is_sharded, reshard, set_mixed_precision, shard, shard_head
 from recipes_lib.training.layouts.launch_environment import Launch, verify_engine
 from recipes_lib.training.trainers.trained_model import load_policy
 
@@ -51,7 +56,7 @@ def choose_placement(args: TrainingArguments, launch: Launch) -> Callable[[Any],
         return lambda model: model.to(args.device)
     accelerator = Accelerator(mixed_precision=args.mixed_precision)
     verify_engine(launch, accelerator.distributed_type)
-    settle_precision(accelerator)
+    set_mixed_precision(accelerator)
     return partial(shard, accelerator)
 
 
@@ -59,8 +64,8 @@ def choose_placement(args: TrainingArguments, launch: Launch) -> Callable[[Any],
 def held_whole(model: Any, *, is_needed: bool = True) -> Iterator[None]:
     """Gather all weights of a model on every process inside the context, so that ranks need not wait for each other.
 
-    Collective: all ranks must enter. A rank that leaves by ``LeftError`` must call ``stop_if_agreed`` next, which
-    matches the call at the end of this context on the other ranks.
+    Collective: all ranks must enter. A rank that leaves by ``StopPendingError`` must call ``stop_if_agreed`` next, to
+    match the call at the end of this context on the other ranks.
 
     Args:
         model: A sharded model; any other is left as it is.
@@ -81,13 +86,13 @@ def beat_between(model: Any) -> None:
     """Report progress to the watchdog between forward passes, and leave on a stop request.
 
     Raises:
-        LeftError: This process has a stop request, and the model is replicated.
+        StopPendingError: This process has a stop request, and the model is replicated.
         PreemptedError: Any process has a stop request, and the model is sharded: all ranks leave together.
     """
     if is_sharded(model):
         stop_if_agreed()
     else:
-        leave_if_asked()
+        raise_if_stop_pending()
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +261,7 @@ def _add_scorers(config: RecipeConfig, args: TrainingArguments, policy: Any) -> 
         torch.manual_seed(args.seed)
         critic = add_critic(policy, start)
     if start is not None:
-        critic.head = _rescale(critic.head, read_scale(start))
+        critic.head = _rescale(critic.head, read_adapter_statistics(start))
     return critic, reward
 
 

@@ -160,7 +160,7 @@ class AnswerWatch:
         self._say = say
         self.state: dict[str, Any] = {"first": {}, "told": []}
 
-    def look(self, figures: Mapping[str, float | None], step: int) -> None:
+    def check(self, figures: Mapping[str, float | None], step: int) -> None:
         """Check the figures of a logged iteration, after ``step`` optimizer steps."""
         entropy, length, first = figures.get("policy/entropy"), figures.get("objective/length"), self.state["first"]
         for name, value in (("entropy", entropy), ("length", length)):

@@ -234,7 +234,7 @@ class RewardGuard:
         self._limit, self._say = limit, say
         self.state: dict[str, Any] = {"num_in_a_row": 0, "best": None}
 
-    def judge(self, rewards: Tensor, *, step: int) -> None:
+    def check(self, rewards: Tensor, *, step: int) -> None:
         """Check a rollout.
 
         Args:

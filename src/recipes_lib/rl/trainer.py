@@ -41,7 +41,7 @@ from recipes_lib.rl.update import Learner, UpdateGuard, Updater
 from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, count_bytes
 from recipes_lib.training.evaluation.samples import SAMPLES_FILE, Sample
-from recipes_lib.training.guards.preemption import LeftError, end_stopped, stop_if_agreed
+from recipes_lib.training.guards.preemption import StopPendingError, close_preempted, stop_if_agreed
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.callbacks import Trackers
 from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter, read_peak_memory
@@ -226,7 +226,7 @@ class PolicyTrainer:
             self._dry_run()
         if self._logs(iteration):
             self._log.write("train", self.state, figures)
-            self._watch.look(figures, self.state.step)
+            self._watch.check(figures, self.state.step)
             self.state.watch = self._watch.state
         if self.schedule.is_strategy_due(args.eval_strategy, args.eval_steps or 1, iteration):
             self._evaluate()
@@ -243,11 +243,11 @@ class PolicyTrainer:
         rollout, sampling, num_answers, num_tokens = self._collect()
         if iteration == 0 and self._models.has_reference:
             self._log.progress.say(verify_first_rollout(rollout, self._dtype))
-        self._engine_guard.judge(rollout, step=state.step + 1, is_stale=bool(sampling.get(OFF_POLICY_SHARE)))
+        self._engine_guard.check(rollout, step=state.step + 1, is_stale=bool(sampling.get(OFF_POLICY_SHARE)))
         kl_coef = state.kl_coef
         estimate = self.method.estimate(rollout, kl_coef)
         # Before the updates: a rollout without signal must not change the weights.
-        self._reward_guard.judge(estimate.rewards, step=state.step + 1)
+        self._reward_guard.check(estimate.rewards, step=state.step + 1)
         figures = describe_rollout(rollout, self._rewards.names, estimate.total, self.method.objective)
         rollout = estimate.rollout
 
@@ -325,7 +325,7 @@ class PolicyTrainer:
         is_last = self.state.iteration + 1 == self.schedule.num_iterations
         following = None if is_last or self._collector.ahead is None else self._choose_prompts(first + count, count)
         collected = None
-        with suppress(LeftError):
+        with suppress(StopPendingError):
             collected = self._collector.collect(prompts, numbers, is_loaded=is_loaded, following=following)
         # Collective. A rank that left by a stop request arrives at once, the others when they have their answers.
         stop_if_agreed()
@@ -333,7 +333,7 @@ class PolicyTrainer:
         own, seconds = collected
         rollout = share(own, self._world_size).take(range(count))
         # Here, because dynamic sampling may drop non-finite answers later.
-        self._guard.judge_answers(rollout, step=self.state.step + 1)
+        self._guard.check_rollout(rollout, step=self.state.step + 1)
         return rollout, seconds
 
     def _choose_prompts(self, first: int, count: int) -> tuple[list[PromptRow], list[int]]:
@@ -351,7 +351,7 @@ class PolicyTrainer:
     def _evaluate(self) -> None:
         """Answer the sample prompts; an evaluation that a stop request interrupts runs again on resume."""
         WATCHDOG.enter("an evaluation")
-        with suppress(LeftError):
+        with suppress(StopPendingError):
             self._answer_samples()
             self.state.evaluated_step = self.state.step
         if self._models.is_sharded:
@@ -391,4 +391,4 @@ class PolicyTrainer:
         if self.state.step > self._saved_step and self._args.save_strategy != SaveStrategy.NO:
             self._save()
         self._finish_saving()
-        return end_stopped(request, step=self.state.step, saved_step=self._saved_step)
+        return close_preempted(request, step=self.state.step, saved_step=self._saved_step)

@@ -24,7 +24,7 @@ from recipes_lib.rl.rollout import Rollout, compute_response_logps, compute_resp
 from recipes_lib.rl.rollout_schedule import RolloutSchedule, Stream
 from recipes_lib.training.checkpoints.model_layout import choose_learner_layout
 from recipes_lib.training.collectives import get_world_size, sum_tensor
-from recipes_lib.training.guards.step_facts import StepInputs, stop_before_update
+from recipes_lib.training.guards.step_facts import StepInputs, dump_and_raise
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.fsdp import clip_gradients, compute_total_norm
 from recipes_lib.training.monitoring.progress import TrainingProgress
@@ -54,7 +54,7 @@ class UpdateGuard:
     output_dir: Path
     find_prompt: Callable[[int], int]
 
-    def judge_answers(self, rollout: Rollout, *, step: int) -> None:
+    def check_rollout(self, rollout: Rollout, *, step: int) -> None:
         """Check all values of an iteration before its updates; every process must call, with the same rollout.
 
         Args:
@@ -72,9 +72,9 @@ class UpdateGuard:
         rows = torch.stack(list(bad.values())).any(dim=0).nonzero().flatten().tolist()
         why = f"the {_SPOKEN[name]} of {int(bad[name].sum())} of {len(rollout)} answers are not finite"
         inputs = StepInputs(*self._describe([rollout.take(rows)]))
-        stop_before_update({}, inputs, output_dir=self.output_dir, step=step, facts={}, why=why)
+        dump_and_raise({}, inputs, output_dir=self.output_dir, step=step, facts={}, why=why)
 
-    def judge(
+    def check_step(
         self, learner: Learner, parts: Sequence[Rollout], losses: list[Tensor], *, step: int, loss: float, norm: float
     ) -> None:
         """Check an optimizer step after the reduction of its gradients, before they are clipped.
@@ -94,7 +94,7 @@ class UpdateGuard:
             return
         inputs, name = StepInputs(*self._describe(parts), losses=losses), learner.name
         facts = {"learner": name, "loss": loss, "grad_norm": norm, "learning_rate": learner.learning_rate}
-        stop_before_update(
+        dump_and_raise(
             learner.parameters, inputs, step=step, output_dir=self.output_dir, facts=facts, why="", learner=name
         )
 
@@ -178,11 +178,11 @@ class Learner:
         # FSDP2 reduces gradients here, and divides them by the world size, which this factor cancels.
         (loss * get_world_size() if self.layout.is_shared else loss).backward()  # type: ignore[no-untyped-call]
 
-    def step(self, judge: Callable[..., None]) -> float:
+    def step(self, check: Callable[..., None]) -> float:
         """Update with the gradients of all processes, and return their norm before clipping.
 
         Args:
-            judge: Called with the ``norm`` before the update; raises to prevent it.
+            check: Called with the ``norm`` before the update; raises to prevent it.
         """
         parameters = list(self.parameters.values())
         if not self.layout.is_shared:
@@ -190,7 +190,7 @@ class Learner:
         total = compute_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
         norm = float(total)
         # Before clipping: a non-finite norm would make all gradients non-finite, and the dump could not name the cause.
-        judge(norm=norm)
+        check(norm=norm)
         clip_gradients(parameters, self._max_norm or math.inf, total)
         self.optimizer.step()
         self.discard()
@@ -245,7 +245,7 @@ class Updater:
             with_entropy: Whether to compute the entropy, which takes memory for another chunk of logits.
 
         Raises:
-            DivergedError: As ``UpdateGuard.judge`` and ``verify_first_minibatch``.
+            DivergedError: As ``UpdateGuard.check_step`` and ``verify_first_minibatch``.
         """
         with self.models.as_policy() as policy:
             compute = partial(self._compute_policy_loss, policy, rollout, with_entropy)
@@ -255,7 +255,7 @@ class Updater:
         """Update the critic, if there is one, and return the metrics of each step.
 
         Raises:
-            DivergedError: As ``UpdateGuard.judge``.
+            DivergedError: As ``UpdateGuard.check_step``.
         """
         if "critic" not in self.learners:
             return []
@@ -294,8 +294,8 @@ class Updater:
                 learner.discard()
             else:
                 losses = [each["loss"] for each in terms]
-                judge = partial(self.guard.judge, learner, parts, losses, step=step, loss=figures["loss"])
-                figures["grad_norm"] = learner.step(judge)
+                check = partial(self.guard.check_step, learner, parts, losses, step=step, loss=figures["loss"])
+                figures["grad_norm"] = learner.step(check)
             steps.append(figures)
             WATCHDOG.finish_step()
         return steps

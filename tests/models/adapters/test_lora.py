@@ -15,11 +15,11 @@ from recipes_lib.models.adapters.lora import (
     adapters_off,
     add_adapter,
     describe_adapter,
-    is_taken_out_of_weights,
+    has_changed_base,
     read_adapter_state,
 )
-from recipes_lib.models.adapters.saved import restate_for_original_base
-from recipes_lib.models.attention.kernels import prove_isolation
+from recipes_lib.models.adapters.saved import convert_to_original_base
+from recipes_lib.models.attention.kernels import verify_isolation
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
 from recipes_lib.models.inference import compute_probe_logits
 
@@ -102,7 +102,7 @@ def test_what_was_taken_out_of_the_weights_is_saved_in_terms_of_the_original_one
     assert (live - compute_logits(load_model(base))).abs().max() > 0.05
 
     adapted.save_pretrained(tmp_path / "adapter")
-    restate_for_original_base(tmp_path / "adapter", adapted.initial_factors)
+    convert_to_original_base(tmp_path / "adapter", adapted.initial_factors)
     reopened = PeftModel.from_pretrained(load_model(base), tmp_path / "adapter")
     torch.testing.assert_close(compute_logits(reopened), live, rtol=1e-4, atol=1e-4)
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
@@ -143,7 +143,7 @@ def test_switched_off_the_model_is_its_base_to_the_bit_and_nothing_remembers(who
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_a_base_without_what_the_adapter_took_is_no_reference(init):
     adapted = adapt(build_model("llama"), init_lora_weights=init)
-    assert is_taken_out_of_weights(adapted)
+    assert has_changed_base(adapted)
     with pytest.raises(ValueError, match="no reference model"), adapters_off(adapted):
         pass
 
@@ -214,7 +214,7 @@ def test_the_loss_head_and_the_proofs_take_a_model_under_an_adapter(kind, first)
     if first == "adapter":
         add_loss_head(adapted)
     train(adapted)
-    prove_isolation(adapted, "rows")
+    verify_isolation(adapted, "rows")
     verify_loss_head(adapted)
     adapted.eval()  # GPT-2 has dropout of its own.
     own = adapted(input_ids=INPUT_IDS, labels=INPUT_IDS)

@@ -43,7 +43,7 @@ from recipes_lib.models.attention.kernels import (
     AttentionChoice,
     choose_attention,
     choose_kernel,
-    prove_isolation,
+    verify_isolation,
 )
 from recipes_lib.models.attention.varlen import register_varlen
 from recipes_lib.models.heads.score_head import add_score_head
@@ -125,7 +125,7 @@ def test_changing_one_document_leaves_the_others_bit_equal(name: str, kernel: st
 def test_isolation_is_proved_on_the_model_itself(name: str, kernel: str) -> None:
     model = make_model(CONFIGS[name], kernel).train()
     state = torch.get_rng_state()
-    prove_isolation(model, LAYOUTS[kernel])
+    verify_isolation(model, LAYOUTS[kernel])
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -133,7 +133,7 @@ def test_isolation_is_proved_on_the_model_itself(name: str, kernel: str) -> None
 @pytest.mark.parametrize("name", MIXING)
 def test_a_leak_is_found_by_running_the_model(name: str) -> None:
     with pytest.raises(ConfigError, match="does not keep its logits"):
-        prove_isolation(make_model(MIXING[name], "eager"), "rows")
+        verify_isolation(make_model(MIXING[name], "eager"), "rows")
 
 
 def test_a_cache_or_a_mask_of_ones_leaks_and_is_found() -> None:
@@ -148,7 +148,7 @@ def test_a_cache_or_a_mask_of_ones_leaks_and_is_found() -> None:
 
         model.forward = leaking
         with pytest.raises(ConfigError, match="does not keep its logits"):
-            prove_isolation(model, "rows")
+            verify_isolation(model, "rows")
 
 
 def make_scorer(kernel: str) -> Any:
@@ -167,7 +167,7 @@ def test_a_reward_model_is_proved_by_what_every_token_gets(kernel: str, is_adapt
     model = make_scorer(kernel)
     if is_adapted:
         model = add_adapter(model, AdapterConfig(use_peft=True), seed=0, task_type="SEQ_CLS")
-    prove_isolation(model, LAYOUTS[kernel])
+    verify_isolation(model, LAYOUTS[kernel])
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_a_reward_model_that_leaks_is_found_though_its_own_logits_are_of_one_tok
     plain = model.forward
     model.forward = lambda **inputs: plain(**(inputs | (one_document if inputs["input_ids"].shape[1] == 16 else {})))
     with pytest.raises(ConfigError, match="does not keep its hidden states beside another: one moves by"):
-        prove_isolation(model, LAYOUTS[kernel])
+        verify_isolation(model, LAYOUTS[kernel])
 
 
 def test_a_leak_too_small_to_see_against_the_document_alone_is_found() -> None:
@@ -198,7 +198,7 @@ def test_a_leak_too_small_to_see_against_the_document_alone_is_found() -> None:
 
     model.forward = leaking
     with pytest.raises(ConfigError, match="does not keep its logits"):
-        prove_isolation(model, "rows")
+        verify_isolation(model, "rows")
 
 
 def test_documents_apart_but_at_positions_that_run_on_are_found() -> None:
@@ -206,7 +206,7 @@ def test_documents_apart_but_at_positions_that_run_on_are_found() -> None:
     plain = model.forward
     model.forward = lambda position_ids, **inputs: plain(**inputs)
     with pytest.raises(ConfigError, match="does not keep its logits"):
-        prove_isolation(model, "flat")
+        verify_isolation(model, "flat")
 
 
 def test_a_model_that_cannot_run_packed_is_a_configuration_error() -> None:
@@ -214,7 +214,7 @@ def test_a_model_that_cannot_run_packed_is_a_configuration_error() -> None:
     with pytest.raises(
         ConfigError, match="fails on a packed batch: attn_implementation: varlen has no dropout, softcap"
     ):
-        prove_isolation(model, "flat")
+        verify_isolation(model, "flat")
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_isolation_on_cuda(name: str, kernel: str) -> None:
     except ConfigError as error:
         pytest.skip(str(error))
     model, documents = make_model(config, kernel, CUDA), make_documents()
-    prove_isolation(model, LAYOUTS[kernel])
+    verify_isolation(model, LAYOUTS[kernel])
     with torch.autocast("cuda", dtype=torch.bfloat16):
         before = logits_of(model, kernel, *documents)
         after = logits_of(model, kernel, make_documents(seed=1)[0], *documents[1:])

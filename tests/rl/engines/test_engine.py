@@ -46,7 +46,7 @@ def judge(*gaps, engine=EXACT, dtype=torch.float32, **keys):
     rollout, told = build_rollout([(3, 5), (2, 2)]), []
     guard = EngineGuard(engine, PolicyObjective(**keys), dtype, told.append)
     for step, gap in enumerate(gaps, 1):
-        guard.judge(dataclasses.replace(rollout, engine_logps=rollout.logps + gap), step=step)
+        guard.check(dataclasses.replace(rollout, engine_logps=rollout.logps + gap), step=step)
     return told
 
 

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.inference import RandomStates
-from recipes_lib.training.guards.preemption import LeftError
+from recipes_lib.training.guards.preemption import StopPendingError
 
 
 @pytest.fixture
@@ -65,11 +65,11 @@ def test_the_same_seed_has_the_same_answers_and_moves_no_generator_of_training(e
 
 def test_who_leaves_while_it_samples_does_not_wait_for_the_answers(engine):
     def leave():
-        raise LeftError
+        raise StopPendingError
 
     backend = build_fake(engine, build_sampling(beat=leave, response_length=200, stop_ids=[99]))
     backend.load(build_policy("llama"))
-    with pytest.raises(LeftError):
+    with pytest.raises(StopPendingError):
         backend.generate(None, PROMPTS, draw(4))
     assert engine.num_steps == 1
     assert not engine.has_unfinished_requests()

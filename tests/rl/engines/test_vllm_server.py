@@ -20,7 +20,7 @@ from recipes_lib.config.schema import EngineConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.rl.engines.vllm_server import connect
 from recipes_lib.rl.update import Updater
-from recipes_lib.training.guards.preemption import LeftError
+from recipes_lib.training.guards.preemption import StopPendingError
 
 SHORT = {"tokens": ["token_id:9"], "token_logprobs": [0.0], "top_logprobs": [None]}
 
@@ -139,12 +139,12 @@ def test_who_is_asked_to_stop_does_not_wait_for_answers(stub, monkeypatch):
         return complete(body)
 
     def leave():
-        raise LeftError
+        raise StopPendingError
 
     engine = reach(stub.url, beat=leave)
     engine.load(build_policy("llama"))
     monkeypatch.setattr(stub, "complete", answer)
-    with pytest.raises(LeftError):
+    with pytest.raises(StopPendingError):
         engine.generate(None, PROMPTS, draw(4))
     assert not has_left.is_set()
     has_left.set()

@@ -18,8 +18,8 @@ from recipes_lib.errors import PreemptedError
 from recipes_lib.stopping import STOP
 from recipes_lib.training.evaluation.held_out import share_rows
 from recipes_lib.training.guards.preemption import (
-    LeftError,
-    leave_if_asked,
+    StopPendingError,
+    raise_if_stop_pending,
     read_evaluation,
     stop_if_agreed,
 )
@@ -39,7 +39,7 @@ def take_rows(rank: int, asks: dict[int, int], numbers: list[int]) -> list[int]:
         for rows, _ in share_rows(numbers[0], numbers[1]):
             taken += rows
             if len(taken) >= asks.get(rank, 10**9):
-                STOP.ask(f"request of {rank}")
+                STOP.request(f"request of {rank}")
     except PreemptedError as error:
         return [*taken, str(error)]
     return taken
@@ -71,7 +71,7 @@ def test_all_stop_at_the_same_place_whoever_was_asked(tmp_path):
 
 
 def test_where_nothing_is_deferred_nobody_is_waited_for():
-    STOP.ask("SIGTERM")
+    STOP.request("SIGTERM")
     stop_if_agreed()
     with pytest.raises(PreemptedError), STOP.deferred():
         stop_if_agreed()
@@ -90,7 +90,7 @@ class Hook:
 
     def __call__(self, model, step):
         if step == self._asks_at:
-            STOP.ask("SIGTERM")
+            STOP.request("SIGTERM")
             stop_if_agreed()
         self.steps.append(step)
         return {"loss": float(sum(float(parameter.sum()) for parameter in model.parameters()))}
@@ -152,7 +152,7 @@ def test_between_epochs_the_random_states_are_those_of_the_last_step(tiny_model_
 
     stopped, recorder = make_trainer(tiny_model_dir, tmp_path / "run", packs, **keys)
     steps_per_epoch = len(packs) // 4
-    recorder.on_epoch_end = lambda *_, **__: STOP.ask("SIGTERM")
+    recorder.on_epoch_end = lambda *_, **__: STOP.request("SIGTERM")
     with pytest.raises(PreemptedError, match=f"checkpoint-{steps_per_epoch} is complete"):
         stopped.train()
     STOP.reason, STOP._is_closed = None, False
@@ -180,16 +180,16 @@ def test_a_run_that_goes_on_at_its_very_end_makes_no_further_step(tiny_model_dir
 def test_asked_during_the_last_save_all_stop_together(tiny_model_dir, tmp_path):
     keys = {"max_steps": 5, "save_strategy": "steps", "save_steps": 5}
     trainer, recorder = make_trainer(tiny_model_dir, tmp_path / "run", make_packs(), **keys)
-    recorder.on_save = lambda *_, **__: STOP.ask("SIGTERM")
+    recorder.on_save = lambda *_, **__: STOP.request("SIGTERM")
     # In the words of those who have agreed: where everyone stops alone, nobody knows of the checkpoint.
     with pytest.raises(PreemptedError, match="step 5; checkpoint-5 is complete; run the same command to resume"):
         trainer.train()
 
 
 def test_who_is_asked_leaves_what_it_computes_by_itself_and_only_while_training(monkeypatch):
-    leave_if_asked()
-    STOP.ask("SIGTERM")
-    leave_if_asked()
+    raise_if_stop_pending()
+    STOP.request("SIGTERM")
+    raise_if_stop_pending()
     monkeypatch.setattr(STOP, "is_deferred", True)
-    with pytest.raises(LeftError):
-        leave_if_asked()
+    with pytest.raises(StopPendingError):
+        raise_if_stop_pending()

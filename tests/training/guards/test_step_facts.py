@@ -11,8 +11,8 @@ from recipes_lib.errors import DivergedError
 from recipes_lib.training.guards.step_facts import (
     StepInputs,
     describe_faults,
+    dump_and_raise,
     find_faults,
-    stop_before_update,
     write_dump,
 )
 
@@ -64,4 +64,4 @@ def test_a_dump_holds_rows_tensors_and_figures_as_strict_json(tmp_path):
 def test_where_a_step_is_made_of_several_the_message_says_whose_it_is(tmp_path):
     inputs = StepInputs([], [], None, [torch.tensor(float("inf"))])
     with pytest.raises(DivergedError, match="step 7 was stopped before its update of the critic: the loss of micro"):
-        stop_before_update(build_chain(), inputs, step=7, output_dir=tmp_path, facts={}, why="", learner="critic")
+        dump_and_raise(build_chain(), inputs, step=7, output_dir=tmp_path, facts={}, why="", learner="critic")

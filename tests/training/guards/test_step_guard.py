@@ -103,11 +103,13 @@ def test_killed_at_any_moment_of_a_rollback_the_same_command_ends_alike(
         elif moment == "the rows are written down":
             patch.setattr(StepGuard, "_go_back", die_after_writing)
         else:
-            judge = killed.guard.judge
+            check_step = killed.guard.check_step
             patch.setattr(
                 killed.guard,
-                "judge",
-                lambda norm: die() if killed.guard.rollbacks.made and killed.state.global_step == 28 else judge(norm),
+                "check_step",
+                lambda norm: (
+                    die() if killed.guard.rollbacks.made and killed.state.global_step == 28 else check_step(norm)
+                ),
             )
         with pytest.raises(Killed):
             killed.train()
@@ -228,14 +230,14 @@ def test_under_fp16_overflows_are_in_order_until_there_are_too_many(tiny_model_d
     trainer.args.fp16 = True
     trainer.guard.inputs.losses.append(torch.tensor(1.0))
     for _ in range(num_skipped - 1):
-        trainer.guard.judge(torch.tensor(float("inf")))
+        trainer.guard.check_step(torch.tensor(float("inf")))
     if ends:
         with pytest.raises(DivergedError, match="skipped 24 updates in a row"):
-            trainer.guard.judge(torch.tensor(float("nan")))
+            trainer.guard.check_step(torch.tensor(float("nan")))
     else:
-        trainer.guard.judge(torch.tensor(float("inf")))
-        trainer.guard.judge(torch.tensor(1.0))
-        trainer.guard.judge(torch.tensor(float("inf")))
+        trainer.guard.check_step(torch.tensor(float("inf")))
+        trainer.guard.check_step(torch.tensor(1.0))
+        trainer.guard.check_step(torch.tensor(float("inf")))
 
 
 def test_under_fp16_a_loss_that_is_not_finite_is_no_overflow_of_the_scaling(tiny_model_dir, tmp_path):
@@ -244,7 +246,7 @@ def test_under_fp16_a_loss_that_is_not_finite_is_no_overflow_of_the_scaling(tiny
     trainer.args.fp16 = True
     trainer.guard.inputs.losses.append(torch.tensor(float("inf")))
     with pytest.raises(DivergedError, match="the loss of micro-batch 1 of rank 0 is inf"):
-        trainer.guard.judge(torch.tensor(float("inf")))
+        trainer.guard.check_step(torch.tensor(float("inf")))
 
 
 def test_pairs_are_left_out_as_rows_are(tiny_model_dir, tmp_path):
@@ -253,7 +255,7 @@ def test_pairs_are_left_out_as_rows_are(tiny_model_dir, tmp_path):
     pairs = make_pairs(48)
     trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / "run", pairs, **keys)
     trainer.guard._keys = TWO
-    trainer.guard._monitor.judge = SpikeOnce(trainer, 4)
+    trainer.guard._monitor.find_spike = SpikeOnce(trainer, 4)
     trainer.train()
     assert read_rollbacks(tmp_path / "run").made[0].steps == (3, 6)
     left = pairs.select([row for row in range(48) if not 8 <= row < 24])
@@ -267,14 +269,14 @@ def test_pairs_are_left_out_as_rows_are(tiny_model_dir, tmp_path):
 
 def test_rows_of_pretraining_are_left_out_of_their_order(tiny_tokenizer_dir, tmp_path, monkeypatch):
     keys = {"max_steps": 10, "gradient_accumulation_steps": 2}
-    judge, calls = SpikeMonitor.judge, []
+    find_spike, calls = SpikeMonitor.find_spike, []
 
-    def judge_once(monitor, loss, grad_norm, kind):
+    def find_once(monitor, loss, grad_norm, kind):
         calls.append(loss)
-        judge(monitor, loss, grad_norm, kind)
+        find_spike(monitor, loss, grad_norm, kind)
         return Spike("loss", loss, 0.0, 0.0) if len(calls) == 7 else None
 
-    monkeypatch.setattr(SpikeMonitor, "judge", judge_once)
+    monkeypatch.setattr(SpikeMonitor, "find_spike", find_once)
     saved = {"save_strategy": "steps", "save_steps": 5, "max_rollbacks": 1}
     config = pretraining.build_config(tmp_path, tiny_tokenizer_dir, **keys, **saved)
     pretraining.run_recipe(config, monkeypatch)

@@ -11,7 +11,7 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.training.layouts.launch_environment import (
     Launch,
     Layout,
-    keep_from_accelerate,
+    disable_accelerate_parallelism,
     name_pipeline,
     read_launch,
     verify_accelerator,
@@ -207,10 +207,10 @@ def test_accelerate_leaves_alone_what_is_shared_without_it(engine, variable, sha
     for name, value in {"WORLD_SIZE": "2", is_used: "true", is_meshed: "true"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("RECIPES_SHARDED_WHEN_LOADED", "false")
-    keep_from_accelerate(read_launch())
+    disable_accelerate_parallelism(read_launch())
     assert os.environ[is_used] == os.environ[is_meshed] == "true"
     monkeypatch.setenv(variable, "2")
     before = read_launch()
-    keep_from_accelerate(before)
+    disable_accelerate_parallelism(before)
     assert (os.environ[is_used], os.environ[is_meshed]) == (shards, "false")
     assert read_launch() == before

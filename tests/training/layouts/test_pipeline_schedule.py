@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn.utils import get_total_norm
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.attention.kernels import prove_isolation
+from recipes_lib.models.attention.kernels import verify_isolation
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
 from recipes_lib.training.layouts.pipeline_schedule import Pipeline, build_pipeline_groups
 
@@ -95,7 +95,7 @@ def test_it_answers_as_the_model_does() -> None:
 
 def test_the_checks_of_the_start_take_it_for_a_model() -> None:
     _, pipeline = build_pipeline()
-    prove_isolation(pipeline, "rows")
+    verify_isolation(pipeline, "rows")
     verify_loss_head(pipeline)
 
 
@@ -109,7 +109,7 @@ def test_documents_that_see_each_other_in_one_chunk_are_found() -> None:
 
     later.forward = forget.__get__(later)
     with pytest.raises(ConfigError, match="does not keep its logits beside another"):
-        prove_isolation(pipeline, "rows")
+        verify_isolation(pipeline, "rows")
 
 
 def test_one_process_has_no_copy_of_a_tied_embedding() -> None:

@@ -30,7 +30,7 @@ from recipes_lib.training.trainers.pair_batches import (
     PairAttention,
     build_pair_collator,
     choose_pair_attention,
-    prove_pair_attention,
+    verify_pair_attention,
 )
 
 SMALL = {
@@ -137,26 +137,26 @@ def let_attention_see_everything(monkeypatch):
 
 def test_what_is_proved_stays_as_it_was_chosen(tmp_path, model):
     for attention in (SHARED, PairAttention("sdpa", "separate"), PairAttention("sdpa", "separate", packing=False)):
-        assert prove_pair_attention(configure(tmp_path), attention, model) == attention
+        assert verify_pair_attention(configure(tmp_path), attention, model) == attention
     assert model.training
 
 
 def test_a_model_that_leaks_falls_back_as_far_as_it_must(tmp_path, model, monkeypatch):
     let_attention_see_everything(monkeypatch)
-    settled = prove_pair_attention(configure(tmp_path), SHARED, model)
+    settled = verify_pair_attention(configure(tmp_path), SHARED, model)
     # Nor can it keep packed documents apart.
     assert (settled.layout, settled.packing) == ("separate", False)
     assert "an answer does not keep its hidden states beside another" in settled.reason
     with pytest.raises(ConfigError, match=r"dpo.yaml:7: prompts cannot be shared: an answer does not keep"):
-        prove_pair_attention(configure(tmp_path, shared_prompt=True), SHARED, model)
-    unpacked = prove_pair_attention(configure(tmp_path), PairAttention("sdpa", "separate"), model)
+        verify_pair_attention(configure(tmp_path, shared_prompt=True), SHARED, model)
+    unpacked = verify_pair_attention(configure(tmp_path), PairAttention("sdpa", "separate"), model)
     assert not unpacked.packing
     assert "a document does not keep its logits" in unpacked.reason
 
 
 def test_a_leak_between_answers_alone_leaves_documents_packed(tmp_path, model, monkeypatch):
     monkeypatch.setattr(pair_attention, "prove_shared_prompt", lambda model: "answers see each other")
-    settled = prove_pair_attention(configure(tmp_path), SHARED, model)
+    settled = verify_pair_attention(configure(tmp_path), SHARED, model)
     assert settled == PairAttention("sdpa", "separate", packing=True, reason="answers see each other")
 
 
@@ -164,16 +164,16 @@ def test_parts_in_one_row_that_leak_fall_back_to_documents_in_one_row(tmp_path, 
     register_varlen()
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation="varlen")
     chosen = PairAttention("varlen", "shared_flat")
-    assert prove_pair_attention(configure(tmp_path), chosen, model) == chosen
+    assert verify_pair_attention(configure(tmp_path), chosen, model) == chosen
     monkeypatch.setattr(pair_attention, "prove_shared_prompt", lambda model: "answers see each other")
-    settled = prove_pair_attention(configure(tmp_path), chosen, model)
+    settled = verify_pair_attention(configure(tmp_path), chosen, model)
     assert settled == PairAttention("varlen", "flat", packing=True, reason="answers see each other")
 
 
 def test_a_flat_batch_that_leaks_has_nothing_to_fall_back_to(tmp_path, model, monkeypatch):
     let_attention_see_everything(monkeypatch)
     with pytest.raises(ConfigError) as refusal:
-        prove_pair_attention(configure(tmp_path), PairAttention("sdpa", "flat"), model)
+        verify_pair_attention(configure(tmp_path), PairAttention("sdpa", "flat"), model)
     # Pairs have no key `packing`.
     assert re.fullmatch(
         r"attn_implementation: a document does not keep its logits beside another: one moves by \S+\n"
@@ -191,14 +191,14 @@ def test_the_answers_of_a_reward_model_share_rows_where_prompts_are_not_shared(t
     add_score_head(model)
     chosen = choose(tmp_path, LLAMA, shared_prompt=False, kernel=kernel)
     assert chosen == PairAttention(kernel, layout, packing=True, reason="")
-    assert prove_pair_attention(configure(tmp_path, shared_prompt=False), chosen, model) == chosen
+    assert verify_pair_attention(configure(tmp_path, shared_prompt=False), chosen, model) == chosen
 
 
 def test_a_layout_chosen_for_another_model_is_looked_at_anew(tmp_path):
     other = GPT2LMHeadModel(GPT2Config(vocab_size=512, n_positions=64, n_embd=32, n_layer=1, n_head=2))
-    assert prove_pair_attention(configure(tmp_path), SHARED, other, max_length=64) == SHARED
+    assert verify_pair_attention(configure(tmp_path), SHARED, other, max_length=64) == SHARED
     windowed = AutoModelForCausalLM.from_config(WINDOWED)
-    settled = prove_pair_attention(configure(tmp_path), SHARED, windowed, max_length=64)
+    settled = verify_pair_attention(configure(tmp_path), SHARED, windowed, max_length=64)
     assert settled.layout == "separate"
     assert "sees 32 tokens" in settled.reason
 

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from recipes_lib.errors import ConfigError, DivergedError
 from recipes_lib.training.checkpoints.manifest import is_complete
 from recipes_lib.training.layouts.launch_environment import Launch, Layout
-from recipes_lib.training.trainers.recipe_trainer import settle_router_loss
+from recipes_lib.training.trainers.recipe_trainer import configure_router_loss
 
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
@@ -109,13 +109,13 @@ def test_the_load_of_experts_is_balanced_as_key_and_model_say(given, by_default,
         **SIZES, num_key_value_heads=2, router_aux_loss_coef=0.5, output_router_logits=is_asked, num_local_experts=2
     )
     model = MixtralForCausalLM(config)
-    assert settle_router_loss(model, given, by_default=by_default) == coefficient
+    assert configure_router_loss(model, given, by_default=by_default) == coefficient
     assert model.config.output_router_logits is is_on
     assert model.config.router_aux_loss_coef == coefficient
 
 
 def test_a_dense_model_has_no_experts_to_balance() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
-    assert settle_router_loss(model, None, by_default=True) == 0.0
+    assert configure_router_loss(model, None, by_default=True) == 0.0
     with pytest.raises(ConfigError, match="LlamaForCausalLM is no mixture of experts"):
-        settle_router_loss(model, 0.5, by_default=True)
+        configure_router_loss(model, 0.5, by_default=True)

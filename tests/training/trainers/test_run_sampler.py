@@ -17,13 +17,13 @@ from recipes_lib.training.trainers.recipe_trainer import EpochRows, RunSampler, 
 
 def record_rows(trainer):
     """The rows of each step, by the numbers that the guard was given."""
-    steps, judge = [], trainer.guard.judge
+    steps, check_step = [], trainer.guard.check_step
 
     def note(norm):
         steps.append([sorted(set(ids.tolist())) for ids in trainer.guard.inputs.row_ids])
-        return judge(norm)
+        return check_step(norm)
 
-    trainer.guard.judge = note
+    trainer.guard.check_step = note
     trainer.train()
     return steps
 

@@ -37,7 +37,7 @@ from recipes_lib.planning.compute import (
 )
 from recipes_lib.planning.devices import choose_device, find_device, find_efficiency, find_peak
 from recipes_lib.planning.failures import Failures
-from recipes_lib.planning.memory import list_layouts, plan_memory, settle_checkpointing
+from recipes_lib.planning.memory import list_layouts, plan_memory, resolve_checkpointing
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
 from recipes_lib.planning.schedule import Schedule, compute_steps
@@ -91,7 +91,7 @@ def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str]) -> N
     layout = layouts[0]
     if options.gpu and plans:
         placed = _choose_plan(plans, choose_device(options.gpu).memory)
-        layout, config = placed.layout, settle_checkpointing(config, placed)
+        layout, config = placed.layout, resolve_checkpointing(config, placed)
         if hardware and options.mfu is None:
             hardware = hardware.suit(config)
     rows = [*_describe(config, model_config, options, num_processes, layout, hardware), *launch]

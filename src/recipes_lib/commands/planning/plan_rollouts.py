@@ -20,7 +20,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.planning.activations import list_keys
 from recipes_lib.planning.devices import Device
-from recipes_lib.planning.memory import plan_memory, settle_checkpointing
+from recipes_lib.planning.memory import plan_memory, resolve_checkpointing
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
 from recipes_lib.planning.rollouts import Iteration, estimate_iteration, list_readers
 from recipes_lib.rl.rollout_schedule import RolloutSchedule, compute_group_schedule, compute_schedule
@@ -66,7 +66,7 @@ def search_rollouts(
         tried.append(plan.place(device.memory))
         verdict = "does not fit"
         if plan.fits(device.memory):
-            settled = settle_checkpointing(config, tried[-1])
+            settled = resolve_checkpointing(config, tried[-1])
             mfu = hardware.suit(settled).mfu
             one, schedule = plan_iteration(settled, model_config, layout, device, hardware.peak, mfu)
             # Equal in every layout, since the batch is per GPU; unknown without `max_steps`.

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.files import building, refuse_full
+from recipes_lib.files import building, verify_empty_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,7 +72,7 @@ def export_checkpoint(checkpoint: Path, output: Path) -> int:
     """
     from recipes_lib.training.checkpoints.manifest import find_damage
 
-    refuse_full(output)
+    verify_empty_folder(output)
     if damage := find_damage(checkpoint):
         raise ConfigError(Problem(str(checkpoint), damage, "name another checkpoint"))
     with building(output) as staging:
@@ -187,11 +187,11 @@ def _assign_weights(model: Any, weights: Mapping[str, Tensor], checkpoint: Path)
 def _write_adapter(checkpoint: Path, folder: Path) -> int:
     from safetensors.torch import save_file
 
-    from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS, name_in_file, read_such_an_init
+    from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS, name_in_file, read_base_changing_init
     from recipes_lib.models.saved_weights import verify_weights
     from recipes_lib.training.checkpoints.sharded import read_whole_weights
 
-    if init := read_such_an_init(checkpoint):
+    if init := read_base_changing_init(checkpoint):
         # Such an initialisation subtracts the adapter from the base, and only the run has the changed base.
         found = f"its adapter belongs to a base that {init} has changed, and the checkpoint does not hold that base"
         raise ConfigError(Problem(str(checkpoint), found, "let the run end: its output directory holds the adapter"))

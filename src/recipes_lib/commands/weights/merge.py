@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from recipes_lib.config.schema import ModelConfig, QuantizationConfig, TokensConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.files import building, read_lines, read_record, refuse_full
+from recipes_lib.files import building, read_lines, read_record, verify_empty_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
             too much; then nothing is written.
     """
     options = _parse(argv)
-    refuse_full(options.output)
+    verify_empty_folder(options.output)
     settings = _read_adapter(options.adapter)
     from transformers.utils.logging import disable_progress_bar
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.files import building, refuse_full
+from recipes_lib.files import building, verify_empty_folder
 
 RECORD_FILE: Final = "student.json"
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> None:
         ConfigError: A flag is wrong, or the teacher cannot be loaded or pruned; then nothing is written.
     """
     options = _parse(argv)
-    refuse_full(options.output)
+    verify_empty_folder(options.output)
     from transformers.utils.logging import disable_progress_bar
 
     from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer

@@ -33,11 +33,11 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.adapters.saved import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
-    TAKEN_OUT_OF_WEIGHTS,
+    INITS_CHANGING_BASE,
     TaskType,
+    changes_base_weights,
     check_base,
     check_saved,
-    has_such_an_init,
     read_commit,
 )
 from recipes_lib.models.heads.score_head import HEAD
@@ -88,7 +88,7 @@ def add_adapter(
         raise ConfigError(*problems)
     init, whole, tied = config.init_lora_weights, *name_whole_modules(model, config)
     # These initialisations change the base weights, which get_peft_model does in place.
-    before = compute_probe_logits(model) if init in TAKEN_OUT_OF_WEIGHTS else None
+    before = compute_probe_logits(model) if init in INITS_CHANGING_BASE else None
     settings = LoraConfig(
         task_type=task_type,
         r=config.lora_r,
@@ -103,7 +103,7 @@ def add_adapter(
         ensure_weight_tying=tied,
     )
     # Equal new weights on every process, without consuming the random state of the run.
-    with torch.random.fork_rng(), without_old_name():
+    with torch.random.fork_rng(), suppress_peft_deprecation():
         torch.manual_seed(seed)
         adapted = get_peft_model(model, settings, revision=read_commit(model.config))
     # Named layers may have been converted to expert parameters by PEFT.
@@ -119,7 +119,7 @@ def add_adapter(
             found = f"{init} moves the model's logits before training, by {shift:.2g} of the largest"
             remedy = "write dtype: float32, or init_lora_weights: default"
             raise ConfigError(Problem("init_lora_weights", found, remedy))
-        # For ``restate_for_original_base``, which converts the saved adapter to the original base weights.
+        # For ``convert_to_original_base``, which converts the saved adapter to the original base weights.
         adapted.initial_factors = {
             name: tensor.detach().cpu().clone()
             for name, tensor in read_adapter_state(adapted).items()
@@ -162,7 +162,7 @@ def load_adapter(
         raise ConfigError(*(Problem(key, f"{name} {found}", remedy) for found, remedy in problems))
     # An adapter without a task gets that of the model, which selects PEFT's wrapper class.
     saved.lora_dropout, saved.task_type = dropout, task_type
-    with explained(key, name), without_old_name():
+    with explained(key, name), suppress_peft_deprecation():
         try:
             adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable, config=saved)
         # Caught inside of ``explained``, which would report a damaged file rather than another architecture.
@@ -198,7 +198,7 @@ def attach_scorer(model: PeftModel, folder: Path, name: str) -> Tensor:
     head = weights.pop(_SAVED_HEAD, None)
     saved = PeftConfig.from_pretrained(str(folder))
     saved.task_type, saved.modules_to_save, saved.lora_dropout, saved.inference_mode = "CAUSAL_LM", None, 0.0, True
-    with without_old_name():
+    with suppress_peft_deprecation():
         model.add_adapter(name, saved)
     verify_layers(model, "reward_model_name_or_path")
     announced = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
@@ -254,7 +254,7 @@ def adapters_off(model: PeftModel) -> Iterator[None]:
     Raises:
         ValueError: The initialisation of the adapter changed the base weights (``pissa``, ``olora``).
     """
-    if is_taken_out_of_weights(model):
+    if has_changed_base(model):
         raise ValueError("the base of an adapter initialised by pissa or olora is no reference model")
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
 
@@ -271,9 +271,9 @@ def adapters_off(model: PeftModel) -> Iterator[None]:
         restore_flags()
 
 
-def is_taken_out_of_weights(model: PeftModel) -> bool:
+def has_changed_base(model: PeftModel) -> bool:
     """Return whether the initialisation of the adapter changed the base weights (``pissa``, ``olora``)."""
-    return has_such_an_init(model.peft_config[model.active_adapter])
+    return changes_base_weights(model.peft_config[model.active_adapter])
 
 
 def find_logit_shift(before: Tensor, after: Tensor, dtype: torch.dtype) -> float | None:
@@ -371,7 +371,7 @@ def _narrow_output(dtype: torch.dtype, _module: nn.Module, _inputs: Any, output:
 
 
 @contextmanager
-def without_old_name() -> Iterator[None]:
+def suppress_peft_deprecation() -> Iterator[None]:
     """Suppress a deprecation warning that PEFT 0.21 triggers in transformers."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")

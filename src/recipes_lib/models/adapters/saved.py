@@ -24,7 +24,7 @@ ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 
 TaskType = Literal["CAUSAL_LM", "SEQ_CLS"]
 
-TAKEN_OUT_OF_WEIGHTS: Final = ("pissa", "olora", "corda", "lora_ga", "loftq")
+INITS_CHANGING_BASE: Final = ("pissa", "olora", "corda", "lora_ga", "loftq")
 """Prefixes of ``init_lora_weights`` that change the base weights, mostly by subtracting the initial adapter."""
 
 _BASE = ".base_layer."
@@ -111,7 +111,7 @@ def name_in_file(name: str) -> str:
     return plain.removesuffix(".weight") if plain.endswith(".lora_magnitude_vector.weight") else plain
 
 
-def restate_for_original_base(folder: Path, initial_factors: dict[str, Tensor]) -> None:
+def convert_to_original_base(folder: Path, initial_factors: dict[str, Tensor]) -> None:
     """Convert a saved ``pissa`` or ``olora`` adapter so that it fits the original base weights.
 
     The trained model is ``W - s B0 A0 + s B A = W + s [B, -B0] [A; A0]``, an adapter of twice the rank with the same
@@ -148,7 +148,7 @@ def check_saved(saved: PeftConfig, folder: Path, task_type: str) -> Iterator[tup
         yield f"was trained for {saved.task_type}, not {task_type}", "merge it with PEFT first"
     if saved.bias != "none":
         yield "trains biases of the base, which stay changed when it is disabled", "name an adapter with bias: none"
-    if has_such_an_init(saved):
+    if changes_base_weights(saved):
         found = f"belongs to base weights changed by {saved.init_lora_weights}, which no file contains"
         yield found, "name the output directory of its run, not a checkpoint"
     if saved.layer_replication:
@@ -173,15 +173,15 @@ def check_base(saved: PeftConfig, base: PreTrainedConfig) -> Iterator[tuple[str,
         )
 
 
-def has_such_an_init(settings: PeftConfig) -> bool:
+def changes_base_weights(settings: PeftConfig) -> bool:
     """Return whether the adapter's initialisation changed the base weights."""
-    return str(settings.init_lora_weights).startswith(TAKEN_OUT_OF_WEIGHTS)
+    return str(settings.init_lora_weights).startswith(INITS_CHANGING_BASE)
 
 
-def read_such_an_init(folder: Path) -> str | None:
+def read_base_changing_init(folder: Path) -> str | None:
     """Return the initialisation of a saved adapter if it changed the base weights; otherwise ``None``."""
     settings = PeftConfig.from_pretrained(str(folder))
-    return str(settings.init_lora_weights) if has_such_an_init(settings) else None
+    return str(settings.init_lora_weights) if changes_base_weights(settings) else None
 
 
 def read_commit(config: PreTrainedConfig) -> str | None:

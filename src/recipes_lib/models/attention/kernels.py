@@ -195,7 +195,7 @@ def _packing_problems(config: PreTrainedConfig) -> list[Problem]:
 
 
 def _takes_position_ids(model_class: Any) -> bool:
-    # Models with code from the Hub are tested by ``prove_isolation``.
+    # Models with code from the Hub are tested by ``verify_isolation``.
     return model_class is None or "position_ids" in inspect.signature(model_class.forward).parameters
 
 
@@ -236,7 +236,7 @@ def _is_supported(name: str, config: PreTrainedConfig) -> bool:
     return answers.get(name, bool(model_class._supports_flash_attn))
 
 
-def prove_isolation(model: Any, layout: Layout) -> None:
+def verify_isolation(model: Any, layout: Layout) -> None:
     """Verify by forward passes that two packed documents do not attend to each other.
 
     Each must have the same logits as alone, and changing one must not change those of the other. For reward models,

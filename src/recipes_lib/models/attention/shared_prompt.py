@@ -14,10 +14,10 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.models.attention.kernels import choose_kernel
 from recipes_lib.models.inference import evaluating, find_device, find_rounding_error, kernel_precision
 
-TAKES_A_MASK: Final = ("sdpa", "eager")
+MASK_KERNELS: Final = ("sdpa", "eager")
 """Kernels that take a four-dimensional mask."""
 
-TAKES_BOUNDS: Final = ("varlen",)
+BOUNDS_KERNELS: Final = ("varlen",)
 """Kernels that take the bounds of the parts of a pair."""
 
 _COUNTS_PLACES: Final = {"gpt_neo"}
@@ -52,7 +52,7 @@ def build_shared_prompt_mask(pair_ids: Tensor, branch_ids: Tensor, implementatio
     Source: transformers' ``masking_utils._preprocess_mask_arguments``, which keeps a four-dimensional mask;
     ``tests/models/attention/test_shared_prompt.py``.
     """
-    assert implementation in TAKES_A_MASK
+    assert implementation in MASK_KERNELS
     is_earlier = torch.ones(pair_ids.shape[1], pair_ids.shape[1], dtype=torch.bool, device=pair_ids.device).tril()
     is_same_pair = pair_ids[:, :, None] == pair_ids[:, None, :]
     # A key is in the prompt, or in the same branch as the query: (R, L, L).
@@ -106,14 +106,14 @@ def supports_shared_prompt(config: PreTrainedConfig, implementation: str, *, max
         max_length: Maximum length of a prompt with one answer in tokens.
     """
     config = config.get_text_config()
-    if implementation not in (*TAKES_A_MASK, *TAKES_BOUNDS):
+    if implementation not in (*MASK_KERNELS, *BOUNDS_KERNELS):
         return f"attn_implementation: {implementation} takes no mask, only document bounds"
     try:
         # Models that do not isolate packed documents do not isolate answers either.
         choose_kernel(config, "eager", device=torch.device("cpu"), compute_dtype=torch.float32, packing=True)
     except ConfigError as error:
         return error.problems[0].found
-    if implementation in TAKES_BOUNDS:
+    if implementation in BOUNDS_KERNELS:
         return None
     if config.model_type in _COUNTS_PLACES:
         return f"a {config.model_type} model masks by index in the row, where a rejected answer follows the chosen one"
@@ -156,7 +156,7 @@ def prove_shared_prompt(model: Any) -> str | None:
     except (RuntimeError, TypeError, ValueError) as error:
         return f"this model fails on a row with shared prompts: {error}"
     scale = max(states.abs().max().item() for states in alone.values())
-    # Tolerances as in prove_isolation: kernels and shapes may differ from those of rows alone.
+    # Tolerances as in verify_isolation: kernels and shapes may differ from those of rows alone.
     for others, tolerance in ((alone, max(1e-4, 4 * eps)), *((others, 4 * eps) for others in beside_another)):
         difference = max((together[answer] - states).abs().max().item() for answer, states in others.items())
         if not difference <= scale * tolerance:
@@ -176,7 +176,7 @@ def _run_shared(model: Any, pairs: Sequence[Sequence[Tensor]]) -> dict[_Answer, 
         for first, part in ((0, prompt), *((len(prompt), answer) for answer in answers))
     ]
     device, implementation = find_device(model), model.config.get_text_config()._attn_implementation
-    if implementation in TAKES_BOUNDS:
+    if implementation in BOUNDS_KERNELS:
         apart = build_shared_prompt_bounds(lengths.view(-1, 3))
     else:
         apart = {"attention_mask": build_shared_prompt_mask((numbers // 3)[None], (numbers % 3)[None], implementation)}

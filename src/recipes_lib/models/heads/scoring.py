@@ -107,7 +107,7 @@ class RewardModel:
         add_score_head(model)
         if adapter is not None:
             model = load_adapter(model, str(adapter), task_type="SEQ_CLS")
-            store_reward_statistics(model, read_scale(adapter))
+            store_reward_statistics(model, read_adapter_statistics(adapter))
         model = model.to(device) if place is None else place(model.requires_grad_(False))
         return cls(model.eval(), load_tokenizer(saved, TokensConfig()))
 
@@ -124,7 +124,7 @@ class RewardModel:
         Raises:
             ConfigError: As ``attach_scorer``, or the adapter has no statistics.
         """
-        scale = read_scale(folder)
+        scale = read_adapter_statistics(folder)
         scorer = add_reward(trunk, folder)
         store_reward_statistics(scorer, scale)
         saved = ModelConfig(model_name_or_path=str(folder), dtype="auto")
@@ -285,7 +285,7 @@ def _verify_statistics(mean: Any, std: Any) -> RewardStatistics:
     return RewardStatistics(mean, std)
 
 
-def read_scale(adapter: Path) -> RewardStatistics:
+def read_adapter_statistics(adapter: Path) -> RewardStatistics:
     """Return the statistics in the folder of a saved adapter.
 
     Raises:

@@ -187,7 +187,7 @@ class EngineGuard:
         self._generator, self._objective, self._dtype, self._say = generator, objective, dtype, say
         self._has_reported = self._has_warned = False
 
-    def judge(self, rollout: Rollout, *, step: int, is_stale: bool = False) -> None:
+    def check(self, rollout: Rollout, *, step: int, is_stale: bool = False) -> None:
         """Check all answers of an iteration; the result of the first iteration is logged.
 
         Args:

@@ -14,7 +14,7 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.generation import Generated, Sampling, join_answers
 from recipes_lib.models.inference import preserve_random_states
 from recipes_lib.rl.engines.link import check_vllm, engine_errors, iterate_policy
-from recipes_lib.training.layouts.launch_environment import keep_engine_in_process
+from recipes_lib.training.layouts.launch_environment import configure_vllm
 from recipes_lib.training.trainers.arguments import get_compute_dtype
 
 _MIN_BATCHED_TOKENS: Final = 4096
@@ -135,7 +135,7 @@ def start(config: RecipeConfig, args: TrainingArguments, sampling: Sampling, max
         ConfigError: vLLM is not installed, does not support the model, or has too little free memory.
     """
     check_vllm()
-    keep_engine_in_process()
+    configure_vllm()
     from vllm import EngineArgs, SamplingParams
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.llm_engine import LLMEngine

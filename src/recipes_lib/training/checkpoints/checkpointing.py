@@ -99,7 +99,7 @@ class CheckpointingTrainer(Trainer):
         """Wait until the current checkpoint is written and renamed; raise its errors."""
         self._saver.finish()
 
-    def kept_steps(self) -> set[int]:
+    def list_protected_steps(self) -> set[int]:
         """Return the steps whose checkpoints are exempt from ``save_total_limit``: the best one."""
         best = self.state.best_model_checkpoint
         return set() if best is None else {int(best.rpartition("-")[2])}
@@ -141,7 +141,7 @@ class CheckpointingTrainer(Trainer):
     # transformers 5.23 writes synchronously, and deletes old checkpoints before the new one is verified.
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Stage a checkpoint, then write and publish it."""
-        self._saver.save(self._stage(model, STAGING), keep=self.kept_steps())
+        self._saver.save(self._stage(model, STAGING), keep=self.list_protected_steps())
 
     def _dry_run(self, model: nn.Module) -> None:
         """Save and delete one checkpoint, and compare it with the live state.
@@ -170,7 +170,7 @@ class CheckpointingTrainer(Trainer):
             lambda: count_bytes(self._list_trained(), self.optimizer.state_dict()),
             num_steps=self.state.max_steps,
             model_bytes=count_bytes(self._list_trained()),
-            num_besides=len(self.kept_steps()),
+            num_protected=len(self.list_protected_steps()),
         )
 
     def _stage(self, model: nn.Module, folder: str) -> Staged:

@@ -358,7 +358,7 @@ class CheckpointSaver:
         *,
         num_steps: int,
         model_bytes: int,
-        num_besides: int = 0,
+        num_protected: int = 0,
     ) -> None:
         """Save a checkpoint, verify it, measure it and delete it; every process must call.
 
@@ -367,7 +367,7 @@ class CheckpointSaver:
             count: Returns the expected bytes of a checkpoint, before one is written.
             num_steps: Number of optimizer steps of the run.
             model_bytes: Size of the final model in bytes.
-            num_besides: Number of checkpoints that are kept in addition to ``save_total_limit``.
+            num_protected: Number of checkpoints that are kept in addition to ``save_total_limit``.
 
         Raises:
             ConfigError: The disk cannot hold the checkpoints that the run will keep.
@@ -382,7 +382,7 @@ class CheckpointSaver:
             num_steps=num_steps,
             training=self._args.to_dict(),  # type: ignore[no-untyped-call]
             keep_every=self._keep_every,
-            num_besides=num_besides,
+            num_protected=num_protected,
         )
         if self.is_main:
             verify_disk(plan(count()), str(self._output_dir))

@@ -28,7 +28,7 @@ from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.training.checkpoints.manifest import find_writer
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Task, is_adapter
 from recipes_lib.training.collectives import Group, gather_objects, get_rank, is_distributed
-from recipes_lib.training.layouts.fsdp import get_local, get_whole, reshard
+from recipes_lib.training.layouts.fsdp import get_full_tensor, get_local, reshard
 
 MODEL_SHARDS: Final = "model_shards"
 OPTIMIZER_SHARDS: Final = "optimizer_shards"
@@ -66,7 +66,9 @@ def gather_trained_state(model: nn.Module) -> dict[str, Tensor]:
         shape, dtype = descriptions[owner][name]
         # Collective over the ranks that hold a shard of this tensor; the others allocate a receive buffer.
         tensor = (
-            get_whole(tensors[name].detach()) if name in tensors else torch.empty(shape, dtype=dtype, device=device)
+            get_full_tensor(tensors[name].detach())
+            if name in tensors
+            else torch.empty(shape, dtype=dtype, device=device)
         )
         # ``owners`` has the same order on all ranks, so sends and receives match without tags.
         if rank == owner != 0:

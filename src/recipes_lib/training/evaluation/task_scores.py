@@ -105,8 +105,8 @@ class EvaluateTasks(TrainerCallback):
         return compute_on_main(lambda: self._ask(model))
 
     def _ask(self, model: nn.Module) -> dict[str, float]:
-        from recipes_lib.evaluation.engines import CheckedModel, Remembering
-        from recipes_lib.evaluation.harness import ask_tasks, read_scores
+        from recipes_lib.evaluation.engines import CachedModel, CheckedModel
+        from recipes_lib.evaluation.harness import read_scores, run_tasks
 
         unwrapped: Any = extract_model_from_parallel(model, keep_torch_compile=False)
         beat = unwrapped.register_forward_pre_hook(lambda *_: WATCHDOG.beat())
@@ -119,8 +119,8 @@ class EvaluateTasks(TrainerCallback):
             ):
                 tokenizer = copy.deepcopy(self.tokenizer)  # lm-eval sets its padding.
                 engine = CheckedModel(pretrained=unwrapped, tokenizer=tokenizer, batch_size=self.batch_size)
-                remembering = Remembering(engine, Path(folder) / "answers.sqlite")
-                results = ask_tasks(remembering, self.tasks, self.settings, with_errors=False)
+                remembering = CachedModel(engine, Path(folder) / "answers.sqlite")
+                results = run_tasks(remembering, self.tasks, self.settings, with_errors=False)
                 remembering.close()
                 members = {task.task_name for group in self.tasks["groups"].values() for task in group.get_all_tasks()}
         finally:

@@ -36,28 +36,28 @@ def build_preemption() -> PreemptedError:
     """Return the same exception on all processes, with the reason of the first rank that has one; collective."""
     reasons = gather_objects(STOP.reason)
     rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
-    STOP.ask(reason)
+    STOP.request(reason)
     return PreemptedError(reason if len(reasons) == 1 else f"{reason} on rank {rank}")
 
 
-class LeftError(Exception):
+class StopPendingError(Exception):
     """Ends a computation without collectives on this process; the ranks agree to stop at the next collective point."""
 
 
-def leave_if_asked() -> None:
+def raise_if_stop_pending() -> None:
     """Report progress to the watchdog, and raise on a stop request; for computations without collectives.
 
     The handler must call ``stop_if_agreed`` next, as the other processes do when they have finished.
 
     Raises:
-        LeftError: A stop request is pending during training.
+        StopPendingError: A stop request is pending during training.
     """
     WATCHDOG.beat()
     if STOP.is_deferred and STOP.reason is not None:
-        raise LeftError
+        raise StopPendingError
 
 
-def end_stopped(request: PreemptedError, *, step: int, saved_step: int) -> PreemptedError:
+def close_preempted(request: PreemptedError, *, step: int, saved_step: int) -> PreemptedError:
     """Ignore further signals and return the exception for the user; call it after everything is saved.
 
     Args:
@@ -144,7 +144,7 @@ class LastStep(TrainerCallback):
         trainer.finish_saving()
         # A launcher kills all ranks when the first one exits, so all wait until rank 0 has published the checkpoint.
         trainer.accelerator.wait_for_everyone()
-        return end_stopped(request, step=state.global_step, saved_step=self._saved_step)
+        return close_preempted(request, step=state.global_step, saved_step=self._saved_step)
 
 
 def read_evaluation(state: TrainerState) -> dict[str, Any]:

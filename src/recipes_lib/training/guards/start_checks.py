@@ -19,11 +19,11 @@ from recipes_lib.errors import DivergedError, list_first
 from recipes_lib.models.adapters.lora import (
     adapters_off,
     find_logit_shift,
-    is_taken_out_of_weights,
+    has_changed_base,
 )
 from recipes_lib.models.inference import compute_probe_logits, preserve_training_state
 from recipes_lib.training.guards.step_facts import TrainerView
-from recipes_lib.training.layouts.fsdp import get_local, get_whole, reshard
+from recipes_lib.training.layouts.fsdp import get_full_tensor, get_local, reshard
 from recipes_lib.training.trainers.arguments import get_rounding_dtype
 
 SAMPLE_SIZE: Final = 1024
@@ -61,7 +61,7 @@ class AdapterChecks(TrainerCallback):
     ) -> None:
         """Verify that a new adapter has no effect, and sample the frozen tensors."""
         model = kwargs["model"]
-        if self._is_fresh and state.global_step == 0 and not is_taken_out_of_weights(model):
+        if self._is_fresh and state.global_step == 0 and not has_changed_base(model):
             verify_no_effect(model, get_rounding_dtype(model, args))
             self._say("adapter: it changes no logit before it is trained")
         self._frozen = sample_frozen(model)
@@ -125,12 +125,12 @@ def find_gradient_faults(model: nn.Module) -> dict[str, str | None]:
     for name, parameter in trained.items():
         # dL/dA = B^T dL/d(BA), and B is initialised to zero.
         lora_b = trained.get(name.replace(".lora_A.", ".lora_B."), parameter)
-        if lora_b is not parameter and not get_whole(lora_b).any():
+        if lora_b is not parameter and not get_full_tensor(lora_b).any():
             continue
         if parameter.grad is None:
             faults[name] = "it has no gradient"
         else:
-            norm = float(get_whole(parameter.grad.float().norm()))
+            norm = float(get_full_tensor(parameter.grad.float().norm()))
             faults[name] = NOT_FINITE if not math.isfinite(norm) else None if norm else "its gradient is zero"
     return faults
 
@@ -185,7 +185,7 @@ def _find_trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def _summarise(parameter: nn.Parameter) -> tuple[float, float]:
     """Return sum and norm over all elements; a sample could miss an embedding, of which only the used rows change."""
-    values = get_whole(parameter.detach())
+    values = get_full_tensor(parameter.detach())
     return float(values.sum(dtype=torch.float64)), float(values.float().norm())
 
 

@@ -106,7 +106,7 @@ def describe_faults(faults: Sequence[Mapping[str, Any]]) -> str:
     return "the norm of the gradient is not finite, though every gradient and loss is: it is too large for float32"
 
 
-def stop_before_update(
+def dump_and_raise(
     parameters: Mapping[str, Tensor],
     inputs: StepInputs,
     *,

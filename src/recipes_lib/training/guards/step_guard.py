@@ -28,8 +28,8 @@ from recipes_lib.training.guards.replay_check import (
     find_step_before,
     read_rollbacks,
 )
-from recipes_lib.training.guards.step_facts import MAX_SKIPPED, StepInputs, TrainerView, stop_before_update
-from recipes_lib.training.layouts.fsdp import get_whole
+from recipes_lib.training.guards.step_facts import MAX_SKIPPED, StepInputs, TrainerView, dump_and_raise
+from recipes_lib.training.layouts.fsdp import get_full_tensor
 from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter
 
 WINDOW: Final = 50
@@ -213,7 +213,7 @@ class StepGuard(TrainerCallback):
         """Prepare a replay if one is due."""
         self._replay.begin(state.global_step + 1)
 
-    def judge(self, norm: Tensor | float) -> float:
+    def check_step(self, norm: Tensor | float) -> float:
         """Return the gradient norm of a step that may be updated; call before clipping, on every process.
 
         Args:
@@ -228,7 +228,7 @@ class StepGuard(TrainerCallback):
         # same two figures, so that all of them decide alike without another collective call.
         share = torch.stack(self.inputs.losses).sum().float()
         total = trainer.accelerator.reduce(share, reduction="mean")
-        whole = get_whole(torch.as_tensor(norm)).to(total.device)
+        whole = get_full_tensor(torch.as_tensor(norm)).to(total.device)
         figures: list[float] = torch.stack([total, whole.float()]).tolist()
         loss, grad_norm = figures
         step = trainer.state.global_step + 1
@@ -261,7 +261,7 @@ class StepGuard(TrainerCallback):
     def _stop(self, loss: float, grad_norm: float, why: str = "") -> None:
         trainer = self._trainer
         scaler: Any = trainer.accelerator.scaler
-        stop_before_update(
+        dump_and_raise(
             dict(trainer.model.named_parameters()),
             self.inputs,
             step=trainer.state.global_step + 1,

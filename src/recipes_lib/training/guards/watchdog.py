@@ -119,12 +119,12 @@ class Watchdog:
 
         def look_for_file() -> None:
             if file.exists():
-                stop.ask(f"the file {file}")
+                stop.request(f"the file {file}")
                 file.unlink(missing_ok=True)
 
         def look_for_launcher() -> None:
             if stop.launcher_is_gone():
-                stop.ask("the launcher is gone")
+                stop.request("the launcher is gone")
 
         # A separate thread for the file: a hanging disk must not stop the watchdog itself.
         polls = [[self._act, look_for_launcher], *([[look_for_file]] if is_main else [])]

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
-def settle_precision(accelerator: Accelerator, model: nn.Module | None = None) -> None:
+def set_mixed_precision(accelerator: Accelerator, model: nn.Module | None = None) -> None:
     """Make FSDP2 reduce gradients and return losses in ``float32``; must precede the preparation of any model.
 
     accelerate's default is the compute dtype for outputs and reductions too: in bfloat16, losses, log-probabilities and
@@ -41,7 +41,7 @@ def shard(accelerator: Accelerator, model: Any) -> Any:
     """Return a model sharded layer by layer, as accelerate shards the trained one; all ranks must call.
 
     Args:
-        accelerator: Accelerator with FSDP2, after ``settle_precision``.
+        accelerator: Accelerator with FSDP2, after ``set_mixed_precision``.
         model: Model on the host; with ``cpu_ram_efficient_loading``, only rank 0 has its weights.
     """
     plugin = accelerator.state.fsdp_plugin
@@ -98,7 +98,7 @@ def get_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def get_whole(tensor: Tensor) -> Tensor:
+def get_full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor; all ranks with a shard of it must call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -141,7 +141,7 @@ def _list_groups(model: nn.Module) -> list[FSDPParamGroup]:
 def compute_total_norm(tensors: Iterable[Tensor]) -> Tensor:
     """Return the global L2 norm of all tensors over all shards, as a scalar that is not a ``DTensor``."""
     # The norm over the groups' norms is the norm over all tensors.
-    norms = [get_whole(get_total_norm(group)) for group in _group_by_mesh(tensors)]
+    norms = [get_full_tensor(get_total_norm(group)) for group in _group_by_mesh(tensors)]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 

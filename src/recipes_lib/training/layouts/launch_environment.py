@@ -290,7 +290,7 @@ def read_environment() -> Mapping[str, str]:
     return dict(os.environ)
 
 
-def keep_from_accelerate(launch: Launch) -> None:
+def disable_accelerate_parallelism(launch: Launch) -> None:
     """Disable accelerate's tensor, context and pipeline parallelism, which this library implements.
 
     accelerate 1.15 does not apply tensor parallelism to a loaded model, and does not support models that transformers
@@ -305,7 +305,7 @@ def keep_from_accelerate(launch: Launch) -> None:
         os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
 
 
-def keep_engine_in_process() -> None:
+def configure_vllm() -> None:
     """Configure vLLM to run in this process and send no usage data; must precede its import."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"

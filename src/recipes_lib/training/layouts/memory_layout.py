@@ -14,7 +14,7 @@ from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
 from recipes_lib.planning.activations import AUTO, list_keys
 from recipes_lib.planning.compute import RL_RECIPES, compute_hours, count_step, find_planned_model
 from recipes_lib.planning.devices import find_efficiency, find_peak
-from recipes_lib.planning.memory import plan_memory, settle_checkpointing
+from recipes_lib.planning.memory import plan_memory, resolve_checkpointing
 from recipes_lib.planning.memory_plan import Held, Layout, MemoryPlan
 from recipes_lib.training.layouts.launch_environment import Launch
 from recipes_lib.training.optim.compilation import choose_liger
@@ -42,7 +42,7 @@ def choose_checkpointing(config: RecipeConfig, launch: Launch) -> tuple[RecipeCo
         except Exception as error:  # An unknown architecture may raise any error here, and still train.
             mode, why = "every layer", f"memory could not be planned: {error}"
         else:
-            return settle_checkpointing(config, plan), f"{plan.checkpointing} ({plan.explain_choice(size)})"
+            return resolve_checkpointing(config, plan), f"{plan.checkpointing} ({plan.explain_choice(size)})"
     settled = config.with_training(list_keys(mode))
     return settled, f"{mode} ({why})"
 

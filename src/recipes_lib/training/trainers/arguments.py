@@ -19,7 +19,7 @@ from trl import DPOConfig, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.hardware import supports_bf16
-from recipes_lib.training.layouts.launch_environment import Launch, keep_from_accelerate, verify_launch
+from recipes_lib.training.layouts.launch_environment import Launch, disable_accelerate_parallelism, verify_launch
 from recipes_lib.training.optim.compilation import choose_compilation, choose_liger
 
 MIN_CAPABILITY: Final = (8, 9)
@@ -146,7 +146,7 @@ def build_training_arguments(
         ConfigError: As ``verify_fp8``, ``choose_compilation`` and ``choose_liger``, or transformers refuses the keys.
     """
     verify_fp8(launch.precision)
-    keep_from_accelerate(launch)
+    disable_accelerate_parallelism(launch)
     if launch.engine == "DEEPSPEED":
         # DeepSpeed 0.19 calls deprecated names of torch 2.13's collectives, several times per step.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)

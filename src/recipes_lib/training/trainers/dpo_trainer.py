@@ -31,7 +31,7 @@ from recipes_lib.losses.preference import (
     sum_logps,
     verify_preference_options,
 )
-from recipes_lib.models.adapters.lora import adapters_off, is_taken_out_of_weights
+from recipes_lib.models.adapters.lora import adapters_off, has_changed_base
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
 from recipes_lib.models.inference import find_device
 from recipes_lib.models.loading import load_causal_lm
@@ -44,9 +44,9 @@ from recipes_lib.training.trainers.pair_batches import (
     compute_answer_logps,
     compute_rounding,
     count_pairs,
-    prove_pair_attention,
     read_inputs,
     split_sequences,
+    verify_pair_attention,
 )
 from recipes_lib.training.trainers.pair_trainer import PairTrainer
 from recipes_lib.training.trainers.reference import ReferenceLogps, compute_reference_key, refuse_missing
@@ -380,7 +380,7 @@ def prepare_reference(
     has_base = (
         config.adapter.use_peft
         and config.adapter.adapter_name_or_path is None
-        and not is_taken_out_of_weights(cast(Any, model))
+        and not has_changed_base(cast(Any, model))
     )
     if config.preference.ref_model_name_or_path is not None:
         objective.reference = _load_reference(config, attention, model, max_length=data.max_length)
@@ -423,7 +423,7 @@ def _load_reference(
     if sizes[0] != sizes[1]:
         found = f"{name} has a vocabulary of {sizes[0]:,} tokens and the policy one of {sizes[1]:,}"
         raise ConfigError(Problem(where, found, "name a model with the tokenizer of the policy"))
-    settled = prove_pair_attention(config, attention, reference, max_length=max_length)
+    settled = verify_pair_attention(config, attention, reference, max_length=max_length)
     if (settled.layout, settled.packing) != (attention.layout, attention.packing):
         found = f"{name} does not support the batch layout of the policy: {settled.reason}"
         raise ConfigError(Problem(where, found, "write `shared_prompt: false`, or name another model"))

@@ -175,10 +175,10 @@ class PretrainTrainer(NextTokenTrainer):
         if schedule.first_decay_step is not None:
             self.add_callback(SaveBeforeDecay(schedule.first_decay_step))
 
-    def kept_steps(self) -> set[int]:
+    def list_protected_steps(self) -> set[int]:
         """Return the steps whose checkpoints are never deleted: from the start of the decay a longer run can resume."""
         first_decay_step = self.schedule.first_decay_step
-        return super().kept_steps() | (set() if first_decay_step is None else {first_decay_step})
+        return super().list_protected_steps() | (set() if first_decay_step is None else {first_decay_step})
 
     def find_rows(self, step: int) -> tuple[int, int]:
         """Return the half-open range of rows of the run that step ``step`` (from 0) takes over all ranks."""

@@ -14,7 +14,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.pairs.collator import PairCollator, PairLayout
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.losses.preference import sum_logps
-from recipes_lib.models.attention.kernels import choose_attention, prove_isolation
+from recipes_lib.models.attention.kernels import choose_attention, verify_isolation
 from recipes_lib.models.attention.shared_prompt import (
     build_shared_prompt_bounds,
     build_shared_prompt_mask,
@@ -184,7 +184,7 @@ def choose_pair_attention(
     return PairAttention(choice.implementation, layout, packing=not problem, reason=reason or problem)
 
 
-def prove_pair_attention(
+def verify_pair_attention(
     config: RecipeConfig, attention: PairAttention, model: Any, *, max_length: int = 0
 ) -> PairAttention:
     """Verify on the loaded model that answers and pairs are isolated; fall back to another layout if they are not.
@@ -213,7 +213,7 @@ def prove_pair_attention(
         attention = replace(attention, layout="flat" if is_flat else "separate", reason=reason)
     if attention.packing:
         try:
-            prove_isolation(model, "flat" if attention.layout == "flat" else "rows")
+            verify_isolation(model, "flat" if attention.layout == "flat" else "rows")
         except ConfigError as error:
             if attention.layout == "flat":
                 where = config.provenance.get("attn_implementation", "attn_implementation")

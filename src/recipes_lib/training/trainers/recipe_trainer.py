@@ -36,7 +36,13 @@ from recipes_lib.training.guards.step_facts import StepInputs, separate_row_ids
 from recipes_lib.training.guards.step_guard import StepGuard
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.context_rows import shard_batch
-from recipes_lib.training.layouts.fsdp import clip_gradients, compute_total_norm, has_shards, reshard, settle_precision
+from recipes_lib.training.layouts.fsdp import (
+    clip_gradients,
+    compute_total_norm,
+    has_shards,
+    reshard,
+    set_mixed_precision,
+)
 from recipes_lib.training.layouts.launch_environment import verify_engine
 from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY, Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
@@ -107,7 +113,7 @@ class RecipeTrainer(CheckpointingTrainer):
             tensor_size=count_tensor_parallel_ranks(self.model),
             is_in_shards=has_shards(self.model),
         )
-        settle_precision(self.accelerator, self.model)
+        set_mixed_precision(self.accelerator, self.model)
         self.remove_callback(PrinterCallback)
         self.add_figures(*observer.callbacks)
         self.add_callback(_LogParameterGroups(observer.progress.say))
@@ -119,7 +125,7 @@ class RecipeTrainer(CheckpointingTrainer):
         if args.mixed_precision == "fp8":
             verify_fp8_layers(self.model)
         coefficient = getattr(args, "router_aux_loss_coef", None)
-        self.router_aux_loss_coef = settle_router_loss(model, coefficient, by_default=self.balances_experts)
+        self.router_aux_loss_coef = configure_router_loss(model, coefficient, by_default=self.balances_experts)
         self.add_callback(StartChecks(self, has_adapter=self.adapter.use_peft))
         self.guard = StepGuard(self, observer.guards)
         if penalty is not None:
@@ -363,14 +369,14 @@ class RecipeTrainer(CheckpointingTrainer):
         """Clip the gradients by their global norm and return the norm; the guard decides before clipping.
 
         Raises:
-            DivergedError: As ``StepGuard.judge``.
+            DivergedError: As ``StepGuard.check_step``.
         """
         self._add_penalty()
         if self.layout.has_engine_norm:
             return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         with_gradient = [parameter for parameter in model.parameters() if parameter.grad is not None]
         norm = self._compute_grad_norm(with_gradient)
-        self.guard.judge(norm)
+        self.guard.check_step(norm)
         # accelerate's clipping would compute the norm again, over parameters that another rank counts too.
         clip_gradients(with_gradient, self.args.max_grad_norm, norm)
         return norm
@@ -380,13 +386,13 @@ class RecipeTrainer(CheckpointingTrainer):
         """Return the global gradient norm; without clipping, compute it and let the guard decide.
 
         Raises:
-            DivergedError: As ``StepGuard.judge``.
+            DivergedError: As ``StepGuard.check_step``.
         """
         if grad_norm is None:
             self._add_penalty()
         if self.layout.has_engine_norm:
-            return self.guard.judge(super()._get_grad_norm(model, grad_norm=grad_norm))  # type: ignore[no-untyped-call]
-        return self.guard.judge(self._compute_grad_norm(model.parameters())) if grad_norm is None else grad_norm
+            return self.guard.check_step(super()._get_grad_norm(model, grad_norm=grad_norm))  # type: ignore[no-untyped-call]
+        return self.guard.check_step(self._compute_grad_norm(model.parameters())) if grad_norm is None else grad_norm
 
     def _add_penalty(self) -> None:
         """Add the gradient of the weight penalty, multiplied by the loss scale: gradients are unscaled later."""
@@ -468,7 +474,7 @@ class RecipeTrainer(CheckpointingTrainer):
             self.optimizer.eval()
 
 
-def settle_router_loss(model: PreTrainedModel, coefficient: float | None, *, by_default: bool) -> float:
+def configure_router_loss(model: PreTrainedModel, coefficient: float | None, *, by_default: bool) -> float:
     """Enable or disable the load-balancing loss of a mixture of experts; return its coefficient.
 
     Args:
