@@ -109,6 +109,7 @@ class OutOfMemoryError(RuntimeError):
             "rows.jsonl: the limit of this process is reached",
         ),
         (OSError(errno.EROFS, "Read-only file system", "out/_lock"), "out/_lock: not permitted: Read-only"),
+        (FileExistsError(errno.EEXIST, "File exists", "runs/mine"), "runs/mine: a file of this name is in the way"),
         (RuntimeError("can't start new thread"), "threads: no more threads can be started"),
         (OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"), "lower per_device_train_batch_size"),
         (MemoryError(), "host memory: an allocation failed"),

@@ -39,6 +39,7 @@ _FILE_ERRORS: Final = {
     **dict.fromkeys(
         (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR), ("not a valid file path", "correct the path")
     ),
+    errno.EEXIST: ("a file of this name is in the way", "name another path, or move the file"),
     errno.EMFILE: ("the limit of this process is reached", "raise the limit: `ulimit -n 65536`"),
 }
 """``errno`` of an ``OSError`` with a file name -> what is wrong, and the remedy."""

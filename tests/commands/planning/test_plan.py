@@ -131,6 +131,11 @@ def test_times_of_failures_are_finite_and_above_0(plan, flag, value) -> None:
     assert "name one: --gpu H100" in plan(*given, code=2)
 
 
+@pytest.mark.parametrize(("flag", "value"), [("price_per_gpu_hour", -2), ("pue", 0.5), ("grid_gco2", "nan")])
+def test_prices_and_factors_are_finite_and_in_their_range(plan, flag, value) -> None:
+    assert f"--{flag}: is {value}" in plan("--gpu", "H100", f"--{flag}", value, code=2)
+
+
 def test_hours_follow_from_what_is_printed_beside_them(plan) -> None:
     told = plan("--num_processes", 4, "--gpu", "NVIDIA A100-SXM4-80GB", "--mfu", 0.45)
     line = next(line for line in told.splitlines() if line.startswith("time"))

@@ -133,6 +133,7 @@ def test_a_folder_that_is_not_empty_stays_as_it_is_and_an_empty_one_is_taken(ada
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
         (lambda folder: edit(folder, task_type="SEQ_CLS"), "only causal language models are merged"),
         (lambda folder: edit(folder, base_model_name_or_path="nobody/nothing"), "nobody/nothing"),
+        (lambda folder: edit(folder, base_model_name_or_path=None), "names no base model"),
         (lambda folder: edit(folder, init_lora_weights="pissa"), "not a checkpoint"),
         (lambda folder: empty(folder), "the adapter does not change the base"),
     ],
@@ -144,6 +145,11 @@ def test_what_cannot_be_merged_is_told_and_leaves_nothing(adapter, tmp_path, cap
     assert told in error
     assert "Traceback" not in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a run"]
+
+
+def test_an_adapter_without_a_task_and_a_base_is_merged_into_the_given_one(adapter, tmp_path, tiny_model_dir):
+    edit(adapter, task_type=None, base_model_name_or_path=None)
+    assert run(adapter, tmp_path / "out", "--base", tiny_model_dir) == 0
 
 
 def empty(folder):

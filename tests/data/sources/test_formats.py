@@ -56,6 +56,11 @@ GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         {**CHAT, "tools": TOOLS, "template_kwargs": {"enable_thinking": False}},
     ),
     "tools as JSON": ("messages", {**CHAT, "tools": '[{"name": "add"}]'}, {**CHAT, "tools": [{"name": "add"}]}),
+    "function calls as the answer, as in xlam": (
+        "question_answer",
+        {"id": 1, "query": "What is 2 + 2?", "answers": json.dumps([WRITTEN_CALL]), "tools": '[{"name": "add"}]'},
+        {"messages": [USER, CALLED], "tools": [{"name": "add"}]},
+    ),
     "no tools": ("messages", {**CHAT, "tools": "[]"}, CHAT),
     "chat ending with the user": ("messages", {"messages": [USER, ANSWER, USER]}, {"messages": [USER, ANSWER, USER]}),
     "two answers in a row": ("messages", {"messages": [USER, ANSWER, ANSWER]}, {"messages": [USER, ANSWER, ANSWER]}),

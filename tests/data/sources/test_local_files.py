@@ -81,6 +81,12 @@ def test_links_give_no_row_twice(loop: str, onto: str, tmp_path: Path) -> None:
     ]
 
 
+def test_a_pipe_in_a_folder_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    os.mkfifo(tmp_path / "b.jsonl")
+    assert list(load_files(tmp_path, "data", "train").files) == ["data/a.jsonl"]
+
+
 def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").symlink_to("a.jsonl")
     with pytest.raises(DataError) as caught:

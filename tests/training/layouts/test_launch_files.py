@@ -90,6 +90,16 @@ def test_keys_of_fsdp_without_their_prefix_are_read_as_accelerate_reads_them(
     assert (layout.fsdp_version, layout.offloads_weights, layout.state_dict_type) == (2, True, "FULL")
 
 
+@pytest.mark.parametrize("backend", ["NO", "INDUCTOR"])
+def test_a_launch_in_which_accelerate_compiles_the_model_is_refused(backend: str) -> None:
+    variables = name_variables({**MULTI_GPU, "dynamo_config": {"dynamo_backend": backend}})
+    if backend == "NO":
+        assert read_launch(variables) == read_launch(name_variables(MULTI_GPU))
+        return
+    with pytest.raises(ConfigError, match="torch_compile: true"):
+        read_launch(variables)
+
+
 STAGE_3: dict[str, Any] = {
     "stage": 3,
     "offload_optimizer": {"device": "cpu", "pin_memory": True},
@@ -138,7 +148,7 @@ def test_what_a_deepspeed_file_leaves_out_is_deepspeeds_default(tmp_path: Path) 
     ("content", "words"),
     [
         ("{", "`deepspeed_config_file` of the launch file"),
-        ("[]", "holds a list and not an object"),
+        ("[]", "is a list instead of an object"),
         ({"fp16": {"enabled": True}}, "`zero_optimization` is"),
         ({"zero_optimization": 3}, "`zero_optimization` is"),
         ({"zero_optimization": STAGE_3, "fp16": True}, "`fp16` is"),

@@ -316,6 +316,11 @@ def _find_problems(config: RecipeConfig, options: argparse.Namespace, batch_proc
         value = getattr(options, flag)
         if value is not None and value < 1:
             yield Problem(f"--{flag}", f"is {value}", "write 1 or more")
+    # A power usage effectiveness of 1 is the ideal: all power goes into computing.
+    for flag, least in (("price_per_gpu_hour", 0), ("pue", 1), ("grid_gco2", 0), ("budget", 0), ("deadline", 0)):
+        value = getattr(options, flag)
+        if value is not None and not least <= value < math.inf:
+            yield Problem(f"--{flag}", f"is {value:g}", f"write a finite number from {least} on")
     yield from _find_failure_problems(recipe, options)
 
 

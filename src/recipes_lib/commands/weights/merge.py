@@ -39,6 +39,8 @@ def main(argv: Sequence[str]) -> None:
     options = _parse(argv)
     verify_empty_folder(options.output)
     settings = _read_adapter(options.adapter)
+    if not (options.base or settings.get("base_model_name_or_path")):
+        raise ConfigError(Problem("--base", f"{options.adapter} names no base model", "add --base, a folder or Hub id"))
     from transformers.utils.logging import disable_progress_bar
 
     from recipes_lib.models.loading import load_tokenizer
@@ -47,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     base = ModelConfig(
-        model_name_or_path=options.base or settings["base_model_name_or_path"],
+        model_name_or_path=options.base or settings.get("base_model_name_or_path"),
         model_revision=None if options.base else settings["revision"],
         tokenizer_name_or_path=str(options.adapter) if (options.adapter / "tokenizer.json").exists() else None,
     )
@@ -120,8 +122,10 @@ def _read_adapter(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         remedy = "name the output directory of a run that trained an adapter"
         raise ConfigError(Problem("--adapter", f"{folder} holds no adapter_config.json", remedy))
-    settings = {"revision": None, **read_record(path, {"task_type": str, "base_model_name_or_path": str})}
-    if settings["task_type"] != "CAUSAL_LM":
+    fields = {"task_type": str | None, "base_model_name_or_path": str | None}
+    settings = {"revision": None, **read_record(path, fields)}
+    # PEFT also saves adapters without a task; if theirs is another one, the comparison fails.
+    if settings.get("task_type") not in (None, "CAUSAL_LM"):
         found = f"{folder} is an adapter for {settings['task_type']}, and only causal language models are merged"
         raise ConfigError(Problem("--adapter", found, "use a reward model as an adapter on its base"))
     return settings

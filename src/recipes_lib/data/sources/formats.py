@@ -12,6 +12,7 @@ import numpy as np
 
 from recipes_lib.config.schema import DatasetFormat
 from recipes_lib.data.sources.messages import (
+    FUNCTION_CALL,
     ROLES,
     RowError,
     check_answer,
@@ -75,7 +76,7 @@ def detect_format(raw: Raw, declared: DatasetFormat = "auto", *, where: str) -> 
     present = [column for column, value in raw.items() if value is not None]
     matches, renamed = _match(present), {}
     if not matches:
-        renamed = _find_renamed(present, _SPELLINGS)
+        renamed = _find_renamed(present, _SPELLINGS | (_CALL_SPELLINGS if "tools" in present else {}))
         if "role" in present or len(renamed) > 1:  # The content of a message, or beside a question or answer.
             renamed.pop("content", None)
         matches = _match(renamed.get(column, column) for column in present)
@@ -215,9 +216,12 @@ def read_question(raw: Raw) -> list[Message] | None:
 
 
 def _read_answer(raw: Raw, *, question: tuple[str, ...], answer: str) -> dict[str, Any]:
-    prompt = _read_question(raw, *question)
-    text = check_answer(_take(raw, answer), f"`{answer}`")
-    return {"messages": [*prompt, _build_answer(text)], **_read_chat_extras(raw)}
+    prompt, value = _read_question(raw, *question), _take(raw, answer)
+    if raw.get("tools") and (isinstance(value, (list, tuple)) or str(value).lstrip()[:2] == "[{"):
+        answers = clean_messages([{"role": FUNCTION_CALL, "content": value}], answer)
+    else:
+        answers = [_build_answer(check_answer(value, f"`{answer}`"))]
+    return {"messages": [*prompt, *answers], **_read_chat_extras(raw)}
 
 
 def _read_question(raw: Raw, column: str, *contexts: str) -> list[Message]:
@@ -487,6 +491,8 @@ _SPELLINGS: Final = {
     **dict.fromkeys(("response", "solution", "generated_solution", "output", "targets", "completion"), "answer"),
 }
 """Other spelling of a column -> the layout's column; applied only if the columns match no layout as they are."""
+_CALL_SPELLINGS: Final = {"answers": "answer"}
+"""The same beside a column ``tools``: a list of function calls, as in xlam."""
 _FALLBACKS: Final[tuple[DatasetFormat, ...]] = ("dolly", "question_answer")
 """Layouts whose columns also occur as additional columns of other layouts; considered only if no other one matches."""
 

@@ -220,7 +220,7 @@ def _enumerate_files(folder: Path, above: frozenset[str] = frozenset()) -> Itera
         if path.is_dir():
             if realpath(path) not in above:
                 yield from _enumerate_files(path, above)
-        elif find_suffix(path) in READERS:
+        elif find_suffix(path) in READERS and not path.is_fifo():
             yield path
 
 

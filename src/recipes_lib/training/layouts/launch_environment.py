@@ -31,6 +31,7 @@ SCHEDULES: Final = ("1f1b", "gpipe", "interleaved")
 
 _PRECISION: Final = "ACCELERATE_MIXED_PRECISION"
 _PRECISIONS: Final = ("no", "bf16", "fp16", "fp8")
+_DYNAMO: Final = "ACCELERATE_DYNAMO_BACKEND"
 _DEEPSPEED_FILE: Final = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _DEEPSPEED_VARIABLES: Final = {
     "deepspeed_config_file": _DEEPSPEED_FILE,
@@ -171,7 +172,8 @@ def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
         variables: Environment of a planned process, from ``name_variables``; ``None``: that of this process.
 
     Raises:
-        ConfigError: A variable is not a number in its range, or the precision or pipeline schedule is unknown.
+        ConfigError: A variable is not a number in its range, the precision or pipeline schedule is unknown, or
+            accelerate would compile the model.
         DataError: DeepSpeed's JSON file cannot be read.
     """
     env = dict(os.environ if variables is None else variables)
@@ -186,6 +188,10 @@ def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
     if precision not in _PRECISIONS:
         found, remedy = f"there is no precision {precision!r}", f"write {', '.join(_PRECISIONS)}"
         raise ConfigError(Problem("mixed_precision", found, remedy))
+    if env.get(_DYNAMO, "no").lower() != "no":
+        # accelerate compiles the whole model, beside our compiled layers and with a graph break at each of our hooks.
+        found, remedy = "it compiles the whole model", "delete it, and write `torch_compile: true` in the recipe"
+        raise ConfigError(Problem("dynamo_config of the launch file", found, remedy))
     return Launch(
         rank=_read_number(env, "RANK", 0),
         local_rank=_read_number(env, "LOCAL_RANK", 0),
@@ -498,6 +504,7 @@ def name_variables(document: Mapping[str, Any], num_processes: int | None = None
         "WORLD_SIZE": document.get("num_processes", 1) if num_processes is None else num_processes,
         _PRECISION: document.get("mixed_precision") or "no",
         "ACCELERATE_USE_CPU": document.get("use_cpu", False),
+        _DYNAMO: (document.get("dynamo_config") or {}).get("dynamo_backend", "no"),
     }
     kind = document["distributed_type"]
     if kind in ENGINES:
