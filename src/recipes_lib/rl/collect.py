@@ -272,7 +272,7 @@ class Collector:
         return dataclasses.replace(rollout, **known), texts
 
     def _compute_logps_and_values(self, rollout: Rollout) -> Rollout:
-        WATCHDOG.enter("reading answers")
+        WATCHDOG.enter("computing log-probabilities")
 
         def compute_logps(model: Any, sequences: Sequences) -> Tensor:
             return compute_response_logps(model, sequences, temperature=self._sampling.temperature)[0]

@@ -221,7 +221,7 @@ class PolicyTrainer:
         args = self._args
         figures = self._learn(iteration)
         self._log.progress.advance(self.state.step)
-        WATCHDOG.enter("what is between two steps")
+        WATCHDOG.enter("the work between two steps")
         if iteration == 0 and args.save_strategy != SaveStrategy.NO:
             self._dry_run()
         if self._logs(iteration):

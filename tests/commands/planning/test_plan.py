@@ -345,7 +345,7 @@ def test_a_price_makes_a_cost_of_the_time(plan_other) -> None:
         ("sft", ["--hardware", "nothing"], {}, "there is no launch file"),
         ("sft", ["--pipeline_stages", "2", "--num_processes", "4"], {}, "only pretraining supports pipeline"),
         ("sft", ["--hardware", "fsdp2_tp", "--num_processes", "6"], {}, "not `num_processes` together"),
-        ("ppo", ["--num_processes", "0"], {}, "write 1 or more"),
+        ("ppo", ["--num_processes", "0"], {}, "at least 1"),
         ("ppo", ["--gpu", "409"], {}, "did you mean `RTX 4090`?"),
         ("grpo", ["--gpus", "2xH100", "--deadline", "1"], {}, "--deadline: needs the length of the run"),
         ("grpo", ["--gpus", "2xH100", "--deadline", "1e-9"], {"max_steps": 400}, "more than 1e-09"),

@@ -292,6 +292,14 @@ def draw_curve(values: Sequence[float], height: int) -> list[str]:
     ]
 
 
+_LOWEST: Final = {
+    **dict.fromkeys(("num_processes", "num_gpus", "num_rows"), 1),
+    **dict.fromkeys(("price_per_gpu_hour", "grid_gco2", "budget", "deadline"), 0),
+    "pue": 1,
+}
+"""Flag -> its lowest value; a power usage effectiveness of 1 is the ideal."""
+
+
 def _find_problems(config: RecipeConfig, options: argparse.Namespace, batch_processes: int | None) -> Iterator[Problem]:
     recipe = config.recipe
     if recipe == "pretrain" and config.pretraining.max_tokens is None and config.read("max_steps") < 1:
@@ -312,15 +320,10 @@ def _find_problems(config: RecipeConfig, options: argparse.Namespace, batch_proc
     for flag in ("budget", "deadline", "write"):
         if getattr(options, flag) is not None and options.gpus is None:
             yield Problem(f"--{flag}", "is only for the search", "name the GPUs: --gpus 8xH100")
-    for flag in ("num_processes", "num_gpus", "num_rows"):
-        value = getattr(options, flag)
-        if value is not None and value < 1:
-            yield Problem(f"--{flag}", f"is {value}", "write 1 or more")
-    # A power usage effectiveness of 1 is the ideal: all power goes into computing.
-    for flag, least in (("price_per_gpu_hour", 0), ("pue", 1), ("grid_gco2", 0), ("budget", 0), ("deadline", 0)):
+    for flag, least in _LOWEST.items():
         value = getattr(options, flag)
         if value is not None and not least <= value < math.inf:
-            yield Problem(f"--{flag}", f"is {value:g}", f"write a finite number from {least} on")
+            yield Problem(f"--{flag}", f"is {value:g}", f"write a finite number, at least {least}")
     yield from _find_failure_problems(recipe, options)
 
 

@@ -230,4 +230,5 @@ def tell_replay(record: Mapping[str, Any]) -> list[str]:
     passes = record.get("replay", {}).get("passes_per_epoch", 0.0)
     if passes <= MAX_EPOCHS:
         return []
-    return [f"replayed rows are read {passes:.1f} times an epoch; beyond {MAX_EPOCHS} a repeated token teaches little"]
+    found = f"replayed rows are read {passes:.1f} times an epoch"
+    return [f"{found}; beyond {MAX_EPOCHS} repeated tokens improve the model little"]

@@ -30,7 +30,7 @@ STEPS: Final = 20
 PATIENCE: Final = 4.0
 """Factor on these limits in phases that do not report progress: first step (compilation), loading, saving."""
 
-REPORTING_PHASES: Final = frozenset({"a step", "an evaluation", "sampling answers", "reading answers"})
+REPORTING_PHASES: Final = frozenset({"a step", "an evaluation", "sampling answers", "computing log-probabilities"})
 """Phases that report progress."""
 
 _TICK_SECONDS: Final = 1.0

@@ -58,7 +58,7 @@ class PretrainingRows:
     def warnings(self) -> list[str]:
         """Warnings about the mixture, one sentence each."""
         return [
-            f"{name} is read {epochs:.1f} times; beyond {MAX_EPOCHS} a repeated token teaches little"
+            f"{name} is read {epochs:.1f} times; beyond {MAX_EPOCHS} repeated tokens improve the model little"
             for name, epochs in self.epochs.items()
             if epochs > MAX_EPOCHS
         ]

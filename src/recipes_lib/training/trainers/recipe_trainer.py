@@ -449,7 +449,7 @@ class RecipeTrainer(CheckpointingTrainer):
         self._last_evaluation = (self.last_evaluated_step, metrics)
         stored: Any = self.state.stateful_callbacks
         stored[EVALUATION_KEY] = {"last": self.last_evaluated_step, "is_owed": False}
-        WATCHDOG.enter("what follows an evaluation")
+        WATCHDOG.enter("the work after an evaluation")
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
