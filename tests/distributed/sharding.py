@@ -187,7 +187,7 @@ def break_something(fault: str | None) -> Iterator[None]:
         "never saw it": (RowOrder, "locate", leave_out),
         "told reads": (hashlib, "file_digest", _tell(hashlib.file_digest)),
         # As accelerate would have it.
-        "narrow sums": (recipe_trainer, "set_mixed_precision", lambda *_: None),
+        "narrow sums": (recipe_trainer, "set_precision", lambda *_: None),
     }
     with contextlib.nullcontext() if fault is None else mock.patch.object(*patches[fault]):
         yield

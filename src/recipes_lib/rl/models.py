@@ -35,7 +35,7 @@ from recipes_lib.models.inference import disable_dropout, unwrap_adapter
 from recipes_lib.models.loading import load_model_config
 from recipes_lib.planning.memory import find_critic_start
 from recipes_lib.training.guards.preemption import raise_if_stop_pending, stop_if_agreed
-from recipes_lib.training.layouts.fsdp import gathered, is_sharded, reshard, set_mixed_precision, shard, shard_head
+from recipes_lib.training.layouts.fsdp import gathered, is_sharded, reshard, set_precision, shard, shard_head
 from recipes_lib.training.layouts.launch_environment import Launch, verify_engine
 from recipes_lib.training.trainers.trained_model import load_policy
 
@@ -56,7 +56,7 @@ def choose_placement(args: TrainingArguments, launch: Launch) -> Callable[[Any],
         return lambda model: model.to(args.device)
     accelerator = Accelerator(mixed_precision=args.mixed_precision)
     verify_engine(launch, accelerator.distributed_type)
-    set_mixed_precision(accelerator)
+    set_precision(accelerator)
     return partial(shard, accelerator)
 
 

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from recipes_lib.training.layouts.fsdp import (
     compute_total_norm,
     prepare_frozen,
-    set_mixed_precision,
+    set_precision,
     shard,
     shard_chunk,
 )
@@ -40,7 +40,7 @@ def test_only_products_are_narrow(dtype):
     # In full precision, and without FSDP, there is nothing to settle.
     for policy, is_fsdp2, settled in ((narrow, True, ours), (None, True, None), (narrow, False, narrow)):
         accelerator = build_accelerator(policy, is_fsdp2=is_fsdp2)
-        set_mixed_precision(accelerator)
+        set_precision(accelerator)
         assert accelerator.state.fsdp_plugin.mixed_precision_policy == settled
 
 
@@ -83,9 +83,9 @@ def prepare(sharder: str, mesh: Any) -> LlamaForCausalLM:
         shard_chunk(model, [*model.model.layers, model.model.embed_tokens], mesh, torch.bfloat16)
         return model
     if sharder == "frozen":
-        set_mixed_precision(accelerator)
+        set_precision(accelerator)
         return shard(accelerator, model)
-    set_mixed_precision(accelerator, model)
+    set_precision(accelerator, model)
     return fsdp2_prepare_model(accelerator, model)
 
 

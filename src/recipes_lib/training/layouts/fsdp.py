@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
-def set_mixed_precision(accelerator: Accelerator, model: nn.Module | None = None) -> None:
+def set_precision(accelerator: Accelerator, model: nn.Module | None = None) -> None:
     """Make FSDP2 reduce gradients and return losses in ``float32``; must precede the preparation of any model.
 
     accelerate's default is the compute dtype for outputs and reductions too: in bfloat16, losses, log-probabilities and
@@ -41,7 +41,7 @@ def shard(accelerator: Accelerator, model: Any) -> Any:
     """Return a model sharded layer by layer, as accelerate shards the trained one; all ranks must call.
 
     Args:
-        accelerator: Accelerator with FSDP2, after ``set_mixed_precision``.
+        accelerator: Accelerator with FSDP2, after ``set_precision``.
         model: Model on the host; with ``cpu_ram_efficient_loading``, only rank 0 has its weights.
     """
     plugin = accelerator.state.fsdp_plugin

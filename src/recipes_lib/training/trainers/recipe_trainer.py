@@ -36,13 +36,7 @@ from recipes_lib.training.guards.step_facts import StepInputs, separate_row_ids
 from recipes_lib.training.guards.step_guard import StepGuard
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.context_rows import shard_batch
-from recipes_lib.training.layouts.fsdp import (
-    clip_gradients,
-    compute_total_norm,
-    has_shards,
-    reshard,
-    set_mixed_precision,
-)
+from recipes_lib.training.layouts.fsdp import clip_gradients, compute_total_norm, has_shards, reshard, set_precision
 from recipes_lib.training.layouts.launch_environment import verify_engine
 from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY, Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
@@ -113,7 +107,7 @@ class RecipeTrainer(CheckpointingTrainer):
             tensor_size=count_tensor_parallel_ranks(self.model),
             is_in_shards=has_shards(self.model),
         )
-        set_mixed_precision(self.accelerator, self.model)
+        set_precision(self.accelerator, self.model)
         self.remove_callback(PrinterCallback)
         self.add_figures(*observer.callbacks)
         self.add_callback(_LogParameterGroups(observer.progress.say))
