@@ -400,7 +400,7 @@ def test_tokens_are_counted_by_the_tokenizer(planted, tiny_tokenizer, tiny_token
     [
         ("web.jsonl", json.dumps({"text": "short"}), r"quality: .* \(1\)"),
         ("web.jsonl", "", "the sources are empty"),
-        ("code.jsonl", json.dumps({"content": "short"}), r"match no layout: `content`"),
+        ("code.jsonl", json.dumps({"body": "short"}), r"match no layout: `body`"),
     ],
 )
 def test_a_corpus_of_which_nothing_is_left_tells_why(tmp_path, name, content, words):

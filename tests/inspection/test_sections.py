@@ -36,7 +36,7 @@ def test_what_stands_on_broken_ground_says_nothing(tmp_path, tiny_tokenizer_dir)
     output = io.StringIO()
     config = build_config(tmp_path, tiny_tokenizer_dir, tokenizer_name_or_path=tmp_path)
     inspection = PretrainInspection(config, plan_launch(None, 1), Console(file=output, width=200, highlight=False))
-    inspection.look_at_everything()
+    inspection.run()
     assert [problem.where for problem in inspection.problems] == ["tokenizer_name_or_path"]
     assert "data\n" not in output.getvalue()
 

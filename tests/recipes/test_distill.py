@@ -65,5 +65,5 @@ def test_another_vocabulary_is_refused_before_any_weight_is_loaded(tmp_path, wri
     told = capsys.readouterr().err
     assert f"{config}:" in told
     assert "the teacher has no token '<new>'" in told
-    assert "distil by sequences" in told
+    assert "distill-write" in told
     assert json.loads((tmp_path / "a run" / "run.json").read_text())["status"] == "refused"

@@ -113,7 +113,7 @@ def test_the_list_tells_status_step_figure_and_age(
     assert capsys.readouterr().out.splitlines()[2] == "index.html"
     (tmp_path / "runs").mkdir()
     assert run_recipes(["runs"]) == 2
-    assert "runs: holds no run" in capsys.readouterr().err
+    assert "runs: has no run" in capsys.readouterr().err
     assert run_recipes(["runs", str(tmp_path / "none")]) == 2
     (tmp_path / "empty").mkdir()
     assert run_recipes(["report", str(tmp_path / "empty")]) == 2

@@ -137,7 +137,7 @@ def straight(policy_dir, prompts_file, tmp_path_factory):
 def test_a_checkpoint_is_as_large_as_is_told_before_the_run(straight, policy_dir, prompts_file, tmp_path):
     flags = keys_task.build_flags(policy_dir, tmp_path, prompts_file, **SHORT)
     inspection = PPOInspection(load_config("ppo", flags), plan_launch(None, 1), Console(quiet=True))
-    inspection.look_at_model(lambda line: None)
+    inspection.check_model(lambda line: None)
     plan = compute_disk(
         *inspection.count_trained(), 12, inspection.config.training, num_learners=inspection.num_learners
     )

@@ -60,7 +60,7 @@ def check(config: RecipeConfig, launch: Launch, console: Console, launch_file: P
     from recipes_lib.inspection.recipe_checks import INSPECTIONS
 
     inspection = INSPECTIONS[config.recipe](config, launch, console, launch_file)
-    inspection.look_at_everything()
+    inspection.run()
     count = len(inspection.problems)
     console.print(f"\n{count} problem{'s' * (count != 1)}" if count else "\nready to train")
     return inspection.problems

@@ -69,7 +69,7 @@ class Inspection(ABC):
         self.num_steps = 0
         self.launched_precision = "no"
 
-    def look_at_everything(self) -> None:
+    def run(self) -> None:
         """Run all checks, and print them; problems are collected in ``problems``."""
         for name, check, needed in (
             ("configuration", self.check_keys, ()),

@@ -50,7 +50,7 @@ def test_all_layers_are_the_teacher_and_a_list_is_taken_as_it_is(tiny_model_dir,
     [
         (("--num_layers", "3"), "3 layers are requested, and the teacher has 2"),
         (("--num_layers", "0"), "write a number from 1 to 2"),
-        (("--layers", "1", "3"), "has 1 to 2"),
+        (("--layers", "1", "3"), "has layers 1 to 2"),
     ],
 )
 def test_layers_that_are_not_there_leave_nothing_behind(tiny_model_dir, tmp_path, capsys, flags, words) -> None:

@@ -107,7 +107,7 @@ def test_the_choices_are_those_that_divide(now, before, remedy):
 
 def test_a_growing_batch_keeps_its_micro_batches():
     ramp = {"schedule": ScheduleConfig(batch_ramp_tokens=1000)}
-    with pytest.raises(ConfigError, match="4 a step so far and 2 now"):
+    with pytest.raises(ConfigError, match="4 per step at the checkpoint and 2 now"):
         keep_batch(config(2, 4, **ramp), launch(2), record(1, 2, 4))
     assert keep_batch(config(1, 4, **ramp), launch(2), record(1, 2, 4))[1] is None
 

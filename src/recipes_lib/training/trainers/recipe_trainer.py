@@ -16,7 +16,7 @@ from accelerate.data_loader import BatchSamplerShard
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback, TrainerState, TrainingArguments
-from transformers.trainer_utils import SaveStrategy
+from transformers.trainer_utils import SaveStrategy, has_length
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.data.sources.replay_dataset import EpochOrder, Order
@@ -348,8 +348,8 @@ class RecipeTrainer(CheckpointingTrainer):
         shard = loader.batch_sampler
         if isinstance(shard, BatchSamplerShard):
             self._is_last_repeated = shard_evenly(shard, self.launch.data_size, self.launch.data_rank)
-        # Upstream would end training at step 0 without an error.
-        if shard is not None and not len(loader):
+        # Upstream would end training at step 0 without an error. Streams have no length.
+        if has_length(loader) and not len(loader):
             found = f"drops all rows: there are fewer than one batch of {self._train_batch_size} for each process"
             raise ConfigError(Problem("dataloader_drop_last", found, "delete the line, or use smaller batches"))
         return loader
