@@ -90,10 +90,10 @@ def test_keys_of_fsdp_without_their_prefix_are_read_as_accelerate_reads_them(
     assert (layout.fsdp_version, layout.offloads_weights, layout.state_dict_type) == (2, True, "FULL")
 
 
-@pytest.mark.parametrize("backend", ["NO", "INDUCTOR"])
-def test_a_launch_in_which_accelerate_compiles_the_model_is_refused(backend: str) -> None:
+@pytest.mark.parametrize("backend", ["NO", False, None, "INDUCTOR"])
+def test_a_launch_in_which_accelerate_compiles_the_model_is_refused(backend: str | bool | None) -> None:
     variables = name_variables({**MULTI_GPU, "dynamo_config": {"dynamo_backend": backend}})
-    if backend == "NO":
+    if backend != "INDUCTOR":
         assert read_launch(variables) == read_launch(name_variables(MULTI_GPU))
         return
     with pytest.raises(ConfigError, match="torch_compile: true"):

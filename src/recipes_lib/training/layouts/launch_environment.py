@@ -504,7 +504,8 @@ def name_variables(document: Mapping[str, Any], num_processes: int | None = None
         "WORLD_SIZE": document.get("num_processes", 1) if num_processes is None else num_processes,
         _PRECISION: document.get("mixed_precision") or "no",
         "ACCELERATE_USE_CPU": document.get("use_cpu", False),
-        _DYNAMO: (document.get("dynamo_config") or {}).get("dynamo_backend", "no"),
+        # YAML reads an unquoted `NO` as false.
+        _DYNAMO: (document.get("dynamo_config") or {}).get("dynamo_backend") or "no",
     }
     kind = document["distributed_type"]
     if kind in ENGINES:
