@@ -11,7 +11,7 @@ from recipes_lib.errors import (
     DivergedError,
     Problem,
     UserError,
-    collecting,
+    collect_problems,
     explain_refusal,
     merge_alike,
     raise_problems,
@@ -67,10 +67,10 @@ def test_problems_that_differ_in_more_than_numbers_stay_apart():
 def test_problems_of_the_data_are_collected_and_others_are_raised() -> None:
     problems: list[Problem] = []
     for where in ("first", "second"):
-        with collecting(problems):
+        with collect_problems(problems):
             raise DataError(Problem(where, "broken"))
     assert [problem.where for problem in problems] == ["first", "second"]
-    with pytest.raises(ConfigError), collecting(problems):
+    with pytest.raises(ConfigError), collect_problems(problems):
         raise ConfigError(Problem("a key", "unknown"))
     assert len(problems) == 2
 

@@ -17,14 +17,14 @@ import pytest
 
 from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.files import (
-    building,
+    atomic_file,
+    atomic_folder,
     hash_file,
     is_inside,
     parse_number,
     read_lines,
     read_record,
     replace_record,
-    replacing,
     spell_numbers,
     try_lock,
     verify_empty_folder,
@@ -169,18 +169,18 @@ def test_names_that_leave_the_folder_are_told_apart(name, inside) -> None:
 def test_a_file_is_replaced_when_its_block_ends_well_and_not_before(tmp_path):
     path = tmp_path / "a"
     path.write_text("old")
-    with replacing(path) as first, replacing(tmp_path / "b") as second:
+    with atomic_file(path) as first, atomic_file(tmp_path / "b") as second:
         first.write_text("new")
         second.write_text("other")
         assert path.read_text() == "old"
         assert first.parent == path.parent
     assert (path.read_text(), (tmp_path / "b").read_text()) == ("new", "other")
     inode = path.stat().st_ino
-    with pytest.raises(ValueError, match="midway"), replacing(path) as partial:  # noqa: PT012
+    with pytest.raises(ValueError, match="midway"), atomic_file(path) as partial:  # noqa: PT012
         partial.write_text("half")
         raise ValueError("midway")
     assert (path.read_text(), path.stat().st_ino) == ("new", inode)
-    with replacing(path) as partial:
+    with atomic_file(path) as partial:
         partial.write_text("newer")
     # Another file under the same name: whoever has the old one open reads it to its end.
     assert path.stat().st_ino != inode
@@ -189,11 +189,11 @@ def test_a_file_is_replaced_when_its_block_ends_well_and_not_before(tmp_path):
 
 def test_a_folder_is_built_whole_or_not_at_all(tmp_path: Path) -> None:
     folder = tmp_path / "made" / "model"
-    with suppress(ValueError), building(folder) as staging:
+    with suppress(ValueError), atomic_folder(folder) as staging:
         (staging / "weights").write_text("half")
         raise ValueError
     assert list(folder.parent.iterdir()) == []
-    with building(folder) as staging:
+    with atomic_folder(folder) as staging:
         (staging / "weights").write_text("whole")
         (staging / "weights").chmod(0o600)  # As safetensors 0.8 leaves it.
         assert not folder.exists()

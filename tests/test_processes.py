@@ -29,19 +29,23 @@ def run_as(folders, number, body):
 
 
 def test_a_process_that_left_in_order_is_not_missed(folders):
-    processes.enter()
-    run_as(folders, "1", "processes.enter(); processes.leave()")
+    processes.register_process()
+    run_as(folders, "1", "processes.register_process(); processes.unregister_process()")
     assert processes.find_dead_process() is None
 
 
 def test_a_process_that_was_killed_is(folders):
-    processes.enter()
-    run_as(folders, "1", "processes.enter()")
+    processes.register_process()
+    run_as(folders, "1", "processes.register_process()")
     assert processes.find_dead_process() == "process 1 of this machine ended: no error was recorded, so it was killed"
 
 
 def test_a_process_that_failed_is_with_its_reason(folders):
-    run_as(folders, "1", "processes.enter(); processes.record_failure(ValueError('no\\nmore'), is_unforeseen=True)")
+    run_as(
+        folders,
+        "1",
+        "processes.register_process(); processes.record_failure(ValueError('no\\nmore'), is_unforeseen=True)",
+    )
     assert processes.find_dead_process() == "process 1 of this machine ended: ValueError: no"
     # As torch's own handler writes it, so that the launcher's summary has it.
     message = json.loads((folders / "1" / "error.json").read_text())["message"]
@@ -53,18 +57,18 @@ def test_a_full_disk_of_the_launcher_hides_nothing(folders, monkeypatch):
     def fail(*_, **__):
         raise OSError(28, "No space left on device")
 
-    processes.enter()
+    processes.register_process()
     monkeypatch.setattr(Path, "write_text", fail)
     monkeypatch.setattr(Path, "unlink", fail)
-    processes.enter()
+    processes.register_process()
     processes.record_failure(ConfigError(), is_unforeseen=False)
-    processes.leave()
+    processes.unregister_process()
     assert not (folders / "0" / "error.json").exists()
 
 
 def test_a_lost_connection_is_explained_by_who_is_gone(folders, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    run_as(folders, "1", "processes.enter()")
+    run_as(folders, "1", "processes.register_process()")
     lost = processes.explain_lost_connection(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1"))
     assert lost is not None
     assert "process 1" in lost
@@ -73,7 +77,7 @@ def test_a_lost_connection_is_explained_by_who_is_gone(folders, monkeypatch):
 
 def test_without_a_launcher_there_is_nobody_to_miss(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    processes.enter()
+    processes.register_process()
     processes.record_failure(ValueError(), is_unforeseen=True)
     assert processes.find_dead_process() is None
     monkeypatch.setenv("WORLD_SIZE", "2")

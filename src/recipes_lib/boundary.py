@@ -61,7 +61,7 @@ class _Output(io.FileIO):
             return memoryview(data).nbytes
 
 
-def keep_output_from_failing() -> None:
+def ignore_closed_output() -> None:
     """Make writes to standard output and standard error never raise.
 
     A closed pipe, a full disk, or a character that the locale's encoding lacks must not end a run. The raw layer below
@@ -100,7 +100,7 @@ def run_command(command: Callable[[], int | None]) -> int:
     Returns:
         One of the ``EXIT_`` codes of :mod:`recipes_lib.errors`, or ``EXIT_INTERRUPTED``.
     """
-    keep_output_from_failing()
+    ignore_closed_output()
     for name in _EXPECTED_WARNINGS:
         logging.getLogger(name).addFilter(_is_unexpected)
     try:
@@ -112,7 +112,7 @@ def run_command(command: Callable[[], int | None]) -> int:
         if code not in (EXIT_DONE, EXIT_PREEMPTED) and not isinstance(error, LostPeerError):
             processes.record_failure(error, is_unforeseen=code == EXIT_BUG)
     if code in (EXIT_DONE, EXIT_PREEMPTED):
-        processes.leave()
+        processes.unregister_process()
     if code != EXIT_DONE and processes.read_world_size() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -183,5 +183,5 @@ def parse_or_exit(recipe: str, arguments: Sequence[str]) -> RecipeConfig:
     if not parsed:
         sys.exit(code)
     STOP.install()
-    processes.enter()
+    processes.register_process()
     return parsed[0]

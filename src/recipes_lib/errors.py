@@ -182,7 +182,7 @@ def verify_extra(where: str, extra: str, *modules: str) -> None:
 
 
 @contextmanager
-def collecting(problems: list[Problem]) -> Iterator[None]:
+def collect_problems(problems: list[Problem]) -> Iterator[None]:
     """Catch a ``DataError`` of the block and append its problems to ``problems``, to raise them all together later."""
     try:
         yield

@@ -126,7 +126,7 @@ def parse_record(line: str) -> dict[str, Any] | None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; if the block succeeds, the file is flushed and renamed to ``path``.
 
     Concurrent writers of the same ``path`` use different temporary files; the last rename wins.
@@ -138,7 +138,7 @@ def replacing(path: Path) -> Iterator[Path]:
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
         yield unfinished
-        let_readers_of_folder_read(unfinished)
+        inherit_read_permission(unfinished)
         # Before the rename: a file system may persist the rename before the data.
         fsync(unfinished)
         unfinished.replace(path)
@@ -148,7 +148,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def writing(place: Path, remedy: str, found: str = "cannot be written") -> Iterator[None]:
+def explain_write_errors(place: Path, remedy: str, found: str = "cannot be written") -> Iterator[None]:
     """Convert an ``OSError`` of the block to a ``ConfigError`` about ``place``.
 
     Args:
@@ -176,7 +176,7 @@ def verify_empty_folder(folder: Path) -> None:
 
 
 @contextmanager
-def building(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty temporary folder beside ``folder``, which is flushed and renamed to ``folder`` after the block.
 
     If the block raises, the temporary folder is deleted.
@@ -191,7 +191,7 @@ def building(folder: Path) -> Iterator[Path]:
         yield built
         for file in built.rglob("*"):
             if file.is_file():
-                let_readers_of_folder_read(file)
+                inherit_read_permission(file)
                 fsync(file)
         built.replace(folder)
 
@@ -202,7 +202,7 @@ def replace_text(path: Path, text: str) -> None:
     Raises:
         OSError: The file cannot be written; ``filename`` is ``path``, and the old file is unchanged.
     """
-    # A fixed temporary name, unlike in ``replacing``: these files have one writer, and a file that a killed process
+    # A fixed temporary name, unlike in ``atomic_file``: these files have one writer, and a file that a killed process
     # left is overwritten by the next one instead of accumulating.
     unfinished = path.with_name(f"{path.name}.partial")
     try:
@@ -226,7 +226,7 @@ def replace_record(path: Path, record: Any) -> None:
     replace_text(path, json.dumps(record, indent=1, default=str))
 
 
-def let_readers_of_folder_read(file: Path) -> None:
+def inherit_read_permission(file: Path) -> None:
     """Give a file the group and world read permission of its folder: safetensors 0.8 creates files with mode 600."""
     # From the folder, which was created under the umask: reading the umask means setting it, for all threads.
     with suppress(OSError):  # A file system without permissions, such as FAT.

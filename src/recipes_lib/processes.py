@@ -60,12 +60,12 @@ def read_api_key() -> str | None:
     return os.environ.get("OPENAI_API_KEY") or None
 
 
-def enter() -> None:
+def register_process() -> None:
     """Write the process id for the other ranks of this machine; does nothing without a launcher's folder."""
     _write(_PID_FILE, str(os.getpid()))
 
 
-def leave() -> None:
+def unregister_process() -> None:
     """Remove the process id: this process ends normally and does not count as lost."""
     if (folder := _find_folder()) is not None:
         with suppress(OSError):

@@ -31,7 +31,7 @@ def _train(moments: Moments, run: Path) -> None:
 
 
 def watch_saving(moments: Moments, run: Path) -> None:
-    watch_disk(moments, run, since="_rehearsal")
+    watch_disk(moments, run, since="_dry_run")
 
 
 def kill_at(watch: Watch, lab: Laboratory, trial: Trial, random: Random, only: Sequence[str] = ()) -> None:

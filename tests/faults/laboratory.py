@@ -22,7 +22,7 @@ from recipes_lib.training.checkpoints.manifest import find_damage, list_checkpoi
 from recipes_lib.training.run import read_run_record
 
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
-LEFTOVERS = ("_saving", "_rehearsal", "_deleted", "run.json.partial", "rollbacks.json.partial")
+LEFTOVERS = ("_saving", "_dry_run", "_deleted", "run.json.partial", "rollbacks.json.partial")
 
 
 class Violation(Exception):

@@ -149,10 +149,10 @@ def test_a_name_that_is_not_known_is_asked_back(name, words) -> None:
 
 
 def test_a_short_name_tells_which_board_it_is_taken_for() -> None:
-    assert choose_device("A100").taken == "SXM, 40 GB; another is A100-80GB"
-    assert choose_device("h100").taken.startswith("SXM")
-    assert not choose_device("A100-80GB").taken
-    assert not choose_device("NVIDIA H100 80GB HBM3").taken
+    assert choose_device("A100").assumed == "SXM, 40 GB; another is A100-80GB"
+    assert choose_device("h100").assumed.startswith("SXM")
+    assert not choose_device("A100-80GB").assumed
+    assert not choose_device("NVIDIA H100 80GB HBM3").assumed
 
 
 def test_the_share_of_the_peak_is_that_of_published_runs_of_this_kind() -> None:

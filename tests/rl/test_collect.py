@@ -157,14 +157,14 @@ def test_an_engine_has_the_weights_before_it_is_asked_all_at_once(collector_and_
 def test_answers_ahead_are_taken_once_and_failures_are_the_takers():
     ahead = AsyncSampler()
     assert ahead.take() is None
-    ahead.ask(lambda: "answers")
+    ahead.submit(lambda: "answers")
     ahead.wait()
     assert [ahead.take(), ahead.take()] == ["answers", None]
 
     def fail():
         raise ConfigError(Problem("use_vllm", "it ended", "see to it"))
 
-    ahead.ask(fail)
+    ahead.submit(fail)
     ahead.wait()
     with pytest.raises(ConfigError, match="it ended"):
         ahead.take()
@@ -175,7 +175,7 @@ def test_who_is_asked_to_stop_leaves_the_answers_ahead():
     ahead = AsyncSampler()
     with STOP.deferred():
         STOP.request("SIGTERM")
-        ahead.ask(raise_if_stop_pending)
+        ahead.submit(raise_if_stop_pending)
         with pytest.raises(PreemptedError):
             ahead.take()
         STOP.reason = None

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError, PreemptedError
 from recipes_lib.rl import models as sharding
-from recipes_lib.rl.models import beat_between, choose_placement, held_whole
+from recipes_lib.rl.models import beat_between, choose_placement, gathered_weights
 from recipes_lib.stopping import STOP
 from recipes_lib.training.guards.preemption import StopPendingError
 from recipes_lib.training.layouts.fsdp import is_sharded
@@ -68,7 +68,7 @@ def test_a_launch_that_is_not_what_was_asked_for_is_refused(configure, tmp_path)
 
 def test_within_all_weights_are_there_and_behind_none(sharded):
     expected = sharded(torch.ones(1, 3))
-    with held_whole(sharded):
+    with gathered_weights(sharded):
         assert not any(hasattr(parameter, "device_mesh") for parameter in sharded.parameters())
         for _ in range(2):
             torch.testing.assert_close(sharded(torch.ones(1, 3)), expected)
@@ -82,12 +82,12 @@ def test_within_all_weights_are_there_and_behind_none(sharded):
 def test_who_comes_to_the_end_agrees_with_those_who_left(sharded, monkeypatch):
     meetings = []
     monkeypatch.setattr(sharding, "stop_if_agreed", lambda: meetings.append(1))
-    with pytest.raises(StopPendingError), held_whole(sharded):
+    with pytest.raises(StopPendingError), gathered_weights(sharded):
         raise StopPendingError
     assert meetings == []
-    with held_whole(sharded):
+    with gathered_weights(sharded):
         pass
-    with held_whole(nn.Linear(2, 2)), held_whole(None):
+    with gathered_weights(nn.Linear(2, 2)), gathered_weights(None):
         pass
     assert meetings == [1]
 

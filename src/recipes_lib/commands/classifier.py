@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.errors import ConfigError, DataError, Problem
-from recipes_lib.files import writing
+from recipes_lib.files import explain_write_errors
 
 _ABOUT: Final = (
     "A text classifier for recipes clean, such as good against bad pages: logistic regression on hashed unigrams and "
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
         train, held_out = split_held_out(texts, options.held_out)
         classifier = train_classifier(train)
         evaluation = evaluate_classifier(classifier.score, held_out)
-        with writing(folder, "name another folder"):
+        with explain_write_errors(folder, "name another folder"):
             classifier.save(folder, evaluation)
         read_linear(folder)
     sys.stdout.write("".join([f"{line}\n" for line in describe(evaluation)]))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.config.evaluation import EvalConfig, parse_eval_command
-from recipes_lib.config.loader import end_after_help
+from recipes_lib.config.loader import exit_after_help
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, verify_extra
 from recipes_lib.files import read_record, replace_record, try_lock
 
@@ -213,7 +213,7 @@ def _parse(argv: Sequence[str]) -> EvalConfig:
             given[at] = json.dumps(argument.split(","))
     if {"-h", "--help"} & set(argv):
         sys.stdout.write(_USAGE)
-    config = end_after_help(parse_eval_command(given))
+    config = exit_after_help(parse_eval_command(given))
     verify_extra("recipes eval", "eval", "lm_eval")
     return config
 

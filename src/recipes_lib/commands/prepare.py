@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_recipe
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.files import writing
+from recipes_lib.files import explain_write_errors
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -116,7 +116,7 @@ def preview(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
     rows = build_preview(config, load_tokenizer(config), options.rows)
     if options.html is not None:
         title = f"{config.data.dataset_name or 'dataset_mixture'}: training rows"
-        with writing(options.html, "name another file after --html"):
+        with explain_write_errors(options.html, "name another file after --html"):
             options.html.parent.mkdir(parents=True, exist_ok=True)
             write_page(options.html, "preview", title=title, rows=rows)
     console = Console(highlight=False)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, ConfigError, Problem
-from recipes_lib.files import writing
+from recipes_lib.files import explain_write_errors
 
 PAGE = "results.md"
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         known = ", ".join(check.name for check in listed)
         raise ConfigError(Problem("--only", f"there is no check {' or '.join(options.only)}", f"choose of {known}"))
     device, output = torch.device("cuda" if torch.cuda.is_available() else "cpu"), options.output.resolve()
-    with writing(output, "name another --output"):
+    with explain_write_errors(output, "name another --output"):
         output.mkdir(parents=True, exist_ok=True)
     found = torch.cuda.device_count() if device.type == "cuda" else 0
     num_gpus = found if options.gpus is None else options.gpus

@@ -18,7 +18,7 @@ from recipes_lib.config.loader import check_text
 from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.environment import read_git_commit, read_versions
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, escape_controls
-from recipes_lib.files import read_record, writing
+from recipes_lib.files import explain_write_errors, read_record
 
 _OF_THE_PLACE: Final = ("output_dir", "prepared_dir", "push_to_hub", "hub_", "run_name", "overwrite_")
 """Prefixes of keys about paths and publishing, which are not restored."""
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
         head += ["These keys run code: read it, and remove the # of those that you trust."]
         head += [f"{key}: {json.dumps(value)}" for key, value in code.items()]
     text = "".join(f"# {line}\n" for line in head) + yaml.safe_dump(keys, sort_keys=False, allow_unicode=True)
-    with writing(folder, "name another --output"):
+    with explain_write_errors(folder, "name another --output"):
         folder.mkdir(parents=True, exist_ok=True)
         config_file.write_text(text, encoding="utf-8")
         constraints.write_text("".join(f"{line}\n" for line in list_constraints(record)), encoding="utf-8")

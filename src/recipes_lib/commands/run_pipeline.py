@@ -21,7 +21,7 @@ from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError, suggest
 from recipes_lib.files import parse_number
 from recipes_lib.pipelines.pipeline import Pipeline, Stage, load_pipeline
-from recipes_lib.pipelines.runner import STATE, find_program, list_figures, read_state, run_pipeline
+from recipes_lib.pipelines.runner import STATE_FILE, find_program, list_figures, read_state, run_pipeline
 from recipes_lib.quantities import format_duration
 from recipes_lib.report.overview import format_rows, write_overview
 from recipes_lib.shipped import RECIPES, find_launch_file, find_shipped
@@ -139,7 +139,7 @@ def choose_stages(pipeline: Pipeline, first: str | None, last: str | None) -> li
 
 def describe(pipeline: Pipeline) -> list[str]:
     """Return a table of the stages, line by line: status, time, a metric, sweep keys and output."""
-    state = read_state(pipeline.output_dir / STATE)
+    state = read_state(pipeline.output_dir / STATE_FILE)
     rows: list[tuple[str, ...]] = [("stage", "status", "time", "figure", "keys", "output")]
     rows += [_describe_stage(stage, state.get(stage.name) or {}) for stage in pipeline.stages]
     return [*format_rows(rows), f"overview: {pipeline.output_dir / 'index.html'}"]
@@ -169,7 +169,7 @@ def check_stages(path: Path, pipeline: Pipeline, inspected: Sequence[str]) -> No
     """
     problems: list[Problem] = []
     outputs = {stage.name: stage.output for stage in pipeline.stages}
-    state = read_state(pipeline.output_dir / STATE)
+    state = read_state(pipeline.output_dir / STATE_FILE)
     with _using_placeholders(path) as placeholder:
         for real, stage in zip(pipeline.stages, placeholder.stages, strict=True):
             is_done = (state.get(real.name) or {}).get("status") == "done"

@@ -18,7 +18,7 @@ from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.evaluation.endpoint import join_reasoning, split_reasoning
-from recipes_lib.files import read_record, replace_record, try_lock, writing
+from recipes_lib.files import explain_write_errors, read_record, replace_record, try_lock
 from recipes_lib.training.layouts.launch_environment import Launch, read_launch
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class RowFile(Generic[Counted]):
         Raises:
             ConfigError: Another process writes the file.
         """
-        with writing(self._path.parent, "name another output"):
+        with explain_write_errors(self._path.parent, "name another output"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("ab") as file:
             if try_lock(file) is False:

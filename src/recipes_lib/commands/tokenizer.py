@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from rich.console import Console
 
 from recipes_lib.config.schema import DatasetFormat
-from recipes_lib.errors import ConfigError, DataError, Problem, UserError, collecting, raise_problems
-from recipes_lib.files import writing
+from recipes_lib.errors import ConfigError, DataError, Problem, UserError, collect_problems, raise_problems
+from recipes_lib.files import explain_write_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -142,7 +142,7 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> bool:
     Raises:
         ConfigError: The folder holds another one, or cannot be written.
     """
-    unwritable = writing(folder, "name another folder")
+    unwritable = explain_write_errors(folder, "name another folder")
     with unwritable, TemporaryDirectory(dir=folder, prefix=".tokenizer-") as staging:
         tokenizer.save_pretrained(staging)
         # The vocabulary last: a reader that finds it finds the other files, too.
@@ -234,7 +234,7 @@ def _open_folder(folder: Path, vocab_size: int) -> None:
     """
     from tokenizers import Tokenizer
 
-    with writing(folder, "name another --output_dir", "cannot be created"):
+    with explain_write_errors(folder, "name another --output_dir", "cannot be created"):
         folder.mkdir(parents=True, exist_ok=True)
     if not (folder / _FILE).exists():
         return
@@ -258,7 +258,7 @@ def _open_data(options: argparse.Namespace) -> Mixture:
     parts: list[Part] = []
     problems: list[Problem] = []
     for name in options.data:
-        with collecting(problems):
+        with collect_problems(problems):
             source = load_source(
                 name,
                 config=options.dataset_config,

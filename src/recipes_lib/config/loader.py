@@ -164,10 +164,10 @@ def load_for_command(recipe: str, overrides: Sequence[str], config: str | None =
         ConfigError: The configuration is invalid; lists every problem.
         SystemExit: ``--help`` or ``--print-config`` was given.
     """
-    return end_after_help(parse_command(recipe, [*(["--config", config] if config else []), *overrides]))
+    return exit_after_help(parse_command(recipe, [*(["--config", config] if config else []), *overrides]))
 
 
-def end_after_help(parsed: Parsed | str) -> Parsed:
+def exit_after_help(parsed: Parsed | str) -> Parsed:
     """Return a configuration, or print the text of ``--help`` or ``--print-config`` and exit.
 
     Args:

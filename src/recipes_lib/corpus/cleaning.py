@@ -60,7 +60,7 @@ from recipes_lib.data.sources.messages import clean_messages
 from recipes_lib.data.sources.readers import enumerate_lines
 from recipes_lib.data.store import compute_key
 from recipes_lib.errors import ConfigError, DataError, Problem
-from recipes_lib.files import hash_file, read_record, replace_record, try_lock, writing
+from recipes_lib.files import explain_write_errors, hash_file, read_record, replace_record, try_lock
 
 _SECONDS_BETWEEN_LINES: Final = 5.0
 """Shortest interval between two progress lines."""
@@ -121,7 +121,7 @@ def make_corpus(config: CorpusConfig, load_scorer: LoadScorer | None = None) -> 
     work = Path(config.output_dir) / ".work"
     _verify_output(config, work)
     with ExitStack() as stack:
-        with writing(Path(config.output_dir), "name another output_dir"):
+        with explain_write_errors(Path(config.output_dir), "name another output_dir"):
             work.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context((work / "lock").open("w"))
         if try_lock(lock) is False:

@@ -18,7 +18,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from recipes_lib.config.corpus_keys import Mode
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.files import replacing
+from recipes_lib.files import atomic_file
 
 MAX_SAMPLE_CHARACTERS: Final = 1500
 """Longest text of a sample in the report."""
@@ -269,7 +269,7 @@ def write_shard(path: Path, documents: Iterator[Document]) -> None:
 
     # `large_string` has 64-bit offsets: the texts of a batch can exceed the 2 GiB that `string` can address.
     schema = pa.schema([(name, pa.large_string()) for name in _SHARD_COLUMNS])
-    with replacing(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
+    with atomic_file(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
         while rows := [_to_row(document) for document in islice(documents, _BATCH_ROWS)]:
             writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from recipes_lib.config.corpus_keys import CorpusConfig
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.files import read_record, replacing
+from recipes_lib.files import atomic_file, read_record
 
 KEPT: Final = 0
 EXACT: Final = 1
@@ -94,7 +94,7 @@ class Hashes:
             dtype = np.uint32 if name == "shingles" else np.int64 if name.startswith("num") else np.uint64
             # The empty first array has the shape and dtype of a task without documents.
             array = np.concatenate([np.zeros(shapes.get(name, (0,)), dtype), *arrays])
-            with replacing(_array_path(folder, rank, name)) as partial, partial.open("wb") as file:
+            with atomic_file(_array_path(folder, rank, name)) as partial, partial.open("wb") as file:
                 np.save(file, array)
 
 

@@ -38,7 +38,7 @@ from recipes_lib.corpus.duplicates import (
 )
 from recipes_lib.corpus.pii import build_masker
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.files import hash_file, replace_record, replacing
+from recipes_lib.files import atomic_file, hash_file, replace_record
 
 EXACT_STEP: Final = "exact_duplicates"
 NEAR_STEP: Final = "near_duplicates"
@@ -112,7 +112,7 @@ class CompareHashes(PipelineStep):  # type: ignore[misc]
             "line_firsts": firsts - num_earlier,
         }
         for name, array in arrays.items():
-            with replacing(self.folder / f"{name}.npy") as partial, partial.open("wb") as file:
+            with atomic_file(self.folder / f"{name}.npy") as partial, partial.open("wb") as file:
                 np.save(file, array)
         yield from ()
 
@@ -259,7 +259,7 @@ def write_lines(path: Path, documents: Iterable[Document]) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
+    with atomic_file(path) as partial, partial.open("w", encoding="utf-8") as file:
         for document in documents:
             metadata = {name: value for name, value in document.metadata.items() if name not in ("source", CHAT)}
             chat = document.metadata.get(CHAT)

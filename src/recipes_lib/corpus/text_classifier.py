@@ -18,7 +18,7 @@ from recipes_lib.corpus.documents import hash_name
 from recipes_lib.corpus.duplicates import UNSPACED
 from recipes_lib.corpus.text_steps import MAX_CLASSIFIED, load_fasttext, predict_fasttext
 from recipes_lib.errors import ConfigError, DataError, Problem
-from recipes_lib.files import read_record, replace_record, replacing
+from recipes_lib.files import atomic_file, read_record, replace_record
 
 SETTINGS_FILE: Final = "classifier.json"
 WEIGHTS_FILE: Final = "weights.safetensors"
@@ -80,7 +80,7 @@ class LinearClassifier:
         from safetensors.numpy import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
-        with replacing(folder / WEIGHTS_FILE) as partial:
+        with atomic_file(folder / WEIGHTS_FILE) as partial:
             save_file({"weight": self.weight, "bias": self.bias}, partial)
         record = {"labels": list(self.labels), "num_words": self.num_words, "evaluation": evaluation}
         replace_record(folder / SETTINGS_FILE, record)

@@ -30,7 +30,7 @@ from recipes_lib.demo.stdlib_texts import (
     standard_library,
 )
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
-from recipes_lib.files import read_lines, read_record, writing
+from recipes_lib.files import explain_write_errors, read_lines, read_record
 from recipes_lib.models.vocabulary import CHATML_TEMPLATE, CHATML_TOKENS, train_tokenizer
 from recipes_lib.pipelines.pipeline import load_pipeline
 from recipes_lib.pipelines.runner import run_pipeline
@@ -211,7 +211,7 @@ def open_folder(output_dir: Path) -> None:
     Raises:
         ConfigError: The folder cannot be written, or its disk lacks space.
     """
-    with writing(output_dir, "name another --output_dir"):
+    with explain_write_errors(output_dir, "name another --output_dir"):
         (output_dir / "data").mkdir(parents=True, exist_ok=True)
         # An existing folder may be read-only, which `mkdir` does not notice.
         (output_dir / "data" / "pretrain.jsonl").touch()

@@ -135,7 +135,7 @@ class DistillationTrainer(SFTTrainer):
         num_tokens, labels = inputs.pop("num_tokens"), inputs.pop("labels")
         record, answered = inputs.pop(TEACHER_FIELD, None), inputs.pop(ANSWERED, None)
         positions = inputs.pop(POSITIONS, None)
-        with self.layers.collecting(labels, inputs["position_ids"]) as features:
+        with self.layers.capture_features(labels, inputs["position_ids"]) as features:
             if record is None:
                 # On its own answers the student trains only on the teacher's distribution.
                 objective = self.objective if answered is None else replace(self.objective, alpha=0.0)

@@ -126,7 +126,7 @@ class LayerDistillation:
         return any(getattr(self.config, key) for key in WEIGHTS)
 
     @contextmanager
-    def collecting(self, labels: Tensor, position_ids: Tensor) -> Iterator[Comparison | None]:
+    def capture_features(self, labels: Tensor, position_ids: Tensor) -> Iterator[Comparison | None]:
         """Collect the outputs of the compared layers during one forward pass of student and teacher.
 
         Args:

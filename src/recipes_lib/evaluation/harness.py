@@ -24,7 +24,7 @@ from recipes_lib.environment import read_versions
 from recipes_lib.errors import ConfigError, DataError, Problem, list_first
 from recipes_lib.evaluation.engines import CachedModel, build_engine, is_cut
 from recipes_lib.evaluation.suites import load_tasks
-from recipes_lib.files import hash_file, read_lines, replace_record, replacing, verify_fields
+from recipes_lib.files import atomic_file, hash_file, read_lines, replace_record, verify_fields
 from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS, find_adapter, read_base
 from recipes_lib.models.loading import load_model_config
 
@@ -85,7 +85,7 @@ def evaluate_model(config: EvalConfig) -> dict[str, Any] | None:
         "versions": versions,
         "seconds": round(time.time() - began, 1),
     }
-    with replacing(config.folder / SAMPLES) as partial:
+    with atomic_file(config.folder / SAMPLES) as partial:
         partial.write_text("".join(f"{json.dumps(row, default=str)}\n" for row in rows), encoding="utf-8")
     replace_record(config.folder / RECORD, record)
     # After the record is written, so that an evaluation killed before that repeats no request.

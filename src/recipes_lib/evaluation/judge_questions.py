@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from recipes_lib.errors import DataError, Problem, collecting, list_first, raise_problems
+from recipes_lib.errors import DataError, Problem, collect_problems, list_first, raise_problems
 from recipes_lib.evaluation.endpoint import Answerer, Message, split_reasoning
 from recipes_lib.files import read_lines
 
@@ -136,7 +136,7 @@ def load_questions(path: Path, limit: int | None = None) -> list[Question]:
     for number, where, columns in _read_rows(path):
         if limit is not None and len(found) == limit:
             break
-        with collecting(problems):
+        with collect_problems(problems):
             found.append(read_question(columns, number, where))
     raise_problems([*problems, *_find_repeated([question.id for question in found], path)], str(path))
     return found
@@ -155,7 +155,7 @@ def load_answers(path: Path, questions: Sequence[Question]) -> list[list[str]]:
     for name, (_, where, columns) in zip(ids, rows, strict=True):
         if name not in num_turns:
             continue
-        with collecting(problems):
+        with collect_problems(problems):
             answers[name] = read_answers(columns, where)
             if len(answers[name]) != num_turns[name]:
                 found = f"{len(answers[name])} answers to a question of {num_turns[name]} turns"

@@ -29,10 +29,10 @@ from recipes_lib.errors import (
     Problem,
     suggest,
 )
-from recipes_lib.files import parse_number, read_lines, read_record, replace_record, try_lock, writing
+from recipes_lib.files import explain_write_errors, parse_number, read_lines, read_record, replace_record, try_lock
 from recipes_lib.pipelines.pipeline import Pipeline, Stage, holds
 
-STATE: Final = "pipeline.json"
+STATE_FILE: Final = "pipeline.json"
 _LOGS: Final = ("checkpoint-*", "report", "report.html", "index.html", "_lock", "*.replaced-*", "*.partial")
 """Patterns of files that may change or be deleted after the stage: they are not verified."""
 _RECORDS: Final = (".json", ".html", ".md", ".png")
@@ -97,11 +97,11 @@ def _holding(folder: Path, only: str) -> Iterator[None]:
         ConfigError: Another process holds the lock, or the folder cannot be written.
     """
     with ExitStack() as files:
-        with writing(folder, "name another --output_dir"):
+        with explain_write_errors(folder, "name another --output_dir"):
             folder.mkdir(parents=True, exist_ok=True)
             # A whole pipeline takes an exclusive lock. Jobs of single stages share it, so that they can run at the same
             # time, and each takes an exclusive lock on its stage.
-            names = [f"{STATE}.lock", *([f"{STATE}.{only}.lock"] if only else [])]
+            names = [f"{STATE_FILE}.lock", *([f"{STATE_FILE}.{only}.lock"] if only else [])]
             opened = [files.enter_context((folder / name).open("a", encoding="utf-8")) for name in names]
         for file in opened:
             # `None` where the file system has no locks: two processes are the user's responsibility there.
@@ -124,7 +124,7 @@ class _Progress:
         self, pipeline: Pipeline, root: Path, on_change: Callable[[], object], launcher: Sequence[str] = ()
     ) -> None:
         self.pipeline, self.root, self.on_change, self.launcher = pipeline, root, on_change, launcher
-        self.path = root / pipeline.output_dir / STATE
+        self.path = root / pipeline.output_dir / STATE_FILE
         self.entries = read_state(self.path)
         self.prints = fingerprint(pipeline, root)
         self.stages = {stage.name: stage for stage in pipeline.stages}
@@ -200,7 +200,7 @@ class _Progress:
 
     def _write(self, stage: Stage, entry: Mapping[str, Any]) -> None:
         # Cluster jobs run other stages at the same time: read, update and replace under one lock.
-        with self.path.with_name(f"{STATE}.writing").open("a", encoding="utf-8") as file:
+        with self.path.with_name(f"{STATE_FILE}.writing").open("a", encoding="utf-8") as file:
             try_lock(file, waits=True)
             self.entries = read_state(self.path) | {stage.name: entry}
             replace_record(self.path, {"pipeline": self.about, "stages": self.entries})
@@ -290,7 +290,7 @@ def _move_aside(place: Path, name: str, say: Callable[[str], object]) -> None:
     number = 1
     while (aside := place.with_name(f"{place.name}.replaced-{number}")).exists():
         number += 1
-    with writing(place, "move it away", "was written by another configuration and cannot be renamed"):
+    with explain_write_errors(place, "move it away", "was written by another configuration and cannot be renamed"):
         place.rename(aside)
     say(f"{name}: changed since it ran; its old output is now {aside}")
 

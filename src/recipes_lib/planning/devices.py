@@ -45,7 +45,7 @@ class Device:
         num_bridged: GPUs that the link connects; larger groups communicate over PCIe.
         watts: Rated power of a board; ``None`` if unknown.
         has_bf16: Whether products in bfloat16 are as fast as in float16.
-        taken: Board that is assumed for an ambiguous short name; may be empty.
+        assumed: Board that is assumed for an ambiguous short name; may be empty.
         is_part: Whether it is a MIG instance.
     """
 
@@ -58,7 +58,7 @@ class Device:
     num_bridged: float = math.inf
     watts: int | None = None
     has_bf16: bool = True
-    taken: str = ""
+    assumed: str = ""
     is_part: bool = False
 
     def find_rate(self, num_ranks: int) -> float:
@@ -109,7 +109,7 @@ def find_device(name: str) -> Device | None:
                 num_bridged=row.get("bridge", math.inf),
                 watts=row.get("watts"),
                 has_bf16=row.get("bf16", True),
-                taken=row.get("taken", "") if name.upper() == known else "",
+                assumed=row.get("assumed", "") if name.upper() == known else "",
                 is_part=part is not None,
             )
     return Device(name, 0, float(memory_gb[1]) * 1e9) if memory_gb else None

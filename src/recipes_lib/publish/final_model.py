@@ -17,7 +17,7 @@ from transformers import Trainer
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, DataError, DivergedError
-from recipes_lib.files import let_readers_of_folder_read, read_record
+from recipes_lib.files import inherit_read_permission, read_record
 from recipes_lib.models.adapters.lora import (
     find_logit_shift,
     load_adapter,
@@ -122,7 +122,7 @@ def export_model(trainer: Trainer, folder: Path) -> None:
         for path in staging.iterdir():
             # Deletes a folder, such as that of chat templates, from an interrupted export: rename would not replace it.
             shutil.rmtree(folder / path.name, ignore_errors=True)
-            let_readers_of_folder_read(path)
+            inherit_read_permission(path)
             path.replace(folder / path.name)
         staging.rmdir()
         try:

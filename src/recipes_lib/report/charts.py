@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from recipes_lib.errors import escape_controls
-from recipes_lib.files import writing
+from recipes_lib.files import explain_write_errors
 from recipes_lib.report.run_files import RunFiles, find_non_finite_steps, read_curve
 
 Curve = Sequence[tuple[int, float]]
@@ -427,7 +427,7 @@ def draw_schedule(path: Path, tokens: Sequence[float], rates: Sequence[float], b
         bottom.set_xlabel(f"tokens trained on, {unit}")
         bottom.xaxis.set_major_locator(MaxNLocator(10, steps=_TICK_STEPS))
         bottom.xaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
-        with writing(path, "name another file"):
+        with explain_write_errors(path, "name another file"):
             path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path, format="png", dpi=160, facecolor=PNG_BACKGROUND)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.files import writing
+from recipes_lib.files import explain_write_errors
 from recipes_lib.quantities import format_duration
 from recipes_lib.report.charts import Chart, Kind, Line, Plan, draw_chart, smooth
 from recipes_lib.report.html_pages import write_page
@@ -68,7 +68,7 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
         raise ConfigError(Problem("--compare", "a run is named twice", "name each once"))
     recipes = {str(run.facts.get("stage", "?")) for run in runs.values()}
     images = path.with_suffix("")
-    with writing(path, "name another --output"):
+    with explain_write_errors(path, "name another --output"):
         images.mkdir(parents=True, exist_ok=True)
         return write_page(
             path,

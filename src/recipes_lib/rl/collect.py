@@ -20,7 +20,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import PromptRow
 from recipes_lib.models.generation import Generated, Sampling, mask_answers, read_continuation
 from recipes_lib.rl.engines.engine import build_generator
-from recipes_lib.rl.models import ActorCritic, beat_between, held_whole
+from recipes_lib.rl.models import ActorCritic, beat_between, gathered_weights
 from recipes_lib.rl.rewards import Rewards, verify_positions
 from recipes_lib.rl.rollout import Rollout, Sequences, compute_response_logps, compute_response_values, lay_out
 from recipes_lib.rl.rollout_schedule import Stream
@@ -45,7 +45,7 @@ class AsyncSampler:
         self._pool = ThreadPoolExecutor(max_workers=1)
         self._request: Future[Generated] | None = None
 
-    def ask(self, generate: Callable[[], Generated]) -> None:
+    def submit(self, generate: Callable[[], Generated]) -> None:
         """Start sampling a batch."""
         self._request = self._pool.submit(generate)
 
@@ -166,7 +166,7 @@ class Collector:
         rollout = self._sample(list(prompts), numbers, early)
         if self.ahead is not None and following is not None:
             # Starts here and runs during scoring and the updates, one iteration behind the weights.
-            self.ahead.ask(partial(self._generate, None, *following))
+            self.ahead.submit(partial(self._generate, None, *following))
         sampled = time.perf_counter()
         rollout, _ = self._score(rollout, numbers[0])
         scored = time.perf_counter()
@@ -222,7 +222,7 @@ class Collector:
         chunks = [order[start : start + size] for start in range(0, len(order), size)]
         ids = torch.zeros(len(prompts), self._sampling.response_length, dtype=torch.int64)
         logps = torch.zeros(ids.shape)
-        with self.models.as_policy() as policy, held_whole(policy, is_needed=self.generator.uses_policy):
+        with self.models.as_policy() as policy, gathered_weights(policy, is_needed=self.generator.uses_policy):
             for rows in self._progress.track(chunks, "sampling answers", len(chunks)):
                 batch = [prompts[row] for row in rows], [numbers[row] for row in rows]
                 answers = self._generate(policy, *batch) if early is None else early
@@ -262,7 +262,7 @@ class Collector:
         texts = read_answers(self.tokenizer, rollout.prompts, answers)
         scorer = None if self.rewards.model is None else self.rewards.model.model
         # Gathered on every process, because each scores other answers, in a different number of batches.
-        with held_whole(scorer if self.models.reward is None else self.models.policy):
+        with gathered_weights(scorer if self.models.reward is None else self.models.policy):
             scores = self.rewards.score(rollout.prompts, texts, answers, rollout.finished.tolist())
         known: dict[str, Any] = {
             "scored": torch.tensor([total is not None for total in scores.total]),

@@ -61,7 +61,7 @@ def choose_placement(args: TrainingArguments, launch: Launch) -> Callable[[Any],
 
 
 @contextmanager
-def held_whole(model: Any, *, is_needed: bool = True) -> Iterator[None]:
+def gathered_weights(model: Any, *, is_needed: bool = True) -> Iterator[None]:
     """Gather all weights of a model on every process inside the context, so that ranks need not wait for each other.
 
     Collective: all ranks must enter. A rank that leaves by ``StopPendingError`` must call ``stop_if_agreed`` next, to

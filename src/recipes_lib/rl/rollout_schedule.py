@@ -29,7 +29,7 @@ class RolloutSchedule:
         num_iterations: Iterations; each samples answers, then trains on them.
         answers_per_step: Answers per optimizer step, over all processes.
         answers_per_iteration: Answers sampled per iteration, over all processes.
-        passes: Epochs over the answers of an iteration.
+        update_epochs: Epochs over the answers of an iteration.
         num_steps: Optimizer steps of the policy, and of the critic, including those that ``target_kl`` skips, so that
             length and learning rates do not depend on them.
         num_warmup_steps: Optimizer steps of the warm-up.
@@ -40,7 +40,7 @@ class RolloutSchedule:
     num_iterations: int
     answers_per_step: int
     answers_per_iteration: int
-    passes: int
+    update_epochs: int
     num_steps: int
     num_warmup_steps: int
     num_epochs: float
@@ -49,7 +49,7 @@ class RolloutSchedule:
     @property
     def steps_per_iteration(self) -> int:
         """Optimizer steps per iteration; the last iteration may have fewer."""
-        return self.answers_per_iteration * self.passes // self.answers_per_step
+        return self.answers_per_iteration * self.update_epochs // self.answers_per_step
 
     def count_steps(self, num_iterations: int) -> int:
         """Optimizer steps of the first iterations."""
@@ -104,7 +104,7 @@ def compute_schedule(num_prompts: int, config: RecipeConfig, world_size: int) ->
         num_iterations=num_iterations,
         answers_per_step=answers_per_step,
         answers_per_iteration=answers_per_iteration,
-        passes=ppo.num_ppo_epochs,
+        update_epochs=ppo.num_ppo_epochs,
         num_steps=num_iterations * steps_per_iteration,
         num_warmup_steps=compute_warmup_steps(warmup, num_iterations * steps_per_iteration),
         num_epochs=num_iterations * answers_per_iteration / num_prompts,
@@ -119,18 +119,19 @@ def compute_group_schedule(num_prompts: int, config: RecipeConfig, world_size: i
     Raises:
         ConfigError: As ``plan_groups``; or the answers of a generation are not divisible into optimizer steps.
     """
-    plan, passes = plan_groups(num_prompts, config, world_size), int(config.read("num_iterations"))
+    plan, update_epochs = plan_groups(num_prompts, config, world_size), int(config.read("num_iterations"))
     per_step, per_generation = plan.steps.rows_per_step, plan.answers_per_generation
-    answers = per_generation * max(1, per_step // (per_generation * passes))
-    if answers * passes % per_step:
-        found = f"the {per_generation * passes} answers of a generation are not divisible into steps of {per_step}"
+    answers = per_generation * max(1, per_step // (per_generation * update_epochs))
+    if answers * update_epochs % per_step:
+        presented = per_generation * update_epochs
+        found = f"the {presented} answers of a generation are not divisible into steps of {per_step}"
         remedy = "make steps_per_generation x num_iterations a multiple or a divisor of gradient_accumulation_steps"
         raise ConfigError(Problem("steps_per_generation", found, remedy))
     return RolloutSchedule(
-        num_iterations=math.ceil(plan.steps.num_steps * per_step / (answers * passes)),
+        num_iterations=math.ceil(plan.steps.num_steps * per_step / (answers * update_epochs)),
         answers_per_step=per_step,
         answers_per_iteration=answers,
-        passes=passes,
+        update_epochs=update_epochs,
         num_steps=plan.steps.num_steps,
         num_warmup_steps=plan.steps.num_warmup_steps,
         num_epochs=plan.steps.num_epochs,

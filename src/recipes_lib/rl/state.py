@@ -13,7 +13,7 @@ import torch
 from transformers import IntervalStrategy, PreTrainedTokenizerBase, TrainingArguments
 
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.files import let_readers_of_folder_read, read_record
+from recipes_lib.files import inherit_read_permission, read_record
 from recipes_lib.models.adapters.roles import drop_scorers
 from recipes_lib.models.heads.scoring import RewardStatistics, store_reward_statistics
 from recipes_lib.rl.models import ActorCritic
@@ -169,4 +169,4 @@ def save_critic(critic: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, *
     critic.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
     for file in folder.iterdir():
-        let_readers_of_folder_read(file)
+        inherit_read_permission(file)

@@ -351,7 +351,7 @@ class Updater:
     def _minibatches(self, num_answers: int, iteration: int) -> Iterator[Sequence[int]]:
         schedule = self.method.schedule
         # A function of the iteration, not of a running generator, so that a resumed run has the same minibatches.
-        seeds = [[self.args.seed, Stream.MINIBATCH, iteration, epoch] for epoch in range(schedule.passes)]
+        seeds = [[self.args.seed, Stream.MINIBATCH, iteration, epoch] for epoch in range(schedule.update_epochs)]
         order = np.concatenate([np.random.default_rng(seed).permutation(num_answers) for seed in seeds]).tolist()
         for start in range(0, len(order), schedule.answers_per_step):
             yield order[start : start + schedule.answers_per_step]

@@ -10,7 +10,7 @@ import pytest
 from tests.planning.runs import build_config
 from tests.rows import write_rows
 
-from recipes_lib.commands.planning.planned_hardware import CURVE, Hardware, calibrate, format_rows
+from recipes_lib.commands.planning.planned_hardware import UNLABELLED, Hardware, calibrate, format_rows
 from recipes_lib.config.schema import flatten_config
 from recipes_lib.errors import DataError
 from recipes_lib.planning.devices import Kind, choose_device
@@ -36,7 +36,7 @@ def test_what_is_not_known_is_not_told(gpu, names) -> None:
 def test_rows_have_names_in_a_column_and_are_as_wide_as_the_terminal_but_for_flags(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lines = format_rows([("time", "3 s"), ("", "more"), (CURVE, "xx")])
+    lines = format_rows([("time", "3 s"), ("", "more"), (UNLABELLED, "xx")])
     assert lines == ["time            3 s", "                more", "xx"]
     monkeypatch.setenv("COLUMNS", "60")
     lines = format_rows([("time", "word " * 40), ("keys", "--key value " * 10)])

@@ -17,7 +17,7 @@ from recipes_lib.config.synthesis_keys import SynthesisConfig
 from recipes_lib.data.sources.messages import is_answer
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.evaluation.endpoint import join_reasoning, split_reasoning
-from recipes_lib.files import parse_record, replacing
+from recipes_lib.files import atomic_file, parse_record
 
 ROWS: Final = "rows.jsonl"
 PAIRS: Final = "pairs.jsonl"
@@ -218,7 +218,7 @@ def write_rows(
     samples["kept"] = rows[:_NUM_SHOWN]
     for name, written in ((ROWS, rows), (PAIRS, pairs)):
         if written or name == ROWS:
-            with replacing(folder / name) as partial, partial.open("w", encoding="utf-8") as file:
+            with atomic_file(folder / name) as partial, partial.open("w", encoding="utf-8") as file:
                 file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in written)
         else:
             # Pairs of an earlier launch with other filters must not remain.

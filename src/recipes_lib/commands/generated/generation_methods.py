@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from recipes_lib.config.synthesis_keys import SynthesisConfig
-from recipes_lib.errors import ConfigError, DataError, Problem, collecting, raise_problems
+from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems, raise_problems
 from recipes_lib.evaluation.endpoint import Chat, Message, split_reasoning
 from recipes_lib.evaluation.judge_questions import Question, read_question
 from recipes_lib.evaluation.prompt_files import load_prompt_file, render_prompt
@@ -240,7 +240,7 @@ def read_source(method: Method) -> tuple[list[SourceRow], str]:
         if isinstance(entry, Problem):
             problems.append(entry)
             continue
-        with collecting(problems):
+        with collect_problems(problems):
             rows.append(_read_row(entry.columns, number, entry.where, reads))
     raise_problems(problems, config.dataset_name)
     if not rows:

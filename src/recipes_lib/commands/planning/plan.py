@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from recipes_lib.commands.planning.plan_rollouts import describe_iteration, search_rollouts
 from recipes_lib.commands.planning.plan_search import search_plan
-from recipes_lib.commands.planning.planned_hardware import CURVE, Hardware, Row, calibrate, print_rows, read_proof
+from recipes_lib.commands.planning.planned_hardware import UNLABELLED, Hardware, Row, calibrate, print_rows, read_proof
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS, compute_weights, list_entries, share_tokens
@@ -93,9 +93,9 @@ def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str]) -> N
         placed = _choose_plan(plans, choose_device(options.gpu).memory)
         layout, config = placed.layout, resolve_checkpointing(config, placed)
         if hardware and options.mfu is None:
-            hardware = hardware.suit(config)
+            hardware = hardware.adapt_to(config)
     rows = [*_describe(config, model_config, options, num_processes, layout, hardware), *launch]
-    print_rows([*rows, *([(CURVE, "")] if rows and plans else [])])
+    print_rows([*rows, *([(UNLABELLED, "")] if rows and plans else [])])
     if plans:
         _print_memory(plans, options, num_gpus)
 
@@ -425,7 +425,7 @@ def _describe_schedule(config: RecipeConfig, schedule: Schedule) -> Iterator[Row
     if batches[0] != batches[-1]:
         curve += ["", *draw_curve(batches[steps].tolist(), 3)]
         curve.append(f"tokens per step, up to {batches[-1]:,}, by training tokens")
-    yield from ((CURVE, line) for line in curve)
+    yield from ((UNLABELLED, line) for line in curve)
 
 
 def _find_steps(schedule: Schedule, tokens: Any) -> Any:

@@ -67,7 +67,7 @@ def search_rollouts(
         verdict = "does not fit"
         if plan.fits(device.memory):
             settled = resolve_checkpointing(config, tried[-1])
-            mfu = hardware.suit(settled).mfu
+            mfu = hardware.adapt_to(settled).mfu
             one, schedule = plan_iteration(settled, model_config, layout, device, hardware.peak, mfu)
             # Equal in every layout, since the batch is per GPU; unknown without `max_steps`.
             num_iterations = schedule.num_iterations if config.read("max_steps") > 0 else 0
@@ -113,7 +113,7 @@ def describe_iteration(
     one, schedule = plan_iteration(config, model_config, layout, device, hardware.peak, hardware.mfu)
     answers = schedule.answers_per_iteration
     lengths = f"{one.answer:,} tokens after prompts of {one.prompt:,}"
-    yield "iteration", f"{answers:,} answers of {lengths}, all of full length, passes: {schedule.passes}"
+    yield "iteration", f"{answers:,} answers of {lengths}, all of full length, passes: {schedule.update_epochs}"
     batches = f"{one.num_batches:,} batches of {one.batch:,}" if one.num_batches > 1 else f"{one.batch:,} answers"
     yield "sampling", f"{one.sampling:.3g} s: {batches} on each GPU, of {device.bandwidth / 1e12:.3g} TB/s"
     yield "scoring", f"{one.scoring:.3g} s: forward passes of {', '.join(list_readers(config))}"
@@ -146,5 +146,5 @@ def plan_iteration(
         schedule = compute_schedule(_MANY_PROMPTS, config, layout.num_processes)
     else:
         schedule = compute_group_schedule(_MANY_PROMPTS, config, layout.num_processes)
-    answers, passes = schedule.answers_per_iteration, schedule.passes
+    answers, passes = schedule.answers_per_iteration, schedule.update_epochs
     return estimate_iteration(config, model_config, answers, passes, layout, device, peak, mfu), schedule

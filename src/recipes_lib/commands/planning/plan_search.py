@@ -15,11 +15,11 @@ from typing import Any, Final
 import yaml
 from transformers import PreTrainedConfig
 
-from recipes_lib.commands.planning.planned_hardware import CURVE, Hardware, Row
+from recipes_lib.commands.planning.planned_hardware import UNLABELLED, Hardware, Row
 from recipes_lib.config.loader import drop_flags
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.files import replace_text, writing
+from recipes_lib.files import explain_write_errors, replace_text
 from recipes_lib.planning.compute import RL_RECIPES
 from recipes_lib.planning.devices import Device
 from recipes_lib.planning.memory import list_layouts, plan_memory
@@ -112,14 +112,14 @@ def search_plan(
     if options.write:
         write_plan(options.write, flags, best.keys, best.layout, starts[best.layout])
     rows = [
-        *hardware.suit(config.with_training(best.keys)).describe(),
+        *hardware.adapt_to(config.with_training(best.keys)).describe(),
         ("batch", f"{batch:,} rows an optimizer step, the recipe's for {num_processes:,} processes (--num_processes)"),
-        (CURVE, ""),
+        (UNLABELLED, ""),
     ]
     candidates = [_describe(starts[one.layout].name, one, best) for one in _thin(found)]
-    rows += [(CURVE, line) for line in _format_table([_HEADS, *candidates])]
+    rows += [(UNLABELLED, line) for line in _format_table([_HEADS, *candidates])]
     searched = {starts[one.layout].name for one in found}
-    rows += [(CURVE, ""), *_describe_refused({name: why for name, why in refused.items() if name not in searched})]
+    rows += [(UNLABELLED, ""), *_describe_refused({name: why for name, why in refused.items() if name not in searched})]
     return [*rows, *_describe_best(config, model_config, best, starts[best.layout], hardware, steps)]
 
 
@@ -336,7 +336,7 @@ def write_plan(folder: Path, recipe: Sequence[str], keys: Mapping[str, Any], lay
         layout: Layout of the plan.
         start: Launch of the layout.
     """
-    with writing(folder, "name another folder after --write"):
+    with explain_write_errors(folder, "name another folder after --write"):
         folder.mkdir(parents=True, exist_ok=True)
     for name, content in (("accelerate.yaml", dict(start.document)), ("keys.yaml", dict(keys))):
         replace_text(folder / name, yaml.safe_dump(content, sort_keys=False))

@@ -30,7 +30,7 @@ from recipes_lib.report.run_files import RunFiles, read_curve, read_run
 _LABEL_WIDTH: Final = 16
 _LINE_WIDTH: Final = 100
 _RECORDED: Final = {"stage": str, "config": dict, "provenance": dict, "hardware": dict}
-CURVE: Final = "curve"
+UNLABELLED: Final = "curve"
 """Row name that marks a line without a name column."""
 
 Row = tuple[str, str]
@@ -69,7 +69,7 @@ class Hardware:
         """Return the hours that ``num_flops`` FLOPs take, without failures."""
         return compute_hours(num_flops, self.num_gpus, self.peak, self.mfu)
 
-    def suit(self, config: RecipeConfig) -> Hardware:
+    def adapt_to(self, config: RecipeConfig) -> Hardware:
         """Return the hardware with the MFU of another configuration, such as one with activation checkpointing."""
         mfu, source = find_efficiency(config, self.measured)
         return dataclasses.replace(self, mfu=mfu, source=source)
@@ -78,7 +78,7 @@ class Hardware:
         """Yield rows about the GPU and the origin of its MFU."""
         device = self.device
         text = f"{device.name}: {device.memory / 1e9:g} GB, {self.peak / 1e12:.4g} TFLOP/s"
-        yield "GPU", text + (f"; taken to be {device.taken}" if device.taken else "")
+        yield "GPU", text + (f"; taken to be {device.assumed}" if device.assumed else "")
         yield "share of peak", f"{self.mfu:g}: {self.source}"
 
     def describe_bill(self, hours: float, of: str = "") -> Iterator[Row]:
@@ -104,8 +104,8 @@ def format_rows(rows: Iterable[Row]) -> list[str]:
     """
     lines, width = list[str](), min(_LINE_WIDTH, shutil.get_terminal_size((_LINE_WIDTH, 0)).columns)
     for name, text in rows:
-        line = text if name == CURVE else f"{name:{_LABEL_WIDTH}}{text}"
-        if name == CURVE or text.startswith("--"):
+        line = text if name == UNLABELLED else f"{name:{_LABEL_WIDTH}}{text}"
+        if name == UNLABELLED or text.startswith("--"):
             lines.append(line)
             continue
         hanging = " " * _LABEL_WIDTH

@@ -19,8 +19,8 @@ from recipes_lib.commands.planning.planned_hardware import Row, print_rows
 from recipes_lib.commands.reproduce import restore_keys
 from recipes_lib.config.loader import check_text, load_config
 from recipes_lib.config.schema import RecipeConfig, flatten_config
-from recipes_lib.errors import ConfigError, DataError, Problem, collecting
-from recipes_lib.files import read_record, replace_record, replace_text, writing
+from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems
+from recipes_lib.files import explain_write_errors, read_record, replace_record, replace_text
 from recipes_lib.models.loading import explained
 from recipes_lib.planning.compute import TOKENS_PER_PARAMETER, compute_model_size, find_planned_model
 from recipes_lib.planning.pretraining import count_run_tokens, plan_pretraining
@@ -113,7 +113,7 @@ def _write_sweep(options: argparse.Namespace) -> Iterator[Row]:
     if problems:
         raise ConfigError(*problems)
     folder: Path = options.output
-    with writing(folder, "name another --output"):
+    with explain_write_errors(folder, "name another --output"):
         folder.mkdir(parents=True, exist_ok=True)
     sizes = {f"depth{depth}-x{ratio}": (depth, ratio) for depth in depths for ratio in ratios}
     if options.target:
@@ -200,13 +200,13 @@ def _size_run(base: RecipeConfig, depth: int, ratio: int, head: int, output: Pat
 def _fit_runs(options: argparse.Namespace) -> Iterator[Row]:
     runs, problems = list[Run](), list[Problem]()
     for folder in options.runs:
-        with collecting(problems):
+        with collect_problems(problems):
             runs.append(read_scaling_run(folder, counts_embeddings=not options.no_count_embeddings))
     if problems:
         raise DataError(*problems)
     fit = fit_law(runs, options.resamples)
     record = {"counts_embeddings": not options.no_count_embeddings, "runs": [run._asdict() for run in runs]}
-    with writing(options.output, "name another --output"):
+    with explain_write_errors(options.output, "name another --output"):
         options.output.parent.mkdir(parents=True, exist_ok=True)
         replace_record(options.output, dataclasses.asdict(fit) | record)
     embeddings = "without embeddings" if options.no_count_embeddings else "with embeddings"

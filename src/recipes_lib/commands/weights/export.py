@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.files import building, verify_empty_folder
+from recipes_lib.files import atomic_folder, verify_empty_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,7 +75,7 @@ def export_checkpoint(checkpoint: Path, output: Path) -> int:
     verify_empty_folder(output)
     if damage := find_damage(checkpoint):
         raise ConfigError(Problem(str(checkpoint), damage, "name another checkpoint"))
-    with building(output) as staging:
+    with atomic_folder(output) as staging:
         for file in checkpoint.iterdir():
             if file.suffix in (".json", ".jinja", ".model", ".txt") and file.name not in _OF_TRAINING:
                 shutil.copy(file, staging)

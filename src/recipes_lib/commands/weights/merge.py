@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from recipes_lib.config.schema import ModelConfig, QuantizationConfig, TokensConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.files import building, read_lines, read_record, verify_empty_folder
+from recipes_lib.files import atomic_folder, read_lines, read_record, verify_empty_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
     tokenizer = load_tokenizer(base, TokensConfig())
     plan = plan_merge(base, options.adapter, _read_bits(options.adapter), options.dtype)
     texts = [tokenizer.encode(text, add_special_tokens=False)[:MAX_TOKENS] for text in _read_texts(options, tokenizer)]
-    with building(options.output) as model:
+    with atomic_folder(options.output) as model:
         record = merge(plan, tokenizer, texts, model)
         default = MAX_KL if plan.compared_on == "full precision" else MAX_KL_FROM_FEW_BITS
         record["max_kl"] = default if options.max_kl is None else options.max_kl

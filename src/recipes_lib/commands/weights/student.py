@@ -11,7 +11,7 @@ from typing import Final
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.files import building, verify_empty_folder
+from recipes_lib.files import atomic_folder, verify_empty_folder
 
 RECORD_FILE: Final = "student.json"
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
     num_before = model.num_parameters()
     prune_layers(model, layers)
     model.config.use_cache = True
-    with building(options.output) as student:
+    with atomic_folder(options.output) as student:
         model.save_pretrained(student)
         tokenizer.save_pretrained(student)
         again = load_causal_lm(ModelConfig(model_name_or_path=str(student), dtype="auto"), "eager")

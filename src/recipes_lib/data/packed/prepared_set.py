@@ -46,12 +46,12 @@ from recipes_lib.data.sources.replay_dataset import (
     ReplayOrder,
     build_order,
     describe_replay,
+    find_replay_warning,
     find_replayed,
-    tell_replay,
 )
 from recipes_lib.data.sources.splits import Overlap, find_overlap, refuse_overlap, split_rows
 from recipes_lib.data.store import PreparedSet, compute_key, find_root, join_rows, make_set, write_splits
-from recipes_lib.errors import ConfigError, Problem, collecting, merge_alike, raise_problems
+from recipes_lib.errors import ConfigError, Problem, collect_problems, merge_alike, raise_problems
 
 if TYPE_CHECKING:
     import datasets
@@ -263,7 +263,7 @@ def separate_sides(
         overlap = find_overlap(train_digests, eval_digests)
         train_places = train.find_places([position for position, _ in overlap.pairs])
         eval_places = held_out.find_places([position for _, position in overlap.pairs])
-        with collecting(problems):
+        with collect_problems(problems):
             refuse_overlap(overlap, train_places.__getitem__, eval_places.__getitem__, relation=what)
     raise_problems(problems, "dataset_test_split")
     return sides
@@ -457,7 +457,7 @@ class PreparedRows:
     def warnings(self) -> list[str]:
         """Warnings of the audit and about replay."""
         audited = [finding.found for finding in self.findings if finding.severity == "warning"]
-        return [*audited, *tell_replay(self.record)]
+        return [*audited, *find_replay_warning(self.record)]
 
     @property
     def typical_length(self) -> int:
@@ -563,6 +563,6 @@ def _refuse_named_overlap(trained: Sequence[TrainedSet], named: Sequence[Trained
             places = load_train_data(config.data, seed=read_seed(config)).find_places({train for train, _ in pairs})
             test_places = load_train_data(held_out.data).find_places({test for _, test in pairs})
             overlap = Overlap(overlap.num_rows, pairs)
-            with collecting(problems):
+            with collect_problems(problems):
                 refuse_overlap(overlap, places.__getitem__, test_places.__getitem__, relation=relation)
     raise_problems(problems, "eval_datasets")

@@ -18,7 +18,7 @@ from recipes_lib.config.settings import is_local
 from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.canonical import open_entry, read_entries
 from recipes_lib.data.sources.rows import Row, Source
-from recipes_lib.errors import ConfigError, DataError, Problem, collecting, raise_problems
+from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems, raise_problems
 
 MAX_EPOCHS: Final = 4
 """Epochs up to which repeated data are almost as good as new data (Muennighoff et al. 2023, arXiv:2305.16264)."""
@@ -207,7 +207,7 @@ class Mixture:
         """
         problems: list[Problem] = []
         for part, num_passes in zip(self.parts, self._count_passes(), strict=True):
-            with collecting(problems):
+            with collect_problems(problems):
                 yield from self._read(part, num_passes)
         raise_problems(problems, self.name)
 
@@ -320,7 +320,7 @@ def build_mixture(parts: Sequence[Mapping[str, Any]], *, seed: int = 0) -> Mixtu
     problems: list[Problem] = []
     loaded = []
     for part in parts:
-        with collecting(problems):
+        with collect_problems(problems):
             amounts = {key: part[key] for key in ("weight", "repeat", "format") if key in part}
             loaded.append(Part(source=open_entry(part), **amounts))
     raise_problems(problems, "dataset_mixture")

@@ -225,7 +225,7 @@ def describe_replay(config: RecipeConfig, order: ReplayOrder, replayed: Prepared
     }
 
 
-def tell_replay(record: Mapping[str, Any]) -> list[str]:
+def find_replay_warning(record: Mapping[str, Any]) -> list[str]:
     """Return a warning if replayed rows are repeated too often; ``record`` is ``PreparedRows.record``."""
     passes = record.get("replay", {}).get("passes_per_epoch", 0.0)
     if passes <= MAX_EPOCHS:

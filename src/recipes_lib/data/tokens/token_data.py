@@ -32,7 +32,7 @@ from recipes_lib.data.tokens.token_sets import (
     open_side,
     select_options,
 )
-from recipes_lib.errors import DataError, Problem, collecting, raise_problems
+from recipes_lib.errors import DataError, Problem, collect_problems, raise_problems
 
 if TYPE_CHECKING:
     from recipes_lib.data.chat.encoder import RowEncoder
@@ -243,7 +243,7 @@ def _open_eval(parts: Sequence[_Part], held_out: _Part | None) -> dict[str, Toke
 def _refuse_repeats(parts: Sequence[_Part], train: Sequence[TokenSource], held_out: _Part) -> None:
     problems: list[Problem] = []
     for part, source in zip(parts, train, strict=True):
-        with collecting(problems):
+        with collect_problems(problems):
             refuse_repeats(part.corpus, source, held_out.corpus, held_out.open())
     raise_problems(problems, "dataset_test_split")
 

@@ -27,7 +27,7 @@ from recipes_lib.data.sources.rows import Row, Source
 from recipes_lib.data.sources.splits import compute_row_digest
 from recipes_lib.data.store import PreparedSet, explain_disk_errors, make_set
 from recipes_lib.data.tokens.shards import TokenSource, TokenWriter, is_whole
-from recipes_lib.errors import ConfigError, DataError, Problem, collecting, raise_problems
+from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems, raise_problems
 from recipes_lib.files import read_record, replace_record
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def load_corpora(config: RecipeConfig, num_tokens: int | None = None) -> list[Co
     corpora: list[Corpus] = []
     problems: list[Problem] = []
     for entry, name, budget in zip(entries, names, budgets, strict=True):
-        with collecting(problems):
+        with collect_problems(problems):
             corpus = dataclasses.replace(
                 _open(config, name, entry),
                 test_size=config.data.test_split_size if config.data.dataset_test_split is None else None,

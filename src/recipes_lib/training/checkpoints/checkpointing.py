@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import SaveStrategy
 
-from recipes_lib.files import let_readers_of_folder_read
+from recipes_lib.files import inherit_read_permission
 from recipes_lib.models.parallel.tensor_parallel import saving_unsharded, was_sharded_on_loading
 from recipes_lib.training.checkpoints.manifest import STAGING, find_wrong_size
 from recipes_lib.training.checkpoints.model_layout import choose_layout
@@ -233,7 +233,7 @@ class CheckpointingTrainer(Trainer):
             state = None if state_dict is None else self.layout.drop_copies(self.model, state_dict)
             super()._save(output_dir, state)
             for file in Path(str(output_dir)).glob("*.safetensors"):
-                let_readers_of_folder_read(file)
+                inherit_read_permission(file)
 
     # transformers 5.23 writes the optimizer synchronously; ours are written by the thread, sharded states as shards.
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

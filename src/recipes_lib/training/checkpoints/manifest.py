@@ -20,15 +20,15 @@ from recipes_lib.files import (
     Fields,
     fsync,
     hash_file,
+    inherit_read_permission,
     is_inside,
-    let_readers_of_folder_read,
     read_record,
     replace_record,
 )
 
 COMPLETE: Final = "COMPLETE.json"
 STAGING: Final = "_saving"
-DRY_RUN: Final = "_rehearsal"
+DRY_RUN: Final = "_dry_run"
 _TRASH: Final = "_deleted"
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 _WRITERS: Final = (("shard-", 1), ("rng_state_", 0), ("zero_pp_rank_", 0))
@@ -72,7 +72,7 @@ def flush_files(checkpoint: Path, rank: int = 0, world_size: int = 1) -> dict[st
     described = {}
     for path in sorted(checkpoint.rglob("*")):
         if path.is_file() and path.name != COMPLETE and find_writer(path.name) % world_size == rank:
-            let_readers_of_folder_read(path)
+            inherit_read_permission(path)
             fsync(path)
             described[str(path.relative_to(checkpoint))] = {"size": path.stat().st_size, "sha256": hash_file(path)}
     return described
