@@ -8,13 +8,12 @@ python benchmarks/activation_checkpointing.py [--rounds 3] [--output build/activ
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import build_parser, compare, run_interleaved, spread, write_results
+from harness import build_parser, compare, run_script, spread, write_results
 from loss_head import resident_gb
 
 MODES: dict[str, dict[str, Any] | None] = {
@@ -72,8 +71,7 @@ def main() -> None:
     if options.measure:
         print(json.dumps(measure(options.measure)))
         return
-    commands = {name: [sys.executable, __file__, "--measure", name] for name in MODES}
-    results = run_interleaved(commands, options.rounds)
+    results = run_script(MODES, options.rounds)
     table = [["checkpointing", "extra peak GB", "memory / none", "seconds", "time / none", "loss"]]
     for name, rounds in results.items():
         memory = [spread(rounds, "extra_gb"), compare(results, "extra_gb", "none", name)]

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import build_parser, compare, run_interleaved, spread, write_results
+from harness import build_parser, compare, run_script, spread, write_results
 from preferences import SHARED, build_meter
 from workload import add_workload, build_workload
 
@@ -231,9 +230,8 @@ def main() -> None:
     table = [["vocabulary", "variant", "s a step", "this / ours live", "peak GB", "first loss", "last loss"]]
     everything: dict[str, Any] = {}
     for shape in options.shapes:
-        command = [sys.executable, __file__, "--workload", str(options.workload), "--steps", str(options.steps)]
-        variants = {name: [*command, "--shapes", shape, "--measure", name] for name in VARIANTS}
-        results = run_interleaved(variants, options.rounds)
+        flags = {"workload": options.workload, "steps": options.steps, "shapes": shape}
+        results = run_script(VARIANTS, options.rounds, **flags)
         for name, rounds in results.items():
             figures = [spread(rounds, "seconds"), compare(results, "seconds", "ours, live", name)]
             losses = [spread(rounds, figure, 4) for figure in ("first_loss", "last_loss")]

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from harness import build_parser, compare, run_interleaved, spread, write_results
+from harness import build_parser, compare, run_script, spread, write_results
 from workload import add_workload, build_workload
 
 MAX_LENGTH = 512
@@ -147,8 +146,7 @@ def main() -> None:
         print(json.dumps(measure(options.measure, options.workload, options.steps)))
         return
     build_workload(options.data, options.workload)
-    command = [sys.executable, __file__, "--workload", str(options.workload), "--steps", str(options.steps)]
-    results = run_interleaved({name: [*command, "--measure", name] for name in VARIANTS}, options.rounds)
+    results = run_script(VARIANTS, options.rounds, workload=options.workload, steps=options.steps)
     table = [["variant", "processor seconds a step", "this / neither", "inside guards and metrics, % of a step"]]
     for name in VARIANTS:
         table.append(

@@ -12,7 +12,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,13 @@ def run_interleaved(variants: Mapping[str, Sequence[str]], rounds: int) -> dict[
                 raise RuntimeError(f"{name} failed:\n{done.stderr[-4000:]}")
             results[name].append(json.loads(done.stdout.strip().splitlines()[-1]))
     return results
+
+
+def run_script(variants: Iterable[str], rounds: int, **flags: Any) -> dict[str, list[Measurement]]:
+    """Run the calling script as ``run_interleaved``, with ``flags`` and ``--measure NAME`` for each variant."""
+    shared = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+    command = [sys.executable, sys.argv[0], *shared, "--measure"]
+    return run_interleaved({name: [*command, name] for name in variants}, rounds)
 
 
 def compare(results: Mapping[str, list[Measurement]], figure: str, ours: str, other: str) -> str:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import math
 import resource
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import training
-from harness import build_parser, compare, run_interleaved, spread, write_results
+from harness import build_parser, compare, run_script, spread, write_results
 from training import MAX_LENGTH, SHARED, TRL_DEFAULTS, TRL_TUNED, build_meter
 from workload import add_workload, build_workload
 
@@ -111,8 +110,7 @@ def main() -> None:
         print(json.dumps(measure(options.measure, options.workload, options.targets)))
         return
     build_workload(options.data, options.workload)
-    command = [sys.executable, __file__, "--workload", str(options.workload), "--targets", str(options.targets)]
-    results = run_interleaved({name: [*command, "--measure", name] for name in VARIANTS}, options.rounds)
+    results = run_script(VARIANTS, options.rounds, workload=options.workload, targets=options.targets)
     table = [["variant", "supervised tokens/s", "ours / this", "seconds a step", "peak GB", "this / ours", "steps"]]
     for name in VARIANTS:
         table.append(

@@ -10,14 +10,13 @@ python benchmarks/preferences.py [--rounds 3] [--steps 8] [--variants NAME ...] 
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import build_parser, compare, run_interleaved, spread, write_results
+from harness import build_parser, compare, run_script, spread, write_results
 from loss_head import resident_gb
 from workload import add_workload, build_workload
 
@@ -250,9 +249,8 @@ def main() -> None:
     table = [["tokens", "variant", "pairs/s", "ours / this", "peak GB", "last loss"]]
     everything: dict[str, Any] = {}
     for shape in options.shapes:
-        command = [sys.executable, __file__, "--workload", str(options.workload), "--steps", str(options.steps)]
-        variants = {name: [*command, "--shapes", shape, "--measure", name] for name in options.variants}
-        results = run_interleaved(variants, options.rounds)
+        flags = {"workload": options.workload, "steps": options.steps, "shapes": shape}
+        results = run_script(options.variants, options.rounds, **flags)
         for name, rounds in results.items():
             ours = "reward model, ours" if name.startswith("reward") else "DPO, ours, stored reference"
             figures = [spread(rounds, "pairs_per_second"), compare(results, "pairs_per_second", name, ours)]

@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from harness import build_parser, compare, run_interleaved, spread, write_results
+from harness import build_parser, compare, run_interleaved, run_script, spread, write_results
 from workload import add_workload, build_workload
 
 MAX_LENGTH = 512
@@ -142,8 +142,7 @@ def main() -> None:
     if options.rows:
         measure_rows(options)
         return
-    command = [sys.executable, __file__, "--workload", str(options.workload), "--measure"]
-    results = run_interleaved({name: [*command, name] for name in VARIANTS}, options.rounds)
+    results = run_script(VARIANTS, options.rounds, workload=options.workload)
     table = [["variant", "seconds (min / median / max)", "this / ours"]]
     for name in VARIANTS:
         table.append([name, spread(results[name], "seconds"), compare(results, "seconds", "ours", name)])

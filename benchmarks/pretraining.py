@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import sysconfig
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from harness import build_parser, compare, run_interleaved, spread, write_results
+from harness import build_parser, compare, run_script, spread, write_results
 from workload import add_workload, build_workload
 
 MAX_LENGTH = 512
@@ -218,8 +217,7 @@ def main() -> None:
         return
     build_workload(options.data, options.workload)
     build_texts(options.workload)
-    command = [sys.executable, __file__, "--workload", str(options.workload), "--steps", str(options.steps)]
-    results = run_interleaved({name: [*command, "--measure", name] for name in VARIANTS}, options.rounds)
+    results = run_script(VARIANTS, options.rounds, workload=options.workload, steps=options.steps)
     table = [["variant", "tokens/s", "ours / this", "held-out loss", "share of the bf16 matmul peak", "peak, GFLOP/s"]]
     for name, rounds in results.items():
         figures = [spread(rounds, "tokens_per_second", 0), compare(results, "tokens_per_second", name, "ours")]

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness import build_parser, compare, run_interleaved, spread, write_results
+from harness import build_parser, compare, run_script, spread, write_results
 from workload import add_workload, build_workload
 
 ROOT = Path(__file__).parents[1]
@@ -99,10 +99,7 @@ def main() -> None:
         print(json.dumps(measure(options.measure, options.workload.resolve(), options.steps)))
         return
     build_workload(options.data, options.workload)
-    shared = ["--workload", str(options.workload), "--steps", str(options.steps)]
-    results = run_interleaved(
-        {name: [sys.executable, __file__, *shared, "--measure", name] for name in VARIANTS}, options.rounds
-    )
+    results = run_script(VARIANTS, options.rounds, workload=options.workload, steps=options.steps)
     table = [["run", "ms a step (min / median / max)", f"this / {VARIANTS[0]}", "requests"]]
     for name in VARIANTS:
         ratio = compare(results, "milliseconds", VARIANTS[0], name)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from harness import build_parser, compare, run_interleaved, spread, write_results
+from harness import build_parser, compare, run_script, spread, write_results
 
 COMMANDS = {
     "ours --help": [sys.executable, "recipes/sft.py", "--help"],
@@ -28,9 +28,7 @@ def main() -> None:
         subprocess.run(COMMANDS[options.measure], capture_output=True, check=False)
         print(f'{{"seconds": {time.perf_counter() - start}}}')
         return
-    results = run_interleaved(
-        {name: [sys.executable, __file__, "--measure", name] for name in COMMANDS}, options.rounds
-    )
+    results = run_script(COMMANDS, options.rounds)
     table = [["command", "seconds (min / median / max)", "TRL / this"]]
     for name in COMMANDS:
         table.append([name, spread(results[name], "seconds"), compare(results, "seconds", name, "TRL --help")])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 import resource
-import sys
 import sysconfig
 import tempfile
 import time
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from harness import build_parser, compare, run_interleaved, spread, write_results
+from harness import build_parser, compare, run_script, spread, write_results
 from workload import add_workload, build_workload
 
 MAX_LENGTH = 1024
@@ -160,8 +159,7 @@ def main() -> None:
         figures["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(json.dumps(figures))
         return
-    command = [sys.executable, __file__, "--megabytes", str(options.megabytes), "--workload", str(options.workload)]
-    results = run_interleaved({name: [*command, "--measure", name] for name in VARIANTS}, options.rounds)
+    results = run_script(VARIANTS, options.rounds, megabytes=options.megabytes, workload=options.workload)
     table = [["variant", "tokens/s", "seconds: this / ours", "CPU seconds: this / ours", "peak MiB"]]
     for name, measured in results.items():
         ratios = [compare(results, figure, "ours", name) for figure in ("seconds", "cpu_seconds")]

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from harness import build_parser, compare, run_interleaved, spread, write_results
+from harness import build_parser, compare, run_script, spread, write_results
 from workload import add_workload, build_workload
 
 MAX_LENGTH = 512
@@ -196,8 +195,7 @@ def main() -> None:
         print(json.dumps(measure(options.measure, options.workload, options.targets)))
         return
     build_workload(options.data, options.workload)
-    command = [sys.executable, __file__, "--workload", str(options.workload), "--targets", str(options.targets)]
-    results = run_interleaved({name: [*command, "--measure", name] for name in VARIANTS}, options.rounds)
+    results = run_script(VARIANTS, options.rounds, workload=options.workload, targets=options.targets)
     table = [["variant", "supervised tokens/s", "ours / this", "held-out loss", "supervised tokens", "steps"]]
     for name in VARIANTS:
         table.append(
