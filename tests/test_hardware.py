@@ -74,3 +74,17 @@ def test_the_memory_of_an_accelerator_is_its_own(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=index + 5))
     assert hardware.read_device_memory() == 5
+
+
+@pytest.mark.parametrize(
+    ("has_compiler", "has_header", "expected"),
+    [(True, True, ""), (False, True, "no C++ compiler"), (True, False, "no Python.h")],
+)
+def test_compiler_obstacle_names_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_compiler: bool, has_header: bool, expected: str
+) -> None:
+    monkeypatch.setattr(hardware.shutil, "which", lambda name: f"/usr/bin/{name}" if has_compiler else None)
+    monkeypatch.setattr(hardware.sysconfig, "get_path", lambda name: {"include": str(tmp_path)}[name])
+    if has_header:
+        (tmp_path / "Python.h").touch()
+    assert hardware.find_compiler_obstacle() == expected

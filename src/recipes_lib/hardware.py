@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import sysconfig
 import time
 from pathlib import Path
+from typing import Final
 
 import torch
+
+INSTALL_COMPILER: Final = "install a C++ compiler and the headers of Python (on Debian: apt install g++ python3-dev)"
 
 
 def supports_bf16() -> bool:
@@ -19,9 +23,13 @@ def supports_bf16() -> bool:
     return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 
-def find_compiler() -> str | None:
-    """Return the path of a C++ compiler, which ``torch.compile`` needs; ``None`` if none is installed."""
-    return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+def find_compiler_obstacle() -> str:
+    """Return why Inductor and Triton cannot compile kernels on this machine; empty if they can."""
+    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        return "no C++ compiler"
+    # Kernels are launched by extension modules, which are compiled on first use. Debian and Ubuntu package the header
+    # separately from the interpreter.
+    return "" if Path(sysconfig.get_path("include"), "Python.h").exists() else "no Python.h"
 
 
 def count_accelerators() -> int:

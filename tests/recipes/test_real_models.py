@@ -184,7 +184,7 @@ def tell_kernels(name: str) -> str:
             attentions[choose_implementation(config, model_config, args)] = None
     launch = plan_launch(None)
     with (
-        mock.patch("recipes_lib.training.optim.compilation.find_compiler", return_value="c++"),
+        mock.patch("recipes_lib.training.optim.compilation.find_compiler_obstacle", return_value=""),
         mock.patch("recipes_lib.training.optim.compilation.is_liger_kernel_available", return_value=True),
     ):
         is_compiled = choose_compilation(config, launch, is_cuda=True) is not None

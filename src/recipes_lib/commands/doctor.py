@@ -218,13 +218,12 @@ class _Trial:
 
 
 def _probe_compile() -> Iterator[Finding]:
-    from recipes_lib.hardware import find_compiler
+    from recipes_lib.hardware import INSTALL_COMPILER, find_compiler_obstacle
 
-    if compiler := find_compiler():
-        yield Finding("torch.compile", "ok", f"with {compiler}")
+    if obstacle := find_compiler_obstacle():
+        yield Finding("torch.compile", "missing", obstacle, INSTALL_COMPILER)
     else:
-        remedy = "install a C++ compiler (on Debian: apt install g++)"
-        yield Finding("torch.compile", "missing", "no C++ compiler", remedy)
+        yield Finding("torch.compile", "ok", "Inductor and Triton can compile kernels")
 
 
 def _probe_trackers() -> Iterator[Finding]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest.mock import Mock, create_autospec
 
 import pytest
 import torch
 from tests.parity.test_loss_head import SHAPE
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
@@ -20,6 +22,7 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from recipes_lib.models.attention import varlen
 from recipes_lib.models.attention.varlen import attend_documents, register_varlen, takes_empty_mask
 from recipes_lib.models.heads.loss_head import add_loss_head
 
@@ -99,6 +102,20 @@ def test_dropout_is_refused_where_the_kernel_would_ignore_it() -> None:
         layer.self_attn.attention_dropout = 0.1
     with pytest.raises(ValueError, match="has no dropout"):
         model(**packed_batch(), use_cache=False)
+
+
+@pytest.mark.parametrize(("num_kv_heads", "window", "reach"), [(4, None, (-1, 0)), (2, None, (-1, 0)), (4, 3, (2, 0))])
+def test_call_of_the_cuda_kernel_matches_its_signature(
+    monkeypatch: pytest.MonkeyPatch, num_kv_heads: int, window: int | None, reach: tuple[int, int]
+) -> None:
+    # ``create_autospec`` raises for arguments that the function of this torch version does not take.
+    kernel = create_autospec(varlen_attn, return_value=torch.empty(13, 4, 8))
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    query, key = (Mock(spec=torch.Tensor, is_cuda=True, shape=(13, heads, 8)) for heads in (4, num_kv_heads))
+    attend_documents(query, key, key, {**packed_batch(), "scaling": 0.5}, window=window)
+    options = kernel.call_args.kwargs
+    assert options.pop("enable_gqa", num_kv_heads != 4) == (num_kv_heads != 4)
+    assert options == {"scale": 0.5, "window_size": reach}
 
 
 @pytest.mark.gpu

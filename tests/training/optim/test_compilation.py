@@ -56,12 +56,12 @@ def test_pretraining_and_fp8_are_compiled_and_the_rest_on_request(
     is_cuda: bool,
     expected: dict[str, Any] | None,
 ) -> None:
-    monkeypatch.setattr(compilation, "find_compiler", lambda: "/usr/bin/c++")
+    monkeypatch.setattr(compilation, "find_compiler_obstacle", lambda: "")
     assert choose_compilation(read(recipe, **keys), launch, is_cuda=is_cuda) == expected
 
 
 def test_pretraining_is_not_compiled_by_default_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation, "find_compiler", lambda: None)
+    monkeypatch.setattr(compilation, "find_compiler_obstacle", lambda: "no Python.h")
     assert choose_compilation(read("pretrain"), ONE, is_cuda=True) is None
     assert choose_compilation(read("pretrain", torch_compile="true"), ONE, is_cuda=True) == {}
 
@@ -94,6 +94,7 @@ def test_liger_is_used_where_it_can_be_without_its_cross_entropies(
     expected: bool,
 ) -> None:
     monkeypatch.setattr(compilation, "is_liger_kernel_available", lambda: is_installed)
+    monkeypatch.setattr(compilation, "find_compiler_obstacle", lambda: "")
     chosen = choose_liger(read("sft", **keys), launch, is_cuda=is_cuda)
     assert chosen["use_liger_kernel"] is expected
     if expected:
@@ -102,6 +103,7 @@ def test_liger_is_used_where_it_can_be_without_its_cross_entropies(
 
 def test_parts_of_liger_are_the_users_choice_but_for_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "is_liger_kernel_available", lambda: True)
+    monkeypatch.setattr(compilation, "find_compiler_obstacle", lambda: "")
     config = read("sft")
     config.training["liger_kernel_config"] = {"rope": False}
     assert choose_liger(config, ONE, is_cuda=True)["liger_kernel_config"]["rope"] is False
@@ -113,6 +115,15 @@ def test_parts_of_liger_are_the_users_choice_but_for_the_loss(monkeypatch: pytes
 def test_liger_that_is_asked_for_on_a_gpu_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "is_liger_kernel_available", lambda: False)
     with pytest.raises(ConfigError, match="pip install liger-kernel"):
+        choose_liger(read("sft", use_liger_kernel="true"), ONE, is_cuda=True)
+
+
+def test_liger_needs_a_machine_that_compiles_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation, "is_liger_kernel_available", lambda: True)
+    monkeypatch.setattr(compilation, "find_compiler_obstacle", lambda: "no Python.h")
+    assert choose_liger(read("sft"), ONE, is_cuda=True)["use_liger_kernel"] is False
+    assert choose_liger(read("sft", use_liger_kernel="true"), ONE, is_cuda=False)["use_liger_kernel"] is False
+    with pytest.raises(ConfigError, match=r"has no Python\.h"):
         choose_liger(read("sft", use_liger_kernel="true"), ONE, is_cuda=True)
 
 

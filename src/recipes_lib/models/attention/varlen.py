@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,6 +15,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+_VARLEN_TAKES_ENABLE_GQA: Final = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether ``varlen_attn`` takes a flag for grouped queries. That of torch 2.11 does not, and its kernel groups them by
+itself; remove the flag of this module once a later torch is the lowest supported version."""
 
 
 def register_varlen() -> None:
@@ -121,9 +126,12 @@ def attend_documents(
 
     Source: ``torch.nn.attention.varlen.varlen_attn``; on a CPU, where torch has none, one sdpa call per document.
     """
-    options: dict[str, Any] = {"scale": settings.get("scaling"), "enable_gqa": query.shape[1] != key.shape[1]}
+    options: dict[str, Any] = {"scale": settings.get("scaling")}
+    is_grouped = query.shape[1] != key.shape[1]
     if query.is_cuda:
         bounds = (settings[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
+        if _VARLEN_TAKES_ENABLE_GQA:
+            options["enable_gqa"] = is_grouped
         # (left, right) numbers of keys beside the query's own position; -1 is unlimited.
         reach = (-1 if window is None else window - 1, 0)
         output = varlen_attn(query, key, value, *bounds, window_size=reach, **options)
@@ -139,6 +147,8 @@ def attend_documents(
             # True where query i attends to key j: j <= i + before, and j > i + before - window.
             mask = torch.ones(length, before + length, dtype=torch.bool, device=own.device).tril(before)
             mask = mask if window is None else mask.triu(1 + before - window)
-        output = functional.scaled_dot_product_attention(own, keys, values, mask, is_causal=mask is None, **options)
+        output = functional.scaled_dot_product_attention(
+            own, keys, values, mask, is_causal=mask is None, enable_gqa=is_grouped, **options
+        )
         outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs)

@@ -12,7 +12,7 @@ from transformers.utils.import_utils import is_liger_kernel_available
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.hardware import find_compiler
+from recipes_lib.hardware import INSTALL_COMPILER, find_compiler_obstacle
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.structure import find_layers
 from recipes_lib.training.layouts.launch_environment import Launch
@@ -26,8 +26,8 @@ _SAMPLES: Final = ("ppo", "rloo", "grpo")
 def choose_compilation(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -> dict[str, Any] | None:
     """Return the options of ``nn.Module.compile`` for the layers; ``None``: eager execution.
 
-    If ``torch_compile`` is not set, two kinds of runs are compiled: pretraining on a GPU, if there is a C compiler for
-    Triton; and fp8, because torchao's uncompiled 8-bit products are slower than bf16.
+    If ``torch_compile`` is not set, two kinds of runs are compiled: pretraining on a GPU, if kernels can be compiled
+    (``find_compiler_obstacle``); and fp8, because torchao's uncompiled 8-bit products are slower than bf16.
 
     Args:
         config: The recipe: ``torch_compile``, ``torch_compile_backend``, ``torch_compile_mode``.
@@ -46,7 +46,7 @@ def choose_compilation(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -
         found = "fp8 without torch.compile is slower than bf16"
         raise ConfigError(Problem("torch_compile", found, "delete the line, or use another launch file"))
     if is_compiled is None:
-        is_supported = is_cuda and _has_whole_layers(launch) and find_compiler() is not None
+        is_supported = is_cuda and _has_whole_layers(launch) and not find_compiler_obstacle()
         is_compiled = is_fp8 or (is_supported and config.recipe == _COMPILED_BY_DEFAULT)
     return {name: value for name, value in options.items() if value is not None} if is_compiled else None
 
@@ -62,7 +62,8 @@ def choose_liger(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -> dict
         is_cuda: Whether the run is on a GPU.
 
     Raises:
-        ConfigError: ``use_liger_kernel: true`` on a GPU without the package, or a cross-entropy is enabled.
+        ConfigError: ``use_liger_kernel: true`` on a GPU without the package or a compiler, or a cross-entropy is
+            enabled.
     """
     requested, options = config.training.get("use_liger_kernel"), dict(config.training.get("liger_kernel_config") or {})
     problems = [
@@ -72,13 +73,17 @@ def choose_liger(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -> dict
         for name in _CROSS_ENTROPIES
         if options.get(name)
     ]
+    is_installed, obstacle = is_liger_kernel_available(), find_compiler_obstacle()
     # On a CPU they are silently disabled: they change speed on a GPU, not results.
-    if requested and is_cuda and not is_liger_kernel_available():
+    if requested and is_cuda and not is_installed:
         found = "it needs the package liger-kernel, which is not installed"
         problems.append(Problem("use_liger_kernel", found, "pip install liger-kernel"))
+    elif requested and is_cuda and obstacle:
+        found = f"Triton cannot compile its kernels: this machine has {obstacle}"
+        problems.append(Problem("use_liger_kernel", found, INSTALL_COMPILER))
     if problems:
         raise ConfigError(*problems)
-    is_supported = is_cuda and is_liger_kernel_available() and _has_whole_layers(launch)
+    is_supported = is_cuda and is_installed and not obstacle and _has_whole_layers(launch)
     if requested is False or not is_supported or config.recipe in _SAMPLES:
         return {"use_liger_kernel": False, "liger_kernel_config": None}
     return {"use_liger_kernel": True, "liger_kernel_config": options | dict.fromkeys(_CROSS_ENTROPIES, False)}
