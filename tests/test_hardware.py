@@ -88,3 +88,38 @@ def test_compiler_obstacle_names_what_is_missing(
     if has_header:
         (tmp_path / "Python.h").touch()
     assert hardware.find_compiler_obstacle() == expected
+
+
+@pytest.mark.parametrize(
+    ("build", "visible", "has_device", "expected"),
+    [
+        ("13.0", None, True, "The NVIDIA driver on your system is too old (found version 12040)."),
+        (None, None, True, "is a build without CUDA"),
+        ("13.0", "", True, ""),
+        ("13.0", None, False, ""),
+    ],
+)
+def test_gpu_obstacle_is_the_reason_of_torch(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    build: str | None,
+    visible: str | None,
+    has_device: bool,
+    expected: str,
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nPlease update it.")
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr(hardware, "_DEVICES", tmp_path)
+    (tmp_path / "nvidiactl").touch()
+    if has_device:
+        (tmp_path / "nvidia0").touch()
+    found = hardware.find_gpu_obstacle()
+    assert found.endswith(expected)
+    assert bool(found) == bool(expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sysconfig
 import time
@@ -10,7 +11,10 @@ from typing import Final
 
 import torch
 
+INSTALL_CUDA: Final = "update the driver, or install torch for a CUDA version that it supports (PIP_EXTRA_INDEX_URL)"
 INSTALL_COMPILER: Final = "install a C++ compiler and the headers of Python (on Debian: apt install g++ python3-dev)"
+
+_DEVICES: Final = Path("/dev")
 
 
 def supports_bf16() -> bool:
@@ -21,6 +25,20 @@ def supports_bf16() -> bool:
         return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
+
+
+def find_gpu_obstacle() -> str:
+    """Return why torch cannot use this machine's NVIDIA GPU; empty if it can, or if there is none or it is hidden."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if torch.cuda.is_available() or is_hidden or not any(_DEVICES.glob("nvidia[0-9]*")):
+        return ""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:  # Such as a driver that is older than the CUDA version of torch.
+        return str(error).partition("\n")[0]
+    return "torch finds no CUDA device"
 
 
 def find_compiler_obstacle() -> str:

@@ -18,6 +18,7 @@ import torch
 from packaging.requirements import Requirement
 from tests.forked import ROOT
 
+from recipes_lib import hardware
 from recipes_lib.commands import doctor
 from recipes_lib.models.attention import kernels
 
@@ -160,13 +161,13 @@ def test_the_attention_of_packed_rows_is_the_one_that_training_would_choose(
     assert told in finding.detail
 
 
-def test_a_cpu_build_beside_an_nvidia_driver_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_that_torch_cannot_use_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(hardware, "find_gpu_obstacle", lambda: "the driver is too old")
     finding = find(doctor._probe_torch(), "gpu")
     assert finding.verdict == "broken"
-    assert "CUDA build" in finding.remedy
+    assert "the driver is too old" in finding.detail
+    assert "PIP_EXTRA_INDEX_URL" in finding.remedy
 
 
 def test_a_valid_login_is_named_and_no_token_is_ever_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from tests.training.configurations import build_recipe
 from recipes_lib.config.schema import DataConfig, ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.errors import ConfigError, DivergedError, LostPeerError, PreemptedError
 from recipes_lib.processes import explain_lost_connection
+from recipes_lib.training import run as run_module
 from recipes_lib.training.checkpoints.manifest import write_complete
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.launch_environment import Launch
@@ -538,3 +539,12 @@ def test_each_of_several_processes_says_which_it_is_and_where_before_it_does_any
     start_run(make_config(tmp_path / "idle"), ONE)
     assert "process 0 of 1" in (told := capsys.readouterr().err)
     assert "one of 8 GPUs; the others are idle (`recipes launch` uses all)" in told
+
+
+@pytest.mark.parametrize(("use_cpu", "warns"), [(False, True), (True, False)])
+def test_run_on_a_cpu_beside_an_unusable_gpu_warns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], use_cpu: bool, warns: bool
+) -> None:
+    monkeypatch.setattr(run_module, "find_gpu_obstacle", lambda: "the driver is too old")
+    start_run(make_config(tmp_path / "run", use_cpu=use_cpu), ONE)
+    assert ("torch cannot use the GPU: the driver is too old" in capsys.readouterr().err) == warns

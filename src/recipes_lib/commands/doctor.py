@@ -147,6 +147,8 @@ def _probe_torch() -> Iterator[Finding]:
     except Exception as error:
         yield _core_package("torch", "broken", _first_line(error))
         return
+    from recipes_lib.hardware import INSTALL_CUDA, find_gpu_obstacle
+
     yield Finding("torch", "ok", torch.__version__, is_core=True)
     threads = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads (OMP_NUM_THREADS sets them)"
     yield Finding("cpu", "ok", threads)
@@ -154,9 +156,8 @@ def _probe_torch() -> Iterator[Finding]:
         for index in range(torch.cuda.device_count()):
             device = torch.cuda.get_device_properties(index)
             yield Finding(f"gpu {index}", "ok", f"{device.name}, {device.total_memory / 1e9:.0f} GB")
-    elif torch.version.cuda is None and shutil.which("nvidia-smi"):
-        detail = f"there is an NVIDIA driver, but torch {torch.__version__} is a build without CUDA"
-        yield Finding("gpu", "broken", detail, "install a CUDA build of the same torch version")
+    elif obstacle := find_gpu_obstacle():
+        yield Finding("gpu", "broken", f"torch cannot use it: {obstacle}", INSTALL_CUDA)
     else:
         yield Finding("gpu", "missing", "no CUDA device; recipes run on the CPU")
 

@@ -36,6 +36,7 @@ from recipes_lib.errors import (
     explain_refusal,
 )
 from recipes_lib.files import is_inside, read_lines, read_record, replace_record, try_lock, verify_fields
+from recipes_lib.hardware import INSTALL_CUDA, find_gpu_obstacle
 from recipes_lib.models.loading import find_commit
 from recipes_lib.models.model_files import find_missing, list_model_files
 from recipes_lib.processes import explain_lost_connection
@@ -211,9 +212,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     verify_expected(launch)
     verify_trackers(config)
     verify_combination(config, launch)
-    on_cpus = config.training.get("use_cpu") or launch.layout.uses_cpu
-    num_gpus = 0 if on_cpus else torch.cuda.device_count()
-    verify_accelerator(launch, is_available=torch.accelerator.is_available(), num_gpus=num_gpus)
+    _verify_devices(config, launch)
     verify_optimizer(config)
     # Upstream's progress bars for loading and saving, one per process, would interrupt the progress line.
     disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -333,6 +332,15 @@ def fingerprint_config(config: RecipeConfig, world_size: int = 1) -> str:
 
 def _affects_result(key: str) -> bool:
     return not any(fnmatchcase(key, pattern) for pattern in read_harmless())
+
+
+def _verify_devices(config: RecipeConfig, launch: Launch) -> None:
+    """Raise as ``verify_accelerator``; warn if the run uses the CPU of a machine with a GPU that torch cannot use."""
+    on_cpus = config.training.get("use_cpu") or launch.layout.uses_cpu
+    num_gpus = 0 if on_cpus else torch.cuda.device_count()
+    verify_accelerator(launch, is_available=torch.accelerator.is_available(), num_gpus=num_gpus)
+    if not on_cpus and launch.rank == 0 and (obstacle := find_gpu_obstacle()):
+        sys.stderr.write(f"warning: training on the CPU, for torch cannot use the GPU: {obstacle}; {INSTALL_CUDA}\n")
 
 
 def describe_hardware() -> dict[str, Any]:
