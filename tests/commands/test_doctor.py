@@ -146,6 +146,7 @@ def test_a_package_that_loads_is_ok_at_its_version_and_one_that_hangs_is_broken(
         ((9, 0), "flash_attention_3", "ok", "packed rows use flash_attention_3"),
         ((9, 0), "flash_attention_2", "ok", "packed rows use flash_attention_2 (flash_attention_3 is not installed)"),
         ((8, 0), "", "ok", "varlen (flash_attention_3 needs a GPU of compute capability 9.0; flash_attention_2 is not"),
+        ((10, 0), "flash_attention_3", "ok", "varlen (flash_attention_3 needs a GPU of compute capability 9.0; "),
         ((7, 5), "", "missing", "packed rows use sdpa (flash_attention_3 needs a GPU of compute capability 9.0; "),
     ],
 )

@@ -205,15 +205,17 @@ def _refusal(name: str, config: PreTrainedConfig, device: torch.device, compute_
     has_dropout = any(getattr(config, key, 0.0) for key in ("attention_dropout", "attn_pdrop"))
     has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
     needs_half = is_flash or (is_varlen and is_cuda)
-    # FlashAttention 3 is for Hopper, FlashAttention 2 for Ampere and later.
-    least = (9, 0) if name.endswith("3") else (8, 0)
+    # FlashAttention 3 is for Hopper, and has no kernels for Blackwell; FlashAttention 2 is for Ampere and later.
+    is_for_hopper = name.endswith("3")
+    needed = "9.0" if is_for_hopper else "8.0 or later"
     # Without a GPU, as when planning a launch, the capability is assumed to suffice.
-    capability = torch.cuda.get_device_capability(device) if is_cuda and torch.cuda.is_available() else least
+    capability = torch.cuda.get_device_capability(device) if is_cuda and torch.cuda.is_available() else (9, 0)
+    is_capable = capability[0] == 9 if is_for_hopper else capability >= (8, 0)
     is_from_hub = name.startswith(_HUB)
     absent = f"needs the package kernels, {KERNELS_MIN_VERSION} or later" if is_from_hub else "is not installed"
     reasons = {
         "runs on CUDA devices only": is_flash and not is_cuda,
-        f"needs a GPU of compute capability {least[0]}.{least[1]}": needs_half and is_cuda and capability < least,
+        f"needs a GPU of compute capability {needed}": needs_half and is_cuda and not is_capable,
         absent: is_flash and not FLASH_IS_INSTALLED[name](),
         "needs bf16 or fp16": needs_half and compute_dtype not in (torch.bfloat16, torch.float16),
         f"is not supported for {config.model_type} models by transformers": not _is_supported(name, config),
