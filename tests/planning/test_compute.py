@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPT2Config,
     LlamaConfig,
     MambaConfig,
@@ -58,6 +59,16 @@ CONFIGS = {
     ),
     "latent attention, shared expert": DeepseekV3Config(
         **{**SMALL, "num_key_value_heads": 4}, **MLA, n_routed_experts=8, num_experts_per_tok=2
+    ),
+    # The last layer is global; per-layer embeddings off, because a frozen model needs token ids for them.
+    "wider heads in global layers": Gemma4TextConfig(
+        **SMALL,
+        head_dim=16,
+        global_head_dim=32,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        sliding_window=2 * LENGTH,
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
     ),
 }
 

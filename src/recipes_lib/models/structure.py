@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.inference import compute_probe_logits, evaluating, find_device, kernel_precision
@@ -41,6 +41,16 @@ def map_layers(num_student: int, num_teacher: int) -> tuple[int, ...]:
     """
     # floor(k T / S + 1 / 2) in integers.
     return tuple((2 * number * num_teacher + num_student) // (2 * num_student) for number in range(1, num_student + 1))
+
+
+def list_layer_configs(text_config: PreTrainedConfig) -> Sequence[Any]:
+    """Return the configurations of the layers: one for all if they are alike, as in most models, otherwise one each.
+
+    Of a model with different layers, such as Gemma 4 with wider heads in global layers, transformers raises for
+    attributes of layers that are read from the configuration of the model.
+    """
+    layers: Sequence[Any] = text_config.per_layer_config if text_config.is_heterogeneous else [text_config]
+    return layers
 
 
 def find_layers(model: Any) -> nn.ModuleList:

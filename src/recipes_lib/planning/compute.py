@@ -18,6 +18,7 @@ from recipes_lib.config.schema import ModelConfig, RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.architecture import find_model_config
 from recipes_lib.models.loading import choose_teacher, load_model_config, load_tokenizer
+from recipes_lib.models.structure import list_layer_configs
 
 FORWARD_AND_BACKWARD = 3
 """FLOPs of a forward and a backward pass over those of the forward pass; the backward pass takes two products, for the
@@ -155,29 +156,37 @@ def _count_active_weights(parameters: Sequence[nn.Parameter], config: Any) -> fl
     return number
 
 
-def count_features(model_config: PretrainedConfig) -> tuple[int, int]:
-    """Return the number of query features, and of key features, per token and layer."""
-    text: Any = model_config.get_text_config()
-    head_dim: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    key_heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return text.num_attention_heads * head_dim, key_heads * head_dim
+def count_features(model_config: PretrainedConfig) -> tuple[float, float]:
+    """Return the number of query features, and of key features, per token, as the mean over the layers."""
+    layers = list_layer_configs(model_config.get_text_config())
+    queries = [layer.num_attention_heads * _find_head_dim(layer) for layer in layers]
+    key_heads = [getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads for layer in layers]
+    keys = [number * _find_head_dim(layer) for number, layer in zip(key_heads, layers, strict=True)]
+    return sum(queries) / len(layers), sum(keys) / len(layers)
+
+
+def _find_head_dim(layer: Any) -> int:
+    head_dim: int = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+    return head_dim
 
 
 def _count_attention(config: Any, sequence_length: int) -> float:
     """Return the forward FLOPs per token of attention scores and weighted sums, over all layers."""
+    layers = [*list_layer_configs(config)]
     # Mamba and RWKV have no attention heads.
-    if not getattr(config, "num_attention_heads", None):
+    if not getattr(layers[0], "num_attention_heads", None):
         return 0.0
-    head_dim = count_features(config)[0] // config.num_attention_heads
-    score_dim, value_dim = (getattr(config, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
-    windowed = min(sequence_length, getattr(config, "sliding_window", None) or sequence_length)
     # Without `layer_types`, as in Mistral, a sliding window applies to all layers.
     kind = "sliding_attention" if getattr(config, "use_sliding_window", True) else "full_attention"
     layer_types = getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers
-    contexts = {"full_attention": sequence_length, "sliding_attention": windowed}
-    num_keys: int = sum(contexts.get(layer_type, 0) for layer_type in layer_types)
-    num_features: int = config.num_attention_heads * (score_dim + value_dim)
-    return 2.0 * num_keys * num_features
+    flops = 0.0
+    for layer, layer_type in zip(layers if len(layers) > 1 else layers * len(layer_types), layer_types, strict=True):
+        windowed = min(sequence_length, getattr(layer, "sliding_window", None) or sequence_length)
+        num_keys = {"full_attention": sequence_length, "sliding_attention": windowed}.get(layer_type, 0)
+        head_dim = _find_head_dim(layer)
+        score_dim, value_dim = (getattr(layer, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
+        flops += 2.0 * num_keys * layer.num_attention_heads * (score_dim + value_dim)
+    return flops
 
 
 TOKENS_PER_PARAMETER: Final = 20.0

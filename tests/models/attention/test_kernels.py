@@ -321,6 +321,19 @@ def test_a_kernel_that_cannot_be_used_is_refused_with_the_reason_and_the_way_out
     assert "eager" in problem.remedy
 
 
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"head_dim": 256}, "varlen"),
+        ({"head_dim": 512}, "sdpa"),
+        ({"hidden_size": 1024, "num_attention_heads": 2}, "sdpa"),
+    ],
+)
+def test_flash_kernels_are_not_chosen_for_large_heads(keys: dict[str, int], expected: str) -> None:
+    chosen = choose_kernel(LlamaConfig(**keys), None, device=CUDA, compute_dtype=torch.bfloat16, packing=True)
+    assert chosen.implementation == expected
+
+
 def test_the_kernel_and_the_packing_are_refused_together() -> None:
     with pytest.raises(ConfigError) as caught:
         choose_kernel(MIXING["mamba"], "sdpaa", device=CPU, compute_dtype=torch.float32, packing=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
-from unittest.mock import Mock, create_autospec
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -104,18 +104,52 @@ def test_dropout_is_refused_where_the_kernel_would_ignore_it() -> None:
         model(**packed_batch(), use_cache=False)
 
 
-@pytest.mark.parametrize(("num_kv_heads", "window", "reach"), [(4, None, (-1, 0)), (2, None, (-1, 0)), (4, 3, (2, 0))])
-def test_call_of_the_cuda_kernel_matches_its_signature(
-    monkeypatch: pytest.MonkeyPatch, num_kv_heads: int, window: int | None, reach: tuple[int, int]
+class CudaTensor(torch.Tensor):
+    """Tensor on the CPU that claims to be on a GPU."""
+
+    is_cuda = True
+
+
+def attend_on_cuda(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, **_) -> torch.Tensor:
+    """``varlen_attn`` with the requirements of the CUDA kernel, computed in float64 from its documentation."""
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1]
+    assert query.shape[-1] % 8 == 0
+    assert (max_q, max_k) == (cu_seq_q.diff().max(), cu_seq_k.diff().max())
+    outputs = []
+    bounds = (cu_seq_q, cu_seq_k, cu_seq_k)
+    documents = [x.double().tensor_split(b[1:-1].long()) for x, b in zip((query, key, value), bounds, strict=True)]
+    for q, k, v in zip(*documents, strict=True):
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        scores = scale * torch.einsum("qhd,khd->hqk", q, k)
+        # Aligned at the last query and key: (left, right) neighbours, -1 for all.
+        distance = torch.arange(len(k))[None] - torch.arange(len(q))[:, None] - (len(k) - len(q))
+        left, right = window_size
+        hidden = (distance > right) | ((distance < -left) & (left >= 0))
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
+    return torch.cat(outputs).to(query.dtype)
+
+
+@pytest.mark.parametrize("dims", [(8, 8), (24, 16), (10, 10)])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+@pytest.mark.parametrize("num_more_keys", [0, 2])
+def test_cuda_kernel_gets_arguments_that_give_the_result_of_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], window: int | None, num_kv_heads: int, num_more_keys: int
 ) -> None:
     # ``create_autospec`` raises for arguments that the function of this torch version does not take.
-    kernel = create_autospec(varlen_attn, return_value=torch.empty(13, 4, 8))
-    monkeypatch.setattr(varlen, "varlen_attn", kernel)
-    query, key = (Mock(spec=torch.Tensor, is_cuda=True, shape=(13, heads, 8)) for heads in (4, num_kv_heads))
-    attend_documents(query, key, key, {**packed_batch(), "scaling": 0.5}, window=window)
-    options = kernel.call_args.kwargs
-    assert options.pop("enable_gqa", num_kv_heads != 4) == (num_kv_heads != 4)
-    assert options == {"scale": 0.5, "window_size": reach}
+    monkeypatch.setattr(varlen, "varlen_attn", create_autospec(varlen_attn, side_effect=attend_on_cuda))
+    batch = packed_batch()
+    batch["cu_seq_lens_k"] = batch["cu_seq_lens_k"] + num_more_keys * torch.arange(4, dtype=torch.int32)
+    batch["max_length_k"] += num_more_keys
+    num_keys = 13 + 3 * num_more_keys
+    shapes = [(13, 4, dims[0]), (num_keys, num_kv_heads, dims[0]), (num_keys, num_kv_heads, dims[1])]
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(shape, generator=generator) for shape in shapes]
+    expected = attend_documents(*states, batch, window=window)
+    found = attend_documents(*(state.as_subclass(CudaTensor) for state in states), batch, window=window)
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), expected)
+    options = varlen.varlen_attn.call_args.kwargs
+    assert options.get("enable_gqa", num_kv_heads == 2) == (num_kv_heads == 2)
 
 
 @pytest.mark.gpu

@@ -27,6 +27,7 @@ from recipes_lib.models.parallel.context_parallel import (
     register_context_parallel,
     verify_context_parallel,
 )
+from recipes_lib.models.structure import list_layer_configs
 
 Layout = Literal["rows", "flat"]
 """``rows``: documents in the rows of a ``(B, L)`` batch, separated by restarting positions. ``flat``: all documents in
@@ -53,6 +54,8 @@ FLASH_IS_INSTALLED: Final = {
 }
 FASTEST: Final = ("flash_attention_3", "flash_attention_2", "varlen")
 """Kernels for packed rows on CUDA, the fastest first. Binaries from the Hub run only if a recipe names them."""
+_MAX_HEAD_DIM: Final = 256
+"""Largest head dimension of FlashAttention."""
 ISOLATING_LAYERS: Final = {"full_attention", "sliding_attention"}
 
 
@@ -211,18 +214,33 @@ def _refusal(name: str, config: PreTrainedConfig, device: torch.device, compute_
     # Without a GPU, as when planning a launch, the capability is assumed to suffice.
     capability = torch.cuda.get_device_capability(device) if is_cuda and torch.cuda.is_available() else (9, 0)
     is_capable = capability[0] == 9 if is_for_hopper else capability >= (8, 0)
+    head_dim = _find_head_dim(config)
     is_from_hub = name.startswith(_HUB)
     absent = f"needs the package kernels, {KERNELS_MIN_VERSION} or later" if is_from_hub else "is not installed"
     reasons = {
         "runs on CUDA devices only": is_flash and not is_cuda,
         f"needs a GPU of compute capability {needed}": needs_half and is_cuda and not is_capable,
         absent: is_flash and not FLASH_IS_INSTALLED[name](),
+        f"has head dimensions up to {_MAX_HEAD_DIM}, and this model has {head_dim}": needs_half
+        and head_dim > _MAX_HEAD_DIM,
         "needs bf16 or fp16": needs_half and compute_dtype not in (torch.bfloat16, torch.float16),
         f"is not supported for {config.model_type} models by transformers": not _is_supported(name, config),
         "cannot cap attention logits, which this model does": has_softcap and name in ("sdpa", "varlen"),
         "has no attention dropout, which this model's configuration sets": has_dropout and is_varlen,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def _find_head_dim(config: PreTrainedConfig) -> int:
+    """Return the largest dimension of an attention head, 0 if no layer has attention heads."""
+    dims = [0]
+    for layer in list_layer_configs(config):
+        # Multi-head latent attention has another dimension for values.
+        own = [getattr(layer, name, None) or 0 for name in ("head_dim", "qk_head_dim", "v_head_dim")]
+        if not any(own) and (num_heads := getattr(layer, "num_attention_heads", None)):
+            own = [layer.hidden_size // num_heads]
+        dims += own
+    return max(dims)
 
 
 def _is_supported(name: str, config: PreTrainedConfig) -> bool:

@@ -126,7 +126,8 @@ def attend_documents(
 
     Source: ``torch.nn.attention.varlen.varlen_attn``; on a CPU, where torch has none, one sdpa call per document.
     """
-    options: dict[str, Any] = {"scale": settings.get("scaling")}
+    scale = query.shape[-1] ** -0.5 if settings.get("scaling") is None else settings["scaling"]
+    options: dict[str, Any] = {"scale": scale}
     is_grouped = query.shape[1] != key.shape[1]
     if query.is_cuda:
         bounds = (settings[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
@@ -134,9 +135,11 @@ def attend_documents(
             options["enable_gqa"] = is_grouped
         # (left, right) numbers of keys beside the query's own position; -1 is unlimited.
         reach = (-1 if window is None else window - 1, 0)
+        width = value.shape[-1]
+        query, key, value = _pad_heads(query, key, value)
         output = varlen_attn(query, key, value, *bounds, window_size=reach, **options)
         assert isinstance(output, Tensor)
-        return output
+        return output[..., :width]
     num_queries, num_keys = (settings[f"cu_seq_lens_{which}"].diff().tolist() for which in "qk")
     outputs = []
     for parts in zip(*map(torch.split, (query, key, value), (num_queries, num_keys, num_keys)), strict=True):
@@ -152,3 +155,13 @@ def attend_documents(
         )
         outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs)
+
+
+def _pad_heads(*states: Tensor) -> list[Tensor]:
+    """Pad queries, keys and values with zeros to one head dimension, a multiple of 8, as the CUDA kernel requires.
+
+    Zeros change neither the products of queries and keys nor the other dimensions of the output.
+    """
+    dim = max(state.shape[-1] for state in states)
+    dim += -dim % 8
+    return [state if state.shape[-1] == dim else functional.pad(state, (0, dim - state.shape[-1])) for state in states]
