@@ -53,6 +53,12 @@ def list_layer_configs(text_config: PreTrainedConfig) -> Sequence[Any]:
     return layers
 
 
+def find_sliding_window(text_config: PreTrainedConfig) -> int | None:
+    """Return the smallest sliding window of all layers in tokens; ``None`` without one, or for 0, as in Qwen2 MoE."""
+    windows = (getattr(layer, "sliding_window", None) for layer in list_layer_configs(text_config))
+    return min(filter(None, windows), default=None)
+
+
 def find_layers(model: Any) -> nn.ModuleList:
     """Return the layers of a causal language model, in their order; of a multimodal one those of its text model.
 

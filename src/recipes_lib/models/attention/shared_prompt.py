@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.attention.kernels import choose_kernel
 from recipes_lib.models.inference import evaluating, find_device, find_rounding_error, kernel_precision
+from recipes_lib.models.structure import find_sliding_window
 
 MASK_KERNELS: Final = ("sdpa", "eager")
 """Kernels that take a four-dimensional mask."""
@@ -120,7 +121,7 @@ def supports_shared_prompt(config: PreTrainedConfig, implementation: str, *, max
     # A four-dimensional mask replaces the model's own mask, and so its sliding window.
     layer_types = getattr(config, "layer_types", None)
     has_window = not layer_types or "sliding_attention" in layer_types
-    window = getattr(config, "sliding_window", None) if has_window else None
+    window = find_sliding_window(config) if has_window else None
     if window is not None and window < max_length:
         return f"a {config.model_type} model sees {window:,} tokens in some layers, and max_length is {max_length:,}"
     return None

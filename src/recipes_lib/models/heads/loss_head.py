@@ -28,6 +28,7 @@ from recipes_lib.losses.next_token import TokenLogps, TokenSums, compute_cross_e
 from recipes_lib.models.attention.varlen import takes_empty_mask
 from recipes_lib.models.inference import evaluating, find_device, find_rounding_error, kernel_precision, unwrap_adapter
 from recipes_lib.models.parallel.tensor_parallel import find_vocabulary_shard, project_vocabulary_parallel
+from recipes_lib.models.structure import find_sliding_window
 
 
 @dataclass
@@ -406,8 +407,8 @@ def _spell_mask(model: Any, visible: Tensor) -> Tensor:
     config = model.config.get_text_config()
     if visible.ndim != 4 or visible.dtype != torch.bool:
         raise ValueError(f"attention_mask must be bool (B, 1, L, L), not {visible.dtype} {tuple(visible.shape)}")
-    window = getattr(config, "sliding_window", None)
-    # 0, as in Qwen2 MoE, means no window. The mask would replace the one with the window.
+    window = find_sliding_window(config)
+    # The mask would replace the one with the window.
     if window and visible.shape[-1] > window:
         raise ValueError(f"an attention_mask of {visible.shape[-1]} tokens would undo the sliding window of {window}")
     if config._attn_implementation == "sdpa":
@@ -427,7 +428,7 @@ def _is_causal(model: Any) -> bool:
     """Return whether every layer has full causal attention, dispatched by transformers' attention interface."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    is_whole = kinds == {"full_attention"} and not getattr(config, "sliding_window", None)
+    is_whole = kinds == {"full_attention"} and find_sliding_window(config) is None
     return is_whole and model._supports_attention_backend and not getattr(model, "_is_stateful", False)
 
 

@@ -19,6 +19,7 @@ from transformers.masking_utils import sdpa_mask
 
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.attention.varlen import attend_documents
+from recipes_lib.models.structure import find_sliding_window
 
 _HEADS: Final = {"": "attention", "key-value ": "key_value"}
 
@@ -57,7 +58,7 @@ def verify_context_parallel(config: PreTrainedConfig, num_processes: int, *, by_
     """
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    if getattr(text, "sliding_window", None) and not getattr(text, "layer_types", None):
+    if find_sliding_window(text) and not getattr(text, "layer_types", None):
         kinds.add("sliding_attention")
     reasons = [f"{kind} layers" for kind in sorted(kinds - {"full_attention"})]
     reasons += ["capped attention"] if getattr(text, "attn_logit_softcapping", None) is not None else []
