@@ -180,15 +180,17 @@ def test_the_processes_are_held_to_what_was_asked_for(monkeypatch):
 
 
 def test_memory_of_the_gpu_and_what_a_timeout_writes_down_are_set_unless_the_user_did(monkeypatch):
-    for name, value in (("PYTORCH_CUDA_ALLOC_CONF", "mine"), ("TORCH_NCCL_TRACE_BUFFER_SIZE", "")):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "")
-    monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT")
-    monkeypatch.setenv("RECIPES_LAUNCHED", "")
+    names = ("RECIPES_LAUNCHED", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+    for name in names:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "mine")
     expect_launch(2, "FSDP")
-    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "mine"
-    assert os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == ""
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    expect_launch(2, "FSDP")
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
 @pytest.mark.parametrize("by", ["flags", "variables"])

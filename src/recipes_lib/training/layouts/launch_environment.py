@@ -45,12 +45,11 @@ _DEEPSPEED_VARIABLES: Final = {
 
 _VARIABLES: Final = {
     # Expandable segments: packed rows differ in length, so freed memory is reused in other sizes.
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",
     # NCCL's flight recorder writes started and finished collectives of each rank on a timeout.
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
 }
-"""Defaults of environment variables of the launched processes."""
+"""Environment variable of the launched processes, with its former names -> default."""
 
 _Number = TypeVar("_Number", int, float)
 
@@ -327,8 +326,9 @@ def expect_launch(num_processes: int, engine: str, pipeline: Mapping[str, str] |
     """
     os.environ[_EXPECTED] = f"{num_processes} {engine}"
     os.environ.update(pipeline or {})
-    for name, value in _VARIABLES.items():
-        os.environ.setdefault(name, value)
+    for names, value in _VARIABLES.items():
+        if not any(name in os.environ for name in names):
+            os.environ[names[0]] = value
 
 
 def verify_expected(launch: Launch) -> None:
