@@ -210,11 +210,12 @@ class RecipeTrainer(CheckpointingTrainer):
         if self.launch.context_size > 1:
             rank, size, by_heads = self.launch.context_rank, self.launch.context_size, self.launch.shares_by_heads
             batches = [shard_batch(batch, rank, size, by_heads=by_heads) for batch in batches]
-        # Counts may be on the host or on the device, depending on where the loader put the labels.
-        num_terms = torch.stack([self.count_terms(batch) for batch in batches]).sum().to(device)
-        num_tokens = torch.stack([batch["num_tokens"] for batch in batches]).sum().to(device)
-        # int64 (3,): terms, tokens and stop requests share a single all-reduce.
-        counts = torch.stack([num_terms, num_tokens, torch.tensor(STOP.reason is not None, device=device)])
+        # Counts are on the host or on the device, depending on where the loader put the labels.
+        num_terms = torch.stack([self.count_terms(batch) for batch in batches]).sum()
+        num_tokens = torch.stack([batch["num_tokens"] for batch in batches]).sum()
+        parts = [num_terms, num_tokens, torch.tensor(STOP.reason is not None)]
+        # int64 (3,): all three share a single all-reduce. A blocking copy to the device would synchronise with it.
+        counts = torch.stack([part.to(device, non_blocking=True) for part in parts])
         counts = self.accelerator.reduce(counts, reduction="sum")
         # The only host synchronisation before the step: all ranks stop together, and none divides by zero terms.
         total, _, num_stop_requests = counts.tolist()
