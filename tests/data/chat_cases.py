@@ -1,4 +1,4 @@
-"""Rows, templates and readings of masks that the tests of the mask share."""
+"""Rows, templates and helpers shared by the tests of the loss mask."""
 
 from __future__ import annotations
 

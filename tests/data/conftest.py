@@ -1,4 +1,4 @@
-"""A run's configuration over rows that a test writes, shared by the tests of the preparation."""
+"""Fixtures for data preparation: rows, tokenizer loader and configuration."""
 
 from __future__ import annotations
 

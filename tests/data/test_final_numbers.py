@@ -1,4 +1,4 @@
-"""The number that a text ends on, however it is written."""
+"""Parsing of the final number of a text, with separators, signs and decimal points."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ from recipes_lib.data.final_numbers import read_final_number
         ("(see above).5", "5"),
     ],
 )
-def test_the_number_that_a_text_ends_on(text: str, number: str | None) -> None:
+def test_read_final_number(text: str, number: str | None) -> None:
     assert read_final_number(text) == (None if number is None else Decimal(number))

@@ -1,4 +1,4 @@
-"""What ``recipes check`` finds in a run over a few rows."""
+"""Fixtures that run ``recipes check`` on a few rows."""
 
 from __future__ import annotations
 

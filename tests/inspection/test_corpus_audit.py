@@ -1,4 +1,4 @@
-"""The audit of a run's sources, and the command that it names."""
+"""The audit of a run's text sources, and the ``recipes clean`` command that it suggests."""
 
 import importlib.util
 import json
@@ -25,7 +25,7 @@ def build_config(folder, name, recipe="pretrain"):
     return load_config(recipe, ["--config", str(path)])
 
 
-def test_the_command_that_is_named_cleans_what_was_found(tmp_path, capsys):
+def test_suggested_clean_command_fixes_findings(tmp_path, capsys):
     texts = [make_text(random.Random(at), 50) for at in range(20)]
     folder = tmp_path / "it's a folder"
     folder.mkdir()
@@ -42,7 +42,7 @@ def test_the_command_that_is_named_cleans_what_was_found(tmp_path, capsys):
     assert not any("warning" in line for line in again)
 
 
-def test_chats_are_looked_at_too(tmp_path):
+def test_chats_are_audited(tmp_path):
     chat = {"messages": [{"role": "user", "content": "I am a@b.co"}, {"role": "assistant", "content": "Hello."}]}
     (tmp_path / "c.jsonl").write_text(json.dumps(chat) + "\n")
     said = []
@@ -51,7 +51,7 @@ def test_chats_are_looked_at_too(tmp_path):
     assert '"kind": "chat"' in said[-1]
 
 
-def test_what_stands_at_the_end_of_a_large_source_is_in_the_sample(tmp_path):
+def test_sample_covers_end_of_large_source(tmp_path):
     random_ = random.Random(0)
     texts = [make_text(random_, 100) for _ in range(3000)]
     path = write_rows(tmp_path / "a.jsonl", [*texts, *([f"{texts[0]} a@b.co"] * 3000), ""])
@@ -61,7 +61,7 @@ def test_what_stands_at_the_end_of_a_large_source_is_in_the_sample(tmp_path):
     assert 0.3 < float(personal.partition("(")[2].partition("%")[0]) / 100 < 0.7
 
 
-def test_held_out_files_and_evaluations_beside_the_run_are_held_against_the_texts(tmp_path):
+def test_held_out_files_and_evaluations_are_checked_for_overlap(tmp_path):
     texts = [make_text(random.Random(at), 50) for at in range(30)]
     train = write_rows(tmp_path / "train.jsonl", texts)
     held_out = write_rows(tmp_path / "held.jsonl", [f"{texts[3]} and more"])
@@ -80,7 +80,7 @@ def test_held_out_files_and_evaluations_beside_the_run_are_held_against_the_text
     assert f"--benchmarks_of '[\"{tmp_path}/eval.yaml\"]'" in said[-1]
 
 
-def test_without_the_extra_one_line_names_it(tmp_path, monkeypatch):
+def test_missing_extra_is_named(tmp_path, monkeypatch):
     path = write_rows(tmp_path / "a.jsonl", ["x"])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     said = []
@@ -88,7 +88,7 @@ def test_without_the_extra_one_line_names_it(tmp_path, monkeypatch):
     assert said == ["not looked at: pip install 'recipes-lib[corpus]'"]
 
 
-def test_columns_that_all_sources_share_are_renamed_in_the_sample_and_in_the_held_out_file(tmp_path):
+def test_dataset_columns_apply_to_sample_and_held_out_file(tmp_path):
     texts = [make_text(random.Random(at), 50) for at in range(20)]
     for name, rows in (("a.jsonl", [*texts, texts[0]]), ("held_out.jsonl", texts[:2])):
         (tmp_path / name).write_text("".join(json.dumps({"body": text}) + "\n" for text in rows))

@@ -1,4 +1,4 @@
-"""The inspection of distillation: that of fine-tuning, and the teacher beside it."""
+"""``recipes check`` of distillation: the checks of SFT, and those of the teacher."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 ROWS = [{"prompt": f"{n}?", "completion": f" {n}."} for n in range(4)]
 
 
-def test_a_sound_run_names_both_vocabularies(look, tmp_path, tiny_model_dir) -> None:
+def test_valid_run_names_both_vocabularies(look, tmp_path, tiny_model_dir) -> None:
     student = save_student(tmp_path / "student", tiny_model_dir, vocab_size=520)
     problems, told = look("distill", ROWS, model_name_or_path=student, teacher_model_name_or_path=tiny_model_dir)
     assert not problems
@@ -20,7 +20,7 @@ def test_a_sound_run_names_both_vocabularies(look, tmp_path, tiny_model_dir) -> 
 
 
 @pytest.mark.parametrize("fault", ["tokens", "length"])
-def test_a_teacher_that_cannot_read_the_rows_is_found(look, tmp_path, tiny_model_dir, fault) -> None:
+def test_incompatible_teacher_is_reported(look, tmp_path, tiny_model_dir, fault) -> None:
     teacher = save_student(tmp_path / "teacher", tiny_model_dir)
     student = save_student(tmp_path / "student", tiny_model_dir, vocab_size=600)
     if fault == "tokens":
@@ -37,7 +37,7 @@ def test_a_teacher_that_cannot_read_the_rows_is_found(look, tmp_path, tiny_model
     assert len(problems) == 1
 
 
-def test_the_layers_that_are_compared_are_named_and_one_too_many_is_found(look, tmp_path, tiny_model_dir) -> None:
+def test_compared_layers_are_listed_and_validated(look, tmp_path, tiny_model_dir) -> None:
     student = save_student(tmp_path / "student", tiny_model_dir)
     problems, told = look(
         "distill",

@@ -1,4 +1,4 @@
-"""The inspection of fine-tuning and PPO; findings are read from end to end in ``tests/commands/test_check.py``."""
+"""``recipes check`` of SFT and PPO; findings are tested end to end in ``tests/commands/test_check.py``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ONE_A_PROCESS = {
 
 
 @pytest.mark.parametrize(("template", "caution"), [("", False), ("{{ strftime_now('%Y') }}", True)])
-def test_what_is_odd_about_a_template_is_told(look, tmp_path, tiny_model_dir, template, caution) -> None:
+def test_template_cautions_are_reported(look, tmp_path, tiny_model_dir, template, caution) -> None:
     jinja = tmp_path / "template.jinja"
     jinja.write_text(template + (tiny_model_dir / "chat_template.jinja").read_text())
     problems, told = look("sft", CHATS[:1] * 4, chat_template_path=jinja)
@@ -37,7 +37,7 @@ def test_what_is_odd_about_a_template_is_told(look, tmp_path, tiny_model_dir, te
 
 
 @pytest.mark.parametrize("init", ["default", "pissa"])
-def test_a_disk_that_holds_the_adapters_alone_is_large_enough(look, tmp_path, monkeypatch, init) -> None:
+def test_disk_check_counts_only_adapters(look, tmp_path, monkeypatch, init) -> None:
     """A checkpoint of an adapter's run is its factors and their two moments, whatever its base takes."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 3 * ADAPTER))
     keys = {"dtype": "bfloat16", "save_steps": 1, "hardware": "ddp", **ONE_A_PROCESS}
@@ -49,14 +49,14 @@ def test_a_disk_that_holds_the_adapters_alone_is_large_enough(look, tmp_path, mo
 
 
 @pytest.mark.parametrize(("hardware", "num_steps"), [("fsdp2", 2), ("fsdp2_cp", 8), ("zero3_sp", 8)])
-def test_processes_that_share_rows_take_fewer_of_them_a_step(look, hardware, num_steps) -> None:
+def test_context_parallel_ranks_reduce_rows_per_step(look, hardware, num_steps) -> None:
     """Eight processes take eight rows; in two groups of four they take two."""
     problems, told = look("sft", CHATS, hardware=hardware, **ONE_A_PROCESS)
     assert not problems, told
     assert f"    {num_steps} steps, 1.00 epochs" in told
 
 
-def test_a_model_that_cannot_share_a_row_is_told_before_it_is_rented_for(look, tmp_path, tiny_model_dir) -> None:
+def test_model_without_context_parallelism_is_reported(look, tmp_path, tiny_model_dir) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_model_dir, model)
     config = json.loads((model / "config.json").read_text())
@@ -85,7 +85,7 @@ def look_at_ppo(look):
     return lambda rows=ROWS, **more: look("ppo", rows, **{**keys, "response_length": 32, **more})
 
 
-def test_a_sound_run_is_ready_and_its_figures_are_those_of_the_rows(look_at_ppo):
+def test_valid_run_is_ready_with_figures_of_rows(look_at_ppo):
     problems, told = look_at_ppo(test_split_size=2, num_train_epochs=2)
     assert problems == []
     assert "10 prompts of" in told
@@ -96,7 +96,7 @@ def test_a_sound_run_is_ready_and_its_figures_are_those_of_the_rows(look_at_ppo)
     assert told.endswith("ready to train\n")
 
 
-def test_adapters_of_policy_and_critic_are_what_a_checkpoint_holds(look_at_ppo, monkeypatch):
+def test_checkpoint_size_counts_policy_and_critic_adapters(look_at_ppo, monkeypatch):
     checkpoint = 2 * ADAPTER
     free = shutil._ntuple_diskusage(10**9, 0, 11 * checkpoint)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
@@ -108,19 +108,19 @@ def test_adapters_of_policy_and_critic_are_what_a_checkpoint_holds(look_at_ppo, 
     assert f"{kept} checkpoints of {checkpoint / 1e9:.3g} GB" in problem.found
 
 
-def test_a_reward_that_cannot_be_imported_is_found(look_at_ppo):
+def test_reward_that_cannot_be_imported_is_reported(look_at_ppo):
     problems, _ = look_at_ppo(reward_funcs="[tests.rl.keys_task:absent, nowhere:at_all]")
     assert [problem.where for problem in problems] == ["reward_funcs"] * 2
     assert "absent" in problems[0].found
     assert "nowhere" in problems[1].found
 
 
-def test_an_answer_for_which_the_model_has_no_positions_is_found(look_at_ppo):
+def test_response_beyond_model_positions_is_reported(look_at_ppo):
     problems, _ = look_at_ppo(response_length=600)
     assert [problem.where for problem in problems] == ["max_length"]
 
 
-def test_a_reward_model_without_positions_for_an_answer_is_found(look_at_ppo, tiny_model_dir, tmp_path):
+def test_response_beyond_reward_model_positions_is_reported(look_at_ppo, tiny_model_dir, tmp_path):
     reward, other = tmp_path / "reward", tmp_path / "other"
     for folder in (reward, other):
         shutil.copytree(tiny_model_dir, folder)
@@ -137,7 +137,7 @@ def test_a_reward_model_without_positions_for_an_answer_is_found(look_at_ppo, ti
     assert "warning" not in look_at_ppo(reward_model_name_or_path=tiny_model_dir, **keys)[1]
 
 
-def test_a_prompt_that_is_too_long_is_found_or_left_out(look_at_ppo):
+def test_overlong_prompt_is_reported_or_dropped(look_at_ppo):
     rows = [*ROWS, {"prompt": [{"role": "user", "content": "a long prompt " * 40}]}]
     problems, _ = look_at_ppo(rows, max_length=64)
     assert [problem.where.endswith("rows.jsonl:13") for problem in problems] == [True]
@@ -146,7 +146,7 @@ def test_a_prompt_that_is_too_long_is_found_or_left_out(look_at_ppo):
     assert "left out, too long: 1" in told
 
 
-def test_an_engine_that_is_not_there_is_found_and_one_of_its_own_random_numbers_is_named(look_at_ppo):
+def test_missing_engine_and_unseeded_engine_are_reported(look_at_ppo):
     problems, _ = look_at_ppo(use_vllm=True)
     assert [(problem.where, problem.found) for problem in problems] == [("use_vllm", "vLLM is not installed")]
     problems, told = look_at_ppo(use_transformers_continuous_batching=True)
@@ -154,7 +154,7 @@ def test_an_engine_that_is_not_there_is_found_and_one_of_its_own_random_numbers_
     assert "continuous batching, not from the seed" in told
 
 
-def test_a_run_that_the_accelerator_does_not_hold_is_warned_of(look_at_ppo, monkeypatch):
+def test_run_beyond_accelerator_memory_is_warned(look_at_ppo, monkeypatch):
     monkeypatch.setattr("recipes_lib.hardware.read_device_memory", lambda: None)
     problems, told = look_at_ppo()
     assert "GB at most; `recipes plan` lists it" in told
@@ -165,7 +165,7 @@ def test_a_run_that_the_accelerator_does_not_hold_is_warned_of(look_at_ppo, monk
     assert "warning: this is more than the 0.5 GB of the device at hand can hold; adapters" in told
 
 
-def test_memory_is_that_of_the_layout_that_is_checked(look_at_ppo, monkeypatch):
+def test_memory_estimate_uses_checked_layout(look_at_ppo, monkeypatch):
     """Where FSDP2 shares the models out, a GPU that one copy of them would fill is large enough."""
     planned = []
     monkeypatch.setattr("recipes_lib.hardware.read_device_memory", lambda: 500_000_000)

@@ -1,4 +1,4 @@
-"""An answer may bring the one end that its turn has, and no other."""
+"""Terminators in answers: the one at the end is accepted, any other is an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pieces = st.lists(st.sampled_from(["a", " ", "<", *ENDS]), max_size=4).map("".jo
 
 
 @given(said=pieces, added=st.sampled_from(["", "</s>", "<|im_end|>\n"]))
-def test_what_passes_has_one_end_after_which_nothing_is_said(said: str, added: str) -> None:
+def test_accepted_answer_has_one_terminator_at_its_end(said: str, added: str) -> None:
     turn = said + added
     try:
         refuse_inner_ends("row 1", "message 1", [said], turn, ENDS)
@@ -26,7 +26,7 @@ def test_what_passes_has_one_end_after_which_nothing_is_said(said: str, added: s
     assert brought == 0 or (brought == 1 and not added.strip() and said.rstrip().endswith(tuple(ENDS)))
 
 
-def test_the_error_shows_the_place() -> None:
+def test_terminator_error_shows_position() -> None:
     with pytest.raises(DataError) as refused:
         refuse_inner_ends("row 1", "message 1", ["well, " * 20 + "Paris</s>Berlin"], "Paris</s>Berlin</s>", ENDS)
     (problem,) = refused.value.problems

@@ -1,4 +1,4 @@
-"""The mask over every chat template that the installed TRL ships, unedited: against literals and TRL's twins."""
+"""The loss mask with every chat template of the installed TRL, against literals and TRL's training templates."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def encode(name: str, shape: str) -> tuple[PreTrainedTokenizerFast, EncodedRow]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_every_answer_of_a_chat_is_trained_and_no_question_is(name: str) -> None:
+def test_answers_are_trained_and_questions_masked(name: str) -> None:
     tokenizer, encoded = encode(name, "two turns")
     first, last = spans(tokenizer, encoded)
     assert last == lookup(OPENING, name) + "bye" + lookup(END, name)
@@ -136,13 +136,13 @@ def test_every_answer_of_a_chat_is_trained_and_no_question_is(name: str) -> None
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "gemma"])
-def test_a_system_message_is_not_trained(name: str) -> None:
+def test_system_message_is_masked(name: str) -> None:
     tokenizer, encoded = encode(name, "system")
     (only,) = spans(tokenizer, encoded)
     assert only == lookup(OPENING, name) + "hello there" + lookup(END, name)
 
 
-def test_a_system_message_that_the_template_refuses_is_an_error_of_its_row() -> None:
+def test_system_message_refused_by_template_is_row_error() -> None:
     with pytest.raises(DataError, match="chats row 0: the chat template refuses this chat: System role not supported"):
         encode("gemma", "system")
 
@@ -169,7 +169,7 @@ REASONING = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_reasoning_is_trained_where_the_template_writes_it(name: str) -> None:
+def test_rendered_reasoning_is_trained(name: str) -> None:
     tokenizer, encoded = encode(name, "thinking")
     *_, last = spans(tokenizer, encoded)
     assert last == REASONING.get(name, lookup(OPENING, name) + "bye" + lookup(END, name))
@@ -216,7 +216,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_tool_calls_are_trained_and_tool_output_is_not_or_the_row_is_an_error(name: str) -> None:
+def test_tool_calls_are_trained_and_tool_output_masked(name: str) -> None:
     if name not in CALLS:  # The template has no tool calls: it refuses them, or would train on an empty answer.
         with pytest.raises(DataError, match=r"refuses this chat|does not write that"):
             encode(name, "tools")
@@ -231,7 +231,7 @@ def test_tool_calls_are_trained_and_tool_output_is_not_or_the_row_is_an_error(na
 
 @pytest.mark.parametrize("shape", CHATS)
 @pytest.mark.parametrize("name", TWINS)
-def test_the_derived_spans_are_those_of_trl_s_edited_twin(name: str, shape: str) -> None:
+def test_spans_agree_with_trl_training_template(name: str, shape: str) -> None:
     """TRL trains on the line break after a turn, and, for some families, on (part of) the generation prompt."""
     tokenizer = build_byte_level(source(name))
     chat, twin = row(name, shape), source(f"{name}_training")
@@ -262,7 +262,7 @@ def test_the_derived_spans_are_those_of_trl_s_edited_twin(name: str, shape: str)
 
 @pytest.mark.parametrize("shape", ["one turn", "two turns", "system"])
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in OPEN_TURNS])
-def test_the_prompt_of_a_sample_is_what_transformers_serves_and_begins_the_training_row(name: str, shape: str) -> None:
+def test_generation_prompt_agrees_with_apply_chat_template(name: str, shape: str) -> None:
     tokenizer = build_byte_level(source(name))
     encoder, chat = RowEncoder(tokenizer), row(name, shape)
     if (name, shape) == ("gemma", "system"):

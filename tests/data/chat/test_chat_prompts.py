@@ -49,7 +49,7 @@ def mark(name: str) -> str:
 
 @pytest.mark.parametrize("shape", CHATS)
 @pytest.mark.parametrize("name", IN_LOOP)
-def test_the_mask_is_the_one_that_transformers_reads_off_the_marked_template(name: str, shape: str) -> None:
+def test_mask_agrees_with_transformers_generation_blocks(name: str, shape: str) -> None:
     tokenizer, messages = build_byte_level(source(name)), CHATS[shape]
     (encoded,) = RowEncoder(tokenizer).encode([chat(*messages)])
     marked = tokenizer.apply_chat_template(
@@ -62,7 +62,7 @@ def test_the_mask_is_the_one_that_transformers_reads_off_the_marked_template(nam
 
 
 @pytest.mark.parametrize("name", IN_LOOP)
-def test_an_answer_begins_where_the_prompt_ends_that_transformers_serves(name: str) -> None:
+def test_answer_starts_at_end_of_generation_prompt(name: str) -> None:
     tokenizer = build_byte_level(source(name))
     encoder, row = RowEncoder(tokenizer, loss_on="last_assistant"), chat(SYSTEM, *TURNS)
     served = tokenizer.apply_chat_template([SYSTEM, *TURNS[:-1]], add_generation_prompt=True, return_dict=False)
@@ -73,7 +73,7 @@ def test_an_answer_begins_where_the_prompt_ends_that_transformers_serves(name: s
 
 
 @pytest.mark.parametrize("name", IN_LOOP)
-def test_pairs_go_on_from_such_a_prompt(name: str) -> None:
+def test_pair_answers_follow_generation_prompt(name: str) -> None:
     tokenizer = build_byte_level(source(name))
     row = chat(user("hi"), answer("yes"), num_prompt_messages=1, rejected=[answer("no")])
     (pair,) = PairEncoder(RowEncoder(tokenizer), tokenizer).encode([row])
@@ -105,7 +105,7 @@ ASKS = "{% if loop.last and add_generation_prompt %}<|im_start|>assistant\n{% en
     ],
     ids=["eos", "trimmed", "end of turn", "line break", "no effect"],
 )
-def test_the_opening_of_a_turn_is_not_trained_however_the_flag_is_read(template: str) -> None:
+def test_turn_opening_is_masked_for_any_use_of_flag(template: str) -> None:
     tokenizer = build_byte_level(template, extra=("<|im_start|>", "<|im_end|>"))
     (encoded,) = RowEncoder(tokenizer).encode([chat(user(" hi "), answer("a"), user(" more "), answer("b"))])
     assert [text.removesuffix("</s>") for text in spans(tokenizer, encoded)] == ["a<|im_end|>", "b<|im_end|>"]

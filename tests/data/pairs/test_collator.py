@@ -1,4 +1,4 @@
-"""Whatever the layout, each answer's token is predicted once, from its own prompt and what its answer said before."""
+"""Batches of pairs in every layout, against a per-answer reference of targets and contexts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def may_see(batch: dict[str, torch.Tensor], query: int, key: int) -> bool:
 
 
 @given(sizes, st.sampled_from(LAYOUTS), st.booleans())
-def test_each_token_of_an_answer_is_predicted_once_from_its_own_past(sizes, layout, packing):
+def test_every_answer_token_is_one_target_with_its_context(sizes, layout, packing):
     rows = rows_of(sizes)
     batch = collate(rows, layout, packing=packing)
     ids, positions = batch["input_ids"].flatten().tolist(), batch["position_ids"].flatten().tolist()
@@ -74,7 +74,7 @@ def test_each_token_of_an_answer_is_predicted_once_from_its_own_past(sizes, layo
 
 
 @given(sizes, st.sampled_from(LAYOUTS))
-def test_shapes_types_and_counts(sizes, layout):
+def test_batch_has_documented_shapes_and_dtypes(sizes, layout):
     rows = rows_of(sizes)
     batch = collate(rows, layout)
     is_shared = layout.startswith("shared")
@@ -102,7 +102,7 @@ def test_shapes_types_and_counts(sizes, layout):
 
 
 @given(sizes)
-def test_every_place_is_a_part_of_one_pair_or_padding(sizes):
+def test_every_position_belongs_to_one_pair_or_padding(sizes):
     rows = rows_of(sizes)
     batch = collate(rows)
     pair_ids, branch_ids = batch["pair_ids"], batch["branch_ids"]
@@ -119,7 +119,7 @@ def test_every_place_is_a_part_of_one_pair_or_padding(sizes):
 
 
 @given(sizes)
-def test_the_flat_layout_tells_where_documents_begin(sizes):
+def test_flat_layout_has_document_boundaries(sizes):
     batch = collate(rows_of(sizes), "flat")
     lengths = [prompt + answer for prompt, *answers in sizes for answer in answers]
     assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == np.cumsum([0, *lengths]).tolist()
@@ -129,13 +129,13 @@ def test_the_flat_layout_tells_where_documents_begin(sizes):
 
 
 @pytest.mark.parametrize("layout", ["shared", "separate"])
-def test_without_packing_each_document_has_its_row(layout):
+def test_unpacked_batch_has_one_document_per_row(layout):
     batch = collate(rows_of([(5, 1, 1), (2, 1, 2), (1, 1, 1)]), layout, packing=False)
     assert len(batch["input_ids"]) == (3 if layout == "shared" else 6)
     assert (batch["position_ids"][:, 0] == 0).all()
 
 
-def test_figures_of_the_pairs_go_along_in_their_order():
+def test_extra_columns_keep_pair_order():
     rows = rows_of([(5, 2, 3), (3, 2, 2), (9, 4, 4)])
     for number, row in enumerate(rows):
         row |= {
@@ -152,7 +152,7 @@ def test_figures_of_the_pairs_go_along_in_their_order():
     assert {batch[name].dtype for name in ("margin", "ref_chosen_logp", "ref_rejected_logp")} == {torch.float32}
 
 
-def test_plain_lists_will_do():
+def test_collator_accepts_python_lists():
     rows = [{"prompt_ids": [3, 4], "chosen_ids": [5, 6], "rejected_ids": [7]}]
     batch = collate(rows)
     assert batch["input_ids"].tolist() == [[3, 4, 5, 6, 7]]

@@ -1,4 +1,4 @@
-"""The audit of pairs counts what is there, and says what it means."""
+"""The audit of preference pairs against direct counts, and its findings."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def build_side(rows: list) -> EncodedMixture:
 
 
 @given(pairs)
-def test_the_figures_are_those_of_a_plain_count(rows: list) -> None:
+def test_pair_audit_equals_direct_count(rows: list) -> None:
     audit = compute_pair_audit(build_side(rows))
     lengths = sorted(len(prompt) + max(len(chosen), len(rejected)) for prompt, chosen, rejected, *_ in rows)
     tokens = [sum(len(row[part]) for row in rows) for part in range(3)]
@@ -70,7 +70,7 @@ def test_the_figures_are_those_of_a_plain_count(rows: list) -> None:
 
 
 @given(pairs, st.none() | st.integers(2, 20))
-def test_what_is_left_out_is_what_is_too_long_or_the_same_twice(rows: list, max_length: int | None) -> None:
+def test_drop_pairs_drops_overlong_and_identical_pairs(rows: list, max_length: int | None) -> None:
     kept, dropped = drop_pairs(build_side(rows), max_length)
     longest = [len(prompt) + max(len(chosen), len(rejected)) for prompt, chosen, rejected, *_ in rows]
     same = [row[1] == row[2] for row in rows]
@@ -101,7 +101,7 @@ def test_what_is_left_out_is_what_is_too_long_or_the_same_twice(rows: list, max_
         ),
     ],
 )
-def test_what_was_left_out_is_judged_worst_first(
+def test_findings_on_dropped_pairs_have_expected_severity(
     dropped: DropCounts, num_duplicates: int, severities: list[str]
 ) -> None:
     audit = compute_pair_audit(build_side([([1], [2], [3], None, 0)]))

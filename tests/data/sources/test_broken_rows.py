@@ -1,4 +1,4 @@
-"""Broken rows are told together, or left out up to a share: the others are prepared as if they stood alone."""
+"""Broken rows: reported together, or dropped up to a fraction without effect on the others."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def write_broken(tmp_path, chats, places):
 
 
 @pytest.mark.parametrize("places", [[0, 1, 2, 3, 4, 5, 6, 7], [4, 9, 14, 20, 21, 30, 31, 45]])
-def test_the_others_are_prepared_as_if_they_stood_alone(
+def test_valid_rows_are_prepared_as_without_broken_ones(
     build_config, make_chats, write_rows, load_tokenizer, tmp_path, small_chunks, places
 ):
     path = write_broken(tmp_path, make_chats(40), places)
@@ -80,7 +80,7 @@ def test_the_others_are_prepared_as_if_they_stood_alone(
     assert len(kinds) == 8
 
 
-def test_where_they_are_an_error_each_kind_is_told(build_config, make_chats, load_tokenizer, tmp_path, small_chunks):
+def test_every_kind_of_broken_row_is_reported(build_config, make_chats, load_tokenizer, tmp_path, small_chunks):
     places = [4, 9, 14, 20, 21, 30, 31, 45]
     config = build_config(dataset_name=str(write_broken(tmp_path, make_chats(40), places)))
     with pytest.raises(DataError) as caught:
@@ -90,7 +90,7 @@ def test_where_they_are_an_error_each_kind_is_told(build_config, make_chats, loa
     assert unreadable <= lines <= {place + 1 for place in places}
 
 
-def test_a_row_that_comes_up_twice_is_broken_once(build_config, make_chats, load_tokenizer, tmp_path):
+def test_broken_row_of_repeated_source_counts_once(build_config, make_chats, load_tokenizer, tmp_path):
     path = write_broken(tmp_path, make_chats(40), [4, 9, 14, 20, 21, 30, 31, 45])
     entry = {"name": str(path), "repeat": 2}
     config = build_config(dataset_mixture=[entry], broken_rows="drop", max_broken_fraction=0.2)
@@ -99,7 +99,7 @@ def test_a_row_that_comes_up_twice_is_broken_once(build_config, make_chats, load
     assert manifest["train"]["num_duplicates"] == 40
 
 
-def test_held_out_rows_are_counted_apart(build_config, make_chats, load_tokenizer, tmp_path):
+def test_broken_held_out_rows_are_counted_separately(build_config, make_chats, load_tokenizer, tmp_path):
     path = write_broken(tmp_path, make_chats(40, start=100), range(8))
     keys = {"dataset_test_split": str(path), "broken_rows": "drop"}
     prepared = prepare(build_config(**keys, max_broken_fraction=0.2), load_tokenizer)
@@ -111,7 +111,7 @@ def test_held_out_rows_are_counted_apart(build_config, make_chats, load_tokenize
         prepare(build_config(**keys, max_broken_fraction=0.1), load_tokenizer)
 
 
-def test_a_line_that_is_not_utf_8_is_one_broken_row_and_what_follows_is_read(tmp_path):
+def test_line_that_is_not_utf8_is_one_broken_row(tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_bytes(b'{"text": "a"}\n' * 500 + '{"text": "caf\xe9"}\n'.encode("latin-1") + b'{"text": "b"}\n')
     with pytest.raises(DataError, match="not UTF-8") as caught:
@@ -121,7 +121,7 @@ def test_a_line_that_is_not_utf_8_is_one_broken_row_and_what_follows_is_read(tmp
     assert [row.text for row in rows] == ["a"] * 500 + ["b"]
 
 
-def test_pairs_are_dropped_alike_and_those_that_are_too_long_are_not_broken(
+def test_broken_pairs_are_dropped_and_overlong_not_broken(
     build_config, write_rows, load_tokenizer, small_chunks
 ):
     pairs = [{"prompt": f"{n} + {n} =", "chosen": f" {2 * n}", "rejected": f" {3 * n}"} for n in range(1, 31)]
@@ -140,7 +140,7 @@ def test_pairs_are_dropped_alike_and_those_that_are_too_long_are_not_broken(
     assert [problem.where for problem in caught.value.problems] == [f"{path}:24"]
 
 
-def test_a_stream_leaves_them_out_and_stops_where_they_are_too_many(
+def test_stream_drops_broken_rows_up_to_limit(
     build_config, make_chats, tiny_tokenizer, tmp_path, small_chunks
 ):
     places = [4, 9, 14, 20, 21, 30, 31, 45]
@@ -169,7 +169,7 @@ def endless():
         yield Problem("stream row 0", "broken")
 
 
-def test_an_endless_stream_of_broken_rows_ends(monkeypatch):
+def test_endless_stream_of_broken_rows_stops(monkeypatch):
     monkeypatch.setattr(broken_rows, "_MIN_ROWS", 50)
     for tokens in (TokensConfig(), TokensConfig(broken_rows="drop")):
         broken = BrokenRows(tokens, is_stream=True)
@@ -178,7 +178,7 @@ def test_an_endless_stream_of_broken_rows_ends(monkeypatch):
         assert broken.list_problems("stream")
 
 
-def test_behind_the_first_that_is_an_error_rows_are_counted_and_not_encoded():
+def test_rows_after_first_error_are_counted_not_encoded():
     rows = [Row(source="d", index=number, text="x") for number in range(4)]
     entries = [rows[0], Problem("d row 9", "broken"), rows[1], rows[2], Problem("d row 10", "broken"), rows[3]]
     refused, dropped = BrokenRows(), BrokenRows(TokensConfig(broken_rows="drop"))
@@ -187,7 +187,7 @@ def test_behind_the_first_that_is_an_error_rows_are_counted_and_not_encoded():
     assert list(dropped.skip_after_error(entries)) == entries
 
 
-def test_only_rows_that_cannot_be_encoded_are_lost_with_their_chunk():
+def test_encode_valid_drops_only_failing_rows():
     rows = [Row(source="d", index=number, text="bad" if number % 3 else "good") for number in range(9)]
 
     def encode(chunk, row_ids):
@@ -205,7 +205,7 @@ def test_only_rows_that_cannot_be_encoded_are_lost_with_their_chunk():
     assert len(problems) == 7
 
 
-def test_the_counts_of_an_earlier_process_count():
+def test_broken_row_counts_resume():
     tokens = TokensConfig(broken_rows="drop", max_broken_fraction=0.1)
     broken = BrokenRows(tokens, num_rows=10, num_broken=1)
     assert broken.list_problems("d") == []

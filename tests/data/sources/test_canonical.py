@@ -1,4 +1,4 @@
-"""A name leads to its rows, and every problem of a dataset is told at once."""
+"""Opening of datasets by name, and collection of the problems of their rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def say(rows: list[Row]) -> list[object]:
     return [row.messages or row.text or (row.prompt, row.completion) for row in rows]
 
 
-def test_the_container_does_not_change_the_rows(tmp_path: Path) -> None:
+def test_rows_are_equal_in_every_container(tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     rows = [
         *CHATS,
@@ -63,7 +63,7 @@ def test_the_container_does_not_change_the_rows(tmp_path: Path) -> None:
         assert [row.messages for row in found] == [row["messages"] for row in rows], name
 
 
-def test_an_arrow_file_of_datasets_has_the_values_of_the_dataset(tmp_path: Path) -> None:
+def test_arrow_file_decodes_datasets_features(tmp_path: Path) -> None:
     arguments = [{"x": 1}, {"y": ["a"]}]
     features = datasets.Features({"text": datasets.Value("string"), "arguments": datasets.Json()})
     rows = [{"text": str(at), "arguments": value} for at, value in enumerate(arguments)]
@@ -74,13 +74,13 @@ def test_an_arrow_file_of_datasets_has_the_values_of_the_dataset(tmp_path: Path)
         assert found == rows, path
 
 
-def test_rows_can_be_read_again(tmp_path: Path) -> None:
+def test_source_can_be_read_repeatedly(tmp_path: Path) -> None:
     source = load_source(str(write_lines(tmp_path / "d.jsonl", CHATS)))
     assert list(read_rows(source)) == list(read_rows(source))
     assert [row.where for row in read_rows(source)] == [f"{tmp_path}/d.jsonl:{n}" for n in range(1, 6)]
 
 
-def test_all_problems_are_told_at_once_and_no_row_follows_the_first(tmp_path: Path) -> None:
+def test_all_problems_are_raised_and_no_row_follows_first(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text('{"text": "a"}\n{"text": 1}\n{\n{"text": "b"}\n{"text": ""}\n')
     seen = []
@@ -90,7 +90,7 @@ def test_all_problems_are_told_at_once_and_no_row_follows_the_first(tmp_path: Pa
     assert [problem.where for problem in caught.value.problems] == [f"{path}:2", f"{path}:3", f"{path}:5"]
 
 
-def test_the_same_problem_of_many_rows_is_one_and_other_ones_stay_apart(tmp_path: Path) -> None:
+def test_equal_problems_are_merged(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "d.jsonl", [{"text": "a"}, {"text": ""}, *[{"text": 1}] * 30])
     with pytest.raises(DataError) as caught:
         list(read_rows(load_source(str(path))))
@@ -100,7 +100,7 @@ def test_the_same_problem_of_many_rows_is_one_and_other_ones_stay_apart(tmp_path
     assert f"so in 30 of 32 rows (93.8%), next {path}:4, {path}:5, {path}:6, ..." in alike.found
 
 
-def test_a_wrong_layout_is_told_once(tmp_path: Path) -> None:
+def test_unknown_layout_is_one_problem(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "d.jsonl", [{"query": "a", "reply": "b"}] * 30)
     with pytest.raises(DataError) as caught:
         list(read_rows(load_source(str(path))))
@@ -110,30 +110,30 @@ def test_a_wrong_layout_is_told_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["./data.jsonl", "/no/such/folder", "~/no-such-file", "~data", "data.parquet", "a/b/c", "x.csv.gz"]
 )
-def test_a_path_that_does_not_exist_is_not_looked_for_on_the_hub(name: str) -> None:
+def test_missing_path_is_not_looked_up_on_hub(name: str) -> None:
     with pytest.raises(DataError, match="no such file or folder"):
         load_source(name)
 
 
-def test_a_misspelt_path_names_the_nearest(tmp_path: Path) -> None:
+def test_misspelt_path_suggests_nearest(tmp_path: Path) -> None:
     write_lines(tmp_path / "train.jsonl", CHATS)
     with pytest.raises(DataError, match=r"did you mean `.*/train\.jsonl`"):
         load_source(str(tmp_path / "trian.jsonl"))
 
 
 @pytest.mark.parametrize("name", ["", " ", "a" * 5000, "a\0b"])
-def test_a_name_that_is_none_is_an_error(name: str) -> None:
+def test_invalid_name_is_error(name: str) -> None:
     with pytest.raises(DataError):
         load_source(name)
 
 
-def test_hub_keys_on_a_local_path_are_refused(tmp_path: Path) -> None:
+def test_hub_keys_on_local_path_are_refused(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "d.jsonl", CHATS)
     with pytest.raises(DataError, match="for Hub datasets"):
         load_source(str(path), revision="main")
 
 
-def test_the_layout_of_a_source_is_that_of_its_first_row_that_parses(tmp_path: Path) -> None:
+def test_layout_is_detected_from_first_valid_row(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text('{\n{"text": "a", "id": 1}\n')
     assert str(detect_source_format(load_source(str(path)))) == "`text` layout, from text; ignored: id"
@@ -157,7 +157,7 @@ def test_the_layout_of_a_source_is_that_of_its_first_row_that_parses(tmp_path: P
         ({"text": "an id", "content": "a"}, {"text": "content"}, {"text": "a"}),
     ],
 )
-def test_renamed_columns_are_as_if_the_dataset_had_the_names(
+def test_dataset_columns_equal_renamed_dataset(
     tmp_path: Path, row: dict[str, object], columns: dict[str, str | None], same: dict[str, object] | None
 ) -> None:
     name = str(tmp_path / "d.jsonl")
@@ -177,7 +177,7 @@ def test_renamed_columns_are_as_if_the_dataset_had_the_names(
         ({"prompt": "questoin", "completion": "a"}, DataError, "did you mean `question`?"),
     ],
 )
-def test_a_mapping_of_columns_that_cannot_be_meant_is_refused(
+def test_invalid_dataset_columns_are_refused(
     tmp_path: Path, columns: dict[str, str | None], error: type[Exception], words: str
 ) -> None:
     path = write_lines(tmp_path / "d.jsonl", [{"question": "a", "a": "b"}] * 2)
@@ -196,7 +196,7 @@ def test_a_mapping_of_columns_that_cannot_be_meant_is_refused(
         (b'{"question": "a"}\n{"messages": 3}\n', "needs `text`; found `question`"),
     ],
 )
-def test_a_source_without_a_sound_row_is_not_called_empty(tmp_path: Path, content: bytes, words: str) -> None:
+def test_source_without_valid_row_reports_first_problem(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "d.jsonl"
     path.write_bytes(content)
     with pytest.raises(DataError, match=words) as caught:

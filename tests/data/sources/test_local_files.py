@@ -1,4 +1,4 @@
-"""Files are grouped into splits as the Hub does, and known by their bytes, remembered or not."""
+"""Local files: splits, against ``datasets``; decompression; fingerprints and cached digests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_splits_agree_with_datasets(names: list[str], tmp_path: Path) -> None:
         load_files(tmp_path, str(tmp_path), "absent")
 
 
-def test_a_file_has_the_one_split_train(tmp_path: Path) -> None:
+def test_single_file_is_train_split(tmp_path: Path) -> None:
     path = tmp_path / "test.jsonl"
     path.touch()
     assert list(load_files(path, "test.jsonl", "train").files) == ["test.jsonl"]
@@ -57,7 +57,7 @@ def test_a_file_has_the_one_split_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("loop", "onto"), [("itself", "."), ("sub/above", "..")])
-def test_links_give_no_row_twice(loop: str, onto: str, tmp_path: Path) -> None:
+def test_linked_files_are_read_once(loop: str, onto: str, tmp_path: Path) -> None:
     data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
     for path in (data / "a.jsonl", data / "sub" / "b.jsonl", elsewhere / "c.jsonl"):
         path.parent.mkdir(exist_ok=True)
@@ -81,20 +81,20 @@ def test_links_give_no_row_twice(loop: str, onto: str, tmp_path: Path) -> None:
     ]
 
 
-def test_a_pipe_in_a_folder_is_not_waited_for(tmp_path: Path) -> None:
+def test_named_pipe_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     os.mkfifo(tmp_path / "b.jsonl")
     assert list(load_files(tmp_path, "data", "train").files) == ["data/a.jsonl"]
 
 
-def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
+def test_broken_link_is_located_error(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").symlink_to("a.jsonl")
     with pytest.raises(DataError) as caught:
         list(load_files(tmp_path, "data", "train").rows())
     assert [problem.where for problem in caught.value.problems] == ["data/a.jsonl"]
 
 
-def test_the_fingerprint_is_of_the_bytes_and_their_order_and_not_of_the_names(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_bytes_and_order_not_names(tmp_path: Path) -> None:
     for name, content in {"a": b"1\n", "b": b"2\n"}.items():
         (tmp_path / f"{name}.jsonl").write_bytes(content)
     shutil.copytree(tmp_path, tmp_path / "moved")
@@ -109,7 +109,7 @@ def test_the_fingerprint_is_of_the_bytes_and_their_order_and_not_of_the_names(tm
     assert FileSource("x", {"a": tmp_path / "a.txt", "b": second}).fingerprint() != fingerprint
 
 
-def test_what_a_row_of_a_text_file_is_counts_for_text_files_alone(tmp_path: Path) -> None:
+def test_text_documents_change_fingerprint_of_text_files_only(tmp_path: Path) -> None:
     for suffix in ("txt", "md", "jsonl"):
         (tmp_path / f"d.{suffix}").write_text('{"text": "one"}\n\n{"text": "two"}\n')
     for suffix, num_fingerprints in {"txt": 3, "md": 3, "jsonl": 1}.items():
@@ -125,7 +125,7 @@ COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".
 
 @pytest.mark.parametrize("suffix", COMPRESS)
 @pytest.mark.parametrize("is_told", [True, False])
-def test_compressed_files_are_read_in_all_of_their_members_whatever_their_name(
+def test_compressed_file_is_read_to_last_member(
     suffix: str, is_told: bool, tmp_path: Path
 ) -> None:
     parts = [b'{"text": "%d"}\n' % number * 5_000 for number in range(2)]
@@ -138,7 +138,7 @@ def test_compressed_files_are_read_in_all_of_their_members_whatever_their_name(
 
 @pytest.mark.parametrize("suffix", COMPRESS)
 @pytest.mark.parametrize("damage", ["cut", "none at all"])
-def test_what_cannot_be_decompressed_is_one_line_with_the_way_out(suffix: str, damage: str, tmp_path: Path) -> None:
+def test_damaged_compressed_file_is_located_error(suffix: str, damage: str, tmp_path: Path) -> None:
     path = tmp_path / f"d.jsonl{suffix}"
     whole = bytes(COMPRESS[suffix](random.Random(0).randbytes(100_000)))
     path.write_bytes(whole[:50_000] if damage == "cut" else b'{"text": "a"}\n')
@@ -150,14 +150,14 @@ def test_what_cannot_be_decompressed_is_one_line_with_the_way_out(suffix: str, d
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.jsonl.zst"])
-def test_a_pointer_of_git_lfs_is_called_one(name: str, tmp_path: Path) -> None:
+def test_git_lfs_pointer_is_named(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 3\n")
     with pytest.raises(DataError, match="git lfs pull"):
         list(load_files(tmp_path / name, name, "train").rows())
 
 
 @pytest.mark.parametrize(("name", "kind"), [("a.tar.gz", ".tar.gz"), ("a.xlsx", ".xlsx"), ("a.warc.zst", ".warc.zst")])
-def test_another_kind_of_file_is_named_with_those_that_are_read(name: str, kind: str, tmp_path: Path) -> None:
+def test_unknown_suffix_lists_supported_ones(name: str, kind: str, tmp_path: Path) -> None:
     (tmp_path / name).touch()
     with pytest.raises(DataError, match=rf"unknown kind of file `{kind}`\s+convert.*\.parquet.*\.xz"):
         load_files(tmp_path / name, name, "train")
@@ -187,20 +187,20 @@ def sha256(path):
     return hashlib.sha256(path.read_bytes()).digest()
 
 
-def test_a_large_file_is_read_once(large, tmp_path, num_reads):
+def test_digest_of_large_file_is_cached(large, tmp_path, num_reads):
     digests = [compute_digest(large, tmp_path / "cache") for _ in range(3)]
     assert digests == [sha256(large)] * 3
     assert len(num_reads) == 1
 
 
-def test_a_small_file_is_read_every_time(large, tmp_path, num_reads):
+def test_digest_of_small_file_is_not_cached(large, tmp_path, num_reads):
     large.write_bytes(b"012345678")
     assert [compute_digest(large, tmp_path / "cache") for _ in range(2)] == [sha256(large)] * 2
     assert len(num_reads) == 2
     assert not (tmp_path / "cache").exists()
 
 
-def test_other_bytes_of_the_same_size_at_the_same_time_are_found(large, tmp_path):
+def test_changed_bytes_with_equal_mtime_are_detected(large, tmp_path):
     compute_digest(large, tmp_path / "cache")
     times = large.stat()
     large.write_bytes(b"9876543210")
@@ -208,7 +208,7 @@ def test_other_bytes_of_the_same_size_at_the_same_time_are_found(large, tmp_path
     assert compute_digest(large, tmp_path / "cache") == sha256(large)
 
 
-def test_another_file_of_the_same_name_is_found(large, tmp_path):
+def test_replaced_file_is_detected(large, tmp_path):
     compute_digest(large, tmp_path / "cache")
     other = tmp_path / "other"
     other.write_bytes(b"9876543210")
@@ -216,7 +216,7 @@ def test_another_file_of_the_same_name_is_found(large, tmp_path):
     assert compute_digest(large, tmp_path / "cache") == sha256(large)
 
 
-def test_a_file_that_has_just_changed_is_not_remembered(large, tmp_path, num_reads, monkeypatch):
+def test_digest_of_recently_changed_file_is_not_cached(large, tmp_path, num_reads, monkeypatch):
     monkeypatch.setattr(local_files, "_SETTLED_NS", 2 * 10**9)
     os.utime(large)
     assert time.time_ns() - large.stat().st_ctime_ns < 2 * 10**9
@@ -226,18 +226,18 @@ def test_a_file_that_has_just_changed_is_not_remembered(large, tmp_path, num_rea
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"sha256": 1}', '{"sha256": "zz"}', "null"])
-def test_a_damaged_memory_is_forgotten(large, tmp_path, content):
+def test_damaged_cache_entry_is_ignored(large, tmp_path, content):
     compute_digest(large, tmp_path / "cache")
     (entry,) = (tmp_path / "cache").iterdir()
     entry.write_text(content)
     assert compute_digest(large, tmp_path / "cache") == sha256(large)
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(large, tmp_path):
+def test_unwritable_cache_is_ignored(large, tmp_path):
     (tmp_path / "cache").write_text("a file")
     assert compute_digest(large, tmp_path / "cache") == sha256(large)
 
 
-def test_a_file_that_is_not_there_is_an_error(tmp_path):
+def test_digest_of_missing_file_raises(tmp_path):
     with pytest.raises(FileNotFoundError):
         compute_digest(tmp_path / "nothing")

@@ -1,4 +1,4 @@
-"""Replayed rows have their share of the trained tokens from any step to any other, whoever asks in which order."""
+"""Replay of earlier data: the order, against a row-by-row reference, and the share by tokens or pairs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def draw_by_deficit(terms, replayed_terms, share, num_rows, seed):
     share=st.sampled_from(SHARES),
     seed=st.sampled_from([None, 0, 7]),
 )
-def test_the_row_with_the_largest_deficit_is_next(terms, replayed, share, seed):
+def test_replay_order_equals_deficit_reference(terms, replayed, share, seed):
     terms, replayed = np.array(terms), np.array(replayed)
     order = ReplayOrder(terms, replayed, share, seed=seed)
     num_rows = 2 * order.rows_per_epoch + 5
@@ -58,7 +58,7 @@ def test_the_row_with_the_largest_deficit_is_next(terms, replayed, share, seed):
     assert epoch[epoch < len(terms)].tolist() == EpochOrder(len(terms), seed).locate(np.arange(len(terms))).tolist()
 
 
-def test_of_either_data_all_rows_come_before_one_comes_again():
+def test_replay_uses_every_row_before_repeating():
     order = ReplayOrder(np.full(40, 3), np.full(7, 5), 0.25, seed=1)
     rows = order.locate(np.arange(300))
     replayed, new = rows[rows >= 40], rows[rows < 40]
@@ -79,7 +79,7 @@ def write_all(build_config, write_rows, make_chats, tmp_path):
     return build
 
 
-def test_packed_rows_are_replayed_by_their_trained_tokens(write_all, tiny_tokenizer, tmp_path):
+def test_replay_share_of_packs_counts_trained_tokens(write_all, tiny_tokenizer, tmp_path):
     plain = load_training_data(write_all(), tiny_tokenizer)
     keys = {"replay_dataset": str(tmp_path / "old.jsonl"), "replay_share": 0.2}
     data = load_training_data(write_all(**keys), tiny_tokenizer)
@@ -98,7 +98,7 @@ def test_packed_rows_are_replayed_by_their_trained_tokens(write_all, tiny_tokeni
     assert data.record["replay"]["share"] == 0.2
 
 
-def test_what_an_earlier_run_held_out_is_not_replayed(write_all, tiny_tokenizer, tmp_path):
+def test_held_out_rows_of_earlier_run_are_not_replayed(write_all, tiny_tokenizer, tmp_path):
     earlier = write_all(dataset_name=str(tmp_path / "old.jsonl"), test_split_size=10, seed=3)
     held_out = load_training_data(earlier, tiny_tokenizer).eval
     run = tmp_path / "earlier"
@@ -115,7 +115,7 @@ def test_what_an_earlier_run_held_out_is_not_replayed(write_all, tiny_tokenizer,
     assert find_replayed(config).tokens.loss_on == "all"
 
 
-def test_pairs_are_replayed_by_their_number(build_config, write_rows, tiny_tokenizer, tmp_path):
+def test_replay_share_of_pairs_counts_pairs(build_config, write_rows, tiny_tokenizer, tmp_path):
     def write(name, start, **more):
         rows = [
             {"prompt": f"{n}?", "chosen": f" {n} a", "rejected": f" {n} b", **more} for n in range(start, start + 20)
@@ -135,7 +135,7 @@ def test_pairs_are_replayed_by_their_number(build_config, write_rows, tiny_token
     assert np.abs(np.cumsum(rows >= 20) - 0.1 * np.arange(1, 1001)).max() <= 1
 
 
-def test_documents_are_replayed_by_their_tokens(build_config, write_rows, tiny_tokenizer, tmp_path):
+def test_replay_share_of_documents_counts_tokens(build_config, write_rows, tiny_tokenizer, tmp_path):
     for name in ("new", "old"):
         write_rows(f"{name}.jsonl", [{"text": f"Text {number} of the {name} baker"} for number in range(40)])
     keys = {"dataset_name": str(tmp_path / "new.jsonl"), "max_length": 16, "recipe": "pretrain"}
@@ -154,7 +154,7 @@ def test_documents_are_replayed_by_their_tokens(build_config, write_rows, tiny_t
         ({"config": {}}, ConfigError, "names no dataset"),
     ],
 )
-def test_an_earlier_run_that_names_no_data_is_refused(write_all, tmp_path, record, error, words):
+def test_earlier_run_without_dataset_is_refused(write_all, tmp_path, record, error, words):
     if record is not None:
         (tmp_path / "run.json").write_text(json.dumps(record))
     with pytest.raises(error, match=words):

@@ -1,4 +1,4 @@
-"""Tokenizers for the tests of the mask: byte-level, SentencePiece-like and lossy ones, over one small corpus."""
+"""Byte-level, SentencePiece-like and lossy tokenizers for the tests of the loss mask, trained on a tiny corpus."""
 
 from __future__ import annotations
 

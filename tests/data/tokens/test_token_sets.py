@@ -1,4 +1,4 @@
-"""A source is tokenised once, to the same bytes whoever was killed on the way; what goes wrong leaves nothing wrong."""
+"""Token sets: content, kills and disk errors during preparation, and streams."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def read_documents(prepared, side) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("size", [None, 0.3, 9])
-def test_every_document_is_on_one_side_as_the_encoder_gives_it(make, tmp_path, tiny_tokenizer, size):
+def test_token_set_splits_encoder_output(make, tmp_path, tiny_tokenizer, size):
     prepared = make(tmp_path / "root", test_split_size=size)
     rows = make.rows(dataset_name=str(tmp_path / "texts.jsonl"))
     expected = [row.input_ids.tolist() for row in RowEncoder(tiny_tokenizer).encode(rows)]
@@ -76,14 +76,14 @@ def test_every_document_is_on_one_side_as_the_encoder_gives_it(make, tmp_path, t
     assert len(held_out) > 0 or size is None
 
 
-def test_nothing_but_the_set_stays_in_the_folder(make, tmp_path):
+def test_only_set_remains_in_folder(make, tmp_path):
     prepared = make(tmp_path / "root")
     assert [path.name for path in (tmp_path / "root").iterdir() if not path.name.endswith(".lock")] == [KEY[:16]]
     assert not list(prepared.path.rglob(".*"))
     assert find_set(tmp_path / "root", KEY, check_bytes=True)
 
 
-def test_the_number_of_documents_and_tokens_is_told(make, tmp_path):
+def test_progress_reports_documents_and_tokens(make, tmp_path):
     told = []
     prepared = make(tmp_path / "root", on_documents=lambda *counts: told.append(counts), test_split_size=0.3)
     sides = [prepared.manifest[side] for side in ("train", "eval")]
@@ -107,7 +107,7 @@ PLACES = [
     ("module", "function", "call", "num_tokens"),
     [*((*place, None) for place in PLACES), *((*place, 700) for place in PLACES[::4])],
 )
-def test_a_killed_preparation_goes_on_to_the_same_bytes(make, tmp_path, module, function, call, num_tokens):
+def test_killed_preparation_resumes_to_equal_bytes(make, tmp_path, module, function, call, num_tokens):
     root, options = tmp_path / "root", {"test_split_size": 0.3, "num_tokens": num_tokens}
     whole = make(tmp_path / "whole", **options)
     kill_at_call(lambda: make(root, **options), module, function, call)
@@ -119,7 +119,7 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(make, tmp_path, module, 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("num_tokens", [None, 700])
 @pytest.mark.parametrize("call", [2, 9])
-def test_rows_that_are_dropped_are_dropped_and_counted_alike_by_whoever_goes_on(
+def test_dropped_rows_are_counted_alike_after_resume(
     make, write_rows, tmp_path, call, num_tokens
 ):
     rows = [{"prompt": f"Text {at}: ", "completion": "the baker " * (at % 7 + 1)} for at in range(NUM_ROWS)]
@@ -143,7 +143,7 @@ def test_rows_that_are_dropped_are_dropped_and_counted_alike_by_whoever_goes_on(
 
 
 @pytest.mark.multiprocess
-def test_what_is_in_full_shards_is_not_tokenised_again(make, tmp_path, tokenized):
+def test_full_shards_are_not_tokenised_again(make, tmp_path, tokenized):
     kill_at_call(lambda: make(tmp_path / "root"), token_sets._Sides, "append", 13)
     before, told = sum(tokenized), []
     make(tmp_path / "root", on_documents=lambda *counts: told.append(counts))
@@ -184,7 +184,7 @@ def break_the_progress(partial: Path) -> None:
 @pytest.mark.parametrize(
     "damage", [lose_a_shard, lose_the_end_of_a_file, lose_the_progress, break_the_progress, lambda partial: None]
 )
-def test_a_damaged_partial_set_is_begun_again(make, tmp_path, monkeypatch, damage, tokenized):
+def test_damaged_partial_set_is_restarted(make, tmp_path, monkeypatch, damage, tokenized):
     whole = make(tmp_path / "whole", test_split_size=0.3)
     damage(interrupt(make, tmp_path / "root", monkeypatch))
     before = sum(tokenized)
@@ -195,7 +195,7 @@ def test_a_damaged_partial_set_is_begun_again(make, tmp_path, monkeypatch, damag
 
 @pytest.mark.parametrize("failing", ["fsync", "replace"])
 @pytest.mark.parametrize("call", [1, 3])
-def test_a_full_disk_is_one_clear_error_and_the_next_call_goes_on(make, tmp_path, monkeypatch, failing, call):
+def test_full_disk_is_data_error_and_next_call_resumes(make, tmp_path, monkeypatch, failing, call):
     whole = make(tmp_path / "whole")
     original, calls = getattr(os, failing), 0
 
@@ -216,7 +216,7 @@ def test_a_full_disk_is_one_clear_error_and_the_next_call_goes_on(make, tmp_path
 
 
 @pytest.mark.parametrize("size", [None, 0.3, 5])
-def test_broken_documents_are_told_at_once_and_leave_nothing(make, write_rows, tmp_path, size):
+def test_broken_documents_are_raised_together_and_leave_no_files(make, write_rows, tmp_path, size):
     rows = [{"text": f"text {number}"} for number in range(40)]
     rows[3] = {"text": ""}
     rows[30] = {"text": ["not a text"]}
@@ -242,7 +242,7 @@ class Stream:
             yield RawRow(self.name, index, "row", {"text": f"text {index} of the baker"})
 
 
-def test_a_stream_that_breaks_off_costs_what_was_not_in_a_full_shard(tmp_path, tiny_tokenizer, tokenized):
+def test_interrupted_stream_resumes_from_full_shards(tmp_path, tiny_tokenizer, tokenized):
     def run(root, *breaks):
         corpus = Corpus(name="a/stream", source=Stream(list(breaks)), format="auto", num_tokens=400)
         encoder = RowEncoder(tiny_tokenizer, loss_on="all"), 512
@@ -256,7 +256,7 @@ def test_a_stream_that_breaks_off_costs_what_was_not_in_a_full_shard(tmp_path, t
     assert sum(tokenized) - before <= NUM_ROWS - 28
 
 
-def test_a_set_that_two_processes_wrote_is_refused(make, tmp_path):
+def test_set_written_by_two_processes_is_refused(make, tmp_path):
     def intrude(documents, _):
         if documents:
             (shard, *_rest) = (tmp_path / "root").glob(".*.partial/train/tokens-00000.bin")
@@ -271,7 +271,7 @@ def test_a_set_that_two_processes_wrote_is_refused(make, tmp_path):
 
 @pytest.mark.parametrize("rows_per_chunk", [1, 3, 100])
 @pytest.mark.parametrize("num_tokens", [1, 500, 10**6])
-def test_a_stream_is_read_to_the_document_that_makes_it_enough(make, tmp_path, monkeypatch, rows_per_chunk, num_tokens):
+def test_stream_is_read_to_document_that_reaches_budget(make, tmp_path, monkeypatch, rows_per_chunk, num_tokens):
     monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", rows_per_chunk)
     prepared = make(tmp_path / "root", num_tokens=num_tokens, test_split_size=0.3)
     whole = make(tmp_path / "whole", test_split_size=0.3)
@@ -284,7 +284,7 @@ def test_a_stream_is_read_to_the_document_that_makes_it_enough(make, tmp_path, m
     assert held_out == read_documents(whole, "eval")[: len(held_out)]
 
 
-def test_without_file_locks_each_writes_a_folder_of_its_own(make, tmp_path, monkeypatch):
+def test_writers_without_locks_use_separate_folders(make, tmp_path, monkeypatch):
     partial = interrupt(make, tmp_path / "root", monkeypatch)
     shutil.rmtree(partial / "train")
 
