@@ -24,7 +24,7 @@ MARKED = ["chatml", "index_loop", "macros", "marked", "no_prompt", "thinking"]
 
 
 class FixedClock(datetime.datetime):
-    """The day that training writes, for transformers."""
+    """``datetime`` whose ``now`` is ``TEMPLATE_DATE``, the date that our templates write."""
 
     @classmethod
     def now(cls, tz: datetime.tzinfo | None = None) -> FixedClock:
@@ -56,13 +56,13 @@ def text_row(text: str) -> Row:
 
 
 def runs(mask: npt.ArrayLike) -> list[tuple[int, int]]:
-    """Where the runs of trained tokens begin and end."""
+    """Return start and end of each run of trained tokens."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], np.asarray(mask, dtype=int), [0]])))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 def spans(tokenizer: PreTrainedTokenizerFast, row: EncodedRow) -> list[str]:
-    """Decoded runs of trained tokens."""
+    """Return the decoded text of each run of trained tokens."""
     return [tokenizer.decode(row.input_ids[start:end]) for start, end in runs(row.loss_mask)]
 
 

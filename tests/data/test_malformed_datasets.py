@@ -48,9 +48,9 @@ def parquet(table: pa.Table) -> bytes:
 
 
 def find_problems(path: Path) -> Sequence[Problem]:
-    """Read a file; any other exception than a DataError fails the test, as do no rows without a problem.
+    """Return the problems of a dataset; every one has a location in it and a remedy.
 
-    Every problem has a place in the file and a remedy.
+    Any exception but ``DataError`` fails the test, as does a dataset without rows and without a problem.
     """
     problems: Sequence[Problem] = []
     try:
@@ -71,7 +71,7 @@ def arrow(table: pa.Table) -> bytes:
 ARROW = arrow(pa.table({"text": [f"document {n}" for n in range(2000)]}))
 PARQUET = parquet(pa.table({"text": [f"document {n}" for n in range(2000)]}))
 
-# name of the file, its bytes, the place the error must name after the file's, words it must contain
+# case -> file name, bytes, location of the error within the file, text that the error contains
 FILES: dict[str, tuple[str, bytes, str, str]] = {
     "empty jsonl": ("d.jsonl", b"", "", "no rows"),
     "blank lines only": ("d.jsonl", b"\n  \n\r\n", "", "no rows"),
@@ -140,7 +140,7 @@ FILES: dict[str, tuple[str, bytes, str, str]] = {
     "NULs in text": ("d.txt", "ab".encode("utf-16-le"), ":1", "NUL"),
     "empty text": ("d.jsonl", GOOD + line({"text": ""}), ":2", "`text` is empty"),
 }
-# a row that a file of one line has, words that the error must contain
+# case -> the row of a file of one line, text that the error contains
 ROWS: dict[str, tuple[dict[str, object], str]] = {
     "no known column": ({"query": "a", "reply": "b"}, "match no layout"),
     "all columns null": ({"text": None, "messages": None}, "match no layout"),

@@ -24,7 +24,7 @@ PREPARES = {"sft": prepare, "dpo": prepare_pairs, "pretrain": prepare_tokens}
 
 @pytest.fixture(params=PREPARES)
 def build(request, build_config, write_rows, make_chats):
-    """Builds a run over rows of its kind, some of which are held out."""
+    """Build a configuration of each recipe, with held-out rows."""
     rows = {
         "sft": make_chats(40),
         "dpo": [{"prompt": f"{n} =", "chosen": f" {n}", "rejected": f" {-n}"} for n in range(1, 41)],
@@ -66,12 +66,12 @@ def test_prepare_command_reports_new_and_existing_set(build, load_tokenizer, tmp
     }
     start = {"model_config": "{model_type: llama}"} if config.recipe == "pretrain" else {"model_name_or_path": "none"}
     argv = [f"--{name}={value}" for name, value in (keys | start).items()]
-    told = []
+    outputs = []
     for _ in range(2):
         command(argv, load_tokenizer)
-        told.append(capsys.readouterr().out)
-    assert {"sft": "packs", "dpo": "prompts", "pretrain": "held out of"}[config.recipe] in told[0]
-    assert told[0].split("prepared in")[0] == told[1].split("nothing to do: already prepared")[0] != told[0]
+        outputs.append(capsys.readouterr().out)
+    assert {"sft": "packs", "dpo": "prompts", "pretrain": "held out of"}[config.recipe] in outputs[0]
+    assert outputs[0].split("prepared in")[0] == outputs[1].split("nothing to do: already prepared")[0] != outputs[0]
     assert load_tokenizer.calls == 1
 
 

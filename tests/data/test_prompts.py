@@ -25,7 +25,7 @@ def load(tmp_path, tiny_tokenizer):
         if held_out:
             write_rows(tmp_path / "held_out.jsonl", held_out)
             keys["dataset_test_split"] = tmp_path / "held_out.jsonl"
-        given = {
+        values = {
             "model_name_or_path": "owner/model",
             "dataset_name": path,
             "output_dir": tmp_path,
@@ -33,7 +33,7 @@ def load(tmp_path, tiny_tokenizer):
             "response_length": 10,
             **keys,
         }
-        config = load_config("ppo", [f"--{name}={value}" for name, value in given.items()])
+        config = load_config("ppo", [f"--{name}={value}" for name, value in values.items()])
         return load_prompt_data(config, tiny_tokenizer)
 
     return load_rows
@@ -117,8 +117,8 @@ def test_mixing_text_and_chat_prompts_is_one_error(load, is_chat_first, is_held_
 
 def test_prompts_have_union_of_columns(load):
     rows = [{"prompt": "a", "level": 1}, {"prompt": "b", "answer": "2"}]
-    for given in (rows, rows[::-1]):
-        data = load(given, [{"prompt": "c", "hint": "h"}])
+    for order in (rows, rows[::-1]):
+        data = load(order, [{"prompt": "c", "hint": "h"}])
         columns = {prompt.content: prompt.columns for prompt in (*data.train, *data.eval)}
         assert columns == {
             "a": {"level": 1, "answer": None, "hint": None},

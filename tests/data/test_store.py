@@ -29,7 +29,7 @@ def table(num_rows: int = 40, seed: int = 0) -> pa.Table:
 
 
 def write(root: Path, **changes: pa.Table) -> store.PreparedSet:
-    """Writes and publishes a set, whatever others have published; the lock is the caller's."""
+    """Write and publish a set, without a lock or a look for an existing one."""
     tables = {"train": table(), "eval": table(5, 1), **changes}
     staging = store.choose_staging(root, KEY, is_kept=False)
     store.write_splits(staging, {split: rows.to_reader(max_chunksize=7) for split, rows in tables.items()})
@@ -95,8 +95,8 @@ def test_publish_set_seals_all_visible_files(tmp_path):
     published = store.publish_set(staging, tmp_path, KEY, MANIFEST)
     assert (published.path, published.manifest, published.is_new) == (tmp_path / KEY[:16], MANIFEST, True)
     assert not staging.exists()
-    sealed = json.loads((published.path / "COMPLETE.json").read_text())["files"]
-    assert set(sealed) == {"manifest.json", "sub/data.bin"}
+    recorded = json.loads((published.path / "COMPLETE.json").read_text())["files"]
+    assert set(recorded) == {"manifest.json", "sub/data.bin"}
     assert store.find_set(tmp_path, KEY, check_bytes=True)
     (published.path / "sub" / "data.bin").write_bytes(b"dat")
     assert store.find_set(tmp_path, KEY) is None

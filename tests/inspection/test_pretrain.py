@@ -36,19 +36,19 @@ def test_valid_run_is_ready_with_rates_of_training(tmp_path, tiny_tokenizer_dir,
     assert not (tmp_path / "out").exists()
     run_recipe(config, monkeypatch)
     rates = [step["learning_rate"] for step in read_events(tmp_path / "out")]
-    told = text.split("learning rate at 0, 25, 50, 75, 100 %: ")[1].splitlines()[0].split(", ")
-    assert told == [f"{rates[step]:.2e}" for step in (0, 2, 4, 6, 8)]
+    printed = text.split("learning rate at 0, 25, 50, 75, 100 %: ")[1].splitlines()[0].split(", ")
+    assert printed == [f"{rates[step]:.2e}" for step in (0, 2, 4, 6, 8)]
 
 
 def test_pipeline_parallel_run_is_planned_per_pipeline(tmp_path, tiny_tokenizer_dir) -> None:
-    """Four processes in two pipelines of two stages take the rows of two."""
+    """Four ranks in two pipelines of two stages read the rows of two data-parallel ranks."""
     config = build_config(tmp_path, tiny_tokenizer_dir, gradient_accumulation_steps=2, max_steps=4)
     problems, text = run_check(config, 4, {"PIPELINE_STAGES": "2"})
     assert not problems
     assert "4 processes, each with 1/2 of the layers" in text
-    (told,) = [line for line in text.splitlines() if "tokens in all" in line]
-    assert told in run_check(config, 2)[1]
-    assert told not in run_check(config, 4)[1]
+    (steps,) = [line for line in text.splitlines() if "tokens in all" in line]
+    assert steps in run_check(config, 2)[1]
+    assert steps not in run_check(config, 4)[1]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,9 @@ def test_pipeline_parallel_run_is_planned_per_pipeline(tmp_path, tiny_tokenizer_
         ({"optim": "adafactor"}, {"PIPELINE_STAGES": "2"}, "conversion of its states between pipeline stages"),
     ],
 )
-def test_unsupported_pipeline_parallel_options_are_reported(tmp_path, tiny_tokenizer_dir, keys, variables, words) -> None:
+def test_unsupported_pipeline_parallel_options_are_reported(
+    tmp_path, tiny_tokenizer_dir, keys, variables, words
+) -> None:
     config = build_config(tmp_path, tiny_tokenizer_dir, gradient_accumulation_steps=4, **keys)
     problems, text = run_check(config, 4, variables)
     assert any(words in problem.found for problem in problems), text
@@ -98,7 +100,7 @@ def test_recipe_is_inferred_from_file_name(tmp_path, tiny_tokenizer_dir, name, c
     assert main(["check", *recipe, "--config", str(tmp_path / name)]) == 0
     assert main(["prepare", *recipe, "--config", str(tmp_path / name)]) == 0
     assert main(["preview", *recipe, "--config", str(tmp_path / name), "--rows", "1"]) == 0
-    told = capsys.readouterr().out
-    assert "already prepared" in told
-    assert "trained on" in told
+    output = capsys.readouterr().out
+    assert "already prepared" in output
+    assert "trained on" in output
     assert main(["check", "--recipe", "pretrian", "--config", str(tmp_path / name)]) == 2

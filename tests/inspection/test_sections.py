@@ -45,6 +45,6 @@ def test_key_of_file_named_derived_counts_as_given(tmp_path, tiny_tokenizer_dir)
     config = build_config(tmp_path, tiny_tokenizer_dir)
     places = {"seed": "derived/sft.yaml:3", "bf16": "--bf16", "eval_steps": "derived: why", "optim": "default"}
     inspection = PretrainInspection(replace(config, provenance=places), plan_launch(None, 1), Console())
-    said: list[str] = []
-    inspection.check_keys(said.append)
-    assert "2 keys given, 4 in effect" in said[0]
+    lines: list[str] = []
+    inspection.check_keys(lines.append)
+    assert "2 keys given, 4 in effect" in lines[0]

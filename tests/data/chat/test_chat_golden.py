@@ -19,9 +19,9 @@ from recipes_lib.errors import DataError
 FOLDER = Path(trl.__file__).parent / "chat_templates"
 TEMPLATES = sorted(path.stem for path in FOLDER.glob("*.jinja") if not path.stem.endswith("_training"))
 TWINS = [name for name in TEMPLATES if (FOLDER / f"{name}_training.jinja").exists()]
-# These read content as a list of parts, as for images; the chats are text all the same.
+# These read content as a list of parts, as for images; the chats contain only text parts.
 PARTS = {"idefics3", "llava_next", "smolvlm"}
-# GLM writes no end of turn: a turn ends where the next one opens, and generation stops on these tokens.
+# GLM has no end-of-turn token: a turn ends where the next one starts, and generation stops at these tokens.
 OPEN_TURNS = {"glm4moe": "<|user|>"}
 
 TOOLS = [
@@ -59,7 +59,7 @@ CHATS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 
-# What follows the answer, by template: the terminator, and what the template writes after it in the last turn.
+# Text after the answer by template: the terminator, and the text after it in the last turn.
 END = {
     "cohere2": "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
     "cohere": "<|END_OF_TURN_TOKEN|>",
@@ -70,7 +70,7 @@ END = {
     "glm4moe": "<|user|>",
     "gptoss": "<|return|>",
     "idefics3": "<end_of_utterance>",
-    "lfm2_2_5": "<|im_end|>\n",  # Marked with {% generation %}, which includes the line break.
+    "lfm2_2_5": "<|im_end|>\n",  # Templates with {% generation %} blocks that include the line break.
     "lfm2": "<|im_end|>",
     "llama3": "<|eot_id|>",
     "llava_next": "</s>",
@@ -80,7 +80,7 @@ END = {
     "qwen": "<|im_end|>",
     "smolvlm": "<end_of_utterance>",
 }
-# What the model writes between the generation prompt and the answer when a last turn has no reasoning.
+# Text between the generation prompt and the answer of a last turn without reasoning.
 OPENING = {
     "glm4moe": "\n<think></think>\n",
     "gptoss": "<|channel|>final<|message|>",
@@ -131,7 +131,7 @@ def test_answers_are_trained_and_questions_masked(name: str) -> None:
     first, last = spans(tokenizer, encoded)
     assert last == lookup(OPENING, name) + "bye" + lookup(END, name)
     end = {"gptoss": "<|end|>", "phi3": "<|end|>", "phi3_5": "<|end|>"}.get(name, lookup(END, name))
-    dropped = name in {"qwen3", "qwen3_5_think", "qwen3_6"}  # They take the empty reasoning out of earlier turns.
+    dropped = name in {"qwen3", "qwen3_5_think", "qwen3_6"}  # These remove the empty reasoning from earlier turns.
     assert first == ("" if dropped else lookup(OPENING, name)) + "hello there" + end
 
 
@@ -217,14 +217,14 @@ CALLS = {
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_tool_calls_are_trained_and_tool_output_masked(name: str) -> None:
-    if name not in CALLS:  # The template has no tool calls: it refuses them, or would train on an empty answer.
+    if name not in CALLS:  # The template does not render tool calls: it raises, or would train on an empty answer.
         with pytest.raises(DataError, match=r"refuses this chat|does not write that"):
             encode(name, "tools")
         return
     tokenizer, encoded = encode(name, "tools")
     call, last = spans(tokenizer, encoded)
     assert call == CALLS[name]
-    # After tool output this template prompts for nothing, so the model must open its turn itself.
+    # This template has no generation prompt after tool output, so that the turn opening is a target.
     opening = "<|turn>model\n" if name == "diffusion_gemma" else lookup(OPENING, name)
     assert last == opening + "Sunny in Paris." + lookup(END, name)
 
@@ -232,7 +232,7 @@ def test_tool_calls_are_trained_and_tool_output_masked(name: str) -> None:
 @pytest.mark.parametrize("shape", CHATS)
 @pytest.mark.parametrize("name", TWINS)
 def test_spans_agree_with_trl_training_template(name: str, shape: str) -> None:
-    """TRL trains on the line break after a turn, and, for some families, on (part of) the generation prompt."""
+    """TRL also trains on the line break after a turn and, for some families, on part of the generation prompt."""
     tokenizer = build_byte_level(source(name))
     chat, twin = row(name, shape), source(f"{name}_training")
     encoder = RowEncoder(tokenizer, eos_token=OPEN_TURNS.get(name))
@@ -245,7 +245,7 @@ def test_spans_agree_with_trl_training_template(name: str, shape: str) -> None:
         chat.messages, tools=chat.tools, chat_template=twin, return_dict=True, return_assistant_tokens_mask=True
     )
     text, other_text = tokenizer.decode(encoded.input_ids), tokenizer.decode(reference["input_ids"])
-    if text != other_text:  # The twin changes what is written: it keeps reasoning in earlier turns.
+    if text != other_text:  # The training template renders another text: it keeps reasoning in earlier turns.
         assert name.startswith("qwen3")
         assert shape in ("two turns", "thinking", "tools")
         return
@@ -273,7 +273,7 @@ def test_generation_prompt_agrees_with_apply_chat_template(name: str, shape: str
     )["input_ids"]
     assert prompt.tolist() == served
     (encoded,) = encoder.encode([chat])
-    # These prompt for reasoning that the row does not have.
+    # The generation prompt opens reasoning that the row does not have.
     prefills = name.startswith(("deepseek", "nemotron"))
     if not prefills:
         assert encoded.input_ids[: len(prompt)].tolist() == prompt.tolist()

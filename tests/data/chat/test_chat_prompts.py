@@ -1,6 +1,6 @@
-"""Where an answer begins under templates that write their generation prompt inside the loop over the messages.
+"""Start of answers with templates that render the generation prompt inside the loop over messages.
 
-The templates are those that models were published with: Zephyr, ChatML as AutoTrain has it, Tulu, OLMo and Granite.
+The templates are those of published models: Zephyr, AutoTrain's ChatML, Tulu, OLMo and Granite.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ SAYS = re.compile(r"\+ message\['content'\] \+ (eos_token|'<\|\w+\|>)('?)")
 
 
 def mark(name: str) -> str:
-    """The template with what an assistant says, and its end, in a generation block."""
+    """Return the template with assistant content and its terminator in a ``{% generation %}`` block."""
 
     def enclose(says: re.Match[str]) -> str:
         end, quote = says.groups()
-        said = "{{ message['content'] + " + end + ("" if end == "eos_token" else "'") + " }}"
-        block = "{% generation %}" + said + "{% endgeneration %}"
-        rest = "''" if quote or end == "eos_token" else "'"  # Granite's end goes on with a line break.
-        return " }}{% if message.role == 'assistant' %}" + block + "{% else %}" + said + "{% endif %}{{ " + rest
+        text = "{{ message['content'] + " + end + ("" if end == "eos_token" else "'") + " }}"
+        block = "{% generation %}" + text + "{% endgeneration %}"
+        rest = (
+            "''" if quote or end == "eos_token" else "'"
+        )  # Granite's terminator is followed by a line break in the same literal.
+        return " }}{% if message.role == 'assistant' %}" + block + "{% else %}" + text + "{% endif %}{{ " + rest
 
     return SAYS.sub(enclose, source(name))
 
@@ -57,8 +59,8 @@ def test_mask_agrees_with_transformers_generation_blocks(name: str, shape: str) 
     )
     assert encoded.input_ids.tolist() == marked["input_ids"]
     assert encoded.loss_mask.astype(int).tolist() == marked["assistant_masks"]
-    said = [message["content"] + IN_LOOP[name] for message in messages if message["role"] == "assistant"]
-    assert spans(tokenizer, encoded) == said
+    expected = [message["content"] + IN_LOOP[name] for message in messages if message["role"] == "assistant"]
+    assert spans(tokenizer, encoded) == expected
 
 
 @pytest.mark.parametrize("name", IN_LOOP)
@@ -90,16 +92,16 @@ ASKS = "{% if loop.last and add_generation_prompt %}<|im_start|>assistant\n{% en
 @pytest.mark.parametrize(
     "template",
     [
-        # What the last turn writes depends on the flag: an end of text, white space.
+        # The text of the last turn depends on `add_generation_prompt`: an end of text, white space.
         "{% for m in messages %}" + TURN + "{% if loop.last and not add_generation_prompt %}</s>{% endif %}"
         "{% if loop.last and add_generation_prompt %}<|im_start|>assistant\n{% endif %}{% endfor %}",
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content|trim if add_generation_prompt else m.content }}"
         "<|im_end|>" + ASKS + "{% endfor %}",
-        # An end of turn that only the flag, or a further turn, brings, as Qwen1.5 was first published.
+        # The end of a turn is rendered only with the flag or a further turn, as in the first Qwen1.5.
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
         "{% if not loop.last or add_generation_prompt or m.role == 'assistant' %}<|im_end|>\n{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-        # Line breaks after the loop; a flag that has no effect.
+        # Line breaks after the loop; a flag without effect.
         "{% for m in messages %}" + TURN + ASKS + "{% endfor %}{{ '\n' }}",
         "{% set add_generation_prompt = false %}{% for m in messages %}" + TURN + ASKS + "{% endfor %}{{ '\n' }}",
     ],

@@ -26,10 +26,10 @@ def test_proof_accepts_exactly_whole_character_runs(build: object) -> None:
     cuts = [*sorted(starts.items()), (len(TEXT), len(encoding))]
     for position, (start, first) in enumerate(cuts):
         for end, last in cuts[position + 1 :]:
-            said = TEXT[start:end]
-            assert problems(tokenizer, first, last, said) == []
-            assert len(problems(tokenizer, first, last, said + "x")) == 1
-            assert len(problems(tokenizer, first, last, "x" + said)) == 1
+            text = TEXT[start:end]
+            assert problems(tokenizer, first, last, text) == []
+            assert len(problems(tokenizer, first, last, text + "x")) == 1
+            assert len(problems(tokenizer, first, last, "x" + text)) == 1
 
 
 def test_partial_character_differs_from_replacement_character() -> None:

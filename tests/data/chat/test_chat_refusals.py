@@ -127,7 +127,7 @@ def test_sentencepiece_like_tokenizer_trains_answer(name: str) -> None:
 
 
 def test_whitespace_stripped_by_special_token_is_no_merge() -> None:
-    """Phi-3 declares its turn tokens with ``rstrip``: the line break after them belongs to them."""
+    """Phi-3 declares its turn tokens with ``rstrip``, so that they include the line break after them."""
     template = source("chatml")
     base = build_byte_level.__wrapped__(template, extra=CHATML_ENDS).backend_tokenizer
     swallowing = [AddedToken(token, rstrip=True, special=True) for token in CHATML_ENDS]

@@ -69,7 +69,7 @@ def test_message_not_rendered_by_template_is_error(template: str, row: Row, foun
         loop("{{ m.content | trim }}"),
         loop("{{ m.content | tojson if m.role != 'assistant' else m.content }}"),
         loop("{{ m.content | upper if m.role != 'assistant' else m.content }}"),
-        # The system message before the loop; in the turn of the last question.
+        # The system message before the loop, or in the last user turn.
         "{{ messages[0].content }}" + NO_SYSTEM,
         NO_SYSTEM.replace("{{ m.content", "{{ messages[0].content if loop.index == 3 }}{{ m.content"),
     ],

@@ -53,8 +53,8 @@ from recipes_lib.errors import DataError
 )
 def test_trained_text_is_answer_and_terminator_for_any_content(name: str, content: str) -> None:
     texts = trained(name, user(content), answer("fine"), user("same"), answer(content))
-    said = content.strip() if name == "thinking" else content
-    assert texts == ["fine<|im_end|>", said + "<|im_end|>"]
+    text = content.strip() if name == "thinking" else content
+    assert texts == ["fine<|im_end|>", text + "<|im_end|>"]
 
 
 @pytest.mark.parametrize("name", [*MARKED, "plain"])
@@ -91,7 +91,7 @@ def test_terminator_in_tool_call_or_reasoning_is_error() -> None:
 
 @pytest.mark.parametrize("content", ["plain", "<think>me", "<", "", "<|im_start|>", "e"])
 def test_generation_prompt_mismatch_does_not_mask_answer(content: str) -> None:
-    """The template prompts with ``<think>`` and writes turns without it, as for reasoning that it drops."""
+    """The generation prompt ends with ``<think>``, and turns are rendered without it."""
     assert trained("prefill", user("hi"), answer(content)) == [content + "<|im_end|>"]
 
 
@@ -162,7 +162,7 @@ EVERYTHING = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n
     ("name", "messages", "options", "expected"),
     [
         ("thinking", THOUGHTS, {}, ["b<|im_end|>", "<think>y</think> d<|im_end|>"]),
-        # White space that the template trims, or keeps.
+        # White space that the template strips or keeps.
         ("thinking", [user(" a "), answer("\n b \n")], {}, ["b<|im_end|>"]),
         ("chatml", [user(" a "), answer("\n b \n")], {}, ["\n b \n<|im_end|>"]),
         ("chatml", [user("same"), answer("same")] * 2, {}, ["same<|im_end|>"] * 2),
@@ -171,17 +171,17 @@ EVERYTHING = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n
         ("chatml", WITH_TOOL, {}, ["a<|im_end|>"]),
         ("chatml", [user("say it"), answer("you said: say it")], {}, ["you said: say it<|im_end|>"]),
         ("chatml", [user("hi")], {}, []),
-        # Without special tokens, or a generation prompt: the model writes the space.
+        # No special tokens and no generation prompt: the space is part of the answer.
         ("plain", [user("hi"), answer("Paris is")], {}, [" Paris is</s>"]),
         ("bracketed", [user("hi"), answer("Paris")], {}, [" Paris</s>"]),
-        # A prompt that the turn does not begin with does not cut a special token of the turn.
+        # A generation prompt that is no prefix of the turn does not split a special token of the turn.
         ("prefill", [user("hi"), CALL_WEATHER], {}, ["<|call|>get_weather<|im_end|>"]),
         ("chatml", FOUR, {"loss_on": "assistant"}, ["b<|im_end|>", "d<|im_end|>"]),
         ("chatml", FOUR, {"loss_on": "last_assistant"}, ["d<|im_end|>"]),
         ("chatml", FOUR, {"loss_on": "all"}, [EVERYTHING]),
         ("chatml", FOUR, {"num_prompt_messages": 3}, ["d<|im_end|>"]),
         ("chatml", FOUR, {"num_prompt_messages": 3, "loss_on": "assistant"}, ["b<|im_end|>", "d<|im_end|>"]),
-        # Turns that are marked not to be trained on.
+        # Turns that are excluded from the loss.
         ("chatml", FOUR, {"untrained": {1}}, ["d<|im_end|>"]),
         ("marked", FOUR, {"untrained": {1}}, ["d<|im_end|>"]),
         ("chatml", FOUR, {"untrained": {3}, "loss_on": "last_assistant"}, []),
@@ -340,7 +340,7 @@ def test_cautions_name_clock_and_missing_generation_prompt() -> None:
     assert "add_generation_prompt" in prompt
 
 
-# "\u2581" is how SentencePiece spells a space: it cannot be told from one.
+# Without "\u2581", which SentencePiece decodes as a space.
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")) | st.sampled_from(
     ["<|im_end|>", "<|im_start|>assistant\n", "</s>", "assistant", "Assistant:", " ", "\n", "</think>", "<s>", "\ud83d"]
 )
@@ -348,18 +348,18 @@ CONTENTS = st.lists(TEXTS, max_size=3).map("".join)
 
 
 def written(name: str, messages: list[dict[str, Any]]) -> list[tuple[str, bool]]:
-    """A chat by plain string operations: what is written, and whether it is trained on."""
+    """Render a chat by string operations: pieces of text, and whether each is trained on."""
     pieces = []
     for index, message in enumerate(messages):
-        role, said, is_answer = message["role"], message["content"], message["role"] == "assistant"
+        role, text, is_answer = message["role"], message["content"], message["role"] == "assistant"
         if name == "thinking":
-            said = said.strip()
+            text = text.strip()
             if is_answer and index + 2 < len(messages):
-                said = said.split("</think>")[-1].strip()
+                text = text.split("</think>")[-1].strip()
         if name == "plain":
-            pieces += [(f"{role.capitalize()}:", False), (f" {said}{'</s>' if is_answer else ''}", is_answer)]
+            pieces += [(f"{role.capitalize()}:", False), (f" {text}{'</s>' if is_answer else ''}", is_answer)]
         else:
-            pieces += [(f"<|im_start|>{role}\n", False), (f"{said}<|im_end|>", is_answer)]
+            pieces += [(f"<|im_start|>{role}\n", False), (f"{text}<|im_end|>", is_answer)]
         pieces.append(("\n", False))
     return pieces
 
@@ -376,10 +376,10 @@ def test_random_chat_is_masked_exactly_or_refused(name: str, build: Any, turns: 
     try:
         (row,) = RowEncoder(tokenizer).encode([chat(*messages)])
     except DataError:
-        # Nothing is refused without a reason: half a character, an end inside an answer, or, without special tokens, a
-        # token across a boundary.
-        said = "".join(message["content"] for message in messages)
-        assert "\ud83d" in said or brings_end or name == "plain" or build is build_metaspace
+        # Only for a lone surrogate, a terminator inside an answer or, without special tokens, a token across a
+        # boundary.
+        text = "".join(message["content"] for message in messages)
+        assert "\ud83d" in text or brings_end or name == "plain" or build is build_metaspace
         return
     assert name in ("plain", "thinking") or not brings_end
     edges = np.flatnonzero(np.diff(np.concatenate([[0], row.loss_mask.astype(int), [0]]))).tolist()

@@ -149,7 +149,7 @@ def test_turns_cover_any_chat(chat: list[tuple[str, str]]) -> None:
 @pytest.mark.parametrize("name", ["llama3", "gemma", "qwen2_5", "cohere", "phi3"])
 def test_generation_prompt_from_source_equals_rendered_one(name: str) -> None:
     template = ChatTemplate(TEMPLATES[name], VARIABLES)
-    read = template.generation_prompt([])  # An empty chat cannot be rendered: this prompt was read, not rendered.
+    read = template.generation_prompt([])  # An empty chat cannot be rendered, so this prompt was read from the source.
     assert read
     assert template.render([user("hi")], add_generation_prompt=True).tail == read
 

@@ -15,13 +15,13 @@ from transformers import PreTrainedTokenizerFast
 from recipes_lib.data.chat.encoder import ByteEnds, compute_token_byte_lengths
 from recipes_lib.data.masking import MergedTokenError, count_tokens_before
 
-# "▁" is how SentencePiece writes a space: in a text it is lost, not counted wrongly.
+# Without "▁", which SentencePiece decodes as a space.
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=60)
 WORDS = ["the quick brown fox", "naïve café", "rivers and 山 and 🦊", "def f(x): return x"] * 4
 
 
 def build_metaspace_tokenizer() -> PreTrainedTokenizerFast:
-    """A SentencePiece-style BPE with byte fallback, as in Llama 2 and Gemma."""
+    """Return a SentencePiece-style BPE with byte fallback, as in Llama 2 and Gemma."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
@@ -91,10 +91,10 @@ def test_offsets_from_lengths_equal_tokenizer_offsets(
     ids = [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
     byte_ends = ByteEnds(tiny_tokenizer)
 
-    told: list[list[int]] = []
+    offsets: list[list[int]] = []
     known: list[list[int]] = []
     for text, encoding in zip(texts, encodings, strict=True):
-        told.append([])
+        offsets.append([])
         known.append([])
         for at in range(len(text) + 1):
             try:
@@ -103,9 +103,9 @@ def test_offsets_from_lengths_equal_tokenizer_offsets(
                 places = [[at] if other is text else [] for other in texts]
                 assert None in byte_ends.cut(ids, texts, places)
             else:
-                told[-1].append(at)
+                offsets[-1].append(at)
                 known[-1].append(count)
-    assert byte_ends.cut(ids, texts, told) == known
+    assert byte_ends.cut(ids, texts, offsets) == known
 
 
 def test_tokens_of_partial_text_have_no_offsets(tiny_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -19,7 +19,7 @@ packs = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1
 
 
 def rows_of(packs: list[list[int]], seed: int = 0) -> list[dict[str, np.ndarray]]:
-    """Random tokens (the pad id among them) for packs given by their documents' lengths."""
+    """Return packs of random tokens, including the pad id; ``packs`` are the lengths of their documents."""
     rng = np.random.default_rng(seed)
     return [
         {
@@ -33,7 +33,7 @@ def rows_of(packs: list[list[int]], seed: int = 0) -> list[dict[str, np.ndarray]
 
 
 def split_padding(num_tokens: int, packs: list[list[int]]) -> list[int]:
-    """Lengths of the documents that ``num_tokens`` of padding are: no longer than the longest of ``packs``."""
+    """Return the lengths of the padding documents: none is longer than the longest document of ``packs``."""
     whole, rest = divmod(num_tokens, max(map(max, packs)))
     return [max(map(max, packs))] * whole + [rest] * (rest > 0)
 

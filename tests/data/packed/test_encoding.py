@@ -28,7 +28,7 @@ from recipes_lib.errors import DataError, Problem
 
 @pytest.fixture
 def encode(tmp_path):
-    """Encodes the rows of a run: gives them, what is wrong, and the number of rows of each chunk."""
+    """Encode the rows of a run; return them, the problems, and the number of rows of each chunk."""
     with TokenFile(tmp_path) as file:
 
         def encode(config, tokenizer):
@@ -84,9 +84,7 @@ def test_remarks_stay_with_their_rows(
     assert taken.find_places([1]) == {1: f"{path}:17"}
 
 
-def test_reading_and_masking_problems_are_raised_together(
-    build_config, write_rows, make_chats, encode, tiny_tokenizer
-):
+def test_reading_and_masking_problems_are_raised_together(build_config, write_rows, make_chats, encode, tiny_tokenizer):
     rows = make_chats(10)
     rows[2]["messages"][1]["content"] = "half a \ud800 pair"
     rows[6]["messages"] = []

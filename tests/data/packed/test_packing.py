@@ -34,7 +34,7 @@ rows_and_capacity = st.tuples(
 
 
 def reference_loads(lengths: list[int], capacity: int) -> list[int]:
-    """Best-fit decreasing, one example at a time over a sorted list of spaces."""
+    """Return the loads of best-fit decreasing, one example at a time over a sorted list of spaces."""
     spaces: list[int] = []
     for length in sorted(lengths, reverse=True):
         at = bisect.bisect_left(spaces, length)
@@ -44,7 +44,7 @@ def reference_loads(lengths: list[int], capacity: int) -> list[int]:
 
 
 def examples_of(masks: list[list[bool]]) -> Examples:
-    """Rows of consecutive token ids with these masks."""
+    """Return examples of consecutive token ids with these masks."""
     ids = iter(range(1, 10_000))
     rows = [EncodedRow(np.array([next(ids) for _ in mask], np.uint32), np.array(mask, np.bool_)) for mask in masks]
     return build_examples(rows, range(len(rows)))
@@ -120,7 +120,7 @@ def test_blocks_cover_examples_in_order_and_are_bounded(case, tokens_at_once):
 
 
 def cut(mask: list[bool], capacity: int, overlong: str) -> list[list[bool]]:
-    """Masks of the pieces that one row leaves; the first token of a piece is no target."""
+    """Return the masks of the pieces of one row; the first token of a piece is no target."""
     if overlong == "split":
         pieces = [mask[at : at + capacity] for at in range(0, len(mask), capacity)]
     elif overlong == "drop":

@@ -21,7 +21,7 @@ from recipes_lib.errors import ConfigError, DataError
 
 
 def documents(dataset) -> dict[int, list[tuple[list[int], list[bool]]]]:
-    """Documents of a prepared split by row id."""
+    """Return the documents of a prepared split by row id."""
     found: dict[int, list[tuple[list[int], list[bool]]]] = {}
     for pack in dataset:
         ends = np.cumsum(pack["seq_lengths"])[:-1]
@@ -51,7 +51,7 @@ def test_prepared_set_equals_encoder_output(
 
 @pytest.fixture
 def clock(monkeypatch):
-    """No file locks, and a clock on which a hundred seconds pass whenever somebody waits for a set."""
+    """A file system without locks, and a clock that advances by 100 s per poll for a set."""
 
     class Clock:
         seconds = 0.0
@@ -71,10 +71,8 @@ def clock(monkeypatch):
     return store.time
 
 
-def test_other_ranks_wait_for_heartbeat_without_locks(
-    build_config, load_tokenizer, monkeypatch, clock
-):
-    """Twenty minutes of tokenising, in which nothing is written."""
+def test_other_ranks_wait_for_heartbeat_without_locks(build_config, load_tokenizer, monkeypatch, clock):
+    """The first rank tokenises for 20 minutes without writing a file."""
     config, (root, key, *_), pause = build_config(), module.identify_set(build_config()), threading.Event()
 
     def sleep(seconds, pass_time=clock.sleep):
@@ -99,9 +97,7 @@ def test_dead_first_process_is_detected_without_locks(build_config, clock):
         prepare(build_config(), None, local_rank=3)
 
 
-def test_max_length_defaults_to_longest_row_of_both_splits(
-    build_config, load_tokenizer, write_rows, make_chats
-):
+def test_max_length_defaults_to_longest_row_of_both_splits(build_config, load_tokenizer, write_rows, make_chats):
     held_out = make_chats(3, start=100)
     held_out[1]["messages"][1]["content"] = "word " * 70
     path = write_rows("held_out.jsonl", held_out)
@@ -168,9 +164,7 @@ def test_unused_seed_keeps_key(build_config, load_tokenizer):
     assert first.path == second.path
 
 
-def test_overlap_is_refused_unless_allowed(
-    build_config, load_tokenizer, write_rows, make_chats
-):
+def test_overlap_is_refused_unless_allowed(build_config, load_tokenizer, write_rows, make_chats):
     path = write_rows("held_out.jsonl", make_chats(2, start=39))
     with pytest.raises(DataError, match="1 training rows are held-out rows too") as raised:
         prepare(build_config(dataset_test_split=str(path)), load_tokenizer)

@@ -41,7 +41,7 @@ def row_of(tokenizer, text: str, targets: slice = slice(None)) -> PreviewRow:
 
 
 class Spans(HTMLParser):
-    """Collects tags, and the text and attributes of the spans inside ``pre``."""
+    """Parser that collects tags, and text and attributes of the spans inside ``pre``."""
 
     def __init__(self) -> None:
         super().__init__()

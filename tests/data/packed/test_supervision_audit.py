@@ -48,7 +48,7 @@ def audit_of(rows, capacity=12, end_token_ids=(END,), num_duplicates=0):
 def test_audit_equals_direct_count(rows):
     audit, _ = audit_of(rows, capacity=8)
     targets = [[(at, token) for at, (token, flag) in enumerate(row) if flag and at] for row in rows]
-    # A line break may stand behind the end.
+    # A line break may follow the end token.
     stops = [END in [token for _, token in row_targets[-3:]] for row_targets in targets if row_targets]
     assert audit.num_rows == len(rows)
     assert audit.num_rows_without_target == sum(not row_targets for row_targets in targets)

@@ -75,16 +75,16 @@ def test_eval_datasets_overlap_is_refused_unless_allowed(build_config, write_row
     path, apart = (write_rows(f"{name}.jsonl", make_chats(4, start=start)) for name, start in (("web", 38), ("a", 90)))
     assert str(load(build(allow_eval_overlap=True)).eval_sets.keys()) == "dict_keys(['web', 'apart'])"
     earlier = write_rows("earlier.jsonl", make_chats(4, start=92))
-    told = []
+    messages = []
     for options in ({}, {"packing": False}, {"dataset_streaming": True, "max_length": 128}, {"replay": earlier}):
         replay = options.pop("replay", None)
         if replay is not None:
             options |= {"replay_dataset": str(replay), "replay_share": 0.1}
         with pytest.raises(DataError, match="2 training rows are held-out rows too") as raised:
-            list(load(build(**options)).train)  # A stream finds it as it reads.
-        told.append(str(raised.value))
-        assert "train.jsonl:39 = " in told[-1]
-        assert "web.jsonl:1" in told[-1]
-    assert "a.jsonl" not in told[0]
-    assert "earlier.jsonl:1 = " in told[-1]
-    assert "a.jsonl:3" in told[-1]
+            list(load(build(**options)).train)  # A stream is checked while it is read.
+        messages.append(str(raised.value))
+        assert "train.jsonl:39 = " in messages[-1]
+        assert "web.jsonl:1" in messages[-1]
+    assert "a.jsonl" not in messages[0]
+    assert "earlier.jsonl:1 = " in messages[-1]
+    assert "a.jsonl:3" in messages[-1]

@@ -17,7 +17,7 @@ sizes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6), st.integers(1, 
 
 
 def rows_of(sizes: list[tuple[int, int, int]], seed: int = 0) -> list[dict[str, np.ndarray]]:
-    """Random tokens, the pad id among them, for pairs given by the lengths of prompt, chosen and rejected answer."""
+    """Return pairs of random tokens, including the pad id; ``sizes`` are lengths of prompt, chosen, rejected answer."""
     rng = np.random.default_rng(seed)
     names = ("prompt_ids", "chosen_ids", "rejected_ids")
     return [
@@ -32,12 +32,12 @@ def collate(rows, layout="shared", **options) -> dict[str, torch.Tensor]:
 
 
 def sequences_of(rows) -> list[tuple[list[int], list[int]]]:
-    """Prompt and answer of each sequence in the order of ``sequence_ids``."""
+    """Return prompt and answer of each sequence, in the order of ``sequence_ids``."""
     return [(row["prompt_ids"].tolist(), row[name].tolist()) for row in rows for name in ("chosen_ids", "rejected_ids")]
 
 
 def may_see(batch: dict[str, torch.Tensor], query: int, key: int) -> bool:
-    """The rule of the house, read off one place at a time."""
+    """Return whether attention from one position to another is allowed, as derived from the batch."""
     width = batch["input_ids"].shape[1]
     if query // width != key // width or key > query:
         return False
@@ -57,14 +57,14 @@ def test_every_answer_token_is_one_target_with_its_context(sizes, layout, packin
     rows = rows_of(sizes)
     batch = collate(rows, layout, packing=packing)
     ids, positions = batch["input_ids"].flatten().tolist(), batch["position_ids"].flatten().tolist()
-    told = zip(*(batch[name].tolist() for name in ("sequence_ids", "predictors", "targets")), strict=True)
+    targets = zip(*(batch[name].tolist() for name in ("sequence_ids", "predictors", "targets")), strict=True)
     expected = [
         (sequence, prompt + answer[:at], token)
         for sequence, (prompt, answer) in enumerate(sequences_of(rows))
         for at, token in enumerate(answer)
     ]
     found = []
-    for sequence, place, token in told:
+    for sequence, place, token in targets:
         seen = [key for key in range(len(ids)) if may_see(batch, place, key)]
         assert [positions[key] for key in seen] == list(range(len(seen)))
         found.append((sequence, [ids[key] for key in seen], token))

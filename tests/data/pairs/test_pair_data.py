@@ -15,7 +15,7 @@ from recipes_lib.training.evaluation.samples import build_prompts
 
 
 def make_rows(num_rows: int, start: int = 0) -> list[dict[str, Any]]:
-    """Two pairs for each prompt."""
+    """Return rows with two pairs per prompt."""
     return [
         {"prompt": f"Question {number // 2}:", "chosen": f" yes {number}", "rejected": " no" * (1 + number % 3)}
         for number in range(start, start + num_rows)

@@ -31,7 +31,7 @@ pairs = st.lists(
 
 
 def build_side(rows: list) -> EncodedMixture:
-    """Prompt, chosen and rejected answer end to end, as they are prepared; of a mixture that is not read."""
+    """Return encoded pairs: prompt, chosen and rejected answer concatenated, with a mixture that is never read."""
     encoded = [
         EncodedRow(
             np.array([*prompt, *chosen, *rejected], np.uint32),

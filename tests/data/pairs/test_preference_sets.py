@@ -22,7 +22,7 @@ COLUMNS = ["prompt_ids", "chosen_ids", "rejected_ids", "row_id"]
 
 @pytest.fixture
 def build_pairs(build_config, write_rows):
-    """Builds a run over pairs: 40 of them, unless rows are given."""
+    """Build a configuration of a run over pairs; by default 40 of them."""
 
     def build(rows=None, **options):
         path = write_rows("pairs.jsonl", make_pairs(40) if rows is None else rows)
@@ -32,7 +32,7 @@ def build_pairs(build_config, write_rows):
 
 
 def make_pairs(num_rows: int, start: int = 0, prompts: int = 1000, **more: Any) -> list[dict[str, Any]]:
-    """Pairs of different lengths, of which every ``prompts``-th has the same prompt."""
+    """Return pairs of different lengths; pairs whose numbers are equal modulo ``prompts`` share a prompt."""
     return [
         {
             "prompt": [{"role": "user", "content": f"Question {number % prompts}?"}],
@@ -68,9 +68,7 @@ def encode_alone(config, tokenizer) -> dict[int, list[list[int]]]:
 
 
 @pytest.mark.parametrize("rows_per_chunk", [1, 7, 40])
-def test_prepared_pairs_equal_encoder_output(
-    build_pairs, load_tokenizer, tiny_tokenizer, monkeypatch, rows_per_chunk
-):
+def test_prepared_pairs_equal_encoder_output(build_pairs, load_tokenizer, tiny_tokenizer, monkeypatch, rows_per_chunk):
     monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", rows_per_chunk)
     monkeypatch.setattr(prepared_set, "_ROWS_PER_RECORD_BATCH", rows_per_chunk)
     config = build_pairs()

@@ -35,7 +35,7 @@ def test_share_of_truncated_answers_and_half_without_end_token_only(share):
     assert len(drawn) == pytest.approx(4000 * share, abs=4 * np.sqrt(4000 * share * (1 - share)))
     cuts = np.array([len(unfinished[n]["rejected_ids"]) for n in drawn])
     assert set(cuts) == set(range(1, 7))
-    # Half of them on purpose, and a sixth of the others by chance.
+    # Half of them by choice, and of the others one in six, whose random length is the full one.
     assert (cuts == 6).mean() == pytest.approx(1 / 2 + 1 / 12, abs=4 / np.sqrt(len(drawn)))
 
 

@@ -48,7 +48,7 @@ def row_of(pack_rows):
 
 
 def write_broken(tmp_path, chats, places):
-    """The chats with all broken lines among them, at these places."""
+    """Write the chats with all broken lines inserted at these positions."""
     lines = [json.dumps(chat) for chat in chats]
     for place, line in zip(places, BROKEN_LINES.values(), strict=True):
         lines.insert(place, line)
@@ -69,9 +69,9 @@ def test_valid_rows_are_prepared_as_without_broken_ones(
     row_ids = sorted(number for numbers in row_of(prepared.train).values() for number in numbers)
     assert row_ids == sorted(set(range(48)) - set(places)), "a row keeps its place"
     assert prepared.manifest["broken_rows"] == {"train": {"num_rows": 48, "num_broken": 8}}
-    (told,) = [finding for finding in prepared.manifest["findings"] if "broken" in finding["found"]]
-    assert told["severity"] == "warning"
-    assert f"8 of 48 rows (16.67%) are broken and left out; the first is {path}:{places[0] + 1}: " in told["found"]
+    (finding,) = [found for found in prepared.manifest["findings"] if "broken" in found["found"]]
+    assert finding["severity"] == "warning"
+    assert f"8 of 48 rows (16.67%) are broken and left out; the first is {path}:{places[0] + 1}: " in finding["found"]
     assert alone.manifest["broken_rows"] == {"train": {"num_rows": 40, "num_broken": 0}}
     with pytest.raises(DataError) as caught:
         prepare(build_config(dataset_name=str(path), **keys | {"max_broken_fraction": 0.16}), load_tokenizer)
@@ -121,9 +121,7 @@ def test_line_that_is_not_utf8_is_one_broken_row(tmp_path):
     assert [row.text for row in rows] == ["a"] * 500 + ["b"]
 
 
-def test_broken_pairs_are_dropped_and_overlong_not_broken(
-    build_config, write_rows, load_tokenizer, small_chunks
-):
+def test_broken_pairs_are_dropped_and_overlong_not_broken(build_config, write_rows, load_tokenizer, small_chunks):
     pairs = [{"prompt": f"{n} + {n} =", "chosen": f" {2 * n}", "rejected": f" {3 * n}"} for n in range(1, 31)]
     long = {"prompt": "Count:", "chosen": " 1" * 300, "rejected": " 2"}
     same, unpaired, half = {**pairs[0], "rejected": " 2"}, {"chosen": "a"}, {**pairs[0], "chosen": "half \ud800"}
@@ -140,9 +138,7 @@ def test_broken_pairs_are_dropped_and_overlong_not_broken(
     assert [problem.where for problem in caught.value.problems] == [f"{path}:24"]
 
 
-def test_stream_drops_broken_rows_up_to_limit(
-    build_config, make_chats, tiny_tokenizer, tmp_path, small_chunks
-):
+def test_stream_drops_broken_rows_up_to_limit(build_config, make_chats, tiny_tokenizer, tmp_path, small_chunks):
     places = [4, 9, 14, 20, 21, 30, 31, 45]
     path = write_broken(tmp_path, make_chats(40), places)
     keys = {"dataset_name": str(path), "dataset_streaming": True, "max_length": 128, "broken_rows": "drop"}

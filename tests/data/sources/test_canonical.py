@@ -31,7 +31,7 @@ def write_lines(path: Path, rows: list[dict[str, object]]) -> Path:
     return path
 
 
-def say(rows: list[Row]) -> list[object]:
+def contents(rows: list[Row]) -> list[object]:
     return [row.messages or row.text or (row.prompt, row.completion) for row in rows]
 
 
@@ -53,7 +53,7 @@ def test_rows_are_equal_in_every_container(tmp_path: Path) -> None:
     table = pa.Table.from_pylist(rows)
     with pa.ipc.new_file(str(tmp_path / "file.arrow"), table.schema) as file:
         file.write_table(table)
-    (tmp_path / "copied").mkdir()  # a folder of Arrow files, such as the cache of `datasets`
+    (tmp_path / "copied").mkdir()  # A folder of Arrow files, such as the cache of `datasets`.
     shutil.copy(stream, tmp_path / "copied")
     (tmp_path / "folder").mkdir()
     write_lines(tmp_path / "folder" / "1.jsonl", rows[:2])
@@ -86,7 +86,7 @@ def test_all_problems_are_raised_and_no_row_follows_first(tmp_path: Path) -> Non
     seen = []
     with pytest.raises(DataError) as caught:
         seen.extend(read_rows(load_source(str(path))))
-    assert say(seen) == ["a"]
+    assert contents(seen) == ["a"]
     assert [problem.where for problem in caught.value.problems] == [f"{path}:2", f"{path}:3", f"{path}:5"]
 
 

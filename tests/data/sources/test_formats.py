@@ -47,7 +47,7 @@ def convert(raw: dict[str, Any], declared: DatasetFormat = "auto") -> Row:
     return canonicalize(raw, row_format, "data.jsonl", 1, "line")
 
 
-# layout, a row as users have it, what the canonical row holds
+# case -> layout, row of the dataset, fields of the canonical row
 GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
     "chat": ("messages", BRIEF, BRIEF),
     "chat with tools": (
@@ -320,9 +320,7 @@ MARKED = {**ANSWER, "weight": 0}
     ],
     ids=["messages", "sharegpt", "prompt_completion", "preference"],
 )
-def test_excluded_turns_are_recorded_by_index(
-    raw: dict[str, Any], untrained: set[int]
-) -> None:
+def test_excluded_turns_are_recorded_by_index(raw: dict[str, Any], untrained: set[int]) -> None:
     row = convert(raw)
     assert row.untrained == untrained
     assert all(set(message) == {"role", "content"} for message in row.messages or ())
@@ -363,7 +361,7 @@ WORDS = st.lists(st.text(string.ascii_letters, min_size=1, max_size=4), max_size
 
 @given(prompt=WORDS.filter(bool), chosen=WORDS, rejected=WORDS)
 def test_implicit_text_prompt_agrees_with_trl(prompt: list[str], chosen: list[str], rejected: list[str]) -> None:
-    # That neither answer begins the other, which TRL cuts in another place, is seen by the first letters.
+    # Answers start with different letters: TRL splits differently if one is a prefix of the other.
     raw = {"chosen": " ".join([*prompt, "x", *chosen]), "rejected": " ".join([*prompt, "y", *rejected])}
     row, theirs = convert(raw), extract_prompt(raw)
     assert (row.prompt, row.completion, row.rejected) == (theirs["prompt"], theirs["chosen"], theirs["rejected"])
@@ -384,7 +382,7 @@ def test_implicit_text_prompt_agrees_with_trl(prompt: list[str], chosen: list[st
 def test_implicit_text_prompt_ends_at_token_boundary(
     prompt: str, chosen: str, rejected: str, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """Neither inside a word nor in a space, so that the answers' tokens follow the prompt's."""
+    """The boundary is neither inside a word nor after a space."""
     row = convert({"chosen": prompt + chosen, "rejected": prompt + rejected})
     assert row == convert({"prompt": prompt, "chosen": chosen, "rejected": rejected})
     (pair,) = PairEncoder(RowEncoder(tiny_tokenizer), tiny_tokenizer).encode([row])
@@ -402,8 +400,8 @@ def test_format_description_lists_read_and_ignored_columns() -> None:
     raw = {"id": 7, "messages": [USER, ANSWER], "tools": None, "source": "web"}
     assert str(detect_format(raw, where="here")) == "`messages` layout, from messages, tools; ignored: id, source"
     raw = {"query": "a", "response": "b", "system_prompt": None, "n": 1}
-    told = "`question_answer` layout, from query as question, response as answer; ignored: system_prompt, n"
-    assert str(detect_format(raw, where="here")) == told
+    expected = "`question_answer` layout, from query as question, response as answer; ignored: system_prompt, n"
+    assert str(detect_format(raw, where="here")) == expected
 
 
 def test_answer_beside_solution_is_ambiguous() -> None:

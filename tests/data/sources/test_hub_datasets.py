@@ -53,7 +53,7 @@ def test_saved_dataset_fingerprint_depends_on_rows(tmp_path: Path) -> None:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """A Hub with one dataset, ``name``, at ``COMMIT``; calling the fixture cuts the network and keeps the cache."""
+    """A Hub with the dataset ``name`` at ``COMMIT``; calling the fixture goes offline and keeps the cache."""
     file = tmp_path / "train.jsonl"
     write_rows(file, ({"text": row["text"]} for row in ROWS))
     cache = tmp_path / "cache"

@@ -124,12 +124,10 @@ COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-@pytest.mark.parametrize("is_told", [True, False])
-def test_compressed_file_is_read_to_last_member(
-    suffix: str, is_told: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("has_suffix", [True, False])
+def test_compressed_file_is_read_to_last_member(suffix: str, has_suffix: bool, tmp_path: Path) -> None:
     parts = [b'{"text": "%d"}\n' % number * 5_000 for number in range(2)]
-    path = tmp_path / ("d.jsonl" + suffix * is_told)
+    path = tmp_path / ("d.jsonl" + suffix * has_suffix)
     path.write_bytes(b"".join(bytes(COMPRESS[suffix](part)) for part in parts))
     with open_file(path) as file:
         assert file.read() == b"".join(parts)
@@ -165,7 +163,7 @@ def test_unknown_suffix_lists_supported_ones(name: str, kind: str, tmp_path: Pat
 
 @pytest.fixture
 def large(tmp_path, monkeypatch):
-    """A file that counts as large, and settled by now."""
+    """A file above ``MIN_BYTES``, last changed before ``_SETTLED_NS``."""
     monkeypatch.setattr(local_files, "MIN_BYTES", 10)
     monkeypatch.setattr(local_files, "_SETTLED_NS", -1)
     path = tmp_path / "rows with spaces.jsonl"
@@ -175,7 +173,7 @@ def large(tmp_path, monkeypatch):
 
 @pytest.fixture
 def num_reads(monkeypatch):
-    """How often a file was read whole."""
+    """One entry per full read of a file."""
     reads = []
     monkeypatch.setattr(
         local_files.hashlib, "file_digest", lambda file, kind: reads.append(1) or hashlib.new(kind, file.read())

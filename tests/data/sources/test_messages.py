@@ -66,7 +66,7 @@ ANSWER = {"role": "assistant", "content": "4"}
     [
         ({"weight": 1}, True),
         ({"weight": 0}, False),
-        ({"weight": 0.0}, False),  # Arrow makes numbers beside nulls so.
+        ({"weight": 0.0}, False),  # pandas converts integers in a column with nulls to floats.
         ({"weight": None}, True),
         ({"train": True}, True),
         ({"train": False}, False),
@@ -74,9 +74,7 @@ ANSWER = {"role": "assistant", "content": "4"}
         ({"training": True, "weight": 1}, True),
     ],
 )
-def test_loss_marks_are_removed_and_recorded(
-    marks: dict[str, object], is_trained: bool
-) -> None:
+def test_loss_marks_are_removed_and_recorded(marks: dict[str, object], is_trained: bool) -> None:
     for marked in ({**ANSWER, **marks}, {"from": "gpt", "value": "4", **marks}):
         turns, untrained = split_marks(clean_messages([marked, ANSWER], "turns"))
         assert turns == [ANSWER, ANSWER]

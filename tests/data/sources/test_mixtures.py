@@ -26,7 +26,7 @@ from recipes_lib.errors import ConfigError, DataError
 
 NUM_ROWS = 40
 ROUNDED = [(0.24, 10), (0.26, 10), (1.07, 43), (1.08, 43)]
-"""Weights that come to 9.6, 10.4, 42.8 and 43.2 rows: to the nearest number, neither always down nor always up."""
+"""Repeats of 9.6, 10.4, 42.8 and 43.2 rows, which are rounded to the nearest number."""
 
 
 @pytest.fixture
@@ -166,9 +166,7 @@ def test_dataset_columns_apply_to_all_or_one_entry(files: tuple[str, str], tmp_p
         assert texts(load_train_data(mixed))[NUM_ROWS - 1 :] == [f"a {NUM_ROWS - 1}", "c 0"]
 
 
-def test_missing_held_out_data_is_config_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_held_out_data_is_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="no file or folder `b/c`"):
         load_test_data(DataConfig(dataset_name="a", dataset_test_split="b/c"))
@@ -204,7 +202,7 @@ def test_bare_word_is_split_even_if_folder_exists(
 
 @pytest.fixture
 def mix(build_config):
-    """Builds a run over a mixture with these weights; ``None`` leaves the weight out."""
+    """Build a configuration over a streamed mixture with these weights; ``None`` omits the weight."""
 
     def build(*weights, **options):
         entries = [{"name": f"{at}.jsonl"} | ({} if w is None else {"weight": w}) for at, w in enumerate(weights)]
@@ -241,7 +239,7 @@ def test_single_dataset_is_one_entry(build_config):
 
 
 def draw(phases, num_tokens, max_length, num_sources) -> list[int]:
-    """Tokens that a run of whole rows takes of each source."""
+    """Return the number of tokens that a run of full rows reads from each source."""
     rows = [(-(-start // max_length), weights) for start, weights in phases if start < num_tokens]
     order = RowOrder([10**6] * num_sources, rows, seed=0)
     return (order.count_rows(-(-num_tokens // max_length)) * max_length).tolist()

@@ -50,7 +50,9 @@ def columns(entries: list[Entry]) -> list[dict[str, Any]]:
 
 
 @given(rows=ROWS, indent=st.sampled_from([None, 0, 2]), ascii_only=st.booleans(), mark=st.booleans())
-def test_json_array_rows_equal_elements(rows: list[dict[str, Any]], indent: int | None, ascii_only: bool, mark: bool) -> None:
+def test_json_array_rows_equal_elements(
+    rows: list[dict[str, Any]], indent: int | None, ascii_only: bool, mark: bool
+) -> None:
     text = json.dumps(rows, indent=indent, ensure_ascii=ascii_only)
     entries = read(text.encode("utf-8-sig" if mark else "utf-8"))
     assert columns(entries) == rows
@@ -79,9 +81,7 @@ def test_single_json_object_is_one_row() -> None:
 
 @pytest.mark.parametrize("broken", ['{"text" 3}', '{"text": nul}', "", '{"text": "a', '{"text": 1} {"text": 2}', "]"])
 @pytest.mark.parametrize("num_rows", [1, 4])
-def test_array_error_has_line_and_column_and_keeps_earlier_rows(
-    broken: str, num_rows: int
-) -> None:
+def test_array_error_has_line_and_column_and_keeps_earlier_rows(broken: str, num_rows: int) -> None:
     text = "[" + ",\n ".join(['{"text": "é"}'] * num_rows) + f",\n {broken}]"
     with pytest.raises(json.JSONDecodeError) as expected:
         json.loads(text)
@@ -115,9 +115,7 @@ def test_nan_and_infinity_are_read(is_array: bool) -> None:
 
 
 @pytest.mark.parametrize("is_array", [True, False])
-def test_memory_is_independent_of_num_json_rows(
-    is_array: bool, tmp_path: Path
-) -> None:
+def test_memory_is_independent_of_num_json_rows(is_array: bool, tmp_path: Path) -> None:
     path = tmp_path / "d.json"
     row = json.dumps({"text": "word " * 1000})
     path.write_text(f"[{','.join([row] * 4_200)}]" if is_array else f"{row}\n" * 4_200)
@@ -164,9 +162,7 @@ def test_csv_round_trip(rows: list[tuple[str, str]], delimiter: str, mark: bool)
         ("text,\na,\n", {"text": "a", "Unnamed: 1": ""}),
     ],
 )
-def test_csv_delimiter_and_unnamed_columns_agree_with_pandas(
-    content: str, columns: dict[str, str]
-) -> None:
+def test_csv_delimiter_and_unnamed_columns_agree_with_pandas(content: str, columns: dict[str, str]) -> None:
     (entry,) = read_csv(open_bytes(content.encode()), "d.csv", delimiter=",")
     assert isinstance(entry, RawRow)
     assert entry.columns == columns
@@ -195,8 +191,8 @@ def test_spell_as_json_removes_only_null_fields(value: object, expected: object)
 
 
 def test_parquet_dates_are_read_as_iso_strings() -> None:
-    said = {"role": "user", "content": "Hi", "timestamp": datetime(2024, 5, 1, 12, 30, tzinfo=UTC)}
-    rows: list[dict[str, Any]] = [{"messages": [said], "day": date(2024, 5, 1), "at": time(12, 30)}]
+    turn = {"role": "user", "content": "Hi", "timestamp": datetime(2024, 5, 1, 12, 30, tzinfo=UTC)}
+    rows: list[dict[str, Any]] = [{"messages": [turn], "day": date(2024, 5, 1), "at": time(12, 30)}]
     file = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows), file)
     (entry,) = read_parquet(open_bytes(file.getvalue()), "d.parquet")
@@ -278,9 +274,7 @@ def test_blank_file_has_no_documents(documents: TextDocuments, content: bytes) -
 
 
 @pytest.mark.parametrize("documents", ["file", "paragraph"])
-def test_long_document_is_split_at_line_ends(
-    documents: TextDocuments, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_document_is_split_at_line_ends(documents: TextDocuments, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 24)
     content = "zwölf ä\n" * 7 + "a line that is longer than a document may be\n" + "b\n" * 20
     pieces = read_documents(content.encode(), documents)

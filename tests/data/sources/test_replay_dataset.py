@@ -20,7 +20,7 @@ SHARES = (0.01, 0.05, 0.1, 0.25, 1 / 3, 0.5, 0.9)
 
 
 def draw_by_deficit(terms, replayed_terms, share, num_rows, seed):
-    """One row after the other: of the replayed ones where they have less than their share, else of the new ones."""
+    """Choose rows one by one: a replayed row while their share is below the target, otherwise a new one."""
     streams = EpochOrder(len(terms), seed), EpochOrder(len(replayed_terms), None if seed is None else seed ^ 0x5EED)
     share = Fraction(str(share)).limit_denominator(1_000_000)
     taken, sums, rows = [0, 0], [0, 0], []
@@ -45,15 +45,15 @@ def test_replay_order_equals_deficit_reference(terms, replayed, share, seed):
     num_rows = 2 * order.rows_per_epoch + 5
     rows = order.locate(np.arange(num_rows))
     assert rows.tolist() == draw_by_deficit(terms, replayed, share, num_rows, seed)
-    # Between any two steps the replayed tokens are their share but for a row at either end.
+    # In every prefix, the replayed tokens deviate from their share by at most one row.
     every = np.concatenate([terms, replayed])[rows]
     replayed_sums = np.cumsum(np.where(rows >= len(terms), every, 0))
     off = replayed_sums - share * np.cumsum(every)
     assert np.abs(off).max() <= max(terms.max(), replayed.max())
-    # A step that begins anywhere has the rows that it has in the whole run.
+    # Any range has the rows that it has in the whole run.
     for first in (0, 1, num_rows // 2, num_rows - 3):
         assert order.locate(np.arange(first, num_rows)).tolist() == rows[first:].tolist()
-    # An epoch holds each new row, in the order that it has without replay.
+    # An epoch has each new row once, in the order without replay.
     epoch = rows[: order.rows_per_epoch]
     assert epoch[epoch < len(terms)].tolist() == EpochOrder(len(terms), seed).locate(np.arange(len(terms))).tolist()
 
@@ -69,7 +69,7 @@ def test_replay_uses_every_row_before_repeating():
 
 @pytest.fixture
 def write_all(build_config, write_rows, make_chats, tmp_path):
-    """Builds a run over 40 chats that replays 25 others."""
+    """Build a configuration over 40 chats; 25 others can be replayed."""
     write_rows("new.jsonl", make_chats(40))
     write_rows("old.jsonl", make_chats(25, start=100))
 

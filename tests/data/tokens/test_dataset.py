@@ -17,7 +17,7 @@ LENGTH = 8
 
 @pytest.fixture
 def sources(tmp_path):
-    """Three sources in which a token's id says where it stands: 1000 times the source plus the position."""
+    """Three sources whose token ids encode their place: 1000 times the source plus the position."""
     rng = np.random.default_rng(0)
     found = []
     for number, num_tokens in enumerate([203, 95, 160]):
@@ -45,7 +45,7 @@ def build(sources, row_starts, *, micro=2, full=None, weights=(0.5, 0.2, 0.3), i
 
 
 def window_of(row) -> tuple[int, int]:
-    """Source and window of a row, after a look at all of it."""
+    """Source and window of a row, after a check of all of its tokens."""
     first = int(row["input_ids"][0])
     assert row["input_ids"].tolist() == list(range(first, first + LENGTH))
     assert row["source"] == first // 1000
@@ -99,7 +99,7 @@ def test_steps_that_would_deadlock_are_refused(sources, row_starts, micro, full)
 
 
 def read_as(dataset, per_device: int, num_processes: int) -> list[list[tuple[int, int]]]:
-    """Windows of each step when batches are dealt to processes in turn, as accelerate does."""
+    """Return the windows of each step if batches are distributed over ranks round-robin, as by accelerate."""
     batches = [range(start, start + per_device) for start in range(0, len(dataset), per_device)]
     micro_steps = [batches[at : at + num_processes] for at in range(0, len(batches), num_processes)]
     per_step = dataset._rows_per_step // (per_device * num_processes)

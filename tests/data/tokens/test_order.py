@@ -26,7 +26,7 @@ def sources_of(order: RowOrder, num_rows: int, first: int = 0) -> list[int]:
 
 
 def assert_within_a_row(sources: list[int], weights: list[float]) -> None:
-    """At every prefix of n rows, the rows of each source differ from n times its weight by less than one."""
+    """Assert that in every prefix of n rows, the count of each source differs from n times its weight by less than 1."""
     exact = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(weight.denominator for weight in exact))
     units = [int(weight * scale) for weight in exact]
@@ -39,7 +39,7 @@ def assert_within_a_row(sources: list[int], weights: list[float]) -> None:
 
 
 def assign_chairs(weights: list[int], num_rows: int) -> list[int]:
-    """Tijdeman's algorithm as published, step by step in exact fractions."""
+    """Return the order of Tijdeman's algorithm as published, step by step in exact fractions."""
     shares = {source: Fraction(weight, sum(weights)) for source, weight in enumerate(weights) if weight}
     slack = Fraction(1, max(1, 2 * len(shares) - 2))
     counts = dict.fromkeys(shares, 0)

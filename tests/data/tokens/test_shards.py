@@ -23,7 +23,7 @@ lengths_lists = st.lists(st.integers(1, 12), min_size=1, max_size=20)
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch):
-    """Shards of 32 bytes, written without waiting for the disk."""
+    """Shards of 32 bytes, and no fsync."""
     monkeypatch.setattr(token_shards, "SHARD_BYTES", 32)
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
@@ -190,7 +190,7 @@ def test_worker_process_reads_equal_tokens(tmp_path, method):
 
 def read_with_few_files(source: TokenSource) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Besides those that the tests before have left open in this process.
+    # In addition to the files that earlier tests left open in this process.
     few = len(list(Path("/dev/fd").iterdir())) + token_shards._MAX_OPEN_FILES + 64
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
     for start in range(0, source.num_tokens, 16):

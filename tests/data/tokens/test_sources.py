@@ -53,11 +53,11 @@ WITHOUT_CHANGE = {
     "decay_embeddings": False,
 }
 DECIDED_ELSEWHERE = {
-    # which source, and where it lies
+    # The source and its location.
     *("dataset_name", "dataset_config", "dataset_revision", "dataset_train_split", "dataset_test_split"),
-    # below
+    # Tested below.
     *("dataset_mixture", "dataset_curriculum", "dataset_streaming", "chat_template_path"),
-    # refused in pretraining, and not read here
+    # Refused in pretraining, and not read here.
     *("loss_on", "overlong", "max_truncated_fraction", "packing"),
 }
 
@@ -106,7 +106,7 @@ def test_stream_budget_changes_key(build_config, texts):
 
 
 def find_needed_modules(module: str) -> set[str]:
-    """The modules of the room that a module imports, at once or not, those only for types left out."""
+    """Return the modules of ``data`` that a module imports, directly or indirectly, except for typing only."""
     needed, waiting = set(), [module]
     while waiting:
         name = waiting.pop()

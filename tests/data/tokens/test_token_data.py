@@ -17,7 +17,7 @@ from recipes_lib.errors import DataError
 
 @pytest.fixture
 def build(build_config, write_rows, make_chats, tmp_path):
-    """Builds a run over 40 texts and 30 chats, rows of 16 tokens, with these weights."""
+    """Build a configuration over 40 texts and 30 chats with these weights and rows of 16 tokens."""
     write_rows("texts.jsonl", [{"text": f"Text {number} of the baker"} for number in range(40)])
     write_rows("chats.jsonl", make_chats(30))
 
@@ -102,7 +102,7 @@ def test_dataset_test_split_is_single_held_out_source(build, load_tokenizer, wri
 def test_document_overlap_is_refused_unless_allowed(build, load_tokenizer, write_rows):
     rows = [{"text": "nothing of the kind"}, {"text": "Text 7 of the baker "}, {"text": "Text 3 of the baker"}]
     path = write_rows("held_out.jsonl", rows)
-    for _ in range(2):  # found in the store the second time
+    for _ in range(2):  # The second call finds the set in the store.
         with pytest.raises(DataError) as raised:
             prepare_tokens(build(dataset_test_split=str(path)), load_tokenizer)
         text = str(raised.value)
@@ -113,9 +113,7 @@ def test_document_overlap_is_refused_unless_allowed(build, load_tokenizer, write
     assert allowed.eval[str(path)].num_documents == 3
 
 
-def test_problems_of_all_sources_are_raised_together(
-    build, load_tokenizer, write_rows, tokenized
-):
+def test_problems_of_all_sources_are_raised_together(build, load_tokenizer, write_rows, tokenized):
     write_rows("texts.jsonl", [{"text": "a"}, {"text": ""}, {"text": 3}])
     held_out = write_rows("held_out.jsonl", [{"text": "b"}, {"text": []}])
     with pytest.raises(DataError) as raised:

@@ -35,7 +35,7 @@ def small_shards(monkeypatch):
 
 @pytest.fixture
 def make(build_config, write_rows, tiny_tokenizer):
-    """Makes the set of 60 texts under a root, or of another corpus."""
+    """Make the token set of 60 texts, or of another file, in a root folder."""
 
     def load_encoder():
         return RowEncoder(tiny_tokenizer, loss_on="all"), 512
@@ -84,12 +84,12 @@ def test_only_set_remains_in_folder(make, tmp_path):
 
 
 def test_progress_reports_documents_and_tokens(make, tmp_path):
-    told = []
-    prepared = make(tmp_path / "root", on_documents=lambda *counts: told.append(counts), test_split_size=0.3)
+    counts = []
+    prepared = make(tmp_path / "root", on_documents=lambda *pair: counts.append(pair), test_split_size=0.3)
     sides = [prepared.manifest[side] for side in ("train", "eval")]
-    assert told[0] == (0, 0)
-    assert told == sorted(told)
-    assert told[-1] == tuple(sum(side[name] for side in sides) for name in ("num_documents", "num_tokens"))
+    assert counts[0] == (0, 0)
+    assert counts == sorted(counts)
+    assert counts[-1] == tuple(sum(side[name] for side in sides) for name in ("num_documents", "num_tokens"))
 
 
 PLACES = [
@@ -119,13 +119,11 @@ def test_killed_preparation_resumes_to_equal_bytes(make, tmp_path, module, funct
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("num_tokens", [None, 700])
 @pytest.mark.parametrize("call", [2, 9])
-def test_dropped_rows_are_counted_alike_after_resume(
-    make, write_rows, tmp_path, call, num_tokens
-):
+def test_dropped_rows_are_counted_alike_after_resume(make, write_rows, tmp_path, call, num_tokens):
     rows = [{"prompt": f"Text {at}: ", "completion": "the baker " * (at % 7 + 1)} for at in range(NUM_ROWS)]
     sound = write_rows("sound.jsonl", rows)
     for at in (0, 5, 17, 18, 19, 20, 40):
-        # What cannot be read, and what cannot be encoded.
+        # Rows that cannot be read, and rows that cannot be encoded.
         rows.insert(at, {"prompt": "Text:", "completion": None if at % 2 else "an end<|endoftext|> inside"})
     options = {"num_tokens": num_tokens, "broken_rows": "drop", "max_broken_fraction": 0.2}
     path, root = write_rows("broken.jsonl", rows), tmp_path / "root"
@@ -145,14 +143,14 @@ def test_dropped_rows_are_counted_alike_after_resume(
 @pytest.mark.multiprocess
 def test_full_shards_are_not_tokenised_again(make, tmp_path, tokenized):
     kill_at_call(lambda: make(tmp_path / "root"), token_sets._Sides, "append", 13)
-    before, told = sum(tokenized), []
-    make(tmp_path / "root", on_documents=lambda *counts: told.append(counts))
-    assert told[0][0] == 48, "each chunk fills a shard, so that all of them are kept"
+    before, counts = sum(tokenized), []
+    make(tmp_path / "root", on_documents=lambda *pair: counts.append(pair))
+    assert counts[0][0] == 48, "each chunk fills a shard, so that all of them are kept"
     assert sum(tokenized) - before == NUM_ROWS - 48
 
 
 def interrupt(make, root: Path, monkeypatch) -> Path:
-    """Leaves a partly written set behind, and returns its folder."""
+    """Interrupt the preparation of a set before its publication, and return the staging folder."""
 
     def stop(*_, **__):
         raise KeyboardInterrupt
@@ -228,7 +226,7 @@ def test_broken_documents_are_raised_together_and_leave_no_files(make, write_row
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """Rows over a network that breaks off once."""
+    """A streamed source that fails once, before the rows whose indices are in ``breaks``."""
 
     breaks: list[int]
     name = "a/stream"
