@@ -20,7 +20,7 @@ from recipes_lib.training.layouts.launch_environment import plan_launch
 
 @pytest.fixture
 def run_check(tmp_path: Path, tiny_model_dir: Path) -> Callable[..., tuple[list[Problem], str]]:
-    """Check a run of the tiny model over ``rows`` with a launch file, and return the problems and the printed report."""
+    """Run ``check`` for the tiny model over ``rows`` with a launch file; return the problems and the printed report."""
 
     def run(
         recipe: str, rows: Iterable[Any], *, hardware: str | None = None, num_processes: int = 1, **keys: Any

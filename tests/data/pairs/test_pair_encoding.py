@@ -149,7 +149,7 @@ def test_whitespace_token_across_prompt_and_answer_is_one_error() -> None:
 
 
 def test_prompt_tokens_that_change_before_answer_are_refused() -> None:
-    """The tokenizer merges across the boundary: the prompt alone ends in other tokens than the prompt with its answer."""
+    """The tokenizer merges across the boundary: alone, the prompt ends in other tokens than with its answer."""
     _, tokenizer = build("chatml")
     inner = RowEncoder(tokenizer)
     ids = inner.encode_prompt(text_pair("2 + 2 =", " 4", " 5"))

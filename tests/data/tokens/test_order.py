@@ -26,7 +26,7 @@ def sources_of(order: RowOrder, num_rows: int, first: int = 0) -> list[int]:
 
 
 def assert_within_a_row(sources: list[int], weights: list[float]) -> None:
-    """Assert that in every prefix of n rows, the count of each source differs from n times its weight by less than 1."""
+    """Assert that in every prefix of n rows, the count of each source is within 1 of n times its weight."""
     exact = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(weight.denominator for weight in exact))
     units = [int(weight * scale) for weight in exact]

@@ -46,11 +46,16 @@ def make(build_config, write_rows, tiny_tokenizer):
     def run(root: Path, num_tokens=None, on_documents=lambda *_: None, path=path, **options):
         (corpus,) = load_corpora(build_config(dataset_name=str(path), **options))
         corpus = dataclasses.replace(corpus, num_tokens=num_tokens)
-        return make_token_set(root, KEY, {}, corpus, load_encoder, on_documents)
+        return make_token_set(root, KEY, identify(corpus), corpus, load_encoder, on_documents)
 
     make = run
     make.rows = lambda **options: list(load_corpora(build_config(**options))[0].rows())
     return make
+
+
+def identify(corpus: Corpus) -> dict[str, dict[str, str]]:
+    """Return the inputs of the key that the preparation reads."""
+    return {"sources": {"documents": corpus.source.fingerprint()}}
 
 
 def read_documents(prepared, side) -> list[list[int]]:
@@ -232,6 +237,9 @@ class Stream:
     name = "a/stream"
     streaming = True
 
+    def fingerprint(self):
+        return "the commit"
+
     def rows(self):
         for index in range(NUM_ROWS):
             if [index] == self.breaks:
@@ -244,7 +252,7 @@ def test_interrupted_stream_resumes_from_full_shards(tmp_path, tiny_tokenizer, t
     def run(root, *breaks):
         corpus = Corpus(name="a/stream", source=Stream(list(breaks)), format="auto", num_tokens=400)
         encoder = RowEncoder(tiny_tokenizer, loss_on="all"), 512
-        return lambda: make_token_set(root, KEY, {}, corpus, lambda: encoder, lambda *_: None)
+        return lambda: make_token_set(root, KEY, identify(corpus), corpus, lambda: encoder, lambda *_: None)
 
     whole, broken = run(tmp_path / "whole")(), run(tmp_path / "root", 30)
     with pytest.raises(DataError, match="broke off"):

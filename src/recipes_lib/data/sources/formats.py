@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -114,8 +115,8 @@ def _match(columns: Iterable[str]) -> list[DatasetFormat]:
 
 def _find_renamed(present: Sequence[str], spellings: Mapping[str, str]) -> dict[str, str]:
     """Return the columns that have another spelling of a layout's column, if no other column has the same meaning."""
-    meanings = [spellings.get(column, column) for column in present]
-    return {column: spellings[column] for column in present if meanings.count(spellings.get(column, "")) == 1}
+    meanings = Counter(spellings.get(column, column) for column in present)
+    return {column: spellings[column] for column in present if column in spellings and meanings[spellings[column]] == 1}
 
 
 def _drop_lesser(raw: Raw, matches: list[DatasetFormat]) -> list[DatasetFormat]:
@@ -349,7 +350,9 @@ def _check_pair(**answers: list[Message]) -> None:
 
 
 def _read_margin(raw: Raw) -> dict[str, Any]:
-    margin = raw.get("margin")
+    margin: Any = raw.get("margin")
+    if isinstance(margin, str):  # A cell of a table.
+        margin = _parse_cell(margin)
     if margin is None:
         return {}
     is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
@@ -357,6 +360,14 @@ def _read_margin(raw: Raw) -> dict[str, Any]:
         found = "NaN or infinite in 32 bits" if is_number else describe(margin)
         raise RowError(f"`margin` is {found}, not a finite number", "write by how much `chosen` is better")
     return {"margin": float(margin)}
+
+
+def _parse_cell(text: str) -> float | str | None:
+    """Return the number in a cell, ``None`` for an empty one; other text is returned unchanged."""
+    try:
+        return float(text) if text.strip() else None
+    except ValueError:
+        return text
 
 
 def _split_prompt(chosen: list[Message], rejected: list[Message]) -> tuple[list[Message], list[Message], list[Message]]:

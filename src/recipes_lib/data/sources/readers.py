@@ -11,6 +11,7 @@ import codecs
 import csv
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from datetime import date, time
 from io import BufferedReader
@@ -270,12 +271,16 @@ def _explain(error: BaseException) -> str:
     return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
 
 
+def _find_repeated(names: Iterable[str]) -> str | None:
+    """Return the first name that occurs more than once, or ``None``."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
+
+
 def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     # `json` silently keeps the last of several equal keys.
     built = dict(pairs)
     if len(built) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in an object")
+        raise ValueError(f"the key {_find_repeated(key for key, _ in pairs)!r} occurs twice in an object")
     return built
 
 
@@ -344,8 +349,7 @@ def _note_broken(lines: Iterator[tuple[int, str]], broken: list[Problem]) -> Ite
 
 
 def _check_header(columns: list[str], where: str) -> None:
-    repeated = next((column for column in columns if columns.count(column) > 1), None)
-    if repeated is not None:
+    if (repeated := _find_repeated(columns)) is not None:
         raise DataError(Problem(where, f"two columns are named `{repeated}`", "give each column its own name"))
 
 
