@@ -185,6 +185,21 @@ def test_broken_rows_of_both_splits_are_raised_together(build_config, load_token
     assert [Path(problem.where).name for problem in raised.value.problems] == ["a.jsonl:2", "b.jsonl:4"]
 
 
+@pytest.mark.parametrize("held_out", [False, True])
+def test_data_changed_during_preparation_is_refused(build_config, write_rows, make_chats, load_tokenizer, held_out):
+    path = write_rows("changing.jsonl", make_chats(5, start=100))
+    config = build_config(**{"dataset_test_split" if held_out else "dataset_name": str(path)})
+
+    def change_then_load(config):
+        write_rows("changing.jsonl", make_chats(6, start=200))
+        return load_tokenizer(config)
+
+    with pytest.raises(DataError, match=r"changing\.jsonl: the data changed while they were prepared"):
+        prepare(config, change_then_load)
+    assert not list(find_root(config).glob("*/COMPLETE.json"))
+    assert prepare(config, load_tokenizer).is_new
+
+
 def test_streamed_data_is_not_prepared(build_config, load_tokenizer):
     with pytest.raises(ConfigError, match="dataset_streaming"):
         prepare(build_config(dataset_streaming=True), load_tokenizer)

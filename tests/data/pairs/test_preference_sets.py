@@ -214,6 +214,14 @@ def test_preference_layout_wins_in_ambiguous_dataset(build_pairs, load_tokenizer
     assert len(prepare_pairs(build_pairs(rows), load_tokenizer).train) == 4
 
 
+def test_part_of_format_auto_is_read_as_pairs(build_config, load_tokenizer, write_rows):
+    path = str(write_rows("ambiguous.jsonl", [pair | {"messages": []} for pair in make_pairs(3)]))
+    parts = [{"name": path, "format": layout} for layout in ("auto", "preference")]
+    first, second = (prepare_pairs(build_config(dataset_mixture=[part]), load_tokenizer) for part in parts)
+    assert len(first.train) == 3
+    assert first.path == second.path
+
+
 def test_rows_without_rejected_answer_are_refused(build_pairs, build_config, load_tokenizer, make_chats, write_rows):
     with pytest.raises(DataError, match="the `preference` layout needs `chosen`, `rejected`"):
         prepare_pairs(build_pairs(make_chats(3)), load_tokenizer)

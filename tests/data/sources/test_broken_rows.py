@@ -32,11 +32,6 @@ BROKEN_LINES = {
 }
 
 
-@pytest.fixture
-def load_tokenizer(tiny_tokenizer):
-    return lambda config: tiny_tokenizer
-
-
 @pytest.fixture(params=[3, 500])
 def small_chunks(request, monkeypatch):
     for module in (encoding, streaming):

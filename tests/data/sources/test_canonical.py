@@ -14,7 +14,7 @@ import pytest
 from tests.rows import write_rows
 
 from recipes_lib.data.sources.canonical import detect_source_format, load_source, read_rows
-from recipes_lib.data.sources.rows import RawRow, Row
+from recipes_lib.data.sources.rows import RawRow
 from recipes_lib.errors import ConfigError, DataError
 
 CHATS = [
@@ -26,22 +26,13 @@ CHATS = [
 ARROW = ("stream.arrow", "stream.arrow.gz", "file.arrow", "copied")
 
 
-def write_lines(path: Path, rows: list[dict[str, object]]) -> Path:
-    write_rows(path, rows)
-    return path
-
-
-def contents(rows: list[Row]) -> list[object]:
-    return [row.messages or row.text or (row.prompt, row.completion) for row in rows]
-
-
 def test_rows_are_equal_in_every_container(tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     rows = [
         *CHATS,
         {"messages": [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "", "tool_calls": [call]}]},
     ]
-    write_lines(tmp_path / "a.jsonl", rows)
+    write_rows(tmp_path / "a.jsonl", rows)
     (tmp_path / "a.json").write_text(json.dumps(rows, indent=2))
     (tmp_path / "b.json").write_text(json.dumps({"data": rows}))
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
@@ -56,8 +47,8 @@ def test_rows_are_equal_in_every_container(tmp_path: Path) -> None:
     (tmp_path / "copied").mkdir()  # A folder of Arrow files, such as the cache of `datasets`.
     shutil.copy(stream, tmp_path / "copied")
     (tmp_path / "folder").mkdir()
-    write_lines(tmp_path / "folder" / "1.jsonl", rows[:2])
-    write_lines(tmp_path / "folder" / "2.jsonl", rows[2:])
+    write_rows(tmp_path / "folder" / "1.jsonl", rows[:2])
+    write_rows(tmp_path / "folder" / "2.jsonl", rows[2:])
     for name in ("a.jsonl", "a.json", "b.json", "a.parquet", "saved", "folder", *ARROW):
         found = list(read_rows(load_source(str(tmp_path / name))))
         assert [row.messages for row in found] == [row["messages"] for row in rows], name
@@ -75,7 +66,7 @@ def test_arrow_file_decodes_datasets_features(tmp_path: Path) -> None:
 
 
 def test_source_can_be_read_repeatedly(tmp_path: Path) -> None:
-    source = load_source(str(write_lines(tmp_path / "d.jsonl", CHATS)))
+    source = load_source(str(write_rows(tmp_path / "d.jsonl", CHATS)))
     assert list(read_rows(source)) == list(read_rows(source))
     assert [row.where for row in read_rows(source)] == [f"{tmp_path}/d.jsonl:{n}" for n in range(1, 6)]
 
@@ -86,12 +77,12 @@ def test_all_problems_are_raised_and_no_row_follows_first(tmp_path: Path) -> Non
     seen = []
     with pytest.raises(DataError) as caught:
         seen.extend(read_rows(load_source(str(path))))
-    assert contents(seen) == ["a"]
+    assert [row.text for row in seen] == ["a"]
     assert [problem.where for problem in caught.value.problems] == [f"{path}:2", f"{path}:3", f"{path}:5"]
 
 
 def test_equal_problems_are_merged(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "d.jsonl", [{"text": "a"}, {"text": ""}, *[{"text": 1}] * 30])
+    path = write_rows(tmp_path / "d.jsonl", [{"text": "a"}, {"text": ""}, *[{"text": 1}] * 30])
     with pytest.raises(DataError) as caught:
         list(read_rows(load_source(str(path))))
     empty, alike = caught.value.problems
@@ -101,7 +92,7 @@ def test_equal_problems_are_merged(tmp_path: Path) -> None:
 
 
 def test_unknown_layout_is_one_problem(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "d.jsonl", [{"query": "a", "reply": "b"}] * 30)
+    path = write_rows(tmp_path / "d.jsonl", [{"query": "a", "reply": "b"}] * 30)
     with pytest.raises(DataError) as caught:
         list(read_rows(load_source(str(path))))
     assert len(caught.value.problems) == 1
@@ -116,7 +107,7 @@ def test_missing_path_is_not_looked_up_on_hub(name: str) -> None:
 
 
 def test_misspelt_path_suggests_nearest(tmp_path: Path) -> None:
-    write_lines(tmp_path / "train.jsonl", CHATS)
+    write_rows(tmp_path / "train.jsonl", CHATS)
     with pytest.raises(DataError, match=r"did you mean `.*/train\.jsonl`"):
         load_source(str(tmp_path / "trian.jsonl"))
 
@@ -128,7 +119,7 @@ def test_invalid_name_is_error(name: str) -> None:
 
 
 def test_hub_keys_on_local_path_are_refused(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "d.jsonl", CHATS)
+    path = write_rows(tmp_path / "d.jsonl", CHATS)
     with pytest.raises(DataError, match="for Hub datasets"):
         load_source(str(path), revision="main")
 
@@ -161,9 +152,9 @@ def test_dataset_columns_equal_renamed_dataset(
     tmp_path: Path, row: dict[str, object], columns: dict[str, str | None], same: dict[str, object] | None
 ) -> None:
     name = str(tmp_path / "d.jsonl")
-    write_lines(tmp_path / "d.jsonl", [same or {"prompt": "a", "completion": "b"}])
+    write_rows(tmp_path / "d.jsonl", [same or {"prompt": "a", "completion": "b"}])
     expected = list(read_rows(load_source(name)))
-    write_lines(tmp_path / "d.jsonl", [row])
+    write_rows(tmp_path / "d.jsonl", [row])
     renamed = load_source(name, columns=columns)
     assert list(read_rows(renamed)) == list(read_rows(renamed)) == expected
     assert renamed.fingerprint() not in (load_source(name).fingerprint(), load_source(name, columns={}).fingerprint())
@@ -180,7 +171,7 @@ def test_dataset_columns_equal_renamed_dataset(
 def test_invalid_dataset_columns_are_refused(
     tmp_path: Path, columns: dict[str, str | None], error: type[Exception], words: str
 ) -> None:
-    path = write_lines(tmp_path / "d.jsonl", [{"question": "a", "a": "b"}] * 2)
+    path = write_rows(tmp_path / "d.jsonl", [{"question": "a", "a": "b"}] * 2)
     with pytest.raises(error) as caught:
         list(read_rows(load_source(str(path), columns=columns)))
     assert len(caught.value.problems) == 1

@@ -452,11 +452,15 @@ def test_declared_layout_mismatch_names_missing_columns() -> None:
         detect_format({"prompt": "a", "text": "b"}, "prompt_completion", where="data.jsonl:1")
 
 
-@pytest.mark.parametrize("margin", ["0.5", True, float("nan"), float("inf"), 10**39, 10**400, [1.0]])
+@pytest.mark.parametrize("margin", ["large", "nan", "1e999", True, float("nan"), float("inf"), 10**39, 10**400, [1.0]])
 def test_margin_that_is_no_finite_number_is_refused(margin: object) -> None:
     with pytest.raises(DataError, match=r"`margin` is .*, not a finite number"):
         convert({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5", "margin": margin})
 
 
-def test_null_margin_is_none() -> None:
-    assert convert({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5", "margin": None}).margin is None
+@pytest.mark.parametrize(
+    ("margin", "expected"), [(None, None), ("", None), (" ", None), ("0.5", 0.5), (" -1e-3 ", -0.001)]
+)
+def test_margin_is_read_from_number_or_cell(margin: str | None, expected: float | None) -> None:
+    row = convert({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5", "margin": margin})
+    assert row.margin == expected

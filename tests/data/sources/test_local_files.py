@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import hashlib
+import json
 import lzma
 import os
 import random
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pytest
 
 from recipes_lib.data.sources import local_files
+from recipes_lib.data.sources.canonical import load_source
 from recipes_lib.data.sources.local_files import FileSource, compute_digest, load_files, open_file
 from recipes_lib.data.sources.rows import RawRow
 from recipes_lib.errors import DataError
@@ -54,6 +56,85 @@ def test_single_file_is_train_split(tmp_path: Path) -> None:
     assert list(load_files(path, "test.jsonl", "train").files) == ["test.jsonl"]
     with pytest.raises(DataError, match="test_split_size"):
         load_files(path, "test.jsonl", "test")
+    with pytest.raises(DataError, match=r"no split `train\[:1%\]`; found `train`\n.*`repeat` in `dataset_mixture`"):
+        load_files(path, "test.jsonl", "train[:1%]")
+
+
+CARD = """---
+license: mit
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: main/train-*
+  - split: test
+    path: [main/test-*, "more/**/test.jsonl"]
+- config_name: other
+  data_dir: other
+  data_files: "[a-m]?.jsonl"
+- config_name: named
+  data_dir: named
+---
+# About
+"""
+
+
+@pytest.fixture
+def card_folder(tmp_path: Path) -> Path:
+    """A folder as cloned from the Hub, whose dataset card has three configurations."""
+    files = ("main/train-00000-of-00001", "main/test-00000-of-00001", "more/a/b/test", "other/ab", "other/zz")
+    for name in (*files, "named/train", "named/test", "unlisted"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}) + "\n")
+    (tmp_path / "README.md").write_text(CARD)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("config", "splits"), [("main", ["train", "test"]), ("other", ["train"]), ("named", ["train", "test"])]
+)
+def test_dataset_card_agrees_with_datasets(config: str, splits: list[str], card_folder: Path) -> None:
+    theirs = datasets.load_dataset(str(card_folder), config, cache_dir=str(card_folder / ".cache"))
+    assert list(theirs) == splits
+    for split in splits:
+        rows = load_source(str(card_folder), config=config, split=split).rows()
+        assert [entry.columns["text"] for entry in rows if isinstance(entry, RawRow)] == theirs[split]["text"]
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "words"),
+    [
+        (("", ""), None, r"several configurations, and no default one\n.*dataset_config.*main, other, named"),
+        (("", ""), "mian", "no configuration `mian`"),
+        (("main/train-*", "main/part-*"), "main", "no data file matches `main/part-\\*`"),
+        (("main/train-*", "../*"), "main", r"no data file matches `\.\./\*`"),
+        (("data_dir: named", "data_dir: /etc"), "named", "`data_dir` outside of the folder"),
+    ],
+    ids=["no default", "unknown", "missing file", "file outside", "folder outside"],
+)
+def test_dataset_card_problem_is_located(
+    change: tuple[str, str], config: str | None, words: str, card_folder: Path
+) -> None:
+    (card_folder / "README.md").write_text(CARD.replace(*change))
+    with pytest.raises(DataError, match=words) as caught:
+        load_source(str(card_folder), config=config)
+    assert caught.value.problems[0].where == str(card_folder)
+
+
+def test_default_configuration_of_dataset_card_is_read(card_folder: Path) -> None:
+    (card_folder / "README.md").write_text(CARD.replace("config_name: other", "config_name: other\n  default: true"))
+    (entry,) = load_source(str(card_folder)).rows()
+    assert isinstance(entry, RawRow)
+    assert entry.columns == {"text": "other/ab"}
+
+
+@pytest.mark.parametrize("card", ["---\nconfigs: 3\n---\n", "---\n: [\n---\n", "configs: []", "---\n3\n---\n"])
+def test_readme_without_configurations_is_ignored(card: str, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "README.md").write_text(card)
+    assert len(list(load_source(str(tmp_path)).rows())) == 1
+    with pytest.raises(DataError, match="this is a local path"):
+        load_source(str(tmp_path), config="main")
 
 
 @pytest.mark.parametrize(("loop", "onto"), [("itself", "."), ("sub/above", "..")])

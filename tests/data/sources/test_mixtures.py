@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.rows import write_rows
 from recipes_lib.config.schema import DataConfig, TokensConfig
 from recipes_lib.data.sources.mixtures import (
     Mixture,
+    Part,
     build_mixture,
     compute_budgets,
     compute_weights,
@@ -98,6 +100,22 @@ def test_drawn_rows_depend_only_on_seed_and_part(files: tuple[str, str]) -> None
     assert texts(build_mixture([half], seed=1)) == alone
     assert texts(build_mixture([{"name": files[1]}, half], seed=1))[NUM_ROWS:] == alone
     assert texts(build_mixture([half], seed=2)) != alone
+
+
+def test_drawn_part_that_grows_while_read_keeps_its_draw(
+    files: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixture = build_mixture([{"name": files[0], "repeat": 0.5}])
+    expected, draw = texts(mixture), Mixture._draw
+
+    def draw_then_grow(self: Mixture, part: Part, fraction: float) -> Sequence[bool]:
+        drawn = draw(self, part, fraction)
+        with Path(files[0]).open("a") as file:
+            file.write('{"text": "later"}\n')
+        return drawn
+
+    monkeypatch.setattr(Mixture, "_draw", draw_then_grow)
+    assert texts(mixture) == expected
 
 
 def test_broken_row_of_repeated_part_is_reported_once(files: tuple[str, str]) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.rows import read_files
 
 from recipes_lib.data.tokens import shards as token_shards
 from recipes_lib.data.tokens.shards import TokenSource, TokenWriter, is_whole
@@ -48,10 +49,6 @@ def write(folder: Path, documents: tuple[np.ndarray, ...], cuts=(), num_ids: int
         return TokenSource("a source", folder, **writer.describe())
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-
-
 @given(lengths_lists, st.data())
 def test_any_range_reads_back_appended_tokens(tmp_path_factory, lengths, data):
     documents = make_documents(lengths)
@@ -75,7 +72,7 @@ def test_shard_bytes_are_independent_of_append_calls(tmp_path_factory, lengths, 
     cuts = data.draw(st.lists(st.integers(0, len(lengths)), max_size=5))
     write(folder / "at once", documents)
     write(folder / "in parts", documents, cuts)
-    assert contents(folder / "at once") == contents(folder / "in parts")
+    assert read_files(folder / "at once") == read_files(folder / "in parts")
 
 
 @pytest.mark.parametrize(("num_ids", "dtype"), [(2, "<u2"), (65_536, "<u2"), (65_537, "<u4"), (200_000, "<u4")])
@@ -118,7 +115,7 @@ def test_resumed_writer_equals_uninterrupted_writer(tmp_path_factory, lengths, d
         append(writer, documents, flushed, written)
     with TokenWriter(folder / "resumed", num_ids=NUM_IDS, at=at) as writer:
         append(writer, documents, flushed, len(lengths))
-    assert contents(folder / "whole") == contents(folder / "resumed")
+    assert read_files(folder / "whole") == read_files(folder / "resumed")
 
 
 def test_truncated_flush_is_detected(tmp_path):

@@ -262,6 +262,19 @@ def test_interrupted_stream_resumes_from_full_shards(tmp_path, tiny_tokenizer, t
     assert sum(tokenized) - before <= NUM_ROWS - 28
 
 
+def test_data_changed_during_preparation_is_refused(make, write_rows, tmp_path):
+    path = write_rows("changing.jsonl", [{"text": f"text {number}"} for number in range(40)])
+
+    def grow(documents, _):
+        if documents:
+            with path.open("a") as file:
+                file.write('{"text": "one more"}\n')
+
+    with pytest.raises(DataError, match=r"changing\.jsonl: the data changed while they were prepared"):
+        make(tmp_path / "root", path=path, on_documents=grow)
+    assert [path for path in (tmp_path / "root").iterdir() if not path.name.endswith(".lock")] == []
+
+
 def test_set_written_by_two_processes_is_refused(make, tmp_path):
     def intrude(documents, _):
         if documents:
