@@ -238,7 +238,7 @@ def test_git_lfs_pointer_is_named(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "kind"), [("a.tar.gz", ".tar.gz"), ("a.xlsx", ".xlsx"), ("a.warc.zst", ".warc.zst")])
 def test_unknown_suffix_lists_supported_ones(name: str, kind: str, tmp_path: Path) -> None:
     (tmp_path / name).touch()
-    with pytest.raises(DataError, match=rf"unknown kind of file `{kind}`\s+convert.*\.parquet.*\.xz"):
+    with pytest.raises(DataError, match=rf"unknown kind of file `{kind}`\s+convert.*\.parquet.*\.xz.*`recipes clean`"):
         load_files(tmp_path / name, name, "train")
 
 

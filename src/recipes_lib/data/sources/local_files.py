@@ -361,7 +361,9 @@ def _describe_failure(label: str, path: Path, error: OSError | EOFError | lzma.L
     return Problem(label, f"not a whole {path.suffix} file: {error}", remedy)
 
 
-_KNOWN: Final = f"{', '.join(READERS)}, or one of these with {', '.join(COMPRESSIONS)}"
+_KNOWN: Final = (
+    f"{', '.join(READERS)}, or one of these with {', '.join(COMPRESSIONS)}; `recipes clean` also reads HTML and WARC"
+)
 
 
 MIN_BYTES: Final = 64 * 2**20
