@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,16 @@ def spans(tokenizer: PreTrainedTokenizerFast, row: EncodedRow) -> list[str]:
     return [tokenizer.decode(row.input_ids[start:end]) for start, end in runs(row.loss_mask)]
 
 
-def trained(name: str, *messages: dict[str, Any], loss_on: LossOn | None = None, **options: Any) -> list[str]:
+@cache
+def build_encoder(name: str, loss_on: LossOn | None = None) -> tuple[RowEncoder, PreTrainedTokenizerFast]:
+    """Return the encoder and the byte-level tokenizer of a template; treat them as read-only."""
     tokenizer = build_byte_level(source(name), extra=CHATML_ENDS)
-    (row,) = RowEncoder(tokenizer, loss_on=loss_on).encode([chat(*messages, **options)])
+    return RowEncoder(tokenizer, loss_on=loss_on), tokenizer
+
+
+def trained(name: str, *messages: dict[str, Any], loss_on: LossOn | None = None, **options: Any) -> list[str]:
+    encoder, tokenizer = build_encoder(name, loss_on)
+    (row,) = encoder.encode([chat(*messages, **options)])
     return spans(tokenizer, row)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.data.chat_cases import CHATML_ENDS, answer, chat, plain, source, user
+from tests.data.chat_cases import CHATML_ENDS, answer, build_encoder, chat, plain, user
 from tests.data.templates.tokenizers import build_byte_level, build_metaspace
 from transformers import PreTrainedTokenizerFast
 
@@ -26,9 +27,10 @@ contents = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_
 )
 
 
+@cache
 def build(name: str) -> tuple[PairEncoder, PreTrainedTokenizerFast]:
-    tokenizer = build_byte_level(source(name), extra=CHATML_ENDS)
-    return PairEncoder(RowEncoder(tokenizer), tokenizer), tokenizer
+    encoder, tokenizer = build_encoder(name)
+    return PairEncoder(encoder, tokenizer), tokenizer
 
 
 def pair_of(chosen: Any, rejected: Any, *prompt: Any, **options: Any) -> Row:
@@ -53,6 +55,7 @@ def refuse(encoder: PairEncoder, row: Row) -> str:
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "no_prompt"])
+@settings(max_examples=40)
 @given(chosen=contents, rejected=contents)
 def test_pair_tokens_agree_with_apply_chat_template(name: str, chosen: str, rejected: str) -> None:
     encoder, tokenizer = build(name)
@@ -70,11 +73,11 @@ def test_pair_tokens_agree_with_apply_chat_template(name: str, chosen: str, reje
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_chosen_answer_equals_sft_targets(name: str) -> None:
-    encoder, tokenizer = build(name)
+    encoder, _ = build(name)
     row = pair_of(answer("<think>so</think>yes"), answer("no"))
     pair = encode(encoder, row)
     for ids, turn in ((pair.chosen_ids, row.messages[-1]), (pair.rejected_ids, row.rejected[0])):
-        (tuned,) = RowEncoder(tokenizer, loss_on="last_assistant").encode([chat(*TURNS, turn)])
+        (tuned,) = build_encoder(name, "last_assistant")[0].encode([chat(*TURNS, turn)])
         assert tuned.input_ids[tuned.loss_mask].tolist() == ids.tolist()
         assert np.flatnonzero(tuned.loss_mask)[0] == len(pair.prompt_ids)
 
