@@ -298,7 +298,7 @@ def test_overlong_line_is_located_error(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("suffix", [*READERS, *(f".jsonl{suffix}" for suffix in COMPRESSIONS)])
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=300) | st.text(alphabet='{}[]",:\\ntu0\n\r é\0', max_size=60).map(str.encode))
 def test_random_bytes_give_rows_or_data_error(suffix: str, content: bytes, tmp_path: Path) -> None:
     path = tmp_path / f"d{suffix}"
@@ -306,7 +306,7 @@ def test_random_bytes_give_rows_or_data_error(suffix: str, content: bytes, tmp_p
     find_problems(path)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(position=st.integers(0, len(PARQUET) - 1), damage=st.binary(min_size=1, max_size=8))
 def test_damaged_parquet_gives_rows_or_data_error(position: int, damage: bytes, tmp_path: Path) -> None:
     path = tmp_path / "d.parquet"
@@ -350,7 +350,7 @@ COLUMNS = ("messages", "prompt", "completion", "text", "conversations", "instruc
 COLUMNS += ("chosen", "rejected", "system", "tools", "chat_template_kwargs")
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(row=st.dictionaries(st.sampled_from(COLUMNS), JSON))
 def test_random_object_gives_row_or_data_error(row: dict[str, object], tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"

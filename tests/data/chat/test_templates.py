@@ -138,7 +138,7 @@ def test_captured_messages_have_no_author() -> None:
     assert rendered.turns == []
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant"]), st.text()), min_size=1, max_size=5))
 def test_turns_cover_any_chat(chat: list[tuple[str, str]]) -> None:
     messages = [{"role": role, "content": content} for role, content in chat]

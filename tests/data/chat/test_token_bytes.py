@@ -36,7 +36,7 @@ def build_metaspace_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(text=TEXTS)
 def test_byte_level_token_bytes_sum_to_text(tiny_tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     lengths = compute_token_byte_lengths(tiny_tokenizer)
@@ -61,7 +61,7 @@ def test_token_bytes_sum_to_text_with_sparse_ids(sparse_tokenizer: PreTrainedTok
 METASPACE = build_metaspace_tokenizer()
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(text=TEXTS)
 def test_metaspace_token_bytes_sum_to_text_and_prefix_space(text: str) -> None:
     lengths = compute_token_byte_lengths(METASPACE)
@@ -81,7 +81,7 @@ def test_added_tokens_have_bytes_of_their_text() -> None:
     assert lengths.shape == (len(tokenizer),)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=3))
 def test_offsets_from_lengths_equal_tokenizer_offsets(
     tiny_tokenizer: PreTrainedTokenizerFast, texts: list[str]

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
 
@@ -38,6 +38,7 @@ def split_padding(num_tokens: int, packs: list[list[int]]) -> list[int]:
     return [max(map(max, packs))] * whole + [rest] * (rest > 0)
 
 
+@settings(max_examples=40)
 @given(packs, st.sampled_from([1, 4, 8]))
 def test_batch_places_tokens_documents_and_targets(packs, multiple):
     rows = rows_of(packs)
@@ -73,6 +74,7 @@ def test_target_equal_to_pad_id_is_kept():
     assert labels.tolist() == [[IGNORE_INDEX, PAD, IGNORE_INDEX], [IGNORE_INDEX, 6, 7]]
 
 
+@settings(max_examples=40)
 @given(packs)
 def test_flat_layout_agrees_with_transformers(packs):
     rows = rows_of(packs)
@@ -90,6 +92,7 @@ def test_flat_layout_agrees_with_transformers(packs):
     assert batch["max_length_q"] == batch["max_length_k"] == expected["max_length_q"]
 
 
+@settings(max_examples=40)
 @given(packs)
 def test_flat_padding_is_documents_within_max_length(packs):
     batch = PackedCollator(pad_token_id=PAD, layout="flat", pad_to_multiple_of=8)(rows_of(packs))

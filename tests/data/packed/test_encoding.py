@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes_lib.data.chat.encoder import RowEncoder
@@ -133,6 +133,7 @@ def test_rows_before_broken_row_are_kept():
 rows_of_tokens = st.lists(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), min_size=1, max_size=9))
 
 
+@settings(max_examples=40)
 @given(st.lists(rows_of_tokens, max_size=4), st.randoms())
 def test_token_file_reads_equal_memory_in_any_order(tmp_path_factory, chunks, random):
     def build(rows):

@@ -50,6 +50,7 @@ def examples_of(masks: list[list[bool]]) -> Examples:
     return build_examples(rows, range(len(rows)))
 
 
+@settings(max_examples=40)
 @given(lengths_and_capacity)
 def test_bins_equal_best_fit_decreasing_in_input_order(case):
     lengths, capacity = np.array(case[0], np.int64), case[1]
@@ -98,6 +99,7 @@ def test_first_token_is_never_a_target():
     assert rows[0].loss_mask.all(), "the caller's row was changed"
 
 
+@settings(max_examples=40)
 @given(rows_and_capacity)
 def test_take_equals_concatenation(case):
     examples = examples_of(case[0])
@@ -108,6 +110,7 @@ def test_take_equals_concatenation(case):
         assert np.array_equal(getattr(taken, name), getattr(one_by_one, name))
 
 
+@settings(max_examples=40)
 @given(rows_and_capacity, st.integers(1, 30))
 def test_blocks_cover_examples_in_order_and_are_bounded(case, tokens_at_once):
     examples = examples_of(case[0])
@@ -130,6 +133,7 @@ def cut(mask: list[bool], capacity: int, overlong: str) -> list[list[bool]]:
     return [[False, *piece[1:]] for piece in pieces]
 
 
+@settings(max_examples=40)
 @given(rows_and_capacity, st.sampled_from(["error", "truncate", "drop", "split"]))
 def test_overlong_handling_equals_direct_count(case, overlong):
     masks, capacity = case

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes_lib.config.schema import TokensConfig
@@ -44,6 +44,7 @@ def audit_of(rows, capacity=12, end_token_ids=(END,), num_duplicates=0):
     return compute_split_audit(examples, fitted, bins, end_token_ids, num_duplicates), counts
 
 
+@settings(max_examples=40)
 @given(rows_strategy)
 def test_audit_equals_direct_count(rows):
     audit, _ = audit_of(rows, capacity=8)

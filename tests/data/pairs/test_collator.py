@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes_lib.data.packed.packing import pack_best_fit
@@ -52,6 +52,7 @@ def may_see(batch: dict[str, torch.Tensor], query: int, key: int) -> bool:
     return 0 not in positions[key + 1 : query + 1]
 
 
+@settings(max_examples=40)
 @given(sizes, st.sampled_from(LAYOUTS), st.booleans())
 def test_every_answer_token_is_one_target_with_its_context(sizes, layout, packing):
     rows = rows_of(sizes)
@@ -73,6 +74,7 @@ def test_every_answer_token_is_one_target_with_its_context(sizes, layout, packin
         assert [ids[key] for key in range(len(ids)) if may_see(batch, place, key)] == prompt + answer
 
 
+@settings(max_examples=40)
 @given(sizes, st.sampled_from(LAYOUTS))
 def test_batch_has_documented_shapes_and_dtypes(sizes, layout):
     rows = rows_of(sizes)
@@ -101,6 +103,7 @@ def test_batch_has_documented_shapes_and_dtypes(sizes, layout):
     assert int(batch["position_ids"].max()) < max(lengths[0] + max(lengths[1:]) for lengths in sizes)
 
 
+@settings(max_examples=40)
 @given(sizes)
 def test_every_position_belongs_to_one_pair_or_padding(sizes):
     rows = rows_of(sizes)
@@ -118,6 +121,7 @@ def test_every_position_belongs_to_one_pair_or_padding(sizes):
     assert int((~padding).sum()) == batch["num_tokens"]
 
 
+@settings(max_examples=40)
 @given(sizes)
 def test_flat_layout_has_document_boundaries(sizes):
     batch = collate(rows_of(sizes), "flat")

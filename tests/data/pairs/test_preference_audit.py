@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes_lib.data.packed.encoding import EncodedMixture
@@ -49,6 +49,7 @@ def build_side(rows: list) -> EncodedMixture:
     return EncodedMixture(Mixture(parts=()), build_examples(encoded, range(len(rows))), digests, columns)
 
 
+@settings(max_examples=40)
 @given(pairs)
 def test_pair_audit_equals_direct_count(rows: list) -> None:
     audit = compute_pair_audit(build_side(rows))
@@ -69,6 +70,7 @@ def test_pair_audit_equals_direct_count(rows: list) -> None:
     assert [part.tolist() for part in counted] == [[len(row[part]) for row in rows] for part in range(3)]
 
 
+@settings(max_examples=40)
 @given(pairs, st.none() | st.integers(2, 20))
 def test_drop_pairs_drops_overlong_and_identical_pairs(rows: list, max_length: int | None) -> None:
     kept, dropped = drop_pairs(build_side(rows), max_length)

@@ -8,7 +8,7 @@ import string
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 from trl.data_utils import extract_prompt, maybe_convert_to_chatml
@@ -359,6 +359,7 @@ def test_implicit_chat_prompt_agrees_with_trl() -> None:
 WORDS = st.lists(st.text(string.ascii_letters, min_size=1, max_size=4), max_size=4)
 
 
+@settings(max_examples=40)
 @given(prompt=WORDS.filter(bool), chosen=WORDS, rejected=WORDS)
 def test_implicit_text_prompt_agrees_with_trl(prompt: list[str], chosen: list[str], rejected: list[str]) -> None:
     # Answers start with different letters: TRL splits differently if one is a prefix of the other.

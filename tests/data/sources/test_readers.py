@@ -17,7 +17,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes_lib.data.sources import readers
@@ -49,6 +49,7 @@ def columns(entries: list[Entry]) -> list[dict[str, Any]]:
     return [entry.columns for entry in entries if isinstance(entry, RawRow)]
 
 
+@settings(max_examples=40)
 @given(rows=ROWS, indent=st.sampled_from([None, 0, 2]), ascii_only=st.booleans(), mark=st.booleans())
 def test_json_array_rows_equal_elements(
     rows: list[dict[str, Any]], indent: int | None, ascii_only: bool, mark: bool
@@ -59,6 +60,7 @@ def test_json_array_rows_equal_elements(
     assert [entry.index for entry in entries if isinstance(entry, RawRow)] == list(range(len(rows)))
 
 
+@settings(max_examples=40)
 @given(rows=ROWS, end=st.sampled_from(["\n", "\r\n", "\n\n \n"]), mark=st.booleans(), may_be_document=st.booleans())
 def test_json_lines_rows_equal_objects(rows: list[dict[str, Any]], end: str, mark: bool, may_be_document: bool) -> None:
     text = end.join(json.dumps(row, ensure_ascii=False) for row in rows)
@@ -140,6 +142,7 @@ def test_json_rows_agree_with_datasets(tmp_path: Path) -> None:
 CELLS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
 
 
+@settings(max_examples=40)
 @given(rows=st.lists(st.tuples(CELLS, CELLS), max_size=5), delimiter=st.sampled_from([",", "\t"]), mark=st.booleans())
 def test_csv_round_trip(rows: list[tuple[str, str]], delimiter: str, mark: bool) -> None:
     text = io.StringIO(newline="")

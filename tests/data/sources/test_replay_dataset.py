@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes_lib.data.packed.training_data import count_trained_tokens, load_training_data
@@ -33,6 +33,7 @@ def draw_by_deficit(terms, replayed_terms, share, num_rows, seed):
     return rows
 
 
+@settings(max_examples=40)
 @given(
     terms=st.lists(st.integers(1, 90), min_size=1, max_size=30),
     replayed=st.lists(st.integers(1, 90), min_size=1, max_size=12),

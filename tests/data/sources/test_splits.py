@@ -9,7 +9,7 @@ from decimal import Decimal
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes_lib.data.sources.rows import Row
@@ -26,6 +26,7 @@ def chat(question: str, answer: str, **fields: object) -> Row:
     return Row(source="a", index=0, messages=messages, **fields)  # type: ignore[arg-type]
 
 
+@settings(max_examples=40)
 @given(values=st.lists(st.integers(0, 30), min_size=2, max_size=80), size=st.integers(1, 40), seed=st.integers(0, 9))
 def test_split_is_partition_without_shared_content(values: list[int], size: int, seed: int) -> None:
     digests = [digest(value) for value in values]

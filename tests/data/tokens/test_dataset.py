@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -123,9 +125,10 @@ def test_step_rows_are_independent_of_world_size(sources):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_batches_are_equal_with_workers(sources, context):
-    dataset = build(sources, [0, 2, 6, 12], full=6)
+    # Pickled, as for a worker that is spawned.
+    dataset = pickle.loads(pickle.dumps(build(sources, [0, 2, 6, 12], full=6)))
     collate = PackedCollator(pad_token_id=0)
     here = list(DataLoader(dataset, batch_size=2, sampler=SequentialSampler(dataset), collate_fn=collate))
     there = list(DataLoader(dataset, batch_size=2, collate_fn=collate, num_workers=2, multiprocessing_context=context))

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes_lib.data.tokens import dataset as token_order
@@ -51,12 +51,14 @@ def assign_chairs(weights: list[int], num_rows: int) -> list[int]:
     return chosen
 
 
+@settings(max_examples=40)
 @given(weights_lists)
 def test_every_prefix_is_within_one_row_of_weights(weights):
     order = RowOrder([5] * len(weights), [(0, weights)], seed=0)
     assert_within_a_row(sources_of(order, 3 * sum(weights)), weights)
 
 
+@settings(max_examples=40)
 @given(weights_lists)
 def test_source_order_equals_published_algorithm(weights):
     order = RowOrder([5] * len(weights), [(0, weights)], seed=0)
@@ -91,6 +93,7 @@ def test_rounded_weights_fit_pattern(monkeypatch):
     assert kept == pytest.approx([0.2] + [0.1] * 8)
 
 
+@settings(max_examples=40)
 @given(weights_lists, st.data())
 def test_curriculum_phases_keep_their_weights(weights, data):
     others = data.draw(st.lists(st.integers(0, 9), min_size=len(weights), max_size=len(weights)).filter(any))
@@ -110,6 +113,7 @@ def test_curriculum_phase_continues_each_source():
     assert set(sources_of(order, 12, first=17)) == {0}
 
 
+@settings(max_examples=40)
 @given(st.integers(1, 3000))
 def test_permutation_is_bijection(size):
     assert sorted(permute(np.arange(size), size, KEYS).tolist()) == list(range(size))
@@ -123,9 +127,9 @@ def test_huge_permutation_stays_in_range():
     assert 0 <= taken.min() < size // 100 < size - size // 100 < taken.max() < size
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 16, 100])
+@pytest.mark.parametrize("size", [2, 5, 16, 100])
 def test_permutation_is_uniform(size):
-    num_keys = 2000
+    num_keys = 500
     rng = np.random.default_rng(1)
     hits = np.zeros((size, size))
     for _ in range(num_keys):
@@ -174,6 +178,7 @@ def test_published_order_is_stable():
     assert places.window.tolist() == PUBLISHED_WINDOWS
 
 
+@settings(max_examples=40)
 @given(st.integers(0, 200))
 def test_count_rows_equals_direct_count(num_rows):
     order = RowOrder([13, 4, 9], [(0, [3, 1, 2.5]), (31, [0, 1, 1]), (90, [1, 1, 0])], seed=5)

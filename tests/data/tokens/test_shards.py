@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.rows import read_files
 
@@ -49,6 +49,7 @@ def write(folder: Path, documents: tuple[np.ndarray, ...], cuts=(), num_ids: int
         return TokenSource("a source", folder, **writer.describe())
 
 
+@settings(max_examples=40)
 @given(lengths_lists, st.data())
 def test_any_range_reads_back_appended_tokens(tmp_path_factory, lengths, data):
     documents = make_documents(lengths)
@@ -66,6 +67,7 @@ def test_any_range_reads_back_appended_tokens(tmp_path_factory, lengths, data):
     assert source.digests[first:last].tolist() == digests[first:last].tolist()
 
 
+@settings(max_examples=40)
 @given(lengths_lists, st.data())
 def test_shard_bytes_are_independent_of_append_calls(tmp_path_factory, lengths, data):
     folder, documents = tmp_path_factory.mktemp("shards"), make_documents(lengths)
@@ -103,6 +105,7 @@ def test_no_folder_without_documents(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@settings(max_examples=40)
 @given(lengths_lists, st.data())
 def test_resumed_writer_equals_uninterrupted_writer(tmp_path_factory, lengths, data):
     folder, documents = tmp_path_factory.mktemp("shards"), make_documents(lengths)
@@ -171,7 +174,7 @@ def read_all(source: TokenSource, connection) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_worker_process_reads_equal_tokens(tmp_path, method):
     source = write(tmp_path / "s", make_documents([20, 30]))
     expected = source.read(0, 50).tolist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes_lib.data.sources import splits
@@ -24,6 +24,7 @@ def write(folder, digests) -> TokenSource:
         return TokenSource("a source", folder, **writer.describe())
 
 
+@settings(max_examples=40)
 @given(digest_lists, digest_lists, st.integers(1, 7))
 def test_overlap_is_independent_of_block_size(tmp_path_factory, train, held_out, at_once):
     folder = tmp_path_factory.mktemp("overlap")

@@ -97,20 +97,31 @@ def test_progress_reports_documents_and_tokens(make, tmp_path):
     assert counts[-1] == tuple(sum(side[name] for side in sides) for name in ("num_documents", "num_tokens"))
 
 
-PLACES = [
-    *((token_sets._Sides, "append", call) for call in (1, 2, 5, 9)),
-    *((token_shards.TokenWriter, "_open_shard", call) for call in (2, 5)),
-    *((token_sets, "replace_record", call) for call in (1, 2, 4)),
-    *((os, "fsync", call) for call in (1, 7, 8, 30)),
-    *((store, "replace_record", call) for call in (1, 2)),
+MOMENTS = [
+    *((token_sets._Sides, "append", call) for call in (1, 9)),
+    (token_shards.TokenWriter, "_open_shard", 5),
+    *((token_sets, "replace_record", call) for call in (1, 4)),
+    *((os, "fsync", call) for call in (1, 30)),
+    (store, "replace_record", 2),
     (os, "replace", 1),
+]
+MORE_MOMENTS = [
+    *((token_sets._Sides, "append", call) for call in (2, 5)),
+    (token_shards.TokenWriter, "_open_shard", 2),
+    (token_sets, "replace_record", 2),
+    *((os, "fsync", call) for call in (7, 8)),
+    (store, "replace_record", 1),
 ]
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("module", "function", "call", "num_tokens"),
-    [*((*place, None) for place in PLACES), *((*place, 700) for place in PLACES[::4])],
+    [
+        *((*moment, None) for moment in MOMENTS),
+        *((*moment, 700) for moment in MOMENTS[1::3]),
+        *(pytest.param(*moment, 700, marks=pytest.mark.slow) for moment in MORE_MOMENTS),
+    ],
 )
 def test_killed_preparation_resumes_to_equal_bytes(make, tmp_path, module, function, call, num_tokens):
     root, options = tmp_path / "root", {"test_split_size": 0.3, "num_tokens": num_tokens}
@@ -122,8 +133,7 @@ def test_killed_preparation_resumes_to_equal_bytes(make, tmp_path, module, funct
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("num_tokens", [None, 700])
-@pytest.mark.parametrize("call", [2, 9])
+@pytest.mark.parametrize(("call", "num_tokens"), [(2, None), (9, 700)])
 def test_dropped_rows_are_counted_alike_after_resume(make, write_rows, tmp_path, call, num_tokens):
     rows = [{"prompt": f"Text {at}: ", "completion": "the baker " * (at % 7 + 1)} for at in range(NUM_ROWS)]
     sound = write_rows("sound.jsonl", rows)
@@ -288,8 +298,7 @@ def test_set_written_by_two_processes_is_refused(make, tmp_path):
     assert make(tmp_path / "root").is_new
 
 
-@pytest.mark.parametrize("rows_per_chunk", [1, 3, 100])
-@pytest.mark.parametrize("num_tokens", [1, 500, 10**6])
+@pytest.mark.parametrize(("rows_per_chunk", "num_tokens"), [(1, 500), (3, 1), (3, 500), (100, 500), (3, 10**6)])
 def test_stream_is_read_to_document_that_reaches_budget(make, tmp_path, monkeypatch, rows_per_chunk, num_tokens):
     monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", rows_per_chunk)
     prepared = make(tmp_path / "root", num_tokens=num_tokens, test_split_size=0.3)
