@@ -168,6 +168,18 @@ ROWS: dict[str, tuple[dict[str, object], str]] = {
     "empty answer": (chat(user(), assistant(" \n")), "messages[1].content is empty"),
     "no assistant": (chat(user(), user()), "no assistant turn"),
     "image": (chat(user([{"type": "image_url", "image_url": "x"}]), assistant()), "`image_url`"),
+    "placeholder of an image": (
+        chat(user("<image>\nWhat is it?"), assistant(), images=["a.png"]),
+        "the messages refer to `images`, and only text is trained on",
+    ),
+    "object of lists of different lengths": (
+        {"messages": {"role": ["user", "assistant"], "content": ["Hi"]}},
+        "different lengths: 2 of `role`, 1 of `content`",
+    ),
+    "template variables that are columns": (
+        chat(user(), assistant(), chat_template_kwargs={"tools": [], "add_generation_prompt": True}),
+        "`chat_template_kwargs` has `tools`, `add_generation_prompt`",
+    ),
     "surrogate in a tool call": (chat(user(), calling({"a": "\ud83d"})), "surrogate"),
     "NUL": ({"text": "a\x00b"}, "NUL character at position 1"),
     "tool call without a name": (chat(user(), assistant(tool_calls=[{}])), "names no function"),

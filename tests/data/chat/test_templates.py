@@ -176,6 +176,12 @@ def test_loop_in_macro_or_capture_keeps_author() -> None:
         assert pieces(render(source, THREE)) == [(0, "<user>abc"), (1, "<assistant>abc"), (2, "<user>abc")]
 
 
+def test_documents_are_a_template_variable() -> None:
+    source = FOR + "{% for document in documents or [] %}[{{ document }}]{% endfor %}"
+    assert render(source, [user("hi")]).text == "<user>hi"
+    assert render(source, [user("hi")], variables={"documents": ["a"]}).text == "<user>hi[a]"
+
+
 def test_row_template_kwargs_override_defaults() -> None:
     source = FOR + "{{ eos_token }}{{ enable_thinking }}"
     assert render(source, THREE[:1], variables={"eos_token": "!", "enable_thinking": True}).tail == "!True"

@@ -65,6 +65,14 @@ def test_arrow_file_decodes_datasets_features(tmp_path: Path) -> None:
         assert found == rows, path
 
 
+def test_images_of_saved_dataset_are_not_decoded(tmp_path: Path) -> None:
+    features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
+    image = {"bytes": b"no image", "path": None}
+    datasets.Dataset.from_list([{"text": "a", "image": image}], features=features).save_to_disk(str(tmp_path))
+    (row,) = read_rows(load_source(str(tmp_path)))
+    assert row.text == "a"
+
+
 def test_source_can_be_read_repeatedly(tmp_path: Path) -> None:
     source = load_source(str(write_rows(tmp_path / "d.jsonl", CHATS)))
     assert list(read_rows(source)) == list(read_rows(source))

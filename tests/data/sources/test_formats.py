@@ -284,6 +284,22 @@ GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         {"chosen": json.dumps([USER, ANSWER]), "rejected": json.dumps([USER, WRONG])},
         pair(USER),
     ),
+    "messages as an object of lists": (
+        "messages",
+        {"messages": {"role": ["user", "assistant"], "content": ["What is 2 + 2?", "4"]}},
+        CHAT,
+    ),
+    "pairs of objects of lists": (
+        "preference",
+        {
+            "chosen": {"from": ["human", "gpt"], "value": ["What is 2 + 2?", "4"]},
+            "rejected": {"from": ["human", "gpt"], "value": ["What is 2 + 2?", "5"]},
+        },
+        pair(USER),
+    ),
+    "tools as texts": ("messages", {**CHAT, "tools": [json.dumps({"name": "f"})]}, {**CHAT, "tools": [{"name": "f"}]}),
+    "images beside text": ("messages", {**CHAT, "images": ["a.png"]}, CHAT),
+    "no tools and variables in cells": ("messages", {**CHAT, "tools": "null", "chat_template_kwargs": "null"}, CHAT),
     "template variables in a cell": (
         "messages",
         {**CHAT, "chat_template_kwargs": '{"enable_thinking": true}'},

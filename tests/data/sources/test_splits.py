@@ -129,7 +129,7 @@ def test_digest_of_deep_nesting_names_row() -> None:
         deep = [deep]
     row = Row(messages=[{"role": "user", "content": "a", "extra": deep}], source="d.jsonl", index=7, index_name="line")
     with pytest.raises(
-        DataError, match=r"d\.jsonl:7: messages\[0\]\.extra cannot be written as JSON: maximum recursion"
+        DataError, match=r"d\.jsonl:7: messages\[0\]\.extra cannot be written as JSON: nested too deeply"
     ):
         compute_row_digest(row)
 

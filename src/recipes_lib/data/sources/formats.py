@@ -16,6 +16,7 @@ from recipes_lib.data.sources.messages import (
     FUNCTION_CALL,
     ROLES,
     RowError,
+    are_columns,
     check_answer,
     check_answered,
     check_json,
@@ -175,6 +176,7 @@ def canonicalize(
             _refuse_labelled(raw, is_answer=bool(row_format.renamed))
         fields = _LAYOUTS[row_format.name].read(raw)
         if "messages" in fields:
+            _refuse_media(raw, fields["messages"])
             if needs_answer:
                 check_answered(fields["messages"], _LAYOUTS[row_format.name].required[0])
             fields["messages"], fields["untrained"] = split_marks(fields["messages"])
@@ -182,6 +184,18 @@ def canonicalize(
     except RowError as error:
         where = Row(source=source, index=index, index_name=index_name).where
         raise DataError(Problem(where, error.found, error.remedy)) from None
+
+
+def _refuse_media(raw: Raw, messages: Sequence[Message]) -> None:
+    """Raise for a chat about images or sound: without these, its answers would be trained on as guesses.
+
+    Raises:
+        RowError: The row has a column of media, and a message has a placeholder for one.
+    """
+    column = next((column for column in _MEDIA if raw.get(column)), None)
+    if column and any(mark in str(message.get("content")) for message in messages for mark in _MEDIA_MARKS):
+        found = f"the messages refer to `{column}`, and only text is trained on"
+        raise RowError(found, f"remove such rows; or write `dataset_columns: {{{column}: null}}` to train on the text")
 
 
 def _refuse_labelled(raw: Raw, *, is_answer: bool) -> None:
@@ -259,7 +273,8 @@ def _read_preference(raw: Raw) -> dict[str, Any]:
         chosen, rejected = ([_build_answer(check_answer(text, f"`{column}`"))] for column, text in values.items())
     else:
         chosen, rejected = (
-            clean_messages([turns] if isinstance(turns, Mapping) else turns, column) for column, turns in values.items()
+            clean_messages([turns] if isinstance(turns, Mapping) and not are_columns(turns) else turns, column)
+            for column, turns in values.items()
         )
         # Answers of several turns are complete chats; they include the prompt, which a text column may repeat.
         is_whole = not isinstance(prompt, (list, tuple)) and max(len(chosen), len(rejected)) > 1
@@ -402,11 +417,14 @@ def _read_chat_extras(raw: Raw) -> dict[str, Any]:
     if raw.get("tools"):
         extras["tools"] = parse_tools(raw["tools"])
     kwargs = raw.get("chat_template_kwargs")
+    if kwargs and isinstance(kwargs, str):
+        kwargs = parse_json(kwargs, "`chat_template_kwargs`")
     if kwargs:
-        if isinstance(kwargs, str):
-            kwargs = parse_json(kwargs, "`chat_template_kwargs`")
         if not isinstance(kwargs, Mapping):
             raise RowError(f"`chat_template_kwargs` is {describe(kwargs)}, not an object", "write {name: value}")
+        if given := [name for name in ("messages", "tools", "add_generation_prompt") if name in kwargs]:
+            found = f"`chat_template_kwargs` has {_quote(given)}, which the template gets from elsewhere"
+            raise RowError(found, "remove it; messages and tools are columns of their own")
         extras["template_kwargs"] = check_json(dict(kwargs), "`chat_template_kwargs`")
     return extras
 
@@ -464,6 +482,9 @@ def _quote(columns: list[str]) -> str:
     return ", ".join(f"`{column}`" for column in columns) or "none with a value"
 
 
+_MEDIA: Final = ("image", "images", "video", "videos", "audio", "audios")
+_MEDIA_MARKS: Final = ("<image>", "<video>", "<audio>")
+"""Placeholders of media in texts, as in LLaVA and LLaMA-Factory."""
 _MAX_MARGIN: Final = float(np.finfo(np.float32).max)
 _ASSISTANT: Final = "\n\nAssistant:"
 _SPEAKER: Final = re.compile(r"\n\n(Human|Assistant):")
@@ -509,6 +530,6 @@ _FALLBACKS: Final[tuple[DatasetFormat, ...]] = ("dolly", "question_answer")
 
 COLUMNS: Final = frozenset(
     {column for layout in _LAYOUTS.values() for column in (*layout.required, *layout.optional)}
-    | {"label", "kto_tag", "role"}
+    | {"label", "kto_tag", "role", *_MEDIA}
 )
 """All columns that have a meaning: the valid keys of ``dataset_columns``."""

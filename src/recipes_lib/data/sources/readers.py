@@ -418,13 +418,17 @@ def read_batches(batches: Iterable[pa.RecordBatch | pa.Table], schema: pa.Schema
 
 
 def _find_decoder(schema: pa.Schema) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return the decoder of a row: some features of ``datasets`` are stored in another form, ``Json`` as text."""
+    """Return the decoder of a row: the feature ``Json`` of ``datasets`` is stored as text.
+
+    Images and sound are not decoded, which would need further packages.
+    """
     if b"huggingface" not in (schema.metadata or {}):
         return lambda columns: columns
     import datasets
 
     features = datasets.Features.from_arrow_schema(schema)
-    return lambda columns: dict(features.decode_example(columns))
+    encoded = datasets.Features({name: feature for name, feature in features.items() if "Json(" in repr(feature)})
+    return lambda columns: columns | encoded.decode_example({name: columns[name] for name in encoded})
 
 
 def spell_as_json(value: Any) -> Any:

@@ -52,7 +52,8 @@ def compute_row_digest(row: Row) -> bytes:
     try:
         text = _ENCODER.encode(_strip(content)).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise DataError(_name_unwritable(row, str(error))) from None
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise DataError(_name_unwritable(row, reason)) from None
     return hashlib.blake2b(text, digest_size=16).digest()
 
 
