@@ -17,11 +17,12 @@ import datasets
 import pyarrow as pa
 import pytest
 
+from recipes_lib.config.loader import load_config
 from recipes_lib.data.sources import local_files
 from recipes_lib.data.sources.canonical import load_source
 from recipes_lib.data.sources.local_files import FileSource, compute_digest, load_files, open_file
 from recipes_lib.data.sources.rows import RawRow
-from recipes_lib.errors import DataError
+from recipes_lib.errors import ConfigError, DataError
 
 LAYOUTS = [
     ["a.jsonl"],
@@ -119,6 +120,18 @@ def test_dataset_card_problem_is_located(
     with pytest.raises(DataError, match=words) as caught:
         load_source(str(card_folder), config=config)
     assert caught.value.problems[0].where == str(card_folder)
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_dataset_config_is_a_key_of_folders_and_not_of_files(is_folder: bool, card_folder: Path) -> None:
+    name = card_folder if is_folder else card_folder / "unlisted.jsonl"
+    keys = {"model_name_or_path": "a/b", "output_dir": "out", "dataset_name": name, "dataset_config": "main"}
+    argv = [f"--{key}={value}" for key, value in keys.items()]
+    if is_folder:
+        assert load_config("sft", argv).data.dataset_config == "main"
+    else:
+        with pytest.raises(ConfigError, match="the dataset is a local file"):
+            load_config("sft", argv)
 
 
 def test_default_configuration_of_dataset_card_is_read(card_folder: Path) -> None:
