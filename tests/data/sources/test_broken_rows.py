@@ -15,7 +15,6 @@ from recipes_lib.data.packed.training_data import audit_first_window, build_trai
 from recipes_lib.data.pairs.preference_sets import prepare_pairs
 from recipes_lib.data.sources import broken_rows
 from recipes_lib.data.sources.broken_rows import BrokenRows, encode_valid
-from recipes_lib.data.sources.canonical import load_source, read_rows
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.errors import DataError, Problem
 
@@ -104,16 +103,6 @@ def test_broken_held_out_rows_are_counted_separately(build_config, make_chats, l
     }
     with pytest.raises(DataError, match="8 of 48 rows"):
         prepare(build_config(**keys, max_broken_fraction=0.1), load_tokenizer)
-
-
-def test_line_that_is_not_utf8_is_one_broken_row(tmp_path):
-    path = tmp_path / "d.jsonl"
-    path.write_bytes(b'{"text": "a"}\n' * 500 + '{"text": "caf\xe9"}\n'.encode("latin-1") + b'{"text": "b"}\n')
-    with pytest.raises(DataError, match="not UTF-8") as caught:
-        list(read_rows(load_source(str(path))))
-    assert len(caught.value.problems) == 1
-    rows = list(read_rows(load_source(str(path)), tokens=TokensConfig(broken_rows="drop", max_broken_fraction=0.01)))
-    assert [row.text for row in rows] == ["a"] * 500 + ["b"]
 
 
 def test_broken_pairs_are_dropped_and_overlong_not_broken(build_config, write_rows, load_tokenizer, small_chunks):
