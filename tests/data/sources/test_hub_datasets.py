@@ -10,6 +10,7 @@ from pathlib import Path
 import datasets
 import pytest
 from datasets.packaged_modules.json.json import Json
+from datasets.packaged_modules.parquet.parquet import Parquet
 from tests.rows import write_rows
 
 from recipes_lib.data.sources.canonical import load_source
@@ -92,6 +93,17 @@ def test_offline_cache_serves_only_its_commit(hub: Callable[[], None]) -> None:
     assert offline.commit == COMMIT
     with pytest.raises(DataError, match=f"the cached copy is commit {COMMIT}, not `v2`"):
         load_hub("name", None, "v2", "train", False)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_media_of_hub_dataset_are_not_decoded(streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, image = tmp_path / "train.parquet", datasets.Image()
+    features = datasets.Features({"text": datasets.Value("string"), "image": image, "images": datasets.List(image)})
+    media = {"bytes": b"no image", "path": None}
+    datasets.Dataset.from_list([{"text": "a", "image": media, "images": [media]}], features=features).to_parquet(file)
+    builder = Parquet(cache_dir=str(tmp_path / "cache"), dataset_name="name", hash=COMMIT, data_files=str(file))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: builder)
+    assert texts(load_hub("name", None, None, "train", streaming)) == ["a"]
 
 
 @pytest.mark.usefixtures("hub")
