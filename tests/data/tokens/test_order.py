@@ -51,14 +51,14 @@ def assign_chairs(weights: list[int], num_rows: int) -> list[int]:
     return chosen
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(weights_lists)
 def test_every_prefix_is_within_one_row_of_weights(weights):
     order = RowOrder([5] * len(weights), [(0, weights)], seed=0)
     assert_within_a_row(sources_of(order, 3 * sum(weights)), weights)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(weights_lists)
 def test_source_order_equals_published_algorithm(weights):
     order = RowOrder([5] * len(weights), [(0, weights)], seed=0)
