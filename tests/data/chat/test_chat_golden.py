@@ -116,7 +116,7 @@ def row(name: str, shape: str) -> Row:
 
 
 @pytest.fixture(autouse=True)
-def the_day_that_training_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def fixed_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template_utils, "datetime", FixedClock)
 
 
