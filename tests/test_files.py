@@ -80,6 +80,8 @@ def test_torn_lines_are_told_apart(tmp_path) -> None:
     path.write_bytes(b'{"step": 1}\n\n{"text": "a\xe2\x80\xa8b"}\n[1]\n{"step": \xff\n' + b"[" * 100_000 + b'\n{"step"')
     assert list(read_lines(path)) == [{"step": 1}, {"text": "a\u2028b"}, None, None, None, None]
     assert list(read_lines(tmp_path / "missing")) == []
+    path.write_bytes(b'\xef\xbb\xbf{"step": 1}\r\n{"step": 2}\r\n')
+    assert list(read_lines(path)) == [{"step": 1}, {"step": 2}]
 
 
 def test_lines_come_from_a_file_of_any_size_and_a_line_without_end_fills_no_memory(tmp_path, monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import fcntl
 import hashlib
@@ -112,7 +113,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
     # Read as bytes, which are split at line feeds only.
     with suppress(OSError), _open_regular(path) as file:
         # A line longer than the bound is read in pieces, which are not valid JSON.
-        for line in iter(partial(file.readline, MAX_BYTES), b""):
+        for number, line in enumerate(iter(partial(file.readline, MAX_BYTES), b"")):
+            line = line if number else line.removeprefix(codecs.BOM_UTF8)  # As written by programs on Windows.
             if line.strip():
                 yield parse_record(line.decode(errors="replace"))
 

@@ -1,8 +1,9 @@
-"""Rows, templates and readings of masks that the tests of the mask share."""
+"""Rows, templates and helpers shared by the tests of the loss mask."""
 
 from __future__ import annotations
 
 import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ MARKED = ["chatml", "index_loop", "macros", "marked", "no_prompt", "thinking"]
 
 
 class FixedClock(datetime.datetime):
-    """The day that training writes, for transformers."""
+    """``datetime`` whose ``now`` is ``TEMPLATE_DATE``, the date that our templates write."""
 
     @classmethod
     def now(cls, tz: datetime.tzinfo | None = None) -> FixedClock:
@@ -56,19 +57,26 @@ def text_row(text: str) -> Row:
 
 
 def runs(mask: npt.ArrayLike) -> list[tuple[int, int]]:
-    """Where the runs of trained tokens begin and end."""
+    """Return start and end of each run of trained tokens."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], np.asarray(mask, dtype=int), [0]])))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 def spans(tokenizer: PreTrainedTokenizerFast, row: EncodedRow) -> list[str]:
-    """Decoded runs of trained tokens."""
+    """Return the decoded text of each run of trained tokens."""
     return [tokenizer.decode(row.input_ids[start:end]) for start, end in runs(row.loss_mask)]
 
 
-def trained(name: str, *messages: dict[str, Any], loss_on: LossOn | None = None, **options: Any) -> list[str]:
+@cache
+def build_encoder(name: str, loss_on: LossOn | None = None) -> tuple[RowEncoder, PreTrainedTokenizerFast]:
+    """Return the encoder and the byte-level tokenizer of a template; treat them as read-only."""
     tokenizer = build_byte_level(source(name), extra=CHATML_ENDS)
-    (row,) = RowEncoder(tokenizer, loss_on=loss_on).encode([chat(*messages, **options)])
+    return RowEncoder(tokenizer, loss_on=loss_on), tokenizer
+
+
+def trained(name: str, *messages: dict[str, Any], loss_on: LossOn | None = None, **options: Any) -> list[str]:
+    encoder, tokenizer = build_encoder(name, loss_on)
+    (row,) = encoder.encode([chat(*messages, **options)])
     return spans(tokenizer, row)
 
 

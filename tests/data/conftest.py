@@ -1,4 +1,4 @@
-"""A run's configuration over rows that a test writes, shared by the tests of the preparation."""
+"""Fixtures for data preparation: rows, tokenizer loader and configuration."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def _make_chats(num_rows: int, start: int = 0) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def make_chats() -> Callable[..., list[dict[str, Any]]]:
-    """Makes chats of different lengths, no two the same: ``make_chats(num_rows, start=0)``."""
+    """Return ``make_chats(num_rows, start=0)``, which makes distinct chats of different lengths."""
     return _make_chats
 
 
 @pytest.fixture
 def load_tokenizer(tiny_tokenizer: Any) -> Any:
-    """Hands out the tiny tokenizer and counts how often."""
+    """Loader of the tiny tokenizer that counts its calls."""
 
     def load(config: RecipeConfig) -> Any:
         load.calls += 1  # type: ignore[attr-defined]
@@ -51,7 +51,7 @@ def load_tokenizer(tiny_tokenizer: Any) -> Any:
 
 @pytest.fixture
 def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each call of an encoder has tokenised, in this process."""
+    """Number of rows that each call of an encoder in this process tokenises."""
     counts: list[int] = []
     tokenize = RowEncoder._tokenize
 
@@ -65,7 +65,7 @@ def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def write_rows(tmp_path: Path) -> WriteRows:
-    """Writes rows (default: 40 chats) as JSON lines and returns the file."""
+    """Write rows, by default 40 chats, as JSON Lines, and return the file."""
 
     def write(name: str = "train.jsonl", rows: Sequence[Mapping[str, Any]] | None = None) -> Path:
         path = tmp_path / name
@@ -77,7 +77,7 @@ def write_rows(tmp_path: Path) -> WriteRows:
 
 @pytest.fixture
 def build_config(tmp_path: Path, tiny_tokenizer_dir: Path, write_rows: WriteRows) -> BuildConfig:
-    """Builds a run over ``train.jsonl`` with any of our options, and ``seed``, changed."""
+    """Build a configuration, by default over ``train.jsonl``, with the given options and seed."""
 
     def build(*, seed: int = 0, recipe: str = "sft", **options: Any) -> RecipeConfig:
         if "dataset_name" not in options and "dataset_mixture" not in options:

@@ -1,4 +1,4 @@
-"""The number that a text ends on, however it is written."""
+"""Parsing of the final number of a text, with separators, signs and decimal points."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from recipes_lib.data.final_numbers import read_final_number
         ("1,234 in all", "1234"),
         ("1,234,567.5", "1234567.5"),
         ("7,2", "2"),
-        # Signs, and what only looks like one.
+        # Signs, and hyphens that are none.
         ("the loss is -72", "-72"),
         ("the loss is \u221272", "-72"),
         ("so 100-28 = 72.", "72"),
@@ -33,7 +33,7 @@ from recipes_lib.data.final_numbers import read_final_number
         ("100\u221272", "72"),
         ("(1+1)-2", "2"),
         ("x=-.5", "-0.5"),
-        # Decimal points, and what only looks like one.
+        # Decimal points, and full stops that are none.
         ("0.5", "0.5"),
         ("a half, .5", "0.5"),
         ("$.5 each", "0.5"),
@@ -45,5 +45,5 @@ from recipes_lib.data.final_numbers import read_final_number
         ("(see above).5", "5"),
     ],
 )
-def test_the_number_that_a_text_ends_on(text: str, number: str | None) -> None:
+def test_read_final_number(text: str, number: str | None) -> None:
     assert read_final_number(text) == (None if number is None else Decimal(number))

@@ -1,4 +1,4 @@
-"""Every kind of broken dataset ends in one DataError that says where and what to do, and in nothing else."""
+"""Malformed files, folders and rows: each is one ``DataError`` with location and remedy, and no other exception."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def parquet(table: pa.Table) -> bytes:
 
 
 def find_problems(path: Path) -> Sequence[Problem]:
-    """Read a file; any other exception than a DataError fails the test, as do no rows without a problem.
+    """Return the problems of a dataset; every one has a location in it and a remedy.
 
-    Every problem has a place in the file and a remedy.
+    Any exception but ``DataError`` fails the test, as does a dataset without rows and without a problem.
     """
     problems: Sequence[Problem] = []
     try:
@@ -71,7 +71,7 @@ def arrow(table: pa.Table) -> bytes:
 ARROW = arrow(pa.table({"text": [f"document {n}" for n in range(2000)]}))
 PARQUET = parquet(pa.table({"text": [f"document {n}" for n in range(2000)]}))
 
-# name of the file, its bytes, the place the error must name after the file's, words it must contain
+# case -> file name, bytes, location of the error within the file, text that the error contains
 FILES: dict[str, tuple[str, bytes, str, str]] = {
     "empty jsonl": ("d.jsonl", b"", "", "no rows"),
     "blank lines only": ("d.jsonl", b"\n  \n\r\n", "", "no rows"),
@@ -140,7 +140,7 @@ FILES: dict[str, tuple[str, bytes, str, str]] = {
     "NULs in text": ("d.txt", "ab".encode("utf-16-le"), ":1", "NUL"),
     "empty text": ("d.jsonl", GOOD + line({"text": ""}), ":2", "`text` is empty"),
 }
-# a row that a file of one line has, words that the error must contain
+# case -> the row of a file of one line, text that the error contains
 ROWS: dict[str, tuple[dict[str, object], str]] = {
     "no known column": ({"query": "a", "reply": "b"}, "match no layout"),
     "all columns null": ({"text": None, "messages": None}, "match no layout"),
@@ -168,6 +168,18 @@ ROWS: dict[str, tuple[dict[str, object], str]] = {
     "empty answer": (chat(user(), assistant(" \n")), "messages[1].content is empty"),
     "no assistant": (chat(user(), user()), "no assistant turn"),
     "image": (chat(user([{"type": "image_url", "image_url": "x"}]), assistant()), "`image_url`"),
+    "placeholder of an image": (
+        chat(user("<image>\nWhat is it?"), assistant(), images=["a.png"]),
+        "the messages refer to `images`, and only text is trained on",
+    ),
+    "object of lists of different lengths": (
+        {"messages": {"role": ["user", "assistant"], "content": ["Hi"]}},
+        "different lengths: 2 of `role`, 1 of `content`",
+    ),
+    "template variables that are columns": (
+        chat(user(), assistant(), chat_template_kwargs={"tools": [], "add_generation_prompt": True}),
+        "`chat_template_kwargs` has `tools`, `add_generation_prompt`",
+    ),
     "surrogate in a tool call": (chat(user(), calling({"a": "\ud83d"})), "surrogate"),
     "NUL": ({"text": "a\x00b"}, "NUL character at position 1"),
     "tool call without a name": (chat(user(), assistant(tool_calls=[{}])), "names no function"),
@@ -242,7 +254,7 @@ FILES |= {kind: ("d.jsonl", line(row), ":1", words) for kind, (row, words) in RO
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_a_broken_file_is_one_error_with_place_and_remedy(kind: str, tmp_path: Path) -> None:
+def test_malformed_file_is_one_located_error(kind: str, tmp_path: Path) -> None:
     name, content, place, words = FILES[kind]
     path = tmp_path / name
     path.write_bytes(content)
@@ -266,7 +278,7 @@ FOLDERS: dict[str, tuple[dict[str, bytes], str]] = {
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_a_broken_folder_is_one_error_with_place_and_remedy(kind: str, tmp_path: Path) -> None:
+def test_malformed_folder_is_one_located_error(kind: str, tmp_path: Path) -> None:
     files, words = FOLDERS[kind]
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
@@ -274,7 +286,7 @@ def test_a_broken_folder_is_one_error_with_place_and_remedy(kind: str, tmp_path:
     assert words in str(problem)
 
 
-def test_a_file_that_may_not_be_read_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_file_is_located_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "d.jsonl"
     path.write_bytes(GOOD)
 
@@ -289,7 +301,7 @@ def test_a_file_that_may_not_be_read_is_one_error(tmp_path: Path, monkeypatch: p
         source.fingerprint()
 
 
-def test_a_line_without_end_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlong_line_is_located_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recipes_lib.data.sources.readers.MAX_LINE_BYTES", 100)
     path = tmp_path / "d.jsonl"
     path.write_bytes(GOOD + b'{"text": "' + b"a" * 100)
@@ -298,17 +310,17 @@ def test_a_line_without_end_is_one_error(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("suffix", [*READERS, *(f".jsonl{suffix}" for suffix in COMPRESSIONS)])
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=300) | st.text(alphabet='{}[]",:\\ntu0\n\r é\0', max_size=60).map(str.encode))
-def test_random_bytes_are_rows_or_one_error(suffix: str, content: bytes, tmp_path: Path) -> None:
+def test_random_bytes_give_rows_or_data_error(suffix: str, content: bytes, tmp_path: Path) -> None:
     path = tmp_path / f"d{suffix}"
     path.write_bytes(content)
     find_problems(path)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(position=st.integers(0, len(PARQUET) - 1), damage=st.binary(min_size=1, max_size=8))
-def test_damaged_parquet_is_rows_or_one_error(position: int, damage: bytes, tmp_path: Path) -> None:
+def test_damaged_parquet_gives_rows_or_data_error(position: int, damage: bytes, tmp_path: Path) -> None:
     path = tmp_path / "d.parquet"
     path.write_bytes(PARQUET[:position] + damage + PARQUET[position + len(damage) :])
     find_problems(path)
@@ -318,14 +330,14 @@ SMALL_ARROW = arrow(pa.table({"messages": [[user(), assistant()]] * 3, "score": 
 
 
 @pytest.mark.parametrize("damage", [b"\xff" * 4, b"\x00\x00\x00\x80", b"\x00\x00\x00\x10\x00\x00\x00\x10"])
-def test_no_damaged_length_or_offset_of_an_arrow_file_ends_the_process(damage: bytes, tmp_path: Path) -> None:
+def test_damaged_arrow_length_or_offset_gives_rows_or_data_error(damage: bytes, tmp_path: Path) -> None:
     for position in range(0, len(SMALL_ARROW), 4):
         path = tmp_path / "d.arrow"
         path.write_bytes(SMALL_ARROW[:position] + damage + SMALL_ARROW[position + len(damage) :])
         find_problems(path)
 
 
-def test_no_damaged_offset_of_a_saved_dataset_ends_the_process(tmp_path: Path) -> None:
+def test_damaged_saved_dataset_gives_rows_or_data_error(tmp_path: Path) -> None:
     import datasets
 
     datasets.Dataset.from_dict({"text": ["one", "two", "three"]}).save_to_disk(str(tmp_path))
@@ -350,9 +362,9 @@ COLUMNS = ("messages", "prompt", "completion", "text", "conversations", "instruc
 COLUMNS += ("chosen", "rejected", "system", "tools", "chat_template_kwargs")
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(row=st.dictionaries(st.sampled_from(COLUMNS), JSON))
-def test_any_object_is_a_row_or_one_error(row: dict[str, object], tmp_path: Path) -> None:
+def test_random_object_gives_row_or_data_error(row: dict[str, object], tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_bytes(line(row))
     assert all(problem.where == f"{path}:1" for problem in find_problems(path))

@@ -1,4 +1,4 @@
-"""The token that a character begins, or the token that has it and its neighbour."""
+"""Token boundaries of character positions, and refusal of positions inside a token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from recipes_lib.data.masking import MergedTokenError, count_tokens_before
 
 
-def test_the_boundary_of_every_token_is_found_and_every_other_is_refused(
+def test_token_boundaries_are_found_and_inner_positions_refused(
     tiny_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     text = "<|im_start|>user\nThe capital of France is Paris.<|im_end|>"
@@ -24,7 +24,7 @@ def test_the_boundary_of_every_token_is_found_and_every_other_is_refused(
     assert count_tokens_before(encoding, text, len(text), set()) == len(encoding)
 
 
-def test_a_character_of_several_tokens_is_never_cut(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_multi_token_character_is_counted_whole(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     text = "a\U0001f600b"
     encoding = tiny_tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     assert len(encoding) == 6

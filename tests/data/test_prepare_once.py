@@ -1,4 +1,4 @@
-"""Packs, pairs and tokens are prepared once, by one process, to the same bytes; whoever comes later finds them."""
+"""Packs, pairs and tokens are prepared once: second calls, processes, threads and ranks find the set."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PREPARES = {"sft": prepare, "dpo": prepare_pairs, "pretrain": prepare_tokens}
 
 @pytest.fixture(params=PREPARES)
 def build(request, build_config, write_rows, make_chats):
-    """Builds a run over rows of its kind, some of which are held out."""
+    """Build a configuration of each recipe, with held-out rows."""
     rows = {
         "sft": make_chats(40),
         "dpo": [{"prompt": f"{n} =", "chosen": f" {n}", "rejected": f" {-n}"} for n in range(1, 41)],
@@ -44,7 +44,7 @@ def make(config, load, local_rank=0):
     return PREPARES[config.recipe](config, load, local_rank=local_rank)
 
 
-def test_a_second_call_tokenises_nothing_and_loads_no_tokenizer(build, load_tokenizer, tokenized):
+def test_second_call_does_not_tokenise(build, load_tokenizer, tokenized):
     first = make(build(), load_tokenizer)
     before = sum(tokenized)
     second = make(build(), load_tokenizer)
@@ -53,7 +53,7 @@ def test_a_second_call_tokenises_nothing_and_loads_no_tokenizer(build, load_toke
     assert dataclasses.replace(second, is_new=True) == first
 
 
-def test_the_command_says_what_it_made_and_that_a_second_time_nothing_is_to_do(build, load_tokenizer, tmp_path, capsys):
+def test_prepare_command_reports_new_and_existing_set(build, load_tokenizer, tmp_path, capsys):
     config = build()
     keys = {
         "recipe": config.recipe,
@@ -66,16 +66,16 @@ def test_the_command_says_what_it_made_and_that_a_second_time_nothing_is_to_do(b
     }
     start = {"model_config": "{model_type: llama}"} if config.recipe == "pretrain" else {"model_name_or_path": "none"}
     argv = [f"--{name}={value}" for name, value in (keys | start).items()]
-    told = []
+    outputs = []
     for _ in range(2):
         command(argv, load_tokenizer)
-        told.append(capsys.readouterr().out)
-    assert {"sft": "packs", "dpo": "prompts", "pretrain": "held out of"}[config.recipe] in told[0]
-    assert told[0].split("prepared in")[0] == told[1].split("nothing to do: already prepared")[0] != told[0]
+        outputs.append(capsys.readouterr().out)
+    assert {"sft": "packs", "dpo": "prompts", "pretrain": "held out of"}[config.recipe] in outputs[0]
+    assert outputs[0].split("prepared in")[0] == outputs[1].split("nothing to do: already prepared")[0] != outputs[0]
     assert load_tokenizer.calls == 1
 
 
-def test_a_second_process_imports_nothing_heavy(build, load_tokenizer):
+def test_existing_set_is_found_without_heavy_imports(build, load_tokenizer):
     config = build()
     make(config, load_tokenizer)
     function = PREPARES[config.recipe]
@@ -96,7 +96,7 @@ print(json.dumps(sorted(sys.modules)))
     assert not {"torch", "transformers", "datasets", "tokenizers", "pyarrow"} & set(json.loads(done.stdout))
 
 
-def test_the_same_set_is_the_same_bytes_wherever_it_lies(build, load_tokenizer, tmp_path):
+def test_prepared_set_bytes_are_independent_of_location(build, load_tokenizer, tmp_path):
     roots = [tmp_path / name for name in ("one", "two")]
     for root in roots:
         make(build(prepared_dir=str(root)), load_tokenizer)
@@ -105,7 +105,7 @@ def test_the_same_set_is_the_same_bytes_wherever_it_lies(build, load_tokenizer, 
     assert [Path(name).name for name in one].count("COMPLETE.json") == 1
 
 
-def test_who_comes_second_waits_and_tokenises_nothing(build, load_tokenizer, tiny_tokenizer):
+def test_concurrent_caller_waits_for_first(build, load_tokenizer, tiny_tokenizer):
     config, results = build(), []
     entered, release = threading.Event(), threading.Event()
 
@@ -126,7 +126,7 @@ def test_who_comes_second_waits_and_tokenises_nothing(build, load_tokenizer, tin
     assert load_tokenizer.calls == 0
 
 
-def test_other_ranks_wait_for_the_first_and_load_nothing(build, load_tokenizer, monkeypatch):
+def test_other_ranks_wait_for_first_rank(build, load_tokenizer, monkeypatch):
     monkeypatch.setattr(store, "_POLL_SECONDS", 0.001)
     config, results = build(), []
     other = threading.Thread(target=lambda: results.append(make(config, None, local_rank=1)))
@@ -137,7 +137,7 @@ def test_other_ranks_wait_for_the_first_and_load_nothing(build, load_tokenizer, 
     assert not results[0].is_new
 
 
-def test_other_ranks_give_up_when_the_first_one_did(build, monkeypatch):
+def test_other_ranks_time_out_without_first_rank(build, monkeypatch):
     monkeypatch.setattr(store, "_POLL_SECONDS", 0.001)
     monkeypatch.setattr(store, "_SECONDS_TO_START", 0.01)
     with pytest.raises(DataError, match="first process of this node"):

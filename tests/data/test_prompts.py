@@ -1,4 +1,4 @@
-"""Prompts of any layout as a server would be asked, and the columns that rewards read."""
+"""Prompts of any dataset layout, rendered with a generation prompt, and the columns that rewards read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load(tmp_path, tiny_tokenizer):
         if held_out:
             write_rows(tmp_path / "held_out.jsonl", held_out)
             keys["dataset_test_split"] = tmp_path / "held_out.jsonl"
-        given = {
+        values = {
             "model_name_or_path": "owner/model",
             "dataset_name": path,
             "output_dir": tmp_path,
@@ -33,7 +33,7 @@ def load(tmp_path, tiny_tokenizer):
             "response_length": 10,
             **keys,
         }
-        config = load_config("ppo", [f"--{name}={value}" for name, value in given.items()])
+        config = load_config("ppo", [f"--{name}={value}" for name, value in values.items()])
         return load_prompt_data(config, tiny_tokenizer)
 
     return load_rows
@@ -60,7 +60,7 @@ def load(tmp_path, tiny_tokenizer):
         {"prompt": json.dumps(QUESTION)},
     ],
 )
-def test_a_chat_is_asked_as_a_server_asks_it(load, tiny_tokenizer, row):
+def test_chat_prompt_is_rendered_with_generation_prompt(load, tiny_tokenizer, row):
     data = load([{**row, "solution": 4}])
     (prompt,) = data.train
     expected = tiny_tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False)
@@ -71,14 +71,14 @@ def test_a_chat_is_asked_as_a_server_asks_it(load, tiny_tokenizer, row):
     assert data.max_length == len(prompt.input_ids) + 10
 
 
-def test_a_plain_text_is_given_as_it_is(load, tiny_tokenizer):
+def test_plain_text_prompt_is_not_rendered(load, tiny_tokenizer):
     data = load([{"prompt": "Once upon a time"}])
     assert tiny_tokenizer.decode(data.train[0].input_ids) == "Once upon a time"
     assert data.train[0].content == "Once upon a time"
     assert data.terminators == []
 
 
-def test_a_question_is_asked_with_its_system_prompt_and_context_as_in_training(load):
+def test_question_includes_system_prompt_and_context(load):
     row = {"system_prompt": "Be brief.", "question": "How many?", "context": "Four rivers.", "answer": "4"}
     (prompt,) = load([row]).train
     assert prompt.content == [
@@ -87,19 +87,19 @@ def test_a_question_is_asked_with_its_system_prompt_and_context_as_in_training(l
     ]
 
 
-def test_a_chat_that_ends_with_a_question_is_asked_to_its_end(load):
+def test_chat_ending_with_user_turn_is_used_whole(load):
     turns = [*QUESTION, FOUR, {"role": "user", "content": "Why?"}]
     (prompt,) = load([{"messages": turns}]).train
     assert prompt.content == turns
 
 
-def test_the_prompt_of_a_pair_of_dialogues_is_given_as_it_is(load):
+def test_prompt_of_text_dialogue_pair_is_not_rendered(load):
     asked = "\n\nHuman: What is 2 plus 2?\n\nAssistant:"
     (prompt,) = load([{"chosen": f"{asked} Four.", "rejected": f"{asked} Five."}]).train
     assert prompt.content == asked
 
 
-def test_a_prompt_may_stand_in_a_column_of_another_name(load):
+def test_dataset_columns_select_prompt_column(load):
     data = load([{"problem": "Once upon a time", "answer": "4"}], dataset_columns="{prompt: problem}")
     assert data.train[0].content == "Once upon a time"
     assert data.train[0].columns == {"answer": "4"}
@@ -107,7 +107,7 @@ def test_a_prompt_may_stand_in_a_column_of_another_name(load):
 
 @pytest.mark.parametrize("is_chat_first", [False, True])
 @pytest.mark.parametrize("is_held_out", [False, True])
-def test_texts_among_chats_are_refused_once_for_all(load, is_chat_first, is_held_out):
+def test_mixing_text_and_chat_prompts_is_one_error(load, is_chat_first, is_held_out):
     rows = [{"prompt": "Once upon a time"}, {"prompt": QUESTION}][:: -1 if is_chat_first else 1]
     words = r"1 prompts are plain text, first .*\.jsonl:\d, and 1 are chats, first .*\.jsonl:\d"
     with pytest.raises(DataError, match=words) as caught:
@@ -115,10 +115,10 @@ def test_texts_among_chats_are_refused_once_for_all(load, is_chat_first, is_held
     assert len(caught.value.problems) == 1
 
 
-def test_every_prompt_has_the_columns_of_all(load):
+def test_prompts_have_union_of_columns(load):
     rows = [{"prompt": "a", "level": 1}, {"prompt": "b", "answer": "2"}]
-    for given in (rows, rows[::-1]):
-        data = load(given, [{"prompt": "c", "hint": "h"}])
+    for order in (rows, rows[::-1]):
+        data = load(order, [{"prompt": "c", "hint": "h"}])
         columns = {prompt.content: prompt.columns for prompt in (*data.train, *data.eval)}
         assert columns == {
             "a": {"level": 1, "answer": None, "hint": None},
@@ -127,7 +127,7 @@ def test_every_prompt_has_the_columns_of_all(load):
         }
 
 
-def test_each_template_of_a_tokenizer_ends_answers_as_it_trains_them(load, tiny_tokenizer, monkeypatch):
+def test_terminators_cover_every_template_in_use(load, tiny_tokenizer, monkeypatch):
     turns = "{% for m in messages %}{{ m.role }}:\n{{ m.content }}END{% endfor %}"
     turns += "{% if add_generation_prompt %}assistant:\n{% endif %}"
     ends = {"default": "<|im_end|>", "tool_use": "<|endoftext|>"}
@@ -140,23 +140,23 @@ def test_each_template_of_a_tokenizer_ends_answers_as_it_trains_them(load, tiny_
     assert data.terminators == sorted(map(tiny_tokenizer.convert_tokens_to_ids, ends.values()))
 
 
-def test_a_line_break_that_a_template_trains_on_ends_no_answer(load, tiny_tokenizer, monkeypatch):
+def test_trained_line_break_is_no_terminator(load, tiny_tokenizer, monkeypatch):
     template = Path(trl.__file__).parent / "chat_templates" / "qwen3_training.jinja"
     monkeypatch.setattr(tiny_tokenizer, "chat_template", template.read_text(encoding="utf-8"))
     assert load([{"messages": [*QUESTION, FOUR]}]).terminators == [tiny_tokenizer.convert_tokens_to_ids("<|im_end|>")]
 
 
-def test_a_held_out_prompt_may_be_the_longest(load):
+def test_max_length_includes_held_out_prompts(load):
     data = load([{"prompt": "Once"}], [{"prompt": "Once upon a time there was a king"}])
     assert data.max_length == len(data.eval[0].input_ids) + 10 > len(data.train[0].input_ids) + 10
 
 
-def test_a_text_beside_an_answer_in_messages_is_refused_as_in_training(load):
+def test_text_prompt_with_chat_completion_is_refused(load):
     with pytest.raises(DataError, match="`prompt` is a string, `completion` is a list"):
         load([{"prompt": "What is 2 plus 2?", "completion": [FOUR]}])
 
 
-def test_prompts_are_held_out_and_never_trained_on(load):
+def test_split_separates_equal_prompts_from_training(load):
     rows = [{"prompt": f"Question {n % 10}"} for n in range(20)]
     data = load(rows, test_split_size=4)
     sides = [{prompt.content for prompt in side} for side in (data.train, data.eval)]
@@ -165,14 +165,14 @@ def test_prompts_are_held_out_and_never_trained_on(load):
     assert data.record["num_prompts"] == 16
 
 
-def test_a_held_out_prompt_that_is_trained_on_is_refused(load):
+def test_held_out_prompt_in_training_set_is_refused(load):
     rows = [{"prompt": f"Question {n}"} for n in range(3)]
     with pytest.raises(DataError, match="ask what held-out rows ask"):
         load(rows, rows[1:2])
     assert len(load(rows, rows[1:2], allow_eval_overlap=True).eval) == 1
 
 
-def test_what_is_too_long_is_an_error_or_left_out(load):
+def test_overlong_prompt_is_error_or_dropped(load):
     rows = [{"prompt": "short"}, {"prompt": "a long prompt " * 20}]
     with pytest.raises(DataError, match=r"prompts\.jsonl:2"):
         load(rows, max_length=24)
@@ -192,7 +192,7 @@ def test_what_is_too_long_is_an_error_or_left_out(load):
         ({"messages": [FOUR]}, "no message before its answer"),
     ],
 )
-def test_every_broken_row_is_named(load, row, words):
+def test_broken_rows_are_reported_or_dropped(load, row, words):
     with pytest.raises(DataError, match=words) as caught:
         load([{"prompt": "sound"}, row, row])
     (problem,) = caught.value.problems
@@ -205,6 +205,6 @@ def test_every_broken_row_is_named(load, row, words):
         load([row, {"prompt": "sound"}, {"prompt": "sound"}], broken_rows="drop", max_broken_fraction=0.1)
 
 
-def test_a_set_without_rows_is_refused(load):
+def test_empty_dataset_is_refused(load):
     with pytest.raises(DataError, match="no rows"):
         load([])

@@ -1,4 +1,4 @@
-"""A prepared set is there whole or not at all, and what is read is what was written."""
+"""The store of prepared sets: round trip, locks, atomic publication, damage, kills and disk errors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from tests.faults.moments import kill_at_call
+from tests.rows import read_files
 
 from recipes_lib.data import store
 from recipes_lib.errors import DataError
@@ -29,7 +30,7 @@ def table(num_rows: int = 40, seed: int = 0) -> pa.Table:
 
 
 def write(root: Path, **changes: pa.Table) -> store.PreparedSet:
-    """Writes and publishes a set, whatever others have published; the lock is the caller's."""
+    """Write and publish a set, without a lock or a look for an existing one."""
     tables = {"train": table(), "eval": table(5, 1), **changes}
     staging = store.choose_staging(root, KEY, is_kept=False)
     store.write_splits(staging, {split: rows.to_reader(max_chunksize=7) for split, rows in tables.items()})
@@ -41,11 +42,7 @@ def build(staging: Path) -> dict[str, object]:
     return {"train": {"num_rows": 40}}
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_what_is_read_is_what_was_written(tmp_path):
+def test_published_set_reads_back_unchanged(tmp_path):
     written = write(tmp_path)
     found = store.find_set(tmp_path, KEY, check_bytes=True)
     assert (found.path, found.key, found.manifest) == (written.path, KEY, MANIFEST)
@@ -55,11 +52,11 @@ def test_what_is_read_is_what_was_written(tmp_path):
         assert [row["input_ids"].tolist() for row in split] == rows["input_ids"].to_pylist()
 
 
-def test_nothing_held_out_reads_as_none(tmp_path):
+def test_eval_split_is_none_without_held_out_rows(tmp_path):
     assert store.make_set(tmp_path, KEY, {}, build).eval is None
 
 
-def test_a_set_is_built_once_and_its_manifest_says_of_what(tmp_path):
+def test_make_set_builds_once_and_records_inputs(tmp_path):
     first = store.make_set(tmp_path, KEY, {"seed": 1}, build)
     second = store.make_set(tmp_path, KEY, {"seed": 1}, lambda _: pytest.fail("built again"))
     assert (first.is_new, second.is_new) == (True, False)
@@ -67,7 +64,7 @@ def test_a_set_is_built_once_and_its_manifest_says_of_what(tmp_path):
 
 
 @pytest.mark.parametrize("resumes", [False, True])
-def test_a_build_that_is_stopped_keeps_its_files_only_to_go_on_with(tmp_path, resumes):
+def test_interrupted_build_keeps_staging_only_if_it_resumes(tmp_path, resumes):
     seen = []
 
     def stop(staging):
@@ -83,11 +80,7 @@ def test_a_build_that_is_stopped_keeps_its_files_only_to_go_on_with(tmp_path, re
     assert [path.is_dir() for path in tmp_path.iterdir()].count(True) == resumes
 
 
-def test_the_same_set_is_the_same_bytes(tmp_path):
-    assert contents(write(tmp_path / "one").path) == contents(write(tmp_path / "two").path)
-
-
-def test_a_folder_that_was_filled_elsewhere_is_published_whole(tmp_path):
+def test_publish_set_seals_all_visible_files(tmp_path):
     staging = store.choose_staging(tmp_path, KEY, is_kept=True)
     (staging / "sub").mkdir(parents=True)
     (staging / "sub" / "data.bin").write_bytes(b"data")
@@ -95,14 +88,14 @@ def test_a_folder_that_was_filled_elsewhere_is_published_whole(tmp_path):
     published = store.publish_set(staging, tmp_path, KEY, MANIFEST)
     assert (published.path, published.manifest, published.is_new) == (tmp_path / KEY[:16], MANIFEST, True)
     assert not staging.exists()
-    sealed = json.loads((published.path / "COMPLETE.json").read_text())["files"]
-    assert set(sealed) == {"manifest.json", "sub/data.bin"}
+    recorded = json.loads((published.path / "COMPLETE.json").read_text())["files"]
+    assert set(recorded) == {"manifest.json", "sub/data.bin"}
     assert store.find_set(tmp_path, KEY, check_bytes=True)
     (published.path / "sub" / "data.bin").write_bytes(b"dat")
     assert store.find_set(tmp_path, KEY) is None
 
 
-def test_who_holds_the_lock_keeps_the_folder_that_is_gone_on_with_and_no_other(tmp_path):
+def test_hold_lock_removes_leftovers_but_resumable_staging(tmp_path):
     kept, *own = (store.choose_staging(tmp_path, KEY, is_kept=is_kept) for is_kept in (True, False, False))
     assert kept == store.choose_staging(tmp_path, KEY, is_kept=True)
     assert kept != store.choose_staging(tmp_path, "f" * 64, is_kept=True)
@@ -114,7 +107,7 @@ def test_who_holds_the_lock_keeps_the_folder_that_is_gone_on_with_and_no_other(t
         assert [staging.exists() for staging in (kept, *own)] == [True, False, False]
 
 
-def test_the_key_depends_on_values_and_not_on_their_order():
+def test_compute_key_ignores_key_order():
     assert store.compute_key({"a": 1, "b": [1, 2]}) == store.compute_key({"b": [1, 2], "a": 1})
     assert store.compute_key({"a": 1, "b": [1, 2]}) != store.compute_key({"a": 1, "b": [2, 1]})
     assert store.compute_key({"a": 1}) != store.compute_key({"a": "1"})
@@ -132,7 +125,7 @@ def test_the_key_depends_on_values_and_not_on_their_order():
         ("manifest.json", lambda _: b""),
     ],
 )
-def test_a_damaged_set_is_named_not_loaded_and_made_again(tmp_path, caplog, name, damage):
+def test_damaged_set_is_logged_and_rebuilt(tmp_path, caplog, name, damage):
     path = write(tmp_path).path / name
     content = path.read_bytes()
     path.unlink()
@@ -146,28 +139,28 @@ def test_a_damaged_set_is_named_not_loaded_and_made_again(tmp_path, caplog, name
 
 
 @pytest.mark.parametrize("check_bytes", [False, True])
-def test_a_set_of_other_bytes_is_built_again_where_bytes_are_checked(tmp_path, check_bytes):
+def test_changed_bytes_are_detected_with_check_bytes(tmp_path, check_bytes):
     first = store.make_set(tmp_path, KEY, {}, build)
-    before = contents(first.path)
+    before = read_files(first.path)
     (first.path / "train/data.arrow").write_bytes(bytes(len(before["train/data.arrow"])))
     again = store.make_set(tmp_path, KEY, {}, build, check_bytes=check_bytes)
     assert again.is_new == check_bytes
-    assert (contents(again.path) == before) == check_bytes
+    assert (read_files(again.path) == before) == check_bytes
 
 
-def test_an_absent_set_is_no_matter_for_a_warning(tmp_path, caplog):
+def test_missing_set_is_not_logged(tmp_path, caplog):
     assert store.find_set(tmp_path / "nowhere", KEY) is None
     assert not caplog.text
 
 
-def test_the_set_published_first_is_kept(tmp_path):
+def test_first_published_set_is_kept(tmp_path):
     first = write(tmp_path)
-    before = contents(first.path)
+    before = read_files(first.path)
     write(tmp_path, train=table(7, 3))
-    assert contents(first.path) == before
+    assert read_files(first.path) == before
 
 
-def test_a_set_published_at_the_last_moment_is_kept(tmp_path, monkeypatch):
+def test_set_published_during_rename_is_kept(tmp_path, monkeypatch):
     write(tmp_path / "other")
     replace = os.replace
 
@@ -191,7 +184,7 @@ def lock_and_write(root: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "call"), [("fsync", at) for at in range(1, 6)] + [("replace", at) for at in range(1, 4)]
 )
-def test_a_killed_writer_leaves_no_set_and_the_next_one_cleans_up(tmp_path, function, call):
+def test_killed_writer_leaves_no_set_and_next_writer_cleans_up(tmp_path, function, call):
     kill_at_call(lambda: lock_and_write(tmp_path), store.os, function, call)
     assert store.find_set(tmp_path, KEY) is None
     assert list(tmp_path.glob(".*.tmp"))
@@ -202,7 +195,7 @@ def test_a_killed_writer_leaves_no_set_and_the_next_one_cleans_up(tmp_path, func
 
 @pytest.mark.parametrize("failing", ["fsync", "replace"])
 @pytest.mark.parametrize(("code", "remedy"), [(errno.ENOSPC, "free some space"), (errno.EACCES, "make the folder")])
-def test_a_disk_error_is_one_clear_error_and_leaves_nothing(tmp_path, monkeypatch, failing, code, remedy):
+def test_disk_error_is_data_error_and_leaves_no_files(tmp_path, monkeypatch, failing, code, remedy):
     def fail(*_):
         raise OSError(code, os.strerror(code))
 
@@ -215,7 +208,7 @@ def test_a_disk_error_is_one_clear_error_and_leaves_nothing(tmp_path, monkeypatc
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
-def test_a_root_that_is_a_file_is_one_clear_error(tmp_path):
+def test_root_that_is_a_file_is_data_error(tmp_path):
     root = tmp_path / "file"
     root.write_text("")
     with pytest.raises(DataError, match="prepared_dir"), store.hold_lock(root, KEY):
@@ -224,7 +217,7 @@ def test_a_root_that_is_a_file_is_one_clear_error(tmp_path):
         write(root)
 
 
-def test_who_waits_for_the_lock_goes_on_when_it_is_free(tmp_path):
+def test_lock_waiter_continues_after_release(tmp_path):
     events: list[str] = []
 
     def follow() -> None:
@@ -241,12 +234,12 @@ def test_who_waits_for_the_lock_goes_on_when_it_is_free(tmp_path):
     assert not store.is_locked(tmp_path, KEY)
 
 
-def test_locks_of_other_keys_do_not_wait(tmp_path):
+def test_locks_of_different_keys_are_independent(tmp_path):
     with store.hold_lock(tmp_path, KEY), store.hold_lock(tmp_path, "f" * 64):
         assert not store.is_locked(tmp_path, "e" * 64)
 
 
-def test_without_file_locks_the_work_goes_on(tmp_path, monkeypatch):
+def test_set_is_written_on_file_system_without_locks(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 

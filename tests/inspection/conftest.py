@@ -1,4 +1,4 @@
-"""What ``recipes check`` finds in a run over a few rows."""
+"""Fixtures that run ``recipes check`` on a few rows."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from recipes_lib.training.layouts.launch_environment import plan_launch
 
 
 @pytest.fixture
-def look(tmp_path: Path, tiny_model_dir: Path) -> Callable[..., tuple[list[Problem], str]]:
-    """Check a run of the tiny model over ``rows`` by a launch file, and return the problems and what was told."""
+def run_check(tmp_path: Path, tiny_model_dir: Path) -> Callable[..., tuple[list[Problem], str]]:
+    """Run ``check`` for the tiny model over ``rows`` with a launch file; return the problems and the printed report."""
 
-    def look_at(
+    def run(
         recipe: str, rows: Iterable[Any], *, hardware: str | None = None, num_processes: int = 1, **keys: Any
     ) -> tuple[list[Problem], str]:
-        given = {
+        values = {
             "model_name_or_path": tiny_model_dir,
             "dataset_name": write_rows(tmp_path / "rows.jsonl", rows),
             "output_dir": tmp_path / "out",
             **({} if recipe in ("ppo", "rloo", "grpo") else {"prepared_dir": tmp_path / "prepared"}),
             **keys,
         }
-        config = load_config(recipe, [f"--{name}={value}" for name, value in given.items()])
+        config = load_config(recipe, [f"--{name}={value}" for name, value in values.items()])
         file = find_launch_file(hardware) if hardware else None
         output = io.StringIO()
         console = Console(file=output, width=200, highlight=False)
         problems = check(config, plan_launch(file, num_processes), console, file)
         return problems, output.getvalue()
 
-    return look_at
+    return run

@@ -1,4 +1,4 @@
-"""The audit of a run's sources, and the command that it names."""
+"""The audit of a run's text sources, and the ``recipes clean`` command that it suggests."""
 
 import importlib.util
 import json
@@ -10,6 +10,7 @@ from tests.corpus.texts import make_text, write_rows
 
 from recipes_lib.commands.clean import main as clean
 from recipes_lib.config.loader import load_config
+from recipes_lib.corpus import text_audit
 from recipes_lib.inspection.sections import report_corpus
 
 
@@ -25,15 +26,15 @@ def build_config(folder, name, recipe="pretrain"):
     return load_config(recipe, ["--config", str(path)])
 
 
-def test_the_command_that_is_named_cleans_what_was_found(tmp_path, capsys):
+def test_suggested_clean_command_fixes_findings(tmp_path, capsys):
     texts = [make_text(random.Random(at), 50) for at in range(20)]
     folder = tmp_path / "it's a folder"
     folder.mkdir()
     path = write_rows(folder / "a.jsonl", [*texts, *texts[:3]])
-    said = []
-    report_corpus(build_config(tmp_path, path), "text", said.append)
-    assert f"warning: {path}: 3 of 23 documents (13.0%) repeat an earlier one" in said
-    command = shlex.split(said[-1])
+    lines = []
+    report_corpus(build_config(tmp_path, path), "text", lines.append)
+    assert f"warning: {path}: 3 of 23 documents (13.0%) repeat an earlier one" in lines
+    command = shlex.split(lines[-1])
     assert command[:2] == ["recipes", "clean"]
     clean(command[2:])
     assert "20 of 23 documents" in capsys.readouterr().out
@@ -42,26 +43,27 @@ def test_the_command_that_is_named_cleans_what_was_found(tmp_path, capsys):
     assert not any("warning" in line for line in again)
 
 
-def test_chats_are_looked_at_too(tmp_path):
+def test_chats_are_audited(tmp_path):
     chat = {"messages": [{"role": "user", "content": "I am a@b.co"}, {"role": "assistant", "content": "Hello."}]}
     (tmp_path / "c.jsonl").write_text(json.dumps(chat) + "\n")
-    said = []
-    report_corpus(build_config(tmp_path, tmp_path / "c.jsonl", "sft"), "chat", said.append)
-    assert any("email 1" in line for line in said)
-    assert '"kind": "chat"' in said[-1]
+    lines = []
+    report_corpus(build_config(tmp_path, tmp_path / "c.jsonl", "sft"), "chat", lines.append)
+    assert any("email 1" in line for line in lines)
+    assert '"kind": "chat"' in lines[-1]
 
 
-def test_what_stands_at_the_end_of_a_large_source_is_in_the_sample(tmp_path):
+def test_sample_covers_end_of_large_source(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_audit, "MAX_DOCUMENTS", 200)
     random_ = random.Random(0)
-    texts = [make_text(random_, 100) for _ in range(3000)]
-    path = write_rows(tmp_path / "a.jsonl", [*texts, *([f"{texts[0]} a@b.co"] * 3000), ""])
-    said = []
-    report_corpus(build_config(tmp_path, path), "text", said.append)
-    (personal,) = [line for line in said if "personal data" in line]
+    texts = [make_text(random_, 100) for _ in range(300)]
+    path = write_rows(tmp_path / "a.jsonl", [*texts, *([f"{texts[0]} a@b.co"] * 300), ""])
+    lines = []
+    report_corpus(build_config(tmp_path, path), "text", lines.append)
+    (personal,) = [line for line in lines if "personal data" in line]
     assert 0.3 < float(personal.partition("(")[2].partition("%")[0]) / 100 < 0.7
 
 
-def test_held_out_files_and_evaluations_beside_the_run_are_held_against_the_texts(tmp_path):
+def test_held_out_files_and_evaluations_are_checked_for_overlap(tmp_path):
     texts = [make_text(random.Random(at), 50) for at in range(30)]
     train = write_rows(tmp_path / "train.jsonl", texts)
     held_out = write_rows(tmp_path / "held.jsonl", [f"{texts[3]} and more"])
@@ -73,22 +75,22 @@ def test_held_out_files_and_evaluations_beside_the_run_are_held_against_the_text
     (tmp_path / "eval.yaml").write_text(f"tasks: [exam]\ninclude_path: [{tmp_path}]\n")
     config = build_config(tmp_path, train)
     config = replace(config, data=replace(config.data, dataset_test_split=str(held_out)))
-    said = []
-    report_corpus(config, "text", said.append)
-    assert f"warning: {train}: 1 of 30 documents (3.3%) share words with {held_out}" in said
-    assert f"warning: {train}: 1 of 30 documents (3.3%) share words with exam" in said
-    assert f"--benchmarks_of '[\"{tmp_path}/eval.yaml\"]'" in said[-1]
+    lines = []
+    report_corpus(config, "text", lines.append)
+    assert f"warning: {train}: 1 of 30 documents (3.3%) share words with {held_out}" in lines
+    assert f"warning: {train}: 1 of 30 documents (3.3%) share words with exam" in lines
+    assert f"--benchmarks_of '[\"{tmp_path}/eval.yaml\"]'" in lines[-1]
 
 
-def test_without_the_extra_one_line_names_it(tmp_path, monkeypatch):
+def test_missing_extra_is_named(tmp_path, monkeypatch):
     path = write_rows(tmp_path / "a.jsonl", ["x"])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    said = []
-    report_corpus(build_config(tmp_path, path), "text", said.append)
-    assert said == ["not looked at: pip install 'recipes-lib[corpus]'"]
+    lines = []
+    report_corpus(build_config(tmp_path, path), "text", lines.append)
+    assert lines == ["not looked at: pip install 'recipes-lib[corpus]'"]
 
 
-def test_columns_that_all_sources_share_are_renamed_in_the_sample_and_in_the_held_out_file(tmp_path):
+def test_dataset_columns_apply_to_sample_and_held_out_file(tmp_path):
     texts = [make_text(random.Random(at), 50) for at in range(20)]
     for name, rows in (("a.jsonl", [*texts, texts[0]]), ("held_out.jsonl", texts[:2])):
         (tmp_path / name).write_text("".join(json.dumps({"body": text}) + "\n" for text in rows))
@@ -99,9 +101,9 @@ def test_columns_that_all_sources_share_are_renamed_in_the_sample_and_in_the_hel
         "dataset_columns": {"text": "body"},
         "dataset_test_split": str(tmp_path / "held_out.jsonl"),
     }
-    said = []
-    report_corpus(replace(config, data=replace(config.data, **keys)), "text", said.append)
-    assert any("1 of 21 documents (4.8%) repeat an earlier one" in line for line in said)
-    assert any("held_out.jsonl" in line for line in said)
-    assert not any("not looked at" in line for line in said)
-    assert '"columns": {"text": "body"}' in said[-1]
+    lines = []
+    report_corpus(replace(config, data=replace(config.data, **keys)), "text", lines.append)
+    assert any("1 of 21 documents (4.8%) repeat an earlier one" in line for line in lines)
+    assert any("held_out.jsonl" in line for line in lines)
+    assert not any("not looked at" in line for line in lines)
+    assert '"columns": {"text": "body"}' in lines[-1]

@@ -1,4 +1,4 @@
-"""The inspection of distillation: that of fine-tuning, and the teacher beside it."""
+"""``recipes check`` of distillation: the checks of SFT, and those of the teacher."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from transformers import AutoTokenizer
 ROWS = [{"prompt": f"{n}?", "completion": f" {n}."} for n in range(4)]
 
 
-def test_a_sound_run_names_both_vocabularies(look, tmp_path, tiny_model_dir) -> None:
+def test_valid_run_names_both_vocabularies(run_check, tmp_path, tiny_model_dir) -> None:
     student = save_student(tmp_path / "student", tiny_model_dir, vocab_size=520)
-    problems, told = look("distill", ROWS, model_name_or_path=student, teacher_model_name_or_path=tiny_model_dir)
+    problems, output = run_check("distill", ROWS, model_name_or_path=student, teacher_model_name_or_path=tiny_model_dir)
     assert not problems
-    assert "knows the student's 512 tokens by the same ids" in told
-    assert "student 520, teacher 512" in told
+    assert "knows the student's 512 tokens by the same ids" in output
+    assert "student 520, teacher 512" in output
 
 
 @pytest.mark.parametrize("fault", ["tokens", "length"])
-def test_a_teacher_that_cannot_read_the_rows_is_found(look, tmp_path, tiny_model_dir, fault) -> None:
+def test_incompatible_teacher_is_reported(run_check, tmp_path, tiny_model_dir, fault) -> None:
     teacher = save_student(tmp_path / "teacher", tiny_model_dir)
     student = save_student(tmp_path / "student", tiny_model_dir, vocab_size=600)
     if fault == "tokens":
         tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
         tokenizer.add_tokens(["<new>"])
         tokenizer.save_pretrained(student)
-        problems, _ = look("distill", ROWS, model_name_or_path=student, teacher_model_name_or_path=teacher)
+        problems, _ = run_check("distill", ROWS, model_name_or_path=student, teacher_model_name_or_path=teacher)
         assert "the teacher has no token '<new>'" in problems[0].found
     else:
         path = teacher / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 3}))
-        problems, _ = look("distill", ROWS, model_name_or_path=student, teacher_model_name_or_path=teacher)
+        problems, _ = run_check("distill", ROWS, model_name_or_path=student, teacher_model_name_or_path=teacher)
         assert "3 positions" in problems[0].found
     assert len(problems) == 1
 
 
-def test_the_layers_that_are_compared_are_named_and_one_too_many_is_found(look, tmp_path, tiny_model_dir) -> None:
+def test_compared_layers_are_listed_and_validated(run_check, tmp_path, tiny_model_dir) -> None:
     student = save_student(tmp_path / "student", tiny_model_dir)
-    problems, told = look(
+    problems, output = run_check(
         "distill",
         ROWS,
         model_name_or_path=student,
@@ -48,9 +48,9 @@ def test_the_layers_that_are_compared_are_named_and_one_too_many_is_found(look, 
         angle_weight=0.5,
     )
     assert not problems
-    assert "states of layers: the student's and the teacher's 1 and 2" in told
-    assert "relations of layers: the student's and the teacher's 1 and 2" in told
-    (problem,), _ = look(
+    assert "states of layers: the student's and the teacher's 1 and 2" in output
+    assert "relations of layers: the student's and the teacher's 1 and 2" in output
+    (problem,), _ = run_check(
         "distill",
         ROWS,
         model_name_or_path=student,

@@ -1,4 +1,4 @@
-"""`recipes check` of RLOO and GRPO: prompts, rewards, and answers in groups."""
+"""``recipes check`` of RLOO and GRPO: prompts, rewards, and groups of answers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ ROWS = [{"question": f"{n} plus {n}?", "answer": f"#### {2 * n}"} for n in range
 KEYS = {"reward_funcs": "[recipes_lib.rl.verifiers:final_number]", "bf16": False}
 
 
-def test_a_sound_run_is_told_in_answers_and_steps(look):
-    problems, told = look("rloo", ROWS, num_generations=4, gradient_accumulation_steps=2, **KEYS)
+def test_valid_run_is_described_in_answers_and_steps(run_check):
+    problems, output = run_check("rloo", ROWS, num_generations=4, gradient_accumulation_steps=2, **KEYS)
     assert not problems
-    assert "reward: 1 final_number" in told
-    assert "16 answers to 4 prompts at a time, 16 a step: 5 steps, 1 epochs" in told
+    assert "reward: 1 final_number" in output
+    assert "16 answers to 4 prompts at a time, 16 a step: 5 steps, 1 epochs" in output
 
 
-def test_groups_that_do_not_share_out_are_found(look):
-    problems, _ = look("grpo", ROWS, num_generations=3, **KEYS)
+def test_indivisible_groups_are_reported(run_check):
+    problems, _ = run_check("grpo", ROWS, num_generations=3, **KEYS)
     assert ["num_generations" in problem.found for problem in problems] == [True]

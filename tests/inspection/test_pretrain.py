@@ -1,4 +1,4 @@
-"""``recipes check`` of a pretraining run tells what training will do, by the objects that training uses."""
+"""``recipes check`` of pretraining, against the objects that training uses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run_check(config, num_processes=1, pipeline=None):
     return problems, output.getvalue()
 
 
-def test_a_sound_run_is_ready_and_its_rates_are_those_of_training(tmp_path, tiny_tokenizer_dir, monkeypatch) -> None:
+def test_valid_run_is_ready_with_rates_of_training(tmp_path, tiny_tokenizer_dir, monkeypatch) -> None:
     config = build_config(tmp_path, tiny_tokenizer_dir, test_split_size=0.2, max_steps=9, warmup_steps=2)
     problems, text = run_check(config)
     assert not problems
@@ -36,19 +36,19 @@ def test_a_sound_run_is_ready_and_its_rates_are_those_of_training(tmp_path, tiny
     assert not (tmp_path / "out").exists()
     run_recipe(config, monkeypatch)
     rates = [step["learning_rate"] for step in read_events(tmp_path / "out")]
-    told = text.split("learning rate at 0, 25, 50, 75, 100 %: ")[1].splitlines()[0].split(", ")
-    assert told == [f"{rates[step]:.2e}" for step in (0, 2, 4, 6, 8)]
+    printed = text.split("learning rate at 0, 25, 50, 75, 100 %: ")[1].splitlines()[0].split(", ")
+    assert printed == [f"{rates[step]:.2e}" for step in (0, 2, 4, 6, 8)]
 
 
-def test_a_run_with_pipeline_parallelism_is_planned_for_its_pipelines(tmp_path, tiny_tokenizer_dir) -> None:
-    """Four processes in two pipelines of two stages take the rows of two."""
+def test_pipeline_parallel_run_is_planned_per_pipeline(tmp_path, tiny_tokenizer_dir) -> None:
+    """Four ranks in two pipelines of two stages read the rows of two data-parallel ranks."""
     config = build_config(tmp_path, tiny_tokenizer_dir, gradient_accumulation_steps=2, max_steps=4)
     problems, text = run_check(config, 4, {"PIPELINE_STAGES": "2"})
     assert not problems
     assert "4 processes, each with 1/2 of the layers" in text
-    (told,) = [line for line in text.splitlines() if "tokens in all" in line]
-    assert told in run_check(config, 2)[1]
-    assert told not in run_check(config, 4)[1]
+    (steps,) = [line for line in text.splitlines() if "tokens in all" in line]
+    assert steps in run_check(config, 2)[1]
+    assert steps not in run_check(config, 4)[1]
 
 
 @pytest.mark.parametrize(
@@ -59,13 +59,15 @@ def test_a_run_with_pipeline_parallelism_is_planned_for_its_pipelines(tmp_path, 
         ({"optim": "adafactor"}, {"PIPELINE_STAGES": "2"}, "conversion of its states between pipeline stages"),
     ],
 )
-def test_what_pipeline_parallelism_lacks_is_told(tmp_path, tiny_tokenizer_dir, keys, variables, words) -> None:
+def test_unsupported_pipeline_parallel_options_are_reported(
+    tmp_path, tiny_tokenizer_dir, keys, variables, words
+) -> None:
     config = build_config(tmp_path, tiny_tokenizer_dir, gradient_accumulation_steps=4, **keys)
     problems, text = run_check(config, 4, variables)
     assert any(words in problem.found for problem in problems), text
 
 
-def test_every_problem_is_told_at_once(tmp_path, tiny_tokenizer_dir) -> None:
+def test_all_problems_are_reported_together(tmp_path, tiny_tokenizer_dir) -> None:
     architecture = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 100}
     write_documents(tmp_path / "documents.jsonl", 2)
     config = build_config(tmp_path, tiny_tokenizer_dir, model_config=architecture, max_length=2048)
@@ -74,7 +76,7 @@ def test_every_problem_is_told_at_once(tmp_path, tiny_tokenizer_dir) -> None:
     assert f"{len(problems)} problems" in text
 
 
-def test_what_may_be_installed_elsewhere_is_a_warning(tmp_path, tiny_tokenizer_dir, monkeypatch) -> None:
+def test_missing_optional_package_is_warning(tmp_path, tiny_tokenizer_dir, monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
     problems, text = run_check(build_config(tmp_path, tiny_tokenizer_dir, optim="adamw_torch_8bit"))
     assert not problems
@@ -82,7 +84,7 @@ def test_what_may_be_installed_elsewhere_is_a_warning(tmp_path, tiny_tokenizer_d
 
 
 @pytest.mark.parametrize("name", ["pretrain.yaml", "mine.yaml"])
-def test_the_name_of_the_file_tells_the_recipe(tmp_path, tiny_tokenizer_dir, name, capsys) -> None:
+def test_recipe_is_inferred_from_file_name(tmp_path, tiny_tokenizer_dir, name, capsys) -> None:
     documents = write_documents(tmp_path / "documents.jsonl")
     keys = {
         "model_config": "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_attention_heads: 4}",
@@ -98,7 +100,7 @@ def test_the_name_of_the_file_tells_the_recipe(tmp_path, tiny_tokenizer_dir, nam
     assert main(["check", *recipe, "--config", str(tmp_path / name)]) == 0
     assert main(["prepare", *recipe, "--config", str(tmp_path / name)]) == 0
     assert main(["preview", *recipe, "--config", str(tmp_path / name), "--rows", "1"]) == 0
-    told = capsys.readouterr().out
-    assert "already prepared" in told
-    assert "trained on" in told
+    output = capsys.readouterr().out
+    assert "already prepared" in output
+    assert "trained on" in output
     assert main(["check", "--recipe", "pretrian", "--config", str(tmp_path / name)]) == 2

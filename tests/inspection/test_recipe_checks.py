@@ -1,4 +1,4 @@
-"""The inspection of fine-tuning and PPO; findings are read from end to end in ``tests/commands/test_check.py``."""
+"""``recipes check`` of SFT and PPO; findings are tested end to end in ``tests/commands/test_check.py``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHATS = [
 ]
 # Rank 4 on seven linear layers of two decoder layers, in and out features of each, with two moments.
 ADAPTER = 12 * 4 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
-ONE_A_PROCESS = {
+ONE_ROW_PER_RANK = {
     "packing": False,
     "bf16": True,
     "num_train_epochs": 1,
@@ -27,43 +27,43 @@ ONE_A_PROCESS = {
 
 
 @pytest.mark.parametrize(("template", "caution"), [("", False), ("{{ strftime_now('%Y') }}", True)])
-def test_what_is_odd_about_a_template_is_told(look, tmp_path, tiny_model_dir, template, caution) -> None:
+def test_template_cautions_are_reported(run_check, tmp_path, tiny_model_dir, template, caution) -> None:
     jinja = tmp_path / "template.jinja"
     jinja.write_text(template + (tiny_model_dir / "chat_template.jinja").read_text())
-    problems, told = look("sft", CHATS[:1] * 4, chat_template_path=jinja)
+    problems, output = run_check("sft", CHATS[:1] * 4, chat_template_path=jinja)
     assert not problems
-    assert ("warning: the chat template writes today's date" in told) == caution
-    assert "exact duplicates of earlier rows: 3" in told
+    assert ("warning: the chat template writes today's date" in output) == caution
+    assert "exact duplicates of earlier rows: 3" in output
 
 
 @pytest.mark.parametrize("init", ["default", "pissa"])
-def test_a_disk_that_holds_the_adapters_alone_is_large_enough(look, tmp_path, monkeypatch, init) -> None:
-    """A checkpoint of an adapter's run is its factors and their two moments, whatever its base takes."""
+def test_disk_check_counts_only_adapters(run_check, tmp_path, monkeypatch, init) -> None:
+    """The checkpoint of a LoRA run holds the factors and their two moments, not the base model."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 3 * ADAPTER))
-    keys = {"dtype": "bfloat16", "save_steps": 1, "hardware": "ddp", **ONE_A_PROCESS}
-    problems, told = look("sft", CHATS, **keys)
-    assert [problem.where for problem in problems] == [str(tmp_path / "out")], told
-    problems, told = look("lora", CHATS, lora_r=4, init_lora_weights=init, **keys)
-    assert not problems, told
-    assert f"2 checkpoints of {ADAPTER / 1e9:.2f} GB" in told
+    keys = {"dtype": "bfloat16", "save_steps": 1, "hardware": "ddp", **ONE_ROW_PER_RANK}
+    problems, output = run_check("sft", CHATS, **keys)
+    assert [problem.where for problem in problems] == [str(tmp_path / "out")], output
+    problems, output = run_check("lora", CHATS, lora_r=4, init_lora_weights=init, **keys)
+    assert not problems, output
+    assert f"2 checkpoints of {ADAPTER / 1e9:.2f} GB" in output
 
 
 @pytest.mark.parametrize(("hardware", "num_steps"), [("fsdp2", 2), ("fsdp2_cp", 8), ("zero3_sp", 8)])
-def test_processes_that_share_rows_take_fewer_of_them_a_step(look, hardware, num_steps) -> None:
-    """Eight processes take eight rows; in two groups of four they take two."""
-    problems, told = look("sft", CHATS, hardware=hardware, **ONE_A_PROCESS)
-    assert not problems, told
-    assert f"    {num_steps} steps, 1.00 epochs" in told
+def test_context_parallel_ranks_reduce_rows_per_step(run_check, hardware, num_steps) -> None:
+    """Eight ranks read eight rows per step; in two context-parallel groups of four, two."""
+    problems, output = run_check("sft", CHATS, hardware=hardware, **ONE_ROW_PER_RANK)
+    assert not problems, output
+    assert f"    {num_steps} steps, 1.00 epochs" in output
 
 
-def test_a_model_that_cannot_share_a_row_is_told_before_it_is_rented_for(look, tmp_path, tiny_model_dir) -> None:
+def test_model_without_context_parallelism_is_reported(run_check, tmp_path, tiny_model_dir) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_model_dir, model)
     config = json.loads((model / "config.json").read_text())
 
     def find_problems(hardware, **changes):
         (model / "config.json").write_text(json.dumps({**config, **changes}))
-        problems, _ = look("sft", CHATS, model_name_or_path=model, hardware=hardware, **ONE_A_PROCESS)
+        problems, _ = run_check("sft", CHATS, model_name_or_path=model, hardware=hardware, **ONE_ROW_PER_RANK)
         return [problem.found for problem in problems]
 
     for hardware in ("fsdp2_cp", "zero3_sp"):
@@ -79,48 +79,62 @@ def test_a_model_that_cannot_share_a_row_is_told_before_it_is_rented_for(look, t
 ROWS = [{"prompt": [{"role": "user", "content": f"What is {n} plus {n}?"}], "answer": str(2 * n)} for n in range(12)]
 
 
+@pytest.fixture(scope="module")
+def plan_once():
+    """``plan_memory``, which takes most of the time of a check, with the result of the first call for all calls."""
+    plans = []
+
+    def plan(*args, **keys):
+        if not plans:
+            plans.append(plan_memory(*args, **keys))
+        return plans[0]
+
+    return plan
+
+
 @pytest.fixture
-def look_at_ppo(look):
+def check_ppo(run_check, plan_once, monkeypatch):
+    monkeypatch.setattr("recipes_lib.planning.memory.plan_memory", plan_once)
     keys = {"reward_funcs": "[tests.rl.keys_task:score_first_key]", "per_device_train_batch_size": 2}
-    return lambda rows=ROWS, **more: look("ppo", rows, **{**keys, "response_length": 32, **more})
+    return lambda rows=ROWS, **more: run_check("ppo", rows, **{**keys, "response_length": 32, **more})
 
 
-def test_a_sound_run_is_ready_and_its_figures_are_those_of_the_rows(look_at_ppo):
-    problems, told = look_at_ppo(test_split_size=2, num_train_epochs=2)
+def test_valid_run_is_ready_with_figures_of_rows(check_ppo):
+    problems, output = check_ppo(test_split_size=2, num_train_epochs=2)
     assert problems == []
-    assert "10 prompts of" in told
-    assert "held out: 2 prompts" in told
-    assert "answers end with '<|im_end|>'" in told
-    assert "reward: 1 score_first_key" in told
-    assert "3 iterations of 8 answers and 8 steps of 2 answers: 24 steps, every prompt answered 2.4 times" in told
-    assert told.endswith("ready to train\n")
+    assert "10 prompts of" in output
+    assert "held out: 2 prompts" in output
+    assert "answers end with '<|im_end|>'" in output
+    assert "reward: 1 score_first_key" in output
+    assert "3 iterations of 8 answers and 8 steps of 2 answers: 24 steps, every prompt answered 2.4 times" in output
+    assert output.endswith("ready to train\n")
 
 
-def test_adapters_of_policy_and_critic_are_what_a_checkpoint_holds(look_at_ppo, monkeypatch):
+def test_checkpoint_size_counts_policy_and_critic_adapters(check_ppo, monkeypatch):
     checkpoint = 2 * ADAPTER
     free = shutil._ntuple_diskusage(10**9, 0, 11 * checkpoint)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
-    problems, told = look_at_ppo(use_peft=True, lora_r=4, save_steps=0.1)
+    problems, output = check_ppo(use_peft=True, lora_r=4, save_steps=0.1)
     assert problems == []
-    kept = int(re.search(r"(\d+) checkpoints of", told)[1])
+    kept = int(re.search(r"(\d+) checkpoints of", output)[1])
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free._replace(free=kept * checkpoint))
-    (problem,) = look_at_ppo(use_peft=True, lora_r=4, save_steps=0.1)[0]
+    (problem,) = check_ppo(use_peft=True, lora_r=4, save_steps=0.1)[0]
     assert f"{kept} checkpoints of {checkpoint / 1e9:.3g} GB" in problem.found
 
 
-def test_a_reward_that_cannot_be_imported_is_found(look_at_ppo):
-    problems, _ = look_at_ppo(reward_funcs="[tests.rl.keys_task:absent, nowhere:at_all]")
+def test_reward_that_cannot_be_imported_is_reported(check_ppo):
+    problems, _ = check_ppo(reward_funcs="[tests.rl.keys_task:absent, nowhere:at_all]")
     assert [problem.where for problem in problems] == ["reward_funcs"] * 2
     assert "absent" in problems[0].found
     assert "nowhere" in problems[1].found
 
 
-def test_an_answer_for_which_the_model_has_no_positions_is_found(look_at_ppo):
-    problems, _ = look_at_ppo(response_length=600)
+def test_response_beyond_model_positions_is_reported(check_ppo):
+    problems, _ = check_ppo(response_length=600)
     assert [problem.where for problem in problems] == ["max_length"]
 
 
-def test_a_reward_model_without_positions_for_an_answer_is_found(look_at_ppo, tiny_model_dir, tmp_path):
+def test_response_beyond_reward_model_positions_is_reported(check_ppo, tiny_model_dir, tmp_path):
     reward, other = tmp_path / "reward", tmp_path / "other"
     for folder in (reward, other):
         shutil.copytree(tiny_model_dir, folder)
@@ -128,51 +142,51 @@ def test_a_reward_model_without_positions_for_an_answer_is_found(look_at_ppo, ti
         (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 40}))
     keys_task.build_tokenizer().save_pretrained(other)
     keys = {"reward_funcs": "null", "response_length": 32}
-    problems, _ = look_at_ppo(reward_model_name_or_path=reward, **keys)
+    problems, _ = check_ppo(reward_model_name_or_path=reward, **keys)
     assert [problem.where for problem in problems] == ["reward_model_name_or_path"]
     assert "the reward model has 40 positions" in problems[0].found
-    problems, told = look_at_ppo(reward_model_name_or_path=other, **keys)
+    problems, output = check_ppo(reward_model_name_or_path=other, **keys)
     assert problems == []
-    assert "warning: the reward model has 40 positions" in told
-    assert "warning" not in look_at_ppo(reward_model_name_or_path=tiny_model_dir, **keys)[1]
+    assert "warning: the reward model has 40 positions" in output
+    assert "warning" not in check_ppo(reward_model_name_or_path=tiny_model_dir, **keys)[1]
 
 
-def test_a_prompt_that_is_too_long_is_found_or_left_out(look_at_ppo):
+def test_overlong_prompt_is_reported_or_dropped(check_ppo):
     rows = [*ROWS, {"prompt": [{"role": "user", "content": "a long prompt " * 40}]}]
-    problems, _ = look_at_ppo(rows, max_length=64)
+    problems, _ = check_ppo(rows, max_length=64)
     assert [problem.where.endswith("rows.jsonl:13") for problem in problems] == [True]
-    problems, told = look_at_ppo(rows, max_length=64, overlong="drop")
+    problems, output = check_ppo(rows, max_length=64, overlong="drop")
     assert problems == []
-    assert "left out, too long: 1" in told
+    assert "left out, too long: 1" in output
 
 
-def test_an_engine_that_is_not_there_is_found_and_one_of_its_own_random_numbers_is_named(look_at_ppo):
-    problems, _ = look_at_ppo(use_vllm=True)
+def test_missing_engine_and_unseeded_engine_are_reported(check_ppo):
+    problems, _ = check_ppo(use_vllm=True)
     assert [(problem.where, problem.found) for problem in problems] == [("use_vllm", "vLLM is not installed")]
-    problems, told = look_at_ppo(use_transformers_continuous_batching=True)
+    problems, output = check_ppo(use_transformers_continuous_batching=True)
     assert problems == []
-    assert "continuous batching, not from the seed" in told
+    assert "continuous batching, not from the seed" in output
 
 
-def test_a_run_that_the_accelerator_does_not_hold_is_warned_of(look_at_ppo, monkeypatch):
+def test_run_beyond_accelerator_memory_is_warned(check_ppo, monkeypatch):
     monkeypatch.setattr("recipes_lib.hardware.read_device_memory", lambda: None)
-    problems, told = look_at_ppo()
-    assert "GB at most; `recipes plan` lists it" in told
-    assert "warning" not in told
+    problems, output = check_ppo()
+    assert "GB at most; `recipes plan` lists it" in output
+    assert "warning" not in output
     monkeypatch.setattr("recipes_lib.hardware.read_device_memory", lambda: 500_000_000)
-    problems, told = look_at_ppo()
+    problems, output = check_ppo()
     assert not problems
-    assert "warning: this is more than the 0.5 GB of the device at hand can hold; adapters" in told
+    assert "warning: this is more than the 0.5 GB of the device at hand can hold; adapters" in output
 
 
-def test_memory_is_that_of_the_layout_that_is_checked(look_at_ppo, monkeypatch):
-    """Where FSDP2 shares the models out, a GPU that one copy of them would fill is large enough."""
+def test_memory_estimate_uses_checked_layout(check_ppo, monkeypatch):
+    """FSDP2 shards the models, so that a GPU too small for a full copy is large enough."""
     planned = []
     monkeypatch.setattr("recipes_lib.hardware.read_device_memory", lambda: 500_000_000)
     monkeypatch.setattr(
         "recipes_lib.planning.memory.plan_memory",
         lambda config, model, layout, **keys: planned.append(layout) or plan_memory(config, model, layout, **keys),
     )
-    _, told = look_at_ppo(hardware="fsdp2", num_processes=2, bf16=True)
+    _, output = check_ppo(hardware="fsdp2", num_processes=2, bf16=True)
     assert planned[0].shards == (2, 2, 2)
-    assert "or accelerate_configs/ddp.yaml: " in told
+    assert "or accelerate_configs/ddp.yaml: " in output

@@ -1,4 +1,4 @@
-"""What every inspection shares: a section collects facts or problems, and one without ground says nothing."""
+"""Sections of ``recipes check``: facts, problems, and dependencies on earlier sections."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recipes_lib.inspection.recipe_checks import PretrainInspection
 from recipes_lib.training.layouts.launch_environment import plan_launch
 
 
-def test_a_section_prints_its_facts_or_its_problems_or_nothing(tmp_path, tiny_tokenizer_dir) -> None:
+def test_section_prints_facts_or_problems_or_nothing(tmp_path, tiny_tokenizer_dir) -> None:
     output = io.StringIO()
     config = build_config(tmp_path, tiny_tokenizer_dir)
     inspection = PretrainInspection(config, plan_launch(None, 1), Console(file=output, width=200, highlight=False))
@@ -32,7 +32,7 @@ def test_a_section_prints_its_facts_or_its_problems_or_nothing(tmp_path, tiny_to
     assert inspection.problems == [problem]
 
 
-def test_what_stands_on_broken_ground_says_nothing(tmp_path, tiny_tokenizer_dir) -> None:
+def test_section_after_failed_requirement_is_silent(tmp_path, tiny_tokenizer_dir) -> None:
     output = io.StringIO()
     config = build_config(tmp_path, tiny_tokenizer_dir, tokenizer_name_or_path=tmp_path)
     inspection = PretrainInspection(config, plan_launch(None, 1), Console(file=output, width=200, highlight=False))
@@ -41,10 +41,10 @@ def test_what_stands_on_broken_ground_says_nothing(tmp_path, tiny_tokenizer_dir)
     assert "data\n" not in output.getvalue()
 
 
-def test_keys_of_a_file_whose_path_says_derived_are_given(tmp_path, tiny_tokenizer_dir) -> None:
+def test_key_of_file_named_derived_counts_as_given(tmp_path, tiny_tokenizer_dir) -> None:
     config = build_config(tmp_path, tiny_tokenizer_dir)
     places = {"seed": "derived/sft.yaml:3", "bf16": "--bf16", "eval_steps": "derived: why", "optim": "default"}
     inspection = PretrainInspection(replace(config, provenance=places), plan_launch(None, 1), Console())
-    said: list[str] = []
-    inspection.check_keys(said.append)
-    assert "2 keys given, 4 in effect" in said[0]
+    lines: list[str] = []
+    inspection.check_keys(lines.append)
+    assert "2 keys given, 4 in effect" in lines[0]

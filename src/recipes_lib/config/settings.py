@@ -90,6 +90,10 @@ class Decision:
         return not is_overridden
 
 
+def _is_local_file(reference: Any) -> bool:
+    return is_local(reference) and not Path(reference).is_dir()
+
+
 def is_local(reference: Any) -> bool:
     """Return whether a model or dataset reference is an existing file or folder."""
     if not isinstance(reference, str) or not reference:
@@ -135,5 +139,6 @@ DECISIONS: Final = (
     Decision("model_revision", "model_name_or_path", is_local, "the model is a local folder", None),
     Decision("teacher_model_revision", "teacher_model_name_or_path", is_local, "the teacher is a local folder", None),
     Decision("dataset_revision", "dataset_name", is_local, "the dataset is a local path", None),
-    Decision("dataset_config", "dataset_name", is_local, "the dataset is a local path", None),
+    # A folder can have configurations, in its dataset card.
+    Decision("dataset_config", "dataset_name", _is_local_file, "the dataset is a local file", None),
 )

@@ -1,4 +1,4 @@
-"""An answer may bring the one end that its turn has, and no other."""
+"""Terminators in answers: the one at the end is accepted, any other is an error."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ ENDS = ["</s>", "<|im_end|>"]
 pieces = st.lists(st.sampled_from(["a", " ", "<", *ENDS]), max_size=4).map("".join)
 
 
-@given(said=pieces, added=st.sampled_from(["", "</s>", "<|im_end|>\n"]))
-def test_what_passes_has_one_end_after_which_nothing_is_said(said: str, added: str) -> None:
-    turn = said + added
+@given(answer=pieces, added=st.sampled_from(["", "</s>", "<|im_end|>\n"]))
+def test_accepted_answer_has_one_terminator_at_its_end(answer: str, added: str) -> None:
+    turn = answer + added
     try:
-        refuse_inner_ends("row 1", "message 1", [said], turn, ENDS)
+        refuse_inner_ends("row 1", "message 1", [answer], turn, ENDS)
     except DataError:
-        assert any(end in said for end in ENDS)
+        assert any(end in answer for end in ENDS)
         return
-    brought = sum(said.count(end) for end in ENDS)
+    num_ends = sum(answer.count(end) for end in ENDS)
     assert not turn.rstrip().endswith(tuple(end + end for end in ENDS))
-    assert brought == 0 or (brought == 1 and not added.strip() and said.rstrip().endswith(tuple(ENDS)))
+    assert num_ends == 0 or (num_ends == 1 and not added.strip() and answer.rstrip().endswith(tuple(ENDS)))
 
 
-def test_the_error_shows_the_place() -> None:
+def test_terminator_error_shows_position() -> None:
     with pytest.raises(DataError) as refused:
         refuse_inner_ends("row 1", "message 1", ["well, " * 20 + "Paris</s>Berlin"], "Paris</s>Berlin</s>", ENDS)
     (problem,) = refused.value.problems

@@ -1,7 +1,8 @@
-"""The mask over every chat template that the installed TRL ships, unedited: against literals and TRL's twins."""
+"""The loss mask with every chat template of the installed TRL, against literals and TRL's training templates."""
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ from recipes_lib.errors import DataError
 FOLDER = Path(trl.__file__).parent / "chat_templates"
 TEMPLATES = sorted(path.stem for path in FOLDER.glob("*.jinja") if not path.stem.endswith("_training"))
 TWINS = [name for name in TEMPLATES if (FOLDER / f"{name}_training.jinja").exists()]
-# These read content as a list of parts, as for images; the chats are text all the same.
+# These read content as a list of parts, as for images; the chats contain only text parts.
 PARTS = {"idefics3", "llava_next", "smolvlm"}
-# GLM writes no end of turn: a turn ends where the next one opens, and generation stops on these tokens.
+# GLM has no end-of-turn token: a turn ends where the next one starts, and generation stops at these tokens.
 OPEN_TURNS = {"glm4moe": "<|user|>"}
 
 TOOLS = [
@@ -59,7 +60,7 @@ CHATS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 
-# What follows the answer, by template: the terminator, and what the template writes after it in the last turn.
+# Text after the answer by template: the terminator, and the text after it in the last turn.
 END = {
     "cohere2": "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
     "cohere": "<|END_OF_TURN_TOKEN|>",
@@ -70,7 +71,7 @@ END = {
     "glm4moe": "<|user|>",
     "gptoss": "<|return|>",
     "idefics3": "<end_of_utterance>",
-    "lfm2_2_5": "<|im_end|>\n",  # Marked with {% generation %}, which includes the line break.
+    "lfm2_2_5": "<|im_end|>\n",  # Templates with {% generation %} blocks that include the line break.
     "lfm2": "<|im_end|>",
     "llama3": "<|eot_id|>",
     "llava_next": "</s>",
@@ -80,7 +81,7 @@ END = {
     "qwen": "<|im_end|>",
     "smolvlm": "<end_of_utterance>",
 }
-# What the model writes between the generation prompt and the answer when a last turn has no reasoning.
+# Text between the generation prompt and the answer of a last turn without reasoning.
 OPENING = {
     "glm4moe": "\n<think></think>\n",
     "gptoss": "<|channel|>final<|message|>",
@@ -115,34 +116,41 @@ def row(name: str, shape: str) -> Row:
 
 
 @pytest.fixture(autouse=True)
-def the_day_that_training_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def fixed_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template_utils, "datetime", FixedClock)
 
 
-def encode(name: str, shape: str) -> tuple[PreTrainedTokenizerFast, EncodedRow]:
+@cache
+def build(name: str) -> tuple[RowEncoder, PreTrainedTokenizerFast]:
+    """Return encoder and tokenizer of a template, whose compilation takes about 0.1 s; treat them as read-only."""
     tokenizer = build_byte_level(source(name))
-    (encoded,) = RowEncoder(tokenizer, eos_token=OPEN_TURNS.get(name)).encode([row(name, shape)])
+    return RowEncoder(tokenizer, eos_token=OPEN_TURNS.get(name)), tokenizer
+
+
+def encode(name: str, shape: str) -> tuple[PreTrainedTokenizerFast, EncodedRow]:
+    encoder, tokenizer = build(name)
+    (encoded,) = encoder.encode([row(name, shape)])
     return tokenizer, encoded
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_every_answer_of_a_chat_is_trained_and_no_question_is(name: str) -> None:
+def test_answers_are_trained_and_questions_masked(name: str) -> None:
     tokenizer, encoded = encode(name, "two turns")
     first, last = spans(tokenizer, encoded)
     assert last == lookup(OPENING, name) + "bye" + lookup(END, name)
     end = {"gptoss": "<|end|>", "phi3": "<|end|>", "phi3_5": "<|end|>"}.get(name, lookup(END, name))
-    dropped = name in {"qwen3", "qwen3_5_think", "qwen3_6"}  # They take the empty reasoning out of earlier turns.
+    dropped = name in {"qwen3", "qwen3_5_think", "qwen3_6"}  # These remove the empty reasoning from earlier turns.
     assert first == ("" if dropped else lookup(OPENING, name)) + "hello there" + end
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "gemma"])
-def test_a_system_message_is_not_trained(name: str) -> None:
+def test_system_message_is_masked(name: str) -> None:
     tokenizer, encoded = encode(name, "system")
     (only,) = spans(tokenizer, encoded)
     assert only == lookup(OPENING, name) + "hello there" + lookup(END, name)
 
 
-def test_a_system_message_that_the_template_refuses_is_an_error_of_its_row() -> None:
+def test_system_message_refused_by_template_is_row_error() -> None:
     with pytest.raises(DataError, match="chats row 0: the chat template refuses this chat: System role not supported"):
         encode("gemma", "system")
 
@@ -169,7 +177,7 @@ REASONING = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_reasoning_is_trained_where_the_template_writes_it(name: str) -> None:
+def test_rendered_reasoning_is_trained(name: str) -> None:
     tokenizer, encoded = encode(name, "thinking")
     *_, last = spans(tokenizer, encoded)
     assert last == REASONING.get(name, lookup(OPENING, name) + "bye" + lookup(END, name))
@@ -216,26 +224,24 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_tool_calls_are_trained_and_tool_output_is_not_or_the_row_is_an_error(name: str) -> None:
-    if name not in CALLS:  # The template has no tool calls: it refuses them, or would train on an empty answer.
+def test_tool_calls_are_trained_and_tool_output_masked(name: str) -> None:
+    if name not in CALLS:  # The template does not render tool calls: it raises, or would train on an empty answer.
         with pytest.raises(DataError, match=r"refuses this chat|does not write that"):
             encode(name, "tools")
         return
     tokenizer, encoded = encode(name, "tools")
     call, last = spans(tokenizer, encoded)
     assert call == CALLS[name]
-    # After tool output this template prompts for nothing, so the model must open its turn itself.
+    # This template has no generation prompt after tool output, so that the turn opening is a target.
     opening = "<|turn>model\n" if name == "diffusion_gemma" else lookup(OPENING, name)
     assert last == opening + "Sunny in Paris." + lookup(END, name)
 
 
 @pytest.mark.parametrize("shape", CHATS)
 @pytest.mark.parametrize("name", TWINS)
-def test_the_derived_spans_are_those_of_trl_s_edited_twin(name: str, shape: str) -> None:
-    """TRL trains on the line break after a turn, and, for some families, on (part of) the generation prompt."""
-    tokenizer = build_byte_level(source(name))
-    chat, twin = row(name, shape), source(f"{name}_training")
-    encoder = RowEncoder(tokenizer, eos_token=OPEN_TURNS.get(name))
+def test_spans_agree_with_trl_training_template(name: str, shape: str) -> None:
+    """TRL also trains on the line break after a turn and, for some families, on part of the generation prompt."""
+    (encoder, tokenizer), chat, twin = build(name), row(name, shape), source(f"{name}_training")
     if (shape == "tools" and name not in CALLS) or (name, shape) == ("gemma", "system"):
         with pytest.raises(DataError):
             encoder.encode([chat])
@@ -245,7 +251,7 @@ def test_the_derived_spans_are_those_of_trl_s_edited_twin(name: str, shape: str)
         chat.messages, tools=chat.tools, chat_template=twin, return_dict=True, return_assistant_tokens_mask=True
     )
     text, other_text = tokenizer.decode(encoded.input_ids), tokenizer.decode(reference["input_ids"])
-    if text != other_text:  # The twin changes what is written: it keeps reasoning in earlier turns.
+    if text != other_text:  # The training template renders another text: it keeps reasoning in earlier turns.
         assert name.startswith("qwen3")
         assert shape in ("two turns", "thinking", "tools")
         return
@@ -262,9 +268,8 @@ def test_the_derived_spans_are_those_of_trl_s_edited_twin(name: str, shape: str)
 
 @pytest.mark.parametrize("shape", ["one turn", "two turns", "system"])
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in OPEN_TURNS])
-def test_the_prompt_of_a_sample_is_what_transformers_serves_and_begins_the_training_row(name: str, shape: str) -> None:
-    tokenizer = build_byte_level(source(name))
-    encoder, chat = RowEncoder(tokenizer), row(name, shape)
+def test_generation_prompt_agrees_with_apply_chat_template(name: str, shape: str) -> None:
+    (encoder, tokenizer), chat = build(name), row(name, shape)
     if (name, shape) == ("gemma", "system"):
         return
     prompt = encoder.encode_prompt(chat)
@@ -273,7 +278,7 @@ def test_the_prompt_of_a_sample_is_what_transformers_serves_and_begins_the_train
     )["input_ids"]
     assert prompt.tolist() == served
     (encoded,) = encoder.encode([chat])
-    # These prompt for reasoning that the row does not have.
+    # The generation prompt opens reasoning that the row does not have.
     prefills = name.startswith(("deepseek", "nemotron"))
     if not prefills:
         assert encoded.input_ids[: len(prompt)].tolist() == prompt.tolist()

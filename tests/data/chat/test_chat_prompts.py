@@ -1,6 +1,6 @@
-"""Where an answer begins under templates that write their generation prompt inside the loop over the messages.
+"""Start of answers with templates that render the generation prompt inside the loop over messages.
 
-The templates are those that models were published with: Zephyr, ChatML as AutoTrain has it, Tulu, OLMo and Granite.
+The templates are those of published models: Zephyr, AutoTrain's ChatML, Tulu, OLMo and Granite.
 """
 
 from __future__ import annotations
@@ -35,21 +35,23 @@ SAYS = re.compile(r"\+ message\['content'\] \+ (eos_token|'<\|\w+\|>)('?)")
 
 
 def mark(name: str) -> str:
-    """The template with what an assistant says, and its end, in a generation block."""
+    """Return the template with assistant content and its terminator in a ``{% generation %}`` block."""
 
     def enclose(says: re.Match[str]) -> str:
         end, quote = says.groups()
-        said = "{{ message['content'] + " + end + ("" if end == "eos_token" else "'") + " }}"
-        block = "{% generation %}" + said + "{% endgeneration %}"
-        rest = "''" if quote or end == "eos_token" else "'"  # Granite's end goes on with a line break.
-        return " }}{% if message.role == 'assistant' %}" + block + "{% else %}" + said + "{% endif %}{{ " + rest
+        text = "{{ message['content'] + " + end + ("" if end == "eos_token" else "'") + " }}"
+        block = "{% generation %}" + text + "{% endgeneration %}"
+        rest = (
+            "''" if quote or end == "eos_token" else "'"
+        )  # Granite's terminator is followed by a line break in the same literal.
+        return " }}{% if message.role == 'assistant' %}" + block + "{% else %}" + text + "{% endif %}{{ " + rest
 
     return SAYS.sub(enclose, source(name))
 
 
 @pytest.mark.parametrize("shape", CHATS)
 @pytest.mark.parametrize("name", IN_LOOP)
-def test_the_mask_is_the_one_that_transformers_reads_off_the_marked_template(name: str, shape: str) -> None:
+def test_mask_agrees_with_transformers_generation_blocks(name: str, shape: str) -> None:
     tokenizer, messages = build_byte_level(source(name)), CHATS[shape]
     (encoded,) = RowEncoder(tokenizer).encode([chat(*messages)])
     marked = tokenizer.apply_chat_template(
@@ -57,12 +59,12 @@ def test_the_mask_is_the_one_that_transformers_reads_off_the_marked_template(nam
     )
     assert encoded.input_ids.tolist() == marked["input_ids"]
     assert encoded.loss_mask.astype(int).tolist() == marked["assistant_masks"]
-    said = [message["content"] + IN_LOOP[name] for message in messages if message["role"] == "assistant"]
-    assert spans(tokenizer, encoded) == said
+    expected = [message["content"] + IN_LOOP[name] for message in messages if message["role"] == "assistant"]
+    assert spans(tokenizer, encoded) == expected
 
 
 @pytest.mark.parametrize("name", IN_LOOP)
-def test_an_answer_begins_where_the_prompt_ends_that_transformers_serves(name: str) -> None:
+def test_answer_starts_at_end_of_generation_prompt(name: str) -> None:
     tokenizer = build_byte_level(source(name))
     encoder, row = RowEncoder(tokenizer, loss_on="last_assistant"), chat(SYSTEM, *TURNS)
     served = tokenizer.apply_chat_template([SYSTEM, *TURNS[:-1]], add_generation_prompt=True, return_dict=False)
@@ -73,7 +75,7 @@ def test_an_answer_begins_where_the_prompt_ends_that_transformers_serves(name: s
 
 
 @pytest.mark.parametrize("name", IN_LOOP)
-def test_pairs_go_on_from_such_a_prompt(name: str) -> None:
+def test_pair_answers_follow_generation_prompt(name: str) -> None:
     tokenizer = build_byte_level(source(name))
     row = chat(user("hi"), answer("yes"), num_prompt_messages=1, rejected=[answer("no")])
     (pair,) = PairEncoder(RowEncoder(tokenizer), tokenizer).encode([row])
@@ -90,22 +92,22 @@ ASKS = "{% if loop.last and add_generation_prompt %}<|im_start|>assistant\n{% en
 @pytest.mark.parametrize(
     "template",
     [
-        # What the last turn writes depends on the flag: an end of text, white space.
+        # The text of the last turn depends on `add_generation_prompt`: an end of text, white space.
         "{% for m in messages %}" + TURN + "{% if loop.last and not add_generation_prompt %}</s>{% endif %}"
         "{% if loop.last and add_generation_prompt %}<|im_start|>assistant\n{% endif %}{% endfor %}",
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content|trim if add_generation_prompt else m.content }}"
         "<|im_end|>" + ASKS + "{% endfor %}",
-        # An end of turn that only the flag, or a further turn, brings, as Qwen1.5 was first published.
+        # The end of a turn is rendered only with the flag or a further turn, as in the first Qwen1.5.
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
         "{% if not loop.last or add_generation_prompt or m.role == 'assistant' %}<|im_end|>\n{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-        # Line breaks after the loop; a flag that has no effect.
+        # Line breaks after the loop; a flag without effect.
         "{% for m in messages %}" + TURN + ASKS + "{% endfor %}{{ '\n' }}",
         "{% set add_generation_prompt = false %}{% for m in messages %}" + TURN + ASKS + "{% endfor %}{{ '\n' }}",
     ],
     ids=["eos", "trimmed", "end of turn", "line break", "no effect"],
 )
-def test_the_opening_of_a_turn_is_not_trained_however_the_flag_is_read(template: str) -> None:
+def test_turn_opening_is_masked_for_any_use_of_flag(template: str) -> None:
     tokenizer = build_byte_level(template, extra=("<|im_start|>", "<|im_end|>"))
     (encoded,) = RowEncoder(tokenizer).encode([chat(user(" hi "), answer("a"), user(" more "), answer("b"))])
     assert [text.removesuffix("</s>") for text in spans(tokenizer, encoded)] == ["a<|im_end|>", "b<|im_end|>"]

@@ -1,4 +1,4 @@
-"""The proof: decoding the trained tokens gives the trained text, in context, or the claim falls."""
+"""Verification of the loss mask by decoding the trained tokens in context."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def problems(tokenizer: PreTrainedTokenizerFast, first: int, last: int, text: st
 
 
 @pytest.mark.parametrize("build", BUILDERS)
-def test_every_run_of_whole_characters_is_proved_and_every_other_text_falls(build: object) -> None:
+def test_proof_accepts_exactly_whole_character_runs(build: object) -> None:
     tokenizer = build()  # type: ignore[operator]
     encoding = tokenizer.backend_tokenizer.encode(TEXT, add_special_tokens=False)
     starts = {start: token for token, (start, _) in reversed(list(enumerate(encoding.offsets)))}
     cuts = [*sorted(starts.items()), (len(TEXT), len(encoding))]
     for position, (start, first) in enumerate(cuts):
         for end, last in cuts[position + 1 :]:
-            said = TEXT[start:end]
-            assert problems(tokenizer, first, last, said) == []
-            assert len(problems(tokenizer, first, last, said + "x")) == 1
-            assert len(problems(tokenizer, first, last, "x" + said)) == 1
+            text = TEXT[start:end]
+            assert problems(tokenizer, first, last, text) == []
+            assert len(problems(tokenizer, first, last, text + "x")) == 1
+            assert len(problems(tokenizer, first, last, "x" + text)) == 1
 
 
-def test_part_of_a_character_does_not_pass_for_a_replacement_character() -> None:
+def test_partial_character_differs_from_replacement_character() -> None:
     tokenizer = build_byte_level("")
     encoding = tokenizer.backend_tokenizer.encode(TEXT, add_special_tokens=False)
     part = encoding.char_to_token(TEXT.index("\U0001f600"))
@@ -41,12 +41,12 @@ def test_part_of_a_character_does_not_pass_for_a_replacement_character() -> None
     assert Proof(tokenizer)._surfaces[encoding.ids[part]] != "\ufffd"  # type: ignore[index]
 
 
-def test_a_fallen_claim_shows_where_the_texts_part() -> None:
+def test_failed_proof_shows_first_difference() -> None:
     (problem,) = problems(build_byte_level(""), 0, 0, "text")
     assert problem.startswith("here: trained tokens decode to a different text: decoded '', expected 'text'")
 
 
-def test_what_the_normaliser_makes_equal_is_equal_and_nothing_more() -> None:
+def test_texts_are_equal_only_up_to_normalizer() -> None:
     tokenizer = build_lossy("")
     ids = tokenizer.backend_tokenizer.encode("CAFE\u0301", add_special_tokens=False).ids
     assert Proof(tokenizer).problems([Claim("here", np.array(ids), 0, len(ids), "CAFE\u0301")]) == []

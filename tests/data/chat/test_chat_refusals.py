@@ -1,4 +1,4 @@
-"""What cannot be masked exactly is an error that names the row and the way out."""
+"""Templates, tokenizers and rows whose loss mask cannot be derived: errors that name row and remedy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from recipes_lib.data.sources.rows import Row
 from recipes_lib.errors import ConfigError, DataError
 
 
-def test_a_token_across_prompt_and_completion_is_an_error_that_shows_it() -> None:
+def test_token_across_prompt_and_completion_is_error() -> None:
     message = refusal(RowEncoder(build_byte_level("")), plain("The capital of France is ", "Paris"))
     assert "' '" in message
     assert "move the white space at the end of the prompt to the start of the completion" in message
@@ -68,12 +68,12 @@ HI = chat(user("hi"), answer("Paris"))
     ],
     ids=["shared token", "leaking", "no answer", "no call", "no authors", "no end"],
 )
-def test_a_template_that_cannot_be_masked_is_an_error(template: str, row: Row, found: list[str]) -> None:
+def test_unmaskable_template_is_error(template: str, row: Row, found: list[str]) -> None:
     message = refusal(RowEncoder(build_byte_level(template, extra=CHATML_ENDS)), row)
     assert all(words in message for words in found)
 
 
-def test_a_turn_without_terminator_is_an_error_and_eos_token_is_the_fix() -> None:
+def test_turn_without_terminator_is_error_fixed_by_eos_token() -> None:
     tokenizer = build_byte_level(source("unterminated"), extra=("<|user|>", "<|assistant|>"))
     row = chat(user("a"), answer("b"), user("c"), answer("d"))
     assert "message 1 ends in no special token, so the model would never learn to stop" in refusal(
@@ -83,13 +83,13 @@ def test_a_turn_without_terminator_is_an_error_and_eos_token_is_the_fix() -> Non
     assert spans(tokenizer, encoded) == ["b\n<|user|>", "d\n<|user|>"]
 
 
-def test_half_a_surrogate_pair_is_an_error_and_not_a_crash() -> None:
+def test_lone_surrogate_is_row_error() -> None:
     encoder = RowEncoder(build_byte_level(source("chatml")))
     assert "U+D83D is half of a surrogate pair" in refusal(encoder, chat(user("hi"), answer("\ud83d")))
     assert "U+D83D is half of a surrogate pair" in refusal(encoder, text_row("\ud83d"))
 
 
-def test_every_bad_row_is_told_at_once() -> None:
+def test_encoder_reports_every_bad_row() -> None:
     encoder = RowEncoder(build_byte_level(source("spaced_prompt")))
     rows = [
         Row(source="s", index=0, messages=[user("hi"), answer("Paris")]),
@@ -102,7 +102,7 @@ def test_every_bad_row_is_told_at_once() -> None:
     assert {problem.where for problem in refused.value.problems} == {"s row 0", "s row 2", "s row 3"}
 
 
-def test_what_a_tokenizer_cannot_write_back_is_an_error() -> None:
+def test_text_that_tokenizer_cannot_decode_is_error() -> None:
     vocabulary = {"<unk>": 0, "</s>": 1, "a": 2, "b": 3, "<pad>": 4}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
     tokenizer.decoder = decoders.Fuse()
@@ -112,22 +112,22 @@ def test_what_a_tokenizer_cannot_write_back_is_an_error() -> None:
     assert "decoded 'a<unk>', expected 'a?'" in refusal(RowEncoder(fast), plain("b", "a?"))
 
 
-def test_a_lossy_normaliser_is_taken_at_its_word_and_a_different_text_is_not() -> None:
+def test_lossy_normalizer_is_accepted_but_not_other_text() -> None:
     tokenizer = build_lossy(source("chatml"))
     (row,) = RowEncoder(tokenizer).encode([chat(user("HI"), answer("Caf\u00e9 CAFE\u0301"))])
     assert spans(tokenizer, row) == ["caf\u00e9 caf\u00e9<|im_end|>"]
 
 
 @pytest.mark.parametrize("name", ["chatml", "marked", "index_loop"])
-def test_sentencepiece_like_tokenizers_train_the_answer(name: str) -> None:
+def test_sentencepiece_like_tokenizer_trains_answer(name: str) -> None:
     tokenizer = build_metaspace(source(name))
     for content in ("Paris is", " Paris", "\u4f60\u597d", "\U0001f600", "a\nb"):
         (row,) = RowEncoder(tokenizer).encode([chat(user("The capital?"), answer(content))])
         assert spans(tokenizer, row)[0].strip() == (content + "<|im_end|>").strip()
 
 
-def test_white_space_that_a_special_token_swallows_is_not_a_merge() -> None:
-    """Phi-3 declares its turn tokens with ``rstrip``: the line break after them belongs to them."""
+def test_whitespace_stripped_by_special_token_is_no_merge() -> None:
+    """Phi-3 declares its turn tokens with ``rstrip``, so that they include the line break after them."""
     template = source("chatml")
     base = build_byte_level.__wrapped__(template, extra=CHATML_ENDS).backend_tokenizer
     swallowing = [AddedToken(token, rstrip=True, special=True) for token in CHATML_ENDS]
@@ -139,7 +139,7 @@ def test_white_space_that_a_special_token_swallows_is_not_a_merge() -> None:
     assert spans(tokenizer, row) == ["Paris<|im_end|>", "b<|im_end|>"]
 
 
-def test_a_slow_tokenizer_is_refused_in_one_line() -> None:
+def test_slow_tokenizer_is_refused() -> None:
     class Slow(PreTrainedTokenizer):
         vocab_size = 1
 
@@ -153,24 +153,24 @@ def test_a_slow_tokenizer_is_refused_in_one_line() -> None:
         RowEncoder(Slow())
 
 
-def test_an_unknown_eos_token_is_a_configuration_error() -> None:
+def test_unknown_eos_token_is_config_error() -> None:
     with pytest.raises(ConfigError, match=r"eos_token: '<end>' is not a token"):
         RowEncoder(build_byte_level(""), eos_token="<end>")
 
 
-def test_texts_without_any_eos_token_are_a_configuration_error() -> None:
+def test_text_without_eos_token_is_config_error() -> None:
     tokenizer = Tokenizer(models.BPE({"a": 0}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     with pytest.raises(ConfigError, match="eos_token"):
         RowEncoder(PreTrainedTokenizerFast(tokenizer_object=tokenizer)).encode([text_row("a")])
 
 
-def test_a_tokenizer_without_template_is_a_configuration_error() -> None:
+def test_tokenizer_without_template_is_config_error() -> None:
     with pytest.raises(ConfigError, match="chat_template_path: the tokenizer has no chat template"):
         RowEncoder(build_metaspace(None)).encode([chat(user("a"), answer("b"))])
 
 
-def test_a_template_that_does_not_compile_is_a_configuration_error() -> None:
+def test_template_syntax_error_is_config_error() -> None:
     encoder = RowEncoder(build_byte_level(""), chat_template="{% for %}")
     with pytest.raises(ConfigError, match="chat_template_path: the chat template does not compile: line 1"):
         encoder.encode([chat(user("a"), answer("b"))])

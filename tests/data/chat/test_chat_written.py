@@ -1,4 +1,4 @@
-"""What a template does not write is refused or remarked on, and nothing that it writes is."""
+"""Content that a chat template does not render: errors for targets, remarks for the rest."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ NO_TOOL = CONTENT.replace("in messages", "in messages if m.role != 'tool'")
     ],
     ids=["system", "tool", "content", "constant", "zephyr", "call", "call beside words"],
 )
-def test_a_message_that_the_template_does_not_write_is_an_error(template: str, row: Row, found: str) -> None:
+def test_message_not_rendered_by_template_is_error(template: str, row: Row, found: str) -> None:
     with pytest.raises(DataError, match=found):
         encoder(template).encode_prompt(row)
     for loss_on in (None, "all", "last_assistant"):
@@ -69,19 +69,19 @@ def test_a_message_that_the_template_does_not_write_is_an_error(template: str, r
         loop("{{ m.content | trim }}"),
         loop("{{ m.content | tojson if m.role != 'assistant' else m.content }}"),
         loop("{{ m.content | upper if m.role != 'assistant' else m.content }}"),
-        # The system message before the loop; in the turn of the last question.
+        # The system message before the loop, or in the last user turn.
         "{{ messages[0].content }}" + NO_SYSTEM,
         NO_SYSTEM.replace("{{ m.content", "{{ messages[0].content if loop.index == 3 }}{{ m.content"),
     ],
     ids=["content", "trimmed", "JSON", "upper", "before", "later"],
 )
-def test_a_message_that_is_written_in_other_words_or_elsewhere_is_fine(template: str) -> None:
+def test_message_rendered_in_other_form_is_accepted(template: str) -> None:
     messages = [SYSTEM, user(' say\n"yes" '), answer("yes"), user("placeholder"), answer("no")]
     assert remarks(template, *messages) == []
     assert len(encoder(template).encode_prompt(chat(*messages)))
 
 
-def test_empty_messages_and_answers_that_are_not_trained_on_may_vanish() -> None:
+def test_empty_or_untrained_message_may_be_omitted_by_template() -> None:
     chatml = NO_SYSTEM.replace("m.content", "m.content.split('</think>')[-1]")
     assert (
         remarks(chatml, {"role": "system", "content": " "}, user("hi"), answer("a</think>b"), user("x"), answer("y"))
@@ -113,7 +113,7 @@ THOUGHT = answer("yes", reasoning_content="why")
         (source("chatml"), [user("hi"), THOUGHT], True),
     ],
 )
-def test_reasoning_of_the_last_turn_that_is_not_written_is_remarked_on(
+def test_dropped_reasoning_of_last_turn_is_remarked(
     template: str, messages: list[dict[str, Any]], is_lost: bool
 ) -> None:
     assert remarks(template, *messages) == ([Remark.LOST_REASONING] if is_lost else [])
@@ -135,19 +135,19 @@ def calls(written: str, content: str = "{{ m.content }}") -> str:
     ],
     ids=["JSON", "whole", "XML", "Python", "beside", "in other words"],
 )
-def test_calls_and_what_is_said_beside_them(template: str, expected: list[Remark]) -> None:
+def test_tool_call_and_content_remarks(template: str, expected: list[Remark]) -> None:
     assert remarks(template, user("hi"), answer("Let me see.", tool_calls=[CALL])) == expected
     other = answer("", tool_calls=[{"function": {"name": "now", "arguments": {}}}])
     assert remarks(template, user("hi"), other) == []
 
 
-def test_arguments_that_are_not_written_are_an_error() -> None:
+def test_tool_arguments_not_rendered_are_error() -> None:
     row = chat(user("hi"), answer("", tool_calls=[CALL]))
     assert "message 1 calls 'sky', but the chat template writes no arguments" in refusal(encoder(calls("")), row)
 
 
 @pytest.mark.parametrize("tool", [{"function": {"name": "sky", "description": 'the "sky"'}}, {"name": "sky"}])
-def test_tool_schemas_that_are_not_written_are_remarked_on(tool: dict[str, Any]) -> None:
+def test_tool_schemas_not_rendered_are_remarked(tool: dict[str, Any]) -> None:
     turns = [user("use sky"), answer("sky")]
     assert remarks(CONTENT, *turns, tools=[tool]) == [Remark.LOST_TOOLS]
     assert remarks("{{ tools | tojson }}" + CONTENT, *turns, tools=[tool]) == []

@@ -1,4 +1,4 @@
-"""Remarks stay with their rows, and each says what was found and what to do."""
+"""Remarks on rows: their texts, and the bit sets that store them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from recipes_lib.data.sources.rows import Remark, build_bits, find_remarked
 
 
 @pytest.mark.parametrize("remark", Remark)
-def test_a_remark_goes_on_from_a_count_of_rows_and_has_a_remedy(remark: Remark) -> None:
+def test_remark_has_predicate_and_remedy(remark: Remark) -> None:
     assert remark.found.split()[0] in ("give", "say", "call", "spell")
     assert remark.remedy
 
 
-def test_remarked_rows_are_found_by_remark_in_the_order_of_the_first_row() -> None:
+def test_find_remarked_orders_remarks_by_first_row() -> None:
     first, second, third = Remark.LOST_TOOLS, Remark.LOST_REASONING, Remark.SPECIAL_TEXT
     bits = build_bits([[], [first], [second, first], [], (second, third), [first]])
     assert {remark: rows.tolist() for remark, rows in find_remarked(bits).items()} == {
@@ -27,7 +27,7 @@ def test_remarked_rows_are_found_by_remark_in_the_order_of_the_first_row() -> No
     assert find_remarked(build_bits([[], []])) == {}
 
 
-def test_a_row_may_have_every_remark() -> None:
+def test_row_can_have_every_remark() -> None:
     bits = build_bits([list(Remark)])
     assert bits.dtype == np.uint8
     assert list(find_remarked(bits)) == list(Remark)

@@ -1,4 +1,4 @@
-"""The trained characters of a rendered chat, before any tokenizer."""
+"""Trained character spans of a rendered chat, before tokenisation."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def find(template: str, chat: Row, *trained: int, eos_token: str | None = None) 
     return [(span.message, text[span.start : span.end]) for span in spans]
 
 
-def test_only_the_asked_messages_are_trained() -> None:
+def test_only_requested_messages_are_trained() -> None:
     chat = row("a", "b", "c", "d")
     assert find(LOOP + PROMPT, chat, 1, 3) == [(1, "b<|im_end|>"), (3, "d<|im_end|>")]
     assert find(LOOP + PROMPT, chat, 3) == [(3, "d<|im_end|>")]
     assert find(LOOP + PROMPT, chat) == []
 
 
-def test_the_generation_prompt_is_rendered_for_every_turn_where_it_depends_on_the_chat() -> None:
+def test_chat_dependent_generation_prompt_is_rendered_per_turn() -> None:
     template = LOOP.replace("m.role }}:", "m.role }}:{{ '!' if messages[0].content == 'hard' and loop.index0 == 1 }}")
     template += (
         "{% if add_generation_prompt %}<|im_start|>assistant:{{ '!' if messages[0].content == 'hard' }}{% endif %}"
@@ -46,26 +46,26 @@ def test_the_generation_prompt_is_rendered_for_every_turn_where_it_depends_on_th
     assert find(template, row("easy", "!b"), 1) == [(1, "!b<|im_end|>")]
 
 
-def test_a_final_eos_after_the_loop_belongs_to_the_last_answer_alone() -> None:
+def test_eos_after_loop_belongs_to_last_answer() -> None:
     template = LOOP + "{% if add_generation_prompt %}<|im_start|>assistant:{% else %}</s>{% endif %}"
     assert find(template, row("a", "b", "c", "d"), 1, 3) == [(1, "b<|im_end|>"), (3, "d<|im_end|></s>")]
     assert find(template, row("a", "b", "c"), 1) == [(1, "b<|im_end|>")]
 
 
-def test_a_final_eos_that_is_the_end_of_the_turn_again_is_an_error() -> None:
+def test_eos_after_loop_that_repeats_turn_end_is_error() -> None:
     template = LOOP + "{% if add_generation_prompt %}<|im_start|>assistant:{% else %}<|im_end|>{% endif %}"
     with pytest.raises(DataError, match="message 3 ends twice"):
         find(template, row("a", "b", "c", "d"), 1, 3)
 
 
-def test_a_chat_that_begins_with_an_answer_is_trained_though_no_prompt_can_be_rendered_for_it() -> None:
+def test_chat_starting_with_answer_is_trained() -> None:
     guard = "{% if messages[0].role is undefined %}{{ raise_exception('empty') }}{% endif %}"
     messages = [{"role": "assistant", "content": "hello"}, {"role": "user", "content": "a"}]
     chat = Row(source="rows", index=3, messages=messages)
     assert find(guard + LOOP + "{{ '' }}" + PROMPT, chat, 0) == [(0, "hello<|im_end|>")]
 
 
-def test_an_open_turn_ends_with_the_next_turn_s_opening_when_eos_token_is_given() -> None:
+def test_eos_token_ends_turn_without_terminator() -> None:
     template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
     template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     finder = SpanFinder(ChatTemplate(template, {}), ["<|user|>", "<|assistant|>", "<|stop|>"], "<|stop|>")
@@ -73,7 +73,7 @@ def test_an_open_turn_ends_with_the_next_turn_s_opening_when_eos_token_is_given(
     assert [text[span.start : span.end] for span in spans] == ["b<|user|>", "d<|stop|>"]
 
 
-def test_content_in_parts_is_looked_for_part_by_part() -> None:
+def test_content_written_in_parts_is_located() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     template = LOOP.replace("{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}") + PROMPT
     assert find(template, row(parts, parts), 1) == [(1, "one two<|im_end|>")]
@@ -95,7 +95,7 @@ def test_content_in_parts_is_looked_for_part_by_part() -> None:
         ("{% for m in messages %}{{ 1 / 0 }}{% endfor %}", "the chat template refuses this chat: division by zero"),
     ],
 )
-def test_what_cannot_be_told_is_an_error_of_the_row(template: str, message: str) -> None:
+def test_ambiguous_span_is_row_error(template: str, message: str) -> None:
     with pytest.raises(DataError) as refused:
         find(template, row("question", "reply"), 1)
     (problem,) = refused.value.problems
@@ -104,7 +104,7 @@ def test_what_cannot_be_told_is_an_error_of_the_row(template: str, message: str)
     assert problem.remedy
 
 
-def test_a_generation_block_after_the_loop_belongs_to_the_last_turn() -> None:
+def test_generation_block_after_loop_belongs_to_last_turn() -> None:
     template = LOOP.replace("{{ m.content }}<|im_end|>", "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}")
     template += "{% generation %}</s>{% endgeneration %}"
     assert find(template, row("a", "b"), 1) == [(1, "b<|im_end|>"), (1, "</s>")]

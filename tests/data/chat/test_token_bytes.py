@@ -1,4 +1,4 @@
-"""The bytes of the tokens of a text add up to the bytes of the text."""
+"""Bytes and character offsets of tokens, against the text and the offsets of ``tokenizers``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from transformers import PreTrainedTokenizerFast
 from recipes_lib.data.chat.encoder import ByteEnds, compute_token_byte_lengths
 from recipes_lib.data.masking import MergedTokenError, count_tokens_before
 
-# "▁" is how SentencePiece writes a space: in a text it is lost, not counted wrongly.
+# Without "▁", which SentencePiece decodes as a space.
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=60)
 WORDS = ["the quick brown fox", "naïve café", "rivers and 山 and 🦊", "def f(x): return x"] * 4
 
 
 def build_metaspace_tokenizer() -> PreTrainedTokenizerFast:
-    """A SentencePiece-style BPE with byte fallback, as in Llama 2 and Gemma."""
+    """Return a SentencePiece-style BPE with byte fallback, as in Llama 2 and Gemma."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
@@ -36,9 +36,9 @@ def build_metaspace_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(text=TEXTS)
-def test_byte_level_tokens_add_up_to_the_text(tiny_tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+def test_byte_level_token_bytes_sum_to_text(tiny_tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     lengths = compute_token_byte_lengths(tiny_tokenizer)
     ids = tiny_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
@@ -46,7 +46,7 @@ def test_byte_level_tokens_add_up_to_the_text(tiny_tokenizer: PreTrainedTokenize
     assert int(lengths[ids].sum()) == len(tiny_tokenizer.decode(ids).encode()) == len(text.encode())
 
 
-def test_tokens_add_up_to_the_text_where_ids_are_left_out(sparse_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_token_bytes_sum_to_text_with_sparse_ids(sparse_tokenizer: PreTrainedTokenizerFast) -> None:
     last = sparse_tokenizer.convert_ids_to_tokens(max(sparse_tokenizer.get_vocab().values()))
     text = sparse_tokenizer.convert_tokens_to_string([last, "a"])
     ids = sparse_tokenizer.encode(text, add_special_tokens=False)
@@ -61,9 +61,9 @@ def test_tokens_add_up_to_the_text_where_ids_are_left_out(sparse_tokenizer: PreT
 METASPACE = build_metaspace_tokenizer()
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(text=TEXTS)
-def test_metaspace_tokens_add_up_to_the_text_and_the_space_before_it(text: str) -> None:
+def test_metaspace_token_bytes_sum_to_text_and_prefix_space(text: str) -> None:
     lengths = compute_token_byte_lengths(METASPACE)
     ids = METASPACE.encode("x" + text, add_special_tokens=False)
 
@@ -71,7 +71,7 @@ def test_metaspace_tokens_add_up_to_the_text_and_the_space_before_it(text: str) 
     assert int(lengths[ids].sum()) == 1 + len(METASPACE.decode(ids).encode()) == 2 + len(text.encode())
 
 
-def test_added_tokens_have_the_bytes_of_their_own_text() -> None:
+def test_added_tokens_have_bytes_of_their_text() -> None:
     tokenizer = build_metaspace_tokenizer()
     tokenizer.add_tokens([AddedToken("<tool>", special=False), AddedToken("<turn>", special=True)])
     lengths = compute_token_byte_lengths(tokenizer)
@@ -81,9 +81,9 @@ def test_added_tokens_have_the_bytes_of_their_own_text() -> None:
     assert lengths.shape == (len(tokenizer),)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=3))
-def test_places_found_by_length_are_those_the_tokenizer_tells(
+def test_offsets_from_lengths_equal_tokenizer_offsets(
     tiny_tokenizer: PreTrainedTokenizerFast, texts: list[str]
 ) -> None:
     texts = [f"<|im_start|>{text}<|im_end|>" for text in texts]
@@ -91,10 +91,10 @@ def test_places_found_by_length_are_those_the_tokenizer_tells(
     ids = [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
     byte_ends = ByteEnds(tiny_tokenizer)
 
-    told: list[list[int]] = []
+    offsets: list[list[int]] = []
     known: list[list[int]] = []
     for text, encoding in zip(texts, encodings, strict=True):
-        told.append([])
+        offsets.append([])
         known.append([])
         for at in range(len(text) + 1):
             try:
@@ -103,12 +103,12 @@ def test_places_found_by_length_are_those_the_tokenizer_tells(
                 places = [[at] if other is text else [] for other in texts]
                 assert None in byte_ends.cut(ids, texts, places)
             else:
-                told[-1].append(at)
+                offsets[-1].append(at)
                 known[-1].append(count)
-    assert byte_ends.cut(ids, texts, told) == known
+    assert byte_ends.cut(ids, texts, offsets) == known
 
 
-def test_tokens_that_are_not_the_whole_text_tell_nothing(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_tokens_of_partial_text_have_no_offsets(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     ids = np.array(tiny_tokenizer.encode("some text", add_special_tokens=False), dtype=np.uint32)
     byte_ends = ByteEnds(tiny_tokenizer)
 
@@ -118,7 +118,7 @@ def test_tokens_that_are_not_the_whole_text_tell_nothing(tiny_tokenizer: PreTrai
     assert byte_ends.cut([], [], []) == []
 
 
-def test_only_tokenizers_that_write_text_as_it_is_are_suited(tiny_tokenizer_dir: Path) -> None:
+def test_only_lossless_tokenizers_have_token_bytes(tiny_tokenizer_dir: Path) -> None:
     plain, lossy, swallowing = (PreTrainedTokenizerFast.from_pretrained(tiny_tokenizer_dir) for _ in range(3))
     lossy.backend_tokenizer.normalizer = normalizers.Lowercase()
     swallowing.add_tokens([AddedToken("<turn>", special=True, rstrip=True)])
@@ -129,7 +129,7 @@ def test_only_tokenizers_that_write_text_as_it_is_are_suited(tiny_tokenizer_dir:
     assert not ByteEnds.suits(METASPACE)
 
 
-def test_a_character_cut_through_is_shared_by_its_tokens(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_split_character_is_shared_by_its_tokens(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     ids = tiny_tokenizer.encode("🦊", add_special_tokens=False)
     lengths = compute_token_byte_lengths(tiny_tokenizer)
 
@@ -139,7 +139,7 @@ def test_a_character_cut_through_is_shared_by_its_tokens(tiny_tokenizer: PreTrai
 
 
 @pytest.mark.parametrize("decoder", [decoders.WordPiece(), None])
-def test_a_tokenizer_that_loses_text_has_no_lengths(decoder: object) -> None:
+def test_lossy_tokenizer_has_no_lengths(decoder: object) -> None:
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     if decoder is not None:

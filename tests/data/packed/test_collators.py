@@ -1,4 +1,4 @@
-"""The batch keeps documents apart, pads by length, and loses no target."""
+"""Batches of packs in every layout: token positions, document boundaries, padding and isolation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
 
@@ -19,7 +19,7 @@ packs = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1
 
 
 def rows_of(packs: list[list[int]], seed: int = 0) -> list[dict[str, np.ndarray]]:
-    """Random tokens (the pad id among them) for packs given by their documents' lengths."""
+    """Return packs of random tokens, including the pad id; ``packs`` are the lengths of their documents."""
     rng = np.random.default_rng(seed)
     return [
         {
@@ -33,13 +33,14 @@ def rows_of(packs: list[list[int]], seed: int = 0) -> list[dict[str, np.ndarray]
 
 
 def split_padding(num_tokens: int, packs: list[list[int]]) -> list[int]:
-    """Lengths of the documents that ``num_tokens`` of padding are: no longer than the longest of ``packs``."""
+    """Return the lengths of the padding documents: none is longer than the longest document of ``packs``."""
     whole, rest = divmod(num_tokens, max(map(max, packs)))
     return [max(map(max, packs))] * whole + [rest] * (rest > 0)
 
 
+@settings(max_examples=40)
 @given(packs, st.sampled_from([1, 4, 8]))
-def test_every_token_document_and_target_arrives_at_its_place(packs, multiple):
+def test_batch_places_tokens_documents_and_targets(packs, multiple):
     rows = rows_of(packs)
     batch = PackedCollator(pad_token_id=PAD, pad_to_multiple_of=multiple)(rows)
     length = batch["input_ids"].shape[1]
@@ -64,7 +65,7 @@ def test_every_token_document_and_target_arrives_at_its_place(packs, multiple):
         assert batch["labels"][at].tolist() == [*labels, *[IGNORE_INDEX] * padding]
 
 
-def test_a_target_with_the_pad_id_stays_a_target():
+def test_target_equal_to_pad_id_is_kept():
     rows = [
         {"input_ids": [5, PAD], "loss_mask": [False, True], "seq_lengths": [2]},
         {"input_ids": [5, 6, 7], "loss_mask": [False, True, True], "seq_lengths": [3]},
@@ -73,8 +74,9 @@ def test_a_target_with_the_pad_id_stays_a_target():
     assert labels.tolist() == [[IGNORE_INDEX, PAD, IGNORE_INDEX], [IGNORE_INDEX, 6, 7]]
 
 
+@settings(max_examples=40)
 @given(packs)
-def test_the_flat_layout_equals_transformers_flattening(packs):
+def test_flat_layout_agrees_with_transformers(packs):
     rows = rows_of(packs)
     documents = []
     for row in rows:
@@ -90,8 +92,9 @@ def test_the_flat_layout_equals_transformers_flattening(packs):
     assert batch["max_length_q"] == batch["max_length_k"] == expected["max_length_q"]
 
 
+@settings(max_examples=40)
 @given(packs)
-def test_padding_of_the_flat_layout_is_further_documents_no_longer_than_the_longest(packs):
+def test_flat_padding_is_documents_within_max_length(packs):
     batch = PackedCollator(pad_token_id=PAD, layout="flat", pad_to_multiple_of=8)(rows_of(packs))
     total = sum(map(sum, packs))
     lengths = [length for pack in packs for length in pack] + split_padding(-total % 8, packs)
@@ -101,7 +104,7 @@ def test_padding_of_the_flat_layout_is_further_documents_no_longer_than_the_long
 
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_rows_without_tokens_make_a_batch_without_tokens(layout):
+def test_empty_rows_give_empty_batch(layout):
     empty = {"input_ids": np.zeros(0, np.uint32), "loss_mask": np.zeros(0, np.bool_), "seq_lengths": np.zeros(0, int)}
     batch = PackedCollator(pad_token_id=PAD, layout=layout, pad_to_multiple_of=8)([empty, empty])
     assert batch["num_tokens"] == 0
@@ -113,7 +116,7 @@ def test_rows_without_tokens_make_a_batch_without_tokens(layout):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_packed_logits_equal_each_document_alone(tiny_model_dir, attention):
+def test_packed_logits_equal_single_document_logits(tiny_model_dir, attention):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation=attention).eval()
     packs = [[5, 9, 3], [4, 8]]
     rows = rows_of(packs)

@@ -1,4 +1,4 @@
-"""Every row of a mixture is tokenised once, in order, and every broken one is told at once."""
+"""Encoding of a mixture in chunks: order, remarks, collected problems, and the token file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes_lib.data.chat.encoder import RowEncoder
@@ -28,7 +28,7 @@ from recipes_lib.errors import DataError, Problem
 
 @pytest.fixture
 def encode(tmp_path):
-    """Encodes the rows of a run: gives them, what is wrong, and the number of rows of each chunk."""
+    """Encode the rows of a run; return them, the problems, and the number of rows of each chunk."""
     with TokenFile(tmp_path) as file:
 
         def encode(config, tokenizer):
@@ -46,7 +46,7 @@ def encode(tmp_path):
 
 
 @pytest.mark.parametrize("rows_per_chunk", [1, 7, 40, 1000])
-def test_the_chunks_do_not_show(build_config, encode, tiny_tokenizer, monkeypatch, rows_per_chunk):
+def test_encoding_is_independent_of_chunk_size(build_config, encode, tiny_tokenizer, monkeypatch, rows_per_chunk):
     monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", rows_per_chunk)
     config = build_config()
     encoded, problems, counts = encode(config, tiny_tokenizer)
@@ -60,7 +60,7 @@ def test_the_chunks_do_not_show(build_config, encode, tiny_tokenizer, monkeypatc
     assert encoded.digests.tobytes() == b"".join(compute_row_digest(row) for row in rows)
 
 
-def test_each_row_is_tokenised_once(build_config, encode, tiny_tokenizer, tokenized):
+def test_rows_are_tokenised_once(build_config, encode, tiny_tokenizer, tokenized):
     config = build_config()
     before = sum(tokenized)
     encode(config, tiny_tokenizer)
@@ -68,7 +68,7 @@ def test_each_row_is_tokenised_once(build_config, encode, tiny_tokenizer, tokeni
 
 
 @pytest.mark.parametrize("rows_per_chunk", [7, 1000])
-def test_what_an_audit_should_tell_of_rows_stays_with_them(
+def test_remarks_stay_with_their_rows(
     build_config, write_rows, make_chats, encode, tiny_tokenizer, monkeypatch, rows_per_chunk
 ):
     monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", rows_per_chunk)
@@ -84,9 +84,7 @@ def test_what_an_audit_should_tell_of_rows_stays_with_them(
     assert taken.find_places([1]) == {1: f"{path}:17"}
 
 
-def test_problems_of_reading_and_of_masking_are_told_together(
-    build_config, write_rows, make_chats, encode, tiny_tokenizer
-):
+def test_reading_and_masking_problems_are_raised_together(build_config, write_rows, make_chats, encode, tiny_tokenizer):
     rows = make_chats(10)
     rows[2]["messages"][1]["content"] = "half a \ud800 pair"
     rows[6]["messages"] = []
@@ -95,7 +93,7 @@ def test_problems_of_reading_and_of_masking_are_told_together(
     assert [problem.where for problem in problems] == [f"{path}:3", f"{path}:7"] or len(problems) == 2
 
 
-def test_places_are_those_of_the_rows(build_config, encode, tiny_tokenizer):
+def test_find_places_returns_row_locations(build_config, encode, tiny_tokenizer):
     config = build_config()
     encoded, _, _ = encode(config, tiny_tokenizer)
     taken = encoded.take(np.array([30, 4, 9]))
@@ -105,13 +103,13 @@ def test_places_are_those_of_the_rows(build_config, encode, tiny_tokenizer):
     assert taken.mixture.name == name
 
 
-def test_duplicates_are_rows_that_say_the_same(build_config, write_rows, make_chats, encode, tiny_tokenizer):
+def test_duplicates_are_rows_of_equal_content(build_config, write_rows, make_chats, encode, tiny_tokenizer):
     path = write_rows(rows=make_chats(5) + make_chats(3))
     encoded, _, _ = encode(build_config(dataset_name=str(path)), tiny_tokenizer)
     assert encoded.num_duplicates == 3
 
 
-def test_a_row_without_tokens_is_refused_by_its_place():
+def test_row_without_tokens_is_refused():
     class Silent:
         def encode(self, rows):
             return [EncodedRow(np.zeros(0, np.uint32), np.zeros(0, np.bool_)) for _ in rows]
@@ -120,7 +118,7 @@ def test_a_row_without_tokens_is_refused_by_its_place():
         encode_chunk(Silent(), [Row(source="data", index=5, text="x")], [0])
 
 
-def test_rows_before_a_broken_one_are_not_lost_with_it():
+def test_rows_before_broken_row_are_kept():
     rows = [Row(source="data", index=number, text="x") for number in range(3)]
 
     def read():
@@ -135,8 +133,9 @@ def test_rows_before_a_broken_one_are_not_lost_with_it():
 rows_of_tokens = st.lists(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), min_size=1, max_size=9))
 
 
+@settings(max_examples=40)
 @given(st.lists(rows_of_tokens, max_size=4), st.randoms())
-def test_examples_in_a_file_read_as_those_in_memory_in_any_order(tmp_path_factory, chunks, random):
+def test_token_file_reads_equal_memory_in_any_order(tmp_path_factory, chunks, random):
     def build(rows):
         encoded = [
             EncodedRow(np.array([id_ for id_, _ in row], np.uint32), np.array([is_target for _, is_target in row]))
@@ -154,7 +153,7 @@ def test_examples_in_a_file_read_as_those_in_memory_in_any_order(tmp_path_factor
         assert kept.num_targets.tolist() == in_memory.num_targets.tolist()
 
 
-def test_a_full_disk_is_one_clear_error_while_tokens_are_kept(tmp_path):
+def test_full_disk_is_data_error_in_token_file(tmp_path):
     examples = build_examples([EncodedRow(np.ones(100_000, np.uint32), np.ones(100_000, np.bool_))], [0])
     with TokenFile(tmp_path) as file:
         file._file.close()
@@ -163,7 +162,7 @@ def test_a_full_disk_is_one_clear_error_while_tokens_are_kept(tmp_path):
             file.keep(examples)
 
 
-def test_a_row_takes_at_most_64_bytes_of_memory_however_long_it_is(build_config, encode, tiny_tokenizer, write_rows):
+def test_memory_per_row_is_at_most_64_bytes_for_any_length(build_config, encode, tiny_tokenizer, write_rows):
     rows = [{"text": f"{number} " + "the baker opens " * 50} for number in range(40)]
     encoded, _, _ = encode(build_config(dataset_name=str(write_rows(rows=rows))), tiny_tokenizer)
     assert isinstance(encoded.examples.tokens, TokenFile)
@@ -171,13 +170,13 @@ def test_a_row_takes_at_most_64_bytes_of_memory_however_long_it_is(build_config,
     assert encoded.examples.lengths.min() > 64
 
 
-def test_nothing_of_the_tokens_has_a_name(tmp_path):
+def test_token_file_is_unlinked(tmp_path):
     with TokenFile(tmp_path) as file:
         file.keep(build_examples([EncodedRow(np.ones(9, np.uint32), np.ones(9, np.bool_))], [0]))
         assert list(tmp_path.iterdir()) == []
 
 
-def test_tokens_that_are_no_longer_in_the_file_are_an_error_and_never_what_memory_held(tmp_path):
+def test_truncated_token_file_is_error(tmp_path):
     with TokenFile(tmp_path) as file:
         examples = file.keep(build_examples([EncodedRow(np.arange(9, dtype=np.uint32), np.ones(9, np.bool_))], [0]))
         assert examples.read(np.array([0]))[0].tolist() == list(range(9))

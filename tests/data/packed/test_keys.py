@@ -1,4 +1,4 @@
-"""Changing anything that decides a prepared set changes its key; changing nothing, or a name, does not."""
+"""Keys of prepared sets: changed by every option that determines the content, and by nothing else."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ def key_of(config, sources=SOURCES) -> str:
     return compute_key(collect_inputs(config, sources))
 
 
-def test_every_option_of_data_and_tokens_is_known_here():
+def test_key_table_covers_every_option():
     options = {field.name for section in (DataConfig, TokensConfig) for field in dataclasses.fields(section)}
     assert options == OTHER_VALUES.keys() | TOLD_BY_CONTENT
 
 
 @pytest.mark.parametrize("option", [*OTHER_VALUES, "trust_remote_code"])
-def test_what_decides_the_content_changes_the_key(build_config, option):
+def test_content_option_changes_key(build_config, option):
     assert key_of(build_config(**{option: OTHER_VALUES.get(option, True)})) != key_of(build_config())
 
 
 @pytest.mark.parametrize("sources", [{"train": "1" * 64}, {"train": "0" * 64, "test": "0" * 64}])
-def test_other_rows_change_the_key(build_config, sources):
+def test_other_rows_change_key(build_config, sources):
     assert key_of(build_config(), sources) != key_of(build_config())
 
 
 @pytest.mark.parametrize("option", ["dataset_name", "prepared_dir", "dtype", "attn_implementation"])
-def test_where_things_lie_and_what_does_not_touch_the_tokenizer_do_not(build_config, option):
+def test_locations_and_unrelated_options_keep_key(build_config, option):
     assert key_of(build_config(**{option: "other"})) == key_of(build_config())
 
 
-def test_the_template_file_counts_by_its_text(build_config, tmp_path):
+def test_template_file_is_keyed_by_content(build_config, tmp_path):
     for name, text in (("a", "x"), ("b", "x"), ("c", "y")):
         (tmp_path / name).write_text(text)
     without = key_of(build_config())
@@ -79,7 +79,7 @@ def tokenizer_dir(tiny_tokenizer_dir, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_every_byte_of_every_tokenizer_file_changes_the_key(build_config, tokenizer_dir, own):
+def test_tokenizer_file_change_changes_key(build_config, tokenizer_dir, own):
     options = {"tokenizer_name_or_path" if own else "model_name_or_path": str(tokenizer_dir)}
     (tokenizer_dir / "added_tokens.json").write_text("{}")
     before = key_of(build_config(**options))
@@ -93,26 +93,26 @@ def test_every_byte_of_every_tokenizer_file_changes_the_key(build_config, tokeni
     assert key_of(build_config(**options)) == before
 
 
-def test_files_that_no_tokenizer_reads_do_not_count(build_config, tokenizer_dir):
+def test_unrelated_files_keep_key(build_config, tokenizer_dir):
     before = key_of(build_config(model_name_or_path=str(tokenizer_dir)))
     (tokenizer_dir / "model.safetensors").write_bytes(b"weights")
     (tokenizer_dir / "README.md").write_text("card")
     assert key_of(build_config(model_name_or_path=str(tokenizer_dir))) == before
 
 
-def test_the_same_tokenizer_elsewhere_has_the_same_key(build_config, tokenizer_dir):
+def test_moved_tokenizer_keeps_key(build_config, tokenizer_dir):
     assert key_of(build_config(model_name_or_path=str(tokenizer_dir))) == key_of(build_config())
 
 
 @pytest.mark.parametrize("package", ["jinja2", "tokenizers", "transformers"])
-def test_other_versions_change_the_key(build_config, monkeypatch, package):
+def test_package_version_changes_key(build_config, monkeypatch, package):
     before = key_of(build_config())
     versions = {name: importlib.metadata.version(name) for name in ("jinja2", "tokenizers", "transformers")}
     monkeypatch.setattr(encoding, "version", lambda name: "0" if name == package else versions[name])
     assert key_of(build_config()) != before
 
 
-def test_any_change_of_the_code_that_prepares_changes_the_key(build_config, monkeypatch, tmp_path):
+def test_code_change_changes_key(build_config, monkeypatch, tmp_path):
     room = shutil.copytree(
         Path(encoding.__file__).parents[1], tmp_path / "data", ignore=shutil.ignore_patterns("__pycache__")
     )
@@ -126,7 +126,7 @@ def test_any_change_of_the_code_that_prepares_changes_the_key(build_config, monk
         (room / f"{module}.py").write_text(source)
 
 
-def test_a_folder_without_tokenizer_is_one_clear_error(build_config, tmp_path):
+def test_folder_without_tokenizer_is_data_error(build_config, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"model_name_or_path: .*no tokenizer files"):
         find_tokenizer_folder(build_config(model_name_or_path=str(tmp_path / "empty")))
@@ -134,7 +134,7 @@ def test_a_folder_without_tokenizer_is_one_clear_error(build_config, tmp_path):
 
 @pytest.mark.parametrize("option", ["model_name_or_path", "tokenizer_name_or_path"])
 @pytest.mark.parametrize("name", ["nobody/nothing", "./no/such/folder", "bad name!"])
-def test_a_tokenizer_that_is_nowhere_is_one_clear_error_with_its_place(build_config, option, name):
+def test_missing_tokenizer_is_located_error(build_config, option, name):
     config = dataclasses.replace(build_config(**{option: name}), provenance={option: "sft.yaml:7"})
     with pytest.raises(ConfigError, match=r"sft.yaml:7") as raised:
         find_tokenizer_folder(config)
@@ -142,7 +142,7 @@ def test_a_tokenizer_that_is_nowhere_is_one_clear_error_with_its_place(build_con
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"])
-def test_a_template_that_cannot_be_read_is_one_clear_error(build_config, tmp_path, content):
+def test_unreadable_template_is_error(build_config, tmp_path, content):
     path = tmp_path / "template.jinja"
     if content is not None:
         path.write_bytes(content)

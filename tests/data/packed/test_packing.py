@@ -1,4 +1,4 @@
-"""Packing keeps every example once, overfills nothing, and counts what a cut costs."""
+"""Best-fit-decreasing packing, against a direct implementation and TRL, and the handling of overlong rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ rows_and_capacity = st.tuples(
 
 
 def reference_loads(lengths: list[int], capacity: int) -> list[int]:
-    """Best-fit decreasing, one example at a time over a sorted list of spaces."""
+    """Return the loads of best-fit decreasing, one example at a time over a sorted list of spaces."""
     spaces: list[int] = []
     for length in sorted(lengths, reverse=True):
         at = bisect.bisect_left(spaces, length)
@@ -44,14 +44,15 @@ def reference_loads(lengths: list[int], capacity: int) -> list[int]:
 
 
 def examples_of(masks: list[list[bool]]) -> Examples:
-    """Rows of consecutive token ids with these masks."""
+    """Return examples of consecutive token ids with these masks."""
     ids = iter(range(1, 10_000))
     rows = [EncodedRow(np.array([next(ids) for _ in mask], np.uint32), np.array(mask, np.bool_)) for mask in masks]
     return build_examples(rows, range(len(rows)))
 
 
+@settings(max_examples=40)
 @given(lengths_and_capacity)
-def test_loads_are_those_of_best_fit_decreasing_and_members_stand_in_the_order_of_the_input(case):
+def test_bins_equal_best_fit_decreasing_in_input_order(case):
     lengths, capacity = np.array(case[0], np.int64), case[1]
     bins = pack_best_fit(lengths, capacity)
     assert sorted(bins.order) == list(range(len(lengths)))
@@ -63,14 +64,14 @@ def test_loads_are_those_of_best_fit_decreasing_and_members_stand_in_the_order_o
 
 
 @pytest.mark.parametrize("dtype", [np.uint32, np.int32, np.int64])
-def test_the_integer_type_of_the_lengths_does_not_matter(dtype):
+def test_packing_accepts_any_integer_dtype(dtype):
     lengths = np.array([5, 3, 8, 1, 7, 2], dtype)
     assert np.array_equal(pack_best_fit(lengths, 8).order, pack_best_fit(lengths.astype(np.int64), 8).order)
 
 
 @settings(max_examples=5)
 @given(st.integers(0, 2**32 - 1))
-def test_as_many_bins_as_trl_over_one_batch_and_no_more_than_trl_by_default(seed):
+def test_num_bins_agrees_with_trl(seed):
     rng = np.random.default_rng(seed)
     lengths = np.clip(np.exp(rng.normal(4, 1, 3000)), 1, 512).astype(np.int64)
     table = datasets.Dataset.from_dict({"input_ids": [[0] * length for length in lengths]})
@@ -79,13 +80,13 @@ def test_as_many_bins_as_trl_over_one_batch_and_no_more_than_trl_by_default(seed
     assert ours <= len(pack_dataset(table, 512, "bfd", {"keep_in_memory": True}))
 
 
-def test_without_packing_each_example_has_its_own_bin():
+def test_unpacked_examples_have_one_bin_each():
     bins = choose_bins(np.array([1, 2, 1]), 8, packing=False)
     assert bins.order.tolist() == [0, 1, 2]
     assert bins.offsets.tolist() == [0, 1, 2, 3]
 
 
-def test_the_first_token_is_never_a_target():
+def test_first_token_is_never_a_target():
     rows = [
         EncodedRow(np.array([7, 8], np.uint32), np.array([True, True])),
         EncodedRow(np.array([9], np.uint32), np.array([True])),
@@ -98,8 +99,9 @@ def test_the_first_token_is_never_a_target():
     assert rows[0].loss_mask.all(), "the caller's row was changed"
 
 
+@settings(max_examples=40)
 @given(rows_and_capacity)
-def test_taking_examples_equals_concatenating_them(case):
+def test_take_equals_concatenation(case):
     examples = examples_of(case[0])
     picked = np.arange(len(examples))[::-1]
     one_by_one = concatenate_examples([examples.take(np.array([index])) for index in picked])
@@ -108,8 +110,9 @@ def test_taking_examples_equals_concatenating_them(case):
         assert np.array_equal(getattr(taken, name), getattr(one_by_one, name))
 
 
+@settings(max_examples=40)
 @given(rows_and_capacity, st.integers(1, 30))
-def test_blocks_cover_the_examples_in_order_and_are_bounded(case, tokens_at_once):
+def test_blocks_cover_examples_in_order_and_are_bounded(case, tokens_at_once):
     examples = examples_of(case[0])
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(packing, "_TOKENS_AT_ONCE", tokens_at_once)
@@ -120,7 +123,7 @@ def test_blocks_cover_the_examples_in_order_and_are_bounded(case, tokens_at_once
 
 
 def cut(mask: list[bool], capacity: int, overlong: str) -> list[list[bool]]:
-    """Masks of the pieces that one row leaves; the first token of a piece is no target."""
+    """Return the masks of the pieces of one row; the first token of a piece is no target."""
     if overlong == "split":
         pieces = [mask[at : at + capacity] for at in range(0, len(mask), capacity)]
     elif overlong == "drop":
@@ -130,8 +133,9 @@ def cut(mask: list[bool], capacity: int, overlong: str) -> list[list[bool]]:
     return [[False, *piece[1:]] for piece in pieces]
 
 
+@settings(max_examples=40)
 @given(rows_and_capacity, st.sampled_from(["error", "truncate", "drop", "split"]))
-def test_what_is_left_and_what_is_lost_are_those_of_a_plain_count(case, overlong):
+def test_overlong_handling_equals_direct_count(case, overlong):
     masks, capacity = case
     examples = examples_of(masks)
     fitted, counts = fit_to_length(examples, capacity, overlong)
@@ -160,6 +164,6 @@ def test_what_is_left_and_what_is_lost_are_those_of_a_plain_count(case, overlong
         assert np.array_equal(getattr(examples, name), getattr(examples_of(masks), name)), "the input is changed"
 
 
-def test_the_lost_share_is_of_target_tokens():
+def test_lost_fraction_counts_target_tokens():
     _, counts = fit_to_length(examples_of([[False] + [True] * 9, [False, True]]), 6, "truncate")
     assert counts.lost_fraction == pytest.approx(4 / 10)

@@ -1,4 +1,4 @@
-"""The same inputs give the same set once; what cannot be trained on is refused with its place."""
+"""Prepared sets of packs: content, waiting ranks, lengths, splits, overlap and refusals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from recipes_lib.errors import ConfigError, DataError
 
 
 def documents(dataset) -> dict[int, list[tuple[list[int], list[bool]]]]:
-    """Documents of a prepared split by row id."""
+    """Return the documents of a prepared split by row id."""
     found: dict[int, list[tuple[list[int], list[bool]]]] = {}
     for pack in dataset:
         ends = np.cumsum(pack["seq_lengths"])[:-1]
@@ -33,7 +33,7 @@ def documents(dataset) -> dict[int, list[tuple[list[int], list[bool]]]]:
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("packs_per_record_batch", [1, 3, 1000])
-def test_the_set_holds_every_row_as_the_encoder_gives_it(
+def test_prepared_set_equals_encoder_output(
     build_config, load_tokenizer, tiny_tokenizer, monkeypatch, packing, packs_per_record_batch
 ):
     monkeypatch.setattr(module, "_ROWS_PER_RECORD_BATCH", packs_per_record_batch)
@@ -51,7 +51,7 @@ def test_the_set_holds_every_row_as_the_encoder_gives_it(
 
 @pytest.fixture
 def clock(monkeypatch):
-    """No file locks, and a clock on which a hundred seconds pass whenever somebody waits for a set."""
+    """A file system without locks, and a clock that advances by 100 s per poll for a set."""
 
     class Clock:
         seconds = 0.0
@@ -71,10 +71,8 @@ def clock(monkeypatch):
     return store.time
 
 
-def test_without_locks_other_ranks_wait_for_as_long_as_there_is_a_heartbeat(
-    build_config, load_tokenizer, monkeypatch, clock
-):
-    """Twenty minutes of tokenising, in which nothing is written."""
+def test_other_ranks_wait_for_heartbeat_without_locks(build_config, load_tokenizer, monkeypatch, clock):
+    """The first rank tokenises for 20 minutes without writing a file."""
     config, (root, key, *_), pause = build_config(), module.identify_set(build_config()), threading.Event()
 
     def sleep(seconds, pass_time=clock.sleep):
@@ -91,7 +89,7 @@ def test_without_locks_other_ranks_wait_for_as_long_as_there_is_a_heartbeat(
     assert clock.seconds == 1200
 
 
-def test_without_locks_a_first_process_that_died_is_noticed_and_the_words_say_so(build_config, clock):
+def test_dead_first_process_is_detected_without_locks(build_config, clock):
     root, key, *_ = module.identify_set(build_config())
     with store.hold_lock(root, key):
         pass
@@ -99,9 +97,7 @@ def test_without_locks_a_first_process_that_died_is_noticed_and_the_words_say_so
         prepare(build_config(), None, local_rank=3)
 
 
-def test_max_length_is_derived_from_the_longest_row_of_either_side(
-    build_config, load_tokenizer, write_rows, make_chats
-):
+def test_max_length_defaults_to_longest_row_of_both_splits(build_config, load_tokenizer, write_rows, make_chats):
     held_out = make_chats(3, start=100)
     held_out[1]["messages"][1]["content"] = "word " * 70
     path = write_rows("held_out.jsonl", held_out)
@@ -113,12 +109,12 @@ def test_max_length_is_derived_from_the_longest_row_of_either_side(
     assert prepared.manifest["eval"]["length_max"] == longest
 
 
-def test_a_given_max_length_is_kept(build_config, load_tokenizer):
+def test_configured_max_length_is_kept(build_config, load_tokenizer):
     prepared = prepare(build_config(max_length=100), load_tokenizer)
     assert (prepared.manifest["max_length"], prepared.manifest["max_length_is_derived"]) == (100, False)
 
 
-def test_overlong_rows_are_one_problem_with_the_first_the_longest_and_their_count(build_config, load_tokenizer):
+def test_overlong_rows_are_one_problem_with_count(build_config, load_tokenizer):
     config = build_config(max_length=30)
     lengths = [len(row.input_ids) for row in RowEncoder(load_tokenizer(None)).encode(list(rows_of(config)))]
     with pytest.raises(DataError) as raised:
@@ -139,7 +135,7 @@ def rows_of(config):
     return load_train_data(config.data).rows()
 
 
-def test_a_cut_beyond_the_largest_share_is_refused_and_without_one_it_is_counted(build_config, load_tokenizer):
+def test_truncation_above_limit_is_refused(build_config, load_tokenizer):
     with pytest.raises(DataError, match=r"max_truncated_fraction is 0\.01"):
         prepare(build_config(max_length=45, overlong="truncate", max_truncated_fraction=0.01), load_tokenizer)
     prepared = prepare(build_config(max_length=45, overlong="truncate"), load_tokenizer)
@@ -152,7 +148,7 @@ def test_a_cut_beyond_the_largest_share_is_refused_and_without_one_it_is_counted
     assert all(len(tokens) <= 45 for rows in documents(prepared.train).values() for tokens, _ in rows)
 
 
-def test_held_out_rows_are_in_one_split_only_and_follow_the_seed(build_config, load_tokenizer):
+def test_held_out_rows_are_disjoint_and_seeded(build_config, load_tokenizer):
     sides = []
     for seed in (1, 1, 2):
         prepared = prepare(build_config(test_split_size=8, seed=seed), load_tokenizer)
@@ -163,14 +159,12 @@ def test_held_out_rows_are_in_one_split_only_and_follow_the_seed(build_config, l
     assert sides[0] == sides[1] != sides[2]
 
 
-def test_a_seed_that_decides_nothing_makes_no_second_set(build_config, load_tokenizer):
+def test_unused_seed_keeps_key(build_config, load_tokenizer):
     first, second = (prepare(build_config(seed=seed), load_tokenizer) for seed in (1, 2))
     assert first.path == second.path
 
 
-def test_training_rows_that_are_held_out_too_are_refused_unless_allowed(
-    build_config, load_tokenizer, write_rows, make_chats
-):
+def test_overlap_is_refused_unless_allowed(build_config, load_tokenizer, write_rows, make_chats):
     path = write_rows("held_out.jsonl", make_chats(2, start=39))
     with pytest.raises(DataError, match="1 training rows are held-out rows too") as raised:
         prepare(build_config(dataset_test_split=str(path)), load_tokenizer)
@@ -180,7 +174,7 @@ def test_training_rows_that_are_held_out_too_are_refused_unless_allowed(
     assert prepared.manifest["eval"]["num_rows"] == 2
 
 
-def test_broken_rows_of_both_sides_are_told_at_once(build_config, load_tokenizer, write_rows, make_chats):
+def test_broken_rows_of_both_splits_are_raised_together(build_config, load_tokenizer, write_rows, make_chats):
     train, held_out = make_chats(5), make_chats(5, start=50)
     train[1]["messages"], held_out[3]["messages"] = [], []
     config = build_config(
@@ -191,13 +185,28 @@ def test_broken_rows_of_both_sides_are_told_at_once(build_config, load_tokenizer
     assert [Path(problem.where).name for problem in raised.value.problems] == ["a.jsonl:2", "b.jsonl:4"]
 
 
-def test_streamed_data_are_not_prepared(build_config, load_tokenizer):
+@pytest.mark.parametrize("held_out", [False, True])
+def test_data_changed_during_preparation_is_refused(build_config, write_rows, make_chats, load_tokenizer, held_out):
+    path = write_rows("changing.jsonl", make_chats(5, start=100))
+    config = build_config(**{"dataset_test_split" if held_out else "dataset_name": str(path)})
+
+    def change_then_load(config):
+        write_rows("changing.jsonl", make_chats(6, start=200))
+        return load_tokenizer(config)
+
+    with pytest.raises(DataError, match=r"changing\.jsonl: the data changed while they were prepared"):
+        prepare(config, change_then_load)
+    assert not list(find_root(config).glob("*/COMPLETE.json"))
+    assert prepare(config, load_tokenizer).is_new
+
+
+def test_streamed_data_is_not_prepared(build_config, load_tokenizer):
     with pytest.raises(ConfigError, match="dataset_streaming"):
         prepare(build_config(dataset_streaming=True), load_tokenizer)
 
 
 @pytest.mark.parametrize("overlong", ["truncate", "drop", "split"])
-def test_a_set_of_which_nothing_is_left_is_refused_whatever_is_accepted(build_config, load_tokenizer, overlong):
+def test_empty_prepared_set_is_refused(build_config, load_tokenizer, overlong):
     config = build_config(max_length=2, overlong=overlong, max_truncated_fraction=1.0, loss_on="last_assistant")
     if overlong == "split":
         config = build_config(max_length=1, overlong=overlong, max_truncated_fraction=1.0)
@@ -205,14 +214,14 @@ def test_a_set_of_which_nothing_is_left_is_refused_whatever_is_accepted(build_co
         prepare(config, load_tokenizer)
 
 
-def test_sets_are_kept_where_the_run_says(build_config, monkeypatch, tmp_path):
+def test_prepared_dir_is_used(build_config, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert find_root(build_config(prepared_dir=None)) == tmp_path / ".cache/recipes_lib/prepared"
     assert find_root(build_config(prepared_dir="~/sets")) == tmp_path / "sets"
     assert find_root(build_config(prepared_dir="~cachedir/x")) == Path("~cachedir/x")
 
 
-def test_the_summary_names_the_figures_of_both_sides(build_config, load_tokenizer):
+def test_summary_has_figures_of_both_splits(build_config, load_tokenizer):
     prepared = prepare(build_config(test_split_size=5), load_tokenizer)
     out = io.StringIO()
     Console(file=out, width=160).print(render_summary(prepared))

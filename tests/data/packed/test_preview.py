@@ -1,4 +1,4 @@
-"""The preview shows every token of a row, marked by its mask, and no text of the data can break out of it."""
+"""The preview of masked tokens in the terminal and as HTML, with markup escaped."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def row_of(tokenizer, text: str, targets: slice = slice(None)) -> PreviewRow:
 
 
 class Spans(HTMLParser):
-    """Collects tags, and the text and attributes of the spans inside ``pre``."""
+    """Parser that collects tags, and text and attributes of the spans inside ``pre``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Spans(HTMLParser):
             self.spans[-1] = (attributes, text + data)
 
 
-def test_a_token_that_is_markup_is_escaped(tmp_path):
+def test_markup_in_token_is_escaped(tmp_path):
     text = '<script src="x">&</script>'
     rows = [PreviewRow("a", [Piece(text, 1, False, True)])]
     page = write_page(tmp_path / "x", "preview", title="a", rows=rows).read_text()
@@ -75,12 +75,12 @@ def test_a_token_that_is_markup_is_escaped(tmp_path):
 
 
 @pytest.mark.parametrize("text", TEXTS[:2] + TEXTS[3:])
-def test_pieces_join_to_the_text_with_white_space_shown(tiny_tokenizer, text):
+def test_pieces_join_to_text_with_visible_whitespace(tiny_tokenizer, text):
     joined = "".join(piece.text for piece in row_of(tiny_tokenizer, text).pieces)
     assert joined == text.replace(" ", "·").replace("\n", "↵\n").replace("\t", "⇥")
 
 
-def test_parts_of_a_character_show_as_the_tokenizer_spells_them(tiny_tokenizer):
+def test_partial_characters_show_token_spelling(tiny_tokenizer):
     pieces = row_of(tiny_tokenizer, "x\N{GRINNING FACE}y").pieces
     assert pieces[0].text == "x"
     assert pieces[-1].text == "y"
@@ -108,7 +108,7 @@ def show(build_config, tiny_tokenizer, tmp_path):
     return run
 
 
-def test_the_command_shows_the_first_rows_and_writes_the_page(show, build_config, tiny_tokenizer, capsys, tmp_path):
+def test_preview_prints_first_rows_and_writes_page(show, build_config, tiny_tokenizer, capsys, tmp_path):
     page = tmp_path / "page.html"
     show("--rows", "2", "--html", str(page))
     out = "".join(capsys.readouterr().out.split())
@@ -121,12 +121,12 @@ def test_the_command_shows_the_first_rows_and_writes_the_page(show, build_config
 
 
 @pytest.mark.parametrize("count", [0, -1])
-def test_a_preview_of_no_rows_is_refused(show, count):
+def test_preview_of_no_rows_is_refused(show, count):
     with pytest.raises(ConfigError, match=f"--rows: is {count}"):
         show(f"--rows={count}")
 
 
-def test_the_page_goes_into_a_new_folder_or_is_refused_by_name(show, tmp_path):
+def test_preview_page_creates_folder_or_reports_path(show, tmp_path):
     show("--html", str(tmp_path / "new" / "folder" / "page.html"))
     assert (tmp_path / "new" / "folder" / "page.html").read_text().startswith("<!doctype html>")
     for place in (tmp_path / "new", tmp_path / "train.jsonl" / "page.html"):
@@ -135,7 +135,7 @@ def test_the_page_goes_into_a_new_folder_or_is_refused_by_name(show, tmp_path):
         assert caught.value.problems[0].where == str(place)
 
 
-def test_the_preview_is_what_the_encoder_gives(build_config, tiny_tokenizer):
+def test_preview_equals_encoder_output(build_config, tiny_tokenizer):
     config = build_config()
     (row,) = build_preview(config, tiny_tokenizer, 1)
     (encoded,) = RowEncoder(tiny_tokenizer).encode(list(load_train_data(config.data).rows())[:1])
@@ -144,13 +144,13 @@ def test_the_preview_is_what_the_encoder_gives(build_config, tiny_tokenizer):
 
 
 @pytest.mark.parametrize("character", ["\x1b", "\u202e", "\u200b", "\x07", "\u2028"])
-def test_control_and_invisible_characters_are_written_out(tmp_path, tiny_tokenizer, character):
+def test_control_and_invisible_characters_are_escaped(tmp_path, tiny_tokenizer, character):
     row = row_of(tiny_tokenizer, f"a{character}b")
     assert character not in render_text(row).plain
     assert character not in write_page(tmp_path / "x", "preview", title="x", rows=[row]).read_text()
 
 
-def test_the_terminal_text_has_every_piece_with_its_style(tiny_tokenizer):
+def test_terminal_text_styles_every_piece(tiny_tokenizer):
     row = row_of(tiny_tokenizer, TEXTS[0], slice(3, None))
     text = render_text(row)
     assert text.plain == row.title + "\n" + "".join(piece.text for piece in row.pieces)
@@ -159,7 +159,7 @@ def test_the_terminal_text_has_every_piece_with_its_style(tiny_tokenizer):
     assert ["green" in str(span.style) for span in spans] == [piece.is_target for piece in row.pieces]
 
 
-def test_the_page_has_every_token_with_its_id_and_mask_and_loads_nothing(tmp_path, tiny_tokenizer):
+def test_page_has_every_token_and_no_external_resource(tmp_path, tiny_tokenizer):
     rows = [row_of(tiny_tokenizer, text, slice(2, None)) for text in TEXTS]
     page = write_page(tmp_path / "x", "preview", title="gold & <b>", rows=rows).read_text()
     parser = Spans()
@@ -176,7 +176,7 @@ def test_the_page_has_every_token_with_its_id_and_mask_and_loads_nothing(tmp_pat
 
 
 @pytest.mark.parametrize("recipe", ["reward", "dpo"])
-def test_both_answers_of_a_pair_are_shown_behind_their_prompt(tmp_path, tiny_tokenizer, tiny_tokenizer_dir, recipe):
+def test_preview_shows_both_answers_of_pair(tmp_path, tiny_tokenizer, tiny_tokenizer_dir, recipe):
     data = tmp_path / "pairs.jsonl"
     data.write_text(json.dumps({"prompt": "2 and 2?", "chosen": " 4", "rejected": " 22"}) + "\n")
     config = load_config(

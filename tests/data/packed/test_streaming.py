@@ -1,4 +1,4 @@
-"""A stream gives the packs that ``prepare`` gives, in an order that the seed and the epoch decide and nothing else."""
+"""Streamed packs, against the prepared set: content, order by seed and epoch, and resumption."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def row_ids(packs) -> list[int]:
     return [int(row_id) for pack in packs for row_id in pack["row_ids"]]
 
 
-def test_every_row_comes_once_and_windows_come_in_order(config, tiny_tokenizer):
+def test_stream_yields_every_row_once_in_window_order(config, tiny_tokenizer):
     ids = row_ids(build_train_stream(config, tiny_tokenizer))
     assert sorted(ids) == list(range(40))
     assert [number // ROWS_PER_WINDOW for number in ids] == sorted(number // ROWS_PER_WINDOW for number in range(40))
 
 
-def test_one_window_holds_the_packs_of_the_prepared_set(build_config, tiny_tokenizer, monkeypatch):
+def test_single_window_equals_prepared_set(build_config, tiny_tokenizer, monkeypatch):
     for module in (encoding, streaming):
         monkeypatch.setattr(module, "ROWS_PER_CHUNK", 1000)
     prepared = prepare(build_config(max_length=128), lambda config: tiny_tokenizer)
@@ -51,7 +51,7 @@ def test_one_window_holds_the_packs_of_the_prepared_set(build_config, tiny_token
     assert listed(stream) != listed(prepared.train), "the window is not shuffled"
 
 
-def test_the_order_follows_seed_and_epoch_and_nothing_else(build_config, tiny_tokenizer):
+def test_stream_order_depends_only_on_seed_and_epoch(build_config, tiny_tokenizer):
     def order(seed: int, epoch: int) -> list[int]:
         stream = build_train_stream(build_config(max_length=128, dataset_streaming=True, seed=seed), tiny_tokenizer)
         stream.set_epoch(epoch)
@@ -66,7 +66,7 @@ def test_the_order_follows_seed_and_epoch_and_nothing_else(build_config, tiny_to
 
 @pytest.mark.parametrize("epoch", [0, 1])
 @pytest.mark.parametrize("num_seen", [1, 4, 7])
-def test_going_on_from_a_state_gives_the_rest(config, tiny_tokenizer, epoch, num_seen):
+def test_stream_resumes_from_state(config, tiny_tokenizer, epoch, num_seen):
     stream = build_train_stream(config, tiny_tokenizer)
     stream.set_epoch(epoch)
     packs = iter(stream)
@@ -80,7 +80,7 @@ def test_going_on_from_a_state_gives_the_rest(config, tiny_tokenizer, epoch, num
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_skipping_batches_gives_the_rest_as_the_trainer_resumes(config, tiny_tokenizer, num_workers):
+def test_skip_batches_resumes_stream(config, tiny_tokenizer, num_workers):
     def load() -> DataLoader:
         stream = build_train_stream(config, tiny_tokenizer)
         stream.set_epoch(1)
@@ -93,7 +93,7 @@ def test_skipping_batches_gives_the_rest_as_the_trainer_resumes(config, tiny_tok
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(rest, whole[2:], strict=True))
 
 
-def test_held_out_rows_come_in_order_and_are_refused_in_training(build_config, write_rows, make_chats, tiny_tokenizer):
+def test_held_out_stream_rows_are_ordered_and_excluded(build_config, write_rows, make_chats, tiny_tokenizer):
     def build(start: int, **options):
         path = write_rows(f"held_out_{start}.jsonl", make_chats(20, start=start))
         return build_config(max_length=128, dataset_streaming=True, dataset_test_split=str(path), **options)
@@ -107,7 +107,7 @@ def test_held_out_rows_come_in_order_and_are_refused_in_training(build_config, w
     assert len(row_ids(build_train_stream(allowed, tiny_tokenizer))) == 40
 
 
-def test_overlong_rows_are_named_or_cut_as_asked(build_config, tiny_tokenizer):
+def test_overlong_stream_rows_are_reported_or_truncated(build_config, tiny_tokenizer):
     with pytest.raises(DataError, match=r"train.jsonl:5: \d+ tokens, max_length is 55"):
         list(build_train_stream(build_config(max_length=55, dataset_streaming=True), tiny_tokenizer))
     cut = build_config(max_length=55, dataset_streaming=True, overlong="truncate", max_truncated_fraction=0.5)
@@ -117,7 +117,7 @@ def test_overlong_rows_are_named_or_cut_as_asked(build_config, tiny_tokenizer):
         list(build_train_stream(strict, tiny_tokenizer))
 
 
-def test_the_first_window_is_audited_by_the_same_functions(config, tiny_tokenizer):
+def test_first_window_audit_equals_prepared_audit(config, tiny_tokenizer):
     packed = audit_first_window(config, tiny_tokenizer)
     assert packed.audit.num_rows == ROWS_PER_WINDOW
     assert packed.audit.stop_fraction == 1

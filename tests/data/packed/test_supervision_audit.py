@@ -1,4 +1,4 @@
-"""The audit counts what stands in the arrays and refuses what cannot be meant."""
+"""The audit of targets and lengths against direct counts, and its findings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes_lib.config.schema import TokensConfig
@@ -44,11 +44,12 @@ def audit_of(rows, capacity=12, end_token_ids=(END,), num_duplicates=0):
     return compute_split_audit(examples, fitted, bins, end_token_ids, num_duplicates), counts
 
 
+@settings(max_examples=40)
 @given(rows_strategy)
-def test_figures_equal_counting_row_by_row(rows):
+def test_audit_equals_direct_count(rows):
     audit, _ = audit_of(rows, capacity=8)
     targets = [[(at, token) for at, (token, flag) in enumerate(row) if flag and at] for row in rows]
-    # A line break may stand behind the end.
+    # A line break may follow the end token.
     stops = [END in [token for _, token in row_targets[-3:]] for row_targets in targets if row_targets]
     assert audit.num_rows == len(rows)
     assert audit.num_rows_without_target == sum(not row_targets for row_targets in targets)
@@ -59,7 +60,7 @@ def test_figures_equal_counting_row_by_row(rows):
     assert audit.num_target_tokens == sum(at < 8 for row_targets in targets for at, _ in row_targets)
 
 
-def test_efficiency_is_the_filled_share_of_the_packs():
+def test_packing_efficiency_is_filled_share():
     rows = [[(5, False), (6, True), (9, True)]] * 3
     examples = examples_of(rows)
     audit = compute_split_audit(examples, examples, pack_best_fit(examples.lengths, 6), [END], 0)
@@ -70,7 +71,7 @@ def test_efficiency_is_the_filled_share_of_the_packs():
     assert apart.target_fraction == pytest.approx(6 / 9)
 
 
-def test_an_end_token_before_a_line_break_that_is_trained_on_counts():
+def test_end_token_before_trained_line_break_counts():
     newline = 5
     examples = examples_of([[(6, True), (7, True), (END, True), (newline, True)], [(6, True), (7, True), (8, True)]])
     bins = pack_best_fit(examples.lengths, 12)
@@ -94,7 +95,7 @@ NO_END = [(5, False), (6, True)]
         ([NO_END, GOOD], "warning", "50.0% of the rows end"),
     ],
 )
-def test_what_is_found_is_judged_and_worded(rows, severity, words):
+def test_findings_have_expected_severity_and_text(rows, severity, words):
     audit, counts = audit_of(rows)
     matching = [finding for finding in check_audit("train", audit, counts, 0.01) if words in finding.found]
     assert [finding.severity for finding in matching] == [severity]
@@ -121,7 +122,7 @@ def lost(num_lost: int, num_overlong: int = 1) -> LengthCounts:
 @pytest.mark.parametrize(
     ("counts", "severity"), [(lost(0, 0), "ok"), (lost(10), "warning"), (lost(11), "error"), (lost(0), "warning")]
 )
-def test_more_lost_targets_than_allowed_is_an_error(counts, severity):
+def test_lost_targets_above_limit_are_error(counts, severity):
     audit, _ = audit_of([GOOD])
     findings = [
         finding for finding in check_audit("train", audit, counts, 0.01) if "longer than max_length" in finding.found
@@ -133,7 +134,7 @@ def find_places(positions):
     return {at: f"a:{at + 1}" for at in positions}
 
 
-def test_remarks_are_warnings_with_their_count_and_the_first_row():
+def test_remarks_are_warnings_with_count_and_first_row():
     lost, forged = Remark.LOST_REASONING, Remark.SPECIAL_TEXT
     on_rows = {1: [lost], 4: [forged, lost], 5: [lost]}
     findings = check_remarks("train", build_bits(on_rows.get(at, []) for at in range(1000)), find_places)
@@ -144,7 +145,7 @@ def test_remarks_are_warnings_with_their_count_and_the_first_row():
     assert check_remarks("train", build_bits([[]] * 1000), lambda _: pytest.fail("read again")) == []
 
 
-def test_a_packed_split_tells_the_remarks_of_its_rows():
+def test_packed_split_reports_remarks():
     examples = replace(examples_of([GOOD, GOOD]), remarks=build_bits([[], [Remark.LOST_TOOLS]]))
     packed = pack_split("eval", examples, TokensConfig(), 12, [END], find_places)
     assert [finding.found for finding in packed.findings if "tool schemas" in finding.found] == [
@@ -152,13 +153,13 @@ def test_a_packed_split_tells_the_remarks_of_its_rows():
     ]
 
 
-def test_the_worst_comes_first():
+def test_findings_are_ordered_by_severity():
     packed = pack_split("eval", examples_of([NO_END, NO_END, NO_TARGET]), TokensConfig(), 12, [END], find_places)
     severities = [finding.severity for finding in packed.findings]
     assert severities == sorted(severities, key=["error", "warning", "ok"].index)
 
 
-def test_every_error_is_refused_at_once():
+def test_all_error_findings_are_raised_together():
     findings = [Finding("error", "a", "do x"), Finding("warning", "b"), Finding("error", "c", "do y")]
     with pytest.raises(DataError) as raised:
         refuse_errors("train.jsonl", findings)
@@ -166,7 +167,7 @@ def test_every_error_is_refused_at_once():
     refuse_errors("train.jsonl", [Finding("warning", "b"), Finding("ok", "d")])
 
 
-def test_figures_are_json_values():
+def test_audit_is_json():
     import dataclasses
     import json
 

@@ -1,4 +1,4 @@
-"""Prepared or streamed, a run gets the same kind of data."""
+"""Training data of a run, prepared or streamed: equal packs, held-out rows and records."""
 
 import json
 from dataclasses import replace
@@ -34,7 +34,7 @@ def ids_of(packs):
     return sorted(tuple(pack["input_ids"].tolist()) for pack in packs)
 
 
-def test_a_stream_trains_on_the_packs_that_would_have_been_prepared(config):
+def test_stream_yields_packs_of_prepared_set(config):
     prepared = load(config)
     streamed = load(replace(config, data=replace(config.data, dataset_streaming=True)))
     assert isinstance(prepared.train, datasets.Dataset)
@@ -45,13 +45,13 @@ def test_a_stream_trains_on_the_packs_that_would_have_been_prepared(config):
     assert prepared.max_length == streamed.max_length == 64
 
 
-def test_what_is_recorded_is_json(config):
+def test_training_data_record_is_json(config):
     for streaming in (False, True):
         data = load(replace(config, data=replace(config.data, dataset_streaming=streaming)))
         assert json.loads(json.dumps(data.record)) == data.record
 
 
-def test_held_out_rows_are_the_same_streamed_or_not_in_the_order_of_the_data(config):
+def test_held_out_rows_are_equal_streamed_or_prepared(config):
     prepared = load(config)
     streamed = load(replace(config, data=replace(config.data, dataset_streaming=True)))
     examples = [list(data.iterate_examples()) for data in (prepared, streamed)]
@@ -68,23 +68,23 @@ def test_held_out_rows_are_the_same_streamed_or_not_in_the_order_of_the_data(con
     assert prepared.typical_length == streamed.typical_length
 
 
-def test_rows_of_named_sets_that_are_trained_on_are_refused_unless_allowed(build_config, write_rows, make_chats):
+def test_eval_datasets_overlap_is_refused_unless_allowed(build_config, write_rows, make_chats):
     def build(**options):
         return build_config(eval_datasets={"web": {"name": str(path)}, "apart": {"name": str(apart)}}, **options)
 
     path, apart = (write_rows(f"{name}.jsonl", make_chats(4, start=start)) for name, start in (("web", 38), ("a", 90)))
     assert str(load(build(allow_eval_overlap=True)).eval_sets.keys()) == "dict_keys(['web', 'apart'])"
     earlier = write_rows("earlier.jsonl", make_chats(4, start=92))
-    told = []
+    messages = []
     for options in ({}, {"packing": False}, {"dataset_streaming": True, "max_length": 128}, {"replay": earlier}):
         replay = options.pop("replay", None)
         if replay is not None:
             options |= {"replay_dataset": str(replay), "replay_share": 0.1}
         with pytest.raises(DataError, match="2 training rows are held-out rows too") as raised:
-            list(load(build(**options)).train)  # A stream finds it as it reads.
-        told.append(str(raised.value))
-        assert "train.jsonl:39 = " in told[-1]
-        assert "web.jsonl:1" in told[-1]
-    assert "a.jsonl" not in told[0]
-    assert "earlier.jsonl:1 = " in told[-1]
-    assert "a.jsonl:3" in told[-1]
+            list(load(build(**options)).train)  # A stream is checked while it is read.
+        messages.append(str(raised.value))
+        assert "train.jsonl:39 = " in messages[-1]
+        assert "web.jsonl:1" in messages[-1]
+    assert "a.jsonl" not in messages[0]
+    assert "earlier.jsonl:1 = " in messages[-1]
+    assert "a.jsonl:3" in messages[-1]

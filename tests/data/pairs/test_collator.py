@@ -1,11 +1,11 @@
-"""Whatever the layout, each answer's token is predicted once, from its own prompt and what its answer said before."""
+"""Batches of pairs in every layout, against a per-answer reference of targets and contexts."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes_lib.data.packed.packing import pack_best_fit
@@ -17,7 +17,7 @@ sizes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6), st.integers(1, 
 
 
 def rows_of(sizes: list[tuple[int, int, int]], seed: int = 0) -> list[dict[str, np.ndarray]]:
-    """Random tokens, the pad id among them, for pairs given by the lengths of prompt, chosen and rejected answer."""
+    """Return pairs of random tokens, including the pad id; ``sizes`` are lengths of prompt, chosen, rejected answer."""
     rng = np.random.default_rng(seed)
     names = ("prompt_ids", "chosen_ids", "rejected_ids")
     return [
@@ -32,12 +32,12 @@ def collate(rows, layout="shared", **options) -> dict[str, torch.Tensor]:
 
 
 def sequences_of(rows) -> list[tuple[list[int], list[int]]]:
-    """Prompt and answer of each sequence in the order of ``sequence_ids``."""
+    """Return prompt and answer of each sequence, in the order of ``sequence_ids``."""
     return [(row["prompt_ids"].tolist(), row[name].tolist()) for row in rows for name in ("chosen_ids", "rejected_ids")]
 
 
 def may_see(batch: dict[str, torch.Tensor], query: int, key: int) -> bool:
-    """The rule of the house, read off one place at a time."""
+    """Return whether attention from one position to another is allowed, as derived from the batch."""
     width = batch["input_ids"].shape[1]
     if query // width != key // width or key > query:
         return False
@@ -52,19 +52,20 @@ def may_see(batch: dict[str, torch.Tensor], query: int, key: int) -> bool:
     return 0 not in positions[key + 1 : query + 1]
 
 
+@settings(max_examples=40)
 @given(sizes, st.sampled_from(LAYOUTS), st.booleans())
-def test_each_token_of_an_answer_is_predicted_once_from_its_own_past(sizes, layout, packing):
+def test_every_answer_token_is_one_target_with_its_context(sizes, layout, packing):
     rows = rows_of(sizes)
     batch = collate(rows, layout, packing=packing)
     ids, positions = batch["input_ids"].flatten().tolist(), batch["position_ids"].flatten().tolist()
-    told = zip(*(batch[name].tolist() for name in ("sequence_ids", "predictors", "targets")), strict=True)
+    targets = zip(*(batch[name].tolist() for name in ("sequence_ids", "predictors", "targets")), strict=True)
     expected = [
         (sequence, prompt + answer[:at], token)
         for sequence, (prompt, answer) in enumerate(sequences_of(rows))
         for at, token in enumerate(answer)
     ]
     found = []
-    for sequence, place, token in told:
+    for sequence, place, token in targets:
         seen = [key for key in range(len(ids)) if may_see(batch, place, key)]
         assert [positions[key] for key in seen] == list(range(len(seen)))
         found.append((sequence, [ids[key] for key in seen], token))
@@ -73,8 +74,9 @@ def test_each_token_of_an_answer_is_predicted_once_from_its_own_past(sizes, layo
         assert [ids[key] for key in range(len(ids)) if may_see(batch, place, key)] == prompt + answer
 
 
+@settings(max_examples=40)
 @given(sizes, st.sampled_from(LAYOUTS))
-def test_shapes_types_and_counts(sizes, layout):
+def test_batch_has_documented_shapes_and_dtypes(sizes, layout):
     rows = rows_of(sizes)
     batch = collate(rows, layout)
     is_shared = layout.startswith("shared")
@@ -101,8 +103,9 @@ def test_shapes_types_and_counts(sizes, layout):
     assert int(batch["position_ids"].max()) < max(lengths[0] + max(lengths[1:]) for lengths in sizes)
 
 
+@settings(max_examples=40)
 @given(sizes)
-def test_every_place_is_a_part_of_one_pair_or_padding(sizes):
+def test_every_position_belongs_to_one_pair_or_padding(sizes):
     rows = rows_of(sizes)
     batch = collate(rows)
     pair_ids, branch_ids = batch["pair_ids"], batch["branch_ids"]
@@ -118,8 +121,9 @@ def test_every_place_is_a_part_of_one_pair_or_padding(sizes):
     assert int((~padding).sum()) == batch["num_tokens"]
 
 
+@settings(max_examples=40)
 @given(sizes)
-def test_the_flat_layout_tells_where_documents_begin(sizes):
+def test_flat_layout_has_document_boundaries(sizes):
     batch = collate(rows_of(sizes), "flat")
     lengths = [prompt + answer for prompt, *answers in sizes for answer in answers]
     assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == np.cumsum([0, *lengths]).tolist()
@@ -129,13 +133,13 @@ def test_the_flat_layout_tells_where_documents_begin(sizes):
 
 
 @pytest.mark.parametrize("layout", ["shared", "separate"])
-def test_without_packing_each_document_has_its_row(layout):
+def test_unpacked_batch_has_one_document_per_row(layout):
     batch = collate(rows_of([(5, 1, 1), (2, 1, 2), (1, 1, 1)]), layout, packing=False)
     assert len(batch["input_ids"]) == (3 if layout == "shared" else 6)
     assert (batch["position_ids"][:, 0] == 0).all()
 
 
-def test_figures_of_the_pairs_go_along_in_their_order():
+def test_extra_columns_keep_pair_order():
     rows = rows_of([(5, 2, 3), (3, 2, 2), (9, 4, 4)])
     for number, row in enumerate(rows):
         row |= {
@@ -152,7 +156,7 @@ def test_figures_of_the_pairs_go_along_in_their_order():
     assert {batch[name].dtype for name in ("margin", "ref_chosen_logp", "ref_rejected_logp")} == {torch.float32}
 
 
-def test_plain_lists_will_do():
+def test_collator_accepts_python_lists():
     rows = [{"prompt_ids": [3, 4], "chosen_ids": [5, 6], "rejected_ids": [7]}]
     batch = collate(rows)
     assert batch["input_ids"].tolist() == [[3, 4, 5, 6, 7]]

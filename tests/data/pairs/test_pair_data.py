@@ -1,4 +1,4 @@
-"""A run that compares answers gets its pairs, and who watches it what it needs to know of them."""
+"""Loading of prepared pairs for a run, and the examples that monitoring reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recipes_lib.training.evaluation.samples import build_prompts
 
 
 def make_rows(num_rows: int, start: int = 0) -> list[dict[str, Any]]:
-    """Two pairs for each prompt."""
+    """Return rows with two pairs per prompt."""
     return [
         {"prompt": f"Question {number // 2}:", "chosen": f" yes {number}", "rejected": " no" * (1 + number % 3)}
         for number in range(start, start + num_rows)
@@ -29,7 +29,7 @@ def config(build_config, write_rows):
     return build_config(dataset_name=str(train), dataset_test_split=str(held_out))
 
 
-def test_pairs_and_their_figures_are_loaded(config, tiny_tokenizer):
+def test_load_pair_data_returns_pairs_and_audit(config, tiny_tokenizer):
     data = load_pair_data(config, tiny_tokenizer)
     assert (len(data.train), len(data.eval), list(data.held_out)) == (20, 6, ["held-out set"])
     assert data.audit.num_pairs == 20
@@ -42,7 +42,7 @@ def test_pairs_and_their_figures_are_loaded(config, tiny_tokenizer):
     assert data.record["train"]["num_prompts"] == 10
 
 
-def test_each_held_out_prompt_is_an_example_once_with_its_chosen_answer(config, tiny_tokenizer):
+def test_iterate_examples_yields_held_out_prompts_once(config, tiny_tokenizer):
     data = load_pair_data(config, tiny_tokenizer)
     examples = list(data.iterate_examples())
     assert len(examples) == 3
@@ -55,6 +55,6 @@ def test_each_held_out_prompt_is_an_example_once_with_its_chosen_answer(config, 
         assert (ids.dtype, is_target.dtype, ids.shape) == (np.dtype(np.uint32), np.dtype(np.bool_), is_target.shape)
 
 
-def test_nothing_held_out_is_nothing_to_show(build_config, write_rows, tiny_tokenizer):
+def test_iterate_examples_is_empty_without_held_out_rows(build_config, write_rows, tiny_tokenizer):
     data = load_pair_data(build_config(dataset_name=str(write_rows(rows=make_rows(4)))), tiny_tokenizer)
     assert (data.eval, data.held_out, list(data.iterate_examples())) == (None, {}, [])

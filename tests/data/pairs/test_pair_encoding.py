@@ -1,16 +1,17 @@
-"""A pair is a prompt and the two answers that fine-tuning would train on behind it, or an error that names the row."""
+"""Encoding of preference pairs, against ``apply_chat_template`` and the targets of SFT."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.data.chat_cases import CHATML_ENDS, answer, chat, plain, source, user
+from tests.data.chat_cases import CHATML_ENDS, answer, build_encoder, chat, plain, user
 from tests.data.templates.tokenizers import build_byte_level, build_metaspace
 from transformers import PreTrainedTokenizerFast
 
@@ -26,9 +27,10 @@ contents = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_
 )
 
 
+@cache
 def build(name: str) -> tuple[PairEncoder, PreTrainedTokenizerFast]:
-    tokenizer = build_byte_level(source(name), extra=CHATML_ENDS)
-    return PairEncoder(RowEncoder(tokenizer), tokenizer), tokenizer
+    encoder, tokenizer = build_encoder(name)
+    return PairEncoder(encoder, tokenizer), tokenizer
 
 
 def pair_of(chosen: Any, rejected: Any, *prompt: Any, **options: Any) -> Row:
@@ -53,8 +55,9 @@ def refuse(encoder: PairEncoder, row: Row) -> str:
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "no_prompt"])
+@settings(max_examples=40)
 @given(chosen=contents, rejected=contents)
-def test_prompt_and_answer_are_what_transformers_renders_and_tokenises(name: str, chosen: str, rejected: str) -> None:
+def test_pair_tokens_agree_with_apply_chat_template(name: str, chosen: str, rejected: str) -> None:
     encoder, tokenizer = build(name)
     pair = encode(encoder, pair_of(answer(chosen), answer(rejected)))
     prompt = tokenizer.apply_chat_template(TURNS, add_generation_prompt=True, return_dict=False)
@@ -69,18 +72,18 @@ def test_prompt_and_answer_are_what_transformers_renders_and_tokenises(name: str
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_an_answer_is_what_fine_tuning_trains_on(name: str) -> None:
-    encoder, tokenizer = build(name)
+def test_chosen_answer_equals_sft_targets(name: str) -> None:
+    encoder, _ = build(name)
     row = pair_of(answer("<think>so</think>yes"), answer("no"))
     pair = encode(encoder, row)
     for ids, turn in ((pair.chosen_ids, row.messages[-1]), (pair.rejected_ids, row.rejected[0])):
-        (tuned,) = RowEncoder(tokenizer, loss_on="last_assistant").encode([chat(*TURNS, turn)])
+        (tuned,) = build_encoder(name, "last_assistant")[0].encode([chat(*TURNS, turn)])
         assert tuned.input_ids[tuned.loss_mask].tolist() == ids.tolist()
         assert np.flatnonzero(tuned.loss_mask)[0] == len(pair.prompt_ids)
 
 
 @pytest.mark.parametrize("build_tokenizer", [lambda: build_byte_level(""), lambda: build_metaspace(None)])
-def test_text_pairs_are_tokenised_as_prompt_and_completion_are(build_tokenizer: Any) -> None:
+def test_text_pair_tokens_equal_prompt_completion_tokens(build_tokenizer: Any) -> None:
     tokenizer = build_tokenizer()
     pair = encode(PairEncoder(RowEncoder(tokenizer), tokenizer), text_pair("What is the", " capital of France", " sun"))
     for ids, text in ((pair.chosen_ids, " capital of France"), (pair.rejected_ids, " sun")):
@@ -90,7 +93,7 @@ def test_text_pairs_are_tokenised_as_prompt_and_completion_are(build_tokenizer: 
     assert pair.prompt_ids.tolist() == tokenizer("What is the").input_ids
 
 
-def test_an_answer_that_brings_its_end_gets_no_second_one() -> None:
+def test_answer_ending_with_terminator_gets_no_second_one() -> None:
     encoder, tokenizer = build("chatml")
     with_end, without = (encode(encoder, text_pair("2 + 2 =", f" 4{end}", " 5")) for end in ("</s>", ""))
     assert with_end.chosen_ids.tolist() == without.chosen_ids.tolist()
@@ -102,16 +105,16 @@ def test_an_answer_that_brings_its_end_gets_no_second_one() -> None:
     [pair_of(answer("4<|im_end|>"), answer("5")), pair_of(answer("4"), answer("5<|im_end|>"))],
     ids=["chosen", "rejected"],
 )
-def test_an_answer_that_brings_a_second_end_is_refused(row: Row) -> None:
+def test_chat_answer_with_second_terminator_is_refused(row: Row) -> None:
     assert "message 3 is trained on and spells the end token '<|im_end|>'" in refuse(build("chatml")[0], row)
 
 
-def test_a_text_that_brings_two_ends_is_refused() -> None:
+def test_text_answer_with_two_terminators_is_refused() -> None:
     message = refuse(build("chatml")[0], text_pair("2 + 2 =", " 4", " 5</s></s>"))
     assert "the answer is trained on and spells the end token '</s>'" in message
 
 
-def test_a_generation_prompt_that_the_turn_does_not_begin_with_is_refused() -> None:
+def test_generation_prompt_that_is_no_prefix_of_turn_is_refused() -> None:
     encoder, tokenizer = build("prefill")
     message = refuse(encoder, pair_of(answer("yes"), answer("no")))
     assert "`chosen` does not begin with the prompt" in message
@@ -136,20 +139,20 @@ MARKED_LATE = MARKED_WITH_A_GAP.replace("{% generation %}{{ m", ">{% generation 
 
 
 @pytest.mark.parametrize("template", [MARKED_WITH_A_GAP, MARKED_LATE], ids=["gap", "late"])
-def test_targets_that_do_not_follow_the_prompt_in_one_piece_are_refused(template: str) -> None:
+def test_targets_not_contiguous_after_prompt_are_refused(template: str) -> None:
     tokenizer = build_byte_level(template, extra=CHATML_ENDS)
     message = refuse(PairEncoder(RowEncoder(tokenizer), tokenizer), pair_of(answer("yes"), answer("no")))
     assert "not contiguous from the end of the generation prompt" in message
     assert "{% generation %}" in message
 
 
-def test_white_space_that_one_token_would_share_with_the_answer_is_refused_once() -> None:
+def test_whitespace_token_across_prompt_and_answer_is_one_error() -> None:
     message = refuse(build("chatml")[0], text_pair("What is the ", "capital", "capital of France"))
     assert "move the white space" in message
 
 
-def test_a_prompt_that_becomes_other_tokens_before_an_answer_is_refused() -> None:
-    """A tokenizer that reads ahead: alone, the prompt ends in other tokens than before the answer."""
+def test_prompt_tokens_that_change_before_answer_are_refused() -> None:
+    """The tokenizer merges across the boundary: alone, the prompt ends in other tokens than with its answer."""
     _, tokenizer = build("chatml")
     inner = RowEncoder(tokenizer)
     ids = inner.encode_prompt(text_pair("2 + 2 =", " 4", " 5"))
@@ -172,17 +175,17 @@ def test_a_prompt_that_becomes_other_tokens_before_an_answer_is_refused() -> Non
         ),
     ],
 )
-def test_answers_of_several_turns_are_refused(row: Row, found: str) -> None:
+def test_multi_turn_answers_are_refused(row: Row, found: str) -> None:
     message = refuse(build("chatml")[0], row)
     assert found in message
     assert "the first turn in which they differ" in message
 
 
-def test_a_pair_without_a_prompt_is_refused() -> None:
+def test_pair_without_prompt_is_refused() -> None:
     assert "no token that could predict" in refuse(build("chatml")[0], text_pair("", "4", "5"))
 
 
-def test_every_broken_row_of_a_chunk_is_told_at_once() -> None:
+def test_encode_reports_every_broken_row_of_chunk() -> None:
     encoder, _ = build("chatml")
     rows = [
         pair_of(answer("4"), answer("5")),
@@ -199,7 +202,7 @@ def test_every_broken_row_of_a_chunk_is_told_at_once() -> None:
     assert [problem.where for problem in refused.value.problems] == ["train.jsonl:5", "train.jsonl:7"]
 
 
-def test_what_is_wrong_with_a_prompt_is_told_once() -> None:
+def test_prompt_error_is_reported_once_per_pair() -> None:
     encoder, _ = build("chatml")
     row = pair_of(answer("4"), answer("5"), user("half a \ud800 pair"))
     with pytest.raises(DataError) as refused:
@@ -207,7 +210,7 @@ def test_what_is_wrong_with_a_prompt_is_told_once() -> None:
     assert len(refused.value.problems) == 1
 
 
-def test_template_variables_and_tools_reach_prompt_and_answers() -> None:
+def test_tools_and_template_kwargs_are_rendered_in_pairs() -> None:
     template = (
         "{{ tools | length if tools else 0 }}{{ mood }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -218,7 +221,7 @@ def test_template_variables_and_tools_reach_prompt_and_answers() -> None:
     assert tokenizer.decode(pair.prompt_ids).startswith("1calm<|im_start|>")
 
 
-def test_several_threads_may_share_an_encoder() -> None:
+def test_encoder_is_thread_safe() -> None:
     encoder, _ = build("chatml")
     rows = [pair_of(answer(f"{number} yes"), answer(f"{number} no")) for number in range(20)]
     expected = [[ids.tolist() for ids in pair[:3]] for pair in encoder.encode(rows)]

@@ -1,4 +1,4 @@
-"""The audit of pairs counts what is there, and says what it means."""
+"""The audit of preference pairs against direct counts, and its findings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes_lib.data.packed.encoding import EncodedMixture
@@ -31,7 +31,7 @@ pairs = st.lists(
 
 
 def build_side(rows: list) -> EncodedMixture:
-    """Prompt, chosen and rejected answer end to end, as they are prepared; of a mixture that is not read."""
+    """Return encoded pairs: prompt, chosen and rejected answer concatenated, with a mixture that is never read."""
     encoded = [
         EncodedRow(
             np.array([*prompt, *chosen, *rejected], np.uint32),
@@ -49,8 +49,9 @@ def build_side(rows: list) -> EncodedMixture:
     return EncodedMixture(Mixture(parts=()), build_examples(encoded, range(len(rows))), digests, columns)
 
 
+@settings(max_examples=40)
 @given(pairs)
-def test_the_figures_are_those_of_a_plain_count(rows: list) -> None:
+def test_pair_audit_equals_direct_count(rows: list) -> None:
     audit = compute_pair_audit(build_side(rows))
     lengths = sorted(len(prompt) + max(len(chosen), len(rejected)) for prompt, chosen, rejected, *_ in rows)
     tokens = [sum(len(row[part]) for row in rows) for part in range(3)]
@@ -69,8 +70,9 @@ def test_the_figures_are_those_of_a_plain_count(rows: list) -> None:
     assert [part.tolist() for part in counted] == [[len(row[part]) for row in rows] for part in range(3)]
 
 
+@settings(max_examples=40)
 @given(pairs, st.none() | st.integers(2, 20))
-def test_what_is_left_out_is_what_is_too_long_or_the_same_twice(rows: list, max_length: int | None) -> None:
+def test_drop_pairs_drops_overlong_and_identical_pairs(rows: list, max_length: int | None) -> None:
     kept, dropped = drop_pairs(build_side(rows), max_length)
     longest = [len(prompt) + max(len(chosen), len(rejected)) for prompt, chosen, rejected, *_ in rows]
     same = [row[1] == row[2] for row in rows]
@@ -101,7 +103,7 @@ def test_what_is_left_out_is_what_is_too_long_or_the_same_twice(rows: list, max_
         ),
     ],
 )
-def test_what_was_left_out_is_judged_worst_first(
+def test_findings_on_dropped_pairs_have_expected_severity(
     dropped: DropCounts, num_duplicates: int, severities: list[str]
 ) -> None:
     audit = compute_pair_audit(build_side([([1], [2], [3], None, 0)]))

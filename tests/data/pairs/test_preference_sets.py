@@ -1,4 +1,4 @@
-"""The same pairs are prepared once, whole or not at all; no prompt is on both sides; what cannot be used is told."""
+"""Prepared preference sets: content, splits by prompt, overlap, dropped pairs and margins."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLUMNS = ["prompt_ids", "chosen_ids", "rejected_ids", "row_id"]
 
 @pytest.fixture
 def build_pairs(build_config, write_rows):
-    """Builds a run over pairs: 40 of them, unless rows are given."""
+    """Build a configuration of a run over pairs; by default 40 of them."""
 
     def build(rows=None, **options):
         path = write_rows("pairs.jsonl", make_pairs(40) if rows is None else rows)
@@ -32,7 +32,7 @@ def build_pairs(build_config, write_rows):
 
 
 def make_pairs(num_rows: int, start: int = 0, prompts: int = 1000, **more: Any) -> list[dict[str, Any]]:
-    """Pairs of different lengths, of which every ``prompts``-th has the same prompt."""
+    """Return pairs of different lengths; pairs whose numbers are equal modulo ``prompts`` share a prompt."""
     return [
         {
             "prompt": [{"role": "user", "content": f"Question {number % prompts}?"}],
@@ -48,7 +48,7 @@ def pairs_of(dataset) -> dict[int, list[list[int]]]:
     return {int(row["row_id"]): [row[name].tolist() for name in COLUMNS[:3]] for row in dataset}
 
 
-def test_what_the_template_does_not_write_is_told_of_pairs_too(build_pairs, load_tokenizer):
+def test_pair_remarks_report_content_lost_by_template(build_pairs, load_tokenizer):
     rows = make_pairs(40)
     rows[7]["rejected"][0]["reasoning_content"] = "because"
     prepared = prepare_pairs(build_pairs(rows), load_tokenizer)
@@ -68,9 +68,7 @@ def encode_alone(config, tokenizer) -> dict[int, list[list[int]]]:
 
 
 @pytest.mark.parametrize("rows_per_chunk", [1, 7, 40])
-def test_the_set_holds_every_pair_as_the_encoder_gives_it(
-    build_pairs, load_tokenizer, tiny_tokenizer, monkeypatch, rows_per_chunk
-):
+def test_prepared_pairs_equal_encoder_output(build_pairs, load_tokenizer, tiny_tokenizer, monkeypatch, rows_per_chunk):
     monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", rows_per_chunk)
     monkeypatch.setattr(prepared_set, "_ROWS_PER_RECORD_BATCH", rows_per_chunk)
     config = build_pairs()
@@ -83,7 +81,7 @@ def test_the_set_holds_every_pair_as_the_encoder_gives_it(
     assert prepared.manifest["train"]["num_pairs"] == 40
 
 
-def test_a_pair_takes_at_most_80_bytes_of_memory_however_long_it_is(build_pairs, load_tokenizer, monkeypatch):
+def test_memory_per_pair_is_at_most_80_bytes_for_any_length(build_pairs, load_tokenizer, monkeypatch):
     seen, drop = [], preference_sets.drop_pairs
     monkeypatch.setattr(preference_sets, "drop_pairs", lambda side, limit: (seen.append(side), drop(side, limit))[1])
     rows = make_pairs(40)
@@ -97,7 +95,7 @@ def test_a_pair_takes_at_most_80_bytes_of_memory_however_long_it_is(build_pairs,
     assert side.examples.lengths.min() > 80
 
 
-def test_pairs_and_packs_of_the_same_rows_are_different_sets(build_pairs, load_tokenizer):
+def test_pairs_and_packs_have_different_keys(build_pairs, load_tokenizer):
     config = build_pairs(dataset_format="preference")
     pairs, packs = prepare_pairs(config, load_tokenizer), prepare(config, load_tokenizer)
     assert pairs.path != packs.path
@@ -105,7 +103,7 @@ def test_pairs_and_packs_of_the_same_rows_are_different_sets(build_pairs, load_t
     assert pairs.key == identify_pairs(build_pairs()).key, "what `auto` finds is what was named"
 
 
-def test_no_prompt_is_on_both_sides_of_a_split(build_pairs, load_tokenizer):
+def test_split_keeps_prompts_on_one_side(build_pairs, load_tokenizer):
     sides = []
     for seed in (1, 1, 2):
         prepared = prepare_pairs(build_pairs(make_pairs(60, prompts=13), test_split_size=12, seed=seed), load_tokenizer)
@@ -118,7 +116,7 @@ def test_no_prompt_is_on_both_sides_of_a_split(build_pairs, load_tokenizer):
     assert sides[0] == sides[1] != sides[2]
 
 
-def test_prompts_that_are_texts_are_not_split_either(build_pairs, load_tokenizer):
+def test_split_keeps_text_prompts_on_one_side(build_pairs, load_tokenizer):
     rows = [{"prompt": f"{n % 10} =", "chosen": f" {n}", "rejected": f" {-n}"} for n in range(1, 41)]
     prepared = prepare_pairs(build_pairs(rows, test_split_size=8), load_tokenizer)
     train, held_out = ({tuple(pair[0]) for pair in pairs_of(side).values()} for side in (prepared.train, prepared.eval))
@@ -126,12 +124,12 @@ def test_prompts_that_are_texts_are_not_split_either(build_pairs, load_tokenizer
     assert not train & held_out
 
 
-def test_one_prompt_cannot_be_split(build_pairs, load_tokenizer):
+def test_split_of_single_prompt_is_refused(build_pairs, load_tokenizer):
     with pytest.raises(DataError, match="rows with the same prompt stay together"):
         prepare_pairs(build_pairs(make_pairs(10, prompts=1), test_split_size=2), load_tokenizer)
 
 
-def test_pairs_and_prompts_that_are_held_out_too_are_refused_unless_allowed(build_pairs, load_tokenizer, write_rows):
+def test_overlap_of_pairs_and_prompts_is_refused_unless_allowed(build_pairs, load_tokenizer, write_rows):
     same_pair, same_prompt = make_pairs(1, start=2), make_pairs(1, start=105, prompts=100)
     path = write_rows("held_out.jsonl", [*make_pairs(3, start=200), *same_pair, *same_prompt])
     with pytest.raises(DataError) as refused:
@@ -147,7 +145,7 @@ def test_pairs_and_prompts_that_are_held_out_too_are_refused_unless_allowed(buil
     assert len(prepared.eval) == 5
 
 
-def test_overlong_pairs_are_named_or_dropped_and_counted(build_pairs, load_tokenizer, tiny_tokenizer, monkeypatch):
+def test_overlong_pairs_are_reported_or_dropped(build_pairs, load_tokenizer, tiny_tokenizer, monkeypatch):
     monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", 7)
     alone = encode_alone(build_pairs(), tiny_tokenizer)
     lengths = {row: len(prompt) + max(len(chosen), len(rejected)) for row, (prompt, chosen, rejected) in alone.items()}
@@ -180,7 +178,7 @@ def test_overlong_pairs_are_named_or_dropped_and_counted(build_pairs, load_token
     assert len(exact.train) == 40
 
 
-def test_a_pair_whose_answers_become_the_same_tokens_is_left_out_and_counted(build_pairs, load_tokenizer):
+def test_pairs_with_equal_answer_tokens_are_dropped_and_counted(build_pairs, load_tokenizer):
     rows = [{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 4<|endoftext|>"}]
     rows += [{"prompt": "2 + 2 =", "chosen": f" {number}", "rejected": f" {number + 1}"} for number in range(3)]
     prepared = prepare_pairs(build_pairs(rows), load_tokenizer)
@@ -189,7 +187,7 @@ def test_a_pair_whose_answers_become_the_same_tokens_is_left_out_and_counted(bui
     assert any(finding["severity"] == "warning" for finding in prepared.manifest["findings"])
 
 
-def test_a_set_of_which_nothing_is_left_is_refused(build_pairs, load_tokenizer):
+def test_empty_prepared_set_is_refused(build_pairs, load_tokenizer):
     options = {"max_length": 3, "overlong": "drop", "max_truncated_fraction": 1.0}
     with pytest.raises(DataError, match="no pair is left: of 40 rows 0 have the same answer twice, and 40 are longer"):
         prepare_pairs(build_pairs(**options), load_tokenizer)
@@ -197,7 +195,7 @@ def test_a_set_of_which_nothing_is_left_is_refused(build_pairs, load_tokenizer):
         prepare_pairs(build_pairs(**options, test_split_size=3), load_tokenizer)
 
 
-def test_margins_travel_and_those_that_are_missing_are_zero(build_pairs, load_tokenizer):
+def test_margins_are_prepared_and_missing_ones_are_zero(build_pairs, load_tokenizer):
     rows = make_pairs(6)
     rows[1]["margin"], rows[4]["margin"] = 0.5, 3
     prepared = prepare_pairs(build_pairs(rows), load_tokenizer)
@@ -209,14 +207,22 @@ def test_margins_travel_and_those_that_are_missing_are_zero(build_pairs, load_to
     assert "margin" in split.eval.column_names
 
 
-def test_a_data_set_with_pairs_and_other_columns_is_read_as_pairs(build_pairs, load_tokenizer):
+def test_preference_layout_wins_in_ambiguous_dataset(build_pairs, load_tokenizer):
     rows = make_pairs(4)
     for row in rows:
         row |= {"messages": [*row["prompt"], *row["chosen"]], "score_chosen": 9.0, "score_rejected": 1.0}
     assert len(prepare_pairs(build_pairs(rows), load_tokenizer).train) == 4
 
 
-def test_rows_without_rejected_answers_are_refused(build_pairs, build_config, load_tokenizer, make_chats, write_rows):
+def test_part_of_format_auto_is_read_as_pairs(build_config, load_tokenizer, write_rows):
+    path = str(write_rows("ambiguous.jsonl", [pair | {"messages": []} for pair in make_pairs(3)]))
+    parts = [{"name": path, "format": layout} for layout in ("auto", "preference")]
+    first, second = (prepare_pairs(build_config(dataset_mixture=[part]), load_tokenizer) for part in parts)
+    assert len(first.train) == 3
+    assert first.path == second.path
+
+
+def test_rows_without_rejected_answer_are_refused(build_pairs, build_config, load_tokenizer, make_chats, write_rows):
     with pytest.raises(DataError, match="the `preference` layout needs `chosen`, `rejected`"):
         prepare_pairs(build_pairs(make_chats(3)), load_tokenizer)
     with pytest.raises(ConfigError, match="the layout `messages`, which has no rejected answers"):
@@ -226,7 +232,7 @@ def test_rows_without_rejected_answers_are_refused(build_pairs, build_config, lo
         prepare_pairs(build_config(dataset_mixture=parts), load_tokenizer)
 
 
-def test_prompts_of_named_sets_that_are_trained_on_are_refused_unless_allowed(build_pairs, write_rows, tiny_tokenizer):
+def test_eval_datasets_overlap_is_refused_unless_allowed(build_pairs, write_rows, tiny_tokenizer):
     other_answers = [{**row, "chosen": [{"role": "assistant", "content": "Other."}]} for row in make_pairs(3, start=38)]
     sets = {"web": {"name": str(write_rows("web.jsonl", other_answers))}}
     with pytest.raises(DataError, match="2 training rows have the prompt of a held-out row") as raised:
@@ -236,7 +242,7 @@ def test_prompts_of_named_sets_that_are_trained_on_are_refused_unless_allowed(bu
     assert len(load_pair_data(build_pairs(eval_datasets=sets, allow_eval_overlap=True), tiny_tokenizer).eval_sets) == 1
 
 
-def test_an_overlap_of_pairs_with_columns_of_another_layout_is_named(build_pairs, write_rows, tiny_tokenizer):
+def test_eval_datasets_overlap_is_located_in_ambiguous_layout(build_pairs, write_rows, tiny_tokenizer):
     rows = [{**row, "messages": [*row["prompt"], *row["chosen"]]} for row in make_pairs(4)]  # UltraFeedback binarized
     sets = {"web": {"name": str(write_rows("web.jsonl", rows[1:2]))}}
     with pytest.raises(DataError, match="1 training rows have the prompt of a held-out row"):

@@ -1,4 +1,4 @@
-"""Some rejected answers are the chosen ones before their end: which, how many, and that nothing else changes."""
+"""Truncated answers as rejected ones: share, kinds, and determinism by seed and index."""
 
 from types import SimpleNamespace
 
@@ -28,18 +28,18 @@ def find_drawn(pairs, unfinished):
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])
-def test_as_many_pairs_are_drawn_as_were_asked_for_and_half_of_them_lack_their_end_token_alone(share):
+def test_share_of_truncated_answers_and_half_without_end_token_only(share):
     pairs = make_pairs(4000)
     unfinished = UnfinishedAnswers(pairs, TOKENIZER, share, 0)
     drawn = find_drawn(pairs, unfinished)
     assert len(drawn) == pytest.approx(4000 * share, abs=4 * np.sqrt(4000 * share * (1 - share)))
     cuts = np.array([len(unfinished[n]["rejected_ids"]) for n in drawn])
     assert set(cuts) == set(range(1, 7))
-    # Half of them on purpose, and a sixth of the others by chance.
+    # Half of them by choice, and of the others one in six, whose random length is the full one.
     assert (cuts == 6).mean() == pytest.approx(1 / 2 + 1 / 12, abs=4 / np.sqrt(len(drawn)))
 
 
-def test_a_drawn_answer_is_the_beginning_of_the_chosen_one_without_its_end():
+def test_truncated_answer_is_proper_prefix_of_chosen():
     pairs = make_pairs(100, margin=2.0)
     for pair, other in zip(pairs, UnfinishedAnswers(pairs, TOKENIZER, 1.0, 0), strict=True):
         rejected = other["rejected_ids"]
@@ -50,7 +50,7 @@ def test_a_drawn_answer_is_the_beginning_of_the_chosen_one_without_its_end():
         assert other["margin"] == 0
 
 
-def test_a_line_break_that_a_template_writes_behind_the_end_is_taken_off_with_it():
+def test_line_break_after_end_token_is_removed_with_it():
     pairs = make_pairs(100)
     longer = [{**pair, "chosen_ids": np.append(pair["chosen_ids"], np.uint32(5))} for pair in pairs]
     plain, cut = (UnfinishedAnswers(some, TOKENIZER, 1.0, 0) for some in (pairs, longer))
@@ -58,7 +58,7 @@ def test_a_line_break_that_a_template_writes_behind_the_end_is_taken_off_with_it
         np.testing.assert_array_equal(one["rejected_ids"], other["rejected_ids"])
 
 
-def test_what_is_drawn_follows_from_the_seed_and_the_number_of_the_pair():
+def test_truncation_is_function_of_seed_and_index():
     pairs = make_pairs(200)
     ours, again, other = (UnfinishedAnswers(pairs, TOKENIZER, 0.5, seed) for seed in (0, 0, 1))
     backwards = {n: len(ours[n]["rejected_ids"]) for n in reversed(range(200))}
@@ -66,7 +66,7 @@ def test_what_is_drawn_follows_from_the_seed_and_the_number_of_the_pair():
     assert find_drawn(pairs, ours) != find_drawn(pairs, other)
 
 
-def test_no_share_and_answers_of_one_token_are_left_alone():
+def test_zero_share_and_empty_answers_are_unchanged():
     pairs, ends = make_pairs(50), make_pairs(50, length=0)
     assert not find_drawn(pairs, UnfinishedAnswers(pairs, TOKENIZER, 0.0, 0))
     assert not find_drawn(ends, UnfinishedAnswers(ends, TOKENIZER, 1.0, 0))

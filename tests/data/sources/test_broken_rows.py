@@ -1,4 +1,4 @@
-"""Broken rows are told together, or left out up to a share: the others are prepared as if they stood alone."""
+"""Broken rows: reported together, or dropped up to a fraction without effect on the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from recipes_lib.data.packed.training_data import audit_first_window, build_trai
 from recipes_lib.data.pairs.preference_sets import prepare_pairs
 from recipes_lib.data.sources import broken_rows
 from recipes_lib.data.sources.broken_rows import BrokenRows, encode_valid
-from recipes_lib.data.sources.canonical import load_source, read_rows
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.errors import DataError, Problem
 
@@ -32,11 +31,6 @@ BROKEN_LINES = {
 }
 
 
-@pytest.fixture
-def load_tokenizer(tiny_tokenizer):
-    return lambda config: tiny_tokenizer
-
-
 @pytest.fixture(params=[3, 500])
 def small_chunks(request, monkeypatch):
     for module in (encoding, streaming):
@@ -48,7 +42,7 @@ def row_of(pack_rows):
 
 
 def write_broken(tmp_path, chats, places):
-    """The chats with all broken lines among them, at these places."""
+    """Write the chats with all broken lines inserted at these positions."""
     lines = [json.dumps(chat) for chat in chats]
     for place, line in zip(places, BROKEN_LINES.values(), strict=True):
         lines.insert(place, line)
@@ -58,7 +52,7 @@ def write_broken(tmp_path, chats, places):
 
 
 @pytest.mark.parametrize("places", [[0, 1, 2, 3, 4, 5, 6, 7], [4, 9, 14, 20, 21, 30, 31, 45]])
-def test_the_others_are_prepared_as_if_they_stood_alone(
+def test_valid_rows_are_prepared_as_without_broken_ones(
     build_config, make_chats, write_rows, load_tokenizer, tmp_path, small_chunks, places
 ):
     path = write_broken(tmp_path, make_chats(40), places)
@@ -69,9 +63,9 @@ def test_the_others_are_prepared_as_if_they_stood_alone(
     row_ids = sorted(number for numbers in row_of(prepared.train).values() for number in numbers)
     assert row_ids == sorted(set(range(48)) - set(places)), "a row keeps its place"
     assert prepared.manifest["broken_rows"] == {"train": {"num_rows": 48, "num_broken": 8}}
-    (told,) = [finding for finding in prepared.manifest["findings"] if "broken" in finding["found"]]
-    assert told["severity"] == "warning"
-    assert f"8 of 48 rows (16.67%) are broken and left out; the first is {path}:{places[0] + 1}: " in told["found"]
+    (finding,) = [found for found in prepared.manifest["findings"] if "broken" in found["found"]]
+    assert finding["severity"] == "warning"
+    assert f"8 of 48 rows (16.67%) are broken and left out; the first is {path}:{places[0] + 1}: " in finding["found"]
     assert alone.manifest["broken_rows"] == {"train": {"num_rows": 40, "num_broken": 0}}
     with pytest.raises(DataError) as caught:
         prepare(build_config(dataset_name=str(path), **keys | {"max_broken_fraction": 0.16}), load_tokenizer)
@@ -80,7 +74,7 @@ def test_the_others_are_prepared_as_if_they_stood_alone(
     assert len(kinds) == 8
 
 
-def test_where_they_are_an_error_each_kind_is_told(build_config, make_chats, load_tokenizer, tmp_path, small_chunks):
+def test_every_kind_of_broken_row_is_reported(build_config, make_chats, load_tokenizer, tmp_path, small_chunks):
     places = [4, 9, 14, 20, 21, 30, 31, 45]
     config = build_config(dataset_name=str(write_broken(tmp_path, make_chats(40), places)))
     with pytest.raises(DataError) as caught:
@@ -90,7 +84,7 @@ def test_where_they_are_an_error_each_kind_is_told(build_config, make_chats, loa
     assert unreadable <= lines <= {place + 1 for place in places}
 
 
-def test_a_row_that_comes_up_twice_is_broken_once(build_config, make_chats, load_tokenizer, tmp_path):
+def test_broken_row_of_repeated_source_counts_once(build_config, make_chats, load_tokenizer, tmp_path):
     path = write_broken(tmp_path, make_chats(40), [4, 9, 14, 20, 21, 30, 31, 45])
     entry = {"name": str(path), "repeat": 2}
     config = build_config(dataset_mixture=[entry], broken_rows="drop", max_broken_fraction=0.2)
@@ -99,7 +93,7 @@ def test_a_row_that_comes_up_twice_is_broken_once(build_config, make_chats, load
     assert manifest["train"]["num_duplicates"] == 40
 
 
-def test_held_out_rows_are_counted_apart(build_config, make_chats, load_tokenizer, tmp_path):
+def test_broken_held_out_rows_are_counted_separately(build_config, make_chats, load_tokenizer, tmp_path):
     path = write_broken(tmp_path, make_chats(40, start=100), range(8))
     keys = {"dataset_test_split": str(path), "broken_rows": "drop"}
     prepared = prepare(build_config(**keys, max_broken_fraction=0.2), load_tokenizer)
@@ -111,19 +105,7 @@ def test_held_out_rows_are_counted_apart(build_config, make_chats, load_tokenize
         prepare(build_config(**keys, max_broken_fraction=0.1), load_tokenizer)
 
 
-def test_a_line_that_is_not_utf_8_is_one_broken_row_and_what_follows_is_read(tmp_path):
-    path = tmp_path / "d.jsonl"
-    path.write_bytes(b'{"text": "a"}\n' * 500 + '{"text": "caf\xe9"}\n'.encode("latin-1") + b'{"text": "b"}\n')
-    with pytest.raises(DataError, match="not UTF-8") as caught:
-        list(read_rows(load_source(str(path))))
-    assert len(caught.value.problems) == 1
-    rows = list(read_rows(load_source(str(path)), tokens=TokensConfig(broken_rows="drop", max_broken_fraction=0.01)))
-    assert [row.text for row in rows] == ["a"] * 500 + ["b"]
-
-
-def test_pairs_are_dropped_alike_and_those_that_are_too_long_are_not_broken(
-    build_config, write_rows, load_tokenizer, small_chunks
-):
+def test_broken_pairs_are_dropped_and_overlong_not_broken(build_config, write_rows, load_tokenizer, small_chunks):
     pairs = [{"prompt": f"{n} + {n} =", "chosen": f" {2 * n}", "rejected": f" {3 * n}"} for n in range(1, 31)]
     long = {"prompt": "Count:", "chosen": " 1" * 300, "rejected": " 2"}
     same, unpaired, half = {**pairs[0], "rejected": " 2"}, {"chosen": "a"}, {**pairs[0], "chosen": "half \ud800"}
@@ -140,9 +122,7 @@ def test_pairs_are_dropped_alike_and_those_that_are_too_long_are_not_broken(
     assert [problem.where for problem in caught.value.problems] == [f"{path}:24"]
 
 
-def test_a_stream_leaves_them_out_and_stops_where_they_are_too_many(
-    build_config, make_chats, tiny_tokenizer, tmp_path, small_chunks
-):
+def test_stream_drops_broken_rows_up_to_limit(build_config, make_chats, tiny_tokenizer, tmp_path, small_chunks):
     places = [4, 9, 14, 20, 21, 30, 31, 45]
     path = write_broken(tmp_path, make_chats(40), places)
     keys = {"dataset_name": str(path), "dataset_streaming": True, "max_length": 128, "broken_rows": "drop"}
@@ -169,7 +149,7 @@ def endless():
         yield Problem("stream row 0", "broken")
 
 
-def test_an_endless_stream_of_broken_rows_ends(monkeypatch):
+def test_endless_stream_of_broken_rows_stops(monkeypatch):
     monkeypatch.setattr(broken_rows, "_MIN_ROWS", 50)
     for tokens in (TokensConfig(), TokensConfig(broken_rows="drop")):
         broken = BrokenRows(tokens, is_stream=True)
@@ -178,7 +158,7 @@ def test_an_endless_stream_of_broken_rows_ends(monkeypatch):
         assert broken.list_problems("stream")
 
 
-def test_behind_the_first_that_is_an_error_rows_are_counted_and_not_encoded():
+def test_rows_after_first_error_are_counted_not_encoded():
     rows = [Row(source="d", index=number, text="x") for number in range(4)]
     entries = [rows[0], Problem("d row 9", "broken"), rows[1], rows[2], Problem("d row 10", "broken"), rows[3]]
     refused, dropped = BrokenRows(), BrokenRows(TokensConfig(broken_rows="drop"))
@@ -187,7 +167,7 @@ def test_behind_the_first_that_is_an_error_rows_are_counted_and_not_encoded():
     assert list(dropped.skip_after_error(entries)) == entries
 
 
-def test_only_rows_that_cannot_be_encoded_are_lost_with_their_chunk():
+def test_encode_valid_drops_only_failing_rows():
     rows = [Row(source="d", index=number, text="bad" if number % 3 else "good") for number in range(9)]
 
     def encode(chunk, row_ids):
@@ -205,7 +185,7 @@ def test_only_rows_that_cannot_be_encoded_are_lost_with_their_chunk():
     assert len(problems) == 7
 
 
-def test_the_counts_of_an_earlier_process_count():
+def test_broken_row_counts_resume():
     tokens = TokensConfig(broken_rows="drop", max_broken_fraction=0.1)
     broken = BrokenRows(tokens, num_rows=10, num_broken=1)
     assert broken.list_problems("d") == []

@@ -1,4 +1,4 @@
-"""A name leads to its rows, and every problem of a dataset is told at once."""
+"""Opening of datasets by name, and collection of the problems of their rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.rows import write_rows
 
 from recipes_lib.data.sources.canonical import detect_source_format, load_source, read_rows
-from recipes_lib.data.sources.rows import RawRow, Row
+from recipes_lib.data.sources.rows import RawRow
 from recipes_lib.errors import ConfigError, DataError
 
 CHATS = [
@@ -26,22 +26,13 @@ CHATS = [
 ARROW = ("stream.arrow", "stream.arrow.gz", "file.arrow", "copied")
 
 
-def write_lines(path: Path, rows: list[dict[str, object]]) -> Path:
-    write_rows(path, rows)
-    return path
-
-
-def say(rows: list[Row]) -> list[object]:
-    return [row.messages or row.text or (row.prompt, row.completion) for row in rows]
-
-
-def test_the_container_does_not_change_the_rows(tmp_path: Path) -> None:
+def test_rows_are_equal_in_every_container(tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     rows = [
         *CHATS,
         {"messages": [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "", "tool_calls": [call]}]},
     ]
-    write_lines(tmp_path / "a.jsonl", rows)
+    write_rows(tmp_path / "a.jsonl", rows)
     (tmp_path / "a.json").write_text(json.dumps(rows, indent=2))
     (tmp_path / "b.json").write_text(json.dumps({"data": rows}))
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
@@ -53,17 +44,17 @@ def test_the_container_does_not_change_the_rows(tmp_path: Path) -> None:
     table = pa.Table.from_pylist(rows)
     with pa.ipc.new_file(str(tmp_path / "file.arrow"), table.schema) as file:
         file.write_table(table)
-    (tmp_path / "copied").mkdir()  # a folder of Arrow files, such as the cache of `datasets`
+    (tmp_path / "copied").mkdir()  # A folder of Arrow files, such as the cache of `datasets`.
     shutil.copy(stream, tmp_path / "copied")
     (tmp_path / "folder").mkdir()
-    write_lines(tmp_path / "folder" / "1.jsonl", rows[:2])
-    write_lines(tmp_path / "folder" / "2.jsonl", rows[2:])
+    write_rows(tmp_path / "folder" / "1.jsonl", rows[:2])
+    write_rows(tmp_path / "folder" / "2.jsonl", rows[2:])
     for name in ("a.jsonl", "a.json", "b.json", "a.parquet", "saved", "folder", *ARROW):
         found = list(read_rows(load_source(str(tmp_path / name))))
         assert [row.messages for row in found] == [row["messages"] for row in rows], name
 
 
-def test_an_arrow_file_of_datasets_has_the_values_of_the_dataset(tmp_path: Path) -> None:
+def test_arrow_file_decodes_datasets_features(tmp_path: Path) -> None:
     arguments = [{"x": 1}, {"y": ["a"]}]
     features = datasets.Features({"text": datasets.Value("string"), "arguments": datasets.Json()})
     rows = [{"text": str(at), "arguments": value} for at, value in enumerate(arguments)]
@@ -74,24 +65,32 @@ def test_an_arrow_file_of_datasets_has_the_values_of_the_dataset(tmp_path: Path)
         assert found == rows, path
 
 
-def test_rows_can_be_read_again(tmp_path: Path) -> None:
-    source = load_source(str(write_lines(tmp_path / "d.jsonl", CHATS)))
+def test_images_of_saved_dataset_are_not_decoded(tmp_path: Path) -> None:
+    features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
+    image = {"bytes": b"no image", "path": None}
+    datasets.Dataset.from_list([{"text": "a", "image": image}], features=features).save_to_disk(str(tmp_path))
+    (row,) = read_rows(load_source(str(tmp_path)))
+    assert row.text == "a"
+
+
+def test_source_can_be_read_repeatedly(tmp_path: Path) -> None:
+    source = load_source(str(write_rows(tmp_path / "d.jsonl", CHATS)))
     assert list(read_rows(source)) == list(read_rows(source))
     assert [row.where for row in read_rows(source)] == [f"{tmp_path}/d.jsonl:{n}" for n in range(1, 6)]
 
 
-def test_all_problems_are_told_at_once_and_no_row_follows_the_first(tmp_path: Path) -> None:
+def test_all_problems_are_raised_and_no_row_follows_first(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text('{"text": "a"}\n{"text": 1}\n{\n{"text": "b"}\n{"text": ""}\n')
     seen = []
     with pytest.raises(DataError) as caught:
         seen.extend(read_rows(load_source(str(path))))
-    assert say(seen) == ["a"]
+    assert [row.text for row in seen] == ["a"]
     assert [problem.where for problem in caught.value.problems] == [f"{path}:2", f"{path}:3", f"{path}:5"]
 
 
-def test_the_same_problem_of_many_rows_is_one_and_other_ones_stay_apart(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "d.jsonl", [{"text": "a"}, {"text": ""}, *[{"text": 1}] * 30])
+def test_equal_problems_are_merged(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "d.jsonl", [{"text": "a"}, {"text": ""}, *[{"text": 1}] * 30])
     with pytest.raises(DataError) as caught:
         list(read_rows(load_source(str(path))))
     empty, alike = caught.value.problems
@@ -100,8 +99,8 @@ def test_the_same_problem_of_many_rows_is_one_and_other_ones_stay_apart(tmp_path
     assert f"so in 30 of 32 rows (93.8%), next {path}:4, {path}:5, {path}:6, ..." in alike.found
 
 
-def test_a_wrong_layout_is_told_once(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "d.jsonl", [{"query": "a", "reply": "b"}] * 30)
+def test_unknown_layout_is_one_problem(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "d.jsonl", [{"query": "a", "reply": "b"}] * 30)
     with pytest.raises(DataError) as caught:
         list(read_rows(load_source(str(path))))
     assert len(caught.value.problems) == 1
@@ -110,30 +109,30 @@ def test_a_wrong_layout_is_told_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["./data.jsonl", "/no/such/folder", "~/no-such-file", "~data", "data.parquet", "a/b/c", "x.csv.gz"]
 )
-def test_a_path_that_does_not_exist_is_not_looked_for_on_the_hub(name: str) -> None:
+def test_missing_path_is_not_looked_up_on_hub(name: str) -> None:
     with pytest.raises(DataError, match="no such file or folder"):
         load_source(name)
 
 
-def test_a_misspelt_path_names_the_nearest(tmp_path: Path) -> None:
-    write_lines(tmp_path / "train.jsonl", CHATS)
+def test_misspelt_path_suggests_nearest(tmp_path: Path) -> None:
+    write_rows(tmp_path / "train.jsonl", CHATS)
     with pytest.raises(DataError, match=r"did you mean `.*/train\.jsonl`"):
         load_source(str(tmp_path / "trian.jsonl"))
 
 
 @pytest.mark.parametrize("name", ["", " ", "a" * 5000, "a\0b"])
-def test_a_name_that_is_none_is_an_error(name: str) -> None:
+def test_invalid_name_is_error(name: str) -> None:
     with pytest.raises(DataError):
         load_source(name)
 
 
-def test_hub_keys_on_a_local_path_are_refused(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "d.jsonl", CHATS)
+def test_hub_keys_on_local_path_are_refused(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "d.jsonl", CHATS)
     with pytest.raises(DataError, match="for Hub datasets"):
         load_source(str(path), revision="main")
 
 
-def test_the_layout_of_a_source_is_that_of_its_first_row_that_parses(tmp_path: Path) -> None:
+def test_layout_is_detected_from_first_valid_row(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text('{\n{"text": "a", "id": 1}\n')
     assert str(detect_source_format(load_source(str(path)))) == "`text` layout, from text; ignored: id"
@@ -157,13 +156,13 @@ def test_the_layout_of_a_source_is_that_of_its_first_row_that_parses(tmp_path: P
         ({"text": "an id", "content": "a"}, {"text": "content"}, {"text": "a"}),
     ],
 )
-def test_renamed_columns_are_as_if_the_dataset_had_the_names(
+def test_dataset_columns_equal_renamed_dataset(
     tmp_path: Path, row: dict[str, object], columns: dict[str, str | None], same: dict[str, object] | None
 ) -> None:
     name = str(tmp_path / "d.jsonl")
-    write_lines(tmp_path / "d.jsonl", [same or {"prompt": "a", "completion": "b"}])
+    write_rows(tmp_path / "d.jsonl", [same or {"prompt": "a", "completion": "b"}])
     expected = list(read_rows(load_source(name)))
-    write_lines(tmp_path / "d.jsonl", [row])
+    write_rows(tmp_path / "d.jsonl", [row])
     renamed = load_source(name, columns=columns)
     assert list(read_rows(renamed)) == list(read_rows(renamed)) == expected
     assert renamed.fingerprint() not in (load_source(name).fingerprint(), load_source(name, columns={}).fingerprint())
@@ -177,10 +176,10 @@ def test_renamed_columns_are_as_if_the_dataset_had_the_names(
         ({"prompt": "questoin", "completion": "a"}, DataError, "did you mean `question`?"),
     ],
 )
-def test_a_mapping_of_columns_that_cannot_be_meant_is_refused(
+def test_invalid_dataset_columns_are_refused(
     tmp_path: Path, columns: dict[str, str | None], error: type[Exception], words: str
 ) -> None:
-    path = write_lines(tmp_path / "d.jsonl", [{"question": "a", "a": "b"}] * 2)
+    path = write_rows(tmp_path / "d.jsonl", [{"question": "a", "a": "b"}] * 2)
     with pytest.raises(error) as caught:
         list(read_rows(load_source(str(path), columns=columns)))
     assert len(caught.value.problems) == 1
@@ -196,7 +195,7 @@ def test_a_mapping_of_columns_that_cannot_be_meant_is_refused(
         (b'{"question": "a"}\n{"messages": 3}\n', "needs `text`; found `question`"),
     ],
 )
-def test_a_source_without_a_sound_row_is_not_called_empty(tmp_path: Path, content: bytes, words: str) -> None:
+def test_source_without_valid_row_reports_first_problem(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "d.jsonl"
     path.write_bytes(content)
     with pytest.raises(DataError, match=words) as caught:

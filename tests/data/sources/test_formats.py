@@ -1,4 +1,4 @@
-"""Every known layout becomes the one canonical row."""
+"""Detection of dataset layouts and conversion to the canonical row, against literals and TRL."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import string
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 from trl.data_utils import extract_prompt, maybe_convert_to_chatml
@@ -47,7 +47,7 @@ def convert(raw: dict[str, Any], declared: DatasetFormat = "auto") -> Row:
     return canonicalize(raw, row_format, "data.jsonl", 1, "line")
 
 
-# layout, a row as users have it, what the canonical row holds
+# case -> layout, row of the dataset, fields of the canonical row
 GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
     "chat": ("messages", BRIEF, BRIEF),
     "chat with tools": (
@@ -284,6 +284,22 @@ GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         {"chosen": json.dumps([USER, ANSWER]), "rejected": json.dumps([USER, WRONG])},
         pair(USER),
     ),
+    "messages as an object of lists": (
+        "messages",
+        {"messages": {"role": ["user", "assistant"], "content": ["What is 2 + 2?", "4"]}},
+        CHAT,
+    ),
+    "pairs of objects of lists": (
+        "preference",
+        {
+            "chosen": {"from": ["human", "gpt"], "value": ["What is 2 + 2?", "4"]},
+            "rejected": {"from": ["human", "gpt"], "value": ["What is 2 + 2?", "5"]},
+        },
+        pair(USER),
+    ),
+    "tools as texts": ("messages", {**CHAT, "tools": [json.dumps({"name": "f"})]}, {**CHAT, "tools": [{"name": "f"}]}),
+    "images beside text": ("messages", {**CHAT, "images": ["a.png"]}, CHAT),
+    "no tools and variables in cells": ("messages", {**CHAT, "tools": "null", "chat_template_kwargs": "null"}, CHAT),
     "template variables in a cell": (
         "messages",
         {**CHAT, "chat_template_kwargs": '{"enable_thinking": true}'},
@@ -298,7 +314,7 @@ GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", GOLDEN)
-def test_a_layout_is_detected_and_converted(kind: str) -> None:
+def test_layout_is_detected_and_converted(kind: str) -> None:
     layout, raw, fields = GOLDEN[kind]
     untouched = copy.deepcopy(raw)
     assert detect_format(raw, where="here").name == layout
@@ -320,16 +336,14 @@ MARKED = {**ANSWER, "weight": 0}
     ],
     ids=["messages", "sharegpt", "prompt_completion", "preference"],
 )
-def test_turns_marked_as_not_to_be_trained_on_are_known_by_their_number(
-    raw: dict[str, Any], untrained: set[int]
-) -> None:
+def test_excluded_turns_are_recorded_by_index(raw: dict[str, Any], untrained: set[int]) -> None:
     row = convert(raw)
     assert row.untrained == untrained
     assert all(set(message) == {"role", "content"} for message in row.messages or ())
 
 
 @pytest.mark.parametrize("name", ["chosen", "rejected"])
-def test_an_answer_of_a_pair_that_is_marked_as_not_to_be_trained_on_is_refused(name: str) -> None:
+def test_excluded_answer_of_pair_is_refused(name: str) -> None:
     raw = {"chosen": [USER, ANSWER], "rejected": [USER, WRONG]}
     raw[name] = [USER, {**raw[name][1], "train": False}]
     with pytest.raises(DataError, match=f"data.jsonl:1: a turn of `{name}` is marked not to be trained on"):
@@ -337,7 +351,7 @@ def test_an_answer_of_a_pair_that_is_marked_as_not_to_be_trained_on_is_refused(n
 
 
 @pytest.mark.parametrize("kind", [kind for kind in GOLDEN if GOLDEN[kind][0] in ("messages", "sharegpt")])
-def test_converting_what_was_converted_changes_nothing(kind: str) -> None:
+def test_conversion_is_idempotent(kind: str) -> None:
     once = convert(GOLDEN[kind][1])
     again = convert({"messages": once.messages, "tools": once.tools, "chat_template_kwargs": once.template_kwargs})
     assert again == once
@@ -348,7 +362,7 @@ def test_conversations_agree_with_trl() -> None:
     assert convert(raw).messages == maybe_convert_to_chatml(copy.deepcopy(raw))["messages"]
 
 
-def test_implicit_prompts_agree_with_trl() -> None:
+def test_implicit_chat_prompt_agrees_with_trl() -> None:
     turns = [SYSTEM, USER, ANSWER, USER]
     raw = {"chosen": [*turns, ANSWER, USER, ANSWER], "rejected": [*turns, WRONG, USER, ANSWER]}
     row, theirs = convert(raw), extract_prompt(raw)
@@ -361,9 +375,10 @@ def test_implicit_prompts_agree_with_trl() -> None:
 WORDS = st.lists(st.text(string.ascii_letters, min_size=1, max_size=4), max_size=4)
 
 
+@settings(max_examples=40)
 @given(prompt=WORDS.filter(bool), chosen=WORDS, rejected=WORDS)
-def test_prompts_inside_texts_agree_with_trl(prompt: list[str], chosen: list[str], rejected: list[str]) -> None:
-    # That neither answer begins the other, which TRL cuts in another place, is seen by the first letters.
+def test_implicit_text_prompt_agrees_with_trl(prompt: list[str], chosen: list[str], rejected: list[str]) -> None:
+    # Answers start with different letters: TRL splits differently if one is a prefix of the other.
     raw = {"chosen": " ".join([*prompt, "x", *chosen]), "rejected": " ".join([*prompt, "y", *rejected])}
     row, theirs = convert(raw), extract_prompt(raw)
     assert (row.prompt, row.completion, row.rejected) == (theirs["prompt"], theirs["chosen"], theirs["rejected"])
@@ -381,10 +396,10 @@ def test_prompts_inside_texts_agree_with_trl(prompt: list[str], chosen: list[str
         ("A line\n\n", "  grey", "  green"),
     ],
 )
-def test_a_prompt_inside_texts_ends_where_tokens_do(
+def test_implicit_text_prompt_ends_at_token_boundary(
     prompt: str, chosen: str, rejected: str, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """Neither inside a word nor in a space, so that the answers' tokens follow the prompt's."""
+    """The boundary is neither inside a word nor after a space."""
     row = convert({"chosen": prompt + chosen, "rejected": prompt + rejected})
     assert row == convert({"prompt": prompt, "chosen": chosen, "rejected": rejected})
     (pair,) = PairEncoder(RowEncoder(tiny_tokenizer), tiny_tokenizer).encode([row])
@@ -393,55 +408,55 @@ def test_a_prompt_inside_texts_ends_where_tokens_do(
     assert tiny_tokenizer.decode(pair.rejected_ids) == rejected + "<|endoftext|>"
 
 
-def test_a_text_that_does_not_repeat_the_instruction_is_another_layout() -> None:
+def test_text_column_without_instruction_is_ambiguous() -> None:
     with pytest.raises(DataError, match=r"several layouts: `text` \(text\) and `alpaca`"):
         convert({"instruction": "What is 2 + 2?", "output": "4", "text": "Once upon a time"})
 
 
-def test_detection_names_the_columns_it_reads_and_ignores() -> None:
+def test_format_description_lists_read_and_ignored_columns() -> None:
     raw = {"id": 7, "messages": [USER, ANSWER], "tools": None, "source": "web"}
     assert str(detect_format(raw, where="here")) == "`messages` layout, from messages, tools; ignored: id, source"
     raw = {"query": "a", "response": "b", "system_prompt": None, "n": 1}
-    told = "`question_answer` layout, from query as question, response as answer; ignored: system_prompt, n"
-    assert str(detect_format(raw, where="here")) == told
+    expected = "`question_answer` layout, from query as question, response as answer; ignored: system_prompt, n"
+    assert str(detect_format(raw, where="here")) == expected
 
 
-def test_a_short_answer_beside_a_solution_is_ambiguous_and_the_keys_decide() -> None:
+def test_answer_beside_solution_is_ambiguous() -> None:
     raw = {"problem": "What is 2 + 2?", "solution": "Add: 4", "answer": "4"}  # NuminaMath 1.5
     with pytest.raises(DataError, match="each of `answer`, `solution` may be the answer to train on"):
         detect_format(raw, where="data.jsonl:1")
     assert detect_format({"question": "2 + 2?", "answer": "4"}, where="here").name == "question_answer"
 
 
-def test_a_message_and_a_text_beside_a_question_are_no_texts() -> None:
+def test_content_column_of_message_or_question_is_no_text() -> None:
     for raw in ({"role": "user", "content": "Hi."}, {"content": "Hi.", "query": "What?"}):
         with pytest.raises(DataError, match="the columns match no layout"):
             detect_format(raw, where="data.jsonl:1")
 
 
-def test_a_chat_that_answers_continue_under_an_unknown_name_is_refused() -> None:
+def test_chat_in_unknown_column_beside_answers_is_refused() -> None:
     raw = {"trajectory": [HUMAN], "chosen": "Step 1: 4", "rejected": "Step 1: 5"}  # UltraInteract
     with pytest.raises(DataError, match=r"`trajectory` may be the chat .*\n.*{conversations: trajectory}"):
         convert(raw)
 
 
-def test_messages_in_the_notation_of_python_are_refused() -> None:
+def test_messages_in_python_notation_are_refused() -> None:
     with pytest.raises(DataError, match="`chosen` has messages in Python's notation"):
         convert({"prompt": "2 + 2?", "chosen": str([USER, ANSWER]), "rejected": str([USER, WRONG])})
 
 
-def test_a_json_answer_stays_a_text() -> None:
+def test_json_answer_stays_text() -> None:
     answer = '[{"value": 4, "unit": "m"}]'
     assert convert({"prompt": "2 + 2?", "completion": answer}).completion == answer
 
 
 @pytest.mark.parametrize("label", [True, False, "True", "false"])
-def test_the_label_of_an_answer_is_refused_in_a_table_too(label: bool | str) -> None:
+def test_boolean_label_is_refused(label: bool | str) -> None:
     with pytest.raises(DataError, match="the boolean `label` says which answers are good"):
         convert({"prompt": "2 + 2?", "completion": "5", "label": label})
 
 
-def test_ambiguous_columns_are_an_error_that_names_the_key_and_the_key_decides() -> None:
+def test_ambiguous_columns_need_dataset_format() -> None:
     raw = {"messages": [USER, ANSWER], "text": "plain"}
     with pytest.raises(DataError, match="`dataset_format: messages` or `dataset_format: text`"):
         detect_format(raw, where="data.jsonl:1")
@@ -449,16 +464,20 @@ def test_ambiguous_columns_are_an_error_that_names_the_key_and_the_key_decides()
     assert convert(raw, "messages").messages == [USER, ANSWER]
 
 
-def test_a_declared_layout_that_does_not_fit_names_what_is_missing() -> None:
+def test_declared_layout_mismatch_names_missing_columns() -> None:
     with pytest.raises(DataError, match=r"`prompt_completion` layout needs `completion`; found `prompt`, `text`"):
         detect_format({"prompt": "a", "text": "b"}, "prompt_completion", where="data.jsonl:1")
 
 
-@pytest.mark.parametrize("margin", ["0.5", True, float("nan"), float("inf"), 10**39, 10**400, [1.0]])
-def test_a_margin_that_is_no_number_is_refused(margin: object) -> None:
+@pytest.mark.parametrize("margin", ["large", "nan", "1e999", True, float("nan"), float("inf"), 10**39, 10**400, [1.0]])
+def test_margin_that_is_no_finite_number_is_refused(margin: object) -> None:
     with pytest.raises(DataError, match=r"`margin` is .*, not a finite number"):
         convert({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5", "margin": margin})
 
 
-def test_a_margin_that_is_null_is_none() -> None:
-    assert convert({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5", "margin": None}).margin is None
+@pytest.mark.parametrize(
+    ("margin", "expected"), [(None, None), ("", None), (" ", None), ("0.5", 0.5), (" -1e-3 ", -0.001)]
+)
+def test_margin_is_read_from_number_or_cell(margin: str | None, expected: float | None) -> None:
+    row = convert({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5", "margin": margin})
+    assert row.margin == expected

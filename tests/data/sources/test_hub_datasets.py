@@ -1,4 +1,4 @@
-"""Saved and Hub datasets give their rows, their identity, and one clear error when they cannot."""
+"""Saved and Hub datasets: rows, fingerprints, the offline cache, and errors with remedies."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import datasets
 import pytest
 from datasets.packaged_modules.json.json import Json
+from datasets.packaged_modules.parquet.parquet import Parquet
 from tests.rows import write_rows
 
 from recipes_lib.data.sources.canonical import load_source
@@ -25,7 +26,7 @@ def texts(source: Source) -> list[str]:
     return [entry.columns["text"] for entry in source.rows() if isinstance(entry, RawRow)]
 
 
-def test_a_saved_dataset_is_read_in_order_whatever_its_format_was(tmp_path: Path) -> None:
+def test_saved_dataset_is_read_in_order_for_any_format(tmp_path: Path) -> None:
     datasets.Dataset.from_list(ROWS).with_format("numpy", columns=["text"]).save_to_disk(str(tmp_path), num_shards=3)
     source = load_saved(tmp_path, "saved", "train")
     entries = [entry for entry in source.rows() if isinstance(entry, RawRow)]
@@ -34,7 +35,7 @@ def test_a_saved_dataset_is_read_in_order_whatever_its_format_was(tmp_path: Path
     assert entries[7].where == "saved row 7"
 
 
-def test_a_saved_dict_has_its_splits(tmp_path: Path) -> None:
+def test_saved_dataset_dict_has_splits(tmp_path: Path) -> None:
     parts = {"train": datasets.Dataset.from_list(ROWS[:3]), "test": datasets.Dataset.from_list(ROWS[3:5])}
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path))
     assert texts(load_source(str(tmp_path), split="test")) == ["row 3", "row 4"]
@@ -42,7 +43,7 @@ def test_a_saved_dict_has_its_splits(tmp_path: Path) -> None:
         load_source(str(tmp_path), split="dev")
 
 
-def test_the_fingerprint_of_a_saved_dataset_is_of_its_rows(tmp_path: Path) -> None:
+def test_saved_dataset_fingerprint_depends_on_rows(tmp_path: Path) -> None:
     for name, rows in {"a": ROWS[:3], "b": ROWS[:4]}.items():
         datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / name))
     shutil.copytree(tmp_path / "a", tmp_path / "copy")
@@ -53,7 +54,7 @@ def test_the_fingerprint_of_a_saved_dataset_is_of_its_rows(tmp_path: Path) -> No
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """A Hub with one dataset, ``name``, at ``COMMIT``; calling the fixture cuts the network and keeps the cache."""
+    """A Hub with the dataset ``name`` at ``COMMIT``; calling the fixture goes offline and keeps the cache."""
     file = tmp_path / "train.jsonl"
     write_rows(file, ({"text": row["text"]} for row in ROWS))
     cache = tmp_path / "cache"
@@ -68,7 +69,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 @pytest.mark.usefixtures("hub")
-def test_a_hub_dataset_gives_the_same_rows_and_fingerprint_streamed_or_not() -> None:
+def test_hub_dataset_is_equal_streamed_or_downloaded() -> None:
     downloaded, streamed = (load_hub("name", None, None, "train", streaming) for streaming in (False, True))
     assert texts(downloaded) == texts(streamed) == [row["text"] for row in ROWS]
     assert texts(streamed) == texts(streamed)
@@ -76,14 +77,14 @@ def test_a_hub_dataset_gives_the_same_rows_and_fingerprint_streamed_or_not() -> 
     assert downloaded.commit == COMMIT
 
 
-def test_everything_that_names_the_rows_changes_the_fingerprint() -> None:
+def test_hub_fingerprint_covers_name_commit_config_and_split() -> None:
     source = HubSource("org/name", COMMIT, "default", "train", False, None)
     changes = {"name": "org/other", "commit": COMMIT[::-1], "config": "other", "split": "test"}
     others = [replace(source, **{key: value}) for key, value in changes.items()]
     assert len({source.fingerprint(), *(other.fingerprint() for other in others)}) == 5
 
 
-def test_offline_the_cache_serves_its_own_commit_and_no_other(hub: Callable[[], None]) -> None:
+def test_offline_cache_serves_only_its_commit(hub: Callable[[], None]) -> None:
     load_hub("name", None, None, "train", False)
     hub()
     offline = load_hub("name", None, COMMIT, "train", False)
@@ -94,14 +95,25 @@ def test_offline_the_cache_serves_its_own_commit_and_no_other(hub: Callable[[], 
         load_hub("name", None, "v2", "train", False)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_media_of_hub_dataset_are_not_decoded(streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, image = tmp_path / "train.parquet", datasets.Image()
+    features = datasets.Features({"text": datasets.Value("string"), "image": image, "images": datasets.List(image)})
+    media = {"bytes": b"no image", "path": None}
+    datasets.Dataset.from_list([{"text": "a", "image": media, "images": [media]}], features=features).to_parquet(file)
+    builder = Parquet(cache_dir=str(tmp_path / "cache"), dataset_name="name", hash=COMMIT, data_files=str(file))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: builder)
+    assert texts(load_hub("name", None, None, "train", streaming)) == ["a"]
+
+
 @pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize("streaming", [False, True])
-def test_an_unknown_split_names_the_key_to_change(streaming: bool) -> None:
+def test_unknown_hub_split_names_key(streaming: bool) -> None:
     with pytest.raises(DataError, match="dataset_test_split"):
         load_hub("name", None, None, "absent", streaming)
 
 
-def test_offline_an_unknown_dataset_says_how_to_go_on() -> None:
+def test_unknown_hub_dataset_offline_has_remedy() -> None:
     with pytest.raises(DataError, match=r"(?s)no-such-org/no-such-data: cannot be loaded from the Hub.*local file"):
         load_source("no-such-org/no-such-data")
 
@@ -119,7 +131,7 @@ def test_offline_an_unknown_dataset_says_how_to_go_on() -> None:
         (datasets.exceptions.DatasetGenerationError("An error occurred"), "spelling"),
     ],
 )
-def test_each_refusal_of_the_hub_has_its_remedy(error: Exception, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_error_has_remedy(error: Exception, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise error
 

@@ -1,10 +1,11 @@
-"""Files are grouped into splits as the Hub does, and known by their bytes, remembered or not."""
+"""Local files: splits, against ``datasets``; decompression; fingerprints and cached digests."""
 
 from __future__ import annotations
 
 import bz2
 import gzip
 import hashlib
+import json
 import lzma
 import os
 import random
@@ -16,10 +17,12 @@ import datasets
 import pyarrow as pa
 import pytest
 
+from recipes_lib.config.loader import load_config
 from recipes_lib.data.sources import local_files
+from recipes_lib.data.sources.canonical import load_source
 from recipes_lib.data.sources.local_files import FileSource, compute_digest, load_files, open_file
 from recipes_lib.data.sources.rows import RawRow
-from recipes_lib.errors import DataError
+from recipes_lib.errors import ConfigError, DataError
 
 LAYOUTS = [
     ["a.jsonl"],
@@ -48,16 +51,107 @@ def test_splits_agree_with_datasets(names: list[str], tmp_path: Path) -> None:
         load_files(tmp_path, str(tmp_path), "absent")
 
 
-def test_a_file_has_the_one_split_train(tmp_path: Path) -> None:
+def test_single_file_is_train_split(tmp_path: Path) -> None:
     path = tmp_path / "test.jsonl"
     path.touch()
     assert list(load_files(path, "test.jsonl", "train").files) == ["test.jsonl"]
     with pytest.raises(DataError, match="test_split_size"):
         load_files(path, "test.jsonl", "test")
+    with pytest.raises(DataError, match=r"no split `train\[:1%\]`; found `train`\n.*`repeat` in `dataset_mixture`"):
+        load_files(path, "test.jsonl", "train[:1%]")
+
+
+CARD = """---
+license: mit
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: main/train-*
+  - split: test
+    path: [main/test-*, "more/**/test.jsonl"]
+- config_name: other
+  data_dir: other
+  data_files: "[a-m]?.jsonl"
+- config_name: named
+  data_dir: named
+---
+# About
+"""
+
+
+@pytest.fixture
+def card_folder(tmp_path: Path) -> Path:
+    """A folder as cloned from the Hub, whose dataset card has three configurations."""
+    files = ("main/train-00000-of-00001", "main/test-00000-of-00001", "more/a/b/test", "other/ab", "other/zz")
+    for name in (*files, "named/train", "named/test", "unlisted"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}) + "\n")
+    (tmp_path / "README.md").write_text(CARD)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("config", "splits"), [("main", ["train", "test"]), ("other", ["train"]), ("named", ["train", "test"])]
+)
+def test_dataset_card_agrees_with_datasets(config: str, splits: list[str], card_folder: Path) -> None:
+    theirs = datasets.load_dataset(str(card_folder), config, cache_dir=str(card_folder / ".cache"))
+    assert list(theirs) == splits
+    for split in splits:
+        rows = load_source(str(card_folder), config=config, split=split).rows()
+        assert [entry.columns["text"] for entry in rows if isinstance(entry, RawRow)] == theirs[split]["text"]
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "words"),
+    [
+        (("", ""), None, r"several configurations, and no default one\n.*dataset_config.*main, other, named"),
+        (("", ""), "mian", "no configuration `mian`"),
+        (("main/train-*", "main/part-*"), "main", "no data file matches `main/part-\\*`"),
+        (("main/train-*", "../*"), "main", r"no data file matches `\.\./\*`"),
+        (("data_dir: named", "data_dir: /etc"), "named", "`data_dir` outside of the folder"),
+    ],
+    ids=["no default", "unknown", "missing file", "file outside", "folder outside"],
+)
+def test_dataset_card_problem_is_located(
+    change: tuple[str, str], config: str | None, words: str, card_folder: Path
+) -> None:
+    (card_folder / "README.md").write_text(CARD.replace(*change))
+    with pytest.raises(DataError, match=words) as caught:
+        load_source(str(card_folder), config=config)
+    assert caught.value.problems[0].where == str(card_folder)
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_dataset_config_is_a_key_of_folders_and_not_of_files(is_folder: bool, card_folder: Path) -> None:
+    name = card_folder if is_folder else card_folder / "unlisted.jsonl"
+    keys = {"model_name_or_path": "a/b", "output_dir": "out", "dataset_name": name, "dataset_config": "main"}
+    argv = [f"--{key}={value}" for key, value in keys.items()]
+    if is_folder:
+        assert load_config("sft", argv).data.dataset_config == "main"
+    else:
+        with pytest.raises(ConfigError, match="the dataset is a local file"):
+            load_config("sft", argv)
+
+
+def test_default_configuration_of_dataset_card_is_read(card_folder: Path) -> None:
+    (card_folder / "README.md").write_text(CARD.replace("config_name: other", "config_name: other\n  default: true"))
+    (entry,) = load_source(str(card_folder)).rows()
+    assert isinstance(entry, RawRow)
+    assert entry.columns == {"text": "other/ab"}
+
+
+@pytest.mark.parametrize("card", ["---\nconfigs: 3\n---\n", "---\n: [\n---\n", "configs: []", "---\n3\n---\n"])
+def test_readme_without_configurations_is_ignored(card: str, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "README.md").write_text(card)
+    assert len(list(load_source(str(tmp_path)).rows())) == 1
+    with pytest.raises(DataError, match="this is a local path"):
+        load_source(str(tmp_path), config="main")
 
 
 @pytest.mark.parametrize(("loop", "onto"), [("itself", "."), ("sub/above", "..")])
-def test_links_give_no_row_twice(loop: str, onto: str, tmp_path: Path) -> None:
+def test_linked_files_are_read_once(loop: str, onto: str, tmp_path: Path) -> None:
     data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
     for path in (data / "a.jsonl", data / "sub" / "b.jsonl", elsewhere / "c.jsonl"):
         path.parent.mkdir(exist_ok=True)
@@ -81,20 +175,20 @@ def test_links_give_no_row_twice(loop: str, onto: str, tmp_path: Path) -> None:
     ]
 
 
-def test_a_pipe_in_a_folder_is_not_waited_for(tmp_path: Path) -> None:
+def test_named_pipe_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     os.mkfifo(tmp_path / "b.jsonl")
     assert list(load_files(tmp_path, "data", "train").files) == ["data/a.jsonl"]
 
 
-def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
+def test_broken_link_is_located_error(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").symlink_to("a.jsonl")
     with pytest.raises(DataError) as caught:
         list(load_files(tmp_path, "data", "train").rows())
     assert [problem.where for problem in caught.value.problems] == ["data/a.jsonl"]
 
 
-def test_the_fingerprint_is_of_the_bytes_and_their_order_and_not_of_the_names(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_bytes_and_order_not_names(tmp_path: Path) -> None:
     for name, content in {"a": b"1\n", "b": b"2\n"}.items():
         (tmp_path / f"{name}.jsonl").write_bytes(content)
     shutil.copytree(tmp_path, tmp_path / "moved")
@@ -109,7 +203,7 @@ def test_the_fingerprint_is_of_the_bytes_and_their_order_and_not_of_the_names(tm
     assert FileSource("x", {"a": tmp_path / "a.txt", "b": second}).fingerprint() != fingerprint
 
 
-def test_what_a_row_of_a_text_file_is_counts_for_text_files_alone(tmp_path: Path) -> None:
+def test_text_documents_change_fingerprint_of_text_files_only(tmp_path: Path) -> None:
     for suffix in ("txt", "md", "jsonl"):
         (tmp_path / f"d.{suffix}").write_text('{"text": "one"}\n\n{"text": "two"}\n')
     for suffix, num_fingerprints in {"txt": 3, "md": 3, "jsonl": 1}.items():
@@ -124,12 +218,10 @@ COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-@pytest.mark.parametrize("is_told", [True, False])
-def test_compressed_files_are_read_in_all_of_their_members_whatever_their_name(
-    suffix: str, is_told: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("has_suffix", [True, False])
+def test_compressed_file_is_read_to_last_member(suffix: str, has_suffix: bool, tmp_path: Path) -> None:
     parts = [b'{"text": "%d"}\n' % number * 5_000 for number in range(2)]
-    path = tmp_path / ("d.jsonl" + suffix * is_told)
+    path = tmp_path / ("d.jsonl" + suffix * has_suffix)
     path.write_bytes(b"".join(bytes(COMPRESS[suffix](part)) for part in parts))
     with open_file(path) as file:
         assert file.read() == b"".join(parts)
@@ -138,7 +230,7 @@ def test_compressed_files_are_read_in_all_of_their_members_whatever_their_name(
 
 @pytest.mark.parametrize("suffix", COMPRESS)
 @pytest.mark.parametrize("damage", ["cut", "none at all"])
-def test_what_cannot_be_decompressed_is_one_line_with_the_way_out(suffix: str, damage: str, tmp_path: Path) -> None:
+def test_damaged_compressed_file_is_located_error(suffix: str, damage: str, tmp_path: Path) -> None:
     path = tmp_path / f"d.jsonl{suffix}"
     whole = bytes(COMPRESS[suffix](random.Random(0).randbytes(100_000)))
     path.write_bytes(whole[:50_000] if damage == "cut" else b'{"text": "a"}\n')
@@ -150,22 +242,22 @@ def test_what_cannot_be_decompressed_is_one_line_with_the_way_out(suffix: str, d
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.jsonl.zst"])
-def test_a_pointer_of_git_lfs_is_called_one(name: str, tmp_path: Path) -> None:
+def test_git_lfs_pointer_is_named(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 3\n")
     with pytest.raises(DataError, match="git lfs pull"):
         list(load_files(tmp_path / name, name, "train").rows())
 
 
 @pytest.mark.parametrize(("name", "kind"), [("a.tar.gz", ".tar.gz"), ("a.xlsx", ".xlsx"), ("a.warc.zst", ".warc.zst")])
-def test_another_kind_of_file_is_named_with_those_that_are_read(name: str, kind: str, tmp_path: Path) -> None:
+def test_unknown_suffix_lists_supported_ones(name: str, kind: str, tmp_path: Path) -> None:
     (tmp_path / name).touch()
-    with pytest.raises(DataError, match=rf"unknown kind of file `{kind}`\s+convert.*\.parquet.*\.xz"):
+    with pytest.raises(DataError, match=rf"unknown kind of file `{kind}`\s+convert.*\.parquet.*\.xz.*`recipes clean`"):
         load_files(tmp_path / name, name, "train")
 
 
 @pytest.fixture
 def large(tmp_path, monkeypatch):
-    """A file that counts as large, and settled by now."""
+    """A file above ``MIN_BYTES``, last changed before ``_SETTLED_NS``."""
     monkeypatch.setattr(local_files, "MIN_BYTES", 10)
     monkeypatch.setattr(local_files, "_SETTLED_NS", -1)
     path = tmp_path / "rows with spaces.jsonl"
@@ -175,7 +267,7 @@ def large(tmp_path, monkeypatch):
 
 @pytest.fixture
 def num_reads(monkeypatch):
-    """How often a file was read whole."""
+    """One entry per full read of a file."""
     reads = []
     monkeypatch.setattr(
         local_files.hashlib, "file_digest", lambda file, kind: reads.append(1) or hashlib.new(kind, file.read())
@@ -187,20 +279,20 @@ def sha256(path):
     return hashlib.sha256(path.read_bytes()).digest()
 
 
-def test_a_large_file_is_read_once(large, tmp_path, num_reads):
+def test_digest_of_large_file_is_cached(large, tmp_path, num_reads):
     digests = [compute_digest(large, tmp_path / "cache") for _ in range(3)]
     assert digests == [sha256(large)] * 3
     assert len(num_reads) == 1
 
 
-def test_a_small_file_is_read_every_time(large, tmp_path, num_reads):
+def test_digest_of_small_file_is_not_cached(large, tmp_path, num_reads):
     large.write_bytes(b"012345678")
     assert [compute_digest(large, tmp_path / "cache") for _ in range(2)] == [sha256(large)] * 2
     assert len(num_reads) == 2
     assert not (tmp_path / "cache").exists()
 
 
-def test_other_bytes_of_the_same_size_at_the_same_time_are_found(large, tmp_path):
+def test_changed_bytes_with_equal_mtime_are_detected(large, tmp_path):
     compute_digest(large, tmp_path / "cache")
     times = large.stat()
     large.write_bytes(b"9876543210")
@@ -208,7 +300,7 @@ def test_other_bytes_of_the_same_size_at_the_same_time_are_found(large, tmp_path
     assert compute_digest(large, tmp_path / "cache") == sha256(large)
 
 
-def test_another_file_of_the_same_name_is_found(large, tmp_path):
+def test_replaced_file_is_detected(large, tmp_path):
     compute_digest(large, tmp_path / "cache")
     other = tmp_path / "other"
     other.write_bytes(b"9876543210")
@@ -216,7 +308,7 @@ def test_another_file_of_the_same_name_is_found(large, tmp_path):
     assert compute_digest(large, tmp_path / "cache") == sha256(large)
 
 
-def test_a_file_that_has_just_changed_is_not_remembered(large, tmp_path, num_reads, monkeypatch):
+def test_digest_of_recently_changed_file_is_not_cached(large, tmp_path, num_reads, monkeypatch):
     monkeypatch.setattr(local_files, "_SETTLED_NS", 2 * 10**9)
     os.utime(large)
     assert time.time_ns() - large.stat().st_ctime_ns < 2 * 10**9
@@ -226,18 +318,18 @@ def test_a_file_that_has_just_changed_is_not_remembered(large, tmp_path, num_rea
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"sha256": 1}', '{"sha256": "zz"}', "null"])
-def test_a_damaged_memory_is_forgotten(large, tmp_path, content):
+def test_damaged_cache_entry_is_ignored(large, tmp_path, content):
     compute_digest(large, tmp_path / "cache")
     (entry,) = (tmp_path / "cache").iterdir()
     entry.write_text(content)
     assert compute_digest(large, tmp_path / "cache") == sha256(large)
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(large, tmp_path):
+def test_unwritable_cache_is_ignored(large, tmp_path):
     (tmp_path / "cache").write_text("a file")
     assert compute_digest(large, tmp_path / "cache") == sha256(large)
 
 
-def test_a_file_that_is_not_there_is_an_error(tmp_path):
+def test_digest_of_missing_file_raises(tmp_path):
     with pytest.raises(FileNotFoundError):
         compute_digest(tmp_path / "nothing")

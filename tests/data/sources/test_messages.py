@@ -1,4 +1,4 @@
-"""Turns are cleaned without changing what they say."""
+"""Cleaning of chat messages: roles, tool calls, and marks that exclude turns from the loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recipes_lib.data.sources.messages import (
 
 
 @given(text=st.text(st.characters()))
-def test_text_passes_unchanged_exactly_if_a_tokenizer_can_encode_it(text: str) -> None:
+def test_check_text_accepts_exactly_encodable_text(text: str) -> None:
     try:
         text.encode()
         can_be_encoded = "\0" not in text
@@ -30,26 +30,26 @@ def test_text_passes_unchanged_exactly_if_a_tokenizer_can_encode_it(text: str) -
 
 
 @given(content=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")))
-def test_the_words_of_a_turn_are_never_changed(content: str) -> None:
+def test_clean_messages_keeps_content(content: str) -> None:
     (message,) = clean_messages([{"role": "user", "content": content, "name": None}], "messages")
     assert message == {"role": "user", "content": content}
 
 
 @pytest.mark.parametrize("written", [*ROLES, "Human", " GPT ", "Function_Call"])
-def test_every_role_becomes_a_template_role(written: str) -> None:
+def test_every_role_maps_to_template_role(written: str) -> None:
     value = '{"name": "f", "arguments": {}}'
     (message,) = clean_messages([{"from": written, "value": value}], "conversations")
     assert message["role"] in ("system", "developer", "user", "assistant", "tool")
 
 
-def test_a_call_without_arguments_has_none() -> None:
+def test_tool_call_without_arguments_gets_empty_object() -> None:
     calls = [{"type": "function", "function": {"name": "now", **written}} for written in ({}, {"arguments": ""})]
     first, message = clean_messages([{"role": "assistant", "tool_calls": [call]} for call in calls], "messages")
     assert first == message
     assert message["tool_calls"] == [{"type": "function", "function": {"name": "now", "arguments": {}}}]
 
 
-def test_parallel_sharegpt_calls_are_calls_of_one_turn() -> None:
+def test_parallel_sharegpt_calls_share_one_turn() -> None:
     value = '[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"x": null}}]'
     (message,) = clean_messages([{"from": "function_call", "value": value}], "conversations")
     assert [call["function"] for call in message["tool_calls"]] == [
@@ -66,7 +66,7 @@ ANSWER = {"role": "assistant", "content": "4"}
     [
         ({"weight": 1}, True),
         ({"weight": 0}, False),
-        ({"weight": 0.0}, False),  # Arrow makes numbers beside nulls so.
+        ({"weight": 0.0}, False),  # pandas converts integers in a column with nulls to floats.
         ({"weight": None}, True),
         ({"train": True}, True),
         ({"train": False}, False),
@@ -74,9 +74,7 @@ ANSWER = {"role": "assistant", "content": "4"}
         ({"training": True, "weight": 1}, True),
     ],
 )
-def test_a_turn_is_marked_as_openai_or_axolotl_do_and_templates_do_not_see_it(
-    marks: dict[str, object], is_trained: bool
-) -> None:
+def test_loss_marks_are_removed_and_recorded(marks: dict[str, object], is_trained: bool) -> None:
     for marked in ({**ANSWER, **marks}, {"from": "gpt", "value": "4", **marks}):
         turns, untrained = split_marks(clean_messages([marked, ANSWER], "turns"))
         assert turns == [ANSWER, ANSWER]
@@ -100,13 +98,13 @@ def test_a_turn_is_marked_as_openai_or_axolotl_do_and_templates_do_not_see_it(
         ({"role": "user", "content": "?", "train": True}, "turns[1].train asks to train on a turn of the role 'user'"),
     ],
 )
-def test_any_other_mark_is_an_error_that_names_the_turn(marked: dict[str, object], found: str) -> None:
+def test_invalid_loss_mark_is_error(marked: dict[str, object], found: str) -> None:
     with pytest.raises(RowError) as refused:
         clean_messages([ANSWER, marked], "turns")
     assert found in refused.value.found
     assert refused.value.remedy
 
 
-def test_a_user_s_turn_may_be_marked_as_what_it_is() -> None:
+def test_user_turn_accepts_zero_weight() -> None:
     turns, untrained = split_marks(clean_messages([{"role": "user", "content": "?", "weight": 0}], "messages"))
     assert (turns, untrained) == ([{"role": "user", "content": "?"}], {0})

@@ -1,9 +1,10 @@
-"""A weight is a share of rows or tokens, a repeat how often they come up; a stream is read as far as its share."""
+"""Dataset mixtures: repeats, weights by rows and by tokens, held-out data, and budgets of streams."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.rows import write_rows
 from recipes_lib.config.schema import DataConfig, TokensConfig
 from recipes_lib.data.sources.mixtures import (
     Mixture,
+    Part,
     build_mixture,
     compute_budgets,
     compute_weights,
@@ -26,7 +28,7 @@ from recipes_lib.errors import ConfigError, DataError
 
 NUM_ROWS = 40
 ROUNDED = [(0.24, 10), (0.26, 10), (1.07, 43), (1.08, 43)]
-"""Weights that come to 9.6, 10.4, 42.8 and 43.2 rows: to the nearest number, neither always down nor always up."""
+"""Repeats of 9.6, 10.4, 42.8 and 43.2 rows, which are rounded to the nearest number."""
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ def texts(mixture: Mixture) -> list[str]:
 @pytest.mark.parametrize(
     ("repeat", "expected"), [(0.25, 10), (1, 40), (1.0, 40), (2, 80), (2.5, 100), (0.1, 4), *ROUNDED]
 )
-def test_a_repeat_is_a_number_of_passes(repeat: float, expected: int, files: tuple[str, str]) -> None:
+def test_repeat_is_number_of_passes(repeat: float, expected: int, files: tuple[str, str]) -> None:
     counts = Counter(texts(build_mixture([{"name": files[0], "repeat": repeat}])))
     assert counts.total() == expected
     assert set(counts.values()) <= {int(repeat), int(repeat) + 1} - {0}
@@ -54,7 +56,7 @@ def test_a_repeat_is_a_number_of_passes(repeat: float, expected: int, files: tup
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_a_part_of_which_no_row_is_drawn_is_named(others: int, files: tuple[str, str]) -> None:
+def test_repeat_that_draws_no_row_is_error(others: int, files: tuple[str, str]) -> None:
     with pytest.raises(DataError, match=r"its repeat, 0\.01, draws none of its 40 rows") as caught:
         texts(build_mixture([{"name": files[0], "repeat": 0.01}, {"name": files[1]}][: 1 + others]))
     assert [problem.where for problem in caught.value.problems] == [files[0]]
@@ -66,7 +68,7 @@ def test_a_part_of_which_no_row_is_drawn_is_named(others: int, files: tuple[str,
     ("weights", "expected"),
     [((0.8, 0.2), (40, 10)), ((0.2, 0.8), (10, 40)), ((0.5, 0.5), (40, 40)), ((0.7, 0.3), (40, 17))],
 )
-def test_weights_are_shares_of_the_rows_of_which_none_comes_twice(
+def test_weights_are_row_shares_without_repetition(
     weights: tuple[float, float], expected: tuple[int, int], scale: float, files: tuple[str, str]
 ) -> None:
     parts = [{"name": name, "weight": scale * weight} for name, weight in zip(files, weights, strict=True)]
@@ -75,7 +77,7 @@ def test_weights_are_shares_of_the_rows_of_which_none_comes_twice(
     assert tuple(sum(text.startswith(part) for text in counts) for part in "ab") == expected
 
 
-def test_sources_of_any_size_have_their_shares(tmp_path: Path) -> None:
+def test_weights_are_exact_for_unequal_sizes(tmp_path: Path) -> None:
     parts = []
     for name, num_rows, weight in (("a", 807, 80), ("b", 9000, 20)):
         path = tmp_path / f"{name}.jsonl"
@@ -84,7 +86,7 @@ def test_sources_of_any_size_have_their_shares(tmp_path: Path) -> None:
     assert Counter(text[0] for text in texts(build_mixture(parts))) == {"a": 807, "b": 202}
 
 
-def test_parts_keep_their_order_and_follow_one_another(files: tuple[str, str]) -> None:
+def test_parts_are_concatenated_in_order(files: tuple[str, str]) -> None:
     found = texts(build_mixture([{"name": files[1], "repeat": 0.5}, {"name": files[0]}]))
     numbers = [int(text.split()[1]) for text in found]
     assert [text[0] for text in found] == ["b"] * 20 + ["a"] * 40
@@ -92,7 +94,7 @@ def test_parts_keep_their_order_and_follow_one_another(files: tuple[str, str]) -
     assert numbers[20:] == list(range(40))
 
 
-def test_the_draw_depends_on_the_seed_and_the_part_alone(files: tuple[str, str]) -> None:
+def test_drawn_rows_depend_only_on_seed_and_part(files: tuple[str, str]) -> None:
     half = {"name": files[0], "repeat": 0.5}
     alone = texts(build_mixture([half], seed=1))
     assert texts(build_mixture([half], seed=1)) == alone
@@ -100,7 +102,23 @@ def test_the_draw_depends_on_the_seed_and_the_part_alone(files: tuple[str, str])
     assert texts(build_mixture([half], seed=2)) != alone
 
 
-def test_a_broken_row_is_told_once_however_often_its_part_comes_up(files: tuple[str, str]) -> None:
+def test_drawn_part_that_grows_while_read_keeps_its_draw(
+    files: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixture = build_mixture([{"name": files[0], "repeat": 0.5}])
+    expected, draw = texts(mixture), Mixture._draw
+
+    def draw_then_grow(self: Mixture, part: Part, fraction: float) -> Sequence[bool]:
+        drawn = draw(self, part, fraction)
+        with Path(files[0]).open("a") as file:
+            file.write('{"text": "later"}\n')
+        return drawn
+
+    monkeypatch.setattr(Mixture, "_draw", draw_then_grow)
+    assert texts(mixture) == expected
+
+
+def test_broken_row_of_repeated_part_is_reported_once(files: tuple[str, str]) -> None:
     for name in files:
         with Path(name).open("a") as file:
             file.write('{"text": 3}\n')
@@ -113,7 +131,7 @@ def test_a_broken_row_is_told_once_however_often_its_part_comes_up(files: tuple[
     assert (rows["a"] in (99, 100), rows["b"] in (19, 20)) == (True, True), "a broken row may be among those drawn"
 
 
-def test_everything_that_changes_the_rows_changes_the_fingerprint(files: tuple[str, str]) -> None:
+def test_fingerprint_changes_with_rows(files: tuple[str, str]) -> None:
     def fingerprint(*parts: dict[str, Any], seed: int = 0) -> str:
         return build_mixture(parts, seed=seed).fingerprint()
 
@@ -129,13 +147,13 @@ def test_everything_that_changes_the_rows_changes_the_fingerprint(files: tuple[s
     assert fingerprint(first) != before
 
 
-def test_every_missing_file_of_a_mixture_is_told_at_once() -> None:
+def test_missing_files_of_mixture_are_reported_together() -> None:
     with pytest.raises(DataError) as caught:
         build_mixture([{"name": "./no-such-a.jsonl"}, {"name": "./no-such-b.jsonl"}])
     assert len(caught.value.problems) == 2
 
 
-def test_configuration_names_training_and_held_out_data(files: tuple[str, str], tmp_path: Path) -> None:
+def test_config_selects_training_and_held_out_data(files: tuple[str, str], tmp_path: Path) -> None:
     single = DataConfig(dataset_name=files[0], dataset_test_split=files[1])
     held_out = load_test_data(single)
     assert held_out is not None
@@ -150,7 +168,7 @@ def test_configuration_names_training_and_held_out_data(files: tuple[str, str], 
     assert texts(held_out)[0] == "b 0"
 
 
-def test_columns_are_renamed_in_every_dataset_or_in_one_entry(files: tuple[str, str], tmp_path: Path) -> None:
+def test_dataset_columns_apply_to_all_or_one_entry(files: tuple[str, str], tmp_path: Path) -> None:
     other = tmp_path / "c.jsonl"
     other.write_text('{"content": "c 0"}\n')
     columns = {"text": "content"}
@@ -166,9 +184,7 @@ def test_columns_are_renamed_in_every_dataset_or_in_one_entry(files: tuple[str, 
         assert texts(load_train_data(mixed))[NUM_ROWS - 1 :] == [f"a {NUM_ROWS - 1}", "c 0"]
 
 
-def test_held_out_data_that_are_not_there_are_a_configuration_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_held_out_data_is_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="no file or folder `b/c`"):
         load_test_data(DataConfig(dataset_name="a", dataset_test_split="b/c"))
@@ -177,7 +193,7 @@ def test_held_out_data_that_are_not_there_are_a_configuration_error(
         load_test_data(DataConfig(dataset_mixture=[{"name": "a"}], dataset_test_split="test"))
 
 
-def test_a_bare_word_is_a_split_whatever_lies_there(
+def test_bare_word_is_split_even_if_folder_exists(
     tmp_path: Path, files: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for split in ("train", "test"):
@@ -204,7 +220,7 @@ def test_a_bare_word_is_a_split_whatever_lies_there(
 
 @pytest.fixture
 def mix(build_config):
-    """Builds a run over a mixture with these weights; ``None`` leaves the weight out."""
+    """Build a configuration over a streamed mixture with these weights; ``None`` omits the weight."""
 
     def build(*weights, **options):
         entries = [{"name": f"{at}.jsonl"} | ({} if w is None else {"weight": w}) for at, w in enumerate(weights)]
@@ -223,17 +239,17 @@ def mix(build_config):
         ((None,), (10,), (1.0,)),
     ],
 )
-def test_weights_are_shares_of_the_tokens_and_by_size_unless_given(mix, weights, num_tokens, expected):
+def test_token_weights_default_to_size(mix, weights, num_tokens, expected):
     assert compute_weights(mix(*weights), num_tokens) == pytest.approx(expected)
 
 
-def test_a_repeat_is_how_often_a_source_is_read_beside_the_others(build_config):
+def test_repeat_scales_default_token_weight(build_config):
     entries = [{"name": "a"}, {"name": "b", "repeat": 2}, {"name": "c", "repeat": 0.5}]
     weights = compute_weights(build_config(dataset_mixture=entries), (10, 30, 60))
     assert weights == pytest.approx((0.1, 0.6, 0.3))
 
 
-def test_the_one_dataset_is_an_entry_too(build_config):
+def test_single_dataset_is_one_entry(build_config):
     config = build_config(dataset_name="a/b", dataset_config="c", dataset_revision="d", dataset_train_split="e")
     entry = {"name": "a/b", "config": "c", "revision": "d", "split": "e", "columns": None}
     assert list_entries(config.data) == [entry]
@@ -241,7 +257,7 @@ def test_the_one_dataset_is_an_entry_too(build_config):
 
 
 def draw(phases, num_tokens, max_length, num_sources) -> list[int]:
-    """Tokens that a run of whole rows takes of each source."""
+    """Return the number of tokens that a run of full rows reads from each source."""
     rows = [(-(-start // max_length), weights) for start, weights in phases if start < num_tokens]
     order = RowOrder([10**6] * num_sources, rows, seed=0)
     return (order.count_rows(-(-num_tokens // max_length)) * max_length).tolist()
@@ -249,7 +265,7 @@ def draw(phases, num_tokens, max_length, num_sources) -> list[int]:
 
 @pytest.mark.parametrize("num_tokens", [10, 1000, 12_340])
 @pytest.mark.parametrize("weights", [(1.0,), (0.7, 0.2, 0.1), (1.0, 1.0), (2.0, None, 0.5)])
-def test_a_stream_is_read_far_enough_and_a_window_at_most_too_far(mix, weights, num_tokens):
+def test_stream_budget_covers_drawn_tokens_within_one_window(mix, weights, num_tokens):
     budgets = compute_budgets(mix(*weights), num_tokens)
     drawn = draw([(0, [1.0 if w is None else w for w in weights])], num_tokens, 10, len(weights))
     total = sum(1.0 if w is None else w for w in weights)
@@ -259,7 +275,7 @@ def test_a_stream_is_read_far_enough_and_a_window_at_most_too_far(mix, weights, 
 
 
 @pytest.mark.parametrize("num_tokens", [100, 1000, 5000])
-def test_a_curriculum_shares_the_run_by_its_phases(mix, num_tokens):
+def test_stream_budget_covers_curriculum_phases(mix, num_tokens):
     phases = [(0, [1.0, 0.0, 3.0]), (305, [0.0, 1.0, 1.0]), (2000, [2.0, 5.0, 0.0])]
     curriculum = [{"start_tokens": start, "weights": weights} for start, weights in phases]
     budgets = compute_budgets(mix(None, None, None, dataset_curriculum=curriculum), num_tokens)
@@ -267,7 +283,7 @@ def test_a_curriculum_shares_the_run_by_its_phases(mix, num_tokens):
     assert all(tokens <= budget <= tokens + 100 for tokens, budget in zip(drawn, budgets, strict=True))
 
 
-def test_what_makes_the_end_of_a_stream_unknown_is_refused_all_at_once(mix):
+def test_unknown_stream_length_problems_are_raised_together(mix):
     with pytest.raises(ConfigError) as raised:
         compute_budgets(mix(None, None, test_split_size=5), None)
     assert [problem.where for problem in raised.value.problems] == [
@@ -278,6 +294,6 @@ def test_what_makes_the_end_of_a_stream_unknown_is_refused_all_at_once(mix):
     assert all(problem.remedy for problem in raised.value.problems)
 
 
-def test_a_share_may_be_held_out_of_a_stream(mix):
+def test_stream_accepts_held_out_share(mix):
     assert compute_budgets(mix(1.0, test_split_size=0.1), 1000) == [1010]
     assert np.sum(compute_budgets(mix(1.0, 1.0), 1000)) == 1020

@@ -1,4 +1,4 @@
-"""Files of every kind give the rows that the json module, csv, pandas and ``datasets`` give."""
+"""Readers of JSON, CSV, Parquet and text files, against ``json``, ``csv``, pandas and ``datasets``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes_lib.data.sources import readers
@@ -49,16 +49,20 @@ def columns(entries: list[Entry]) -> list[dict[str, Any]]:
     return [entry.columns for entry in entries if isinstance(entry, RawRow)]
 
 
+@settings(max_examples=40)
 @given(rows=ROWS, indent=st.sampled_from([None, 0, 2]), ascii_only=st.booleans(), mark=st.booleans())
-def test_an_array_is_its_elements(rows: list[dict[str, Any]], indent: int | None, ascii_only: bool, mark: bool) -> None:
+def test_json_array_rows_equal_elements(
+    rows: list[dict[str, Any]], indent: int | None, ascii_only: bool, mark: bool
+) -> None:
     text = json.dumps(rows, indent=indent, ensure_ascii=ascii_only)
     entries = read(text.encode("utf-8-sig" if mark else "utf-8"))
     assert columns(entries) == rows
     assert [entry.index for entry in entries if isinstance(entry, RawRow)] == list(range(len(rows)))
 
 
+@settings(max_examples=40)
 @given(rows=ROWS, end=st.sampled_from(["\n", "\r\n", "\n\n \n"]), mark=st.booleans(), may_be_document=st.booleans())
-def test_lines_are_their_objects(rows: list[dict[str, Any]], end: str, mark: bool, may_be_document: bool) -> None:
+def test_json_lines_rows_equal_objects(rows: list[dict[str, Any]], end: str, mark: bool, may_be_document: bool) -> None:
     text = end.join(json.dumps(row, ensure_ascii=False) for row in rows)
     content = text.encode("utf-8-sig" if mark else "utf-8")
     if len(rows) > 1 or not may_be_document:
@@ -67,21 +71,19 @@ def test_lines_are_their_objects(rows: list[dict[str, Any]], end: str, mark: boo
 
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("wrapper", readers.WRAPPERS)
-def test_a_wrapped_list_is_its_elements(wrapper: str, indent: int | None) -> None:
+def test_wrapped_json_list_rows_equal_elements(wrapper: str, indent: int | None) -> None:
     content = {"version": 1, wrapper: [{"text": "a"}, {"text": "b"}]}
     assert columns(read(json.dumps(content, indent=indent).encode())) == [{"text": "a"}, {"text": "b"}]
 
 
-def test_a_single_object_is_a_row() -> None:
+def test_single_json_object_is_one_row() -> None:
     row = {"messages": [{"role": "user", "content": "a"}]}
     assert columns(read(json.dumps(row, indent=2).encode())) == [row]
 
 
 @pytest.mark.parametrize("broken", ['{"text" 3}', '{"text": nul}', "", '{"text": "a', '{"text": 1} {"text": 2}', "]"])
 @pytest.mark.parametrize("num_rows", [1, 4])
-def test_an_error_in_an_array_has_its_line_and_column_and_follows_the_rows_before_it(
-    broken: str, num_rows: int
-) -> None:
+def test_array_error_has_line_and_column_and_keeps_earlier_rows(broken: str, num_rows: int) -> None:
     text = "[" + ",\n ".join(['{"text": "é"}'] * num_rows) + f",\n {broken}]"
     with pytest.raises(json.JSONDecodeError) as expected:
         json.loads(text)
@@ -100,14 +102,14 @@ def test_an_error_in_an_array_has_its_line_and_column_and_follows_the_rows_befor
         ("[" * 99_999, "nested too deeply"),
     ],
 )
-def test_what_only_the_reader_refuses_is_named_by_the_line_of_its_row(row: str, found: str) -> None:
+def test_repeated_key_and_deep_nesting_name_line(row: str, found: str) -> None:
     with pytest.raises(DataError) as caught:
         read(f'[{{"text": "a"}},\n\n {row}]'.encode())
     assert (caught.value.problems[0].where, found in caught.value.problems[0].found) == ("d.json:3", True)
 
 
 @pytest.mark.parametrize("is_array", [True, False])
-def test_numbers_that_json_has_no_word_for_are_read_as_python_writes_them(is_array: bool) -> None:
+def test_nan_and_infinity_are_read(is_array: bool) -> None:
     row = json.dumps({"text": "a", "score": math.nan, "least": -math.inf})
     (found,) = columns(read((f"[{row}]" if is_array else f"{row}\n").encode(), may_be_document=is_array))
     assert math.isnan(found.pop("score"))
@@ -115,9 +117,7 @@ def test_numbers_that_json_has_no_word_for_are_read_as_python_writes_them(is_arr
 
 
 @pytest.mark.parametrize("is_array", [True, False])
-def test_memory_does_not_grow_with_the_number_of_rows_but_for_the_text_of_an_array(
-    is_array: bool, tmp_path: Path
-) -> None:
+def test_memory_is_independent_of_num_json_rows(is_array: bool, tmp_path: Path) -> None:
     path = tmp_path / "d.json"
     row = json.dumps({"text": "word " * 1000})
     path.write_text(f"[{','.join([row] * 4_200)}]" if is_array else f"{row}\n" * 4_200)
@@ -131,7 +131,7 @@ def test_memory_does_not_grow_with_the_number_of_rows_but_for_the_text_of_an_arr
     assert peak < (6 << 20) + 2 * size * is_array
 
 
-def test_rows_agree_with_datasets(tmp_path: Path) -> None:
+def test_json_rows_agree_with_datasets(tmp_path: Path) -> None:
     rows = [{"text": f"line {n} é\u2028\x85", "number": n, "nested": {"a": [n]}} for n in range(50)]
     path = tmp_path / "d.jsonl"
     path.write_text("\n".join(json.dumps(row, ensure_ascii=n % 2 == 0) for n, row in enumerate(rows)))
@@ -142,8 +142,9 @@ def test_rows_agree_with_datasets(tmp_path: Path) -> None:
 CELLS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
 
 
+@settings(max_examples=40)
 @given(rows=st.lists(st.tuples(CELLS, CELLS), max_size=5), delimiter=st.sampled_from([",", "\t"]), mark=st.booleans())
-def test_a_table_reads_as_it_was_written(rows: list[tuple[str, str]], delimiter: str, mark: bool) -> None:
+def test_csv_round_trip(rows: list[tuple[str, str]], delimiter: str, mark: bool) -> None:
     text = io.StringIO(newline="")
     writer = csv.writer(text, delimiter=delimiter, quoting=csv.QUOTE_ALL)
     writer.writerows([("prompt", "completion"), *rows])
@@ -164,9 +165,7 @@ def test_a_table_reads_as_it_was_written(rows: list[tuple[str, str]], delimiter:
         ("text,\na,\n", {"text": "a", "Unnamed: 1": ""}),
     ],
 )
-def test_the_first_line_says_what_delimits_cells_and_pandas_calls_nameless_columns(
-    content: str, columns: dict[str, str]
-) -> None:
+def test_csv_delimiter_and_unnamed_columns_agree_with_pandas(content: str, columns: dict[str, str]) -> None:
     (entry,) = read_csv(open_bytes(content.encode()), "d.csv", delimiter=",")
     assert isinstance(entry, RawRow)
     assert entry.columns == columns
@@ -175,7 +174,7 @@ def test_the_first_line_says_what_delimits_cells_and_pandas_calls_nameless_colum
     assert entry.columns == theirs
 
 
-def test_a_long_document_fits_in_a_cell() -> None:
+def test_csv_cell_holds_long_document() -> None:
     (entry,) = read_csv(open_bytes(b"text\n" + b"a" * 500_000), "d.csv", delimiter=",")
     assert isinstance(entry, RawRow)
     assert len(entry.columns["text"]) == 500_000
@@ -190,13 +189,13 @@ def test_a_long_document_fits_in_a_cell() -> None:
         ([[("role", "user"), ("content", "a"), ("name", None)]], [{"role": "user", "content": "a"}]),
     ],
 )
-def test_null_keys_go_and_nothing_else(value: object, expected: object) -> None:
+def test_spell_as_json_removes_only_null_fields(value: object, expected: object) -> None:
     assert spell_as_json(value) == expected
 
 
-def test_a_table_with_dates_is_read_as_its_rows_written_in_json() -> None:
-    said = {"role": "user", "content": "Hi", "timestamp": datetime(2024, 5, 1, 12, 30, tzinfo=UTC)}
-    rows: list[dict[str, Any]] = [{"messages": [said], "day": date(2024, 5, 1), "at": time(12, 30)}]
+def test_parquet_dates_are_read_as_iso_strings() -> None:
+    turn = {"role": "user", "content": "Hi", "timestamp": datetime(2024, 5, 1, 12, 30, tzinfo=UTC)}
+    rows: list[dict[str, Any]] = [{"messages": [turn], "day": date(2024, 5, 1), "at": time(12, 30)}]
     file = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows), file)
     (entry,) = read_parquet(open_bytes(file.getvalue()), "d.parquet")
@@ -215,7 +214,7 @@ def open_bytes(content: bytes) -> io.BufferedReader:
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_lines_agree_with_datasets(end: str, tmp_path: Path) -> None:
+def test_text_lines_agree_with_datasets(end: str, tmp_path: Path) -> None:
     lines = ["To be,", "  or not to be", "", "é\u2028\x85\x0b same line ", " \t", "that is"]
     path = tmp_path / "d.txt"
     path.write_bytes(end.join(lines).encode())
@@ -227,7 +226,7 @@ def test_lines_agree_with_datasets(end: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("documents", "expected"), [("line", "a :2 c d"), ("paragraph", ":2 d"), ("file", ":2")])
-def test_a_line_that_cannot_be_read_costs_its_document_alone(
+def test_unreadable_line_breaks_only_its_document(
     documents: TextDocuments, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readers, "MAX_LINE_BYTES", 8)
@@ -237,7 +236,7 @@ def test_a_line_that_cannot_be_read_costs_its_document_alone(
         assert found == expected.split()
 
 
-def test_a_row_of_a_table_that_cannot_be_read_costs_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_csv_row_breaks_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "MAX_LINE_BYTES", 12)
     content = b'x,y\n1,2\n3,\xff\n"a\nb\xff",c\n' + b"4" * 40 + b"\n5,6\n"
     entries = list(readers.read_csv(open_bytes(content), "d", delimiter=","))
@@ -246,7 +245,7 @@ def test_a_row_of_a_table_that_cannot_be_read_costs_itself_alone(monkeypatch: py
 
 
 @pytest.mark.parametrize("content", ["one\n", "\n\n  one\r\n\r\ntwo\n\n", "a\n" * 1000, "no end", "\u2028\x85 é\x0b"])
-def test_a_file_is_its_text_as_datasets_reads_it_with_its_own_line_ends(content: str, tmp_path: Path) -> None:
+def test_whole_file_document_agrees_with_datasets(content: str, tmp_path: Path) -> None:
     path = tmp_path / "d.txt"
     path.write_bytes(content.encode())
     options = {"data_files": str(path), "sample_by": "document", "split": "train", "keep_linebreaks": True}
@@ -255,7 +254,7 @@ def test_a_file_is_its_text_as_datasets_reads_it_with_its_own_line_ends(content:
     assert list(theirs["text"]) == [content.replace("\r\n", "\n")]
 
 
-def test_paragraphs_agree_with_datasets_where_one_blank_line_parts_them(tmp_path: Path) -> None:
+def test_paragraphs_agree_with_datasets(tmp_path: Path) -> None:
     path = tmp_path / "d.txt"
     path.write_text("To be,\n  or not to be\n\nthat is\n\nthe question")
     theirs = datasets.load_dataset(
@@ -264,7 +263,7 @@ def test_paragraphs_agree_with_datasets_where_one_blank_line_parts_them(tmp_path
     assert [text for _, text in read_documents(path.read_bytes(), "paragraph")] == theirs["text"]
 
 
-def test_any_number_of_blank_lines_parts_paragraphs_named_by_their_first_line() -> None:
+def test_blank_lines_separate_paragraphs_located_by_first_line() -> None:
     content = b"\xef\xbb\xbf\n \t\nfirst\r\n  goes on\r\n\r\n\n\x0c\n second \n\n"
     assert read_documents(content, "paragraph") == [(3, "first\r\n  goes on"), (8, " second ")]
     assert read_documents(content, "file") == [(1, content.decode().removeprefix("\ufeff"))]
@@ -273,14 +272,12 @@ def test_any_number_of_blank_lines_parts_paragraphs_named_by_their_first_line() 
 
 @pytest.mark.parametrize("documents", ["file", "paragraph", "line"])
 @pytest.mark.parametrize("content", [b"", b"\n", b" \r\n\t\n"])
-def test_blank_files_hold_no_document(documents: TextDocuments, content: bytes) -> None:
+def test_blank_file_has_no_documents(documents: TextDocuments, content: bytes) -> None:
     assert read_documents(content, documents) == []
 
 
 @pytest.mark.parametrize("documents", ["file", "paragraph"])
-def test_long_documents_are_cut_at_line_ends_and_lose_nothing(
-    documents: TextDocuments, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_document_is_split_at_line_ends(documents: TextDocuments, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 24)
     content = "zwölf ä\n" * 7 + "a line that is longer than a document may be\n" + "b\n" * 20
     pieces = read_documents(content.encode(), documents)
@@ -294,7 +291,7 @@ def test_long_documents_are_cut_at_line_ends_and_lose_nothing(
         assert len(with_next_line.encode()) > 24, "no piece is shorter than it must be"
 
 
-def test_a_file_is_read_no_further_than_its_document(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_document_is_read_lazily(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 100)
     file = open_bytes(b"nine chars\n" * 100_000)
     next(read_text(file, "d", "file"))

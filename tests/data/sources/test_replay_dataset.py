@@ -1,4 +1,4 @@
-"""Replayed rows have their share of the trained tokens from any step to any other, whoever asks in which order."""
+"""Replay of earlier data: the order, against a row-by-row reference, and the share by tokens or pairs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes_lib.data.packed.training_data import count_trained_tokens, load_training_data
@@ -20,7 +20,7 @@ SHARES = (0.01, 0.05, 0.1, 0.25, 1 / 3, 0.5, 0.9)
 
 
 def draw_by_deficit(terms, replayed_terms, share, num_rows, seed):
-    """One row after the other: of the replayed ones where they have less than their share, else of the new ones."""
+    """Choose rows one by one: a replayed row while their share is below the target, otherwise a new one."""
     streams = EpochOrder(len(terms), seed), EpochOrder(len(replayed_terms), None if seed is None else seed ^ 0x5EED)
     share = Fraction(str(share)).limit_denominator(1_000_000)
     taken, sums, rows = [0, 0], [0, 0], []
@@ -33,32 +33,33 @@ def draw_by_deficit(terms, replayed_terms, share, num_rows, seed):
     return rows
 
 
+@settings(max_examples=40)
 @given(
     terms=st.lists(st.integers(1, 90), min_size=1, max_size=30),
     replayed=st.lists(st.integers(1, 90), min_size=1, max_size=12),
     share=st.sampled_from(SHARES),
     seed=st.sampled_from([None, 0, 7]),
 )
-def test_the_row_with_the_largest_deficit_is_next(terms, replayed, share, seed):
+def test_replay_order_equals_deficit_reference(terms, replayed, share, seed):
     terms, replayed = np.array(terms), np.array(replayed)
     order = ReplayOrder(terms, replayed, share, seed=seed)
     num_rows = 2 * order.rows_per_epoch + 5
     rows = order.locate(np.arange(num_rows))
     assert rows.tolist() == draw_by_deficit(terms, replayed, share, num_rows, seed)
-    # Between any two steps the replayed tokens are their share but for a row at either end.
+    # In every prefix, the replayed tokens deviate from their share by at most one row.
     every = np.concatenate([terms, replayed])[rows]
     replayed_sums = np.cumsum(np.where(rows >= len(terms), every, 0))
     off = replayed_sums - share * np.cumsum(every)
     assert np.abs(off).max() <= max(terms.max(), replayed.max())
-    # A step that begins anywhere has the rows that it has in the whole run.
+    # Any range has the rows that it has in the whole run.
     for first in (0, 1, num_rows // 2, num_rows - 3):
         assert order.locate(np.arange(first, num_rows)).tolist() == rows[first:].tolist()
-    # An epoch holds each new row, in the order that it has without replay.
+    # An epoch has each new row once, in the order without replay.
     epoch = rows[: order.rows_per_epoch]
     assert epoch[epoch < len(terms)].tolist() == EpochOrder(len(terms), seed).locate(np.arange(len(terms))).tolist()
 
 
-def test_of_either_data_all_rows_come_before_one_comes_again():
+def test_replay_uses_every_row_before_repeating():
     order = ReplayOrder(np.full(40, 3), np.full(7, 5), 0.25, seed=1)
     rows = order.locate(np.arange(300))
     replayed, new = rows[rows >= 40], rows[rows < 40]
@@ -69,7 +70,7 @@ def test_of_either_data_all_rows_come_before_one_comes_again():
 
 @pytest.fixture
 def write_all(build_config, write_rows, make_chats, tmp_path):
-    """Builds a run over 40 chats that replays 25 others."""
+    """Build a configuration over 40 chats; 25 others can be replayed."""
     write_rows("new.jsonl", make_chats(40))
     write_rows("old.jsonl", make_chats(25, start=100))
 
@@ -79,7 +80,7 @@ def write_all(build_config, write_rows, make_chats, tmp_path):
     return build
 
 
-def test_packed_rows_are_replayed_by_their_trained_tokens(write_all, tiny_tokenizer, tmp_path):
+def test_replay_share_of_packs_counts_trained_tokens(write_all, tiny_tokenizer, tmp_path):
     plain = load_training_data(write_all(), tiny_tokenizer)
     keys = {"replay_dataset": str(tmp_path / "old.jsonl"), "replay_share": 0.2}
     data = load_training_data(write_all(**keys), tiny_tokenizer)
@@ -98,7 +99,7 @@ def test_packed_rows_are_replayed_by_their_trained_tokens(write_all, tiny_tokeni
     assert data.record["replay"]["share"] == 0.2
 
 
-def test_what_an_earlier_run_held_out_is_not_replayed(write_all, tiny_tokenizer, tmp_path):
+def test_held_out_rows_of_earlier_run_are_not_replayed(write_all, tiny_tokenizer, tmp_path):
     earlier = write_all(dataset_name=str(tmp_path / "old.jsonl"), test_split_size=10, seed=3)
     held_out = load_training_data(earlier, tiny_tokenizer).eval
     run = tmp_path / "earlier"
@@ -115,7 +116,7 @@ def test_what_an_earlier_run_held_out_is_not_replayed(write_all, tiny_tokenizer,
     assert find_replayed(config).tokens.loss_on == "all"
 
 
-def test_pairs_are_replayed_by_their_number(build_config, write_rows, tiny_tokenizer, tmp_path):
+def test_replay_share_of_pairs_counts_pairs(build_config, write_rows, tiny_tokenizer, tmp_path):
     def write(name, start, **more):
         rows = [
             {"prompt": f"{n}?", "chosen": f" {n} a", "rejected": f" {n} b", **more} for n in range(start, start + 20)
@@ -135,7 +136,7 @@ def test_pairs_are_replayed_by_their_number(build_config, write_rows, tiny_token
     assert np.abs(np.cumsum(rows >= 20) - 0.1 * np.arange(1, 1001)).max() <= 1
 
 
-def test_documents_are_replayed_by_their_tokens(build_config, write_rows, tiny_tokenizer, tmp_path):
+def test_replay_share_of_documents_counts_tokens(build_config, write_rows, tiny_tokenizer, tmp_path):
     for name in ("new", "old"):
         write_rows(f"{name}.jsonl", [{"text": f"Text {number} of the {name} baker"} for number in range(40)])
     keys = {"dataset_name": str(tmp_path / "new.jsonl"), "max_length": 16, "recipe": "pretrain"}
@@ -154,7 +155,7 @@ def test_documents_are_replayed_by_their_tokens(build_config, write_rows, tiny_t
         ({"config": {}}, ConfigError, "names no dataset"),
     ],
 )
-def test_an_earlier_run_that_names_no_data_is_refused(write_all, tmp_path, record, error, words):
+def test_earlier_run_without_dataset_is_refused(write_all, tmp_path, record, error, words):
     if record is not None:
         (tmp_path / "run.json").write_text(json.dumps(record))
     with pytest.raises(error, match=words):

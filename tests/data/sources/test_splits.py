@@ -1,4 +1,4 @@
-"""A held-out split is exact, repeatable, and never shares a row with the training side."""
+"""Held-out splits by content and seed, digests of rows, and detection of overlap."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from decimal import Decimal
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes_lib.data.sources.rows import Row
@@ -26,8 +26,9 @@ def chat(question: str, answer: str, **fields: object) -> Row:
     return Row(source="a", index=0, messages=messages, **fields)  # type: ignore[arg-type]
 
 
+@settings(max_examples=40)
 @given(values=st.lists(st.integers(0, 30), min_size=2, max_size=80), size=st.integers(1, 40), seed=st.integers(0, 9))
-def test_both_sides_partition_the_rows_and_share_none(values: list[int], size: int, seed: int) -> None:
+def test_split_is_partition_without_shared_content(values: list[int], size: int, seed: int) -> None:
     digests = [digest(value) for value in values]
     try:
         split = split_rows(digests, size, seed)
@@ -44,17 +45,12 @@ def test_both_sides_partition_the_rows_and_share_none(values: list[int], size: i
         assert num_single < size
 
 
-@pytest.mark.parametrize(("size", "expected"), [(0.1, 100), (0.0005, None), (1, 1), (1.0, 1), (250, 250), (0.333, 333)])
-def test_the_number_held_out_is_exact_when_rows_differ(size: float, expected: int | None) -> None:
-    digests = [digest(value) for value in range(1000)]
-    if expected is None:
-        with pytest.raises(DataError, match="0 would be held out"):
-            split_rows(digests, size, 0)
-    else:
-        assert len(split_rows(digests, size, 0).test) == expected
+@pytest.mark.parametrize(("size", "expected"), [(0.1, 100), (1, 1), (1.0, 1), (250, 250), (0.333, 333)])
+def test_num_held_out_is_exact_for_distinct_rows(size: float, expected: int) -> None:
+    assert len(split_rows([digest(value) for value in range(1000)], size, 0).test) == expected
 
 
-def test_the_split_depends_on_content_and_seed_and_not_on_order() -> None:
+def test_split_depends_on_content_and_seed_not_order() -> None:
     digests = [digest(value) for value in range(300)]
     order = np.random.default_rng(0).permutation(300)
     held_out = {digests[n] for n in split_rows(digests, 30, 1).test}
@@ -65,12 +61,12 @@ def test_the_split_depends_on_content_and_seed_and_not_on_order() -> None:
 
 
 @pytest.mark.parametrize("size", [10, 11, 0.99, 0.01])
-def test_an_empty_side_is_an_error(size: float) -> None:
+def test_empty_side_of_split_is_error(size: float) -> None:
     with pytest.raises(DataError, match="both sides"):
         split_rows([digest(value) for value in range(10)], size, 0)
 
 
-def test_rows_that_are_all_equal_cannot_be_split() -> None:
+def test_split_of_equal_rows_is_error() -> None:
     with pytest.raises(DataError, match="equal rows stay together"):
         split_rows([digest(0)] * 10, 3, 0)
 
@@ -100,14 +96,14 @@ DIFFERENT: dict[str, Callable[[], tuple[Row, Row]]] = {
 
 
 @pytest.mark.parametrize("kind", SAME)
-def test_rows_that_say_the_same_have_one_digest(kind: str) -> None:
+def test_equal_content_has_equal_digest(kind: str) -> None:
     first, second = SAME[kind]()
     assert compute_row_digest(first) == compute_row_digest(second)
     assert len(compute_row_digest(first)) == 16
 
 
 @pytest.mark.parametrize("kind", DIFFERENT)
-def test_rows_that_differ_have_two_digests(kind: str) -> None:
+def test_different_content_has_different_digest(kind: str) -> None:
     first, second = DIFFERENT[kind]()
     assert compute_row_digest(first) != compute_row_digest(second)
 
@@ -116,7 +112,7 @@ def test_rows_that_differ_have_two_digests(kind: str) -> None:
     "value", [b"png", Decimal("0.5"), {"a": {"b": b"png"}}, [datetime(2024, 5, 1)], {"a": "\ud83d"}]
 )
 @pytest.mark.parametrize("column", ["messages", "rejected"])
-def test_what_json_has_no_word_for_is_named_with_its_row(column: str, value: object) -> None:
+def test_digest_of_non_json_value_names_row(column: str, value: object) -> None:
     turns = [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b", "extra": value}]
     row = Row(**{"messages": turns[:1], column: turns}, source="d.parquet", index=7)  # type: ignore[arg-type]
     with pytest.raises(DataError) as caught:
@@ -127,13 +123,24 @@ def test_what_json_has_no_word_for_is_named_with_its_row(column: str, value: obj
     assert problem.remedy
 
 
-def test_a_key_that_json_has_no_word_for_is_refused_with_its_row() -> None:
+def test_digest_of_deep_nesting_names_row() -> None:
+    deep: list[object] = []
+    for _ in range(5000):
+        deep = [deep]
+    row = Row(messages=[{"role": "user", "content": "a", "extra": deep}], source="d.jsonl", index=7, index_name="line")
+    with pytest.raises(
+        DataError, match=r"d\.jsonl:7: messages\[0\]\.extra cannot be written as JSON: nested too deeply"
+    ):
+        compute_row_digest(row)
+
+
+def test_digest_of_non_json_key_names_row() -> None:
     row = Row(messages=[{"role": "user", "content": "a", "\ud83d": 1}], source="d.parquet", index=7)
     with pytest.raises(DataError, match=r"d\.parquet row 7: the row cannot be written as JSON"):
         compute_row_digest(row)
 
 
-def test_overlap_is_counted_and_its_first_pairs_are_named() -> None:
+def test_overlap_is_counted_and_first_pairs_named() -> None:
     train = [digest(value) for value in (5, 1, 2, 1, 3)]
     held_out = [digest(value) for value in (9, 3, 1, 1)]
     overlap = find_overlap(train, held_out, max_pairs=2)

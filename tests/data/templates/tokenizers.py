@@ -1,4 +1,4 @@
-"""Tokenizers for the tests of the mask: byte-level, SentencePiece-like and lossy ones, over one small corpus."""
+"""Byte-level, SentencePiece-like and lossy tokenizers for the tests of the loss mask, trained on a tiny corpus."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPECIAL = re.compile(
 def build_byte_level(
     template: str, *, bos: str | None = "<s>", eos: str = "</s>", pad: str = "<pad>", extra: tuple[str, ...] = ()
 ) -> PreTrainedTokenizerFast:
-    """Byte-level BPE whose special tokens are the control literals of ``template``; treat it as read-only."""
+    """Return a byte-level BPE whose special tokens are the control literals of ``template``; treat it as read-only."""
     special = sorted({*SPECIAL.findall(template), *extra, eos, pad, *([bos] if bos else [])})
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -45,7 +45,7 @@ def wrap(
     eos: str = "</s>",
     pad: str = "<pad>",
 ) -> PreTrainedTokenizerFast:
-    """The tokenizer as transformers holds it."""
+    """Return the tokenizer as a ``PreTrainedTokenizerFast``."""
     extra = [token for token in special if str(token) not in (bos, eos, pad)]
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=pad, extra_special_tokens=extra
@@ -56,7 +56,7 @@ def wrap(
 
 @cache
 def build_metaspace(template: str | None, *, adds_bos: bool = True) -> PreTrainedTokenizerFast:
-    """SentencePiece-like BPE: a space becomes part of the word, unknown characters become bytes."""
+    """Return a SentencePiece-like BPE: spaces are parts of words, unknown characters become bytes."""
     special = ["<unk>", "<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -78,7 +78,7 @@ def build_metaspace(template: str | None, *, adds_bos: bool = True) -> PreTraine
 
 
 def build_lossy(template: str) -> PreTrainedTokenizerFast:
-    """Byte-level BPE behind NFC and lower case: what it cannot tell apart, no model trained with it can."""
+    """Return a byte-level BPE after NFC and lower-casing, whose decoded text differs from the input."""
     fast = build_byte_level.__wrapped__(template)
     fast.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
     return fast

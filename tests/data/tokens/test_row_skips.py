@@ -1,4 +1,4 @@
-"""The rows that are left, found without a list of them."""
+"""Row numbers after skipped spans, against a list of the remaining rows."""
 
 import numpy as np
 from hypothesis import given
@@ -10,7 +10,7 @@ spans = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=5)
 
 
 @given(spans)
-def test_the_run_has_the_natural_rows_but_those_left_out_one_after_the_other(spans):
+def test_skipped_rows_are_removed_from_natural_order(spans):
     rows = list(range(300))
     skips = RowSkips()
     for first, length in spans:
@@ -21,7 +21,7 @@ def test_the_run_has_the_natural_rows_but_those_left_out_one_after_the_other(spa
     assert all(one[1] < other[0] for one, other in zip(skips.ranges, skips.ranges[1:], strict=False))
 
 
-def test_shapes_are_kept_and_nothing_left_out_moves_nothing():
+def test_skip_keeps_shape_and_is_identity_without_spans():
     rows = np.arange(6).reshape(2, 3)
     assert (RowSkips().locate(rows) == rows).all()
     assert RowSkips(((2, 4),)).locate(rows).tolist() == [[0, 1, 4], [5, 6, 7]]

@@ -1,4 +1,4 @@
-"""What is read from the shards is what was appended, wherever it is cut, and whoever reads it."""
+"""Token shards: round trip, resumed writers, fsync, and reading from other processes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.rows import read_files
 
 from recipes_lib.data.tokens import shards as token_shards
 from recipes_lib.data.tokens.shards import TokenSource, TokenWriter, is_whole
@@ -23,7 +24,7 @@ lengths_lists = st.lists(st.integers(1, 12), min_size=1, max_size=20)
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch):
-    """Shards of 32 bytes, written without waiting for the disk."""
+    """Shards of 32 bytes, and no fsync."""
     monkeypatch.setattr(token_shards, "SHARD_BYTES", 32)
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
@@ -48,12 +49,9 @@ def write(folder: Path, documents: tuple[np.ndarray, ...], cuts=(), num_ids: int
         return TokenSource("a source", folder, **writer.describe())
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-
-
+@settings(max_examples=40)
 @given(lengths_lists, st.data())
-def test_any_stretch_is_read_as_it_was_appended(tmp_path_factory, lengths, data):
+def test_any_range_reads_back_appended_tokens(tmp_path_factory, lengths, data):
     documents = make_documents(lengths)
     source = write(tmp_path_factory.mktemp("shards") / "s", documents)
     ids, _, digests = documents
@@ -69,17 +67,18 @@ def test_any_stretch_is_read_as_it_was_appended(tmp_path_factory, lengths, data)
     assert source.digests[first:last].tolist() == digests[first:last].tolist()
 
 
+@settings(max_examples=40)
 @given(lengths_lists, st.data())
-def test_the_bytes_do_not_depend_on_how_documents_are_handed_over(tmp_path_factory, lengths, data):
+def test_shard_bytes_are_independent_of_append_calls(tmp_path_factory, lengths, data):
     folder, documents = tmp_path_factory.mktemp("shards"), make_documents(lengths)
     cuts = data.draw(st.lists(st.integers(0, len(lengths)), max_size=5))
     write(folder / "at once", documents)
     write(folder / "in parts", documents, cuts)
-    assert contents(folder / "at once") == contents(folder / "in parts")
+    assert read_files(folder / "at once") == read_files(folder / "in parts")
 
 
 @pytest.mark.parametrize(("num_ids", "dtype"), [(2, "<u2"), (65_536, "<u2"), (65_537, "<u4"), (200_000, "<u4")])
-def test_ids_take_two_bytes_where_all_of_them_fit(tmp_path, num_ids, dtype):
+def test_ids_use_two_bytes_if_they_fit(tmp_path, num_ids, dtype):
     documents = make_documents([30, 40], num_ids=num_ids)
     documents[0][7] = num_ids - 1
     source = write(tmp_path / "s", documents, num_ids=num_ids)
@@ -90,14 +89,14 @@ def test_ids_take_two_bytes_where_all_of_them_fit(tmp_path, num_ids, dtype):
     assert source.read(0, 70).tolist() == documents[0].tolist()
 
 
-def test_outside_of_the_source_nothing_is_read(tmp_path):
+def test_out_of_range_read_raises(tmp_path):
     source = write(tmp_path / "s", make_documents([5]))
     for start, stop in ((-1, 2), (0, 6), (3, 2)):
         with pytest.raises(AssertionError):
             source.read(start, stop)
 
 
-def test_without_documents_there_is_no_folder(tmp_path):
+def test_no_folder_without_documents(tmp_path):
     with TokenWriter(tmp_path / "s", num_ids=9) as writer:
         writer.append(*make_documents([]))
         writer.flush()
@@ -106,8 +105,9 @@ def test_without_documents_there_is_no_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@settings(max_examples=40)
 @given(lengths_lists, st.data())
-def test_who_goes_on_from_a_flush_writes_what_was_never_interrupted(tmp_path_factory, lengths, data):
+def test_resumed_writer_equals_uninterrupted_writer(tmp_path_factory, lengths, data):
     folder, documents = tmp_path_factory.mktemp("shards"), make_documents(lengths)
     flushed, written = sorted(data.draw(st.tuples(*[st.integers(0, len(lengths))] * 2)))
     write(folder / "whole", documents)
@@ -118,10 +118,10 @@ def test_who_goes_on_from_a_flush_writes_what_was_never_interrupted(tmp_path_fac
         append(writer, documents, flushed, written)
     with TokenWriter(folder / "resumed", num_ids=NUM_IDS, at=at) as writer:
         append(writer, documents, flushed, len(lengths))
-    assert contents(folder / "whole") == contents(folder / "resumed")
+    assert read_files(folder / "whole") == read_files(folder / "resumed")
 
 
-def test_what_is_flushed_is_whole_and_what_lacks_a_byte_is_not(tmp_path):
+def test_truncated_flush_is_detected(tmp_path):
     write(tmp_path / "s", make_documents([20, 30, 1]))
     with TokenWriter(tmp_path / "s", num_ids=NUM_IDS) as writer:
         append(writer, make_documents([20, 30, 1]), 0, 3)
@@ -142,7 +142,7 @@ def test_what_is_flushed_is_whole_and_what_lacks_a_byte_is_not(tmp_path):
         path.write_bytes(content)
 
 
-def test_a_flush_waits_for_every_file_and_for_their_names(tmp_path, monkeypatch):
+def test_flush_syncs_files_and_directory(tmp_path, monkeypatch):
     synced = set()
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.add(Path(f"/proc/self/fd/{descriptor}").readlink()))
     with TokenWriter(tmp_path / "s", num_ids=NUM_IDS) as writer:
@@ -151,7 +151,7 @@ def test_a_flush_waits_for_every_file_and_for_their_names(tmp_path, monkeypatch)
     assert synced == {tmp_path / "s", *(tmp_path / "s").iterdir()}
 
 
-def test_full_shards_are_those_that_grow_no_more(tmp_path):
+def test_full_shards_do_not_grow(tmp_path):
     with TokenWriter(tmp_path / "s", num_ids=NUM_IDS) as writer:
         counts = []
         for number in range(4):
@@ -160,7 +160,7 @@ def test_full_shards_are_those_that_grow_no_more(tmp_path):
     assert counts == [0, 1, 1, 2]
 
 
-def test_an_error_of_the_disk_is_not_hidden(tmp_path, monkeypatch):
+def test_disk_error_propagates(tmp_path, monkeypatch):
     def fail(_):
         raise OSError(28, os.strerror(28))
 
@@ -174,8 +174,8 @@ def read_all(source: TokenSource, connection) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_worker_reads_the_same(tmp_path, method):
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_worker_process_reads_equal_tokens(tmp_path, method):
     source = write(tmp_path / "s", make_documents([20, 30]))
     expected = source.read(0, 50).tolist()
     assert pickle.loads(pickle.dumps(source)) == source
@@ -190,7 +190,7 @@ def test_a_worker_reads_the_same(tmp_path, method):
 
 def read_with_few_files(source: TokenSource) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Besides those that the tests before have left open in this process.
+    # In addition to the files that earlier tests left open in this process.
     few = len(list(Path("/dev/fd").iterdir())) + token_shards._MAX_OPEN_FILES + 64
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
     for start in range(0, source.num_tokens, 16):
@@ -198,7 +198,7 @@ def read_with_few_files(source: TokenSource) -> None:
 
 
 @pytest.mark.multiprocess
-def test_a_source_may_have_more_shards_than_a_process_may_open_files(tmp_path):
+def test_num_shards_may_exceed_open_file_limit(tmp_path):
     source = write(tmp_path / "s", make_documents([16] * 400))
     process = multiprocessing.get_context("fork").Process(target=read_with_few_files, args=(source,))
     process.start()

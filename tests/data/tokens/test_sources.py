@@ -1,4 +1,4 @@
-"""A token set is known by what decides its bytes, and by nothing else."""
+"""Keys and names of token sources, and what they depend on."""
 
 from __future__ import annotations
 
@@ -53,22 +53,22 @@ WITHOUT_CHANGE = {
     "decay_embeddings": False,
 }
 DECIDED_ELSEWHERE = {
-    # which source, and where it lies
+    # The source and its location.
     *("dataset_name", "dataset_config", "dataset_revision", "dataset_train_split", "dataset_test_split"),
-    # below
+    # Tested below.
     *("dataset_mixture", "dataset_curriculum", "dataset_streaming", "chat_template_path"),
-    # refused in pretraining, and not read here
+    # Refused in pretraining, and not read here.
     *("loss_on", "overlong", "max_truncated_fraction", "packing"),
 }
 
 
-def test_every_option_is_known_here():
+def test_key_table_covers_every_option():
     options = {field.name for section in SECTIONS for field in dataclasses.fields(section)}
     assert options <= CHANGES.keys() | WITHOUT_CHANGE.keys() | DECIDED_ELSEWHERE
 
 
 @pytest.mark.parametrize("option", [*CHANGES, *WITHOUT_CHANGE])
-def test_what_decides_the_bytes_changes_the_key_and_nothing_else_does(build_config, texts, option):
+def test_only_content_options_change_key(build_config, texts, option):
     before, after = (
         keys_of(build_config(dataset_name=texts["a"], **options))
         for options in ({}, {option: (CHANGES | WITHOUT_CHANGE)[option]})
@@ -76,7 +76,7 @@ def test_what_decides_the_bytes_changes_the_key_and_nothing_else_does(build_conf
     assert (before != after) == (option in CHANGES)
 
 
-def test_a_source_has_the_same_key_alone_and_in_any_mixture(build_config, texts):
+def test_source_key_is_independent_of_mixture(build_config, texts):
     alone = [keys_of(build_config(dataset_name=texts[name]))[0] for name in "ab"]
     mixture = [{"name": texts["b"], "weight": 0.2}, {"name": texts["a"], "weight": 3.0}]
     assert keys_of(build_config(dataset_mixture=mixture)) == alone[::-1]
@@ -85,12 +85,12 @@ def test_a_source_has_the_same_key_alone_and_in_any_mixture(build_config, texts)
     assert len(set(alone)) == 2
 
 
-def test_the_seed_counts_only_where_it_draws(build_config, texts):
+def test_seed_changes_key_only_if_used(build_config, texts):
     keys = [keys_of(build_config(dataset_name=texts["a"], test_split_size=0.5, seed=seed)) for seed in (0, 1)]
     assert keys[0] != keys[1]
 
 
-def test_the_template_counts_by_its_text(build_config, texts, tmp_path):
+def test_template_is_keyed_by_content(build_config, texts, tmp_path):
     keys = []
     for name, text in (("x", "one"), ("y", "one"), ("z", "two")):
         (tmp_path / name).write_text(text)
@@ -98,7 +98,7 @@ def test_the_template_counts_by_its_text(build_config, texts, tmp_path):
     assert keys[0] == keys[1] != keys[2]
 
 
-def test_how_far_a_stream_is_read_counts_and_a_whole_source_is_another_set(build_config, texts):
+def test_stream_budget_changes_key(build_config, texts):
     config = build_config(dataset_name=texts["a"], dataset_streaming=True, max_length=8)
     keys = [keys_of(config, num_tokens) for num_tokens in (100, 200)]
     assert len({*map(tuple, keys), tuple(keys_of(build_config(dataset_name=texts["a"])))}) == 3
@@ -106,7 +106,7 @@ def test_how_far_a_stream_is_read_counts_and_a_whole_source_is_another_set(build
 
 
 def find_needed_modules(module: str) -> set[str]:
-    """The modules of the room that a module imports, at once or not, those only for types left out."""
+    """Return the modules of ``data`` that a module imports, directly or indirectly, except for typing only."""
     needed, waiting = set(), [module]
     while waiting:
         name = waiting.pop()
@@ -127,7 +127,7 @@ def find_needed_modules(module: str) -> set[str]:
     return needed
 
 
-def test_what_is_left_out_of_the_key_writes_nothing(build_config, texts):
+def test_options_outside_key_leave_bytes_unchanged(build_config, texts):
     needed = find_needed_modules("tokens/token_sets.py") | find_needed_modules("chat/encoder.py")
     assert {"sources/formats.py", "chat/templates.py", "tokens/shards.py", "sources/readers.py"} <= needed
     assert not needed & WITHOUT_EFFECT
@@ -136,11 +136,11 @@ def test_what_is_left_out_of_the_key_writes_nothing(build_config, texts):
     assert corpus.collect_inputs(build_config())["code"].keys() >= needed - WITHOUT_EFFECT
 
 
-def test_all_tokens_are_trained_on_whatever_the_layout(build_config):
+def test_all_tokens_are_trained_for_any_layout(build_config):
     assert select_options(build_config(loss_on="assistant")).tokens.loss_on == "all"
 
 
-def test_names_are_told_apart_by_what_differs(build_config, texts, tmp_path):
+def test_source_names_differ_by_distinguishing_key(build_config, texts, tmp_path):
     for split in ("train", "test"):
         (tmp_path / "d" / split).mkdir(parents=True)
         (tmp_path / "d" / split / "1.txt").write_text(split)
@@ -152,14 +152,14 @@ def test_names_are_told_apart_by_what_differs(build_config, texts, tmp_path):
         load_corpora(build_config(dataset_mixture=[{"name": texts["a"], "weight": 1.0}, {"name": texts["a"]}]))
 
 
-def test_all_sources_that_cannot_be_opened_are_told(build_config, tmp_path):
+def test_unopenable_sources_are_reported_together(build_config, tmp_path):
     mixture = [{"name": str(tmp_path / "x.txt")}, {"name": str(tmp_path / "y.txt")}]
     with pytest.raises(DataError) as raised:
         load_corpora(build_config(dataset_mixture=mixture))
     assert len(raised.value.problems) == 2
 
 
-def test_a_document_of_a_text_file_is_what_was_asked_for(build_config, texts):
+def test_text_documents_select_document_unit(build_config, texts):
     found = {}
     for unit in ("file", "paragraph", "line"):
         (corpus,) = load_corpora(build_config(dataset_name=texts["a"], text_documents=unit))
@@ -167,7 +167,7 @@ def test_a_document_of_a_text_file_is_what_was_asked_for(build_config, texts):
     assert found == {"file": ["a one\n\na two\n"], "paragraph": ["a one", "a two"], "line": ["a one", "a two"]}
 
 
-def test_held_out_data_are_a_path_or_a_split_of_the_one_dataset(build_config, texts, tmp_path, monkeypatch):
+def test_held_out_data_is_path_or_split(build_config, texts, tmp_path, monkeypatch):
     assert load_held_out(build_config(dataset_name=texts["a"])) is None
     by_path = load_held_out(build_config(dataset_name=texts["a"], dataset_test_split=texts["b"], test_split_size=0.5))
     assert (by_path.name, by_path.test_size) == (texts["b"], None)
@@ -182,6 +182,6 @@ def test_held_out_data_are_a_path_or_a_split_of_the_one_dataset(build_config, te
         load_held_out(build_config(dataset_mixture=[{"name": texts["a"]}], dataset_test_split="test"))
 
 
-def test_with_named_held_out_data_nothing_is_drawn(build_config, texts):
+def test_dataset_test_split_excludes_drawing(build_config, texts):
     config = build_config(dataset_name=texts["a"], dataset_test_split=texts["b"], test_split_size=0.5)
     assert [corpus.test_size for corpus in load_corpora(config)] == [None]

@@ -1,4 +1,4 @@
-"""A run's tokens are prepared source by source, once; each mistake is told with its place and its remedy."""
+"""Token data of a pretraining run: preparation per source, held-out tokens, and collected problems."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from recipes_lib.errors import DataError
 
 @pytest.fixture
 def build(build_config, write_rows, make_chats, tmp_path):
-    """Builds a run over 40 texts and 30 chats, rows of 16 tokens, with these weights."""
+    """Build a configuration over 40 texts and 30 chats with these weights and rows of 16 tokens."""
     write_rows("texts.jsonl", [{"text": f"Text {number} of the baker"} for number in range(40)])
     write_rows("chats.jsonl", make_chats(30))
 
@@ -37,7 +37,7 @@ def decode(source, tokenizer) -> str:
     return tokenizer.decode(source.read(0, source.num_tokens))
 
 
-def test_each_source_holds_its_documents_and_its_name(build, load_tokenizer, tiny_tokenizer, tmp_path):
+def test_token_sources_hold_documents_and_names(build, load_tokenizer, tiny_tokenizer, tmp_path):
     data = prepare_tokens(build(), load_tokenizer)
     texts, chats = data.train
     assert texts.name == str(tmp_path / "texts.jsonl")
@@ -51,13 +51,13 @@ def test_each_source_holds_its_documents_and_its_name(build, load_tokenizer, tin
     assert load_tokenizer.calls == 1
 
 
-def test_weights_are_those_asked_for_or_by_size(build, load_tokenizer):
+def test_weights_are_configured_or_by_size(build, load_tokenizer):
     sizes = [source.num_tokens for source in prepare_tokens(build(), load_tokenizer).train]
     assert prepare_tokens(build(), load_tokenizer).weights == pytest.approx([size / sum(sizes) for size in sizes])
     assert prepare_tokens(build(3.0), load_tokenizer).weights == [0.75, 0.25]
 
 
-def test_what_does_not_change_the_tokens_tokenises_nothing(build, load_tokenizer, tokenized):
+def test_unrelated_option_does_not_tokenise_again(build, load_tokenizer, tokenized):
     first = prepare_tokens(build(), load_tokenizer)
     before = sum(tokenized)
     for config in (build(), build(1.0, 9.0), build(max_length=32), build(seed=3)):
@@ -67,7 +67,7 @@ def test_what_does_not_change_the_tokens_tokenises_nothing(build, load_tokenizer
     assert (first.is_new, load_tokenizer.calls, sum(tokenized)) == (True, 1, before)
 
 
-def test_a_new_source_alone_is_tokenised(build, load_tokenizer, tmp_path, write_rows, tokenized):
+def test_only_new_source_is_tokenised(build, load_tokenizer, tmp_path, write_rows, tokenized):
     prepare_tokens(build(), load_tokenizer)
     before = sum(tokenized)
     path = write_rows("more.jsonl", [{"text": "one more text about rivers and sand and snow"}])
@@ -78,7 +78,7 @@ def test_a_new_source_alone_is_tokenised(build, load_tokenizer, tmp_path, write_
     assert data.is_new
 
 
-def test_held_out_tokens_are_kept_by_source(build, load_tokenizer, tiny_tokenizer):
+def test_held_out_tokens_are_kept_per_source(build, load_tokenizer, tiny_tokenizer):
     whole = prepare_tokens(build(), load_tokenizer)
     data = prepare_tokens(build(test_split_size=0.3), load_tokenizer)
     assert list(data.eval) == [source.name for source in data.train]
@@ -91,7 +91,7 @@ def test_held_out_tokens_are_kept_by_source(build, load_tokenizer, tiny_tokenize
         assert not documents[0] & documents[1]
 
 
-def test_a_named_test_split_is_the_one_held_out_source(build, load_tokenizer, write_rows):
+def test_dataset_test_split_is_single_held_out_source(build, load_tokenizer, write_rows):
     path = str(write_rows("held_out.jsonl", [{"text": "nothing of the kind"}]))
     data = prepare_tokens(build(dataset_test_split=path), load_tokenizer)
     assert {name: source.num_documents for name, source in data.eval.items()} == {path: 1}
@@ -99,10 +99,10 @@ def test_a_named_test_split_is_the_one_held_out_source(build, load_tokenizer, wr
     assert load_tokenizer.calls == 1
 
 
-def test_documents_trained_on_and_held_out_are_refused_unless_allowed(build, load_tokenizer, write_rows):
+def test_document_overlap_is_refused_unless_allowed(build, load_tokenizer, write_rows):
     rows = [{"text": "nothing of the kind"}, {"text": "Text 7 of the baker "}, {"text": "Text 3 of the baker"}]
     path = write_rows("held_out.jsonl", rows)
-    for _ in range(2):  # found in the store the second time
+    for _ in range(2):  # The second call finds the set in the store.
         with pytest.raises(DataError) as raised:
             prepare_tokens(build(dataset_test_split=str(path)), load_tokenizer)
         text = str(raised.value)
@@ -113,9 +113,7 @@ def test_documents_trained_on_and_held_out_are_refused_unless_allowed(build, loa
     assert allowed.eval[str(path)].num_documents == 3
 
 
-def test_what_is_wrong_in_any_source_is_told_at_once_and_the_others_are_kept(
-    build, load_tokenizer, write_rows, tokenized
-):
+def test_problems_of_all_sources_are_raised_together(build, load_tokenizer, write_rows, tokenized):
     write_rows("texts.jsonl", [{"text": "a"}, {"text": ""}, {"text": 3}])
     held_out = write_rows("held_out.jsonl", [{"text": "b"}, {"text": []}])
     with pytest.raises(DataError) as raised:
@@ -128,7 +126,7 @@ def test_what_is_wrong_in_any_source_is_told_at_once_and_the_others_are_kept(
     assert sum(tokenized) == before + 1
 
 
-def test_a_source_smaller_than_a_row_is_named_with_the_remedy(build, load_tokenizer, write_rows):
+def test_source_shorter_than_max_length_is_error(build, load_tokenizer, write_rows):
     path = write_rows("texts.jsonl", [{"text": "a"}])
     with pytest.raises(DataError) as raised:
         prepare_tokens(build(), load_tokenizer)
@@ -139,17 +137,17 @@ def test_a_source_smaller_than_a_row_is_named_with_the_remedy(build, load_tokeni
     assert prepare_tokens(build(max_length=2), load_tokenizer).train[0].num_tokens == 2
 
 
-def test_a_source_of_which_all_is_held_out_is_too_small(build, load_tokenizer):
+def test_source_held_out_entirely_is_error(build, load_tokenizer):
     with pytest.raises(DataError, match="0 tokens to train on"):
         prepare_tokens(build(test_split_size=1000), load_tokenizer)
 
 
-def test_a_share_that_holds_nothing_out_is_refused(build, load_tokenizer):
+def test_share_that_holds_out_nothing_is_refused(build, load_tokenizer):
     with pytest.raises(DataError, match="no document is held out"):
         prepare_tokens(build(test_split_size=1e-9), load_tokenizer)
 
 
-def test_a_full_disk_is_told_once(build, load_tokenizer, monkeypatch):
+def test_full_disk_is_one_problem(build, load_tokenizer, monkeypatch):
     def fail(_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -159,7 +157,7 @@ def test_a_full_disk_is_told_once(build, load_tokenizer, monkeypatch):
     assert len(raised.value.problems) == 1
 
 
-def test_a_stream_is_read_no_further_than_the_run(build, load_tokenizer, monkeypatch, tokenized):
+def test_stream_is_read_only_as_far_as_needed(build, load_tokenizer, monkeypatch, tokenized):
     monkeypatch.setattr("recipes_lib.data.packed.encoding.ROWS_PER_CHUNK", 2)
     whole = prepare_tokens(build(), load_tokenizer)
     before = sum(tokenized)
@@ -172,7 +170,7 @@ def test_a_stream_is_read_no_further_than_the_run(build, load_tokenizer, monkeyp
     assert prepare_tokens(build(1.0, 3.0, dataset_streaming=True), load_tokenizer, num_tokens=320).is_new
 
 
-def test_the_record_is_json_and_says_where_the_tokens_came_from(build, load_tokenizer):
+def test_record_is_json_with_sources(build, load_tokenizer):
     data = prepare_tokens(build(3.0, test_split_size=4), load_tokenizer)
     record = json.loads(json.dumps(data.record))
     for part, source in zip(record["sources"], data.train, strict=True):
@@ -185,7 +183,7 @@ def test_the_record_is_json_and_says_where_the_tokens_came_from(build, load_toke
     assert record["held_out"] is None
 
 
-def test_progress_is_shown_only_on_a_terminal(build, load_tokenizer, capfd, monkeypatch):
+def test_progress_is_shown_only_on_terminal(build, load_tokenizer, capfd, monkeypatch):
     prepare_tokens(build(), load_tokenizer)
     assert capfd.readouterr().err == ""
     monkeypatch.setattr(token_data, "Console", functools.partial(Console, force_terminal=True, width=200))

@@ -1,4 +1,4 @@
-"""Every row becomes one document, in order; what is held out depends on what a document says and on nothing else."""
+"""Chunks of documents, and the choice of held-out documents by content and seed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def encode(rows, tokenizer, hold_out=None):
     return list(encode_documents(encoder, rows, hold_out or HoldOut(), broken)), broken.list_problems("d.txt")
 
 
-def test_a_chunk_is_closed_by_characters_of_any_layout(tiny_tokenizer, monkeypatch):
+def test_chunk_is_bounded_by_characters_for_any_layout(tiny_tokenizer, monkeypatch):
     monkeypatch.setattr(encoding, "CHARACTERS_PER_CHUNK", 20)
     turns = [{"role": "user", "content": "Ten chars."}, {"role": "assistant", "content": "Ten more.."}]
     rows = [
@@ -43,7 +43,7 @@ def test_a_chunk_is_closed_by_characters_of_any_layout(tiny_tokenizer, monkeypat
     assert [len(chunk.lengths) for chunk in chunks] == [1, 1, 1, 2]
 
 
-def test_no_more_is_read_than_is_in_work(tiny_tokenizer, monkeypatch):
+def test_reading_is_bounded_by_pending_work(tiny_tokenizer, monkeypatch):
     monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", 2)
     num_read = itertools.count(1)
     rows = (Row(source="endless", index=next(num_read), text="text") for _ in itertools.repeat(None))
@@ -54,7 +54,7 @@ def test_no_more_is_read_than_is_in_work(tiny_tokenizer, monkeypatch):
     assert next(num_read) <= 2 * (5 + encoding._THREADS + 1)
 
 
-def test_documents_that_cannot_be_read_and_that_cannot_be_tokenised_are_told_together(tiny_tokenizer, monkeypatch):
+def test_reading_and_tokenising_problems_are_raised_together(tiny_tokenizer, monkeypatch):
     monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", 3)
     texts = [*TEXTS[:4], "half a \ud800 pair", *TEXTS[5:10], "half a \ud800 pair"]
 
@@ -67,7 +67,7 @@ def test_documents_that_cannot_be_read_and_that_cannot_be_tokenised_are_told_tog
     assert "so in 2 of 11 rows (18.2%), next d.txt:11" in problems[-1].found
 
 
-def test_what_is_wrong_with_the_tokenizer_is_no_problem_of_a_row(tiny_tokenizer):
+def test_tokenizer_error_is_not_row_problem(tiny_tokenizer):
     class Unfit:
         def encode(self, rows):
             raise ConfigError(Problem("eos_token", "none"))
@@ -82,44 +82,44 @@ def held_out_texts(rows, size, seed=0) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [0.1, 0.5, 0.9])
-def test_a_share_is_the_chance_of_each_document(size):
+def test_share_is_probability_per_document(size):
     rows = make_rows([f"document {number}" for number in range(2000)])
     deviation = (2000 * size * (1 - size)) ** 0.5
     assert abs(len(held_out_texts(rows, size)) - 2000 * size) < 4 * deviation
 
 
-def test_a_share_reads_nothing_beforehand():
+def test_share_needs_no_preliminary_pass():
     assert build_hold_out(iter(lambda: pytest.fail("read"), None), 0.1, seed=0).threshold > 0
 
 
 @pytest.mark.parametrize("size", [1, 7, 39])
-def test_a_number_is_exactly_that_many_documents(size):
+def test_number_holds_out_exactly_that_many(size):
     assert len(held_out_texts(make_rows(), size)) == size
 
 
-def test_copies_of_a_document_stay_together_and_count_once():
+def test_copies_stay_together_and_count_once():
     rows = make_rows(random.Random(0).sample(TEXTS * 3, 3 * len(TEXTS)))
     assert held_out_texts(rows, 7) == sorted(held_out_texts(make_rows(), 7) * 3)
     assert held_out_texts(rows, 0.3) == sorted(held_out_texts(make_rows(), 0.3) * 3)
 
 
 @pytest.mark.parametrize("size", [7, 0.3])
-def test_what_is_held_out_follows_from_content_and_seed_alone(size):
+def test_held_out_depends_only_on_content_and_seed(size):
     shuffled = TEXTS.copy()
     random.Random(0).shuffle(shuffled)
     assert held_out_texts(make_rows(shuffled), size) == held_out_texts(make_rows(), size)
     assert held_out_texts(make_rows(), size, seed=1) != held_out_texts(make_rows(), size)
 
 
-def test_a_larger_number_holds_out_what_a_smaller_one_does():
+def test_larger_number_holds_out_superset():
     assert set(held_out_texts(make_rows(), 5)) < set(held_out_texts(make_rows(), 9))
 
 
-def test_nothing_is_held_out_unless_asked_for():
+def test_nothing_is_held_out_by_default():
     assert held_out_texts(make_rows(), None) == []
 
 
-def test_a_chunk_says_which_of_its_documents_are_held_out(tiny_tokenizer):
+def test_chunk_marks_held_out_documents(tiny_tokenizer):
     rule = build_hold_out(make_rows(), 9, seed=3)
     (chunk,), _ = encode(make_rows(), tiny_tokenizer, rule)
     assert chunk.is_held_out.tolist() == [rule.holds(compute_row_digest(row)) for row in make_rows()]

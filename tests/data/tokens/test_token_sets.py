@@ -1,4 +1,4 @@
-"""A source is tokenised once, to the same bytes whoever was killed on the way; what goes wrong leaves nothing wrong."""
+"""Token sets: content, kills and disk errors during preparation, and streams."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def small_shards(monkeypatch):
 
 @pytest.fixture
 def make(build_config, write_rows, tiny_tokenizer):
-    """Makes the set of 60 texts under a root, or of another corpus."""
+    """Make the token set of 60 texts, or of another file, in a root folder."""
 
     def load_encoder():
         return RowEncoder(tiny_tokenizer, loss_on="all"), 512
@@ -46,11 +46,16 @@ def make(build_config, write_rows, tiny_tokenizer):
     def run(root: Path, num_tokens=None, on_documents=lambda *_: None, path=path, **options):
         (corpus,) = load_corpora(build_config(dataset_name=str(path), **options))
         corpus = dataclasses.replace(corpus, num_tokens=num_tokens)
-        return make_token_set(root, KEY, {}, corpus, load_encoder, on_documents)
+        return make_token_set(root, KEY, identify(corpus), corpus, load_encoder, on_documents)
 
     make = run
     make.rows = lambda **options: list(load_corpora(build_config(**options))[0].rows())
     return make
+
+
+def identify(corpus: Corpus) -> dict[str, dict[str, str]]:
+    """Return the inputs of the key that the preparation reads."""
+    return {"sources": {"documents": corpus.source.fingerprint()}}
 
 
 def read_documents(prepared, side) -> list[list[int]]:
@@ -63,7 +68,7 @@ def read_documents(prepared, side) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("size", [None, 0.3, 9])
-def test_every_document_is_on_one_side_as_the_encoder_gives_it(make, tmp_path, tiny_tokenizer, size):
+def test_token_set_splits_encoder_output(make, tmp_path, tiny_tokenizer, size):
     prepared = make(tmp_path / "root", test_split_size=size)
     rows = make.rows(dataset_name=str(tmp_path / "texts.jsonl"))
     expected = [row.input_ids.tolist() for row in RowEncoder(tiny_tokenizer).encode(rows)]
@@ -76,38 +81,49 @@ def test_every_document_is_on_one_side_as_the_encoder_gives_it(make, tmp_path, t
     assert len(held_out) > 0 or size is None
 
 
-def test_nothing_but_the_set_stays_in_the_folder(make, tmp_path):
+def test_only_set_remains_in_folder(make, tmp_path):
     prepared = make(tmp_path / "root")
     assert [path.name for path in (tmp_path / "root").iterdir() if not path.name.endswith(".lock")] == [KEY[:16]]
     assert not list(prepared.path.rglob(".*"))
     assert find_set(tmp_path / "root", KEY, check_bytes=True)
 
 
-def test_the_number_of_documents_and_tokens_is_told(make, tmp_path):
-    told = []
-    prepared = make(tmp_path / "root", on_documents=lambda *counts: told.append(counts), test_split_size=0.3)
+def test_progress_reports_documents_and_tokens(make, tmp_path):
+    counts = []
+    prepared = make(tmp_path / "root", on_documents=lambda *pair: counts.append(pair), test_split_size=0.3)
     sides = [prepared.manifest[side] for side in ("train", "eval")]
-    assert told[0] == (0, 0)
-    assert told == sorted(told)
-    assert told[-1] == tuple(sum(side[name] for side in sides) for name in ("num_documents", "num_tokens"))
+    assert counts[0] == (0, 0)
+    assert counts == sorted(counts)
+    assert counts[-1] == tuple(sum(side[name] for side in sides) for name in ("num_documents", "num_tokens"))
 
 
-PLACES = [
-    *((token_sets._Sides, "append", call) for call in (1, 2, 5, 9)),
-    *((token_shards.TokenWriter, "_open_shard", call) for call in (2, 5)),
-    *((token_sets, "replace_record", call) for call in (1, 2, 4)),
-    *((os, "fsync", call) for call in (1, 7, 8, 30)),
-    *((store, "replace_record", call) for call in (1, 2)),
+MOMENTS = [
+    *((token_sets._Sides, "append", call) for call in (1, 9)),
+    (token_shards.TokenWriter, "_open_shard", 5),
+    *((token_sets, "replace_record", call) for call in (1, 4)),
+    *((os, "fsync", call) for call in (1, 30)),
+    (store, "replace_record", 2),
     (os, "replace", 1),
+]
+MORE_MOMENTS = [
+    *((token_sets._Sides, "append", call) for call in (2, 5)),
+    (token_shards.TokenWriter, "_open_shard", 2),
+    (token_sets, "replace_record", 2),
+    *((os, "fsync", call) for call in (7, 8)),
+    (store, "replace_record", 1),
 ]
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("module", "function", "call", "num_tokens"),
-    [*((*place, None) for place in PLACES), *((*place, 700) for place in PLACES[::4])],
+    [
+        *((*moment, None) for moment in MOMENTS),
+        *((*moment, 700) for moment in MOMENTS[1::3]),
+        *(pytest.param(*moment, 700, marks=pytest.mark.slow) for moment in MORE_MOMENTS),
+    ],
 )
-def test_a_killed_preparation_goes_on_to_the_same_bytes(make, tmp_path, module, function, call, num_tokens):
+def test_killed_preparation_resumes_to_equal_bytes(make, tmp_path, module, function, call, num_tokens):
     root, options = tmp_path / "root", {"test_split_size": 0.3, "num_tokens": num_tokens}
     whole = make(tmp_path / "whole", **options)
     kill_at_call(lambda: make(root, **options), module, function, call)
@@ -117,15 +133,12 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(make, tmp_path, module, 
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("num_tokens", [None, 700])
-@pytest.mark.parametrize("call", [2, 9])
-def test_rows_that_are_dropped_are_dropped_and_counted_alike_by_whoever_goes_on(
-    make, write_rows, tmp_path, call, num_tokens
-):
+@pytest.mark.parametrize(("call", "num_tokens"), [(2, None), (9, 700)])
+def test_dropped_rows_are_counted_alike_after_resume(make, write_rows, tmp_path, call, num_tokens):
     rows = [{"prompt": f"Text {at}: ", "completion": "the baker " * (at % 7 + 1)} for at in range(NUM_ROWS)]
     sound = write_rows("sound.jsonl", rows)
     for at in (0, 5, 17, 18, 19, 20, 40):
-        # What cannot be read, and what cannot be encoded.
+        # Rows that cannot be read, and rows that cannot be encoded.
         rows.insert(at, {"prompt": "Text:", "completion": None if at % 2 else "an end<|endoftext|> inside"})
     options = {"num_tokens": num_tokens, "broken_rows": "drop", "max_broken_fraction": 0.2}
     path, root = write_rows("broken.jsonl", rows), tmp_path / "root"
@@ -143,16 +156,16 @@ def test_rows_that_are_dropped_are_dropped_and_counted_alike_by_whoever_goes_on(
 
 
 @pytest.mark.multiprocess
-def test_what_is_in_full_shards_is_not_tokenised_again(make, tmp_path, tokenized):
+def test_full_shards_are_not_tokenised_again(make, tmp_path, tokenized):
     kill_at_call(lambda: make(tmp_path / "root"), token_sets._Sides, "append", 13)
-    before, told = sum(tokenized), []
-    make(tmp_path / "root", on_documents=lambda *counts: told.append(counts))
-    assert told[0][0] == 48, "each chunk fills a shard, so that all of them are kept"
+    before, counts = sum(tokenized), []
+    make(tmp_path / "root", on_documents=lambda *pair: counts.append(pair))
+    assert counts[0][0] == 48, "each chunk fills a shard, so that all of them are kept"
     assert sum(tokenized) - before == NUM_ROWS - 48
 
 
 def interrupt(make, root: Path, monkeypatch) -> Path:
-    """Leaves a partly written set behind, and returns its folder."""
+    """Interrupt the preparation of a set before its publication, and return the staging folder."""
 
     def stop(*_, **__):
         raise KeyboardInterrupt
@@ -184,7 +197,7 @@ def break_the_progress(partial: Path) -> None:
 @pytest.mark.parametrize(
     "damage", [lose_a_shard, lose_the_end_of_a_file, lose_the_progress, break_the_progress, lambda partial: None]
 )
-def test_a_damaged_partial_set_is_begun_again(make, tmp_path, monkeypatch, damage, tokenized):
+def test_damaged_partial_set_is_restarted(make, tmp_path, monkeypatch, damage, tokenized):
     whole = make(tmp_path / "whole", test_split_size=0.3)
     damage(interrupt(make, tmp_path / "root", monkeypatch))
     before = sum(tokenized)
@@ -195,7 +208,7 @@ def test_a_damaged_partial_set_is_begun_again(make, tmp_path, monkeypatch, damag
 
 @pytest.mark.parametrize("failing", ["fsync", "replace"])
 @pytest.mark.parametrize("call", [1, 3])
-def test_a_full_disk_is_one_clear_error_and_the_next_call_goes_on(make, tmp_path, monkeypatch, failing, call):
+def test_full_disk_is_data_error_and_next_call_resumes(make, tmp_path, monkeypatch, failing, call):
     whole = make(tmp_path / "whole")
     original, calls = getattr(os, failing), 0
 
@@ -216,7 +229,7 @@ def test_a_full_disk_is_one_clear_error_and_the_next_call_goes_on(make, tmp_path
 
 
 @pytest.mark.parametrize("size", [None, 0.3, 5])
-def test_broken_documents_are_told_at_once_and_leave_nothing(make, write_rows, tmp_path, size):
+def test_broken_documents_are_raised_together_and_leave_no_files(make, write_rows, tmp_path, size):
     rows = [{"text": f"text {number}"} for number in range(40)]
     rows[3] = {"text": ""}
     rows[30] = {"text": ["not a text"]}
@@ -228,11 +241,14 @@ def test_broken_documents_are_told_at_once_and_leave_nothing(make, write_rows, t
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """Rows over a network that breaks off once."""
+    """A streamed source that fails once, before the rows whose indices are in ``breaks``."""
 
     breaks: list[int]
     name = "a/stream"
     streaming = True
+
+    def fingerprint(self):
+        return "the commit"
 
     def rows(self):
         for index in range(NUM_ROWS):
@@ -242,11 +258,11 @@ class Stream:
             yield RawRow(self.name, index, "row", {"text": f"text {index} of the baker"})
 
 
-def test_a_stream_that_breaks_off_costs_what_was_not_in_a_full_shard(tmp_path, tiny_tokenizer, tokenized):
+def test_interrupted_stream_resumes_from_full_shards(tmp_path, tiny_tokenizer, tokenized):
     def run(root, *breaks):
         corpus = Corpus(name="a/stream", source=Stream(list(breaks)), format="auto", num_tokens=400)
         encoder = RowEncoder(tiny_tokenizer, loss_on="all"), 512
-        return lambda: make_token_set(root, KEY, {}, corpus, lambda: encoder, lambda *_: None)
+        return lambda: make_token_set(root, KEY, identify(corpus), corpus, lambda: encoder, lambda *_: None)
 
     whole, broken = run(tmp_path / "whole")(), run(tmp_path / "root", 30)
     with pytest.raises(DataError, match="broke off"):
@@ -256,7 +272,20 @@ def test_a_stream_that_breaks_off_costs_what_was_not_in_a_full_shard(tmp_path, t
     assert sum(tokenized) - before <= NUM_ROWS - 28
 
 
-def test_a_set_that_two_processes_wrote_is_refused(make, tmp_path):
+def test_data_changed_during_preparation_is_refused(make, write_rows, tmp_path):
+    path = write_rows("changing.jsonl", [{"text": f"text {number}"} for number in range(40)])
+
+    def grow(documents, _):
+        if documents:
+            with path.open("a") as file:
+                file.write('{"text": "one more"}\n')
+
+    with pytest.raises(DataError, match=r"changing\.jsonl: the data changed while they were prepared"):
+        make(tmp_path / "root", path=path, on_documents=grow)
+    assert [path for path in (tmp_path / "root").iterdir() if not path.name.endswith(".lock")] == []
+
+
+def test_set_written_by_two_processes_is_refused(make, tmp_path):
     def intrude(documents, _):
         if documents:
             (shard, *_rest) = (tmp_path / "root").glob(".*.partial/train/tokens-00000.bin")
@@ -269,9 +298,8 @@ def test_a_set_that_two_processes_wrote_is_refused(make, tmp_path):
     assert make(tmp_path / "root").is_new
 
 
-@pytest.mark.parametrize("rows_per_chunk", [1, 3, 100])
-@pytest.mark.parametrize("num_tokens", [1, 500, 10**6])
-def test_a_stream_is_read_to_the_document_that_makes_it_enough(make, tmp_path, monkeypatch, rows_per_chunk, num_tokens):
+@pytest.mark.parametrize(("rows_per_chunk", "num_tokens"), [(1, 500), (3, 1), (3, 500), (100, 500), (3, 10**6)])
+def test_stream_is_read_to_document_that_reaches_budget(make, tmp_path, monkeypatch, rows_per_chunk, num_tokens):
     monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", rows_per_chunk)
     prepared = make(tmp_path / "root", num_tokens=num_tokens, test_split_size=0.3)
     whole = make(tmp_path / "whole", test_split_size=0.3)
@@ -284,7 +312,7 @@ def test_a_stream_is_read_to_the_document_that_makes_it_enough(make, tmp_path, m
     assert held_out == read_documents(whole, "eval")[: len(held_out)]
 
 
-def test_without_file_locks_each_writes_a_folder_of_its_own(make, tmp_path, monkeypatch):
+def test_writers_without_locks_use_separate_folders(make, tmp_path, monkeypatch):
     partial = interrupt(make, tmp_path / "root", monkeypatch)
     shutil.rmtree(partial / "train")
 

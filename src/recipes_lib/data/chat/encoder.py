@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -479,7 +480,7 @@ class ByteEnds:
         Args:
             ids: Token ids of each text, ``uint32 (T,)``.
             texts: The texts.
-            places: Character indices for each text.
+            places: Character indices for each text, ascending.
 
         Returns:
             For each text, one number per place; ``None`` if a token has characters on both sides of a place, or if the
@@ -491,9 +492,9 @@ class ByteEnds:
         ends = np.concatenate([[0], self._lengths[np.concatenate([*ids, np.empty(0, np.uint32)])]]).cumsum()
         starts = ends[last].tolist()
         wanted = [
-            start + (at if text.isascii() else len(text[:at].encode()))
+            start + num_bytes
             for text, start, text_places in zip(texts, starts, places, strict=False)
-            for at in (*text_places, len(text))
+            for num_bytes in _count_bytes_before(text, [*text_places, len(text)])
         ]
         # A boundary is exact if a token ends at the same byte.
         found = ends.searchsorted(wanted)
@@ -505,6 +506,13 @@ class ByteEnds:
             cuts.append([count - first for count in counts[span][:-1]] if is_whole else None)
             done = span.stop
         return cuts
+
+
+def _count_bytes_before(text: str, places: Sequence[int]) -> Iterable[int]:
+    """Return the number of UTF-8 bytes before each of the character indices ``places``, which are ascending."""
+    if text.isascii():
+        return places
+    return accumulate(len(text[start:stop].encode()) for start, stop in pairwise([0, *places]))
 
 
 def _count_bytes(token: str) -> int:

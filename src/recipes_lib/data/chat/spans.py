@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -384,8 +385,9 @@ class SpanFinder:
         """Return the spans of a template without ``{% generation %}``: from the generation prompt to the terminator."""
         text = rendered.text
         spans: list[Span] = []
+        turns_of = _group(turn for turn in rendered.turns if text[turn.start : turn.end].strip())
         for message in sorted(trained):
-            turns = [turn for turn in rendered.turns if turn.message == message and text[turn.start : turn.end].strip()]
+            turns = turns_of[message]
             if not turns:
                 found = f"the chat template writes nothing for message {message}"
                 raise _fault(row, found, "remove the message, or change the template")
@@ -496,9 +498,10 @@ class SpanFinder:
 
     def _check_answers(self, row: Row, targets: Targets, trained: Collection[int]) -> None:
         """Verify that the spans of every trained message contain its content and its tool calls, and one end."""
+        spans_of = _group(targets.spans)
         for index in sorted(trained):
             message = _list_messages(row)[index]
-            turn = "".join([targets.text[span.start : span.end] for span in targets.spans if span.message == index])
+            turn = "".join([targets.text[span.start : span.end] for span in spans_of[index]])
             texts = find_texts(message)
             if any(end in turn[:-1] for end in self._ends):  # Without the last character, as every turn ends with one.
                 written = [*texts, *(str(message[key]) for key in _BESIDE if key in message)]
@@ -521,6 +524,14 @@ class SpanFinder:
         if len(text) < self._longest:  # A short text could match inside the name of a special token.
             turn, text = self._special.sub("", turn), self._special.sub("", text).strip()
         return text in turn
+
+
+def _group(spans: Iterable[Span]) -> Mapping[int, Sequence[Span]]:
+    """Return the spans of each message; none for other messages."""
+    grouped: defaultdict[int, list[Span]] = defaultdict(list)
+    for span in spans:
+        grouped[span.message].append(span)
+    return grouped
 
 
 def _fault(row: Row, found: str, remedy: str) -> DataError:

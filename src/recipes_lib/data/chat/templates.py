@@ -140,10 +140,10 @@ class ChatTemplate:
         chat = [_canonical(message) for message in messages]
         trace = _Trace(chat)
         # `_TRACE` comes last, so that the variables of an untrusted row cannot replace it.
-        context = {**self._variables, **(variables or {}), _TRACE: trace}
+        context = {"documents": None, **self._variables, **(variables or {}), _TRACE: trace}
         try:
             for piece in self._template.generate(
-                messages=chat, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **context
+                messages=chat, tools=tools, add_generation_prompt=add_generation_prompt, **context
             ):
                 trace.pieces.append(piece)
         except Exception as error:  # Template code runs on user data, so any error is a problem of this row.

@@ -26,7 +26,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.packed.packing import Examples, build_examples, concatenate_examples
 from recipes_lib.data.sources.broken_rows import BrokenRows, encode_valid
 from recipes_lib.data.sources.mixtures import Mixture
-from recipes_lib.data.sources.rows import Row
+from recipes_lib.data.sources.rows import Row, Source
 from recipes_lib.data.sources.splits import compute_digests
 from recipes_lib.data.store import explain_disk_errors
 from recipes_lib.errors import ConfigError, DataError, Problem
@@ -317,6 +317,21 @@ def collect_inputs(config: RecipeConfig, sources: Mapping[str, str]) -> dict[str
         "code": _hash_files(Path(__file__).parents[1], ("**/*.py",)),
         "versions": {package: version(package) for package in _PACKAGES},
     }
+
+
+def verify_unchanged(data: Mixture | Source, fingerprint: str) -> None:
+    """Raise if data changed while they were read, so that the key of their prepared set has another content.
+
+    Args:
+        data: The data, read to their end.
+        fingerprint: Fingerprint of the data, before they were read.
+
+    Raises:
+        DataError: The fingerprint is another one now, or a file cannot be read.
+    """
+    if data.fingerprint() != fingerprint:
+        found = "the data changed while they were prepared"
+        raise DataError(Problem(data.name, found, "run the same command again once nothing writes to them"))
 
 
 def find_tokenizer_folder(config: RecipeConfig) -> Path:

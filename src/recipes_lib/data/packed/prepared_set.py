@@ -29,6 +29,7 @@ from recipes_lib.data.packed.encoding import (
     encode_chunk,
     encode_mixture,
     read_seed,
+    verify_unchanged,
 )
 from recipes_lib.data.packed.packing import Bins, Examples, IntArray
 from recipes_lib.data.packed.supervision_audit import (
@@ -209,7 +210,8 @@ def encode_sides(
         The encoded rows, and the counts of broken rows, by split.
 
     Raises:
-        DataError: Too many rows are broken; or rows are too long and ``overlong`` is ``error``.
+        DataError: Too many rows are broken; the data changed while they were read; or rows are too long and
+            ``overlong`` is ``error``.
     """
     mixtures = {"train": identity.train} | ({} if identity.test is None else {"eval": identity.test})
     broken = {name: BrokenRows(config.tokens) for name in mixtures}
@@ -218,6 +220,8 @@ def encode_sides(
             name: encode_mixture(encode, mixture, broken[name], watch(mixture), file)
             for name, mixture in mixtures.items()
         }
+    for mixture, fingerprint in zip(mixtures.values(), identity.inputs["sources"].values(), strict=True):
+        verify_unchanged(mixture, fingerprint)
     limit = config.tokens.max_length
     if config.tokens.overlong == "error" and limit is not None:
         for name, side in sides.items():

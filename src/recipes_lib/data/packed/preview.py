@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
@@ -138,8 +138,9 @@ def _build_prompt_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBa
 def _build_pair_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[PreviewRow]:
     """Return the first pairs, as two rows each: the prompt with the chosen and with the rejected answer."""
     from recipes_lib.data.pairs.pair_encoding import PairEncoder  # Imports transformers.
+    from recipes_lib.data.pairs.preference_sets import read_as_pairs
 
-    data = replace(config.data, dataset_format="preference")
+    data = read_as_pairs(config).data
     rows = list(islice(load_train_data(data, seed=read_seed(config)).rows(config.tokens), num_rows))
     pairs = PairEncoder(build_encoder(config, tokenizer), tokenizer).encode(rows)
     return [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
@@ -124,7 +124,7 @@ class _Windows:
         end_tokens = find_end_tokens(self.tokenizer)
         tokens, capacity = self.config.tokens, self.config.tokens.max_length
         assert capacity is not None
-        held_out, name = self._read_held_out(), self.mixture.name
+        (held_out, places), name = self._read_held_out(), self.mixture.name
         broken = BrokenRows(tokens, is_stream=True)
 
         def encode(rows: Sequence[Row], row_ids: Sequence[int]) -> tuple[Examples, Sequence[Row], Digests]:
@@ -136,8 +136,7 @@ class _Windows:
             if encoded is None or broken.exceeds_limit:
                 break
             examples, rows, digests = encoded
-            if held_out:
-                _refuse_held_out(rows, digests, held_out)
+            refuse_overlap(find_overlap(digests, held_out), _name_place(rows), places.__getitem__)
             too_long = np.flatnonzero(examples.lengths > capacity).tolist()
             if too_long and tokens.overlong == "error":
                 lengths = examples.lengths.tolist()
@@ -149,23 +148,23 @@ class _Windows:
                 yield replace(packed, findings=sort_findings([*packed.findings, *dropped]))
         raise_problems(broken.list_problems(name), name)
 
-    def _read_held_out(self) -> list[tuple[bytes, str]]:
+    def _read_held_out(self) -> tuple[Digests, list[str]]:
         """Return the digest and location of each held-out row; training rows must not repeat one."""
+        digests, places = list[bytes](), list[str]()
         if self.split != "train" or self.config.data.allow_eval_overlap:
-            return []
+            return np.array(digests, "S16"), places
         capacity = self.config.tokens.max_length or 0
         mixtures = [load_train_data(run.data) for run in derive_eval_configs(self.config, capacity).values()]
         mixtures += filter(None, [load_test_data(self.config.data)])
-        held_out: list[tuple[bytes, str]] = []
         for row in chain.from_iterable(mixture.rows(self.config.tokens) for mixture in mixtures):
             with suppress(DataError):  # A broken row, which is counted when the held-out rows are packed.
-                held_out.append((compute_row_digest(row), row.where))
-        return held_out
+                digests.append(compute_row_digest(row))
+                places.append(row.where)
+        return np.array(digests, "S16"), places
 
 
-def _refuse_held_out(rows: Sequence[Row], digests: Digests, held_out: Sequence[tuple[bytes, str]]) -> None:
-    overlap = find_overlap(digests, [digest for digest, _ in held_out])
-    refuse_overlap(overlap, lambda at: rows[at].where, lambda at: held_out[at][1])
+def _name_place(rows: Sequence[Row]) -> Callable[[int], str]:
+    return lambda at: rows[at].where
 
 
 def _name_places(rows: Sequence[Row]) -> FindPlaces:

@@ -93,13 +93,18 @@ def identify_pairs(config: RecipeConfig) -> SetIdentity:
 
 
 def read_as_pairs(config: RecipeConfig) -> RecipeConfig:
-    """Return the configuration with the layout ``preference`` in place of ``auto``.
+    """Return the configuration with the layout ``preference`` in place of ``auto``, also in parts of a mixture.
 
     Datasets of pairs often have columns of other layouts too, such as ``messages``, which would be ambiguous.
     """
-    if config.data.dataset_format != "auto":
-        return config
-    return replace(config, data=replace(config.data, dataset_format="preference"))
+    data = config.data
+    if data.dataset_format == "auto":
+        data = replace(data, dataset_format="preference")
+    if data.dataset_mixture is not None:
+        of_pairs = {"format": "preference"}
+        parts = [part | of_pairs if part.get("format") == "auto" else part for part in data.dataset_mixture]
+        data = replace(data, dataset_mixture=parts)
+    return replace(config, data=data)
 
 
 def _encode_pairs(

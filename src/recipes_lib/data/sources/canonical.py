@@ -15,7 +15,7 @@ from recipes_lib.config.schema import DatasetFormat, TokensConfig
 from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.formats import COLUMNS, RowFormat, canonicalize, detect_format
 from recipes_lib.data.sources.hub_datasets import is_saved, load_hub, load_saved
-from recipes_lib.data.sources.local_files import READERS, find_suffix, load_files
+from recipes_lib.data.sources.local_files import READERS, choose_config, find_suffix, load_files, read_card
 from recipes_lib.data.sources.readers import TextDocuments
 from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
 from recipes_lib.errors import ConfigError, DataError, Problem, suggest
@@ -97,7 +97,7 @@ def load_source(
 
     Args:
         name: Path or Hub id.
-        config: Configuration of a Hub dataset.
+        config: Configuration of a Hub dataset, or of a folder with a dataset card.
         revision: Commit, tag or branch of a Hub dataset.
         split: Split to read.
         columns: Column of a layout -> column of the dataset (``dataset_columns``); ``None`` hides a column.
@@ -123,12 +123,13 @@ def load_source(
     if not is_local:
         _refuse_missing_path(path, name)
         return load_hub(name, config, revision, split, streaming)
-    if config or revision:
+    card = read_card(path) if is_folder else {}
+    if revision or (config and not card):
         found = "`dataset_config` and `dataset_revision` are for Hub datasets; this is a local path"
         raise DataError(Problem(name, found, "remove them, or rename the local path if the Hub dataset is meant"))
     if is_folder and is_saved(path):
         return load_saved(path, name, split)
-    return load_files(path, name, split, text_documents)
+    return load_files(path, name, split, text_documents, choose_config(card, config, name) if card else None)
 
 
 def open_entry(entry: Mapping[str, Any], **defaults: Any) -> Source:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from recipes_lib.data.sources.messages import (
     FUNCTION_CALL,
     ROLES,
     RowError,
+    are_columns,
     check_answer,
     check_answered,
     check_json,
@@ -114,8 +116,8 @@ def _match(columns: Iterable[str]) -> list[DatasetFormat]:
 
 def _find_renamed(present: Sequence[str], spellings: Mapping[str, str]) -> dict[str, str]:
     """Return the columns that have another spelling of a layout's column, if no other column has the same meaning."""
-    meanings = [spellings.get(column, column) for column in present]
-    return {column: spellings[column] for column in present if meanings.count(spellings.get(column, "")) == 1}
+    meanings = Counter(spellings.get(column, column) for column in present)
+    return {column: spellings[column] for column in present if column in spellings and meanings[spellings[column]] == 1}
 
 
 def _drop_lesser(raw: Raw, matches: list[DatasetFormat]) -> list[DatasetFormat]:
@@ -174,6 +176,7 @@ def canonicalize(
             _refuse_labelled(raw, is_answer=bool(row_format.renamed))
         fields = _LAYOUTS[row_format.name].read(raw)
         if "messages" in fields:
+            _refuse_media(raw, fields["messages"])
             if needs_answer:
                 check_answered(fields["messages"], _LAYOUTS[row_format.name].required[0])
             fields["messages"], fields["untrained"] = split_marks(fields["messages"])
@@ -181,6 +184,18 @@ def canonicalize(
     except RowError as error:
         where = Row(source=source, index=index, index_name=index_name).where
         raise DataError(Problem(where, error.found, error.remedy)) from None
+
+
+def _refuse_media(raw: Raw, messages: Sequence[Message]) -> None:
+    """Raise for a chat about images or sound: without these, its answers would be trained on as guesses.
+
+    Raises:
+        RowError: The row has a column of media, and a message has a placeholder for one.
+    """
+    column = next((column for column in _MEDIA if raw.get(column)), None)
+    if column and any(mark in str(message.get("content")) for message in messages for mark in _MEDIA_MARKS):
+        found = f"the messages refer to `{column}`, and only text is trained on"
+        raise RowError(found, f"remove such rows; or write `dataset_columns: {{{column}: null}}` to train on the text")
 
 
 def _refuse_labelled(raw: Raw, *, is_answer: bool) -> None:
@@ -258,7 +273,8 @@ def _read_preference(raw: Raw) -> dict[str, Any]:
         chosen, rejected = ([_build_answer(check_answer(text, f"`{column}`"))] for column, text in values.items())
     else:
         chosen, rejected = (
-            clean_messages([turns] if isinstance(turns, Mapping) else turns, column) for column, turns in values.items()
+            clean_messages([turns] if isinstance(turns, Mapping) and not are_columns(turns) else turns, column)
+            for column, turns in values.items()
         )
         # Answers of several turns are complete chats; they include the prompt, which a text column may repeat.
         is_whole = not isinstance(prompt, (list, tuple)) and max(len(chosen), len(rejected)) > 1
@@ -349,7 +365,9 @@ def _check_pair(**answers: list[Message]) -> None:
 
 
 def _read_margin(raw: Raw) -> dict[str, Any]:
-    margin = raw.get("margin")
+    margin: Any = raw.get("margin")
+    if isinstance(margin, str):  # A cell of a table.
+        margin = _parse_cell(margin)
     if margin is None:
         return {}
     is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
@@ -357,6 +375,14 @@ def _read_margin(raw: Raw) -> dict[str, Any]:
         found = "NaN or infinite in 32 bits" if is_number else describe(margin)
         raise RowError(f"`margin` is {found}, not a finite number", "write by how much `chosen` is better")
     return {"margin": float(margin)}
+
+
+def _parse_cell(text: str) -> float | str | None:
+    """Return the number in a cell, ``None`` for an empty one; other text is returned unchanged."""
+    try:
+        return float(text) if text.strip() else None
+    except ValueError:
+        return text
 
 
 def _split_prompt(chosen: list[Message], rejected: list[Message]) -> tuple[list[Message], list[Message], list[Message]]:
@@ -391,11 +417,14 @@ def _read_chat_extras(raw: Raw) -> dict[str, Any]:
     if raw.get("tools"):
         extras["tools"] = parse_tools(raw["tools"])
     kwargs = raw.get("chat_template_kwargs")
+    if kwargs and isinstance(kwargs, str):
+        kwargs = parse_json(kwargs, "`chat_template_kwargs`")
     if kwargs:
-        if isinstance(kwargs, str):
-            kwargs = parse_json(kwargs, "`chat_template_kwargs`")
         if not isinstance(kwargs, Mapping):
             raise RowError(f"`chat_template_kwargs` is {describe(kwargs)}, not an object", "write {name: value}")
+        if given := [name for name in ("messages", "tools", "add_generation_prompt") if name in kwargs]:
+            found = f"`chat_template_kwargs` has {_quote(given)}, which the template gets from elsewhere"
+            raise RowError(found, "remove it; messages and tools are columns of their own")
         extras["template_kwargs"] = check_json(dict(kwargs), "`chat_template_kwargs`")
     return extras
 
@@ -453,6 +482,9 @@ def _quote(columns: list[str]) -> str:
     return ", ".join(f"`{column}`" for column in columns) or "none with a value"
 
 
+_MEDIA: Final = ("image", "images", "video", "videos", "audio", "audios")
+_MEDIA_MARKS: Final = ("<image>", "<video>", "<audio>")
+"""Placeholders of media in texts, as in LLaVA and LLaMA-Factory."""
 _MAX_MARGIN: Final = float(np.finfo(np.float32).max)
 _ASSISTANT: Final = "\n\nAssistant:"
 _SPEAKER: Final = re.compile(r"\n\n(Human|Assistant):")
@@ -498,6 +530,6 @@ _FALLBACKS: Final[tuple[DatasetFormat, ...]] = ("dolly", "question_answer")
 
 COLUMNS: Final = frozenset(
     {column for layout in _LAYOUTS.values() for column in (*layout.required, *layout.optional)}
-    | {"label", "kto_tag", "role"}
+    | {"label", "kto_tag", "role", *_MEDIA}
 )
 """All columns that have a meaning: the valid keys of ``dataset_columns``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -157,11 +157,23 @@ def load_hub(name: str, config: str | None, revision: str | None, split: str, st
         else:
             builder.download_and_prepare()
             dataset = builder.as_dataset(split)
+        for column, feature in (dataset.features or {}).items():
+            if (encoded := _keep_encoded(feature)) != feature:
+                dataset = dataset.cast_column(column, encoded)
     except Exception as error:  # Any error of the library, the network or the cache.
         raise _describe_failure(name, error) from None
     sizes = builder.info.splits or {}
     size = sizes[split].num_bytes if split in sizes else None
     return HubSource(name, str(builder.hash), str(builder.config.name), split, streaming, dataset, size)
+
+
+def _keep_encoded(feature: Any) -> Any:
+    """Return a feature of ``datasets`` that does not decode media, which is slow and needs further packages."""
+    import datasets
+
+    if isinstance(feature, datasets.List):
+        return datasets.List(_keep_encoded(feature.feature), length=feature.length)
+    return replace(feature, decode=False) if getattr(feature, "decode", None) is True else feature
 
 
 def _describe_failure(name: str, error: Exception) -> DataError:

@@ -7,14 +7,16 @@ import lzma
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader, RawIOBase
 from os.path import realpath
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Final, cast
+
+import yaml
 
 from recipes_lib.config.paths import expand_home
 from recipes_lib.data.sources.readers import (
@@ -27,7 +29,7 @@ from recipes_lib.data.sources.readers import (
 )
 from recipes_lib.data.sources.rows import Entry
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.files import hash_file, read_record, replace_record
+from recipes_lib.files import hash_file, is_inside, read_record, replace_record
 
 _JSON_LINES: Final = partial(read_json, may_be_document=False)
 READERS: Final[Mapping[str, Callable[..., Iterator[Entry]]]] = {
@@ -62,6 +64,10 @@ SPLIT_WORDS: Final = {
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
+_CARD: Final = re.compile(r"---[ \t]*\n(.*?)\n---[ \t]*(\n|$)", re.DOTALL)
+"""Metadata of a dataset card, in YAML at its beginning."""
+_GLOB: Final = re.compile(r"(\*\*/|\*\*|\*|\?|\[[^]]*\])")
+_WILDCARDS: Final = {"**/": "(.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 _SHARD: Final = re.compile(r"data/(?P<split>[^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]+")
 
 
@@ -157,7 +163,9 @@ def find_codec(path: Path) -> str | None:
     return next((codec for codec, mark in COMPRESSIONS.values() if head.startswith(mark)), by_suffix)
 
 
-def load_files(path: Path, name: str, split: str, text_documents: TextDocuments = "line") -> FileSource:
+def load_files(
+    path: Path, name: str, split: str, text_documents: TextDocuments = "line", card: Mapping[str, Any] | None = None
+) -> FileSource:
     """Select the files of a split: a single file is the split ``train``; a folder is split by names as in ``datasets``.
 
     A file that is reachable under several names, by symbolic links, is read once, under the first name.
@@ -167,6 +175,7 @@ def load_files(path: Path, name: str, split: str, text_documents: TextDocuments 
         name: The path, as configured.
         split: Split to read.
         text_documents: Unit of a row in text files.
+        card: Configuration of the dataset card that selects the files of a folder, from ``read_card``.
 
     Raises:
         DataError: The folder has no file of a known type, mixes several types, or has no such split.
@@ -180,13 +189,15 @@ def load_files(path: Path, name: str, split: str, text_documents: TextDocuments 
             raise DataError(Problem(name, f"unknown kind of file `{kind}`", f"convert or rename it to {_KNOWN}"))
         splits = {"train": [path]}
     else:
-        splits = _find_splits(path, name)
+        splits = _find_splits(path, name) if card is None else _find_card_splits(path, name, card, split)
     if split not in splits:
         found = f"no split `{split}`; found {', '.join(f'`{found}`' for found in splits)}"
         remedy = (
             f"name one of these; or a path (./{split}), with `dataset_test_split`; "
             "or hold rows out, with `test_split_size`"
         )
+        if "[" in split:
+            remedy = "slices are for Hub datasets; name one of these, and draw rows with `repeat` in `dataset_mixture`"
         raise DataError(Problem(name, found, remedy))
     files: dict[str, Path] = {}
     for file in splits[split]:
@@ -194,21 +205,95 @@ def load_files(path: Path, name: str, split: str, text_documents: TextDocuments 
     return FileSource(name, {_label(file, path, name): file for file in files.values()}, text_documents)
 
 
-def _find_splits(folder: Path, name: str) -> dict[str, list[Path]]:
+def read_card(folder: Path) -> dict[str, Mapping[str, Any]]:
+    """Return the configurations in the dataset card of a folder (``configs`` in ``README.md``) by name; often none."""
+    with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
+        text = (folder / "README.md").read_text(encoding="utf-8-sig")
+        metadata = _CARD.match(text)
+        card = yaml.safe_load(metadata[1]) if metadata else None
+        configs = card.get("configs") if isinstance(card, dict) else None
+        if isinstance(configs, list):
+            named = [config for config in configs if isinstance(config, dict) and "config_name" in config]
+            return {str(config["config_name"]): config for config in named}
+    return {}
+
+
+def choose_config(card: Mapping[str, Mapping[str, Any]], config: str | None, name: str) -> Mapping[str, Any]:
+    """Return a configuration of a dataset card: the named one, otherwise the default or the only one.
+
+    Args:
+        card: Configurations by name, at least one.
+        config: Name of the configuration; ``None`` for the default one.
+        name: The folder, as configured.
+
+    Raises:
+        DataError: The card has no such configuration, or several and no default one.
+
+    Source: ``datasets.utils.metadata.MetadataConfigs.get_default_config_name``.
+    """
+    defaults = [key for key, value in card.items() if len(card) == 1 or key == "default" or value.get("default")]
+    chosen = config or next(iter(defaults), "")
+    if chosen not in card:
+        found = f"has no configuration `{config}`" if config else "has several configurations, and no default one"
+        remedy = f"set `dataset_config` (`config` in a mixture) to one of {', '.join(card)}"
+        raise DataError(Problem(name, f"its README.md {found}", remedy))
+    return card[chosen]
+
+
+def _find_card_splits(folder: Path, name: str, card: Mapping[str, Any], split: str) -> dict[str, list[Path]]:
+    """Return the splits of a dataset card, and the files of ``split`` by its patterns, as in ``datasets``.
+
+    The files of other splits may be missing, since a download can be of some splits only.
+    """
+    data_dir, patterns = str(card.get("data_dir") or ""), card.get("data_files")
+    if not is_inside(data_dir):
+        raise DataError(Problem(name, "its README.md has a `data_dir` outside of the folder", "correct README.md"))
+    base = folder / data_dir
+    if patterns is None:
+        return _find_splits(base, name)
+    listed = patterns if isinstance(patterns, list) else [patterns]
+    entries = [part if isinstance(part, dict) else {"split": "train", "path": part} for part in listed]
+    files = {file.relative_to(base).as_posix(): file for file in _list_files(base, name)}
+    splits: dict[str, list[Path]] = {str(entry.get("split")): [] for entry in entries}
+    for entry in entries:
+        paths = entry.get("path") if str(entry.get("split")) == split else []
+        for pattern in map(str, paths if isinstance(paths, list) else [paths]):
+            wildcards = re.compile("".join(_WILDCARDS.get(part) or _translate(part) for part in _GLOB.split(pattern)))
+            matching = [file for relative, file in files.items() if wildcards.fullmatch(relative)]
+            if not matching:
+                raise DataError(Problem(name, f"no data file matches `{pattern}` of its README.md", "download it"))
+            splits[split] += matching
+    _refuse_mixed_kinds(splits.get(split, ()), folder, name)
+    return splits
+
+
+def _translate(part: str) -> str:
+    return part.replace("[!", "[^") if part.startswith("[") else re.escape(part)
+
+
+def _list_files(folder: Path, name: str) -> list[Path]:
     try:
-        files = sorted(_enumerate_files(folder), key=lambda file: file.relative_to(folder).as_posix())
+        return sorted(_enumerate_files(folder), key=lambda file: file.relative_to(folder).as_posix())
     except OSError as error:
         raise DataError(_describe_failure(name, folder, error)) from None
+
+
+def _find_splits(folder: Path, name: str) -> dict[str, list[Path]]:
+    files = _list_files(folder, name)
+    if not files:
+        raise DataError(Problem(name, "the folder has no data file", f"put in files with the suffix {_KNOWN}"))
+    _refuse_mixed_kinds(files, folder, name)
+    return _group_by_split(files, folder, name)
+
+
+def _refuse_mixed_kinds(files: Iterable[Path], folder: Path, name: str) -> None:
     kinds: dict[str, Path] = {}
     for file in files:
         kinds.setdefault(_KINDS.get(find_suffix(file), find_suffix(file)), file)
-    if not kinds:
-        raise DataError(Problem(name, "the folder has no data file", f"put in files with the suffix {_KNOWN}"))
     if len(kinds) > 1:
         examples = ", ".join(file.relative_to(folder).as_posix() for file in kinds.values())
         found = f"the folder mixes kinds of files: {examples}"
         raise DataError(Problem(name, found, "name one file, or move the others away"))
-    return _group_by_split(files, folder, name)
 
 
 def _enumerate_files(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[Path]:
@@ -276,7 +361,9 @@ def _describe_failure(label: str, path: Path, error: OSError | EOFError | lzma.L
     return Problem(label, f"not a whole {path.suffix} file: {error}", remedy)
 
 
-_KNOWN: Final = f"{', '.join(READERS)}, or one of these with {', '.join(COMPRESSIONS)}"
+_KNOWN: Final = (
+    f"{', '.join(READERS)}, or one of these with {', '.join(COMPRESSIONS)}; `recipes clean` also reads HTML and WARC"
+)
 
 
 MIN_BYTES: Final = 64 * 2**20

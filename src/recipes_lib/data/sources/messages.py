@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from types import NoneType, UnionType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeGuard, TypeVar
 
 from recipes_lib.data.sources.rows import Message
 
@@ -111,10 +111,10 @@ def is_answer(text: str) -> bool:
 def clean_messages(value: object, column: str) -> list[Message]:
     """Check a list of turns, or its JSON string, and convert each to ``role``, ``content`` and other template keys.
 
-    Turns that are all strings are those of the user and the assistant alternately, as in LIMA. Null keys of
-    a turn are removed: Arrow writes them if a turn of another row has the key. Text parts are joined. A mark that
-    excludes a turn from the loss becomes ``TRAIN: False``; other marks are removed. The last turn may be the user's, as
-    often in logged conversations; it is not a target.
+    An object of lists is read as a list of objects. Turns that are all strings are those of the user and the assistant
+    alternately, as in LIMA. Null keys of a turn are removed: Arrow writes them if a turn of another row has the key.
+    Text parts are joined. A mark that excludes a turn from the loss becomes ``TRAIN: False``; other marks are removed.
+    The last turn may be the user's, as often in logged conversations; it is not a target.
 
     Args:
         value: Value of the column.
@@ -125,6 +125,8 @@ def clean_messages(value: object, column: str) -> list[Message]:
     """
     if isinstance(value, str):  # A cell of a table.
         value = parse_json(value, f"`{column}`")
+    if are_columns(value):
+        value = _transpose(value, column)
     if not isinstance(value, (list, tuple)):
         raise RowError(f"`{column}` is {describe(value)}, not a list of messages", f"write `{column}` as a list")
     if not value:
@@ -134,6 +136,26 @@ def clean_messages(value: object, column: str) -> list[Message]:
         roles = cycle(("user", "assistant"))
         value = [{"role": role, "content": turn} for role, turn in zip(roles, value, strict=False)]
     return [_clean_message(message, f"{column}[{turn}]") for turn, message in enumerate(value)]
+
+
+def are_columns(value: object) -> TypeGuard[Mapping[str, Sequence[Any]]]:
+    """Return whether a value is an object of lists, as which ``datasets.Sequence`` stores a list of objects."""
+    return (
+        isinstance(value, Mapping) and bool(value) and all(isinstance(item, (list, tuple)) for item in value.values())
+    )
+
+
+def _transpose(columns: Mapping[str, Sequence[Any]], column: str) -> list[dict[str, Any]]:
+    """Return the objects of an object of lists.
+
+    Raises:
+        RowError: The lists have different lengths.
+    """
+    lengths = {key: len(values) for key, values in columns.items()}
+    if len(set(lengths.values())) > 1:
+        found = ", ".join(f"{length} of `{key}`" for key, length in lengths.items())
+        raise RowError(f"`{column}` is an object of lists of different lengths: {found}", "write a list of messages")
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def split_marks(messages: Sequence[Message]) -> tuple[Sequence[Message], frozenset[int]]:
@@ -267,7 +289,9 @@ def _parse_function_calls(value: object, place: str) -> list[Mapping[str, Any]]:
 
 
 def parse_tools(value: object) -> list[Any] | None:
-    """Return the tool schemas of the ``tools`` column, a list or its JSON string; ``None`` if there are none.
+    """Return the tool schemas of the ``tools`` column, a list of objects or JSON strings, or the JSON string of one.
+
+    ``None`` if there are none.
 
     Raises:
         RowError: The value is not a list of objects that can be written as JSON.
@@ -275,12 +299,16 @@ def parse_tools(value: object) -> list[Any] | None:
     if not value:
         return None
     tools = parse_json(value, "`tools`") if isinstance(value, str) else value
+    if tools is None:
+        return None
     if not isinstance(tools, (list, tuple)):
         raise RowError(f"`tools` is {describe(tools)}, not a list", "write a list of tool schemas")
+    # Schemas of different fields have no common Arrow type, and are often written as texts.
+    tools = [parse_json(tool, f"tools[{at}]") if isinstance(tool, str) else tool for at, tool in enumerate(tools)]
     for number, tool in enumerate(tools):
         if not isinstance(tool, Mapping):
             raise RowError(f"tools[{number}] is {describe(tool)}, not an object", "write each tool as a JSON schema")
-    return check_json(list(tools), "`tools`") or None
+    return check_json(tools, "`tools`") or None
 
 
 def check_json(value: Json, place: str) -> Json:

@@ -236,8 +236,10 @@ class Mixture:
         for number in range(math.ceil(num_passes)):
             is_whole = number < math.floor(num_passes)
             for index, entry in enumerate(read_entries(part.source, part.format)):
+                # A file that grows has more rows than `drawn`; `verify_unchanged` raises at the end.
+                is_drawn = is_whole or (index < len(drawn) and drawn[index])
                 # A broken row is reported in the first pass only, whether or not it is drawn.
-                if (not number) if isinstance(entry, Problem) else is_whole or drawn[index]:
+                if (not number) if isinstance(entry, Problem) else is_drawn:
                     yield entry
 
     def _draw(self, part: Part, fraction: float) -> Sequence[bool]:

@@ -11,6 +11,7 @@ import codecs
 import csv
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from datetime import date, time
 from io import BufferedReader
@@ -270,12 +271,16 @@ def _explain(error: BaseException) -> str:
     return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
 
 
+def _find_repeated(names: Iterable[str]) -> str | None:
+    """Return the first name that occurs more than once, or ``None``."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
+
+
 def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     # `json` silently keeps the last of several equal keys.
     built = dict(pairs)
     if len(built) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in an object")
+        raise ValueError(f"the key {_find_repeated(key for key, _ in pairs)!r} occurs twice in an object")
     return built
 
 
@@ -344,8 +349,7 @@ def _note_broken(lines: Iterator[tuple[int, str]], broken: list[Problem]) -> Ite
 
 
 def _check_header(columns: list[str], where: str) -> None:
-    repeated = next((column for column in columns if columns.count(column) > 1), None)
-    if repeated is not None:
+    if (repeated := _find_repeated(columns)) is not None:
         raise DataError(Problem(where, f"two columns are named `{repeated}`", "give each column its own name"))
 
 
@@ -414,13 +418,17 @@ def read_batches(batches: Iterable[pa.RecordBatch | pa.Table], schema: pa.Schema
 
 
 def _find_decoder(schema: pa.Schema) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return the decoder of a row: some features of ``datasets`` are stored in another form, ``Json`` as text."""
+    """Return the decoder of a row: the feature ``Json`` of ``datasets`` is stored as text.
+
+    Images and sound are not decoded, which would need further packages.
+    """
     if b"huggingface" not in (schema.metadata or {}):
         return lambda columns: columns
     import datasets
 
     features = datasets.Features.from_arrow_schema(schema)
-    return lambda columns: dict(features.decode_example(columns))
+    encoded = datasets.Features({name: feature for name, feature in features.items() if "Json(" in repr(feature)})
+    return lambda columns: columns | encoded.decode_example({name: columns[name] for name in encoded})
 
 
 def spell_as_json(value: Any) -> Any:

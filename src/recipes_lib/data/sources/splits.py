@@ -51,8 +51,9 @@ def compute_row_digest(row: Row) -> bytes:
     content = [row.messages, row.tools, row.prompt, row.completion, row.text, row.rejected]
     try:
         text = _ENCODER.encode(_strip(content)).encode()
-    except (TypeError, ValueError) as error:
-        raise DataError(_name_unwritable(row, str(error))) from None
+    except (TypeError, ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise DataError(_name_unwritable(row, reason)) from None
     return hashlib.blake2b(text, digest_size=16).digest()
 
 
@@ -176,7 +177,7 @@ def _name_unwritable(row: Row, reason: str) -> Problem:
             for key, value in turn.items():
                 try:
                     _ENCODER.encode(value).encode()
-                except (TypeError, ValueError):
+                except (TypeError, ValueError, RecursionError):
                     found = f"{column}[{number}].{key} cannot be written as JSON: {reason}"
                     return Problem(row.where, found, "write it as text, or leave it out")
     return Problem(row.where, f"the row cannot be written as JSON: {reason}", "write it as text, or leave it out")

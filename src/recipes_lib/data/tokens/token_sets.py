@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recipes_lib.config.schema import DataConfig, DatasetFormat, RecipeConfig, TokensConfig
-from recipes_lib.data.packed.encoding import collect_inputs, encode_chunk, map_chunks, read_seed
+from recipes_lib.data.packed.encoding import collect_inputs, encode_chunk, map_chunks, read_seed, verify_unchanged
 from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.canonical import open_entry, read_entries, read_rows
 from recipes_lib.data.sources.mixtures import compute_budgets, find_held_out, list_entries
@@ -175,9 +175,9 @@ def _name_entries(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     counts = Counter(entry["name"] for entry in entries)
     full = [":".join(filter(None, map(entry.get, ("name", "config", "revision", "split")))) for entry in entries]
     names = [name if counts[entry["name"]] > 1 else entry["name"] for entry, name in zip(entries, full, strict=True)]
-    for name in names:
-        if names.count(name) > 1:
-            found = f"`{name}` is listed {names.count(name)} times"
+    for name, count in Counter(names).items():
+        if count > 1:
+            found = f"`{name}` is listed {count} times"
             raise ConfigError(Problem("dataset_mixture", found, "list it once, with a higher weight"))
     return names
 
@@ -334,13 +334,13 @@ def make_token_set(
 
     Raises:
         ConfigError: The tokenizer cannot be used.
-        DataError: Too many rows are broken, or the set cannot be written.
+        DataError: Too many rows are broken, the rows changed while they were read, or the set cannot be written.
     """
 
     def build(staging: Path) -> dict[str, Any]:
         encoder, num_ids = load_encoder()
         with explain_disk_errors(root):
-            return _write(staging, corpus, encoder, num_ids, on_documents)
+            return _write(staging, corpus, inputs["sources"]["documents"], encoder, num_ids, on_documents)
 
     prepared = make_set(root, key, inputs, build, resumes=True)
     if prepared.is_new:
@@ -349,7 +349,12 @@ def make_token_set(
 
 
 def _write(
-    staging: Path, corpus: Corpus, encoder: RowEncoder, num_ids: int, on_documents: Callable[[int, int], None]
+    staging: Path,
+    corpus: Corpus,
+    fingerprint: str,
+    encoder: RowEncoder,
+    num_ids: int,
+    on_documents: Callable[[int, int], None],
 ) -> dict[str, Any]:
     """Write the shards of both sides, resuming an earlier attempt, and return their description for the manifest."""
     hold_out = build_hold_out(BrokenRows(corpus.tokens).filter_valid(corpus.entries()), corpus.test_size, corpus.seed)
@@ -368,10 +373,14 @@ def _write(
         sides.save()
         description = sides.describe()
     problems = broken.list_problems(corpus.name)
-    if problems and not corpus.source.streaming:
-        # Corrected rows have another key, so this folder is useless. A stream may only have lost its connection.
-        shutil.rmtree(staging, ignore_errors=True)
-    raise_problems(problems, corpus.name)
+    try:
+        verify_unchanged(corpus.source, fingerprint)
+        raise_problems(problems, corpus.name)
+    except DataError:
+        if not corpus.source.streaming:
+            # Other rows have another key, so this folder is useless. A stream may only have lost its connection.
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
     _refuse_concurrent_writes(staging, description)
     for warning in broken.list_warnings(corpus.name):
         logger.warning(warning)
