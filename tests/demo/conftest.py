@@ -1,4 +1,4 @@
-"""Chats about this Python's own library, which takes seconds to read."""
+"""Chats about the standard library of this Python, built once per session: parsing takes seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pipeline's file says: commands, needs, rounds, sweeps; everything that is wrong at once."""
+"""Parser of pipeline files: commands, needs, rounds, sweeps, references, and all problems at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read(folder: Path, text: str) -> Pipeline:
     return load_pipeline(path, str(folder / "out"))
 
 
-def test_a_recipe_gets_its_file_its_keys_an_output_and_a_launch_file(tmp_path: Path) -> None:
+def test_recipe_stage_command_line(tmp_path: Path) -> None:
     (stage,) = read(
         tmp_path,
         "stages: {sft: {recipe: sft, config: a.yaml, set: {max_steps: 3, bf16: false, lora_target_modules: [q, v]}}}",
@@ -33,7 +33,7 @@ def test_a_recipe_gets_its_file_its_keys_an_output_and_a_launch_file(tmp_path: P
     assert stage.words[1:8] == ["-m", "recipes_lib.cli", "launch", "--recipe", "sft", "--hardware", "fsdp2"]
 
 
-def test_references_are_needs(tmp_path: Path) -> None:
+def test_references_become_needs(tmp_path: Path) -> None:
     pipeline = read(
         tmp_path,
         """
@@ -56,7 +56,7 @@ stages:
     assert scores.words[1:4] == ["-m", "recipes_lib.cli", "eval"]
 
 
-def test_rounds_hand_the_last_output_on(tmp_path: Path) -> None:
+def test_rounds_pass_previous_output(tmp_path: Path) -> None:
     pipeline = read(
         tmp_path,
         """
@@ -80,7 +80,7 @@ stages:
     ]
 
 
-def test_a_sweep_is_a_stage_for_each_combination(tmp_path: Path) -> None:
+def test_matrix_expands_to_one_stage_per_combination(tmp_path: Path) -> None:
     pipeline = read(
         tmp_path,
         """
@@ -100,14 +100,14 @@ stages:
         read(tmp_path, 'stages: {sft: {run: "true", matrix: {seed: [0, 1]}}, b: {run: "cp ${sft.output}"}}')
 
 
-def test_a_configuration_beside_the_pipeline_needs_its_folder(tmp_path: Path) -> None:
+def test_config_next_to_pipeline_suggests_here_reference(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").touch()
     with pytest.raises(ConfigError, match=r"a.config: there is no mine.yaml here\n    write \$\{here\}/mine.yaml"):
         read(tmp_path, "stages: {a: {recipe: sft, config: mine.yaml}}")
     assert read(tmp_path, "stages: {a: {recipe: sft, config: '${here}/mine.yaml'}}").stages[0].files[0].is_file()
 
 
-def test_values_are_passed_as_yaml_writes_them(tmp_path: Path) -> None:
+def test_values_are_passed_as_yaml(tmp_path: Path) -> None:
     text = (
         "stages: {a: {recipe: sft, set: {dataset_config: 2024-01-31, seed: 1}}}\nenvironment: {DAY: 2024-01-31, N: 1}"
     )
@@ -116,7 +116,7 @@ def test_values_are_passed_as_yaml_writes_them(tmp_path: Path) -> None:
     assert pipeline.environment == {"DAY": "2024-01-31", "N": "1"}
 
 
-def test_a_sweep_and_a_loop_are_needed_whole(tmp_path: Path) -> None:
+def test_need_of_sweep_or_loop_includes_all_stages(tmp_path: Path) -> None:
     pipeline = read(
         tmp_path,
         """
@@ -133,7 +133,7 @@ stages:
     ]
 
 
-def test_where_the_project_lies_is_no_part_of_a_stages_identity(tmp_path: Path) -> None:
+def test_stage_identity_does_not_depend_on_paths(tmp_path: Path) -> None:
     text = (
         'stages: {a: {run: "train ${here}/x ${output_dir}/y"}, b: {run: "show ${a.output}", output: "${output_dir}/z"}}'
     )
@@ -145,7 +145,7 @@ def test_where_the_project_lies_is_no_part_of_a_stages_identity(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("", "p.yaml"),
         ("stage: {}", "has no `stages`"),
@@ -193,8 +193,8 @@ def test_where_the_project_lies_is_no_part_of_a_stages_identity(tmp_path: Path) 
         ("stages: {[a]: {run: x}}", "a key is a list"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_place(tmp_path: Path, text: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(told)):
+def test_invalid_file_is_rejected_with_location(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         read(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, "stages: {a: {recip: sft}, b: {recipe: no}, c: {run: '${d.output}'}}")
@@ -202,7 +202,7 @@ def test_what_is_wrong_is_told_with_its_place(tmp_path: Path, text: str, told: s
 
 
 @pytest.mark.parametrize(
-    ("wanted", "value", "is_met"),
+    ("requirement", "value", "is_met"),
     [
         ("> 0.65", 0.7, True),
         (">0.65", 0.65, False),
@@ -216,5 +216,5 @@ def test_what_is_wrong_is_told_with_its_place(tmp_path: Path, text: str, told: s
         ("== 0", float("nan"), False),
     ],
 )
-def test_a_requirement_is_a_comparison(wanted: str, value: float, is_met: bool) -> None:
-    assert holds(wanted, value) is is_met
+def test_requirement_comparisons(requirement: str, value: float, is_met: bool) -> None:
+    assert holds(requirement, value) is is_met
