@@ -3,11 +3,13 @@
 import io
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 from tests.rows import write_rows
 
+from recipes_lib.cli import main as run_recipes
 from recipes_lib.commands.check import check, main
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.packed.prepared_set import prepare
@@ -85,6 +87,25 @@ def test_invalid_rows_do_not_hide_other_problems(chats, tiny_model_dir, tmp_path
     problems, _ = run_check(keys_for(chats, tiny_model_dir, tmp_path, attn_implementation="flash_attention_2"))
     assert any(problem.where.endswith(":31") for problem in problems)
     assert any("flash_attention_2" in problem.found for problem in problems)
+
+
+@pytest.mark.parametrize("command", ["check", "launch"])
+def test_missing_keys_mention_config_flag(command, capsys):
+    assert run_recipes([command]) == 2
+    assert "command line, without --config: `model_name_or_path` is missing" in capsys.readouterr().err
+
+
+def test_memory_of_rl_uses_precision_of_launch_file(tiny_model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("recipes_lib.training.trainers.arguments.supports_bf16", lambda: False)
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{n}?"} for n in range(8)])
+    argv = keys_for(prompts, tiny_model_dir, tmp_path, reward_funcs="math:sqrt", test_split_size=0)
+    planned = []
+    monkeypatch.setattr("recipes_lib.planning.memory.plan_memory", lambda config, *_: planned.append(config) or 1 / 0)
+    for precision in ("no", "bf16"):
+        launch = replace(plan_launch(None, 1), precision=precision)
+        with pytest.raises(ZeroDivisionError):
+            check(load_config("grpo", argv), launch, Console(file=io.StringIO()))
+    assert [config.training["bf16"] for config in planned] == [False, True]
 
 
 def test_exit_code_is_2_if_there_are_problems(chats, tiny_model_dir, tmp_path):

@@ -18,7 +18,7 @@ from tests.commands.weights.test_export import build, write_model_checkpoint
 from tests.evaluation.conftest import write_tasks
 
 from recipes_lib.cli import main as run_recipes
-from recipes_lib.commands.evaluate import describe
+from recipes_lib.commands.evaluate import _parse, describe
 from recipes_lib.pipelines.runner import list_figures
 from recipes_lib.training.checkpoints.manifest import write_complete
 
@@ -120,6 +120,12 @@ def test_help_needs_no_extra(
     assert capsys.readouterr().out.startswith("usage: recipes eval MODEL --tasks core,gsm8k")
     assert run_recipes(["eval", str(tmp_path), "--tasks", "core"]) == 2
     assert "pip install 'recipes-lib[eval]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--tasks", "a, b"], ["--tasks=a,b"], ["--tasks", '["a", "b"]'], ["--tasks=[a, b]"]])
+def test_task_lists_have_commas_or_are_json(words: list[str], tmp_path: Path) -> None:
+    config = _parse([str(tmp_path), *words, "--include_path=x,y"])
+    assert (list(config.tasks), list(config.include_path)) == (["a", "b"], ["x", "y"])
 
 
 def test_truncated_questions_are_a_warning() -> None:

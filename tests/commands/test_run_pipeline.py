@@ -63,6 +63,21 @@ def test_shipped_pipeline_is_found_by_name(
     assert not list(tmp_path.iterdir())
 
 
+def test_folder_with_name_of_shipped_pipeline_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", "zephyr", "runs"):
+        (tmp_path / name).mkdir()
+    assert run_recipes(["run", "zephyr", "--list"]) == 0
+    for name, message in (
+        ("demo", "`recipes demo` writes its data"),
+        ("runs", "runs: is a folder\n    write the path"),
+    ):
+        assert run_recipes(["run", name]) == 2
+        assert message in capfd.readouterr().err
+
+
 def test_only_excludes_from_and_until(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_recipes(["run", str(path), "--only", "one", "--until", "two"]) == 2
     assert "--only: excludes --from and --until" in capfd.readouterr().err

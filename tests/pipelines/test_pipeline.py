@@ -114,6 +114,16 @@ def test_values_are_passed_as_yaml(tmp_path: Path) -> None:
     pipeline = read(tmp_path, text)
     assert pipeline.stages[0].argv[:4] == ["--dataset_config", "2024-01-31", "--seed", "1"]
     assert pipeline.environment == {"DAY": "2024-01-31", "N": "1"}
+    (stage,) = read(tmp_path, "stages: {a: {run: [x, true, null, 1, 2024-01-31]}}").stages
+    assert stage.words == ["x", "true", "null", "1", "2024-01-31"]
+
+
+def test_output_dir_of_set_is_output_of_recipe(tmp_path: Path) -> None:
+    text = "stages: {a: {recipe: sft, set: {output_dir: '${output_dir}/x'}}, b: {run: 'show ${a.output}'}}"
+    first, second = read(tmp_path, text).stages
+    assert first.output == tmp_path / "out" / "x"
+    assert first.argv == ["--output_dir", str(first.output)]
+    assert second.words == ["show", str(first.output)]
 
 
 def test_need_of_sweep_or_loop_includes_all_stages(tmp_path: Path) -> None:
@@ -189,6 +199,10 @@ def test_stage_identity_does_not_depend_on_paths(tmp_path: Path) -> None:
         ("stages: {a: {run: x, output: '${output_dir}'}}", "a.output: is"),
         ("stages: {a: {run: x, output: ''}}", "a.output: is '.'"),
         ("stages: {a: {run: x}}\nenvironment: {A B: 1}", "'A B' is not a name of an environment variable"),
+        ("stages: {a: {run: 'make && ls'}}", "a.run: has &&, and is not run by a shell"),
+        ("stages: {pipeline.json: {run: x}}", "pipeline.json, which belongs to the pipeline"),
+        ("stages: {a: {run: x, output: '${output_dir}/index.html'}}", "index.html, which belongs to the pipeline"),
+        ("stages: {a: {run: x}}\nenvironment: {DATA: '${here}/data'}", "environment.DATA: is '${here}/data'"),
         ("stages: {a: {run: !!python/none x}}", "is not plain YAML"),
         ("stages: {[a]: {run: x}}", "a key is a list"),
     ],
@@ -196,9 +210,21 @@ def test_stage_identity_does_not_depend_on_paths(tmp_path: Path) -> None:
 def test_invalid_file_is_rejected_with_location(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         read(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_problems"),
+    [
+        ("stages: {a: {recip: sft}, b: {recipe: no}, c: {run: '${d.output}'}}", 3),
+        ("stages: {a: {run: x, matrix: {seed: []}}, b: {run: 'y ${a.output}'}}", 1),
+        ("stages: {a: {recip: sft}, b: {run: 'y ${a.output}', needs: [a]}}", 1),
+    ],
+    ids=["independent", "empty sweep and its dependent", "invalid stage and its dependent"],
+)
+def test_problems_are_reported_together_and_once(tmp_path: Path, text: str, num_problems: int) -> None:
     with pytest.raises(ConfigError) as caught:
-        read(tmp_path, "stages: {a: {recip: sft}, b: {recipe: no}, c: {run: '${d.output}'}}")
-    assert len(caught.value.problems) == 3, "all at once"
+        read(tmp_path, text)
+    assert len(caught.value.problems) == num_problems
 
 
 @pytest.mark.parametrize(

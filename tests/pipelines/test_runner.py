@@ -6,28 +6,32 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.forked import Launch
 
-from recipes_lib.errors import ConfigError, DataError
+from recipes_lib.errors import ConfigError, DataError, PreemptedError
 from recipes_lib.files import try_lock
 from recipes_lib.pipelines.pipeline import Pipeline, holds, load_pipeline
-from recipes_lib.pipelines.runner import find_broken_gates, fingerprint, list_figures, read_state, run_pipeline
+from recipes_lib.pipelines.runner import (
+    find_broken_gates,
+    fingerprint,
+    list_figures,
+    read_state,
+    run_child,
+    run_pipeline,
+)
 
-# Appends its arguments to a log, and writes the output of a run.
-WORK = """
-import json, os, sys
-out, *rest = sys.argv[1:]
-open(os.environ["LOG"], "a").write(" ".join([os.path.basename(out), *rest]) + "\\n")
-if "--config" in rest:
-    rest += [open(rest[rest.index("--config") + 1]).read()]
-os.makedirs(out, exist_ok=True)
-open(out + "/metrics.jsonl", "a").write(json.dumps({"kind": "eval", "step": 1, "eval_loss": 2.5}) + "\\n")
-sys.exit(int(os.environ.get("FAIL_" + os.path.basename(out), 0)))
+# Appends its arguments to a log, and writes the metrics of a run. A shell starts faster than Python.
+WORK = """\
+out=$1 name=$(basename "$1"); shift
+echo $name $* >> "$LOG"
+mkdir -p "$out"
+echo '{"kind": "eval", "step": 1, "eval_loss": 2.5}' >> "$out/metrics.jsonl"
+eval exit \\${FAIL_$name:-0}
 """
 
 
@@ -36,14 +40,14 @@ class Project:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        (folder / "work.py").write_text(WORK)
+        (folder / "work.sh").write_text(WORK)
         (folder / "b.yaml").write_text("one")
         self.messages: list[str] = []
         self.gate = "< 3"
 
-    def load(self, **environment: str) -> Pipeline:
+    def load(self) -> Pipeline:
         def run(name: str, *words: str) -> list[str]:
-            return [sys.executable, str(self.folder / "work.py"), str(self.folder / "out" / name), *words]
+            return ["sh", str(self.folder / "work.sh"), str(self.folder / "out" / name), *words]
 
         document = {
             "environment": {"LOG": str(self.folder / "log")},
@@ -59,13 +63,16 @@ class Project:
             },
         }
         (self.folder / "p.yaml").write_text(json.dumps(document))
-        os.environ.update(environment)
         return load_pipeline(self.folder / "p.yaml", str(self.folder / "out"))
 
     def go(self, *names: str) -> int:
         pipeline = self.load()
         chosen = [stage for stage in pipeline.stages if not names or stage.name in names]
         return run_pipeline(pipeline, chosen, self.messages.append)
+
+    def read_status(self) -> dict[str, str]:
+        stages = json.loads((self.folder / "out" / "pipeline.json").read_text())["stages"]
+        return {name: entry["status"] for name, entry in stages.items()}
 
     @property
     def log(self) -> list[str]:
@@ -168,8 +175,8 @@ def test_missing_or_unfinished_output_is_rerun(project: Project) -> None:
 
 
 def test_output_with_missing_or_truncated_file_is_rerun(project: Project) -> None:
-    (project.folder / "work.py").write_text(
-        WORK.replace("sys.exit", "open(out + '/model.safetensors', 'w').write('weights')\nsys.exit")
+    (project.folder / "work.sh").write_text(
+        WORK.replace("eval exit", 'printf weights > "$out/model.safetensors"; eval exit')
     )
     project.go()
     out = project.folder / "out" / "c"
@@ -236,51 +243,55 @@ def test_missing_program_is_rejected(tmp_path: Path, environment: str) -> None:
     assert json.loads((tmp_path / "out" / "pipeline.json").read_text())["stages"]["a"]["status"] == "stopped"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_stopped_pipeline_resumes(project: Project, number: signal.Signals) -> None:
-    """SIGTERM is forwarded to the stage, whose exit code is returned; after SIGKILL the stage runs again."""
-    waiting = project.folder / "waiting"
-    (project.folder / "work.py").write_text(
-        "import os, signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
-        f"open({str(waiting)!r}, 'w').write(str(os.getpid()))\n"
-        "time.sleep(60)\n"
-    )
-    project.load()
-    words = ["-m", "recipes_lib.cli", "run", project.folder / "p.yaml", "--output_dir", project.folder / "out"]
-    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
-    while not waiting.exists() or not waiting.read_text():
-        time.sleep(0.01)
-    process.send_signal(number)
-    code = process.wait(timeout=60)
-    if number is signal.SIGKILL:
-        os.kill(int(waiting.read_text()), signal.SIGKILL)
-    else:
-        assert code == 75
-    state = json.loads((project.folder / "out" / "pipeline.json").read_text())["stages"]["a"]["status"]
-    assert state == ("running" if number is signal.SIGKILL else "stopped")
-    (project.folder / "work.py").write_text(WORK)
+def test_sigterm_is_forwarded_to_stage_and_pipeline_resumes(project: Project) -> None:
+    (project.folder / "work.sh").write_text("trap 'exit 75' TERM; kill -TERM $PPID; while :; do sleep 0.01; done")
+    assert project.go() == 75
+    assert project.read_status() == {"a": "stopped"}
+    (project.folder / "work.sh").write_text(WORK)
     assert project.go() == 0
     assert project.log == ["a", "b", "c"]
 
 
 def test_sigterm_stops_pipeline_after_stage_that_ignores_it(project: Project) -> None:
-    waiting = project.folder / "waiting"
-    trap = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    wait = f"import time\nopen({str(waiting)!r}, 'w').write(out)\ntime.sleep(2)\nsys.exit"
-    (project.folder / "work.py").write_text(trap + WORK.replace("sys.exit", wait))
+    (project.folder / "work.sh").write_text(f"trap '' TERM; kill -TERM $PPID\n{WORK}")
+    with pytest.raises(PreemptedError):
+        project.go()
+    assert project.read_status() == {"a": "done"}
+    assert project.go("b", "c") == 0
+    assert project.log == ["a", "b", "c"]
+
+
+def test_killed_pipeline_resumes(project: Project) -> None:
+    (project.folder / "work.sh").write_text("kill -KILL $PPID")
     project.load()
-    words = ["-m", "recipes_lib.cli", "run", project.folder / "p.yaml", "--output_dir", project.folder / "out"]
-    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
-    while not waiting.exists() or not waiting.read_text():
-        time.sleep(0.01)
-    process.terminate()
-    assert process.wait(timeout=60) == 75
-    state = json.loads((project.folder / "out" / "pipeline.json").read_text())["stages"]
-    assert [(name, entry["status"]) for name, entry in state.items()] == [("a", "done")]
-    (project.folder / "work.py").write_text(WORK)
+    words = ["run", project.folder / "p.yaml", "--output_dir", project.folder / "out"]
+    assert Launch("recipes_lib.cli", *words).finish().returncode == -signal.SIGKILL
+    assert project.read_status() == {"a": "running"}
+    (project.folder / "work.sh").write_text(WORK)
     assert project.go() == 0
     assert project.log == ["a", "b", "c"]
+
+
+def test_sigterm_during_start_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    popen, previous = subprocess.Popen, signal.signal(signal.SIGTERM, lambda *_: pytest.fail("not forwarded"))
+
+    def start(*arguments: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return popen(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    try:
+        assert run_child(["sleep", "60"], {}, Path()) == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def test_script_without_interpreter_is_rejected(tmp_path: Path) -> None:
+    script = tmp_path / "script"
+    script.write_text("echo")
+    script.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"script: cannot be started: Exec format error\n    name its interpreter"):
+        run_child([str(script)], {}, Path())
 
 
 def test_config_in_other_encoding_does_not_stop_earlier_stages(project: Project) -> None:

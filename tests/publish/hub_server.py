@@ -378,7 +378,7 @@ def open_hub() -> Iterator[Hub]:
     hub = Hub()
     server = Server(("127.0.0.1", 0), type("HubHandler", (Handler,), {"hub": hub}))
     hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.005}, daemon=True)
     thread.start()
     try:
         yield hub

@@ -165,6 +165,13 @@ def test_hub_private_repo_accepts_yaml_booleans(hub, run, word, is_private):
     assert hub.repositories["me/mine"].private is is_private
 
 
+def test_abbreviated_flag_is_rejected(hub, run, capsys):
+    with pytest.raises(SystemExit):
+        main(["publish", str(finish(run)), "--hub_private", "false"])
+    assert "unrecognized arguments: --hub_private false" in capsys.readouterr().err
+    assert hub.repositories == {}
+
+
 def test_invalid_boolean_is_rejected(hub, run, capsys):
     with pytest.raises(SystemExit) as caught:
         publishing.main([str(finish(run)), "--hub_private_repo", "perhaps"])
@@ -383,6 +390,16 @@ def test_rejected_request_is_not_retried(hub, run, publish, kind, status, pauses
         publish()
     assert len(read_messages(hub)) == (1 if kind == "tag" else 0)
     assert pauses.ours == []
+
+
+def test_rejected_large_file_is_reported_with_reason(hub, run, capsys):
+    rejected = {"oid": "0" * 64, "size": 1, "error": {"code": 403, "message": "storage quota exceeded"}}
+    body = json.dumps({"objects": [rejected]}).encode()
+    hub.faults["batch"] = [Fault(200, {"Content-Type": "application/vnd.git-lfs+json"}, body)]
+    assert main(["publish", str(finish(run))]) == EXIT_USER
+    error = capsys.readouterr().err
+    assert "storage quota exceeded" in error
+    assert "Traceback" not in error
 
 
 def test_failed_commit_does_not_repeat_upload(hub, run, publish):

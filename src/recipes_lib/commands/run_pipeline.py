@@ -103,14 +103,15 @@ def find_pipeline(text: str) -> Path:
     """
     folder = RECIPES / "pipelines"
     names = sorted({file.stem for file in find_shipped(folder).glob("*.yaml")} - {"demo"})
-    if find_shipped(Path(text)).exists():
+    # A folder may have the name of a shipped pipeline: `recipes demo` writes `demo`.
+    if find_shipped(Path(text)).is_file():
         return Path(text)
     if text in names:
         # Relative, as in the container image, where a submitted job looks for it.
         return folder / f"{text}.yaml"
     remedy = suggest(text, names, f"write the path of a YAML file, or one of {', '.join(names)}", "`recipes run {}`")
     remedy = "`recipes demo` writes its data and runs it" if text == "demo" else remedy
-    raise ConfigError(Problem(text, "there is no such pipeline", remedy))
+    raise ConfigError(Problem(text, "is a folder" if Path(text).is_dir() else "there is no such pipeline", remedy))
 
 
 def _find_unknown_commands(pipeline: Pipeline) -> Iterator[Problem]:

@@ -309,24 +309,29 @@ def run_child(words: Sequence[str], environment: Mapping[str, str], cwd: Path) -
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed; raised when the command has ended.
         PreemptedError: SIGTERM was received, and the command has finished successfully nevertheless.
-        ConfigError: The program does not exist.
+        ConfigError: The program does not exist or cannot be executed.
     """
     if missing := find_program(words, cwd):
         raise ConfigError(Problem(shlex.join(words), missing, "install it, or write its path"))
     sys.stdout.flush()
     # `env` adds the variables to the inherited ones, which this module need not read.
     variables = ["env", *(f"{name}={value}" for name, value in environment.items())] if environment else []
-    process = subprocess.Popen([*variables, *words], cwd=cwd)
+    process: subprocess.Popen[bytes] | None = None
     is_interrupted = is_terminated = False
 
     def forward(*_: object) -> None:
         nonlocal is_terminated
         is_terminated = True
-        process.terminate()
+        if process is not None:
+            process.terminate()
 
-    # A terminal sends ctrl-C to all of its processes; SIGTERM is sent to this one alone.
+    # A terminal sends ctrl-C to all of its processes; SIGTERM is sent to this one alone. Before the start, so that a
+    # signal at any time ends the stage too.
     before = signal.signal(signal.SIGTERM, forward)
     try:
+        process = subprocess.Popen([*variables, *words], cwd=cwd)
+        if is_terminated:
+            process.terminate()
         while True:
             try:
                 code = process.wait()
@@ -334,6 +339,9 @@ def run_child(words: Sequence[str], environment: Mapping[str, str], cwd: Path) -
             # The terminal has sent SIGINT to the stage as well, which may be saving a checkpoint.
             except KeyboardInterrupt:
                 is_interrupted = True
+    except OSError as error:
+        found, remedy = f"cannot be started: {error.strerror}", "name its interpreter: [bash, script.sh]"
+        raise ConfigError(Problem(shlex.join(words), found, remedy)) from error
     finally:
         signal.signal(signal.SIGTERM, before)
     if is_interrupted:

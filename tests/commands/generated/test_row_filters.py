@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from recipes_lib.commands.generated import row_filters
 from recipes_lib.commands.generated.row_filters import NearDuplicates, build_checks, choose_rows, find_agreeing
 from recipes_lib.config.synthesis_keys import SynthesisConfig
 from recipes_lib.errors import ConfigError, DataError
@@ -104,6 +105,25 @@ def test_choose_rows_trades_score_for_diversity() -> None:
     assert choose_rows(texts, scores, 99, 0.5) == list(range(9))
     assert choose_rows([], [], 3, 0.5) == []
     assert choose_rows(["a", "b"], [None, None], 1, 0.5) == [0]
+
+
+@pytest.mark.parametrize("diversity", [0.0, 0.3, 1.0])
+def test_choose_rows_equals_exhaustive_greedy_search(diversity: float) -> None:
+    """Each step compares all signatures, of texts that share a beginning, and with tied scores."""
+    drawn = np.random.default_rng(1)
+    texts = [f"write a text about {' '.join(f'w{n}' for n in drawn.integers(0, 12, 9))}" for _ in range(120)]
+    scores = [None if score == 0 else float(score) for score in drawn.integers(0, 6, 120)]
+    known = np.array([-1.0 if score is None else score for score in scores])
+    quality = np.searchsorted(np.unique(known), known) / (len(np.unique(known)) - 1)
+    signatures = np.stack([row_filters.MinHash(128, 1, 0).compute_keys(row_filters._shingle(text)) for text in texts])
+    similarity, left, expected = np.zeros(120), np.ones(120, bool), list[int]()
+    for _ in range(60):
+        objective = (1 - diversity) * quality - diversity * similarity
+        best = int(np.argmax(np.where(left, objective, -np.inf)))
+        expected.append(best)
+        left[best] = False
+        similarity = np.maximum(similarity, (signatures == signatures[best]).mean(axis=1))
+    assert choose_rows(texts, scores, 60, diversity) == sorted(expected)
 
 
 def test_choose_rows_with_full_diversity_covers_clusters() -> None:
