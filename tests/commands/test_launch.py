@@ -77,16 +77,20 @@ def test_machines_are_read_from_environment(environment, machines):
     assert find_machines(environment) == machines
 
 
-def test_slurm_batch_script_on_several_nodes_is_rejected():
-    script = {name: value for name, value in STEP.items() if "STEP" not in name}
-    with pytest.raises(ConfigError, match=r"job has 4 nodes[\s\S]*srun --ntasks-per-node=1"):
-        find_machines(script)
-
-
-@pytest.mark.parametrize("tasks", ["8(x4)", "2", "1(x3),8"])
-def test_several_slurm_tasks_per_node_are_rejected(tasks):
-    with pytest.raises(ConfigError, match="tasks on a node"):
-        find_machines(STEP | {"SLURM_STEP_TASKS_PER_NODE": tasks})
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({key: value for key, value in STEP.items() if "STEP" not in key}, r"4 nodes[\s\S]*srun --ntasks-per-node=1"),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "8(x4)"}, "tasks on a node"),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2"}, "tasks on a node"),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "1(x3),8"}, "tasks on a node"),
+        (STEP | {"LOCAL_RANK": "1", "RANK": "5"}, "process 5 of an existing launch"),
+    ],
+    ids=["batch script", "several tasks per node", "two tasks", "tasks of different nodes", "nested launch"],
+)
+def test_start_by_wrong_process_is_rejected(environment, message):
+    with pytest.raises(ConfigError, match=message):
+        find_machines(environment)
 
 
 @pytest.mark.parametrize("name", ["PET_NNODES", "PET_NODE_RANK", "PET_MASTER_PORT", "MASTER_PORT"])
@@ -96,11 +100,6 @@ def test_non_numeric_variable_is_named(name, text):
         find_machines({"PET_NNODES": "2", name: text})
     with pytest.raises(ConfigError, match=f"SLURM_NODEID: '{text}' is not a whole number"):
         find_machines(STEP | {"SLURM_NODEID": text})
-
-
-def test_nested_launch_is_rejected():
-    with pytest.raises(ConfigError, match="process 5 of an existing launch"):
-        find_machines({"LOCAL_RANK": "1", "RANK": "5"} | STEP)
 
 
 @pytest.mark.parametrize(

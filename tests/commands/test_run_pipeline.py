@@ -128,6 +128,27 @@ def test_check_validates_launch_files_commands_and_programs(tmp_path: Path, capf
     assert "did you mean sample-pairs?" in capfd.readouterr().err
 
 
+def test_check_and_plan_leave_outputs_outside_output_dir_unchanged(tmp_path: Path) -> None:
+    """An existing output keeps its content, a missing one stays missing; a dot in a name makes no file."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "config.json").write_text("{}")
+    path = write_pipeline(tmp_path)
+    document = json.loads(path.read_text())
+    base = document["stages"].pop("base")
+    base["output"] = str(tmp_path / "there")
+    run = {"run": "true", "output": str(tmp_path / "new" / "rows.jsonl")}
+    sft = document["stages"]["sft"]
+    sft["set"]["model_name_or_path"] = "${base-v1.5.output}"
+    copy = {**base, "output": str(tmp_path / "other" / "model"), "needs": ["rows"]}
+    stages = {"rows": run, "there": base, "copy": copy, "base-v1.5": {**base, "output": None}, "sft": sft}
+    path.write_text(json.dumps({"output_dir": str(tmp_path / "out"), "stages": stages}))
+    before = sorted(tmp_path.rglob("*"))
+    assert run_recipes(["run", str(path), "--check", "--keys"]) == 0
+    assert any(line.startswith("sft ") for line in plan_stages(path, "H100", 1, None))
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "there" / "config.json").read_text() == "{}"
+
+
 def test_check_inspects_existing_models_and_data(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "chats.jsonl").write_text("")
     keys = {"model_name_or_path": str(tmp_path), "dataset_name": f"{tmp_path}/chats.jsonl", "max_length": 64}

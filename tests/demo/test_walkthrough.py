@@ -20,6 +20,7 @@ from recipes_lib.config.loader import parse_command
 from recipes_lib.corpus.decontamination import Index
 from recipes_lib.data.sources.canonical import load_source, read_rows
 from recipes_lib.data.sources.formats import canonicalize, detect_format
+from recipes_lib.demo import stdlib_texts
 from recipes_lib.demo import walkthrough as run
 from recipes_lib.demo.stdlib_texts import QUESTIONS, Chat, build_chats, parse_module
 from recipes_lib.demo.walkthrough import (
@@ -40,7 +41,17 @@ PIPELINE = Path(__file__).parents[2] / "recipes" / "pipelines" / "demo.yaml"
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory):
+def small(library):
+    """Limit the demo to a part of the standard library and to fewer chats."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stdlib_texts, "MIN_CHARACTERS", 1)
+        patch.setattr(run, "standard_library", lambda: [library])
+        patch.setattr(run, "MAX_CHATS", 600)
+        yield
+
+
+@pytest.fixture(scope="module")
+def started(small, tmp_path_factory):
     folder = tmp_path_factory.mktemp("a demo")
     run.open_folder(folder)
     return folder, list(run.write_start(folder))

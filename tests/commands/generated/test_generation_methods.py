@@ -79,6 +79,7 @@ def test_draws_depend_only_on_seed_and_number() -> None:
         ("(?s)<p>(.*?)</p>", "x <p>\na\nb</p> <p>c</p>", "a\nb"),
         ("(?s)<p>(.*?)</p>", "<p>a", None),
         ("(?s)<p>(.*?)</p>", "<p> </p>", None),
+        ("(?s)<p>(.*?)</p>|none", "none", None),
     ],
 )
 def test_take_reply_returns_group_of_pattern(pattern: str | None, text: str, taken: str | None) -> None:
