@@ -26,7 +26,7 @@ KEYS = set(range(keys_task.FIRST_KEY, keys_task.FIRST_KEY + keys_task.NUM_KEYS))
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Policy that answers with one of the two keys that end its prompt."""
-    return keys_task.write_policy(tmp_path_factory.mktemp("teacher"), 0, num_steps=150)
+    return keys_task.write_policy(tmp_path_factory.mktemp("teacher"), 0, num_steps=80)
 
 
 @pytest.fixture

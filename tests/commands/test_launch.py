@@ -11,7 +11,7 @@ import sys
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from tests.faults import recipe_runs
-from tests.forked import ROOT
+from tests.forked import ROOT, run_script
 
 from recipes_lib.commands import launch as launching
 from recipes_lib.commands.launch import Machines, find_first_host, find_machines
@@ -210,24 +210,42 @@ def test_pipeline_layout_is_passed_to_processes(by, monkeypatch, capsys):
     assert (launch.layout.pipeline_stages, launch.layout.schedule, launch.data_size) == (4, "gpipe", 2)
 
 
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("is_refused", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["refused", "trains"])
-def test_launch_returns_exit_code_of_recipe(tmp_path, is_refused):
-    recipe_runs.write_inputs(tmp_path)
-    keys = recipe_runs.make_keys(tmp_path, "sft", output_dir=tmp_path / "out", max_steps=1, num_sample_prompts=0)
+def write_keys(folder):
+    recipe_runs.write_inputs(folder)
+    keys = recipe_runs.make_keys(folder, "sft", output_dir=folder / "out", max_steps=1, num_sample_prompts=0)
     flags = [f"--{name}={value}" for name, value in keys.items() if name != "num_sample_prompts"]
-    (tmp_path / "sft.yaml").write_text("num_sample_prompts: 0\n")
-    flags += ["--config", str(tmp_path / "sft.yaml")]
-    if is_refused:
-        # Another configuration in the same output directory: only the recipe itself detects it.
-        (tmp_path / "out").mkdir()
-        record = {"status": "done", "config": {"weight_decay": 0.3}}
-        (tmp_path / "out" / "run.json").write_text(json.dumps(record))
-    start = "from recipes_lib.cli import main; raise SystemExit(main())"
-    command = [sys.executable, "-c", start, "launch", *flags, "--hardware", "cpu"]
+    (folder / "sft.yaml").write_text("num_sample_prompts: 0\n")
+    return [*flags, "--config", str(folder / "sft.yaml"), "--hardware", "cpu"]
+
+
+@pytest.mark.multiprocess
+def test_single_process_launch_becomes_recipe(tmp_path, monkeypatch):
+    """The recipe that ``exec`` would start rejects another configuration in the same output directory."""
+    executed = []
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("os.execve", lambda *arguments: executed.extend(arguments) or 1 / 0)
+    flags = write_keys(tmp_path)
+    (tmp_path / "out").mkdir()
+    record = {"status": "done", "config": {"weight_decay": 0.3}}
+    (tmp_path / "out" / "run.json").write_text(json.dumps(record))
+    with pytest.raises(ZeroDivisionError):
+        launching.main(flags)
+    program, (_, script, *arguments), environment = executed
+    assert program == sys.executable
+    ended = run_script(ROOT / script, *arguments, variables=environment)
+    assert ended.returncode == EXIT_USER
+    assert "choose another output_dir" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_launch_trains_and_returns_exit_code_of_recipe(tmp_path):
+    command = [sys.executable, "-m", "recipes_lib.cli", "launch", *write_keys(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == (EXIT_USER if is_refused else 0), done.stderr[-3000:]
-    assert ("choose another output_dir" in done.stderr) == is_refused
-    assert "Traceback" not in done.stderr
-    assert (tmp_path / "out" / "model.safetensors").exists() == (not is_refused)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    # Only the recipe itself detects another configuration in its output directory.
+    done = subprocess.run([*command, "--weight_decay=0.3"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == EXIT_USER

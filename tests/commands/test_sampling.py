@@ -22,7 +22,7 @@ from recipes_lib.errors import ConfigError, DataError
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    return keys_task.write_policy(tmp_path_factory.mktemp("policy"), 0, num_steps=100)
+    return keys_task.write_policy(tmp_path_factory.mktemp("policy"), 0, num_steps=60)
 
 
 @pytest.fixture

@@ -188,33 +188,44 @@ print("ended with", subprocess.run([word.replace("cd /app", ":") for word in wor
 """
 
 
-@pytest.mark.parametrize(
-    ("executor", "program", "submit"),
-    [("kubernetes", "kubectl", "apply -f"), ("skypilot", "sky", "jobs launch --yes -d --secret HF_TOKEN")],
-)
-def test_cloud_job_runs_all_stages(
-    cluster: Cluster, capsys, monkeypatch: pytest.MonkeyPatch, executor: str, program: str, submit: str
-) -> None:
-    cluster.put(program, CLOUD.format(python=sys.executable))
+@pytest.fixture
+def cloud(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """A stub of ``kubectl`` and ``sky`` that runs the job at once, and prints its exit code."""
+    for program in ("kubectl", "sky"):
+        cluster.put(program, CLOUD.format(python=sys.executable))
     (cluster.folder / "recipes" / "pipelines").mkdir(parents=True)
     monkeypatch.chdir(cluster.folder)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     # Names of clusters allow ASCII letters only: none of these remain.
     cluster.pipeline = Path("recipes/pipelines/流水线.yaml")
-    gate = PIPELINE + "  four: {run: [mkdir, '${output_dir}/four'], require: {eval_loss: '< 3'}}\n"
-    cluster.pipeline.write_text(gate)
-    flags = ("--executor", executor, "--image", "me/recipes", "--volume", "runs", "--gpu", "H100")
-    (cluster.output_dir / "two").mkdir(parents=True)
-    assert cluster.run(*flags, "--secret", "HF_TOKEN", "--until", "three") == 0
-    assert cluster.read_calls() == [submit]
-    assert "ended with 1" in capsys.readouterr().out
-    (cluster.output_dir / "two").rmdir()
-    assert cluster.run(*flags, "--until", "three") == 0
+    cluster.pipeline.write_text(PIPELINE)
+    return cluster
+
+
+CLOUD_FLAGS = ("--image", "me/recipes", "--volume", "runs", "--gpu", "H100", "--secret", "HF_TOKEN")
+
+
+@pytest.mark.parametrize(
+    ("executor", "submit"),
+    [("kubernetes", "apply -f"), ("skypilot", "jobs launch --yes -d --secret HF_TOKEN")],
+)
+def test_cloud_job_runs_all_stages(cloud: Cluster, capsys, executor: str, submit: str) -> None:
+    assert cloud.run("--executor", executor, *CLOUD_FLAGS) == 0
+    assert cloud.read_calls() == [submit]
     output = capsys.readouterr().out
     assert "ended with 0" in output
-    assert f"3 stages submitted as one job: {cluster.output_dir}/jobs/{executor}.yaml" in output
-    assert (cluster.output_dir / "three").is_dir()
-    assert "name: pipeline\n" in (cluster.output_dir / f"jobs/{executor}.yaml").read_text()
-    # A failed gate is final: the cluster must not restart the job.
-    assert cluster.run(*flags) == 0
+    assert f"3 stages submitted as one job: {cloud.output_dir}/jobs/{executor}.yaml" in output
+    assert (cloud.output_dir / "three").is_dir()
+    assert "name: pipeline\n" in (cloud.output_dir / f"jobs/{executor}.yaml").read_text()
+
+
+def test_exit_code_of_cloud_job_tells_failed_stage_from_failed_gate(cloud: Cluster, capsys) -> None:
+    """The cluster restarts a job that ends with 1, and none that ends with 2."""
+    cloud.pipeline.write_text(PIPELINE.replace(", needs", ", require: {eval_loss: '< 3'}, needs"))
+    flags = ("--executor", "kubernetes", *CLOUD_FLAGS)
+    (cloud.output_dir / "one").mkdir(parents=True)
+    assert cloud.run(*flags) == 0
+    assert "ended with 1" in capsys.readouterr().out
+    (cloud.output_dir / "one").rmdir()
+    assert cloud.run(*flags) == 0
     assert "ended with 2" in capsys.readouterr().out

@@ -22,6 +22,13 @@ WEIGHTS = "adapter_model.safetensors"
 NAME = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
 
 
+SLOW = (
+    *(({"init_lora_weights": name}, bf16) for name, bf16 in (("pissa", False), ("olora", True), ("olora", False))),
+    *(({}, True), ({"use_dora": True, "use_rslora": True}, True)),
+)
+"""The remaining pairs of initialisation and precision, which share their branches with the quick ones."""
+
+
 @pytest.fixture
 def make_run(tiny_model_dir, tmp_path):
     def make(adapter=None, **keys):
@@ -57,11 +64,15 @@ def breaking(monkeypatch, change):
     monkeypatch.setattr(export, "verify_adapter_export", verify)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize(
-    "adapter",
-    [{}, {"use_dora": True, "use_rslora": True}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}],
-    ids=["default", "dora", "pissa", "olora"],
+    ("adapter", "bf16"),
+    [
+        ({}, False),
+        ({"use_dora": True, "use_rslora": True}, False),
+        ({"init_lora_weights": "pissa"}, True),
+        *(pytest.param(adapter, bf16, marks=pytest.mark.slow) for adapter, bf16 in SLOW),
+    ],
+    ids=str,
 )
 def test_exported_adapter_on_fresh_base_equals_trained_model(make_run, tiny_model_dir, adapter, bf16):
     trainer, folder = make_run(adapter | {"lora_modules_to_save": ["norm"]}, bf16=bf16)

@@ -23,8 +23,6 @@ _USAGE: Final = (
     "       recipes eval watch RUN --tasks core,gsm8k [--key value ...]\n       recipes eval compare A B [...]\n"
     "       recipes eval compare A B [...] --judge J --prompts FILE --output_dir DIR\n\n"
 )
-_LISTS: Final = ("--tasks", "--include_path")
-"""Flags whose value may be a comma-separated list."""
 _SECONDS: Final = 10
 """Polling interval of ``eval watch``."""
 _STATES: Final = (".pt", ".pth", ".bin")
@@ -201,7 +199,7 @@ def _find_evaluation(folder: Path) -> Path:
 
 
 def _parse(argv: Sequence[str]) -> EvalConfig:
-    """Parse the configuration; accepts the model as a positional argument, and comma-separated tasks.
+    """Parse the configuration; accepts the model as a positional argument.
 
     Raises:
         ConfigError: It is invalid, or the extra ``eval`` is not installed.
@@ -209,23 +207,11 @@ def _parse(argv: Sequence[str]) -> EvalConfig:
     given = list(argv)
     if given and not given[0].startswith("-") and not given[0].endswith((".yaml", ".yml")):
         given[0] = f"--model_name_or_path={given[0]}"
-    for at, argument in enumerate(given):
-        flag, equals, text = argument.partition("=")
-        if equals and flag in _LISTS:
-            given[at] = f"{flag}={_split_names(text)}"
-        elif at and given[at - 1] in _LISTS:
-            given[at] = _split_names(argument)
     if {"-h", "--help"} & set(argv):
         sys.stdout.write(_USAGE)
     config = exit_after_help(parse_eval_command(given))
     verify_extra("recipes eval", "eval", "lm_eval")
     return config
-
-
-def _split_names(text: str) -> str:
-    """Return comma-separated names as a JSON list; JSON and flags are not changed."""
-    is_names = text.strip() and text.lstrip()[0] not in "[-"
-    return json.dumps([name.strip() for name in text.split(",")]) if is_names else text
 
 
 def describe(record: Mapping[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from tests.evaluation.chat_endpoint import ChatEndpoint
 from tests.forked import Launch
 from tests.rl.reward_models import write_reward_model
 from tests.rows import read_rows, write_rows
+from transformers import GenerationConfig
 
 from recipes_lib.cli import main as run_recipes
 from recipes_lib.commands.generated.synthesize import Limits, ReplyCounts, SpentError
@@ -47,6 +49,14 @@ def folder(tmp_path: Path) -> Path:
     write_rows(place / "seeds.jsonl", [{"prompt": f"Explain thing{n} to child{n} é"} for n in range(8)])
     write_rows(place / "texts.jsonl", [{"text": f"A document about subject{n}."} for n in range(3)])
     return place
+
+
+@pytest.fixture(scope="module")
+def writer(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with an eighth of its tokens as stop tokens, so that answers end after a few tokens."""
+    folder = shutil.copytree(tiny_model_dir, tmp_path_factory.mktemp("writer") / "model")
+    GenerationConfig(eos_token_id=list(range(64)), pad_token_id=1).save_pretrained(folder)
+    return folder
 
 
 def list_words(folder: Path, server: ChatEndpoint | None = None, out: str = "out", **keys: Any) -> list[str]:
@@ -194,11 +204,11 @@ def test_limits_bound_cost_of_requests() -> None:
         Limits(dear, ReplyCounts(num_tokens=1)).verify_room([chat])
 
 
-def test_local_model_and_reward_model_judge(folder: Path, tiny_model_dir: Path, monkeypatch) -> None:
+def test_local_model_and_reward_model_judge(folder: Path, tiny_model_dir: Path, writer: Path, monkeypatch) -> None:
     judge = write_reward_model(folder / "reward", tiny_model_dir)
     keys = {
-        "model_name_or_path": tiny_model_dir, "use_cpu": True, "num_answers": 6, "judge": judge, "batch_size": 3,
-        "temperature": 1.5, "max_rows": 3, "max_new_tokens": 128,
+        "model_name_or_path": writer, "use_cpu": True, "num_answers": 6, "judge": judge, "batch_size": 3,
+        "temperature": 1.5, "max_rows": 3, "max_new_tokens": 16,
     }  # fmt: skip
     assert synthesize(folder, **keys) == 0
     rows, pairs = read(folder, "rows.jsonl"), read(folder, "pairs.jsonl")

@@ -166,7 +166,8 @@ def choose_rows(texts: Sequence[str], scores: Sequence[float | None], num_rows: 
     """
     minhash = MinHash(_NUM_HASHES, 1, _SEED)
     # With bands of one row, the share of equal keys estimates the Jaccard similarity. Shape (rows, hashes).
-    signatures = np.array([minhash.compute_keys(_shingle(text)) for text in texts]).reshape(len(texts), _NUM_HASHES)
+    keys = [minhash.compute_keys(_shingle(text)) for text in texts]
+    signatures = np.array(keys, np.uint64).reshape(len(texts), _NUM_HASHES)
     known = np.array([-np.inf if score is None else score for score in scores])
     ordered = np.unique(known)
     # Ranks instead of scores, so that the weight does not depend on the scale of the grades.
