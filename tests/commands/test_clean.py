@@ -2,12 +2,10 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 
 import pytest
 from tests.corpus.texts import write_rows
-from tests.forked import ROOT
+from tests.forked import ROOT, run_script
 
 from recipes_lib.cli import main as run_recipes
 from recipes_lib.commands.clean import describe, main
@@ -93,8 +91,8 @@ def test_missing_extra_is_named(config, monkeypatch):
 
 @pytest.mark.multiprocess
 def test_recipe_script_matches_command(config):
-    command = [sys.executable, "recipes/corpus.py", "--config", str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    done = run_script(ROOT / "recipes" / "corpus.py", "--config", config)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("3 of 5 documents")
     assert "cleaning a: 1 of 1 tasks" in done.stderr
 

@@ -135,7 +135,7 @@ def test_output_dir_is_written_once_for_each_spelling(flags, write):
 def test_requeue_code_matches_documented_script(write):
     documented = (ROOT / "docs" / "slurm_requeue.sh").read_text()
     script = write("slurm", *TWO)
-    begin = "# A signal ends"
+    begin = "# A signal interrupts"
     assert script[script.index(begin) :] == documented[documented.index(begin) :]
     heads = [line for line in documented.splitlines() if "signal=" in line or ("requeue" in line and "#SBATCH" in line)]
     assert set(heads) <= set(script.splitlines())

@@ -18,7 +18,7 @@ from recipes_lib.proving.bench import Bench
 from recipes_lib.proving.checks import Check
 from recipes_lib.proving.results import PASSED, ROWS_FILE, SKIPPED
 
-QUICK = ("environment", "gpus")
+QUICK = ("environment", "synchronisations", "gpus")
 """Checks that take no time on a CPU: one passes, those of GPUs are skipped."""
 
 

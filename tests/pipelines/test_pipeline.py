@@ -185,7 +185,7 @@ def test_stage_identity_does_not_depend_on_paths(tmp_path: Path) -> None:
         ("stages: {a/b: {run: x}}", "is not a folder name"),
         ("stages: {l: {rounds: 1, stages: {a: {run: x}}}, m: {rounds: 1, stages: {a: {run: x}}}}", "called 'a-1' too"),
         ("stages: {sft-1: {run: x}, sft: {run: x, matrix: {seed: [0]}}}", "called 'sft-1' too"),
-        ("stages: {a: {run: x, output: o}, b: {run: x, output: o}}", "writes o, as a does"),
+        ("stages: {a: {run: x, output: o}, b: {run: x, output: c/../o}}", "writes c/../o, as a does"),
         (
             "stages: {a: {run: x}, b: {run: x, require: {a.accuracy: '> 1'}}}",
             'write it at a: require: {accuracy: "> 1"}',

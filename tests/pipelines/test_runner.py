@@ -293,6 +293,8 @@ def test_script_without_interpreter_is_rejected(tmp_path: Path) -> None:
     script.chmod(0o755)
     with pytest.raises(ConfigError, match=r"script: cannot be started: Exec format error\n    name its interpreter"):
         run_child([str(script)], {}, Path())
+    with pytest.raises(ConfigError, match="cannot be started: embedded null byte"):
+        run_child(["echo", "\0"], {}, Path())
 
 
 def test_config_in_other_encoding_does_not_stop_earlier_stages(project: Project) -> None:

@@ -72,6 +72,15 @@ def test_paths_of_other_machines_are_not_hub_ids(tmp_path, name):
     assert "was not pinned" not in card.text
 
 
+def test_current_folder_is_named(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    write_card(Path(), record(model_name_or_path=".", output_dir="."), {})
+    text = Path("README.md").read_text()
+    assert "\n# mine\n" in text
+    assert "Mine after sft on ultrachat_200k" in text
+
+
 def test_card_of_reward_model_loads_score_head(tmp_path):
     """A text-generation pipeline would initialise an output projection at random."""
     write_card(tmp_path, record() | {"stage": "reward"}, {})

@@ -30,36 +30,32 @@ def build(tmp_path):
     return build
 
 
-@pytest.mark.parametrize(
-    ("name", "harm"),
-    [
-        ("report.html", lambda file: file.unlink()),
-        ("report.html", lambda file: file.write_text(file.read_text()[:-20])),
-        ("README.md", lambda file: file.unlink()),
-        ("README.md", lambda file: file.write_text("")),
-    ],
-)
-def test_missing_card_and_report_are_rewritten(build, name, harm, capsys):
+def test_missing_or_truncated_card_and_report_are_rewritten(build, capsys):
     run = build(finished=True)
-    names = ("README.md", "report.html")
+    card, report = (run.output_dir / name for name in ("README.md", "report.html"))
     finish_run(run)
-    before = {name: (run.output_dir / name).read_text() for name in names}
-    assert "| eval_loss | 1.0 |" in before["README.md"]  # From the last evaluation.
-    assert "</html>" in before["report.html"]
-    harm(run.output_dir / name)
-    capsys.readouterr()
-    finish_run(run)
-    output = capsys.readouterr().out
-    assert all(str(run.output_dir / name) in output for name in names)
-    # The second card links the chart that the report has drawn.
-    after = {name: (run.output_dir / name).read_text().replace("![loss](report/loss.png)\n\n", "") for name in names}
-    assert after == before
+    before = card.read_text(), report.read_text()
+    assert "| eval_loss | 1.0 |" in before[0]  # From the last evaluation.
+    assert "</html>" in before[1]
+    for file, content in ((card, None), (card, ""), (report, None), (report, before[1][:-20])):
+        file.unlink() if content is None else file.write_text(content)
+        capsys.readouterr()
+        finish_run(run)
+        output = capsys.readouterr().out
+        assert str(card) in output
+        assert str(report) in output
+        # The second card links the chart that the report has drawn.
+        assert (card.read_text().replace("![loss](report/loss.png)\n\n", ""), report.read_text()) == before
 
 
 def test_report_is_rebuilt_only_after_training(build, monkeypatch):
     reports = []
-    build_report = finishing.build_report
-    monkeypatch.setattr(finishing, "build_report", lambda folder: reports.append(build_report(folder)))
+
+    def write_report(folder):
+        reports.append(folder)
+        (folder / "report.html").write_text("</html>\n")
+
+    monkeypatch.setattr(finishing, "build_report", write_report)
     for finished in (True, True, False):
         finish_run(build(finished=finished))
     assert len(reports) == 2

@@ -38,12 +38,20 @@ def run_merge(base, adapter, folder, tokenizer_dir, *, bits=None, dtype=None):
     return merge(plan, AutoTokenizer.from_pretrained(tokenizer_dir), TEXTS, folder)
 
 
+ADAPTERS = ({}, {"use_dora": True}, {"use_rslora": True}, {"lora_modules_to_save": ["norm"]})
+QUICK = {("llama", 0), ("llama", 1), ("tied", 2), ("tied", 3), ("gpt2", 0), ("gpt2", 1), ("gpt2", 3)}
+"""Each adapter with each kind of weights that it treats differently: tied, and transposed ones of GPT-2."""
+
+
 @pytest.mark.parametrize(
-    "keys",
-    [{}, {"use_dora": True}, {"use_rslora": True}, {"lora_modules_to_save": ["norm"]}],
-    ids=["lora", "dora", "rslora", "norm"],
+    ("kind", "keys"),
+    [
+        pytest.param(kind, keys, marks=() if (kind, at) in QUICK else pytest.mark.slow)
+        for kind in ("llama", "tied", "gpt2")
+        for at, keys in enumerate(ADAPTERS)
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("kind", ["llama", "tied", "gpt2"])
 def test_merged_model_equals_adapter(tmp_path, tiny_tokenizer_dir, kind, keys):
     keys = {"lora_modules_to_save": ["ln_f"]} if kind == "gpt2" and "lora_modules_to_save" in keys else keys
     base, adapter, adapted = make_adapter(tmp_path, kind, **keys)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors.numpy import save, save_file
-from tests.forked import ROOT
+from tests.forked import ROOT, run_script
 from tests.publish.hub_server import Commit, Fault
 from tests.publish.runs import finish, link_files, make_run, read_weight, save_checkpoint
 
@@ -551,7 +551,8 @@ def test_publisher_waits_for_lock_of_other_process(hub, run, monkeypatch, capsys
 def test_stalled_hub_blocks_neither_training_nor_exit(hub, run):
     """All uploads stall, of single files and of files in parts."""
     hub.sabotage = lambda kind: Fault(stalls=True) if kind == "upload" else None
-    code = f"""
+    script = run.parent / "train.py"
+    script.write_text(f"""
 from pathlib import Path
 from recipes_lib.publish import publishing
 from tests.publish.runs import finish, make_run, save_checkpoint
@@ -563,9 +564,8 @@ def train(config):
     save_checkpoint(run, 10)
     finish(run)
 recipe(run, train, hub_strategy="all_checkpoints")()
-"""
-    command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+""")
+    done = run_script(script, paths=[ROOT])
     assert done.returncode == 0, done.stderr
     assert "not everything is published (the upload has taken more than 1 s)" in done.stderr
     assert f"`recipes publish {run}` publishes the rest" in done.stderr

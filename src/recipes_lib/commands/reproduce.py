@@ -62,8 +62,7 @@ def main(argv: Sequence[str]) -> None:
         f"the key {key}, which was {value!r}, runs code: {config_file} has it as a comment"
         for key, value in code.items()
     ]
-    lines = [f"differs: {escape_controls(line)}\n" for line in (*lost, *compare(record, keys))]
-    sys.stdout.write("".join(lines) or "everything recorded matches\n")
+    sys.stdout.writelines(f"differs: {escape_controls(line)}\n" for line in (*lost, *compare(record, keys)))
     try:
         check_text(recipe, text, config_file)
     except UserError as error:

@@ -186,8 +186,8 @@ class _Reader:
         self.groups: dict[str, list[str]] = {}
         """Name in the file, of a stage, a sweep or a loop -> the names of its stages."""
         self.names: set[str] = set()
-        self.outputs: dict[str, str] = {}
-        """Output -> the stage that writes it."""
+        self.outputs: dict[Path, str] = {}
+        """Output, without links and ``..`` -> the stage that writes it."""
         self.entries: set[str] = set()
         """Names of all entries of the file, including those that are not parsed yet."""
 
@@ -332,11 +332,11 @@ class _Reader:
             self._refuse(where, found, "rename the stage, or give it another `output`")
         if name in self.names:
             self._refuse(where, f"another stage is called {name!r} too", "rename one of them")
-        elif str(output) in self.outputs:
-            found = f"writes {output}, as {self.outputs[str(output)]} does"
+        elif output.resolve() in self.outputs:
+            found = f"writes {output}, as {self.outputs[output.resolve()]} does"
             self._refuse(where, found, "give one of them another `output`")
         self.names.add(name)
-        self.outputs[str(output)] = name
+        self.outputs[output.resolve()] = name
 
     def _find_needs(self, where: str, entry: Mapping[str, Any]) -> Iterator[str]:
         for need in entry.get("needs") or []:
@@ -357,7 +357,7 @@ class _Reader:
                 remedy = f"write it at {stage}: require: {{{rest}: {json.dumps(wanted)}}}"
                 self._refuse(place, found, remedy)
             elif not _REQUIREMENT.fullmatch(wanted):
-                self._refuse(place, f"is {wanted!r}", "write one such as '> 0.65'")
+                self._refuse(place, f"is {wanted!r}", f"write {', '.join(_COMPARISONS)} and a number, such as '> 0.65'")
         return require
 
     def _find_launch(self, where: str, entry: Mapping[str, Any]) -> list[Path]:

@@ -339,8 +339,9 @@ def run_child(words: Sequence[str], environment: Mapping[str, str], cwd: Path) -
             # The terminal has sent SIGINT to the stage as well, which may be saving a checkpoint.
             except KeyboardInterrupt:
                 is_interrupted = True
-    except OSError as error:
-        found, remedy = f"cannot be started: {error.strerror}", "name its interpreter: [bash, script.sh]"
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        found, remedy = f"cannot be started: {reason}", "name its interpreter: [bash, script.sh]"
         raise ConfigError(Problem(shlex.join(words), found, remedy)) from error
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -17,10 +17,10 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters.lora import add_adapter
 
 
-@pytest.fixture
-def adapter(tmp_path, tiny_model_dir):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, tiny_model_dir):
     """Output directory of a LoRA run, with the files that a merge reads."""
-    folder = tmp_path / "a run"
+    folder = tmp_path_factory.mktemp("trained")
     adapted = add_adapter(load_model(tiny_model_dir), AdapterConfig(use_peft=True, lora_r=4), seed=0)
     train(adapted)
     adapted.save_pretrained(folder)
@@ -29,6 +29,11 @@ def adapter(tmp_path, tiny_model_dir):
     GenerationConfig(eos_token_id=[0, 3], pad_token_id=1).save_pretrained(folder)
     (folder / "run.json").write_text(json.dumps({"config": {"load_in_4bit": False}}))
     return folder
+
+
+@pytest.fixture
+def adapter(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "a run")
 
 
 def run(adapter, output, *flags):
