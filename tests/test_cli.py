@@ -111,6 +111,11 @@ def test_arguments_and_exit_code_pass_through(echo: None, capsys: pytest.Capture
     assert cli.main(["echo", "preempt"]) == 75
 
 
+def test_flags_may_have_dashes(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["echo", "--dry-run", "--a-b=c-d", "x-y", "-z-", "--", "--k-v"]) == 0
+    assert capsys.readouterr().out == "['--dry_run', '--a_b=c-d', 'x-y', '-z-', '--', '--k-v']\n"
+
+
 def test_a_command_runs_inside_the_boundary(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["echo", "fail"]) == 2
     assert capsys.readouterr().err == str(ConfigError(Problem("here", "wrong"))) + "\n"

@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         sys.stderr.write(_describe_unknown(name))
         return EXIT_USER
-    return run_command(lambda: _run(COMMANDS[name], rest))
+    return run_command(lambda: _run(COMMANDS[name], _spell_flags(rest)))
 
 
 def _describe_unknown(name: str) -> str:
@@ -117,6 +117,14 @@ def _describe_unknown(name: str) -> str:
         return f"recipes: the command {name!r} was removed\n    {RETIRED[name]}\n"
     remedy = suggest(name, COMMANDS, f"the commands are: {', '.join(COMMANDS)}", "`recipes {}`")
     return f"recipes: there is no command {name!r}\n    {remedy}\n"
+
+
+def _spell_flags(arguments: Sequence[str]) -> list[str]:
+    """Return arguments with flags in one spelling: ``--dry-run`` is ``--dry_run``, as for keys of recipes."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    parts = [word.partition("=") for word in arguments[:end]]
+    flags = [f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name for name, _, _ in parts]
+    return [*(flag + equals + text for flag, (_, equals, text) in zip(flags, parts, strict=True)), *arguments[end:]]
 
 
 def _print(text: str) -> int | None:

@@ -309,6 +309,7 @@ def test_hf_job_is_accepted_by_hf_cli(write):
         ("hf-jobs", [*CLOUD, "--volume", "$(id)"], "--volume: '$(id)' has other characters"),
         ("slurm", ["--output_dir", "runs/漢"], "--name: '' is not a valid job name"),
         ("slurm", ["--output_dir", "runs/" + "x" * 99], "is not a valid job name"),
+        ("slurm", ["--config", "recipes/configs/gpt2-124m/eval.yaml"], "is for eval, which does not train"),
         ("slurm", ["--learning_rat", "1"], "learning_rate"),
         ("kubernetes", [*CLOUD, "--config", str(ROOT / CONFIG)], "not in the image"),
         ("slurm", ["--hardware", "nonsense"], "there is no launch file accelerate_configs/nonsense.yaml"),

@@ -174,6 +174,14 @@ def test_missing_or_unfinished_output_is_rerun(project: Project) -> None:
     assert project.log[-1] == "c"
 
 
+def test_stage_without_output_is_not_rerun(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text("stages: {a: {run: 'true'}}")
+    pipeline, messages = load_pipeline(tmp_path / "p.yaml", str(tmp_path / "out")), list[str]()
+    assert run_pipeline(pipeline, pipeline.stages, messages.append) == 0
+    assert run_pipeline(pipeline, pipeline.stages, messages.append) == 0
+    assert messages == ["1 of 1, a: true", "1 of 1, a: already done"]
+
+
 def test_output_with_missing_or_truncated_file_is_rerun(project: Project) -> None:
     (project.folder / "work.sh").write_text(
         WORK.replace("eval exit", 'printf weights > "$out/model.safetensors"; eval exit')

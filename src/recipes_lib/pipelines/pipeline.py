@@ -434,15 +434,12 @@ def _find_words(kind: str, entry: Mapping[str, Any], named: list[str]) -> list[s
     """Return the program of a stage and its first words, which ``Stage.argv`` follows."""
     if kind == "run":
         return named
+    recipes = [sys.executable, "-m", "recipes_lib.cli"]
     if kind == "command":
-        return [*_recipes(named[0]), *named[1:]] if named else []
+        return [*recipes, *named]
     if "launch" in entry:
-        return [*_recipes("launch"), "--recipe", entry["recipe"], "--hardware", entry["launch"]]
+        return [*recipes, "launch", "--recipe", entry["recipe"], "--hardware", entry["launch"]]
     return [sys.executable, str(find_recipe(entry["recipe"]))]
-
-
-def _recipes(command: str) -> list[str]:
-    return [sys.executable, "-m", "recipes_lib.cli", command]
 
 
 def _write(value: Any) -> str:

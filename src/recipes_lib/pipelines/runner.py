@@ -147,7 +147,7 @@ class _Progress:
             return False
         # Later commands may have restarted a run in it.
         is_unfinished = (output / "run.json").is_file() and _read_status(output) != "done"
-        return not is_unfinished and find_missing_file(output, entry.get("files")) is None
+        return not is_unfinished and find_missing_file(output, entry.get("files", {})) is None
 
     def find_obstacle(self, stage: Stage, chosen: Collection[str], say: Callable[[str], object]) -> int:
         """Return ``EXIT_DIVERGED`` if a gate of a needed stage fails.
@@ -170,7 +170,7 @@ class _Progress:
         is_same = before.get("fingerprint") == self.prints[stage.name]
         if before and not is_same:
             _move_aside(self.root / stage.output, stage.name, say)
-        missing = find_missing_file(self.root / stage.output, before.get("files"))
+        missing = find_missing_file(self.root / stage.output, before.get("files", {}))
         if is_same and before.get("status") == "done" and missing:
             say(f"{stage.name}: {missing}")
         spent = (parse_number(before.get("seconds")) or 0.0) if is_same else 0.0
@@ -244,8 +244,11 @@ def find_missing_file(output: Path, files: Any) -> str | None:
 
     Args:
         output: File or folder.
-        files: ``files`` of an entry of ``pipeline.json``: name -> size in bytes, ``None`` where it may change.
+        files: ``files`` of an entry of ``pipeline.json``: name -> size in bytes, ``None`` where it may change; ``None``
+            if the stage ended without an output.
     """
+    if files is None:
+        return None
     if not output.exists():
         return f"{output} is missing"
     for name, size in files.items() if isinstance(files, dict) else ():
@@ -257,8 +260,10 @@ def find_missing_file(output: Path, files: Any) -> str | None:
     return None
 
 
-def _list_files(output: Path) -> dict[str, int | None]:
-    """Return the files of an output: name -> size in bytes, ``None`` for files that later commands rewrite."""
+def _list_files(output: Path) -> dict[str, int | None] | None:
+    """Return the files of an output: name -> size in bytes, ``None`` if it may change; ``None`` without an output."""
+    if not output.exists():
+        return None
     files: dict[str, int | None] = {}
     for file in [output] if output.is_file() else sorted(output.rglob("*")):
         name = file.relative_to(output)
