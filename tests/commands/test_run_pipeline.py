@@ -42,8 +42,9 @@ def test_from_until_only_and_list_select_stages(path: Path, capfd: pytest.Captur
     assert "2 of 2, three" in capfd.readouterr().out
     assert run_recipes(["run", str(path), "--output_dir", out, "--list"]) == 0
     assert f"one: mkdir {out}/one\n" in capfd.readouterr().out
-    assert run_recipes(["run", str(path), "--only", "fore"]) == 2
-    assert "the stages are one, two, three" in capfd.readouterr().err
+    for flag, name in (("--only", "fore"), ("--from", "")):
+        assert run_recipes(["run", str(path), flag, name]) == 2
+        assert f"there is no stage {name!r}\n    the stages are one, two, three" in capfd.readouterr().err
     assert run_recipes(["run", str(path), "--from", "two", "--until", "one"]) == 2
     assert "two comes after one" in capfd.readouterr().err
 

@@ -40,10 +40,12 @@ def main(argv: Sequence[str]) -> int:
     """
     options = _build_parser().parse_args(list(argv))
     options.pipeline = find_pipeline(options.pipeline)
-    if options.only and (options.first or options.last):
+    if options.only is not None and (options.first is not None or options.last is not None):
         raise ConfigError(Problem("--only", "excludes --from and --until", "write one or the other"))
     pipeline = load_pipeline(options.pipeline, options.output_dir)
-    chosen = choose_stages(pipeline, options.first or options.only, options.last or options.only)
+    # Not `or`: an empty name, of an unset shell variable, would select all stages.
+    ends = (options.only if name is None else name for name in (options.first, options.last))
+    chosen = choose_stages(pipeline, *ends)
     if problems := list(_find_unknown_commands(pipeline)):
         raise ConfigError(*problems)
     if options.list:
