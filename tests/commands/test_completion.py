@@ -41,4 +41,5 @@ def test_script_of_each_shell_lists_all_commands(capsys, shell):
     completion.main([shell])
     script = capsys.readouterr().out
     assert {"check", "score", "distill-store"} <= set(script.replace('"', " ").split())
+    assert script.startswith("(( $+functions[compdef] )) || { autoload -U compinit") == (shell == "zsh")
     assert ("bashcompinit" in script) == (shell == "zsh")
