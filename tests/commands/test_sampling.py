@@ -106,10 +106,10 @@ class Collector:
     args = SimpleNamespace(per_device_eval_batch_size=5)
 
     def __init__(self, unscored=(), first=" 0"):
-        self.asked, self.unscored, self.first = [], unscored, first
+        self.calls, self.unscored, self.first = [], unscored, first
 
     def answer(self, prompts, numbers):
-        self.asked.append(list(numbers))
+        self.calls.append(list(numbers))
         scores = [
             0.0 if prompt.content == "prompt 2" or n in self.unscored else float(n)
             for prompt, n in zip(prompts, numbers, strict=True)
@@ -129,7 +129,7 @@ PROMPTS = [PromptRow("here", [1], f"prompt {n}", {}) for n in range(5)]
 def test_answers_are_numbered_and_counted():
     collector, counts = Collector(), PairCounts()
     rows = [row for batch in sample_pairs(collector, PROMPTS, 2, counts) for row in batch]
-    assert collector.asked == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert collector.calls == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert [(row["prompt"], row["chosen"], row["rejected"]) for row in rows] == [
         ("prompt 0", " 1", " 0"),
         ("prompt 1", " 3", " 2"),

@@ -138,7 +138,7 @@ def test_split_depends_only_on_module_name():
     assert set(held_out) == {True, False}
 
 
-HELD_OUT, TRAINED_ON = "collections", "heapq"  # by their names, see test_corpus
+HELD_OUT, TRAINED_ON = "collections", "heapq"  # Split by a hash of the name.
 
 
 def ask_about(source):
