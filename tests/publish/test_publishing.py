@@ -10,6 +10,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors.numpy import save, save_file
-from tests.forked import ROOT, run_script
+from tests.forked import ROOT
 from tests.publish.hub_server import Commit, Fault
 from tests.publish.runs import finish, link_files, make_run, read_weight, save_checkpoint
 
@@ -279,7 +280,7 @@ def test_checkpoints_of_earlier_run_are_not_published(hub, run):
     assert read_messages(hub) == []
 
 
-def test_preempted_run_does_not_wait_for_upload(hub, run):
+def test_preempted_run_does_not_wait_for_upload(hub, run, pauses):
     hub.sabotage = lambda kind: Fault(stalls=True) if kind == "preupload" else None
 
     def train(config):
@@ -291,9 +292,14 @@ def test_preempted_run_does_not_wait_for_upload(hub, run):
 
     with pytest.raises(PreemptedError):
         recipe(run, train)()
+    (publisher,) = (thread for thread in threading.enumerate() if thread.name == "publishing")
     hub.sabotage = lambda kind: None
     recipe(run, lambda config: finish(run))()
     assert read_messages(hub) == ["checkpoint-10", MODEL]
+    # The stalled thread would retry, and close the client of huggingface_hub, during later tests.
+    hub.closing.set()
+    publisher.join(60)
+    assert not publisher.is_alive()
 
 
 def test_rejected_final_commit_does_not_fail_run(hub, run, capsys):
@@ -551,8 +557,7 @@ def test_publisher_waits_for_lock_of_other_process(hub, run, monkeypatch, capsys
 def test_stalled_hub_blocks_neither_training_nor_exit(hub, run):
     """All uploads stall, of single files and of files in parts."""
     hub.sabotage = lambda kind: Fault(stalls=True) if kind == "upload" else None
-    script = run.parent / "train.py"
-    script.write_text(f"""
+    code = f"""
 from pathlib import Path
 from recipes_lib.publish import publishing
 from tests.publish.runs import finish, make_run, save_checkpoint
@@ -564,8 +569,10 @@ def train(config):
     save_checkpoint(run, 10)
     finish(run)
 recipe(run, train, hub_strategy="all_checkpoints")()
-""")
-    done = run_script(script, paths=[ROOT])
+"""
+    # Not forked: the fork server has imported huggingface_hub in offline mode.
+    command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert "not everything is published (the upload has taken more than 1 s)" in done.stderr
     assert f"`recipes publish {run}` publishes the rest" in done.stderr
