@@ -9,7 +9,7 @@
 #SBATCH --signal=B:USR1@300
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# A run that goes on by itself: sbatch docs/slurm_requeue.sh CONFIG OUTPUT_DIR [HARDWARE [RECIPE]]. See docs/preemption.md.
+# A run that resumes by itself: sbatch docs/slurm_requeue.sh CONFIG OUTPUT_DIR [HARDWARE [RECIPE]]. See docs/preemption.md.
 set -u
 config=$1 output_dir=$2 hardware=${3:-ddp} recipe=${4:-}
 
@@ -24,16 +24,16 @@ trap 'touch "$output_dir/STOP"' USR1 TERM
 srun --kill-on-bad-exit=1 --ntasks-per-node=1 --cpu-bind=none recipes launch ${recipe:+--recipe "$recipe"} \
     --config "$config" --hardware "$hardware" --output_dir "$output_dir" &
 job=$!
-# A signal ends `wait`, not what it waits for.
+# A signal interrupts `wait`, not the job.
 wait "$job"
 while kill -0 "$job" 2>/dev/null; do wait "$job"; done
 wait "$job"
 code=$?
 
-# Whatever srun reports: what the run has said of its own end since then decides.
+# The status that the run has recorded decides, not the exit code of srun.
 if [ "$output_dir/run.json" -nt "$began" ] && grep -qE '"status": "(preempted|stalled)"' "$output_dir/run.json"; then
     scontrol requeue "$SLURM_JOB_ID"
     code=$?
 fi
-# What the queue shows, and what jobs that depend on this one wait for.
+# The exit code that the queue shows, and that dependent jobs wait for.
 exit "$code"

@@ -39,6 +39,26 @@ def test_help_lists_every_command(flag: str, capsys: pytest.CaptureFixture[str])
         assert command.summary in told
 
 
+def test_help_command_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["help"]) == 0
+    assert capsys.readouterr().out == cli.format_help()
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["help", "doctor"])
+    assert capsys.readouterr().out.startswith("usage: recipes doctor")
+    assert cli.main(["help", "docter"]) == 2
+    assert "did you mean `recipes doctor`?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_help_into_closed_pipe_ends_without_message(flag: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "recipes_lib.cli", flag]
+    with os.fdopen(writer, "wb") as output:
+        done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_no_command_shows_the_help_and_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     told = capsys.readouterr()
@@ -89,6 +109,11 @@ def test_arguments_and_exit_code_pass_through(echo: None, capsys: pytest.Capture
     assert cli.main(["echo", "--config", "a b.yaml"]) == 0
     assert capsys.readouterr().out == "['--config', 'a b.yaml']\n"
     assert cli.main(["echo", "preempt"]) == 75
+
+
+def test_flags_may_have_dashes(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["echo", "--dry-run", "--a-b=c-d", "x-y", "-z-", "--", "--k-v"]) == 0
+    assert capsys.readouterr().out == "['--dry_run', '--a_b=c-d', 'x-y', '-z-', '--', '--k-v']\n"
 
 
 def test_a_command_runs_inside_the_boundary(echo: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,16 +98,16 @@ def format_help() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``recipes`` with ``arguments`` (default: ``sys.argv[1:]``) and return the exit code."""
     name, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or [""]
-    if name in ("-h", "--help"):
-        sys.stdout.write(format_help())
-        return EXIT_DONE
+    if name == "help" and rest:
+        name, rest = rest[0], ["--help"]
+    if name in ("-h", "--help", "help"):
+        return run_command(lambda: _print(format_help()))
     if name == "--version":
-        sys.stdout.write(f"recipes {__version__}\n")
-        return EXIT_DONE
+        return run_command(lambda: _print(f"recipes {__version__}\n"))
     if name not in COMMANDS:
         sys.stderr.write(_describe_unknown(name))
         return EXIT_USER
-    return run_command(lambda: _run(COMMANDS[name], rest))
+    return run_command(lambda: _run(COMMANDS[name], _spell_flags(rest)))
 
 
 def _describe_unknown(name: str) -> str:
@@ -119,9 +119,30 @@ def _describe_unknown(name: str) -> str:
     return f"recipes: there is no command {name!r}\n    {remedy}\n"
 
 
+def _spell_flags(arguments: Sequence[str]) -> list[str]:
+    """Return arguments with flags in one spelling: ``--dry-run`` is ``--dry_run``, as for keys of recipes."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    parts = [word.partition("=") for word in arguments[:end]]
+    flags = [f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name for name, _, _ in parts]
+    return [*(flag + equals + text for flag, (_, equals, text) in zip(flags, parts, strict=True)), *arguments[end:]]
+
+
+def _print(text: str) -> int | None:
+    sys.stdout.write(text)
+    return _verify_output(EXIT_DONE)
+
+
 def _run(command: Command, arguments: list[str]) -> int | None:
     module, _, function = command.target.partition(":")
-    code: int | None = getattr(importlib.import_module(module, __package__), function)(arguments)
+    return _verify_output(getattr(importlib.import_module(module, __package__), function)(arguments))
+
+
+def _verify_output(code: int | None) -> int | None:
+    """Return the exit code of a command: ``code`` if its standard output was written.
+
+    Raises:
+        ConfigError: The output cannot be written.
+    """
     failure = find_output_failure()
     if isinstance(failure, BrokenPipeError):
         return EXIT_PIPE_CLOSED

@@ -1,13 +1,15 @@
-"""``recipes check`` names every problem of a run at once, and what it prepares is what training uses."""
+"""``recipes check``: problems, exit codes, prepared data shared with training, and ``--migrate``."""
 
 import io
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 from tests.rows import write_rows
 
+from recipes_lib.cli import main as run_recipes
 from recipes_lib.commands.check import check, main
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.packed.prepared_set import prepare
@@ -34,7 +36,7 @@ def keys_for(chats, tiny_model_dir, tmp_path, **keys):
 
 
 def add_long_row(chats):
-    """A row of more tokens than the tiny model has positions, 512."""
+    """Append a row with more tokens than the 512 positions of the tiny model."""
     turns = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "1 2 3 " * 150}]
     with chats.open("a") as file:
         file.write(json.dumps({"messages": turns}) + "\n")
@@ -46,7 +48,7 @@ def run_check(argv):
     return problems, output.getvalue()
 
 
-def test_a_sound_run_is_ready_and_every_fact_is_told(chats, tiny_model_dir, tmp_path):
+def test_valid_run_is_ready_and_facts_are_printed(chats, tiny_model_dir, tmp_path):
     problems, text = run_check(keys_for(chats, tiny_model_dir, tmp_path, max_steps=50, learning_rate=1e-3))
     assert not problems
     for fact in ("ready to train", "`messages` layout", "26 rows", "answers end with '<|im_end|>'", "50 steps", "sdpa"):
@@ -55,7 +57,7 @@ def test_a_sound_run_is_ready_and_every_fact_is_told(chats, tiny_model_dir, tmp_
     assert not (tmp_path / "out").exists()
 
 
-def test_what_check_prepared_training_finds(chats, tiny_model_dir, tmp_path):
+def test_training_reuses_data_prepared_by_check(chats, tiny_model_dir, tmp_path):
     def list_times():
         return {path: path.stat().st_mtime_ns for path in (tmp_path / "prepared").rglob("*") if path.is_file()}
 
@@ -66,20 +68,20 @@ def test_what_check_prepared_training_finds(chats, tiny_model_dir, tmp_path):
     assert before == list_times()
 
 
-def test_problems_of_different_sections_are_told_together(chats, tiny_model_dir, tmp_path, monkeypatch):
+def test_problems_of_all_sections_are_reported(chats, tiny_model_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 10**3))
     monkeypatch.setattr("recipes_lib.publish.access.get_token", lambda: None)
     add_long_row(chats)
     argv = keys_for(chats, tiny_model_dir, tmp_path, attn_implementation="flash_attention_2", push_to_hub="true")
     problems, text = run_check(argv)
-    found = [problem.found for problem in problems]
+    messages = [problem.found for problem in problems]
     for words in ("more than the 512 positions", "flash_attention_2", "the disk has"):
-        assert any(words in one for one in found)
+        assert any(words in one for one in messages)
     assert "push_to_hub" in [problem.where for problem in problems]
     assert f"{len(problems)} problems" in text
 
 
-def test_bad_rows_do_not_hide_the_rest(chats, tiny_model_dir, tmp_path):
+def test_invalid_rows_do_not_hide_other_problems(chats, tiny_model_dir, tmp_path):
     with chats.open("a") as file:
         file.write('{"messages": [{"role": "user", "content": "no answer"}]}\n')
     problems, _ = run_check(keys_for(chats, tiny_model_dir, tmp_path, attn_implementation="flash_attention_2"))
@@ -87,13 +89,33 @@ def test_bad_rows_do_not_hide_the_rest(chats, tiny_model_dir, tmp_path):
     assert any("flash_attention_2" in problem.found for problem in problems)
 
 
-def test_the_exit_code_says_whether_the_run_may_start(chats, tiny_model_dir, tmp_path):
+@pytest.mark.parametrize("command", ["check", "launch"])
+def test_missing_keys_mention_config_flag(command, capsys):
+    assert run_recipes([command]) == 2
+    assert "command line, without --config: `model_name_or_path` is missing" in capsys.readouterr().err
+
+
+def test_memory_of_rl_uses_precision_of_launch_file(tiny_model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("recipes_lib.training.trainers.arguments.supports_bf16", lambda: False)
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{n}?"} for n in range(8)])
+    keys = {"model_name_or_path": tiny_model_dir, "dataset_name": prompts, "reward_funcs": "math:sqrt"}
+    argv = [f"--{name}={value}" for name, value in (keys | {"output_dir": tmp_path / "out"}).items()]
+    planned = []
+    monkeypatch.setattr("recipes_lib.planning.memory.plan_memory", lambda config, *_: planned.append(config) or 1 / 0)
+    for precision in ("no", "bf16"):
+        launch = replace(plan_launch(None, 1), precision=precision)
+        with pytest.raises(ZeroDivisionError):
+            check(load_config("grpo", argv), launch, Console(file=io.StringIO()))
+    assert [config.training["bf16"] for config in planned] == [False, True]
+
+
+def test_exit_code_is_2_if_there_are_problems(chats, tiny_model_dir, tmp_path):
     assert main(keys_for(chats, tiny_model_dir, tmp_path)) == 0
     add_long_row(chats)
     assert main(keys_for(chats, tiny_model_dir, tmp_path)) == 2
 
 
-def test_migration_prints_a_file_that_loads_and_says_what_it_changed(chats, tiny_model_dir, tmp_path, capsys):
+def test_migration_prints_loadable_file_and_changes(chats, tiny_model_dir, tmp_path, capsys):
     old = tmp_path / "old.yaml"
     old.write_text(
         f"model_name_or_path: {tiny_model_dir}\ntorch_dtype: bfloat16\ndataset_name: {chats}\n"
@@ -109,7 +131,7 @@ def test_migration_prints_a_file_that_loads_and_says_what_it_changed(chats, tiny
     assert f"{old}:4" in captured.err
 
 
-def test_migration_exits_with_2_while_something_is_left_and_names_the_recipe(chats, tiny_model_dir, tmp_path, capsys):
+def test_incomplete_migration_exits_with_2(chats, tiny_model_dir, tmp_path, capsys):
     old = tmp_path / "old.yaml"
     old.write_text(f"model_name_or_path: {tiny_model_dir}\noutput_dir: o\nuse_peft: true\n")
     assert main(["--migrate", str(old)]) == 2

@@ -1,4 +1,4 @@
-"""``recipes classifier`` trains, evaluates and is what recipes clean removes by."""
+"""``recipes classifier``: training, evaluation, and filtering of a corpus by ``recipes clean``."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from recipes_lib.cli import main
 
 
 @pytest.fixture
-def tell(capsys: pytest.CaptureFixture[str]):
-    def tell(*words: object, code: int = 0) -> str:
+def run(capsys: pytest.CaptureFixture[str]):
+    def run(*words: object, code: int = 0) -> str:
         assert main([*map(str, words)]) == code
-        told = capsys.readouterr()
-        assert "Traceback" not in told.err
-        return told.err if code else told.out
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return captured.err if code else captured.out
 
-    return tell
+    return run
 
 
-def test_a_trained_classifier_cleans_a_corpus(tell, tmp_path) -> None:
+def test_trained_classifier_filters_corpus(run, tmp_path) -> None:
     good, bad = (write_rows(tmp_path / f"{label} pages.jsonl", plant(label, 150, 0)) for label in ("good", "bad"))
     folder = tmp_path / "my classifier"
-    told = tell("classifier", "train", folder, f"good={good}", f"bad={bad}", "--held_out", 0.2)
-    assert "accuracy 100.0%" in told
-    assert "good: area under the ROC curve 1.000" in told
-    assert f"classifier_path: {folder}, classifier_label: good" in told
+    output = run("classifier", "train", folder, f"good={good}", f"bad={bad}", "--held_out", 0.2)
+    assert "accuracy 100.0%" in output
+    assert "good: area under the ROC curve 1.000" in output
+    assert f"classifier_path: {folder}, classifier_label: good" in output
     assert json.loads((folder / "classifier.json").read_text())["evaluation"]["accuracy"] == 1
     unseen = [plant(label, 50, 5) for label in ("good", "bad")]
     mixed = write_rows(tmp_path / "mixed.jsonl", [text for those in unseen for text in those])
     keys = {"classifier_path": folder, "classifier_label": "good", "toxicity_classifier_path": folder}
     keys |= {"toxicity_classifier_label": "bad", "sources": f"[{{name: '{mixed}'}}]", "workers": 1}
     flags = [f"--{key}={value}" for key, value in keys.items()]
-    tell("clean", *flags, "--classifier=apply", f"--output_dir={tmp_path / 'by quality'}")
-    tell("clean", *flags, "--classifier=annotate", "--toxicity=apply", f"--output_dir={tmp_path / 'by toxicity'}")
+    run("clean", *flags, "--classifier=apply", f"--output_dir={tmp_path / 'by quality'}")
+    run("clean", *flags, "--classifier=annotate", "--toxicity=apply", f"--output_dir={tmp_path / 'by toxicity'}")
     for name, step, reason in (
         ("by quality", "classifier", "not good"),
         ("by toxicity", "toxicity", "classifier: bad"),
@@ -50,17 +50,17 @@ def test_a_trained_classifier_cleans_a_corpus(tell, tmp_path) -> None:
     assert steps["classifier"]["found"] == {"not good": 50}
 
 
-def test_any_classifier_is_evaluated(tell, tmp_path) -> None:
+def test_eval_accepts_existing_fasttext_model(run, tmp_path) -> None:
     sources = [
         f"{label}={write_rows(tmp_path / label / 'texts.jsonl', [text])}"
         for label, text in (("en", ENGLISH), ("de", GERMAN))
         if not (tmp_path / label).mkdir()
     ]
-    assert "accuracy 100.0%" in tell("classifier", "eval", FASTTEXT, *sources)
+    assert "accuracy 100.0%" in run("classifier", "eval", FASTTEXT, *sources)
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("words", "message"),
     [
         (["train", "out", "good=a", "bad"], "write it as good=pages.jsonl"),
         (["train", "out", "good=a"], "there is one label, 'good'"),
@@ -70,6 +70,6 @@ def test_any_classifier_is_evaluated(tell, tmp_path) -> None:
         (["train", "{rows}/out", "good={rows}", "bad={rows}"], "texts are held out"),
     ],
 )
-def test_what_cannot_be_trained_is_told(tell, tmp_path, words, found) -> None:
+def test_invalid_arguments_and_data_are_rejected(run, tmp_path, words, message) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", ["one", "two"])
-    assert found in tell("classifier", *(str(word).format(rows=rows) for word in words), code=2)
+    assert message in run("classifier", *(str(word).format(rows=rows) for word in words), code=2)

@@ -1,13 +1,11 @@
-"""``recipes clean`` and ``recipes/corpus.py`` as a user has them."""
+"""``recipes clean`` and ``recipes/corpus.py``: output, ``check`` and ``plan``, decontamination, invalid keys."""
 
 import importlib.util
 import json
-import subprocess
-import sys
 
 import pytest
 from tests.corpus.texts import write_rows
-from tests.forked import ROOT
+from tests.forked import ROOT, run_script
 
 from recipes_lib.cli import main as run_recipes
 from recipes_lib.commands.clean import describe, main
@@ -23,7 +21,7 @@ def config(tmp_path):
     return path
 
 
-def test_the_last_line_says_what_was_reached_and_where_it_lies(config, capsys):
+def test_last_line_reports_documents_and_output_paths(config, capsys):
     assert run_recipes(["clean", "--config", str(config)]) == 0
     lines = capsys.readouterr().out.splitlines()
     out = config.parent / "out"
@@ -33,26 +31,26 @@ def test_the_last_line_says_what_was_reached_and_where_it_lies(config, capsys):
     assert any(line.startswith("warning: not read: ") and "a.jsonl:5" in line for line in lines)
 
 
-def test_check_and_plan_know_a_corpus(config, capsys):
+def test_check_and_plan_support_corpus_recipe(config, capsys):
     (config.parent / "bench.jsonl").write_text('{"q": "one two three four five six"}\n{"q": "seven"}\n')
     path = config.rename(config.with_name("corpus.yaml"))
     flags = ["--config", str(path), "--benchmarks", f"[{{name: {config.parent}/bench.jsonl}}]"]
     assert run_recipes(["check", *flags]) == 0
-    told = capsys.readouterr().out
-    assert "a: text, 1 tasks; extract, fix_text, pii, decontamination" in told
-    assert "bench: 1 texts are protected, 1 are too short" in told
-    assert told.endswith("ready to clean\n")
+    output = capsys.readouterr().out
+    assert "a: text, 1 tasks; extract, fix_text, pii, decontamination" in output
+    assert "bench: 1 texts are protected, 1 are too short" in output
+    assert output.endswith("ready to clean\n")
     assert not (config.parent / "out" / "data").exists()
     assert run_recipes(["plan", *flags, "--workers", "4"]) == 0
-    told = capsys.readouterr().out
-    assert "hours on 4 cores" in told
-    assert "disk: at most" in told
+    output = capsys.readouterr().out
+    assert "hours on 4 cores" in output
+    assert "disk: at most" in output
     assert run_recipes(["check", *flags, "--sources", "[{name: gone.jsonl}]"]) == 2
     assert "gone.jsonl" in capsys.readouterr().err
     assert run_recipes(["check", *flags, "--benchmarks", "[{name: gone.jsonl}]"]) == 2
 
 
-def test_reading_a_source_too_often_is_a_warning():
+def test_source_repeated_too_often_is_a_warning():
     manifest = {
         "steps": {"read": {"documents_in": 1, "documents_out": 1}},
         "notes": [],
@@ -66,7 +64,7 @@ def test_reading_a_source_too_often_is_a_warning():
     assert "7 tokens" in lines[-1]
 
 
-def test_what_an_evaluation_asks_is_protected(tmp_path, capsys):
+def test_benchmarks_of_eval_config_are_decontaminated(tmp_path, capsys):
     question = " ".join(f"item{at}" for at in range(20))
     (tmp_path / "exam.jsonl").write_text(json.dumps({"q": question}) + "\n")
     (tmp_path / "exam.yaml").write_text(
@@ -84,7 +82,7 @@ def test_what_an_evaluation_asks_is_protected(tmp_path, capsys):
     assert "gone.yaml" in capsys.readouterr().err
 
 
-def test_without_the_extra_the_error_names_it(config, monkeypatch):
+def test_missing_extra_is_named(config, monkeypatch):
     original = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "datatrove" else original(name))
     with pytest.raises(ConfigError, match=r"pip install 'recipes-lib\[corpus\]'"):
@@ -92,14 +90,14 @@ def test_without_the_extra_the_error_names_it(config, monkeypatch):
 
 
 @pytest.mark.multiprocess
-def test_the_recipe_is_the_command(config):
-    command = [sys.executable, "recipes/corpus.py", "--config", str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+def test_recipe_script_matches_command(config):
+    done = run_script(ROOT / "recipes" / "corpus.py", "--config", config)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("3 of 5 documents")
     assert "cleaning a: 1 of 1 tasks" in done.stderr
 
 
-def test_buckets_are_of_the_bits_per_byte_that_score_has(tmp_path, tiny_model_dir, capsys):
+def test_perplexity_buckets_match_scored_bits_per_byte(tmp_path, tiny_model_dir, capsys):
     rows = write_rows(tmp_path / "rows.jsonl", [f"{'a b c ' * at} and some words {at}" for at in range(1, 9)])
     scored = tmp_path / "scored.jsonl"
     assert run_recipes(["score", str(tiny_model_dir), "--dataset_name", str(rows), "--output", str(scored)]) == 0
@@ -118,7 +116,7 @@ def test_buckets_are_of_the_bits_per_byte_that_score_has(tmp_path, tiny_model_di
 
 
 @pytest.mark.parametrize(
-    ("keys", "words"),
+    ("keys", "message"),
     [
         ({"perplexity": "apply"}, "write perplexity_model_path"),
         ({"perplexity": "apply", "perplexity_model_path": "{tmp}"}, "`perplexity: apply` has no bounds"),
@@ -129,8 +127,11 @@ def test_buckets_are_of_the_bits_per_byte_that_score_has(tmp_path, tiny_model_di
         ({"classifier_path": "no/such"}, "`classifier_path` does not exist"),
     ],
 )
-def test_steps_that_do_not_say_by_what_are_refused(tmp_path, capsys, keys, words):
-    given = {"sources": f"[{{name: '{write_rows(tmp_path / 'rows.jsonl', ['one'])}'}}]", "output_dir": tmp_path / "out"}
-    flags = [f"--{name}={value}".replace("{tmp}", str(tmp_path)) for name, value in (given | keys).items()]
+def test_step_without_required_keys_is_rejected(tmp_path, capsys, keys, message):
+    defaults = {
+        "sources": f"[{{name: '{write_rows(tmp_path / 'rows.jsonl', ['one'])}'}}]",
+        "output_dir": tmp_path / "out",
+    }
+    flags = [f"--{name}={value}".replace("{tmp}", str(tmp_path)) for name, value in (defaults | keys).items()]
     assert run_recipes(["clean", *flags]) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`recipes completion`: what a shell offers on Tab, asked of the shell itself."""
+"""``recipes completion``: candidates that bash computes, and the scripts of all shells."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from recipes_lib.commands import completion
 
-ASK = """
+COMPLETE = """
 COMP_WORDS=({words}); COMP_CWORD={last}; _recipes; printf '%s\\n' "${{COMPREPLY[@]}}"
 """
 
@@ -17,14 +17,14 @@ COMP_WORDS=({words}); COMP_CWORD={last}; _recipes; printf '%s\\n' "${{COMPREPLY[
 def complete(capsys, *words):
     completion.main(["bash"])
     quoted = " ".join(f"'{word}'" for word in words)
-    script = capsys.readouterr().out + ASK.format(words=quoted, last=len(words) - 1)
-    found = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
-    return found.split()
+    script = capsys.readouterr().out + COMPLETE.format(words=quoted, last=len(words) - 1)
+    output = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+    return output.split()
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("words", "candidates"),
     [
         (("recipes", "pub"), ["publish"]),
         (("recipes", "launch", "--recipe", "gr"), ["grpo"]),
@@ -32,13 +32,14 @@ def complete(capsys, *words):
         (("recipes", "check", "--config", "mine"), []),
     ],
 )
-def test_bash_completes_commands_recipes_and_keys_and_leaves_the_rest_to_files(capsys, words, found):
-    assert complete(capsys, *words) == found
+def test_bash_completes_commands_recipes_and_keys(capsys, words, candidates):
+    assert complete(capsys, *words) == candidates
 
 
 @pytest.mark.parametrize("shell", completion.SCRIPTS)
-def test_every_shell_has_a_script_of_all_commands(capsys, shell):
+def test_script_of_each_shell_lists_all_commands(capsys, shell):
     completion.main([shell])
     script = capsys.readouterr().out
     assert {"check", "score", "distill-store"} <= set(script.replace('"', " ").split())
+    assert script.startswith("(( $+functions[compdef] )) || { autoload -U compinit") == (shell == "zsh")
     assert ("bashcompinit" in script) == (shell == "zsh")

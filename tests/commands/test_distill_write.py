@@ -1,4 +1,4 @@
-"""`recipes distill-write`: rows that fine-tuning takes as they are, decided by teacher, prompts, seed and settings."""
+"""``recipes distill-write``: determinism, resumption, and rows as data for SFT."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ KEYS = set(range(keys_task.FIRST_KEY, keys_task.FIRST_KEY + keys_task.NUM_KEYS))
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Answers with one of the two keys that end its prompt."""
-    return keys_task.write_policy(tmp_path_factory.mktemp("teacher"), 0, num_steps=150)
+    """Policy that answers with one of the two keys that end its prompt."""
+    return keys_task.write_policy(tmp_path_factory.mktemp("teacher"), 0, num_steps=80)
 
 
 @pytest.fixture
@@ -34,19 +34,19 @@ def run(teacher: Path, tmp_path: Path) -> Any:
     prompts = keys_task.write_prompts(tmp_path / "prompts.jsonl", 20, seed=5)
 
     def call(name: str = "answers.jsonl", *flags: str, **keys: Any) -> list[dict[str, Any]]:
-        given = {
+        keys_ = {
             "model_name_or_path": "of/no-account", "teacher_model_name_or_path": teacher, "dataset_name": prompts,
             "output_dir": tmp_path / "out", "response_length": keys_task.MAX_ANSWER, "bf16": False, "use_cpu": True,
             "per_device_eval_batch_size": 8, **keys,
         }  # fmt: skip
-        words = [f"--output={tmp_path / name}", *flags, *(f"--{key}={value}" for key, value in given.items())]
+        words = [f"--output={tmp_path / name}", *flags, *(f"--{key}={value}" for key, value in keys_.items())]
         sampling.main_answers(words)
         return read_rows(tmp_path / name)
 
     return call
 
 
-def test_the_rows_are_the_teachers_answers_and_the_record_says_whose(run, teacher, tmp_path, capsys) -> None:
+def test_rows_are_sampled_from_recorded_teacher(run, teacher, tmp_path, capsys) -> None:
     rows = run()
     record = json.loads((tmp_path / "answers.jsonl.record.json").read_text())
     assert len(rows) == record["num_rows"] == 20 - record["num_unfinished"] - record["num_empty"]
@@ -59,7 +59,7 @@ def test_the_rows_are_the_teachers_answers_and_the_record_says_whose(run, teache
         with torch.no_grad():
             logps = model(input_ids=torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
         nlls += [-float(logps[len(prompt) - 1 + at, token]) for at, token in enumerate(answer)]
-    assert sum(nlls) / len(nlls) < 1.5, "uniform words would cost 3.5 nats"
+    assert sum(nlls) / len(nlls) < 1.5, "uniformly random words have 3.5 nats"
     assert {name: record[name] for name in ("seed", "temperature", "response_length", "reasoning")} == {
         "seed": 42, "temperature": 1.0, "response_length": keys_task.MAX_ANSWER, "reasoning": "keep",
     }  # fmt: skip
@@ -68,20 +68,20 @@ def test_the_rows_are_the_teachers_answers_and_the_record_says_whose(run, teache
     assert f"{len(rows)} answers to 20 prompts" in capsys.readouterr().out
 
 
-def test_the_same_command_changes_nothing_and_batches_decide_nothing(run) -> None:
+def test_rows_do_not_depend_on_batch_size(run) -> None:
     rows = run()
     assert run() == rows
     assert run("others.jsonl", per_device_eval_batch_size=64) == rows
     assert run("another.jsonl", seed=3) != rows
 
 
-def test_a_killed_command_goes_on_with_the_prompts_that_are_left(run, tmp_path, monkeypatch) -> None:
+def test_interrupted_command_resumes_with_remaining_prompts(run, tmp_path, monkeypatch) -> None:
     whole = run("whole.jsonl")
-    generate, asked = GenerateBackend.generate, []
+    generate, batch_sizes = GenerateBackend.generate, []
 
     def die(backend: Any, policy: Any, prompts: Any, uniforms: Any) -> Any:
-        asked.append(len(prompts))
-        if len(asked) == 2:
+        batch_sizes.append(len(prompts))
+        if len(batch_sizes) == 2:
             raise KeyboardInterrupt
         return generate(backend, policy, prompts, uniforms)
 
@@ -89,10 +89,10 @@ def test_a_killed_command_goes_on_with_the_prompts_that_are_left(run, tmp_path, 
     with pytest.raises(KeyboardInterrupt):
         run()
     assert run() == whole
-    assert asked == [8, 8, 8, 4]
+    assert batch_sizes == [8, 8, 8, 4]
 
 
-def test_other_answers_are_never_mixed_in_and_several_datasets_are_refused(run, tmp_path) -> None:
+def test_changed_sampling_parameters_are_rejected(run, tmp_path) -> None:
     run()
     for key, value in {"seed": 1, "sampling_temperature": 0.5, "response_length": 4, "reasoning": "drop"}.items():
         with pytest.raises(ConfigError, match="other sampling parameters"):
@@ -101,18 +101,18 @@ def test_other_answers_are_never_mixed_in_and_several_datasets_are_refused(run, 
         run(dataset_name="null", dataset_mixture=json.dumps([{"name": str(tmp_path / "prompts.jsonl")}]))
 
 
-def test_chats_become_chats_that_fine_tuning_takes(tiny_model_dir, tmp_path, monkeypatch) -> None:
-    """The teacher answers in its own template, as a model that reasons does; the student's template learns it."""
+def test_chat_rows_are_valid_sft_data(tiny_model_dir, tmp_path, monkeypatch) -> None:
+    """The teacher answers with reasoning in its own template; the rows are rendered in that of the student."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     questions = [{"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": f"{n}?"},
                                {"role": "assistant", "content": "old"}]} for n in range(6)]  # fmt: skip
     write_rows(tmp_path / "chats.jsonl", questions)
-    said = tokenizer("<think>\nHm.\n</think>\n\nIt is so.<|im_end|>").input_ids
+    reply_ids = tokenizer("<think>\nHm.\n</think>\n\nIt is so.<|im_end|>").input_ids
     prompts: list[str] = []
 
-    def answer(backend: Any, policy: Any, asked: Any, uniforms: Any) -> Any:
-        prompts.extend(tokenizer.batch_decode(asked))
-        ids = torch.tensor([said] * len(asked))
+    def answer(backend: Any, policy: Any, batch: Any, uniforms: Any) -> Any:
+        prompts.extend(tokenizer.batch_decode(batch))
+        ids = torch.tensor([reply_ids] * len(batch))
         return type("Generated", (), {"response_ids": ids})
 
     monkeypatch.setattr(GenerateBackend, "generate", answer)
@@ -135,14 +135,14 @@ def test_chats_become_chats_that_fine_tuning_takes(tiny_model_dir, tmp_path, mon
     assert all(prompt.endswith("<|im_start|>assistant\n") and "Be kind." in prompt for prompt in prompts)
 
 
-def test_an_answer_that_no_row_may_hold_is_counted(tiny_model_dir, tmp_path, monkeypatch, capsys) -> None:
+def test_empty_and_invalid_answers_are_dropped_and_counted(tiny_model_dir, tmp_path, monkeypatch, capsys) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{n}?"} for n in range(3)])
     answers = ["ab<|endoftext|>", "a\0<|endoftext|>", " \n<|endoftext|>"]
 
-    def answer(backend: Any, policy: Any, asked: Any, uniforms: Any) -> Any:
+    def answer(backend: Any, policy: Any, batch: Any, uniforms: Any) -> Any:
         ids = [tokenizer(text).input_ids for text in answers]
-        assert len(asked) == len({len(row) for row in ids}) * 3 == 3
+        assert len(batch) == len({len(row) for row in ids}) * 3 == 3
         return type("Generated", (), {"response_ids": torch.tensor(ids)})
 
     monkeypatch.setattr(GenerateBackend, "generate", answer)

@@ -1,4 +1,4 @@
-"""``recipes eval``, ``recipes eval compare`` and ``recipes check`` of an evaluation as a user has them."""
+"""``recipes eval``, ``eval compare``, ``eval watch`` and ``recipes check`` of an evaluation."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 import yaml
 from tests import tiny
-from tests.commands.weights.test_export import build, seal
+from tests.commands.weights.test_export import build, write_model_checkpoint
 from tests.evaluation.conftest import write_tasks
 
 from recipes_lib.cli import main as run_recipes
-from recipes_lib.commands.evaluate import describe
+from recipes_lib.commands.evaluate import _parse, describe
 from recipes_lib.pipelines.runner import list_figures
 from recipes_lib.training.checkpoints.manifest import write_complete
 
 
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models with a run's record, evaluated on local tasks by the command; a path with a space."""
+    """Two models with ``run.json``, evaluated on local tasks, in a path with a space."""
     folder = tmp_path_factory.mktemp("a folder")
     tasks = write_tasks(folder)
     for seed, name in enumerate(("one", "two")):
@@ -42,13 +42,13 @@ def save_run(folder: Path, seed: int) -> None:
 
 
 def read_card(folder: Path) -> tuple[str, dict[str, dict[str, Any]]]:
-    """The page of a model, and the metrics that the Hub reads of it."""
+    """Return the model card and the metrics of its ``model-index`` by dataset."""
     card = (folder / "README.md").read_text().replace("\\", "")
     (model,) = yaml.safe_load(card.split("---")[1]).get("model-index") or [{"results": []}]
     return card, {one["dataset"]["name"]: one["metrics"][0] for one in model["results"]}
 
 
-def test_scores_go_where_readers_look(evaluated: Path) -> None:
+def test_scores_are_in_record_card_and_reports(evaluated: Path) -> None:
     record = json.loads((evaluated / "one" / "eval" / "eval.json").read_text())
     acc = record["tasks"]["local_choice"]["scores"]["acc"]["value"]
     run = json.loads((evaluated / "one" / "run.json").read_text())
@@ -61,7 +61,7 @@ def test_scores_go_where_readers_look(evaluated: Path) -> None:
     assert "local_choice" in (evaluated / "one" / "eval" / "report.html").read_text()
 
 
-def test_a_group_stands_for_its_tasks_and_a_score_of_few_questions_says_so(evaluated: Path) -> None:
+def test_card_lists_groups_and_marks_limited_scores(evaluated: Path) -> None:
     folder = evaluated / "three"
     save_run(folder, 3)
     flags = ["--tasks", "local_group", "--include_path", str(evaluated / "tasks"), "--use_cpu"]
@@ -86,7 +86,7 @@ def test_a_group_stands_for_its_tasks_and_a_score_of_few_questions_says_so(evalu
     assert "local_group" in (folder / "eval" / "report.html").read_text()
 
 
-def test_models_are_compared_on_their_folders(evaluated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_writes_confidence_intervals(evaluated: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = evaluated / "a new folder" / "table.json"
     assert run_recipes(["eval", "compare", str(evaluated / "one"), str(evaluated / "two"), "--output", str(table)]) == 0
     assert "95 % interval" in capsys.readouterr().out
@@ -97,7 +97,7 @@ def test_models_are_compared_on_their_folders(evaluated: Path, capsys: pytest.Ca
     assert run_recipes(["eval", "compare", str(evaluated / "one"), str(evaluated / "tasks")]) == 2
 
 
-def test_check_asks_nothing_of_the_weights(evaluated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_needs_no_weights(evaluated: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = evaluated / "eval.yaml"
     path.write_text(
         f"model_name_or_path: {evaluated}/one\ntasks: [local_choice, local_code]\ninclude_path: ['{evaluated}/tasks']\n"
@@ -105,12 +105,12 @@ def test_check_asks_nothing_of_the_weights(evaluated: Path, capsys: pytest.Captu
     assert run_recipes(["check", "--config", str(path)]) == 2
     assert "confirm_run_unsafe_code: true" in capsys.readouterr().err
     assert run_recipes(["check", "--config", str(path), "--confirm_run_unsafe_code"]) == 0
-    told = capsys.readouterr().out
-    assert "local_choice: 36 questions, 1 examples" in told
-    assert told.endswith("ready to evaluate\n")
+    output = capsys.readouterr().out
+    assert "local_choice: 36 questions, 1 examples" in output
+    assert output.endswith("ready to evaluate\n")
 
 
-def test_help_needs_no_package(
+def test_help_needs_no_extra(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
@@ -122,7 +122,16 @@ def test_help_needs_no_package(
     assert "pip install 'recipes-lib[eval]'" in capsys.readouterr().err
 
 
-def test_what_was_cut_or_empty_is_a_warning() -> None:
+@pytest.mark.parametrize("words", [["--tasks", "a, b"], ["--tasks=a,b"], ["--tasks", '["a", "b"]'], ["--tasks=[a, b]"]])
+def test_task_lists_have_commas_or_are_json(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+    config = _parse([str(tmp_path), *words, "--include_path=x,y"])
+    assert (config.tasks, config.include_path) == (["a", "b"], ["x", "y"])
+
+
+def test_truncated_questions_are_a_warning() -> None:
     task = {"scores": {"acc": {"value": 0.5, "stderr": 0.1}}, "num_questions": 4, "num_cut": 3, "num_empty": 0}
     group = {"scores": {"acc": {"value": 0.25, "stderr": None}}, "num_questions": 9}
     assert describe({"groups": {"g": group}, "tasks": {"t": task}}) == [
@@ -147,12 +156,12 @@ def write_status(run: Path, status: str) -> None:
 
 
 def run_here(words: Sequence[Any], **_: Any) -> subprocess.CompletedProcess[str]:
-    """Stands in for a process of the command line."""
+    """Stand-in for ``subprocess.run``: run the command in this process."""
     assert words[:3] == [sys.executable, "-m", "recipes_lib.cli"]
     return subprocess.CompletedProcess(words, run_recipes([str(word) for word in words[3:]]))
 
 
-def test_the_checkpoints_of_a_run_are_evaluated_beside_it_once(
+def test_watch_evaluates_each_complete_checkpoint_once(
     evaluated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("subprocess.run", run_here)
@@ -173,8 +182,8 @@ def test_the_checkpoints_of_a_run_are_evaluated_beside_it_once(
     assert run_recipes(["eval", "watch", str(tmp_path / "none")]) == 2
 
 
-class Elsewhere:
-    """Stands in for the commands of a watched run: records them, and writes what an evaluation leaves."""
+class RecordedCommands:
+    """Stand-in for ``subprocess.run``: record the commands, and write the result of an evaluation."""
 
     def __init__(self, code: int = 0) -> None:
         self.commands: list[list[str]] = []
@@ -190,8 +199,8 @@ class Elsewhere:
         return subprocess.CompletedProcess(words, self.code)
 
 
-def test_a_watched_run_is_followed_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("subprocess.run", elsewhere := Elsewhere())
+def test_watch_follows_run_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("subprocess.run", recorded := RecordedCommands())
     run = tmp_path / "run"
     write_status(run, "running")
     write_checkpoint(run, 2)
@@ -199,39 +208,37 @@ def test_a_watched_run_is_followed_until_it_ends(tmp_path: Path, monkeypatch: py
     with subprocess.Popen([sys.executable, "-c", holder, run / "_lock"], stdin=-1, stdout=-1, text=True) as trainer:
         assert trainer.stdout is not None
         trainer.stdout.readline()
-        looks = []
+        num_commands = []
 
         def sleep(_: float) -> None:
-            looks.append(len(elsewhere.commands))
-            if len(looks) == 2:
+            num_commands.append(len(recorded.commands))
+            if len(num_commands) == 2:
                 write_checkpoint(run, 4)
-                trainer.communicate("\n")  # As if killed: what run.json says is no longer so.
+                trainer.communicate("\n")  # As if killed: `run.json` still says running.
 
         monkeypatch.setattr("time.sleep", sleep)
         assert run_recipes(["eval", "watch", str(run), "--tasks", "core"]) == 0
-    assert looks == [1, 1]
-    assert elsewhere.commands == [["eval"], ["eval"]]
+    assert num_commands == [1, 1]
+    assert recorded.commands == [["eval"], ["eval"]]
 
 
-def test_sharded_checkpoints_are_exported_and_what_is_wrong_ends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("subprocess.run", elsewhere := Elsewhere())
+def test_watch_exports_sharded_checkpoint_and_stops_on_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("subprocess.run", recorded := RecordedCommands())
     run = tmp_path / "run"
     write_status(run, "done")
     tiny.build_tokenizer().save_pretrained(tokenizer := tmp_path / "tokenizer")
-    seal(run / "checkpoint-2", build("untied"), tokenizer)
+    write_model_checkpoint(run / "checkpoint-2", build("untied"), tokenizer)
     assert run_recipes(["eval", "watch", str(run)]) == 0
-    assert elsewhere.commands == [["export"], ["eval"]]
+    assert recorded.commands == [["export"], ["eval"]]
     (run / "eval" / "checkpoint-2" / "eval.json").unlink()
-    elsewhere.code = 2
+    recorded.code = 2
     assert run_recipes(["eval", "watch", str(run)]) == 2
 
 
-def test_a_checkpoint_that_is_deleted_while_it_is_linked_is_passed_over(
+def test_watch_skips_checkpoint_deleted_while_linking(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("subprocess.run", elsewhere := Elsewhere())
+    monkeypatch.setattr("subprocess.run", recorded := RecordedCommands())
     run = tmp_path / "run"
     write_status(run, "done")
     checkpoint = write_checkpoint(run, 2)
@@ -243,6 +250,6 @@ def test_a_checkpoint_that_is_deleted_while_it_is_linked_is_passed_over(
 
     monkeypatch.setattr("os.link", link_and_delete)
     assert run_recipes(["eval", "watch", str(run)]) == 0
-    assert elsewhere.commands == []
+    assert recorded.commands == []
     assert "checkpoint-2: skipped, the run has deleted it" in capsys.readouterr().out
     assert not list((run / "eval").glob("*/*"))

@@ -1,4 +1,4 @@
-"""Files for clusters: each is what its cluster's schema, shell or command line takes, and starts what was meant."""
+"""``recipes job``: batch scripts and manifests, against schemas, stub programs and `recipes launch`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ PLACE = ["--num_processes", "16", "--num_machines", "2", "--machine_rank", "1", 
 
 @pytest.fixture
 def write(monkeypatch, capsys):
-    """The file for a cluster, or what was refused."""
+    """Write the job file for a cluster; return it, or the errors for ``code=2``."""
     monkeypatch.chdir(ROOT)
 
     def write(to: str, *flags: str, code: int = 0) -> str:
         assert main(["job", "--to", to, "--config", CONFIG, *flags]) == code
-        told = capsys.readouterr()
-        return told.err if code else told.out
+        captured = capsys.readouterr()
+        return captured.err if code else captured.out
 
     return write
 
@@ -43,7 +43,7 @@ def read_launch_flags(command: list[str]) -> list[str]:
 
 
 def compose(flags: list[str], environment: dict[str, str], monkeypatch, capsys) -> list[str]:
-    """What `recipes launch` makes of the flags on a node."""
+    """Return the accelerate command of `recipes launch` on a node."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("recipes_lib.hardware.count_accelerators", lambda: 8)
@@ -69,9 +69,7 @@ exit 1
 @pytest.mark.parametrize(
     ("status", "is_queued"), [("preempted", True), ("stalled", True), ("done", False), ("", False)]
 )
-def test_the_batch_script_starts_a_launcher_a_node_and_queues_itself_again(
-    status, is_queued, write, tmp_path, monkeypatch, capsys
-):
+def test_batch_script_launches_per_node_and_requeues(status, is_queued, write, tmp_path, monkeypatch, capsys):
     script = write(
         "slurm", *TWO, "--output_dir", str(tmp_path / "a run"), "--secret", "HF_TOKEN", "--learning_rate", "2e-5"
     )
@@ -97,7 +95,7 @@ ALL_OF_A_NODE = {"--exclusive", "--mem=0"}
 
 
 @pytest.mark.parametrize(
-    ("flags", "asked"),
+    ("flags", "expected"),
     [
         (TWO, ALL_OF_A_NODE),
         (("--gpus_per_node", "8"), ALL_OF_A_NODE),
@@ -106,15 +104,15 @@ ALL_OF_A_NODE = {"--exclusive", "--mem=0"}
         (("--gpus_per_node", "4", "--cpus_per_gpu", "12"), {"--cpus-per-gpu=12"}),
     ],
 )
-def test_a_batch_script_asks_for_cores_and_memory(write, flags, asked):
-    """Of whole nodes, or for each GPU: never of one core, which is what SLURM gives who asks for none."""
+def test_batch_script_requests_cores_and_memory(write, flags, expected):
+    """For whole nodes or per GPU; the default of SLURM is one core."""
     for script in (write("slurm", *flags), (ROOT / "docs" / "slurm_requeue.sh").read_text()):
-        found = set(re.findall("^#SBATCH (--(?:exclusive|mem|cpus).*)", script, re.MULTILINE))
-        assert found == asked
-        asked = ALL_OF_A_NODE  # Of the documented one.
+        requested = set(re.findall("^#SBATCH (--(?:exclusive|mem|cpus).*)", script, re.MULTILINE))
+        assert requested == expected
+        expected = ALL_OF_A_NODE  # Of the documented script.
 
 
-def test_a_batch_script_without_its_secret_does_not_start(write, tmp_path):
+def test_batch_script_without_secret_does_not_start(write, tmp_path):
     (tmp_path / "job.sh").write_text(write("slurm", "--secret", "HF_TOKEN", "--output_dir", str(tmp_path / "out")))
     environment = {name: value for name, value in os.environ.items() if name != "HF_TOKEN"}
     done = subprocess.run(["bash", tmp_path / "job.sh"], env=environment, capture_output=True, text=True, check=False)
@@ -126,7 +124,7 @@ def test_a_batch_script_without_its_secret_does_not_start(write, tmp_path):
 @pytest.mark.parametrize(
     "flags", [["--output_dir", "runs/a"], ["--output-dir", "runs/a"], ["--output-dir=runs/a"], ["--output_dir=runs/a"]]
 )
-def test_a_flag_is_written_once_however_it_is_spelled(flags, write):
+def test_output_dir_is_written_once_for_each_spelling(flags, write):
     command = find_shell_launch(write("hf-jobs", *CLOUD, *flags).replace("'", ""))
     assert [word for word in command if "runs/a" in word or word.startswith("--output")] == [
         "--output_dir",
@@ -134,10 +132,10 @@ def test_a_flag_is_written_once_however_it_is_spelled(flags, write):
     ]
 
 
-def test_how_a_job_is_queued_again_has_one_wording(write):
+def test_requeue_code_matches_documented_script(write):
     documented = (ROOT / "docs" / "slurm_requeue.sh").read_text()
     script = write("slurm", *TWO)
-    begin = "# A signal ends"
+    begin = "# A signal interrupts"
     assert script[script.index(begin) :] == documented[documented.index(begin) :]
     heads = [line for line in documented.splitlines() if "signal=" in line or ("requeue" in line and "#SBATCH" in line)]
     assert set(heads) <= set(script.splitlines())
@@ -178,7 +176,7 @@ JOBSET: dict[str, Any] = {
     f"{_CONTAINER}.volumeMounts.name": str,
     f"{_CONTAINER}.volumeMounts.mountPath": str,
 }
-"""What `kubectl explain` calls required, and the values that it lists: jobset v1alpha2, batch v1, core v1."""
+"""Fields of `kubectl explain` and their types or values: jobset v1alpha2, batch v1, core v1."""
 SKY: dict[str, Any] = {
     **dict.fromkeys(("name", "workdir", "setup", "run"), str),
     "num_nodes": int,
@@ -194,7 +192,7 @@ SKY: dict[str, Any] = {
 
 
 def find_faults(value: Any, schema: dict[str, Any], where: str = "") -> list[str]:
-    """A fault for each key that is not known, and each value that is not of its kind; lists have items of one kind."""
+    """Return a message for each unknown key and each value of another type; items of a list share one schema."""
     if isinstance(value, list):
         return [fault for item in value for fault in find_faults(item, schema, where)]
     kind = schema.get(where, dict)
@@ -204,7 +202,7 @@ def find_faults(value: Any, schema: dict[str, Any], where: str = "") -> list[str
     return [] if is_right else [f"{where}: {value!r} is no {kind}"]
 
 
-def test_a_jobset_is_one_and_every_pod_is_told_its_place(write, monkeypatch, capsys):
+def test_jobset_is_valid_and_sets_machine_rank(write, monkeypatch, capsys):
     document = yaml.safe_load(write("kubernetes", *TWO, *CLOUD))
     assert find_faults(document, JOBSET) == []
     assert len(find_faults({"apiVersion": "v1", "specs": {"a": 1}}, JOBSET)) == 2
@@ -217,7 +215,7 @@ def test_a_jobset_is_one_and_every_pod_is_told_its_place(write, monkeypatch, cap
     assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["containerName"] == container["name"]
     environment = {entry["name"]: entry for entry in container["env"]}
     assert environment.pop("HF_TOKEN")["valueFrom"]["secretKeyRef"] == {"name": "llama3-8b-sft", "key": "HF_TOKEN"}
-    # What the cluster fills in.
+    # The cluster sets the value of this field reference.
     assert "job-completion-index" in environment["PET_NODE_RANK"].pop("valueFrom")["fieldRef"]["fieldPath"]
     environment["PET_NODE_RANK"]["value"] = "1"
     place = {name: entry["value"] for name, entry in environment.items()}
@@ -237,7 +235,7 @@ def read_container(write) -> dict[str, Any]:
     return document["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
 
 
-def test_a_pod_that_is_alone_is_told_nothing(write):
+def test_single_pod_has_no_rank_variables(write):
     container = read_container(write)
     assert container["env"] == []
     assert "single_gpu" in container["command"][2]
@@ -246,7 +244,7 @@ def test_a_pod_that_is_alone_is_told_nothing(write):
 @pytest.mark.parametrize(
     ("status", "code"), [("preempted", 75), ("stalled", 75), ("refused", 2), ("diverged", 2), ("failed", 1), (None, 1)]
 )
-def test_the_record_decides_what_a_container_ends_with(status, code, write, tmp_path):
+def test_container_exit_code_follows_run_status(status, code, write, tmp_path):
     shell = read_container(write)["command"][2]
     (tmp_path / "run.json").write_text('{"status": "preempted"}')
     os.utime(tmp_path / "run.json", (1, 1))
@@ -259,7 +257,7 @@ def test_the_record_decides_what_a_container_ends_with(status, code, write, tmp_
 
 
 @pytest.mark.parametrize("image", [True, False])
-def test_a_task_of_skypilot_is_one(image, write, monkeypatch, capsys):
+def test_skypilot_task_is_valid_and_sets_machine_rank(image, write, monkeypatch, capsys):
     document = yaml.safe_load(write("skypilot", *(CLOUD if image else CLOUD[2:]), *TWO))
     assert find_faults(document, SKY) == []
     assert document["resources"]["accelerators"] == "H100:8"
@@ -267,15 +265,15 @@ def test_a_task_of_skypilot_is_one(image, write, monkeypatch, capsys):
     assert ("workdir" in document) is not image
     shell = f"{document['run'][document['run'].index('export') :]}".split("began=")[0] + "env"
     sky = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
-    told = subprocess.run(
+    stdout = subprocess.run(
         ["bash", "-c", shell], env={**os.environ, **sky}, capture_output=True, text=True, check=True
     ).stdout
-    place = dict(line.split("=", 1) for line in told.splitlines() if line.startswith("PET_"))
+    place = dict(line.split("=", 1) for line in stdout.splitlines() if line.startswith("PET_"))
     composed = compose(read_launch_flags(find_shell_launch(document["run"])), place, monkeypatch, capsys)
     assert composed[6:14] == [*PLACE, "10.0.0.1"]
 
 
-def test_a_job_of_hugging_face_is_read_by_its_own_command_line(write):
+def test_hf_job_is_accepted_by_hf_cli(write):
     pytest.importorskip("huggingface_hub", minversion="2.4", reason="`hf jobs run` of 1.31 has no --dry-run")
     volume = "hf://buckets/me/runs"
     script = write(
@@ -283,9 +281,9 @@ def test_a_job_of_hugging_face_is_read_by_its_own_command_line(write):
     )
     program, *arguments = shlex.split(script.split("\n", 1)[1])
     assert program == "hf"
-    call = "from huggingface_hub.cli.hf import main; main()"
+    code = "from huggingface_hub.cli.hf import main; main()"
     place = arguments.index("run") + 1
-    command = [sys.executable, "-c", call, *arguments[:place], "--dry-run", *arguments[place:]]
+    command = [sys.executable, "-c", code, *arguments[:place], "--dry-run", *arguments[place:]]
     done = subprocess.run(command, env=os.environ | {"HF_TOKEN": "x"}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for word in ("a100x8", "24h", "me/recipes:cuda", "HF_TOKEN=***", f"{volume}:/data", "not submitted"):
@@ -293,7 +291,7 @@ def test_a_job_of_hugging_face_is_read_by_its_own_command_line(write):
 
 
 @pytest.mark.parametrize(
-    ("to", "flags", "words"),
+    ("to", "flags", "message"),
     [
         ("kubernetes", [], "--image: is required for kubernetes"),
         ("slurm", ["--image", "x"], "not supported for"),
@@ -311,10 +309,11 @@ def test_a_job_of_hugging_face_is_read_by_its_own_command_line(write):
         ("hf-jobs", [*CLOUD, "--volume", "$(id)"], "--volume: '$(id)' has other characters"),
         ("slurm", ["--output_dir", "runs/漢"], "--name: '' is not a valid job name"),
         ("slurm", ["--output_dir", "runs/" + "x" * 99], "is not a valid job name"),
+        ("slurm", ["--config", "recipes/configs/gpt2-124m/eval.yaml"], "is for eval, which does not train"),
         ("slurm", ["--learning_rat", "1"], "learning_rate"),
         ("kubernetes", [*CLOUD, "--config", str(ROOT / CONFIG)], "not in the image"),
         ("slurm", ["--hardware", "nonsense"], "there is no launch file accelerate_configs/nonsense.yaml"),
     ],
 )
-def test_what_a_cluster_cannot_take_is_told_first(to, flags, words, write):
-    assert words in write(to, *flags, code=2)
+def test_unsupported_flags_are_rejected(to, flags, message, write):
+    assert message in write(to, *flags, code=2)

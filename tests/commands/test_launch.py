@@ -1,4 +1,4 @@
-"""One command for any number of machines: what it composes, what it refuses, and that what it starts is held to it."""
+"""``recipes launch``: detected machines, the accelerate command against its own parser, and launch verification."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from tests.faults import recipe_runs
-from tests.forked import ROOT
+from tests.forked import ROOT, run_script
 
 from recipes_lib.commands import launch as launching
 from recipes_lib.commands.launch import Machines, find_first_host, find_machines
@@ -32,7 +32,7 @@ STEP = {
 
 @pytest.fixture
 def compose(monkeypatch, capsys):
-    """The command for a machine with eight GPUs, as accelerate's own parser reads it."""
+    """Return the accelerate command on a machine with eight GPUs, parsed by accelerate itself."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("recipes_lib.hardware.count_accelerators", lambda: 8)
 
@@ -47,15 +47,15 @@ def compose(monkeypatch, capsys):
     return compose
 
 
-def test_one_machine_has_a_process_for_each_gpu(compose):
+def test_one_machine_has_one_process_per_gpu(compose):
     args = compose("--learning_rate", "2e-5")
     assert (args.config_file, args.num_processes, args.num_machines) == ("accelerate_configs/ddp.yaml", 8, 1)
     assert args.training_script == "recipes/sft.py"
-    assert compose("--hardware", "cpu_ddp").num_processes == 2, "as the file says"
+    assert compose("--hardware", "cpu_ddp").num_processes == 2, "the number in the launch file"
     assert args.training_script_args == ["--config", CONFIG, "--learning_rate", "2e-5"]
 
 
-def test_slurm_needs_no_flag_more(compose):
+def test_slurm_variables_replace_flags(compose):
     args = compose("--hardware", "fsdp2", environment=STEP)
     assert (args.num_processes, args.num_machines, args.machine_rank) == (32, 4, 2)
     assert (args.main_process_ip, args.main_process_port) == ("gpu-017", 24567)
@@ -73,34 +73,33 @@ def test_slurm_needs_no_flag_more(compose):
         ),
     ],
 )
-def test_the_environment_says_which_machine_this_is_and_where_the_first_one_is(environment, machines):
+def test_machines_are_read_from_environment(environment, machines):
     assert find_machines(environment) == machines
 
 
-def test_a_batch_script_on_several_nodes_would_start_one_of_them():
-    script = {name: value for name, value in STEP.items() if "STEP" not in name}
-    with pytest.raises(ConfigError, match=r"job has 4 nodes[\s\S]*srun --ntasks-per-node=1"):
-        find_machines(script)
-
-
-@pytest.mark.parametrize("tasks", ["8(x4)", "2", "1(x3),8"])
-def test_several_tasks_on_a_node_would_start_as_many_launchers(tasks):
-    with pytest.raises(ConfigError, match="tasks on a node"):
-        find_machines(STEP | {"SLURM_STEP_TASKS_PER_NODE": tasks})
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({key: value for key, value in STEP.items() if "STEP" not in key}, r"4 nodes[\s\S]*srun --ntasks-per-node=1"),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "8(x4)"}, "tasks on a node"),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2"}, "tasks on a node"),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "1(x3),8"}, "tasks on a node"),
+        (STEP | {"LOCAL_RANK": "1", "RANK": "5"}, "process 5 of an existing launch"),
+    ],
+    ids=["batch script", "several tasks per node", "two tasks", "tasks of different nodes", "nested launch"],
+)
+def test_start_by_wrong_process_is_rejected(environment, message):
+    with pytest.raises(ConfigError, match=message):
+        find_machines(environment)
 
 
 @pytest.mark.parametrize("name", ["PET_NNODES", "PET_NODE_RANK", "PET_MASTER_PORT", "MASTER_PORT"])
 @pytest.mark.parametrize("text", ["1:4", "", "two"])
-def test_a_variable_that_is_no_number_is_named(name, text):
+def test_non_numeric_variable_is_named(name, text):
     with pytest.raises(ConfigError, match=f"{name}: '{text}' is not a whole number"):
         find_machines({"PET_NNODES": "2", name: text})
     with pytest.raises(ConfigError, match=f"SLURM_NODEID: '{text}' is not a whole number"):
         find_machines(STEP | {"SLURM_NODEID": text})
-
-
-def test_a_started_process_starts_no_others():
-    with pytest.raises(ConfigError, match="process 5 of an existing launch"):
-        find_machines({"LOCAL_RANK": "1", "RANK": "5"} | STEP)
 
 
 @pytest.mark.parametrize(
@@ -115,18 +114,18 @@ def test_a_started_process_starts_no_others():
         ("rack[1-2]node[03-16,20],login", "rack1node03"),
     ],
 )
-def test_the_first_host_of_a_list(nodes, first):
+def test_first_host_of_node_list(nodes, first):
     assert find_first_host(nodes) == first
 
 
-def test_flags_win(compose):
+def test_flags_override_environment(compose):
     args = compose("--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "head", "--num_processes", "4")
     assert (args.num_processes, args.num_machines, args.machine_rank) == (4, 2, 1)
     assert (args.main_process_ip, args.main_process_port) == ("head", 29500)
 
 
 @pytest.mark.parametrize(("num", "name"), [(0, "cpu"), (1, "single_gpu"), (2, "ddp")])
-def test_the_machine_decides_where_nobody_else_does(num, name, monkeypatch):
+def test_default_launch_file_depends_on_accelerators(num, name, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("recipes_lib.hardware.count_accelerators", lambda: num)
     assert launching.choose_for_this_machine() == name
@@ -151,6 +150,10 @@ def test_the_machine_decides_where_nobody_else_does(num, name, monkeypatch):
             ["--num_machines", "3", "--machine_rank", "1", "--main_process_ip", "a"],
             "2 processes cannot be divided equally among 3 machines",
         ),
+        (["--num_machines", "0"], "--num_machines: is 0"),
+        (["--main_process_port", "65536"], "--main_process_port: is 65536"),
+        (["--recipe", "corpus"], "--config: is for corpus, which does not train\n    run `recipes clean`"),
+        (["--config", "recipes/configs/gpt2-124m/eval.yaml"], "--config: is for eval, .*\n    run `recipes eval`"),
         (["--learning_rat", "1"], "learning_rate"),
         (["--hardware", "fsdp2", "--num_processes", "8", "--optim", "adafactor"], "sharded"),
         ([*PIPELINE, "--pipeline_stages", "3"], "do not divide the number of processes"),
@@ -159,14 +162,14 @@ def test_the_machine_decides_where_nobody_else_does(num, name, monkeypatch):
         ([*PIPELINE, "--pipeline_stages", "-1"], "'-1' is not a whole number from 1 on"),
     ],
 )
-def test_what_cannot_be_is_told_before_a_process_starts(flags, words, monkeypatch):
+def test_invalid_launch_is_rejected_before_start(flags, words, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("recipes_lib.hardware.count_accelerators", lambda: 0)
     with pytest.raises(ConfigError, match=words):
         launching.main(["--config", CONFIG, "--dry_run", *flags])
 
 
-def test_the_processes_are_held_to_what_was_asked_for(monkeypatch):
+def test_processes_verify_expected_launch(monkeypatch):
     monkeypatch.setenv("RECIPES_LAUNCHED", "")
     expect_launch(2, "FSDP")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -179,7 +182,7 @@ def test_the_processes_are_held_to_what_was_asked_for(monkeypatch):
         verify_expected(read_launch())
 
 
-def test_memory_of_the_gpu_and_what_a_timeout_writes_down_are_set_unless_the_user_did(monkeypatch):
+def test_default_variables_do_not_override_users(monkeypatch):
     names = ("RECIPES_LAUNCHED", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_DUMP_ON_TIMEOUT")
     for name in names:
         monkeypatch.setenv(name, "")
@@ -194,7 +197,7 @@ def test_memory_of_the_gpu_and_what_a_timeout_writes_down_are_set_unless_the_use
 
 
 @pytest.mark.parametrize("by", ["flags", "variables"])
-def test_the_processes_are_told_of_a_pipeline(by, monkeypatch, capsys):
+def test_pipeline_layout_is_passed_to_processes(by, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     for name in ("RECIPES_LAUNCHED", "PIPELINE_STAGES", "PIPELINE_SCHEDULE"):
         monkeypatch.setenv(name, "")
@@ -213,24 +216,42 @@ def test_the_processes_are_told_of_a_pipeline(by, monkeypatch, capsys):
     assert (launch.layout.pipeline_stages, launch.layout.schedule, launch.data_size) == (4, "gpipe", 2)
 
 
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("is_refused", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["refused", "trains"])
-def test_what_it_starts_is_the_recipe_and_its_exit_code_that_of_the_recipe(tmp_path, is_refused):
-    recipe_runs.write_inputs(tmp_path)
-    keys = recipe_runs.make_keys(tmp_path, "sft", output_dir=tmp_path / "out", max_steps=1, num_sample_prompts=0)
+def write_keys(folder):
+    recipe_runs.write_inputs(folder)
+    keys = recipe_runs.make_keys(folder, "sft", output_dir=folder / "out", max_steps=1, num_sample_prompts=0)
     flags = [f"--{name}={value}" for name, value in keys.items() if name != "num_sample_prompts"]
-    (tmp_path / "sft.yaml").write_text("num_sample_prompts: 0\n")
-    flags += ["--config", str(tmp_path / "sft.yaml")]
-    if is_refused:
-        # A run of another configuration in the same output directory, which only the recipe itself can find out.
-        (tmp_path / "out").mkdir()
-        record = {"status": "done", "config": {"weight_decay": 0.3}}
-        (tmp_path / "out" / "run.json").write_text(json.dumps(record))
-    start = "from recipes_lib.cli import main; raise SystemExit(main())"
-    command = [sys.executable, "-c", start, "launch", *flags, "--hardware", "cpu"]
+    (folder / "sft.yaml").write_text("num_sample_prompts: 0\n")
+    return [*flags, "--config", str(folder / "sft.yaml"), "--hardware", "cpu"]
+
+
+@pytest.mark.multiprocess
+def test_single_process_launch_becomes_recipe(tmp_path, monkeypatch):
+    """The recipe that ``exec`` would start rejects another configuration in the same output directory."""
+    executed = []
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("os.execve", lambda *arguments: executed.extend(arguments) or 1 / 0)
+    flags = write_keys(tmp_path)
+    (tmp_path / "out").mkdir()
+    record = {"status": "done", "config": {"weight_decay": 0.3}}
+    (tmp_path / "out" / "run.json").write_text(json.dumps(record))
+    with pytest.raises(ZeroDivisionError):
+        launching.main(flags)
+    program, (_, script, *arguments), environment = executed
+    assert program == sys.executable
+    ended = run_script(ROOT / script, *arguments, variables=environment)
+    assert ended.returncode == EXIT_USER
+    assert "choose another output_dir" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_launch_trains_and_returns_exit_code_of_recipe(tmp_path):
+    command = [sys.executable, "-m", "recipes_lib.cli", "launch", *write_keys(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == (EXIT_USER if is_refused else 0), done.stderr[-3000:]
-    assert ("choose another output_dir" in done.stderr) == is_refused
-    assert "Traceback" not in done.stderr
-    assert (tmp_path / "out" / "model.safetensors").exists() == (not is_refused)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    # Only the recipe itself detects another configuration in its output directory.
+    done = subprocess.run([*command, "--weight_decay=0.3"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == EXIT_USER

@@ -1,4 +1,4 @@
-"""The commands that join rooms do their work from the same flags as a run."""
+"""``recipes prepare``, ``recipes preview`` and ``recipes report``."""
 
 import json
 import re
@@ -23,7 +23,7 @@ def argv(tmp_path, tiny_model_dir):
     return [f"--{name}={value}" for name, value in (keys | {"prepared_dir": tmp_path / "prepared"}).items()]
 
 
-def test_prepare_says_what_it_made_and_that_a_second_time_nothing_is_to_do(argv, capsys):
+def test_prepare_reports_data_and_reuses_it(argv, capsys):
     assert main(["prepare", *argv]) == 0
     first = capsys.readouterr().out
     assert "prepared in" in first
@@ -33,22 +33,22 @@ def test_prepare_says_what_it_made_and_that_a_second_time_nothing_is_to_do(argv,
     assert first.split("key")[1] == second.split("key")[1]
 
 
-def test_named_held_out_sets_are_prepared_too(argv, tmp_path, capsys):
+def test_prepare_includes_eval_datasets(argv, tmp_path, capsys):
     assert main(["prepare", *argv]) == 0
     alone = capsys.readouterr().out
     more = tmp_path / "more.jsonl"
     more.write_text((tmp_path / "chats.jsonl").read_text().replace("<b>", ""))
     assert main(["prepare", *argv, f"--eval_datasets={{more: '{more}'}}"]) == 0
-    told = capsys.readouterr().out
-    assert "prepared in" in told
-    # The training rows are those that were there.
-    assert re.search(r"key .*", told).group() == re.search(r"key .*", alone).group()
-    assert len(re.findall(r"^more: /", told, re.MULTILINE)) == 1
+    output = capsys.readouterr().out
+    assert "prepared in" in output
+    # The training rows are unchanged.
+    assert re.search(r"key .*", output).group() == re.search(r"key .*", alone).group()
+    assert len(re.findall(r"^more: /", output, re.MULTILINE)) == 1
     assert main(["prepare", *argv, f"--eval_datasets={{more: '{more}'}}"]) == 0
     assert "already prepared" in capsys.readouterr().out
 
 
-def test_a_second_prepare_imports_neither_torch_nor_transformers(argv, capsys):
+def test_second_prepare_imports_no_torch(argv, capsys):
     assert main(["prepare", *argv]) == 0
     code = (
         "import sys; from recipes_lib.cli import main; code = main(sys.argv[1:]); "
@@ -57,26 +57,26 @@ def test_a_second_prepare_imports_neither_torch_nor_transformers(argv, capsys):
     assert subprocess.run([sys.executable, "-c", code, "prepare", *argv], check=False, timeout=120).returncode == 0
 
 
-def test_preview_shows_rows_and_writes_them_as_a_page_that_escapes_them(argv, tmp_path, capsys):
+def test_preview_shows_rows_and_writes_escaped_html(argv, tmp_path, capsys):
     page = tmp_path / "rows.html"
     assert main(["preview", *argv, "--rows", "2", "--html", str(page)]) == 0
     assert "chats.jsonl:2" in capsys.readouterr().out
     assert "<b>" not in page.read_text().split("<body>")[1].replace("<br>", "")
 
 
-def test_ppo_prepares_nothing_and_shows_its_prompts(argv, capsys):
+def test_ppo_prepares_nothing_and_previews_prompts(argv, capsys):
     keys = [flag for flag in argv if not flag.startswith("--prepared_dir")]
     keys += ["--reward_funcs=[a.b:c]", "--recipe=ppo"]
     assert main(["prepare", *keys]) == 2
     assert "nothing to prepare" in capsys.readouterr().err
     assert main(["preview", *keys, "--rows", "1"]) == 0
-    shown = capsys.readouterr().out
-    assert "<b>0</b>?" in shown
-    assert "assistant" in shown
-    assert "0." not in shown.partition("assistant")[2]
+    output = capsys.readouterr().out
+    assert "<b>0</b>?" in output
+    assert "assistant" in output
+    assert "0." not in output.partition("assistant")[2]
 
 
-def test_report_names_the_page_it_wrote_and_refuses_a_folder_without_a_run(tmp_path, capsys):
+def test_report_prints_path_and_rejects_folder_without_run(tmp_path, capsys):
     (tmp_path / "run.json").write_text(json.dumps({"stage": "sft", "status": "running", "config": {}}))
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"kind": "train", "step": 1, "loss": 2.0}) + "\n")
     assert main(["report", str(tmp_path)]) == 0
@@ -87,9 +87,9 @@ def test_report_names_the_page_it_wrote_and_refuses_a_folder_without_a_run(tmp_p
 
 
 @pytest.mark.parametrize(("command", "own"), [("prepare", []), ("preview", ["--rows", "--html"])])
-def test_the_help_of_a_command_shows_its_own_options_alone(command, own, capsys):
+def test_help_shows_only_own_options(command, own, capsys):
     with pytest.raises(SystemExit) as caught:
         main([command, "-h"])
     assert caught.value.code == 0
-    told = set(re.findall(r"--[a-z_]+", capsys.readouterr().out))
-    assert told == {"--help", "--recipe", "--stage", "--config", "--key", *own}
+    output = set(re.findall(r"--[a-z_]+", capsys.readouterr().out))
+    assert output == {"--help", "--recipe", "--stage", "--config", "--key", *own}

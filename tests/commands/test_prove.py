@@ -1,4 +1,4 @@
-"""``recipes prove`` on a CPU: rows, page, resumption, and what it says where something is wrong."""
+"""``recipes prove`` on a CPU: rows, page, resumption and failing checks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.proving.benches import FAST
 
 from recipes_lib.commands import prove
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, ConfigError
@@ -19,17 +18,20 @@ from recipes_lib.proving.bench import Bench
 from recipes_lib.proving.checks import Check
 from recipes_lib.proving.results import PASSED, ROWS_FILE, SKIPPED
 
+QUICK = ("environment", "synchronisations", "gpus")
+"""Checks that take no time on a CPU: one passes, those of GPUs are skipped."""
+
 
 def read_file(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / ROWS_FILE).read_text().splitlines() if line]
 
 
-def test_a_run_leaves_rows_and_a_page_and_is_not_made_twice(
+def test_run_writes_rows_and_page_and_skips_passed_checks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    asked = ["--output", str(tmp_path / "my proof"), "--page", str(tmp_path / "page.md"), "--only", *FAST]
-    assert prove.main(asked) == EXIT_DONE
+    flags = ["--output", str(tmp_path / "my proof"), "--page", str(tmp_path / "page.md"), "--only", *QUICK]
+    assert prove.main(flags) == EXIT_DONE
     rows = read_file(tmp_path / "my proof")
     assert {row["status"] for row in rows} == {PASSED, SKIPPED}
     assert {row["reason"] for row in rows if row["status"] == SKIPPED} == {"there is no GPU", "needs 2 GPUs"}
@@ -38,15 +40,13 @@ def test_a_run_leaves_rows_and_a_page_and_is_not_made_twice(
     assert f"- torch: {version('torch')}" in page
     assert all(f"| {row['check']} |" in page for row in rows)
     capsys.readouterr()
-    assert prove.main(asked) == EXIT_DONE
+    assert prove.main(flags) == EXIT_DONE
     assert "passed  environment" in capsys.readouterr().out
     again = read_file(tmp_path / "my proof")
-    assert len(again) == len(rows) + sum(row["status"] == SKIPPED for row in rows), "what had passed was made again"
+    assert len(again) == len(rows) + sum(row["status"] == SKIPPED for row in rows), "a passed check ran again"
 
 
-def test_whatever_a_check_raises_is_a_row_and_the_command_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_check_is_a_row_and_exit_code_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(bench: Bench) -> Mapping[str, Any]:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -55,7 +55,7 @@ def test_whatever_a_check_raises_is_a_row_and_the_command_says_so(
     assert "| one | fails | failed |" in (tmp_path / prove.PAGE).read_text()
 
 
-def test_rows_of_another_machine_and_lines_that_were_cut_off_are_no_results(
+def test_rows_of_other_machines_and_broken_rows_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls: list[str] = []
@@ -65,24 +65,22 @@ def test_rows_of_another_machine_and_lines_that_were_cut_off_are_no_results(
         return {"calls": len(calls)}
 
     monkeypatch.setattr(checks, "list_checks", lambda: [Check("one", "counts", count)])
-    asked = ["--output", str(tmp_path)]
-    assert prove.main(asked) == prove.main(asked) == EXIT_DONE
+    flags = ["--output", str(tmp_path)]
+    assert prove.main(flags) == prove.main(flags) == EXIT_DONE
     assert len(calls) == 1
     rows = tmp_path / ROWS_FILE
     rows.write_text(rows.read_text().replace(calls[0], "a laptop, small sizes"))
-    assert prove.main(asked) == EXIT_DONE
-    assert len(calls) == 2, "another machine's rows passed for this one's"
+    assert prove.main(flags) == EXIT_DONE
+    assert len(calls) == 2, "rows of another machine were reused"
     rows.write_text(rows.read_text()[:-20])
-    assert prove.main(asked) == EXIT_DONE
+    assert prove.main(flags) == EXIT_DONE
     assert len(calls) == 3
-    assert prove.main(asked) == EXIT_DONE
-    assert len(calls) == 3, "the row behind the one that was cut off was lost"
+    assert prove.main(flags) == EXIT_DONE
+    assert len(calls) == 3, "the row after the truncated one was lost"
     assert "calls 3" in (tmp_path / prove.PAGE).read_text()
 
 
-def test_the_page_is_there_before_the_last_check_and_keeps_what_was_not_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_page_is_written_after_each_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(bench: Bench) -> Mapping[str, Any]:
         raise KeyboardInterrupt
 
@@ -96,7 +94,7 @@ def test_the_page_is_there_before_the_last_check_and_keeps_what_was_not_asked_fo
     assert "| one | is quick | passed |" in (tmp_path / prove.PAGE).read_text()
 
 
-def test_a_wrong_name_or_number_is_told(tmp_path: Path) -> None:
+def test_unknown_check_and_gpu_count_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="choose of environment, numbers-pretrain"):
         prove.main(["--only", "speed"])
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""A run is restored from what was published of it, and what is not as it was is said."""
+"""``recipes reproduce``: the restored configuration, reported differences, and hostile records."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GIVEN = {
 
 @pytest.fixture
 def record(tmp_path, monkeypatch):
-    """What ``run.json`` says of an SFT run, as published."""
+    """Return the published ``run.json`` of an SFT run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(reproduce, "read_git_commit", lambda: COMMIT)
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump(GIVEN))
@@ -60,19 +60,19 @@ def run(record, tmp_path, capsys):
         folder.mkdir(exist_ok=True)
         (folder / "run.json").write_text(json.dumps(record | changes))
         code = main(["reproduce", str(folder), *flags])
-        told = capsys.readouterr()
-        return code, told.out, told.err
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
 
     return run
 
 
 def load(tmp_path):
-    """The configuration that was restored."""
+    """Return the restored configuration."""
     return load_config("sft", ["--config", str(tmp_path / "reproduced" / "published" / "sft.yaml")])
 
 
-def test_the_restored_recipe_trains_as_the_first_one_did(run, tmp_path):
-    code, told, _ = run()
+def test_restored_config_equals_original(run, tmp_path):
+    code, output, _ = run()
     assert code == EXIT_DONE
     again = flatten_config(load(tmp_path))
     first = flatten_config(load_config("sft", ["--config", "sft.yaml"]))
@@ -80,22 +80,22 @@ def test_the_restored_recipe_trains_as_the_first_one_did(run, tmp_path):
     assert differing == {"output_dir", "push_to_hub", "hub_model_id", "model_revision"}
     assert again["model_revision"] == "b" * 40
     assert not again.get("push_to_hub")
-    assert "python recipes/sft.py --config reproduced/published/sft.yaml" in told
+    assert "python recipes/sft.py --config reproduced/published/sft.yaml" in output
     assert (
         f"transformers=={read_versions()['transformers']}"
         in (tmp_path / "reproduced/published/constraints.txt").read_text()
     )
 
 
-def test_what_matches_is_not_told_and_what_cannot_be_known_is(run):
+def test_only_unverifiable_facts_are_reported_as_different(run):
     assert [line for line in run()[1].splitlines() if line.startswith("differs: ")] == [
         "differs: data: the train rows had the fingerprint 9604a55826332cb0; `recipes prepare` records yours",
         "differs: device: it was 1 x NVIDIA H200; other devices round differently",
     ]
 
 
-def test_a_default_that_has_changed_is_written_down_and_a_key_that_is_gone_is_told(record):
-    record["config"]["weight_decay"] = 0.123  # Then the default; today it is another.
+def test_changed_defaults_are_written_and_removed_keys_reported(record):
+    record["config"]["weight_decay"] = 0.123  # The default of an earlier version.
     record["config"]["warmup_of_old"] = 0.1
     keys, lost = reproduce.restore_keys(record)
     assert keys["weight_decay"] == 0.123
@@ -104,7 +104,7 @@ def test_a_default_that_has_changed_is_written_down_and_a_key_that_is_gone_is_to
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_what_was_switched_off_stays_off_and_what_never_was_is_not_written(recipe):
+def test_explicit_null_is_kept(recipe):
     table = load_table(recipe)
     optional = {key for key in table.keys if table.keys[key].accepts("null") and not key.startswith(("hub_", "run_"))}
     optional -= {"prepared_dir", "push_to_hub"}
@@ -115,7 +115,7 @@ def test_what_was_switched_off_stays_off_and_what_never_was_is_not_written(recip
     assert keys == dict.fromkeys(on)
 
 
-def test_a_limit_that_was_lifted_is_lifted_again(run, record, tmp_path):
+def test_explicit_null_overrides_default_limit(run, record, tmp_path):
     config, provenance = record["config"], record["provenance"]
     run(config=config | {"save_total_limit": None}, provenance=provenance | {"save_total_limit": "sft.yaml:9"})
     assert load(tmp_path).training["save_total_limit"] is None
@@ -129,25 +129,25 @@ def test_a_limit_that_was_lifted_is_lifted_again(run, record, tmp_path):
         ({"num_processes": 8}, ["8 x NVIDIA H200", "torchrun --nproc_per_node 8 recipes/sft.py"]),
     ],
 )
-def test_what_differs_is_told(run, changes, words):
-    code, told, _ = run(**changes)
+def test_differences_of_environment_are_reported(run, changes, words):
+    code, output, _ = run(**changes)
     assert code == EXIT_DONE
-    assert all(word in told for word in words), told
+    assert all(word in output for word in words), output
 
 
-def test_files_of_another_machine_and_data_without_a_revision_are_told(record):
+def test_local_files_and_unpinned_data_are_reported(record):
     keys = {"dataset_name": "chats.jsonl", "model_name_or_path": "base", "chat_template_path": "chat.jinja"}
-    told = " ".join(reproduce.compare(record, keys))
+    differences = " ".join(reproduce.compare(record, keys))
     for key, name in keys.items():
-        assert f"{key}: {name} was a file or folder of the machine" in told
+        assert f"{key}: {name} was a file or folder of the machine" in differences
     assert "owner/chats was not pinned" in " ".join(reproduce.compare(record, {"dataset_name": "owner/chats"}))
 
 
-def test_a_configuration_that_is_refused_today_is_told_with_its_lines(run, record):
-    code, _, told = run(config=record["config"] | {"learning_rate": -1.0})
+def test_invalid_restored_config_is_rejected_with_lines(run, record):
+    code, _, error = run(config=record["config"] | {"learning_rate": -1.0})
     assert code == EXIT_USER
-    assert "learning_rate" in told
-    assert "sft.yaml:" in told
+    assert "learning_rate" in error
+    assert "sft.yaml:" in error
 
 
 HOSTILE = "1.0\n--index-url http://evil\n#"
@@ -173,58 +173,58 @@ HOSTILE = "1.0\n--index-url http://evil\n#"
         ({"data": 1}, "data"),
     ],
 )
-def test_a_record_that_no_recipe_writes_is_refused_whole(run, tmp_path, changes, field):
-    code, told, error = run(**changes)
+def test_malformed_record_is_rejected(run, tmp_path, changes, field):
+    code, output, error = run(**changes)
     assert code == EXIT_USER
     assert f"is not a run record: {field}" in error
-    assert not told
+    assert not output
     assert not (tmp_path / "reproduced").exists()
 
 
-def test_keys_that_run_code_are_told_and_not_carried_over(run, record, tmp_path):
+def test_keys_that_run_code_are_not_restored(run, record, tmp_path):
     evil = {"metrics": ["os:system\nseed: 1"], "trust_remote_code": True, "attn_implementation": "evil/kernels"}
-    given = dict.fromkeys(evil, "sft.yaml:1")
-    code, told, _ = run(config=record["config"] | evil, provenance=record["provenance"] | given)
+    provenance = dict.fromkeys(evil, "sft.yaml:1")
+    code, output, _ = run(config=record["config"] | evil, provenance=record["provenance"] | provenance)
     assert code == EXIT_DONE
     flat = flatten_config(load(tmp_path))
     assert [flat[key] for key in evil] == [None, False, None]
     text = (tmp_path / "reproduced/published/sft.yaml").read_text()
     for key, value in evil.items():
         assert f"# {key}: {json.dumps(value)}\n" in text
-        assert f"differs: the key {key}, which was " in told
+        assert f"differs: the key {key}, which was " in output
 
 
-def test_no_list_of_keys_that_import_is_forgotten():
-    """Their help says what they name: whoever adds such a key is sent here."""
+def test_keys_that_run_code_are_recognised_by_their_help():
+    """A new key whose help mentions an import path must be added to ``runs_code``."""
     for recipe in RECIPE_NAMES:
         for name, key in load_table(recipe).keys.items():
             imports = any(words in key.help for words in ("package.module", "import path", "Run code"))
             assert imports == reproduce.runs_code(name, "x"), (recipe, name, key.help)
 
 
-def test_a_stranger_writes_no_line_and_no_escape_sequence_on_the_terminal(run, record, tmp_path):
+def test_control_characters_of_record_are_escaped(run, record, tmp_path):
     config = record["config"] | {"dataset_name": "a\x1b[2Jb\nsame run: evil", "gone\x07": 1}
-    _, told, _ = run(config=config, hardware={"device": "\x1b]0;H200\x07"}, data={"inputs": {"sources": [1]}})
-    assert all(char.isprintable() or char == "\n" for char in told)
-    assert r"a\x1b[2Jb\nsame run: evil was a file or folder" in told
-    assert not any(line.startswith("same run:") for line in told.splitlines()), "the name is refused"
+    _, output, _ = run(config=config, hardware={"device": "\x1b]0;H200\x07"}, data={"inputs": {"sources": [1]}})
+    assert all(char.isprintable() or char == "\n" for char in output)
+    assert r"a\x1b[2Jb\nsame run: evil was a file or folder" in output
+    assert not any(line.startswith("same run:") for line in output.splitlines()), "the name is rejected"
 
 
-def test_paths_are_quoted_in_the_commands(run, tmp_path):
+def test_paths_are_quoted_in_commands(run, tmp_path):
     folder = tmp_path / "a; id"
-    _, told, _ = run("--output", str(folder))
-    command = next(line for line in told.splitlines() if line.startswith("same run:")).partition(":")[2]
+    _, output, _ = run("--output", str(folder))
+    command = next(line for line in output.splitlines() if line.startswith("same run:")).partition(":")[2]
     assert shlex.split(command)[-1] == str(folder / "sft.yaml")
 
 
-def test_a_folder_is_named_by_where_it_is(run, tmp_path, monkeypatch):
+def test_current_folder_is_accepted(run, tmp_path, monkeypatch):
     run()
     monkeypatch.chdir(tmp_path / "published")
     assert main(["reproduce", "."]) == EXIT_DONE
     assert (tmp_path / "published" / "reproduced" / "published" / "sft.yaml").is_file()
 
 
-def test_from_the_hub_by_revision(hub, record, run, tmp_path, monkeypatch, capsys):
+def test_record_is_fetched_from_hub_at_revision(hub, record, run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     repository = hub.add("me/mine", private=True, files={"run.json": json.dumps(record).encode()})
     repository.tags["step-5"] = repository.find("main").oid
@@ -235,10 +235,10 @@ def test_from_the_hub_by_revision(hub, record, run, tmp_path, monkeypatch, capsy
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("{", "holds no run.json"), ("{}", "not a run record"), (None, "holds no run.json")]
+    ("text", "message"), [("{", "holds no run.json"), ("{}", "not a run record"), (None, "holds no run.json")]
 )
-def test_what_is_no_run_is_refused(tmp_path, capsys, text, words):
+def test_folder_without_run_is_rejected(tmp_path, capsys, text, message):
     if text is not None:
         (tmp_path / "run.json").write_text(text)
     assert main(["reproduce", str(tmp_path)]) == EXIT_USER
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err

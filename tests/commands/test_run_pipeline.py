@@ -1,4 +1,4 @@
-"""``recipes run`` as a user has it."""
+"""``recipes run``: selection of stages, ``--check``, ``--plan`` and the shipped pipelines."""
 
 from __future__ import annotations
 
@@ -32,23 +32,24 @@ stages:
     return path
 
 
-def test_parts_are_run_by_name_and_told_at_the_end(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_from_until_only_and_list_select_stages(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = str(path.parent / "out")
     assert run_recipes(["run", str(path), "--output_dir", out, "--until", "two"]) == 0
-    told = capfd.readouterr().out
-    assert "1 of 2, one: mkdir" in told
-    assert "three  not run" in told
+    output = capfd.readouterr().out
+    assert "1 of 2, one: mkdir" in output
+    assert "three  not run" in output
     assert run_recipes(["run", str(path), "--output_dir", out, "--from", "two"]) == 0
     assert "2 of 2, three" in capfd.readouterr().out
     assert run_recipes(["run", str(path), "--output_dir", out, "--list"]) == 0
     assert f"one: mkdir {out}/one\n" in capfd.readouterr().out
-    assert run_recipes(["run", str(path), "--only", "fore"]) == 2
-    assert "the stages are one, two, three" in capfd.readouterr().err
+    for flag, name in (("--only", "fore"), ("--from", "")):
+        assert run_recipes(["run", str(path), flag, name]) == 2
+        assert f"there is no stage {name!r}\n    the stages are one, two, three" in capfd.readouterr().err
     assert run_recipes(["run", str(path), "--from", "two", "--until", "one"]) == 2
     assert "two comes after one" in capfd.readouterr().err
 
 
-def test_a_shipped_pipeline_has_a_name(
+def test_shipped_pipeline_is_found_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -63,7 +64,22 @@ def test_a_shipped_pipeline_has_a_name(
     assert not list(tmp_path.iterdir())
 
 
-def test_selections_of_stages_exclude_each_other(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_folder_with_name_of_shipped_pipeline_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", "zephyr", "runs"):
+        (tmp_path / name).mkdir()
+    assert run_recipes(["run", "zephyr", "--list"]) == 0
+    for name, message in (
+        ("demo", "`recipes demo` writes its data"),
+        ("runs", "runs: is a folder\n    write the path"),
+    ):
+        assert run_recipes(["run", name]) == 2
+        assert message in capfd.readouterr().err
+
+
+def test_only_excludes_from_and_until(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_recipes(["run", str(path), "--only", "one", "--until", "two"]) == 2
     assert "--only: excludes --from and --until" in capfd.readouterr().err
     with pytest.raises(SystemExit):
@@ -71,9 +87,7 @@ def test_selections_of_stages_exclude_each_other(path: Path, capfd: pytest.Captu
     assert "argument --launcher: invalid" in capfd.readouterr().err
 
 
-def test_check_holds_every_stage_against_its_recipe_before_anything_is_there(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_check_validates_keys_before_outputs_exist(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "chats.jsonl").touch()
     (tmp_path / "sft.yaml").write_text(
         f"model_name_or_path: none\nmodel_revision: null\ndataset_name: {tmp_path}/chats.jsonl\n"
@@ -91,13 +105,13 @@ def test_check_holds_every_stage_against_its_recipe_before_anything_is_there(
     stages["scores"]["set"]["limit"] = 0
     path.write_text(json.dumps({"stages": stages}))
     assert run_recipes(["run", str(path), "--check"]) == 2
-    told = capfd.readouterr().err
-    assert "sft: --learnin_rate" in told
-    assert "scores: --limit" in told
+    error = capfd.readouterr().err
+    assert "sft: --learnin_rate" in error
+    assert "scores: --limit" in error
     assert not (tmp_path / "runs").exists()
 
 
-def test_check_looks_at_launch_files_commands_and_programs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_check_validates_launch_files_commands_and_programs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "chats.jsonl").touch()
     keys = {"model_name_or_path": "${base.output}", "dataset_name": f"{tmp_path}/chats.jsonl", "max_length": 64}
     stages = {
@@ -107,36 +121,57 @@ def test_check_looks_at_launch_files_commands_and_programs(tmp_path: Path, capfd
     path = tmp_path / "p.yaml"
     path.write_text(json.dumps({"stages": stages}))
     assert run_recipes(["run", str(path), "--check"]) == 2
-    told = capfd.readouterr().err
-    assert "base: run: there is no program 'no-such-program'" in told
-    assert "lora: --load_in_8bit" in told
+    error = capfd.readouterr().err
+    assert "base: run: there is no program 'no-such-program'" in error
+    assert "lora: --load_in_8bit" in error
     path.write_text("stages: {a: {command: sample-pair}}")
     assert run_recipes(["run", str(path)]) == 2
     assert "did you mean sample-pairs?" in capfd.readouterr().err
 
 
-def test_check_looks_at_models_and_data_that_are_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_check_and_plan_leave_outputs_outside_output_dir_unchanged(tmp_path: Path) -> None:
+    """An existing output keeps its content, a missing one stays missing; a dot in a name makes no file."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "config.json").write_text("{}")
+    path = write_pipeline(tmp_path)
+    document = json.loads(path.read_text())
+    base = document["stages"].pop("base")
+    base["output"] = str(tmp_path / "there")
+    run = {"run": "true", "output": str(tmp_path / "new" / "rows.jsonl")}
+    sft = document["stages"]["sft"]
+    sft["set"]["model_name_or_path"] = "${base-v1.5.output}"
+    copy = {**base, "output": str(tmp_path / "other" / "model"), "needs": ["rows"]}
+    stages = {"rows": run, "there": base, "copy": copy, "base-v1.5": {**base, "output": None}, "sft": sft}
+    path.write_text(json.dumps({"output_dir": str(tmp_path / "out"), "stages": stages}))
+    before = sorted(tmp_path.rglob("*"))
+    assert run_recipes(["run", str(path), "--check", "--keys"]) == 0
+    assert any(line.startswith("sft ") for line in plan_stages(path, "H100", 1, None))
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "there" / "config.json").read_text() == "{}"
+
+
+def test_check_inspects_existing_models_and_data(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "chats.jsonl").write_text("")
     keys = {"model_name_or_path": str(tmp_path), "dataset_name": f"{tmp_path}/chats.jsonl", "max_length": 64}
     path = tmp_path / "p.yaml"
     path.write_text(json.dumps({"stages": {"sft": {"recipe": "sft", "set": keys}}}))
     assert run_recipes(["run", str(path), "--check", "--keys", "--output_dir", str(tmp_path / "o")]) == 0
     assert run_recipes(["run", str(path), "--check", "--output_dir", str(tmp_path / "o")]) == 2
-    told = capfd.readouterr()
-    assert "sft: recipes check" in told.out
-    assert "problems above" in told.err
+    captured = capfd.readouterr()
+    assert "sft: recipes check" in captured.out
+    assert "problems above" in captured.err
 
 
-def test_the_table_shows_the_gate_first(tmp_path: Path) -> None:
+def test_table_shows_metric_of_gate_first(tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     path.write_text('stages: {a: {run: "true", matrix: {seed: [7]}, require: {acc: "> 0"}}}')
     pipeline = load_pipeline(path, str(tmp_path))
     (tmp_path / "a-1").mkdir()
     (tmp_path / "a-1" / "metrics.jsonl").write_text('{"step": 1, "eval_loss": 2, "acc": 0.5}\n')
     (tmp_path / "pipeline.json").write_text('{"stages": {"a-1": {"status": "done", "seconds": 62.4}}}')
-    told = [line.split() for line in describe(pipeline)]
-    assert told[0] == ["stage", "status", "time", "figure", "keys", "output"]
-    assert told[1] == ["a-1", "done", "1", "min", "2", "s", "acc", "0.5", "seed=7", str(tmp_path / "a-1")]
+    table = [line.split() for line in describe(pipeline)]
+    assert table[0] == ["stage", "status", "time", "figure", "keys", "output"]
+    assert table[1] == ["a-1", "done", "1", "min", "2", "s", "acc", "0.5", "seed=7", str(tmp_path / "a-1")]
 
 
 SHAPE = {
@@ -160,12 +195,12 @@ def write_pipeline(folder: Path, **of_sft: object) -> Path:
     return path
 
 
-def test_hours_and_cost_are_those_of_the_operations(tmp_path: Path) -> None:
+def test_plan_hours_and_cost_follow_flops(tmp_path: Path) -> None:
     lines = [line.split() for line in plan_stages(write_pipeline(tmp_path), "H100", 2, 1e9)]
     assert lines[0] == ["stage", "GPUs", "GB", "each", "hours", "cost"]
     (base, gpus, _, _, cost), (sft, one, _, _, sft_cost) = lines[1:3]
     assert (base, gpus, sft, one) == ("base", "2", "sft", "1")
-    # Six operations for a weight and token, the output projection's among them, and attention over 128 tokens.
+    # 6 FLOPs per parameter and token, including the output projection; attention over 128 tokens is in the margin.
     weights = 2 * (4 * 64 * 64 + 3 * 64 * 128) + 1000 * 64
     keys = [f"--dataset_name={tmp_path / 'rows.jsonl'}", "--max_length=128", f"--output_dir={tmp_path}"]
     begun = [*keys, f"--model_config={json.dumps(SHAPE)}", f"--tokenizer_name_or_path={tmp_path}", "--max_tokens=1024"]
@@ -173,7 +208,7 @@ def test_hours_and_cost_are_those_of_the_operations(tmp_path: Path) -> None:
     sft_share, _ = find_efficiency(load_config("sft", [*keys, f"--model_name_or_path={tmp_path}"]))
     bound = 6 * weights * 1_024_000 / (989e12 * share * 3600) * 1e9
     assert bound <= float(cost.replace(",", "")) <= 1.6 * bound
-    # As many tokens: 1,000 steps of four rows of 128 are half of 1,024,000, on one GPU.
+    # 1,000 steps of four rows of 128 tokens on one GPU are half of 1,024,000 tokens.
     assert float(sft_cost.replace(",", "")) == pytest.approx(
         float(cost.replace(",", "")) / 2 * share / sft_share, rel=0.2
     )
@@ -183,8 +218,8 @@ def test_hours_and_cost_are_those_of_the_operations(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_hours_of_reinforcement_learning_are_those_of_its_iterations(tmp_path: Path, capsys) -> None:
-    """As many as `recipes plan` says of the recipe alone."""
+def test_plan_hours_of_rl_match_recipes_plan(tmp_path: Path, capsys) -> None:
+    """The cost equals that of `recipes plan` for the recipe alone."""
     (tmp_path / "rows.jsonl").touch()
     shape = tmp_path / "shape"
     LlamaConfig(**SHAPE).save_pretrained(shape)
@@ -201,12 +236,12 @@ def test_hours_of_reinforcement_learning_are_those_of_its_iterations(tmp_path: P
     flags = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     shared = ["--gpu", "H100", "--price-per-gpu-hour", "1e6", "--output_dir", "out"]
     assert run_recipes(["plan", "--recipe", "grpo", *shared, *flags]) == 0
-    told = re.search(r"cost +([\d,.]+),", capsys.readouterr().out)
-    assert told is not None
-    assert cost == pytest.approx(float(told[1].replace(",", "")), rel=1e-3)
+    total_cost = re.search(r"cost +([\d,.]+),", capsys.readouterr().out)
+    assert total_cost is not None
+    assert cost == pytest.approx(float(total_cost[1].replace(",", "")), rel=1e-3)
 
 
-def test_wrong_keys_of_all_stages_are_told(tmp_path: Path) -> None:
+def test_plan_reports_invalid_keys(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="sft: --learnin_rate"):
         plan_stages(write_pipeline(tmp_path, learnin_rate=1), "H100", None, None)
 
@@ -215,7 +250,7 @@ SHIPPED = {"speedrun": 7, "teaching_assistants": 3, "zephyr": 4, "iterated_dpo":
 
 
 @pytest.mark.parametrize(("name", "num_stages"), SHIPPED.items())
-def test_a_shipped_pipeline_has_no_wrong_key(
+def test_keys_of_shipped_pipeline_are_valid(
     name: str, num_stages: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -223,7 +258,7 @@ def test_a_shipped_pipeline_has_no_wrong_key(
     assert capsys.readouterr().out == f"{num_stages} stages, ready to run\n"
 
 
-def test_a_student_learns_from_the_model_of_the_stage_before() -> None:
+def test_teaching_assistants_pass_teacher_between_stages() -> None:
     assistant, student, direct = load_pipeline(ROOT / "recipes" / "pipelines" / "teaching_assistants.yaml").stages
     assert student.argv[student.argv.index("--teacher_model_name_or_path") + 1] == str(assistant.output)
     assert list(student.needs) == ["assistant"]

@@ -1,4 +1,4 @@
-"""`recipes sample-pairs` and files of rows: what decides the pairs, and where a killed command goes on."""
+"""``recipes sample-pairs`` and ``RowFile``: choice of pairs, determinism and resumption."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from recipes_lib.errors import ConfigError, DataError
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    return keys_task.write_policy(tmp_path_factory.mktemp("policy"), 0, num_steps=100)
+    return keys_task.write_policy(tmp_path_factory.mktemp("policy"), 0, num_steps=60)
 
 
 @pytest.fixture
@@ -30,8 +30,8 @@ def run(policy, tmp_path):
     prompts = keys_task.write_prompts(tmp_path / "prompts.jsonl", 24, seed=5)
 
     def call(name="pairs.jsonl", num_answers=4, **keys):
-        given = {"learning_rate": 1e-3, "per_device_eval_batch_size": 16, "policy": policy, **keys}
-        flags = keys_task.build_flags(given.pop("policy"), tmp_path / "out", prompts, **given)
+        values = {"learning_rate": 1e-3, "per_device_eval_batch_size": 16, "policy": policy, **keys}
+        flags = keys_task.build_flags(values.pop("policy"), tmp_path / "out", prompts, **values)
         sampling.main_pairs([f"--output={tmp_path / name}", f"--num_answers={num_answers}", *flags])
         return read_rows(tmp_path / name)
 
@@ -43,28 +43,28 @@ def share(prompt, answer):
     return words.count(prompt.split()[-2]) / max(len(words), 1)
 
 
-def test_the_chosen_answer_is_worth_more_by_the_reward(run, capsys):
+def test_chosen_answer_has_higher_reward(run, capsys):
     rows = run()
     assert len(rows) > 12
     for row in rows:
         assert row["score_chosen"] == pytest.approx(share(row["prompt"], row["chosen"]))
         assert row["score_rejected"] == pytest.approx(share(row["prompt"], row["rejected"]))
         assert row["score_chosen"] > row["score_rejected"]
-    told = capsys.readouterr().out
-    assert f"24 prompts, {len(rows)} pairs" in told
+    output = capsys.readouterr().out
+    assert f"24 prompts, {len(rows)} pairs" in output
 
 
-def test_the_same_command_changes_nothing_and_batches_decide_nothing(run):
+def test_pairs_do_not_depend_on_batch_size(run):
     rows = run()
     assert run() == rows
     assert run("others.jsonl", per_device_eval_batch_size=64) == rows
 
 
-def test_pairs_of_another_kind_or_policy_are_never_mixed_in(run, policy, tmp_path):
+def test_changed_policy_or_parameters_are_rejected(run, policy, tmp_path):
     run()
     other = tmp_path / "other"
     shutil.copytree(policy, other)
-    assert run(policy=other), "the same weights elsewhere are the same policy"
+    assert run(policy=other), "equal weights in another folder are the same policy"
     model = LlamaForCausalLM.from_pretrained(policy)
     with torch.no_grad():
         model.lm_head.weight[3, 3] += 1e-3
@@ -85,7 +85,7 @@ CUT = Answered("cut", 9.0, is_usable=False)
 
 
 @pytest.mark.parametrize(
-    ("given", "pair"),
+    ("candidates", "pair"),
     [
         (answers(1.0, 3.0, -1.0, 2.0), ["answer 1", "answer 2"]),
         (answers(1.0, 2.0, 2.0, 1.0), ["answer 1", "answer 0"]),
@@ -95,21 +95,21 @@ CUT = Answered("cut", 9.0, is_usable=False)
         ([CUT, *answers(0.0)], None),
     ],
 )
-def test_the_best_and_the_worst_usable_answer_are_the_pair_if_they_differ(given, pair):
-    found = choose_pair(given)
-    assert (found and [answer.text for answer in found]) == pair
+def test_pair_is_best_and_worst_usable_answer(candidates, pair):
+    chosen = choose_pair(candidates)
+    assert (chosen and [answer.text for answer in chosen]) == pair
 
 
 class Collector:
-    """Answers with the number of the answer, which is also its worth; those of prompt 2 are worth the same."""
+    """Answer with the number of the answer, which is also its score; answers to prompt 2 have equal scores."""
 
     args = SimpleNamespace(per_device_eval_batch_size=5)
 
     def __init__(self, unscored=(), first=" 0"):
-        self.asked, self.unscored, self.first = [], unscored, first
+        self.calls, self.unscored, self.first = [], unscored, first
 
     def answer(self, prompts, numbers):
-        self.asked.append(list(numbers))
+        self.calls.append(list(numbers))
         scores = [
             0.0 if prompt.content == "prompt 2" or n in self.unscored else float(n)
             for prompt, n in zip(prompts, numbers, strict=True)
@@ -126,10 +126,10 @@ class Collector:
 PROMPTS = [PromptRow("here", [1], f"prompt {n}", {}) for n in range(5)]
 
 
-def test_every_prompt_has_answers_of_its_own_numbers_and_all_are_counted():
+def test_answers_are_numbered_and_counted():
     collector, counts = Collector(), PairCounts()
     rows = [row for batch in sample_pairs(collector, PROMPTS, 2, counts) for row in batch]
-    assert collector.asked == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert collector.calls == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert [(row["prompt"], row["chosen"], row["rejected"]) for row in rows] == [
         ("prompt 0", " 1", " 0"),
         ("prompt 1", " 3", " 2"),
@@ -141,7 +141,7 @@ def test_every_prompt_has_answers_of_its_own_numbers_and_all_are_counted():
 
 
 @pytest.mark.parametrize("content", ["Why?", [{"role": "user", "content": "Why?"}]])
-def test_a_row_is_of_the_preference_layout(content):
+def test_row_has_preference_layout(content):
     prompt = PromptRow("here", [1], content, {})
     (row,) = next(iter(sample_pairs(Collector(), [prompt], 2, PairCounts())))
     layout = detect_format(row, where="here")
@@ -151,13 +151,13 @@ def test_a_row_is_of_the_preference_layout(content):
 
 
 @pytest.mark.parametrize("first", ["", " \n", "a\0b", "\ud83d"])
-def test_an_answer_that_no_row_may_hold_is_in_no_pair(first):
+def test_empty_or_invalid_answer_is_in_no_pair(first):
     collector = Collector(first=first)
     rows = [row for batch in sample_pairs(collector, PROMPTS[:2], 3, PairCounts()) for row in batch]
     assert [(row["chosen"], row["rejected"]) for row in rows] == [(" 2", " 1"), (" 5", " 3")]
 
 
-def test_an_answer_that_no_reward_scores_is_in_no_pair_and_in_no_mean():
+def test_unscored_answer_is_excluded_from_pairs_and_mean():
     collector, counts = Collector(unscored=(0, 3, 4)), PairCounts()
     rows = [row for batch in sample_pairs(collector, PROMPTS[:2], 3, counts) for row in batch]
     assert [(row["chosen"], row["rejected"]) for row in rows] == [(" 2", " 1")]
@@ -165,7 +165,7 @@ def test_an_answer_that_no_reward_scores_is_in_no_pair_and_in_no_mean():
 
 
 class Killed(Exception):
-    """The process ends."""
+    """Stand-in for a kill of the process."""
 
 
 def killed_after(batches, number):
@@ -177,7 +177,7 @@ def killed_after(batches, number):
 
 @dataclass(kw_only=True)
 class Numbers(Counts):
-    """How many rows there are."""
+    """Number of rows."""
 
     num_rows: int = 0
 
@@ -193,7 +193,7 @@ def count_to(counts, stop):
         yield rows
 
 
-def test_a_killed_process_leaves_whole_batches_and_the_next_one_goes_on(tmp_path):
+def test_row_file_resumes_after_last_complete_batch(tmp_path):
     whole, path = open_file(tmp_path / "whole.jsonl"), tmp_path / "rows.jsonl"
     whole.write(count_to(whole.counts, 5))
     first = open_file(path)
@@ -215,7 +215,7 @@ def read_numbers(path):
     return [row["number"] for row in read_rows(path)]
 
 
-def test_the_record_says_what_the_rows_are_of_and_rows_and_files_of_others_are_left_alone(tmp_path):
+def test_row_file_rejects_other_key_and_foreign_file(tmp_path):
     file = open_file(tmp_path / "rows.jsonl", facts={"seed": 7})
     file.write(count_to(file.counts, 3))
     record = json.loads((tmp_path / "rows.jsonl.record.json").read_text())
@@ -227,7 +227,7 @@ def test_the_record_says_what_the_rows_are_of_and_rows_and_files_of_others_are_l
         open_file(tmp_path / "mine.jsonl")
 
 
-def test_a_process_killed_in_its_first_batch_is_resumed_and_mended_inputs_begin_anew(tmp_path):
+def test_row_file_without_batches_restarts_with_any_key(tmp_path):
     path = tmp_path / "rows.jsonl"
     first = open_file(path)
     with pytest.raises(Killed):
@@ -241,7 +241,7 @@ def test_a_process_killed_in_its_first_batch_is_resumed_and_mended_inputs_begin_
     assert read_numbers(path) == list(range(5))
 
 
-def test_two_processes_never_write_one_file(tmp_path):
+def test_row_file_rejects_concurrent_writer(tmp_path):
     first, second = open_file(tmp_path / "rows.jsonl"), open_file(tmp_path / "rows.jsonl")
 
     def interrupted():
@@ -256,7 +256,7 @@ def test_two_processes_never_write_one_file(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:7])])
-def test_a_file_that_lost_rows_is_not_filled_up_with_zero_bytes(tmp_path, damage):
+def test_row_file_with_missing_rows_is_rejected(tmp_path, damage):
     path = tmp_path / "rows.jsonl"
     first = open_file(path)
     first.write(count_to(first.counts, 4))

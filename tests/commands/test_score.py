@@ -1,4 +1,4 @@
-"""`recipes score`: columns beside the data, resumable, as a filter, and the page of extremes."""
+"""``recipes score``: loss columns, limits, resumption and the page of extremes."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def run(tiny_model_dir, tmp_path, monkeypatch):
     return call
 
 
-def test_columns_stand_beside_those_of_the_data(run, capsys):
-    found = run()
-    assert [{name: row[name] for name in ("text", "id")} for row in found] == ROWS
-    assert all(row["loss"] > 0 and row["num_target_tokens"] > 5 and row["bits_per_byte"] > 0 for row in found)
-    mean = sum(row["loss"] * row["num_target_tokens"] for row in found) / sum(row["num_target_tokens"] for row in found)
+def test_scores_are_added_as_columns(run, capsys):
+    rows = run()
+    assert [{name: row[name] for name in ("text", "id")} for row in rows] == ROWS
+    assert all(row["loss"] > 0 and row["num_target_tokens"] > 5 and row["bits_per_byte"] > 0 for row in rows)
+    mean = sum(row["loss"] * row["num_target_tokens"] for row in rows) / sum(row["num_target_tokens"] for row in rows)
     assert f"9 of 9 rows written; loss {mean:.4f}" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="holds scores by another model, of other rows"):
         run(ROWS[:3])
 
 
-def test_a_killed_command_resumes_to_the_same_file(run, tmp_path, monkeypatch):
+def test_interrupted_command_resumes_to_same_file(run, tmp_path, monkeypatch):
     whole = run(output="whole.jsonl")
     original = score.RowFile.write
 
@@ -50,7 +50,7 @@ def test_a_killed_command_resumes_to_the_same_file(run, tmp_path, monkeypatch):
     assert run() == whole
 
 
-def test_rows_outside_of_the_limits_are_left_out(run):
+def test_loss_limits_filter_rows(run):
     losses = sorted(row["loss"] for row in run(output="all.jsonl"))
     kept = run(ROWS, f"--min_loss={losses[2]}", f"--max_loss={losses[5]}")
     assert sorted(row["loss"] for row in kept) == losses[2:6]
@@ -59,7 +59,7 @@ def test_rows_outside_of_the_limits_are_left_out(run):
             run(ROWS, *limits, output="none.jsonl")
 
 
-def test_pairs_have_a_loss_of_each_answer(run):
+def test_preference_rows_have_loss_per_answer(run):
     pairs = [{"prompt": "How many days are in a week?", "chosen": " seven", "rejected": " a brown fox"}]
     (pair,) = run(pairs)
     alone = [{"prompt": pairs[0]["prompt"], "completion": pairs[0][name]} for name in ("chosen", "rejected")]
@@ -68,15 +68,15 @@ def test_pairs_have_a_loss_of_each_answer(run):
     assert pair["rejected_loss"] == pytest.approx(rejected["loss"], rel=1e-5)
 
 
-def test_a_second_model_gets_a_prefix(run, tmp_path):
+def test_existing_columns_require_prefix(run, tmp_path):
     with pytest.raises(ConfigError, match="already has a column `rejected_loss`"):
         run([ROWS[0] | {"rejected_loss": 1.0}], output="first.jsonl")
     run()
     with pytest.raises(ConfigError, match="already has a column `bits_per_byte`"):
         run(str(tmp_path / "scored.jsonl"), output="twice.jsonl")
     assert not (tmp_path / "twice.jsonl").exists()
-    found = run(str(tmp_path / "scored.jsonl"), "--prefix=new_", output="twice.jsonl")
-    assert all(row["new_loss"] == pytest.approx(row["loss"], rel=1e-5) for row in found)
+    rows = run(str(tmp_path / "scored.jsonl"), "--prefix=new_", output="twice.jsonl")
+    assert all(row["new_loss"] == pytest.approx(row["loss"], rel=1e-5) for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -87,12 +87,12 @@ def test_a_second_model_gets_a_prefix(run, tmp_path):
         (ROWS, ["--dataset_streaming=true", "--max_steps=1"], ConfigError),
     ],
 )
-def test_mistakes_are_errors(run, rows, flags, error):
+def test_invalid_rows_and_flags_are_rejected(run, rows, flags, error):
     with pytest.raises(error):
         run(rows, *flags)
 
 
-def test_the_page_shows_the_extremes_and_escapes_them(tmp_path):
+def test_page_shows_escaped_extremes(tmp_path):
     rows = [{"text": f"<script>{number}", "loss": number / 10} for number in range(50)] + [{"text": "", "loss": None}]
     page = write_score_report(write_rows(tmp_path / "s.jsonl", rows), "loss").read_text()
     assert "<script>" not in page

@@ -1,4 +1,4 @@
-"""Pipelines as SLURM jobs, with stubs: ``sbatch`` runs a script at once if the jobs that it depends on succeeded."""
+"""Pipelines on clusters, with stubs: ``sbatch`` runs a script at once if the jobs that it depends on succeeded."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ stages:
 
 
 class Cluster:
-    """What the stubs were told."""
+    """Stub programs of a cluster, and the calls that they have recorded."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.pipeline, self.output_dir = folder, folder / "p.yaml", folder / "an output"
 
     def run(self, *flags: str) -> int:
-        given = ["run", str(self.pipeline), "--output_dir", str(self.output_dir), "--executor", "slurm", *flags]
-        return run_recipes(given)
+        arguments = ["run", str(self.pipeline), "--output_dir", str(self.output_dir), "--executor", "slurm", *flags]
+        return run_recipes(arguments)
 
     def put(self, program: str, text: str) -> None:
         (self.folder / program).write_text(text)
@@ -64,7 +64,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return cluster
 
 
-def test_stages_are_jobs_that_wait_for_what_they_need(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages_are_jobs_with_dependencies(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     assert cluster.run() == 0
     one, two, three = cluster.read_calls()
     assert "--dependency" not in one + two
@@ -77,7 +77,7 @@ def test_stages_are_jobs_that_wait_for_what_they_need(cluster: Cluster, capsys: 
     assert "three: already done" in capsys.readouterr().out
 
 
-def test_a_stage_after_a_failed_one_does_not_run_and_a_second_command_submits_both(cluster: Cluster) -> None:
+def test_failed_stage_and_dependents_are_resubmitted(cluster: Cluster) -> None:
     (cluster.output_dir / "two").mkdir(parents=True)
     assert cluster.run() == 0
     assert (cluster.folder / "2").read_text() != "0\n"
@@ -89,7 +89,7 @@ def test_a_stage_after_a_failed_one_does_not_run_and_a_second_command_submits_bo
     assert (cluster.output_dir / "three").is_dir()
 
 
-def test_a_queued_stage_is_not_submitted_twice(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_queued_stage_is_not_resubmitted(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     (cluster.folder / "holds").touch()
     assert cluster.run("--until", "two") == 0
     (cluster.folder / "1").write_text("0")
@@ -100,7 +100,7 @@ def test_a_queued_stage_is_not_submitted_twice(cluster: Cluster, capsys: pytest.
     assert "one: already queued as job 1" in capsys.readouterr().out
 
 
-def test_a_launched_stage_asks_for_its_machines_and_starts_on_each(cluster: Cluster, tmp_path: Path) -> None:
+def test_launched_stage_requests_its_machines(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").touch()
     (tmp_path / "model").mkdir()
     keys = {"model_name_or_path": str(tmp_path / "model"), "dataset_name": str(tmp_path / "chats.jsonl")}
@@ -110,20 +110,20 @@ def test_a_launched_stage_asks_for_its_machines_and_starts_on_each(cluster: Clus
     (cluster.folder / "1").write_text("0")
     assert cluster.run("--num_nodes", "2", "--gpus_per_node", "8", "--hours", "4", "--secret", "HF_TOKEN") == 0
     script = (cluster.output_dir / "jobs" / "sft.sh").read_text()
-    asked = [f"#SBATCH --{flag}\n" for flag in ("nodes=2", "gpus-per-node=8", "time=4:00:00")]
+    directives = [f"#SBATCH --{flag}\n" for flag in ("nodes=2", "gpus-per-node=8", "time=4:00:00")]
     launcher = "--launcher 'srun --kill-on-bad-exit=1 --ntasks-per-node=1 --cpu-bind=none'"
-    assert all(words in script for words in (*asked, "HF_TOKEN:?", "--only sft", launcher)), script
+    assert all(words in script for words in (*directives, "HF_TOKEN:?", "--only sft", launcher)), script
     rest = (cluster.output_dir / "jobs" / "rest.sh").read_text()
     assert "#SBATCH --gpus-per-node=1\n" in rest
     assert "srun --kill" not in rest
 
 
-def test_what_is_wrong_is_told_before_anything_is_submitted(
+def test_errors_are_reported_before_submission(
     cluster: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(told: str, *flags: str) -> None:
+    def fails(message: str, *flags: str) -> None:
         assert cluster.run(*flags) == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
         assert cluster.read_calls() == []
 
     fails("--volume: is required for skypilot", "--executor", "skypilot", "--gpu", "H100")
@@ -140,7 +140,7 @@ def test_what_is_wrong_is_told_before_anything_is_submitted(
     fails("there is no squeue here")
 
 
-def test_a_refused_job_is_an_error_and_what_was_submitted_is_kept(
+def test_rejected_job_is_an_error_and_earlier_jobs_are_recorded(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     submit = (cluster.folder / "sbatch").read_text()
@@ -151,8 +151,8 @@ def test_a_refused_job_is_an_error_and_what_was_submitted_is_kept(
     assert json.loads((cluster.output_dir / "jobs" / "jobs.json").read_text())["jobs"] == {"one": "1"}
 
 
-def test_independent_stages_run_at_the_same_time_and_a_whole_run_beside_them_is_refused(cluster: Cluster) -> None:
-    """Each of the two opens its end of the same pipe, which waits for the other end."""
+def test_single_stages_run_concurrently_but_not_whole_pipelines(cluster: Cluster) -> None:
+    """Each stage opens one end of a named pipe, which blocks until the other end is open."""
     pipe = cluster.folder / "pipe"
     os.mkfifo(pipe)
     stages = {
@@ -188,33 +188,44 @@ print("ended with", subprocess.run([word.replace("cd /app", ":") for word in wor
 """
 
 
-@pytest.mark.parametrize(
-    ("executor", "program", "submit"),
-    [("kubernetes", "kubectl", "apply -f"), ("skypilot", "sky", "jobs launch --yes -d --secret HF_TOKEN")],
-)
-def test_on_a_cloud_one_job_runs_the_stages_in_order(
-    cluster: Cluster, capsys, monkeypatch: pytest.MonkeyPatch, executor: str, program: str, submit: str
-) -> None:
-    cluster.put(program, CLOUD.format(python=sys.executable))
+@pytest.fixture
+def cloud(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """A stub of ``kubectl`` and ``sky`` that runs the job at once, and prints its exit code."""
+    for program in ("kubectl", "sky"):
+        cluster.put(program, CLOUD.format(python=sys.executable))
     (cluster.folder / "recipes" / "pipelines").mkdir(parents=True)
     monkeypatch.chdir(cluster.folder)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    # A cluster's names have Latin letters only: nothing of this one is left.
+    # Names of clusters allow ASCII letters only: none of these remain.
     cluster.pipeline = Path("recipes/pipelines/流水线.yaml")
-    gate = PIPELINE + "  four: {run: [mkdir, '${output_dir}/four'], require: {eval_loss: '< 3'}}\n"
-    cluster.pipeline.write_text(gate)
-    flags = ("--executor", executor, "--image", "me/recipes", "--volume", "runs", "--gpu", "H100")
-    (cluster.output_dir / "two").mkdir(parents=True)
-    assert cluster.run(*flags, "--secret", "HF_TOKEN", "--until", "three") == 0
-    assert cluster.read_calls() == [submit]
+    cluster.pipeline.write_text(PIPELINE)
+    return cluster
+
+
+CLOUD_FLAGS = ("--image", "me/recipes", "--volume", "runs", "--gpu", "H100", "--secret", "HF_TOKEN")
+
+
+@pytest.mark.parametrize(
+    ("executor", "submit"),
+    [("kubernetes", "apply -f"), ("skypilot", "jobs launch --yes -d --secret HF_TOKEN")],
+)
+def test_cloud_job_runs_all_stages(cloud: Cluster, capsys, executor: str, submit: str) -> None:
+    assert cloud.run("--executor", executor, *CLOUD_FLAGS) == 0
+    assert cloud.read_calls() == [submit]
+    output = capsys.readouterr().out
+    assert "ended with 0" in output
+    assert f"3 stages submitted as one job: {cloud.output_dir}/jobs/{executor}.yaml" in output
+    assert (cloud.output_dir / "three").is_dir()
+    assert "name: pipeline\n" in (cloud.output_dir / f"jobs/{executor}.yaml").read_text()
+
+
+def test_exit_code_of_cloud_job_tells_failed_stage_from_failed_gate(cloud: Cluster, capsys) -> None:
+    """The cluster restarts a job that ends with 1, and none that ends with 2."""
+    cloud.pipeline.write_text(PIPELINE.replace(", needs", ", require: {eval_loss: '< 3'}, needs"))
+    flags = ("--executor", "kubernetes", *CLOUD_FLAGS)
+    (cloud.output_dir / "one").mkdir(parents=True)
+    assert cloud.run(*flags) == 0
     assert "ended with 1" in capsys.readouterr().out
-    (cluster.output_dir / "two").rmdir()
-    assert cluster.run(*flags, "--until", "three") == 0
-    told = capsys.readouterr().out
-    assert "ended with 0" in told
-    assert f"3 stages submitted as one job: {cluster.output_dir}/jobs/{executor}.yaml" in told
-    assert (cluster.output_dir / "three").is_dir()
-    assert "name: pipeline\n" in (cluster.output_dir / f"jobs/{executor}.yaml").read_text()
-    # A gate that fails is final: the cluster must not start the job again.
-    assert cluster.run(*flags) == 0
+    (cloud.output_dir / "one").rmdir()
+    assert cloud.run(*flags) == 0
     assert "ended with 2" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""``recipes tokenizer`` reads what a recipe reads, holds a tail out, and refuses what cannot work before it trains."""
+"""``recipes tokenizer``: training, the held-out tail, and errors reported before training."""
 
 import re
 from types import SimpleNamespace
@@ -31,9 +31,9 @@ def data(tmp_path):
 def run(capsys):
     def run(*argv, code=0):
         assert main(["tokenizer", *map(str, argv)]) == code
-        told = capsys.readouterr()
-        assert "Traceback" not in told.err
-        return told.err if code else told.out
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return captured.err if code else captured.out
 
     return run
 
@@ -42,31 +42,31 @@ def open_data(path, **options):
     return Mixture(parts=[Part(source=load_source(str(path), **options))])
 
 
-def test_a_tokenizer_is_trained_saved_and_judged(run, data, tmp_path):
-    told = run(data, "--vocab_size", 400, "--output_dir", tmp_path / "out", "--chat_template", "chatml")
+def test_tokenizer_is_trained_and_measured(run, data, tmp_path):
+    output = run(data, "--vocab_size", 400, "--output_dir", tmp_path / "out", "--chat_template", "chatml")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert len(tokenizer) == 400
     assert (tokenizer.eos_token, tokenizer.chat_template) == (EOS_TOKEN, CHATML_TEMPLATE)
-    assert "400 tokens, 4 of them special" in told
-    # The tail is the end of the data, and the two parts are all of it.
+    assert "400 tokens, 4 of them special" in output
+    # Training text and tail are all of the data, in order.
     tail = TEXTS[-20:]
     for label, texts in (("training text", TEXTS[:-20]), ("held-out tail", tail)):
         usage = measure_usage(tokenizer, texts)
-        (line,) = (line for line in told.splitlines() if line.startswith(label))
+        (line,) = (line for line in output.splitlines() if line.startswith(label))
         assert f"{sum(map(len, texts)):,} bytes, {usage.counts.sum():,} tokens" in line
         assert f"{usage.bytes_per_token:.3f} bytes a token" in line
     unused = int((measure_usage(tokenizer, TEXTS[:-20]).counts == 0).sum())
-    assert f"{unused - 4:,} tokens: " in told
+    assert f"{unused - 4:,} tokens: " in output
 
 
-def test_it_does_not_learn_from_the_tail(run, tmp_path):
+def test_held_out_tail_is_not_trained_on(run, tmp_path):
     texts = [*TEXTS[:380], *["zqzq zqzq zqzq"] * 5]
     data = write_rows(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
     run(data, "--vocab_size", 400, "--output_dir", tmp_path / "out")
     assert not any("zq" in token for token in AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab())
 
 
-def test_the_same_command_writes_the_same_bytes_and_then_nothing(run, data, tmp_path):
+def test_command_is_deterministic_and_idempotent(run, data, tmp_path):
     command = (data, "--vocab_size", 350, "--chat_template", "chatml", "--output_dir")
     assert "written to" in run(*command, tmp_path / "one")
     run(*command, tmp_path / "two")
@@ -87,49 +87,49 @@ def test_the_same_command_writes_the_same_bytes_and_then_nothing(run, data, tmp_
         ["--vocab_size", 350, "--chat_template", "chatml", "--eos_token", "<eos>"],
     ],
 )
-def test_another_tokenizer_is_never_overwritten(run, data, tmp_path, other):
+def test_different_tokenizer_is_not_overwritten(run, data, tmp_path, other):
     run(data, "--vocab_size", 350, "--chat_template", "chatml", "--output_dir", tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     assert "already holds another tokenizer" in run(data, *other, "--output_dir", tmp_path, code=2)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_what_lies_in_the_folder_besides_stays_and_another_one_is_refused_before_data_are_opened(run, data, tmp_path):
+def test_other_files_are_kept_and_conflict_is_reported_before_reading(run, data, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     run(data, "--vocab_size", 300, "--output_dir", tmp_path)
     assert (tmp_path / "config.json").read_text() == "{}"
-    told = run(tmp_path / "gone.jsonl", "--vocab_size", 301, "--output_dir", tmp_path, code=2)
-    assert "already holds another tokenizer" in told
-    assert "gone.jsonl" not in told
+    error = run(tmp_path / "gone.jsonl", "--vocab_size", 301, "--output_dir", tmp_path, code=2)
+    assert "already holds another tokenizer" in error
+    assert "gone.jsonl" not in error
     (tmp_path / "tokenizer.json").write_text("{broken")
     assert "already holds" in run(data, "--vocab_size", 300, "--output_dir", tmp_path, code=2)
 
 
-def test_a_vocabulary_that_the_text_cannot_fill_is_refused_with_the_number_that_it_can(run, data, tmp_path):
-    told = run(data, "--vocab_size", 50_000, "--output_dir", tmp_path / "out", code=2)
-    found = int(told.split("--vocab_size ")[-1].split(":")[0])
-    assert f"yields {found:,} tokens" in told
+def test_too_large_vocab_size_names_possible_size(run, data, tmp_path):
+    error = run(data, "--vocab_size", 50_000, "--output_dir", tmp_path / "out", code=2)
+    possible_size = int(error.split("--vocab_size ")[-1].split(":")[0])
+    assert f"yields {possible_size:,} tokens" in error
     assert not list((tmp_path / "out").iterdir())
-    run(data, "--vocab_size", found, "--output_dir", tmp_path / "out")
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == found
+    run(data, "--vocab_size", possible_size, "--output_dir", tmp_path / "out")
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == possible_size
 
 
-def test_wrong_flags_are_told_together_before_any_data_are_read(run, tmp_path):
-    told = run(
+def test_invalid_flags_are_reported_together_before_reading(run, tmp_path):
+    error = run(
         *("gone.jsonl", "--vocab_size", 200, "--output_dir", tmp_path / "out"),
         *("--special_token", "x", "<tool>", "--chat_template", tmp_path / "gone.jinja"),
         code=2,
     )
-    assert "200 is too small for 256 bytes and 4 special tokens" in told
-    assert "write 260 or more" in told
-    assert "'x' cannot be a special token" in told
-    assert "gone.jinja cannot be read" in told
-    assert "gone.jsonl" not in told
+    assert "200 is too small for 256 bytes and 4 special tokens" in error
+    assert "write 260 or more" in error
+    assert "'x' cannot be a special token" in error
+    assert "gone.jinja cannot be read" in error
+    assert "gone.jsonl" not in error
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("template", "found"),
+    ("template", "message"),
     [
         ("{% for message in messages %}", "does not compile"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "ends in no special token"),
@@ -137,15 +137,15 @@ def test_wrong_flags_are_told_together_before_any_data_are_read(run, tmp_path):
         ("hello", "message"),
     ],
 )
-def test_a_template_that_cannot_train_is_refused(run, data, tmp_path, template, found):
+def test_invalid_chat_template_is_rejected(run, data, tmp_path, template, message):
     (tmp_path / "mine.jinja").write_text(template)
     command = (data, "--vocab_size", 300, "--output_dir", tmp_path / "out", "--chat_template", tmp_path / "mine.jinja")
-    told = run(*command, code=2)
-    assert found in told
-    assert "--chat_template" in told
+    error = run(*command, code=2)
+    assert message in error
+    assert "--chat_template" in error
 
 
-def test_a_template_of_ones_own_may_end_turns_with_a_special_token_of_ones_own(run, data, tmp_path):
+def test_custom_template_with_custom_special_tokens(run, data, tmp_path):
     template = "{% for m in messages %}<turn>{{ m.role }}: {{ m.content }}<end>{% endfor %}"
     (tmp_path / "mine.jinja").write_text(template)
     flags = ("--special_token", "<turn>", "<end>", "--chat_template", tmp_path / "mine.jinja")
@@ -155,19 +155,19 @@ def test_a_template_of_ones_own_may_end_turns_with_a_special_token_of_ones_own(r
     assert tokenizer.convert_tokens_to_ids(["<turn>", "<end>"]) == [2, 3]
 
 
-def test_data_that_cannot_be_read_are_told_together(run, tmp_path):
+def test_unreadable_data_are_reported_together(run, tmp_path):
     broken = write_rows(tmp_path / "rows.jsonl", [{"text": "good"}, {"text": 7}, {"text": "\ud800"}], ensure_ascii=True)
     flags = ("--vocab_size", 300, "--output_dir", tmp_path / "out")
     (tmp_path / "empty").mkdir()
-    told = run("./gone.jsonl", tmp_path / "empty", *flags, code=2)
-    assert "./gone.jsonl: no such file" in told
-    assert "the folder has no data file" in told
+    error = run("./gone.jsonl", tmp_path / "empty", *flags, code=2)
+    assert "./gone.jsonl: no such file" in error
+    assert "the folder has no data file" in error
     assert "`text` is a number" in run(broken, *flags, code=2)
     assert "no rows" in run(write_rows(tmp_path / "none.jsonl", []), *flags, code=2)
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_any_layout_and_any_source_is_read(run, tmp_path):
+def test_all_layouts_and_sources_are_read(run, tmp_path):
     write_rows(tmp_path / "chats.jsonl", [{"messages": CHAT}] * 60)
     write_rows(tmp_path / "pairs.jsonl", [{"prompt": "Capital? ", "completion": "Paris."}] * 60)
     Dataset.from_list([{"text": "saved to disk"}] * 60).save_to_disk(tmp_path / "saved")
@@ -178,7 +178,7 @@ def test_any_layout_and_any_source_is_read(run, tmp_path):
     assert {"Seven", "Capital", "ĠParis", "saved"} <= set(vocabulary)
 
 
-def test_chats_are_read_as_the_template_writes_them(tmp_path):
+def test_chats_are_rendered_with_template(tmp_path):
     mixture = open_data(write_rows(tmp_path / "chats.jsonl", [{"messages": CHAT}]))
     assert list(read_texts(mixture, None)) == ["How many days?\nSeven days."]
     assert list(read_texts(mixture, ChatTemplate(CHATML_TEMPLATE, {}))) == [
@@ -186,7 +186,7 @@ def test_chats_are_read_as_the_template_writes_them(tmp_path):
     ]
 
 
-def test_a_chat_that_the_template_refuses_is_named(run, tmp_path):
+def test_chat_rejected_by_template_is_named(run, tmp_path):
     system = {"role": "system", "content": "Be brief."}
     data = write_rows(tmp_path / "chats.jsonl", [{"messages": CHAT}, {"messages": [system, *CHAT]}])
     (tmp_path / "mine.jinja").write_text(
@@ -198,7 +198,7 @@ def test_a_chat_that_the_template_refuses_is_named(run, tmp_path):
 
 
 @given(text=st.text(st.sampled_from("ab \n\t\r."), max_size=60), repeats=st.integers(1, 300))
-def test_long_texts_come_in_sections_that_are_the_text_and_cut_no_piece(text, repeats):
+def test_sections_of_long_texts_preserve_pre_tokens(text, repeats):
     whole = text * repeats
     mixture = SimpleNamespace(rows=lambda: [Row(source="here", index=0, text=whole)])
     sections = list(read_texts(mixture, None))
@@ -208,7 +208,7 @@ def test_long_texts_come_in_sections_that_are_the_text_and_cut_no_piece(text, re
     assert [piece for section in sections for piece, _ in cut(section)] == [piece for piece, _ in cut(whole)]
 
 
-def test_a_text_file_of_many_lines_has_a_tail(tmp_path):
+def test_long_text_file_has_held_out_tail(tmp_path):
     path = tmp_path / "long.txt"
     path.write_text("".join(TEXTS))
     tail = HeldOutTail()
@@ -218,18 +218,18 @@ def test_a_text_file_of_many_lines_has_a_tail(tmp_path):
 
 
 @given(st.lists(st.text(max_size=40), max_size=80))
-def test_the_tail_is_the_end_and_at_most_a_twentieth(texts):
+def test_tail_is_at_most_five_percent(texts):
     tail = HeldOutTail()
     training = list(tail.split(iter(texts)))
     assert [*training, *tail.texts] == texts
     num_bytes = [len(text.encode()) for text in texts]
     held = sum(num_bytes[len(training) :])
     assert held <= MAX_TAIL_SHARE * sum(num_bytes)
-    # One text more would be too much.
+    # One more text would exceed the share.
     assert not training or held + num_bytes[len(training) - 1] > MAX_TAIL_SHARE * sum(num_bytes)
 
 
-def test_the_tail_of_a_long_stream_stays_small():
+def test_tail_size_is_bounded():
     tail, largest = HeldOutTail(), 0
     for _ in tail.split("x" * 100_000 for _ in range(400)):
         largest = max(largest, sum(map(len, tail.texts)))

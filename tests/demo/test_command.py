@@ -1,4 +1,4 @@
-"""The demo starts from any folder, and what is typed wrong is told before anything is written."""
+"""``recipes demo``: the shipped pipeline from any folder, and rejected arguments."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from recipes_lib import cli
 
 
-def test_it_runs_the_shipped_pipeline_outside_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_runs_shipped_pipeline_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[Path, Path]] = []
-    monkeypatch.setattr("recipes_lib.demo.walkthrough.run_demo", lambda *given: started.append(given) or 3)
+    monkeypatch.setattr("recipes_lib.demo.walkthrough.run_demo", lambda *arguments: started.append(arguments) or 3)
     monkeypatch.chdir(tmp_path)
     assert cli.main(["demo"]) == 3
     ((file, output_dir),) = started

@@ -1,4 +1,4 @@
-"""The demo's texts: read from sources of any kind without running them, and never on both sides."""
+"""Texts and chats of the demo: parsing without execution, and a split without overlap."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from recipes_lib.demo.stdlib_texts import (
     load_modules,
     parse_module,
     split_texts,
+    standard_library,
 )
 from recipes_lib.errors import DataError
 
@@ -43,7 +44,7 @@ def undocumented():
 '''
 
 
-def test_a_module_is_taken_apart_without_being_run():
+def test_module_is_parsed_without_execution():
     module = parse_module("boxes", (SOURCE + "raise SystemExit('must not run')\n").encode())
     assert module.docstring == "A module."
     by_name = {definition.name: definition for definition in module.definitions}
@@ -58,11 +59,11 @@ def test_a_module_is_taken_apart_without_being_run():
     "data",
     [b"\xff\xfe\x00", b"def broken(:\n", b"x = " + b"(" * 5000 + b")" * 5000, b"# coding: nonsense\n", b"\x00"],
 )
-def test_what_this_python_cannot_read_is_left_out(data):
+def test_unparsable_module_is_skipped(data):
     assert parse_module("hostile", data) is None
 
 
-def test_a_lone_surrogate_in_a_docstring_can_still_be_written():
+def test_lone_surrogate_in_docstring_is_encodable():
     assert parse_module("odd", b'"""A lone \\ud800 half."""\n').docstring.encode()
 
 
@@ -78,7 +79,7 @@ def many_modules(tmp_path):
     (tmp_path / "broken.py").write_bytes(b"def (")
 
 
-def test_no_document_is_on_both_sides_whatever_module_it_was_copied_to(tmp_path, monkeypatch):
+def test_train_and_held_out_documents_are_disjoint(tmp_path, monkeypatch):
     monkeypatch.setattr(stdlib_texts, "MIN_CHARACTERS", 1)
     many_modules(tmp_path)
     (tmp_path / "heapq.py").write_text(SOURCE)  # trained on
@@ -93,7 +94,7 @@ def test_no_document_is_on_both_sides_whatever_module_it_was_copied_to(tmp_path,
     assert split_texts(load_modules([tmp_path]), seed=0) == texts
 
 
-def test_a_zipped_library_reads_the_same_as_a_folder(tmp_path, monkeypatch):
+def test_zipped_library_equals_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(stdlib_texts, "MIN_CHARACTERS", 1)
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -104,12 +105,12 @@ def test_a_zipped_library_reads_the_same_as_a_folder(tmp_path, monkeypatch):
     assert load_modules([tmp_path / "library.zip"]) == load_modules([folder])
 
 
-def test_a_library_without_sources_is_one_clear_error(tmp_path):
+def test_library_without_sources_is_rejected(tmp_path):
     with pytest.raises(DataError, match="run the demo with a Python that includes its sources"):
         load_modules([tmp_path])
 
 
-def test_a_definition_is_cut_where_python_ends_its_lines_and_after_a_few_of_its_body():
+def test_definition_source_is_truncated_at_python_line_ends():
     body = "".join(f"        step_{number}()\n" for number in range(20))
     source = f'x = "\x0c \x1c \u2028"\nclass C:\n    def f(self):\n        """Do it."""\n{body}'
     (definition,) = parse_module("odd", source.encode()).definitions
@@ -117,7 +118,7 @@ def test_a_definition_is_cut_where_python_ends_its_lines_and_after_a_few_of_its_
     assert definition.source.endswith("step_5()")
 
 
-def test_folders_and_broken_links_that_look_like_modules_are_passed_over(tmp_path, monkeypatch):
+def test_folders_and_broken_links_are_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr(stdlib_texts, "MIN_CHARACTERS", 1)
     (tmp_path / "package.py").mkdir()
     (tmp_path / "package.py" / "inner.py").write_text('"""Inner."""\n')
@@ -130,14 +131,14 @@ def test_folders_and_broken_links_that_look_like_modules_are_passed_over(tmp_pat
     ]
 
 
-def test_the_split_depends_on_the_name_alone():
+def test_split_depends_only_on_module_name():
     names = ["heapq", "collections", "json", "shutil"]
     held_out = [parse_module(name, b"").held_out for name in names]
     assert held_out == [parse_module(name, SOURCE.encode()).held_out for name in names]
     assert set(held_out) == {True, False}
 
 
-HELD_OUT, TRAINED_ON = "collections", "heapq"  # by their names, see test_corpus
+HELD_OUT, TRAINED_ON = "collections", "heapq"  # Split by a hash of the name.
 
 
 def ask_about(source):
@@ -146,7 +147,7 @@ def ask_about(source):
     return {chat.prompt: chat.answer for chat in build_chats([module], seed=0).train}
 
 
-def test_every_chat_is_a_row_of_the_chat_layout(chats):
+def test_chats_have_messages_layout(chats):
     for number, chat in enumerate([*chats.train[:200], *chats.held_out]):
         row_format = detect_format(chat.row, where="demo")
         assert row_format.name == "messages"
@@ -154,33 +155,37 @@ def test_every_chat_is_a_row_of_the_chat_layout(chats):
         assert [message["content"] for message in messages] == [chat.prompt, chat.answer]
 
 
-def test_the_held_out_questions_are_about_what_training_never_names(chats):
+def test_held_out_questions_name_no_training_definitions(chats):
     def names(side):
-        found = (re.match(r".*`(?:async def|def|class) (\w+)", chat.prompt) for chat in side)
-        return {match[1] for match in found if match}
+        matches = (re.match(r".*`(?:async def|def|class) (\w+)", chat.prompt) for chat in side)
+        return {match[1] for match in matches if match}
 
     def documentation(side):
         return {chat.prompt for chat in side if "documentation says" in chat.prompt}
 
-    assert len(chats.held_out) == 1000, "this Python's own library is enough"
     assert names(chats.held_out)
     assert not names(chats.held_out) & names(chats.train)
     assert documentation(chats.held_out)
     assert not documentation(chats.held_out) & documentation(chats.train)
 
 
-def test_a_name_or_a_sentence_that_training_has_is_not_held_out():
+@pytest.mark.slow
+def test_library_of_this_python_has_enough_chats():
+    assert len(build_chats(load_modules(standard_library()), seed=0).held_out) == 1000
+
+
+def test_names_and_sentences_of_training_are_not_held_out():
     source = b'def same(a):\n    """Return this."""\n\ndef other(a):\n    """Return that."""\n'
     held = b'def same(b):\n    """Return more."""\n\ndef new(b):\n    """Return this."""\n\n'
     held += b'def fresh(b):\n    """Get it."""\n'
     modules = [parse_module(name, text) for name, text in ((TRAINED_ON, source), (HELD_OUT, held))]
     assert [module.held_out for module in modules] == [False, True]
-    asked = build_chats(modules, seed=0).held_out
-    assert asked
-    assert all("fresh" in chat.prompt or "Get it." in chat.prompt for chat in asked)
+    held_out_chats = build_chats(modules, seed=0).held_out
+    assert held_out_chats
+    assert all("fresh" in chat.prompt or "Get it." in chat.prompt for chat in held_out_chats)
 
 
-def test_counts_agree_with_inspect():
+def test_parameter_counts_agree_with_inspect():
     source = "\n\n".join(
         f'def f{number}({parameters}):\n    """Return it."""'
         for number, parameters in enumerate(
@@ -215,7 +220,7 @@ def test_counts_agree_with_inspect():
         ("class _Box", "a private class"),
     ],
 )
-def test_the_kind_is_read_from_the_first_line(line, kind):
+def test_kind_is_read_from_signature(line, kind):
     assert ask_about(f'{line}:\n    """It."""\n')[f"What is `{line}`?"] == f"It is {kind}."
 
 
@@ -229,19 +234,19 @@ def test_the_kind_is_read_from_the_first_line(line, kind):
         ("Search\n    for it.", "searches"),
     ],
 )
-def test_what_it_does_is_the_verb_of_its_documentation(documentation, action):
+def test_action_is_verb_of_documentation(documentation, action):
     answers = ask_about(f'def f():\n    """{documentation}"""\n')
     (question,) = [question for question in answers if question.startswith("What does it do?")]
     assert answers[question] == f"It {action} something."
     assert "Or not" not in question
 
 
-def test_documentation_without_a_known_verb_is_not_asked_about_and_a_long_one_fits_a_row():
+def test_unknown_verbs_are_skipped_and_long_documentation_is_truncated():
     assert not any(question.startswith("What does it do?") for question in ask_about('def f():\n    """A thing."""\n'))
     long = 'def f(a):\n    """Return ' + "é" * 500 + '."""\n'
     assert all(len(question.encode()) < 200 for question in ask_about(long))
 
 
-def test_the_first_held_out_chats_show_every_kind_of_question(chats):
+def test_first_held_out_chats_cover_all_questions(chats):
     assert [chat.question for chat in chats.held_out[: len(QUESTIONS)]] == list(QUESTIONS)
     assert build_chats([Module("empty", "", ())], seed=0) == ([], [])

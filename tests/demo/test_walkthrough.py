@@ -1,4 +1,4 @@
-"""The demo's driver: what it writes, what it runs, what it shows, and what it refuses."""
+"""Driver of the demo: files that it writes, configurations of its stages, and its printed results."""
 
 import io
 import json
@@ -20,6 +20,7 @@ from recipes_lib.config.loader import parse_command
 from recipes_lib.corpus.decontamination import Index
 from recipes_lib.data.sources.canonical import load_source, read_rows
 from recipes_lib.data.sources.formats import canonicalize, detect_format
+from recipes_lib.demo import stdlib_texts
 from recipes_lib.demo import walkthrough as run
 from recipes_lib.demo.stdlib_texts import QUESTIONS, Chat, build_chats, parse_module
 from recipes_lib.demo.walkthrough import (
@@ -40,7 +41,17 @@ PIPELINE = Path(__file__).parents[2] / "recipes" / "pipelines" / "demo.yaml"
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory):
+def small(library):
+    """Limit the demo to a part of the standard library and to fewer chats."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stdlib_texts, "MIN_CHARACTERS", 1)
+        patch.setattr(run, "standard_library", lambda: [library])
+        patch.setattr(run, "MAX_CHATS", 600)
+        yield
+
+
+@pytest.fixture(scope="module")
+def started(small, tmp_path_factory):
     folder = tmp_path_factory.mktemp("a demo")
     run.open_folder(folder)
     return folder, list(run.write_start(folder))
@@ -53,7 +64,7 @@ def console():
 
 @pytest.fixture
 def configs(started, monkeypatch):
-    """The configuration of each stage, read where its turn has come."""
+    """Configuration of each stage, parsed in the folder of the demo with the outputs of earlier stages."""
     folder, _ = started
     monkeypatch.chdir(folder)
     for name in ("corpus", "pretrain", "sft", "reward"):
@@ -65,7 +76,7 @@ def configs(started, monkeypatch):
     }
 
 
-def test_the_shipped_configurations_find_what_the_demo_wrote(configs):
+def test_shipped_configs_find_demo_files(configs):
     for output_dir, parsed in configs.items():
         assert parsed.training["output_dir"] == output_dir
         assert Path(parsed.data.dataset_name).exists()
@@ -73,7 +84,7 @@ def test_the_shipped_configurations_find_what_the_demo_wrote(configs):
         assert Path(parsed.model.model_name_or_path or parsed.model.tokenizer_name_or_path).is_dir()
 
 
-def test_the_first_stage_cleans_what_the_demo_wrote(started, monkeypatch, capsys):
+def test_first_stage_cleans_corpus(started, monkeypatch, capsys):
     folder, _ = started
     monkeypatch.chdir(folder)
     stage = load_pipeline(PIPELINE).stages[0]
@@ -91,7 +102,7 @@ def test_the_first_stage_cleans_what_the_demo_wrote(started, monkeypatch, capsys
     assert capsys.readouterr().out.rstrip().endswith("corpus/report.html")
 
 
-def test_both_students_are_the_same_model_on_the_same_texts_for_as_long(configs):
+def test_both_students_have_equal_training(configs):
     labels, distill = (
         (parsed.model, parsed.data, parsed.tokens, {**parsed.training, "output_dir": None})
         for parsed in (configs["labels"], configs["distill"])
@@ -101,18 +112,18 @@ def test_both_students_are_the_same_model_on_the_same_texts_for_as_long(configs)
     assert configs["labels"].model.model_name_or_path == "student"
 
 
-def test_two_starts_are_byte_identical(started, tmp_path):
-    folder, told = started
+def test_written_files_are_deterministic(started, tmp_path):
+    folder, messages = started
     run.open_folder(tmp_path)
-    assert len(list(run.write_start(tmp_path))) == len(told)
+    assert len(list(run.write_start(tmp_path))) == len(messages)
     written = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
     written = [path for path in written if path.parts[0] != "corpus"]
     assert len(written) > 6
     assert [(tmp_path / path).read_bytes() for path in written] == [(folder / path).read_bytes() for path in written]
 
 
-def test_the_pipeline_says_what_the_configurations_say(configs):
-    """So that each of them can be run by itself too, in the folder of the demo."""
+def test_pipeline_keys_match_config_files(configs):
+    """Each configuration can also be run alone in the folder of the demo."""
     files = {stage.name: stage.files[0] for stage in load_pipeline(PIPELINE).stages if stage.files}
     for name, parsed in configs.items():
         alone = parse_command(parsed.recipe, ["--config", str(files[name])])
@@ -120,7 +131,7 @@ def test_the_pipeline_says_what_the_configurations_say(configs):
         assert alone.distillation == parsed.distillation
 
 
-def test_a_failing_stage_ends_the_demo_with_its_exit_code(tmp_path, monkeypatch):
+def test_failing_stage_ends_demo_with_its_exit_code(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "write_start", lambda _: [])
     (tmp_path / "recipes" / "pipelines").mkdir(parents=True)
     (tmp_path / "recipes" / "pipelines" / "demo.yaml").write_text("output_dir: .\nstages: {corpus: {recipe: corpus}}")
@@ -136,7 +147,7 @@ def write_run(folder, figures, samples=(), keys=("eval_loss", "eval_exact_match"
     write_rows(folder / "samples.jsonl", samples)
 
 
-def test_it_shows_what_the_stages_wrote_and_nothing_else(tmp_path, console):
+def test_output_shows_results_of_stages(tmp_path, console):
     def samples(prompt, *completions):
         return [
             {"step": step, "prompt": prompt.format(i), "completion": text, "reference": f"truth {i}"}
@@ -170,21 +181,21 @@ def test_it_shows_what_the_stages_wrote_and_nothing_else(tmp_path, console):
     run.show_students(tmp_path, console)
     run.show_verdict(tmp_path, console)
     run.show_places(tmp_path, ["sft", "comparison"], console)
-    shown = console.file.getvalue()
-    assert "comparison/report.html" not in shown
+    output = console.file.getvalue()
+    assert "comparison/report.html" not in output
     words = "babble python (nothing) 7.50 4.25 10% 50% Brief. 61% 53% 82% 0.31 56% 91% -0.25 74% 1.75 2.150 2.400 2.350"
-    told = ("an [answer]", "truth 1", "accuracy is low", "maybe  (reward -0.50)", "sure  (reward 0.50)")
-    for text in (*words.split(), *told, "gains 0.050 bits, 20% of the way", "report.html"):
-        assert text in shown
-    assert "middle" not in shown
-    assert "<|im" not in shown
-    assert "\nquestion 3\n" in shown
+    excerpts = ("an [answer]", "truth 1", "accuracy is low", "maybe  (reward -0.50)", "sure  (reward 0.50)")
+    for text in (*words.split(), *excerpts, "gains 0.050 bits, 20% of the way", "report.html"):
+        assert text in output
+    assert "middle" not in output
+    assert "<|im" not in output
+    assert "\nquestion 3\n" in output
     (tmp_path / "reward" / "reward_report.json").write_text('{"failed_gates": []}')
     run.show_verdict(tmp_path, console)
     assert console.file.getvalue().endswith("\nIs the reward model good enough for PPO? Yes, it passes every gate.\n")
 
 
-def test_the_snippet_at_the_end_runs(tiny_model_dir, tmp_path, console):
+def test_printed_snippet_runs(tiny_model_dir, tmp_path, console):
     write_run(tmp_path / "sft", [], [{"prompt": '<|im_start|>user\nIt\'s "so"?<|im_end|>\n'}])
     shutil.copytree(tiny_model_dir, tmp_path / "sft", dirs_exist_ok=True)
     run.show_places(tmp_path, ["sft"], console)
@@ -194,7 +205,7 @@ def test_the_snippet_at_the_end_runs(tiny_model_dir, tmp_path, console):
     assert run_script(script).returncode == 0
 
 
-def test_a_file_in_the_way_and_a_full_disk_are_told_before_anything_is_written(tmp_path, monkeypatch):
+def test_invalid_folder_and_full_disk_are_rejected(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written: Not a directory"):
         run.open_folder(tmp_path / "file")
@@ -209,19 +220,19 @@ TOKENIZER = build_tokenizer(TEXTS)
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_every_text_survives_the_tokenizer(text):
+def test_tokenizer_round_trip(text):
     ids = TOKENIZER.encode(text, add_special_tokens=False, split_special_tokens=True)
     assert TOKENIZER.decode(ids) == text
 
 
-def test_the_special_tokens_come_first_and_the_chat_template_ends_turns_with_one():
+def test_special_tokens_are_first_and_end_turns():
     assert TOKENIZER.convert_tokens_to_ids([EOS_TOKEN, PAD_TOKEN, *CHATML_TOKENS]) == [0, 1, 2, 3]
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     prompt = TOKENIZER.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
     assert TOKENIZER.apply_chat_template(chat, tokenize=False) == prompt + "Ho<|im_end|>\n"
 
 
-def test_any_recipe_can_load_the_tokenizer_and_the_student_that_its_seed_decides(tmp_path):
+def test_saved_tokenizer_and_student_load(tmp_path):
     num_tokens = save_tokenizer(tmp_path / "tokenizer", TEXTS)
     sizes = [save_student(tmp_path / str(seed), tmp_path / "tokenizer", seed) for seed in (0, 1)]
     first, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in "01")
@@ -231,7 +242,7 @@ def test_any_recipe_can_load_the_tokenizer_and_the_student_that_its_seed_decides
     assert num_tokens == len(AutoTokenizer.from_pretrained(tmp_path / "0")) == student.config.vocab_size <= VOCAB_SIZE
 
 
-def asked(*answers, question=QUESTIONS[0]):
+def make_chats(*answers, question=QUESTIONS[0]):
     return [Chat(question, f"prompt {number}", answer) for number, answer in enumerate(answers)]
 
 
@@ -239,10 +250,10 @@ def texts_of(pair):
     return tuple(message["content"] for column in ("prompt", "chosen", "rejected") for message in pair[column])
 
 
-def test_a_brief_answer_is_the_word_or_two_that_matter():
+def test_brief_answers():
     line = "def _get(self, a, b=1)"
-    asked = build_chats([parse_module("heapq", f'{line}:\n    """Copy it."""\n'.encode())], seed=0).train
-    brief = {chat.prompt: chat.answer for chat in shorten(asked)}
+    chats = build_chats([parse_module("heapq", f'{line}:\n    """Copy it."""\n'.encode())], seed=0).train
+    brief = {chat.prompt: chat.answer for chat in shorten(chats)}
     assert brief == {
         f"Briefly: What is `{line}`?": "A private method.",
         f"Briefly: How many parameters does `{line}` have?": "Two.",
@@ -251,7 +262,7 @@ def test_a_brief_answer_is_the_word_or_two_that_matter():
     }
 
 
-def test_every_answer_but_a_description_has_a_brief_form_that_it_contains(chats):
+def test_brief_form_is_contained_in_answer(chats):
     short = [chat for chat in chats.held_out if chat.question.brief]
     assert {chat.question for chat in chats.held_out} - {chat.question for chat in short} == {QUESTIONS[3]}
     for long, brief in zip(short, shorten(chats.held_out), strict=True):
@@ -260,7 +271,7 @@ def test_every_answer_but_a_description_has_a_brief_form_that_it_contains(chats)
         assert len(brief.answer) < len(long.answer)
 
 
-def test_the_chosen_answer_is_right_and_the_rejected_one_is_another_of_its_kind(chats):
+def test_rejected_answer_is_answer_to_same_question_kind(chats):
     right = {chat.prompt: chat for chat in chats.held_out}
     answers = {(chat.question, chat.answer) for chat in chats.held_out}
     rows = list(build_pairs(chats.held_out))
@@ -274,21 +285,23 @@ def test_the_chosen_answer_is_right_and_the_rejected_one_is_another_of_its_kind(
         assert (right[prompt].question, rejected) in answers
 
 
-def test_each_answer_is_rejected_as_often_as_it_is_chosen(chats):
+def test_answers_are_chosen_and_rejected_equally_often(chats):
     pairs = [texts_of(pair) for pair in build_pairs(chats.train[:1000])]
     assert Counter((chosen, rejected) for _, chosen, rejected in pairs) == Counter(
         (rejected, chosen) for _, chosen, rejected in pairs
     )
 
 
-def test_pairs_stand_in_the_order_of_the_chats_and_only_the_lone_ones_are_missing():
-    pairs = [texts_of(pair) for pair in build_pairs(asked("a", "a", "b", "a", "c", "a"))]
+def test_pairs_keep_order_of_chats():
+    pairs = [texts_of(pair) for pair in build_pairs(make_chats("a", "a", "b", "a", "c", "a"))]
     places = {"prompt 0": ("a", "b"), "prompt 1": ("a", "c"), "prompt 2": ("b", "a"), "prompt 4": ("c", "a")}
     assert pairs == [(prompt, *answers) for prompt, answers in places.items()]
-    assert not list(build_pairs([*asked("a"), *asked("b", question=QUESTIONS[1])])), "questions of other kinds"
+    assert not list(build_pairs([*make_chats("a"), *make_chats("b", question=QUESTIONS[1])])), (
+        "questions of other kinds"
+    )
 
 
-def test_a_question_is_a_row_of_prompts_that_a_verifier_can_judge(chats):
+def test_prompt_row_is_verifiable(chats):
     for chat in chats.held_out[:20]:
         row = ask(chat)
         assert row["prompt"] == chat.row["messages"][:1]

@@ -1,4 +1,4 @@
-"""The demo as a user runs it: every stage learns what it is for, and the reward model may serve PPO."""
+"""The whole demo as a process: every stage improves its metric."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.rows import read_events
 
 
 @pytest.mark.slow
-def test_every_stage_learns_from_real_text(tmp_path):
+def test_each_stage_of_demo_learns(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "recipes_lib.cli", "demo", "--output_dir", str(tmp_path / "a demo")],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""The shipped pipeline of iterated RLHF goes two rounds on a tiny policy, which earns more after them."""
+"""Iterated DPO, the shipped pipeline: two rounds on a tiny policy raise its reward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recipes_lib.pipelines.runner import run_pipeline
 
 
 @pytest.mark.slow
-def test_two_rounds_raise_the_reward_and_the_same_command_does_no_more(tmp_path: Path) -> None:
+def test_two_rounds_raise_reward_and_second_run_does_nothing(tmp_path: Path) -> None:
     policy = keys_task.write_policy(tmp_path / "policy", 0)
     prompts = keys_task.write_prompts(tmp_path / "prompts.jsonl", 400, seed=5)
     shared = {"bf16": False, "use_cpu": True, "model_name_or_path": str(policy), "output_dir": str(tmp_path / "unused")}
@@ -45,10 +45,10 @@ def test_two_rounds_raise_the_reward_and_the_same_command_does_no_more(tmp_path:
     loop["stages"]["policy"]["config"] = str(tmp_path / "dpo.yaml")
     path, out = tmp_path / "pipeline.yaml", tmp_path / "out"
     path.write_text(yaml.safe_dump(document, sort_keys=False))
-    pipeline, said = load_pipeline(path, str(out)), list[str]()
+    pipeline, messages = load_pipeline(path, str(out)), list[str]()
     for _ in range(2):
-        assert run_pipeline(pipeline, pipeline.stages, said.append, cwd=ROOT) == 0
+        assert run_pipeline(pipeline, pipeline.stages, messages.append, cwd=ROOT) == 0
     records = [json.loads((out / f"pairs-{n}.jsonl.record.json").read_text()) for n in (1, 2)]
     means = [record["score_sum"] / record["num_answers"] for record in records]
     assert means[1] > means[0] + 0.1
-    assert [line.endswith("already done") for line in said] == [False] * 4 + [True] * 4
+    assert [line.endswith("already done") for line in messages] == [False] * 4 + [True] * 4

@@ -1,4 +1,4 @@
-"""What a pipeline's file says: commands, needs, rounds, sweeps; everything that is wrong at once."""
+"""Parser of pipeline files: commands, needs, rounds, sweeps, references, and all problems at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read(folder: Path, text: str) -> Pipeline:
     return load_pipeline(path, str(folder / "out"))
 
 
-def test_a_recipe_gets_its_file_its_keys_an_output_and_a_launch_file(tmp_path: Path) -> None:
+def test_recipe_stage_command_line(tmp_path: Path) -> None:
     (stage,) = read(
         tmp_path,
         "stages: {sft: {recipe: sft, config: a.yaml, set: {max_steps: 3, bf16: false, lora_target_modules: [q, v]}}}",
@@ -33,7 +33,7 @@ def test_a_recipe_gets_its_file_its_keys_an_output_and_a_launch_file(tmp_path: P
     assert stage.words[1:8] == ["-m", "recipes_lib.cli", "launch", "--recipe", "sft", "--hardware", "fsdp2"]
 
 
-def test_references_are_needs(tmp_path: Path) -> None:
+def test_references_become_needs(tmp_path: Path) -> None:
     pipeline = read(
         tmp_path,
         """
@@ -56,7 +56,7 @@ stages:
     assert scores.words[1:4] == ["-m", "recipes_lib.cli", "eval"]
 
 
-def test_rounds_hand_the_last_output_on(tmp_path: Path) -> None:
+def test_rounds_pass_previous_output(tmp_path: Path) -> None:
     pipeline = read(
         tmp_path,
         """
@@ -80,7 +80,7 @@ stages:
     ]
 
 
-def test_a_sweep_is_a_stage_for_each_combination(tmp_path: Path) -> None:
+def test_matrix_expands_to_one_stage_per_combination(tmp_path: Path) -> None:
     pipeline = read(
         tmp_path,
         """
@@ -100,23 +100,33 @@ stages:
         read(tmp_path, 'stages: {sft: {run: "true", matrix: {seed: [0, 1]}}, b: {run: "cp ${sft.output}"}}')
 
 
-def test_a_configuration_beside_the_pipeline_needs_its_folder(tmp_path: Path) -> None:
+def test_config_next_to_pipeline_suggests_here_reference(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").touch()
     with pytest.raises(ConfigError, match=r"a.config: there is no mine.yaml here\n    write \$\{here\}/mine.yaml"):
         read(tmp_path, "stages: {a: {recipe: sft, config: mine.yaml}}")
     assert read(tmp_path, "stages: {a: {recipe: sft, config: '${here}/mine.yaml'}}").stages[0].files[0].is_file()
 
 
-def test_values_are_passed_as_yaml_writes_them(tmp_path: Path) -> None:
+def test_values_are_passed_as_yaml(tmp_path: Path) -> None:
     text = (
         "stages: {a: {recipe: sft, set: {dataset_config: 2024-01-31, seed: 1}}}\nenvironment: {DAY: 2024-01-31, N: 1}"
     )
     pipeline = read(tmp_path, text)
     assert pipeline.stages[0].argv[:4] == ["--dataset_config", "2024-01-31", "--seed", "1"]
     assert pipeline.environment == {"DAY": "2024-01-31", "N": "1"}
+    (stage,) = read(tmp_path, "stages: {a: {run: [x, true, null, 1, 2024-01-31]}}").stages
+    assert stage.words == ["x", "true", "null", "1", "2024-01-31"]
 
 
-def test_a_sweep_and_a_loop_are_needed_whole(tmp_path: Path) -> None:
+def test_output_dir_of_set_is_output_of_recipe(tmp_path: Path) -> None:
+    text = "stages: {a: {recipe: sft, set: {output_dir: '${output_dir}/x'}}, b: {run: 'show ${a.output}'}}"
+    first, second = read(tmp_path, text).stages
+    assert first.output == tmp_path / "out" / "x"
+    assert first.argv == ["--output_dir", str(first.output)]
+    assert second.words == ["show", str(first.output)]
+
+
+def test_need_of_sweep_or_loop_includes_all_stages(tmp_path: Path) -> None:
     pipeline = read(
         tmp_path,
         """
@@ -133,7 +143,7 @@ stages:
     ]
 
 
-def test_where_the_project_lies_is_no_part_of_a_stages_identity(tmp_path: Path) -> None:
+def test_stage_identity_does_not_depend_on_paths(tmp_path: Path) -> None:
     text = (
         'stages: {a: {run: "train ${here}/x ${output_dir}/y"}, b: {run: "show ${a.output}", output: "${output_dir}/z"}}'
     )
@@ -145,7 +155,7 @@ def test_where_the_project_lies_is_no_part_of_a_stages_identity(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("", "p.yaml"),
         ("stage: {}", "has no `stages`"),
@@ -175,7 +185,7 @@ def test_where_the_project_lies_is_no_part_of_a_stages_identity(tmp_path: Path) 
         ("stages: {a/b: {run: x}}", "is not a folder name"),
         ("stages: {l: {rounds: 1, stages: {a: {run: x}}}, m: {rounds: 1, stages: {a: {run: x}}}}", "called 'a-1' too"),
         ("stages: {sft-1: {run: x}, sft: {run: x, matrix: {seed: [0]}}}", "called 'sft-1' too"),
-        ("stages: {a: {run: x, output: o}, b: {run: x, output: o}}", "writes o, as a does"),
+        ("stages: {a: {run: x, output: o}, b: {run: x, output: c/../o}}", "writes c/../o, as a does"),
         (
             "stages: {a: {run: x}, b: {run: x, require: {a.accuracy: '> 1'}}}",
             'write it at a: require: {accuracy: "> 1"}',
@@ -189,20 +199,36 @@ def test_where_the_project_lies_is_no_part_of_a_stages_identity(tmp_path: Path) 
         ("stages: {a: {run: x, output: '${output_dir}'}}", "a.output: is"),
         ("stages: {a: {run: x, output: ''}}", "a.output: is '.'"),
         ("stages: {a: {run: x}}\nenvironment: {A B: 1}", "'A B' is not a name of an environment variable"),
+        ("stages: {a: {run: 'make && ls'}}", "a.run: has &&, and is not run by a shell"),
+        ("stages: {pipeline.json: {run: x}}", "pipeline.json, which belongs to the pipeline"),
+        ("stages: {a: {run: x, output: '${output_dir}/index.html'}}", "index.html, which belongs to the pipeline"),
+        ("stages: {a: {run: x}}\nenvironment: {DATA: '${here}/data'}", "environment.DATA: is '${here}/data'"),
         ("stages: {a: {run: !!python/none x}}", "is not plain YAML"),
         ("stages: {[a]: {run: x}}", "a key is a list"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_place(tmp_path: Path, text: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(told)):
+def test_invalid_file_is_rejected_with_location(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         read(tmp_path, text)
-    with pytest.raises(ConfigError) as caught:
-        read(tmp_path, "stages: {a: {recip: sft}, b: {recipe: no}, c: {run: '${d.output}'}}")
-    assert len(caught.value.problems) == 3, "all at once"
 
 
 @pytest.mark.parametrize(
-    ("wanted", "value", "is_met"),
+    ("text", "num_problems"),
+    [
+        ("stages: {a: {recip: sft}, b: {recipe: no}, c: {run: '${d.output}'}}", 3),
+        ("stages: {a: {run: x, matrix: {seed: []}}, b: {run: 'y ${a.output}'}}", 1),
+        ("stages: {a: {recip: sft}, b: {run: 'y ${a.output}', needs: [a]}}", 1),
+    ],
+    ids=["independent", "empty sweep and its dependent", "invalid stage and its dependent"],
+)
+def test_problems_are_reported_together_and_once(tmp_path: Path, text: str, num_problems: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, text)
+    assert len(caught.value.problems) == num_problems
+
+
+@pytest.mark.parametrize(
+    ("requirement", "value", "is_met"),
     [
         ("> 0.65", 0.7, True),
         (">0.65", 0.65, False),
@@ -216,5 +242,5 @@ def test_what_is_wrong_is_told_with_its_place(tmp_path: Path, text: str, told: s
         ("== 0", float("nan"), False),
     ],
 )
-def test_a_requirement_is_a_comparison(wanted: str, value: float, is_met: bool) -> None:
-    assert holds(wanted, value) is is_met
+def test_requirement_comparisons(requirement: str, value: float, is_met: bool) -> None:
+    assert holds(requirement, value) is is_met

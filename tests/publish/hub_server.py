@@ -1,7 +1,7 @@
-"""A Hub on loopback: the calls that ``huggingface_hub`` makes to publish, and whatever may go wrong with them.
+"""Stand-in for the Hub on loopback, with injected faults: the endpoints that publishing calls.
 
-Repositories with branches, tags and large files; each request may be refused, delayed for ever, cut off before it was
-heard, or cut off after it was obeyed.
+It has repositories with branches, tags and large files. Each request may be rejected, stalled, or reset before or
+after it takes effect.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ ROUTES = (
     ("GET", "file", r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<rev>[^/]+)/(?P<path>.+)"),
 )
 PART_BYTES = 1 << 16
-"""Larger files are uploaded in parts."""
+"""Size above which files are uploaded in parts."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a request instead of its answer.
+    """Fault of a request.
 
     Attributes:
-        status: It is refused with this status, ...
-        headers: ... these, ...
-        body: ... and this.
-        cut: The connection is reset ``before`` it was obeyed, or ``after``.
-        stalls: Nothing is answered until the Hub is closed.
+        status: HTTP status of the response; 0 for none.
+        headers: Headers of the response.
+        body: Body of the response.
+        cut: The connection is reset ``before`` or ``after`` the request takes effect.
+        stalls: There is no response until the server stops.
     """
 
     status: int = 0
@@ -97,13 +97,13 @@ class Refusal(Exception):
 
 
 class Hub:
-    """State of the Hub, and what goes wrong with it.
+    """State of the server, and its faults.
 
     Attributes:
-        faults: Of the next requests of a kind, in order.
-        sabotage: Asked for the fault of each other request, by its kind.
+        faults: Kind of request -> faults of its next requests, in order.
+        sabotage: Returns the fault of each other request of a kind.
         requests: Kinds of all requests, in order.
-        large: Large files by their hash.
+        large: Hash -> content of a large file.
     """
 
     def __init__(self) -> None:
@@ -155,8 +155,8 @@ class Hub:
 
     def _commit(self, repository: Repository, branch: str, message: str, files: Files) -> Commit:
         history = repository.branches.setdefault(branch, [])
-        told = f"{len(history)} {branch} {message} {sorted(files)}".encode()
-        commit = Commit(hashlib.sha1(told + b"".join(files.values())).hexdigest(), message, files)
+        identity = f"{len(history)} {branch} {message} {sorted(files)}".encode()
+        commit = Commit(hashlib.sha1(identity + b"".join(files.values())).hexdigest(), message, files)
         history.append(commit)
         return commit
 
@@ -190,9 +190,9 @@ class Hub:
 
     def _commits(self, path, body):
         self._at(path)
-        told = {"authors": [], "date": "2026-01-01T00:00:00.000Z", "message": ""}
+        fields = {"authors": [], "date": "2026-01-01T00:00:00.000Z", "message": ""}
         history = self._repository(path).branches[path["rev"]]
-        return [{"id": commit.oid, "title": commit.message} | told for commit in reversed(history)]
+        return [{"id": commit.oid, "title": commit.message} | fields for commit in reversed(history)]
 
     def _file(self, path, body):
         commit = self._at(path)
@@ -214,18 +214,18 @@ class Hub:
         return {"files": answers}
 
     def _batch(self, path, body):
-        return {"objects": [self._plan_upload(wanted) for wanted in json.loads(body)["objects"]]}
+        return {"objects": [self._plan_upload(requested) for requested in json.loads(body)["objects"]]}
 
-    def _plan_upload(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        oid, size = wanted["oid"], wanted["size"]
+    def _plan_upload(self, requested: dict[str, Any]) -> dict[str, Any]:
+        oid, size = requested["oid"], requested["size"]
         if oid in self.large:
-            return wanted
+            return requested
         href, header = f"{self.endpoint}/large/{oid}", {}
         if size > PART_BYTES:
             parts = range(1, -(-size // PART_BYTES) + 1)
             header = {"chunk_size": str(PART_BYTES)} | {str(part): f"{href}/{part}" for part in parts}
         actions = {"upload": {"href": href, "header": header}, "verify": {"href": f"{self.endpoint}/verify"}}
-        return wanted | {"actions": actions}
+        return requested | {"actions": actions}
 
     def _upload(self, path, body):
         if path.get("part"):
@@ -313,8 +313,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers.get("Transfer-Encoding") == "chunked":
             body = b"".join(self._read_chunks())
         path, _, query = self.path.partition("?")
-        found = ((kind, re.fullmatch(pattern, path)) for method, kind, pattern in ROUTES if method == self.command)
-        kind, match = next(((kind, match) for kind, match in found if match), ("", None))
+        matches = ((kind, re.fullmatch(pattern, path)) for method, kind, pattern in ROUTES if method == self.command)
+        kind, match = next(((kind, match) for kind, match in matches if match), ("", None))
         if match is None:
             self._send(404, {"X-Error-Code": "EntryNotFound"}, b"{}")
             return
@@ -370,7 +370,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *where: object) -> None:
-        """A client that has given up is what is tested here."""
+        """Clients that close the connection are part of the tests."""
 
 
 @contextmanager
@@ -378,7 +378,7 @@ def open_hub() -> Iterator[Hub]:
     hub = Hub()
     server = Server(("127.0.0.1", 0), type("HubHandler", (Handler,), {"hub": hub}))
     hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.005}, daemon=True)
     thread.start()
     try:
         yield hub

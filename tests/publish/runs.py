@@ -1,4 +1,4 @@
-"""Directories of runs as training leaves them, without training."""
+"""Output directories as training leaves them, without training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recipes_lib.training.checkpoints.manifest import write_complete
 
 
 def make_run(folder: Path, status: str = "running", **keys: object) -> Path:
-    """``run.json`` and ``metrics.jsonl`` of an SFT run; ``keys`` go into its configuration."""
+    """Write ``run.json`` and ``metrics.jsonl`` of an SFT run; ``keys`` update its configuration."""
     config = {
         "model_name_or_path": "owner/base",
         "dataset_name": "owner/chats",
@@ -35,7 +35,7 @@ def make_run(folder: Path, status: str = "running", **keys: object) -> Path:
 
 
 def write_model(folder: Path, value: float) -> None:
-    """A model that could be loaded, but for its architecture, and what training leaves beside it."""
+    """Write files of a model, with one constant tensor, and the samples that training writes next to it."""
     import numpy as np
 
     save_file({"weight": np.full(300, value, np.float32)}, folder / "model.safetensors")
@@ -45,7 +45,7 @@ def write_model(folder: Path, value: float) -> None:
 
 
 def save_checkpoint(run: Path, step: int) -> Path:
-    """A sealed checkpoint, with states to go on from."""
+    """Write a complete checkpoint with optimizer and trainer state."""
     folder = run / f"checkpoint-{step}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -58,7 +58,7 @@ def save_checkpoint(run: Path, step: int) -> Path:
 
 
 def finish(run: Path) -> Path:
-    """The finished model in the root."""
+    """Write the final model into the output directory, and set the status to done."""
     write_model(run, -1.0)
     record = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps(record | {"status": "done"}))
@@ -66,7 +66,7 @@ def finish(run: Path) -> Path:
 
 
 def link_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Lay a folder out as in the Hub's cache: each file is a link, and what it holds lies in the folder returned."""
+    """Replace each file by a link, as in the Hub's cache; return the folder of the contents."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder.parent))
     blobs = folder.parent / "blobs"
     blobs.mkdir()
@@ -77,7 +77,7 @@ def link_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def read_weight(files: Files) -> float:
-    """The value of all weights of a published model."""
+    """Return the constant value of the weights of a published model."""
     from safetensors.numpy import load
 
     return float(load(files["model.safetensors"])["weight"][0])

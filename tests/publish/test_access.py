@@ -1,4 +1,4 @@
-"""Whether a run may publish, and who will see it, is known before it trains."""
+"""Hub access before training: visibility, permissions, transient errors and timeouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEYS = {"output_dir": "runs/mine"}
 READER = {"name": "team", "roleInOrg": "read"}
 
 
-def test_a_new_repository_will_be_private_unless_asked_otherwise(hub):
+def test_new_repository_is_private_by_default(hub):
     assert str(find_target(KEYS)) == "publishes to me/mine, private, which will be created"
     assert str(find_target(KEYS | {"hub_private_repo": None})).endswith("me/mine, private, which will be created")
     public = find_target(KEYS | {"hub_private_repo": False})
@@ -22,23 +22,23 @@ def test_a_new_repository_will_be_private_unless_asked_otherwise(hub):
     assert hub.repositories == {}
 
 
-def test_the_name_that_was_asked_for_is_used_as_it_stands(hub):
+def test_hub_model_id_and_revision_are_used(hub):
     hub.add("team/model", private=True)
     target = find_target(KEYS | {"hub_model_id": "team/model", "hub_revision": "trial"})
     assert str(target) == "publishes to team/model, branch trial, private"
 
 
-def test_opened_it_is_there_as_it_was_announced(hub):
+def test_open_target_creates_repository_and_branch_once(hub):
     open_target(KEYS | {"hub_revision": "trial"})
     repository = hub.repositories["me/mine"]
     assert repository.private
     assert set(repository.branches) == {"main", "trial"}
     assert hub.num_requests["auth"] == 1
-    open_target(KEYS | {"hub_revision": "trial"})  # Again changes nothing.
+    open_target(KEYS | {"hub_revision": "trial"})  # Idempotent.
     assert hub.num_requests["create"] == 1
 
 
-def test_what_exists_and_is_public_is_refused_unless_that_is_asked_for(hub):
+def test_existing_public_repository_is_rejected_by_default(hub):
     hub.add("me/mine", private=False)
     with pytest.raises(ConfigError, match="me/mine exists and is public") as caught:
         open_target(KEYS)
@@ -46,19 +46,19 @@ def test_what_exists_and_is_public_is_refused_unless_that_is_asked_for(hub):
     assert str(open_target(KEYS | {"hub_private_repo": False})) == "publishes to me/mine, public"
 
 
-def test_what_is_private_stays_so_whatever_is_asked_for(hub):
+def test_private_repository_stays_private(hub):
     hub.add("me/mine", private=True)
     assert str(open_target(KEYS | {"hub_private_repo": False})) == "publishes to me/mine, private"
 
 
-def test_a_repository_that_someone_made_public_meanwhile_is_found(hub):
+def test_repository_made_public_concurrently_is_rejected(hub):
     hub.sabotage = lambda kind: hub.add("me/mine", private=False) and None if kind == "create" else None
     with pytest.raises(ConfigError, match="was to be private and is public"):
         open_target(KEYS)
 
 
 @pytest.mark.parametrize(
-    ("change", "keys", "where", "found"),
+    ("change", "keys", "where", "message"),
     [
         ({"role": "read"}, {}, "push_to_hub", "may only read"),
         ({"may_write": False}, {"hub_model_id": "me/there"}, "push_to_hub", "does not let this account write"),
@@ -73,30 +73,30 @@ def test_a_repository_that_someone_made_public_meanwhile_is_found(hub):
         ({}, {"output_dir": "outputs/mein Modell"}, "hub_model_id", "'mein Modell' is not a repository id: .*Repo id"),
     ],
 )
-def test_what_would_fail_after_training_is_refused_before(hub, change, keys, where, found):
+def test_missing_permissions_and_invalid_ids_are_rejected(hub, change, keys, where, message):
     hub.add("me/there", private=True)
     vars(hub).update(change)
-    with pytest.raises(ConfigError, match=found) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         find_target(KEYS | keys)
     assert caught.value.problems[0].where == where
     assert caught.value.problems[0].remedy
     assert "hf_x" not in str(caught.value)
 
 
-def test_one_s_organisation_may_be_written_to(hub):
+def test_organisation_of_account_is_writable(hub):
     hub.orgs = [{"name": "team", "roleInOrg": "contributor"}]
     open_target(KEYS | {"hub_model_id": "team/new"})
     assert hub.repositories["team/new"].private
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_token_that_the_hub_does_not_take_is_refused(hub, status):
+def test_rejected_token_is_reported(hub, status):
     hub.faults["whoami"] = [Fault(status)]
     with pytest.raises(ConfigError, match="does not let this account"):
         find_target(KEYS)
 
 
-def test_a_hub_in_trouble_is_asked_again_and_then_the_run_is_refused(hub, pauses):
+def test_transient_errors_are_retried_then_reported(hub, pauses):
     hub.faults["info"] = [Fault(503), Fault(429, {"Retry-After": "9"}), Fault(cut="before")]
     assert str(find_target(KEYS)).startswith("publishes to me/mine")
     assert pauses.ours == [2, 8, 30]
@@ -105,7 +105,7 @@ def test_a_hub_in_trouble_is_asked_again_and_then_the_run_is_refused(hub, pauses
         find_target(KEYS)
 
 
-def test_offline_and_without_a_token_there_is_no_publishing(hub, monkeypatch, tmp_path):
+def test_offline_mode_and_missing_token_are_rejected(hub, monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="offline"):
         find_target(KEYS)
@@ -115,8 +115,8 @@ def test_offline_and_without_a_token_there_is_no_publishing(hub, monkeypatch, tm
         find_target(KEYS)
 
 
-def ask(hub, fault):
-    """What ``huggingface_hub`` raises for one request with that fault."""
+def catch(hub, fault):
+    """Return the exception of ``huggingface_hub`` for a request with this fault."""
     hub.faults["whoami"] = [fault]
     limit_silence(0.2)
     with pytest.raises(Exception) as caught:  # noqa: PT011 (of many kinds)
@@ -132,8 +132,8 @@ TRANSIENT += [Fault(cut="before"), Fault(cut="after"), Fault(stalls=True)]
     ("fault", "expected"),
     [*((fault, True) for fault in TRANSIENT), *((Fault(status), False) for status in (400, 401, 403, 404, 413, 422))],
 )
-def test_a_hub_that_is_busy_broken_or_silent_is_asked_again_and_one_that_refuses_is_not(hub, fault, expected):
-    assert is_transient(ask(hub, fault)) is expected
+def test_is_transient_for_http_faults(hub, fault, expected):
+    assert is_transient(catch(hub, fault)) is expected
 
 
 @pytest.mark.parametrize(
@@ -146,24 +146,24 @@ def test_a_hub_that_is_busy_broken_or_silent_is_asked_again_and_one_that_refuses
         (KeyError("a bug"), False),
     ],
 )
-def test_other_errors(error, expected):
+def test_is_transient_for_other_errors(error, expected):
     assert is_transient(error) is expected
 
 
-def test_a_cause_decides(hub):
+def test_is_transient_follows_cause(hub):
     error = RuntimeError("Error while uploading 'model.safetensors'")
-    error.__cause__ = ask(hub, Fault(403))
+    error.__cause__ = catch(hub, Fault(403))
     assert not is_transient(error)
     assert "403" in describe(error)
 
 
-def test_signatures_of_urls_are_not_told():
+def test_url_signatures_are_removed_from_messages():
     error = OSError("PUT https://s3.example/large?X-Amz-Signature=secret&x=1 failed")
     assert describe(error) == "OSError: PUT https://s3.example/large failed"
 
 
 @pytest.mark.parametrize(("error", "num_attempts"), [(ConnectionResetError(), 4), (FileNotFoundError(), 1)])
-def test_attempts_are_few(pauses, error, num_attempts):
+def test_retry_limits_attempts(pauses, error, num_attempts):
     attempts = []
 
     def attempt():
@@ -176,7 +176,7 @@ def test_attempts_are_few(pauses, error, num_attempts):
 
 
 @pytest.mark.parametrize("kind", ["whoami", "info", "tree", "auth"])
-def test_no_call_waits_for_ever(hub, kind, pauses):
+def test_stalled_call_times_out(hub, kind, pauses):
     hub.add("me/mine", private=True)
     api = HfApi()
     calls = {
@@ -187,7 +187,7 @@ def test_no_call_waits_for_ever(hub, kind, pauses):
     }
     hub.faults[kind] = [Fault(stalls=True)] * 9
     limit_silence(9)
-    limit_silence(0.1)  # The last one holds, also for a client that upstream makes anew.
+    limit_silence(0.1)  # The last call wins, also for a client that upstream re-creates.
     huggingface_hub.close_session()
     with pytest.raises(Exception) as caught:  # noqa: PT011 (of many kinds)
         calls[kind]()

@@ -1,4 +1,4 @@
-"""A broken adapter is never put in its place: the base, the file and what both say together are looked at."""
+"""Export of adapters: verification against the trained model, broken files and the card."""
 
 import json
 
@@ -20,6 +20,13 @@ from recipes_lib.publish.final_model import export_model
 
 WEIGHTS = "adapter_model.safetensors"
 NAME = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+
+
+SLOW = (
+    *(({"init_lora_weights": name}, bf16) for name, bf16 in (("pissa", False), ("olora", True), ("olora", False))),
+    *(({}, True), ({"use_dora": True, "use_rslora": True}, True)),
+)
+"""The remaining pairs of initialisation and precision, which share their branches with the quick ones."""
 
 
 @pytest.fixture
@@ -45,7 +52,7 @@ def make_run(tiny_model_dir, tmp_path):
 
 
 def breaking(monkeypatch, change):
-    """Let ``change`` have the saved tensors before they are looked at."""
+    """Apply ``change`` to the saved tensors before their verification."""
     whole = export.verify_adapter_export
 
     def verify(folder, *args, **options):
@@ -57,13 +64,17 @@ def breaking(monkeypatch, change):
     monkeypatch.setattr(export, "verify_adapter_export", verify)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize(
-    "adapter",
-    [{}, {"use_dora": True, "use_rslora": True}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}],
-    ids=["default", "dora", "pissa", "olora"],
+    ("adapter", "bf16"),
+    [
+        ({}, False),
+        ({"use_dora": True, "use_rslora": True}, False),
+        ({"init_lora_weights": "pissa"}, True),
+        *(pytest.param(adapter, bf16, marks=pytest.mark.slow) for adapter, bf16 in SLOW),
+    ],
+    ids=str,
 )
-def test_what_is_exported_is_what_was_trained_on_the_base_as_it_is_on_disk(make_run, tiny_model_dir, adapter, bf16):
+def test_exported_adapter_on_fresh_base_equals_trained_model(make_run, tiny_model_dir, adapter, bf16):
     trainer, folder = make_run(adapter | {"lora_modules_to_save": ["norm"]}, bf16=bf16)
     export_model(trainer, folder)
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
@@ -76,7 +87,7 @@ def test_what_is_exported_is_what_was_trained_on_the_base_as_it_is_on_disk(make_
     assert not names & {"_unverified", "training_args.bin", "model.safetensors"}
 
 
-def test_a_broken_tensor_is_named_and_nothing_is_put_in_its_place(make_run, monkeypatch):
+def test_broken_tensor_is_named_and_not_published(make_run, monkeypatch):
     trainer, folder = make_run()
     changes = [
         (lambda tensors: tensors.update({NAME: torch.empty(0)}), "up_proj.lora_B.weight is empty"),
@@ -97,7 +108,7 @@ def test_a_broken_tensor_is_named_and_nothing_is_put_in_its_place(make_run, monk
         assert (folder / "_unverified" / WEIGHTS).exists()
 
 
-def test_an_adapter_that_learnt_nothing_is_no_fault_of_its_save(make_run):
+def test_unchanged_adapter_is_reported_as_divergence(make_run):
     trainer, folder = make_run()
     for name, parameter in trainer.model.named_parameters():
         if ".lora_B." in name:
@@ -107,7 +118,7 @@ def test_an_adapter_that_learnt_nothing_is_no_fault_of_its_save(make_run):
     assert not (folder / WEIGHTS).exists()
 
 
-def test_a_second_try_begins_anew(make_run, monkeypatch):
+def test_failed_export_can_be_repeated(make_run, monkeypatch):
     trainer, folder = make_run()
     with monkeypatch.context() as patch:
         breaking(patch, lambda tensors: tensors[NAME].zero_())
@@ -120,14 +131,14 @@ def test_a_second_try_begins_anew(make_run, monkeypatch):
     assert not (folder / "_unverified").exists()
 
 
-def test_a_base_that_moved_while_training_is_found(make_run):
+def test_changed_base_weights_are_detected(make_run):
     trainer, folder = make_run()
     trainer.model.get_base_model().model.layers[0].mlp.down_proj.base_layer.weight.data *= 1.1
     with pytest.raises(BrokenSaveError, match="a logit differs from the trained model's by"):
         export_model(trainer, folder)
 
 
-def test_another_base_than_the_one_recorded_is_found(make_run, tmp_path):
+def test_wrong_base_model_is_detected(make_run, tmp_path):
     trainer, folder = make_run()
     other = AutoModelForCausalLM.from_config(trainer.model.get_base_model().config)
     other.save_pretrained(tmp_path / "other")
@@ -136,7 +147,7 @@ def test_another_base_than_the_one_recorded_is_found(make_run, tmp_path):
         export_model(trainer, folder)
 
 
-def test_the_card_says_what_it_is_an_adapter_of(make_run, tiny_model_dir):
+def test_card_names_base_model(make_run, tiny_model_dir):
     trainer, folder = make_run()
     trainer.model.peft_config["default"].revision = "c" * 40
     export_model(trainer, folder)
@@ -147,7 +158,7 @@ def test_the_card_says_what_it_is_an_adapter_of(make_run, tiny_model_dir):
     assert str(tiny_model_dir.parent) not in (folder / "README.md").read_text()
 
 
-def test_the_code_in_the_card_runs(make_run, tiny_model_dir, capsys):
+def test_code_of_card_runs(make_run, tiny_model_dir, capsys):
     trainer, folder = make_run()
     export_model(trainer, folder)
     code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]

@@ -1,4 +1,4 @@
-"""The model card is valid metadata and names no path of the machine it was made on."""
+"""Model cards: valid metadata, escaped names, and no paths of the machine."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ def record(**config):
     return {"stage": "sft", "config": defaults | config, "versions": {"torch": "2.13.0"}, "git_commit": "abc"}
 
 
-def test_the_card_names_base_data_figures_and_every_key(tmp_path):
+def test_card_lists_base_data_metrics_and_keys(tmp_path):
     write_card(tmp_path, record(), {"eval_loss": 1.23456, "eval_num_target_tokens": 1000.0})
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.base_model == "meta-llama/Llama-3.1-8B"
@@ -32,14 +32,14 @@ def test_the_card_names_base_data_figures_and_every_key(tmp_path):
     assert "learning_rate: 1e-05" in card.text
 
 
-def test_a_kill_leaves_no_half_card(tmp_path, monkeypatch):
+def test_card_is_written_atomically(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "write_text", lambda self, *_, **__: self.write_bytes(b"---\n") and 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_card(tmp_path, record(), {})
     assert not (tmp_path / "README.md").exists()
 
 
-def test_what_the_user_named_is_text_on_the_card_and_never_markup(tmp_path):
+def test_names_are_escaped(tmp_path):
     hostile = "x\n# Evil <script>alert(1)</script> | [a](http://b) `c`"
     write_card(tmp_path, record(output_dir=hostile, dataset_name=hostile, model_name_or_path=hostile), {hostile: 1.5})
     card = ModelCard.load(tmp_path / "README.md")
@@ -51,7 +51,7 @@ def test_what_the_user_named_is_text_on_the_card_and_never_markup(tmp_path):
     assert r"| x\\n# Evil \<script\>alert(1)\</script\> \| \[a\](http://b) \`c\` | 1.5000 |" in prose
 
 
-def test_local_paths_are_not_published_as_hub_ids(tmp_path):
+def test_local_paths_are_not_hub_ids(tmp_path):
     model, data = tmp_path / "secret-folder" / "base", tmp_path / "secret-folder" / "chats.jsonl"
     model.mkdir(parents=True)
     data.write_text("")
@@ -64,7 +64,7 @@ def test_local_paths_are_not_published_as_hub_ids(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["/gone/models/x", "../x", "C:\\models\\x"])
-def test_paths_of_another_machine_are_no_hub_ids_either(tmp_path, name):
+def test_paths_of_other_machines_are_not_hub_ids(tmp_path, name):
     write_card(tmp_path, record(model_name_or_path=name, dataset_name="/gone/rows.jsonl"), {})
     card = ModelCard.load(tmp_path / "README.md")
     assert (card.data.base_model, card.data.datasets) == (None, None)
@@ -72,8 +72,17 @@ def test_paths_of_another_machine_are_no_hub_ids_either(tmp_path, name):
     assert "was not pinned" not in card.text
 
 
-def test_a_reward_model_is_used_as_one(tmp_path):
-    """Text generation would give it an output projection of random weights."""
+def test_current_folder_is_named(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    write_card(Path(), record(model_name_or_path=".", output_dir="."), {})
+    text = Path("README.md").read_text()
+    assert "\n# mine\n" in text
+    assert "Mine after sft on ultrachat_200k" in text
+
+
+def test_card_of_reward_model_loads_score_head(tmp_path):
+    """A text-generation pipeline would initialise an output projection at random."""
     write_card(tmp_path, record() | {"stage": "reward"}, {})
     used = ModelCard.load(tmp_path / "README.md").text.split("```")[1]
     assert "RewardModel.load(" in used
@@ -81,12 +90,12 @@ def test_a_reward_model_is_used_as_one(tmp_path):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_figures_that_are_not_finite_are_shown_as_they_are(tmp_path, value):
+def test_non_finite_metrics_are_shown(tmp_path, value):
     write_card(tmp_path, record(), {"eval_loss": value})
     assert f"| eval_loss | {value} |" in (tmp_path / "README.md").read_text()
 
 
-def test_a_mixture_is_named_part_by_part(tmp_path):
+def test_mixture_lists_parts(tmp_path):
     parts = [{"name": "a/first", "weight": 1}, {"name": "b/second", "weight": 2}]
     write_card(tmp_path, record(dataset_name=None, dataset_mixture=parts), {})
     card = ModelCard.load(tmp_path / "README.md")
@@ -94,7 +103,7 @@ def test_a_mixture_is_named_part_by_part(tmp_path):
     assert card.data.datasets == ["a/first", "b/second"]
 
 
-def test_a_model_from_random_weights_has_no_base_and_continues_text(tmp_path):
+def test_pretrained_model_has_no_base(tmp_path):
     parts = [{"name": str(tmp_path / "secret-folder" / "wiki.jsonl"), "weight": 1}]
     config = {"model_name_or_path": None, "model_config": {"model_type": "llama"}, "dataset_name": None}
     written = record(**config, dataset_mixture=parts) | {"stage": "pretrain"}
@@ -106,8 +115,8 @@ def test_a_model_from_random_weights_has_no_base_and_continues_text(tmp_path):
     assert "secret-folder" not in card.text.split("## How it was made")[1]
 
 
-def test_no_optional_field_of_a_record_is_missed(tmp_path):
-    """After all the training a card is written of whatever is known."""
+def test_optional_fields_of_record_may_be_missing(tmp_path):
+    """A missing field must not prevent the card at the end of training."""
     whole = record() | {"data": {"train": {"num_rows": 5}}, "hardware": {"device": "cpu"}, "num_processes": 1}
     for name in (*whole.keys() - {"stage", "config"}, *whole["config"]):
         kept = {key: value for key, value in whole.items() if key != name}
@@ -118,7 +127,7 @@ def test_no_optional_field_of_a_record_is_missed(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"stage": "sft"}', '{"stage": "sft", "config": []}', "[" * 100_000])
-def test_a_base_with_a_foreign_record_is_named_all_the_same(tmp_path, text):
+def test_base_with_invalid_record_is_named(tmp_path, text):
     base = tmp_path / "base"
     base.mkdir()
     (base / "run.json").write_text(text)
@@ -136,7 +145,7 @@ def test_a_base_with_a_foreign_record_is_named_all_the_same(tmp_path, text):
         {"num_processes": "2", "hardware": {"a": 1}},
     ],
 )
-def test_a_record_that_no_recipe_wrote_is_an_error_that_names_the_folder(tmp_path, changed):
+def test_invalid_record_is_an_error_that_names_folder(tmp_path, changed):
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "seconds": "long"}\n')
     with pytest.raises(DataError, match=rf"{tmp_path.name}: no card can be built from its run\.json and metrics"):
         write_card(tmp_path, record() | changed, {})

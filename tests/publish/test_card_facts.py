@@ -1,4 +1,4 @@
-"""What a card tells follows from the record and the metrics of a run, and hides nothing that went wrong."""
+"""Facts of model cards: lineage, data, effort, curve and limits, from records and metrics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def record(recipe="sft", **facts):
     return {"stage": recipe, "versions": {}, "config": config | facts.pop("config", {}), **facts}
 
 
-def test_the_lineage_goes_back_as_far_as_records_are_there(tmp_path):
+def test_lineage_follows_records(tmp_path):
     first = record("pretrain", config={"model_name_or_path": None, "dataset_name": None, "dataset_mixture": PARTS})
     second = record("sft", config={"model_name_or_path": str(tmp_path / "base")}, model_commit=None)
     for name, facts in (("base", first), ("chat", second)):
@@ -47,13 +47,13 @@ PARTS = [
 ]
 
 
-def test_a_lineage_that_leads_to_itself_ends(tmp_path):
+def test_cyclic_lineage_ends(tmp_path):
     loop = record(config={"model_name_or_path": str(tmp_path)})
     (tmp_path / "run.json").write_text(json.dumps(loop))
     assert 1 < len(trace_lineage(loop)) < 20
 
 
-def test_data_are_told_with_their_counts_and_fingerprints():
+def test_data_have_counts_and_fingerprints():
     counts = {"num_rows": 8, "num_tokens": 96_000, "num_target_tokens": 16, "cut": {"num_overlong": 0}}
     data = {"inputs": {"sources": {"train": "9604a55826332cb08ea7"}}, "train": counts, "findings": [], "max_length": 64}
     assert list(describe_data(record(data=data))) == [
@@ -63,7 +63,7 @@ def test_data_are_told_with_their_counts_and_fingerprints():
     assert name_data({"dataset_name": None}) == ""
 
 
-def test_the_effort_is_of_all_devices():
+def test_effort_sums_devices():
     last = {"kind": "train", "step": 4, "seconds": 7200, "num_tokens": 5_000_000, "num_target_tokens": 1_000_000}
     events = [{"kind": "train", "step": 1, "seconds": 1}, last | {"num_flops": 2.5e15, "memory_bytes": 3e9}]
     events.append({"kind": "eval", "step": 4})
@@ -85,7 +85,7 @@ def test_the_effort_is_of_all_devices():
     assert list(describe_effort(record(), [])) == []
 
 
-def test_a_curve_has_its_first_and_last_step_and_is_short():
+def test_curve_is_thinned_to_first_and_last_step():
     events = [{"kind": "train", "step": step, "loss": 4 - step / 100} for step in range(1, 101)]
     events += [{"kind": "eval", "step": 100, "eval_loss": 3.25}, {"kind": "train", "step": 101, "loss": "nan"}]
     rows = list_curve(events)
@@ -96,10 +96,10 @@ def test_a_curve_has_its_first_and_last_step_and_is_short():
     assert list_curve([]) == []
 
 
-def test_limits_hide_nothing():
+def test_limits_list_all_warnings():
     findings = [{"severity": "ok", "found": "fine"}, {"severity": "warning", "found": "train: 3% were cut"}]
     bad = record(data={"findings": findings}, rollbacks=[{}], failed_gates=["length"], git_commit=f"{COMMIT}-dirty")
-    told = " ".join(list_limits(bad, {}))
+    limits = " ".join(list_limits(bad, {}))
     for words in (
         "bias",
         "held-out",
@@ -109,20 +109,20 @@ def test_limits_hide_nothing():
         "The revision of owner/chats was not pinned",
         "not a recorded git commit",
     ):
-        assert words in told
-    assert "fine" not in told
+        assert words in limits
+    assert "fine" not in limits
     good = record(git_commit=COMMIT, config={"dataset_revision": COMMIT})
     assert len(list(list_limits(good, {"eval_loss": 1.0}))) == 1
     assert "continues text" in next(list_limits(record("pretrain"), {}))
 
 
-def test_lines_that_are_cut_off_are_left_out(tmp_path):
+def test_truncated_lines_are_skipped(tmp_path):
     assert read_events(tmp_path) == []
     (tmp_path / "metrics.jsonl").write_text('{"step": 2}\n[]\n{"loss": 1}\n{"step": 1}\n{"step": 3, "lo')
     assert [event["step"] for event in read_events(tmp_path)] == [1, 2]
 
 
-def test_the_card_shows_the_curve_that_is_beside_it(tmp_path):
+def test_card_links_existing_chart(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": 2.5}\n')
     write_card(tmp_path, record(), {})
     card = (tmp_path / "README.md").read_text()
@@ -134,7 +134,7 @@ def test_the_card_shows_the_curve_that_is_beside_it(tmp_path):
     assert f"![loss]({CHART})" in (tmp_path / "README.md").read_text()
 
 
-def test_the_corpus_is_told_with_its_sources_removals_and_benchmarks(tmp_path):
+def test_corpus_has_sources_removals_and_benchmarks(tmp_path):
     tally = {"documents_in": 1000, "removed": {}, "found": {}}
     manifest = {
         "documents": 900,
@@ -167,10 +167,10 @@ def test_the_corpus_is_told_with_its_sources_removals_and_benchmarks(tmp_path):
     assert "| decontaminated against | gsm8k |" in (tmp_path / "README.md").read_text()
 
 
-def test_a_corpus_that_is_not_there_or_damaged_is_no_error(tmp_path):
+def test_missing_or_damaged_corpus_manifest_is_no_error(tmp_path):
     assert list(describe_corpus({"dataset_name": "owner/chats"})) == []
     assert list(describe_corpus({})) == []
     for text in ("{", '{"documents": 1, "steps": {"read": 3}, "sources": [4]}'):
         (tmp_path / "corpus.json").write_text(text)
-        found = list(describe_corpus({"dataset_name": str(tmp_path)}))
-        assert found == [(tmp_path.name, "its manifest cannot be read")]
+        facts = list(describe_corpus({"dataset_name": str(tmp_path)}))
+        assert facts == [(tmp_path.name, "its manifest cannot be read")]

@@ -1,4 +1,4 @@
-"""A broken model is never called done."""
+"""The end of a run: exported model, card and report, and repeated or interrupted exports."""
 
 from __future__ import annotations
 
@@ -30,42 +30,38 @@ def build(tmp_path):
     return build
 
 
-@pytest.mark.parametrize(
-    ("name", "harm"),
-    [
-        ("report.html", lambda file: file.unlink()),
-        ("report.html", lambda file: file.write_text(file.read_text()[:-20])),
-        ("README.md", lambda file: file.unlink()),
-        ("README.md", lambda file: file.write_text("")),
-    ],
-)
-def test_what_is_missing_is_made_again_and_the_last_lines_tell_the_paths(build, name, harm, capsys):
+def test_missing_or_truncated_card_and_report_are_rewritten(build, capsys):
     run = build(finished=True)
-    names = ("README.md", "report.html")
+    card, report = (run.output_dir / name for name in ("README.md", "report.html"))
     finish_run(run)
-    before = {name: (run.output_dir / name).read_text() for name in names}
-    assert "| eval_loss | 1.0 |" in before["README.md"]  # Of the last evaluation.
-    assert "</html>" in before["report.html"]
-    harm(run.output_dir / name)
-    capsys.readouterr()
-    finish_run(run)
-    told = capsys.readouterr().out
-    assert all(str(run.output_dir / name) in told for name in names)
-    # With the curve, which the report has drawn.
-    after = {name: (run.output_dir / name).read_text().replace("![loss](report/loss.png)\n\n", "") for name in names}
-    assert after == before
+    before = card.read_text(), report.read_text()
+    assert "| eval_loss | 1.0 |" in before[0]  # From the last evaluation.
+    assert "</html>" in before[1]
+    for file, content in ((card, None), (card, ""), (report, None), (report, before[1][:-20])):
+        file.unlink() if content is None else file.write_text(content)
+        capsys.readouterr()
+        finish_run(run)
+        output = capsys.readouterr().out
+        assert str(card) in output
+        assert str(report) in output
+        # The second card links the chart that the report has drawn.
+        assert (card.read_text().replace("![loss](report/loss.png)\n\n", ""), report.read_text()) == before
 
 
-def test_what_is_whole_is_left_alone_and_the_report_of_a_run_that_has_just_ended_is_new(build, monkeypatch):
+def test_report_is_rebuilt_only_after_training(build, monkeypatch):
     reports = []
-    build_report = finishing.build_report
-    monkeypatch.setattr(finishing, "build_report", lambda folder: reports.append(build_report(folder)))
+
+    def write_report(folder):
+        reports.append(folder)
+        (folder / "report.html").write_text("</html>\n")
+
+    monkeypatch.setattr(finishing, "build_report", write_report)
     for finished in (True, True, False):
         finish_run(build(finished=finished))
     assert len(reports) == 2
 
 
-def test_the_main_process_alone_finishes(build, capsys):
+def test_only_main_process_writes_report(build, capsys):
     run = build(finished=False, rank=1)
     finish_run(run)
     assert not (run.output_dir / "report.html").exists()
@@ -73,13 +69,13 @@ def test_the_main_process_alone_finishes(build, capsys):
 
 
 @pytest.mark.parametrize("is_done", [False, True])
-def test_a_recipe_trains_what_is_not_done_and_finishes_in_any_case(build, monkeypatch, is_done) -> None:
+def test_finished_run_is_not_trained_again(build, monkeypatch, is_done) -> None:
     config = build_recipe({})
-    run, told = replace(build(finished=is_done), config=config), []
-    monkeypatch.setattr(finishing, "start_run", lambda config, launch: told.append("start") or run)
-    monkeypatch.setattr(finishing, "finish_run", lambda run: told.append("finish"))
-    recipe(lambda run: told.append("train"))(config)
-    assert told == ["start", *([] if is_done else ["train"]), "finish"]
+    run, calls = replace(build(finished=is_done), config=config), []
+    monkeypatch.setattr(finishing, "start_run", lambda config, launch: calls.append("start") or run)
+    monkeypatch.setattr(finishing, "finish_run", lambda run: calls.append("finish"))
+    recipe(lambda run: calls.append("train"))(config)
+    assert calls == ["start", *([] if is_done else ["train"]), "finish"]
 
 
 @pytest.fixture
@@ -89,7 +85,7 @@ def trained(tiny_model_dir, tmp_path):
     return trainer, tmp_path
 
 
-def test_a_model_that_cannot_be_used_never_takes_its_place(trained):
+def test_non_finite_model_is_not_exported(trained):
     trainer, folder = trained
     with torch.no_grad():
         trainer.model.model.norm.weight[3] = float("nan")
@@ -99,8 +95,8 @@ def test_a_model_that_cannot_be_used_never_takes_its_place(trained):
     assert not (folder / "model.safetensors").exists()
 
 
-def test_an_export_that_was_interrupted_is_made_again(trained):
-    """It had moved a folder already, which none can be renamed over."""
+def test_interrupted_export_is_repeated(trained):
+    """The interrupted export had moved a folder, over which none can be renamed."""
     trainer, folder = trained
     trainer.processing_class.chat_template = {"default": "{{ messages }}", "rag": "{{ messages }}"}
     moved = folder / "additional_chat_templates"
@@ -111,7 +107,7 @@ def test_an_export_that_was_interrupted_is_made_again(trained):
     assert not (folder / UNVERIFIED).exists()
 
 
-def test_a_run_whose_record_was_deleted_while_it_trained_is_exported_and_gets_its_card_at_its_end(trained):
+def test_export_without_record_writes_no_card(trained):
     trainer, folder = trained
     (folder / "run.json").unlink()
     (folder / "README.md").write_text("a card of an earlier export")

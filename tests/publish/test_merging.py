@@ -1,4 +1,4 @@
-"""A merged model is the adapter's model, whatever the adapter and however the embeddings are tied."""
+"""Merging of LoRA, DoRA and QLoRA adapters, against the adapted model and PEFT."""
 
 import json
 import math
@@ -38,13 +38,21 @@ def run_merge(base, adapter, folder, tokenizer_dir, *, bits=None, dtype=None):
     return merge(plan, AutoTokenizer.from_pretrained(tokenizer_dir), TEXTS, folder)
 
 
+ADAPTERS = ({}, {"use_dora": True}, {"use_rslora": True}, {"lora_modules_to_save": ["norm"]})
+QUICK = {("llama", 0), ("llama", 1), ("tied", 2), ("tied", 3), ("gpt2", 0), ("gpt2", 1), ("gpt2", 3)}
+"""Each adapter with each kind of weights that it treats differently: tied, and transposed ones of GPT-2."""
+
+
 @pytest.mark.parametrize(
-    "keys",
-    [{}, {"use_dora": True}, {"use_rslora": True}, {"lora_modules_to_save": ["norm"]}],
-    ids=["lora", "dora", "rslora", "norm"],
+    ("kind", "keys"),
+    [
+        pytest.param(kind, keys, marks=() if (kind, at) in QUICK else pytest.mark.slow)
+        for kind in ("llama", "tied", "gpt2")
+        for at, keys in enumerate(ADAPTERS)
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("kind", ["llama", "tied", "gpt2"])
-def test_what_is_loaded_again_says_what_the_adapter_said(tmp_path, tiny_tokenizer_dir, kind, keys):
+def test_merged_model_equals_adapter(tmp_path, tiny_tokenizer_dir, kind, keys):
     keys = {"lora_modules_to_save": ["ln_f"]} if kind == "gpt2" and "lora_modules_to_save" in keys else keys
     base, adapter, adapted = make_adapter(tmp_path, kind, **keys)
     record = run_merge(base, adapter, tmp_path / "merged", tiny_tokenizer_dir)
@@ -63,7 +71,7 @@ def test_what_is_loaded_again_says_what_the_adapter_said(tmp_path, tiny_tokenize
     assert stored.keys() == load_file(base / "model.safetensors").keys()
 
 
-def test_the_sum_is_made_in_float32_and_rounded_once(tmp_path, tiny_tokenizer_dir):
+def test_merge_is_computed_in_float32(tmp_path, tiny_tokenizer_dir):
     base, adapter, _ = make_adapter(tmp_path, "llama")
     load_model(base, dtype=torch.bfloat16).save_pretrained(base)
     record = run_merge(base, adapter, tmp_path / "merged", tiny_tokenizer_dir)
@@ -76,7 +84,7 @@ def test_the_sum_is_made_in_float32_and_rounded_once(tmp_path, tiny_tokenizer_di
     assert in_full["mean_kl"] < record["mean_kl"] / 100
 
 
-def test_a_base_in_few_bits_is_no_base_to_merge_into(tmp_path):
+def test_quantised_base_is_rejected(tmp_path):
     base, adapter, _ = make_adapter(tmp_path, "llama")
     settings = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(settings | {"quantization_config": {"quant_method": "bitsandbytes"}}))
@@ -85,9 +93,7 @@ def test_a_base_in_few_bits_is_no_base_to_merge_into(tmp_path):
 
 
 @pytest.mark.parametrize("bits", [QuantizationConfig(load_in_4bit=True), QuantizationConfig(load_in_8bit=True)])
-def test_an_adapter_from_few_bits_is_merged_into_the_full_base_and_held_against_what_was_trained(
-    tmp_path, tiny_tokenizer_dir, bits
-):
+def test_qlora_adapter_is_merged_into_full_precision_base(tmp_path, tiny_tokenizer_dir, bits):
     base, adapter, adapted = make_adapter(tmp_path, "llama", bits)
     verify_adapter_export(adapter, adapted, compute_probe_logits(adapted), is_half=False)
     record = run_merge(base, adapter, tmp_path / "merged", tiny_tokenizer_dir, bits=bits)
@@ -101,7 +107,7 @@ def test_an_adapter_from_few_bits_is_merged_into_the_full_base_and_held_against_
     assert in_full["mean_kl"] < 1e-6
 
 
-def test_a_model_agrees_with_itself_and_every_position_counts():
+def test_agreement_of_model_with_itself():
     model = build_model("llama").eval()
     logps = compute_next_token_logps(model, TEXTS)
     assert [tuple(each.shape) for each in logps] == [(len(text), 64) for text in TEXTS]
@@ -111,7 +117,7 @@ def test_a_model_agrees_with_itself_and_every_position_counts():
     assert agreement.num_tokens == sum(map(len, TEXTS))
 
 
-def test_the_divergence_is_torchs_and_not_symmetric():
+def test_divergence_matches_torch_kl_div():
     one, other = (compute_next_token_logps(build_model(kind).eval(), TEXTS) for kind in ("llama", "tied"))
     p, q = torch.cat(one), torch.cat(other)
     for (first, second), (a, b) in {((p, q)): (one, other), ((q, p)): (other, one)}.items():
@@ -122,7 +128,7 @@ def test_the_divergence_is_torchs_and_not_symmetric():
     assert compare(one, other).mean_kl != pytest.approx(compare(other, one).mean_kl, rel=1e-3)
 
 
-def test_two_coins_have_the_divergence_of_the_textbook():
+def test_divergence_of_two_coins():
     fair, biased = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.9, 0.1]]).log()
     agreement = compare([fair], [biased])
     assert agreement.mean_kl == pytest.approx(0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1), rel=1e-6)

@@ -1,4 +1,4 @@
-"""``recipes publish`` and publishing while training: what is whole is committed, and the run never pays for the Hub."""
+"""``recipes publish`` and publishing during training, against a faulty Hub on loopback."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def read_messages(hub, name="me/mine"):
     ("strategy", "state"),
     [("every_save", ""), ("checkpoint", "last-checkpoint"), ("all_checkpoints", "checkpoint-10")],
 )
-def test_only_whole_checkpoints_that_hold_a_model_are_found(run, strategy, state):
+def test_find_contents_skips_incomplete_checkpoints(run, strategy, state):
     save_checkpoint(run, 20)
     save_checkpoint(run, 10)
     (save_checkpoint(run, 30) / "COMPLETE.json").unlink()
@@ -53,22 +54,22 @@ def test_only_whole_checkpoints_that_hold_a_model_are_found(run, strategy, state
     policy.mkdir()
     (policy / "policy.safetensors").touch()
     write_complete(policy, step=50)
-    found = find_contents(run, {"hub_strategy": strategy})
-    assert list(found) == ["checkpoint-10", "checkpoint-20"]
-    assert found["checkpoint-10"].state == state
-    assert found["checkpoint-10"].tag == "step-10"
-    assert {"model.safetensors", "optimizer.pt"} <= set(found["checkpoint-10"].hashes)
+    contents = find_contents(run, {"hub_strategy": strategy})
+    assert list(contents) == ["checkpoint-10", "checkpoint-20"]
+    assert contents["checkpoint-10"].state == state
+    assert contents["checkpoint-10"].tag == "step-10"
+    assert {"model.safetensors", "optimizer.pt"} <= set(contents["checkpoint-10"].hashes)
     assert list(find_contents(finish(run), {"hub_strategy": "end", "tag": "v1"})) == [MODEL]
 
 
-def test_the_command_publishes_what_is_there_and_the_second_time_nothing(hub, run, capsys):
+def test_command_publishes_once(hub, run, capsys):
     for step in (10, 20):
         save_checkpoint(run, step)
     finish(run)
     assert main(["publish", str(run), "--tag", "v1.0"]) == EXIT_DONE
-    told = capsys.readouterr().out
-    assert "publishes to me/mine, private, which will be created" in told
-    assert "published at https://huggingface.co/me/mine: 3 commits" in told
+    output = capsys.readouterr().out
+    assert "publishes to me/mine, private, which will be created" in output
+    assert "published at https://huggingface.co/me/mine: 3 commits" in output
     repository = hub.repositories["me/mine"]
     assert set(repository.tags) == {"step-10", "step-20", "v1.0"}
     assert "| eval_loss | 2.0 |" in repository.find("step-20").files["README.md"].decode()
@@ -80,7 +81,7 @@ def test_the_command_publishes_what_is_there_and_the_second_time_nothing(hub, ru
     assert read_messages(hub) == ["checkpoint-10", "checkpoint-20", MODEL]
 
 
-def test_a_merged_model_is_published_as_it_is(hub, run, tmp_path):
+def test_merged_model_is_published(hub, run, tmp_path):
     folder = finish(make_run(tmp_path / "merged"))
     (folder / "run.json").unlink()
     (folder / "merge.json").write_text(json.dumps({"base": "owner/base", "adapter": "/somewhere/secret/lora"}))
@@ -96,19 +97,19 @@ def test_a_merged_model_is_published_as_it_is(hub, run, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "metrics.jsonl"])
-def test_a_secret_does_not_leave_the_machine_and_is_not_repeated(hub, run, capsys, name):
+def test_file_with_secret_is_not_published(hub, run, capsys, name):
     secret = "hf_" + "k" * 34
     with (finish(run) / name).open("a") as file:
         file.write(f'{{"told": "{secret}"}}')
     assert main(["publish", str(run)]) == EXIT_USER
-    told = capsys.readouterr().err
-    assert f"{run / name}: it would be published, and contains what looks like an access token" in told
-    assert secret not in told
+    error = capsys.readouterr().err
+    assert f"{run / name}: it would be published, and contains what looks like an access token" in error
+    assert secret not in error
     assert read_messages(hub) == []
 
 
-def test_linked_files_are_published_as_they_are(hub, run, monkeypatch):
-    """What the Hub has is not deleted for a link that is laid over a file, as the Hub's cache does it."""
+def test_symbolic_links_to_hub_cache_are_published(hub, run, monkeypatch):
+    """Replacing a file by a link into the Hub's cache does not delete it from the repository."""
     assert main(["publish", str(finish(run))]) == EXIT_DONE
     before = dict(hub.repositories["me/mine"].find("main").files)
     link_files(run, monkeypatch)
@@ -128,20 +129,20 @@ def lose_branch(hub):
 
 
 def push_over(hub):
-    """As another run does that has the same target."""
+    """Commit another model, as a second run with the same target does."""
     history = hub.repositories["me/mine"].branches["trial"]
     files = dict(history[-1].files, **{"model.safetensors": save({"weight": np.full(300, 7, np.float32)})})
     history.append(Commit("f" * 40, "Publish model", files))
 
 
 def squash(hub):
-    """The history becomes one commit, with the files that the last one had."""
+    """Squash the history into one commit with the same files."""
     history = hub.repositories["me/mine"].branches["trial"]
     history[:] = [Commit("e" * 40, "squashed", history[-1].files)]
 
 
 @pytest.mark.parametrize("lose", [lose_repository, lose_branch, push_over, squash])
-def test_what_the_hub_has_no_longer_is_published_again(hub, run, lose):
+def test_content_lost_on_hub_is_published_again(hub, run, lose):
     command = ["publish", str(finish(run)), "--hub_revision", "trial", "--tag", "v1"]
     assert main(command) == EXIT_DONE
     before = dict(hub.repositories["me/mine"].find("trial").files)
@@ -151,7 +152,7 @@ def test_what_the_hub_has_no_longer_is_published_again(hub, run, lose):
     assert repository.find("trial").files == repository.find("v1").files == before
 
 
-def test_what_somebody_wrote_over_the_card_stays(hub, run):
+def test_edited_card_is_kept(hub, run):
     assert main(["publish", str(finish(run))]) == EXIT_DONE
     history = hub.repositories["me/mine"].branches["main"]
     history.append(Commit("d" * 40, "a better card", dict(history[-1].files, **{"README.md": b"by hand"})))
@@ -160,12 +161,19 @@ def test_what_somebody_wrote_over_the_card_stays(hub, run):
 
 
 @pytest.mark.parametrize(("word", "is_private"), [("no", False), ("FALSE", False), ("yes", True), ("on", True)])
-def test_who_sees_it_is_said_as_in_a_recipe(hub, run, word, is_private):
+def test_hub_private_repo_accepts_yaml_booleans(hub, run, word, is_private):
     assert main(["publish", str(finish(run)), "--hub_private_repo", word]) == EXIT_DONE
     assert hub.repositories["me/mine"].private is is_private
 
 
-def test_a_word_that_is_no_answer_is_a_mistake_of_the_user(hub, run, capsys):
+def test_abbreviated_flag_is_rejected(hub, run, capsys):
+    with pytest.raises(SystemExit):
+        main(["publish", str(finish(run)), "--hub_private", "false"])
+    assert "unrecognized arguments: --hub_private false" in capsys.readouterr().err
+    assert hub.repositories == {}
+
+
+def test_invalid_boolean_is_rejected(hub, run, capsys):
     with pytest.raises(SystemExit) as caught:
         publishing.main([str(finish(run)), "--hub_private_repo", "perhaps"])
     assert caught.value.code == EXIT_USER
@@ -183,18 +191,18 @@ def test_a_word_that_is_no_answer_is_a_mistake_of_the_user(hub, run, capsys):
         (lambda hub, run: hub.faults["commit"].extend([Fault(403)] * 9), "not everything is published"),
     ],
 )
-def test_what_cannot_be_published_is_told_with_its_remedy(hub, run, capsys, change, words):
+def test_failed_publishing_names_remedy(hub, run, capsys, change, words):
     finish(run)
     change(hub, run)
     assert main(["publish", str(run)]) == EXIT_USER
-    told = capsys.readouterr().err
-    assert words in told
-    assert "\n    " in told
+    error = capsys.readouterr().err
+    assert words in error
+    assert "\n    " in error
     if "me/mine" in hub.repositories:
         assert read_messages(hub) == []
 
 
-def test_a_read_only_folder_is_published(hub, run, monkeypatch):
+def test_read_only_folder_is_published(hub, run, monkeypatch):
     opened = Path.open
 
     def open_or_refuse(path, mode="r", **options):
@@ -208,7 +216,7 @@ def test_a_read_only_folder_is_published(hub, run, monkeypatch):
     assert read_messages(hub) == [MODEL]
 
 
-def test_a_second_process_is_refused(hub, run, capsys):
+def test_concurrent_publisher_is_rejected(hub, run, capsys):
     finish(run)
     hold = f"import fcntl, sys; f = open({str(run / '_published.lock')!r}, 'a'); fcntl.lockf(f, fcntl.LOCK_EX)"
     command = [sys.executable, "-c", f"{hold}; print('held', flush=True); sys.stdin.read()"]
@@ -220,7 +228,7 @@ def test_a_second_process_is_refused(hub, run, capsys):
 
 
 def recipe(run, train, **keys):
-    """``train`` as a recipe that publishes to the run's directory."""
+    """Wrap ``train`` as a recipe that publishes from the directory of the run."""
     config = RecipeConfig.__new__(RecipeConfig)
     training = {"push_to_hub": True, "hub_strategy": "every_save", "output_dir": str(run), **keys}
     object.__setattr__(config, "training", training)
@@ -232,7 +240,7 @@ def wait_for(hub, tag):
         hub.closing.wait(0.05)
 
 
-def test_beside_a_run_checkpoints_are_published_when_they_are_there(hub, tmp_path, capsys):
+def test_checkpoints_are_published_during_training(hub, tmp_path, capsys):
     run = tmp_path / "mine"
 
     def train(config):
@@ -251,7 +259,7 @@ def test_beside_a_run_checkpoints_are_published_when_they_are_there(hub, tmp_pat
     assert not any("optimizer" in name or name.startswith("_") for name in names)
 
 
-def test_with_the_model_at_the_end_no_checkpoint_is_published(hub, run):
+def test_hub_strategy_end_publishes_only_model(hub, run):
     def train(config):
         save_checkpoint(run, 10)
         finish(run)
@@ -260,7 +268,7 @@ def test_with_the_model_at_the_end_no_checkpoint_is_published(hub, run):
     assert read_messages(hub) == [MODEL]
 
 
-def test_what_another_run_left_in_the_directory_is_not_published(hub, run):
+def test_checkpoints_of_earlier_run_are_not_published(hub, run):
     save_checkpoint(run, 10)
 
     def train(config):
@@ -272,7 +280,7 @@ def test_what_another_run_left_in_the_directory_is_not_published(hub, run):
     assert read_messages(hub) == []
 
 
-def test_a_run_that_is_stopped_does_not_wait_and_the_next_one_publishes_the_rest(hub, run):
+def test_preempted_run_does_not_wait_for_upload(hub, run, pauses):
     hub.sabotage = lambda kind: Fault(stalls=True) if kind == "preupload" else None
 
     def train(config):
@@ -284,21 +292,26 @@ def test_a_run_that_is_stopped_does_not_wait_and_the_next_one_publishes_the_rest
 
     with pytest.raises(PreemptedError):
         recipe(run, train)()
+    (publisher,) = (thread for thread in threading.enumerate() if thread.name == "publishing")
     hub.sabotage = lambda kind: None
     recipe(run, lambda config: finish(run))()
     assert read_messages(hub) == ["checkpoint-10", MODEL]
+    # The stalled thread would retry, and close the client of huggingface_hub, during later tests.
+    hub.closing.set()
+    publisher.join(60)
+    assert not publisher.is_alive()
 
 
-def test_a_refusal_at_the_end_is_told_and_does_not_fail_the_run(hub, run, capsys):
+def test_rejected_final_commit_does_not_fail_run(hub, run, capsys):
     hub.sabotage = lambda kind: Fault(403) if kind == "commit" else None
     recipe(run, lambda config: finish(run))()
-    told = capsys.readouterr().err
-    assert "not everything is published" in told
-    assert "403" in told
-    assert f"`recipes publish {run}` publishes the rest" in told
+    error = capsys.readouterr().err
+    assert "not everything is published" in error
+    assert "403" in error
+    assert f"`recipes publish {run}` publishes the rest" in error
 
 
-def test_only_the_main_process_publishes_and_only_where_it_is_asked_for(hub, run, monkeypatch):
+def test_only_main_process_publishes(hub, run, monkeypatch):
     trained = []
     recipe(run, trained.append, push_to_hub=False)()
     monkeypatch.setenv("RANK", "1")
@@ -307,7 +320,7 @@ def test_only_the_main_process_publishes_and_only_where_it_is_asked_for(hub, run
     assert hub.requests == []
 
 
-def test_who_may_not_publish_does_not_train(hub, run):
+def test_missing_write_permission_prevents_training(hub, run):
     hub.role = "read"
     trained = []
     with pytest.raises(Exception, match="may only read"):
@@ -329,7 +342,7 @@ KINDS = ("yaml", "tree", "preupload", "batch", "upload", "join", "verify", "comm
 
 @pytest.fixture
 def publish(hub, pauses, run):
-    """Publish what the run holds, as a new process does."""
+    """Publish the contents of the run, as a new process does."""
     hub.add("me/mine", private=True)
     limit_silence(30)
 
@@ -346,17 +359,17 @@ QUICK = {
     *(("tag", "answer lost"), ("upload", "answer lost"), ("upload", "silent")),
     *zip(KINDS[:7], itertools.cycle(FAULTS)),
 }
-"""Every kind of request, and every fault; the other pairs are in the slow tier."""
+"""Each kind of request and each fault at least once; the other pairs are slow tests."""
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
     [pytest.param(*cell, marks=[] if cell in QUICK else pytest.mark.slow) for cell in itertools.product(KINDS, FAULTS)],
 )
-def test_after_a_transient_failure_the_commit_is_there_once(hub, run, publish, kind, name):
+def test_transient_failure_leaves_one_commit(hub, run, publish, kind, name):
     fault = FAULTS[name]
     checkpoint = save_checkpoint(run, 4)
-    if kind == "join":  # Of a file that is sent in parts.
+    if kind == "join":  # Only files that are uploaded in parts are joined.
         save_file({"weight": np.full(40_000, 4, np.float32)}, checkpoint / "model.safetensors")
         write_complete(checkpoint, step=4)
     hub.faults[kind] = [fault]
@@ -376,7 +389,7 @@ REFUSALS = [("preupload", 401), ("batch", 403), ("upload", 422), ("commit", 400)
 
 
 @pytest.mark.parametrize(("kind", "status"), REFUSALS)
-def test_a_refusal_is_told_at_once_and_nothing_is_committed(hub, run, publish, kind, status, pauses):
+def test_rejected_request_is_not_retried(hub, run, publish, kind, status, pauses):
     save_checkpoint(run, 4)
     hub.faults[kind] = [Fault(status)] * 9
     with pytest.raises((HfHubHTTPError, RuntimeError)):
@@ -385,7 +398,17 @@ def test_a_refusal_is_told_at_once_and_nothing_is_committed(hub, run, publish, k
     assert pauses.ours == []
 
 
-def test_what_was_uploaded_once_is_not_uploaded_again(hub, run, publish):
+def test_rejected_large_file_is_reported_with_reason(hub, run, capsys):
+    rejected = {"oid": "0" * 64, "size": 1, "error": {"code": 403, "message": "storage quota exceeded"}}
+    body = json.dumps({"objects": [rejected]}).encode()
+    hub.faults["batch"] = [Fault(200, {"Content-Type": "application/vnd.git-lfs+json"}, body)]
+    assert main(["publish", str(finish(run))]) == EXIT_USER
+    error = capsys.readouterr().err
+    assert "storage quota exceeded" in error
+    assert "Traceback" not in error
+
+
+def test_failed_commit_does_not_repeat_upload(hub, run, publish):
     save_checkpoint(run, 4)
     hub.faults["commit"] = [Fault(503), Fault(503)]
     publish()
@@ -393,8 +416,8 @@ def test_what_was_uploaded_once_is_not_uploaded_again(hub, run, publish):
 
 
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
-def test_none_is_lost_when_a_fifth_of_all_requests_fails(hub, run, publish, seed):
-    """Run again until it succeeds; then every commit is there once, in order."""
+def test_no_commit_is_lost_under_random_faults(hub, run, publish, seed):
+    """The command is repeated until it succeeds; then each commit exists once, in order."""
     chance = random.Random(seed)
     faults = [Fault(429), Fault(500), Fault(503), Fault(cut="before"), Fault(cut="after")]
     hub.sabotage = lambda kind: chance.choice(faults) if chance.random() < 0.2 else None
@@ -411,7 +434,7 @@ def test_none_is_lost_when_a_fifth_of_all_requests_fails(hub, run, publish, seed
     assert [read_weight(find(name).files) for name in ("step-20", "step-100", "main")] == [20, 100, -1]
 
 
-def test_a_branch_never_goes_back_to_an_older_checkpoint(hub, run, publish):
+def test_older_checkpoint_is_not_committed_after_newer(hub, run, publish):
     save_checkpoint(run, 20)
     publish()
     save_checkpoint(run, 10)
@@ -420,7 +443,7 @@ def test_a_branch_never_goes_back_to_an_older_checkpoint(hub, run, publish):
     assert read_messages(hub) == ["checkpoint-20"]
 
 
-def test_a_checkpoint_that_was_saved_anew_is_published_anew(hub, run, publish):
+def test_resaved_checkpoint_is_published_again(hub, run, publish):
     save_checkpoint(run, 10)
     publish()
     other = save_checkpoint(run, 10)
@@ -431,14 +454,14 @@ def test_a_checkpoint_that_was_saved_anew_is_published_anew(hub, run, publish):
     assert len(read_messages(hub)) == 2
 
 
-def test_an_overtaken_checkpoint_is_left_out_unless_all_are_asked_for(hub, run, publish):
+def test_superseded_checkpoint_is_skipped_without_hub_always_push(hub, run, publish):
     for step in (10, 20):
         save_checkpoint(run, step)
     publish(hub_always_push=False)
     assert read_messages(hub) == ["checkpoint-20"]
 
 
-def test_a_damaged_checkpoint_is_named_and_skipped(hub, run, publish):
+def test_damaged_checkpoint_is_skipped(hub, run, publish):
     for step in (10, 20):
         save_checkpoint(run, step)
     path = run / "checkpoint-10" / "model.safetensors"
@@ -448,8 +471,8 @@ def test_a_damaged_checkpoint_is_named_and_skipped(hub, run, publish):
     assert publish.lines[0] == "checkpoint-10 is not published: model.safetensors does not match its SHA-256"
 
 
-def test_a_checkpoint_that_is_deleted_while_it_waits_is_named_and_skipped(hub, run, publish):
-    """The first upload fails in passing, and training goes on saving and deleting meanwhile."""
+def test_checkpoint_deleted_during_retry_is_skipped(hub, run, publish):
+    """The first upload fails transiently, and training deletes the checkpoint before the retry."""
     for step in (10, 20):
         save_checkpoint(run, step)
 
@@ -465,7 +488,7 @@ def test_a_checkpoint_that_is_deleted_while_it_waits_is_named_and_skipped(hub, r
     assert "checkpoint-10 is not published: it was deleted in the meantime" in publish.lines[0]
 
 
-def test_another_model_replaces_the_weights_and_leaves_what_the_user_wrote(hub, run, publish):
+def test_new_model_replaces_weights_and_keeps_user_files(hub, run, publish):
     shards = {f"model-0000{number}-of-00002.safetensors": b"old" for number in (1, 2)}
     files = hub.repositories["me/mine"].branches["main"][-1].files
     files |= shards | {"model.safetensors.index.json": b"{}", "NOTES.md": b"the user's own"}
@@ -476,7 +499,7 @@ def test_another_model_replaces_the_weights_and_leaves_what_the_user_wrote(hub, 
     assert {"NOTES.md", "model.safetensors"} <= after
 
 
-def test_the_folder_of_the_last_checkpoint_holds_that_one_alone(hub, run, publish):
+def test_last_checkpoint_folder_has_only_last_checkpoint(hub, run, publish):
     first = save_checkpoint(run, 10)
     (first / "rng_state_1.pth").write_bytes(b"of a second process")
     write_complete(first, step=10)
@@ -487,7 +510,7 @@ def test_the_folder_of_the_last_checkpoint_holds_that_one_alone(hub, run, publis
     assert "last-checkpoint/rng_state_1.pth" not in hub.repositories["me/mine"].find("main").files
 
 
-def test_a_secret_in_a_checkpoint_ends_the_publishing_and_not_the_run(hub, run, capsys):
+def test_secret_in_checkpoint_does_not_fail_run(hub, run, capsys):
     def train(config):
         make_run(run)
         checkpoint = save_checkpoint(run, 10)
@@ -495,13 +518,13 @@ def test_a_secret_in_a_checkpoint_ends_the_publishing_and_not_the_run(hub, run, 
         write_complete(checkpoint, step=10)
 
     recipe(run, train)()
-    told = capsys.readouterr().err
-    assert "checkpoint-10/tokenizer.json: it would be published" in told
-    assert "not everything is published" in told
+    error = capsys.readouterr().err
+    assert "checkpoint-10/tokenizer.json: it would be published" in error
+    assert "not everything is published" in error
     assert read_messages(hub) == []
 
 
-def test_a_failing_hub_does_not_end_the_publishing_of_a_run(hub, run, monkeypatch, pauses):
+def test_publisher_continues_after_failed_commits(hub, run, monkeypatch, pauses):
     monkeypatch.setattr(publishing, "PAUSE_SECONDS", 0.01)
 
     def train(config):
@@ -515,7 +538,7 @@ def test_a_failing_hub_does_not_end_the_publishing_of_a_run(hub, run, monkeypatc
     assert read_messages(hub) == ["checkpoint-10", MODEL]
 
 
-def test_a_run_publishes_again_when_another_process_has_ended(hub, run, monkeypatch, capsys):
+def test_publisher_waits_for_lock_of_other_process(hub, run, monkeypatch, capsys):
     monkeypatch.setattr(publishing, "PAUSE_SECONDS", 0.01)
     is_free, lock = iter([False, False]), publishing.try_lock
     monkeypatch.setattr(publishing, "try_lock", lambda file, **keys: next(is_free, None) is None and lock(file, **keys))
@@ -531,8 +554,8 @@ def test_a_run_publishes_again_when_another_process_has_ended(hub, run, monkeypa
     assert capsys.readouterr().err.count("another process publishes it") == 1
 
 
-def test_a_stalled_hub_holds_neither_the_training_nor_the_end_of_the_process(hub, run):
-    """Of a file in parts, beside others: every upload hangs."""
+def test_stalled_hub_blocks_neither_training_nor_exit(hub, run):
+    """All uploads stall, of single files and of files in parts."""
     hub.sabotage = lambda kind: Fault(stalls=True) if kind == "upload" else None
     code = f"""
 from pathlib import Path
@@ -547,6 +570,7 @@ def train(config):
     finish(run)
 recipe(run, train, hub_strategy="all_checkpoints")()
 """
+    # Not forked: the fork server has imported huggingface_hub in offline mode.
     command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
     assert done.returncode == 0, done.stderr
@@ -557,7 +581,7 @@ recipe(run, train, hub_strategy="all_checkpoints")()
     assert read_messages(hub) == ["checkpoint-10", MODEL]
 
 
-def test_every_recipe_publishes_by_it():
+def test_recipes_with_export_use_publishing():
     recipes = [path for path in sorted((ROOT / "recipes").glob("*.py")) if "export_model" in path.read_text()]
     assert len(recipes) >= 6
     for path in recipes:

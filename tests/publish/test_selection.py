@@ -1,4 +1,4 @@
-"""What of a folder leaves the machine: what a model is loaded by and what is told of it, and no secret."""
+"""Files that are published: model, card and record, code and optimizer state, and the search for secrets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(tmp_path):
     return make_run(tmp_path / "run")
 
 
-def test_whatever_upstream_saves_of_model_and_tokenizer_is_published(tiny_model_dir, tmp_path):
+def test_all_saved_model_and_tokenizer_files_are_published(tiny_model_dir, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(tiny_model_dir, folder)
     tokenizer = build_tokenizer()
@@ -51,14 +51,14 @@ def test_whatever_upstream_saves_of_model_and_tokenizer_is_published(tiny_model_
         *("samples.jsonl", "checkpoint-10/model.safetensors", "_publishing/model/config.json"),
     ],
 )
-def test_what_no_model_needs_stays_here(run, path):
+def test_unrelated_files_are_not_published(run, path):
     before = list_published(finish(run))
     (run / path).parent.mkdir(parents=True, exist_ok=True)
     (run / path).write_text("private")
     assert list_published(run) == before
 
 
-def test_code_is_published_where_the_model_is_loaded_by_it(run):
+def test_code_named_in_auto_map_is_published(run):
     finish(run)
     config = {"auto_map": {"AutoConfig": "configuration_own.Config", "AutoModel": "other/repo--private.Model"}}
     (run / "config.json").write_text(json.dumps(config))
@@ -69,7 +69,7 @@ def test_code_is_published_where_the_model_is_loaded_by_it(run):
     assert {path for path in list_published(run) if path.endswith(".py")} == {*texts, "tokens.py"}
 
 
-def test_a_link_that_leads_nowhere_is_told(run):
+def test_broken_link_is_rejected(run):
     (finish(run) / "tokenizer.json").unlink()
     (run / "tokenizer.json").symlink_to("nowhere.json")
     with pytest.raises(DataError, match=r"tokenizer\.json: it is a link to a file that does not exist"):
@@ -77,8 +77,8 @@ def test_a_link_that_leads_nowhere_is_told(run):
 
 
 @pytest.mark.parametrize("path", ["tokenizer.json", "additional_chat_templates/rag.jinja"])
-def test_a_link_out_of_the_folder_is_not_followed(run, tmp_path, path):
-    """Neither that of a file nor that of the folder that it lies in."""
+def test_link_out_of_folder_is_rejected(run, tmp_path, path):
+    """Neither a link to a file nor a link to its folder."""
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / Path(path).name).write_text("private")
@@ -93,7 +93,7 @@ def test_a_link_out_of_the_folder_is_not_followed(run, tmp_path, path):
 
 
 def read_files(folder):
-    """Some as files on disk, some as text in memory."""
+    """Return the files of a folder, alternately as paths and as bytes."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     return {
         path.relative_to(folder).as_posix(): path if number % 2 else path.read_bytes()
@@ -103,7 +103,7 @@ def read_files(folder):
 
 @pytest.mark.parametrize("path", ["README.md", "run.json", "config.json", "state/deep/notes.txt"])
 @pytest.mark.parametrize("place", [0, 9000, 300_000])
-def test_a_secret_is_found_wherever_it_stands(tmp_path, path, place):
+def test_secret_is_found_in_any_file_and_position(tmp_path, path, place):
     (tmp_path / "state" / "deep").mkdir(parents=True)
     for name in ("README.md", "config.json"):
         (tmp_path / name).write_text("hf_hub is no secret")
@@ -112,56 +112,56 @@ def test_a_secret_is_found_wherever_it_stands(tmp_path, path, place):
     assert find_secret(read_files(tmp_path)) == path
 
 
-def test_bytes_that_are_no_text_hold_none(tmp_path):
+def test_binary_files_are_not_searched_for_secrets(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\0" + SECRET.encode())
     (tmp_path / "latin.txt").write_bytes("Größe".encode("latin-1"))
     assert find_secret(read_files(tmp_path)) is None
 
 
-def test_of_a_record_and_the_card_that_is_made_of_it_the_record_is_named(tmp_path):
+def test_secret_in_record_and_card_names_record(tmp_path):
     for name in ("README.md", "run.json"):
         (tmp_path / name).write_text(SECRET)
     assert find_secret(read_files(tmp_path)) == "run.json"
 
 
-LOADED = {"model.safetensors", "config.json", "tokenizer.json"}
-TOLD = {"README.md", "run.json"}
+MODEL_FILES = {"model.safetensors", "config.json", "tokenizer.json"}
+DESCRIPTION = {"README.md", "run.json"}
 STATES = {"optimizer.pt", "trainer_state.json", "COMPLETE.json", "README.md", "samples.jsonl"}
 
 
-def test_of_a_checkpoint_the_model_its_card_and_its_record_are_published(run):
+def test_checkpoint_publishes_model_card_and_record(run):
     save_checkpoint(run, 10)
     contents = find_contents(run, {"hub_strategy": "every_save"})["checkpoint-10"]
     files = collect_files(contents, run)
-    assert set(files) == LOADED | TOLD
+    assert set(files) == MODEL_FILES | DESCRIPTION
     assert b"| eval_loss | 3.0 |" in files["README.md"]
-    # Cards and records are written anew.
-    assert {path for path in files if contents.find_hash(path)} == LOADED
+    # Card and record are generated, and have no hash in the manifest.
+    assert {path for path in files if contents.find_hash(path)} == MODEL_FILES
 
 
-def test_optimizer_states_only_where_the_whole_checkpoint_was_asked_for(run):
+def test_hub_strategy_checkpoint_publishes_optimizer_state(run):
     checkpoint = save_checkpoint(run, 10)
-    (checkpoint / ".env").write_text("what somebody put there after it was sealed")
+    (checkpoint / ".env").write_text("added after the manifest was written")
     contents = find_contents(run, {"hub_strategy": "checkpoint"})["checkpoint-10"]
     files = collect_files(contents, run)
-    assert set(files) == LOADED | TOLD | {f"last-checkpoint/{name}" for name in LOADED | STATES}
-    seal = read_complete(checkpoint)["files"]["README.md"]["sha256"]
-    assert contents.find_hash("last-checkpoint/README.md") == seal
+    assert set(files) == MODEL_FILES | DESCRIPTION | {f"last-checkpoint/{name}" for name in MODEL_FILES | STATES}
+    sha256 = read_complete(checkpoint)["files"]["README.md"]["sha256"]
+    assert contents.find_hash("last-checkpoint/README.md") == sha256
 
 
-def test_nothing_tells_about_the_machine_and_the_run_keeps_its_own_record(run):
+def test_published_record_has_no_machine_paths(run):
     before = (run / "run.json").read_text()
     files = collect_files(Contents(name=MODEL, source=finish(run)), run)
-    told = files["run.json"].decode()
-    assert "secret" not in told + files["README.md"].decode()
-    assert str(run.parent) not in told
-    assert "error" not in json.loads(told)
-    assert json.loads(told)["command"] == ["sft.py", "--config", "sft.yaml", "--output_dir=run"]
+    record = files["run.json"].decode()
+    assert "secret" not in record + files["README.md"].decode()
+    assert str(run.parent) not in record
+    assert "error" not in json.loads(record)
+    assert json.loads(record)["command"] == ["sft.py", "--config", "sft.yaml", "--output_dir=run"]
     assert json.loads((run / "run.json").read_text()) == json.loads(before) | {"status": "done"}
 
 
 @pytest.mark.parametrize("facts", [{"job": 7}, {"stage": "sft"}, {"stage": "sft", "config": "sft.yaml"}])
-def test_a_run_json_of_another_program_is_named(run, facts):
+def test_foreign_run_json_is_rejected(run, facts):
     finish(run)
     (run / "run.json").write_text(json.dumps(facts))
     with pytest.raises(DataError, match=r"run\.json: has unexpected fields: `(stage|config)`"):

@@ -1,4 +1,4 @@
-"""The notebook, cell by cell in one namespace, with a small model."""
+"""The notebook of the tutorials, executed in one namespace with a small model."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def read_cells() -> list[dict[str, object]]:
     return cells
 
 
-def test_the_notebook_has_no_outputs() -> None:
+def test_notebook_has_no_outputs() -> None:
     assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in read_cells())
 
 
 @pytest.mark.slow
-def test_every_cell_runs(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_notebook_cells_run(tmp_path: Path, tiny_model_dir: Path) -> None:
     codes = ["".join(cell["source"]) for cell in read_cells() if cell["cell_type"] == "code"]  # type: ignore[arg-type]
     script = MODELS.sub(str(tiny_model_dir), "\n".join([*codes, CHECK]))
     (tmp_path / "notebook.py").write_text(script, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Every file and command of a tutorial, in its order, with small stand-ins for models, data and benchmarks."""
+"""Files and commands of each tutorial page in order, with small models, data and benchmarks."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ SMALL: Mapping[str, Any] = {
     "pad_token": "<|pad|>",
     "warmup_steps": 0,
 }
-"""Values of a recipe's keys, where it has them, or where every recipe may have them."""
+"""Values that replace those of a tutorial, for keys that its file has; those of ``EVERYWHERE`` are always set."""
 EVERYWHERE = {"use_cpu", "max_steps", "test_split_size"}
-LEFT_OUT = (
+DROPPED_SUFFIXES = (
     "_revision",
     "_split",
     "_config",
@@ -55,11 +55,11 @@ LEFT_OUT = (
     "max_tokens",
     "bf16",
 )
-OF_A_RANDOM_MODEL: Mapping[str, Mapping[str, Any]] = {
+FOR_RANDOM_MODEL: Mapping[str, Mapping[str, Any]] = {
     "ppo": {"response_length": 160},
     "dpo": {"broken_rows": "drop", "max_broken_fraction": 0.9},
 }
-"""By recipe: about half of its answers end by then, of which pairs are made; and some have bytes that no text has."""
+"""Further values by recipe: half of the random answers end within 160 tokens; some decode to invalid text."""
 CONVERTER = """
 import sys
 open(sys.argv[sys.argv.index("--outfile") + 1], "wb").write(b"GGUF")
@@ -83,7 +83,7 @@ def converse(question: str, answer: str) -> list[dict[str, str]]:
 
 
 def write_data(folder: Path) -> dict[str, Path]:
-    """Rows of the layouts of the tutorials' datasets, by recipe; and tasks of which the names are not lm-eval's."""
+    """Write rows in the layouts of the tutorials' datasets, by recipe, and two local lm-eval tasks."""
     answers = [f"There are seven days, number {number}. #### {number}" for number in range(16)]
     chats = [{"messages": converse(QUESTION, answer)} for answer in answers]
     pairs = [
@@ -105,30 +105,32 @@ def write_data(folder: Path) -> dict[str, Path]:
     write_rows(folder / "rows.jsonl", rows["grpo"][:4])
     for name in ("mine_one", "mine_two"):
         (folder / f"{name}.yaml").write_text(TASK.format(name=name))
-    return {recipe: write_rows(folder / f"{recipe}_rows.jsonl", found) for recipe, found in rows.items()}
+    return {recipe: write_rows(folder / f"{recipe}_rows.jsonl", contents) for recipe, contents in rows.items()}
 
 
 def make_small(text: str, recipe: str, model: Path, data: Mapping[str, Path]) -> str:
-    """The text of a recipe's file with a small model, few rows and few steps."""
+    """Return the text of a recipe's file with a small model, few rows and few steps."""
     keys = yaml.safe_load(text)
     if recipe == "corpus":
         sources = [{"name": str(data["corpus"]), "kind": "text"}]
         return yaml.safe_dump({"sources": sources, "output_dir": keys["output_dir"], "workers": 1})
-    if "dataset_revision" not in keys:  # A file of the reader's own, small as it is.
+    if "dataset_revision" not in keys:  # A file that the tutorial has the reader write.
         return yaml.safe_dump(keys | {"bf16": False, "use_cpu": True})
-    # A recipe of a corpus says itself how much is held out.
+    # Pretraining files set their own `test_split_size`.
     everywhere = EVERYWHERE - ({"test_split_size"} if recipe == "pretrain" else set())
     models = ("model_name_or_path", "tokenizer_name_or_path", "teacher_model_name_or_path")
-    kept = {name: value for name, value in keys.items() if not name.endswith(LEFT_OUT) or name == "model_config"}
+    kept = {
+        name: value for name, value in keys.items() if not name.endswith(DROPPED_SUFFIXES) or name == "model_config"
+    }
     kept |= {name: value for name, value in SMALL.items() if name in kept or name in everywhere}
-    kept |= OF_A_RANDOM_MODEL.get(recipe, {})
+    kept |= FOR_RANDOM_MODEL.get(recipe, {})
     kept |= {name: str(model) for name in models if name in kept} | {"dataset_name": str(data[recipe])}
     return yaml.safe_dump(kept)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "tutorials").glob("*.md")), ids=lambda path: path.stem)
-def test_the_page_is_followed_step_by_step(page: Path, tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_tutorial_commands_run(page: Path, tmp_path: Path, tiny_model_dir: Path) -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     data = write_data(tmp_path)
     text = textwrap.dedent(page.read_text(encoding="utf-8").replace("\n   ", "\n"))
@@ -154,17 +156,19 @@ def test_the_page_is_followed_step_by_step(page: Path, tmp_path: Path, tiny_mode
         elif language in ("console", "python"):
             commands = [line.removeprefix("$ ") for line in body.splitlines()] if language == "console" else []
             calls = [[sys.executable, "-m", "recipes_lib.cli", *shlex.split(adapt(line))[1:]] for line in commands]
-            for call in calls or [[sys.executable, "-c", body]]:
-                done = subprocess.run(call, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-                assert done.returncode == 0, f"{shlex.join(call)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+            for command in calls or [[sys.executable, "-c", body]]:
+                done = subprocess.run(
+                    command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+                )
+                assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     assert list((tmp_path / "runs").rglob("report.html"))
 
 
 def adapt(command: str) -> str:
-    """A command with local tasks for benchmarks of the Hub, on one process of this machine."""
+    """Return a command with local tasks instead of Hub benchmarks, in one process on the CPU."""
     command = re.sub(r"--hardware (fsdp2|single_gpu)", "--hardware cpu", command).replace("--num_processes 8", "")
-    for asked, small in (("--max_steps 500", "--max_steps 2"), ("--test_split_size 0.001", "--test_split_size 4")):
-        command = command.replace(asked, small)
+    for original, small in (("--max_steps 500", "--max_steps 2"), ("--test_split_size 0.001", "--test_split_size 4")):
+        command = command.replace(original, small)
     return re.sub(r"--tasks [\w,]+", "--tasks mine_one --include_path . --use_cpu true", command)
 
 

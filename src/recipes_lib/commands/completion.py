@@ -20,8 +20,11 @@ _recipes() {{
 }}
 complete -o default -o bashdefault -F _recipes recipes
 """
-# zsh runs completion functions of bash, COMP_WORDS and compgen included.
-_ZSH: Final = "autoload -U +X bashcompinit && bashcompinit\n"
+# zsh runs completion functions of bash, COMP_WORDS and compgen included; its `complete` needs `compdef`.
+_ZSH: Final = """\
+(( $+functions[compdef] )) || {{ autoload -U compinit && compinit; }}
+autoload -U +X bashcompinit && bashcompinit
+"""
 _FISH: Final = """\
 complete -c recipes -n __fish_use_subcommand -f -a "{commands}"
 complete -c recipes -n "__fish_prev_arg_in --recipe" -f -a "{recipes}"

@@ -199,7 +199,7 @@ def _find_evaluation(folder: Path) -> Path:
 
 
 def _parse(argv: Sequence[str]) -> EvalConfig:
-    """Parse the configuration; accepts the model as a positional argument, and comma-separated tasks.
+    """Parse the configuration; accepts the model as a positional argument.
 
     Raises:
         ConfigError: It is invalid, or the extra ``eval`` is not installed.
@@ -207,10 +207,6 @@ def _parse(argv: Sequence[str]) -> EvalConfig:
     given = list(argv)
     if given and not given[0].startswith("-") and not given[0].endswith((".yaml", ".yml")):
         given[0] = f"--model_name_or_path={given[0]}"
-    for at, argument in enumerate(given):
-        is_names = argument.strip() and argument.lstrip()[0] not in "[-"
-        if at and given[at - 1] in ("--tasks", "--include_path") and is_names:
-            given[at] = json.dumps(argument.split(","))
     if {"-h", "--help"} & set(argv):
         sys.stdout.write(_USAGE)
     config = exit_after_help(parse_eval_command(given))

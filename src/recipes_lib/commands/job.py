@@ -18,8 +18,8 @@ from typing import Any, Final, NamedTuple
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from recipes_lib.commands.launch import PORT
-from recipes_lib.config.loader import parse_command, split_recipe
+from recipes_lib.commands.launch import PORT, find_recipe_name
+from recipes_lib.config.loader import parse_command
 from recipes_lib.errors import (
     EXIT_BUG,
     EXIT_DIVERGED,
@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> None:
     add_cloud_flags(parser)
     parser.add_argument("--name", help="name of the job (default: that of output_dir)")
     text = "output directory of the run (default: that of the recipe)"
-    parser.add_argument("--output_dir", "--output-dir", metavar="DIR", help=text)
+    parser.add_argument("--output_dir", metavar="DIR", help=text)
     options, overrides = parser.parse_known_args(argv)
     sys.stdout.write(write_job(options.to, describe_job(options, overrides)))
 
@@ -142,7 +142,7 @@ def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> dict[
     Raises:
         ConfigError: As ``main``.
     """
-    recipe, _ = split_recipe(["--config", options.config, *(["--recipe", options.recipe] if options.recipe else [])])
+    recipe = find_recipe_name(["--config", options.config, *(["--recipe", options.recipe] if options.recipe else [])])
     place = ["--output_dir", options.output_dir] if options.output_dir else []
     config = parse_command(recipe, ["--config", options.config, *place, *overrides])
     if isinstance(config, str):

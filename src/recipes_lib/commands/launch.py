@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.config.loader import parse_command, split_recipe
+from recipes_lib.config.table import RECIPE_NAMES, TABLES
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
 from recipes_lib.shipped import RECIPES, find_launch_file, find_shipped
 from recipes_lib.training.layouts.compatibility import verify_combination
@@ -138,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--main_process_port", type=int, help="port of machine 0")
     parser.add_argument("--dry_run", action="store_true", help="print the command without running it")
     options, overrides = parser.parse_known_args(argv)
-    recipe = split_recipe(argv)[0]
+    recipe = find_recipe_name(argv)
     named = ["--config", options.config, *overrides] if options.config else overrides
     # Checked once here, instead of by every process that would be started.
     config = parse_command(recipe, named)
@@ -167,6 +168,20 @@ def main(argv: Sequence[str]) -> int:
     expect_launch(num_processes, kind if kind in ENGINES else "", pipeline)
     _execute(command, is_alone=kind == "NO")
     raise AssertionError("exec replaced the process")
+
+
+def find_recipe_name(argv: Sequence[str]) -> str:
+    """Return the recipe of a command line, as ``split_recipe``.
+
+    Raises:
+        ConfigError: There is no such recipe, or it does not train and has a command of its own.
+    """
+    recipe, _ = split_recipe(argv, TABLES)
+    if recipe not in RECIPE_NAMES:
+        command = {"corpus": "clean"}.get(recipe, recipe)
+        remedy = f"run `recipes {command}`, or write --recipe sft"
+        raise ConfigError(Problem("--config", f"is for {recipe}, which does not train", remedy))
+    return recipe
 
 
 def _execute(command: Sequence[str], *, is_alone: bool) -> None:
@@ -215,6 +230,10 @@ def _resolve_machines(options: argparse.Namespace, detected: Machines) -> Machin
     if machines.num_machines > 1 and (machines.main_process_ip is None or lacks_rank):
         found = f"there are {machines.num_machines} machines, without --machine_rank and --main_process_ip"
         raise ConfigError(Problem("--num_machines", found, "write both, or start under SLURM"))
+    if machines.num_machines < 1:
+        raise ConfigError(Problem("--num_machines", f"is {machines.num_machines}", "write 1 or more"))
+    if not 0 <= machines.main_process_port < 1 << 16:
+        raise ConfigError(Problem("--main_process_port", f"is {machines.main_process_port}", "write 0 to 65535"))
     if not 0 <= machines.machine_rank < machines.num_machines:
         found = f"is {machines.machine_rank}, with {machines.num_machines} machines"
         raise ConfigError(Problem("--machine_rank", found, "write the rank of this machine, from 0"))

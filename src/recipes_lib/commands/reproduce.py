@@ -62,8 +62,7 @@ def main(argv: Sequence[str]) -> None:
         f"the key {key}, which was {value!r}, runs code: {config_file} has it as a comment"
         for key, value in code.items()
     ]
-    lines = [f"differs: {escape_controls(line)}\n" for line in (*lost, *compare(record, keys))]
-    sys.stdout.write("".join(lines) or "everything recorded matches\n")
+    sys.stdout.writelines(f"differs: {escape_controls(line)}\n" for line in (*lost, *compare(record, keys)))
     try:
         check_text(recipe, text, config_file)
     except UserError as error:
@@ -218,7 +217,7 @@ def _plain(value: Any) -> Any:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="recipes reproduce", description=__doc__)
+    parser = argparse.ArgumentParser(prog="recipes reproduce", description=__doc__, allow_abbrev=False)
     parser.add_argument("source", help="repository on the Hub, or output directory of a run")
     parser.add_argument("--revision", help="commit, branch or tag of the repository, such as step-500")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write to (default: reproduced/NAME)")

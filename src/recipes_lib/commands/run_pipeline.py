@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,10 +40,12 @@ def main(argv: Sequence[str]) -> int:
     """
     options = _build_parser().parse_args(list(argv))
     options.pipeline = find_pipeline(options.pipeline)
-    if options.only and (options.first or options.last):
+    if options.only is not None and (options.first is not None or options.last is not None):
         raise ConfigError(Problem("--only", "excludes --from and --until", "write one or the other"))
     pipeline = load_pipeline(options.pipeline, options.output_dir)
-    chosen = choose_stages(pipeline, options.first or options.only, options.last or options.only)
+    # Not `or`: an empty name, of an unset shell variable, would select all stages.
+    ends = (options.only if name is None else name for name in (options.first, options.last))
+    chosen = choose_stages(pipeline, *ends)
     if problems := list(_find_unknown_commands(pipeline)):
         raise ConfigError(*problems)
     if options.list:
@@ -103,14 +107,15 @@ def find_pipeline(text: str) -> Path:
     """
     folder = RECIPES / "pipelines"
     names = sorted({file.stem for file in find_shipped(folder).glob("*.yaml")} - {"demo"})
-    if find_shipped(Path(text)).exists():
+    # A folder may have the name of a shipped pipeline: `recipes demo` writes `demo`.
+    if find_shipped(Path(text)).is_file():
         return Path(text)
     if text in names:
         # Relative, as in the container image, where a submitted job looks for it.
         return folder / f"{text}.yaml"
     remedy = suggest(text, names, f"write the path of a YAML file, or one of {', '.join(names)}", "`recipes run {}`")
     remedy = "`recipes demo` writes its data and runs it" if text == "demo" else remedy
-    raise ConfigError(Problem(text, "there is no such pipeline", remedy))
+    raise ConfigError(Problem(text, "is a folder" if Path(text).is_dir() else "there is no such pipeline", remedy))
 
 
 def _find_unknown_commands(pipeline: Pipeline) -> Iterator[Problem]:
@@ -170,7 +175,7 @@ def check_stages(path: Path, pipeline: Pipeline, inspected: Sequence[str]) -> No
     problems: list[Problem] = []
     outputs = {stage.name: stage.output for stage in pipeline.stages}
     state = read_state(pipeline.output_dir / STATE_FILE)
-    with _using_placeholders(path) as placeholder:
+    with _using_placeholders(path) as (placeholder, put_output):
         for real, stage in zip(pipeline.stages, placeholder.stages, strict=True):
             is_done = (state.get(real.name) or {}).get("status") == "done"
             has_inputs = all(outputs[need].exists() for need in real.needs)
@@ -185,24 +190,33 @@ def check_stages(path: Path, pipeline: Pipeline, inspected: Sequence[str]) -> No
             elif str(placeholder.output_dir) not in stage.words[0] and (missing := find_program(stage.words, Path())):
                 problems.append(Problem(f"{stage.name}: run", missing, "install it, or write its path"))
             # After its own check, so that a stage cannot read its own output.
-            _put_output(stage)
+            put_output(stage)
     if problems:
         raise ConfigError(*problems)
 
 
 @contextmanager
-def _using_placeholders(path: Path) -> Iterator[Pipeline]:
-    """Yield the pipeline with its outputs in a temporary folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield load_pipeline(path, folder)
+def _using_placeholders(path: Path) -> Iterator[tuple[Pipeline, Callable[[Stage], bool]]]:
+    """Yield the pipeline with its outputs in a temporary folder, and the function that creates the output of a stage.
 
+    The function returns ``False`` for an existing output, which is outside of ``output_dir`` and is not changed; what
+    it creates there is deleted at the end.
+    """
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
 
-def _put_output(stage: Stage) -> None:
-    """Create a placeholder for the output of a stage, so that later stages find it."""
-    folder = stage.output.parent if stage.output.suffix else stage.output
-    folder.mkdir(parents=True, exist_ok=True)
-    if stage.output.suffix:
-        stage.output.touch()
+        def put_output(stage: Stage) -> bool:
+            if stage.output.exists():
+                return False
+            # An output with a suffix is a file, except that of a recipe: a stage may be called `sft-v1.5`.
+            is_file = bool(stage.output.suffix) and not stage.recipe
+            created = next(place for place in (*reversed(stage.output.parents), stage.output) if not place.exists())
+            stack.callback(created.unlink if is_file and created == stage.output else partial(shutil.rmtree, created))
+            (stage.output.parent if is_file else stage.output).mkdir(parents=True, exist_ok=True)
+            if is_file:
+                stage.output.touch()
+            return True
+
+        yield load_pipeline(path, folder), put_output
 
 
 @contextmanager
@@ -267,12 +281,12 @@ def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | 
             the GPU is unknown.
     """
     rows, plans, problems = [("stage", "GPUs", "GB each", "hours", "cost")], dict[str, StagePlan](), list[Problem]()
-    with _using_placeholders(path) as placeholder:
+    with _using_placeholders(path) as (placeholder, put_output):
         for stage in placeholder.stages:
-            _put_output(stage)
+            is_placeholder = put_output(stage)
             if stage.recipe in RECIPE_NAMES:
                 with _naming_problems(stage.name, problems):
-                    plans[stage.name] = _plan(stage, gpu, num_processes)
+                    plans[stage.name] = _plan(stage, gpu, num_processes, writes_config=is_placeholder)
     if problems:
         raise ConfigError(*problems)
     for stage in placeholder.stages:
@@ -290,7 +304,7 @@ def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | 
     return [*format_rows(rows), f"planned for {gpu} with published efficiencies, not measured", *note]
 
 
-def _plan(stage: Stage, gpu: str, num_processes: int | None) -> StagePlan:
+def _plan(stage: Stage, gpu: str, num_processes: int | None, *, writes_config: bool) -> StagePlan:
     from recipes_lib.commands.planning.plan_rollouts import plan_iteration
     from recipes_lib.planning.compute import (
         RL_RECIPES,
@@ -309,8 +323,9 @@ def _plan(stage: Stage, gpu: str, num_processes: int | None) -> StagePlan:
     file = find_launch_file(stage.launch) if stage.launch else None
     launch = plan_launch(file, num_processes if file else None)
     model_config = find_planned_model(config)
-    # The placeholder of its output has a model of this shape, for the plans of later stages.
-    model_config.save_pretrained(stage.output)
+    if writes_config:
+        # The placeholder of its output has a model of this shape, for the plans of later stages.
+        model_config.save_pretrained(stage.output)
     layout = build_layout(launch, stage.launch or "single_gpu", config.read("gradient_accumulation_steps"))
     plan = plan_memory(config, model_config, layout, device_bytes=choose_device(gpu).memory)
     config, memory = resolve_checkpointing(config, plan), plan.peak

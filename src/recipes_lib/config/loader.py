@@ -351,7 +351,7 @@ def _read_settings(
             value = Reader(entry.locate, problems).read(key, entry.node, table.keys[key].schema)
             if value is not INVALID:
                 values[key] = adapt(key, value)
-    return Settings(table, str(path or "command line"), meant | given, values)
+    return Settings(table, str(path or "command line, without --config"), meant | given, values)
 
 
 def _adapt(key: str, value: Any) -> Any:

@@ -22,7 +22,9 @@ def main(argv: Sequence[str]) -> int:
         DataError: As ``run_demo``.
     """
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="recipes demo", description=__doc__, formatter_class=formatter)
+    parser = argparse.ArgumentParser(
+        prog="recipes demo", description=__doc__, formatter_class=formatter, allow_abbrev=False
+    )
     parser.add_argument("--output_dir", type=Path, default=Path("demo"), help="folder of all outputs (default: ./demo)")
     options = parser.parse_args(argv)
     from recipes_lib.demo.walkthrough import run_demo  # Imports torch, which `--help` does not need.

@@ -274,7 +274,8 @@ class PPOInspection(Inspection):
         from recipes_lib.training.trainers.arguments import resolve_precision
 
         super().check_kernels(report)
-        config = self.config.with_training({"bf16": bool(resolve_precision(self.config)["bf16"])})  # PPO refuses fp16.
+        precision = resolve_precision(self.config, self.launched_precision)
+        config = self.config.with_training({"bf16": bool(precision["bf16"])})  # PPO refuses fp16.
         launched = build_layout(self.launch, self.launch.engine, self.config.read("gradient_accumulation_steps"))
         others = (one for one in list_layouts(self.launch.world_size) if one.shards != launched.shards)
         plan, *alternatives = (plan_memory(config, self.model_config, layout) for layout in (launched, *others))

@@ -50,6 +50,9 @@ _COMPARISONS: Final = {"<=": operator.le, ">=": operator.ge, "==": operator.eq, 
 _REQUIREMENT: Final = re.compile(
     rf"\s*({'|'.join(_COMPARISONS)})\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*"
 )
+_RESERVED: Final = ("pipeline.json", "index.html", "jobs")
+"""Names in the output folder that `recipes run` writes itself."""
+_SHELL_OPERATORS: Final = {"&&", "||", "|", ";", "&", ">", ">>", "<"}
 _VARIABLE: Final = re.compile(r"[^\W\d]\w*", re.ASCII)
 
 
@@ -122,9 +125,13 @@ def load_pipeline(path: Path, output_dir: str | None = None) -> Pipeline:
             folder = Path(output_dir or document.get("output_dir") or "runs")
             stages = reader.read(document["stages"], folder)
             environment = {str(name): _write(value) for name, value in (document.get("environment") or {}).items()}
-            if wrong := [name for name in environment if not _VARIABLE.fullmatch(name)]:
-                found = f"{wrong[0]!r} is not a name of an environment variable"
-                problems.append(Problem(f"{path}: environment", found, "write letters, digits and _"))
+            for name, value in environment.items():
+                if not _VARIABLE.fullmatch(name):
+                    found = f"{name!r} is not a name of an environment variable"
+                    problems.append(Problem(f"{path}: environment", found, "write letters, digits and _"))
+                if "${" in value:
+                    found = f"is {value!r:.60}, and references are for stages only"
+                    problems.append(Problem(f"{path}: environment.{name}", found, "write the value itself"))
             if not problems:
                 return Pipeline(folder, environment, stages)
     elif not problems:
@@ -179,8 +186,8 @@ class _Reader:
         self.groups: dict[str, list[str]] = {}
         """Name in the file, of a stage, a sweep or a loop -> the names of its stages."""
         self.names: set[str] = set()
-        self.outputs: dict[str, str] = {}
-        """Output -> the stage that writes it."""
+        self.outputs: dict[Path, str] = {}
+        """Output, without links and ``..`` -> the stage that writes it."""
         self.entries: set[str] = set()
         """Names of all entries of the file, including those that are not parsed yet."""
 
@@ -211,7 +218,7 @@ class _Reader:
             self._refuse(where, "is not a number of rounds with stages", remedy)
             return
         for name, start in (entry.get("start") or {}).items():
-            self.known[f"{name}.previous"] = self._resolve(where, str(start))
+            self.known[f"{name}.previous"] = self._resolve(where, _write(start))
         for number in range(1, entry["rounds"] + 1):
             self.known["round"] = _Known(str(number), str(number))
             for name, stage in inner.items():
@@ -224,9 +231,7 @@ class _Reader:
 
     def _read_stage(self, name: str, where: str, entry: Any, folder: Path, suffix: str = "") -> list[Stage]:
         if (kind := self._find_kind(where, entry)) is None:
-            # Its name stays known: references to a broken stage are not reported as further problems.
-            self.known[f"{name}.output"] = _Known("", "")
-            self.groups[name] = []
+            self._remember(name, [])
             return []
         entry = {key: value for key, value in entry.items() if value is not None}
         matrix = entry.get("matrix") or {}
@@ -262,6 +267,9 @@ class _Reader:
 
     def _remember(self, name: str, stages: Sequence[Stage]) -> None:
         self.groups[name] = [stage.name for stage in stages]
+        if not stages:
+            # References to an invalid stage are not reported as further problems.
+            self.known[f"{name}.output"] = _Known("", "")
         for stage in stages:
             self.known[f"{stage.name}.output"] = output = _Known(
                 str(stage.output), f"${{{stage.name}.output}}", (stage.name,)
@@ -280,7 +288,9 @@ class _Reader:
         argv = [_Known("--config", "--config"), resolve(entry["config"])] if "config" in entry else []
         for key, value in flags.items():
             argv += [_Known(f"--{key}", f"--{key}"), resolve(value)]
-        output = resolve(entry["output"]) if "output" in entry else _Known(str(folder / name), "")
+        # A recipe writes to its own `output_dir` if `set` has one.
+        place = entry.get("output", flags.get("output_dir") if kind == "recipe" else None)
+        output = _Known(str(folder / name), "") if place is None else resolve(place)
         needs = [stage for word in (*words, *argv, output) for stage in word.stages]
         needs += self._find_needs(where, entry)
         identity = [kind, *(word.symbol for word in (*words, *argv, output))]
@@ -317,13 +327,16 @@ class _Reader:
         if not output.name or folder.resolve().is_relative_to(output.resolve()):
             found = f"is {str(output)!r}, which holds the outputs of all stages"
             self._refuse(f"{where}.output", found, f"write {_SHAPES['output'][1]}")
+        if output.parent == folder and output.name in _RESERVED:
+            found = f"writes {output}, which belongs to the pipeline"
+            self._refuse(where, found, "rename the stage, or give it another `output`")
         if name in self.names:
             self._refuse(where, f"another stage is called {name!r} too", "rename one of them")
-        elif str(output) in self.outputs:
-            found = f"writes {output}, as {self.outputs[str(output)]} does"
+        elif output.resolve() in self.outputs:
+            found = f"writes {output}, as {self.outputs[output.resolve()]} does"
             self._refuse(where, found, "give one of them another `output`")
         self.names.add(name)
-        self.outputs[str(output)] = name
+        self.outputs[output.resolve()] = name
 
     def _find_needs(self, where: str, entry: Mapping[str, Any]) -> Iterator[str]:
         for need in entry.get("needs") or []:
@@ -344,7 +357,7 @@ class _Reader:
                 remedy = f"write it at {stage}: require: {{{rest}: {json.dumps(wanted)}}}"
                 self._refuse(place, found, remedy)
             elif not _REQUIREMENT.fullmatch(wanted):
-                self._refuse(place, f"is {wanted!r}", "write one such as '> 0.65'")
+                self._refuse(place, f"is {wanted!r}", f"write {', '.join(_COMPARISONS)} and a number, such as '> 0.65'")
         return require
 
     def _find_launch(self, where: str, entry: Mapping[str, Any]) -> list[Path]:
@@ -365,12 +378,16 @@ class _Reader:
                 self._refuse_reference(f"{where}.recipe", entry["recipe"], TABLES)
             return [entry["recipe"]]
         if isinstance(entry[kind], list):
-            return [str(word) for word in entry[kind]]
+            return [_write(word) for word in entry[kind]]
         try:
-            return shlex.split(entry[kind])
+            words = shlex.split(entry[kind])
         except ValueError as error:
             self._refuse(f"{where}.{kind}", f"cannot be read: {error}", "write a list of words")
             return []
+        if operators := _SHELL_OPERATORS.intersection(words):
+            remedy = "write run: [bash, -c, '...']"
+            self._refuse(f"{where}.{kind}", f"has {min(operators)}, and is not run by a shell", remedy)
+        return words
 
     def _resolve(self, where: str, text: str) -> _Known:
         # `re.split` with one group: plain text at even places, the names of references at odd ones.
@@ -417,15 +434,12 @@ def _find_words(kind: str, entry: Mapping[str, Any], named: list[str]) -> list[s
     """Return the program of a stage and its first words, which ``Stage.argv`` follows."""
     if kind == "run":
         return named
+    recipes = [sys.executable, "-m", "recipes_lib.cli"]
     if kind == "command":
-        return [*_recipes(named[0]), *named[1:]] if named else []
+        return [*recipes, *named]
     if "launch" in entry:
-        return [*_recipes("launch"), "--recipe", entry["recipe"], "--hardware", entry["launch"]]
+        return [*recipes, "launch", "--recipe", entry["recipe"], "--hardware", entry["launch"]]
     return [sys.executable, str(find_recipe(entry["recipe"]))]
-
-
-def _recipes(command: str) -> list[str]:
-    return [sys.executable, "-m", "recipes_lib.cli", command]
 
 
 def _write(value: Any) -> str:

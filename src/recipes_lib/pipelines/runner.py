@@ -147,7 +147,7 @@ class _Progress:
             return False
         # Later commands may have restarted a run in it.
         is_unfinished = (output / "run.json").is_file() and _read_status(output) != "done"
-        return not is_unfinished and find_missing_file(output, entry.get("files")) is None
+        return not is_unfinished and find_missing_file(output, entry.get("files", {})) is None
 
     def find_obstacle(self, stage: Stage, chosen: Collection[str], say: Callable[[str], object]) -> int:
         """Return ``EXIT_DIVERGED`` if a gate of a needed stage fails.
@@ -170,7 +170,7 @@ class _Progress:
         is_same = before.get("fingerprint") == self.prints[stage.name]
         if before and not is_same:
             _move_aside(self.root / stage.output, stage.name, say)
-        missing = find_missing_file(self.root / stage.output, before.get("files"))
+        missing = find_missing_file(self.root / stage.output, before.get("files", {}))
         if is_same and before.get("status") == "done" and missing:
             say(f"{stage.name}: {missing}")
         spent = (parse_number(before.get("seconds")) or 0.0) if is_same else 0.0
@@ -244,8 +244,11 @@ def find_missing_file(output: Path, files: Any) -> str | None:
 
     Args:
         output: File or folder.
-        files: ``files`` of an entry of ``pipeline.json``: name -> size in bytes, ``None`` where it may change.
+        files: ``files`` of an entry of ``pipeline.json``: name -> size in bytes, ``None`` where it may change; ``None``
+            if the stage ended without an output.
     """
+    if files is None:
+        return None
     if not output.exists():
         return f"{output} is missing"
     for name, size in files.items() if isinstance(files, dict) else ():
@@ -257,8 +260,10 @@ def find_missing_file(output: Path, files: Any) -> str | None:
     return None
 
 
-def _list_files(output: Path) -> dict[str, int | None]:
-    """Return the files of an output: name -> size in bytes, ``None`` for files that later commands rewrite."""
+def _list_files(output: Path) -> dict[str, int | None] | None:
+    """Return the files of an output: name -> size in bytes, ``None`` if it may change; ``None`` without an output."""
+    if not output.exists():
+        return None
     files: dict[str, int | None] = {}
     for file in [output] if output.is_file() else sorted(output.rglob("*")):
         name = file.relative_to(output)
@@ -309,24 +314,29 @@ def run_child(words: Sequence[str], environment: Mapping[str, str], cwd: Path) -
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed; raised when the command has ended.
         PreemptedError: SIGTERM was received, and the command has finished successfully nevertheless.
-        ConfigError: The program does not exist.
+        ConfigError: The program does not exist or cannot be executed.
     """
     if missing := find_program(words, cwd):
         raise ConfigError(Problem(shlex.join(words), missing, "install it, or write its path"))
     sys.stdout.flush()
     # `env` adds the variables to the inherited ones, which this module need not read.
     variables = ["env", *(f"{name}={value}" for name, value in environment.items())] if environment else []
-    process = subprocess.Popen([*variables, *words], cwd=cwd)
+    process: subprocess.Popen[bytes] | None = None
     is_interrupted = is_terminated = False
 
     def forward(*_: object) -> None:
         nonlocal is_terminated
         is_terminated = True
-        process.terminate()
+        if process is not None:
+            process.terminate()
 
-    # A terminal sends ctrl-C to all of its processes; SIGTERM is sent to this one alone.
+    # A terminal sends ctrl-C to all of its processes; SIGTERM is sent to this one alone. Before the start, so that a
+    # signal at any time ends the stage too.
     before = signal.signal(signal.SIGTERM, forward)
     try:
+        process = subprocess.Popen([*variables, *words], cwd=cwd)
+        if is_terminated:
+            process.terminate()
         while True:
             try:
                 code = process.wait()
@@ -334,6 +344,10 @@ def run_child(words: Sequence[str], environment: Mapping[str, str], cwd: Path) -
             # The terminal has sent SIGINT to the stage as well, which may be saving a checkpoint.
             except KeyboardInterrupt:
                 is_interrupted = True
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        found, remedy = f"cannot be started: {reason}", "name its interpreter: [bash, script.sh]"
+        raise ConfigError(Problem(shlex.join(words), found, remedy)) from error
     finally:
         signal.signal(signal.SIGTERM, before)
     if is_interrupted:

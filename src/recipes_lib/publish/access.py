@@ -221,7 +221,9 @@ def describe(error: BaseException) -> str:
     """
     causes = list(_causes(error))
     shown = next((cause for cause in causes if read_status(cause) is not None), causes[-1])
-    line = next((line.strip() for line in str(shown).splitlines() if line.strip()), "")
+    lines = [line.strip() for line in str(shown).splitlines() if line.strip()]
+    # A heading has its reason in the next line.
+    line = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     return f"{type(shown).__name__}: {_QUERY.sub('', line)}" if line else type(shown).__name__
 
 

@@ -88,7 +88,8 @@ def _build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, f
     config, events = record["config"], read_events(folder)
     base, adapter = config.get("model_name_or_path"), _read_adapter(folder)
     kind = (config.get("model_config") or {}).get("model_type", "language")
-    start = f"a {kind} model from random weights" if base is None else Path(base).name
+    start = f"a {kind} model from random weights" if base is None else _find_name(base)
+    name = _find_name(config.get("output_dir", folder))
     datasets = [str(part["name"]) for part in _list_parts(config)]
     facts = [("git commit", record.get("git_commit")), ("versions", _format_versions(record))]
     subject = start[0].upper() + start[1:]
@@ -99,7 +100,7 @@ def _build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, f
             adapter["base_model_name_or_path"] = start
     data_names = ", ".join(Path(name).name for name in datasets)
     return _render(
-        name=Path(config.get("output_dir", folder)).name,
+        name=name,
         about=f"{subject} after {record['stage']} on {data_names or 'unnamed data'}, trained with recipes-lib.",
         recipe=record["stage"],
         base=base,
@@ -110,7 +111,7 @@ def _build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, f
             (one.task, one.metric, f"{one.value:.4f}", "" if one.stderr is None else f"{one.stderr:.4f}", one.about)
             for one in list_scores(record)
         ],
-        model_index=format_model_index(Path(config.get("output_dir", folder)).name, record),
+        model_index=format_model_index(name, record),
         curve=list_curve(events),
         chart=CHART,
         has_chart=(folder / CHART).is_file(),
@@ -123,6 +124,11 @@ def _build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, f
     )
 
 
+def _find_name(path: str | Path) -> str:
+    """Return the last part of a path, also for ``.``, which has none."""
+    return Path(path).name or Path(path).resolve().name
+
+
 def write_merge_card(folder: Path, record: Mapping[str, Any]) -> None:
     """Write the card of a merged model.
 
@@ -130,11 +136,11 @@ def write_merge_card(folder: Path, record: Mapping[str, Any]) -> None:
         folder: Folder of the model.
         record: Content of ``merge.json``.
     """
-    base, adapter = Path(record["base"]).name, Path(record["adapter"]).name
+    base, adapter = _find_name(record["base"]), _find_name(record["adapter"])
     figures = {name: value for name, value in record.items() if isinstance(value, float)}
     facts = {name: value for name, value in record.items() if name not in {*figures, "versions"}}
     text = _render(
-        name=folder.name,
+        name=_find_name(folder),
         about=f"{base} with the adapter {adapter} merged into its weights by recipes-lib.",
         recipe="merged",
         base=record["base"],

@@ -357,7 +357,9 @@ def main(argv: Sequence[str]) -> None:
     except UserError:
         raise
     except Exception as error:
-        if not (is_transient(error) or read_status(error) is not None):
+        # huggingface_hub raises `ValueError` if the Hub rejects single large files, for example at a storage quota.
+        is_rejected = read_status(error) is not None or (isinstance(error, ValueError) and "LFS" in str(error))
+        if not (is_transient(error) or is_rejected):
             raise
         found, remedy = f"not everything is published: {describe(error)}", "run the same command again"
         raise ConfigError(Problem(str(folder), found, remedy)) from error
@@ -367,7 +369,8 @@ def main(argv: Sequence[str]) -> None:
 def describe_commits(target: Target, num_commits: int) -> str:
     """Return a line with the URL of the model and the number of commits."""
     branch = "" if target.branch == DEFAULT_BRANCH else f"/tree/{target.branch}"
-    return f"published at https://huggingface.co/{target.repository}{branch}: {num_commits} commits"
+    commits = f"{num_commits} commit{'s' * (num_commits != 1)}"
+    return f"published at https://huggingface.co/{target.repository}{branch}: {commits}"
 
 
 def _read_time(folder: Path) -> int:
@@ -387,7 +390,7 @@ def _log(line: str) -> None:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="recipes publish", description=__doc__)
+    parser = argparse.ArgumentParser(prog="recipes publish", description=__doc__, allow_abbrev=False)
     parser.add_argument("folder", type=Path, help="output directory of a run, or the folder of a merged model")
     parser.add_argument("--hub_model_id", metavar="ID", help="repository (default: the run's, or the folder's name)")
     parser.add_argument("--hub_private_repo", type=_read_flag, metavar="true|false", help="(default: true)")

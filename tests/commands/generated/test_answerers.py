@@ -1,4 +1,4 @@
-"""Keys of `recipes synthesize` and flags of `recipes eval compare` build the same models."""
+"""Models built from keys of `recipes synthesize` and from flags of `recipes eval compare`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEYS = {"max_new_tokens": 3, "temperature": 0.5, "seed": 4, "num_concurrent": 2,
 URL = "http://h/v1#j"
 
 
-def test_keys_and_flags_say_the_same() -> None:
+def test_keys_and_flags_build_same_models() -> None:
     config = SynthesisConfig(
         **KEYS, request_timeout=5.0, request_fields={"top_p": 1}, judge_max_new_tokens=9, judge_fields={}, judge=URL
     )
@@ -24,12 +24,12 @@ def test_keys_and_flags_say_the_same() -> None:
     one, other = (load_answerer(settings, ("http://h/v1", "m"), ModelConfig()) for settings in (config, flags))
     assert one == other
     assert (one.timeout, one.request, one.seed) == (5.0, {"top_p": 1}, 4)
-    told, same = (load_judge(settings, "grade").describe() for settings in (config, flags))
-    assert told == same
-    assert [told["judge"][name] for name in ("max_new_tokens", "temperature", "seed")] == [9, 0.0, 4]
+    description, same = (load_judge(settings, "grade").describe() for settings in (config, flags))
+    assert description == same
+    assert [description["judge"][name] for name in ("max_new_tokens", "temperature", "seed")] == [9, 0.0, 4]
 
 
-def test_a_judge_that_cannot_be_had_is_told_and_none_is_not_looked_for() -> None:
+def test_unavailable_judge_is_rejected() -> None:
     verify_judge(SynthesisConfig(), "grade")
     for wrong in ({"judge": "http://h/v1"}, {"judge": "no/such-model"}, {"judge": URL, "judge_prompt": "none.yaml"}):
         with pytest.raises(ConfigError):

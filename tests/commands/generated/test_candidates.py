@@ -1,4 +1,4 @@
-"""Replies become rows and pairs: the best against the worst, by agreement first and then by grade."""
+"""Filtering of replies, and choice of rows and pairs by agreement and grade."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def run(
     path.write_text("".join(f"{json.dumps(one)}\n" for one in replies))
     config = SynthesisConfig(**{"num_candidates": len(replies), "method": method, **keys})
     removed, samples = Counter[str](), dict[str, Any]()
-    found = list(filter_replies(load_method(config), SOURCE, build_checks(config), path, removed, samples))
-    return found, removed, samples
+    candidates = list(filter_replies(load_method(config), SOURCE, build_checks(config), path, removed, samples))
+    return candidates, removed, samples
 
 
 def test_each_candidate_is_kept_or_counted_once(tmp_path: Path) -> None:
-    found, removed, samples = run(
+    candidates, removed, samples = run(
         tmp_path,
         reply(0, "4"),
         reply(1, "cut"),
@@ -59,25 +59,25 @@ def test_each_candidate_is_kept_or_counted_once(tmp_path: Path) -> None:
         reply(1, "cut", "6"),
         num_answers=2,
     )
-    told = [(one.values["prompt"], [(answer.text, answer.place) for answer in one.answers]) for one in found]
-    assert told == [("2 + 2?", [("4", 0)]), ("3 + 3?", [("6", 1)])]
+    kept = [(one.values["prompt"], [(answer.text, answer.place) for answer in one.answers]) for one in candidates]
+    assert kept == [("2 + 2?", [("4", 0)]), ("3 + 3?", [("6", 1)])]
     assert removed == Counter(
         ["unfinished", "empty", "refused by the engine", "refusal", "no instruction in the reply", "near duplicate"]
     )
     assert samples["unfinished"][0]["answers"] == ["cut"]
-    found, _, _ = run(tmp_path, reply(0, "4"), reply(1, "6"), num_candidates=1)
-    assert [one.answers[0].text for one in found] == ["4"], "of an earlier and longer launch only the first count"
+    candidates, _, _ = run(tmp_path, reply(0, "4"), reply(1, "6"), num_candidates=1)
+    assert [one.answers[0].text for one in candidates] == ["4"], "replies of an earlier, longer launch are ignored"
 
 
-def test_an_instruction_that_repeats_a_seed_or_an_earlier_one_is_removed(tmp_path: Path) -> None:
+def test_near_duplicate_instructions_are_removed(tmp_path: Path) -> None:
     def write(number: int, text: str) -> dict[str, Any]:
         return reply(number, "So.", steps={"instruction": f"<instruction>{text}</instruction>"})
 
-    found, removed, _ = run(
+    candidates, removed, _ = run(
         tmp_path, write(0, "2 + 2?"), write(1, "Name a river."), write(2, "Name a river!"), write(3, "Name a sea."),
         method="instructions",
     )  # fmt: skip
-    assert [one.values["instruction"] for one in found] == ["Name a river.", "Name a sea."]
+    assert [one.values["instruction"] for one in candidates] == ["Name a river.", "Name a sea."]
     assert removed == {"near duplicate": 2}
     kept, _, _ = run(
         tmp_path, write(0, "2 + 2?"), write(1, "2 + 2?"), method="instructions", near_duplicates_threshold=None
@@ -85,12 +85,12 @@ def test_an_instruction_that_repeats_a_seed_or_an_earlier_one_is_removed(tmp_pat
     assert len(kept) == 2
 
 
-def test_answers_of_the_majority_are_chosen_against_the_others(tmp_path: Path) -> None:
-    found, removed, _ = run(
+def test_majority_answers_are_chosen(tmp_path: Path) -> None:
+    candidates, removed, _ = run(
         tmp_path, reply(0, "it is 5", "it is 4", "so 4", "4"), reply(1, "1", "2", "3", "6"),
         num_answers=4, min_agreement=0.5,
     )  # fmt: skip
-    (candidate,) = found
+    (candidate,) = candidates
     assert (candidate.agreement, [one.agrees for one in candidate.answers]) == (0.75, [False, True, True, True])
     assert [one.place for one in candidate.find_extremes()] == [1, 0]
     assert removed == {"no agreement": 1}
@@ -106,13 +106,15 @@ def test_answers_of_the_majority_are_chosen_against_the_others(tmp_path: Path) -
         ([True, True], [None, None], (0, 0)),
     ],
 )
-def test_best_and_worst(agrees: list[bool], grades: list[float | None], extremes: tuple[int, int]) -> None:
-    given = zip(agrees, grades, strict=True)
-    answers = [Answer("x", place, agrees=one, grade=grade) for place, (one, grade) in enumerate(given)]
+def test_extremes_are_ordered_by_agreement_then_grade(
+    agrees: list[bool], grades: list[float | None], extremes: tuple[int, int]
+) -> None:
+    pairs = zip(agrees, grades, strict=True)
+    answers = [Answer("x", place, agrees=one, grade=grade) for place, (one, grade) in enumerate(pairs)]
     assert tuple(answer.place for answer in Candidate({}, answers).find_extremes()) == extremes
 
 
-def test_rows_carry_their_provenance_and_pairs_their_two_answers(tmp_path: Path) -> None:
+def test_rows_have_provenance_and_pairs_two_answers(tmp_path: Path) -> None:
     config = SynthesisConfig(judge="j", num_answers=3, model_name_or_path="m", min_score=2.0)
     candidates, _, samples = run(tmp_path, reply(0, "four", "4", "five"), reply(1, "a"), num_answers=3)
     for answer, grade in zip([*candidates[0].answers, *candidates[1].answers], (5.0, 9.0, 1.0, 1.0), strict=True):
@@ -129,11 +131,11 @@ def test_rows_carry_their_provenance_and_pairs_their_two_answers(tmp_path: Path)
     }  # fmt: skip
     assert [pair[side][0]["content"] for side in ("prompt", "chosen", "rejected")] == ["2 + 2?", "4", "five"]
     assert write_rows(load_method(SynthesisConfig()), candidates, tmp_path, samples) == (4, 0)
-    assert not (tmp_path / "pairs.jsonl").exists(), "pairs of an earlier launch are gone"
+    assert not (tmp_path / "pairs.jsonl").exists(), "pairs of an earlier launch are deleted"
 
 
 @pytest.mark.parametrize(("reasoning", "content"), [("keep", "<think>\nHm.\n</think>\n\n4"), ("drop", "4")])
-def test_reasoning_is_kept_or_dropped_and_never_filtered_by(tmp_path: Path, reasoning: str, content: str) -> None:
+def test_reasoning_is_not_filtered(tmp_path: Path, reasoning: str, content: str) -> None:
     texts = ("<think>Hm.</think>4", "<think>I'm sorry, but I can't help you.</think>", "so 4")
     (candidate,), _, samples = run(tmp_path, reply(0, *texts), num_answers=3, min_agreement=0.5)
     assert [(one.text, one.place) for one in candidate.answers] == [("4", 0), ("so 4", 2)]
@@ -143,17 +145,17 @@ def test_reasoning_is_kept_or_dropped_and_never_filtered_by(tmp_path: Path, reas
     assert row["messages"][-1]["content"] == content
 
 
-def test_failures_have_one_reason_each() -> None:
+def test_find_failure_returns_one_reason() -> None:
     step = {"name": "answer", "prompt": "p", "pattern": "<a>(.*)</a>"}
-    given = {"error": None, "is_finished": True}
+    status = {"error": None, "is_finished": True}
     reasons = {"<a>x</a>": None, "x": "no answer in the reply", " ": "empty"}
     reasons["<a>x\0</a>"] = "a NUL or half a surrogate pair"
-    assert {text: find_failure(step, text, **given) for text in reasons} == reasons
+    assert {text: find_failure(step, text, **status) for text in reasons} == reasons
     assert find_failure(step, "<a>x</a>", error=None, is_finished=False) == "unfinished"
     assert find_failure(step, "", error="400", is_finished=False) == "refused by the engine"
 
 
-def test_a_broken_file_is_told_with_its_line(tmp_path: Path) -> None:
+def test_broken_line_is_reported_with_number(tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_text('{"a": 1}\n{"a"')
     assert list(read_row_file(tmp_path / "r.jsonl", num_bytes=9)) == [{"a": 1}]
     with pytest.raises(DataError, match=r"r\.jsonl:2"):

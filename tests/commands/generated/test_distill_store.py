@@ -1,4 +1,4 @@
-"""The command that keeps what a teacher says, and the run that learns from it without the teacher."""
+"""`recipes distill-store`, and a distillation run that uses the store instead of the teacher."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def find_shards(folder: Path) -> list[Path]:
     return sorted(folder.glob("prepared sets/*/shard-*.npy"))
 
 
-def test_a_run_learns_from_the_store_without_the_teachers_weights(tmp_path, tiny_model_dir, write, capsys) -> None:
+def test_run_with_store_does_not_load_teacher(tmp_path, tiny_model_dir, write, capsys) -> None:
     config = write(teacher_top_k=16, eval_strategy="no", num_sample_prompts=0)
     assert run_here(load_recipe("distill"), config, recipe="distill") == 2
     assert "run `recipes distill-store` with this configuration first" in capsys.readouterr().err
 
     assert run_command(config) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     (shard,) = find_shards(tmp_path)
     size = 16 * 4 + 8
-    assert f"{len(np.load(shard)):,} targets of {size} bytes" in told
+    assert f"{len(np.load(shard)):,} targets of {size} bytes" in output
     before = shard.stat().st_mtime_ns
-    # Found again, it is held against the teacher and not written anew.
+    # The existing store is compared with the teacher and not rewritten.
     assert run_command(config) == 0
     assert "recomputed" in capsys.readouterr().out
     assert shard.stat().st_mtime_ns == before
@@ -55,7 +55,7 @@ def test_a_run_learns_from_the_store_without_the_teachers_weights(tmp_path, tiny
     assert all(event["distillation/divergence"] > 0 for event in steps)
 
 
-def test_a_store_that_was_tampered_with_is_written_again(tmp_path, write) -> None:
+def test_modified_store_is_rewritten(tmp_path, write) -> None:
     config = write(teacher_top_k=16)
     assert run_command(config) == 0
     (shard,) = find_shards(tmp_path)
@@ -63,10 +63,10 @@ def test_a_store_that_was_tampered_with_is_written_again(tmp_path, write) -> Non
     records = np.load(shard)
     records["logps"] -= 1
     np.save(shard, records)
-    assert run_command(config) == 0, "its bytes are not those that were sealed"
+    assert run_command(config) == 0, "its hash does not match the manifest"
     assert shard.read_bytes() == sound
 
 
-def test_without_a_number_of_tokens_there_is_nothing_to_store(write, capsys) -> None:
+def test_missing_teacher_top_k_is_rejected(write, capsys) -> None:
     assert run_command(write()) == 2
     assert "`teacher_top_k`, the number of tokens" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Methods are files: the shipped ones render, a user's own is checked whole, and draws depend on seed and number."""
+"""Methods of `recipes synthesize`: shipped files, validation of custom files, and seeded draws."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DOCUMENTS = [SourceRow(f"f:{n}", f"Document {n} {{{{ 7 * 7 }}}}") for n in range
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_method_renders_every_prompt_and_a_row(name: str) -> None:
+def test_shipped_method_renders_prompts_and_rows(name: str) -> None:
     method = load_method(SynthesisConfig(method=name))
     rows = DOCUMENTS if method.fields["reads"] == "documents" else PROMPTS
     for number in range(12):
@@ -43,7 +43,7 @@ def test_a_shipped_method_renders_every_prompt_and_a_row(name: str) -> None:
             assert roles in (["user", "assistant"], ["system", "user", "assistant"])
 
 
-def test_a_system_prompt_of_the_method_takes_the_place_of_that_of_the_row() -> None:
+def test_system_prompt_of_method_replaces_that_of_row() -> None:
     method = load_method(SynthesisConfig(method="explanation"))
     values = method.draw(PROMPTS, 0)
     (system, _) = method.build_chat(method.steps[0], values)
@@ -56,7 +56,7 @@ def test_a_system_prompt_of_the_method_takes_the_place_of_that_of_the_row() -> N
     assert kept.build_chat(kept.steps[0], values)[0] == SYSTEM
 
 
-def test_what_is_drawn_depends_on_seed_and_number_alone() -> None:
+def test_draws_depend_only_on_seed_and_number() -> None:
     def draw(**keys: Any) -> list[dict[str, Any]]:
         method = load_method(SynthesisConfig(method="instructions", **keys))
         return [method.draw(PROMPTS, number) for number in range(30)]
@@ -79,14 +79,15 @@ def test_what_is_drawn_depends_on_seed_and_number_alone() -> None:
         ("(?s)<p>(.*?)</p>", "x <p>\na\nb</p> <p>c</p>", "a\nb"),
         ("(?s)<p>(.*?)</p>", "<p>a", None),
         ("(?s)<p>(.*?)</p>", "<p> </p>", None),
+        ("(?s)<p>(.*?)</p>|none", "none", None),
     ],
 )
-def test_a_step_takes_what_its_pattern_matches(pattern: str | None, text: str, taken: str | None) -> None:
+def test_take_reply_returns_group_of_pattern(pattern: str | None, text: str, taken: str | None) -> None:
     assert take_reply({"name": "s", "prompt": "p", "pattern": pattern}, text) == taken
 
 
 @pytest.mark.parametrize(
-    ("change", "found"),
+    ("change", "message"),
     [
         ({"reads": "books"}, "reads: books"),
         ({"reads": None}, "`reads` is missing"),
@@ -99,20 +100,20 @@ def test_a_step_takes_what_its_pattern_matches(pattern: str | None, text: str, t
         ({"rows": {}}, "unknown field `rows`"),
     ],
 )
-def test_a_wrong_method_is_told(tmp_path: Path, change: dict[str, Any], found: str) -> None:
+def test_invalid_method_file_is_rejected(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     fields = yaml.safe_load((METHODS / "instructions.yaml").read_text())
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump({**fields, **change}))
-    with pytest.raises(ConfigError, match=found):
+    with pytest.raises(ConfigError, match=message):
         load_method(SynthesisConfig(method=str(path)))
 
 
-def test_an_unknown_method_names_those_that_are_there() -> None:
+def test_unknown_method_lists_shipped_methods() -> None:
     with pytest.raises(ConfigError, match="answers, evolution, explanation, instructions, textbook"):
         load_method(SynthesisConfig(method="evolutions"))
 
 
-def test_sources_are_read_as_the_method_needs_them(tmp_path: Path) -> None:
+def test_source_columns_depend_on_method(tmp_path: Path) -> None:
     path = tmp_path / "s.jsonl"
     write_rows(path, [{"prompt": f"p{n}", "text": f"t{n}"} for n in range(4)])
 
@@ -127,7 +128,7 @@ def test_sources_are_read_as_the_method_needs_them(tmp_path: Path) -> None:
     ):
         assert read(method, num_candidates=2) == texts
     write_rows(path, [{"prompt": "p"}, {"text": "t"}, {"turns": ["a", "b"]}])
-    for method, found in (("answers", ["has no question", "has several turns"]), ("textbook", ["has no `text`"] * 2)):
+    for method, message in (("answers", ["has no question", "has several turns"]), ("textbook", ["has no `text`"] * 2)):
         with pytest.raises(DataError) as caught:
             read(method)
-        assert [problem.found for problem in caught.value.problems] == found
+        assert [problem.found for problem in caught.value.problems] == message

@@ -1,4 +1,4 @@
-"""Filters equal brute force and say why; the selection trades grade for diversity."""
+"""Filters of generated rows against brute force, and selection by grade and diversity."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from recipes_lib.commands.generated import row_filters
 from recipes_lib.commands.generated.row_filters import NearDuplicates, build_checks, choose_rows, find_agreeing
 from recipes_lib.config.synthesis_keys import SynthesisConfig
 from recipes_lib.errors import ConfigError, DataError
@@ -18,8 +19,8 @@ def jaccard(one: str, other: str) -> float:
     return len(first & second) / len(first | second)
 
 
-def test_near_duplicates_are_those_of_all_pairs() -> None:
-    """Texts of 30 words with 0 to 6 changed: similarities on both sides of the threshold, none at it."""
+def test_near_duplicates_equal_brute_force_jaccard() -> None:
+    """Texts of 30 words with 0 to 6 changed, so that similarities lie on both sides of the threshold."""
     drawn = random.Random(0)
     words = [f"w{n}" for n in range(400)]
     texts = []
@@ -40,7 +41,7 @@ def test_near_duplicates_are_those_of_all_pairs() -> None:
     assert 40 < len(kept) < 160
 
 
-def test_short_texts_repeat_only_equal_words() -> None:
+def test_short_texts_are_compared_by_words() -> None:
     seen = NearDuplicates(0.7)
     assert [seen.add(text) for text in ("Add 1", "add  1!", "Add 2", "", "")] == [False, True, False, False, True]
 
@@ -60,18 +61,18 @@ def test_short_texts_repeat_only_equal_words() -> None:
         (" ".join(["word"] * 21), "too long"),
     ],
 )
-def test_single_answers_are_checked(text: str, reason: str | None) -> None:
+def test_checks_of_single_answers(text: str, reason: str | None) -> None:
     checks = build_checks(SynthesisConfig(min_words=2, max_words=20))
     assert next(filter(None, (check(text) for check in checks)), None) == reason
 
 
-def test_languages_are_those_that_are_asked_for() -> None:
+def test_language_check() -> None:
     *_, check = build_checks(SynthesisConfig(languages=["en"]))
     assert check("The quick brown fox jumps over the lazy dog and sleeps in the sun.") is None
     assert check("Der schnelle braune Fuchs springt über den faulen Hund und schläft in der Sonne.") == "language"
 
 
-def test_refusals_of_ones_own_replace_the_shipped_ones(tmp_path) -> None:
+def test_refusals_path_replaces_shipped_patterns(tmp_path) -> None:
     (tmp_path / "r.txt").write_text("nope\n\nno[,.]\n")
     _, check = build_checks(SynthesisConfig(refusals_path=str(tmp_path / "r.txt")))
     assert [check(text) for text in ("Nope!", "No, thanks", "I'm sorry, but I can't.")] == ["refusal", "refusal", None]
@@ -91,11 +92,11 @@ def test_refusals_of_ones_own_replace_the_shipped_ones(tmp_path) -> None:
         (["b", "a"], [0]),
     ],
 )
-def test_answers_agree_by_their_result(texts: list[str], places: list[int]) -> None:
+def test_find_agreeing_compares_final_results(texts: list[str], places: list[int]) -> None:
     assert find_agreeing(texts) == places
 
 
-def test_without_diversity_the_best_are_chosen_and_with_it_no_copies() -> None:
+def test_choose_rows_trades_score_for_diversity() -> None:
     texts = [" ".join(f"topic{n // 3}word{k}" for k in range(12)) for n in range(9)]
     scores = [9.0, 9.0, 9.0, 5.0, 5.0, 5.0, 1.0, 1.0, None]
     assert choose_rows(texts, scores, 3, 0.0) == [0, 1, 2]
@@ -106,12 +107,31 @@ def test_without_diversity_the_best_are_chosen_and_with_it_no_copies() -> None:
     assert choose_rows(["a", "b"], [None, None], 1, 0.5) == [0]
 
 
-def test_full_diversity_spreads_over_clusters() -> None:
+@pytest.mark.parametrize("diversity", [0.0, 0.3, 1.0])
+def test_choose_rows_equals_exhaustive_greedy_search(diversity: float) -> None:
+    """Each step compares all signatures, of texts that share a beginning, and with tied scores."""
+    drawn = np.random.default_rng(1)
+    texts = [f"write a text about {' '.join(f'w{n}' for n in drawn.integers(0, 12, 9))}" for _ in range(120)]
+    scores = [None if score == 0 else float(score) for score in drawn.integers(0, 6, 120)]
+    known = np.array([-1.0 if score is None else score for score in scores])
+    quality = np.searchsorted(np.unique(known), known) / (len(np.unique(known)) - 1)
+    signatures = np.stack([row_filters.MinHash(128, 1, 0).compute_keys(row_filters._shingle(text)) for text in texts])
+    similarity, left, expected = np.zeros(120), np.ones(120, bool), list[int]()
+    for _ in range(60):
+        objective = (1 - diversity) * quality - diversity * similarity
+        best = int(np.argmax(np.where(left, objective, -np.inf)))
+        expected.append(best)
+        left[best] = False
+        similarity = np.maximum(similarity, (signatures == signatures[best]).mean(axis=1))
+    assert choose_rows(texts, scores, 60, diversity) == sorted(expected)
+
+
+def test_choose_rows_with_full_diversity_covers_clusters() -> None:
     """Each of ten clusters is chosen once before any is chosen twice."""
     drawn = np.random.default_rng(0)
     clusters = [" ".join(f"c{n}w{k}" for k in range(20)) for n in range(10)]
     texts = [f"{cluster} extra{copy}" for cluster in clusters for copy in range(5)]
     order = drawn.permutation(50)
     chosen = choose_rows([texts[at] for at in order], [float(one) for one in drawn.random(50)], 10, 1.0)
-    found = sorted(int(order[at]) // 5 for at in chosen)
-    assert all(one < other for one, other in pairwise(found))
+    chosen_clusters = sorted(int(order[at]) // 5 for at in chosen)
+    assert all(one < other for one, other in pairwise(chosen_clusters))

@@ -1,10 +1,11 @@
-"""`recipes synthesize` as a user has it: on an endpoint and on a local model, killed, limited, and read by training."""
+"""`recipes synthesize` with an endpoint and a local model: methods, resumption, cost limits and training data."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import re
+import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from tests.evaluation.chat_endpoint import ChatEndpoint
 from tests.forked import Launch
 from tests.rl.reward_models import write_reward_model
 from tests.rows import read_rows, write_rows
+from transformers import GenerationConfig
 
 from recipes_lib.cli import main as run_recipes
 from recipes_lib.commands.generated.synthesize import Limits, ReplyCounts, SpentError
@@ -27,7 +29,7 @@ from recipes_lib.rl.engines import vllm_colocated
 
 
 def write(body: dict[str, Any]) -> str:
-    """A model that writes instructions, rewrites prompts, answers, and grades answers by their length."""
+    """Stand-in for a model that writes instructions, rewrites prompts, answers, and grades answers by length."""
     text, seed = body["messages"][-1]["content"], body["seed"]
     if "[End of the answer]" in text:
         answer = text.partition("[Answer]\n")[2].partition("\n[End")[0]
@@ -49,15 +51,23 @@ def folder(tmp_path: Path) -> Path:
     return place
 
 
+@pytest.fixture(scope="module")
+def writer(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with an eighth of its tokens as stop tokens, so that answers end after a few tokens."""
+    folder = shutil.copytree(tiny_model_dir, tmp_path_factory.mktemp("writer") / "model")
+    GenerationConfig(eos_token_id=list(range(64)), pad_token_id=1).save_pretrained(folder)
+    return folder
+
+
 def list_words(folder: Path, server: ChatEndpoint | None = None, out: str = "out", **keys: Any) -> list[str]:
-    given = {"dataset_name": folder / "seeds.jsonl", "output_dir": folder / out, "max_new_tokens": 32}
+    flags = {"dataset_name": folder / "seeds.jsonl", "output_dir": folder / out, "max_new_tokens": 32}
     if server is not None:
-        given |= {"model_name_or_path": "m", "base_url": server.url}
-    return ["synthesize", *(f"--{name}={value}" for name, value in (given | keys).items())]
+        flags |= {"model_name_or_path": "m", "base_url": server.url}
+    return ["synthesize", *(f"--{name}={value}" for name, value in (flags | keys).items())]
 
 
-def synthesize(*given: Any, **keys: Any) -> int:
-    return run_recipes(list_words(*given, **keys))
+def synthesize(*arguments: Any, **keys: Any) -> int:
+    return run_recipes(list_words(*arguments, **keys))
 
 
 def read(folder: Path, name: str, out: str = "out") -> Any:
@@ -75,7 +85,7 @@ def read(folder: Path, name: str, out: str = "out") -> Any:
         ("textbook", "texts", "It is so"),
     ],
 )
-def test_every_method_writes_rows_with_their_provenance(folder: Path, capsys, method, source, first) -> None:
+def test_each_method_writes_rows_with_provenance(folder: Path, capsys, method, source, first) -> None:
     server = ChatEndpoint(write)
     keys = {"method": method, "dataset_name": folder / f"{source}.jsonl", "near_duplicates_threshold": 0.95}
     assert synthesize(folder, server, num_candidates=6, **keys) == 0
@@ -92,11 +102,11 @@ def test_every_method_writes_rows_with_their_provenance(folder: Path, capsys, me
     assert first in page
     num_asked = len(server.asked)
     assert synthesize(folder, server, num_candidates=6, **keys) == 0
-    assert len(server.asked) == num_asked, "the same command asks for nothing"
+    assert len(server.asked) == num_asked, "the same command sends no requests"
 
 
-def test_a_killed_command_ends_with_the_same_bytes(folder: Path) -> None:
-    """SIGKILL while the second batch is written, and while answers are graded."""
+def test_killed_command_resumes_to_same_bytes(folder: Path) -> None:
+    """SIGKILL arrives in the second batch of replies, and again during grading."""
     keys = {"method": "instructions", "num_candidates": 12, "batch_size": 4, "num_answers": 2, "num_concurrent": 1}
     whole = ChatEndpoint(write)
     assert synthesize(folder, whole, "whole", judge=f"{whole.url}#j", **keys) == 0
@@ -119,11 +129,11 @@ def test_a_killed_command_ends_with_the_same_bytes(folder: Path) -> None:
         assert (folder / "out" / name).read_bytes() == (folder / "whole" / name).read_bytes()
     lines = [(folder / place / "grades.jsonl").read_text().splitlines() for place in ("out", "whole")]
     assert lines[0] == lines[1]
-    # Of 36 requests to write and 24 to grade, those of a batch that was killed are made twice.
+    # Requests of the two killed batches are repeated.
     assert len(server.asked) > len(whole.asked)
 
 
-def test_filters_are_changed_without_asking_again_and_grades_only_for_what_is_new(folder: Path) -> None:
+def test_changed_filters_reuse_replies_and_grades(folder: Path) -> None:
     server = ChatEndpoint(write)
     keys = {"method": "answers", "num_answers": 2, "judge": f"{server.url}#j"}
     assert synthesize(folder, server, min_words=6, **keys) == 0
@@ -134,11 +144,13 @@ def test_filters_are_changed_without_asking_again_and_grades_only_for_what_is_ne
     grades = len(read(folder, "grades.jsonl"))
     assert synthesize(folder, server, **keys) == 0
     assert len(server.asked) - num_asked == len(read(folder, "grades.jsonl")) - grades > 0
-    assert synthesize(folder, server, temperature=0.1, **keys) == 2, "other replies are never mixed in"
+    assert synthesize(folder, server, temperature=0.1, **keys) == 2, (
+        "replies with other sampling parameters are rejected"
+    )
     assert synthesize(folder, server, num_answers=2, judge=f"{server.url}#another") == 2
 
 
-def test_training_reads_rows_and_pairs(folder: Path, tiny_model_dir: Path) -> None:
+def test_rows_and_pairs_are_valid_training_data(folder: Path, tiny_model_dir: Path) -> None:
     server = ChatEndpoint(write)
     assert synthesize(folder, server, num_answers=4, judge=f"{server.url}#j") == 0
     rows, pairs = read(folder, "rows.jsonl"), read(folder, "pairs.jsonl")
@@ -155,7 +167,7 @@ def test_training_reads_rows_and_pairs(folder: Path, tiny_model_dir: Path) -> No
     assert run_recipes(["check", "--recipe", "dpo", *flags, f"--dataset_name={folder / 'out' / 'pairs.jsonl'}"]) == 0
 
 
-def test_a_limit_is_never_exceeded_and_a_higher_one_continues(folder: Path, capsys) -> None:
+def test_cost_limit_is_not_exceeded_and_higher_limit_resumes(folder: Path, capsys) -> None:
     server = ChatEndpoint(write)
     keys = {"method": "instructions", "num_candidates": 20, "batch_size": 2, "input_price": 10, "output_price": 20}
     assert synthesize(folder, server, max_cost=0.012, **keys) == 0
@@ -177,7 +189,7 @@ def test_a_limit_is_never_exceeded_and_a_higher_one_continues(folder: Path, caps
     assert "does not report token counts" in capsys.readouterr().err
 
 
-def test_the_bound_of_requests_is_what_they_can_cost_at_most() -> None:
+def test_limits_bound_cost_of_requests() -> None:
     config = SynthesisConfig(max_total_tokens=100, max_new_tokens=20)
     limits = Limits(config, ReplyCounts(num_prompt_tokens=10, num_tokens=10))
     chat = [{"role": "user", "content": "x" * 44}]
@@ -192,11 +204,11 @@ def test_the_bound_of_requests_is_what_they_can_cost_at_most() -> None:
         Limits(dear, ReplyCounts(num_tokens=1)).verify_room([chat])
 
 
-def test_a_local_model_writes_and_a_reward_model_grades(folder: Path, tiny_model_dir: Path, monkeypatch) -> None:
+def test_local_model_and_reward_model_judge(folder: Path, tiny_model_dir: Path, writer: Path, monkeypatch) -> None:
     judge = write_reward_model(folder / "reward", tiny_model_dir)
     keys = {
-        "model_name_or_path": tiny_model_dir, "use_cpu": True, "num_answers": 6, "judge": judge, "batch_size": 3,
-        "temperature": 1.5, "max_rows": 3, "max_new_tokens": 128,
+        "model_name_or_path": writer, "use_cpu": True, "num_answers": 6, "judge": judge, "batch_size": 3,
+        "temperature": 1.5, "max_rows": 3, "max_new_tokens": 16,
     }  # fmt: skip
     assert synthesize(folder, **keys) == 0
     rows, pairs = read(folder, "rows.jsonl"), read(folder, "pairs.jsonl")
@@ -205,11 +217,11 @@ def test_a_local_model_writes_and_a_reward_model_grades(folder: Path, tiny_model
     assert all(pair["chosen"] != pair["rejected"] for pair in pairs)
     generate, left = GenerateBackend.generate, iter(range(7))
 
-    def die(*given: Any) -> Any:
+    def die(*arguments: Any) -> Any:
         if next(left, None) is None:
             monkeypatch.undo()
             raise KeyboardInterrupt
-        return generate(*given)
+        return generate(*arguments)
 
     monkeypatch.setattr(GenerateBackend, "generate", die)
     assert synthesize(folder, out="killed", **keys) != 0
@@ -219,8 +231,8 @@ def test_a_local_model_writes_and_a_reward_model_grades(folder: Path, tiny_model
         assert (folder / "killed" / name).read_bytes() == (folder / "out" / name).read_bytes()
 
 
-def test_vllm_starts_with_the_weights_of_the_checkpoint(folder: Path, tiny_model_dir: Path, monkeypatch) -> None:
-    """The engine of RL, which is given no weights here; a stand-in that answers as ``generate`` does."""
+def test_vllm_engine_loads_checkpoint(folder: Path, tiny_model_dir: Path, monkeypatch) -> None:
+    """A stand-in for the RL engine, which receives no policy here and generates as ``GenerateBackend`` does."""
     started: list[Any] = []
 
     class Engine(GenerateBackend):
@@ -248,7 +260,7 @@ def test_vllm_starts_with_the_weights_of_the_checkpoint(folder: Path, tiny_model
 
 
 @pytest.mark.parametrize(
-    ("keys", "found"),
+    ("keys", "message"),
     [
         ({"method": "nothing"}, "there is no method 'nothing'"),
         ({"method": "textbook"}, "has no `text`"),
@@ -259,14 +271,14 @@ def test_vllm_starts_with_the_weights_of_the_checkpoint(folder: Path, tiny_model
         ({"judge": "http://127.0.0.1:9/v1#j", "judge_prompt": "README.md"}, "README.md"),
     ],
 )
-def test_bad_input_is_one_clear_error(folder: Path, capsys, keys: dict[str, Any], found: str) -> None:
+def test_invalid_input_is_rejected(folder: Path, capsys, keys: dict[str, Any], message: str) -> None:
     server = ChatEndpoint(write)
     assert synthesize(folder, server, **keys) == 2
-    assert found in capsys.readouterr().err
-    assert bool(server.asked) == ("min_words" in keys), "what can be known before is told before"
+    assert message in capsys.readouterr().err
+    assert bool(server.asked) == ("min_words" in keys), "other errors are found before any request"
 
 
-def test_check_shows_the_first_prompt_and_asks_nobody(folder: Path, capsys) -> None:
+def test_check_shows_first_prompt_without_requests(folder: Path, capsys) -> None:
     flags = ["--model_name_or_path=m/m", f"--dataset_name={folder / 'seeds.jsonl'}", f"--output_dir={folder / 'out'}"]
     assert run_recipes(["check", "--recipe", "synthesize", "--method=evolution", *flags]) == 0
     printed = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""A checkpoint becomes the folder that ``from_pretrained`` takes; what is damaged or something else does not."""
+"""``recipes export``: folders for ``from_pretrained``, adapters, GGUF files, and rejected checkpoints."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def build(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=kind == "tied")).to(dtype)
 
 
-def seal(folder: Path, model: nn.Module, tokenizer_dir: Path, *, is_sharded: bool = True) -> Path:
-    """A checkpoint as the trainer leaves it."""
+def write_model_checkpoint(folder: Path, model: nn.Module, tokenizer_dir: Path, *, is_sharded: bool = True) -> Path:
+    """Write a complete checkpoint as the trainer does."""
     folder.mkdir(parents=True)
     AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(folder)
     if is_sharded:
@@ -61,9 +61,9 @@ def seal(folder: Path, model: nn.Module, tokenizer_dir: Path, *, is_sharded: boo
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("tied", torch.float32), ("untied", torch.bfloat16), ("reward", torch.float32)]
 )
-def test_what_is_loaded_again_is_what_was_saved(kind, dtype, is_sharded, tiny_tokenizer_dir, tmp_path):
+def test_exported_model_equals_checkpoint(kind, dtype, is_sharded, tiny_tokenizer_dir, tmp_path):
     model = build(kind, dtype)
-    checkpoint = seal(tmp_path / "checkpoint-2", model, tiny_tokenizer_dir, is_sharded=is_sharded)
+    checkpoint = write_model_checkpoint(tmp_path / "checkpoint-2", model, tiny_tokenizer_dir, is_sharded=is_sharded)
     num_parameters = export_checkpoint(checkpoint, tmp_path / "runs" / "out")
     out = tmp_path / "runs" / "out"
     loader = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
@@ -74,14 +74,14 @@ def test_what_is_loaded_again_is_what_was_saved(kind, dtype, is_sharded, tiny_to
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
     assert len(AutoTokenizer.from_pretrained(out)) == len(AutoTokenizer.from_pretrained(tiny_tokenizer_dir))
-    # Nothing of training is left, and nothing besides.
+    # No training state is exported, and no temporary folder remains.
     assert not {"trainer_state.json", "COMPLETE.json", "model_shards"} & {file.name for file in out.iterdir()}
     assert [file.name for file in out.parent.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("more", [{}, {"use_dora": True}, {"modules_to_save": ["embed_tokens"]}], ids=str)
 @pytest.mark.parametrize("is_sharded", [True, False], ids=["shards", "whole"])
-def test_an_adapter_has_the_names_of_its_file(more, is_sharded, tiny_tokenizer_dir, tmp_path):
+def test_exported_adapter_equals_peft_file(more, is_sharded, tiny_tokenizer_dir, tmp_path):
     build("untied").save_pretrained(tmp_path / "base")
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **more)
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config)
@@ -103,9 +103,9 @@ def test_an_adapter_has_the_names_of_its_file(more, is_sharded, tiny_tokenizer_d
     peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "out")
 
 
-def test_where_answers_stop_is_kept(tiny_tokenizer_dir, tmp_path, capsys):
+def test_generation_config_is_exported(tiny_tokenizer_dir, tmp_path, capsys):
     model = build("untied")
-    checkpoint = seal(tmp_path / "checkpoint-2", model, tiny_tokenizer_dir)
+    checkpoint = write_model_checkpoint(tmp_path / "checkpoint-2", model, tiny_tokenizer_dir)
     model.generation_config.eos_token_id = [3, 7]
     model.generation_config.save_pretrained(checkpoint)
     write_complete(checkpoint, step=2)
@@ -114,14 +114,17 @@ def test_where_answers_stop_is_kept(tiny_tokenizer_dir, tmp_path, capsys):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == [3, 7]
 
 
-@pytest.mark.parametrize("fault", ["cut", "unsealed", "full", "other", "pissa"])
-def test_what_cannot_be_exported_is_told_and_leaves_nothing(fault, tiny_tokenizer_dir, tmp_path):
-    checkpoint, out = seal(tmp_path / "checkpoint-2", build("tied"), tiny_tokenizer_dir), tmp_path / "out"
+@pytest.mark.parametrize("fault", ["cut", "incomplete", "full", "other", "pissa"])
+def test_failed_export_leaves_no_files(fault, tiny_tokenizer_dir, tmp_path):
+    checkpoint, out = (
+        write_model_checkpoint(tmp_path / "checkpoint-2", build("tied"), tiny_tokenizer_dir),
+        tmp_path / "out",
+    )
     words = {"full": "is not empty", "other": "layers.1", "pissa": "does not hold that base"}.get(fault, "checkpoint-2")
     if fault == "cut":
         (file,) = (checkpoint / "model_shards").iterdir()
         file.write_bytes(file.read_bytes()[:-4])
-    elif fault == "unsealed":
+    elif fault == "incomplete":
         (checkpoint / "COMPLETE.json").unlink()
     elif fault == "full":
         out.mkdir()
@@ -153,10 +156,10 @@ options.outfile.write_bytes(b"none" if options.outtype == "empty" else f"GGUF {s
 
 
 @pytest.mark.parametrize("kind", ["model", "checkpoint"])
-def test_a_gguf_file_is_what_the_converter_writes_of_the_model(kind, tiny_tokenizer_dir, tmp_path, capsys):
+def test_gguf_is_written_by_converter(kind, tiny_tokenizer_dir, tmp_path, capsys):
     (tmp_path / "a llama" / "convert_hf_to_gguf.py").parent.mkdir()
     (tmp_path / "a llama" / "convert_hf_to_gguf.py").write_text(CONVERTER_STUB)
-    source = seal(tmp_path / "checkpoint-2", build("tied"), tiny_tokenizer_dir)
+    source = write_model_checkpoint(tmp_path / "checkpoint-2", build("tied"), tiny_tokenizer_dir)
     if kind == "model":
         export_checkpoint(source, source := tmp_path / "model")
     out = tmp_path / "files" / "mine.gguf"
@@ -174,9 +177,9 @@ def test_a_gguf_file_is_what_the_converter_writes_of_the_model(kind, tiny_tokeni
         assert list(out.parent.iterdir()) == []
 
 
-def test_without_a_converter_or_a_model_the_way_out_is_told(tmp_path, monkeypatch):
-    def fails(told: str, name: str = "a.gguf") -> None:
-        with pytest.raises(ConfigError, match=told):
+def test_gguf_without_converter_or_model_is_rejected(tmp_path, monkeypatch):
+    def fails(message: str, name: str = "a.gguf") -> None:
+        with pytest.raises(ConfigError, match=message):
             main([str(tmp_path), str(tmp_path / name), "--gguf", "f16"])
 
     monkeypatch.setenv("PATH", str(tmp_path))

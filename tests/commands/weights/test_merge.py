@@ -1,4 +1,4 @@
-"""The command as a user runs it: one folder that is whole, or nothing and a reason."""
+"""``recipes merge``: the merged folder, comparison flags, and rejected adapters."""
 
 import json
 import shutil
@@ -17,10 +17,10 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters.lora import add_adapter
 
 
-@pytest.fixture
-def adapter(tmp_path, tiny_model_dir):
-    """The output directory of a run, as far as a merge reads it."""
-    folder = tmp_path / "a run"
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, tiny_model_dir):
+    """Output directory of a LoRA run, with the files that a merge reads."""
+    folder = tmp_path_factory.mktemp("trained")
     adapted = add_adapter(load_model(tiny_model_dir), AdapterConfig(use_peft=True, lora_r=4), seed=0)
     train(adapted)
     adapted.save_pretrained(folder)
@@ -31,16 +31,21 @@ def adapter(tmp_path, tiny_model_dir):
     return folder
 
 
+@pytest.fixture
+def adapter(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "a run")
+
+
 def run(adapter, output, *flags):
     return main(["merge", "--adapter", str(adapter), "--output", str(output), *map(str, flags)])
 
 
-def test_a_merged_model_is_whole_and_says_where_it_comes_from(adapter, tmp_path, tiny_model_dir, capsys):
+def test_merged_model_is_complete_and_records_provenance(adapter, tmp_path, tiny_model_dir, capsys):
     output = tmp_path / "runs of mine" / "a merged model"
     assert run(adapter, output) == 0
-    told = capsys.readouterr().out
-    told_of = ("merged in float32", f"of {len(PROMPTS)} texts", "mean KL", "same top token  100.0%")
-    assert all(words in told for words in (*told_of, f"written to {output}")), told
+    printed = capsys.readouterr().out
+    messages = ("merged in float32", f"of {len(PROMPTS)} texts", "mean KL", "same top token  100.0%")
+    assert all(words in printed for words in (*messages, f"written to {output}")), printed
     adapted = add_adapter(
         load_model(tiny_model_dir), AdapterConfig(use_peft=True, adapter_name_or_path=str(adapter)), seed=0
     )
@@ -60,7 +65,7 @@ def test_a_merged_model_is_whole_and_says_where_it_comes_from(adapter, tmp_path,
     assert [path.name for path in output.parent.iterdir()] == ["a merged model"]
 
 
-def test_the_samples_of_the_run_and_the_users_prompts_are_compared_on(adapter, tmp_path, capsys):
+def test_comparison_uses_samples_and_prompts(adapter, tmp_path, capsys):
     rows = [{"step": n, "prompt": "user\nHi", "completion": f" {n}"} for n in (0, 2)]
     write_rows(adapter / "samples.jsonl", rows)
     run(adapter, tmp_path / "one")
@@ -74,7 +79,7 @@ def test_the_samples_of_the_run_and_the_users_prompts_are_compared_on(adapter, t
         assert "--prompts" in capsys.readouterr().err
 
 
-def test_precision_and_base_can_be_chosen(adapter, tmp_path, tiny_model_dir):
+def test_dtype_and_base_flags(adapter, tmp_path, tiny_model_dir):
     moved = shutil.copytree(tiny_model_dir, tmp_path / "moved base")
     assert run(adapter, tmp_path / "out", "--dtype", "bfloat16", "--base", moved) == 0
     assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
@@ -82,7 +87,7 @@ def test_precision_and_base_can_be_chosen(adapter, tmp_path, tiny_model_dir):
 
 
 @pytest.mark.parametrize("flags", [["--dtype", "bfloat16", "--max_kl", "1e-9"], ["--max_kl", "-1"]])
-def test_a_model_that_differs_too_much_is_not_left_behind(adapter, tmp_path, capsys, flags):
+def test_merge_above_max_kl_leaves_no_files(adapter, tmp_path, capsys, flags):
     assert run(adapter, tmp_path / "out", *flags) == 2
     error = capsys.readouterr().err
     assert "differs from base and adapter by" in error
@@ -90,7 +95,7 @@ def test_a_model_that_differs_too_much_is_not_left_behind(adapter, tmp_path, cap
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a run"]
 
 
-def test_a_merge_that_loses_the_adapter_is_refused(adapter, tmp_path, capsys, monkeypatch):
+def test_merge_without_effect_is_rejected(adapter, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("peft.tuners.lora.layer.Linear.merge", lambda *args, **options: None)
     assert run(adapter, tmp_path / "out", "--max_kl", 100) == 2
     assert "merging has no effect" in capsys.readouterr().err
@@ -106,7 +111,7 @@ def test_a_merge_that_loses_the_adapter_is_refused(adapter, tmp_path, capsys, mo
         (0.005, 0.01, 0.004, "full precision", "write --dtype float32"),
     ],
 )
-def test_each_refusal_has_its_remedy(mean_kl, max_kl, bare, compared_on, remedy):
+def test_rejection_names_remedy(mean_kl, max_kl, bare, compared_on, remedy):
     record = {"mean_kl": mean_kl, "max_kl": max_kl, "mean_kl_of_the_base": bare, "compared_on": compared_on}
     with pytest.raises(ConfigError) as caught:
         refuse_another_model(record)
@@ -114,7 +119,7 @@ def test_each_refusal_has_its_remedy(mean_kl, max_kl, bare, compared_on, remedy)
     refuse_another_model(record | {"mean_kl": 0.001})
 
 
-def test_a_folder_that_is_not_empty_stays_as_it_is_and_an_empty_one_is_taken(adapter, tmp_path, capsys):
+def test_output_folder_must_be_empty(adapter, tmp_path, capsys):
     full, empty = tmp_path / "full", tmp_path / "empty"
     full.mkdir()
     (full / "mine.txt").write_text("x")
@@ -127,7 +132,7 @@ def test_a_folder_that_is_not_empty_stays_as_it_is_and_an_empty_one_is_taken(ada
 
 
 @pytest.mark.parametrize(
-    ("break_it", "told"),
+    ("break_it", "message"),
     [
         (lambda folder: (folder / "adapter_config.json").unlink(), "holds no adapter_config.json"),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
@@ -138,16 +143,16 @@ def test_a_folder_that_is_not_empty_stays_as_it_is_and_an_empty_one_is_taken(ada
         (lambda folder: empty(folder), "the adapter does not change the base"),
     ],
 )
-def test_what_cannot_be_merged_is_told_and_leaves_nothing(adapter, tmp_path, capsys, break_it, told):
+def test_invalid_adapter_is_rejected_and_leaves_no_files(adapter, tmp_path, capsys, break_it, message):
     break_it(adapter)
     assert run(adapter, tmp_path / "out") == 2
     error = capsys.readouterr().err
-    assert told in error
+    assert message in error
     assert "Traceback" not in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a run"]
 
 
-def test_an_adapter_without_a_task_and_a_base_is_merged_into_the_given_one(adapter, tmp_path, tiny_model_dir):
+def test_adapter_without_task_and_base_is_merged_into_base_flag(adapter, tmp_path, tiny_model_dir):
     edit(adapter, task_type=None, base_model_name_or_path=None)
     assert run(adapter, tmp_path / "out", "--base", tiny_model_dir) == 0
 

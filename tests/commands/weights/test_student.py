@@ -1,4 +1,4 @@
-"""``recipes student`` as a user runs it: a folder that any tool opens, or one clear refusal."""
+"""``recipes student``: selected layers of a teacher, and invalid selections."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ def cut(teacher: Path, output: Path, *flags: str) -> int:
     return main(["student", "--teacher", str(teacher), "--output", str(output), *flags])
 
 
-def test_a_student_is_the_layers_asked_for_and_everything_else(tiny_model_dir, tmp_path, capsys) -> None:
+def test_student_has_selected_layers_and_all_other_weights(tiny_model_dir, tmp_path, capsys) -> None:
     assert cut(tiny_model_dir, tmp_path / "a student", "--num_layers", "1") == 0
     teacher, student = (AutoModelForCausalLM.from_pretrained(path) for path in (tiny_model_dir, tmp_path / "a student"))
     own, others = student.state_dict(), teacher.state_dict()
-    assert torch.equal(own[LAYER.format(0)], others[LAYER.format(1)]), "the last to the last"
+    assert torch.equal(own[LAYER.format(0)], others[LAYER.format(1)]), (
+        "the last layer of the student is the last of the teacher"
+    )
     assert torch.equal(own["model.embed_tokens.weight"], others["model.embed_tokens.weight"])
     assert student.config.num_hidden_layers == 1
     assert student.dtype == teacher.dtype
@@ -35,7 +37,7 @@ def test_a_student_is_the_layers_asked_for_and_everything_else(tiny_model_dir, t
     assert {path.name for path in tmp_path.iterdir()} == {"a student"}
 
 
-def test_all_layers_are_the_teacher_and_a_list_is_taken_as_it_is(tiny_model_dir, tmp_path) -> None:
+def test_all_layers_equal_teacher_and_order_is_kept(tiny_model_dir, tmp_path) -> None:
     ids = torch.arange(4, 20)[None]
     assert cut(tiny_model_dir, tmp_path / "all", "--num_layers", "2") == 0
     assert cut(tiny_model_dir, tmp_path / "turned", "--layers", "2", "1") == 0
@@ -53,7 +55,7 @@ def test_all_layers_are_the_teacher_and_a_list_is_taken_as_it_is(tiny_model_dir,
         (("--layers", "1", "3"), "has layers 1 to 2"),
     ],
 )
-def test_layers_that_are_not_there_leave_nothing_behind(tiny_model_dir, tmp_path, capsys, flags, words) -> None:
+def test_invalid_layers_leave_no_files(tiny_model_dir, tmp_path, capsys, flags, words) -> None:
     assert cut(tiny_model_dir, tmp_path / "student", *flags) == 2
     assert words in capsys.readouterr().err
     assert not any(tmp_path.iterdir())

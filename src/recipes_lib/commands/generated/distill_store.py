@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> None:
     """
     parsed = load_for_command("distill", argv)
     if parsed.distillation.teacher_top_k is None:
-        where = str(parsed.path or "command line")
+        where = str(parsed.path or "command line, without --config")
         remedy = "write `teacher_top_k: 64`, with which the run reads the store"
         raise ConfigError(Problem(where, "`teacher_top_k`, the number of tokens to store, is missing", remedy))
     store(parsed)

@@ -161,7 +161,8 @@ def take_reply(step: Mapping[str, Any], text: str) -> str | None:
     if not step.get("pattern"):
         return said.strip() or None
     found = re.search(step["pattern"], said)
-    return (found[1].strip() or None) if found else None
+    # A group in an alternative that did not match is `None`.
+    return ((found[1] or "").strip() or None) if found else None
 
 
 def load_method(config: SynthesisConfig) -> Method:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -165,17 +166,41 @@ def choose_rows(texts: Sequence[str], scores: Sequence[float | None], num_rows: 
     """
     minhash = MinHash(_NUM_HASHES, 1, _SEED)
     # With bands of one row, the share of equal keys estimates the Jaccard similarity. Shape (rows, hashes).
-    signatures = np.stack([minhash.compute_keys(_shingle(text)) for text in texts]) if texts else None
+    keys = [minhash.compute_keys(_shingle(text)) for text in texts]
+    signatures = np.array(keys, np.uint64).reshape(len(texts), _NUM_HASHES)
     known = np.array([-np.inf if score is None else score for score in scores])
     ordered = np.unique(known)
     # Ranks instead of scores, so that the weight does not depend on the scale of the grades.
     quality = np.searchsorted(ordered, known) / max(1, len(ordered) - 1)
     similarity, chosen = np.zeros(len(texts)), list[int]()
-    is_candidate = np.ones(len(texts), bool)
-    while len(chosen) < min(num_rows, len(texts)) and signatures is not None:
-        objective = (1 - diversity) * quality - diversity * similarity
-        best = int(np.argmax(np.where(is_candidate, objective, -np.inf)))
-        is_candidate[best] = False
-        chosen.append(best)
-        similarity = np.maximum(similarity, (signatures == signatures[best]).mean(axis=1))
+
+    def rank(row: int) -> tuple[float, int]:
+        return float(diversity * similarity[row] - (1 - diversity) * quality[row]), row
+
+    # The objective of a row never increases, so that an outdated rank is a bound: only the first row is ranked again.
+    queue = [rank(row) for row in range(len(texts))]
+    heapq.heapify(queue)
+    groups = _group_equal_keys(signatures)
+    while queue and len(chosen) < num_rows:
+        first = heapq.heappop(queue)
+        if (now := rank(first[1])) != first:
+            heapq.heappush(queue, now)
+            continue
+        chosen.append(first[1])
+        if shared := groups[first[1]]:
+            num_equal = np.bincount(np.concatenate(shared), minlength=len(texts))
+            np.maximum(similarity, num_equal / _NUM_HASHES, out=similarity)
     return sorted(chosen)
+
+
+def _group_equal_keys(signatures: Any) -> list[list[Any]]:
+    """Return, for each row, the rows with the same key: one array per hash whose key is not unique."""
+    groups: list[list[Any]] = [[] for _ in signatures]
+    for keys in signatures.T:
+        order = np.argsort(keys, kind="stable")
+        bounds = np.flatnonzero(np.diff(keys[order], prepend=~keys[order[:1]], append=~keys[order[-1:]]))
+        for at in np.flatnonzero(np.diff(bounds) > 1):
+            members = order[bounds[at] : bounds[at + 1]]
+            for row in members:
+                groups[row].append(members)
+    return groups

@@ -6,7 +6,7 @@
 #SBATCH --time={{ hours }}:00:00
 #SBATCH --signal=B:USR1@300
 #SBATCH --open-mode=append
-{# Without either a task gets one core, and the memory of one. #}
+{# Without either, SLURM gives a task one core and the memory of one core. #}
 {% if cpus_per_gpu is none %}
 #SBATCH --mem=0
 #SBATCH --requeue
@@ -18,7 +18,7 @@
 # Start it in the project's folder, with the environment active: sbatch {{ name }}.sh
 set -u
 {% for secret in secrets %}
-: "${{ "{" }}{{ secret }}:?set it before sbatch, which hands it on}"
+: "${{ "{" }}{{ secret }}:?set it before sbatch, which passes it to the job}"
 {% endfor %}
 output_dir={{ output_dir | quote }}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300
@@ -30,16 +30,16 @@ trap 'touch "$output_dir/STOP"' USR1 TERM
 
 {{ (starter + command) | join_words }} &
 job=$!
-# A signal ends `wait`, not what it waits for.
+# A signal interrupts `wait`, not the job.
 wait "$job"
 while kill -0 "$job" 2>/dev/null; do wait "$job"; done
 wait "$job"
 code=$?
 
-# Whatever srun reports: what the run has said of its own end since then decides.
+# The status that the run has recorded decides, not the exit code of srun.
 if [ "$output_dir/run.json" -nt "$began" ] && grep -qE '{{ resumable }}' "$output_dir/run.json"; then
     scontrol requeue "$SLURM_JOB_ID"
     code=$?
 fi
-# What the queue shows, and what jobs that depend on this one wait for.
+# The exit code that the queue shows, and that dependent jobs wait for.
 exit "$code"
