@@ -63,14 +63,14 @@ Fault = Callable[[Harness, Trial, Random], None]
 FULL: dict[str, tuple[Fault, int, int]] = {
     # Kind of fault -> its function, number of trials in the full tier, and in the quick tier.
     "kill -9 in training": (kills.kill_in_training, 20, 0),
-    "kill -9 in saving": (kills.kill_in_saving, 20, 1),
+    "kill -9 in saving": (kills.kill_in_saving, 20, 0),
     "kill -9 in a write": (kills.kill_in_write, 10, 1),
     "kill -9 in a rollback": (kills.kill_in_rollback, 10, 0),
     "SIGTERM to one of two ranks": (kills.stop_one_of_two_ranks, len(kills.CELLS), 0),
     "kill -9 of one of two ranks": (kills.kill_one_of_two_ranks, 4, 0),
     "other world size": (kills.change_world_size, 6, 0),
     "damaged checkpoint file": (broken.damage_checkpoint, 48, 1),
-    "full disk": (broken.fill_disk, 10, 1),
+    "full disk": (broken.fill_disk, 10, 0),
     "NaN in the loss": (partial(broken.inject_nan, "loss"), 3, 1),
     "NaN in a gradient": (partial(broken.inject_nan, "gradient"), 3, 0),
     "NaN in the data": (partial(broken.inject_nan, "data"), 3, 0),

@@ -84,15 +84,16 @@ def list_names(output_dir):
 @pytest.mark.parametrize(
     ("keep_last", "keep_steps", "keep_every", "kept"),
     [
-        (None, (), None, (1, 2, 3, 10)),
+        (None, (), None, (0, 1, 2, 3, 10)),
+        (0, (), None, (0, 1, 2, 3, 10)),  # As upstream: no limit.
         (2, (), None, (3, 10)),
         (1, (2,), None, (2, 10)),
-        (9, (), None, (1, 2, 3, 10)),
-        (1, (1,), 2, (1, 2, 10)),
+        (9, (), None, (0, 1, 2, 3, 10)),
+        (1, (1,), 2, (1, 2, 10)),  # Without checkpoint-0, which is the first target of rollbacks.
     ],
 )
 def test_rotate_keeps_newest_and_protected(tmp_path, keep_last, keep_steps, keep_every, kept):
-    for step in (1, 2, 3, 10):
+    for step in (0, 1, 2, 3, 10):
         make_checkpoint(tmp_path, step)
     rotate(tmp_path, keep_last, keep_steps, keep_every)
     assert list_names(tmp_path) == sorted(f"checkpoint-{step}" for step in kept)
@@ -222,6 +223,17 @@ def test_publish_replaces_checkpoint_of_same_step(tmp_path):
     assert publish(staged) == tmp_path / "checkpoint-5"
     assert (tmp_path / "checkpoint-5" / "newer").exists()
     assert is_complete(tmp_path / "checkpoint-5")
+
+
+def test_publish_keeps_incomplete_checkpoint_of_same_step(tmp_path):
+    """As of another program, which writes no manifest."""
+    for number in ("", "-2"):
+        make_checkpoint(tmp_path, 5, complete=False)
+        publish(make_checkpoint(tmp_path / STAGING, 5))
+        assert is_complete(tmp_path / "checkpoint-5")
+        assert (tmp_path / f"replaced-checkpoint-5{number}" / "model.safetensors").exists()
+        (tmp_path / "checkpoint-5" / COMPLETE).unlink()
+        (tmp_path / "checkpoint-5").rename(tmp_path / f"moved{number}")
 
 
 def test_clear_leftovers_publishes_complete_and_deletes_rest(tmp_path):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,6 +123,19 @@ def test_dry_run_rejects_small_disk(build, tmp_path, monkeypatch, free):
     with pytest.raises(ConfigError, match="the disk has"):
         dry_run(build(save_steps=4), {"weight": torch.ones(3)})
     assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_dry_run_rejects_disk_that_cannot_rename_folders(build, tmp_path, monkeypatch):
+    rename = Path.rename
+
+    def rename_files_only(path, target):
+        if path.is_dir():
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_files_only)
+    with pytest.raises(ConfigError, match="cannot rename a folder in it: Function not implemented"):
+        dry_run(build(save_steps=4), {"weight": torch.ones(3)})
 
 
 def test_count_bytes_counts_shared_tensor_once():

@@ -19,6 +19,7 @@ from recipes_lib.config.schema import EvaluationConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.training.evaluation.samples import GenerateSamples, Prompt, build_prompts, generate_samples
 from recipes_lib.training.evaluation.user_metrics import AnswerMatch
+from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.metrics import MetricsWriter
 
 TEXTS = ["the baker", "How many days are in a week, and how many in a year?", "snow"]
@@ -138,17 +139,33 @@ def test_hook_writes_samples_and_returns_rates(
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_metrics_are_computed_in_a_silent_phase_of_the_watchdog(
+    model: Any, prompts: list[Prompt], tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    phases = []
+
+    class SlowMetric(AnswerMatch):
+        def _compute(self, **columns: Any) -> dict[str, float]:
+            phases.append(WATCHDOG.phase)
+            return {}
+
+    writer = MetricsWriter(tmp_path / "samples.jsonl")
+    WATCHDOG.enter("an evaluation")
+    GenerateSamples(prompts, tiny_tokenizer, writer, 2, [SlowMetric(keep_in_memory=True)])(model, 0)
+    assert [*phases, WATCHDOG.phase] == ["computing metrics", "an evaluation"]
+
+
 def test_resumed_run_replaces_repeated_samples(
     model: Any, prompts: list[Prompt], tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     writer = MetricsWriter(tmp_path / "samples.jsonl")
-    for step in (0, 10, 20, 30):
+    for step in (0, 1, 2):
         writer.write({"step": step, "prompt": "before the kill"})
 
-    GenerateSamples(prompts, tiny_tokenizer, writer, max_new_tokens=2)(model, 20)
+    GenerateSamples(prompts, tiny_tokenizer, writer, max_new_tokens=2)(model, 1)
 
     steps = [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert steps == [0, 10, 20, 20, 20]
+    assert steps == [0, 1, 1, 1]
 
 
 def build(config, examples, tokenizer, positions=math.inf, say=pytest.fail):

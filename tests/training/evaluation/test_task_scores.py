@@ -29,7 +29,9 @@ from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.publish.card import build_card
 from recipes_lib.report.page import build_report
 from recipes_lib.report.run_files import read_run
+from recipes_lib.training.evaluation import task_scores
 from recipes_lib.training.evaluation.task_scores import EvaluateTasks, build_task_scores, load_training_tasks
+from recipes_lib.training.guards.watchdog import WATCHDOG
 
 NAMES = ["local_group", "local_written", "local_rolling"]
 
@@ -114,6 +116,13 @@ def test_progress_bars_are_hidden_but_not_other_messages(
     capsys.readouterr()
     hook(model, 0)
     assert set(capsys.readouterr().err.splitlines()) == {"no progress for 600 s"}
+
+
+def test_other_ranks_wait_in_a_silent_phase(tasks: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_scores, "get_rank", lambda: 1)
+    monkeypatch.setattr(task_scores, "compute_on_main", lambda _: {WATCHDOG.phase: 1.0})
+    hook = build(tasks, inputs / "model", names=["local_rolling"])
+    assert hook(torch.nn.Module(), 0) == {"waiting for benchmark scores": 1.0}
 
 
 def test_non_finite_logits_are_an_error(tasks: Path, inputs: Path) -> None:

@@ -76,6 +76,12 @@ def test_no_metric_without_references(user_module: str) -> None:
     assert compute_metrics(load_metrics([f"{user_module}:Failing"]), []) == {}
 
 
+def test_metrics_of_one_name_are_rejected(user_module: str) -> None:
+    metrics = load_metrics([f"{user_module}:Lengths", SHIPPED, f"{user_module}:Lengths"])
+    with pytest.raises(ConfigError, match="Lengths returned `mean_length`, as a metric before it"):
+        compute_metrics(metrics, [("q", "a", "b")])
+
+
 @pytest.mark.parametrize(
     ("path", "found", "remedy"),
     [

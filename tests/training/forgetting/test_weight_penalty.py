@@ -106,6 +106,18 @@ def test_penalty_does_not_depend_on_gradient_accumulation(
     assert recorder.steps[0]["grad_norm"] != pytest.approx(steps[0]["grad_norm"], rel=1e-3)
 
 
+def test_float32_fisher_of_bfloat16_weights() -> None:
+    model, reference = nn.Linear(2, 1, bias=False).bfloat16(), nn.Linear(2, 1, bias=False).bfloat16()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[3.0, 1.0]]))
+        reference.weight.copy_(torch.tensor([[1.0, 0.0]]))
+    penalty = build_penalty(0.5, model, reference, {"weight": torch.tensor([[2.0, 4.0]])})
+    model.weight.grad = torch.zeros_like(model.weight)
+    penalty.add_gradients()
+    assert model.weight.grad.tolist() == [[2.0, 2.0]]
+    assert penalty.compute_value() == 0.5 / 2 * (2 * 2**2 + 4 * 1**2)
+
+
 @pytest.fixture
 def make_config(tiny_model_dir: Path, tmp_path: Path):
     """Build configurations of runs with a Fisher information of 1 everywhere, in ``.folder``."""

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
 
 import pytest
+from tests.forked import ROOT
 from tests.training.clock import Clock
 
 from recipes_lib.errors import EXIT_STALLED
 from recipes_lib.stopping import StopRequest
 from recipes_lib.training.guards import watchdog as watchdog_module
-from recipes_lib.training.guards.watchdog import END_AFTER_SECONDS, PATIENCE, SHOW_AFTER_SECONDS, Watchdog
+from recipes_lib.training.guards.watchdog import (
+    END_AFTER_SECONDS,
+    PATIENCE,
+    REPORTING_PHASES,
+    SHOW_AFTER_SECONDS,
+    Watchdog,
+)
 
 
 @pytest.fixture
@@ -62,7 +70,7 @@ def test_steps_of_usual_length_are_not_shown(watchdog, clock, seconds):
 
 def test_limits_scale_with_median_step(watchdog, clock):
     make_steps(watchdog, clock, 500.0)
-    assert watch(watchdog, clock, 1e5) == [("show", pytest.approx(20 * 500 / 3, abs=1)), ("end", 20 * 500.0)]
+    assert watch(watchdog, clock, 1e5) == [("show", 7 * 500.0), ("end", 20 * 500.0)]
 
 
 @pytest.mark.parametrize("phase", ["the first step", "the work between two steps", "saving"])
@@ -95,6 +103,29 @@ def test_description_names_rank_phase_and_seconds(watchdog, clock, monkeypatch):
     make_steps(watchdog, clock, 1.0)
     clock.now += 700
     assert watchdog.describe() == "rank 3: no progress in a step for 700 seconds"
+
+
+def test_during_returns_to_previous_phase(watchdog, clock):
+    watchdog.enter("an evaluation")
+    with watchdog.during("computing metrics"):
+        assert watchdog.limits() == (PATIENCE * SHOW_AFTER_SECONDS, PATIENCE * END_AFTER_SECONDS)
+        clock.now += END_AFTER_SECONDS
+    assert watchdog.phase == "an evaluation"
+    assert watchdog.poll() is None
+
+
+SILENT_PHASES = {
+    *("the first step", "the work between two steps", "the work after an evaluation", "saving"),
+    *("computing metrics", "waiting for benchmark scores", "scoring answers"),
+}
+"""Phases that cannot report progress: compilation, disks, and functions of the user."""
+
+
+def test_every_phase_is_either_reporting_or_silent():
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    entered = set(re.findall(r'\.(?:enter|during)\("([^"]+)"', sources)) | {"a step"}
+    assert entered == REPORTING_PHASES | SILENT_PHASES
+    assert not REPORTING_PHASES & SILENT_PHASES
 
 
 def test_stop_file_is_read_and_deleted_by_main_process(tmp_path, monkeypatch):

@@ -72,7 +72,7 @@ def compute_metrics(metrics: Sequence[Metric], scored: Sequence[tuple[str, str, 
         scored: Prompt, prediction and reference of each sample.
 
     Raises:
-        ConfigError: A metric raised, or its result is not a mapping of names to numbers.
+        ConfigError: A metric raised, its result is not a mapping of names to numbers, or two have a name in common.
     """
     values: dict[str, float] = {}
     if not scored:
@@ -90,6 +90,9 @@ def compute_metrics(metrics: Sequence[Metric], scored: Sequence[tuple[str, str, 
             raise ConfigError(Problem(_KEY, found, "fix it; its arguments are lists of strings")) from error
         if not isinstance(result, dict) or not all(isinstance(value, Real) for value in result.values()):
             raise ConfigError(Problem(_KEY, f"{name} returned {result!r}", "return a dict of names to numbers"))
+        if common := sorted(result.keys() & values.keys()):
+            found = f"{name} returned `{common[0]}`, as a metric before it"
+            raise ConfigError(Problem(_KEY, found, "return another name, or remove one of them"))
         values |= {key: float(value) for key, value in result.items()}
     return values
 
