@@ -79,13 +79,23 @@ def mutate(content: bytes, draw: random.Random) -> bytes:
     """Return truncated, overwritten or repeated bytes, or another JSON value if content or a line of it is JSON."""
     at, to = sorted(draw.randrange(len(content) + 1) for _ in range(2))
     noise = bytes(draw.randrange(256) for _ in range(draw.randrange(1, 9)))
-    whole = (b"", b"null", b"[]", b"{}", b"[" * 50_000, b"1" * 50_000, b"\xff\xfe", b"\0" * 64, b"---\n- a: &a [*a]\n")
+    replacements = (
+        b"",
+        b"null",
+        b"[]",
+        b"{}",
+        b"[" * 50_000,
+        b"1" * 50_000,
+        b"\xff\xfe",
+        b"\0" * 64,
+        b"---\n- a: &a [*a]\n",
+    )
     ways: list[Callable[[], bytes]] = [
         lambda: content[:at],
         lambda: content[:at] + content[to:],
         lambda: content[:at] + noise + content[at + len(noise) :],
         lambda: content[:to] + content[at:to] + content[to:],
-        lambda: draw.choice(whole),
+        lambda: draw.choice(replacements),
     ]
     lines = content.decode(errors="replace").split("\n")
     for text in (content.decode(errors="replace"), draw.choice(lines)):

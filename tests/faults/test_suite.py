@@ -11,26 +11,25 @@ import pytest
 from tests.faults import suite
 from tests.faults.laboratory import Harness, Trial, Violation, verify_equal
 from tests.faults.moments import EventCounter
-from tests.forked import ROOT
+from tests.forked import ROOT, Launch
 from tests.recipes import paused
 
 
-def run_suite(output, *flags):
-    """Run the suite as ``make soak`` does; return its trials and its output."""
-    command = [sys.executable, "-m", "tests.faults.suite", "--output", str(output), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+def read_trials(output, done):
+    """Return the trials of a run of the suite that ended without a violation."""
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-    return json.loads((output / "faults.json").read_text())["trials"], done.stdout
+    return json.loads((output / "faults.json").read_text())["trials"]
 
 
 def test_quick_tier_resumes_bit_identically(tmp_path):
-    trials, output = run_suite(tmp_path, "--tier", "quick", "--seed", "11")
+    done = Launch("tests.faults.suite", "--output", tmp_path, "--tier", "quick", "--seed", "11").finish(600)
+    trials = read_trials(tmp_path, done)
     kinds = {trial["kind"] for trial in trials}
     assert kinds >= {"kill -9 in a write", "damaged checkpoint file", "NaN in the loss", "same command twice at once"}
     assert all(trial["ended"] and trial["equal"] for trial in trials)
     table = (tmp_path / "faults.md").read_text()
-    assert table in output
-    assert "| kill -9 in saving | 1 | 1 | 1 | 1 |" in table
+    assert table in done.stdout
+    assert "| kill -9 in a write | 1 | 1 | 1 | 1 |" in table
 
 
 @pytest.mark.parametrize("phase", paused.WHERE)
@@ -46,8 +45,9 @@ def test_patched_function_of_phase_exists(phase):
 def test_full_tier_of_kind(tmp_path, kind):
     if kind == "full disk" and subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
         pytest.skip("no disk can be mounted here")
-    trials, _ = run_suite(tmp_path, "--kind", kind, "--seed", "11")
-    assert len(trials) == suite.FULL[kind][1]
+    command = [sys.executable, "-m", "tests.faults.suite", "--output", tmp_path, "--kind", kind, "--seed", "11"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert len(read_trials(tmp_path, done)) == suite.FULL[kind][1]
 
 
 def test_violation_is_reported_and_ends_soak(tmp_path, monkeypatch, capsys):
@@ -66,7 +66,7 @@ def test_violation_is_reported_and_ends_soak(tmp_path, monkeypatch, capsys):
     again = 'python -m tests.faults.suite --kind "a planted fault" --number 0 --seed 5'
     assert again in output
     assert "| a planted fault | 1 | 1 | 0 | 0 |" in output
-    # The very same moment is drawn again.
+    # Trials are reproducible.
     suite.main(["--kind", "a planted fault", "--number", "0", "--seed", "5"], can_mount=True)
     (drawn,) = {line.partition("drawn ")[2] for line in output.splitlines() if "drawn" in line}
     assert drawn in capsys.readouterr().out

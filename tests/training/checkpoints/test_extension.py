@@ -28,8 +28,8 @@ def find(now, then):
     before = flatten_config(then)
     differing = [name for name, value in flatten_config(now).items() if before.get(name) != value]
     differing += [name for name in before if name not in flatten_config(now)]
-    found = find_common_checkpoint(now, before, differing, world_size=1)
-    return found and found.name
+    checkpoint = find_common_checkpoint(now, before, differing, world_size=1)
+    return checkpoint and checkpoint.name
 
 
 def test_wsd_run_extends_from_before_old_decay(build) -> None:

@@ -211,8 +211,8 @@ def test_ranks_share_verification_evenly(tmp_path, world_size, monkeypatch):
     # No rank reads more than its share plus one file.
     assert max(sizes) <= sum(sizes) / world_size + max((tmp_path / name).stat().st_size for name in NAMES)
     flip_a_bit(tmp_path / NAMES[3])
-    found = [find_damage(tmp_path, rank, world_size) for rank in range(world_size)]
-    assert [damage for damage in found if damage] == [f"{NAMES[3]} does not match its SHA-256"]
+    damages = [find_damage(tmp_path, rank, world_size) for rank in range(world_size)]
+    assert [damage for damage in damages if damage] == [f"{NAMES[3]} does not match its SHA-256"]
 
 
 def test_publish_replaces_checkpoint_of_same_step(tmp_path):

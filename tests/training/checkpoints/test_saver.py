@@ -1,4 +1,4 @@
-"""Whatever a run stages is saved by the same rules: sealed or not there, beside training, kept, with a dry run."""
+"""``CheckpointSaver``: verification and publishing of staged checkpoints, retention, and the dry run."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ def load(checkpoint):
 
 def test_failed_verification_publishes_nothing_and_raises(build, tmp_path, lines):
     def refuse():
-        raise ValueError("torn")
+        raise ValueError("truncated")
 
     saver, state = build(), {"weight": torch.ones(3)}
     saver.save(stage(saver, 1, state, verify=refuse))
-    with pytest.raises(ValueError, match="torn"):
+    with pytest.raises(ValueError, match="truncated"):
         saver.finish()
     assert list_checkpoints(tmp_path) == []
     saver.save(stage(saver, 2, state, verify=refuse))
     # ``settle`` logs the error instead of raising it.
     saver.settle()
-    assert lines == ["the last checkpoint could not be written: torn"]
+    assert lines == ["the last checkpoint could not be written: truncated"]
 
 
 def test_file_deleted_during_save_publishes_nothing(build, tmp_path):

@@ -44,8 +44,8 @@ def model(tiny_model_dir: Path) -> nn.Module:
 
 
 def evaluate(model: nn.Module, rows: list[dict[str, Any]], batch_size: int, **options: Any) -> dict[str, float]:
-    given = {"batch_size": batch_size, "collate": COLLATE, "progress": TrainingProgress()} | options
-    return EvaluateLoss(held_out={"rows": rows}, **given)(model, 0)
+    defaults = {"batch_size": batch_size, "collate": COLLATE, "progress": TrainingProgress()}
+    return EvaluateLoss(held_out={"rows": rows}, **defaults | options)(model, 0)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 8])

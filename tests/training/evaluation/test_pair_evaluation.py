@@ -23,8 +23,8 @@ def score(model, batch):
 
 
 def build_hook(held_out, batch_size, **options):
-    given = {"collate": list, "score": score, "progress": TrainingProgress(), **options}
-    return EvaluatePairs(held_out=held_out, batch_size=batch_size, **given)
+    defaults = {"collate": list, "score": score, "progress": TrainingProgress()}
+    return EvaluatePairs(held_out=held_out, batch_size=batch_size, **defaults | options)
 
 
 def evaluate(batch_size, values=VALUES):

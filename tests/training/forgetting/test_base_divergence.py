@@ -66,10 +66,10 @@ def test_divergence_to_frozen_copy(tiny_model_dir: Path, batch: dict[str, Any], 
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     base = copy.deepcopy(model).requires_grad_(False)
     perturb(model)
-    held = copy.deepcopy(base)
-    for each in (model, held):
+    frozen = copy.deepcopy(base)
+    for each in (model, frozen):
         add_loss_head(each)
-    assert_equals_full_logits(model, BaseDivergence(coefficient, held), base, batch, coefficient)
+    assert_equals_full_logits(model, BaseDivergence(coefficient, frozen), base, batch, coefficient)
 
 
 def test_divergence_to_model_without_adapter(tiny_model_dir: Path, batch: dict[str, Any]) -> None:
@@ -86,10 +86,10 @@ def test_larger_coefficient_keeps_run_closer_to_base(tiny_model_dir: Path, tmp_p
     assert load_base(load_config("sft", flags), "sdpa") is None
     ends = []
     for coefficient in (0.001, 10.0):
-        held = load_config("sft", [*flags, f"--kl_to_base={coefficient}"])
+        config = load_config("sft", [*flags, f"--kl_to_base={coefficient}"])
         keys = {"max_steps": 6, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
         trainer, recorder = make_trainer(
-            tiny_model_dir, tmp_path / str(coefficient), make_packs(), base=load_base(held, "sdpa"), **keys
+            tiny_model_dir, tmp_path / str(coefficient), make_packs(), base=load_base(config, "sdpa"), **keys
         )
         trainer.train()
         figures = [logs[KL_TO_BASE] for logs in recorder.train_logs]

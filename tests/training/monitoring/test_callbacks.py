@@ -144,17 +144,17 @@ def test_evaluation_is_a_separate_event(tmp_path: Path) -> None:
 
 def test_resume_restores_counts_and_drops_repeated_events(tmp_path: Path) -> None:
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "logging_steps": 2}
-    ToyTrainer(tmp_path / "whole", **options).train()
+    ToyTrainer(tmp_path / "uninterrupted", **options).train()
     killed = ToyTrainer(tmp_path / "killed", **options)
     killed.train()
 
     resumed = ToyTrainer(tmp_path / "killed", **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "killed" / "checkpoint-3"))
 
-    whole, again = (read_events(tmp_path / name, "train") for name in ("whole", "killed"))
-    assert [event["step"] for event in again] == [2, 4, 6]
+    expected, events = (read_events(tmp_path / name, "train") for name in ("uninterrupted", "killed"))
+    assert [event["step"] for event in events] == [2, 4, 6]
     for name in ("num_tokens", "num_target_tokens", "seconds"):
-        assert [event[name] for event in again] == [event[name] for event in whole], name
+        assert [event[name] for event in events] == [event[name] for event in expected], name
 
 
 def test_final_summary_of_upstream_is_not_written(tmp_path: Path) -> None:
