@@ -95,7 +95,7 @@ def mutate(content: bytes, draw: random.Random) -> bytes:
         lambda: content[:at] + content[to:],
         lambda: content[:at] + noise + content[at + len(noise) :],
         lambda: content[:to] + content[at:to] + content[to:],
-        lambda: draw.choice(replacements),
+        lambda: draw.choice(texts),
     ]
     lines = content.decode(errors="replace").split("\n")
     for text in (content.decode(errors="replace"), draw.choice(lines)):
