@@ -215,6 +215,20 @@ def test_weight_monitor_equals_numpy(tmp_path) -> None:
     assert evaluation == {"eval_loss": 1.0}
 
 
+def test_weight_monitor_logs_no_stale_values_per_epoch(tmp_path) -> None:
+    model = torch.nn.Linear(2, 1)
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, logging_strategy="epoch", logging_first_step=True)
+    state, control, monitor, logged = TrainerState(logging_steps=2), TrainerControl(), WeightMonitor(), []
+    monitor.on_train_begin(args, state, control, model=model)
+    for state.global_step in range(3):
+        monitor.on_pre_optimizer_step(args, state, control)
+        monitor.on_optimizer_step(args, state, control)
+        if state.global_step != 1:  # The first step, and the end of an epoch after step 3.
+            logged.append({"loss": 1.0})
+            monitor.on_log(args, state, control, logs=logged[-1])
+    assert ["update_ratio" in logs for logs in logged] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("sizes", "budget", "chosen"),
     [([4, 4, 4], 12, [0, 1, 2]), ([4, 4, 4], 8, [0, 2]), ([4, 4, 4], 5, [0]), ([9, 3, 9], 2, [1]), ([], 5, [])],
