@@ -79,7 +79,7 @@ def mutate(content: bytes, draw: random.Random) -> bytes:
     """Return truncated, overwritten or repeated bytes, or another JSON value if content or a line of it is JSON."""
     at, to = sorted(draw.randrange(len(content) + 1) for _ in range(2))
     noise = bytes(draw.randrange(256) for _ in range(draw.randrange(1, 9)))
-    replacements = (
+    texts = (
         b"",
         b"null",
         b"[]",

@@ -85,7 +85,6 @@ def list_names(output_dir):
     ("keep_last", "keep_steps", "keep_every", "kept"),
     [
         (None, (), None, (0, 1, 2, 3, 10)),
-        (0, (), None, (0, 1, 2, 3, 10)),  # As upstream: no limit.
         (2, (), None, (3, 10)),
         (1, (2,), None, (2, 10)),
         (9, (), None, (0, 1, 2, 3, 10)),

@@ -219,7 +219,7 @@ def rotate(
 
     Args:
         output_dir: Output directory of the run.
-        keep_last: Number of complete checkpoints to keep; ``None``, or less than 1 as upstream: all.
+        keep_last: Number of complete checkpoints to keep; ``None`` keeps all.
         keep_steps: Steps whose checkpoints are kept in addition.
         keep_every: Checkpoints at positive multiples of this many steps are kept in addition.
 
@@ -227,7 +227,7 @@ def rotate(
         Checkpoints that could not be deleted, each with the reason.
     """
     failures: list[str] = []
-    if keep_last is None or keep_last < 1:
+    if keep_last is None:
         return failures
     complete = [(step, path) for step, path in list_checkpoints(output_dir) if is_complete(path)]
     for step, path in complete[keep_last:]:
