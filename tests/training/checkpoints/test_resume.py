@@ -19,6 +19,7 @@ from recipes_lib.training.checkpoints.resume import (
     verify_checkpoint_fits,
 )
 from recipes_lib.training.layouts.launch_environment import Launch
+from recipes_lib.training.run import Run
 
 
 def launch(world_size, engine=""):
@@ -179,6 +180,13 @@ def test_agree_on_checkpoint_renames_damaged_ones(tmp_path):
     assert agree(good, lines) is None
     assert agree(None, lines) is None
     assert len(lines) == 4
+
+
+def test_foreign_checkpoint_is_ignored_with_a_message(tmp_path, capsys):
+    (write_checkpoint(tmp_path, 500) / "COMPLETE.json").unlink()
+    assert Run(config(1, 1), tmp_path, launch(1), None, finished=False).choose_checkpoint() is None
+    assert "checkpoint-500 is ignored: it has no readable COMPLETE.json" in capsys.readouterr().err
+    assert (tmp_path / "checkpoint-500").is_dir()
 
 
 @pytest.fixture
