@@ -35,15 +35,13 @@ def find_b(model, layer=0):
     ("init", "keys"),
     [
         ("default", {"warmup_steps": 2}),
-        ("default", {"activation_checkpointing": True}),
-        ("gaussian", {"activation_checkpointing": True, "activation_checkpointing_kwargs": "{use_reentrant: true}"}),
         ("default", {"activation_checkpointing": True, "activation_checkpointing_kwargs": "{save_matmuls: true}"}),
         ("orthogonal", {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
         ("pissa", {}),
         ("pissa", {"bf16": True}),
         ("olora", {}),
     ],
-    ids=["warmup", "checkpointing", "reentrant", "selective", "accumulation", "pissa", "pissa in bf16", "olora"],
+    ids=["warmup", "selective", "accumulation", "pissa", "pissa in bf16", "olora"],
 )
 def test_valid_run_passes_and_logs_each_check_once(make_run, init, keys):
     trainer, recorder, lines = make_run(adapter={"init_lora_weights": init}, max_steps=5, **keys)
@@ -55,15 +53,17 @@ def test_valid_run_passes_and_logs_each_check_once(make_run, init, keys):
     assert sorted(line for line in lines if line.startswith("adapter: ")) == sorted(expected)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing_does_not_change_losses(make_run, use_reentrant):
-    plain, recorder, _ = make_run("plain", max_steps=5)
-    plain.train()
-    options = {"activation_checkpointing_kwargs": f"{{use_reentrant: {str(use_reentrant).lower()}}}"}
-    checkpointed, second, _ = make_run("checkpointed", max_steps=5, activation_checkpointing=True, **options)
-    checkpointed.train()
-    for expected, got in zip(recorder.steps, second.steps, strict=True):
-        assert got == pytest.approx(expected, rel=1e-5)
+def test_activation_checkpointing_does_not_change_losses(make_run):
+    runs = []
+    for is_on, use_reentrant in ((False, "false"), (True, "false"), (True, "true")):
+        keys = {"activation_checkpointing_kwargs": f"{{use_reentrant: {use_reentrant}}}"} if is_on else {}
+        trainer, recorder, lines = make_run(f"{is_on} {use_reentrant}", activation_checkpointing=is_on, **keys)
+        trainer.train()
+        assert "adapter: all 28 trained tensors have a gradient" in lines
+        runs.append(recorder.steps)
+    for steps in runs[1:]:
+        for expected, step in zip(runs[0], steps, strict=True):
+            assert step == pytest.approx(expected, rel=1e-5)
 
 
 def test_lost_gradients_stop_run_at_first_step(make_run, monkeypatch):

