@@ -82,7 +82,7 @@ def damage_checkpoint(harness: Harness, trial: Trial, random: Random) -> None:
 def fill_disk(harness: Harness, trial: Trial, random: Random) -> None:
     """Another process fills the disk at a random event; after it is freed the same command resumes."""
     recipe = harness.draw(random)
-    reference, total = harness.reference(recipe), count_events(harness, recipe, count_saving_events)
+    total, reference = count_events(harness, recipe, count_saving_events), harness.reference(recipe)
     event, left = random.randint(1, total), random.randint(0, 64) * 1024
     trial.what = f"{recipe}, {left:,} bytes left from event {event} of {total}"
     with harness.trial_folder() as folder:

@@ -37,7 +37,7 @@ def count_saving_events(events: EventCounter, run: Path) -> None:
 def kill_at(watch: Watch, harness: Harness, trial: Trial, random: Random, only: Sequence[str] = ()) -> None:
     """Kill a run at one of the events of a run without a fault."""
     recipe = harness.draw(random, *only)
-    reference, total = harness.reference(recipe), count_events(harness, recipe, watch)
+    total, reference = count_events(harness, recipe, watch), harness.reference(recipe)
     number = random.randint(1, total)
     trial.what = f"{recipe}, event {number} of {total}"
     with harness.trial_folder() as folder:
@@ -58,14 +58,16 @@ kill_in_saving = partial(kill_at, count_saving_events)
 
 
 def count_events(harness: Harness, recipe: str, watch: Watch) -> int:
-    """Count the events of a run without a fault."""
+    """Count the events of a run without a fault: of the reference run, if there is none yet."""
     name = f"{recipe} {watch.__name__}"
     if name not in harness.counts:
         events = EventCounter()
-        with harness.trial_folder() as folder:
-            outcome = harness.run(folder, recipe, faults={0: partial(watch, events, folder / "run")})
-            expect(not any(outcome.codes), f"the counted run ended with {outcome.codes}", outcome)
-            verify_equal(harness.reference(recipe), folder / "run")
+        run = harness.reference(recipe, watch=partial(watch, events))
+        if not events.count:
+            with harness.trial_folder() as folder:
+                outcome = harness.run(folder, recipe, faults={0: partial(watch, events, folder / "run")})
+                expect(not any(outcome.codes), f"the counted run ended with {outcome.codes}", outcome)
+                verify_equal(run, folder / "run")
         harness.counts[name] = events.count
     return harness.counts[name]
 
@@ -73,7 +75,7 @@ def count_events(harness: Harness, recipe: str, watch: Watch) -> int:
 def kill_in_write(harness: Harness, trial: Trial, random: Random) -> None:
     """Kill a run within the first write beyond a random file size, from a random event on."""
     recipe = harness.draw(random)
-    reference, total = harness.reference(recipe), count_events(harness, recipe, count_saving_events)
+    total, reference = count_events(harness, recipe, count_saving_events), harness.reference(recipe)
     largest = max(path.stat().st_size for path in reference.glob("checkpoint-*/*") if path.is_file())
     event, num_bytes = random.randint(1, int(total * 0.7)), random.randint(1, largest - 1)
     trial.what = f"{recipe}, after byte {num_bytes} of a file, from event {event} of {total}"

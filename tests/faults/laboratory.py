@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -110,12 +111,13 @@ class Harness:
         """Return the flags of a trial's command."""
         return recipe_runs.make_keys(self.folder, recipe, num_processes, **({"output_dir": folder / "run"} | more))
 
-    def reference(self, recipe: str, num_processes: int = 1, **more: Any) -> Path:
-        """Return the output directory of a run without a fault, which is cached."""
-        name = "-".join(["reference", recipe, str(num_processes), *(f"{key}={value}" for key, value in more.items())])
+    def reference(self, recipe: str, num_processes: int = 1, watch: Callable[[Path], None] = lambda run: None) -> Path:
+        """Return the output directory of a run without a fault; it is cached, and ``watch`` is called at its start."""
+        name = f"reference-{recipe}-{num_processes}"
         if name not in self._references:
             folder = self.folder / name
-            outcome = self.run(folder, recipe, num_processes=num_processes, **more)
+            faults = {0: partial(watch, folder / "run")}
+            outcome = self.run(folder, recipe, faults=faults, num_processes=num_processes)
             expect(not any(outcome.codes), f"the run without a fault ended with {outcome.codes}", outcome)
             self._references[name] = folder / "run"
         return self._references[name]
