@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.faults import recipe_runs
-from tests.forked import ROOT, Launch
+from tests.forked import ROOT, Launch, name_processes
 from tests.rows import read_rows
 
 PAUSED = Path(__file__).with_name("paused.py")
@@ -56,12 +56,15 @@ def wait_for(process, file):
         time.sleep(0.05)
 
 
-def find_rank(launcher_pid, rank):
-    """Return the process id of a rank under a launcher."""
-    children = Path(f"/proc/{launcher_pid}/task/{launcher_pid}/children").read_text().split()
-    return next(
-        int(pid) for pid in children if f"\0RANK={rank}\0" in "\0" + Path(f"/proc/{pid}/environ").read_text() + "\0"
-    )
+def start_ranks(keys, output_dir, pause):
+    """Start the recipe in two forked processes with the environment of torchrun."""
+    processes = []
+    for rank, variables in enumerate(name_processes(2)):
+        folder = output_dir.parent / "errors" / str(rank)
+        folder.mkdir(parents=True)
+        variables["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
+        processes.append(Launch(*write_command(keys, output_dir, pause, {}), variables=variables))
+    return processes
 
 
 def finish(process):
@@ -175,10 +178,10 @@ def test_death_of_launcher_stops_run(keys, tmp_path):
 @pytest.mark.multiprocess
 def test_killed_rank_ends_run_and_is_named(keys, tmp_path):
     run = tmp_path / "run"
-    process = launch(keys, run, pause=("step", 2, 1))
-    wait_for(process, tmp_path / "reached")
-    os.kill(find_rank(process.pid, 1), signal.SIGKILL)
-    code, output = finish(process)
+    survivor, killed = start_ranks(keys, run, ("step", 2, 1))
+    wait_for(killed, tmp_path / "reached")
+    killed.send_signal(signal.SIGKILL)
+    code, output = finish(survivor)
     assert code == 1
     assert "recipe_trainer.py" not in output
     assert "rank 0 exits: process 1 of this machine ended: no error was recorded, so it was killed" in output
