@@ -43,8 +43,8 @@ from recipes_lib.training.monitoring.metrics import MetricsWriter
 from recipes_lib.training.run import start_run
 
 NUM_MUTATIONS = 80
-NUM_QUICK = 8
-NUM_DRAWN = 2
+NUM_QUICK = 4
+NUM_DRAWN = 1
 """Mutations of files from which a report draws charts, which takes half a second."""
 ONE = Launch(rank=0, local_rank=0, world_size=1, engine="")
 ALLOWED = {0, 2, 3}

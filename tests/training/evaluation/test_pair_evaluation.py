@@ -75,12 +75,13 @@ def test_metrics_do_not_depend_on_batch_size(tiny_model_dir, tmp_path, is_stored
         "eval_strategy": "steps",
         "eval_steps": 2,
         "eval_on_start": True,
+        "max_steps": 2,
         "precompute_ref_log_probs": is_stored,
         "setting": with_preference(ref_model_name_or_path=str(other)),
         "eval_pairs": make_pairs(11, seed=8),
     }
     runs = []
-    for batch_size in (1, 4, 16):
+    for batch_size in (1, 4):  # Of 11 pairs: the last batch of four is smaller.
         folder = tmp_path / str(batch_size)
         options = keys | {"per_device_eval_batch_size": batch_size}
         trainer, recorder = make_pair_trainer(tiny_model_dir, folder, make_pairs(), **options)
@@ -88,8 +89,7 @@ def test_metrics_do_not_depend_on_batch_size(tiny_model_dir, tmp_path, is_stored
         runs.append([log for log in recorder.logs if "eval_loss" in log])
     names = [name for name in runs[0][0] if name.startswith("eval_") and name != "eval_seconds"]
     assert {"eval_loss", "eval_rewards/margins", "eval_logps/chosen_shift", "eval_num_pairs"} <= set(names)
-    assert [len(run) for run in runs] == [3, 3, 3]
-    for run in runs[1:]:
-        for expected, got in zip(runs[0], run, strict=True):
-            for name in names:
-                assert got[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
+    assert len(runs[0]) == 2
+    for expected, metrics in zip(*runs, strict=True):
+        for name in names:
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name

@@ -179,9 +179,12 @@ def test_task_scores_do_not_change_training(inputs: Path, tasks: Path, tmp_path:
     assert not any("local_choice" in key for key in scored[0])
 
 
-def test_task_score_selects_best_model(inputs: Path, tasks: Path, tmp_path: Path) -> None:
+def test_task_score_selects_best_model(
+    inputs: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recipes_lib.report.page.draw_charts", lambda run, folder: [])
     keys = {"eval_tasks": "[local_choice]", "eval_tasks_include_path": json.dumps([str(tasks)]), "eval_steps": 1}
-    best = {"save_steps": 1, "load_best_model_at_end": "true", "learning_rate": 0.05, "max_steps": 4}
+    best = {"save_steps": 1, "load_best_model_at_end": "true", "learning_rate": 0.05, "max_steps": 3}
     metric = {"metric_for_best_model": "local_choice_acc", "save_total_limit": 9, "test_split_size": 6}
     events = train(inputs, tmp_path, "sft", **keys, **best, **metric)
     scores = [float(event["eval_local_choice_acc"]) for event in events if event["kind"] == "eval" and event["step"]]

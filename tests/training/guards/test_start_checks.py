@@ -142,16 +142,10 @@ def test_experts_routers_and_vectors_may_have_no_gradient():
 
 def build_random_model(model_type, hidden_size, *, seed=0, **keys):
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(
-        model_type,
-        vocab_size=VOCAB_SIZE,
-        hidden_size=hidden_size,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        bos_token_id=None,
-        eos_token_id=None,
-        **keys,
-    )
+    # The initial loss does not depend on ``intermediate_size``, whose defaults of up to 24,576 are slow.
+    sizes = {"hidden_size": hidden_size, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {"vocab_size": VOCAB_SIZE, "bos_token_id": None, "eos_token_id": None}
+    config = AutoConfig.for_model(model_type, **sizes | ids | keys)
     return AutoModelForCausalLM.from_config(config)
 
 

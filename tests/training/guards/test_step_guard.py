@@ -36,6 +36,7 @@ TWO_ROLLBACKS = GuardsConfig(max_rollbacks=2)
 def test_rollback_equals_run_without_skipped_rows(tiny_model_dir, tmp_path, keys, num_rows):
     per_step = 2 * keys.get("gradient_accumulation_steps", 1)
     packs = make_spiking_packs(num_rows, range(26 * per_step, 27 * per_step))
+    keys = keys | {"max_steps": 31}
     trainer, recorder = make_guarded(tiny_model_dir, tmp_path / "run", packs, guards=TWO_ROLLBACKS, **keys)
     trainer.train()
     (rollback,) = read_rollbacks(tmp_path / "run").made
@@ -49,9 +50,9 @@ def test_rollback_equals_run_without_skipped_rows(tiny_model_dir, tmp_path, keys
     stop = 29 * per_step if steps_per_epoch >= 29 else num_rows + (29 - steps_per_epoch) * per_step
     rows = [row % num_rows for row in range(3 * num_rows) if not first <= row < stop]
     epochs = [rows[:num_rows], rows[num_rows : 2 * num_rows]]
-    train = train_one_epoch if steps_per_epoch > 36 else train_two_epochs
+    train = train_one_epoch if steps_per_epoch > 31 else train_two_epochs
     reference, other = train(tiny_model_dir, tmp_path / "other", packs, epochs, steps_per_epoch, keys)
-    assert recorder.steps[-8:] == other.steps[-8:]
+    assert recorder.steps[-3:] == other.steps[-3:]
     assert_equal_weights(weights_of(trainer), weights_of(reference))
 
 
@@ -74,26 +75,25 @@ class Killed(BaseException):
     """Simulated kill, which no handler of the library catches."""
 
 
-ROLLBACK_KEYS = {"guards": TWO_ROLLBACKS, "save_steps": 1, "save_total_limit": 3, "max_steps": 30}
+def make_spiking_trainer(model_dir, output_dir, *, spike_step=5, save_steps=1):
+    """Build a trainer of eight steps with a simulated spike, until it has rolled back."""
+    keys = {"save_steps": save_steps, "save_total_limit": 3, "max_steps": 8}
+    trainer, _ = make_guarded(model_dir, output_dir, make_spiking_packs(40), guards=TWO_ROLLBACKS, **keys)
+    trainer.guard._monitor.find_spike = SpikeOnce(trainer, spike_step)
+    return trainer
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tiny_model_dir, tmp_path_factory):
     """Trainer of a run with a rollback that was not killed."""
-    trainer, _ = make_guarded(
-        tiny_model_dir,
-        tmp_path_factory.mktemp("uninterrupted"),
-        make_spiking_packs(100, range(52, 54)),
-        **ROLLBACK_KEYS,
-    )
+    trainer = make_spiking_trainer(tiny_model_dir, tmp_path_factory.mktemp("uninterrupted"))
     trainer.train()
     return trainer
 
 
 @pytest.mark.parametrize("moment", ["after renaming", "after recording", "three steps later"])
 def test_kill_during_rollback_resumes_bit_identically(tiny_model_dir, tmp_path, monkeypatch, uninterrupted, moment):
-    packs = make_spiking_packs(100, range(52, 54))
-    killed, _ = make_guarded(tiny_model_dir, tmp_path / "killed", packs, **ROLLBACK_KEYS)
+    killed = make_spiking_trainer(tiny_model_dir, tmp_path / "killed")
 
     def die(*_):
         raise Killed
@@ -109,15 +109,15 @@ def test_kill_during_rollback_resumes_bit_identically(tiny_model_dir, tmp_path, 
                 killed.guard,
                 "check_step",
                 lambda norm: (
-                    die() if killed.guard.rollbacks.made and killed.state.global_step == 28 else check_step(norm)
+                    die() if killed.guard.rollbacks.made and killed.state.global_step == 6 else check_step(norm)
                 ),
             )
         with pytest.raises(Killed):
             killed.train()
 
     checkpoint = find_last_complete(tmp_path / "killed")
-    assert checkpoint.name == ("checkpoint-28" if moment == "three steps later" else "checkpoint-25")
-    again, _ = make_guarded(tiny_model_dir, tmp_path / "killed", packs, **ROLLBACK_KEYS)
+    assert checkpoint.name == ("checkpoint-6" if moment == "three steps later" else "checkpoint-3")
+    again = make_spiking_trainer(tiny_model_dir, tmp_path / "killed")
     again.train(resume_from_checkpoint=str(checkpoint))
     assert read_rollbacks(tmp_path / "killed") == read_rollbacks(Path(uninterrupted.args.output_dir))
     assert len(read_events(tmp_path / "killed", "rollback")) == 1
@@ -139,25 +139,27 @@ def test_spike_after_last_rollback_stops_run(tiny_model_dir, tmp_path):
     assert find_last_complete(tmp_path).name == "checkpoint-25"
 
 
-@pytest.mark.parametrize("save_strategy", ["no", "steps"])
-def test_spike_without_rollbacks_is_only_logged(tiny_model_dir, tmp_path, save_strategy):
-    packs = make_spiking_packs(100, range(52, 54))
-    keys = {"save_strategy": save_strategy, "max_steps": 28}
-    trainer, recorder = make_guarded(tiny_model_dir, tmp_path, packs, guards=GuardsConfig(), **keys)
-    trainer.train()
-    assert [event["step"] for event in read_events(tmp_path, "spike")] == [27]
-    _, expected = train_on_rows(tiny_model_dir, tmp_path / "other", packs, range(100), **keys)
-    assert recorder.steps == expected.steps
-    assert not (tmp_path / "checkpoint-0").exists()
+def test_spike_without_rollbacks_is_only_logged(tiny_model_dir, tmp_path, monkeypatch):
+    packs, steps = make_spiking_packs(100, range(52, 54)), []
+    for name, save_strategy in (("one", "no"), ("other", "steps"), ("without detection", "no")):
+        keys = {"save_strategy": save_strategy, "save_steps": 25, "max_steps": 28}
+        trainer, recorder = make_guarded(tiny_model_dir, tmp_path / name, packs, guards=GuardsConfig(), **keys)
+        if name == "without detection":
+            monkeypatch.setattr(SpikeMonitor, "find_spike", lambda *_: None)
+        trainer.train()
+        steps.append(recorder.steps)
+        if name != "without detection":
+            assert [event["step"] for event in read_events(tmp_path / name, "spike")] == [27]
+        assert not (tmp_path / name / "checkpoint-0").exists()
+    assert steps[0] == steps[1] == steps[2]
 
 
 def test_spike_before_first_checkpoint_rolls_back_to_step_0(tiny_model_dir, tmp_path):
-    packs = make_spiking_packs(100, range(52, 54))
-    trainer, _ = make_guarded(tiny_model_dir, tmp_path / "run", packs, guards=TWO_ROLLBACKS, save_steps=30)
+    trainer = make_spiking_trainer(tiny_model_dir, tmp_path / "run", spike_step=4, save_steps=100)
     trainer.train()
     assert read_rollbacks(tmp_path / "run").made[0].back_to == 0
-    rows = [row for row in range(100) if not 50 <= row < 58]
-    reference, _ = train_on_rows(tiny_model_dir, tmp_path / "other", packs, rows)
+    rows = [row for row in range(40) if not 4 <= row < 12]  # Without those of steps 3 to 6.
+    reference, _ = train_on_rows(tiny_model_dir, tmp_path / "other", make_spiking_packs(40), rows, max_steps=8)
     assert_equal_weights(weights_of(trainer), weights_of(reference))
 
 
