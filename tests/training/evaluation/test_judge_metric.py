@@ -23,10 +23,13 @@ def prefer_longer(body: dict[str, Any]) -> str:
 
 
 def test_win_rate_against_references() -> None:
-    metrics = load_metrics([PATH.format(ChatEndpoint(prefer_longer).url)])
+    url = ChatEndpoint(prefer_longer).url
+    metrics = load_metrics([PATH.format(url)])
     scored = [("What?", "longer", "short"), ("What?", "s", "longer"), ("What?", "same", "size"), ("What?", "odd", "a")]
     assert compute_metrics(metrics, scored) == {"judge_win_rate": 0.5, "judge_unparsable": 0.25}
     assert compute_metrics(metrics, scored[-1:]) == {"judge_unparsable": 1.0}
+    metrics += load_metrics([PATH.format(url).replace("num_attempts", "name='second', num_attempts")])
+    assert compute_metrics(metrics, scored[-1:]) == {"judge_unparsable": 1.0, "second_unparsable": 1.0}
 
 
 def test_unreachable_judge_is_an_error() -> None:

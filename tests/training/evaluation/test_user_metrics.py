@@ -35,6 +35,10 @@ class Listed(Lengths):
     result = {"all": [1, 2]}
 
 
+class Losses(Lengths):
+    result = {"loss": 1.0}
+
+
 class Nothing(Lengths):
     result = None
 
@@ -76,9 +80,12 @@ def test_no_metric_without_references(user_module: str) -> None:
     assert compute_metrics(load_metrics([f"{user_module}:Failing"]), []) == {}
 
 
-def test_metrics_of_one_name_are_rejected(user_module: str) -> None:
-    metrics = load_metrics([f"{user_module}:Lengths", SHIPPED, f"{user_module}:Lengths"])
-    with pytest.raises(ConfigError, match="Lengths returned `mean_length`, as a metric before it"):
+@pytest.mark.parametrize(
+    ("names", "taken"), [(["Lengths", "Lengths"], "mean_length"), (["Losses"], "loss")], ids=["twice", "reserved"]
+)
+def test_metric_of_taken_name_is_rejected(user_module: str, names: list[str], taken: str) -> None:
+    metrics = load_metrics([SHIPPED, *(f"{user_module}:{name}" for name in names)])
+    with pytest.raises(ConfigError, match=f"{names[-1]} returned `{taken}`, which is a metric already"):
         compute_metrics(metrics, [("q", "a", "b")])
 
 
