@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.rows import read_events, write_rows
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.data.packed.collators import PackedCollator
@@ -87,21 +87,6 @@ def test_evaluation_does_not_change_training(config, tmp_path):
     assert [event["step"] for event in evaluations] == [0, 1, 2, 3]
     assert {"eval_loss", "eval_bits_per_byte", "eval_stop_rate", "eval_exact_match"} <= evaluations[0].keys()
     assert len((tmp_path / "out" / "samples.jsonl").read_text().splitlines()) == 8
-
-
-def test_trackers_receive_throughput(config, tmp_path):
-    (tmp_path / "out").mkdir()
-    seen = []
-
-    class Tracker(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            seen.append(dict(logs))
-
-    trainer = train(config, evaluates=True)
-    trainer.add_callback(Tracker())
-    trainer.train()
-    assert all("target_tokens_per_second" in logs for logs in seen if "loss" in logs)
-    assert any("loss" in logs for logs in seen)
 
 
 def test_prompts_without_room_for_an_answer_are_not_scored(config, capsys):
