@@ -297,7 +297,7 @@ def test_early_stopping_equals_upstream(tmp_path: Path, rises: bool, patience: i
     args = TrainingArguments(output_dir=str(tmp_path), metric_for_best_model=metric, report_to=[])
     generator = np.random.default_rng(patience)
     stops = []
-    for _ in range(20):
+    for _ in range(50):
         upstream, state = EarlyStoppingCallback(patience, threshold), TrainerState()
         values = [(step, round(float(value), 3)) for step, value in enumerate(generator.normal(size=12).cumsum() / 10)]
         for at, (_, value) in enumerate(values):
