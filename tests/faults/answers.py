@@ -1,4 +1,4 @@
-"""Faults of PPO, RLOO and GRPO: each phase of an iteration is killed, or gives something that is no number."""
+"""Faults of PPO, RLOO and GRPO: a kill in each phase of an iteration, and NaN in rewards, values and gradients."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from random import Random
 import torch
 from tests.faults import recipe_runs
 from tests.faults.kills import KILLED
-from tests.faults.laboratory import Laboratory, Trial, expect, load_weights, read_status
-from tests.faults.moments import Moments, die, spoil
+from tests.faults.laboratory import Harness, Trial, expect, load_weights, read_status
+from tests.faults.moments import EventCounter, kill_self, make_nan
 from tests.recipes.paused import act_at
 
 from recipes_lib.training.checkpoints.manifest import find_damage, list_checkpoints
 
 RUNS = ("ppo", "ppo adapter")
 CALLS = {
-    # Phase -> how often a run comes there, at least.
+    # Phase -> smallest number of its calls in a run.
     "sampling": 40,
     "scoring": 6,
     "reading": 12,
@@ -29,22 +29,22 @@ CALLS = {
 CELLS = [(run, phase) for run in (*RUNS, "rloo", "grpo") for phase in CALLS if run in RUNS or phase != "critic update"]
 
 
-def kill_in_a_phase(lab: Laboratory, trial: Trial, random: Random) -> None:
-    """Kill a run in each phase of an iteration by turns, at any call of it."""
+def kill_in_phase(harness: Harness, trial: Trial, random: Random) -> None:
+    """Kill a run in each phase of an iteration in turn, at a random call."""
     recipe, phase = CELLS[int(trial.name) % len(CELLS)]
     call = random.randint(1, CALLS[phase])
     trial.what = f"{recipe}, {phase} {call}"
-    straight = lab.straight(recipe)
-    with lab.bench() as folder:
-        met = Moments(1, die)
-        life = lab.live(folder, recipe, faults={0: partial(act_at, phase, call, met.meet)})
-        expect(met.was_met and life.codes == (KILLED,), f"ended with {life.codes}", life)
+    reference = harness.reference(recipe)
+    with harness.trial_folder() as folder:
+        events = EventCounter(1, kill_self)
+        outcome = harness.run(folder, recipe, faults={0: partial(act_at, phase, call, events.count_event)})
+        expect(events.has_acted and outcome.codes == (KILLED,), f"ended with {outcome.codes}", outcome)
         trial.ended = True
-        lab.go_on(trial, folder, recipe, straight)
+        harness.resume(trial, folder, recipe, reference)
 
 
-NO_NUMBERS = {
-    # What is none -> exit code, and words that say so.
+NAN_OUTCOMES = {
+    # What is NaN -> exit code and message.
     "reward": (2, "prefer_short returned nan for the answer"),
     "value": (3, "the values of the critic of"),
     "policy's gradient": (3, "was stopped before its update of the policy: on rank 0 the gradient of"),
@@ -52,59 +52,61 @@ NO_NUMBERS = {
 }
 
 
-def no_number(what: str, lab: Laboratory, trial: Trial, random: Random) -> None:
-    """Something of an iteration is NaN: the run ends before the update, nothing is exported, the last save is whole."""
+def inject_nan(what: str, harness: Harness, trial: Trial, random: Random) -> None:
+    """NaN in an iteration: the run ends before the update, exports nothing and keeps its last checkpoint."""
     recipe, iteration = RUNS[int(trial.name) % 2], random.randint(3, 6)
     trial.what = f"{recipe}, iteration {iteration}"
-    code, words = NO_NUMBERS[what]
-    straight = lab.straight(recipe)
-    with lab.bench() as folder:
-        life = lab.live(folder, recipe, faults={0: partial(_spoil_at, what, iteration)})
-        expect(life.codes == (code,), f"ended with {life.codes}", life)
-        expect(words in life.told and "Traceback" not in life.told, "does not say what is none", life)
-        expect(read_status(folder) == {2: "refused", 3: "diverged"}[code], f"status {read_status(folder)}", life)
-        expect(not load_weights(folder / "run"), "something was exported", life)
+    code, message = NAN_OUTCOMES[what]
+    reference = harness.reference(recipe)
+    with harness.trial_folder() as folder:
+        outcome = harness.run(folder, recipe, faults={0: partial(_inject_at, what, iteration)})
+        expect(outcome.codes == (code,), f"ended with {outcome.codes}", outcome)
+        expect(message in outcome.output and "Traceback" not in outcome.output, "the NaN is not named", outcome)
+        expect(read_status(folder) == {2: "refused", 3: "diverged"}[code], f"status {read_status(folder)}", outcome)
+        expect(not load_weights(folder / "run"), "a model was exported", outcome)
         if code == 3:
             (dump,) = (folder / "run" / "diverged").glob("step-*/rank-0.json")
             expect(json.loads(dump.read_text())["row_ids"], "the dump does not name the rows")
         checkpoints = list_checkpoints(folder / "run")
-        expect(checkpoints and checkpoints[0][0] <= 2 * (iteration - 1), f"checkpoints {checkpoints}", life)
-        expect(find_damage(checkpoints[0][1]) is None, "the last checkpoint is not whole", life)
+        expect(checkpoints and checkpoints[0][0] <= 2 * (iteration - 1), f"checkpoints {checkpoints}", outcome)
+        expect(find_damage(checkpoints[0][1]) is None, "the last checkpoint is damaged", outcome)
         trial.ended = True
-        lab.go_on(trial, folder, recipe, straight)
+        harness.resume(trial, folder, recipe, reference)
 
 
-def _spoil_at(what: str, iteration: int) -> None:
-    """In one iteration, from 1, something becomes NaN."""
+def _inject_at(what: str, iteration: int) -> None:
+    """Make a value NaN in one iteration, counted from 1."""
     from recipes_lib.rl import collect
     from recipes_lib.rl.trainer import PolicyTrainer
     from recipes_lib.rl.update import Learner
 
-    now = [0]
+    current = [0]
     learn, value = PolicyTrainer._learn, collect.compute_response_values
 
     def count(self, number):
-        now[0] = number + 1
+        current[0] = number + 1
         return learn(self, number)
 
     PolicyTrainer._learn = count
     if what == "reward":
         score = recipe_runs.prefer_short
-        recipe_runs.prefer_short = lambda **given: (
-            score(**given) if now[0] != iteration else [float("nan")] * len(given["completions"])
+        recipe_runs.prefer_short = lambda **columns: (
+            score(**columns) if current[0] != iteration else [float("nan")] * len(columns["completions"])
         )
         recipe_runs.prefer_short.__name__ = "prefer_short"
     elif what == "value":
-        collect.compute_response_values = lambda *given: value(*given) if now[0] != iteration else spoil(value(*given))
+        collect.compute_response_values = lambda *args: (
+            value(*args) if current[0] != iteration else make_nan(value(*args))
+        )
     else:
         learner = what.partition("'")[0]
         backward = Learner.backward
 
-        def spoilt(self, loss):
+        def backward_with_nan(self, loss):
             backward(self, loss)
-            if now[0] == iteration and self.name == learner:
-                some = next(p for p in self.parameters.values() if p.grad is not None)
+            if current[0] == iteration and self.name == learner:
+                parameter = next(each for each in self.parameters.values() if each.grad is not None)
                 with torch.no_grad():
-                    some.grad.copy_(spoil(some.grad))
+                    parameter.grad.copy_(make_nan(parameter.grad))
 
-        Learner.backward = spoilt
+        Learner.backward = backward_with_nan

@@ -1,4 +1,4 @@
-"""What breaks without killing: files of a checkpoint, the disk, numbers, and two commands at once."""
+"""Faults without a kill: damaged checkpoint files, a full disk, NaN, and two runs in one directory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from random import Random
 
 import torch
 from tests.faults import lives
-from tests.faults.kills import count_events, watch_saving
+from tests.faults.kills import count_events, count_saving_events
 from tests.faults.laboratory import (
-    Laboratory,
+    Harness,
     Trial,
     expect,
     load_weights,
@@ -21,17 +21,17 @@ from tests.faults.laboratory import (
     verify_equal,
     verify_whole,
 )
-from tests.faults.moments import Moments, ask_to_stop, spoil
+from tests.faults.moments import EventCounter, make_nan, send_sigterm
 from tests.recipes.paused import act_at
 
 from recipes_lib.training.checkpoints.manifest import find_damage, list_checkpoints
 
 DISK_BYTES = 32 * 2**20
-HARMS = ("truncated", "emptied", "bit flipped", "missing")
+DAMAGES = ("truncated", "emptied", "bit flipped", "missing")
 
 
-def harm(path: Path, how: str, random: Random) -> None:
-    """Do to a file what disks and copies do."""
+def damage_file(path: Path, how: str, random: Random) -> None:
+    """Damage a file as a faulty disk or an interrupted copy does."""
     content = bytearray(path.read_bytes())
     if how == "missing":
         path.unlink()
@@ -41,71 +41,75 @@ def harm(path: Path, how: str, random: Random) -> None:
     path.write_bytes(content if how == "bit flipped" else content[: len(content) // 2 if how == "truncated" else 0])
 
 
-def _stopped(lab: Laboratory, recipe: str) -> Path:
-    """Return the output of a run that was stopped around step 8: two checkpoints are there."""
-    folder = lab.folder / f"stopped-{recipe}"
+def _stop_around_step_8(harness: Harness, recipe: str) -> Path:
+    """Return the output directory of a run that was stopped around step 8, with two checkpoints."""
+    folder = harness.folder / f"stopped-{recipe}"
     if not folder.exists():
         phase = {"dpo": "pairs", "ppo": "policy update"}.get(recipe, "step")
-        met = Moments(1, ask_to_stop)
-        life = lab.live(folder, recipe, faults={0: partial(act_at, phase, 16, met.meet)})
-        expect(life.codes == (75,), f"ended with {life.codes}", life)
-        expect(len(list_checkpoints(folder / "run")) == 2, "there are not two checkpoints", life)
+        events = EventCounter(1, send_sigterm)
+        outcome = harness.run(folder, recipe, faults={0: partial(act_at, phase, 16, events.count_event)})
+        expect(outcome.codes == (75,), f"ended with {outcome.codes}", outcome)
+        expect(len(list_checkpoints(folder / "run")) == 2, "expected two checkpoints", outcome)
     return folder / "run"
 
 
-def harm_a_checkpoint(lab: Laboratory, trial: Trial, random: Random) -> None:
-    """Each file of the newest checkpoint by turns: it is named, and the run goes on from the one before."""
+def damage_checkpoint(harness: Harness, trial: Trial, random: Random) -> None:
+    """Damage each file of the newest checkpoint in turn: the run names it and resumes from the previous checkpoint."""
     recipe = ("sft", "lora", "dpo", "ppo")[int(trial.name) % 4]
-    stopped = _stopped(lab, recipe)
+    stopped = _stop_around_step_8(harness, recipe)
     newest = list_checkpoints(stopped)[0][1].name
     files = sorted(path.name for path in (stopped / newest).iterdir())
-    cells = [(file, how) for file in files for how in HARMS]
+    cells = [(file, how) for file in files for how in DAMAGES]
     file, how = cells[int(trial.name) % len(cells)]
     trial.what = f"{recipe}, {file} {how}"
-    straight = lab.straight(recipe)
-    with lab.bench() as folder:
-        # As it was: upstream names the best checkpoint by its path.
+    reference = harness.reference(recipe)
+    with harness.trial_folder() as folder:
+        # The folder keeps its name: upstream stores the path of the best checkpoint.
         shutil.copytree(stopped, folder / "run")
-        harm(folder / "run" / newest / file, how, random)
+        damage_file(folder / "run" / newest / file, how, random)
         damage = find_damage(folder / "run" / newest)
-        # One bit of what COMPLETE.json tells besides, such as a version, harms nothing.
-        expect(damage or (file == "COMPLETE.json" and how == "bit flipped"), "the harm is not seen")
-        life = lab.go_on(trial, folder, recipe, straight)
-        # A digest that was flipped is told of the file that it is of.
+        # A flipped bit in other fields of COMPLETE.json, such as a version, is not damage.
+        expect(damage or (file == "COMPLETE.json" and how == "bit flipped"), "the damage is not detected")
+        outcome = harness.resume(trial, folder, recipe, reference)
+        # With a flipped digest, the error names the file of that digest.
         if damage and file != "COMPLETE.json":
             expect(file in damage, f"{damage} does not name {file}")
-            is_named = f"{newest} is damaged: {damage}" in life.told
-            expect(is_named and (folder / "run" / f"damaged-{newest}").is_dir(), "the file is not named", life)
+            is_named = f"{newest} is damaged: {damage}" in outcome.output
+            expect(is_named and (folder / "run" / f"damaged-{newest}").is_dir(), "the file is not named", outcome)
         trial.ended = True
 
 
-def fill_the_disk(lab: Laboratory, trial: Trial, random: Random) -> None:
-    """Something else fills the disk at some moment; when that is gone the same command goes on."""
-    recipe = lab.draw(random)
-    straight, total = lab.straight(recipe), count_events(lab, recipe, watch_saving)
+def fill_disk(harness: Harness, trial: Trial, random: Random) -> None:
+    """Another process fills the disk at a random event; after it is freed the same command resumes."""
+    recipe = harness.draw(random)
+    total, reference = count_events(harness, recipe, count_saving_events), harness.reference(recipe)
     event, left = random.randint(1, total), random.randint(0, 64) * 1024
     trial.what = f"{recipe}, {left:,} bytes left from event {event} of {total}"
-    with lab.bench() as folder:
+    with harness.trial_folder() as folder:
         run = folder / "run"
         run.mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(run)], check=True)
         try:
-            moments = Moments(event, partial(_fill, run / "ballast", left))
-            life = lab.live(folder, recipe, faults={0: partial(watch_saving, moments, run)})
-            if life.codes == (0,):
-                # There is room again when an older checkpoint goes, and behind the last file none is needed.
+            events = EventCounter(event, partial(_fill, run / "ballast", left))
+            outcome = harness.run(folder, recipe, faults={0: partial(count_saving_events, events, run)})
+            if outcome.codes == (0,):
+                # Deleting an older checkpoint freed enough space, or nothing was written afterwards.
                 trial.what += ", which was enough"
             else:
-                expect(life.codes == (2,), f"ended with {life.codes}", life)
-                expect("Traceback" not in life.told, "a traceback", life)
-                says = ("the disk is full", "and the disk has")
-                expect(any(words in life.told for words in says), "does not say that the disk is full", life)
-                # The report comes after all that makes a run one that is done.
+                expect(outcome.codes == (2,), f"ended with {outcome.codes}", outcome)
+                expect("Traceback" not in outcome.output, "a traceback", outcome)
+                messages = ("the disk is full", "and the disk has")
+                expect(
+                    any(message in outcome.output for message in messages),
+                    "does not say that the disk is full",
+                    outcome,
+                )
+                # The report is written after the status is done.
                 is_done = read_status(folder) == "done" and load_weights(run)
-                expect(is_done or read_status(folder) == "refused", f"status {read_status(folder)}", life)
+                expect(is_done or read_status(folder) == "refused", f"status {read_status(folder)}", outcome)
             trial.ended = True
             (run / "ballast").unlink(missing_ok=True)
-            lab.go_on(trial, folder, recipe, straight)
+            harness.resume(trial, folder, recipe, reference)
         finally:
             subprocess.run(["umount", "-l", str(run)], check=True)
 
@@ -115,70 +119,74 @@ def _fill(ballast: Path, left: int) -> None:
     ballast.write_bytes(bytes(max(0, free - left)))
 
 
-def not_a_number(where: str, lab: Laboratory, trial: Trial, random: Random) -> None:
-    """A loss, a gradient or what is computed from a row is NaN: exit 3, nothing exported, the last checkpoint whole."""
-    recipe, step = lab.draw(random, "sft", "pretrain", "lora"), random.randint(4, 12)
+def inject_nan(where: str, harness: Harness, trial: Trial, random: Random) -> None:
+    """NaN in a loss, a gradient or an embedding: exit 3, no exported model, and an intact last checkpoint."""
+    recipe, step = harness.draw(random, "sft", "pretrain", "lora"), random.randint(4, 12)
     trial.what = f"{recipe}, {where}, step {step}"
-    straight = lab.straight(recipe)
-    with lab.bench() as folder:
-        life = lab.live(folder, recipe, faults={0: partial(_spoil_at, where, step)})
-        expect(life.codes == (3,), f"ended with {life.codes}", life)
-        expect(read_status(folder) == "diverged", f"status {read_status(folder)}", life)
-        expect(f"step {step} was stopped before its update" in life.told, "does not name the step", life)
-        expect(not load_weights(folder / "run"), "something was exported", life)
+    reference = harness.reference(recipe)
+    with harness.trial_folder() as folder:
+        outcome = harness.run(folder, recipe, faults={0: partial(_inject_at, where, step)})
+        expect(outcome.codes == (3,), f"ended with {outcome.codes}", outcome)
+        expect(read_status(folder) == "diverged", f"status {read_status(folder)}", outcome)
+        expect(f"step {step} was stopped before its update" in outcome.output, "does not name the step", outcome)
+        expect(not load_weights(folder / "run"), "a model was exported", outcome)
         facts = json.loads((folder / "run" / "diverged" / f"step-{step}" / "rank-0.json").read_text())
         expect(facts["row_ids"] and facts["step"] == step, "the dump does not name the rows")
         checkpoints = list_checkpoints(folder / "run")
-        expect(checkpoints and checkpoints[0][0] == (step - 1) // 3 * 3, f"checkpoints {checkpoints}", life)
-        expect(find_damage(checkpoints[0][1]) is None, "the last checkpoint is not whole", life)
+        expect(checkpoints and checkpoints[0][0] == (step - 1) // 3 * 3, f"checkpoints {checkpoints}", outcome)
+        expect(find_damage(checkpoints[0][1]) is None, "the last checkpoint is damaged", outcome)
         trial.ended = True
-        lab.go_on(trial, folder, recipe, straight)
+        harness.resume(trial, folder, recipe, reference)
 
 
-def _spoil_at(where: str, step: int) -> None:
+def _inject_at(where: str, step: int) -> None:
     from recipes_lib.training.trainers.next_token_trainer import NextTokenTrainer
 
     compute = NextTokenTrainer.compute_loss
 
-    def spoilt(self, model, *args, **kwargs):
+    def compute_with_nan(self, model, *args, **kwargs):
         if not (model.training and self.state.global_step == step - 1):
             return compute(self, model, *args, **kwargs)
-        # The step is never finished, so that nothing has to be undone.
+        # Hooks are not removed: the run ends in this step.
         if where == "gradient":
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            trained[len(trained) // 2].register_hook(spoil)
+            trained[len(trained) // 2].register_hook(make_nan)
         if where == "data":
-            # Tokens are whole numbers: the first of a row becomes none where it becomes a vector.
-            model.get_input_embeddings().register_forward_hook(lambda _, __, vectors: _spoil_first(vectors))
+            # Token ids are integers, so their embedding becomes NaN.
+            model.get_input_embeddings().register_forward_hook(lambda _, __, embeddings: _set_first_to_nan(embeddings))
         loss = compute(self, model, *args, **kwargs)
         if where == "loss":
-            return (spoil(loss[0]), *loss[1:]) if isinstance(loss, tuple) else loss + float("nan")
+            return (make_nan(loss[0]), *loss[1:]) if isinstance(loss, tuple) else loss + float("nan")
         return loss
 
-    NextTokenTrainer.compute_loss = spoilt
+    NextTokenTrainer.compute_loss = compute_with_nan
 
 
-def _spoil_first(vectors: torch.Tensor) -> torch.Tensor:
-    changed = vectors.clone()
+def _set_first_to_nan(embeddings: torch.Tensor) -> torch.Tensor:
+    changed = embeddings.clone()
     changed[0, 0] = float("nan")
     return changed
 
 
-def start_twice(lab: Laboratory, trial: Trial, random: Random) -> None:
-    """The same command twice at once: one is refused by name, and the other is as if it had been alone."""
-    recipe = lab.draw(random)
+def start_twice(harness: Harness, trial: Trial, random: Random) -> None:
+    """Start the same command twice at once: one is rejected, and the other equals a run alone."""
+    recipe = harness.draw(random)
     trial.what, trial.resumed = f"{recipe}, at once", None
-    straight = lab.straight(recipe)
-    with lab.bench() as folder:
-        keys = lab.keys(folder, recipe)
-        tolds = [folder / "first", folder / "second"]
-        pids = [lives.begin(recipe, keys, told=told) for told in tolds]
-        ends = [lives.wait(each, told) for each, told in zip(pids, tolds, strict=True)]
-        codes = sorted(code for end in ends for code in end.codes)
-        expect(codes == [0, 2], f"ended with {codes}", ends[0])
-        refused = next(end for end in ends if end.codes == (2,))
-        expect("another process" in refused.told and "Traceback" not in refused.told, "not refused clearly", refused)
+    reference = harness.reference(recipe)
+    with harness.trial_folder() as folder:
+        keys = harness.keys(folder, recipe)
+        folders = [folder / "first", folder / "second"]
+        pids = [lives.start_processes(recipe, keys, output=output) for output in folders]
+        outcomes = [lives.wait_for_processes(each, output) for each, output in zip(pids, folders, strict=True)]
+        codes = sorted(code for end in outcomes for code in end.codes)
+        expect(codes == [0, 2], f"ended with {codes}", outcomes[0])
+        refused = next(end for end in outcomes if end.codes == (2,))
+        expect(
+            "another process" in refused.output and "Traceback" not in refused.output,
+            "not rejected with a clear message",
+            refused,
+        )
         trial.ended = True
         verify_whole(folder / "run")
-        verify_equal(straight, folder / "run")
+        verify_equal(reference, folder / "run")
         trial.equal = True

@@ -1,4 +1,4 @@
-"""Processes that are killed or asked to stop: in training, saving, a write and a rollback, alone and one of two."""
+"""Kills and stop requests in training, saving, a write and a rollback, of one process or of one of two ranks."""
 
 from __future__ import annotations
 
@@ -10,85 +10,89 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-from tests.faults.laboratory import Laboratory, Trial, expect, read_status, verify_close, verify_equal
+from tests.faults.laboratory import Harness, Trial, expect, read_status, verify_close, verify_equal
 from tests.faults.moments import (
-    Moments,
-    ask_to_stop,
-    die,
-    die_in_the_next_write_beyond,
-    watch_disk,
-    watch_training,
+    EventCounter,
+    count_disk_events,
+    count_training_events,
+    kill_in_next_write_beyond,
+    kill_self,
+    send_sigterm,
 )
 from tests.recipes.paused import act_at
 
-Watch = Callable[[Moments, Path], None]
+Watch = Callable[[EventCounter, Path], None]
 KILLED = -signal.SIGKILL
 PREEMPTED = 75
 
 
-def _train(moments: Moments, run: Path) -> None:
-    watch_training(moments)
+def _count_training_events(events: EventCounter, run: Path) -> None:
+    count_training_events(events)
 
 
-def watch_saving(moments: Moments, run: Path) -> None:
-    watch_disk(moments, run, since="_dry_run")
+def count_saving_events(events: EventCounter, run: Path) -> None:
+    count_disk_events(events, run, since="_dry_run")
 
 
-def kill_at(watch: Watch, lab: Laboratory, trial: Trial, random: Random, only: Sequence[str] = ()) -> None:
-    """Kill a run at one of all the events that a run without a fault has; then once more where it goes on."""
-    recipe = lab.draw(random, *only)
-    straight, total = lab.straight(recipe), count_events(lab, recipe, watch)
+def kill_at(watch: Watch, harness: Harness, trial: Trial, random: Random, only: Sequence[str] = ()) -> None:
+    """Kill a run at one of the events of a run without a fault."""
+    recipe = harness.draw(random, *only)
+    total, reference = count_events(harness, recipe, watch), harness.reference(recipe)
     number = random.randint(1, total)
     trial.what = f"{recipe}, event {number} of {total}"
-    with lab.bench() as folder:
-        moments = Moments(number, die)
-        life = lab.live(folder, recipe, faults={0: partial(watch, moments, folder / "run")})
-        # A thread writes checkpoints, so that a few events more or less come before the end.
+    with harness.trial_folder() as folder:
+        events = EventCounter(number, kill_self)
+        outcome = harness.run(folder, recipe, faults={0: partial(watch, events, folder / "run")})
+        # Checkpoints are written in a thread, so that the number of events varies a little.
         expect(
-            life.codes == (KILLED,) or (not moments.was_met and life.codes == (0,)), f"ended with {life.codes}", life
+            outcome.codes == (KILLED,) or (not events.has_acted and outcome.codes == (0,)),
+            f"ended with {outcome.codes}",
+            outcome,
         )
         trial.ended = True
-        lab.go_on(trial, folder, recipe, straight)
+        harness.resume(trial, folder, recipe, reference)
 
 
-kill_in_training = partial(kill_at, _train)
-kill_in_saving = partial(kill_at, watch_saving)
+kill_in_training = partial(kill_at, _count_training_events)
+kill_in_saving = partial(kill_at, count_saving_events)
 
 
-def count_events(lab: Laboratory, recipe: str, watch: Watch) -> int:
-    """Count the events of a run that nothing happens to."""
+def count_events(harness: Harness, recipe: str, watch: Watch) -> int:
+    """Count the events of a run without a fault: of the reference run, if there is none yet."""
     name = f"{recipe} {watch.__name__}"
-    if name not in lab.counts:
-        moments = Moments()
-        with lab.bench() as folder:
-            life = lab.live(folder, recipe, faults={0: partial(watch, moments, folder / "run")})
-            expect(not any(life.codes), f"the counted run ended with {life.codes}", life)
-            verify_equal(lab.straight(recipe), folder / "run")
-        lab.counts[name] = moments.count
-    return lab.counts[name]
+    if name not in harness.counts:
+        events = EventCounter()
+        run = harness.reference(recipe, watch=partial(watch, events))
+        if not events.count:
+            with harness.trial_folder() as folder:
+                outcome = harness.run(folder, recipe, faults={0: partial(watch, events, folder / "run")})
+                expect(not any(outcome.codes), f"the counted run ended with {outcome.codes}", outcome)
+                verify_equal(run, folder / "run")
+        harness.counts[name] = events.count
+    return harness.counts[name]
 
 
-def kill_in_a_write(lab: Laboratory, trial: Trial, random: Random) -> None:
-    """Kill a run inside the first write that makes a file longer than some number of bytes, from some save on."""
-    recipe = lab.draw(random)
-    straight, total = lab.straight(recipe), count_events(lab, recipe, watch_saving)
-    largest = max(path.stat().st_size for path in straight.glob("checkpoint-*/*") if path.is_file())
+def kill_in_write(harness: Harness, trial: Trial, random: Random) -> None:
+    """Kill a run within the first write beyond a random file size, from a random event on."""
+    recipe = harness.draw(random)
+    total, reference = count_events(harness, recipe, count_saving_events), harness.reference(recipe)
+    largest = max(path.stat().st_size for path in reference.glob("checkpoint-*/*") if path.is_file())
     event, num_bytes = random.randint(1, int(total * 0.7)), random.randint(1, largest - 1)
-    trial.what = f"{recipe}, behind byte {num_bytes} of a file, from event {event} of {total}"
-    with lab.bench() as folder:
-        moments = Moments(event, die_in_the_next_write_beyond(num_bytes))
-        life = lab.live(folder, recipe, faults={0: partial(watch_saving, moments, folder / "run")})
-        expect(life.codes == (-signal.SIGXFSZ,), f"ended with {life.codes}", life)
+    trial.what = f"{recipe}, after byte {num_bytes} of a file, from event {event} of {total}"
+    with harness.trial_folder() as folder:
+        events = EventCounter(event, kill_in_next_write_beyond(num_bytes))
+        outcome = harness.run(folder, recipe, faults={0: partial(count_saving_events, events, folder / "run")})
+        expect(outcome.codes == (-signal.SIGXFSZ,), f"ended with {outcome.codes}", outcome)
         trial.ended = True
-        lab.go_on(trial, folder, recipe, straight)
+        harness.resume(trial, folder, recipe, reference)
 
 
 SPIKING = {"max_steps": 30, "save_steps": 5, "eval_steps": 15, "max_rollbacks": 1}
 SPIKE_STEP = 26
 
 
-def spike(run: Path) -> None:
-    """Let the loss jump at one step, for as long as the run has not gone back from it."""
+def inject_spike(run: Path) -> None:
+    """Add 50 to the loss of one step, until the run has rolled back."""
     from recipes_lib.training.trainers.next_token_trainer import NextTokenTrainer
 
     compute = NextTokenTrainer.compute_loss
@@ -103,60 +107,60 @@ def spike(run: Path) -> None:
     NextTokenTrainer.compute_loss = jump
 
 
-def make_without_spike(lab: Laboratory, recipe: str) -> Path:
-    """Return a run that never saw the rows: from its beginning it knows which ones one that went back has left out."""
-    name = f"never saw {recipe}"
-    if name not in lab.counts:
-        with lab.bench() as folder:
-            life = lab.live(folder, recipe, faults={0: partial(spike, folder / "run")}, **SPIKING)
-            expect(not any(life.codes), f"a run with a spike ended with {life.codes}", life)
+def run_without_spike_rows(harness: Harness, recipe: str) -> Path:
+    """Return a reference run that skips, from its start, the rows that a run with a rollback skips."""
+    name = f"without spike {recipe}"
+    if name not in harness.counts:
+        with harness.trial_folder() as folder:
+            outcome = harness.run(folder, recipe, faults={0: partial(inject_spike, folder / "run")}, **SPIKING)
+            expect(not any(outcome.codes), f"a run with a spike ended with {outcome.codes}", outcome)
             made = json.loads((folder / "run" / "rollbacks.json").read_text())
-            expect([rollback["step"] for rollback in made] == [SPIKE_STEP], f"went back: {made}", life)
-            target = lab.folder / f"never-saw-{recipe}"
+            expect([rollback["step"] for rollback in made] == [SPIKE_STEP], f"rollbacks: {made}", outcome)
+            target = harness.folder / f"without-spike-{recipe}"
             (target / "run").mkdir(parents=True)
             shutil.copy(folder / "run" / "rollbacks.json", target / "run")
-        life = lab.live(target, recipe, faults={0: partial(spike, target / "run")}, **SPIKING)
-        expect(not any(life.codes), f"the run that never saw the rows ended with {life.codes}", life)
-        lab.counts[name] = 1
-    return lab.folder / f"never-saw-{recipe}" / "run"
+        outcome = harness.run(target, recipe, faults={0: partial(inject_spike, target / "run")}, **SPIKING)
+        expect(not any(outcome.codes), f"the run without the rows ended with {outcome.codes}", outcome)
+        harness.counts[name] = 1
+    return harness.folder / f"without-spike-{recipe}" / "run"
 
 
-def go_back(lab: Laboratory, trial: Trial, random: Random) -> None:
-    """A spike sends the run back; what comes out is the run that never saw the rows."""
-    recipe = lab.draw(random, "sft", "pretrain", "lora")
+def roll_back(harness: Harness, trial: Trial, random: Random) -> None:
+    """A run that rolls back after a spike equals the run without the skipped rows."""
+    recipe = harness.draw(random, "sft", "pretrain", "lora")
     trial.what = f"{recipe}, spike in step {SPIKE_STEP}"
-    never_saw = make_without_spike(lab, recipe)
-    with lab.bench() as folder:
-        life = lab.live(folder, recipe, faults={0: partial(spike, folder / "run")}, **SPIKING)
-        expect(life.codes == (0,), f"ended with {life.codes}", life)
-        expect((folder / "run" / "rollbacks.json").exists(), "did not go back", life)
+    expected = run_without_spike_rows(harness, recipe)
+    with harness.trial_folder() as folder:
+        outcome = harness.run(folder, recipe, faults={0: partial(inject_spike, folder / "run")}, **SPIKING)
+        expect(outcome.codes == (0,), f"ended with {outcome.codes}", outcome)
+        expect((folder / "run" / "rollbacks.json").exists(), "no rollback", outcome)
         trial.ended, trial.resumed = True, None
-        verify_equal(never_saw, folder / "run")
+        verify_equal(expected, folder / "run")
         trial.equal = True
 
 
-def kill_in_a_rollback(lab: Laboratory, trial: Trial, random: Random) -> None:
-    """Kill a run while it puts down that it goes back, puts checkpoints aside, and takes the older one up."""
-    recipe = lab.draw(random, "sft", "pretrain", "lora")
+def kill_in_rollback(harness: Harness, trial: Trial, random: Random) -> None:
+    """Kill a run while it records a rollback, renames checkpoints, and loads the older one."""
+    recipe = harness.draw(random, "sft", "pretrain", "lora")
     number = random.randint(1, 40)
-    trial.what = f"{recipe}, event {number} of going back"
-    never_saw = make_without_spike(lab, recipe)
-    with lab.bench() as folder:
+    trial.what = f"{recipe}, event {number} of a rollback"
+    expected = run_without_spike_rows(harness, recipe)
+    with harness.trial_folder() as folder:
 
-        def fault(moments: Moments | None) -> None:
-            spike(folder / "run")
-            if moments is not None:
-                # Where a run looks for the file at its start is no rollback.
-                watch_disk(moments, folder / "run", since="rollbacks.json.partial")
+        def fault(events: EventCounter | None) -> None:
+            inject_spike(folder / "run")
+            if events is not None:
+                # The temporary file, because a run also looks for rollbacks.json at its start.
+                count_disk_events(events, folder / "run", since="rollbacks.json.partial")
 
-        life = lab.live(folder, recipe, faults={0: partial(fault, Moments(number, die))}, **SPIKING)
-        expect(life.codes == (KILLED,), f"ended with {life.codes}", life)
+        outcome = harness.run(folder, recipe, faults={0: partial(fault, EventCounter(number, kill_self))}, **SPIKING)
+        expect(outcome.codes == (KILLED,), f"ended with {outcome.codes}", outcome)
         trial.ended = True
-        lab.go_on(trial, folder, recipe, never_saw, faults={0: partial(fault, None)}, **SPIKING)
+        harness.resume(trial, folder, recipe, expected, faults={0: partial(fault, None)}, **SPIKING)
 
 
 STOPPED_IN = {
-    # Phase -> calls of it among which one is drawn, and the ranks that come there.
+    # Phase -> range of its calls from which one is drawn, and the ranks that call it.
     "sft": {
         "loading": ((1, 1), (0, 1)),
         "preparation": ((1, 1), (0,)),
@@ -188,69 +192,66 @@ CELLS = [
 ]
 
 
-def stop_one_of_two(lab: Laboratory, trial: Trial, random: Random) -> None:
-    """SIGTERM to one of two ranks, in each phase by turns: both save and end with 75, and go on to the same bits."""
+def stop_one_of_two_ranks(harness: Harness, trial: Trial, random: Random) -> None:
+    """Send SIGTERM to one of two ranks, in each phase in turn: both save, exit with 75 and resume bit-identically."""
     recipe, phase, rank = CELLS[int(trial.name) % len(CELLS)]
     call = random.randint(*STOPPED_IN[recipe][phase][0])
     trial.what = f"{recipe}, {phase} {call} of rank {rank}"
-    straight = lab.straight(recipe, 2)
-    with lab.bench() as folder:
-        # What is prepared once is not prepared again.
+    reference = harness.reference(recipe, 2)
+    with harness.trial_folder() as folder:
+        # Prepared data are cached, so that these phases need a new folder.
         more = {"prepared_dir": folder / "prepared"} if phase in ("preparation", "reference") else {}
-        met = Moments(1, ask_to_stop)
-        faults = {rank: partial(act_at, phase, call, met.meet)}
-        life = lab.live(folder, recipe, faults=faults, num_processes=2, **more)
-        expect(met.was_met, "the phase never came", life)
-        # While the main process writes the model the other one may have done all its work.
+        events = EventCounter(1, send_sigterm)
+        faults = {rank: partial(act_at, phase, call, events.count_event)}
+        outcome = harness.run(folder, recipe, faults=faults, num_processes=2, **more)
+        expect(events.has_acted, "the phase was not reached", outcome)
+        # While rank 0 writes the model, rank 1 may already have finished.
         ends = {PREEMPTED, 0} if "export" in phase else {PREEMPTED}
-        expect(life.codes[rank] == PREEMPTED and set(life.codes) <= ends, f"ended with {life.codes}", life)
-        # Told while it loads, a run may not have begun its record; and who waits for the one that has left cannot hear:
-        # it leaves by its timer, and writes nothing.
+        expect(outcome.codes[rank] == PREEMPTED and set(outcome.codes) <= ends, f"ended with {outcome.codes}", outcome)
+        # During loading run.json may not exist yet, and a rank that waits for the other one exits by a timer without
+        # writing it.
         statuses = ("preempted", "running", "None") if phase == "loading" else ("preempted",)
-        expect(read_status(folder) in statuses, f"status {read_status(folder)}", life)
+        expect(read_status(folder) in statuses, f"status {read_status(folder)}", outcome)
         trial.ended = True
-        lab.go_on(trial, folder, recipe, straight, num_processes=2, **more)
+        harness.resume(trial, folder, recipe, reference, num_processes=2, **more)
 
 
-def lose_a_rank(lab: Laboratory, trial: Trial, random: Random) -> None:
-    """One of two ranks is killed in training: the other ends by itself, says whose end it follows, and both go on."""
-    recipe, rank = lab.draw(random, "sft", "pretrain", "lora", "dpo", "ppo"), random.randint(0, 1)
+def kill_one_of_two_ranks(harness: Harness, trial: Trial, random: Random) -> None:
+    """Kill one of two ranks in training: the other one exits and names it, and the run resumes."""
+    recipe, rank = harness.draw(random, "sft", "pretrain", "lora", "dpo", "ppo"), random.randint(0, 1)
     number = random.randint(40, 400)
     trial.what = f"{recipe}, rank {rank}, event {number} of training"
-    straight = lab.straight(recipe, 2)
-    with lab.bench() as folder:
-        moments = Moments(number, die)
-        life = lab.live(folder, recipe, faults={rank: partial(watch_training, moments)}, num_processes=2)
-        expect(life.codes[rank] == KILLED, f"ended with {life.codes}", life)
-        expect(life.codes[1 - rank] == 1, f"ended with {life.codes}", life)
+    reference = harness.reference(recipe, 2)
+    with harness.trial_folder() as folder:
+        events = EventCounter(number, kill_self)
+        outcome = harness.run(folder, recipe, faults={rank: partial(count_training_events, events)}, num_processes=2)
+        expect(outcome.codes[rank] == KILLED, f"ended with {outcome.codes}", outcome)
+        expect(outcome.codes[1 - rank] == 1, f"ended with {outcome.codes}", outcome)
         words = f"rank {1 - rank} exits: process {rank} of this machine ended: no error was recorded, so it was killed"
-        expect(words in life.told, "does not say who is gone", life)
-        trial.what += f", both gone after {life.seconds:.1f} s"
+        expect(words in outcome.output, "the killed rank is not named", outcome)
+        trial.what += f", both ended after {outcome.seconds:.1f} s"
         trial.ended = True
-        lab.go_on(trial, folder, recipe, straight, num_processes=2)
+        harness.resume(trial, folder, recipe, reference, num_processes=2)
 
 
-def go_on_with_one(lab: Laboratory, trial: Trial, random: Random) -> None:
-    """Stopped on two processes, a run goes on with one, and the other way round: the same rows, the same losses.
-
-    But for packed rows in the smaller step that ends an epoch (``docs/checkpoints.md``).
-    """
-    recipe, before = lab.draw(random, "lora", "pretrain", "dpo"), random.choice([1, 2])
+def change_world_size(harness: Harness, trial: Trial, random: Random) -> None:
+    """Resume a run of two processes with one, and the reverse: the same rows and losses."""
+    recipe, before = harness.draw(random, "lora", "pretrain", "dpo"), random.choice([1, 2])
     after = 3 - before
     trial.what, trial.equal = f"{recipe}, {before} processes, then {after}", None
-    straight = lab.straight(recipe, before)
-    with lab.bench() as folder:
-        met = Moments(1, ask_to_stop)
+    reference = harness.reference(recipe, before)
+    with harness.trial_folder() as folder:
+        events = EventCounter(1, send_sigterm)
         call = random.randint(8, 20) if before == 1 else random.randint(5, 10)
         phase = "pairs" if recipe == "dpo" else "step"
-        faults = {0: partial(act_at, phase, call, met.meet)}
-        life = lab.live(folder, recipe, faults=faults, num_processes=before)
-        expect(life.codes == (PREEMPTED,) * before, f"ended with {life.codes}", life)
+        faults = {0: partial(act_at, phase, call, events.count_event)}
+        outcome = harness.run(folder, recipe, faults=faults, num_processes=before)
+        expect(outcome.codes == (PREEMPTED,) * before, f"ended with {outcome.codes}", outcome)
         trial.ended = True
-        # The very command, so that the accumulation is planned anew.
-        accumulation = lab.keys(folder, recipe, before)["gradient_accumulation_steps"]
-        life = lab.live(folder, recipe, num_processes=after, gradient_accumulation_steps=accumulation)
-        expect(not any(life.codes), f"the same command ended with {life.codes}", life)
-        expect(f"{after} processes instead of {before}" in life.told, "does not say so", life)
-        verify_close(straight, folder / "run")
+        # The command of the first start, so that gradient accumulation is adapted.
+        accumulation = harness.keys(folder, recipe, before)["gradient_accumulation_steps"]
+        outcome = harness.run(folder, recipe, num_processes=after, gradient_accumulation_steps=accumulation)
+        expect(not any(outcome.codes), f"the same command ended with {outcome.codes}", outcome)
+        expect(f"{after} processes instead of {before}" in outcome.output, "the adaptation is not logged", outcome)
+        verify_close(reference, folder / "run")
         trial.resumed = True

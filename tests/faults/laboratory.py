@@ -1,13 +1,14 @@
-"""Where faults are tried: runs that nothing happened to, runs that something does, and what must hold between them."""
+"""Harness of the fault suite: reference runs, runs with faults, and the properties that must hold between them."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from tests.faults import lives, recipe_runs
-from tests.faults.lives import Fault, Life
+from tests.faults.lives import Fault, Outcome
 from tests.rows import read_events
 
 from recipes_lib.training.checkpoints.manifest import find_damage, list_checkpoints
@@ -26,22 +27,21 @@ LEFTOVERS = ("_saving", "_dry_run", "_deleted", "run.json.partial", "rollbacks.j
 
 
 class Violation(Exception):
-    """Something did not end as it is documented."""
+    """A run did not behave as documented."""
 
 
 @dataclass
 class Trial:
-    """One fault, and what became of it.
+    """One injected fault and its result.
 
     Attributes:
-        kind: Of the fault.
-        name: Number within the kind; with the seed it says which moment is drawn.
-        what: Recipe, moment, and whatever else was drawn.
-        ended: Whether it ended as documented.
-        resumed: Whether the same command then went on to the end; ``None`` where there is nothing to go on with.
-        equal: Whether all final weights and losses are, bit by bit, those of the run that nothing happened to; ``None``
-            where they cannot be.
-        problem: What did not hold.
+        kind: Kind of the fault.
+        name: Number within the kind; seeds the random choices together with the suite's seed.
+        what: Recipe, event, and the other random choices.
+        ended: Whether the run ended as documented.
+        resumed: Whether the same command finished the run; ``None`` if there is nothing to resume.
+        equal: Whether final weights and losses are bit-identical to the reference run's; ``None`` if not applicable.
+        problem: Violated property.
     """
 
     kind: str
@@ -54,23 +54,23 @@ class Trial:
 
 
 @dataclass
-class Laboratory:
-    """A folder with inputs, runs that nothing happens to, and one folder for each trial.
+class Harness:
+    """A folder with inputs, reference runs, and one folder per trial.
 
     Attributes:
-        folder: Empty at first.
-        recipes: Of which runs are drawn.
-        counts: What has been counted in runs without a fault, by name.
+        folder: Empty folder.
+        recipes: Recipes that are drawn.
+        counts: Number of events in runs without a fault, by name.
     """
 
     folder: Path
     recipes: Sequence[str] = tuple(recipe_runs.RECIPE_NAMES)
     counts: dict[str, int] = field(default_factory=dict)
-    _straight: dict[str, Path] = field(default_factory=dict)
+    _references: dict[str, Path] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def prepare(self) -> None:
-        """Write what all runs read; in a process of its own, since the threads it leaves could not be forked."""
+        """Write the inputs of all runs, in a forked process, because forking is unsafe with the threads that remain."""
         pid = os.fork()
         if not pid:
             code = 1
@@ -83,18 +83,18 @@ class Laboratory:
             raise RuntimeError("the inputs could not be written")
 
     def draw(self, random: Random, *recipes: str) -> str:
-        """Draw one of the runs, if need be only of some."""
+        """Draw one of the recipes, or of ``recipes`` if given."""
         return random.choice([recipe for recipe in self.recipes if recipe in (recipes or self.recipes)])
 
     @contextmanager
-    def bench(self) -> Iterator[Path]:
-        """A folder for one trial: its output goes to ``run`` in it. It stays if something did not hold."""
+    def trial_folder(self) -> Iterator[Path]:
+        """Yield a folder for one trial, which is kept after a violation; the output directory is ``run``."""
         folder = self.folder / f"trial-{next(self._numbers)}"
         folder.mkdir()
         yield folder
         shutil.rmtree(folder, ignore_errors=True)
 
-    def live(
+    def run(
         self,
         folder: Path,
         recipe: str,
@@ -102,40 +102,41 @@ class Laboratory:
         faults: Mapping[int, Fault] | None = None,
         num_processes: int = 1,
         **more: Any,
-    ) -> Life:
-        """Start the run of a trial, or start it again."""
+    ) -> Outcome:
+        """Run the command of a trial, for the first time or to resume."""
         keys = self.keys(folder, recipe, num_processes, **more)
-        return lives.live(recipe, keys, told=folder / "told", faults=faults, num_processes=num_processes)
+        return lives.run_processes(recipe, keys, output=folder / "output", faults=faults, num_processes=num_processes)
 
     def keys(self, folder: Path, recipe: str, num_processes: int = 1, **more: Any) -> dict[str, Any]:
-        """Return the flags of the run of a trial."""
+        """Return the flags of a trial's command."""
         return recipe_runs.make_keys(self.folder, recipe, num_processes, **({"output_dir": folder / "run"} | more))
 
-    def straight(self, recipe: str, num_processes: int = 1, **more: Any) -> Path:
-        """Return the output of a run that nothing happened to; it is made once."""
-        name = "-".join(["straight", recipe, str(num_processes), *(f"{key}={value}" for key, value in more.items())])
-        if name not in self._straight:
+    def reference(self, recipe: str, num_processes: int = 1, watch: Callable[[Path], None] = lambda run: None) -> Path:
+        """Return the output directory of a run without a fault; it is cached, and ``watch`` is called at its start."""
+        name = f"reference-{recipe}-{num_processes}"
+        if name not in self._references:
             folder = self.folder / name
-            life = self.live(folder, recipe, num_processes=num_processes, **more)
-            expect(not any(life.codes), f"the run without a fault ended with {life.codes}", life)
-            self._straight[name] = folder / "run"
-        return self._straight[name]
+            faults = {0: partial(watch, folder / "run")}
+            outcome = self.run(folder, recipe, faults=faults, num_processes=num_processes)
+            expect(not any(outcome.codes), f"the run without a fault ended with {outcome.codes}", outcome)
+            self._references[name] = folder / "run"
+        return self._references[name]
 
-    def go_on(self, trial: Trial, folder: Path, recipe: str, straight: Path, **options: Any) -> Life:
-        """Run the same command to its end, and hold what comes out against the run that nothing happened to."""
-        life = self.live(folder, recipe, **options)
-        expect(not any(life.codes), f"the same command ended with {life.codes}", life)
+    def resume(self, trial: Trial, folder: Path, recipe: str, reference: Path, **options: Any) -> Outcome:
+        """Run the same command to its end, and compare the result with the reference run."""
+        outcome = self.run(folder, recipe, **options)
+        expect(not any(outcome.codes), f"the same command ended with {outcome.codes}", outcome)
         trial.resumed = True
         verify_whole(folder / "run")
-        verify_equal(straight, folder / "run")
+        verify_equal(reference, folder / "run")
         trial.equal = True
-        return life
+        return outcome
 
 
-def expect(holds: object, words: str, life: Life | None = None) -> None:
-    """Raise ``Violation`` unless something holds, with the last words of the run."""
+def expect(holds: object, message: str, outcome: Outcome | None = None) -> None:
+    """Raise ``Violation`` with the end of the run's output unless ``holds``."""
     if not holds:
-        raise Violation(words + (f"\n{life.told[-2500:]}" if life else ""))
+        raise Violation(message + (f"\n{outcome.output[-2500:]}" if outcome else ""))
 
 
 def read_status(folder: Path) -> str:
@@ -144,9 +145,9 @@ def read_status(folder: Path) -> str:
 
 
 def verify_whole(run: Path) -> None:
-    """A run that is done leaves no half-written thing, and checkpoints every byte of which is right."""
-    left = [name for name in LEFTOVERS if (run / name).exists()]
-    expect(not left, f"left behind: {left}")
+    """Verify that a finished run left no temporary files, and that its checkpoints are undamaged."""
+    leftovers = [name for name in LEFTOVERS if (run / name).exists()]
+    expect(not leftovers, f"leftovers: {leftovers}")
     for _, checkpoint in list_checkpoints(run):
         damage = find_damage(checkpoint)
         expect(damage is None, f"{checkpoint.name}: {damage}")
@@ -158,28 +159,28 @@ def load_weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 def read_losses(run: Path) -> dict[int, tuple[float, float]]:
-    """Return loss and norm of the gradient by step; a later line replaces an earlier one."""
+    """Return loss and gradient norm by step; later lines replace earlier ones."""
     return {event["step"]: (event["loss"], event["grad_norm"]) for event in read_events(run)}
 
 
-def verify_equal(straight: Path, run: Path) -> None:
-    """Weights and losses are the same to the last bit."""
-    expected, got = load_weights(straight), load_weights(run)
-    expect(expected and expected.keys() == got.keys(), "there are other tensors")
-    # As whole numbers: two zeros of different signs are equal, and one NaN is not even itself.
-    words = {4: torch.int32, 2: torch.int16, 1: torch.int8}
+def verify_equal(reference: Path, run: Path) -> None:
+    """Verify that weights and losses are bit-identical."""
+    expected, got = load_weights(reference), load_weights(run)
+    expect(expected and expected.keys() == got.keys(), "the tensor names differ")
+    # As integers: 0.0 equals -0.0, and NaN differs from itself.
+    dtypes = {4: torch.int32, 2: torch.int16, 1: torch.int8}
     differing = [
         name
         for name, tensor in expected.items()
-        if not torch.equal(*(each.view(words[each.element_size()]) for each in (tensor, got[name])))
+        if not torch.equal(*(each.view(dtypes[each.element_size()]) for each in (tensor, got[name])))
     ]
     expect(not differing, f"{len(differing)} tensors differ, {differing[:3]}")
-    expect(read_losses(straight) == read_losses(run), "losses in metrics.jsonl differ")
+    expect(read_losses(reference) == read_losses(run), "losses in metrics.jsonl differ")
 
 
-def verify_close(straight: Path, run: Path) -> None:
-    """The losses are the same but for their last digits: two processes add in another order than one."""
-    expected, got = read_losses(straight), read_losses(run)
-    expect(expected.keys() == got.keys(), "there are other steps")
-    far = {step: (expected[step], got[step]) for step in expected if abs(expected[step][0] - got[step][0]) > 1e-4}
-    expect(not far, f"losses differ: {far}")
+def verify_close(reference: Path, run: Path) -> None:
+    """Verify that losses are equal up to rounding: two processes sum in another order than one."""
+    expected, got = read_losses(reference), read_losses(run)
+    expect(expected.keys() == got.keys(), "the steps differ")
+    differing = {step: (expected[step], got[step]) for step in expected if abs(expected[step][0] - got[step][0]) > 1e-4}
+    expect(not differing, f"losses differ: {differing}")

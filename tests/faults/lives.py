@@ -1,4 +1,4 @@
-"""Recipes run to their ends in forked processes: what is imported once is there in each, and a life costs no start."""
+"""Recipes in forked processes, which share the imported packages, so that a run has no start-up time."""
 
 from __future__ import annotations
 
@@ -19,71 +19,73 @@ from tests.forked import ROOT, name_processes
 from recipes_lib.stopping import STOP
 
 SECONDS = 180
-"""After which a life that has not ended counts as hanging."""
+"""Seconds after which a run counts as hanging."""
 SECONDS_TO_FOLLOW = 60
-"""Within which the other processes must have ended when one has died."""
+"""Seconds within which the other ranks must end after one has ended."""
 
 Fault = Callable[[], None]
-"""Is called in the forked process before the recipe, and arranges what will happen."""
+"""Function that is called in the forked process before the recipe, and installs a fault."""
 
 
 @dataclass(frozen=True)
-class Life:
+class Outcome:
     """How the processes of one command ended.
 
     Attributes:
-        codes: Exit code of each rank; the negative number of the signal that killed it; ``None``: it hung.
-        told: What they wrote to standard output and error.
-        seconds: From the first end to the last.
+        codes: Exit code of each rank; minus the signal number if it was killed; ``None`` if it hung.
+        output: Standard output and error of all ranks.
+        seconds: Time from the first exit to the last.
     """
 
     codes: tuple[int | None, ...]
-    told: str
+    output: str
     seconds: float
 
 
-def live(
+def run_processes(
     recipe: str,
     keys: Mapping[str, Any],
     *,
-    told: Path,
+    output: Path,
     faults: Mapping[int, Fault] | None = None,
     num_processes: int = 1,
-) -> Life:
-    """Run a recipe in as many processes as asked, as a launcher does: when one fails, the others are told to end.
+) -> Outcome:
+    """Run a recipe on several ranks as a launcher does: when one fails, the others get SIGTERM.
 
     Args:
-        recipe: Recipe, and after a space what tells two runs of it apart.
-        keys: Of the configuration, as flags.
-        told: Folder for what the processes write.
-        faults: By the rank that they happen on.
-        num_processes: Ranks, all on this machine.
+        recipe: Key of ``recipe_runs.OF_RECIPE``: a recipe, and after a space its variant.
+        keys: Configuration keys, passed as flags.
+        output: Folder for what the processes write.
+        faults: Faults by rank.
+        num_processes: Number of ranks, all on this machine.
     """
-    return wait(begin(recipe, keys, told=told, faults=faults, num_processes=num_processes), told)
+    return wait_for_processes(
+        start_processes(recipe, keys, output=output, faults=faults, num_processes=num_processes), output
+    )
 
 
-def begin(
+def start_processes(
     recipe: str,
     keys: Mapping[str, Any],
     *,
-    told: Path,
+    output: Path,
     faults: Mapping[int, Fault] | None = None,
     num_processes: int = 1,
 ) -> list[int]:
-    """Start the processes of ``live`` and return their numbers."""
-    told.mkdir(parents=True, exist_ok=True)
+    """Start the processes of ``run_processes`` and return their ids."""
+    output.mkdir(parents=True, exist_ok=True)
     arguments = [f"--{name}={value}" for name, value in keys.items()]
     pids = []
     for rank, own in enumerate(name_processes(num_processes) if num_processes > 1 else [{}]):
         if own:
-            (told / str(rank)).mkdir(exist_ok=True)
-            own["TORCHELASTIC_ERROR_FILE"] = str(told / str(rank) / "error.json")
-        pids.append(_fork(recipe, arguments, own, told / f"told-{rank}", (faults or {}).get(rank)))
+            (output / str(rank)).mkdir(exist_ok=True)
+            own["TORCHELASTIC_ERROR_FILE"] = str(output / str(rank) / "error.json")
+        pids.append(_fork(recipe, arguments, own, output / f"output-{rank}", (faults or {}).get(rank)))
     return pids
 
 
-def wait(pids: list[int], told: Path) -> Life:
-    """Wait until all have ended; when one has failed, send the others what a launcher sends, and kill who hangs."""
+def wait_for_processes(pids: list[int], output: Path) -> Outcome:
+    """Wait for all processes; when one fails, send SIGTERM to the others, and abort those that hang."""
     codes: dict[int, int | None] = {}
     deadline, first = time.monotonic() + SECONDS, 0.0
     while len(codes) < len(pids):
@@ -99,15 +101,15 @@ def wait(pids: list[int], told: Path) -> Life:
                 _signal(set(pids) - set(codes), signal.SIGTERM)
         if time.monotonic() > deadline:
             for pid in set(pids) - set(codes):
-                _signal({pid}, signal.SIGABRT)  # ``faulthandler`` tells where it hangs.
+                _signal({pid}, signal.SIGABRT)  # ``faulthandler`` prints the stacks.
                 os.waitpid(pid, 0)
                 codes[pid] = None
         time.sleep(0.01)
-    words = "".join((told / f"told-{rank}").read_text(errors="replace") for rank in range(len(pids)))
-    return Life(tuple(codes[pid] for pid in pids), words, time.monotonic() - first)
+    text = "".join((output / f"output-{rank}").read_text(errors="replace") for rank in range(len(pids)))
+    return Outcome(tuple(codes[pid] for pid in pids), text, time.monotonic() - first)
 
 
-def _fork(recipe: str, arguments: list[str], environment: dict[str, str], told: Path, fault: Fault | None) -> int:
+def _fork(recipe: str, arguments: list[str], environment: dict[str, str], output: Path, fault: Fault | None) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -115,14 +117,14 @@ def _fork(recipe: str, arguments: list[str], environment: dict[str, str], told: 
         return pid
     code = 1
     try:
-        descriptor = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         os.environ.update(environment)
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it, and no fault could end a process by it.
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it; ``kill_in_next_write_beyond`` needs it.
         faulthandler.enable(file=2, all_threads=True)
         os.chdir(ROOT)
-        STOP._parent = os.getppid()  # It was read when the module was imported.
+        STOP._parent = os.getppid()  # Read when the module was imported.
         sys.argv = [str(ROOT / "recipes" / f"{recipe.split()[0]}.py"), *arguments]
         if fault is not None:
             fault()

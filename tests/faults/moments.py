@@ -1,4 +1,4 @@
-"""Moments of a run, told by what has been counted and never by a clock; and what happens at one."""
+"""Events of a run, identified by their number and never by a clock, and actions at one of them."""
 
 from __future__ import annotations
 
@@ -19,50 +19,50 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 Act = Callable[[], object]
 
 
-class Moments:
-    """Counts events across a fork, and acts at one of them.
+class EventCounter:
+    """Counts events across a fork, and calls a function at one of them.
 
     Attributes:
-        number: At which event, from 1; at 0 they are only counted.
+        number: Number of the event, from 1, at which the function is called; 0: never.
     """
 
     def __init__(self, number: int = 0, act: Act | None = None) -> None:
-        """Nothing has happened yet."""
+        """Start at 0."""
         self.number = number
         self._act = act
-        self._shared = mmap.mmap(-1, 8)  # What the child counts, the parent reads.
+        self._shared = mmap.mmap(-1, 8)  # Shared memory: the child counts, the parent reads.
 
     @property
     def count(self) -> int:
-        """How many there were."""
+        """Number of events so far."""
         return int.from_bytes(self._shared[:8], "little")
 
     @property
-    def was_met(self) -> bool:
-        """Whether the moment came."""
+    def has_acted(self) -> bool:
+        """Whether event ``number`` has occurred."""
         return 0 < self.number <= self.count
 
-    def meet(self, *_: Any) -> None:
-        """One more."""
+    def count_event(self, *_: Any) -> None:
+        """Count an event."""
         count = self.count + 1
         self._shared[:8] = count.to_bytes(8, "little")
         if count == self.number and self._act is not None:
             self._act()
 
 
-def die() -> None:
-    """End as by the out-of-memory killer or a power cut: nothing is unwound, nothing flushed."""
+def kill_self() -> None:
+    """Kill this process with SIGKILL, as the out-of-memory killer does: no handler runs, nothing is flushed."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill_at_call(run: Act, module: Any, function: str, call: int) -> None:
-    """Run something in a forked process, which is killed at a call of a function, counted from 1."""
+    """Call ``run`` in a forked process, which is killed at a call of ``function``, counted from 1."""
 
     def count_and_run() -> None:
-        original, moments = getattr(module, function), Moments(call, die)
+        original, events = getattr(module, function), EventCounter(call, kill_self)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            moments.meet()
+            events.count_event()
             return original(*args, **kwargs)
 
         setattr(module, function, counted)
@@ -74,41 +74,41 @@ def kill_at_call(run: Act, module: Any, function: str, call: int) -> None:
     assert process.exitcode == -signal.SIGKILL
 
 
-def ask_to_stop() -> None:
-    """Be asked to stop by a scheduler."""
+def send_sigterm() -> None:
+    """Send SIGTERM to this process, as a scheduler does."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def die_in_the_next_write_beyond(num_bytes: int) -> Act:
-    """Return what ends the process in the middle of writing a file, when so many bytes of it are there."""
+def kill_in_next_write_beyond(num_bytes: int) -> Act:
+    """Return a function after which the kernel kills this process in a write beyond ``num_bytes`` of a file."""
 
-    def arrange() -> None:
+    def limit_file_size() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
 
-    return arrange
+    return limit_file_size
 
 
-def watch_training(moments: Moments) -> None:
-    """Count the layers computed forwards and backwards, and both sides of every update."""
+def count_training_events(events: EventCounter) -> None:
+    """Count forward and backward passes of modules, and the beginning and end of every update."""
 
-    def computed(module: nn.Module, inputs: Any, output: Any) -> None:
-        moments.meet()
+    def on_forward(module: nn.Module, inputs: Any, output: Any) -> None:
+        events.count_event()
         if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(moments.meet)
+            output.register_hook(events.count_event)
 
-    nn.modules.module.register_module_forward_hook(computed)
-    register_optimizer_step_pre_hook(moments.meet)
-    register_optimizer_step_post_hook(moments.meet)
+    nn.modules.module.register_module_forward_hook(on_forward)
+    register_optimizer_step_pre_hook(events.count_event)
+    register_optimizer_step_post_hook(events.count_event)
 
 
-def watch_disk(moments: Moments, folder: Path, since: str = "") -> None:
-    """Count what happens below a folder: files opened, made, named, flushed and removed.
+def count_disk_events(events: EventCounter, folder: Path, since: str = "") -> None:
+    """Count disk operations below a folder: open, create, rename, fsync, delete.
 
     Args:
-        moments: Are told.
-        folder: Of the run.
-        since: Only from the first path on that has this in it.
+        events: Counter.
+        folder: Output directory of the run.
+        since: Count from the first path on that contains this.
     """
     prefix, has_begun = str(folder), not since
 
@@ -120,19 +120,19 @@ def watch_disk(moments: Moments, folder: Path, since: str = "") -> None:
         if isinstance(path, str) and path.startswith(prefix):
             has_begun = has_begun or since in path
             if has_begun:
-                moments.meet()
+                events.count_event()
 
-    flush = os.fsync
+    fsync = os.fsync
 
-    def flushing(descriptor: int) -> None:
+    def counted_fsync(descriptor: int) -> None:
         if has_begun:
-            moments.meet()
-        flush(descriptor)
+            events.count_event()
+        fsync(descriptor)
 
-    os.fsync = flushing  # It is the one that Python tells no auditor of.
+    os.fsync = counted_fsync  # Python raises no audit event for it.
     sys.addaudithook(watch)
 
 
-def spoil(tensor: Tensor) -> Tensor:
-    """Return the tensor as one that is no number."""
+def make_nan(tensor: Tensor) -> Tensor:
+    """Return a tensor of NaN of the same shape."""
     return torch.full_like(tensor, float("nan"))

@@ -1,4 +1,4 @@
-"""The runs that faults are injected into: each recipe on the tiny model, with evaluations, samples and checkpoints."""
+"""Runs for fault injection: each recipe on the tiny model, with evaluations, samples and checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COMMON = {
 }
 SAMPLES = {"num_sample_prompts": 1, "sample_max_new_tokens": 8}
 _PPO: Mapping[str, Any] = {
-    # Two steps of each learner an iteration.
+    # Two optimizer steps of each learner per iteration.
     "test_split_size": 6,
     "num_sample_prompts": 2,
     "response_length": 8,
@@ -53,7 +53,7 @@ _GROUPS: Mapping[str, Any] = {
     "reward_funcs": "[tests.faults.recipe_runs:prefer_short]",
 }
 OF_RECIPE: Mapping[str, Mapping[str, Any]] = {
-    # Recipe, and what tells two runs of it apart -> its keys.
+    # Recipe, and after a space its variant -> its keys.
     "sft": {"test_split_size": 6, "max_length": 96, "per_device_eval_batch_size": 2} | SAMPLES,
     "pretrain": {"test_split_size": 0.1, "max_length": 32, "model_config": SHAPE} | SAMPLES,
     "lora": {"test_split_size": 6, "packing": "false", "lora_r": 4} | SAMPLES,
@@ -77,7 +77,7 @@ DATA = {
 
 
 def write_inputs(folder: Path) -> None:
-    """Write model, tokenizer and data of all recipes."""
+    """Write model, tokenizer and datasets of all recipes."""
     tokenizer = tiny.build_tokenizer()
     tiny.save_model(folder / "model", tokenizer)
     tokenizer.save_pretrained(folder / "tokenizer")
@@ -93,7 +93,7 @@ def write_chats(path: Path, numbers: Iterable[int]) -> None:
 
 
 def make_keys(folder: Path, name: str, num_processes: int = 1, **more: Any) -> dict[str, Any]:
-    """Return the flags of a run but for its ``output_dir``; the batch is the same on one process and on two."""
+    """Return the keys of a run without ``output_dir``; the global batch is the same on one process and on two."""
     recipe = name.split()[0]
     keys: dict[str, Any] = {"dataset_name": folder / f"{DATA[recipe]}.jsonl"}
     if DATA[recipe] != "prompts":
@@ -109,12 +109,12 @@ def make_keys(folder: Path, name: str, num_processes: int = 1, **more: Any) -> d
 
 
 def prefer_short(*, completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A reward by which runs of PPO learn: ``measure_shortness``, and a little chance."""
+    """Reward function of the RL runs: ``measure_shortness`` plus noise from the global random state."""
     return [score + 0.01 * random.random() for score in measure_shortness(completion_ids=completion_ids)]
 
 
 def measure_shortness(*, completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """The higher, the shorter an answer and the smaller its numbers; the same on any number of processes."""
+    """Return higher scores for shorter answers with smaller token ids; deterministic."""
     return [-len(ids) / 8 - sum(ids) / 4096 for ids in completion_ids]
 
 

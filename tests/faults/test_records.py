@@ -1,7 +1,6 @@
-"""Whatever stands in a file that is read, the answer is a result or a reason: never a traceback, never a hang.
+"""Fuzzing of the files that commands read: the result is a value or an error with a reason, never a traceback.
 
-Each file is mutated from a seed, and read as the commands read it. `make test` takes a few mutations of each; the slow
-form takes ``NUM_MUTATIONS``.
+Mutations are drawn from a seed: a few per file in ``make test``, ``NUM_MUTATIONS`` in the slow tests.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ from recipes_lib.training.monitoring.metrics import MetricsWriter
 from recipes_lib.training.run import start_run
 
 NUM_MUTATIONS = 80
-NUM_QUICK = 8
-NUM_DRAWN = 2
-"""Of files that a report draws charts of, in the quick form: each takes half a second."""
+NUM_QUICK = 4
+NUM_DRAWN = 1
+"""Mutations of files from which a report draws charts, which takes half a second."""
 ONE = Launch(rank=0, local_rank=0, world_size=1, engine="")
 ALLOWED = {0, 2, 3}
 ODD: tuple[Any, ...] = (
@@ -55,20 +54,20 @@ ODD: tuple[Any, ...] = (
 )
 
 
-def list_places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container in a JSON value, with each key or index of it."""
+def list_items(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield every container in a JSON value with each of its keys or indices."""
     if isinstance(value, dict | list):
         for key in list(value) if isinstance(value, dict) else range(len(value)):
             yield value, key
-            yield from list_places(value[key])
+            yield from list_items(value[key])
 
 
 def mutate_json(value: Any, draw: random.Random) -> bytes:
-    """A JSON value in which one place holds something else, or nothing."""
+    """Return a JSON value in which one item is replaced or deleted."""
     value = copy.deepcopy(value)
-    places = list(list_places(value))
-    if places:
-        container, key = draw.choice(places)
+    items = list(list_items(value))
+    if items:
+        container, key = draw.choice(items)
         if isinstance(container, dict) and draw.random() < 0.3:
             del container[key]
         else:
@@ -77,16 +76,26 @@ def mutate_json(value: Any, draw: random.Random) -> bytes:
 
 
 def mutate(content: bytes, draw: random.Random) -> bytes:
-    """Other bytes: cut, flipped, repeated, or another JSON value where they are JSON, or lines of it."""
+    """Return truncated, overwritten or repeated bytes, or another JSON value if content or a line of it is JSON."""
     at, to = sorted(draw.randrange(len(content) + 1) for _ in range(2))
     noise = bytes(draw.randrange(256) for _ in range(draw.randrange(1, 9)))
-    whole = (b"", b"null", b"[]", b"{}", b"[" * 50_000, b"1" * 50_000, b"\xff\xfe", b"\0" * 64, b"---\n- a: &a [*a]\n")
+    texts = (
+        b"",
+        b"null",
+        b"[]",
+        b"{}",
+        b"[" * 50_000,
+        b"1" * 50_000,
+        b"\xff\xfe",
+        b"\0" * 64,
+        b"---\n- a: &a [*a]\n",
+    )
     ways: list[Callable[[], bytes]] = [
         lambda: content[:at],
         lambda: content[:at] + content[to:],
         lambda: content[:at] + noise + content[at + len(noise) :],
         lambda: content[:to] + content[at:to] + content[to:],
-        lambda: draw.choice(whole),
+        lambda: draw.choice(texts),
     ]
     lines = content.decode(errors="replace").split("\n")
     for text in (content.decode(errors="replace"), draw.choice(lines)):
@@ -101,8 +110,8 @@ def mutate(content: bytes, draw: random.Random) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one of every file that is read, as the project writes it."""
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with one file of every kind, as the library writes it."""
     folder = tmp_path_factory.mktemp("records")
     save_model(folder / "model", build_tokenizer())
     weights = load_file(folder / "model" / "model.safetensors")
@@ -199,7 +208,7 @@ def repeat(folder: Path) -> None:
 
 
 def write_the_card(folder: Path) -> None:
-    """Of a model that was trained on from the run."""
+    """Write the card of a model that was trained further from the run's model."""
     config = {"model_name_or_path": str(folder / "run"), "output_dir": "x", "dataset_name": "a/b"}
     write_card(folder / "run", {"stage": "sft", "config": config}, {})
 
@@ -243,33 +252,33 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
 }
 
 
-def break_files(place: Path, name: str, num_mutations: int, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Mutate a file again and again, and return what became of those reads that ended as they must not."""
+def fuzz_file(run_folder: Path, name: str, num_mutations: int, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Mutate a file repeatedly, and return the mutations that ended with another exit code or a traceback."""
     pattern, reader = READERS[name]
-    find_chats(place)
-    (file,) = place.glob(pattern)
-    content, draw, found = file.read_bytes(), random.Random(f"{name} 1"), []
-    kept = {path: path.read_bytes() for path in (place / "run").glob("*.json*")}
+    find_chats(run_folder)
+    (file,) = run_folder.glob(pattern)
+    content, draw, failures = file.read_bytes(), random.Random(f"{name} 1"), []
+    originals = {path: path.read_bytes() for path in (run_folder / "run").glob("*.json*")}
     for number in range(num_mutations):
         file.parent.mkdir(parents=True, exist_ok=True)
         mutated = mutate(content, draw)
         file.write_bytes(mutated)
-        code = run_command(lambda: reader(place) and None)
-        told = capsys.readouterr()
-        if code not in ALLOWED or "Traceback" in told.err:
-            found.append(f"{number}: exit {code} of {mutated[:200]!r}\n{told.err[-1500:]}")
-        for path, text in (kept | {file: content}).items():
+        code = run_command(lambda: reader(run_folder) and None)
+        output = capsys.readouterr()
+        if code not in ALLOWED or "Traceback" in output.err:
+            failures.append(f"{number}: exit {code} of {mutated[:200]!r}\n{output.err[-1500:]}")
+        for path, text in (originals | {file: content}).items():
             if path.parent.is_dir():
                 path.write_bytes(text)
-    return found
+    return failures
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_broken_file_is_read_or_refused(place, name, capsys) -> None:
-    assert not break_files(place, name, NUM_DRAWN if READERS[name][1] is read_figures else NUM_QUICK, capsys)
+def test_mutated_file_is_read_or_rejected(run_folder, name, capsys) -> None:
+    assert not fuzz_file(run_folder, name, NUM_DRAWN if READERS[name][1] is read_figures else NUM_QUICK, capsys)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
-def test_no_mutation_ends_otherwise(place, name, capsys) -> None:
-    assert not break_files(place, name, NUM_MUTATIONS, capsys)
+def test_many_mutations_are_read_or_rejected(run_folder, name, capsys) -> None:
+    assert not fuzz_file(run_folder, name, NUM_MUTATIONS, capsys)

@@ -41,7 +41,14 @@ from recipes_lib.models.loading import find_commit
 from recipes_lib.models.model_files import find_missing, list_model_files
 from recipes_lib.processes import explain_lost_connection
 from recipes_lib.stopping import STOP
-from recipes_lib.training.checkpoints.manifest import clear_leftovers, find_last_complete, read_complete, supersede
+from recipes_lib.training.checkpoints.manifest import (
+    COMPLETE,
+    clear_leftovers,
+    find_last_complete,
+    list_checkpoints,
+    read_complete,
+    supersede,
+)
 from recipes_lib.training.checkpoints.resume import (
     BATCH_KEYS,
     EXTENDABLE,
@@ -108,6 +115,9 @@ class Run:
         say = build_progress(is_main=self.launch.is_main).say
         accumulation = self.config.read("gradient_accumulation_steps")
         checkpoint = agree_on_checkpoint(self.resume_from, self.launch, accumulation, say)
+        if checkpoint is None and (ignored := list_checkpoints(self.output_dir)):
+            found = f"{ignored[0][1].name} is ignored: it has no readable {COMPLETE}, as if another program wrote it"
+            say(f"{found}; training starts at step 0")
         self.record(resumed_from=checkpoint and checkpoint.name)
         return checkpoint
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a trainer: beside training and yet exact, with a dry run that leaves no trace, never in silence."""
+"""``CheckpointingTrainer``: asynchronous saving, dry run, retention, best model and untrusted checkpoints."""
 
 import json
 import os
@@ -24,8 +24,8 @@ from recipes_lib.training.checkpoints.saver import CheckpointWriter, HostCopy
 SAVES = {"save_strategy": "steps", "save_steps": 2}
 
 
-class Telling(TrainerCallback):
-    """Calls a function after a step."""
+class CallAtStep(TrainerCallback):
+    """Calls a function at the end of a step."""
 
     def __init__(self, step, function):
         self._step, self._function = step, function
@@ -36,7 +36,7 @@ class Telling(TrainerCallback):
 
 
 def train(model_dir, output_dir, *, resume_from=None, callback=None, **training):
-    """Train on ragged rows and return the trainer, its trajectory and what was told."""
+    """Train on packed rows; return the trainer, the logged steps and the messages."""
     trainer, recorder = make_trainer(model_dir, output_dir, make_packs(), **SAVES | {"max_steps": 4} | training)
     if callback is not None:
         trainer.add_callback(callback)
@@ -45,7 +45,7 @@ def train(model_dir, output_dir, *, resume_from=None, callback=None, **training)
 
 
 def read_files(checkpoint):
-    # Times differ, and so do the paths inside.
+    # Both contain times and paths.
     names = sorted(path.name for path in checkpoint.iterdir() if path.name not in ("COMPLETE.json", "README.md"))
     return {name: (checkpoint / name).read_bytes() for name in names}
 
@@ -56,60 +56,60 @@ def refuse_copies(monkeypatch):
     )
 
 
-def test_what_is_written_while_weights_change_is_what_a_waiting_save_writes(tiny_model_dir, tmp_path, monkeypatch):
+def test_asynchronous_save_equals_synchronous_save(tiny_model_dir, tmp_path, monkeypatch):
     release, submit = threading.Event(), CheckpointWriter.submit
 
     def submit_late(writer, job):
-        is_dry_run = not (tmp_path / "beside" / "_saving").exists()
+        is_dry_run = not (tmp_path / "asynchronous" / "_saving").exists()
         submit(writer, job if is_dry_run else lambda: (release.wait(60), job()))
 
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointWriter, "submit", submit_late)
         keys = {"save_steps": 2, "max_steps": 3}
         # Nothing of step 2 is written before step 3 has changed every weight.
-        callback = Telling(3, release.set)
-        beside, _, lines = train(tiny_model_dir, tmp_path / "beside", callback=callback, **keys)
+        callback = CallAtStep(3, release.set)
+        asynchronous, _, lines = train(tiny_model_dir, tmp_path / "asynchronous", callback=callback, **keys)
     assert not any("waits" in line for line in lines)
     refuse_copies(monkeypatch)
-    waiting, _, lines = train(tiny_model_dir, tmp_path / "waiting", **keys)
-    # Once, of the dry run and the save.
+    synchronous, _, lines = train(tiny_model_dir, tmp_path / "synchronous", **keys)
+    # Logged once for dry run and save.
     assert [line.partition(": a copy")[0] for line in lines if "waits" in line] == [
         "training waits while a checkpoint is written"
     ]
 
-    one, other = (read_files(tmp_path / name / "checkpoint-2") for name in ("beside", "waiting"))
+    one, other = (read_files(tmp_path / name / "checkpoint-2") for name in ("asynchronous", "synchronous"))
     assert one == other
-    assert_equal_weights(weights_of(beside), weights_of(waiting))
-    # Upstream's names, and not the pickle of its arguments.
+    assert_equal_weights(weights_of(asynchronous), weights_of(synchronous))
+    # Upstream's file names, without its pickled arguments.
     states = {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
     assert states | {"config.json", "tokenizer.json"} <= one.keys()
     assert "training_args.bin" not in one
 
 
-def test_a_dry_run_leaves_no_trace_in_the_run_or_on_the_disk(tiny_model_dir, tmp_path):
+def test_dry_run_changes_neither_training_nor_disk(tiny_model_dir, tmp_path):
     steps = {}
     for name, strategy in (("without", "no"), ("with", "steps")):
         trainer, steps[name], lines = train(
             tiny_model_dir, tmp_path / name, save_strategy=strategy, save_steps=9, max_steps=4
         )
-        told = [line for line in lines if line.startswith("checkpoints: ")]
-        assert len(told) == (strategy == "steps")
+        reports = [line for line in lines if line.startswith("checkpoints: ")]
+        assert len(reports) == (strategy == "steps")
         assert not list((tmp_path / name).glob("_*"))
         steps[name, "weights"] = weights_of(trainer)
         steps[name, "random"] = torch.random.get_rng_state()
     assert steps["with"] == steps["without"]
     assert_equal_weights(steps["with", "weights"], steps["without", "weights"])
     assert torch.equal(steps["with", "random"], steps["without", "random"])
-    assert "opened again in" in told[0]
+    assert "opened again in" in reports[0]
 
 
-def test_a_save_that_is_due_at_the_first_step_is_there(tiny_model_dir, tmp_path):
-    train(tiny_model_dir, tmp_path, save_steps=1, max_steps=2)
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+def test_checkpoint_due_at_first_step_is_saved(tiny_model_dir, tmp_path):
+    train(tiny_model_dir, tmp_path, save_steps=1, max_steps=1)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
 
 
-def change_saved(monkeypatch, change):
-    """Save something else than the weights."""
+def corrupt_saved_weights(monkeypatch, change):
+    """Apply ``change`` to the state dict before it is written."""
     write = ReplicatedLayout._write_model
 
     def write_changed(layout, folder, model, state):
@@ -121,47 +121,56 @@ def change_saved(monkeypatch, change):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (lambda state: state.__setitem__("model.norm.weight", torch.empty(0)), "model.norm.weight is empty"),
         (lambda state: state.pop("model.norm.weight"), "model.norm.weight is missing"),
         (lambda state: state["model.norm.weight"].fill_(float("nan")), "model.norm.weight is not finite"),
         (lambda state: state["model.norm.weight"].mul_(1 + 2**-23), "norm.weight differ from the weights in memory"),
     ],
-    ids=["emptied", "lost", "nan", "one bit off"],
+    ids=["empty", "missing", "nan", "flipped bit"],
 )
-def test_a_save_that_is_not_what_is_trained_ends_the_run_at_its_first_step(
-    tiny_model_dir, tmp_path, monkeypatch, change, words
-):
-    change_saved(monkeypatch, change)
-    with pytest.raises(BrokenSaveError, match=words):
+def test_dry_run_rejects_corrupt_weights(tiny_model_dir, tmp_path, monkeypatch, change, message):
+    corrupt_saved_weights(monkeypatch, change)
+    with pytest.raises(BrokenSaveError, match=message):
         train(tiny_model_dir, tmp_path, save_steps=4)
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
+@pytest.fixture(scope="module")
+def trained(tiny_model_dir, tmp_path_factory):
+    """A trainer after two steps, and its checkpoint; treat both as read-only."""
+    output_dir = tmp_path_factory.mktemp("trained")
+    trainer, _, _ = train(tiny_model_dir, output_dir, max_steps=2)
+    return trainer, output_dir / "checkpoint-2"
+
+
 @pytest.fixture
-def saved(tiny_model_dir, tmp_path):
-    trainer, _, _ = train(tiny_model_dir, tmp_path, max_steps=2)
-    return trainer, tmp_path / "checkpoint-2"
+def saved(trained, tmp_path):
+    """The trainer of ``trained``, and a copy of its checkpoint."""
+    trainer, checkpoint = trained
+    return trainer, shutil.copytree(checkpoint, tmp_path / "checkpoint-2")
 
 
-def test_one_bit_of_an_optimizer_state_is_seen(saved):
+def test_compare_detects_flipped_bit_in_optimizer_state(saved):
     trainer, checkpoint = saved
-    state = next(iter(trainer.optimizer.state.values()))
-    state["exp_avg_sq"].view(torch.int32)[0] ^= 1
+    bits = next(iter(trainer.optimizer.state.values()))["exp_avg_sq"].view(torch.int32)
+    trainer.layout.compare(checkpoint, trainer.model, {}, trainer.optimizer)
+    bits[0] ^= 1
     with pytest.raises(BrokenSaveError, match=r"optimizer\.pt: a state differs"):
         trainer.layout.compare(checkpoint, trainer.model, {}, trainer.optimizer)
+    bits[0] ^= 1
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_a_torn_state_is_seen(saved, name):
+def test_compare_rejects_truncated_state_file(saved, name):
     trainer, checkpoint = saved
     (checkpoint / name).write_bytes((checkpoint / name).read_bytes()[:100])
     with pytest.raises(BrokenSaveError, match=f"{name} cannot be read back"):
         trainer.layout.compare(checkpoint, trainer.model, {}, trainer.optimizer)
 
 
-def test_sharded_weights_may_be_in_another_form_and_are_looked_at_where_they_are_not(saved):
+def test_verification_of_engine_layout_allows_missing_safetensors(saved):
     trainer, checkpoint = saved
     verify, verify_replicated = (layout.build_verification(trainer.model) for layout in (ModelLayout(), trainer.layout))
     weights = checkpoint / "model.safetensors"
@@ -174,14 +183,14 @@ def test_sharded_weights_may_be_in_another_form_and_are_looked_at_where_they_are
         verify_replicated(checkpoint)
 
 
-def test_an_emptied_tensor_makes_a_later_save_fail_too(tiny_model_dir, tmp_path, monkeypatch):
-    broken = Telling(3, lambda: change_saved(monkeypatch, lambda state: state.pop("model.norm.weight")))
+def test_later_save_rejects_missing_tensor(tiny_model_dir, tmp_path, monkeypatch):
+    broken = CallAtStep(3, lambda: corrupt_saved_weights(monkeypatch, lambda state: state.pop("model.norm.weight")))
     with pytest.raises(BrokenSaveError, match=r"model\.norm\.weight is missing"):
         train(tiny_model_dir, tmp_path, callback=broken)
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
-def test_an_optimizer_state_that_needs_code_to_be_read_ends_the_run(tiny_model_dir, tmp_path, monkeypatch):
+def test_dry_run_rejects_optimizer_state_that_needs_unpickling(tiny_model_dir, tmp_path, monkeypatch):
     saved = torch.save
     monkeypatch.setattr(
         checkpointing.torch, "save", lambda state, file: saved({"state": state, "x": threading.Barrier}, file)
@@ -191,22 +200,22 @@ def test_an_optimizer_state_that_needs_code_to_be_read_ends_the_run(tiny_model_d
 
 
 FULL = Path("/dev/full")
-"""A device that takes nothing, as a disk without space."""
+"""Device on which every write raises ENOSPC."""
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="the operating system has no /dev/full")
 @pytest.mark.parametrize("copies", [True, False])
-def test_a_full_disk_ends_the_run_with_its_own_words(tiny_model_dir, tmp_path, monkeypatch, copies):
+def test_full_disk_raises_and_keeps_last_checkpoint(tiny_model_dir, tmp_path, monkeypatch, copies):
     if not copies:
         refuse_copies(monkeypatch)
     write = ReplicatedLayout._write_model
 
-    def write_beside_a_full_file(layout, folder, model, state):
+    def write_with_full_disk(layout, folder, model, state):
         if folder.name == "checkpoint-4":
             (folder / "optimizer.pt").symlink_to(FULL)
         write(layout, folder, model, state)
 
-    monkeypatch.setattr(ReplicatedLayout, "_write_model", write_beside_a_full_file)
+    monkeypatch.setattr(ReplicatedLayout, "_write_model", write_with_full_disk)
     with pytest.raises(OSError, match="No space left") as caught:
         train(tiny_model_dir, tmp_path, max_steps=100)
     assert "the disk is full" in str(explain_refusal(caught.value))
@@ -214,17 +223,17 @@ def test_a_full_disk_ends_the_run_with_its_own_words(tiny_model_dir, tmp_path, m
     assert find_damage(tmp_path / "checkpoint-2") is None
 
 
-def test_a_checkpoint_that_is_being_written_is_finished_when_the_run_is_interrupted(tiny_model_dir, tmp_path):
+def test_pending_checkpoint_is_finished_on_interrupt(tiny_model_dir, tmp_path):
     def interrupt():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(tiny_model_dir, tmp_path, callback=Telling(3, interrupt))
+        train(tiny_model_dir, tmp_path, callback=CallAtStep(3, interrupt))
     assert find_damage(tmp_path / "checkpoint-2") is None
     assert not list(tmp_path.glob("_*"))
 
 
-def test_a_disk_that_cannot_hold_what_will_be_kept_is_refused_at_the_first_step(tiny_model_dir, tmp_path, monkeypatch):
+def test_dry_run_rejects_disk_too_small_for_retention(tiny_model_dir, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=3 * 10**6))
     with pytest.raises(ConfigError, match=r"3 checkpoints of .* GB and the model need .* GB and the disk has"):
@@ -232,14 +241,14 @@ def test_a_disk_that_cannot_hold_what_will_be_kept_is_refused_at_the_first_step(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_record_says_what_made_it(tiny_model_dir, tmp_path):
+def test_manifest_records_run_and_batch(tiny_model_dir, tmp_path):
     record = {"config_fingerprint": "abc", "versions": {"torch": "2"}}
     run = {"stage": "sft", "config": {"seed": 1}}
     (tmp_path / "run.json").write_text(json.dumps({**record, **run, "status": "running"}))
     train(tiny_model_dir, tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=3)
-    sealed = dict(read_complete(tmp_path / "checkpoint-2"))
-    assert sealed.pop("files")
-    assert sealed == record | {
+    manifest = dict(read_complete(tmp_path / "checkpoint-2"))
+    assert manifest.pop("files")
+    assert manifest == record | {
         "step": 2,
         "world_size": 1,
         "data_size": 1,
@@ -250,24 +259,24 @@ def test_the_record_says_what_made_it(tiny_model_dir, tmp_path):
     }
 
 
-def make_judged(model_dir, output_dir, losses, **keys):
-    """A trainer that ends with the best of its evaluations, which give these losses."""
-    found = iter(losses)
+def make_evaluated_trainer(model_dir, output_dir, losses, **keys):
+    """Build a trainer with ``load_best_model_at_end`` whose evaluations return ``losses``."""
+    remaining = iter(losses)
     defaults = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
     return make_trainer(
         model_dir,
         output_dir,
         make_packs(),
-        hooks=[lambda model, step: {"loss": next(found)}],
+        hooks=[lambda model, step: {"loss": next(remaining)}],
         **SAVES | defaults | {"metric_for_best_model": "loss", "max_steps": len(losses)} | keys,
     )
 
 
-def test_the_newest_the_best_and_every_nth_stay(tiny_model_dir, tmp_path):
+def test_retention_keeps_newest_best_and_every_nth(tiny_model_dir, tmp_path):
     keys = {"save_steps": 1, "save_total_limit": 1, "checkpoints": CheckpointConfig(save_keep_steps=4)}
-    trainer, _ = make_judged(tiny_model_dir, tmp_path, [5.0, 1.0, 4.0, 3.0, 3.0, 3.0], **keys)
+    trainer, _ = make_evaluated_trainer(tiny_model_dir, tmp_path, [5.0, 1.0, 4.0, 3.0, 3.0, 3.0], **keys)
     best = {}
-    trainer.add_callback(Telling(2, lambda: best.update(weights_of(trainer))))
+    trainer.add_callback(CallAtStep(2, lambda: best.update(weights_of(trainer))))
     trainer.train()
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (2, 4, 6)]
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
@@ -285,12 +294,12 @@ def test_the_newest_the_best_and_every_nth_stay(tiny_model_dir, tmp_path):
         ([1.0, 2.0, 3.0, 4.0, 4.0, 2.0], 6),
     ],
 )
-def test_the_best_is_that_of_the_steps_that_are_saved(tiny_model_dir, tmp_path, losses, best):
-    """Evaluations between saves, one of them the best: its weights are nowhere, and no other step passes for it."""
-    trainer, _ = make_judged(tiny_model_dir, tmp_path, losses, save_steps=3, save_total_limit=1)
+def test_best_model_is_chosen_among_saved_steps(tiny_model_dir, tmp_path, losses, best):
+    """Evaluations between two saves are ignored: the weights of these steps are not saved."""
+    trainer, _ = make_evaluated_trainer(tiny_model_dir, tmp_path, losses, save_steps=3, save_total_limit=1)
     weights = {}
     for step in (3, 6):
-        trainer.add_callback(Telling(step, lambda step=step: weights.update({step: weights_of(trainer)})))
+        trainer.add_callback(CallAtStep(step, lambda step=step: weights.update({step: weights_of(trainer)})))
     trainer.train()
     assert_equal_weights(weights_of(trainer), weights[best])
     state = trainer.state
@@ -298,8 +307,8 @@ def test_the_best_is_that_of_the_steps_that_are_saved(tiny_model_dir, tmp_path, 
     assert state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
 
 
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
-def test_who_may_read_the_folder_may_read_the_weights(tiny_model_dir, tmp_path, umask, mode):
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_files_inherit_read_permission_of_folder(tiny_model_dir, tmp_path, umask, mode):
     before = os.umask(umask)
     try:
         trainer, _, _ = train(tiny_model_dir, tmp_path / "run", max_steps=2)
@@ -310,39 +319,39 @@ def test_who_may_read_the_folder_may_read_the_weights(tiny_model_dir, tmp_path, 
         assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {mode}
 
 
-@pytest.mark.parametrize("what", ["folder", "file"])
-def test_the_last_weights_never_pass_for_the_best_ones(tiny_model_dir, tmp_path, what):
-    trainer, recorder = make_judged(tiny_model_dir, tmp_path, [1.0, 5.0], eval_steps=2, max_steps=4)
+@pytest.mark.parametrize("deleted", ["folder", "file"])
+def test_missing_best_checkpoint_exports_last_weights(tiny_model_dir, tmp_path, deleted):
+    trainer, recorder = make_evaluated_trainer(tiny_model_dir, tmp_path, [1.0, 5.0], eval_steps=2, max_steps=4)
     last, best = {}, tmp_path / "checkpoint-2"
-    remove = {"folder": lambda: shutil.rmtree(best), "file": (best / "model.safetensors").unlink}[what]
-    trainer.add_callback(Telling(4, lambda: (remove(), last.update(weights_of(trainer)))))
+    remove = {"folder": lambda: shutil.rmtree(best), "file": (best / "model.safetensors").unlink}[deleted]
+    trainer.add_callback(CallAtStep(4, lambda: (remove(), last.update(weights_of(trainer)))))
     trainer.train()
     assert_equal_weights(weights_of(trainer), last)
     assert trainer.state.best_model_checkpoint is None
     assert any(line.startswith("the best weights, checkpoint-2, cannot be loaded: ") for line in recorder.lines)
 
 
-def test_shares_of_a_run_save_evaluated_steps(tiny_model_dir, tmp_path):
-    # Of ten steps a quarter is 3 and a half 5, which is no evaluated step.
+def test_fractional_save_steps_are_aligned_with_eval_steps(tiny_model_dir, tmp_path):
+    # Upstream rounds up: 0.25 of ten steps is 3, and 0.5 is 5, which is not a multiple of 3.
     keys = {"eval_steps": 0.25, "save_steps": 0.5, "max_steps": 10, "save_total_limit": 1}
-    trainer, _ = make_judged(tiny_model_dir, tmp_path, [5.0, 1.0, 4.0, 4.0], **keys)
+    trainer, _ = make_evaluated_trainer(tiny_model_dir, tmp_path, [5.0, 1.0, 4.0, 4.0], **keys)
     trainer.train()
     assert (trainer.state.eval_steps, trainer.state.save_steps) == (3, 6)
     assert (trainer.state.best_global_step, trainer.state.best_metric) == (6, 1.0)
 
 
-def test_experts_are_resumed_and_not_skipped(tiny_model_dir, tmp_path):
-    # Upstream would load weights by the names of publication, under which a model has no experts, and only warn.
+def test_resume_restores_mixture_of_experts(tiny_model_dir, tmp_path):
+    # Upstream saves under the published names, by which its resuming finds no experts and only warns.
     sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 16) | {"num_hidden_layers": 1, "num_local_experts": 2}
     torch.manual_seed(0)
     model = MixtralForCausalLM(MixtralConfig(vocab_size=512, num_attention_heads=2, num_key_value_heads=2, **sizes))
     model.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(tmp_path / "model")
-    straight, steps, _ = train(tmp_path / "model", tmp_path / "straight")
-    checkpoint = tmp_path / "straight" / "checkpoint-2"
+    uninterrupted, steps, _ = train(tmp_path / "model", tmp_path / "uninterrupted")
+    checkpoint = tmp_path / "uninterrupted" / "checkpoint-2"
     resumed, later_steps, _ = train(tmp_path / "model", tmp_path / "resumed", resume_from=str(checkpoint))
     assert later_steps == steps[2:]
-    assert_equal_weights(weights_of(resumed), weights_of(straight))
+    assert_equal_weights(weights_of(resumed), weights_of(uninterrupted))
     loaded = MixtralForCausalLM.from_pretrained(checkpoint).state_dict()
     assert all(
         torch.equal(loaded[name], tensor) for name, tensor in load_file(checkpoint / "model.safetensors").items()
@@ -350,7 +359,7 @@ def test_experts_are_resumed_and_not_skipped(tiny_model_dir, tmp_path):
 
 
 class Payload:
-    """Runs a command when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, marker):
         self._marker = marker
@@ -359,32 +368,28 @@ class Payload:
         return os.mkdir, (str(self._marker),)
 
 
-def test_a_checkpoint_from_a_stranger_runs_nothing(tiny_model_dir, tmp_path):
-    train(tiny_model_dir, tmp_path / "run", max_steps=2)
-    marker = tmp_path / "it ran"
+def test_resume_does_not_unpickle_code(trained, tiny_model_dir, tmp_path):
+    marker = tmp_path / "executed"
     forms = [("optimizer.pt", "zip"), ("optimizer.pt", "bare"), ("scheduler.pt", "zip"), ("rng_state.pth", "bare")]
     for name, form in forms:
-        checkpoint = shutil.copytree(tmp_path / "run" / "checkpoint-2", tmp_path / f"{form} {name}" / "checkpoint-2")
+        checkpoint = shutil.copytree(trained[1], tmp_path / f"{form} {name}" / "checkpoint-2")
         if form == "zip":
             torch.save(Payload(marker), checkpoint / name)
         else:
             (checkpoint / name).write_bytes(pickle.dumps(Payload(marker)))
         (checkpoint / "training_args.bin").write_bytes(pickle.dumps(Payload(marker)))
-        write_complete(checkpoint, step=2, world_size=1)  # As if it had been written so.
+        write_complete(checkpoint, step=2, world_size=1)  # With valid hashes.
         with pytest.raises(pickle.UnpicklingError, match=r"[Ww]eights"):
             train(tiny_model_dir, tmp_path / f"again {form} {name}", resume_from=str(checkpoint))
         assert not marker.exists(), (name, form)
 
 
-def test_a_process_without_a_stored_random_state_gets_one_of_its_own(tiny_model_dir, tmp_path):
-    train(tiny_model_dir, tmp_path / "run", max_steps=2)
-    checkpoint = tmp_path / "run" / "checkpoint-2"
+def test_missing_rng_state_is_derived_from_seed(saved):
+    trainer, checkpoint = saved
     (checkpoint / "rng_state.pth").unlink()
-    drawn = []
+    draws = []
     for attempt in range(2):
         torch.manual_seed(attempt)
-        trainer, _ = make_trainer(tiny_model_dir, tmp_path / str(attempt), make_packs(), max_steps=4)
-        trainer.state.global_step = 2
         trainer._load_rng_state(str(checkpoint))
-        drawn.append(torch.rand(3))
-    assert torch.equal(*drawn)
+        draws.append(torch.rand(3))
+    assert torch.equal(*draws)

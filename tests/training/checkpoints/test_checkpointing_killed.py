@@ -1,4 +1,4 @@
-"""Killed at whatever moment of a save, a run goes on from a checkpoint that is whole, to the very same end."""
+"""SIGKILL before any disk operation of a save: the run resumes from a complete checkpoint, bit-identically."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from recipes_lib.training.checkpoints import manifest as checkpoints
 from recipes_lib.training.checkpoints.manifest import clear_leftovers, find_damage, list_checkpoints
 
 KEYS = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "max_steps": 3}
-# What changes the disk: each is done, or killed before it.
+# Functions that change the disk, and the hashing of files: the process is killed before one of their calls.
 OPERATIONS = [
     (os, "fsync"),
     (os, "mkdir"),
@@ -27,7 +27,7 @@ OPERATIONS = [
 
 
 def kill_before(number, patch):
-    """Let this process die before its n-th operation; return the count of those so far."""
+    """Kill this process before its n-th operation; return a list with the number of operations so far."""
     count = [0]
 
     def wrap(operation):
@@ -44,8 +44,8 @@ def kill_before(number, patch):
     return count
 
 
-def train_in_child(model_dir, output_dir, number):
-    """Train in a process of its own until the n-th operation; return whether it lived to the end."""
+def train_in_forked_process(model_dir, output_dir, number):
+    """Train in a forked process, killed before its n-th operation; return whether it finished."""
     pid = os.fork()
     if not pid:
         status = 1
@@ -61,8 +61,8 @@ def train_in_child(model_dir, output_dir, number):
     return status == 0
 
 
-def go_on(model_dir, output_dir):
-    """Do as the next start does, and train to the end."""
+def resume(model_dir, output_dir):
+    """Clean up, resume from the newest checkpoint and train to the end, as the next start does."""
     clear_leftovers(output_dir)
     checkpoints = [path for _, path in list_checkpoints(output_dir)]
     assert not any(map(find_damage, checkpoints))
@@ -73,9 +73,9 @@ def go_on(model_dir, output_dir):
 
 
 @pytest.fixture(scope="module")
-def straight(tiny_model_dir, tmp_path_factory):
-    """A run that nothing happens to: its trainer, its losses, and how many operations it takes."""
-    output_dir = tmp_path_factory.mktemp("straight")
+def uninterrupted(tiny_model_dir, tmp_path_factory):
+    """Trainer, recorder and number of disk operations of a run without a kill."""
+    output_dir = tmp_path_factory.mktemp("uninterrupted")
     with pytest.MonkeyPatch.context() as patch:
         count = kill_before(None, patch)
         trainer, recorder = make_trainer(tiny_model_dir, output_dir, make_packs(), **KEYS)
@@ -83,37 +83,38 @@ def straight(tiny_model_dir, tmp_path_factory):
     return trainer, recorder, count[0]
 
 
-def assert_survives(tiny_model_dir, output_dir, straight, number):
-    trainer, recorder, _ = straight
-    if train_in_child(tiny_model_dir, output_dir, number):
+def assert_resumes_bit_identically(tiny_model_dir, output_dir, uninterrupted, number):
+    trainer, recorder, _ = uninterrupted
+    if train_in_forked_process(tiny_model_dir, output_dir, number):
         return None
-    resumed, later, resume_from = go_on(tiny_model_dir, output_dir)
+    resumed, later, resume_from = resume(tiny_model_dir, output_dir)
     assert_equal_weights(weights_of(resumed), weights_of(trainer))
     step = 0 if resume_from is None else int(resume_from.name.rpartition("-")[2])
     assert later.steps == recorder.steps[step:]
-    left = sorted(path.name for path in output_dir.iterdir())
-    # Killed after the last save and before the older one was deleted, there is no other save that would delete it.
-    assert left == ["checkpoint-3"] or (step == 3 and left == ["checkpoint-2", "checkpoint-3"])
+    names = sorted(path.name for path in output_dir.iterdir())
+    # Killed between the last save and the deletion of the older one: no later save deletes it.
+    assert names == ["checkpoint-3"] or (step == 3 and names == ["checkpoint-2", "checkpoint-3"])
     assert find_damage(output_dir / "checkpoint-3") is None
     return step
 
 
-def test_killed_at_moments_of_every_kind_a_run_ends_as_if_it_had_not_been(tiny_model_dir, tmp_path, straight):
-    total = straight[2]
+def test_kill_at_sampled_operations_resumes_bit_identically(tiny_model_dir, tmp_path, uninterrupted):
+    total = uninterrupted[2]
     assert total > 60
-    survived = [
-        assert_survives(tiny_model_dir, tmp_path / str(number), straight, number) for number in range(7, total, 19)
+    # In the dry run, the first save, and later ones, which delete an older checkpoint.
+    steps = [
+        assert_resumes_bit_identically(tiny_model_dir, tmp_path / str(number), uninterrupted, number)
+        for number in (total // 8, total * 3 // 8, total * 5 // 8, total * 7 // 8)
     ]
-    # In the dry run, in the first save, and in later ones, where an older one must not be gone too early.
-    assert {0, 1, 2} <= set(survived)
+    assert {0, 1, 2} <= set(steps)
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_a_run_ends_as_if_it_had_not_been(tiny_model_dir, tmp_path, straight):
-    survived = [
-        assert_survives(tiny_model_dir, tmp_path / str(number), straight, number)
-        for number in range(1, straight[2] + 1)
+def test_kill_at_any_operation_resumes_bit_identically(tiny_model_dir, tmp_path, uninterrupted):
+    steps = [
+        assert_resumes_bit_identically(tiny_model_dir, tmp_path / str(number), uninterrupted, number)
+        for number in range(1, uninterrupted[2] + 1)
     ]
-    assert None not in survived
-    # A checkpoint that was once whole is never lost.
-    assert survived == sorted(survived)
+    assert None not in steps
+    # A later kill never resumes from an earlier checkpoint.
+    assert steps == sorted(steps)

@@ -1,4 +1,4 @@
-"""Which checkpoints a run of another length would have made too."""
+"""Checkpoints that a pretraining run and its extension have in common."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ def find(now, then):
     before = flatten_config(then)
     differing = [name for name, value in flatten_config(now).items() if before.get(name) != value]
     differing += [name for name in before if name not in flatten_config(now)]
-    found = find_common_checkpoint(now, before, differing, world_size=1)
-    return found and found.name
+    checkpoint = find_common_checkpoint(now, before, differing, world_size=1)
+    return checkpoint and checkpoint.name
 
 
-def test_a_stable_phase_goes_on_from_before_the_old_decay(build) -> None:
-    # The decay of the old run begins with step 6, whose rate the checkpoint of 6 steps still has at the peak.
+def test_wsd_run_extends_from_before_old_decay(build) -> None:
+    # The old decay starts at step 6, for which checkpoint-6 still has the peak learning rate.
     assert find(build(max_steps=15, **WSD), build(max_steps=10, **WSD)) == "checkpoint-6"
 
 
-def test_of_other_schedules_nothing_is_common(build) -> None:
+def test_linear_schedule_cannot_be_extended(build) -> None:
     assert find(build(max_steps=15), build(max_steps=10)) is None
     assert find(build(max_steps=15, warmup_steps=14), build(max_steps=10, warmup_steps=9)) is None
 
 
-def test_a_constant_rate_goes_on_from_the_end_and_a_shorter_run_is_none(build) -> None:
+def test_constant_schedule_extends_from_last_checkpoint(build) -> None:
     keys = {"lr_scheduler_type": "constant", "warmup_steps": 2}
     assert find(build(max_steps=15, **keys), build(max_steps=10, **keys)) == "checkpoint-10"
     assert find(build(max_steps=8, **keys), build(max_steps=10, **keys)) == "checkpoint-7"
 
 
-def test_another_batch_or_another_key_is_not_an_extension(build) -> None:
+def test_other_key_or_recipe_is_not_an_extension(build) -> None:
     then = build(max_steps=10, **WSD)
     assert find(build(max_steps=15, gradient_accumulation_steps=8, **WSD), then) is None
     assert find(build(max_steps=15, learning_rate=0.5, **WSD), then) is None
     assert find(replace(build(max_steps=15, **WSD), recipe="sft"), then) is None
 
 
-def test_a_checkpoint_that_is_not_whole_is_passed_over(build, tmp_path) -> None:
+def test_extension_skips_incomplete_checkpoint(build, tmp_path) -> None:
     (tmp_path / "out" / "checkpoint-6" / "model.safetensors").write_bytes(b"")
     assert find(build(max_steps=15, **WSD), build(max_steps=10, **WSD)) == "checkpoint-2"

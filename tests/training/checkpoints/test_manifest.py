@@ -1,4 +1,4 @@
-"""Only a checkpoint that is whole may be resumed."""
+"""``COMPLETE.json``: completeness, integrity, publishing and retention of checkpoints."""
 
 import errno
 import hashlib
@@ -26,17 +26,17 @@ from recipes_lib.training.checkpoints.manifest import (
 )
 
 
-def make_checkpoint(output_dir, step, *, sealed=True):
+def make_checkpoint(output_dir, step, *, complete=True):
     checkpoint = output_dir / f"checkpoint-{step}"
     (checkpoint / "nested").mkdir(parents=True)
     (checkpoint / "model.safetensors").write_bytes(b"weights" * step)
     (checkpoint / "nested" / "state.json").write_text("{}")
-    if sealed:
+    if complete:
         write_complete(checkpoint, step=step, world_size=2)
     return checkpoint
 
 
-def test_a_sealed_checkpoint_is_complete_and_says_what_it_holds(tmp_path):
+def test_manifest_lists_size_and_hash_of_every_file(tmp_path):
     checkpoint = make_checkpoint(tmp_path, 3)
     assert is_complete(checkpoint)
     record = json.loads((checkpoint / COMPLETE).read_text())
@@ -47,20 +47,23 @@ def test_a_sealed_checkpoint_is_complete_and_says_what_it_holds(tmp_path):
     assert find_damage(checkpoint) is None
 
 
-@pytest.mark.parametrize("damage", ["truncate", "remove", "unsealed", "empty seal", "torn seal", "foreign seal"])
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, damage):
+@pytest.mark.parametrize(
+    "damage", ["truncate", "remove", "no manifest", "empty manifest", "truncated manifest", "other manifest"]
+)
+def test_find_last_complete_skips_damaged_checkpoint(tmp_path, damage):
     good = make_checkpoint(tmp_path, 9)
-    bad = make_checkpoint(tmp_path, 10, sealed=damage != "unsealed")
+    bad = make_checkpoint(tmp_path, 10, complete=damage != "no manifest")
     if damage == "truncate":
         (bad / "model.safetensors").write_bytes(b"w")
     if damage == "remove":
         (bad / "nested" / "state.json").unlink()
-    if damage.endswith("seal"):
-        (bad / COMPLETE).write_text({"empty seal": "", "torn seal": '{"files": {', "foreign seal": "[]"}[damage])
+    contents = {"empty manifest": "", "truncated manifest": '{"files": {', "other manifest": "[]"}
+    if damage in contents:
+        (bad / COMPLETE).write_text(contents[damage])
     assert find_last_complete(tmp_path) == good
 
 
-def test_steps_are_compared_as_numbers_and_other_folders_are_not_checkpoints(tmp_path):
+def test_checkpoints_are_sorted_by_number(tmp_path):
     make_checkpoint(tmp_path, 9)
     newest = make_checkpoint(tmp_path, 100)
     make_checkpoint(tmp_path, 20)
@@ -69,33 +72,33 @@ def test_steps_are_compared_as_numbers_and_other_folders_are_not_checkpoints(tmp
     assert find_last_complete(tmp_path) == newest
 
 
-def test_a_new_run_has_no_checkpoint(tmp_path):
+def test_find_last_complete_without_checkpoint(tmp_path):
     assert find_last_complete(tmp_path) is None
     assert find_last_complete(tmp_path / "absent") is None
 
 
-def steps_in(output_dir):
+def list_names(output_dir):
     return sorted(path.name for path in output_dir.iterdir())
 
 
 @pytest.mark.parametrize(
     ("keep_last", "keep_steps", "keep_every", "kept"),
     [
-        (None, (), None, (1, 2, 3, 10)),
+        (None, (), None, (0, 1, 2, 3, 10)),
         (2, (), None, (3, 10)),
         (1, (2,), None, (2, 10)),
-        (9, (), None, (1, 2, 3, 10)),
-        (1, (1,), 2, (1, 2, 10)),
+        (9, (), None, (0, 1, 2, 3, 10)),
+        (1, (1,), 2, (1, 2, 10)),  # Without checkpoint-0, which is the first target of rollbacks.
     ],
 )
-def test_the_newest_and_the_chosen_stay(tmp_path, keep_last, keep_steps, keep_every, kept):
-    for step in (1, 2, 3, 10):
+def test_rotate_keeps_newest_and_protected(tmp_path, keep_last, keep_steps, keep_every, kept):
+    for step in (0, 1, 2, 3, 10):
         make_checkpoint(tmp_path, step)
     rotate(tmp_path, keep_last, keep_steps, keep_every)
-    assert steps_in(tmp_path) == sorted(f"checkpoint-{step}" for step in kept)
+    assert list_names(tmp_path) == sorted(f"checkpoint-{step}" for step in kept)
 
 
-def test_what_cannot_be_deleted_is_told_and_the_others_go(tmp_path, monkeypatch):
+def test_rotate_reports_checkpoint_that_cannot_be_deleted(tmp_path, monkeypatch):
     for step in (1, 2, 3, 4):
         make_checkpoint(tmp_path, step)
     rename = Path.rename
@@ -107,22 +110,22 @@ def test_what_cannot_be_deleted_is_told_and_the_others_go(tmp_path, monkeypatch)
 
     monkeypatch.setattr(Path, "rename", refuse)
     assert rotate(tmp_path, 1, ()) == ["checkpoint-2 (Device or resource busy)"]
-    assert steps_in(tmp_path) == ["checkpoint-2", "checkpoint-4"]
+    assert list_names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
 
 
-def test_what_is_not_whole_takes_no_place_and_is_never_deleted(tmp_path):
-    for step, sealed in ((1, True), (2, False), (3, True), (4, False), (5, True)):
-        make_checkpoint(tmp_path, step, sealed=sealed)
+def test_rotate_neither_counts_nor_deletes_incomplete_checkpoints(tmp_path):
+    for step, complete in ((1, True), (2, False), (3, True), (4, False), (5, True)):
+        make_checkpoint(tmp_path, step, complete=complete)
     rotate(tmp_path, 2, ())
-    assert steps_in(tmp_path) == [f"checkpoint-{step}" for step in (2, 3, 4, 5)]
+    assert list_names(tmp_path) == [f"checkpoint-{step}" for step in (2, 3, 4, 5)]
 
 
-def test_a_checkpoint_takes_the_place_of_a_broken_link(tmp_path):
-    """The older one was moved to another disk, linked, and deleted there."""
+def test_publish_replaces_broken_symlink(tmp_path):
+    """As of a checkpoint that was moved to another disk, linked, and deleted there."""
     (tmp_path / "checkpoint-3").symlink_to(tmp_path / "gone")
     staged = make_checkpoint(tmp_path / STAGING, 3)
     assert is_complete(publish(staged))
-    assert steps_in(tmp_path) == ["checkpoint-3"]
+    assert list_names(tmp_path) == ["checkpoint-3"]
 
 
 def flip_a_bit(path):
@@ -132,7 +135,7 @@ def flip_a_bit(path):
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("damage", "message"),
     [
         (lambda path: flip_a_bit(path / "model.safetensors"), "model.safetensors does not match its SHA-256"),
         (lambda path: (path / "model.safetensors").write_bytes(b"w"), "model.safetensors has 1 bytes instead of 70"),
@@ -145,10 +148,10 @@ def flip_a_bit(path):
         ),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path, damage, words):
+def test_find_damage_names_file(tmp_path, damage, message):
     checkpoint = make_checkpoint(tmp_path, 10)
     damage(checkpoint)
-    assert words in find_damage(checkpoint)
+    assert message in find_damage(checkpoint)
 
 
 NAMES = [
@@ -165,7 +168,7 @@ NAMES = [
     "global_step4/mp_rank_00_model_states.pt",
 ]
 WRITERS = [0, 0, 0, 2, 1, 0, 0, 2, 1, 2, 0]
-"""Of ``NAMES``, in a launch of three processes."""
+"""Rank that writes each of ``NAMES``, with a world size of three."""
 
 
 def write_files(checkpoint):
@@ -174,7 +177,7 @@ def write_files(checkpoint):
         (checkpoint / name).write_bytes(name.encode() * (size + 1))
 
 
-def test_each_process_flushes_what_it_wrote_and_together_they_seal_as_one_would(tmp_path):
+def test_manifest_of_several_ranks_equals_manifest_of_one(tmp_path):
     for folder in (tmp_path / "one", tmp_path / "three"):
         write_files(folder)
     shares = [flush_files(tmp_path / "three", rank, 3) for rank in range(3)]
@@ -186,12 +189,12 @@ def test_each_process_flushes_what_it_wrote_and_together_they_seal_as_one_would(
     )
     write_complete(tmp_path / "one", step=3)
     assert (tmp_path / "three" / COMPLETE).read_bytes() == (tmp_path / "one" / COMPLETE).read_bytes()
-    # Two that go on from three, or whatever names may be in it, leave out no file and read none twice.
+    # At any other world size, and for any names, every file is flushed exactly once.
     assert sorted(name for rank in range(2) for name in flush_files(tmp_path / "three", rank, 2)) == sorted(NAMES)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 20])
-def test_of_all_that_share_a_reading_one_sees_the_damage(tmp_path, world_size, monkeypatch):
+def test_ranks_share_verification_evenly(tmp_path, world_size, monkeypatch):
     write_files(tmp_path)
     write_complete(tmp_path, step=3)
     read = []
@@ -204,16 +207,16 @@ def test_of_all_that_share_a_reading_one_sees_the_damage(tmp_path, world_size, m
         assert find_damage(tmp_path, rank, world_size) is None
         sizes.append(sum(path.stat().st_size for path in read[before:]))
     assert sorted(read) == sorted(tmp_path / name for name in NAMES)
-    # None has more than its part and one file.
+    # No rank reads more than its share plus one file.
     assert max(sizes) <= sum(sizes) / world_size + max((tmp_path / name).stat().st_size for name in NAMES)
     flip_a_bit(tmp_path / NAMES[3])
-    found = [find_damage(tmp_path, rank, world_size) for rank in range(world_size)]
-    assert [damage for damage in found if damage] == [f"{NAMES[3]} does not match its SHA-256"]
+    damages = [find_damage(tmp_path, rank, world_size) for rank in range(world_size)]
+    assert [damage for damage in damages if damage] == [f"{NAMES[3]} does not match its SHA-256"]
 
 
-def test_a_checkpoint_takes_the_place_of_one_of_the_same_step(tmp_path):
+def test_publish_replaces_checkpoint_of_same_step(tmp_path):
     make_checkpoint(tmp_path, 5)
-    staged = make_checkpoint(tmp_path / STAGING, 5, sealed=False)
+    staged = make_checkpoint(tmp_path / STAGING, 5, complete=False)
     (staged / "newer").write_text("")
     write_complete(staged, step=5)
     assert publish(staged) == tmp_path / "checkpoint-5"
@@ -221,23 +224,34 @@ def test_a_checkpoint_takes_the_place_of_one_of_the_same_step(tmp_path):
     assert is_complete(tmp_path / "checkpoint-5")
 
 
-def test_what_a_dead_process_left_is_removed_and_what_it_had_sealed_is_kept(tmp_path):
+def test_publish_keeps_incomplete_checkpoint_of_same_step(tmp_path):
+    """As of another program, which writes no manifest."""
+    for number in ("", "-2"):
+        make_checkpoint(tmp_path, 5, complete=False)
+        publish(make_checkpoint(tmp_path / STAGING, 5))
+        assert is_complete(tmp_path / "checkpoint-5")
+        assert (tmp_path / f"replaced-checkpoint-5{number}" / "model.safetensors").exists()
+        (tmp_path / "checkpoint-5" / COMPLETE).unlink()
+        (tmp_path / "checkpoint-5").rename(tmp_path / f"moved{number}")
+
+
+def test_clear_leftovers_publishes_complete_and_deletes_rest(tmp_path):
     make_checkpoint(tmp_path, 1)
     make_checkpoint(tmp_path / STAGING, 2)
-    make_checkpoint(tmp_path / STAGING, 3, sealed=False)
+    make_checkpoint(tmp_path / STAGING, 3, complete=False)
     make_checkpoint(tmp_path / DRY_RUN, 1)
     (tmp_path / "_deleted" / "checkpoint-0").mkdir(parents=True)
     (tmp_path / "run.json").write_text("{}")
     clear_leftovers(tmp_path)
-    assert steps_in(tmp_path) == ["checkpoint-1", "checkpoint-2", "run.json"]
+    assert list_names(tmp_path) == ["checkpoint-1", "checkpoint-2", "run.json"]
     clear_leftovers(tmp_path / "absent")
 
 
-def test_superseded_checkpoints_are_kept_and_never_resumed(tmp_path):
+def test_superseded_checkpoint_is_kept_but_not_resumed(tmp_path):
     for step in (5, 10, 15):
         make_checkpoint(tmp_path, step)
     supersede(tmp_path, after_step=5)
-    assert steps_in(tmp_path) == ["checkpoint-5", "superseded-checkpoint-10", "superseded-checkpoint-15"]
+    assert list_names(tmp_path) == ["checkpoint-5", "superseded-checkpoint-10", "superseded-checkpoint-15"]
     make_checkpoint(tmp_path, 10)
     supersede(tmp_path, after_step=5)
     assert find_last_complete(tmp_path) == tmp_path / "checkpoint-5"
@@ -258,8 +272,8 @@ def test_superseded_checkpoints_are_kept_and_never_resumed(tmp_path):
         lambda record: record.update(run=5),
     ],
 )
-def test_a_forged_seal_is_none(tmp_path, forge):
-    """Nothing outside the folder is read, and nothing without an end."""
+def test_untrusted_manifest_is_rejected(tmp_path, forge):
+    """Neither files outside the folder nor devices and pipes are read."""
     checkpoint = tmp_path / "checkpoint-5"
     checkpoint.mkdir()
     (checkpoint / "model.safetensors").write_bytes(b"weights")

@@ -1,4 +1,4 @@
-"""A trainer's layout is chosen by what holds its weights; what a layout writes, the others' tests open again."""
+"""Choice of the model layout, and saving and loading of trained parameters across layouts."""
 
 from types import SimpleNamespace
 
@@ -39,20 +39,20 @@ def make_trainer(*, deepspeed=False, fsdp=False, part=False):
         ({"deepspeed": True}, ModelLayout, "DEEPSPEED", True, True),
     ],
 )
-def test_the_layout_is_what_holds_the_weights(launch, layout, engine, is_shared, has_engine_norm):
+def test_choose_layout(launch, layout, engine, is_shared, has_engine_norm):
     chosen = choose_layout(make_trainer(**launch))
     assert type(chosen) is layout
     assert (chosen.engine, chosen.is_shared, chosen.has_engine_norm) == (engine, is_shared, has_engine_norm)
 
 
-def test_what_zero_gathered_holds_a_tied_tensor_once():
+def test_drop_copies_removes_tied_weight():
     model = SimpleNamespace(all_tied_weights_keys={"lm_head.weight": "model.embed_tokens.weight"})
     embedding = torch.ones(2)
     state = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding.clone()}
     assert ModelLayout().drop_copies(model, state) == {"model.embed_tokens.weight": embedding}
 
 
-def test_upstream_does_what_an_engine_does_itself(tmp_path):
+def test_base_layout_leaves_saving_and_loading_to_upstream(tmp_path):
     layout, model = ModelLayout(), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
     assert (
@@ -71,7 +71,7 @@ def mesh():
 
 
 def train(mesh, seed):
-    """Train a model, sharded over ``mesh`` if there is one; its bias is frozen."""
+    """Train one step of a linear layer with frozen bias, sharded over ``mesh`` if given."""
     torch.manual_seed(seed)
     model = nn.Linear(3, 2)
     model.bias.requires_grad_(False)
@@ -85,7 +85,7 @@ def train(mesh, seed):
 
 @pytest.mark.parametrize("reads", ["replicated", "sharded"])
 @pytest.mark.parametrize("writes", ["replicated", "sharded"])
-def test_what_is_trained_goes_from_any_layout_into_any(mesh, tmp_path, writes, reads):
+def test_trained_parameters_load_across_layouts(mesh, tmp_path, writes, reads):
     saver = CheckpointSaver(TrainingArguments(output_dir=str(tmp_path), use_cpu=True), print)
     (model, parameters, optimizer), place = train(mesh if writes == "sharded" else None, 0), tmp_path / "policy"
     layout = choose_learner_layout(model)
@@ -101,14 +101,14 @@ def test_what_is_trained_goes_from_any_layout_into_any(mesh, tmp_path, writes, r
     moments = [(one.state[part["weight"]], part["weight"]) for one, part in
                ((optimizer, parameters), (other_optimizer, other))]  # fmt: skip
     for state, weight in moments:
-        assert torch.equal(to_whole(weight), to_whole(moments[0][1]))
-        assert all(torch.equal(to_whole(value), to_whole(moments[0][0][key])) for key, value in state.items())
+        assert torch.equal(to_local(weight), to_local(moments[0][1]))
+        assert all(torch.equal(to_local(value), to_local(moments[0][0][key])) for key, value in state.items())
     with torch.no_grad():
-        to_whole(model.weight)[0, 0] += 1
+        to_local(model.weight)[0, 0] += 1
     with pytest.raises(BrokenSaveError, match="weight differ"):
         layout.compare_trained(place, parameters, optimizer)
 
 
-def to_whole(tensor):
-    """What the only process holds."""
+def to_local(tensor):
+    """Return the local shard, which in one process is the whole tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,4 +1,4 @@
-"""What may go on with another number of processes, and with which accumulation."""
+"""Resume with another world size or engine: batch, seeds, and agreement of all ranks on one checkpoint."""
 
 import random
 
@@ -19,6 +19,7 @@ from recipes_lib.training.checkpoints.resume import (
     verify_checkpoint_fits,
 )
 from recipes_lib.training.layouts.launch_environment import Launch
+from recipes_lib.training.run import Run
 
 
 def launch(world_size, engine=""):
@@ -35,7 +36,7 @@ def record(world_size, per_device, accumulation, engine=""):
     return {"world_size": world_size, "engine": engine, **batch}
 
 
-def test_absent_keys_take_upstreams_defaults():
+def test_rows_per_step_uses_upstream_defaults():
     assert count_rows_per_step({}, 3) == 24
 
 
@@ -44,14 +45,14 @@ def test_absent_keys_take_upstreams_defaults():
     [
         ((1, 2, 4), (2, 4), 2, 2),
         ((2, 2, 2), (2, 2), 1, 4),
-        ((2, 2, 2), (2, 4), 2, 2),  # The file still says what one process began with.
+        ((2, 2, 2), (2, 4), 2, 2),  # The configuration of the first start.
         ((8, 1, 1), (1, 1), 1, 8),
         ((3, 2, 4), (2, 4), 6, 2),
-        ((2, 2, 2), (4, 2), 1, 2),  # The user has planned it anew.
+        ((2, 2, 2), (4, 2), 1, 2),  # Changed by the user to the same product.
         ((2, 4, 4), (8, 4), 4, 1),
     ],
 )
-def test_a_step_takes_as_many_rows_as_before(before, written, now, accumulation):
+def test_keep_batch_adapts_gradient_accumulation(before, written, now, accumulation):
     kept, line = keep_batch(config(*written), launch(now), record(*before))
     assert kept.training["gradient_accumulation_steps"] == accumulation
     assert kept.training["per_device_train_batch_size"] == written[0]
@@ -66,28 +67,28 @@ def test_a_step_takes_as_many_rows_as_before(before, written, now, accumulation)
     ("before", "written", "now", "steps"),
     [
         ((1, 4, 4, 8), (4, 4, 8), 2, 4),
-        ((2, 4, 2, 4), (4, 4, 8), 2, 4),  # The file still says what one process began with.
+        ((2, 4, 2, 4), (4, 4, 8), 2, 4),  # The configuration of the first start.
         ((2, 4, 2, 4), (4, 4, 8), 1, 8),
-        ((1, 4, 4, 8), (8, 2, 8), 1, 4),  # The user has planned the batch anew, on as many processes.
+        ((1, 4, 4, 8), (8, 2, 8), 1, 4),  # The batch changed by the user, at the same world size.
         ((1, 4, 4, 8), (4, 4, 8), 1, 8),
     ],
 )
-def test_as_many_answers_are_sampled_at_a_time_as_before(before, written, now, steps):
-    *cut, written_steps = written
-    given = config(*cut)
-    given.training["steps_per_generation"] = written_steps
-    kept, line = keep_batch(given, launch(now), record(*before[:3]) | {"steps_per_generation": before[3]})
+def test_keep_batch_adapts_steps_per_generation(before, written, now, steps):
+    *batch, written_steps = written
+    recipe = config(*batch)
+    recipe.training["steps_per_generation"] = written_steps
+    kept, line = keep_batch(recipe, launch(now), record(*before[:3]) | {"steps_per_generation": before[3]})
     assert kept.training["steps_per_generation"] == steps
-    assert cut[0] * steps * now == before[0] * before[1] * before[3]
+    assert batch[0] * steps * now == before[0] * before[1] * before[3]
     assert count_rows_per_step(kept.training, now) == before[0] * before[1] * before[2]
     assert ("steps_per_generation" in (line or "")) == (steps != written_steps)
 
 
-def test_answers_that_cannot_be_shared_are_refused():
-    given = config(4, 2)
-    given.training["steps_per_generation"] = 3
+def test_indivisible_generation_is_rejected():
+    recipe = config(4, 2)
+    recipe.training["steps_per_generation"] = 3
     with pytest.raises(ConfigError, match="12 answers of this run are sampled at a time, which 2 processes with 4"):
-        keep_batch(given, launch(2), record(1, 4, 2) | {"steps_per_generation": 3})
+        keep_batch(recipe, launch(2), record(1, 4, 2) | {"steps_per_generation": 3})
 
 
 @pytest.mark.parametrize(
@@ -98,14 +99,14 @@ def test_answers_that_cannot_be_shared_are_refused():
         (4, (1, 2, 6), "whose product is 3 (the former 1 or 3)"),
     ],
 )
-def test_the_choices_are_those_that_divide(now, before, remedy):
+def test_indivisible_batch_lists_possible_world_sizes(now, before, remedy):
     with pytest.raises(ConfigError) as caught:
         keep_batch(config(2, 4), launch(now), record(*before))
     assert remedy in str(caught.value)
     assert str(caught.value).startswith("a.yaml:3: a step of this run takes")
 
 
-def test_a_growing_batch_keeps_its_micro_batches():
+def test_batch_ramp_rejects_other_micro_batches():
     ramp = {"schedule": ScheduleConfig(batch_ramp_tokens=1000)}
     with pytest.raises(ConfigError, match="4 per step at the checkpoint and 2 now"):
         keep_batch(config(2, 4, **ramp), launch(2), record(1, 2, 4))
@@ -113,22 +114,22 @@ def test_a_growing_batch_keeps_its_micro_batches():
 
 
 @pytest.mark.parametrize("engine", ["", "FSDP"])
-def test_whole_states_go_on_with_any_number_of_processes(engine):
+def test_replicated_and_fsdp_fit_any_world_size(engine):
     verify_checkpoint_fits(record(4, 1, 1, engine), "checkpoint-3", launch(3, engine))
 
 
 @pytest.mark.parametrize(("before", "now"), [("", "FSDP"), ("FSDP", "")])
-def test_what_is_whole_goes_on_in_shards_and_shards_without(before, now):
+def test_replicated_fits_fsdp_and_back(before, now):
     verify_checkpoint_fits(record(4, 1, 1, before), "checkpoint-3", launch(1, now))
 
 
 @pytest.mark.parametrize(("before", "now"), [("", "DEEPSPEED"), ("DEEPSPEED", "FSDP"), ("FSDP", "DEEPSPEED")])
-def test_another_engine_is_refused(before, now):
+def test_deepspeed_and_other_engines_do_not_fit(before, now):
     with pytest.raises(ConfigError, match="was written under"):
         verify_checkpoint_fits(record(2, 1, 1, before), "checkpoint-3", launch(2, now))
 
 
-def test_states_that_deepspeed_has_split_need_as_many_processes():
+def test_deepspeed_needs_same_world_size():
     split = record(4, 1, 1, "DEEPSPEED")
     verify_checkpoint_fits(split, "checkpoint-3", launch(4, "DEEPSPEED"))
     with pytest.raises(ConfigError, match=r"split over 4 processes and this launch has 2[\s\S]*start 4 processes"):
@@ -136,20 +137,20 @@ def test_states_that_deepspeed_has_split_need_as_many_processes():
 
 
 def draw():
-    # It is numpy's global state that is stored and set.
+    # The legacy global generator of numpy, which is the one that upstream saves.
     return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
 
 
-def test_a_random_state_is_a_function_of_seed_step_and_rank():
-    drawn = {}
+def test_seed_process_depends_on_seed_step_and_rank():
+    draws = {}
     for key in [(0, 1, 0), (0, 1, 1), (0, 2, 0), (1, 1, 0), (0, 1, 0)]:
         seed_process(*key)
-        found = draw()
-        assert drawn.setdefault(key, found) == found
-    assert len(set(drawn.values())) == 4
+        values = draw()
+        assert draws.setdefault(key, values) == values
+    assert len(set(draws.values())) == 4
 
 
-def leave_checkpoint(output_dir, step):
+def write_checkpoint(output_dir, step):
     checkpoint = output_dir / f"checkpoint-{step}"
     checkpoint.mkdir()
     (checkpoint / "model.safetensors").write_bytes(b"weights")
@@ -161,18 +162,18 @@ def agree(resume_from, lines):
     return agree_on_checkpoint(resume_from, launch(1), 1, lines.append)
 
 
-def test_the_newest_checkpoint_that_is_whole_is_chosen_and_newer_ones_are_put_aside(tmp_path):
-    first, good, bad, torn = (leave_checkpoint(tmp_path, step) for step in (8, 9, 10, 11))
+def test_agree_on_checkpoint_renames_damaged_ones(tmp_path):
+    first, good, bad, unfinished = (write_checkpoint(tmp_path, step) for step in (8, 9, 10, 11))
     (bad / "model.safetensors").write_bytes(b"weighty")
-    (torn / "COMPLETE.json").unlink()
+    (unfinished / "COMPLETE.json").unlink()
     lines = []
     assert agree(bad, lines) == good
     assert lines == [
         "checkpoint-11 is damaged: it has no readable COMPLETE.json; it is kept as damaged-checkpoint-11",
         "checkpoint-10 is damaged: model.safetensors does not match its SHA-256; it is kept as damaged-checkpoint-10",
     ]
-    left = ["checkpoint-8", "checkpoint-9", "damaged-checkpoint-10", "damaged-checkpoint-11"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    names = ["checkpoint-8", "checkpoint-9", "damaged-checkpoint-10", "damaged-checkpoint-11"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert agree(good, lines) == good
     for checkpoint in (first, good):
         (checkpoint / "model.safetensors").write_bytes(b"")
@@ -181,37 +182,44 @@ def test_the_newest_checkpoint_that_is_whole_is_chosen_and_newer_ones_are_put_as
     assert len(lines) == 4
 
 
-@pytest.fixture
-def speak(monkeypatch):
-    """Let this process be the second of two, and hear what the first says; what it answers is returned."""
+def test_foreign_checkpoint_is_ignored_with_a_message(tmp_path, capsys):
+    (write_checkpoint(tmp_path, 500) / "COMPLETE.json").unlink()
+    assert Run(config(1, 1), tmp_path, launch(1), None, finished=False).choose_checkpoint() is None
+    assert "checkpoint-500 is ignored: it has no readable COMPLETE.json" in capsys.readouterr().err
+    assert (tmp_path / "checkpoint-500").is_dir()
 
-    def hear(checkpoint, accumulation):
-        answers = []
+
+@pytest.fixture
+def simulate_rank_1(monkeypatch):
+    """Simulate rank 1 of 2, with the values that rank 0 broadcasts; return what this rank gathers."""
+
+    def simulate(checkpoint, accumulation):
+        gathered = []
 
         def gather(own):
-            answers.append(own)
+            gathered.append(own)
             return [(None, None), own]
 
         monkeypatch.setattr(resumption, "broadcast_object", lambda _: (checkpoint, accumulation))
         monkeypatch.setattr(resumption, "gather_objects", gather)
-        return answers
+        return gathered
 
-    return hear
+    return simulate
 
 
 SECOND = Launch(rank=1, local_rank=1, world_size=2, engine="")
 
 
-def test_a_checkpoint_that_a_process_does_not_see_is_refused_and_not_damaged(tmp_path, speak):
-    answers = speak(tmp_path / "checkpoint-3", 1)
+def test_checkpoint_invisible_to_a_rank_is_rejected(tmp_path, simulate_rank_1):
+    gathered = simulate_rank_1(tmp_path / "checkpoint-3", 1)
     with pytest.raises(
         ConfigError, match=r"process 1: does not see .*checkpoint-3.*\n.*storage that all machines share"
     ):
         agree_on_checkpoint(None, SECOND, 1, print)
-    assert [damage for _, damage in answers] == [None]
+    assert [damage for _, damage in gathered] == [None]
 
 
-def test_another_batch_than_the_main_process_has_planned_is_refused(tmp_path, speak):
-    speak(leave_checkpoint(tmp_path, 3), 2)
+def test_other_accumulation_than_rank_0_is_rejected(tmp_path, simulate_rank_1):
+    simulate_rank_1(write_checkpoint(tmp_path, 3), 2)
     with pytest.raises(ConfigError, match="process 1: has planned 4 micro-batches a step and the main process 2"):
         agree_on_checkpoint(None, SECOND, 4, print)

@@ -1,10 +1,13 @@
-"""Whatever a run stages is saved by the same rules: sealed or not there, beside training, kept, with a dry run."""
+"""``CheckpointSaver``: verification and publishing of staged checkpoints, retention, and the dry run."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,7 +42,7 @@ def build(tmp_path, lines):
 
 
 def stage(saver, step, state, folder="_saving", verify=lambda: None):
-    """Stage one tensor."""
+    """Stage a checkpoint with one state file."""
     staged = saver.open(step, folder)
     staged.mkdir(parents=True)
     saver.decide_to_copy(lambda: [state])
@@ -51,22 +54,22 @@ def load(checkpoint):
     return torch.load(checkpoint / "state.pt", weights_only=True)["weight"]
 
 
-def test_what_cannot_be_opened_again_gets_no_name_and_ends_the_run_at_its_next_look(build, tmp_path, lines):
+def test_failed_verification_publishes_nothing_and_raises(build, tmp_path, lines):
     def refuse():
-        raise ValueError("torn")
+        raise ValueError("truncated")
 
     saver, state = build(), {"weight": torch.ones(3)}
     saver.save(stage(saver, 1, state, verify=refuse))
-    with pytest.raises(ValueError, match="torn"):
+    with pytest.raises(ValueError, match="truncated"):
         saver.finish()
     assert list_checkpoints(tmp_path) == []
     saver.save(stage(saver, 2, state, verify=refuse))
-    # When something else ends the run, that is what is raised.
+    # ``settle`` logs the error instead of raising it.
     saver.settle()
-    assert lines == ["the last checkpoint could not be written: torn"]
+    assert lines == ["the last checkpoint could not be written: truncated"]
 
 
-def test_a_checkpoint_that_lost_a_file_while_it_was_written_gets_no_name(build, tmp_path):
+def test_file_deleted_during_save_publishes_nothing(build, tmp_path):
     saver, state = build(), {"weight": torch.ones(3)}
     staged = stage(saver, 1, state, verify=lambda: (tmp_path / "_saving" / "checkpoint-1" / "scheduler.pt").unlink())
     (staged.folder / "scheduler.pt").touch()
@@ -76,7 +79,7 @@ def test_a_checkpoint_that_lost_a_file_while_it_was_written_gets_no_name(build, 
     assert list_checkpoints(tmp_path) == []
 
 
-def test_what_is_known_of_the_run_outlives_its_record(build, tmp_path):
+def test_manifest_keeps_run_facts_after_run_json_is_deleted(build, tmp_path):
     saver, state, run = build(), {"weight": torch.ones(3)}, {"stage": "sft", "config": {"max_steps": 2}}
     (tmp_path / "run.json").write_text(json.dumps(run))
     saver.save(stage(saver, 1, state))
@@ -86,7 +89,7 @@ def test_what_is_known_of_the_run_outlives_its_record(build, tmp_path):
     assert read_complete(tmp_path / "checkpoint-2")["run"] == run
 
 
-def test_an_older_checkpoint_that_cannot_be_deleted_ends_no_run(build, tmp_path, lines, monkeypatch):
+def test_checkpoint_that_cannot_be_deleted_is_logged(build, tmp_path, lines, monkeypatch):
     monkeypatch.setattr(saver_module, "rotate", lambda *_: ["checkpoint-1 (Device or resource busy)"])
     saver = build(save_total_limit=1)
     saver.save(stage(saver, 2, {"weight": torch.ones(3)}))
@@ -94,7 +97,7 @@ def test_an_older_checkpoint_that_cannot_be_deleted_ends_no_run(build, tmp_path,
     assert lines == ["older checkpoints could not be deleted: checkpoint-1 (Device or resource busy)"]
 
 
-def test_a_directory_that_is_gone_is_not_made_anew_for_a_part_of_the_run(build, tmp_path):
+def test_deleted_output_dir_is_not_recreated(build, tmp_path):
     saver, state = build(), {"weight": torch.ones(3)}
     saver.save(stage(saver, 1, state))
     saver.finish()
@@ -113,8 +116,8 @@ def dry_run(saver, state, compare=lambda _: None):
     saver.dry_run(stage_and_compare, lambda: 12, num_steps=4, model_bytes=12, num_protected=0)
 
 
-@pytest.mark.parametrize("free", [10, 40], ids=["before anything is written", "when its size is known"])
-def test_a_disk_that_is_too_small_is_refused(build, tmp_path, monkeypatch, free):
+@pytest.mark.parametrize("free", [10, 40], ids=["before writing", "after writing"])
+def test_dry_run_rejects_small_disk(build, tmp_path, monkeypatch, free):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
     with pytest.raises(ConfigError, match="the disk has"):
@@ -122,12 +125,25 @@ def test_a_disk_that_is_too_small_is_refused(build, tmp_path, monkeypatch, free)
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
-def test_what_is_shared_is_counted_once():
+def test_dry_run_rejects_disk_that_cannot_rename_folders(build, tmp_path, monkeypatch):
+    rename = Path.rename
+
+    def rename_files_only(path, target):
+        if path.is_dir():
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_files_only)
+    with pytest.raises(ConfigError, match="cannot rename a folder in it: Function not implemented"):
+        dry_run(build(save_steps=4), {"weight": torch.ones(3)})
+
+
+def test_count_bytes_counts_shared_tensor_once():
     tensor = torch.zeros(4)
     assert count_bytes({"a": [tensor, tensor]}, [torch.zeros(2, dtype=torch.int8), tensor]) == 18
 
 
-def test_the_figures_are_told_in_one_line():
+def test_describe_dry_run():
     plan = DiskPlan(checkpoint_bytes=1, num_checkpoints=3, total_bytes=26 * 10**9, free_bytes=2 * 10**12)
     assert describe_dry_run(8_100_000_000, 12.34, plan) == (
         "checkpoints: 8.1GB each, written and opened again in 12.3 s; up to 3 of them and the model take 26GB of 2TB "

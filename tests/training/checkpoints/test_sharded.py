@@ -1,4 +1,4 @@
-"""What shards hold, on one process; what several make of them is in ``tests/distributed/test_sharded.py``."""
+"""Sharded checkpoints of one process; those of several are tested in ``tests/distributed/test_sharded.py``."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def saved(tiny_model_dir, tmp_path):
     return model, optimizer, tmp_path
 
 
-def test_another_model_and_optimizer_go_on_bit_by_bit(saved, tiny_model_dir):
+def test_shards_restore_model_and_optimizer_bit_identically(saved, tiny_model_dir):
     model, optimizer, folder = saved
     other, its_optimizer = build(tiny_model_dir, learning_rate=5.0)
     load_model_shards(folder, read_trained_state(other))
@@ -66,7 +66,7 @@ def test_another_model_and_optimizer_go_on_bit_by_bit(saved, tiny_model_dir):
     assert [group["weight_decay"] for group in its_optimizer.param_groups] == [1e-2, 0.0]
 
 
-def test_what_is_tied_is_saved_once_and_what_is_frozen_under_an_adapter_is_not(saved):
+def test_trained_state_omits_tied_copies_and_frozen_base(saved):
     model, _, _ = saved
     assert read_trained_state(model).keys() == read_shapes(model).keys()
     assert gather_trained_state(model).keys() == model.state_dict().keys() - {"lm_head.weight"}
@@ -76,14 +76,14 @@ def test_what_is_tied_is_saved_once_and_what_is_frozen_under_an_adapter_is_not(s
     assert read_trained_state(model).keys() == gather_trained_state(model).keys() == {"model.norm.weight"}
 
 
-def test_a_checkpoint_that_is_whole_and_the_same_passes(saved):
+def test_unchanged_shards_pass_verification(saved):
     model, optimizer, folder = saved
     verify_shards(folder, read_shapes(model))
     compare_own_shards(folder, read_trained_state(model), dict(model.named_parameters()), optimizer)
 
 
 @pytest.mark.parametrize("which", ["weight", "state"])
-def test_one_bit_is_seen(saved, which):
+def test_compare_own_shards_detects_flipped_bit(saved, which):
     model, optimizer, folder = saved
     weight = model.model.norm.weight
     value = weight.detach() if which == "weight" else optimizer.state[weight]["exp_avg_sq"]
@@ -92,7 +92,7 @@ def test_one_bit_is_seen(saved, which):
         compare_own_shards(folder, read_trained_state(model), dict(model.named_parameters()), optimizer)
 
 
-def test_what_is_missing_or_not_finite_is_named(saved):
+def test_verify_shards_names_missing_and_non_finite_tensors(saved):
     model, _, folder = saved
     (file,) = (folder / "model_shards").iterdir()
     tensors = load_file(file)
@@ -104,8 +104,8 @@ def test_what_is_missing_or_not_finite_is_named(saved):
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW8bit", "AdamW4bit"])
-def test_states_of_fewer_bits_come_back_to_the_bit(tmp_path, optimizer):
-    """Also the blocks whose largest number is negative, which the codes of torchao stand for by a little less."""
+def test_quantised_optimizer_states_are_restored_bit_identically(tmp_path, optimizer):
+    """Also blocks whose largest magnitude is negative, which torchao's lowest code overshoots (see ``_widen``)."""
     optim = pytest.importorskip("torchao.optim")
     torch.manual_seed(0)
     parameters = {"wide": nn.Parameter(torch.randn(64, 128)), "narrow": nn.Parameter(torch.randn(7))}
@@ -113,20 +113,20 @@ def test_states_of_fewer_bits_come_back_to_the_bit(tmp_path, optimizer):
     for parameter in parameters.values():
         moments = {key: one._new_buffer(parameter, key == "exp_avg") for key in ("exp_avg", "exp_avg_sq")}
         for key, moment in moments.items():
-            drawn = torch.randn(parameter.shape)
-            moment.copy_(drawn if key == "exp_avg" else drawn.square())
+            values = torch.randn(parameter.shape)
+            moment.copy_(values if key == "exp_avg" else values.square())
         one.state[parameter] = {"step": torch.tensor(3.0), **moments}
     args = TrainingArguments(output_dir=str(tmp_path), report_to=[])
     copy_optimizer_shards(tmp_path, parameters, one, CheckpointSaver(args, print))()
     load_optimizer_shards(tmp_path, parameters, other)
-    kept = [
+    pairs = [
         (getattr(before, name), getattr(other.state[parameter][key], name))
         for parameter in parameters.values()
         for key, before in one.state[parameter].items()
         if is_traceable_wrapper_subclass(before)
         for name in ("codes", "scale", "qmap")
     ]
-    assert len(kept) == 6
-    assert all(torch.equal(before, after) for before, after in kept)
+    assert len(pairs) == 6
+    assert all(torch.equal(before, after) for before, after in pairs)
     assert torch.equal(one.state[parameters["narrow"]]["exp_avg"], other.state[parameters["narrow"]]["exp_avg"])
     assert isinstance(other.param_groups[0]["lr"], torch.Tensor)

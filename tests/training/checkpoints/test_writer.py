@@ -1,10 +1,10 @@
-"""The writing thread hides no error, and the copy it writes from is of one moment."""
+"""``CheckpointWriter``, which raises errors of its thread, and ``HostCopy``, a consistent snapshot."""
 
 import pytest
 import torch
 from torch import nn
 
-from recipes_lib.training.checkpoints import saver as checkpoint_writer
+from recipes_lib.training.checkpoints import saver as saver_module
 from recipes_lib.training.checkpoints.saver import CheckpointWriter, HostCopy, iterate_tensors
 
 
@@ -12,19 +12,19 @@ def fail():
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("how", ["wait", "raise_failure"])
-def test_what_a_job_raises_is_raised_once(how):
+@pytest.mark.parametrize("method", ["wait", "raise_failure"])
+def test_job_exception_is_raised_once(method):
     writer = CheckpointWriter()
     writer.submit(fail)
     writer.settle()
     with pytest.raises(OSError, match="No space left"):
-        getattr(writer, how)()
+        getattr(writer, method)()
     assert writer.settle() is None
     writer.wait()
 
 
 @pytest.fixture
-def trained():
+def model_and_optimizer():
     embedding, head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
     head.weight = embedding.weight
     model = nn.ModuleDict({"embedding": embedding, "head": head, "norm": nn.BatchNorm1d(4)})
@@ -38,8 +38,8 @@ def trained():
     return model, optimizer, step
 
 
-def test_a_copy_does_not_change_while_training_goes_on(trained):
-    model, optimizer, step = trained
+def test_host_copy_is_independent_of_later_steps(model_and_optimizer):
+    model, optimizer, step = model_and_optimizer
     copy, states = HostCopy(), [model.state_dict(), optimizer.state_dict()]
     before = [[tensor.clone() for tensor in iterate_tensors(state)] for state in states]
     copied = [copy.take(state) for state in states]
@@ -50,8 +50,8 @@ def test_a_copy_does_not_change_while_training_goes_on(trained):
     assert copied[1]["param_groups"] == optimizer.state_dict()["param_groups"]
 
 
-def test_what_is_shared_stays_shared_and_what_never_changes_is_not_copied(trained):
-    model, _, _ = trained
+def test_host_copy_preserves_sharing_and_skips_unchanging(model_and_optimizer):
+    model, _, _ = model_and_optimizer
     copied = HostCopy().take(model.state_dict(), unchanging=["norm.weight"])
     assert list(copied) == list(model.state_dict())
     assert copied["head.weight"].data_ptr() == copied["embedding.weight"].data_ptr()
@@ -59,8 +59,8 @@ def test_what_is_shared_stays_shared_and_what_never_changes_is_not_copied(traine
     assert copied["norm.weight"].data_ptr() == model["norm"].weight.data_ptr()
 
 
-def test_the_memory_of_a_copy_is_taken_once(trained):
-    model, _, step = trained
+def test_host_copy_reuses_memory(model_and_optimizer):
+    model, _, step = model_and_optimizer
     copy = HostCopy()
     first = copy.take(model.state_dict())["head.weight"].data_ptr()
     step()
@@ -69,19 +69,19 @@ def test_the_memory_of_a_copy_is_taken_once(trained):
     assert torch.equal(again["head.weight"], model["head"].weight)
 
 
-def test_a_copy_for_which_there_is_no_memory_is_refused_with_the_figures(trained, monkeypatch):
-    model, optimizer, _ = trained
+def test_host_copy_is_refused_without_memory(model_and_optimizer, monkeypatch):
+    model, optimizer, _ = model_and_optimizer
     states = list(model.parameters()), optimizer.state_dict()
     needed = sum(tensor.nbytes for state in states for tensor in iterate_tensors(state))
-    monkeypatch.setattr(checkpoint_writer, "read_free_memory", lambda: needed)
+    monkeypatch.setattr(saver_module, "read_free_memory", lambda: needed)
     assert "GB of memory are free" in HostCopy().explain_refusal(*states)
-    monkeypatch.setattr(checkpoint_writer, "read_free_memory", lambda: 2 * needed)
+    monkeypatch.setattr(saver_module, "read_free_memory", lambda: 2 * needed)
     assert HostCopy().explain_refusal(*states) is None
     assert "GB of memory are free" in HostCopy().explain_refusal(*states, num_copies=2)
 
 
-def test_states_that_are_no_plain_tensors_are_refused():
-    class Odd(torch.Tensor):
+def test_host_copy_is_refused_for_tensor_subclass():
+    class Subclass(torch.Tensor):
         pass
 
-    assert "Odd" in HostCopy().explain_refusal({"a": [torch.zeros(2).as_subclass(Odd)]})
+    assert "Subclass" in HostCopy().explain_refusal({"a": [torch.zeros(2).as_subclass(Subclass)]})

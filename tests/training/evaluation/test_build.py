@@ -1,4 +1,4 @@
-"""The observer that a recipe builds: its figures reach the trackers, and it changes nothing of training."""
+"""``build_observer``: evaluation, samples and metrics of a recipe, without effect on training."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.rows import read_events, write_rows
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.data.packed.collators import PackedCollator
@@ -53,33 +53,33 @@ def config(tmp_path, tiny_model_dir):
     )
 
 
-def train(config, *, watched):
+def train(config, *, evaluates):
     tokenizer = AutoTokenizer.from_pretrained(config.model.model_name_or_path)
     data = load_training_data(config, tokenizer)
-    args = build_training_arguments(config, read_launch(), has_eval=watched)
+    args = build_training_arguments(config, read_launch(), has_eval=evaluates)
     model = AutoModelForCausalLM.from_pretrained(config.model.model_name_or_path)
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
     collate = PackedCollator(pad_token_id=tokenizer.pad_token_id)
     observer = build_observer(config, data, args, model, tokenizer, collate)
-    if not watched:
+    if not evaluates:
         observer = Observer(observer.counter, [], [], observer.progress)
     return SFTTrainer(
         model=model,
         args=args,
         train_dataset=data.train,
-        eval_dataset=data.eval if watched else None,
+        eval_dataset=data.eval if evaluates else None,
         data_collator=collate,
         processing_class=tokenizer,
         observer=observer,
     )
 
 
-def test_a_watched_run_ends_with_the_very_weights_of_an_unwatched_one(config, tmp_path):
+def test_evaluation_does_not_change_training(config, tmp_path):
     (tmp_path / "out").mkdir()
     weights = []
-    for watched in (True, False):
-        trainer = train(config, watched=watched)
+    for evaluates in (True, False):
+        trainer = train(config, evaluates=evaluates)
         trainer.train()
         weights.append({name: tensor.clone() for name, tensor in trainer.model.state_dict().items()})
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
@@ -89,40 +89,25 @@ def test_a_watched_run_ends_with_the_very_weights_of_an_unwatched_one(config, tm
     assert len((tmp_path / "out" / "samples.jsonl").read_text().splitlines()) == 8
 
 
-def test_trackers_behind_it_are_told_the_throughput(config, tmp_path):
-    (tmp_path / "out").mkdir()
-    seen = []
-
-    class Tracker(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            seen.append(dict(logs))
-
-    trainer = train(config, watched=True)
-    trainer.add_callback(Tracker())
-    trainer.train()
-    assert all("target_tokens_per_second" in logs for logs in seen if "loss" in logs)
-    assert any("loss" in logs for logs in seen)
-
-
-def test_answers_that_positions_would_cut_short_are_not_scored(config, capsys):
-    """Neither cut nor scored as wrong: 510 of 512 tokens leave no room for any of the prompts."""
+def test_prompts_without_room_for_an_answer_are_not_scored(config, capsys):
+    """``sample_max_new_tokens`` of 510 in 512 positions leaves no room for any of the prompts."""
     config = replace(config, evaluation=replace(config.evaluation, sample_max_new_tokens=510))
     with pytest.raises(ConfigError, match="leave room for sample_max_new_tokens"):
-        train(config, watched=True)
-    train(replace(config, evaluation=replace(config.evaluation, metrics=None)), watched=True)
+        train(config, evaluates=True)
+    train(replace(config, evaluation=replace(config.evaluation, metrics=None)), evaluates=True)
     assert "4 held-out prompts leave no room for sample_max_new_tokens 510 in the 512 pos" in capsys.readouterr().err
 
 
-def test_a_metric_without_a_reference_to_compare_with_is_refused(config):
+def test_metric_without_references_is_rejected(config):
     config = replace(config, evaluation=replace(config.evaluation, sample_prompts=["Hello?"]))
     with pytest.raises(ConfigError, match="no sample prompt has a reference"):
-        train(config, watched=True)
+        train(config, evaluates=True)
 
 
-def test_what_the_audit_warns_of_is_told_before_training(config, caplog):
+def test_audit_warnings_are_logged_before_training(config, caplog):
     path = Path(config.data.dataset_name)
     path.write_text(path.read_text() + '{"messages": []}\n')
     tokens = replace(config.tokens, broken_rows="drop", max_broken_fraction=0.1)
-    train(replace(config, tokens=tokens), watched=True)
-    (told,) = [record.getMessage() for record in caplog.records if "broken" in record.getMessage()]
-    assert told.startswith(f"train: 1 of 21 rows (4.76%) are broken and left out; the first is {path}:21: ")
+    train(replace(config, tokens=tokens), evaluates=True)
+    (message,) = [record.getMessage() for record in caplog.records if "broken" in record.getMessage()]
+    assert message.startswith(f"train: 1 of 21 rows (4.76%) are broken and left out; the first is {path}:21: ")

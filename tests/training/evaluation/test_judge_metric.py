@@ -1,4 +1,4 @@
-"""A judge as metric of a recipe: by import path, against the references, in both orders."""
+"""``JudgePreference``: a judge as a metric of a recipe, against the references, in both orders."""
 
 from __future__ import annotations
 
@@ -22,20 +22,23 @@ def prefer_longer(body: dict[str, Any]) -> str:
     )  # fmt: skip
 
 
-def test_the_win_rate_is_against_the_references() -> None:
-    metrics = load_metrics([PATH.format(ChatEndpoint(prefer_longer).url)])
+def test_win_rate_against_references() -> None:
+    url = ChatEndpoint(prefer_longer).url
+    metrics = load_metrics([PATH.format(url)])
     scored = [("What?", "longer", "short"), ("What?", "s", "longer"), ("What?", "same", "size"), ("What?", "odd", "a")]
     assert compute_metrics(metrics, scored) == {"judge_win_rate": 0.5, "judge_unparsable": 0.25}
     assert compute_metrics(metrics, scored[-1:]) == {"judge_unparsable": 1.0}
+    metrics += load_metrics([PATH.format(url).replace("num_attempts", "name='second', num_attempts")])
+    assert compute_metrics(metrics, scored[-1:]) == {"judge_unparsable": 1.0, "second_unparsable": 1.0}
 
 
-def test_a_judge_that_is_not_there_is_told_as_such() -> None:
+def test_unreachable_judge_is_an_error() -> None:
     metrics = load_metrics([PATH.format("http://127.0.0.1:9/v1")])
     with pytest.raises(ConfigError, match="had no answer after 1 attempts"):
         compute_metrics(metrics, [("What?", "a", "b")])
 
 
 @pytest.mark.parametrize("path", [f"{PATH.partition('(')[0]}()", f"{PATH.partition('(')[0]}(base_url=1+1)"])
-def test_a_judge_without_an_address_cannot_be_built(path: str) -> None:
+def test_judge_needs_base_url(path: str) -> None:
     with pytest.raises(ConfigError, match="cannot be built"):
         load_metrics([path])

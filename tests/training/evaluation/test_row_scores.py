@@ -1,4 +1,4 @@
-"""Scores of rows: the model's own log-probabilities, whatever the batch; every token once where windows are cut."""
+"""Losses per row, against ``log_softmax`` of each row alone, for any batch and window."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build(tiny_model_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("scores")
 
     def call(model=tiny_model_dir, **keys):
-        # Scores are held against float32 to 1e-5; a CPU with bfloat16 in hardware would choose that.
+        # float32, because scores are compared to 1e-5; CPUs with bfloat16 in hardware would choose bfloat16.
         keys = {"model_name_or_path": model, "output_dir": folder, "dataset_name": "d", "bf16": False, **keys}
         config = parse_command("sft", [f"--{name}={value}" for name, value in keys.items()])
         return load_row_scorer(config, Launch(0, 0, 1, ""))
@@ -50,7 +50,7 @@ def compute_expected(model, tokenizer, text):
     return nll, len(ids) - 1, len(text.encode()) - first
 
 
-def test_scores_are_the_models_log_probabilities_of_each_row(build, tiny_model_dir, tiny_tokenizer):
+def test_scores_equal_log_softmax_of_each_row(build, tiny_model_dir, tiny_tokenizer):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir).eval()
     scores = build(per_device_eval_batch_size=3).score(make_rows(TEXTS))
     for score, text in zip(scores, TEXTS, strict=True):
@@ -64,10 +64,10 @@ def test_scores_are_the_models_log_probabilities_of_each_row(build, tiny_model_d
 
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_batches_layouts_and_order_change_no_score(build, layout):
+def test_scores_do_not_depend_on_batch_layout_and_order(build, layout):
     alone = [score for text in TEXTS for score in build(per_device_eval_batch_size=1).score(make_rows([text]))]
     scorer = build(per_device_eval_batch_size=4)
-    # On a CPU documents of one row attend to each other; only the bookkeeping of the flat layout is looked at here.
+    # Without boundaries: a CPU has no kernel for them. Only the bookkeeping of the flat layout is tested here.
     if layout == "flat":
         collate = dataclasses.replace(scorer.collate, layout="flat")
         scorer = dataclasses.replace(scorer, collate=lambda rows: drop_boundaries(collate(rows)))
@@ -81,7 +81,7 @@ def drop_boundaries(batch):
     return {name: value for name, value in batch.items() if "seq_lens" not in name and "max_length" not in name}
 
 
-def test_every_token_of_a_long_row_counts_once(build, tiny_tokenizer, tiny_model_dir):
+def test_long_row_is_scored_in_windows(build, tiny_tokenizer, tiny_model_dir):
     text = TEXTS[2]
     ids = [*tiny_tokenizer(text).input_ids, tiny_tokenizer.eos_token_id]
     (score,) = build(max_length=16, per_device_eval_batch_size=2).score(make_rows([text]))
@@ -95,7 +95,7 @@ def test_every_token_of_a_long_row_counts_once(build, tiny_tokenizer, tiny_model
     assert score.nll == pytest.approx(nll, rel=1e-5)
 
 
-def test_an_adapter_is_scored_on_its_base(build, tiny_model_dir, tmp_path, tiny_tokenizer):
+def test_adapter_is_scored_on_its_base(build, tiny_model_dir, tmp_path, tiny_tokenizer):
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     adapted = get_peft_model(base, LoraConfig(r=2, task_type="CAUSAL_LM"))
@@ -111,7 +111,7 @@ def test_an_adapter_is_scored_on_its_base(build, tiny_model_dir, tmp_path, tiny_
     assert abs(score.nll - base.nll) > 1e-2
 
 
-def test_losses_that_are_not_finite_name_their_row(build):
+def test_non_finite_loss_names_row(build):
     scorer = build()
     with torch.no_grad():
         scorer.model.lm_head.weight.fill_(float("nan"))

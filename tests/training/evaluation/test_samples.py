@@ -1,4 +1,4 @@
-"""Samples: greedy, deterministic, as each prompt alone would be answered, and without a trace."""
+"""Samples of held-out prompts: batched greedy generation, prompts, and ``samples.jsonl``."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from recipes_lib.config.schema import EvaluationConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.training.evaluation.samples import GenerateSamples, Prompt, build_prompts, generate_samples
 from recipes_lib.training.evaluation.user_metrics import AnswerMatch
+from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.metrics import MetricsWriter
 
 TEXTS = ["the baker", "How many days are in a week, and how many in a year?", "snow"]
@@ -34,8 +35,8 @@ def prompts(tiny_tokenizer: PreTrainedTokenizerFast) -> list[Prompt]:
     return [Prompt(tiny_tokenizer.encode(text), text, f"answer {text}") for text in TEXTS]
 
 
-def answer_alone(model: Any, ids: list[int], num_tokens: int) -> list[int]:
-    """Greedy decoding as its definition has it: the whole text again for each token, no cache, no padding."""
+def decode_greedily(model: Any, ids: list[int], num_tokens: int) -> list[int]:
+    """Reference: greedy decoding without cache and padding."""
     generated: list[int] = []
     with torch.no_grad():
         for _ in range(num_tokens):
@@ -44,20 +45,20 @@ def answer_alone(model: Any, ids: list[int], num_tokens: int) -> list[int]:
     return generated
 
 
-def test_a_batch_answers_as_each_prompt_alone(
+def test_batched_generation_equals_greedy_decoding_of_each_prompt(
     model: Any, prompts: list[Prompt], tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     model.generation_config.update(do_sample=True, temperature=0.6, repetition_penalty=1.7, eos_token_id=None)
     samples = generate_samples(model, tiny_tokenizer, prompts, max_new_tokens=9)
 
     for sample, prompt in zip(samples, prompts, strict=True):
-        expected = answer_alone(model, prompt.input_ids, 9)
+        expected = decode_greedily(model, prompt.input_ids, 9)
         assert sample.completion == tiny_tokenizer.decode(expected, skip_special_tokens=True)
         assert (sample.prompt, sample.reference) == (prompt.text, prompt.reference)
         assert (sample.stopped, sample.num_tokens) == (False, 9)
 
 
-def test_a_prompt_without_tokens_is_named(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_prompt_without_tokens_is_rejected(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.chat_template = None
     assert tokenizer.encode("") == []
@@ -65,11 +66,11 @@ def test_a_prompt_without_tokens_is_named(tiny_tokenizer: PreTrainedTokenizerFas
         build_prompts(EvaluationConfig(sample_prompts=["", "snow"]), [], tokenizer, 64, lambda _: None)
 
 
-def test_any_stop_token_ends_an_answer_and_counts_as_one_token(
+def test_any_eos_token_ends_a_completion(
     model: Any, prompts: list[Prompt], tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     prompt = prompts[0]
-    free = answer_alone(model, prompt.input_ids, 6)
+    free = decode_greedily(model, prompt.input_ids, 6)
     stop = free[3]
     model.generation_config.eos_token_id = [tiny_tokenizer.eos_token_id, stop]
 
@@ -80,10 +81,10 @@ def test_any_stop_token_ends_an_answer_and_counts_as_one_token(
     assert sample.completion == tiny_tokenizer.decode(free[: free.index(stop)], skip_special_tokens=True)
 
 
-def test_the_end_token_of_the_tokenizer_stops_a_model_that_knows_of_none(
+def test_tokenizer_eos_is_used_if_model_has_none(
     model: Any, prompts: list[Prompt], tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    first = answer_alone(model, prompts[0].input_ids, 1)[0]
+    first = decode_greedily(model, prompts[0].input_ids, 1)[0]
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(first)
     model.generation_config.eos_token_id = None
@@ -93,10 +94,10 @@ def test_the_end_token_of_the_tokenizer_stops_a_model_that_knows_of_none(
     assert (sample.stopped, sample.num_tokens) == (True, 1)
 
 
-def test_an_answer_that_stops_early_is_not_followed_by_the_padding_of_the_others(
+def test_early_stop_excludes_padding(
     model: Any, prompts: list[Prompt], tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    first = answer_alone(model, prompts[0].input_ids, 1)[0]
+    first = decode_greedily(model, prompts[0].input_ids, 1)[0]
     model.generation_config.eos_token_id = first
 
     samples = generate_samples(model, tiny_tokenizer, prompts, max_new_tokens=5)
@@ -105,7 +106,7 @@ def test_an_answer_that_stops_early_is_not_followed_by_the_padding_of_the_others
     assert any(sample.num_tokens == 5 for sample in samples)
 
 
-def test_an_answer_may_take_the_last_position(model: Any, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_completion_may_use_last_position(model: Any, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     model.generation_config.eos_token_id = None
     prompts = [Prompt([5] * 500, "long", None), Prompt([6], "short", None)]
 
@@ -114,7 +115,7 @@ def test_an_answer_may_take_the_last_position(model: Any, tiny_tokenizer: PreTra
     assert [sample.stopped or sample.num_tokens == 12 for sample in samples] == [True, True]
 
 
-def test_the_hook_writes_every_answer_and_returns_rates(
+def test_hook_writes_samples_and_returns_rates(
     model: Any, prompts: list[Prompt], tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     model.train()
@@ -138,57 +139,73 @@ def test_the_hook_writes_every_answer_and_returns_rates(
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_resumed_run_replaces_the_answers_it_makes_again(
+def test_metrics_are_computed_in_a_silent_phase_of_the_watchdog(
+    model: Any, prompts: list[Prompt], tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    phases = []
+
+    class SlowMetric(AnswerMatch):
+        def _compute(self, **columns: Any) -> dict[str, float]:
+            phases.append(WATCHDOG.phase)
+            return {}
+
+    writer = MetricsWriter(tmp_path / "samples.jsonl")
+    WATCHDOG.enter("an evaluation")
+    GenerateSamples(prompts, tiny_tokenizer, writer, 2, [SlowMetric(keep_in_memory=True)])(model, 0)
+    assert [*phases, WATCHDOG.phase] == ["computing metrics", "an evaluation"]
+
+
+def test_resumed_run_replaces_repeated_samples(
     model: Any, prompts: list[Prompt], tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     writer = MetricsWriter(tmp_path / "samples.jsonl")
-    for step in (0, 10, 20, 30):
-        writer.write({"step": step, "prompt": "of the killed process"})
+    for step in (0, 1, 2):
+        writer.write({"step": step, "prompt": "before the kill"})
 
-    GenerateSamples(prompts, tiny_tokenizer, writer, max_new_tokens=2)(model, 20)
+    GenerateSamples(prompts, tiny_tokenizer, writer, max_new_tokens=2)(model, 1)
 
     steps = [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert steps == [0, 10, 20, 20, 20]
+    assert steps == [0, 1, 1, 1]
 
 
 def build(config, examples, tokenizer, positions=math.inf, say=pytest.fail):
-    """By a model of any length, unless said otherwise; nothing is told."""
+    """Build prompts for a model with ``positions`` positions; a message fails the test."""
     return build_prompts(config, examples, tokenizer, positions, say)
 
 
-def example_of(tokenizer, *pieces):
-    """Ids and targets of a document of ``(text, is target)`` pieces."""
+def encode_example(tokenizer, *pieces):
+    """Return token ids and loss mask of a document from ``(text, is_target)`` pieces."""
     encoded = [(tokenizer.encode(text, add_special_tokens=False), target) for text, target in pieces]
     ids = [token for tokens, _ in encoded for token in tokens]
     mask = [target for tokens, target in encoded for _ in tokens]
     return np.array(ids, np.uint32), np.array(mask, np.bool_)
 
 
-def test_prompts_are_cut_before_the_first_target(tiny_tokenizer):
+def test_prompt_ends_before_first_target(tiny_tokenizer):
     first = [("<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\n", False), ("Uno.<|im_end|>", True)]
     second = [("<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n", False), ("Dos.<|im_end|>", True)]
     third = [("Three? ", False), ("Tres.<|im_end|>", True)]
-    examples = (example_of(tiny_tokenizer, *pieces) for pieces in (first, second, third))
+    examples = (encode_example(tiny_tokenizer, *pieces) for pieces in (first, second, third))
     prompts = build(EvaluationConfig(num_sample_prompts=2), examples, tiny_tokenizer)
     assert [prompt.reference for prompt in prompts] == ["Uno.", "Dos."]
     assert prompts[0].text == first[0][0]
     assert prompts[0].input_ids == tiny_tokenizer.encode(first[0][0], add_special_tokens=False)
 
 
-def test_of_a_chat_with_several_turns_only_the_first_answer_is_asked_for(tiny_tokenizer):
+def test_multi_turn_chat_is_cut_at_first_answer(tiny_tokenizer):
     turns = [("Hi. ", False), ("Hello.<|im_end|>", True), ("And you? ", False), ("Fine.<|im_end|>", True)]
-    (prompt,) = build(EvaluationConfig(), [example_of(tiny_tokenizer, *turns)], tiny_tokenizer)
+    (prompt,) = build(EvaluationConfig(), [encode_example(tiny_tokenizer, *turns)], tiny_tokenizer)
     assert (prompt.text, prompt.reference) == ("Hi. ", "Hello.")
 
 
-def test_plain_text_is_continued_from_its_beginning(tiny_tokenizer):
+def test_plain_text_prompt_is_its_beginning(tiny_tokenizer):
     text = "The quick brown fox jumps over the lazy dog. " * 10
-    (prompt,) = build(EvaluationConfig(), [example_of(tiny_tokenizer, (text, True))], tiny_tokenizer)
+    (prompt,) = build(EvaluationConfig(), [encode_example(tiny_tokenizer, (text, True))], tiny_tokenizer)
     assert len(prompt.input_ids) == 32
     assert prompt.text + prompt.reference == text
 
 
-def test_prompts_of_the_users_own_are_rendered_as_a_user_turn(tiny_tokenizer):
+def test_sample_prompt_is_rendered_as_user_turn(tiny_tokenizer):
     config = EvaluationConfig(sample_prompts=["What is\nthis?"])
     (prompt,) = build(config, [], tiny_tokenizer)
     rendered = "<|im_start|>user\nWhat is\nthis?<|im_end|>\n<|im_start|>assistant\n"
@@ -196,35 +213,35 @@ def test_prompts_of_the_users_own_are_rendered_as_a_user_turn(tiny_tokenizer):
     assert (prompt.text, prompt.reference) == ("What is\nthis?", None)
 
 
-def test_no_more_examples_are_read_than_asked_for(tiny_tokenizer):
+def test_build_prompts_reads_only_needed_examples(tiny_tokenizer):
     def examples():
-        yield example_of(tiny_tokenizer, ("a b c", False), ("d", True))
-        raise AssertionError("read on")
+        yield encode_example(tiny_tokenizer, ("a b c", False), ("d", True))
+        raise AssertionError("read a second example")
 
     assert build(EvaluationConfig(num_sample_prompts=0), examples(), tiny_tokenizer) == []
     assert len(build(EvaluationConfig(num_sample_prompts=1), examples(), tiny_tokenizer)) == 1
     assert build(EvaluationConfig(), [], tiny_tokenizer) == []
 
 
-def test_the_first_token_of_a_document_is_never_the_beginning_of_an_answer(tiny_tokenizer):
-    example = example_of(tiny_tokenizer, ("Yes, indeed, and more of it.", True))
+def test_prompt_has_at_least_one_token(tiny_tokenizer):
+    example = encode_example(tiny_tokenizer, ("Yes, indeed, and more of it.", True))
     assert example[1][0]
     assert build(EvaluationConfig(), [example], tiny_tokenizer)[0].input_ids
 
 
-def test_held_out_prompts_that_leave_no_room_for_an_answer_are_passed_over_and_counted(tiny_tokenizer):
+def test_too_long_held_out_prompts_are_skipped_and_counted(tiny_tokenizer):
     lengths = [30, 12, 29, 13, 12]
     examples = [(np.full(40, 7, np.uint32), np.arange(40) >= length) for length in lengths]
-    config, told = EvaluationConfig(num_sample_prompts=2, sample_max_new_tokens=20), []
-    prompts = build(config, examples, tiny_tokenizer, 32, told.append)
+    config, messages = EvaluationConfig(num_sample_prompts=2, sample_max_new_tokens=20), []
+    prompts = build(config, examples, tiny_tokenizer, 32, messages.append)
     assert [len(prompt.input_ids) for prompt in prompts] == [12, 12]
-    (line,) = told
+    (line,) = messages
     assert "3 held-out prompts leave no room for sample_max_new_tokens 20 in the 32 positions" in line
     assert len(build(config, examples, tiny_tokenizer, 50)) == 2
-    assert build(config, examples, tiny_tokenizer, 31, told.append) == []
+    assert build(config, examples, tiny_tokenizer, 31, messages.append) == []
 
 
-def test_prompts_of_the_users_own_that_leave_no_room_are_refused_all_at_once(tiny_tokenizer):
+def test_too_long_sample_prompts_are_all_reported(tiny_tokenizer):
     config = EvaluationConfig(sample_prompts=["Why? " * 30, "Why?", "How? " * 30], sample_max_new_tokens=40)
     with pytest.raises(ConfigError, match="more than the 64 positions") as caught:
         build(config, [], tiny_tokenizer, 64)

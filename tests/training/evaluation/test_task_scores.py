@@ -1,4 +1,4 @@
-"""Benchmark scores while training: those of the saved model, at the steps that were asked for, and without a trace."""
+"""Benchmark scores during training, against an evaluation of the saved model, without effect on training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.publish.card import build_card
 from recipes_lib.report.page import build_report
 from recipes_lib.report.run_files import read_run
+from recipes_lib.training.evaluation import task_scores
 from recipes_lib.training.evaluation.task_scores import EvaluateTasks, build_task_scores, load_training_tasks
+from recipes_lib.training.guards.watchdog import WATCHDOG
 
 NAMES = ["local_group", "local_written", "local_rolling"]
 
@@ -55,13 +57,11 @@ def build(tasks: Path, model: Path, every: int | None = None, names: list[str] =
 
 
 def read_states() -> list[Any]:
-    numpy_state: Any = np.random.get_state()  # noqa: NPY002 - the global one is what must not move
+    numpy_state: Any = np.random.get_state()  # noqa: NPY002 - the global generator must not change
     return [random.getstate(), numpy_state[1].tolist(), torch.get_rng_state().tolist()]
 
 
-def test_scores_are_those_of_the_saved_model_each_time_and_nothing_changes(
-    tasks: Path, inputs: Path, tmp_path: Path
-) -> None:
+def test_scores_equal_evaluation_of_saved_model(tasks: Path, inputs: Path, tmp_path: Path) -> None:
     folder = inputs / "model"
     keys = {"include_path": [str(tasks)], "limit": 20, "use_cpu": True, "output_dir": str(tmp_path)}
     record = evaluate_model(EvalConfig(model_name_or_path=str(folder), tasks=NAMES, batch_size=4, **keys))
@@ -80,17 +80,17 @@ def test_scores_are_those_of_the_saved_model_each_time_and_nothing_changes(
     hook.tokenizer.pad_token = None
     model.model.layers[0].eval()  # A frozen part.
     before, states = {name: tensor.clone() for name, tensor in model.state_dict().items()}, read_states()
-    modes, shown = [module.training for module in model.modules()], repr(hook.tokenizer)
+    modes, tokenizer = [module.training for module in model.modules()], repr(hook.tokenizer)
     for step in (0, 7):
         assert hook(model, step) == pytest.approx(expected, rel=1e-5)
     assert read_states() == states
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert [module.training for module in model.modules()] == modes
-    assert repr(hook.tokenizer) == shown
+    assert repr(hook.tokenizer) == tokenizer
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_an_adapter_is_asked_on_its_base(tasks: Path, inputs: Path) -> None:
+def test_adapter_is_evaluated_on_its_base(tasks: Path, inputs: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(inputs / "model")
     hook = build(tasks, inputs / "model", names=["local_rolling"])
     bare = hook(model, 0)
@@ -101,7 +101,7 @@ def test_an_adapter_is_asked_on_its_base(tasks: Path, inputs: Path) -> None:
     assert changed != bare
 
 
-def test_progress_bars_are_hidden_and_messages_of_other_threads_are_not(
+def test_progress_bars_are_hidden_but_not_other_messages(
     tasks: Path, inputs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def warn(*_: Any) -> None:
@@ -112,13 +112,20 @@ def test_progress_bars_are_hidden_and_messages_of_other_threads_are_not(
     model = AutoModelForCausalLM.from_pretrained(inputs / "model")
     hook = build(tasks, inputs / "model", names=["local_rolling"])
     model.register_forward_hook(warn)
-    tqdm._instances.clear()  # Bars that an earlier test has left open move the cursor.
+    tqdm._instances.clear()  # Bars left open by earlier tests would move the cursor.
     capsys.readouterr()
     hook(model, 0)
     assert set(capsys.readouterr().err.splitlines()) == {"no progress for 600 s"}
 
 
-def test_logits_that_are_not_finite_have_no_score(tasks: Path, inputs: Path) -> None:
+def test_other_ranks_wait_in_a_silent_phase(tasks: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_scores, "get_rank", lambda: 1)
+    monkeypatch.setattr(task_scores, "compute_on_main", lambda _: {WATCHDOG.phase: 1.0})
+    hook = build(tasks, inputs / "model", names=["local_rolling"])
+    assert hook(torch.nn.Module(), 0) == {"waiting for benchmark scores": 1.0}
+
+
+def test_non_finite_logits_are_an_error(tasks: Path, inputs: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(inputs / "model")
     torch.nn.init.constant_(model.lm_head.weight, float("nan"))
     with pytest.raises(DataError, match="not finite"):
@@ -126,7 +133,7 @@ def test_logits_that_are_not_finite_have_no_score(tasks: Path, inputs: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "positions", "told"),
+    ("name", "positions", "message"),
     [
         pytest.param("local_choise", 512, "did you mean local_choice", marks=pytest.mark.slow),  # Reads 14,000 files.
         ("local_broken", 512, "do not fit its first row"),
@@ -134,18 +141,18 @@ def test_logits_that_are_not_finite_have_no_score(tasks: Path, inputs: Path) -> 
         ("local_written", 8, "an answer of 8 tokens does not fit the 8 positions"),
     ],
 )
-def test_what_cannot_be_asked_is_told_at_the_start(tasks: Path, name: str, positions: int, told: str) -> None:
+def test_unusable_task_is_rejected(tasks: Path, name: str, positions: int, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_training_tasks(EvaluationConfig(eval_tasks=[name], eval_tasks_include_path=[str(tasks)]), positions)
     (problem,) = caught.value.problems
     assert problem.where.startswith("eval_tasks")
-    assert told in f"{problem.found}; {problem.remedy}"
+    assert message in f"{problem.found}; {problem.remedy}"
 
 
 def train(inputs: Path, folder: Path, recipe: str, **keys: Any) -> list[dict[str, Any]]:
-    usual = {"max_steps": 5, "logging_steps": 1, "save_steps": 5}
-    made = recipe_runs.make_keys(inputs, recipe, **usual | keys, output_dir=folder)
-    assert sharding.run_recipe(recipe.split()[0], made) == 0
+    defaults = {"max_steps": 5, "logging_steps": 1, "save_steps": 5}
+    flags = recipe_runs.make_keys(inputs, recipe, **defaults | keys, output_dir=folder)
+    assert sharding.run_recipe(recipe.split()[0], flags) == 0
     return read_rows(folder / "metrics.jsonl")
 
 
@@ -153,7 +160,7 @@ def train(inputs: Path, folder: Path, recipe: str, **keys: Any) -> list[dict[str
     "recipe",
     ["sft", pytest.param("pretrain", marks=pytest.mark.slow), pytest.param("dpo adapter", marks=pytest.mark.slow)],
 )
-def test_training_is_to_the_bit_what_it_is_without(inputs: Path, tasks: Path, tmp_path: Path, recipe: str) -> None:
+def test_task_scores_do_not_change_training(inputs: Path, tasks: Path, tmp_path: Path, recipe: str) -> None:
     keys = {"eval_tasks": json.dumps(NAMES), "eval_tasks_include_path": json.dumps([str(tasks)])}
     runs = [
         train(inputs, tmp_path / str(at), recipe, **more)
@@ -172,42 +179,45 @@ def test_training_is_to_the_bit_what_it_is_without(inputs: Path, tasks: Path, tm
     assert not any("local_choice" in key for key in scored[0])
 
 
-def test_a_score_decides_which_model_is_best(inputs: Path, tasks: Path, tmp_path: Path) -> None:
+def test_task_score_selects_best_model(
+    inputs: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recipes_lib.report.page.draw_charts", lambda run, folder: [])
     keys = {"eval_tasks": "[local_choice]", "eval_tasks_include_path": json.dumps([str(tasks)]), "eval_steps": 1}
-    best = {"save_steps": 1, "load_best_model_at_end": "true", "learning_rate": 0.05, "max_steps": 4}
+    best = {"save_steps": 1, "load_best_model_at_end": "true", "learning_rate": 0.05, "max_steps": 3}
     metric = {"metric_for_best_model": "local_choice_acc", "save_total_limit": 9, "test_split_size": 6}
     events = train(inputs, tmp_path, "sft", **keys, **best, **metric)
     scores = [float(event["eval_local_choice_acc"]) for event in events if event["kind"] == "eval" and event["step"]]
     assert len(set(scores)) > 1
     state = json.loads(max(tmp_path.glob("checkpoint-*")).joinpath("trainer_state.json").read_text())
     assert state["best_metric"] == max(scores)
-    ended = read_run(tmp_path)
-    last = {name: value for name, value in ended.evaluations[-1].items() if name.startswith("eval_local")}
-    assert "eval_local_choice_acc" in build_card(tmp_path, ended.facts, last).replace("\\", "")
+    run = read_run(tmp_path)
+    last = {name: value for name, value in run.evaluations[-1].items() if name.startswith("eval_local")}
+    assert "eval_local_choice_acc" in build_card(tmp_path, run.facts, last).replace("\\", "")
     assert "local choice acc" in build_report(tmp_path).read_text()
 
 
-def test_a_score_that_an_evaluation_lacks_is_an_error_and_not_a_key_error(
+def test_missing_metric_for_best_model_is_a_config_error(
     inputs: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = {"eval_tasks": "[local_choice]", "eval_tasks_include_path": json.dumps([str(tasks)]), "eval_tasks_steps": 4}
     metric = {"metric_for_best_model": "local_choice_acc", "eval_steps": 1, "max_steps": 2, "save_steps": 1}
-    made = recipe_runs.make_keys(inputs, "sft", **keys, **metric, eval_on_start="false", output_dir=tmp_path)
-    assert sharding.run_recipe("sft", made) == 2
+    flags = recipe_runs.make_keys(inputs, "sft", **keys, **metric, eval_on_start="false", output_dir=tmp_path)
+    assert sharding.run_recipe("sft", flags) == 2
     assert "the evaluation of step 1 has no `eval_local_choice_acc`" in " ".join(capsys.readouterr().err.split())
 
 
-def test_check_tells_how_many_questions_there_are_and_what_is_wrong(
+def test_check_reports_number_of_questions_and_errors(
     inputs: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def check(name: str) -> tuple[int, str]:
         keys = {"eval_tasks": f"[{name}]", "eval_tasks_include_path": json.dumps([str(tasks)]), "eval_tasks_limit": 5}
-        made = recipe_runs.make_keys(inputs, "sft", **keys, output_dir=tmp_path)
-        code = run_recipes(["check", "--recipe", "sft", *(f"--{key}={value}" for key, value in made.items())])
+        flags = recipe_runs.make_keys(inputs, "sft", **keys, output_dir=tmp_path)
+        code = run_recipes(["check", "--recipe", "sft", *(f"--{key}={value}" for key, value in flags.items())])
         return code, "".join(capsys.readouterr())
 
-    code, told = check("local_written")
-    assert "local_written: 5 of 9 questions" in told
-    code, told = check("local_code")
+    code, output = check("local_written")
+    assert "local_written: 5 of 9 questions" in output
+    code, output = check("local_code")
     assert code == 2
-    assert "eval_tasks: local_code: runs the code" in " ".join(told.split())
+    assert "eval_tasks: local_code: runs the code" in " ".join(output.split())

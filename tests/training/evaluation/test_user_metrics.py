@@ -1,4 +1,4 @@
-"""Metrics of the user's own: loaded by import path, offline, and every mistake is one clear error."""
+"""User metrics by import path, their errors, and the shipped ``AnswerMatch``."""
 
 from __future__ import annotations
 
@@ -35,6 +35,10 @@ class Listed(Lengths):
     result = {"all": [1, 2]}
 
 
+class Losses(Lengths):
+    result = {"loss": 1.0}
+
+
 class Nothing(Lengths):
     result = None
 
@@ -54,17 +58,17 @@ class Plain:
 
 
 @pytest.fixture
-def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "own_scores.py").write_text(MODULE)
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "user_scores.py").write_text(MODULE)
     (tmp_path / "broken_scores.py").write_text("import a_package_that_is_not_there\n")
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("own_scores", "broken_scores"):
+    for name in ("user_scores", "broken_scores"):
         sys.modules.pop(name, None)
-    return "own_scores"
+    return "user_scores"
 
 
-def test_a_class_of_the_users_own_is_computed_on_the_samples(own_module: str) -> None:
-    metrics = load_metrics([SHIPPED, f"{own_module}:Lengths"])
+def test_user_metric_is_computed(user_module: str) -> None:
+    metrics = load_metrics([SHIPPED, f"{user_module}:Lengths"])
 
     figures = compute_metrics(metrics, [("q", "42", "42"), ("q", "no", "yes")])
 
@@ -72,23 +76,32 @@ def test_a_class_of_the_users_own_is_computed_on_the_samples(own_module: str) ->
     assert compute_metrics(metrics, [("q", "yes", "yes")])["exact_match"] == 1.0
 
 
-def test_without_references_nothing_is_computed(own_module: str) -> None:
-    assert compute_metrics(load_metrics([f"{own_module}:Failing"]), []) == {}
+def test_no_metric_without_references(user_module: str) -> None:
+    assert compute_metrics(load_metrics([f"{user_module}:Failing"]), []) == {}
+
+
+@pytest.mark.parametrize(
+    ("names", "taken"), [(["Lengths", "Lengths"], "mean_length"), (["Losses"], "loss")], ids=["twice", "reserved"]
+)
+def test_metric_of_taken_name_is_rejected(user_module: str, names: list[str], taken: str) -> None:
+    metrics = load_metrics([SHIPPED, *(f"{user_module}:{name}" for name in names)])
+    with pytest.raises(ConfigError, match=f"{names[-1]} returned `{taken}`, which is a metric already"):
+        compute_metrics(metrics, [("q", "a", "b")])
 
 
 @pytest.mark.parametrize(
     ("path", "found", "remedy"),
     [
-        ("own_scores", "not an import path", "package.module:Class"),
-        ("own_scores:", "not an import path", "package.module:Class"),
+        ("user_scores", "not an import path", "package.module:Class"),
+        ("user_scores:", "not an import path", "package.module:Class"),
         ("not_a_module:Thing", "No module named 'not_a_module'", "PYTHONPATH"),
         ("broken_scores:Thing", "a_package_that_is_not_there", "install"),
-        ("own_scores:Absent", "missing", "subclass of evaluate.Metric"),
-        ("own_scores:Plain", "not an evaluate.Metric", "subclass of evaluate.Metric"),
-        ("own_scores:Demanding", "cannot be built", "constructor must accept"),
+        ("user_scores:Absent", "missing", "subclass of evaluate.Metric"),
+        ("user_scores:Plain", "not an evaluate.Metric", "subclass of evaluate.Metric"),
+        ("user_scores:Demanding", "cannot be built", "constructor must accept"),
     ],
 )
-def test_a_bad_path_is_an_error_with_the_fix(own_module: str, path: str, found: str, remedy: str) -> None:
+def test_invalid_import_path_is_rejected(user_module: str, path: str, found: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_metrics([path])
 
@@ -98,9 +111,9 @@ def test_a_bad_path_is_an_error_with_the_fix(own_module: str, path: str, found: 
     assert remedy in problem.remedy
 
 
-def test_all_bad_paths_are_reported_at_once(own_module: str) -> None:
+def test_all_invalid_import_paths_are_reported(user_module: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_metrics(["nowhere:X", SHIPPED, f"{own_module}:Plain"])
+        load_metrics(["nowhere:X", SHIPPED, f"{user_module}:Plain"])
 
     assert len(caught.value.problems) == 2
 
@@ -108,9 +121,9 @@ def test_all_bad_paths_are_reported_at_once(own_module: str) -> None:
 @pytest.mark.parametrize(
     ("name", "found"), [("Listed", "[1, 2]"), ("Nothing", "None"), ("Failing", "ValueError: no words")]
 )
-def test_a_metric_that_gives_no_numbers_is_an_error(own_module: str, name: str, found: str) -> None:
+def test_metric_without_numbers_is_rejected(user_module: str, name: str, found: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        compute_metrics(load_metrics([f"{own_module}:{name}"]), [("q", "a", "b")])
+        compute_metrics(load_metrics([f"{user_module}:{name}"]), [("q", "a", "b")])
 
     assert found in str(caught.value)
     assert name in str(caught.value)
@@ -140,19 +153,19 @@ def score(prediction: str, reference: str) -> dict[str, float]:
         ("Rule 1: be kind", "Rule 2: be kind", False),
     ],
 )
-def test_the_final_answer_must_be_the_reference(prediction: str, reference: str, matches: bool) -> None:
+def test_exact_match(prediction: str, reference: str, matches: bool) -> None:
     assert score(prediction, reference)["exact_match"] == float(matches)
 
 
-def test_token_f1_is_the_harmonic_mean_of_precision_and_recall() -> None:
-    # Three of four words right, three of six found: 2 * 0.75 * 0.5 / 1.25.
+def test_token_f1_is_harmonic_mean_of_precision_and_recall() -> None:
+    # Precision 3/4, recall 3/6: 2 * 0.75 * 0.5 / 1.25.
     assert score("a b c x", "a b c d e f")["token_f1"] == pytest.approx(0.6)
     assert score("a a a", "a")["token_f1"] == pytest.approx(0.5)
     assert score("", "")["token_f1"] == 1.0
     assert score("", "a")["token_f1"] == 0.0
 
 
-def test_scores_are_means_over_samples() -> None:
+def test_answer_match_is_mean_over_samples() -> None:
     scores = AnswerMatch(keep_in_memory=True).compute(predictions=["1", "2", "3", "5"], references=["1", "2", "3", "4"])
 
     assert scores == {"exact_match": 0.75, "token_f1": 0.75}

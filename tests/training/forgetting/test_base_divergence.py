@@ -1,4 +1,4 @@
-"""The divergence to the base is that of whole distributions; the base is a copy, or the model without adapter."""
+"""KL divergence to the base model, against full logits; the base is a copy or the model without adapter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def batch() -> dict[str, Any]:
 
 
 def compute_parts(model: Any, base: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy and KL(model || base) by whole logits, summed over targets."""
+    """Reference: cross-entropy and KL(model || base) from full logits, summed over targets."""
     inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
     is_target = batch["labels"][:, 1:] >= 0
     logps, base_logps = (
@@ -37,7 +37,9 @@ def compute_parts(model: Any, base: Any, batch: dict[str, Any]) -> tuple[torch.T
     return nll, (logps.exp() * (logps - base_logps.detach())).sum()
 
 
-def compare(model: Any, divergence: BaseDivergence, base: Any, batch: dict[str, Any], coefficient: float) -> None:
+def assert_equals_full_logits(
+    model: Any, divergence: BaseDivergence, base: Any, batch: dict[str, Any], coefficient: float
+) -> None:
     nll, kl = compute_parts(model, base, batch)
     trained = [part for part in model.parameters() if part.requires_grad]
     expected = torch.autograd.grad(nll + coefficient * kl, trained)
@@ -51,7 +53,7 @@ def compare(model: Any, divergence: BaseDivergence, base: Any, batch: dict[str, 
         torch.testing.assert_close(gradient, other, rtol=1e-3, atol=1e-5)
 
 
-def disturb(model: Any) -> None:
+def perturb(model: Any) -> None:
     torch.manual_seed(1)
     with torch.no_grad():
         for part in model.parameters():
@@ -60,34 +62,34 @@ def disturb(model: Any) -> None:
 
 
 @pytest.mark.parametrize("coefficient", [0.1, 3.0])
-def test_a_frozen_copy(tiny_model_dir: Path, batch: dict[str, Any], coefficient: float) -> None:
+def test_divergence_to_frozen_copy(tiny_model_dir: Path, batch: dict[str, Any], coefficient: float) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     base = copy.deepcopy(model).requires_grad_(False)
-    disturb(model)
-    held = copy.deepcopy(base)
-    for each in (model, held):
+    perturb(model)
+    frozen = copy.deepcopy(base)
+    for each in (model, frozen):
         add_loss_head(each)
-    compare(model, BaseDivergence(coefficient, held), base, batch, coefficient)
+    assert_equals_full_logits(model, BaseDivergence(coefficient, frozen), base, batch, coefficient)
 
 
-def test_the_model_without_its_adapter(tiny_model_dir: Path, batch: dict[str, Any]) -> None:
+def test_divergence_to_model_without_adapter(tiny_model_dir: Path, batch: dict[str, Any]) -> None:
     base = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     model: Any = add_adapter(copy.deepcopy(base), AdapterConfig(use_peft=True, lora_r=4), seed=0)
-    disturb(model)
+    perturb(model)
     add_loss_head(model)
-    compare(model, BaseDivergence(0.5, None), base, batch, 0.5)
+    assert_equals_full_logits(model, BaseDivergence(0.5, None), base, batch, 0.5)
 
 
-def test_a_run_begins_at_its_base_and_stays_closer_to_it(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_larger_coefficient_keeps_run_closer_to_base(tiny_model_dir: Path, tmp_path: Path) -> None:
     keys = {"model_name_or_path": tiny_model_dir, "dataset_name": "d", "output_dir": tmp_path}
     flags = [f"--{name}={value}" for name, value in keys.items()]
     assert load_base(load_config("sft", flags), "sdpa") is None
     ends = []
     for coefficient in (0.001, 10.0):
-        held = load_config("sft", [*flags, f"--kl_to_base={coefficient}"])
+        config = load_config("sft", [*flags, f"--kl_to_base={coefficient}"])
         keys = {"max_steps": 6, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
         trainer, recorder = make_trainer(
-            tiny_model_dir, tmp_path / str(coefficient), make_packs(), base=load_base(held, "sdpa"), **keys
+            tiny_model_dir, tmp_path / str(coefficient), make_packs(), base=load_base(config, "sdpa"), **keys
         )
         trainer.train()
         figures = [logs[KL_TO_BASE] for logs in recorder.train_logs]

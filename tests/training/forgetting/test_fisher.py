@@ -1,4 +1,4 @@
-"""The Fisher information is the mean of squared gradients, document by document, however many processes compute it."""
+"""Diagonal Fisher information, against a closed form and ``vmap(grad)``, for one and two ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ QUIET = build_progress(is_main=False)
 
 
 class SoftmaxRegression(nn.Module):
-    """Classes as tokens: a document is the number of a row of features, and its class."""
+    """Softmax regression with classes as tokens: a document is a row number and the class of that row."""
 
     def __init__(self, features: torch.Tensor, weight: torch.Tensor) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class SoftmaxRegression(nn.Module):
 
 
 def make_regression(seed: int = 0) -> tuple[SoftmaxRegression, torch.Tensor, torch.Tensor]:
-    """Features whose classes have probabilities in eighths, and those."""
+    """Return a model whose class probabilities are multiples of 1/8, these eighths, and its features."""
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(12, 16, generator=generator, dtype=torch.float64)
     eighths = torch.tensor([[1, 2, 5], [4, 3, 1], [2, 2, 4], [6, 1, 1]]).repeat(3, 1)
@@ -62,9 +62,9 @@ def make_document(*ids: int) -> dict[str, Any]:
     }
 
 
-def test_of_a_softmax_regression_it_is_the_closed_form() -> None:
+def test_fisher_of_softmax_regression_equals_closed_form() -> None:
     model, eighths, features = make_regression()
-    # Each class as often as the model expects it: the mean over the text is that over the model.
+    # Each class as often as its probability, so that the empirical mean is the model's expectation.
     documents = [
         make_document(row, label) for row in range(12) for label in range(3) for _ in range(int(eighths[row, label]))
     ]
@@ -73,20 +73,20 @@ def test_of_a_softmax_regression_it_is_the_closed_form() -> None:
     closed = torch.einsum("nj,nc->cj", features**2, p * (1 - p)) / 12
     assert fisher.num_tokens == fisher.num_documents == 96
     torch.testing.assert_close(fisher.diagonal["weight"].double(), closed, rtol=1e-6, atol=1e-6)
-    # The square of the mean gradient, which is easily taken for it, is nothing at all here.
+    # The square of the mean gradient, a common mistake, is 0 here.
     assert closed.min() > 1e-4
 
 
-def test_sampled_targets_need_no_text() -> None:
+def test_sampled_labels_ignore_targets() -> None:
     model, eighths, features = make_regression()
     p = (eighths / 8).double()
     closed = torch.einsum("nj,nc->cj", features**2, p * (1 - p)) / 12
-    # One class throughout, which would be far off.
+    # All targets are class 0, so that an empirical Fisher would be far off.
     documents = [make_document(row, 0) for _ in range(50) for row in range(12)]
 
     def compute(labels: Any, seed: int, num_documents: int = 24) -> torch.Tensor:
-        taken = documents[:num_documents]
-        return compute_fisher(model, taken, COLLATE, labels=labels, seed=seed, progress=QUIET).diagonal["weight"]
+        fisher = compute_fisher(model, documents[:num_documents], COLLATE, labels=labels, seed=seed, progress=QUIET)
+        return fisher.diagonal["weight"]
 
     assert ((compute("sampled", 0, 600).double() - closed).norm() / closed.norm()) < 0.1
     assert ((compute("empirical", 0).double() - closed).norm() / closed.norm()) > 0.3
@@ -94,7 +94,7 @@ def test_sampled_targets_need_no_text() -> None:
     assert not torch.equal(compute("sampled", 0), compute("sampled", 1))
 
 
-def test_of_a_transformer_it_is_what_vmap_computes(tiny_model_dir: Path) -> None:
+def test_fisher_of_transformer_equals_vmap_of_grad(tiny_model_dir: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation="eager")
     ids = torch.randint(4, 512, (6, 12), generator=torch.Generator().manual_seed(0))
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -113,20 +113,20 @@ def test_of_a_transformer_it_is_what_vmap_computes(tiny_model_dir: Path) -> None
         torch.testing.assert_close(fisher.diagonal[name], (expected**2).sum(0) / 66, rtol=2e-4, atol=1e-8, msg=name)
 
 
-def test_packed_rows_are_taken_apart() -> None:
+def test_split_documents_unpacks_rows() -> None:
     packs = make_packs(5)
     documents = list(split_documents(packs))
-    whole = [ids for row in packs for ids in np.split(row["input_ids"], np.cumsum(row["seq_lengths"])[:-1])]
+    unpacked = [ids for row in packs for ids in np.split(row["input_ids"], np.cumsum(row["seq_lengths"])[:-1])]
     masks = [mask for row in packs for mask in np.split(row["loss_mask"], np.cumsum(row["seq_lengths"])[:-1])]
-    kept = [ids.tolist() for ids, mask in zip(whole, masks, strict=True) if mask[1:].any()]
-    assert [document["input_ids"].tolist() for document in documents] == kept
+    expected = [ids.tolist() for ids, mask in zip(unpacked, masks, strict=True) if mask[1:].any()]
+    assert [document["input_ids"].tolist() for document in documents] == expected
     assert len(take_documents(packs, 3)) == 3
     with pytest.raises(DataError, match="no document"):
         take_documents([], 3)
 
 
 @pytest.mark.multiprocess
-def test_two_processes_compute_what_one_does(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_fisher_of_two_ranks_equals_one(tiny_model_dir: Path, tmp_path: Path) -> None:
     run_forked("tests.training.forgetting.test_fisher", tiny_model_dir, tmp_path / "two")
     two, record = read_fisher(tmp_path / "two", "here")
     one = _compute(tiny_model_dir)
@@ -135,7 +135,7 @@ def test_two_processes_compute_what_one_does(tiny_model_dir: Path, tmp_path: Pat
         torch.testing.assert_close(two[name], expected, rtol=1e-5, atol=1e-9, msg=name)
 
 
-def test_files_that_are_missing_or_damaged_are_refused(tmp_path: Path) -> None:
+def test_missing_or_damaged_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="recipes fisher"):
         read_fisher(tmp_path, "recipe.yaml:3")
     model, *_ = make_regression()
@@ -157,7 +157,7 @@ def _compute(model_dir: Path) -> Any:
 
 
 def main() -> None:
-    """Compute in this process (one of two): ``MODEL OUTPUT``."""
+    """Compute on one of two ranks; arguments: ``MODEL OUTPUT``."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     fisher = _compute(Path(sys.argv[1]))

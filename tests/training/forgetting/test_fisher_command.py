@@ -1,4 +1,4 @@
-"""``recipes fisher`` writes beside a run's model what a later run is held to."""
+"""``recipes fisher``: writes the Fisher information beside a model, for a later run with ``ewc_lambda``."""
 
 from __future__ import annotations
 
@@ -39,18 +39,16 @@ def read_record(folder: Path) -> dict[str, Any]:
     return record
 
 
-def test_it_stands_beside_the_model_that_a_run_has_left(
-    tmp_path: Path, tiny_model_dir: Path, chats: Path, capsys: Any
-) -> None:
+def test_command_writes_fisher_beside_model(tmp_path: Path, tiny_model_dir: Path, chats: Path, capsys: Any) -> None:
     run = tmp_path / "run"
-    # Of a run that has not begun it is that of the model which it starts from.
+    # Before the run starts, the Fisher information is that of its initial model.
     flags = make_flags(tmp_path, model_name_or_path=tiny_model_dir, dataset_name=chats, output_dir=run)
     fisher.main([*flags, "--num_documents=7"])
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     before = read_record(run)
     assert before["model_name_or_path"] == str(tiny_model_dir)
     assert (before["num_documents"], before["labels"]) == (7, "sampled")
-    assert "7 documents" in told
+    assert "7 documents" in output
     later = make_flags(tmp_path, model_name_or_path=tiny_model_dir, dataset_name=chats, output_dir=tmp_path / "later")
     config = load_config("sft", [*later, "--ewc_lambda=1", f"--ewc_reference={run}"])
     assert load_penalty(config) is not None
@@ -75,7 +73,7 @@ def test_it_stands_beside_the_model_that_a_run_has_left(
     assert load_penalty(config) is not None
 
 
-def test_documents_that_do_not_fit_the_positions_are_refused(tmp_path: Path, tiny_model_dir: Path, chats: Path) -> None:
+def test_document_longer_than_positions_is_rejected(tmp_path: Path, tiny_model_dir: Path, chats: Path) -> None:
     short = shutil.copytree(tiny_model_dir, tmp_path / "short")
     settings = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 4}))
@@ -84,7 +82,7 @@ def test_documents_that_do_not_fit_the_positions_are_refused(tmp_path: Path, tin
         fisher.main(flags)
 
 
-def test_documents_of_pretraining_are_looked_at_one_by_one(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_pretraining_documents_are_not_packed(tmp_path: Path, tiny_model_dir: Path) -> None:
     documents = write_documents(tmp_path / "documents.jsonl")
     run = tmp_path / "run"
     keys = {"model_name_or_path": tiny_model_dir, "dataset_name": documents, "output_dir": run}
@@ -94,8 +92,8 @@ def test_documents_of_pretraining_are_looked_at_one_by_one(tmp_path: Path, tiny_
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"), [(["--recipe=dpo"], "not one of sft"), (["--num_documents=0"], "number from 1 on")]
+    ("flags", "message"), [(["--recipe=dpo"], "not one of sft"), (["--num_documents=0"], "number from 1 on")]
 )
-def test_what_has_no_such_information_is_refused(flags: list[str], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_invalid_flag_is_rejected(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         fisher.main(flags)

@@ -1,4 +1,4 @@
-"""The penalty has the closed forms of EWC and L2-SP, and is added to a step's gradient once."""
+"""EWC and L2-SP penalty, against closed forms and autograd; added once per optimizer step."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from recipes_lib.training.forgetting.weight_penalty import PENALTY, WeightPenalt
 from recipes_lib.training.trainers.reference import hash_weights
 
 
-def hold(coefficient: float, model: nn.Module, reference: nn.Module, fisher: Any = None) -> WeightPenalty:
+def build_penalty(coefficient: float, model: nn.Module, reference: nn.Module, fisher: Any = None) -> WeightPenalty:
     penalty = WeightPenalty(coefficient, reference, fisher)
     penalty.prepare(Accelerator(cpu=True), model)
     penalty.hold(model)
     return penalty
 
 
-def test_of_a_linear_gaussian_model_the_minimum_is_that_of_both_data_sets() -> None:
-    """With an orthogonal design of the first data the diagonal is the whole Fisher information."""
+def test_ewc_minimum_of_linear_regression_is_joint_solution() -> None:
+    """With an orthogonal design matrix of the first data, the Fisher information is diagonal."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -45,17 +45,17 @@ def test_of_a_linear_gaussian_model_the_minimum_is_that_of_both_data_sets() -> N
         before.weight.copy_(torch.linalg.lstsq(first, first_y).solution.T)
         joint = torch.linalg.lstsq(torch.cat([first, second]), torch.cat([first_y, second_y])).solution
         model.weight.copy_(joint.T)
-    penalty = hold(1.0, model, before, {"weight": (first**2).sum(0)[None]})
+    penalty = build_penalty(1.0, model, before, {"weight": (first**2).sum(0)[None]})
     (0.5 * (model(second) - second_y).square().sum()).backward()
     assert model.weight.grad is not None
     assert model.weight.grad.abs().max() > 1
     penalty.add_gradients()
-    # The objective is strictly convex: where its gradient is 0, there is its minimum.
+    # Strictly convex: the gradient is 0 only at the minimum.
     assert model.weight.grad.abs().max() < 1e-9
 
 
 @pytest.mark.parametrize("has_fisher", [True, False])
-def test_the_gradient_that_is_added_is_that_of_the_penalty(has_fisher: bool) -> None:
+def test_added_gradient_equals_autograd(has_fisher: bool) -> None:
     torch.manual_seed(0)
     model, reference = (nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)) for _ in range(2))
     fisher = {name: torch.rand_like(part) for name, part in model.named_parameters()} if has_fisher else None
@@ -67,7 +67,7 @@ def test_the_gradient_that_is_added_is_that_of_the_penalty(has_fisher: bool) -> 
     value = 0.3 / 2 * expected
     gradients = torch.autograd.grad(value, list(model.parameters()))
     model[1].bias.requires_grad_(False)
-    penalty = hold(0.3, model, reference, fisher)
+    penalty = build_penalty(0.3, model, reference, fisher)
     for part in model.parameters():
         part.grad = torch.ones_like(part) if part.requires_grad else None
     penalty.add_gradients()
@@ -77,12 +77,14 @@ def test_the_gradient_that_is_added_is_that_of_the_penalty(has_fisher: bool) -> 
             part.grad.zero_()
     frozen = 0.3 / 2 * ((1 if fisher is None else fisher["1.bias"]) * (model[1].bias - anchors["1.bias"]) ** 2).sum()
     assert penalty.compute_value() == pytest.approx(float((value - frozen).detach()), rel=1e-5)
-    # As a loss scaler has multiplied those of the data.
+    # Multiplied by the scale of a loss scaler, as the gradients of the loss are.
     penalty.add_gradients(8.0)
     torch.testing.assert_close(model[0].weight.grad, 8 * gradients[0])
 
 
-def test_accumulation_does_not_multiply_it(tiny_model_dir: Path, tiny_tokenizer: Any, tmp_path: Path) -> None:
+def test_penalty_does_not_depend_on_gradient_accumulation(
+    tiny_model_dir: Path, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
     other = tiny.save_model(tmp_path / "other", tiny_tokenizer, seed=5)
     runs = []
     for number, (rows, accumulation) in enumerate(((8, 1), (1, 8))):
@@ -96,7 +98,7 @@ def test_accumulation_does_not_multiply_it(tiny_model_dir: Path, tiny_tokenizer:
     for step, other_step in zip(steps, others, strict=True):
         assert other_step == pytest.approx(step, rel=1e-5)
     assert other_penalties == pytest.approx(penalties, rel=1e-5)
-    # Weights that are drawn anew are as far apart as they are long, and come closer.
+    # The reference has other random weights, which the penalty pulls towards.
     assert penalties[0] > penalties[1] > penalties[2] > 0
     plain, recorder = make_trainer(tiny_model_dir, tmp_path / "plain", make_packs(), **keys)
     plain.train()
@@ -104,9 +106,21 @@ def test_accumulation_does_not_multiply_it(tiny_model_dir: Path, tiny_tokenizer:
     assert recorder.steps[0]["grad_norm"] != pytest.approx(steps[0]["grad_norm"], rel=1e-3)
 
 
+def test_float32_fisher_of_bfloat16_weights() -> None:
+    model, reference = nn.Linear(2, 1, bias=False).bfloat16(), nn.Linear(2, 1, bias=False).bfloat16()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[3.0, 1.0]]))
+        reference.weight.copy_(torch.tensor([[1.0, 0.0]]))
+    penalty = build_penalty(0.5, model, reference, {"weight": torch.tensor([[2.0, 4.0]])})
+    model.weight.grad = torch.zeros_like(model.weight)
+    penalty.add_gradients()
+    assert model.weight.grad.tolist() == [[2.0, 2.0]]
+    assert penalty.compute_value() == 0.5 / 2 * (2 * 2**2 + 4 * 1**2)
+
+
 @pytest.fixture
 def make_config(tiny_model_dir: Path, tmp_path: Path):
-    """Builds a run whose Fisher information is 1 everywhere, in a folder of its own."""
+    """Build configurations of runs with a Fisher information of 1 everywhere, in ``.folder``."""
     folder = tmp_path / "reference"
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     diagonal = {name: torch.ones_like(part) for name, part in model.named_parameters()}
@@ -122,7 +136,7 @@ def make_config(tiny_model_dir: Path, tmp_path: Path):
     return build
 
 
-def test_a_diagonal_of_ones_is_l2_sp(make_config: Any, tiny_model_dir: Path) -> None:
+def test_fisher_of_ones_equals_l2_sp(make_config: Any, tiny_model_dir: Path) -> None:
     assert load_penalty(make_config(ewc_lambda=0.0, ewc_reference="null")) is None
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     gradients = []
@@ -141,28 +155,26 @@ def test_a_diagonal_of_ones_is_l2_sp(make_config: Any, tiny_model_dir: Path) -> 
     assert gradients[0][0][3].abs().sum() > 0
 
 
-def test_the_fisher_information_of_another_model_is_refused(
-    make_config: Any, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_fisher_of_other_model_is_rejected(make_config: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:
     record = json.loads((make_config.folder / "fisher.json").read_text())
 
-    def refuse(words: str, **changed: Any) -> None:
+    def assert_rejected(message: str, **changed: Any) -> None:
         (make_config.folder / "fisher.json").write_text(json.dumps(record | changed))
-        with pytest.raises(ConfigError, match=words) as caught:
+        with pytest.raises(ConfigError, match=message) as caught:
             load_penalty(make_config())
         (problem,) = caught.value.problems
         assert problem.where == make_config().provenance["ewc_reference"]
         assert problem.remedy
 
-    refuse("other weights", weights="0" * 64)
+    assert_rejected("other weights", weights="0" * 64)
     other = tiny.save_model(tmp_path / "other", tiny_tokenizer, seed=1)
-    refuse("other weights", model_name_or_path=str(other))
+    assert_rejected("other weights", model_name_or_path=str(other))
     smaller = tmp_path / "smaller"
     model = AutoModelForCausalLM.from_pretrained(other)
     config = model.config
     config.num_hidden_layers = 1
     type(model)(config).save_pretrained(smaller)
-    refuse("9 weights of another shape or name", model_name_or_path=str(smaller))
+    assert_rejected("9 weights of another shape or name", model_name_or_path=str(smaller))
     (make_config.folder / "fisher.json").write_text(json.dumps(record))
     penalty = load_penalty(make_config())
     assert penalty is not None

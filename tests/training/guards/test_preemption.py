@@ -1,10 +1,11 @@
-"""All processes stop at the same place, whoever was asked, and an evaluation that was left is made again."""
+"""Preemption: agreement of all ranks, saving of the last step, and repetition of an interrupted evaluation."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,39 +28,39 @@ from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY
 
 
 @pytest.fixture(autouse=True)
-def nobody_asked(monkeypatch):
+def reset_stop_request(monkeypatch):
     monkeypatch.setattr(STOP, "reason", None)
     monkeypatch.setattr(STOP, "_is_closed", False)
 
 
-def take_rows(rank: int, asks: dict[int, int], numbers: list[int]) -> list[int]:
-    """Take rows until the end or a stop; a rank asks when it has taken so many."""
-    taken: list[int] = []
+def read_rows_until_stop(rank: int, stops_after: dict[int, int]) -> list[Any]:
+    """Read the rows of a rank until the end or a stop, which ranks request after ``stops_after`` rows."""
+    read: list[Any] = []
     try:
-        for rows, _ in share_rows(numbers[0], numbers[1]):
-            taken += rows
-            if len(taken) >= asks.get(rank, 10**9):
+        for rows, _ in share_rows(14, 2):
+            read += rows
+            if len(read) >= stops_after.get(rank, 10**9):
                 STOP.request(f"request of {rank}")
     except PreemptedError as error:
-        return [*taken, str(error)]
-    return taken
+        return [*read, str(error)]
+    return read
 
 
 def run_process(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    told = []
-    for asks in ({}, {0: 4}, {1: 2}, {0: 2, 1: 2}):
+    results = []
+    for stops_after in ({}, {0: 4}, {1: 2}, {0: 2, 1: 2}):
         STOP.reason = None
         STOP.is_deferred = True
-        told.append(take_rows(rank, asks, [14, 2]))
-    (folder / f"{rank}.json").write_text(json.dumps(told))
+        results.append(read_rows_until_stop(rank, stops_after))
+    (folder / f"{rank}.json").write_text(json.dumps(results))
     distributed.barrier()
     distributed.destroy_process_group()
 
 
 @pytest.mark.multiprocess
-def test_all_stop_at_the_same_place_whoever_was_asked(tmp_path):
+def test_ranks_stop_at_same_batch(tmp_path):
     start_processes(run_process, (tmp_path,), nprocs=2, start_method=FORKING.get_start_method())
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert first[0] == [0, 1, 4, 5, 8, 9, 12, 13]
@@ -70,53 +71,51 @@ def test_all_stop_at_the_same_place_whoever_was_asked(tmp_path):
     assert first[3][-1] == second[3][-1] == "request of 0 on rank 0"
 
 
-def test_where_nothing_is_deferred_nobody_is_waited_for():
+def test_stop_is_not_collective_outside_deferred():
     STOP.request("SIGTERM")
     stop_if_agreed()
     with pytest.raises(PreemptedError), STOP.deferred():
         stop_if_agreed()
 
 
-def test_a_state_of_before_owes_nothing():
+def test_old_trainer_state_has_no_pending_evaluation():
     assert read_evaluation(TrainerState(stateful_callbacks=[])) == {"last": -1, "is_owed": False}
 
 
 class Hook:
-    """An evaluation that may be asked to stop in its middle; every call is noted."""
+    """Evaluation hook that records its steps and requests a stop at one of them."""
 
-    def __init__(self, asks_at: int | None = None) -> None:
+    def __init__(self, stop_at: int | None = None) -> None:
         self.steps: list[int] = []
-        self._asks_at = asks_at
+        self._stop_at = stop_at
 
     def __call__(self, model, step):
-        if step == self._asks_at:
+        if step == self._stop_at:
             STOP.request("SIGTERM")
             stop_if_agreed()
         self.steps.append(step)
         return {"loss": float(sum(float(parameter.sum()) for parameter in model.parameters()))}
 
 
-@pytest.mark.parametrize(("best", "accumulation"), [(False, 1), (True, 2)])
-def test_an_evaluation_that_was_left_is_made_again_with_all_that_follows_from_it(
-    tiny_model_dir, tmp_path, best, accumulation
-):
+def test_interrupted_evaluation_is_repeated_on_resume(tiny_model_dir, tmp_path):
     keys = {
         "eval_strategy": "steps",
         "eval_steps": 2,
         "eval_on_start": True,
         "max_steps": 5,
-        "gradient_accumulation_steps": accumulation,
+        "gradient_accumulation_steps": 2,
         "save_strategy": "steps",
         "save_steps": 4,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": False,
     }
-    keys |= {"metric_for_best_model": "eval_loss", "greater_is_better": False} if best else {}
     packs = make_packs()
     hook = Hook()
-    straight, expected = make_trainer(tiny_model_dir, tmp_path / "straight", packs, hooks=[hook], **keys)
-    straight.train()
+    uninterrupted, expected = make_trainer(tiny_model_dir, tmp_path / "uninterrupted", packs, hooks=[hook], **keys)
+    uninterrupted.train()
     assert hook.steps == [0, 2, 4, 5]
 
-    stopped, first = make_trainer(tiny_model_dir, tmp_path / "run", packs, hooks=[Hook(asks_at=2)], **keys)
+    stopped, first = make_trainer(tiny_model_dir, tmp_path / "run", packs, hooks=[Hook(stop_at=2)], **keys)
     with pytest.raises(PreemptedError, match="SIGTERM: stopped after step 2; checkpoint-2 is complete"):
         stopped.train()
     STOP.reason, STOP._is_closed = None, False
@@ -125,30 +124,30 @@ def test_an_evaluation_that_was_left_is_made_again_with_all_that_follows_from_it
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
 
     assert hook.steps == [2, 4, 5]
-    assert_equal_weights(weights_of(straight), weights_of(resumed))
+    assert_equal_weights(weights_of(uninterrupted), weights_of(resumed))
     assert first.steps + second.steps == expected.steps
-    assert resumed.state.best_metric == straight.state.best_metric
-    assert resumed.state.best_global_step == straight.state.best_global_step
+    assert resumed.state.best_metric == uninterrupted.state.best_metric
+    assert resumed.state.best_global_step == uninterrupted.state.best_global_step
 
 
-def test_where_nothing_shall_be_saved_nothing_is(tiny_model_dir, tmp_path):
-    trainer, _ = make_trainer(tiny_model_dir, tmp_path / "run", make_packs(), hooks=[Hook(asks_at=2)], eval_steps=2,
+def test_save_strategy_no_saves_nothing_on_stop(tiny_model_dir, tmp_path):
+    trainer, _ = make_trainer(tiny_model_dir, tmp_path / "run", make_packs(), hooks=[Hook(stop_at=2)], eval_steps=2,
                               eval_strategy="steps")  # fmt: skip
     with pytest.raises(PreemptedError, match="stopped after step 2; there was nothing to save"):
         trainer.train()
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
-def test_between_epochs_the_random_states_are_those_of_the_last_step(tiny_model_dir, tmp_path):
-    """The rows of the next epoch are drawn before it is known that nobody wants them; dropout would tell."""
+def test_stop_between_epochs_saves_rng_state_of_last_step(tiny_model_dir, tmp_path):
+    """The sampler of the next epoch draws before the stop is seen; with dropout, other states change the weights."""
     shutil.copytree(tiny_model_dir, tmp_path / "model")
     tiny_model_dir = tmp_path / "model"
     config = json.loads((tiny_model_dir / "config.json").read_text()) | {"attention_dropout": 0.3}
     (tiny_model_dir / "config.json").write_text(json.dumps(config))
     keys = {"max_steps": 12, "save_strategy": "steps", "save_steps": 100, "per_device_train_batch_size": 4}
     packs = make_packs()
-    straight, _ = make_trainer(tiny_model_dir, tmp_path / "straight", packs, **keys)
-    straight.train()
+    uninterrupted, _ = make_trainer(tiny_model_dir, tmp_path / "uninterrupted", packs, **keys)
+    uninterrupted.train()
 
     stopped, recorder = make_trainer(tiny_model_dir, tmp_path / "run", packs, **keys)
     steps_per_epoch = len(packs) // 4
@@ -158,35 +157,35 @@ def test_between_epochs_the_random_states_are_those_of_the_last_step(tiny_model_
     STOP.reason, STOP._is_closed = None, False
     resumed, _ = make_trainer(tiny_model_dir, tmp_path / "run", packs, **keys)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{steps_per_epoch}"))
-    assert_equal_weights(weights_of(straight), weights_of(resumed))
+    assert_equal_weights(weights_of(uninterrupted), weights_of(resumed))
     assert read_evaluation(resumed.state)["is_owed"] is False
     assert EVALUATION_KEY in stopped.state.stateful_callbacks
 
 
-@pytest.mark.parametrize("max_steps", [3, 4], ids=["inside an epoch", "at its end"])
-def test_a_run_that_goes_on_at_its_very_end_makes_no_further_step(tiny_model_dir, tmp_path, max_steps):
+@pytest.mark.parametrize("max_steps", [3, 4], ids=["within an epoch", "end of an epoch"])
+def test_resume_at_last_step_trains_no_further_step(tiny_model_dir, tmp_path, max_steps):
     keys = {"max_steps": max_steps, "save_strategy": "steps", "save_steps": 100, "lr_scheduler_type": "constant"}
     keys |= {"eval_strategy": "steps", "eval_steps": max_steps, "eval_on_start": True}
     packs, hook = make_packs(), Hook()
-    straight, _ = make_trainer(tiny_model_dir, tmp_path / "run", packs, hooks=[hook], **keys)
-    straight.train()
+    finished, _ = make_trainer(tiny_model_dir, tmp_path / "run", packs, hooks=[hook], **keys)
+    finished.train()
     resumed, recorder = make_trainer(tiny_model_dir, tmp_path / "run", packs, hooks=[hook], **keys)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{max_steps}"))
     assert (resumed.state.global_step, recorder.steps) == (max_steps, [])
-    assert hook.steps == [0, max_steps]  # Nor is it evaluated twice.
-    assert_equal_weights(weights_of(straight), weights_of(resumed))
+    assert hook.steps == [0, max_steps]  # Not evaluated twice.
+    assert_equal_weights(weights_of(finished), weights_of(resumed))
 
 
-def test_asked_during_the_last_save_all_stop_together(tiny_model_dir, tmp_path):
+def test_stop_during_last_save_reports_checkpoint(tiny_model_dir, tmp_path):
     keys = {"max_steps": 5, "save_strategy": "steps", "save_steps": 5}
     trainer, recorder = make_trainer(tiny_model_dir, tmp_path / "run", make_packs(), **keys)
     recorder.on_save = lambda *_, **__: STOP.request("SIGTERM")
-    # In the words of those who have agreed: where everyone stops alone, nobody knows of the checkpoint.
+    # The message of a stop agreed by all ranks: an immediate one does not name the checkpoint.
     with pytest.raises(PreemptedError, match="step 5; checkpoint-5 is complete; run the same command to resume"):
         trainer.train()
 
 
-def test_who_is_asked_leaves_what_it_computes_by_itself_and_only_while_training(monkeypatch):
+def test_raise_if_stop_pending_only_inside_deferred(monkeypatch):
     raise_if_stop_pending()
     STOP.request("SIGTERM")
     raise_if_stop_pending()

@@ -1,4 +1,4 @@
-"""A flipped bit changes a checksum; a step that comes out otherwise ends the run, one that does not leaves no trace."""
+"""``verify_steps``: checksums, and the recomputation of a step, which detects faults and has no side effects."""
 
 from types import SimpleNamespace
 
@@ -17,13 +17,13 @@ KEYS = {"max_steps": 5, "save_strategy": "no", "gradient_accumulation_steps": 2}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_any_flipped_bit_changes_the_checksum(dtype):
+def test_any_flipped_bit_changes_checksum(dtype):
     tensor = torch.randn(7, 5, dtype=torch.float64).to(dtype)
     before = compute_checksums({"w": tensor})
     words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     for bit in range(8 * tensor.element_size()):
         flipped = tensor.clone()
-        # As numpy's, whose highest bit is no overflow.
+        # As unsigned integers of numpy: setting the highest bit of signed ones overflows.
         view = flipped.view(words).numpy().view(f"u{tensor.element_size()}")
         view[3, 2] ^= np.array(1, view.dtype) << np.array(bit, view.dtype)
         assert compute_checksums({"w": flipped}) != before
@@ -31,15 +31,15 @@ def test_any_flipped_bit_changes_the_checksum(dtype):
     assert compute_checksums({}) == {}
 
 
-def test_the_process_that_is_not_like_the_others_is_named():
-    sound = {"a": 1, "b": 2}
-    assert find_differences([sound] * 3) == {}
-    assert find_differences([{"a": 1, "b": 3}, sound, sound]) == {0: ["b"]}
-    assert find_differences([sound, {"a": 0, "b": 3}]) == {1: ["a", "b"]}
+def test_find_differences_names_deviating_rank():
+    usual = {"a": 1, "b": 2}
+    assert find_differences([usual] * 3) == {}
+    assert find_differences([{"a": 1, "b": 3}, usual, usual]) == {0: ["b"]}
+    assert find_differences([usual, {"a": 0, "b": 3}]) == {1: ["a", "b"]}
 
 
 def scale_losses(trainer):
-    """Scale losses before the backward pass and gradients back behind it, as fp16 does on a GPU."""
+    """Scale losses and unscale gradients, as the loss scaler of fp16 does on a GPU."""
 
     def unscale(*_):
         for parameter in trainer.model.parameters():
@@ -52,7 +52,7 @@ def scale_losses(trainer):
 
 
 @pytest.mark.parametrize(("dropout", "is_scaled"), [(0.0, False), (0.2, False), (0.2, True)])
-def test_a_sound_step_is_computed_twice_without_a_trace(tiny_model_dir, tmp_path, dropout, is_scaled):
+def test_replay_does_not_change_training(tiny_model_dir, tmp_path, dropout, is_scaled):
     runs = []
     for guards in (GuardsConfig(), CHECKED):
         trainer, recorder = make_guarded(tiny_model_dir, tmp_path, make_spiking_packs(20), guards=guards, **KEYS)
@@ -67,7 +67,7 @@ def test_a_sound_step_is_computed_twice_without_a_trace(tiny_model_dir, tmp_path
     assert runs[0][1:] == runs[1][1:]
 
 
-def test_a_product_that_is_off_once_is_found_before_the_update(tiny_model_dir, tmp_path):
+def test_wrong_product_is_detected_before_update(tiny_model_dir, tmp_path):
     trainer, recorder = make_guarded(tiny_model_dir, tmp_path, make_spiking_packs(20), guards=CHECKED, **KEYS)
     compute = trainer.training_step
 
@@ -83,7 +83,7 @@ def test_a_product_that_is_off_once_is_found_before_the_update(tiny_model_dir, t
     assert len(recorder.steps) == 1
 
 
-def test_a_gradient_that_is_off_once_is_found_though_the_loss_is_not(tiny_model_dir, tmp_path):
+def test_wrong_gradient_with_correct_loss_is_detected(tiny_model_dir, tmp_path):
     trainer, _ = make_guarded(tiny_model_dir, tmp_path, make_spiking_packs(20), guards=CHECKED, **KEYS)
     calls = []
 
@@ -96,7 +96,7 @@ def test_a_gradient_that_is_off_once_is_found_though_the_loss_is_not(tiny_model_
         trainer.train()
 
 
-def test_where_sums_may_differ_by_themselves_it_is_said_once(tiny_model_dir, tmp_path, monkeypatch):
+def test_nondeterministic_device_compares_weights_only(tiny_model_dir, tmp_path, monkeypatch):
     trainer, recorder = make_guarded(tiny_model_dir, tmp_path, make_spiking_packs(20), guards=CHECKED, **KEYS)
     monkeypatch.setattr(type(trainer.args), "device", torch.device("cuda"))
     for step in (2, 4):

@@ -1,4 +1,4 @@
-"""What is known of a rollback is on disk, whole, and names rows that it can be repeated with."""
+"""``rollbacks.json``, the rows that it skips, and the checkpoint to roll back to."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ FIRST = Rollback(step=27, cause="loss 5", back_to=25, skipped=(50, 58), steps=(2
 SECOND = Rollback(step=31, cause="loss 6", back_to=25, skipped=(58, 66), steps=(30, 33))
 
 
-def test_what_was_written_is_read(tmp_path):
+def test_rollbacks_round_trip(tmp_path):
     assert read_rollbacks(tmp_path) == Rollbacks()
     Rollbacks((FIRST, SECOND)).write(tmp_path)
     assert read_rollbacks(tmp_path) == Rollbacks((FIRST, SECOND))
@@ -28,14 +28,14 @@ def test_what_was_written_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("skipped", ["[]", "[1]", "[1, Infinity]", "7", "[null, 2]"])
-def test_a_changed_file_is_refused(tmp_path, skipped):
+def test_invalid_file_is_rejected(tmp_path, skipped):
     text = f'[{{"step": 1, "cause": "loss", "back_to": 0, "skipped": {skipped}, "steps": [1, 2]}}]'
     (tmp_path / ROLLBACKS_FILE).write_text(text)
     with pytest.raises(DataError, match=r"rollbacks\.json: "):
         read_rollbacks(tmp_path)
 
 
-def test_a_kill_while_writing_leaves_what_was_there(tmp_path, monkeypatch):
+def test_failed_write_keeps_old_file(tmp_path, monkeypatch):
     Rollbacks((FIRST,)).write(tmp_path)
     monkeypatch.setattr(Path, "write_text", lambda self, *_, **__: self.write_bytes(b'[{"step"') and 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -43,13 +43,13 @@ def test_a_kill_while_writing_leaves_what_was_there(tmp_path, monkeypatch):
     assert read_rollbacks(tmp_path) == Rollbacks((FIRST,))
 
 
-def test_the_rows_of_a_second_rollback_are_counted_without_those_of_the_first():
+def test_second_rollback_is_numbered_after_first():
     assert Rollbacks((FIRST,)).skips.ranges == ((50, 58),)
-    # Rows 58 to 65 of the run are 66 to 73 of the data.
+    # Rows 58 to 65 of the run are rows 66 to 73 of the data, because 8 are skipped before them.
     assert Rollbacks((FIRST, SECOND)).skips.ranges == ((50, 58), (66, 74))
 
 
-def test_the_newest_whole_checkpoint_two_steps_before_is_taken(tmp_path):
+def test_find_step_before_skips_recent_and_incomplete(tmp_path):
     for step in (10, 20, 25, 26):
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / "weights").write_bytes(b"1")

@@ -1,4 +1,4 @@
-"""What must hold at the start holds in sound runs, leaves no trace, and does not hold when it is broken."""
+"""Start checks: gradient accumulation, gradients of all trained tensors, initial loss."""
 
 import math
 import re
@@ -18,7 +18,7 @@ from recipes_lib.training.guards.start_checks import (
     verify_updated,
 )
 
-V = 4096
+VOCAB_SIZE = 4096
 
 
 def make_ready(model_dir, output_dir, **keys):
@@ -27,12 +27,12 @@ def make_ready(model_dir, output_dir, **keys):
     return trainer
 
 
-def test_two_rows_have_one_loss_apart_and_together(tiny_model_dir, tmp_path):
+def test_accumulation_check_passes_without_side_effects(tiny_model_dir, tmp_path):
     trainer = make_ready(tiny_model_dir, tmp_path)
     trainer.model.eval()
     before, state = weights_of(trainer), torch.get_rng_state()
     assert verify_accumulation(trainer).startswith("accumulation: two rows have the loss 6.")
-    # No trace.
+    # Without side effects.
     assert all(torch.equal(before[name], value) for name, value in weights_of(trainer).items())
     assert torch.equal(torch.get_rng_state(), state)
     trainer.observer.counter.synchronise()
@@ -41,7 +41,7 @@ def test_two_rows_have_one_loss_apart_and_together(tiny_model_dir, tmp_path):
     assert not trainer.model.training
 
 
-def test_the_rows_of_a_stream_are_its_first(tiny_model_dir, tmp_path):
+def test_accumulation_check_reads_first_rows_of_stream(tiny_model_dir, tmp_path):
     trainer = make_ready(tiny_model_dir, tmp_path)
     expected = verify_accumulation(trainer)
     trainer.train_dataset = make_packs().to_iterable_dataset().with_format("numpy")
@@ -49,14 +49,15 @@ def test_the_rows_of_a_stream_are_its_first(tiny_model_dir, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fault", "change"),
+    "change",
     [
-        ("divided twice", lambda loss, trainer, _: loss / trainer.current_gradient_accumulation_steps),
-        ("a mean of means", lambda loss, trainer, ratio: loss * ratio / trainer.current_gradient_accumulation_steps),
-        ("not divided", lambda loss, _, ratio: loss * ratio),
+        lambda loss, trainer, _: loss / trainer.current_gradient_accumulation_steps,
+        lambda loss, trainer, ratio: loss * ratio / trainer.current_gradient_accumulation_steps,
+        lambda loss, _, ratio: loss * ratio,
     ],
+    ids=["divided twice", "mean of means", "not divided"],
 )
-def test_a_loss_that_depends_on_how_the_batch_is_cut_is_refused(tiny_model_dir, tmp_path, fault, change):
+def test_loss_that_depends_on_accumulation_is_rejected(tiny_model_dir, tmp_path, change):
     trainer = make_ready(tiny_model_dir, tmp_path)
     compute = trainer.compute_loss
 
@@ -72,7 +73,7 @@ def test_a_loss_that_depends_on_how_the_batch_is_cut_is_refused(tiny_model_dir, 
 
 
 @pytest.mark.parametrize("losses", [["sigmoid"], ["sigmoid", "sft"]])
-def test_pairs_hold_too_and_the_first_step_is_still_judged_by_ln_two(tiny_model_dir, tmp_path, losses):
+def test_preference_training_passes_start_checks(tiny_model_dir, tmp_path, losses):
     trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs(), loss_type=losses)
     trainer.train()
     kinds = [line.split(":")[0] for line in recorder.lines]
@@ -83,7 +84,7 @@ def test_pairs_hold_too_and_the_first_step_is_still_judged_by_ln_two(tiny_model_
 
 
 @pytest.mark.parametrize("loss", ["aot", "aot_unpaired"])
-def test_a_loss_that_compares_rows_goes_on_after_its_first_steps(tiny_model_dir, tmp_path, loss):
+def test_loss_across_rows_resumes_without_accumulation_check(tiny_model_dir, tmp_path, loss):
     keys = {"loss_type": [loss], "learning_rate": 1e-2, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs(), **keys)[0].train()
     trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs(), **keys)
@@ -92,8 +93,8 @@ def test_a_loss_that_compares_rows_goes_on_after_its_first_steps(tiny_model_dir,
     assert any(line.startswith("accumulation: not checked") for line in recorder.lines)
 
 
-def run_checks(trainer, num_steps, *, lose=lambda name, step: False):
-    """Let ``StartChecks`` see the gradients of some steps, of which ``lose`` takes some away."""
+def run_checks(trainer, num_steps, *, has_no_gradient=lambda name, step: False):
+    """Run ``StartChecks`` for some steps without the gradients of ``has_no_gradient``; return its messages."""
     lines = []
     checks = StartChecks(trainer, has_adapter=False)
     trainer.observer.progress.say = lines.append
@@ -102,19 +103,19 @@ def run_checks(trainer, num_steps, *, lose=lambda name, step: False):
     checks.on_epoch_begin(trainer.args, trainer.state, trainer.control, model=model)
     for step in range(1, num_steps + 1):
         for name, parameter in model.named_parameters():
-            parameter.grad = None if lose(name, step) else torch.ones_like(parameter)
+            parameter.grad = None if has_no_gradient(name, step) else torch.ones_like(parameter)
         checks.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control, model=model, optimizer=optimizer)
     return lines[1:]
 
 
-def test_that_all_has_a_gradient_is_told_when_all_of_it_was_seen(tiny_model_dir, tmp_path):
+def test_gradient_check_passes_once_all_tensors_were_seen(tiny_model_dir, tmp_path):
     trainer = make_ready(tiny_model_dir, tmp_path)
     assert run_checks(trainer, 3) == ["gradients: all 21 trained tensors have one"]
-    lines = run_checks(trainer, 9, lose=lambda name, step: "lm_head" in name and step < 9)
+    lines = run_checks(trainer, 9, has_no_gradient=lambda name, step: "lm_head" in name and step < 9)
     assert lines == ["gradients: all 21 trained tensors have one"]
 
 
-def test_a_gradient_that_is_lost_is_found_in_a_real_run(tiny_model_dir, tmp_path):
+def test_lost_gradient_stops_run(tiny_model_dir, tmp_path):
     trainer = make_ready(tiny_model_dir, tmp_path, max_steps=12)
     trainer.model.model.layers[0].register_forward_hook(lambda module, inputs, output: output.detach())
     with pytest.raises(DivergedError, match=r"in the first 10 steps \d+ of 21 .* \(it has no gradient\)"):
@@ -122,7 +123,7 @@ def test_a_gradient_that_is_lost_is_found_in_a_real_run(tiny_model_dir, tmp_path
     assert trainer.state.global_step == 9
 
 
-def test_experts_routers_and_vectors_may_be_idle_and_are_named():
+def test_experts_routers_and_vectors_may_have_no_gradient():
     names = {
         "model.layers.0.mlp.experts.gate_up_proj": torch.ones(2, 3, 3),
         "model.layers.0.mlp.experts.7.down_proj.weight": torch.ones(3, 3),
@@ -132,32 +133,26 @@ def test_experts_routers_and_vectors_may_be_idle_and_are_named():
     parameters = {name: torch.nn.Parameter(value) for name, value in names.items()}
     faults = dict.fromkeys(parameters, "its gradient is zero")
     assert "4 of 9 trained tensors" in report_untrained(faults, parameters, 9)
-    # A gated MLP is no router.
+    # The gate of a gated MLP is not a router.
     parameters["model.layers.0.mlp.gate_proj.weight"] = torch.nn.Parameter(torch.ones(3, 3))
-    words = re.escape("1 of 9 trained tensors learnt nothing: model.layers.0.mlp.gate_proj")
-    with pytest.raises(DivergedError, match=words):
+    message = re.escape("1 of 9 trained tensors learnt nothing: model.layers.0.mlp.gate_proj")
+    with pytest.raises(DivergedError, match=message):
         report_untrained(dict.fromkeys(parameters, "its gradient is zero"), parameters, 9)
 
 
-def build_fresh(model_type, hidden_size, *, seed=0, **keys):
+def build_random_model(model_type, hidden_size, *, seed=0, **keys):
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(
-        model_type,
-        vocab_size=V,
-        hidden_size=hidden_size,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        bos_token_id=None,
-        eos_token_id=None,
-        **keys,
-    )
+    # The initial loss does not depend on ``intermediate_size``, whose defaults of up to 24,576 are slow.
+    sizes = {"hidden_size": hidden_size, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {"vocab_size": VOCAB_SIZE, "bos_token_id": None, "eos_token_id": None}
+    config = AutoConfig.for_model(model_type, **sizes | ids | keys)
     return AutoModelForCausalLM.from_config(config)
 
 
 def draw_batch(*, zipf=1.3):
-    """Text-like ids: the commonest is a quarter of all."""
+    """Return a batch of ids with the Zipf distribution of text: a quarter are the most frequent id."""
     generator = torch.Generator().manual_seed(1)
-    weights = torch.arange(1, V + 1).double() ** -zipf
+    weights = torch.arange(1, VOCAB_SIZE + 1).double() ** -zipf
     ids = torch.multinomial(weights, 8 * 64, replacement=True, generator=generator).view(8, 64)
     return {"input_ids": ids, "labels": ids}
 
@@ -178,10 +173,10 @@ def compute_mean_loss(model, batch):
         ("qwen2", 256, {"num_key_value_heads": 4}),
     ],
 )
-def test_fresh_models_of_any_kind_are_near_ln_v(model_type, hidden_size, keys, seed):
-    model, batch = build_fresh(model_type, hidden_size, seed=seed, **keys), draw_batch()
+def test_initial_loss_is_near_ln_of_vocabulary(model_type, hidden_size, keys, seed):
+    model, batch = build_random_model(model_type, hidden_size, seed=seed, **keys), draw_batch()
     loss = compute_mean_loss(model, batch)
-    assert f"near ln(4,096) = {math.log(V):.4f}" in verify_initial_loss(model, loss, [batch])
+    assert f"near ln(4,096) = {math.log(VOCAB_SIZE):.4f}" in verify_initial_loss(model, loss, [batch])
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
@@ -189,48 +184,48 @@ def test_fresh_models_of_any_kind_are_near_ln_v(model_type, hidden_size, keys, s
     ("model_type", "keys"),
     [("gemma", {"head_dim": 128}), ("granite", {"tie_word_embeddings": True, "embedding_multiplier": 60.0})],
 )
-def test_what_a_scaled_embedding_leaves_in_the_last_states_of_few_layers_is_no_fault(model_type, keys, seed):
-    """Ids that never follow themselves, so that predicting them again only costs."""
-    model = build_fresh(model_type, 768, seed=seed, num_key_value_heads=4, **keys)
-    ids = torch.randint(0, V, (8, 64), generator=torch.Generator().manual_seed(1))
+def test_initial_loss_of_scaled_embeddings_is_accepted(model_type, keys, seed):
+    """Such models predict the input token, which uniformly random ids do not repeat: the loss is above ln V."""
+    model = build_random_model(model_type, 768, seed=seed, num_key_value_heads=4, **keys)
+    ids = torch.randint(0, VOCAB_SIZE, (8, 64), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids}
     loss = compute_mean_loss(model, batch)
-    assert loss > math.log(V) + 0.5
+    assert loss > math.log(VOCAB_SIZE) + 0.5
     assert "near ln(4,096)" in verify_initial_loss(model, loss, [batch])
     with pytest.raises(DivergedError, match="before the first update the loss is"):
         verify_initial_loss(model, 3 * loss, [batch])
 
 
-def test_the_variance_of_the_logits_is_what_the_bound_says():
-    model, batch = build_fresh("llama", 512), draw_batch()
+def test_logit_variance_equals_formula():
+    model, batch = build_random_model("llama", 512), draw_batch()
     with torch.no_grad():
         logits = model(input_ids=batch["input_ids"]).logits
     assert float(logits.var()) == pytest.approx(0.02**2 * 512, rel=0.05)
-    assert compute_mean_loss(model, batch) == pytest.approx(math.log(V) + 0.02**2 * 512 / 2, abs=0.1)
+    assert compute_mean_loss(model, batch) == pytest.approx(math.log(VOCAB_SIZE) + 0.02**2 * 512 / 2, abs=0.1)
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0, 1 / 8, float("nan")])
-def test_a_loss_that_is_scaled_is_refused(factor):
-    model, batch = build_fresh("llama", 64), draw_batch()
+def test_scaled_initial_loss_is_rejected(factor):
+    model, batch = build_random_model("llama", 64), draw_batch()
     with pytest.raises(DivergedError, match="before the first update the loss is"):
         verify_initial_loss(model, factor * compute_mean_loss(model, batch), [batch])
 
 
-def test_weights_drawn_far_too_wide_are_refused():
-    model, batch = build_fresh("llama", 64), draw_batch()
+def test_wide_initialisation_is_rejected():
+    model, batch = build_random_model("llama", 64), draw_batch()
     model.lm_head.weight.data *= 20
     with pytest.raises(DivergedError, match="or the initialisation is scaled"):
         verify_initial_loss(model, compute_mean_loss(model, batch), [batch])
 
 
-def test_a_wide_initialisation_of_scaled_embeddings_has_a_bound():
-    model = build_fresh("gemma", 768, num_key_value_heads=4, head_dim=128)
-    model.config.initializer_range = 2.0  # Its logit of the input token, 1536, is beyond exp's range.
-    assert "near ln(4,096)" in verify_initial_loss(model, math.log(V), [draw_batch()])
+def test_bound_of_wide_scaled_embeddings_is_finite():
+    model = build_random_model("gemma", 768, num_key_value_heads=4, head_dim=128)
+    model.config.initializer_range = 2.0  # Logit of the input token 1536: exp overflows.
+    assert "near ln(4,096)" in verify_initial_loss(model, math.log(VOCAB_SIZE), [draw_batch()])
 
 
-def test_an_optimizer_that_updates_other_tensors_is_found():
-    """As where weights were gathered while it was built: their gradients come, and nothing is made of them."""
+def test_optimizer_of_other_tensors_is_rejected():
+    """As if the optimizer had been built of other tensors: gradients exist, and nothing is updated."""
     model = torch.nn.Linear(2, 2)
     verify_updated(model, torch.optim.SGD(model.parameters(), lr=0.1))
     partial = torch.optim.SGD([model.weight, torch.nn.Parameter(model.bias.detach().clone())], lr=0.1)

@@ -1,4 +1,4 @@
-"""What is not finite is found and put down so that the step can be looked at."""
+"""Non-finite losses and gradients of a step: search, description and dump."""
 
 import json
 
@@ -18,7 +18,7 @@ from recipes_lib.training.guards.step_facts import (
 
 
 def build_chain(*, bad=()):
-    """Weights of three layers with gradients of norm 1, 2 and 3; those of the ``bad`` ones are not finite."""
+    """Return the weights of three layers with gradient norms 1, 2 and 3, or NaN for the ``bad`` layers."""
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2, bias=False) for _ in range(3)))
     for at, layer in enumerate(model):
         layer.weight.grad = torch.zeros(2, 2)
@@ -26,27 +26,27 @@ def build_chain(*, bad=()):
     return dict(model.named_parameters())
 
 
-def test_gradients_are_named_from_the_output_on_and_the_largest_first():
-    found = find_faults(build_chain(bad=(0, 1)), [1.0, float("inf")])
-    assert list(found["non_finite_gradients"]) == ["1.weight", "0.weight"]
-    assert found["largest_gradient_norms"] == {"2.weight": 3.0}
-    assert found["bad_micro_batches"] == [1]
+def test_faults_are_ordered_from_output_to_input():
+    faults = find_faults(build_chain(bad=(0, 1)), [1.0, float("inf")])
+    assert list(faults["non_finite_gradients"]) == ["1.weight", "0.weight"]
+    assert faults["largest_gradient_norms"] == {"2.weight": 3.0}
+    assert faults["bad_micro_batches"] == [1]
     assert list(find_faults(build_chain(), [1.0])["largest_gradient_norms"].values()) == [3.0, 2.0, 1.0]
 
 
 @pytest.mark.parametrize(
-    ("processes", "words"),
+    ("processes", "message"),
     [
         ([((), [1.0]), ((0,), [float("nan")])], "the loss of micro-batch 1 of rank 1 is nan"),
         ([((), [1.0]), ((0, 2), [1.0])], "on rank 1 the gradient of 2.weight is not finite and of 1 more parameters"),
         ([((), [1.0])], "too large for float32"),
     ],
 )
-def test_the_loss_is_named_before_the_gradients(processes, words):
-    assert words in describe_faults([find_faults(build_chain(bad=bad), losses) for bad, losses in processes])
+def test_describe_faults_names_loss_before_gradient(processes, message):
+    assert message in describe_faults([find_faults(build_chain(bad=bad), losses) for bad, losses in processes])
 
 
-def test_a_dump_holds_rows_tensors_and_figures_as_strict_json(tmp_path):
+def test_dump_holds_rows_tensors_and_strict_json(tmp_path):
     batches = [{"input_ids": torch.arange(6).view(2, 3), "max_length_q": 3}, {"labels": torch.ones(2, 2).t()}]
     inputs = StepInputs(batches, [np.array([4, 9]), None], None)
     write_dump(tmp_path / "step-3", 1, inputs, {"loss": float("nan"), "norms": {"w": float("-inf")}, "scale": None})
@@ -61,7 +61,7 @@ def test_a_dump_holds_rows_tensors_and_figures_as_strict_json(tmp_path):
     assert facts == {"loss": "nan", "norms": {"w": "-inf"}, "scale": None, "row_ids": [[4, 9], None]}
 
 
-def test_where_a_step_is_made_of_several_the_message_says_whose_it_is(tmp_path):
+def test_error_names_learner(tmp_path):
     inputs = StepInputs([], [], None, [torch.tensor(float("inf"))])
     with pytest.raises(DivergedError, match="step 7 was stopped before its update of the critic: the loss of micro"):
         dump_and_raise(build_chain(), inputs, step=7, output_dir=tmp_path, facts={}, why="", learner="critic")

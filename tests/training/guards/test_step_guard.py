@@ -1,4 +1,4 @@
-"""Spikes are undone as if their rows had never been there; what is not finite ends the run before the update."""
+"""``StepGuard``: rollbacks, against runs without the skipped rows, and stops before a non-finite update."""
 
 import json
 from pathlib import Path
@@ -22,36 +22,37 @@ from recipes_lib.training.guards.replay_check import Rollbacks, read_rollbacks
 from recipes_lib.training.guards.step_facts import MAX_SKIPPED
 from recipes_lib.training.guards.step_guard import Spike, SpikeMonitor, StepGuard
 
-TWO = GuardsConfig(max_rollbacks=2)
+TWO_ROLLBACKS = GuardsConfig(max_rollbacks=2)
 
 
 @pytest.mark.parametrize(
     ("keys", "num_rows"),
     [
-        pytest.param({"gradient_accumulation_steps": 2}, 180, id="accumulated, mid-epoch"),
-        # An epoch is 28 steps, the last of which takes one row.
+        pytest.param({"gradient_accumulation_steps": 2}, 180, id="accumulation, mid-epoch"),
+        # An epoch is 28 steps, the last of one row.
         pytest.param({}, 55, id="across the end of an epoch"),
     ],
 )
-def test_after_a_spike_the_run_is_one_that_never_saw_those_rows(tiny_model_dir, tmp_path, keys, num_rows):
+def test_rollback_equals_run_without_skipped_rows(tiny_model_dir, tmp_path, keys, num_rows):
     per_step = 2 * keys.get("gradient_accumulation_steps", 1)
     packs = make_spiking_packs(num_rows, range(26 * per_step, 27 * per_step))
-    trainer, recorder = make_guarded(tiny_model_dir, tmp_path / "run", packs, guards=TWO, **keys)
+    keys = keys | {"max_steps": 31}
+    trainer, recorder = make_guarded(tiny_model_dir, tmp_path / "run", packs, guards=TWO_ROLLBACKS, **keys)
     trainer.train()
     (rollback,) = read_rollbacks(tmp_path / "run").made
     assert (rollback.step, rollback.steps, rollback.back_to) == (27, (26, 29), 25)
     (event,) = read_events(tmp_path / "run", "rollback")
     assert event["step"] == 27
 
-    # The rows of steps 26 to 29; the last of them may be in the second pass.
+    # The rows of steps 26 to 29, of which the last may be in the second epoch.
     steps_per_epoch = -(-num_rows // per_step)
     first = 25 * per_step
     stop = 29 * per_step if steps_per_epoch >= 29 else num_rows + (29 - steps_per_epoch) * per_step
-    natural = [row % num_rows for row in range(3 * num_rows) if not first <= row < stop]
-    epochs = [natural[:num_rows], natural[num_rows : 2 * num_rows]]
-    train = train_one_epoch if steps_per_epoch > 36 else train_two_epochs
+    rows = [row % num_rows for row in range(3 * num_rows) if not first <= row < stop]
+    epochs = [rows[:num_rows], rows[num_rows : 2 * num_rows]]
+    train = train_one_epoch if steps_per_epoch > 31 else train_two_epochs
     reference, other = train(tiny_model_dir, tmp_path / "other", packs, epochs, steps_per_epoch, keys)
-    assert recorder.steps[-8:] == other.steps[-8:]
+    assert recorder.steps[-3:] == other.steps[-3:]
     assert_equal_weights(weights_of(trainer), weights_of(reference))
 
 
@@ -60,7 +61,7 @@ def train_one_epoch(model_dir, output_dir, packs, epochs, steps_per_epoch, keys)
 
 
 def train_two_epochs(model_dir, output_dir, packs, epochs, steps_per_epoch, keys):
-    """A run whose second epoch has other rows than the first: stopped at its end, and resumed over the others."""
+    """Train two epochs of different rows: stop after the first, and resume on the rows of the second."""
     halfway = {"save_steps": steps_per_epoch, "save_total_limit": None}
     train_on_rows(model_dir, output_dir, packs, epochs[0], **keys | halfway)
     reference, recorder = make_guarded(
@@ -71,36 +72,36 @@ def train_two_epochs(model_dir, output_dir, packs, epochs, steps_per_epoch, keys
 
 
 class Killed(BaseException):
-    """What a test takes for a kill: nothing of ours runs behind it."""
+    """Simulated kill, which no handler of the library catches."""
 
 
-ROLLED_BACK = {"guards": TWO, "save_steps": 1, "save_total_limit": 3, "max_steps": 30}
+def make_spiking_trainer(model_dir, output_dir, *, spike_step=5, save_steps=1):
+    """Build a trainer of eight steps with a simulated spike, until it has rolled back."""
+    keys = {"save_steps": save_steps, "save_total_limit": 3, "max_steps": 8}
+    trainer, _ = make_guarded(model_dir, output_dir, make_spiking_packs(40), guards=TWO_ROLLBACKS, **keys)
+    trainer.guard._monitor.find_spike = SpikeOnce(trainer, spike_step)
+    return trainer
 
 
 @pytest.fixture(scope="module")
-def straight(tiny_model_dir, tmp_path_factory):
-    """A run that went back and that nobody killed."""
-    trainer, _ = make_guarded(
-        tiny_model_dir, tmp_path_factory.mktemp("straight"), make_spiking_packs(100, range(52, 54)), **ROLLED_BACK
-    )
+def uninterrupted(tiny_model_dir, tmp_path_factory):
+    """Trainer of a run with a rollback that was not killed."""
+    trainer = make_spiking_trainer(tiny_model_dir, tmp_path_factory.mktemp("uninterrupted"))
     trainer.train()
     return trainer
 
 
-@pytest.mark.parametrize("moment", ["the checkpoints are put aside", "the rows are written down", "three steps later"])
-def test_killed_at_any_moment_of_a_rollback_the_same_command_ends_alike(
-    tiny_model_dir, tmp_path, monkeypatch, straight, moment
-):
-    packs = make_spiking_packs(100, range(52, 54))
-    killed, _ = make_guarded(tiny_model_dir, tmp_path / "killed", packs, **ROLLED_BACK)
+@pytest.mark.parametrize("moment", ["after renaming", "after recording", "three steps later"])
+def test_kill_during_rollback_resumes_bit_identically(tiny_model_dir, tmp_path, monkeypatch, uninterrupted, moment):
+    killed = make_spiking_trainer(tiny_model_dir, tmp_path / "killed")
 
     def die(*_):
         raise Killed
 
     with monkeypatch.context() as patch:
-        if moment == "the checkpoints are put aside":
+        if moment == "after renaming":
             patch.setattr(Rollbacks, "write", die)
-        elif moment == "the rows are written down":
+        elif moment == "after recording":
             patch.setattr(StepGuard, "_go_back", die_after_writing)
         else:
             check_step = killed.guard.check_step
@@ -108,19 +109,19 @@ def test_killed_at_any_moment_of_a_rollback_the_same_command_ends_alike(
                 killed.guard,
                 "check_step",
                 lambda norm: (
-                    die() if killed.guard.rollbacks.made and killed.state.global_step == 28 else check_step(norm)
+                    die() if killed.guard.rollbacks.made and killed.state.global_step == 6 else check_step(norm)
                 ),
             )
         with pytest.raises(Killed):
             killed.train()
 
     checkpoint = find_last_complete(tmp_path / "killed")
-    assert checkpoint.name == ("checkpoint-28" if moment == "three steps later" else "checkpoint-25")
-    again, _ = make_guarded(tiny_model_dir, tmp_path / "killed", packs, **ROLLED_BACK)
+    assert checkpoint.name == ("checkpoint-6" if moment == "three steps later" else "checkpoint-3")
+    again = make_spiking_trainer(tiny_model_dir, tmp_path / "killed")
     again.train(resume_from_checkpoint=str(checkpoint))
-    assert read_rollbacks(tmp_path / "killed") == read_rollbacks(Path(straight.args.output_dir))
+    assert read_rollbacks(tmp_path / "killed") == read_rollbacks(Path(uninterrupted.args.output_dir))
     assert len(read_events(tmp_path / "killed", "rollback")) == 1
-    assert_equal_weights(weights_of(again), weights_of(straight))
+    assert_equal_weights(weights_of(again), weights_of(uninterrupted))
 
 
 def die_after_writing(guard, rollback):
@@ -129,7 +130,7 @@ def die_after_writing(guard, rollback):
     raise Killed
 
 
-def test_with_no_rollbacks_left_a_spike_ends_the_run(tiny_model_dir, tmp_path):
+def test_spike_after_last_rollback_stops_run(tiny_model_dir, tmp_path):
     packs = make_spiking_packs(120, [*range(52, 54), *range(66, 68)])
     trainer, _ = make_guarded(tiny_model_dir, tmp_path, packs, guards=GuardsConfig(max_rollbacks=1))
     with pytest.raises(DivergedError, match=r"step 30 was stopped before its update: .* after 1 rollbacks"):
@@ -138,30 +139,32 @@ def test_with_no_rollbacks_left_a_spike_ends_the_run(tiny_model_dir, tmp_path):
     assert find_last_complete(tmp_path).name == "checkpoint-25"
 
 
-@pytest.mark.parametrize("save_strategy", ["no", "steps"])
-def test_without_rollbacks_a_spike_is_told_once_and_changes_nothing(tiny_model_dir, tmp_path, save_strategy):
-    packs = make_spiking_packs(100, range(52, 54))
-    keys = {"save_strategy": save_strategy, "max_steps": 28}
-    trainer, recorder = make_guarded(tiny_model_dir, tmp_path, packs, guards=GuardsConfig(), **keys)
-    trainer.train()
-    assert [event["step"] for event in read_events(tmp_path, "spike")] == [27]
-    _, unjudged = train_on_rows(tiny_model_dir, tmp_path / "other", packs, range(100), **keys)
-    assert recorder.steps == unjudged.steps
-    assert not (tmp_path / "checkpoint-0").exists()
+def test_spike_without_rollbacks_is_only_logged(tiny_model_dir, tmp_path, monkeypatch):
+    packs, steps = make_spiking_packs(100, range(52, 54)), []
+    for name, save_strategy in (("one", "no"), ("other", "steps"), ("without detection", "no")):
+        keys = {"save_strategy": save_strategy, "save_steps": 25, "max_steps": 28}
+        trainer, recorder = make_guarded(tiny_model_dir, tmp_path / name, packs, guards=GuardsConfig(), **keys)
+        if name == "without detection":
+            monkeypatch.setattr(SpikeMonitor, "find_spike", lambda *_: None)
+        trainer.train()
+        steps.append(recorder.steps)
+        if name != "without detection":
+            assert [event["step"] for event in read_events(tmp_path / name, "spike")] == [27]
+        assert not (tmp_path / name / "checkpoint-0").exists()
+    assert steps[0] == steps[1] == steps[2]
 
 
-def test_the_very_beginning_is_kept_for_a_spike_before_the_first_checkpoint(tiny_model_dir, tmp_path):
-    packs = make_spiking_packs(100, range(52, 54))
-    trainer, _ = make_guarded(tiny_model_dir, tmp_path / "run", packs, guards=TWO, save_steps=30)
+def test_spike_before_first_checkpoint_rolls_back_to_step_0(tiny_model_dir, tmp_path):
+    trainer = make_spiking_trainer(tiny_model_dir, tmp_path / "run", spike_step=4, save_steps=100)
     trainer.train()
     assert read_rollbacks(tmp_path / "run").made[0].back_to == 0
-    rows = [row for row in range(100) if not 50 <= row < 58]
-    reference, _ = train_on_rows(tiny_model_dir, tmp_path / "other", packs, rows)
+    rows = [row for row in range(40) if not 4 <= row < 12]  # Without those of steps 3 to 6.
+    reference, _ = train_on_rows(tiny_model_dir, tmp_path / "other", make_spiking_packs(40), rows, max_steps=8)
     assert_equal_weights(weights_of(trainer), weights_of(reference))
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_a_loss_that_is_not_finite_stops_though_the_gradient_is(tiny_model_dir, tmp_path, monkeypatch, accumulation):
+def test_non_finite_loss_stops_before_update(tiny_model_dir, tmp_path, monkeypatch, accumulation):
     keys = {"max_steps": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulation}
     trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(24), save_strategy="steps", save_steps=1, **keys)
     compute_loss, calls = trainer.compute_loss, []
@@ -169,7 +172,7 @@ def test_a_loss_that_is_not_finite_stops_though_the_gradient_is(tiny_model_dir, 
 
     def compute(model, inputs, return_outputs=False, num_items_in_batch=None):
         loss = compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        # Only in training: the checks of the start compute in evaluation mode.
+        # In training mode only: start checks also compute losses, in evaluation mode.
         calls.extend([None] * model.training)
         return loss + float("nan") if len(calls) == bad_call else loss
 
@@ -189,7 +192,7 @@ def test_a_loss_that_is_not_finite_stops_though_the_gradient_is(tiny_model_dir, 
     assert facts["non_finite_gradients"] == {}
     assert facts["learning_rate"] > 0
     tensors = load_file(folder / "rank-0.safetensors")
-    # The rows are found again by their numbers, and they are those of the dumped batch.
+    # ``row_ids`` identify the rows of the dumped batch.
     for at, row_ids in enumerate(facts["row_ids"], start=1):
         rows = dict.fromkeys(row_ids)
         batch = trainer.data_collator([make_packs(24)[row] for row in rows])
@@ -197,7 +200,7 @@ def test_a_loss_that_is_not_finite_stops_though_the_gradient_is(tiny_model_dir, 
         assert torch.equal(tensors[f"micro_batch_{at}.labels"], batch["labels"])
 
 
-def test_a_full_disk_does_not_hide_why_a_step_was_stopped(tiny_model_dir, tmp_path, monkeypatch):
+def test_failed_dump_does_not_hide_divergence(tiny_model_dir, tmp_path, monkeypatch):
     trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs())
     trainer.model.model.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
 
@@ -209,7 +212,7 @@ def test_a_full_disk_does_not_hide_why_a_step_was_stopped(tiny_model_dir, tmp_pa
         trainer.train()
 
 
-def test_the_parameter_nearest_to_the_output_is_named_first(tiny_model_dir, tmp_path):
+def test_non_finite_gradient_is_named(tiny_model_dir, tmp_path):
     trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs())
     weight = trainer.model.model.layers[1].self_attn.o_proj.weight
     weight.register_hook(lambda gradient: gradient * float("inf"))
@@ -219,12 +222,12 @@ def test_the_parameter_nearest_to_the_output_is_named_first(tiny_model_dir, tmp_
         trainer.train()
     facts = json.loads((tmp_path / "diverged" / "step-1" / "rank-0.json").read_text())
     assert list(facts["non_finite_gradients"]) == ["model.layers.1.self_attn.o_proj.weight"]
-    # The others were not spoilt by a clipping with a norm that is none.
+    # Gradients are unclipped: clipping by a non-finite norm would make all of them non-finite.
     assert all(0 < norm < 1e6 for norm in facts["largest_gradient_norms"].values())
 
 
 @pytest.mark.parametrize(("num_skipped", "ends"), [(MAX_SKIPPED - 1, False), (MAX_SKIPPED, True)])
-def test_under_fp16_overflows_are_in_order_until_there_are_too_many(tiny_model_dir, tmp_path, num_skipped, ends):
+def test_fp16_overflows_are_skipped_up_to_limit(tiny_model_dir, tmp_path, num_skipped, ends):
     trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs())
     trainer.create_optimizer_and_scheduler(4)
     trainer.args.fp16 = True
@@ -240,7 +243,7 @@ def test_under_fp16_overflows_are_in_order_until_there_are_too_many(tiny_model_d
         trainer.guard.check_step(torch.tensor(float("inf")))
 
 
-def test_under_fp16_a_loss_that_is_not_finite_is_no_overflow_of_the_scaling(tiny_model_dir, tmp_path):
+def test_fp16_non_finite_loss_stops_at_once(tiny_model_dir, tmp_path):
     trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs())
     trainer.create_optimizer_and_scheduler(4)
     trainer.args.fp16 = True
@@ -249,25 +252,25 @@ def test_under_fp16_a_loss_that_is_not_finite_is_no_overflow_of_the_scaling(tiny
         trainer.guard.check_step(torch.tensor(float("inf")))
 
 
-def test_pairs_are_left_out_as_rows_are(tiny_model_dir, tmp_path):
+def test_rollback_skips_preference_pairs(tiny_model_dir, tmp_path):
     keys = {"per_device_train_batch_size": 4, "max_steps": 7, "train_sampling_strategy": "sequential"}
     keys |= {"save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 1}
     pairs = make_pairs(48)
     trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / "run", pairs, **keys)
-    trainer.guard._keys = TWO
+    trainer.guard._keys = TWO_ROLLBACKS
     trainer.guard._monitor.find_spike = SpikeOnce(trainer, 4)
     trainer.train()
     assert read_rollbacks(tmp_path / "run").made[0].steps == (3, 6)
-    left = pairs.select([row for row in range(48) if not 8 <= row < 24])
-    reference, other = make_pair_trainer(tiny_model_dir, tmp_path / "other", left, **keys)
+    remaining = pairs.select([row for row in range(48) if not 8 <= row < 24])
+    reference, other = make_pair_trainer(tiny_model_dir, tmp_path / "other", remaining, **keys)
     reference.train()
     assert recorder.steps[-5:] == other.steps[-5:]
-    # The figures beside the loss too: what was summed for the spike is forgotten.
+    # The sums of loss terms of the skipped step are dropped too.
     assert recorder.logs[-2]["rewards/margins"] == other.logs[-2]["rewards/margins"]
     assert_equal_weights(weights_of(trainer), weights_of(reference))
 
 
-def test_rows_of_pretraining_are_left_out_of_their_order(tiny_tokenizer_dir, tmp_path, monkeypatch):
+def test_rollback_skips_pretraining_rows(tiny_tokenizer_dir, tmp_path, monkeypatch):
     keys = {"max_steps": 10, "gradient_accumulation_steps": 2}
     find_spike, calls = SpikeMonitor.find_spike, []
 
@@ -277,8 +280,8 @@ def test_rows_of_pretraining_are_left_out_of_their_order(tiny_tokenizer_dir, tmp
         return Spike("loss", loss, 0.0, 0.0) if len(calls) == 7 else None
 
     monkeypatch.setattr(SpikeMonitor, "find_spike", find_once)
-    saved = {"save_strategy": "steps", "save_steps": 5, "max_rollbacks": 1}
-    config = pretraining.build_config(tmp_path, tiny_tokenizer_dir, **keys, **saved)
+    rollback_keys = {"save_strategy": "steps", "save_steps": 5, "max_rollbacks": 1}
+    config = pretraining.build_config(tmp_path, tiny_tokenizer_dir, **keys, **rollback_keys)
     pretraining.run_recipe(config, monkeypatch)
     (rollback,) = read_rollbacks(tmp_path / "out").made
     assert (rollback.back_to, rollback.steps, rollback.skipped) == (5, (6, 9), (20, 36))
@@ -286,9 +289,9 @@ def test_rows_of_pretraining_are_left_out_of_their_order(tiny_tokenizer_dir, tmp
     assert record["status"] == "done"
     assert record["rollbacks"][0]["step"] == 7
 
-    # The same windows by a list of what is left.
-    left, locate = np.delete(np.arange(1000), range(20, 36)), RowOrder.locate
-    monkeypatch.setattr(RowOrder, "locate", lambda order, rows: locate(order, left[rows]))
+    # Reference: the same run on the remaining rows.
+    remaining, locate = np.delete(np.arange(1000), range(20, 36)), RowOrder.locate
+    monkeypatch.setattr(RowOrder, "locate", lambda order, rows: locate(order, remaining[rows]))
     other = pretraining.build_config(tmp_path, tiny_tokenizer_dir, **keys, output_dir=tmp_path / "other")
     pretraining.run_recipe(other, monkeypatch)
     steps, expected = (read_events(tmp_path / name) for name in ("out", "other"))

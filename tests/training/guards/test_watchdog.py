@@ -1,19 +1,27 @@
-"""When a run is taken for stalled, on a clock of the test's own; and a real one that is."""
+"""``Watchdog``: limits on a simulated clock, the stop file, and the end of a hanging process."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
 
 import pytest
+from tests.forked import ROOT
 from tests.training.clock import Clock
 
 from recipes_lib.errors import EXIT_STALLED
 from recipes_lib.stopping import StopRequest
-from recipes_lib.training.guards import watchdog
-from recipes_lib.training.guards.watchdog import END_AFTER_SECONDS, PATIENCE, SHOW_AFTER_SECONDS, Watchdog
+from recipes_lib.training.guards import watchdog as watchdog_module
+from recipes_lib.training.guards.watchdog import (
+    END_AFTER_SECONDS,
+    PATIENCE,
+    REPORTING_PHASES,
+    SHOW_AFTER_SECONDS,
+    Watchdog,
+)
 
 
 @pytest.fixture
@@ -22,94 +30,118 @@ def clock():
 
 
 @pytest.fixture
-def dog(clock):
-    dog = Watchdog(clock)
-    dog.begin()
-    return dog
+def watchdog(clock):
+    watchdog = Watchdog(clock)
+    watchdog.begin()
+    return watchdog
 
 
-def make_steps(dog, clock, seconds, number=10):
+def make_steps(watchdog, clock, seconds, number=10):
     for _ in range(number):
-        dog.enter("a step")
+        watchdog.enter("a step")
         clock.now += seconds
-        dog.finish_step()
-    dog.enter("a step")
+        watchdog.finish_step()
+    watchdog.enter("a step")
 
 
-def watch(dog, clock, seconds):
-    """What is said during a silence, and when."""
-    began, said = clock.now, []
+def watch(watchdog, clock, seconds):
+    """Return the actions of the watchdog during ``seconds`` without progress, each with its time."""
+    began, actions = clock.now, []
     while clock.now < began + seconds:
         clock.now += 1
-        if verdict := dog.poll():
-            said.append((verdict, clock.now - began))
-            if verdict == "end":
+        if action := watchdog.poll():
+            actions.append((action, clock.now - began))
+            if action == "end":
                 break
-    return said
+    return actions
 
 
-def test_a_silent_step_is_shown_once_and_then_ended(dog, clock):
-    make_steps(dog, clock, 1.0)
-    assert watch(dog, clock, 1e5) == [("show", SHOW_AFTER_SECONDS), ("end", END_AFTER_SECONDS)]
+def test_stalled_step_is_shown_once_then_ended(watchdog, clock):
+    make_steps(watchdog, clock, 1.0)
+    assert watch(watchdog, clock, 1e5) == [("show", SHOW_AFTER_SECONDS), ("end", END_AFTER_SECONDS)]
 
 
 @pytest.mark.parametrize("seconds", [0.01, 60.0, 600.0])
-def test_no_step_of_usual_length_is_ever_shown(dog, clock, seconds):
+def test_steps_of_usual_length_are_not_shown(watchdog, clock, seconds):
     for _ in range(50):
-        make_steps(dog, clock, seconds)
-        assert watch(dog, clock, 6 * seconds) == []
+        make_steps(watchdog, clock, seconds)
+        assert watch(watchdog, clock, 6 * seconds) == []
 
 
-def test_long_steps_are_given_their_time(dog, clock):
-    make_steps(dog, clock, 500.0)
-    assert watch(dog, clock, 1e5) == [("show", pytest.approx(20 * 500 / 3, abs=1)), ("end", 20 * 500.0)]
+def test_limits_scale_with_median_step(watchdog, clock):
+    make_steps(watchdog, clock, 500.0)
+    assert watch(watchdog, clock, 1e5) == [("show", 7 * 500.0), ("end", 20 * 500.0)]
 
 
 @pytest.mark.parametrize("phase", ["the first step", "the work between two steps", "saving"])
-def test_what_cannot_tell_of_its_progress_is_given_more(dog, clock, phase):
-    make_steps(dog, clock, 1.0)
-    dog.enter(phase)
-    assert watch(dog, clock, 1e5) == [("show", PATIENCE * SHOW_AFTER_SECONDS), ("end", PATIENCE * END_AFTER_SECONDS)]
+def test_phase_without_progress_reports_has_longer_limits(watchdog, clock, phase):
+    make_steps(watchdog, clock, 1.0)
+    watchdog.enter(phase)
+    expected = [("show", PATIENCE * SHOW_AFTER_SECONDS), ("end", PATIENCE * END_AFTER_SECONDS)]
+    assert watch(watchdog, clock, 1e5) == expected
 
 
-def test_any_progress_begins_the_silence_anew(dog, clock):
-    make_steps(dog, clock, 1.0)
-    dog.enter("an evaluation")
+def test_beat_resets_timeout(watchdog, clock):
+    make_steps(watchdog, clock, 1.0)
+    watchdog.enter("an evaluation")
     for _ in range(1000):
         clock.now += SHOW_AFTER_SECONDS - 1
-        assert dog.poll() is None
-        dog.beat()
+        assert watchdog.poll() is None
+        watchdog.beat()
 
 
-def test_one_long_step_does_not_move_the_limit(dog, clock):
-    make_steps(dog, clock, 1.0)
+def test_single_long_step_does_not_change_limits(watchdog, clock):
+    make_steps(watchdog, clock, 1.0)
     clock.now += 1500
-    dog.finish_step()
-    make_steps(dog, clock, 1.0)
-    assert dog.limits() == (SHOW_AFTER_SECONDS, END_AFTER_SECONDS)
+    watchdog.finish_step()
+    make_steps(watchdog, clock, 1.0)
+    assert watchdog.limits() == (SHOW_AFTER_SECONDS, END_AFTER_SECONDS)
 
 
-def test_who_is_silent_in_what_and_for_how_long_is_told(dog, clock, monkeypatch):
+def test_description_names_rank_phase_and_seconds(watchdog, clock, monkeypatch):
     monkeypatch.setenv("RANK", "3")
-    make_steps(dog, clock, 1.0)
+    make_steps(watchdog, clock, 1.0)
     clock.now += 700
-    assert dog.describe() == "rank 3: no progress in a step for 700 seconds"
+    assert watchdog.describe() == "rank 3: no progress in a step for 700 seconds"
 
 
-def test_the_file_is_taken_for_a_request_and_away_by_the_main_process(tmp_path, monkeypatch):
-    monkeypatch.setattr(watchdog, "_TICK_SECONDS", 0.001)
+def test_during_returns_to_previous_phase(watchdog, clock):
+    watchdog.enter("an evaluation")
+    with watchdog.during("computing metrics"):
+        assert watchdog.limits() == (PATIENCE * SHOW_AFTER_SECONDS, PATIENCE * END_AFTER_SECONDS)
+        clock.now += END_AFTER_SECONDS
+    assert watchdog.phase == "an evaluation"
+    assert watchdog.poll() is None
+
+
+SILENT_PHASES = {
+    *("the first step", "the work between two steps", "the work after an evaluation", "saving"),
+    *("computing metrics", "waiting for benchmark scores", "scoring answers"),
+}
+"""Phases that cannot report progress: compilation, disks, and functions of the user."""
+
+
+def test_every_phase_is_either_reporting_or_silent():
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    entered = set(re.findall(r'\.(?:enter|during)\("([^"]+)"', sources)) | {"a step"}
+    assert entered == REPORTING_PHASES | SILENT_PHASES
+    assert not REPORTING_PHASES & SILENT_PHASES
+
+
+def test_stop_file_is_read_and_deleted_by_main_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog_module, "_TICK_SECONDS", 0.001)
     stop, file = StopRequest(), tmp_path / "STOP"
     file.touch()
     with Watchdog().watching(tmp_path, is_main=False, stop=stop):
         assert stop.reason is None
     with Watchdog().watching(tmp_path, is_main=True, stop=stop):
-        # It goes last: who sees that it is gone knows that the request was heard.
+        # The file is deleted after the request is recorded.
         while file.exists():
             pass
     assert stop.reason == f"the file {file}"
 
 
-def test_a_real_step_that_hangs_is_shown_and_ended(tmp_path):
+def test_hanging_process_is_shown_and_ended(tmp_path):
     script = """
 import sys, threading
 from pathlib import Path
@@ -140,7 +172,7 @@ with WATCHDOG.watching(Path(sys.argv[1]), is_main=True):
     assert (tmp_path / "recorded").read_text().startswith("rank 1: no progress in a step")
 
 
-def test_a_stalled_process_ends_though_its_terminal_is_gone(dog, clock, monkeypatch):
+def test_stalled_process_exits_without_terminal(watchdog, clock, monkeypatch):
     class ClosedPipe:
         def write(self, text):
             raise BrokenPipeError
@@ -148,17 +180,17 @@ def test_a_stalled_process_ends_though_its_terminal_is_gone(dog, clock, monkeypa
     class EndedError(Exception):
         pass
 
-    def leave(code):
+    def exit_process(code):
         raise EndedError(code)
 
-    make_steps(dog, clock, 1.0)
+    make_steps(watchdog, clock, 1.0)
     clock.now += END_AFTER_SECONDS
     reasons = []
-    dog.on_stall = reasons.append
+    watchdog.on_stall = reasons.append
     monkeypatch.setattr(sys, "stderr", ClosedPipe())
-    monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(watchdog.threading, "Timer", lambda *given: threading.Thread(target=lambda: None))
-    monkeypatch.setattr(watchdog, "record_failure", lambda error, *, is_unforeseen: None)
+    monkeypatch.setattr(os, "_exit", exit_process)
+    monkeypatch.setattr(watchdog_module.threading, "Timer", lambda *args: threading.Thread(target=lambda: None))
+    monkeypatch.setattr(watchdog_module, "record_failure", lambda error, *, is_unforeseen: None)
     with pytest.raises(EndedError, match=str(EXIT_STALLED)):
-        dog._act()
+        watchdog._act()
     assert reasons == ["rank 0: no progress in a step for 1800 seconds"]

@@ -1,4 +1,4 @@
-"""The adapter on upstream's own Trainer: what it writes, what it leaves out of the clock, what it resumes."""
+"""Trainer callbacks on upstream's Trainer: metrics, loss terms, weight norms, early stopping, trackers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Toy(nn.Module):
 
 
 class ToyTrainer(Trainer):
-    """Counts two tokens and one target a row; training takes a second a step, everything else an hour."""
+    """Trainer on a simulated clock: a step takes one second, an evaluation or a save one hour."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.now = 0.0
@@ -85,7 +85,7 @@ class ToyTrainer(Trainer):
         super()._save_checkpoint(*args, **kwargs)
 
 
-def test_every_log_is_one_event_with_the_schema(tmp_path: Path) -> None:
+def test_log_is_written_as_one_event(tmp_path: Path) -> None:
     trainer = ToyTrainer(tmp_path)
     trainer.train()
 
@@ -102,7 +102,7 @@ def test_every_log_is_one_event_with_the_schema(tmp_path: Path) -> None:
     assert "step 6/6  loss" in trainer.stream.getvalue()
 
 
-def test_trackers_behind_it_see_the_throughput(tmp_path: Path) -> None:
+def test_later_callbacks_receive_throughput(tmp_path: Path) -> None:
     seen = []
 
     class Tracker(TrainerCallback):
@@ -125,7 +125,7 @@ def test_trackers_behind_it_see_the_throughput(tmp_path: Path) -> None:
         {"eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch"},
     ],
 )
-def test_evaluations_and_checkpoints_take_no_training_time(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_evaluation_and_saving_are_not_training_time(tmp_path: Path, options: dict[str, Any]) -> None:
     ToyTrainer(tmp_path, **options).train()
 
     events = read_events(tmp_path, "train")
@@ -133,7 +133,7 @@ def test_evaluations_and_checkpoints_take_no_training_time(tmp_path: Path, optio
     assert {event["target_tokens_per_second"] for event in events} == {2.0}
 
 
-def test_an_evaluation_is_an_event_of_its_own(tmp_path: Path) -> None:
+def test_evaluation_is_a_separate_event(tmp_path: Path) -> None:
     ToyTrainer(tmp_path, eval_strategy="steps", eval_steps=3, eval_on_start=True).train()
 
     events = read_events(tmp_path, "eval")
@@ -142,53 +142,53 @@ def test_an_evaluation_is_an_event_of_its_own(tmp_path: Path) -> None:
     assert "tokens_per_second" not in events[0]
 
 
-def test_a_resumed_run_goes_on_counting_and_logs_every_step_once(tmp_path: Path) -> None:
+def test_resume_restores_counts_and_drops_repeated_events(tmp_path: Path) -> None:
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "logging_steps": 2}
-    ToyTrainer(tmp_path / "whole", **options).train()
+    ToyTrainer(tmp_path / "uninterrupted", **options).train()
     killed = ToyTrainer(tmp_path / "killed", **options)
     killed.train()
 
     resumed = ToyTrainer(tmp_path / "killed", **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "killed" / "checkpoint-3"))
 
-    whole, again = (read_events(tmp_path / name, "train") for name in ("whole", "killed"))
-    assert [event["step"] for event in again] == [2, 4, 6]
+    expected, events = (read_events(tmp_path / name, "train") for name in ("uninterrupted", "killed"))
+    assert [event["step"] for event in events] == [2, 4, 6]
     for name in ("num_tokens", "num_target_tokens", "seconds"):
-        assert [event[name] for event in again] == [event[name] for event in whole], name
+        assert [event[name] for event in events] == [event[name] for event in expected], name
 
 
-def test_upstreams_closing_summary_is_no_event(tmp_path: Path) -> None:
+def test_final_summary_of_upstream_is_not_written(tmp_path: Path) -> None:
     ToyTrainer(tmp_path, max_steps=1, logging_steps=1).train()
 
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
 
 
-def test_figures_are_cleared_by_a_log_of_training_and_by_no_other() -> None:
-    figures, state = TermMetrics(), TrainerState()
+def test_term_metrics_are_reset_by_training_log_only() -> None:
+    terms, state = TermMetrics(), TrainerState()
 
     def log(**logs):
-        figures.on_log(None, state, TrainerControl(), logs)
+        terms.on_log(None, state, TrainerControl(), logs)
         return logs
 
-    figures.add({"loss": torch.tensor(3.0), "margin": torch.tensor(4.0)}, 2)
-    figures.add({"loss": torch.tensor(1.0), "margin": torch.tensor(5.0)}, 1)
+    terms.add({"loss": torch.tensor(3.0), "margin": torch.tensor(4.0)}, 2)
+    terms.add({"loss": torch.tensor(1.0), "margin": torch.tensor(5.0)}, 1)
     assert log(eval_loss=1.0) == {"eval_loss": 1.0}
     assert log(loss=9.0) == {"loss": 9.0, "margin": 3.0}
     assert log(loss=9.0) == {"loss": 9.0}
-    figures.add({"margin": torch.tensor(1.0)}, 1)
+    terms.add({"margin": torch.tensor(1.0)}, 1)
     assert log(train_loss=1.0) == {"train_loss": 1.0}
     assert log(loss=9.0) == {"loss": 9.0, "margin": 1.0}
 
 
-def test_terms_may_be_counted_on_their_device() -> None:
-    figures, logs = TermMetrics(), {"loss": 1.0}
+def test_term_metrics_accept_tensor_counts() -> None:
+    terms, logs = TermMetrics(), {"loss": 1.0}
     for count in (2, 3):
-        figures.add({"nll": torch.tensor(5.0)}, torch.tensor(count))
-    figures.on_log(None, TrainerState(), TrainerControl(), logs)
+        terms.add({"nll": torch.tensor(5.0)}, torch.tensor(count))
+    terms.on_log(None, TrainerState(), TrainerControl(), logs)
     assert logs == {"loss": 1.0, "nll": 2.0}
 
 
-def test_the_figures_are_those_of_numpy(tmp_path) -> None:
+def test_weight_monitor_equals_numpy(tmp_path) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
@@ -215,15 +215,29 @@ def test_the_figures_are_those_of_numpy(tmp_path) -> None:
     assert evaluation == {"eval_loss": 1.0}
 
 
+def test_weight_monitor_logs_no_stale_values_per_epoch(tmp_path) -> None:
+    model = torch.nn.Linear(2, 1)
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, logging_strategy="epoch", logging_first_step=True)
+    state, control, monitor, logged = TrainerState(logging_steps=2), TrainerControl(), WeightMonitor(), []
+    monitor.on_train_begin(args, state, control, model=model)
+    for state.global_step in range(3):
+        monitor.on_pre_optimizer_step(args, state, control)
+        monitor.on_optimizer_step(args, state, control)
+        if state.global_step != 1:  # The first step, and the end of an epoch after step 3.
+            logged.append({"loss": 1.0})
+            monitor.on_log(args, state, control, logs=logged[-1])
+    assert ["update_ratio" in logs for logs in logged] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("sizes", "budget", "chosen"),
     [([4, 4, 4], 12, [0, 1, 2]), ([4, 4, 4], 8, [0, 2]), ([4, 4, 4], 5, [0]), ([9, 3, 9], 2, [1]), ([], 5, [])],
 )
-def test_the_sample_is_spread_over_the_model_and_fits(sizes, budget, chosen) -> None:
+def test_choose_sample(sizes, budget, chosen) -> None:
     assert choose_sample(sizes, budget) == chosen
 
 
-def test_a_run_reports_them_each_step(tmp_path, tiny_tokenizer_dir, monkeypatch) -> None:
+def test_run_reports_weight_norms_and_mfu(tmp_path, tiny_tokenizer_dir, monkeypatch) -> None:
     run_recipe(build_config(tmp_path, tiny_tokenizer_dir, max_steps=3), monkeypatch)
     for step in read_events(tmp_path / "out"):
         assert 0 < step["update_ratio"] < 1
@@ -231,13 +245,13 @@ def test_a_run_reports_them_each_step(tmp_path, tiny_tokenizer_dir, monkeypatch)
         assert step["mfu"] is None or step["mfu"] > 0
 
 
-@pytest.mark.parametrize("wanted", ["none", "all", ["tensorboard"], ["tensorboard", "wandb"]])
-def test_what_is_installed_is_accepted(monkeypatch: pytest.MonkeyPatch, wanted) -> None:
+@pytest.mark.parametrize("report_to", ["none", "all", ["tensorboard"], ["tensorboard", "wandb"]])
+def test_installed_trackers_are_accepted(monkeypatch: pytest.MonkeyPatch, report_to) -> None:
     monkeypatch.setattr(callbacks, "get_available_reporting_integrations", lambda: ["tensorboard", "wandb"])
-    verify_trackers(build_recipe({"report_to": wanted}))
+    verify_trackers(build_recipe({"report_to": report_to}))
 
 
-def test_every_missing_tracker_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_trackers_are_all_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(callbacks, "get_available_reporting_integrations", lambda: ["tensorboard"])
     with pytest.raises(ConfigError) as raised:
         verify_trackers(build_recipe({"report_to": ["trackio", "tensorboard", "wandb"]}))
@@ -249,43 +263,43 @@ def test_every_missing_tracker_is_named_with_its_command(monkeypatch: pytest.Mon
 
 
 class Tracker(TrainerCallback):
-    """Notes what upstream's callbacks are told."""
+    """Records the calls of upstream's callback methods."""
 
-    def __init__(self, told):
-        self.told = told
+    def __init__(self, calls):
+        self.calls = calls
 
     def on_train_begin(self, args, state, control, model=None, **_):
-        self.told.append(("begin", state.global_step, state.max_steps, state.is_world_process_zero, model))
+        self.calls.append(("begin", state.global_step, state.max_steps, state.is_world_process_zero, model))
 
     def on_log(self, args, state, control, logs=None, **_):
-        self.told.append(("log", state.global_step, logs))
+        self.calls.append(("log", state.global_step, logs))
 
     def on_train_end(self, args, state, control, **_):
-        self.told.append(("end",))
+        self.calls.append(("end",))
 
 
-def test_a_loop_of_our_own_reaches_upstreams_callbacks(monkeypatch, tmp_path) -> None:
-    told: list[tuple[object, ...]] = []
-    monkeypatch.setattr(callbacks, "get_reporting_integration_callbacks", lambda names: [Tracker(told)])
+def test_trackers_call_upstream_callbacks(monkeypatch, tmp_path) -> None:
+    calls: list[tuple[object, ...]] = []
+    monkeypatch.setattr(callbacks, "get_reporting_integration_callbacks", lambda names: [Tracker(calls)])
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    one = Trackers(args, "model", None)
-    one.begin(8, 4)
-    one.log(6, {"loss": 1.0, "grad_norm": None})
-    one.end()
-    # Trackers complain of figures that are not known.
-    assert told == [("begin", 4, 8, True, "model"), ("log", 6, {"loss": 1.0}), ("end",)]
+    trackers = Trackers(args, "model", None)
+    trackers.begin(8, 4)
+    trackers.log(6, {"loss": 1.0, "grad_norm": None})
+    trackers.end()
+    # ``None`` is omitted, because trackers warn about it.
+    assert calls == [("begin", 4, 8, True, "model"), ("log", 6, {"loss": 1.0}), ("end",)]
 
 
 @pytest.mark.parametrize("rises", [False, True])
 @pytest.mark.parametrize(("patience", "threshold"), [(1, 0.0), (2, 0.0), (2, 0.05), (3, 0.2)])
-def test_it_stops_where_upstream_stops(tmp_path: Path, rises: bool, patience: int, threshold: float) -> None:
+def test_early_stopping_equals_upstream(tmp_path: Path, rises: bool, patience: int, threshold: float) -> None:
     metric = "accuracy" if rises else "loss"
     args = TrainingArguments(output_dir=str(tmp_path), metric_for_best_model=metric, report_to=[])
-    drawn = np.random.default_rng(patience)
+    generator = np.random.default_rng(patience)
     stops = []
     for _ in range(50):
         upstream, state = EarlyStoppingCallback(patience, threshold), TrainerState()
-        values = [(step, round(float(value), 3)) for step, value in enumerate(drawn.normal(size=12).cumsum() / 10)]
+        values = [(step, round(float(value), 3)) for step, value in enumerate(generator.normal(size=12).cumsum() / 10)]
         for at, (_, value) in enumerate(values):
             control = TrainerControl()
             upstream.on_evaluate(args, state, control, {f"eval_{metric}": value})
@@ -300,7 +314,7 @@ def test_it_stops_where_upstream_stops(tmp_path: Path, rises: bool, patience: in
     assert len(set(stops)) > 2
 
 
-def test_without_patience_and_without_figures_nothing_stops() -> None:
+def test_early_stopping_without_patience_or_values() -> None:
     worse = [(step, float(step)) for step in range(9)]
     assert find_exhausted(worse, None, 0.0, rises=False) is None
     assert find_exhausted([], 1, 0.0, rises=False) is None

@@ -1,4 +1,4 @@
-"""Counts, throughput on a clock of our own, and a metrics file that survives a kill."""
+"""Token counts, throughput on a simulated clock, and ``metrics.jsonl``, also after a kill or on a full disk."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from recipes_lib.planning.compute import TokenFlops
 from recipes_lib.training.monitoring.metrics import MetricsWriter, StepCounter, ThroughputMeter
 
 
-def write_steps(path: Path, *steps: int) -> None:
+def write_events(path: Path, *steps: int) -> None:
     for step in steps:
         MetricsWriter(path).write({"kind": "train", "step": step, "loss": 1.0 / (step + 1)})
 
 
-def test_counts_are_read_after_synchronising_and_survive_a_checkpoint() -> None:
+def test_counts_are_synchronised_and_restored() -> None:
     counter = StepCounter()
     counter.add(10, torch.tensor(4), torch.tensor(1))
     counter.add(torch.tensor(5), 2)
@@ -39,7 +39,7 @@ def test_counts_are_read_after_synchronising_and_survive_a_checkpoint() -> None:
     assert (resumed.num_tokens, resumed.num_targets, resumed.num_correct) == (16, 7, 2)
 
 
-def test_a_pause_is_no_training_time() -> None:
+def test_stopped_meter_does_not_count_time() -> None:
     clock, counter = Clock(), StepCounter()
     meter = ThroughputMeter(counter, clock=clock)
     for seconds, trains in ((7, False), (2, True), (60, False), (3, True)):
@@ -59,7 +59,7 @@ def test_a_pause_is_no_training_time() -> None:
     assert figures["target_tokens_per_second"] == 60 / 5
 
 
-def test_rates_are_those_of_the_window_and_counts_those_of_the_run() -> None:
+def test_rates_are_of_window_and_counts_of_run() -> None:
     clock, counter = Clock(), StepCounter()
     meter = ThroughputMeter(counter, flops=TokenFlops(body=6.0, head=10.0), peak_flops=1000.0, clock=clock)
     counter.restore({"num_tokens": 1000, "num_targets": 500})
@@ -84,7 +84,7 @@ def test_rates_are_those_of_the_window_and_counts_those_of_the_run() -> None:
     assert memory > 2**20
 
 
-def test_figures_that_cannot_be_known_are_null() -> None:
+def test_unknown_values_are_null() -> None:
     meter = ThroughputMeter(StepCounter(), peak_flops=None, clock=Clock())
 
     figures = meter.measure()
@@ -94,7 +94,7 @@ def test_figures_that_cannot_be_known_are_null() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.1, None, "text", [1, 2], 7])
-def test_every_line_is_strict_json_and_reads_back(tmp_path: Path, value: object) -> None:
+def test_line_is_strict_json(tmp_path: Path, value: object) -> None:
     path = tmp_path / "metrics.jsonl"
     MetricsWriter(path).write({"kind": "train", "step": 1, "loss": value})
 
@@ -107,9 +107,9 @@ def test_every_line_is_strict_json_and_reads_back(tmp_path: Path, value: object)
     assert repr(event["loss"] if is_finite else float(event["loss"])) == repr(value)
 
 
-def test_only_the_main_process_writes(tmp_path: Path) -> None:
+def test_only_main_process_writes(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    write_steps(path, 1, 2)
+    write_events(path, 1, 2)
     before = path.read_bytes()
     other = MetricsWriter(path, is_main=False)
 
@@ -119,58 +119,58 @@ def test_only_the_main_process_writes(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_what_was_logged_after_the_checkpoint_is_dropped(tmp_path: Path) -> None:
+def test_rewind_drops_events_after_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    write_steps(path, 0, 5, 10, 15)
+    write_events(path, 0, 5, 10, 15)
     with path.open("a") as file:
         file.write('{"kind": "train", "st')
 
     MetricsWriter(path).rewind(10)
-    write_steps(path, 15)
+    write_events(path, 15)
 
     assert [event["step"] for event in read_rows(path)] == [0, 5, 10, 15]
 
 
-def test_a_run_that_begins_again_begins_with_an_empty_file(tmp_path: Path) -> None:
+def test_rewind_to_0_empties_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     MetricsWriter(path).rewind(0)
     assert not path.exists()
-    write_steps(path, 0, 5)
+    write_events(path, 0, 5)
 
     MetricsWriter(path).rewind(0)
 
     assert path.read_bytes() == b""
 
 
-@pytest.mark.parametrize("torn", ['{"kind": "train", "st', "[1, 2]", "null", '{"loss": 1.0}', "\x00", "3"])
-def test_going_on_drops_lines_that_are_no_event(tmp_path: Path, torn: str) -> None:
+@pytest.mark.parametrize("line", ['{"kind": "train", "st', "[1, 2]", "null", '{"loss": 1.0}', "\x00", "3"])
+def test_rewind_drops_invalid_lines(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
-    write_steps(path, 1)
+    write_events(path, 1)
     with path.open("a") as file:
-        file.write(torn + "\n\n")
-    write_steps(path, 2)
+        file.write(line + "\n\n")
+    write_events(path, 2)
 
     MetricsWriter(path).rewind(2)
 
     assert [event["step"] for event in read_rows(path)] == [1, 2]
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's disk that is always full")
-def test_a_full_disk_is_told_with_the_file(tmp_path):
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the operating system has no /dev/full")
+def test_full_disk_error_names_file(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(OSError, match=str(tmp_path / "metrics.jsonl")) as caught:
         MetricsWriter(tmp_path / "metrics.jsonl").write({"step": 1})
     assert caught.value.errno == errno.ENOSPC
 
 
-def test_what_a_nearly_full_disk_takes_in_parts_is_written_whole(tmp_path, monkeypatch):
+def test_partial_writes_are_completed(tmp_path, monkeypatch):
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, line: write(descriptor, line[:5]))
     MetricsWriter(tmp_path / "metrics.jsonl").write({"step": 1, "loss": 0.5})
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 0.5}
 
 
-def test_an_evaluation_that_is_made_again_is_dropped_and_its_step_is_not(tmp_path):
+def test_rewind_drops_evaluation_that_is_repeated(tmp_path):
     writer = MetricsWriter(tmp_path / "metrics.jsonl")
     for kind, step in (("train", 1), ("eval", 1), ("train", 2), ("eval", 2)):
         writer.write({"kind": kind, "step": step})
@@ -179,7 +179,7 @@ def test_an_evaluation_that_is_made_again_is_dropped_and_its_step_is_not(tmp_pat
     assert [(event["kind"], event["step"]) for event in events] == [("train", 1), ("eval", 1), ("train", 2)]
 
 
-def test_a_line_that_a_kill_cut_off_does_not_take_the_next_one_along(tmp_path):
+def test_write_terminates_truncated_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "lo')
     MetricsWriter(path, is_main=True).write({"step": 3})

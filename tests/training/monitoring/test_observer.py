@@ -1,9 +1,9 @@
-"""The observer of a run: a watched run ends with the weights of an unwatched one in ``evaluation/test_build.py``."""
+"""``Observer`` during uncounted passes; that it does not change training is tested in ``evaluation/test_build.py``."""
 
 from tests.training.trajectories import make_packs, make_trainer
 
 
-def test_an_uncounted_pass_counts_elsewhere_and_keeps_the_rest_of_the_observer(tiny_model_dir, tmp_path) -> None:
+def test_uncounted_pass_replaces_counter_only(tiny_model_dir, tmp_path) -> None:
     trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(4), hooks=[lambda model, step: {}])
     observer = trainer.observer
     with trainer.uncounted_pass():

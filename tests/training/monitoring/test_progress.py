@@ -1,4 +1,4 @@
-"""One display: a live line on a terminal, plain lines elsewhere, nothing on other processes."""
+"""Progress display: a live bar on a terminal, plain lines elsewhere, nothing on other ranks."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_the_stream_decides_which_display_there_is() -> None:
+def test_display_is_chosen_by_stream() -> None:
     assert isinstance(build_progress(is_main=True, stream=Terminal()), LiveProgress)
     assert isinstance(build_progress(is_main=True, stream=io.StringIO()), PlainProgress)
     assert isinstance(build_progress(is_main=False, stream=Terminal()), TrainingProgress)
 
 
-def test_training_outlives_its_terminal() -> None:
+def test_closed_stream_is_ignored() -> None:
     class ClosedPipe(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
@@ -45,7 +45,7 @@ def test_training_outlives_its_terminal() -> None:
     build_progress(is_main=True, stream=ClosedPipe()).say("step 1")
 
 
-def test_a_line_holds_every_figure_there_is_and_none_that_is_unknown() -> None:
+def test_describe_event() -> None:
     assert describe_event(TRAIN) == "loss 2.314  lr 3.00e-04  grad 0.822  12.3k target tok/s  mfu 41 %"
     assert describe_event(EVAL) == "held-out loss 2.5  bits/byte 0.91  accuracy 50 %  stopped 100 %"
     assert describe_event({"loss": 1.0, "objective/score": 0.5, "objective/kl_seq": 2}) == "loss 1  score 0.5  kl 2"
@@ -54,7 +54,7 @@ def test_a_line_holds_every_figure_there_is_and_none_that_is_unknown() -> None:
     assert describe_event({"loss": float("nan")}) == "loss nan"
 
 
-def test_plain_lines_keep_their_distance_but_miss_no_evaluation_and_no_end() -> None:
+def test_plain_progress_limits_rate_of_training_lines() -> None:
     stream, clock = io.StringIO(), Clock()
     progress = PlainProgress(stream, clock)
     progress.start(100, 0)
@@ -70,7 +70,7 @@ def test_plain_lines_keep_their_distance_but_miss_no_evaluation_and_no_end() -> 
     assert all(line.startswith("step ") and "/100" in line for line in lines)
 
 
-def test_the_time_left_is_judged_from_the_steps_of_this_process() -> None:
+def test_eta_uses_steps_of_this_process() -> None:
     stream, clock = io.StringIO(), Clock()
     progress = PlainProgress(stream, clock)
     progress.start(1000, 900)
@@ -80,28 +80,22 @@ def test_the_time_left_is_judged_from_the_steps_of_this_process() -> None:
     assert stream.getvalue().endswith("eta 3 min 0 s\n")
 
 
-def test_a_long_evaluation_tells_where_it_is() -> None:
+def test_plain_progress_tracks_long_evaluation() -> None:
     stream, clock = io.StringIO(), Clock()
     progress = PlainProgress(stream, clock)
 
-    def slow_items() -> list[int]:
-        return list(range(4))
-
-    done = []
-    for item in progress.track(slow_items(), "evaluate", 4):
+    for _ in progress.track(range(4), "evaluate", 4):
         clock.now += 6
-        done.append(item)
 
-    assert done == [0, 1, 2, 3]
     assert stream.getvalue() == "evaluate  2/4\n"
 
 
-def test_the_live_line_shows_step_total_figures_and_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_progress_shows_step_metrics_and_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     terminal = Terminal()
     progress = LiveProgress(terminal)
     progress.start(50, 20)
-    # Behind a rollback training begins again, and there is one bar.
+    # A rollback starts training again, with one bar.
     progress.start(50, 10)
     assert len(progress._display.tasks) == 1
     progress.advance(11)
@@ -117,7 +111,7 @@ def test_the_live_line_shows_step_total_figures_and_evaluations(monkeypatch: pyt
     assert "step 11  held-out loss 2.5" in text
 
 
-def test_other_processes_show_nothing_and_still_iterate(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_of_other_ranks_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
     progress = TrainingProgress()
     progress.start(3, 0)
     progress.advance(1)
@@ -129,7 +123,7 @@ def test_other_processes_show_nothing_and_still_iterate(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("build", [PlainProgress, LiveProgress])
-def test_what_is_said_is_on_a_line_of_its_own(build):
+def test_message_is_one_line_without_markup(build):
     stream = io.StringIO()
     build(stream).say("step 0: loss 0.693147 [bold] policy and reference agree")
     assert stream.getvalue() == "step 0: loss 0.693147 [bold] policy and reference agree\n"

@@ -6,6 +6,7 @@ folder is renamed to ``checkpoint-N``: if the process dies at any moment, ``chec
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import stat
@@ -163,10 +164,15 @@ def find_damage(checkpoint: Path, rank: int = 0, world_size: int = 1) -> str | N
 
 
 def publish(staged: Path) -> Path:
-    """Rename a complete checkpoint to its final name, replacing an older one of the same step."""
+    """Rename a complete checkpoint to its final name, replacing an older complete one of the same step.
+
+    An incomplete one, such as of another program, is not this run's to delete: it is kept as ``replaced-checkpoint-N``.
+    """
     output_dir = staged.parent.parent
     checkpoint = output_dir / staged.name
     # POSIX rename replaces a directory only if it is empty, so an older checkpoint of this step is moved away first.
+    if checkpoint.exists() and not is_complete(checkpoint):
+        put_aside(checkpoint, "replaced")
     _move_to_trash(checkpoint)
     staged.rename(checkpoint)
     with suppress(OSError):  # Fails if the staging folder holds other checkpoints.
@@ -215,7 +221,7 @@ def rotate(
         output_dir: Output directory of the run.
         keep_last: Number of complete checkpoints to keep; ``None`` keeps all.
         keep_steps: Steps whose checkpoints are kept in addition.
-        keep_every: Checkpoints at multiples of this many steps are kept in addition.
+        keep_every: Checkpoints at positive multiples of this many steps are kept in addition.
 
     Returns:
         Checkpoints that could not be deleted, each with the reason.
@@ -225,7 +231,7 @@ def rotate(
         return failures
     complete = [(step, path) for step, path in list_checkpoints(output_dir) if is_complete(path)]
     for step, path in complete[keep_last:]:
-        if step not in keep_steps and not (keep_every and step % keep_every == 0):
+        if step not in keep_steps and not (keep_every and step and step % keep_every == 0):
             try:
                 _move_to_trash(path)
             except OSError as error:
@@ -238,15 +244,15 @@ def supersede(output_dir: Path, after_step: int) -> None:
     """Rename all checkpoints after a step to ``superseded-checkpoint-N``, so that they are never resumed from."""
     for step, path in list_checkpoints(output_dir):
         if step > after_step:
+            shutil.rmtree(path.with_name(f"superseded-{path.name}"), ignore_errors=True)
             put_aside(path, "superseded")
 
 
 def put_aside(path: Path, why: str) -> Path:
-    """Rename a checkpoint to ``why-checkpoint-N``, replacing an older folder of that name; return the new path."""
-    aside = path.with_name(f"{why}-{path.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    path.rename(aside)
-    return aside
+    """Rename a checkpoint to ``why-checkpoint-N``, or ``why-checkpoint-N-2`` if that exists, etc.; return the path."""
+    name = f"{why}-{path.name}"
+    candidates = (path.with_name(name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
+    return path.rename(next(candidate for candidate in candidates if not candidate.exists()))
 
 
 def clear_trash(output_dir: Path) -> None:

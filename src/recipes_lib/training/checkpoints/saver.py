@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import safe_globals
 
+from recipes_lib.files import explain_write_errors
 from recipes_lib.hardware import read_free_memory
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.planning.disk import DiskPlan, plan_disk, verify_disk
@@ -370,7 +371,7 @@ class CheckpointSaver:
             num_protected: Number of checkpoints that are kept in addition to ``save_total_limit``.
 
         Raises:
-            ConfigError: The disk cannot hold the checkpoints that the run will keep.
+            ConfigError: The disk cannot hold the checkpoints that the run will keep, or cannot rename folders.
             BrokenSaveError: A saved state differs from the live one, or saving failed on another process.
         """
         began = time.perf_counter()
@@ -393,6 +394,9 @@ class CheckpointSaver:
         if not self.is_main:
             return
         size = sum(path.stat().st_size for path in staged.folder.rglob("*") if path.is_file())
+        # Publishing renames a folder, which some network mounts (S3, FUSE) cannot: find out before the first save.
+        with explain_write_errors(self._output_dir, "choose another output_dir", "cannot rename a folder in it"):
+            staged.folder.rename(staged.folder.with_name("renamed"))
         # Errors are ignored: NFS keeps ``.nfs*`` names of files that are still mapped. The next start removes the rest.
         shutil.rmtree(staged.folder.parent, ignore_errors=True)
         self._say(describe_dry_run(size, time.perf_counter() - began, plan(size)))

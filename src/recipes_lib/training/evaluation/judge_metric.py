@@ -18,13 +18,21 @@ class JudgePreference(evaluate.Metric):  # type: ignore[misc]
     """Metrics ``judge_win_rate`` of predictions over references, ties as half, and ``judge_unparsable``, a fraction.
 
     In a recipe: ``metrics: ["recipes_lib.training.evaluation.judge_metric:JudgePreference(base_url='URL',
-    model='JUDGE')"]``. Pairs are judged in both orders. Only the main process sends requests.
+    model='JUDGE')"]``. With ``name='N'`` the metrics are ``N_win_rate`` and ``N_unparsable``. Pairs are judged in both
+    orders. Only the main process sends requests.
 
     Source: ``recipes_lib.evaluation.judges.compute_win_rate``.
     """
 
     def __init__(
-        self, *, base_url: str, model: str, prompt: str | None = None, keep_in_memory: bool = True, **options: Any
+        self,
+        *,
+        base_url: str,
+        model: str,
+        prompt: str | None = None,
+        name: str = "judge",
+        keep_in_memory: bool = True,
+        **options: Any,
     ) -> None:
         """Read the prompt and verify the judge.
 
@@ -32,12 +40,14 @@ class JudgePreference(evaluate.Metric):  # type: ignore[misc]
             base_url: URL of the judge's endpoint.
             model: Name of the judge at the endpoint.
             prompt: File with the pairwise prompt; ``None``: the built-in one.
+            name: Prefix of the metrics, which tells several judges apart.
             keep_in_memory: Argument of ``evaluate.Metric``.
             **options: Further attributes of ``Endpoint``.
         """
         pairwise = Path(prompt) if prompt else PROMPTS / "pairwise.yaml"
         self._judge = PromptedJudge(Endpoint(base_url, model, **options), pairwise=pairwise)
         self._judge.describe()
+        self._prefix = name
         super().__init__(keep_in_memory=keep_in_memory)
 
     def _info(self) -> evaluate.MetricInfo:
@@ -51,5 +61,5 @@ class JudgePreference(evaluate.Metric):  # type: ignore[misc]
         base, other = ([[text] for text in texts] for texts in (references, predictions))
         found = self._judge.compare(questions, base, other, range(len(questions)))
         rate = compute_win_rate([(judgment.winner, judgment.orders) for judgment in found])
-        figures = {"judge_unparsable": rate.num_unparsable / len(questions)}
-        return figures if rate.win_rate is None else {"judge_win_rate": rate.win_rate, **figures}
+        figures = {f"{self._prefix}_unparsable": rate.num_unparsable / len(questions)}
+        return figures if rate.win_rate is None else {f"{self._prefix}_win_rate": rate.win_rate, **figures}

@@ -20,6 +20,7 @@ from recipes_lib.models.generation import build_plain_generation, pad_left, read
 from recipes_lib.models.inference import find_device, inputs_moved_to_device, preserve_training_state
 from recipes_lib.training.evaluation.user_metrics import compute_metrics
 from recipes_lib.training.guards.preemption import GENERATION_STEPS, stop_if_agreed
+from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.metrics import MetricsWriter
 
 Example = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
@@ -223,7 +224,7 @@ class GenerateSamples:
         """
         if self._is_first:
             # Drop the lines of steps that a killed process made after the checkpoint; they are computed again.
-            self.writer.rewind(step - 1)
+            self.writer.rewind(step, is_evaluated=False)
             self._is_first = False
         with preserve_training_state(model):
             samples = generate_samples(model, self.tokenizer, self.prompts, max_new_tokens=self.max_new_tokens)
@@ -232,10 +233,13 @@ class GenerateSamples:
         scored = [
             (sample.prompt, sample.completion, sample.reference) for sample in samples if sample.reference is not None
         ]
+        # A metric, such as a judge behind an endpoint, cannot report progress.
+        with WATCHDOG.during("computing metrics"):
+            metrics = compute_metrics(self.metrics, scored)
         return {
             "stop_rate": sum(sample.stopped for sample in samples) / len(samples),
             "mean_sample_tokens": sum(sample.num_tokens for sample in samples) / len(samples),
-            **compute_metrics(self.metrics, scored),
+            **metrics,
         }
 
 

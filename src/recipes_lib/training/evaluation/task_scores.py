@@ -8,6 +8,7 @@ import importlib.util
 import io
 import sys
 import tempfile
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,7 +21,7 @@ from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import EvaluationConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.inference import preserve_random_states, preserve_training_state
-from recipes_lib.training.collectives import compute_on_main
+from recipes_lib.training.collectives import compute_on_main, get_rank
 from recipes_lib.training.guards.watchdog import WATCHDOG
 
 
@@ -102,7 +103,9 @@ class EvaluateTasks(TrainerCallback):
         """
         if self.every is not None and step % self.every and step < self._last_step:
             return {}
-        return compute_on_main(lambda: self._ask(model))
+        # The other ranks wait without reporting progress.
+        with nullcontext() if get_rank() == 0 else WATCHDOG.during("waiting for benchmark scores"):
+            return compute_on_main(lambda: self._ask(model))
 
     def _ask(self, model: nn.Module) -> dict[str, float]:
         from recipes_lib.evaluation.engines import CachedModel, CheckedModel

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from decimal import Decimal
 from numbers import Real
+from typing import Final
 
 import datasets
 import evaluate
@@ -20,6 +21,12 @@ from recipes_lib.errors import ConfigError, Problem, UserError
 _KEY = "metrics"
 _MOVED = {"recipes_lib.training.hooks.answer_match": __name__}
 """Former module path -> present one, for configurations of earlier versions."""
+
+RESERVED: Final = frozenset(
+    {"loss", "perplexity", "token_accuracy", "bits_per_byte", "num_target_tokens", "seconds"}
+    | {"stop_rate", "mean_sample_tokens"}
+)
+"""Metrics of every evaluation, which a user's metric would replace."""
 
 _WORD = re.compile(r"\w+")
 
@@ -72,7 +79,7 @@ def compute_metrics(metrics: Sequence[Metric], scored: Sequence[tuple[str, str, 
         scored: Prompt, prediction and reference of each sample.
 
     Raises:
-        ConfigError: A metric raised, or its result is not a mapping of names to numbers.
+        ConfigError: A metric raised, its result is not a mapping of names to numbers, or one of the names is taken.
     """
     values: dict[str, float] = {}
     if not scored:
@@ -90,6 +97,9 @@ def compute_metrics(metrics: Sequence[Metric], scored: Sequence[tuple[str, str, 
             raise ConfigError(Problem(_KEY, found, "fix it; its arguments are lists of strings")) from error
         if not isinstance(result, dict) or not all(isinstance(value, Real) for value in result.values()):
             raise ConfigError(Problem(_KEY, f"{name} returned {result!r}", "return a dict of names to numbers"))
+        if taken := sorted(result.keys() & (values.keys() | RESERVED)):
+            found = f"{name} returned `{taken[0]}`, which is a metric already"
+            raise ConfigError(Problem(_KEY, found, "let it return another name, or remove one of the two"))
         values |= {key: float(value) for key, value in result.items()}
     return values
 

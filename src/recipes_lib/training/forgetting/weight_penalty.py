@@ -113,7 +113,7 @@ class WeightPenalty(TrainerCallback):
             weighted = difference if fisher is None else fisher * difference
             get_local(parameter.grad).add_(weighted, alpha=self._coefficient * scale)
             # float32: bfloat16 has 8 bits, so that a sum over many parameters would stop growing.
-            part = torch.dot(weighted.flatten(), difference.flatten()).float()
+            part = torch.dot(weighted.flatten(), difference.flatten().to(weighted.dtype)).float()
             total = part if total is None else total + part
         if total is not None:
             self._sum = total

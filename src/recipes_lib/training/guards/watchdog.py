@@ -25,13 +25,14 @@ SHOW_AFTER_SECONDS: Final = 600.0
 """Seconds without progress after which the stacks of all threads are written to stderr."""
 END_AFTER_SECONDS: Final = 1800.0
 """Seconds without progress after which the process exits; transformers' default ``ddp_timeout``."""
-STEPS: Final = 20
-"""The process never exits before this many times the median step time; stacks, not before a third of that."""
+SHOW_AFTER_STEPS: Final = 7
+END_AFTER_STEPS: Final = 20
+"""Both limits are at least this many times the median step time."""
 PATIENCE: Final = 4.0
-"""Factor on these limits in phases that do not report progress: first step (compilation), loading, saving."""
+"""Factor on these limits in phases that do not report progress."""
 
 REPORTING_PHASES: Final = frozenset({"a step", "an evaluation", "sampling answers", "computing log-probabilities"})
-"""Phases that report progress."""
+"""Phases that report progress. User functions, as in ``scoring answers`` and ``computing metrics``, cannot."""
 
 _TICK_SECONDS: Final = 1.0
 _SECONDS_TO_RECORD: Final = 10.0
@@ -73,6 +74,16 @@ class Watchdog:
         self.phase, self._last_sign, self._is_shown = phase, self._clock(), False
         self._began = self._last_sign
 
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Enter a phase for the block, and afterwards the previous one again."""
+        previous = self.phase
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(previous)
+
     def finish_step(self) -> None:
         """Record the time of the present step, and enter the phase of logging, evaluation, saving and data loading."""
         if self.phase == "a step":
@@ -85,9 +96,10 @@ class Watchdog:
 
     def limits(self) -> tuple[float, float]:
         """Return the seconds without progress after which stacks are shown, and after which the process exits."""
-        steps = STEPS * statistics.median(self._steps) if self._steps else 0.0
+        step = statistics.median(self._steps) if self._steps else 0.0
         patience = 1.0 if self.phase in REPORTING_PHASES else PATIENCE
-        return patience * max(SHOW_AFTER_SECONDS, steps / 3), patience * max(END_AFTER_SECONDS, steps)
+        show_after, end_after = SHOW_AFTER_STEPS * step, END_AFTER_STEPS * step
+        return patience * max(SHOW_AFTER_SECONDS, show_after), patience * max(END_AFTER_SECONDS, end_after)
 
     def poll(self) -> str | None:
         """Return the action that is due: ``show``, once per silence, or ``end``; ``None`` if neither is."""

@@ -13,6 +13,7 @@ from transformers.integrations.integration_utils import (
     get_reporting_integration_callbacks,
 )
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+from transformers.trainer_utils import IntervalStrategy
 
 from recipes_lib.config.schema import GuardsConfig, RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
@@ -309,6 +310,7 @@ class WeightMonitor(TrainerCallback):
         """Add the norms to the metrics of a training step."""
         if logs is not None and "loss" in logs:
             logs.update(self._figures)
+            self._figures = {}  # The next log may be that of an epoch, whose last step is not measured.
 
 
 def choose_sample(sizes: Sequence[int], budget: int) -> list[int]:
@@ -324,9 +326,10 @@ def choose_sample(sizes: Sequence[int], budget: int) -> list[int]:
 
 
 def _is_logged(args: TrainingArguments, state: TrainerState) -> bool:
+    """Return whether the next step will be logged; the last step of an epoch is not known in advance."""
     step = state.global_step + 1
-    every = max(1, int(state.logging_steps))
-    return step % every == 0 or (step == 1 and args.logging_first_step)
+    is_due = args.logging_strategy == IntervalStrategy.STEPS and step % max(1, int(state.logging_steps)) == 0
+    return is_due or (step == 1 and args.logging_first_step)
 
 
 class Trackers:

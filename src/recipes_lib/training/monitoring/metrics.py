@@ -207,7 +207,8 @@ class MetricsWriter:
 
         Args:
             step: Number of finished optimizer steps.
-            is_evaluated: Whether to keep the evaluation of ``step``; False if it will be repeated.
+            is_evaluated: Whether to keep the evaluation of ``step`` (also lines without a ``kind``: samples); False if
+                it will be repeated.
         """
         if not self._is_main or not self._path.exists():
             return
@@ -224,4 +225,4 @@ def _read_step(line: str, is_evaluated: bool) -> float:
     step = parse_number(event.get("step"))
     if step is None or event.get("kind") == "best":
         return math.inf
-    return step + (0.5 if event.get("kind") == "eval" and not is_evaluated else 0)
+    return step + (0.5 if event.get("kind", "eval") == "eval" and not is_evaluated else 0)
