@@ -1,4 +1,4 @@
-"""Distillation follows the trajectory of all logits at once, leaves its teacher alone, and is 0 from oneself."""
+"""Distillation trajectory against the dense computation, metrics, and an unchanged teacher."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class DenseTrainer(Trainer):
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_the_trajectory_is_that_of_all_logits_at_once(tiny_model_dir, student_dir, tmp_path, accumulation) -> None:
+def test_trajectory_equals_dense_computation(tiny_model_dir, student_dir, tmp_path, accumulation) -> None:
     cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulation}
     ours, recorder, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "ours", make_packs(), **OBJECTIVE, **cut)
     ours.train()
@@ -63,7 +63,7 @@ def test_the_trajectory_is_that_of_all_logits_at_once(tiny_model_dir, student_di
         assert got == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_figures_are_means_over_targets_and_add_up_to_the_loss(tiny_model_dir, student_dir, tmp_path) -> None:
+def test_metrics_are_means_over_targets_and_sum_to_loss(tiny_model_dir, student_dir, tmp_path) -> None:
     trainer, recorder, lines = make_distiller(
         student_dir, tiny_model_dir, tmp_path, make_packs(), **OBJECTIVE, logging_steps=1, gradient_accumulation_steps=2
     )
@@ -76,7 +76,7 @@ def test_the_figures_are_means_over_targets_and_add_up_to_the_loss(tiny_model_di
     assert sum(line.startswith("step 0: loss on labels in nats: student") for line in lines) == 1
 
 
-def test_the_teacher_is_left_alone_and_saved_nowhere(tiny_model_dir, student_dir, tmp_path) -> None:
+def test_teacher_is_unchanged_and_not_saved(tiny_model_dir, student_dir, tmp_path) -> None:
     trainer, _, _ = make_distiller(
         student_dir, tiny_model_dir, tmp_path / "run", make_packs(), save_strategy="steps", save_steps=4
     )
@@ -94,7 +94,7 @@ def test_the_teacher_is_left_alone_and_saved_nowhere(tiny_model_dir, student_dir
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_a_model_has_nothing_to_learn_from_itself(tiny_model_dir, tmp_path, beta) -> None:
+def test_distillation_from_itself_has_no_loss_and_no_gradient(tiny_model_dir, tmp_path, beta) -> None:
     keys = {"distillation_alpha": 0.0, "distillation_beta": beta, "weight_decay": 0.0, "optim": "sgd", "max_steps": 2}
     trainer, recorder, lines = make_distiller(tiny_model_dir, tiny_model_dir, tmp_path, make_packs(), **keys)
     before = weights_of(trainer)
@@ -107,7 +107,7 @@ def test_a_model_has_nothing_to_learn_from_itself(tiny_model_dir, tmp_path, beta
     assert any(line.endswith("divergence 0") or "e-" in line for line in lines if line.startswith("step 0"))
 
 
-def test_a_copy_that_differs_from_its_teacher_is_stopped_at_the_first_step(tiny_model_dir, tmp_path) -> None:
+def test_copy_that_differs_from_teacher_stops_at_first_step(tiny_model_dir, tmp_path) -> None:
     trainer, _, _ = make_distiller(tiny_model_dir, tiny_model_dir, tmp_path, make_packs())
     with torch.no_grad():
         trainer.teacher.lm_head.weight.mul_(1.5)
@@ -117,7 +117,7 @@ def test_a_copy_that_differs_from_its_teacher_is_stopped_at_the_first_step(tiny_
     assert_equal_weights(before, weights_of(trainer))
 
 
-def test_a_teacher_that_knows_less_is_told() -> None:
+def test_worse_teacher_is_reported() -> None:
     def tell(nll: float, teacher_nll: float) -> str:
         figures = [torch.tensor(10 * value) for value in (0.0, nll, 0.5, teacher_nll)]
         counts = [torch.tensor(10)] * 3

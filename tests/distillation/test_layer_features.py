@@ -1,4 +1,4 @@
-"""Layers are compared at the targets of each document; projections learn, resume to the bit, and leave no trace."""
+"""Hidden-state and attention distillation: alignment at targets, projections, resume."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def make_rows(*rows: dict[str, Any]) -> Dataset:
     return Dataset.from_list([{name: list(value) for name, value in row.items()} for row in rows]).with_format("numpy")
 
 
-def test_places_are_what_predicts_a_target_counted_by_document() -> None:
+def test_target_positions_are_counted_by_document() -> None:
     labels = torch.tensor([[-100, 5, -100, -100, 7, 8], [-100, -100, 3, -100, -100, -100]])
     position_ids = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 1, 2]])
     places = find_target_positions(labels, position_ids)
@@ -93,7 +93,7 @@ def reference_parts(batch: Any, student_dir: Path, teacher_dir: Path) -> dict[st
     return {"attention": float(attention) / len(own), "similarity": similarity / len(own)}
 
 
-def test_the_parts_are_those_of_all_states_at_once(compute, student_dir, tiny_model_dir) -> None:
+def test_feature_losses_equal_full_outputs(compute, student_dir, tiny_model_dir) -> None:
     packs = make_packs(4)
     loss, parts, _ = compute(packs, **ALL)
     batch = PackedCollator(pad_token_id=1)([packs[at] for at in range(4)])
@@ -105,7 +105,7 @@ def test_the_parts_are_those_of_all_states_at_once(compute, student_dir, tiny_mo
 
 
 @pytest.mark.parametrize("part", WEIGHTS)
-def test_each_part_changes_what_is_learnt(compute, part) -> None:
+def test_each_feature_loss_changes_gradients(compute, part) -> None:
     packs = make_packs(2)
     keys = {f"{part}_weight": 1.0, "attn_implementation": "eager"}
     plain, with_part = compute(packs, attn_implementation="eager"), compute(packs, **keys)
@@ -118,7 +118,7 @@ def test_each_part_changes_what_is_learnt(compute, part) -> None:
 
 
 @pytest.mark.parametrize("loss", ["mse", "cosine"])
-def test_from_oneself_there_is_nothing_to_learn(tiny_model_dir, tmp_path, loss) -> None:
+def test_features_of_itself_have_no_loss(tiny_model_dir, tmp_path, loss) -> None:
     keys = ALL | {"feature_loss": loss, "distillation_alpha": 0.0, "optim": "sgd", "max_steps": 2}
     trainer, recorder, _ = make_distiller(tiny_model_dir, tiny_model_dir, tmp_path, make_packs(), **keys)
     trainer.train()
@@ -130,7 +130,7 @@ def test_from_oneself_there_is_nothing_to_learn(tiny_model_dir, tmp_path, loss) 
         assert step["grad_norm"] < 1e-4
 
 
-def test_the_order_of_documents_and_their_rows_are_of_no_account(compute) -> None:
+def test_feature_losses_are_independent_of_document_order_and_rows(compute) -> None:
     """Held against each document in a batch of its own, put together by their targets, and against another order."""
     keys = ALL | {"feature_layers": [1]}
     rows = [make_row(length) for length in (9, 14, 6)]
@@ -159,7 +159,7 @@ def test_the_order_of_documents_and_their_rows_are_of_no_account(compute) -> Non
     [{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}, {"activation_checkpointing": True}],
     ids=["accumulated", "recomputed"],
 )
-def test_how_a_step_is_computed_changes_no_figure(tiny_model_dir, student_dir, tmp_path, other) -> None:
+def test_feature_losses_are_independent_of_computation_options(tiny_model_dir, student_dir, tmp_path, other) -> None:
     logs = []
     for name, keys in (("plain", {"per_device_train_batch_size": 8}), ("other", other)):
         trainer, recorder, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / name, make_packs(), **ALL | keys)
@@ -171,7 +171,7 @@ def test_how_a_step_is_computed_changes_no_figure(tiny_model_dir, student_dir, t
             assert got[name] == pytest.approx(expected[name], rel=1e-4), name
 
 
-def test_projections_learn_at_their_own_rate_and_are_saved_nowhere_else(tiny_model_dir, student_dir, tmp_path) -> None:
+def test_projections_have_their_own_learning_rate_and_file(tiny_model_dir, student_dir, tmp_path) -> None:
     keys = ALL | {"save_strategy": "steps", "save_steps": 4, "projection_learning_rate": 0.02, "weight_decay": 0.1}
     trainer, _, lines = make_distiller(student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys)
     (before,) = (weight.clone() for weight in trainer.layers._projections.parameters())
@@ -193,7 +193,7 @@ def test_projections_learn_at_their_own_rate_and_are_saved_nowhere_else(tiny_mod
     assert any("gradients: all" in line for line in lines)
 
 
-def test_a_resumed_run_ends_with_the_very_weights_and_projections(tiny_model_dir, student_dir, tmp_path) -> None:
+def test_resume_restores_weights_and_projections_bitwise(tiny_model_dir, student_dir, tmp_path) -> None:
     keys = ALL | {"save_strategy": "steps", "save_steps": 2}
     straight, recorder, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys)
     straight.train()
@@ -215,7 +215,7 @@ def test_a_resumed_run_ends_with_the_very_weights_and_projections(tiny_model_dir
     assert_equal_weights(straight.layers._projections.state_dict(), projections)
 
 
-def test_a_layer_that_the_student_has_not_is_refused(tiny_model_dir, student_dir, tmp_path) -> None:
+def test_nonexistent_student_layer_is_refused(tiny_model_dir, student_dir, tmp_path) -> None:
     for keys in (FEATURES | {"feature_layers": [1, 2]}, RELATIONS | {"relation_layers": [3]}):
         with pytest.raises(ConfigError, match="and the student has 1"):
             make_distiller(student_dir, tiny_model_dir, tmp_path, make_packs(), **keys)

@@ -1,4 +1,4 @@
-"""On policy: what is sampled, and when, follows from seed, step and text; only the answers are learnt from."""
+"""On-policy distillation: sampling schedule, reproducibility, loss on completions, resume and preemption."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def read_documents(batch: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.parametrize("lmbda", [0.0, 0.1, 0.25, 0.5, 0.7, 1.0])
-def test_sampled_steps_are_spread_evenly(lmbda: float) -> None:
+def test_sampled_steps_are_evenly_spaced(lmbda: float) -> None:
     for seed in range(5):
         due = [build_answers(lmbda=lmbda, seed=seed).is_due(step) for step in range(400)]
         for start in range(0, 300, 7):
@@ -78,7 +78,7 @@ def test_sampled_steps_are_spread_evenly(lmbda: float) -> None:
 
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_a_document_is_asked_what_stands_before_its_last_answer(layout: Any) -> None:
+def test_prompt_is_text_before_last_answer(layout: Any) -> None:
     rows = [
         {"input_ids": [9, 8, 7, 6, 5, 4, 3, 2], "loss_mask": [1, 1, 0, 0, 1, 1, 0, 1], "seq_lengths": [6, 2]},
         {"input_ids": [1, 2, 3, 1, 1], "loss_mask": [0, 0, 0, 0, 1], "seq_lengths": [3, 2]},
@@ -92,7 +92,7 @@ def test_a_document_is_asked_what_stands_before_its_last_answer(layout: Any) -> 
     assert len({question.number for question in questions}) == 3
 
 
-def test_answers_are_the_students_and_end_at_their_stop_token(student_dir: Path) -> None:
+def test_completions_are_sampled_from_student_up_to_stop_token(student_dir: Path) -> None:
     student, batch = load(student_dir, is_teacher=False).train(), PackedCollator(pad_token_id=1)(list(make_packs(6)))
     answered = build_answers(max_length=20).replace(student, batch, 3)
     asked = [question.prompt.tolist() for question in read_questions(batch)]
@@ -114,7 +114,7 @@ def test_answers_are_the_students_and_end_at_their_stop_token(student_dir: Path)
     assert max(max(answer) for _, answer in documents) >= 50
 
 
-def test_an_answer_follows_from_seed_step_and_text_alone(student_dir: Path) -> None:
+def test_completion_depends_on_seed_step_and_text_only(student_dir: Path) -> None:
     student, rows, collate = load(student_dir, is_teacher=False), list(make_packs(6)), PackedCollator(pad_token_id=1)
     answers = build_answers()
     together = read_documents(answers.replace(student, collate(rows), 3))
@@ -124,7 +124,7 @@ def test_an_answer_follows_from_seed_step_and_text_alone(student_dir: Path) -> N
         assert read_documents(other) != together
 
 
-def test_nothing_to_answer_leaves_nothing_to_learn(student_dir: Path) -> None:
+def test_batch_without_prompts_has_no_targets(student_dir: Path) -> None:
     student, batch = load(student_dir, is_teacher=False), PackedCollator(pad_token_id=1)(list(make_packs(2)))
     answered = build_answers(max_length=6).replace(student, batch, 0)
     assert torch.equal(answered["input_ids"], batch["input_ids"])
@@ -132,7 +132,7 @@ def test_nothing_to_answer_leaves_nothing_to_learn(student_dir: Path) -> None:
     assert answered[ANSWERED].tolist() == [0, 0]
 
 
-def test_the_loss_is_the_divergence_at_the_answers_alone(tiny_model_dir, student_dir, tmp_path) -> None:
+def test_loss_is_divergence_on_completion_tokens(tiny_model_dir, student_dir, tmp_path) -> None:
     keys = {"lmbda": 1.0, "distillation_beta": 0.7, "distillation_temperature": 2.0, "distillation_alpha": 0.9}
     trainer, _, _ = make_distiller(student_dir, tiny_model_dir, tmp_path, make_packs(), **KEYS | keys)
     texts = [PackedCollator(pad_token_id=1)(list(make_packs(4, seed=seed))) for seed in (1, 2)]
@@ -155,13 +155,13 @@ def test_the_loss_is_the_divergence_at_the_answers_alone(tiny_model_dir, student
     assert float(loss) == pytest.approx(total / num_tokens, rel=1e-5)
 
 
-def test_answers_without_room_for_a_prompt_are_refused(tiny_model_dir, student_dir, tmp_path) -> None:
+def test_max_new_tokens_without_room_for_prompt_is_refused(tiny_model_dir, student_dir, tmp_path) -> None:
     keys = KEYS | {"response_length": 512}
     with pytest.raises(ConfigError, match="512 tokens leave no room for a prompt in the 512 positions"):
         make_distiller(student_dir, tiny_model_dir, tmp_path, make_packs(), **keys)
 
 
-def test_a_share_that_never_comes_up_changes_nothing(tiny_model_dir, student_dir, tmp_path) -> None:
+def test_lambda_without_sampled_step_changes_nothing(tiny_model_dir, student_dir, tmp_path) -> None:
     never, first, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "never", make_packs(), lmbda=1e-9)
     without, second, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "without", make_packs())
     assert without.answers is None
@@ -172,7 +172,7 @@ def test_a_share_that_never_comes_up_changes_nothing(tiny_model_dir, student_dir
     assert_equal_weights(weights_of(never), weights_of(without))
 
 
-def test_figures_of_answers_stand_apart_from_those_of_texts(tiny_model_dir, student_dir, tmp_path) -> None:
+def test_metrics_of_completions_and_texts_are_separate(tiny_model_dir, student_dir, tmp_path) -> None:
     trainer, recorder, lines = make_distiller(
         student_dir,
         tiny_model_dir,
@@ -196,7 +196,7 @@ def test_figures_of_answers_stand_apart_from_those_of_texts(tiny_model_dir, stud
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_how_the_batch_is_cut_changes_nothing(tiny_model_dir, student_dir, tmp_path, accumulation) -> None:
+def test_on_policy_loss_is_independent_of_micro_batches(tiny_model_dir, student_dir, tmp_path, accumulation) -> None:
     cut = {"per_device_train_batch_size": 4 // accumulation, "gradient_accumulation_steps": accumulation}
     whole, first, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "a", make_packs(), **KEYS | cut)
     parts = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
@@ -207,7 +207,7 @@ def test_how_the_batch_is_cut_changes_nothing(tiny_model_dir, student_dir, tmp_p
         assert got == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_resumed_run_ends_with_the_very_weights(tiny_model_dir, student_dir, tmp_path) -> None:
+def test_resume_restores_weights_bitwise(tiny_model_dir, student_dir, tmp_path) -> None:
     keys = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6, **KEYS, "lmbda": 0.7}
     straight, recorder, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys)
     straight.train()
@@ -220,9 +220,7 @@ def test_a_resumed_run_ends_with_the_very_weights(tiny_model_dir, student_dir, t
         assert_equal_weights(weights_of(resumed), weights_of(straight))
 
 
-def test_asked_to_stop_while_it_samples_it_leaves_and_goes_on(
-    tiny_model_dir, student_dir, tmp_path, monkeypatch
-) -> None:
+def test_preemption_during_sampling_stops_and_resumes(tiny_model_dir, student_dir, tmp_path, monkeypatch) -> None:
     keys = {"save_strategy": "steps", "save_steps": 100, **KEYS, "lmbda": 1.0, "per_device_eval_batch_size": 2}
     straight, recorder, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "straight", make_packs(), **keys)
     straight.train()
@@ -290,9 +288,7 @@ def write_rows(count: int, seed: int) -> list[dict[str, Any]]:
     ("seed", "is_control"),
     [(0, False), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((1, False), (0, True)))],
 )
-def test_a_student_comes_to_write_what_its_teacher_would(
-    keys_teacher: Path, tmp_path: Path, seed: int, is_control: bool
-) -> None:
+def test_on_policy_training_reduces_reverse_kl(keys_teacher: Path, tmp_path: Path, seed: int, is_control: bool) -> None:
     """Reverse KL falls from about 3 nats a token to under 0.4, but not where the teacher's words change each step."""
     student_dir = keys_task.write_policy(tmp_path / "student", seed=50 + seed, num_steps=0)
     rows = Dataset.from_list(write_rows(120 * 64, seed=seed)).with_format("numpy")

@@ -1,4 +1,4 @@
-"""Divergences have the values of their closed forms, the ends that they promise, and torch's gradients."""
+"""Divergences between student and teacher: closed forms, limits at beta 0 and 1, and autograd gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def random_logits(num_outcomes: int = 7, *, seed: int = 0) -> tuple[Tensor, Tens
     return teacher, student
 
 
-def test_the_closed_forms() -> None:
+def test_divergence_closed_forms() -> None:
     teacher, student = logs(0.7, 0.3), logs(0.4, 0.6)
     assert value(teacher, student, 0.0) == pytest.approx(0.183787, abs=1e-6)
     assert value(teacher, student, 1.0) == pytest.approx(0.192042, abs=1e-6)
@@ -34,13 +34,13 @@ def test_the_closed_forms() -> None:
 
 
 @pytest.mark.parametrize(("near", "end"), [(1e-4, 0.0), (1 - 1e-4, 1.0)])
-def test_the_ends_are_met_and_not_jumped_to(near: float, end: float) -> None:
+def test_divergence_is_continuous_at_beta_0_and_1(near: float, end: float) -> None:
     teacher, student = logs(0.7, 0.3), logs(0.4, 0.6)
     assert value(teacher, student, near) == pytest.approx(value(teacher, student, end), rel=1e-3)
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_slopes_are_torchs_gradient_of_the_definition(beta: float) -> None:
+def test_divergence_gradients_equal_autograd(beta: float) -> None:
     teacher_logits, student_logits = random_logits(seed=1)
     student_logits.requires_grad_()
     teacher, student = teacher_logits.log_softmax(-1), student_logits.log_softmax(-1)
@@ -58,7 +58,7 @@ def test_slopes_are_torchs_gradient_of_the_definition(beta: float) -> None:
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_what_is_all_but_impossible_stays_finite(beta: float) -> None:
+def test_divergence_of_near_zero_probabilities_is_finite(beta: float) -> None:
     teacher, student = (torch.tensor([[0.0, gap]]).log_softmax(-1) for gap in (-300.0, 300.0))
     values, slopes = compute_divergence(teacher, student, beta)
     assert values.isfinite().all()

@@ -1,4 +1,4 @@
-"""Preference losses have their closed forms, the signs of their purpose, and one value however a step is cut."""
+"""Preference losses: closed forms, signs of gradients, extreme inputs, and independence of micro-batching."""
 
 from __future__ import annotations
 
@@ -74,19 +74,21 @@ def gradients_of(losses: Tensor, batch: PreferenceBatch) -> tuple[Tensor, Tensor
         ("sft", (0.0, 0.0), {}, 7.0),
     ],
 )
-def test_closed_forms(name: str, ratios: tuple[float, float], settings: dict[str, Any], expected: float) -> None:
+def test_preference_loss_closed_forms(
+    name: str, ratios: tuple[float, float], settings: dict[str, Any], expected: float
+) -> None:
     assert compute(name, make_batch(*ratios), **settings).item() == pytest.approx(expected, abs=1e-6)
 
 
-def free_batch(chosen: float, rejected: float, num_chosen: int, num_rejected: int) -> PreferenceBatch:
+def make_unconstrained_batch(chosen: float, rejected: float, num_chosen: int, num_rejected: int) -> PreferenceBatch:
     leaves = (torch.tensor([value], dtype=torch.float64, requires_grad=True) for value in (chosen, rejected))
     return PreferenceBatch(*leaves, torch.tensor([num_chosen]), torch.tensor([num_rejected]))
 
 
 @pytest.mark.parametrize("chosen", [0.0, -1e-30, -1e-9, -1e-4, -1.0, -50.0, -800.0])
 @pytest.mark.parametrize("rejected", [0.0, -1e-9, -1.0, -800.0])
-def test_orpo_is_finite_from_certainty_to_impossibility(chosen: float, rejected: float) -> None:
-    batch = free_batch(chosen, rejected, 1, 1)
+def test_orpo_is_finite_for_extreme_probabilities(chosen: float, rejected: float) -> None:
+    batch = make_unconstrained_batch(chosen, rejected, 1, 1)
     assert_finite("orpo", batch, beta=0.3)
 
 
@@ -101,16 +103,16 @@ def assert_finite(name: str, batch: PreferenceBatch, **settings: Any) -> None:
 
 @pytest.mark.parametrize("ratio", [-3000.0, -100.0, 100.0, 3000.0])
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
-def test_losses_and_gradients_stay_finite_far_from_the_reference(name: str, ratio: float) -> None:
+def test_losses_and_gradients_are_finite_far_from_reference(name: str, ratio: float) -> None:
     assert_finite(name, make_batch([ratio, 0.0], [0.0, ratio]), beta=0.5)
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "alpha_divergence"])
-def test_a_divergence_is_bounded_where_its_power_is_no_number(divergence: str) -> None:
+def test_f_divergence_is_bounded_where_power_overflows(divergence: str) -> None:
     assert_finite("sigmoid", make_batch([-1000.0, 1000.0], [1000.0, -1000.0]), f_divergence_type=divergence)
 
 
-def stationary_slope(name: str, *, share: float, gap: float, **settings: Any) -> float:
+def compute_slope_at_optimum(name: str, *, share: float, gap: float, **settings: Any) -> float:
     """Slope at ``beta * gap`` of the expected loss when ``share`` of the raters prefer the first of two answers."""
     batch = make_batch(gap / 0.1, 0.0)
     flipped = dataclasses.replace(
@@ -136,16 +138,16 @@ def stationary_slope(name: str, *, share: float, gap: float, **settings: Any) ->
         ("exo_pair", 1.0, {"label_smoothing": 0.2}),
     ],
 )
-def test_a_noisy_preference_is_fitted_by_the_log_of_its_odds(name: str, share: float, settings: dict[str, Any]) -> None:
+def test_optimum_of_noisy_preference_is_log_odds(name: str, share: float, settings: dict[str, Any]) -> None:
     below, at, above = (
-        stationary_slope(name, share=share, gap=gap, **settings) for gap in (LN_4 - 0.1, LN_4, LN_4 + 0.1)
+        compute_slope_at_optimum(name, share=share, gap=gap, **settings) for gap in (LN_4 - 0.1, LN_4, LN_4 + 0.1)
     )
     assert below < -1e-4
     assert at == pytest.approx(0, abs=1e-12)
     assert above > 1e-4
 
 
-def test_metrics_are_rewards_and_log_probabilities_of_each_pair() -> None:
+def test_preference_metrics_per_pair() -> None:
     batch = make_batch([1.0, -3.0], [-1.0, -2.0], num_tokens=2)
     metrics = {name: figure.tolist() for name, figure in compute_preference_metrics(batch, 0.1).items()}
     assert metrics["rewards/chosen"] == pytest.approx([0.1, -0.3])
@@ -159,26 +161,26 @@ def test_metrics_are_rewards_and_log_probabilities_of_each_pair() -> None:
     assert not any(figure.requires_grad for figure in compute_preference_metrics(batch, 0.1).values())
 
 
-def test_without_a_reference_a_reward_is_a_mean_log_probability() -> None:
-    metrics = compute_preference_metrics(free_batch(-3.0, -4.0, 3, 2), 2.0)
+def test_reference_free_reward_is_mean_logp() -> None:
+    metrics = compute_preference_metrics(make_unconstrained_batch(-3.0, -4.0, 3, 2), 2.0)
     assert metrics["rewards/chosen"].item() == pytest.approx(-2.0)
     assert metrics["rewards/rejected"].item() == pytest.approx(-4.0)
 
 
-def part_of(batch: PreferenceBatch, pairs: slice) -> PreferenceBatch:
+def select_pairs(batch: PreferenceBatch, pairs: slice) -> PreferenceBatch:
     fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     return PreferenceBatch(**{k: v[pairs] if v is not None and v.ndim else v for k, v in fields.items()})
 
 
 @pytest.mark.parametrize("name", sorted(PREFERENCE_LOSSES.keys() - {"aot", "aot_unpaired"}))
-def test_how_a_step_is_cut_changes_nothing(name: str) -> None:
+def test_preference_loss_is_independent_of_micro_batches(name: str) -> None:
     batch = make_pairs()
     batch = dataclasses.replace(batch, mean_chosen_tokens=batch.num_chosen_tokens.double().mean())
-    parts = [compute(name, part_of(batch, pairs)) for pairs in (slice(0, 1), slice(1, 6), slice(6, 6))]
+    parts = [compute(name, select_pairs(batch, pairs)) for pairs in (slice(0, 1), slice(1, 6), slice(6, 6))]
     torch.testing.assert_close(torch.cat(parts), compute(name, batch))
 
 
-def test_the_nll_may_be_of_more_tokens_than_the_comparison() -> None:
+def test_nll_may_cover_more_tokens_than_comparison() -> None:
     batch = make_pairs()
     longer = dataclasses.replace(batch, chosen_nll=-batch.chosen_logps + 2 * batch.num_chosen_tokens)
     added = {name: (compute(name, longer) - compute(name, batch)).tolist() for name in PREFERENCE_LOSSES}
@@ -191,7 +193,7 @@ def test_the_nll_may_be_of_more_tokens_than_the_comparison() -> None:
     ("name", "moved"),
     [("aot", ("ref_chosen_logps", "ref_rejected_logps")), ("aot_unpaired", ("chosen_logps", "ref_chosen_logps"))],
 )
-def test_aot_matches_ranks_and_not_pairs(name: str, moved: tuple[str, str]) -> None:
+def test_aot_compares_sorted_ratios(name: str, moved: tuple[str, str]) -> None:
     batch = make_pairs()
     order = torch.tensor([3, 1, 0, 5, 2, 4])
     shuffled = dataclasses.replace(batch, **{field: getattr(batch, field)[order] for field in moved})
@@ -199,7 +201,7 @@ def test_aot_matches_ranks_and_not_pairs(name: str, moved: tuple[str, str]) -> N
     assert not torch.equal(compute("sigmoid", shuffled), compute("sigmoid", batch))
 
 
-def test_losses_add_by_their_weights_and_pairs_count_by_theirs() -> None:
+def test_losses_and_pairs_are_weighted() -> None:
     batch, factors = make_pairs(), torch.linspace(0.1, 2.0, 6, dtype=torch.float64)
     options = PreferenceOptions(beta=0.2)
     mixed = compute_preference_losses(["sigmoid", "sft"], [0.7, 2.0], batch, options)
@@ -212,7 +214,7 @@ def test_losses_add_by_their_weights_and_pairs_count_by_theirs() -> None:
 
 
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
-def test_the_reference_is_needed_exactly_where_it_is_said_to_be(name: str) -> None:
+def test_reference_is_required_only_by_losses_that_declare_it(name: str) -> None:
     batch = make_pairs()
     free = dataclasses.replace(batch, ref_chosen_logps=None, ref_rejected_logps=None)
     if name in REFERENCE_FREE:
@@ -241,7 +243,7 @@ def test_the_reference_is_needed_exactly_where_it_is_said_to_be(name: str) -> No
         (["kto"], {"beta": -1.0}, False, "loss_type .*; beta must be positive"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(
+def test_incompatible_options_are_refused(
     names: list[str], settings: dict[str, Any], use_weighting: bool, message: str
 ) -> None:
     options = PreferenceOptions(**settings)
@@ -258,7 +260,7 @@ TOKEN_LOGPS = torch.tensor([-1.0, -2.0, -4.0, -8.0, -16.0, -32.0, -64.0], dtype=
 SEQUENCE_IDS = torch.tensor([2, 0, 0, 2, 3, 0, 1])
 
 
-def test_log_probabilities_are_summed_by_sequence() -> None:
+def test_logps_are_summed_by_sequence() -> None:
     logps = TOKEN_LOGPS.clone().requires_grad_()
     sums = sum_logps(logps, SEQUENCE_IDS, 5)
     assert sums.tolist() == [-38, -64, -9, -16, 0]
@@ -266,7 +268,7 @@ def test_log_probabilities_are_summed_by_sequence() -> None:
     assert gradient.tolist() == [3, 1, 1, 3, 4, 1, 2]
 
 
-def test_tokens_beyond_the_shorter_answer_count_by_ld_alpha() -> None:
+def test_ld_alpha_weights_tokens_beyond_shorter_answer() -> None:
     logps = TOKEN_LOGPS.clone().requires_grad_()
     sums = sum_logps(logps, SEQUENCE_IDS, 4, ld_alpha=0.25)
     assert sums.tolist() == [-6 - 0.25 * 32, -64, -9, -16]
@@ -278,7 +280,7 @@ def test_tokens_beyond_the_shorter_answer_count_by_ld_alpha() -> None:
     assert sum_logps(logps[:0], SEQUENCE_IDS[:0], 4, ld_alpha=0.5).tolist() == [0, 0, 0, 0]
 
 
-def test_wpo_weighs_a_pair_by_the_geometric_means_of_its_aligned_probabilities() -> None:
+def test_wpo_weights_pairs_by_geometric_mean_probability() -> None:
     logps = TOKEN_LOGPS.clone().requires_grad_()
     log_sum_sq_probs = torch.tensor([-1.0, -1.0, -3.0, -6.0, -15.0, -31.0, -60.0], dtype=torch.float64)
     weights = compute_wpo_weights(logps, log_sum_sq_probs, SEQUENCE_IDS, 4)

@@ -1,4 +1,4 @@
-"""Tiny models on disk, and a few steps of training, for tests of adapters."""
+"""Tiny models on disk and a few SGD steps, for tests of adapters."""
 
 from __future__ import annotations
 

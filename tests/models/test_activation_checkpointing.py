@@ -1,4 +1,4 @@
-"""Checkpointing changes neither loss nor gradients, and selective checkpointing makes no product twice."""
+"""Activation checkpointing: unchanged loss and gradients, and no recomputed matrix product in selective mode."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_trajectory_stays(tiny_model_dir, tmp_path, mode) -> None:
+def test_checkpointing_keeps_training_trajectory(tiny_model_dir, tmp_path, mode) -> None:
     plain, recorder = make_trainer(tiny_model_dir, tmp_path / "plain", make_packs())
     plain.train()
     keys = {"activation_checkpointing": True, "activation_checkpointing_kwargs": MODES[mode] or None}
@@ -40,13 +40,13 @@ def count_flops(model_dir, options) -> int:
     return counter.get_total_flops()
 
 
-def test_selective_checkpointing_multiplies_nothing_twice(tiny_model_dir) -> None:
+def test_selective_checkpointing_recomputes_no_matmul(tiny_model_dir) -> None:
     without = count_flops(tiny_model_dir, None)
     whole = count_flops(tiny_model_dir, {"activation_checkpointing_kwargs": {"use_reentrant": False}})
     assert count_flops(tiny_model_dir, read_selective({"save_matmuls": True})) == without
     assert whole > 1.15 * without
 
 
-def test_without_the_key_upstream_decides() -> None:
+def test_checkpointing_is_left_to_transformers_without_the_key() -> None:
     assert read_selective(None) is None
     assert read_selective({"every_n_layers": 2, "save_matmuls": False}) is None

@@ -1,4 +1,4 @@
-"""What of a folder is its model, and whether all of it is there."""
+"""Model files of a folder, and detection of missing and damaged ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(tmp_path):
         ([], False),
     ],
 )
-def test_only_what_can_be_loaded_is_a_model(tmp_path, names, holds):
+def test_is_model_requires_weights_and_configuration(tmp_path, names, holds):
     for name in names:
         (tmp_path / name).touch()
     assert is_model(tmp_path) is holds
@@ -55,14 +55,14 @@ def test_only_what_can_be_loaded_is_a_model(tmp_path, names, holds):
         (lambda file: file.with_name(INDEX).write_text("{"), f"{INDEX}: is not JSON"),
     ],
 )
-def test_weights_are_opened_again(run, change, found):
+def test_find_damage_reads_weight_headers(run, change, found):
     file = finish(run) / "model.safetensors"
     change(file)
     damage = find_damage(run)
     assert damage is None if found is None else found in damage
 
 
-def test_every_file_of_a_model_is_missed(run):
+def test_find_missing_names_every_model_file(run):
     finish(run)
     names = list_model_files(run)
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(names)

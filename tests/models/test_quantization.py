@@ -1,4 +1,4 @@
-"""Few bits: what is quantised and what is not, what it costs, and that an adapter on it learns."""
+"""Quantised loading by bitsandbytes: quantised layers, memory, gradients and adapters."""
 
 import importlib.util
 
@@ -30,19 +30,19 @@ def load(model_dir, config, *, dtype="float32", **options):
     return load_causal_lm(ModelConfig(model_name_or_path=str(model_dir), dtype=dtype), "sdpa", build(config, **options))
 
 
-def problem_of(config, engine=""):
+def catch_problems(config, engine=""):
     with pytest.raises(ConfigError) as caught:
         build(config, engine=engine)
     return caught.value.problems
 
 
-def test_no_bits_asked_for_are_no_configuration():
+def test_no_quantization_config_by_default():
     assert build(QuantizationConfig()) is None
 
 
-def test_without_bitsandbytes_the_package_is_named(monkeypatch):
+def test_missing_bitsandbytes_is_reported(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (problem,) = problem_of(BITS["nf4"])
+    (problem,) = catch_problems(BITS["nf4"])
     assert problem.where == "load_in_4bit"
     assert "bitsandbytes" in problem.found
     assert problem.remedy == "pip install bitsandbytes"
@@ -57,7 +57,7 @@ def test_without_bitsandbytes_the_package_is_named(monkeypatch):
         ("DEEPSPEED", torch.float16, torch.float16),
     ],
 )
-def test_codes_are_stored_as_what_a_sharding_engine_casts_to(tiny_model_dir, engine, compute_dtype, stored_as):
+def test_quant_storage_is_compute_dtype_under_sharding_engines(tiny_model_dir, engine, compute_dtype, stored_as):
     model = load(tiny_model_dir, BITS["nf4"], compute_dtype=compute_dtype, engine=engine)
     weight = model.model.layers[0].mlp.up_proj.weight
     assert weight.dtype == stored_as
@@ -71,14 +71,14 @@ def test_codes_are_stored_as_what_a_sharding_engine_casts_to(tiny_model_dir, eng
 @pytest.mark.parametrize(
     ("name", "kind", "is_nested"), [("nf4", "nf4", True), ("nf4 plain", "nf4", False), ("fp4", "fp4", True)]
 )
-def test_levels_and_nesting_are_those_asked_for(tiny_model_dir, name, kind, is_nested):
+def test_quant_type_and_nesting_follow_configuration(tiny_model_dir, name, kind, is_nested):
     state = load(tiny_model_dir, BITS[name]).model.layers[0].mlp.up_proj.weight.quant_state
     assert (state.quant_type, state.nested) == (kind, is_nested)
 
 
 @pytest.mark.parametrize("name", BITS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_linear_layers_are_quantised_and_the_rest_keeps_the_dtype_of_the_run(tiny_model_dir, name, dtype):
+def test_only_linear_layers_are_quantised(tiny_model_dir, name, dtype):
     model = load(tiny_model_dir, BITS[name], dtype=dtype)
     full = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     rest = {parameter.dtype for key, parameter in model.named_parameters() if "_proj" not in key}
@@ -92,7 +92,7 @@ def test_linear_layers_are_quantised_and_the_rest_keeps_the_dtype_of_the_run(tin
 
 
 @pytest.mark.parametrize("name", BITS)
-def test_an_adapter_on_few_bits_changes_nothing_then_learns_while_the_bits_stay(tiny_model_dir, name):
+def test_adapter_on_quantised_base_learns_and_keeps_base_weights(tiny_model_dir, name):
     model = load(tiny_model_dir, BITS[name])
     before = compute_probe_logits(model)
     adapted = add_adapter(model, AdapterConfig(use_peft=True, lora_r=4), seed=0)
@@ -120,7 +120,7 @@ def test_an_adapter_on_few_bits_changes_nothing_then_learns_while_the_bits_stay(
 
 
 @pytest.mark.parametrize("name", ["nf4", "nf4 plain", "fp4"])
-def test_gradients_are_those_of_the_weights_that_the_bits_stand_for_after_an_evaluation_too(tiny_model_dir, name):
+def test_adapter_gradients_equal_dequantised_base_after_evaluation(tiny_model_dir, name):
     from bitsandbytes.functional import dequantize_4bit
 
     model = load(tiny_model_dir, BITS[name])
@@ -145,7 +145,7 @@ def test_gradients_are_those_of_the_weights_that_the_bits_stand_for_after_an_eva
 
 
 @pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
-def test_a_quantised_checkpoint_is_loaded_by_the_key_of_its_bits_alone(tiny_model_dir, tmp_path, bits):
+def test_quantised_checkpoint_requires_key_of_its_bits(tiny_model_dir, tmp_path, bits):
     few = QuantizationConfig(**{bits: True})
     load(tiny_model_dir, few).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="quantised") as caught:
@@ -155,14 +155,14 @@ def test_a_quantised_checkpoint_is_loaded_by_the_key_of_its_bits_alone(tiny_mode
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora", "orthogonal"])
-def test_an_init_that_reads_the_weights_is_refused_on_few_bits(tiny_model_dir, init):
+def test_weight_reading_init_is_refused_on_quantised_base(tiny_model_dir, init):
     # With codes stored as float32, as under FSDP, PEFT would decompose the codes themselves.
     model = load(tiny_model_dir, BITS["nf4"], engine="FSDP")
     with pytest.raises(ConfigError, match="unquantised weights"):
         add_adapter(model, AdapterConfig(use_peft=True, init_lora_weights=init), seed=0)
 
 
-def test_dora_and_rank_stabilised_adapters_work_on_few_bits(tiny_model_dir):
+def test_dora_and_rslora_are_identity_on_quantised_base(tiny_model_dir):
     model = load(tiny_model_dir, BITS["nf4"])
     before = compute_probe_logits(model)
     adapted = add_adapter(model, AdapterConfig(use_peft=True, use_dora=True, use_rslora=True), seed=0)
@@ -170,7 +170,7 @@ def test_dora_and_rank_stabilised_adapters_work_on_few_bits(tiny_model_dir):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_bytes_are_counted_without_loading(tiny_model_dir, bits):
+def test_count_quantized_bytes_equals_loaded_model(tiny_model_dir, bits):
     config = BITS[bits]
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model_dir))

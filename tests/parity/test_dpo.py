@@ -1,4 +1,4 @@
-"""Our preference training against TRL's on the same rows, where the options coincide: one trajectory."""
+"""DPO trajectory against TRL's ``DPOTrainer`` on the same rows."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def train_ours(model_dir: Path, folder: Path, output_dir: Path, **keys: Any) -> 
         "prepared_dir": output_dir / "prepared",
         **keys,
     }
-    config = load_config("dpo", [f"--{name}={_spell(value)}" for name, value in keys.items()])
+    config = load_config("dpo", [f"--{name}={_format_loss_types(value)}" for name, value in keys.items()])
     launch = read_launch()
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     data = load_pair_data(config, tokenizer)
@@ -130,12 +130,12 @@ def train_ours(model_dir: Path, folder: Path, output_dir: Path, **keys: Any) -> 
     return recorder.steps
 
 
-def _spell(value: Any) -> str:
+def _format_loss_types(value: Any) -> str:
     return json.dumps(value) if isinstance(value, list | bool) else str(value)
 
 
 @pytest.mark.parametrize(("layout", "loss", "cut"), [("chat", "dpo", "accumulated"), ("text", "rpo", "at once")])
-def test_the_trajectory_is_that_of_trl(layout: str, loss: str, cut: str, model_dir: Path, tmp_path: Path) -> None:
+def test_dpo_trajectory_equals_trl(layout: str, loss: str, cut: str, model_dir: Path, tmp_path: Path) -> None:
     write_rows(layout, tmp_path / "rows.jsonl")
     batch_size, accumulation = CUTS[cut]
     keys = LOSSES[loss] | {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}

@@ -1,4 +1,4 @@
-"""The load-balancing loss of a mixture of experts is transformers' own, over real tokens, in every recipe."""
+"""Load-balancing loss of mixture-of-experts models against transformers' own, in every recipe."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def assert_equal(got: tuple[float, dict[str, torch.Tensor]], expected: tuple[flo
 
 @pytest.mark.parametrize("recipe", ["sft", "distill"])
 @pytest.mark.parametrize("placeholders", [0, 2])
-def test_in_the_recipes_over_tokens(experts_dir, tmp_path, recipe, placeholders) -> None:
+def test_aux_loss_of_token_recipes_equals_transformers(experts_dir, tmp_path, recipe, placeholders) -> None:
     """Micro-batches weigh their tokens; those that hold a place while the batch grows weigh nothing."""
     rows = make_rows()
     packs = make_packs(4)
@@ -129,7 +129,7 @@ def test_in_the_recipes_over_tokens(experts_dir, tmp_path, recipe, placeholders)
     assert_equal(compute_share(trainer, batches), expected)
 
 
-def test_a_step_that_is_computed_again_has_the_same_loss(experts_dir, tmp_path) -> None:
+def test_recomputed_step_has_equal_aux_loss(experts_dir, tmp_path) -> None:
     """The second time, too, a micro-batch is weighted by the tokens of the whole step."""
     keys = {"max_steps": 2, "save_strategy": "no", "gradient_accumulation_steps": 2}
     trainer, _ = make_guarded(experts_dir, tmp_path, make_packs(8), guards=GuardsConfig(verify_steps=1), **keys)
@@ -139,7 +139,7 @@ def test_a_step_that_is_computed_again_has_the_same_loss(experts_dir, tmp_path) 
 
 
 @pytest.mark.parametrize("recipe", ["dpo", "reward"])
-def test_in_the_recipes_over_pairs(experts_dir, tmp_path, recipe) -> None:
+def test_aux_loss_of_pair_recipes_equals_transformers(experts_dir, tmp_path, recipe) -> None:
     pairs = make_pairs(5)
     if recipe == "dpo":
         trainer: Any = make_pair_trainer(experts_dir, tmp_path / "run", pairs, setting=Setting(layout="separate"))[0]
@@ -169,7 +169,7 @@ def test_in_the_recipes_over_pairs(experts_dir, tmp_path, recipe) -> None:
 
 
 @pytest.mark.parametrize("layout", ["shared", "separate"])
-def test_padding_of_pairs_changes_nothing(experts_dir, layout) -> None:
+def test_aux_loss_of_pairs_ignores_padding(experts_dir, layout) -> None:
     """Where two answers share a prompt no upstream model is a reference; a row without padding is one."""
     model = AutoModelForCausalLM.from_pretrained(experts_dir).eval()
     add_loss_head(model)

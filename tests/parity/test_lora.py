@@ -1,4 +1,4 @@
-"""Our adapters and trainer against plain PEFT under TRL's trainer on the same chats: one trajectory of twenty steps."""
+"""LoRA trajectory of twenty steps against plain PEFT under TRL's ``SFTTrainer`` on the same chats."""
 
 import datasets
 import pytest
@@ -64,7 +64,7 @@ def train_ours(model_dir, path, tmp_path, adapter):
     return recorder.steps
 
 
-def train_theirs(model_dir, path, tmp_path, settings):
+def train_trl(model_dir, path, tmp_path, settings):
     torch.manual_seed(SHARED["seed"])
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_dir), settings)
     recorder = Recorder()
@@ -81,11 +81,11 @@ def train_theirs(model_dir, path, tmp_path, settings):
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_losses_and_gradient_norms_are_those_of_peft_and_trl(tiny_model_dir, rows, tmp_path, name):
+def test_lora_losses_and_gradient_norms_equal_peft_and_trl(tiny_model_dir, rows, tmp_path, name):
     ours, theirs = ADAPTERS[name]
     shared = {"r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM", "target_modules": "all-linear"}
     got = train_ours(tiny_model_dir, rows, tmp_path, AdapterConfig(use_peft=True, lora_r=8, lora_alpha=16, **ours))
-    expected = train_theirs(tiny_model_dir, rows, tmp_path, LoraConfig(**(shared | theirs)))
+    expected = train_trl(tiny_model_dir, rows, tmp_path, LoraConfig(**(shared | theirs)))
     assert len(got) == 20
     assert got[-1]["loss"] < got[0]["loss"] - 0.1
     for step, (one, other) in enumerate(zip(expected, got, strict=True), 1):

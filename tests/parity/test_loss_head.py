@@ -1,4 +1,4 @@
-"""The loss head against each architecture's own loss in transformers, values and gradients."""
+"""The loss head against each architecture's own loss in transformers: values and gradients."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def gradients_of(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
 # Of 17 tokens the backbone reads 16 where it can.
 @pytest.mark.parametrize("length", [12, 17])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_loss_and_gradients_are_those_of_the_model(name: str, length: int) -> None:
+def test_loss_and_gradients_equal_transformers(name: str, length: int) -> None:
     model, batch = make_model(name), make_batch(length)
     torch.manual_seed(1)  # Phi's router draws the experts.
     own = model(**batch, use_cache=False)
@@ -125,7 +125,7 @@ def test_loss_and_gradients_are_those_of_the_model(name: str, length: int) -> No
 
 
 @pytest.mark.parametrize("length", [12, 17])
-def test_the_places_of_targets_are_those_of_their_rows(length: int) -> None:
+def test_target_positions_give_equal_loss(length: int) -> None:
     model, batch = make_model("llama"), make_batch(length)
     add_loss_head(model)
     places = (batch["labels"][:, 1:].flatten() >= 0).nonzero().squeeze(1)
@@ -135,14 +135,14 @@ def test_the_places_of_targets_are_those_of_their_rows(length: int) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_verification_passes_for_every_supported_architecture(name: str) -> None:
+def test_verify_loss_head_accepts_every_supported_architecture(name: str) -> None:
     model = make_model(name).train()
     add_loss_head(model)
     verify_loss_head(model)
     assert model.training
 
 
-def test_aux_loss_comes_only_from_models_that_ask_for_it() -> None:
+def test_aux_loss_only_with_output_router_logits() -> None:
     config = copy.deepcopy(CONFIGS["mixtral"])
     config.output_router_logits = False
     model = AutoModelForCausalLM.from_config(config)
@@ -150,7 +150,7 @@ def test_aux_loss_comes_only_from_models_that_ask_for_it() -> None:
     assert model(**make_batch(), loss_head=True).aux_loss is None
 
 
-def test_the_sums_are_those_of_trl_s_fused_head() -> None:
+def test_loss_sums_equal_trl_fused_head() -> None:
     from trl.trainer.utils import add_fused_lm_head
 
     model, batch = make_model("gemma3"), make_batch()

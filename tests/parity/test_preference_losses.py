@@ -1,4 +1,4 @@
-"""Every preference loss against TRL's own trainers, on one tiny model and the same rows: values, gradients, metrics."""
+"""Every preference loss against TRL's trainers on one tiny model: values, gradients and metrics."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ CASES: list[tuple[list[str], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("names", "settings"), CASES, ids=lambda value: str(value).replace("'", ""))
-def test_values_and_gradients_are_those_of_trl(
+def test_preference_losses_and_gradients_equal_trl(
     names: list[str],
     settings: dict[str, Any],
     trainer: DPOTrainer,
@@ -184,7 +184,7 @@ def test_values_and_gradients_are_those_of_trl(
 
 
 @pytest.mark.parametrize("ld_alpha", [None, 0.4])
-def test_metrics_are_those_of_trl(
+def test_preference_metrics_equal_trl(
     ld_alpha: float | None, trainer: DPOTrainer, policy: nn.Module, reference: nn.Module, rows: dict[str, Tensor]
 ) -> None:
     run_trl(trainer, rows, ["sigmoid"], ld_alpha=ld_alpha)
@@ -196,7 +196,7 @@ def test_metrics_are_those_of_trl(
         assert metrics[name].mean().item() == pytest.approx(trainer._metrics["train"][name][0], rel=1e-5), name
 
 
-def test_simpo_and_orpo_are_those_of_trl(policy: nn.Module, reference: nn.Module, rows: dict[str, Tensor]) -> None:
+def test_simpo_and_orpo_equal_trl(policy: nn.Module, reference: nn.Module, rows: dict[str, Tensor]) -> None:
     simpo, batch = run_ours(policy, reference, rows, ["simpo"], beta=2.0, simpo_gamma=0.7)
     orpo, _ = run_ours(policy, reference, rows, ["orpo"], beta=0.3)
     means = (batch.chosen_logps / batch.num_chosen_tokens, batch.rejected_logps / batch.num_rejected_tokens)
@@ -208,7 +208,7 @@ def test_simpo_and_orpo_are_those_of_trl(policy: nn.Module, reference: nn.Module
     torch.testing.assert_close(orpo, (-means[0] - weighted_log_odds).mean(), **CLOSE)
 
 
-def test_every_loss_of_trl_is_here(trainer: DPOTrainer, rows: dict[str, Tensor]) -> None:
+def test_every_loss_of_trl_is_implemented(trainer: DPOTrainer, rows: dict[str, Tensor]) -> None:
     with pytest.raises(ValueError, match="Unknown loss type") as refusal:
         run_trl(trainer, rows, ["nothing"])
     assert re.findall(r"'(\w+)'", str(refusal.value)) == TRL_LOSSES

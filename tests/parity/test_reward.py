@@ -1,4 +1,4 @@
-"""Our reward training against TRL's on the same pairs, where the options coincide: one trajectory."""
+"""Reward-model trajectory against TRL's ``RewardTrainer`` on the same pairs."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ PAD = 1
 
 
 @pytest.fixture(scope="module")
-def start(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a head, from which both trainers start."""
-    folder = tmp_path_factory.mktemp("start")
+def build_start_model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a head, from which both trainers build_start_model."""
+    folder = tmp_path_factory.mktemp("build_start_model")
     model = load_reward_model(ModelConfig(model_name_or_path=str(tiny_model_dir)), "sdpa", seed=0)
     model.config.pad_token_id = PAD
     model.save_pretrained(folder)
@@ -53,7 +53,7 @@ def start(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-def train_trl(start: Path, folder: Path, pairs: Dataset) -> list[dict[str, float]]:
+def train_trl(build_start_model: Path, folder: Path, pairs: Dataset) -> list[dict[str, float]]:
     rows = [pairs[number] for number in range(len(pairs))]
     whole = {
         f"{name}_ids": [[*row["prompt_ids"].tolist(), *row[f"{name}_ids"].tolist()] for row in rows]
@@ -63,17 +63,17 @@ def train_trl(start: Path, folder: Path, pairs: Dataset) -> list[dict[str, float
         whole["margin"] = [float(row["margin"]) for row in rows]
     recorder = Recorder()
     TRLTrainer(
-        model=AutoModelForSequenceClassification.from_pretrained(start, num_labels=1),
+        model=AutoModelForSequenceClassification.from_pretrained(build_start_model, num_labels=1),
         args=RewardConfig(str(folder), max_length=None, disable_tqdm=True, **SHARED),
         train_dataset=Dataset.from_dict(whole),
-        processing_class=AutoTokenizer.from_pretrained(start),
+        processing_class=AutoTokenizer.from_pretrained(build_start_model),
         callbacks=[recorder],
     ).train()
     return recorder.steps
 
 
-def train_ours(start: Path, folder: Path, pairs: Dataset, layout: PairLayout) -> list[dict[str, float]]:
-    model = load_reward_model(ModelConfig(model_name_or_path=str(start)), "sdpa", seed=None)
+def train_ours(build_start_model: Path, folder: Path, pairs: Dataset, layout: PairLayout) -> list[dict[str, float]]:
+    model = load_reward_model(ModelConfig(model_name_or_path=str(build_start_model)), "sdpa", seed=None)
     add_score_head(model)
     recorder = Recorder()
     trainer = RewardTrainer(
@@ -82,7 +82,7 @@ def train_ours(start: Path, folder: Path, pairs: Dataset, layout: PairLayout) ->
         objective=RewardObjective(center_coefficient=SHARED["center_rewards_coefficient"]),
         train_dataset=pairs,
         data_collator=PairCollator(pad_token_id=PAD, layout=layout),
-        processing_class=AutoTokenizer.from_pretrained(start),
+        processing_class=AutoTokenizer.from_pretrained(build_start_model),
         observer=Observer(StepCounter(), [], [recorder], TrainingProgress()),
     )
     trainer.train()
@@ -91,12 +91,12 @@ def train_ours(start: Path, folder: Path, pairs: Dataset, layout: PairLayout) ->
 
 @pytest.mark.parametrize("layout", ["shared", "separate"])
 @pytest.mark.parametrize("has_margins", [False, True])
-def test_losses_and_gradient_norms_are_trls(start, tmp_path, layout, has_margins):
+def test_reward_losses_and_gradient_norms_equal_trl(build_start_model, tmp_path, layout, has_margins):
     pairs = make_pairs()
     if has_margins:
         pairs = pairs.add_column("margin", [0.1 * number for number in range(len(pairs))]).with_format("numpy")
-    expected = train_trl(start, tmp_path / "trl", pairs)
-    got = train_ours(start, tmp_path / "ours", pairs, layout)
+    expected = train_trl(build_start_model, tmp_path / "trl", pairs)
+    got = train_ours(build_start_model, tmp_path / "ours", pairs, layout)
     assert len(expected) == len(got) == 20
     for theirs, own in zip(expected, got, strict=True):
         assert own == pytest.approx(theirs, rel=1e-5, abs=1e-7)

@@ -1,4 +1,4 @@
-"""One copy of a prompt gives what two give: states, scores and gradients; and what would not is found."""
+"""Two answers that share one prompt in a row: states, scores and gradients equal those of separate conversations."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def compute_gradients(model: PreTrainedModel, scores: Tensor) -> dict[str, Tenso
 
 
 @given(sizes, st.sampled_from(["sdpa", "eager"]))
-def test_the_mask_is_the_rule_place_by_place(sizes: list[tuple[int, int, int]], kernel: str) -> None:
+def test_mask_equals_rule_for_every_pair_of_positions(sizes: list[tuple[int, int, int]], kernel: str) -> None:
     rows = [
         {name: np.ones(length) for name, length in zip(("prompt_ids", "chosen_ids", "rejected_ids"), row, strict=True)}
         for row in sizes
@@ -157,7 +157,7 @@ def test_the_mask_is_the_rule_place_by_place(sizes: list[tuple[int, int, int]], 
 
 
 @given(sizes)
-def test_the_keys_of_a_rejected_answer_are_its_prompt_and_itself(sizes: list[tuple[int, int, int]]) -> None:
+def test_rejected_answer_attends_to_prompt_and_itself(sizes: list[tuple[int, int, int]]) -> None:
     bounds = build_shared_prompt_bounds(torch.tensor(sizes))
     starts, keys = bounds["cu_seq_lens_q"].tolist(), bounds["cu_seq_lens_k"].tolist()
     found = [bounds["shared_prompt_index"][slice(*ends)].tolist() for ends in itertools.pairwise(keys)]
@@ -173,7 +173,7 @@ def test_the_keys_of_a_rejected_answer_are_its_prompt_and_itself(sizes: list[tup
 
 
 @pytest.mark.parametrize(("config", "kernel"), CASES)
-def test_states_scores_and_gradients_are_those_of_each_answer_alone(config: PreTrainedConfig, kernel: str) -> None:
+def test_states_scores_and_gradients_equal_separate_answers(config: PreTrainedConfig, kernel: str) -> None:
     model, rows = make_model(config, kernel), make_rows()
     batch = collate(rows, kernel)
     num_rows, width = batch["input_ids"].shape
@@ -199,7 +199,7 @@ def test_states_scores_and_gradients_are_those_of_each_answer_alone(config: PreT
     ("layout", "kernel"), [("separate", "sdpa"), ("separate", "eager"), ("flat", "varlen"), ("flat", "sdpa")]
 )
 @pytest.mark.parametrize("packing", [True, False])
-def test_the_other_layouts_score_the_same(layout: Any, kernel: str, packing: bool) -> None:
+def test_layouts_of_pairs_have_equal_scores(layout: Any, kernel: str, packing: bool) -> None:
     model, rows = make_model(CONFIGS["llama"], kernel), make_rows()
     batch = PairCollator(pad_token_id=0, layout=layout, packing=packing)(rows)
     apart = compute_scores_alone(model, rows)
@@ -210,7 +210,7 @@ def test_the_other_layouts_score_the_same(layout: Any, kernel: str, packing: boo
 
 
 @pytest.mark.parametrize(("config", "kernel"), CASES)
-def test_a_model_is_supported_and_proved(config: PreTrainedConfig, kernel: str) -> None:
+def test_shared_prompt_is_proved_for_supported_architectures(config: PreTrainedConfig, kernel: str) -> None:
     model = make_model(config, kernel).train()
     state = torch.get_rng_state()
     assert supports_shared_prompt(config, kernel, max_length=MAX_LENGTH) is None
@@ -219,14 +219,14 @@ def test_a_model_is_supported_and_proved(config: PreTrainedConfig, kernel: str) 
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_reward_model_and_half_precision_are_proved() -> None:
+def test_shared_prompt_is_proved_for_reward_model_and_half_precision() -> None:
     assert prove_shared_prompt(make_model(CONFIGS["llama"], "sdpa", AutoModelForSequenceClassification)) is None
     for kernel in ("sdpa", "eager", "varlen"):
         assert prove_shared_prompt(make_model(CONFIGS["llama"], kernel).bfloat16()) is None
 
 
 @pytest.mark.parametrize("name", NARROW_CONFIGS)
-def test_a_window_is_refused_where_it_would_matter_and_found_by_running_the_model(name: str) -> None:
+def test_sliding_window_is_refused_by_config_and_by_proof(name: str) -> None:
     config = NARROW_CONFIGS[name]
     assert supports_shared_prompt(config, "eager", max_length=4) is None
     reason = supports_shared_prompt(config, "eager", max_length=5)
@@ -235,7 +235,7 @@ def test_a_window_is_refused_where_it_would_matter_and_found_by_running_the_mode
     assert "keep its hidden states" in str(prove_shared_prompt(make_model(config, "eager")))
 
 
-def test_a_window_that_no_layer_uses_is_no_obstacle() -> None:
+def test_unused_sliding_window_is_accepted() -> None:
     config = Qwen3Config(**SHAPE, sliding_window=4, use_sliding_window=True, max_window_layers=2)
     assert supports_shared_prompt(config, "sdpa", max_length=MAX_LENGTH) is None
     assert prove_shared_prompt(make_model(config, "sdpa")) is None
@@ -252,14 +252,12 @@ def test_a_window_that_no_layer_uses_is_no_obstacle() -> None:
         (Llama4TextConfig(), "sdpa", "a llama4_text model has chunked_attention layers"),
     ],
 )
-def test_what_cannot_take_the_mask_is_refused_with_the_reason(
-    config: PreTrainedConfig, kernel: str, reason: str
-) -> None:
+def test_unsupported_model_is_refused_with_reason(config: PreTrainedConfig, kernel: str, reason: str) -> None:
     assert reason in str(supports_shared_prompt(config, kernel, max_length=MAX_LENGTH))
 
 
 @pytest.mark.parametrize("name", ["mamba", "bloom"])
-def test_a_model_that_goes_by_the_order_of_the_row_is_found_by_running_it(name: str) -> None:
+def test_proof_detects_model_that_ignores_position_ids(name: str) -> None:
     sizes = {"vocab_size": 61, "hidden_size": 32}
     config = MambaConfig(**sizes, num_hidden_layers=2) if name == "mamba" else BloomConfig(**sizes, n_layer=2, n_head=4)
     assert prove_shared_prompt(make_model(config, "eager")) is not None
@@ -281,7 +279,7 @@ def build_mask_with(change: Any) -> Any:
     ],
     ids=["the answers see each other", "the rejected answer sees the chosen one", "the pairs see each other"],
 )
-def test_a_mask_that_leaks_is_found(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+def test_proof_detects_leaking_mask(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     monkeypatch.setattr(shared_prompt, "build_shared_prompt_mask", build_mask_with(change))
     assert "one moves by" in str(prove_shared_prompt(make_model(CONFIGS["llama"], "sdpa")))
 
@@ -298,7 +296,7 @@ def test_a_mask_that_leaks_is_found(monkeypatch: pytest.MonkeyPatch, change: Any
     ],
     ids=["an answer without its prompt", "one document of a pair"],
 )
-def test_bounds_that_do_not_arrive_are_found(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+def test_proof_detects_ignored_key_bounds(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     monkeypatch.setattr(
         shared_prompt, "build_shared_prompt_bounds", lambda lengths: change(build_shared_prompt_bounds(lengths))
     )
@@ -308,7 +306,7 @@ def test_bounds_that_do_not_arrive_are_found(monkeypatch: pytest.MonkeyPatch, ch
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("config", [CONFIGS["llama"], NARROW_CONFIGS["mistral"]])
-def test_on_cuda_bounds_give_what_a_mask_gives(config: PreTrainedConfig) -> None:
+def test_key_bounds_equal_mask_on_cuda(config: PreTrainedConfig) -> None:
     model, rows = make_model(config, "varlen").cuda(), make_rows()
     batch = collate(rows, "varlen")
     inputs = build_inputs(batch, "varlen")
@@ -337,11 +335,11 @@ def change_inputs(model: PreTrainedModel, change: Any) -> PreTrainedModel:
     ],
     ids=["positions that go on", "no mask", "a bool mask that is added"],
 )
-def test_inputs_that_do_not_arrive_are_found(change: Any) -> None:
+def test_proof_detects_ignored_inputs(change: Any) -> None:
     assert "one moves by" in str(prove_shared_prompt(change_inputs(make_model(CONFIGS["llama"], "eager"), change)))
 
 
-def test_a_leak_too_small_to_see_against_the_answer_alone_is_found() -> None:
+def test_proof_detects_leak_below_rounding_error() -> None:
     model = make_model(CONFIGS["llama"], "sdpa")
     plain = model.forward
 
