@@ -22,7 +22,7 @@ def load(folder: Path, *, is_teacher: bool) -> Any:
 
 
 def make_teacher() -> Any:
-    """A model that scales nothing, caps its logits, and has a vocabulary of fewer rows than the student's."""
+    """A model with a soft cap on its logits and a smaller vocabulary than the student's."""
     config = Gemma2Config(
         vocab_size=500,
         hidden_size=32,
@@ -57,7 +57,7 @@ def test_distillation_loss_equals_dense_logits_at_targets(tiny_model_dir) -> Non
     sums = score_beside_teacher(student, teacher, inputs, labels, Objective(0.3, 0.0, 2.0)).result
     is_target = labels[:, 1:] >= 0
     logits, taught = (model(**inputs, use_cache=False).logits[:, :-1][is_target] for model in (student, teacher))
-    assert taught.abs().max() > 2, "the cap is felt"
+    assert taught.abs().max() > 2, "the soft cap has an effect"
     nll = functional.cross_entropy(logits, labels[:, 1:][is_target], reduction="sum")
     student_logps, teacher_logps = (logits[:, :500] / 2).log_softmax(-1), (taught / 2).log_softmax(-1)
     kl = functional.kl_div(student_logps, teacher_logps, reduction="sum", log_target=True)

@@ -29,7 +29,7 @@ Run = tuple[Any, Any, list[str]]
 
 @pytest.fixture
 def compute(tiny_model_dir: Path, student_dir: Path, tmp_path: Path) -> Any:
-    """The loss of some rows, its parts, and the gradients, of a trainer that has made no step."""
+    """Loss, loss parts and gradients of some rows, before the first step."""
 
     def run(packs: Any, **keys: Any) -> tuple[float, dict[str, float], dict[str, torch.Tensor]]:
         trainer, _, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "run", packs, **keys)
@@ -48,7 +48,7 @@ def compute(tiny_model_dir: Path, student_dir: Path, tmp_path: Path) -> Any:
 
 
 def make_row(*documents: int, seed: int = 0) -> dict[str, Any]:
-    """A row of documents of these lengths, by their numbers as seeds; about two thirds of the tokens are targets."""
+    """A row of documents of these lengths, which also seed them; about two thirds of the tokens are targets."""
     draws = [np.random.default_rng([seed, length]) for length in documents]
     pairs = list(zip(draws, documents, strict=True))
     return {
@@ -73,7 +73,7 @@ def test_target_positions_are_counted_by_document() -> None:
 
 @torch.no_grad()
 def reference_parts(batch: Any, student_dir: Path, teacher_dir: Path) -> dict[str, float]:
-    """Attention and similarity in the last layer, from everything that the models return."""
+    """Attention and similarity losses of the last layer, from the models' full outputs."""
     inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
     wanted = {"use_cache": False, "output_hidden_states": True, "output_attentions": True}
     student, teacher = (
@@ -98,7 +98,7 @@ def test_feature_losses_equal_full_outputs(compute, student_dir, tiny_model_dir)
     loss, parts, _ = compute(packs, **ALL)
     batch = PackedCollator(pad_token_id=1)([packs[at] for at in range(4)])
     for name, expected in reference_parts(batch, student_dir, tiny_model_dir).items():
-        # Attention hardly differs, so that its logarithms, in float32, agree in all but their last digits.
+        # Attention probabilities hardly differ, so that float32 rounding of their logarithms dominates: abs.
         assert parts[name] == pytest.approx(expected, rel=1e-5, abs=2e-8), name
     response = 0.5 * parts["nll"] + 0.5 * parts["divergence"]
     assert loss == pytest.approx(response + sum(weight * parts[name] for name, weight in WEIGHTS.items()), rel=1e-6)
@@ -110,9 +110,9 @@ def test_each_feature_loss_changes_gradients(compute, part) -> None:
     keys = {f"{part}_weight": 1.0, "attn_implementation": "eager"}
     plain, with_part = compute(packs, attn_implementation="eager"), compute(packs, **keys)
     assert part not in plain[1]
-    assert with_part[1][part] > 1e-7, "heads of random weights look at all tokens nearly alike"
+    assert with_part[1][part] > 1e-7
     assert with_part[0] == pytest.approx(plain[0] + with_part[1][part], rel=1e-6)
-    # Of the only layer the queries: they move every part.
+    # The query projection of the only layer influences every loss.
     name = "model.layers.0.self_attn.q_proj.weight"
     assert (with_part[2][name] - plain[2][name]).abs().max() > 1e-9
 
@@ -131,20 +131,20 @@ def test_features_of_itself_have_no_loss(tiny_model_dir, tmp_path, loss) -> None
 
 
 def test_feature_losses_are_independent_of_document_order_and_rows(compute) -> None:
-    """Held against each document in a batch of its own, put together by their targets, and against another order."""
+    """Against each document in its own batch, averaged over targets, and against other orders."""
     keys = ALL | {"feature_layers": [1]}
     rows = [make_row(length) for length in (9, 14, 6)]
-    # The first token of a row or document is predicted by nothing.
+    # The first token of a document is not a target.
     counts = [int(row["loss_mask"][1:].sum()) for row in rows]
     shares = [count / sum(counts) for count in counts]
     alone = [compute(make_rows(row), **keys) for row in rows]
 
-    def put_together(figures: Any) -> Any:
+    def average(figures: Any) -> Any:
         return sum(share * figure for share, figure in zip(shares, figures, strict=True))
 
-    loss = put_together(own for own, _, _ in alone)
-    parts = {name: put_together(own[name] for _, own, _ in alone) for name in alone[0][1]}
-    gradients = {name: put_together(own[name] for _, _, own in alone) for name in alone[0][2]}
+    loss = average(own for own, _, _ in alone)
+    parts = {name: average(own[name] for _, own, _ in alone) for name in alone[0][1]}
+    gradients = {name: average(own[name] for _, _, own in alone) for name in alone[0][2]}
     for batch in (make_rows(make_row(9, 14, 6)), make_rows(make_row(6, 9, 14)), make_rows(rows[1], rows[2], rows[0])):
         got = compute(batch, **keys)
         assert got[0] == pytest.approx(loss, rel=1e-5)
@@ -205,7 +205,7 @@ def test_resume_restores_weights_and_projections_bitwise(tiny_model_dir, student
     assert second.steps == recorder.steps[2:]
     assert_equal_weights(weights_of(resumed), weights_of(straight))
     assert_equal_weights(resumed.layers._projections.state_dict(), straight.layers._projections.state_dict())
-    # As at the end of a run whose best checkpoint is not the last one.
+    # load_best_model_at_end with a best checkpoint that is not the last.
     best = tmp_path / "run" / "checkpoint-2"
     straight.state.best_model_checkpoint = str(best)
     with straight.layers.attached():

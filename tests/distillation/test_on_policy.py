@@ -30,7 +30,7 @@ STOPS = list(range(40))
 
 @pytest.fixture(scope="module")
 def student_dir(tiny_tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A student that often ends its answers: random weights know no end."""
+    """A random student with many stop tokens, so that its answers often end early."""
     folder = save_student(tmp_path_factory.mktemp("student"), tiny_tokenizer_dir)
     model = load(folder, is_teacher=False)
     model.generation_config.eos_token_id = STOPS
@@ -40,16 +40,16 @@ def student_dir(tiny_tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def keys_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Answers with one of the two keys that end its prompt."""
+    """A trained policy of the keys task: it answers with one of the two keys at the end of a prompt."""
     return keys_task.write_policy(tmp_path_factory.mktemp("teacher"), seed=0)
 
 
 def build_answers(**options: Any) -> OnPolicyAnswers:
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "lmbda": 1.0, "seed": 5, "response_length": 6, "temperature": 1.0, "num_tokens": 512, "max_length": 512,
         "batch_size": 3, "precision": contextlib.nullcontext, "collate": PackedCollator(pad_token_id=1),
     }  # fmt: skip
-    return OnPolicyAnswers(**given | options)
+    return OnPolicyAnswers(**defaults | options)
 
 
 def read_documents(batch: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
@@ -74,7 +74,7 @@ def test_sampled_steps_are_evenly_spaced(lmbda: float) -> None:
         for start in range(0, 300, 7):
             assert abs(sum(due[start : start + 40]) - 40 * lmbda) <= 1
     firsts = {tuple(build_answers(lmbda=0.25, seed=seed).is_due(step) for step in range(4)) for seed in range(40)}
-    assert len(firsts) == 4, "the seed says which of four it is"
+    assert len(firsts) == 4, "the seed selects one of four phases"
 
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
@@ -108,7 +108,7 @@ def test_completions_are_sampled_from_student_up_to_stop_token(student_dir: Path
         assert is_finished or len(answer) == 6
     assert student.training
     assert answered["row_ids"].tolist() == batch["row_ids"].tolist()
-    # Likelier than what random tokens would be, for it is the student itself that wrote them.
+    # ``num_tokens`` limits the sampled ids.
     again = build_answers(max_length=20, num_tokens=50).replace(student, batch, 3)
     assert max(max(answer) for _, answer in read_documents(again)) < 50
     assert max(max(answer) for _, answer in documents) >= 50
@@ -227,26 +227,28 @@ def test_preemption_during_sampling_stops_and_resumes(tiny_model_dir, student_di
     stopped, _, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys)
     generate, calls = GenerateBackend.generate, []
 
-    def asking(backend: Any, *given: Any) -> Any:
+    def request_stop(backend: Any, *args: Any) -> Any:
         if stopped.state.global_step == 2:
             calls.append(1)
             STOP.request("SIGTERM")
-        return generate(backend, *given)
+        return generate(backend, *args)
 
-    monkeypatch.setattr(GenerateBackend, "generate", asking)
+    monkeypatch.setattr(GenerateBackend, "generate", request_stop)
     with pytest.raises(PreemptedError, match="stopped after step 2; checkpoint-2 is complete"):
         stopped.train()
     monkeypatch.undo()
     STOP.reason, STOP._is_closed = None, False
-    assert len(calls) == stopped.args.gradient_accumulation_steps, "each micro-batch is left at its first token"
+    assert len(calls) == stopped.args.gradient_accumulation_steps, (
+        "sampling stops at the first token of each micro-batch"
+    )
     resumed, second, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert second.steps == recorder.steps[2:]
     assert_equal_weights(weights_of(resumed), weights_of(straight))
 
 
-class Shuffle(TrainerCallback):
-    """Gives the teacher's tokens other names before every step: there is nothing to learn from it."""
+class PermuteTeacher(TrainerCallback):
+    """Permutes the teacher's vocabulary before every step, so that there is nothing to learn."""
 
     def __init__(self, head: Any) -> None:
         self._weight = head.weight.data
@@ -257,8 +259,8 @@ class Shuffle(TrainerCallback):
         self._weight.copy_(self._original[torch.randperm(len(self._original), generator=self._random)])
 
 
-def measure(student: Any, teacher: Any, num_prompts: int = 256) -> float:
-    """Reverse KL a token, in nats, on answers of the student to prompts that nobody was trained on."""
+def measure_reverse_kl(student: Any, teacher: Any, num_prompts: int = 256) -> float:
+    """Reverse KL per token in nats, on the student's answers to held-out prompts."""
     batch = PackedCollator(pad_token_id=0)(write_rows(num_prompts, seed=77))
     answers = build_answers(response_length=keys_task.MAX_ANSWER, num_tokens=keys_task.VOCABULARY, batch_size=256)
     answered = answers.replace(student, batch, 0)
@@ -272,7 +274,7 @@ def measure(student: Any, teacher: Any, num_prompts: int = 256) -> float:
 
 
 def write_rows(count: int, seed: int) -> list[dict[str, Any]]:
-    """Prompts of the task, each with an answer that is none."""
+    """Prompts of the keys task, each with an empty answer."""
     rows = [[*prompt, keys_task.EOS] for prompt in keys_task.draw_prompts(count, seed)]
     return [
         {
@@ -289,7 +291,7 @@ def write_rows(count: int, seed: int) -> list[dict[str, Any]]:
     [(0, False), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((1, False), (0, True)))],
 )
 def test_on_policy_training_reduces_reverse_kl(keys_teacher: Path, tmp_path: Path, seed: int, is_control: bool) -> None:
-    """Reverse KL falls from about 3 nats a token to under 0.4, but not where the teacher's words change each step."""
+    """Reverse KL falls from about 3 nats per token to below 0.4, except with a permuted teacher (control)."""
     student_dir = keys_task.write_policy(tmp_path / "student", seed=50 + seed, num_steps=0)
     rows = Dataset.from_list(write_rows(120 * 64, seed=seed)).with_format("numpy")
     keys = {
@@ -298,10 +300,10 @@ def test_on_policy_training_reduces_reverse_kl(keys_teacher: Path, tmp_path: Pat
         "per_device_train_batch_size": 64, "per_device_eval_batch_size": 64, "logging_steps": 40,
     }  # fmt: skip
     trainer, _, _ = make_distiller(student_dir, keys_teacher, tmp_path / "run", rows, **keys)
-    before = measure(trainer.model, trainer.teacher)
+    before = measure_reverse_kl(trainer.model, trainer.teacher)
     if is_control:
-        trainer.add_callback(Shuffle(trainer.teacher.lm_head))
+        trainer.add_callback(PermuteTeacher(trainer.teacher.lm_head))
     trainer.train()
-    after = measure(trainer.model, load(keys_teacher, is_teacher=True))
+    after = measure_reverse_kl(trainer.model, load(keys_teacher, is_teacher=True))
     assert before > 2.3
     assert after > 2.0 if is_control else after < 0.4, after

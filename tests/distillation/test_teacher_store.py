@@ -128,7 +128,7 @@ def test_store_of_different_inputs_is_refused(tiny_model_dir, student_dir, tmp_p
     assert len(read_store(same, make_packs())) == 16
 
 
-def build_asking(config: RecipeConfig) -> tuple[StoreIdentity, Any]:
+def build_store_writer(config: RecipeConfig) -> tuple[StoreIdentity, Any]:
     tokenizer = AutoTokenizer.from_pretrained(config.model.model_name_or_path)
     vocabulary = map_teacher_vocabulary(config, tokenizer)
     identity = identify_store(config, vocabulary, ROWS)
@@ -138,21 +138,21 @@ def build_asking(config: RecipeConfig) -> tuple[StoreIdentity, Any]:
 
 
 def shift(identity: StoreIdentity) -> None:
-    """Move the records of every shard by one place."""
+    """Shift the records of every shard by one position."""
     for path in (identity.root / identity.key[:16]).glob("shard-*.npy"):
         np.save(path, np.roll(np.load(path), 1))
 
 
 def test_store_shifted_by_one_is_detected(tiny_model_dir, student_dir, tmp_path) -> None:
     config = build_config(student_dir, tiny_model_dir, tmp_path, teacher_top_k=8, prepared_dir=str(tmp_path))
-    identity, compute = build_asking(config)
+    identity, compute = build_store_writer(config)
     packs = make_packs()
     write_store(identity, packs, compute, batch_size=4, tell=lambda _: None)
     taught = read_store(identity, packs)
     assert compare_with_teacher(identity, taught, compute, num_rows=16, allowed=0.01) < 0.005
     shift(identity)
     taught = read_store(identity, packs)
-    # By asking the teacher again, and without it, by the first batch.
+    # Detected by querying the teacher again, and without it by the targets of the first batch.
     with pytest.raises(DataError, match="differ from the teacher's"):
         compare_with_teacher(identity, taught, compute, num_rows=16, allowed=0.01)
     with pytest.raises(DataError, match="other targets"):
@@ -161,19 +161,19 @@ def test_store_shifted_by_one_is_detected(tiny_model_dir, student_dir, tmp_path)
 
 def test_writing_resumes_after_last_complete_shard(tiny_model_dir, student_dir, tmp_path, monkeypatch) -> None:
     config = build_config(student_dir, tiny_model_dir, tmp_path, teacher_top_k=8, prepared_dir=str(tmp_path / "a"))
-    identity, compute = build_asking(config)
+    identity, compute = build_store_writer(config)
     (tmp_path / "a").mkdir()
     flushed: list[int] = []
     monkeypatch.setattr(teacher_store, "fsync", lambda path: flushed.append(len(np.load(path))))
     write_store(identity, make_packs(), compute, batch_size=2, tell=lambda _: None)
-    # Before a shard has its name, by which it counts as whole, it is on the disk.
+    # A shard is synced to disk before the rename that publishes it.
     assert flushed == [len(shard) for shard in read_store(identity, make_packs()).shards]
-    asked: list[int] = []
+    computed: list[int] = []
 
     def interrupted(rows: Any) -> Any:
-        if len(asked) == 10:
+        if len(computed) == 10:
             raise KeyboardInterrupt
-        asked.extend(int(row["row_ids"][0]) for row in rows)
+        computed.extend(int(row["row_ids"][0]) for row in rows)
         return compute(rows)
 
     other = build_config(student_dir, tiny_model_dir, tmp_path, teacher_top_k=8, prepared_dir=str(tmp_path / "b"))
@@ -183,9 +183,9 @@ def test_writing_resumes_after_last_complete_shard(tiny_model_dir, student_dir, 
         write_store(again, make_packs(), interrupted, batch_size=2, tell=lambda _: None)
     with pytest.raises(ConfigError, match="nothing is stored"):
         read_store(again, make_packs())
-    asked[:] = [-1]  # What is whole is not asked for again.
+    computed[:] = [-1]  # Complete shards are not computed again.
     write_store(again, make_packs(), interrupted, batch_size=2, tell=lambda _: None)
-    assert asked == [-1, *range(10, 16)]
+    assert computed == [-1, *range(10, 16)]
     one, two = (read_store(each, make_packs()) for each in (identity, again))
     for number in range(16):
         assert one[number]["teacher"].tobytes() == two[number]["teacher"].tobytes()

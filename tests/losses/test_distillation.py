@@ -48,7 +48,7 @@ def make_supervision(objective: Objective, dtype: torch.dtype = torch.float64, *
 def dense_loss(
     student: list[Tensor], supervision: DistillationTargets, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, cross-entropy and divergence from all logits at once, by torch's own functions."""
+    """Loss, cross-entropy and divergence from dense logits, by torch's own functions."""
     objective, teacher = supervision.objective, supervision.teacher
     logits = dense_logits(*student, **options)
     teacher_logps = (dense_logits(*dataclasses.astuple(teacher)) / objective.temperature).log_softmax(-1)
@@ -105,7 +105,7 @@ def test_distillation_metrics_equal_dense_computation() -> None:
 
 
 def from_logits(student: list[float], teacher: list[float], objective: Objective) -> tuple[DistillationSums, Tensor]:
-    """The head on given logits: those of one token whose hidden state is 1."""
+    """Run the head on given logits, as weights of one token whose hidden state is 1."""
     one = torch.ones(1, 1, dtype=torch.float64)
     weight = torch.tensor(student, dtype=torch.float64)[:, None].requires_grad_()
     head = TeacherHead(one, torch.tensor(teacher, dtype=torch.float64)[:, None])

@@ -38,7 +38,7 @@ def test_feature_loss_is_zero_for_equal_states(kind) -> None:
     projection = torch.eye(4, requires_grad=True)
     loss = compute_feature_sum(states, states, projection, kind)
     loss.backward()
-    # Dividing twice by a root mean square rounds once more.
+    # For cosine, the projected state is normalised again, which rounds once more.
     allowed = 0 if kind == "mse" else 1e-6
     assert loss.item() <= allowed**2
     assert states.grad.abs().max() <= allowed

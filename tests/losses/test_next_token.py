@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.losses import test_token_logps
-from tests.losses.test_token_logps import OPTIONS, WIDTH, dense_logits, gradients_of
+from tests.losses.test_token_logps import GRID, WIDTH, dense_logits, gradients_of
 from torch import Tensor
 from torch.nn import functional
 from torch.profiler import profile
@@ -27,9 +27,7 @@ def dense_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias: A
     return functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
 
 
-@pytest.mark.parametrize("chunk_size", [1, 7, 1000, None])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("options", "dtype", "chunk_size"), GRID)
 def test_cross_entropy_and_gradients_equal_torch(
     options: dict[str, float], dtype: torch.dtype, chunk_size: int | None
 ) -> None:

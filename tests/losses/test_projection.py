@@ -62,7 +62,7 @@ def test_tied_weight_gets_gradients_of_both_uses(compute: Callable[..., Tensor])
 
 
 class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returned."""
+    """Number of elements of the largest tensor that any operation returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def test_projection_allocates_at_most_one_chunk_of_logits(
     assert largest.numel == chunk_size * vocabulary
     with LargestTensor() as dense:
         dense_logps(hidden, weight, targets)
-    assert dense.numel == 64 * vocabulary, "the measurement must see the logits of a batch"
+    assert dense.numel == 64 * vocabulary, "control: dense logits are measured"
 
 
 def test_chunks_share_one_buffer() -> None:

@@ -10,9 +10,9 @@ from tests.losses.test_distillation import (
     OBJECTIVES,
     OPTIONS,
     SHARED,
-    distil,
     make_student,
     make_supervision,
+    run_head,
 )
 from tests.losses.test_projection import LargestTensor
 from torch.nn import functional
@@ -30,7 +30,7 @@ from recipes_lib.losses.distillation import (
 
 
 def keep_top(supervision: DistillationTargets, k: int, **changes: Any) -> DistillationTargets:
-    """The supervision of a teacher of whom only the likeliest tokens are known."""
+    """The same supervision with the teacher's top k log-probabilities only."""
     head = supervision.teacher
     assert isinstance(head, TeacherHead)
     options = {"bias": head.bias, "logit_scale": head.logit_scale, "softcap": head.softcap}
@@ -63,7 +63,8 @@ def test_top_k_of_full_vocabulary_equals_live_loss(
 ) -> None:
     student, supervision = make_student(), make_supervision(objective)
     live, stored = (
-        distil(student, each, chunk_size=chunk_size, **options) for each in (supervision, keep_top(supervision, SHARED))
+        run_head(student, each, chunk_size=chunk_size, **options)
+        for each in (supervision, keep_top(supervision, SHARED))
     )
     torch.testing.assert_close([*live], [*stored])
     for one, other in zip(
@@ -89,7 +90,7 @@ def test_top_k_gradient_equals_autograd(k: int, beta: float) -> None:
     else:
         mixture = (beta * p + (1 - beta) * q).log()
         divergence = (p * (teacher_logps - mixture)).sum() / (1 - beta) + (q * (student_logps - mixture)).sum() / beta
-    sums = distil(student, supervision, chunk_size=5)
+    sums = run_head(student, supervision, chunk_size=5)
     torch.testing.assert_close(sums.divergence_sum, divergence.detach())
     expected = torch.autograd.grad(4 * divergence, student)
     for got, wanted in zip(torch.autograd.grad(sums.loss_sum, student), expected, strict=True):
@@ -100,8 +101,10 @@ def test_top_k_gradient_equals_autograd(k: int, beta: float) -> None:
 def test_tail_bucket_is_lower_bound_increasing_in_k(beta: float) -> None:
     student, supervision = make_student(), make_supervision(Objective(0.0, beta, 1.0))
     with torch.no_grad():
-        live = distil(student, supervision).divergence_sum.item()
-        bounds = [distil(student, keep_top(supervision, k)).divergence_sum.item() for k in (1, 2, 4, 8, 16, 32, SHARED)]
+        live = run_head(student, supervision).divergence_sum.item()
+        bounds = [
+            run_head(student, keep_top(supervision, k)).divergence_sum.item() for k in (1, 2, 4, 8, 16, 32, SHARED)
+        ]
     assert all(lower <= higher + 1e-12 for lower, higher in zip(bounds, [*bounds[1:], live], strict=True))
     assert bounds[0] < 0.9 * live
     assert bounds[-1] == pytest.approx(live)

@@ -13,7 +13,7 @@ from recipes_lib.losses.next_token import compute_cross_entropy
 from recipes_lib.losses.projection import VocabularyShard
 
 SIZES = (6, 5)
-"""As torch cuts 11 tokens in two."""
+"""Shards of 11 tokens on two ranks, as torch chunks them."""
 
 
 @pytest.mark.parametrize("options", [{}, {"logit_scale": 0.5, "softcap": 2.0}, {"chunk_size": 3}])
@@ -47,7 +47,6 @@ def test_vocabulary_parallel_loss_and_gradients_equal_one_rank(
 
 
 def test_vocabulary_parallel_argmax_is_first_of_equal_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ``argmax`` over all of them has it."""
     logits = torch.tensor([[1.0, 7.0, 7.0, 7.0], [0.0, 1.0, 2.0, 9.0]])
     group: Any = None
 

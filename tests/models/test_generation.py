@@ -58,7 +58,7 @@ def draw(count: int) -> torch.Tensor:
 
 
 def test_samples_follow_distribution_of_model():
-    """Inverting the distribution at evenly spaced numbers gives each token its share, to one part in their number."""
+    """Inverse transform sampling at ``count`` evenly spaced uniforms is exact to ``1 / count``."""
     logits, count = torch.tensor([[0.0, 2.0, -1.0, -torch.inf, 1.0]]), 10_000
     sampler = SampleByUniforms((torch.arange(count, dtype=torch.float64)[:, None] + 0.5) / count, build_sampling(0.7))
     chosen = sampler(torch.zeros(count, 1), logits.expand(count, -1)).argmax(dim=1)
@@ -69,7 +69,7 @@ def test_samples_follow_distribution_of_model():
 
 
 def test_logps_are_stored_in_one_tensor():
-    """A tensor for each token would stay between freed logits, which the heap of the host could then not join."""
+    """One small tensor per token would fragment the heap between the freed logits."""
     sampler = SampleByUniforms(torch.rand(3, 9, dtype=torch.float64), build_sampling())
     kept = []
     for _ in range(4):
@@ -96,13 +96,13 @@ def test_completion_is_independent_of_batch(kind):
         alone = build_backend().generate(policy, [prompt], uniforms[row : row + 1])
         length = int(mask[row].sum())
         assert alone.response_ids[0, :length].tolist() == together.response_ids[row, :length].tolist()
-        # It ends with its own stop token; the batch ends with its last answer.
+        # Alone, the row has no padding up to the longest completion of the batch.
         assert alone.response_ids.shape[1] == length
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
 def test_dropping_finished_rows_keeps_completions(kind, monkeypatch):
-    """Against one call for the whole batch, upstream's cache and all, as a model without such a cache is sampled."""
+    """Against a single call with transformers' cache, which models without a preallocated cache use."""
     policy, prompts, uniforms = build_policy(kind), PROMPTS * 4, draw(16)
     calls = []
 
@@ -152,9 +152,9 @@ def test_stop_token_in_prompt_does_not_end_completion():
 
 
 def test_progress_callback_is_called_per_token():
-    beats = []
-    answers = build_backend(beat=lambda: beats.append(1)).generate(build_policy("llama"), PROMPTS, draw(4))
-    assert len(beats) == answers.response_ids.shape[1]
+    calls = []
+    answers = build_backend(beat=lambda: calls.append(1)).generate(build_policy("llama"), PROMPTS, draw(4))
+    assert len(calls) == answers.response_ids.shape[1]
 
 
 def test_engine_completions_are_batched_and_short_one_is_refused():

@@ -82,7 +82,7 @@ def test_evaluating_restores_mode_of_every_module_after_error():
 
 @pytest.fixture
 def flash_model(tiny_model_dir, monkeypatch):
-    """A model whose kernel is flash-attention, which is neither installed here nor runs on CPUs."""
+    """A model set to flash-attention, which is not installed and does not run on a CPU."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir).eval()
 
     def choose(self, name):
@@ -105,7 +105,7 @@ def test_flash_attention_is_replaced_while_weights_are_on_cpu(flash_model, tiny_
             alone = plain(tokens["input_ids"][:, first:behind]).logits[0]
             torch.testing.assert_close(packed[first:behind], alone, rtol=0, atol=1e-5)
     assert flash_model.config._attn_implementation == "flash_attention_2"
-    # What is asked of a run before its weights are sharded.
+    # The verifications of a run before its weights are sharded.
     verify_isolation(flash_model, "flat")
     add_loss_head(flash_model)
     verify_loss_head(flash_model)
@@ -138,7 +138,7 @@ def test_rounding_error_is_that_of_coarser_dtype():
 
 @pytest.mark.parametrize("model_class", [AutoModelForCausalLM, AutoModelForSequenceClassification])
 def test_half_precision_kernel_is_verified_on_float32_model(tiny_model_dir, monkeypatch, model_class):
-    """As ``varlen`` is on GPUs, played on a CPU."""
+    """Simulates ``varlen`` on a GPU, which takes half precision only."""
     attend, autocast = varlen.attend_documents, torch.autocast
 
     def attend_in_halves(query, key, value, *settings, **options):
@@ -153,7 +153,7 @@ def test_half_precision_kernel_is_verified_on_float32_model(tiny_model_dir, monk
     model = model_class.from_pretrained(tiny_model_dir, attn_implementation="varlen").eval()
     assert prove_shared_prompt(model) is None
     verify_isolation(model, "flat")
-    # What is more than a rounding is found all the same.
+    # Differences above rounding are still detected.
     plain = model.forward
 
     def join(**inputs):
@@ -177,7 +177,7 @@ def test_find_device_of_plain_weights() -> None:
 
 
 def test_find_device_of_offloaded_shards_is_their_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As FSDP2 leaves them with offload: a shard on the CPU of a mesh of GPUs, of which this process has the fourth."""
+    """FSDP2 with CPU offload: the shard is on the CPU, its mesh on GPUs, and this process has device 3."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     model = nn.Linear(2, 2)
     mesh = DeviceMesh("cuda", [0], _init_backend=False, _rank=0)

@@ -37,7 +37,7 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 @pytest.fixture
 def model_dir(tiny_model_dir: Path, tmp_path: Path) -> Path:
-    """A copy of the tiny model that a test may break."""
+    """A writable copy of the tiny model."""
     return Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
 
 

@@ -11,7 +11,14 @@ from tests.publish.runs import finish, make_run
 from recipes_lib.models.model_files import find_damage, find_missing, is_model, list_model_files
 
 INDEX = "model.safetensors.index.json"
-SHARDS = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def split_off_shard(file):
+    """Turn the weights into the first of two shards, without the second."""
+    file.rename(file.with_name(SHARDS[0]))
+    weight_map = dict(zip("ab", SHARDS, strict=True))
+    file.with_name(INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 
 @pytest.fixture
@@ -48,11 +55,11 @@ def test_is_model_requires_weights_and_configuration(tmp_path, names, holds):
             "git lfs pull",
         ),
         (lambda file: save_file({}, file), "model.safetensors holds no tensor"),
-        (
-            lambda file: file.with_name(INDEX).write_text(json.dumps(SHARDS)),
-            "model-00002-of-00002.safetensors is missing",
-        ),
-        (lambda file: file.with_name(INDEX).write_text("{"), f"{INDEX}: is not JSON"),
+        (split_off_shard, f"{SHARDS[1]} is missing"),
+        (lambda file: (file.rename(file.with_name(SHARDS[0])), file.with_name(INDEX).write_text("{")), "is not JSON"),
+        # transformers loads the whole file and ignores these, which an earlier save may have left.
+        (lambda file: file.with_name(INDEX).write_text("{"), None),
+        (lambda file: file.with_name(SHARDS[1]).write_bytes(b""), None),
     ],
 )
 def test_find_damage_reads_weight_headers(run, change, found):

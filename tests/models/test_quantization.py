@@ -12,7 +12,11 @@ from recipes_lib.models.adapters.lora import adapters_off, add_adapter
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
 from recipes_lib.models.inference import compute_probe_logits
 from recipes_lib.models.loading import load_causal_lm
-from recipes_lib.models.quantization import build_quantization_config, count_quantized_bytes
+from recipes_lib.models.quantization import (
+    build_quantization_config,
+    check_checkpoint_bits,
+    count_quantized_bytes,
+)
 
 BITS = {
     "nf4": QuantizationConfig(load_in_4bit=True),
@@ -62,7 +66,7 @@ def test_quant_storage_is_compute_dtype_under_sharding_engines(tiny_model_dir, e
     weight = model.model.layers[0].mlp.up_proj.weight
     assert weight.dtype == stored_as
     assert weight.quant_state.nested
-    # Half a byte a weight, however it is stored; casting it to where it is moved changes no bit.
+    # Half a byte per weight in any storage dtype; the engine's cast to that dtype is the identity.
     assert weight.nbytes == 128 * 64 // 2
     if engine:
         assert torch.equal(weight.to(compute_dtype).view(torch.uint8), weight.view(torch.uint8))
@@ -144,13 +148,19 @@ def test_adapter_gradients_equal_dequantised_base_after_evaluation(tiny_model_di
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
-def test_quantised_checkpoint_requires_key_of_its_bits(tiny_model_dir, tmp_path, bits):
+@pytest.mark.parametrize(("bits", "other"), [("load_in_4bit", "load_in_8bit"), ("load_in_8bit", "load_in_4bit")])
+def test_quantised_checkpoint_requires_key_of_its_bits(tiny_model_dir, tmp_path, bits, other):
     few = QuantizationConfig(**{bits: True})
     load(tiny_model_dir, few).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="quantised") as caught:
         load(tmp_path, QuantizationConfig())
     assert f"set {bits}: true and use_peft: true, or" in caught.value.problems[0].remedy
+    # transformers would ignore the other key and keep the bits of the checkpoint.
+    with pytest.raises(ConfigError, match=rf"is quantised \({bits}\), not to {other}") as caught:
+        load(tmp_path, QuantizationConfig(**{other: True}))
+    assert caught.value.problems[0].where == other
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert [len([*check_checkpoint_bits("x", config, one)]) for one in (few, QuantizationConfig())] == [0, 1]
     assert torch.equal(compute_probe_logits(load(tmp_path, few)), compute_probe_logits(load(tiny_model_dir, few)))
 
 

@@ -7,14 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from recipes_lib.models.model_files import INDEX
-from recipes_lib.models.saved_weights import (
-    WEIGHTS,
-    BrokenSaveError,
-    read_published_shapes,
-    read_shapes,
-    verify_weights,
-)
+from recipes_lib.models.model_files import INDEX, WEIGHTS
+from recipes_lib.models.saved_weights import BrokenSaveError, read_published_shapes, read_shapes, verify_weights
 
 BAD = (float("nan"), float("inf"), -float("inf"))
 
@@ -33,7 +27,7 @@ def rewrite(folder, change):
 
 
 def edit_tensor(name, change):
-    """Damage done to one tensor of the file."""
+    """Return a function that changes one tensor of a saved file."""
     return lambda folder: rewrite(folder, lambda tensors: tensors.update({name: change(tensors[name])}))
 
 
@@ -57,7 +51,6 @@ NORM, QUERY = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
         (overwrite(b""), "cannot be opened again"),
         (overwrite(b"not safetensors at all"), "cannot be opened again"),
         (lambda folder: (folder / WEIGHTS).unlink(), "cannot be opened again"),
-        (lambda folder: (folder / INDEX).write_text('{"metadata": {}}'), "cannot be opened again"),
     ],
 )
 def test_verify_weights_names_damaged_tensor(saved, damage, words):
@@ -79,7 +72,7 @@ def test_verify_weights_counts_parameters(saved):
         (lambda file: file.write_bytes(file.read_bytes()[:-8]), "model-00002-.* cannot be opened again"),
         (lambda file: save_file({"other": torch.ones(1)}, file), r"\.weight is missing"),
     ],
-    ids=["absent", "truncated", "without what the index names"],
+    ids=["missing", "truncated", "tensor of index missing"],
 )
 def test_verify_weights_reads_shards_of_index(tiny_model_dir, tmp_path, damage, words):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
@@ -88,6 +81,19 @@ def test_verify_weights_reads_shards_of_index(tiny_model_dir, tmp_path, damage, 
     damage(next(tmp_path.glob("model-00002-*.safetensors")))
     with pytest.raises(BrokenSaveError, match=words):
         verify_weights(tmp_path, read_shapes(model))
+
+
+def test_verify_weights_ignores_stale_index_beside_whole_file(saved):
+    """transformers also prefers a whole file to shards."""
+    model, folder = saved
+    (folder / INDEX).write_text('{"weight_map": {"gone": "model-00001-of-00002.safetensors"}}')
+    assert verify_weights(folder, read_shapes(model)) == model.num_parameters()
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(BrokenSaveError, match=r"model-00001-of-00002\.safetensors is missing"):
+        verify_weights(folder, read_shapes(model))
+    (folder / INDEX).write_text('{"metadata": {}}')
+    with pytest.raises(BrokenSaveError, match="cannot be opened again"):
+        verify_weights(folder, read_shapes(model))
 
 
 def test_verify_weights_reads_experts_under_published_names(tmp_path):

@@ -23,7 +23,7 @@ def test_trained_end_token_is_added_to_stop_tokens(tiny_model_dir, tiny_tokenize
 
 
 def load_with_generation_config(settings, tiny_model_dir, folder):
-    """The model as it comes from a folder whose ``generation_config.json`` holds ``settings``."""
+    """Load the model with ``settings`` as its ``generation_config.json``."""
     shutil.copytree(tiny_model_dir, folder)
     (folder / "generation_config.json").write_text(json.dumps(settings))
     return AutoModelForCausalLM.from_pretrained(folder)
@@ -60,8 +60,8 @@ def test_plain_generation_is_greedy_for_any_generation_config(tiny_model_dir):
     input_ids, attention_mask = pad_left([[5, 6, 7], [8]], 1)
     assert input_ids.tolist() == [[5, 6, 7], [1, 1, 8]]
     assert attention_mask.tolist() == [[1, 1, 1], [0, 0, 1]]
-    given = {"input_ids": input_ids, "attention_mask": attention_mask}
-    plain = model.generate(**given, generation_config=build_plain_generation([], 1, 4))
+    prompts = {"input_ids": input_ids, "attention_mask": attention_mask}
+    plain = model.generate(**prompts, generation_config=build_plain_generation([], 1, 4))
     assert plain.shape == (2, 7)
     assert plain[0, 3] == model(input_ids=input_ids[:1]).logits[0, -1].argmax()
     settings = {"temperature": 9.0, "repetition_penalty": 3.0, "num_return_sequences": 2}
@@ -69,10 +69,10 @@ def test_plain_generation_is_greedy_for_any_generation_config(tiny_model_dir):
     settings |= {"stop_strings": ["e"], "return_dict_in_generate": True, "min_new_tokens": 3, "max_time": 1e-9}
     for name, value in settings.items():
         model.generation_config = GenerationConfig(do_sample=True, **{name: value})
-        assert model.generate(**given, generation_config=build_plain_generation([], 1, 4)).tolist() == plain.tolist()
+        assert model.generate(**prompts, generation_config=build_plain_generation([], 1, 4)).tolist() == plain.tolist()
     model.generation_config = GenerationConfig(min_new_tokens=3)
     stopped = model.generate(
-        **given, generation_config=build_plain_generation([int(plain[0, 3]), int(plain[1, 3])], 1, 4)
+        **prompts, generation_config=build_plain_generation([int(plain[0, 3]), int(plain[1, 3])], 1, 4)
     )
     assert stopped.shape == (2, 4)
 

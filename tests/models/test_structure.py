@@ -59,7 +59,7 @@ def test_collected_features_equal_model_outputs(make) -> None:
         assert torch.equal(states, own.hidden_states[number])
     assert torch.equal(features.attentions[2], own.attentions[1])
     model(input_ids=ids[:1])
-    assert features.states[1].shape[0] == 2, "nobody listens any more"
+    assert features.states[1].shape[0] == 2, "hooks are removed"
     verify_layers(model, attentions=True)
     assert len(find_layers(model)) == 3
 

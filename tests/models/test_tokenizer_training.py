@@ -71,7 +71,7 @@ def test_saved_tokenizer_is_fast_with_special_tokens(reloaded):
     assert (reloaded.eos_token, reloaded.pad_token) == (EOS_TOKEN, PAD_TOKEN)
     assert set(reloaded.all_special_tokens) == set(SPECIALS)
     assert len(reloaded) == reloaded.vocab_size == OPTIONS["vocab_size"]
-    # The data room adds byte lengths up instead of tracking characters, which is faster.
+    # Encoding of chats then uses byte lengths, which is faster than character offsets.
     assert ByteEnds.suits(reloaded)
 
 
@@ -134,7 +134,7 @@ def test_training_is_independent_of_text_order(trained, tmp_path):
     ],
 )
 def test_merges_do_not_cross_pretokenizer_boundaries(text, pieces):
-    # Every piece is met often enough to become one token, and so would any longer one if it were allowed.
+    # 99 repetitions: every piece becomes one token, and so would longer ones across a boundary.
     tokenizer = train_tokenizer([text] * 99, vocab_size=2000)
     assert [tokenizer.decode([index]) for index in tokenizer.encode(text)] == pieces
 

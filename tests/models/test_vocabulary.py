@@ -47,7 +47,7 @@ def make_model(vocab_size: int, *, is_tied: bool = False) -> Any:
 
 
 @torch.no_grad()
-def read(model: Any, ids: list[int]) -> torch.Tensor:
+def compute_logits(model: Any, ids: list[int]) -> torch.Tensor:
     return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 
 
@@ -60,12 +60,12 @@ def test_adopted_vocabulary_keeps_probability_of_every_token(is_permuted, num_pa
     text = CORPUS[1]
     own, other = (tokenizer(text, add_special_tokens=False)["input_ids"] for tokenizer in (student, teacher_tokenizer))
     assert (own == other) is not is_permuted
-    expected = read(teacher, other)[:, order]
+    expected = compute_logits(teacher, other)[:, order]
 
     vocabulary = map_vocabulary(student, teacher_tokenizer, "teacher")
     assert vocabulary.is_identity is not is_permuted
     adopt_vocabulary(teacher, vocabulary, "teacher")
-    got = read(teacher, own)
+    got = compute_logits(teacher, own)
     assert got.shape == expected.shape == (len(own), 512)
     torch.testing.assert_close(got, expected)
     assert teacher.config.vocab_size == 512
@@ -129,4 +129,4 @@ def test_identical_tokenizers_map_to_identity(tiny_tokenizer_dir: Path) -> None:
     model = make_model(512)
     before = model.lm_head.weight
     adopt_vocabulary(model, map_vocabulary(tokenizer, tokenizer, "teacher"), "teacher")
-    assert model.lm_head.weight is before, "nothing is copied where nothing has to change"
+    assert model.lm_head.weight is before

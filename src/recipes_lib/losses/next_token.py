@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from recipes_lib.losses.projection import (
     LogitTransform,
@@ -136,6 +137,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return nll_sum, num_correct
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         # In place: a second (V, D) tensor would be allocated when activation memory is at its peak. If backward runs
         # again, autograd detects the modified saved tensors and raises.

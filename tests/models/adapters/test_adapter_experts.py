@@ -40,7 +40,7 @@ def qwen2_moe():
 
 
 def deepseek_v3():
-    """Its first layer is dense, and the second has a shared expert."""
+    """A model whose first layer is dense, and whose second has a shared expert."""
     heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
     return DeepseekV3ForCausalLM(
@@ -97,7 +97,7 @@ def test_merged_weights_keep_names_and_logits_of_moe_model(build):
     train(adapted)
     weights = dict(iterate_weights(adapted))
     assert [(name, list(value.shape)) for name, value in weights.items()] == shapes
-    other.load_state_dict(weights, strict=False)  # Buffers are those of the start.
+    other.load_state_dict(weights, strict=False)  # Buffers are not yielded.
     torch.testing.assert_close(compute_logits(other), compute_logits(adapted), rtol=0, atol=1e-5)
 
 

@@ -34,7 +34,7 @@ def test_model_loaded_from_merged_weights_has_logits_of_adapted_model(options):
     torch.testing.assert_close(compute_logits(other), expected, rtol=0, atol=1e-5)
     with adapted.disable_adapter():
         assert not torch.allclose(expected, compute_logits(adapted), atol=1e-3)
-    # The trunk is a reference too: not a bit of it may move.
+    # The base is also the reference model, so it must not change.
     assert all(torch.equal(value, before[name]) for name, value in adapted.state_dict().items())
 
 
@@ -43,9 +43,9 @@ def test_model_loaded_from_merged_weights_has_logits_of_adapted_model(options):
 def test_merged_weights_are_yielded_once_and_can_be_filtered_by_name(kind, is_adapted):
     model = build_model(kind)
     expected = [(name, value.shape) for name, value in model.named_parameters()]
-    given = adapt(copy.deepcopy(model)) if is_adapted else model
-    assert [(name, tensor.shape) for name, tensor in iterate_weights(given)] == expected
-    assert [name for name, _ in iterate_weights(given, {"model.norm.weight"})] == ["model.norm.weight"]
+    streamed = adapt(copy.deepcopy(model)) if is_adapted else model
+    assert [(name, tensor.shape) for name, tensor in iterate_weights(streamed)] == expected
+    assert [name for name, _ in iterate_weights(streamed, {"model.norm.weight"})] == ["model.norm.weight"]
 
 
 def test_trainable_tokens_are_refused_by_merging():

@@ -35,7 +35,7 @@ def trunk(base_dir):
 
 
 def save_scorer(base_dir, folder, **keys):
-    """An adapter with a score head, trained by chance; and what it says, by transformers and PEFT alone."""
+    """Save a random adapter with a score head; return its folder and its scores by plain transformers and PEFT."""
     base = AutoModelForSequenceClassification.from_pretrained(base_dir, num_labels=1)
     adapted = add_adapter(base, AdapterConfig(use_peft=True, lora_r=3, **keys), seed=1, task_type="SEQ_CLS").eval()
     with torch.no_grad():
@@ -48,7 +48,7 @@ def save_scorer(base_dir, folder, **keys):
 
 
 def train(adapted, critic, num_steps=3):
-    """Update both, each in its role, as PPO does."""
+    """Update policy and critic in their roles, as PPO does."""
     own = [p for n, p in adapted.named_parameters() if p.requires_grad and f".{CRITIC}." not in n]
     others = [p for n, p in adapted.named_parameters() if f".{CRITIC}." in n]
     policy, values = (torch.optim.SGD(group, lr=0.5) for group in (own, [*others, *critic.parameters()]))

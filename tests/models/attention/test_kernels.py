@@ -81,7 +81,7 @@ def make_model(config: PreTrainedConfig, kernel: str, device: torch.device = CPU
 
 
 def compute_document_logits(model: PreTrainedModel, kernel: str, *documents: Tensor) -> list[Tensor]:
-    """Logits per document, packed as the training batch is; what is proved must not be proved by its own code."""
+    """Logits per document of one packed row, which is built independently of the code under test."""
     lengths = torch.tensor([len(document) for document in documents])
     batch: dict[str, Any] = {
         "input_ids": torch.cat(documents)[None],
@@ -235,7 +235,7 @@ def test_packing_is_refused_from_model_config_alone(name: str, reason: str) -> N
     assert [problem.where for problem in caught.value.problems] == ["packing"]
     for device, dtype in ((CPU, torch.float32), (CUDA, torch.bfloat16)):
         alone = choose_kernel(config, None, device=device, compute_dtype=dtype, packing=False, flattens=True)
-        assert alone.layout == "rows", "its documents would be laid out in one row, where they see each other"
+        assert alone.layout == "rows", "in a flat row, documents would attend to each other"
 
 
 def select(

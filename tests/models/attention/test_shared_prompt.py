@@ -80,7 +80,7 @@ def make_model(config: PreTrainedConfig, kernel: str, model_class: Any = AutoMod
     model = model_class.from_config(copy.deepcopy(config), attn_implementation=kernel).eval()
     for name, weight in model.named_parameters():
         if weight.ndim > 1 and "embed" not in name and "wte" not in name:
-            torch.nn.init.normal_(weight, std=0.2)  # so that attention has a say
+            torch.nn.init.normal_(weight, std=0.2)  # Large weights, so that attention influences the logits.
     return model
 
 
@@ -119,7 +119,7 @@ def iterate_alone(rows: list[dict[str, np.ndarray]]) -> Any:
 
 
 def compute_scores_alone(model: PreTrainedModel, rows: list[dict[str, np.ndarray]]) -> Tensor:
-    """The same by one call for each prompt with one answer, in a batch of its own and without any mask."""
+    """The same scores, from one unmasked call per answer."""
     scores = []
     for ids, start in iterate_alone(rows):
         logps = model(input_ids=ids[None], use_cache=False).logits[0, start - 1 : -1].log_softmax(-1)
@@ -177,7 +177,7 @@ def test_states_scores_and_gradients_equal_separate_answers(config: PreTrainedCo
     model, rows = make_model(config, kernel), make_rows()
     batch = collate(rows, kernel)
     num_rows, width = batch["input_ids"].shape
-    assert num_rows * width > 32 or num_rows > 1, "pairs share a row, and there are several of them"
+    assert num_rows * width > 32 or num_rows > 1
     with torch.no_grad():
         outputs = model(**build_inputs(batch, kernel), use_cache=False, output_hidden_states=True)
         states, logits = outputs.hidden_states[-1].flatten(0, 1), outputs.logits.flatten(0, 1)
@@ -277,7 +277,7 @@ def build_mask_with(change: Any) -> Any:
         lambda pair, branch: (pair, (branch > 1).long()),
         lambda pair, branch: (pair * 0, branch),
     ],
-    ids=["the answers see each other", "the rejected answer sees the chosen one", "the pairs see each other"],
+    ids=["answers attend to each other", "rejected attends to chosen", "pairs attend to each other"],
 )
 def test_proof_detects_leaking_mask(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     monkeypatch.setattr(shared_prompt, "build_shared_prompt_mask", build_mask_with(change))
@@ -294,7 +294,7 @@ def test_proof_detects_leaking_mask(monkeypatch: pytest.MonkeyPatch, change: Any
             | {"shared_prompt_index": None}
         ),
     ],
-    ids=["an answer without its prompt", "one document of a pair"],
+    ids=["answer without prompt", "pair as one document"],
 )
 def test_proof_detects_ignored_key_bounds(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     monkeypatch.setattr(
@@ -333,7 +333,7 @@ def change_inputs(model: PreTrainedModel, change: Any) -> PreTrainedModel:
         lambda inputs: inputs | {"attention_mask": None},
         lambda inputs: inputs | {"attention_mask": inputs["attention_mask"] == 0},
     ],
-    ids=["positions that go on", "no mask", "a bool mask that is added"],
+    ids=["positions do not restart", "mask ignored", "bool mask added to scores"],
 )
 def test_proof_detects_ignored_inputs(change: Any) -> None:
     assert "one moves by" in str(prove_shared_prompt(change_inputs(make_model(CONFIGS["llama"], "eager"), change)))

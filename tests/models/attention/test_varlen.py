@@ -114,7 +114,7 @@ def test_varlen_equals_sdpa_on_cuda(sliding: bool) -> None:
 
 
 class SyncCounter(TorchDispatchMode):
-    """Counts what the host would wait for on a GPU."""
+    """Counts operations that synchronise the host with a GPU."""
 
     num = 0
 
@@ -125,7 +125,7 @@ class SyncCounter(TorchDispatchMode):
 
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "flash_attention_3"])
 def test_flash_attention_forward_has_no_synchronisation_and_no_mask(implementation, monkeypatch) -> None:
-    """The kernel is a stand-in, which needs no GPU; who calls it, and with what, is transformers."""
+    """The kernel is a stand-in for a CPU; its arguments are those of transformers."""
     model, _ = make_pair()
     batch = make_packed_batch()
     batch["labels"] = batch["input_ids"]
@@ -148,17 +148,17 @@ def test_flash_attention_forward_has_no_synchronisation_and_no_mask(implementati
     )
     monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
     model.config._attn_implementation_internal = implementation
-    with SyncCounter() as waits:
+    with SyncCounter() as counter:
         found = model(**batch, loss_head=True, target_positions=torch.arange(12)).nll_sum
     assert calls == [(7, 7, True)] * SHAPE["num_hidden_layers"]
-    assert waits.num == 0
+    assert counter.num == 0
     torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager", "varlen"])
-@pytest.mark.parametrize(("kind", "waits_less"), [(LlamaConfig, True), (MistralConfig, False), (Qwen3Config, True)])
-def test_one_document_a_row_keeps_logps_and_avoids_synchronisation(kernel, kind, waits_less) -> None:
-    """A window of three tokens is kept: such layers have masks of their own."""
+@pytest.mark.parametrize(("kind", "saves_syncs"), [(LlamaConfig, True), (MistralConfig, False), (Qwen3Config, True)])
+def test_one_document_a_row_keeps_logps_and_avoids_synchronisation(kernel, kind, saves_syncs) -> None:
+    """Layers with a sliding window still build their masks."""
     register_varlen()
     torch.manual_seed(0)
     window = {"sliding_window": 3} if kind is MistralConfig else {}
@@ -173,7 +173,7 @@ def test_one_document_a_row_keeps_logps_and_avoids_synchronisation(kernel, kind,
         found = model(**batch, **picked, one_document_a_row=True).logps
     torch.testing.assert_close(found, expected)
     if kernel == "sdpa":
-        assert (now.num == 0 < before.num) is waits_less
+        assert (now.num == 0 < before.num) is saves_syncs
 
 
 @pytest.mark.parametrize("name", ["attention_mask", None])

@@ -48,7 +48,7 @@ def make_batch(seed: int = 0) -> dict[str, Tensor]:
 
 
 def make_targets(input_ids: Tensor) -> dict[str, Tensor]:
-    """Scattered targets in no order, two of them at one predictor."""
+    """Unordered targets, two of them at one position."""
     return {
         "input_ids": input_ids,
         "predictors": torch.tensor([17, 3, 3, 0, 22, 11, 8]),
@@ -62,7 +62,7 @@ def read_logps(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 
 def compare(logps: Tensor) -> Tensor:
-    """An objective that is no sum: a difference of two sequences through a sigmoid."""
+    """A non-additive objective: the log-sigmoid of the difference of two sequences."""
     return -nn.functional.logsigmoid(logps[:4].sum() - logps[4:].sum())
 
 
@@ -253,14 +253,14 @@ def _train_wrapped(
     }
     if rank == 0:
         torch.save(gradients, folder / "gradients.pt")
-    # Nothing is taken down: DDP's reducer waits, with the interpreter's lock, for a thread of gloo that may want it.
+    # The process group is not destroyed: DDP's reducer may deadlock with a gloo thread over the GIL.
     distributed.barrier()
     os._exit(0)
 
 
 def train_by_two(folder: Path, *given: Any) -> dict[str, Tensor]:
-    """Gradients of a model under a wrapper on two processes, each with a batch of its own (``_train_wrapped``)."""
-    # Forked, for a fresh interpreter would spend half a minute on imports.
+    """Gradients of a wrapped model on two processes, each with its own batch (``_train_wrapped``)."""
+    # Forked: importing torch and transformers in a new interpreter takes half a minute.
     torch.multiprocessing.start_processes(_train_wrapped, (folder, *given), nprocs=2, start_method="fork")
     return torch.load(folder / "gradients.pt")
 
@@ -373,7 +373,7 @@ def test_mask_is_refused_with_sliding_window() -> None:
     add_loss_head(model)
     with pytest.raises(ValueError, match="12 tokens would undo the sliding window of 4"):
         model(**make_shared_prompt()[0], token_logps=True)
-    model.config.sliding_window = 0  # What Qwen2 MoE writes for none.
+    model.config.sliding_window = 0  # Qwen2 MoE configurations write 0 for no window.
     assert model(**make_shared_prompt()[0], token_logps=True).logps.isfinite().all()
 
 

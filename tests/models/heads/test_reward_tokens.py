@@ -32,7 +32,7 @@ contents = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_
 
 
 def read_trained(tokenizer: PreTrainedTokenizerFast, row: Row, eos_token: str | None = None) -> list[int]:
-    """The tokens of a row up to the last one that is trained on, which is where training reads the score."""
+    """Tokens of a training row up to the last target, at which training reads the score."""
     (encoded,) = RowEncoder(tokenizer, loss_on=None if row.prompt else "last_assistant", eos_token=eos_token).encode(
         [row]
     )
@@ -41,11 +41,11 @@ def read_trained(tokenizer: PreTrainedTokenizerFast, row: Row, eos_token: str | 
 
 
 def build_chat(name: str, **more: str) -> tuple[PreTrainedTokenizerFast, list[dict[str, Any]]]:
-    """A tokenizer with a template of TRL's or of ours, and a chat as it reads them."""
+    """Tokenizer with a template of TRL or ours, and a chat in its content format."""
     template = SHIPPED / f"{name}.jinja"
     text = template.read_text(encoding="utf-8") if template.exists() else source(name)
     tokenizer = copy.deepcopy(build_byte_level(text, extra=CHATML_ENDS))
-    if name.startswith("glm4moe"):  # It writes no end of turn, and stops on this.
+    if name.startswith("glm4moe"):  # The template has no end of turn; generation stops at this token.
         tokenizer.eos_token = "<|user|>"
     messages = [*TURNS, answer("bye", **more)]
     if name.startswith(READS_PARTS):
@@ -70,7 +70,7 @@ def test_repeated_last_token_and_empty_answer() -> None:
 
 @pytest.mark.parametrize("name", [*SHIPPED_NAMES, *OURS])
 def test_truncated_answer_has_no_end_of_turn(name: str) -> None:
-    """Neither of the turn nor of the text, whatever stands between and behind them; all of its own is there."""
+    """It has neither end of turn nor end of text, and all tokens of the answer."""
     tokenizer, messages = build_chat(name)
     whole, broken = encode_answers(tokenizer, [messages] * 2, finished=[True, False])
     assert tokenizer.decode(broken).rstrip("\n").endswith("bye")
@@ -129,7 +129,7 @@ def test_template_date_is_fixed_as_in_training() -> None:
     assert tokenizer.decode(ids).startswith("01 Jan 2025")
     assert ids == read_trained(tokenizer, chat(*messages))
     assert reward_tokens._TEMPLATE_DATE == TEMPLATE_DATE
-    # Whoever renders a prompt for generation goes on to have today's date.
+    # Prompts rendered for generation still have today's date.
     assert "01 Jan 2025" not in tokenizer.apply_chat_template(messages, tokenize=False)
 
 

@@ -31,7 +31,7 @@ from recipes_lib.models.loading import load_tokenizer
 
 ARCHITECTURES = ["llama", "qwen3", "gpt2", "gemma2", "gemma3", "mixtral", "phi_with_bias"]
 LENGTHS = (5, 1, 7, 4, 9, 3)
-"""Of the answers in a batch; the third and the fourth, and the last two, share a row."""
+"""Lengths of the answers in a batch; the third and the fourth, and the last two, share a row."""
 
 
 def make_model(name: str = "llama") -> PreTrainedModel:
@@ -51,7 +51,7 @@ def make_answers(seed: int = 0) -> list[Tensor]:
 
 
 def pack(answers: list[Tensor]) -> dict[str, Tensor]:
-    """Six answers in four rows of twelve, padded with a token that stands in them too."""
+    """Six answers in four rows of twelve, padded with a token that also occurs in them."""
     rows = [answers[:1], answers[1:2], answers[2:4], answers[4:]]
     input_ids, position_ids, last = torch.full((4, 12), 7), torch.zeros(4, 12, dtype=torch.int64), []
     for number, row in enumerate(rows):
@@ -65,7 +65,7 @@ def pack(answers: list[Tensor]) -> dict[str, Tensor]:
 
 
 def score_alone(model: nn.Module, answers: list[Tensor]) -> Tensor:
-    """By transformers' own forward pass, one answer at a time."""
+    """Scores by transformers' own forward pass, one answer at a time."""
     return torch.cat([model(input_ids=answer[None], use_cache=False).logits[0] for answer in answers])
 
 
@@ -93,11 +93,11 @@ def test_only_score_head_is_initialised_on_causal_lm_checkpoint(tiny_model_dir: 
 
 def test_score_head_init_has_variance_of_width_and_follows_seed(tiny_model_dir: Path) -> None:
     heads = [load_reward_model(config_for(tiny_model_dir), "sdpa", seed=seed).score.weight for seed in range(30)]
-    torch.manual_seed(10)  # Of no matter.
+    torch.manual_seed(10)  # Has no effect.
     assert torch.equal(load_reward_model(config_for(tiny_model_dir), "sdpa", seed=3).score.weight, heads[3])
     values = torch.cat(heads)
     assert len(values.unique()) == values.numel()
-    # 1,920 numbers: their mean square is within 3.2 % of the variance, two times in three.
+    # The relative standard error of the mean square of 1,920 normal values is 3.2 %; 0.13 is four of them.
     assert values.square().mean().item() == pytest.approx(1 / 65, rel=0.13)
 
 
@@ -263,7 +263,7 @@ def test_scores_of_float32_head_on_half_model_are_not_rounded() -> None:
 
 
 def _score_with_transformers(folder: Path, answers: list[Tensor], side: str) -> Tensor:
-    """What a user of transformers alone reads of a whole batch, by mask and pooling of its own."""
+    """Scores of a padded batch by transformers' own mask and pooling."""
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side=side)
     padded = tokenizer.pad({"input_ids": [answer.tolist() for answer in answers]}, return_tensors="pt")
@@ -307,7 +307,7 @@ def test_pad_token_that_ends_answers_is_refused(pad_token: str | None, terminato
     (problem,) = caught.value.problems
     assert problem.where == "pad_token"
     assert repr(pad_token or "<|endoftext|>") in problem.found
-    # The end of text and what the template writes are no proposals.
+    # The remedy proposes neither the end of text nor tokens of the template.
     assert problem.remedy == "set pad_token to a special token that occurs in no text, such as <|pad|>"
 
 

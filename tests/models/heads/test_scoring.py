@@ -44,7 +44,7 @@ CHATS = [make_chat(index) for index in range(24)]
 
 @pytest.fixture
 def reward_model(tiny_model_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> RewardModel:
-    """Random, with scores far apart."""
+    """A random reward model whose scores are far apart."""
     model = load_reward_model(ModelConfig(model_name_or_path=str(tiny_model_dir)), "sdpa", seed=0)
     torch.manual_seed(0)
     for parameter in model.model.parameters():
@@ -55,7 +55,7 @@ def reward_model(tiny_model_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast) 
 
 
 def score_with_transformers(reward_model: RewardModel, chat: Any) -> float:
-    """By transformers' own forward pass over the chat up to its end-of-turn token, unpadded."""
+    """Score by transformers' own forward pass over the unpadded chat up to its end-of-turn token."""
     text = reward_model.tokenizer.apply_chat_template(chat, tokenize=False)
     assert text.endswith("<|im_end|>\n")
     ids = reward_model.tokenizer(text[:-1], return_tensors="pt", add_special_tokens=False)["input_ids"]
@@ -139,7 +139,7 @@ def test_answer_beyond_context_length_is_error_or_nan(reward_model: RewardModel)
 
 
 def test_answer_without_tokens_is_an_error(reward_model: RewardModel) -> None:
-    """As where the tokenizer is none that knows the words."""
+    """Such as a word-level tokenizer without an unknown token returns."""
     with pytest.raises(DataError, match="answer 1: the reward model's tokenizer returns no tokens for it"):
         reward_model.compute_raw_scores([[1, 2], []])
 

@@ -50,7 +50,7 @@ def build_group(rank: int, size: int, *, by_heads: bool) -> ContextParallelGroup
     [
         (2, False, {}),
         (3, False, {}),
-        # Two key-value heads for two processes; one that both have; six query heads, and as many of either kind.
+        # Key-value heads divided over two ranks, replicated on two and on four, and multi-head attention on three.
         (2, True, {}),
         (2, True, {"num_key_value_heads": 1}),
         (4, True, {}),
@@ -60,7 +60,7 @@ def build_group(rank: int, size: int, *, by_heads: bool) -> ContextParallelGroup
 def test_context_parallel_loss_and_gradients_equal_one_rank(
     size: int, by_heads: bool, heads: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Documents stay apart, and those that are cut attend to what another process has."""
+    """Packed documents are isolated, and sharded documents attend to keys of other ranks."""
     batch = build_batch(*ROWS)
     models = []
     for rank in range(size):

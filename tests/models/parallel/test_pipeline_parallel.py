@@ -58,7 +58,7 @@ def load_stage(folder: Path, config: PreTrainedConfig, part: PipelinePart) -> An
 
 @torch.no_grad()
 def run_chunks(parts: list[Any]) -> torch.Tensor:
-    """What stages would hand on to each other, in one process."""
+    """Run the chunks of all stages in order, in one process."""
     numbered = {n: chunk for part in parts for n, chunk in zip(part.part.chunks, split_into_chunks(part), strict=True)}
     inputs: dict[str, Any] = {"input_ids": IDS}
     for number in range(len(numbered) - 1):
