@@ -123,6 +123,28 @@ def test_second_backward_raises() -> None:
         loss.backward()
 
 
+def test_cross_entropy_cannot_be_differentiated_twice() -> None:
+    """Its gradient is computed in the forward pass, so a second derivative would lack the Hessian."""
+    hidden, weight, _, targets = make_inputs()
+    loss = compute_cross_entropy(hidden.requires_grad_(), weight, targets).nll_sum
+    (gradient,) = torch.autograd.grad(loss.square(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize(("num_tokens", "vocabulary"), [(3, 1), (1, 5), (0, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_cross_entropy_of_smallest_and_non_contiguous_inputs(num_tokens, vocabulary, dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(4, n, generator=generator).to(dtype).t() for n in (num_tokens, vocabulary))
+    targets = torch.arange(num_tokens) % vocabulary
+    loss = compute_cross_entropy(hidden.requires_grad_(), weight.requires_grad_(), targets).nll_sum
+    expected = dense_cross_entropy(hidden.float(), weight.float(), targets)
+    precision = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(loss, expected, **precision)
+    torch.testing.assert_close(gradients_of(loss, hidden, weight), gradients_of(expected, hidden, weight), **precision)
+
+
 def test_cross_entropy_of_huge_logits_is_finite() -> None:
     hidden, weight, _, targets = make_inputs(torch.float32, 1e4)
     hidden.requires_grad_()

@@ -193,6 +193,17 @@ def test_logps_of_huge_logits_are_finite(with_frozen_weight: bool) -> None:
     assert scored.log_sum_sq_probs.isfinite().all()
 
 
+def test_statistics_of_masked_tokens_are_finite() -> None:
+    (hidden, weight, bias), targets = make_leaves()
+    bias = bias.detach().index_fill(0, torch.tensor([3, 40]), -math.inf)
+    targets[(targets == 3) | (targets == 40)] = 4
+    scored = compute_token_logps(hidden, weight, targets, bias=bias, with_statistics=True)
+    expected = torch.distributions.Categorical(logits=dense_logits(hidden, weight, bias))
+    torch.testing.assert_close(scored.logps, expected.log_prob(targets))
+    torch.testing.assert_close(scored.entropy, expected.entropy().detach())
+    assert gradients_of(scored.logps.sum(), hidden)[0].isfinite().all()
+
+
 @pytest.mark.parametrize("with_frozen_weight", [False, True])
 def test_logps_autocast_accumulates_in_float32(with_frozen_weight: bool) -> None:
     inputs, targets = make_leaves(torch.float32)

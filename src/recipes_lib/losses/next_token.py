@@ -272,6 +272,8 @@ class _ChunkedLogps(torch.autograd.Function):
                     # log sum p^2 = 2 log ||exp|| - 2 log total. A norm needs no second (n, V) tensor.
                     norm = torch.linalg.vector_norm(exponentials, dim=-1)
                     log_sum_sq_probs[rows] = 2 * (norm.log() - log_total.squeeze(1))
+                    # -inf, as of a masked token, times its probability of 0 would be NaN.
+                    logits.clamp_(min=torch.finfo(logits.dtype).min)
                     entropy[rows] = (log_total - logits.mul_(exponentials).sum(dim=-1, keepdim=True) / total).squeeze(1)
                 if ctx.keeps_gradient:
                     # The buffer becomes the gradient of the log-probabilities: one-hot minus softmax.

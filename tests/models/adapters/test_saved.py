@@ -14,19 +14,28 @@ from transformers import LlamaForSequenceClassification
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters.lora import add_adapter, load_adapter, read_adapter_state
+from recipes_lib.models.adapters.saved import iterate_weights
 
 WEIGHTS = "adapter_model.safetensors"
 
 
-@pytest.fixture(params=[None, ["embed_tokens"]], ids=["low rank", "embedding too"])
-def saved(request, tmp_path):
+@pytest.fixture(scope="module", params=[None, ["embed_tokens"]], ids=["low-rank", "with-embedding"])
+def trained(request, tmp_path_factory):
     """Base, adapter folder, and the logits of the model that was saved."""
-    base = save_model("tied", tmp_path)
+    folder = tmp_path_factory.mktemp("trained")
+    base = save_model("tied", folder)
     config = AdapterConfig(use_peft=True, lora_r=4, lora_dropout=0.5, lora_modules_to_save=request.param)
     adapted = add_adapter(load_model(base), config, seed=0)
     train(adapted)
-    adapted.save_pretrained(tmp_path / "an adapter")
-    return base, tmp_path / "an adapter", compute_logits(adapted)
+    adapted.save_pretrained(folder / "an adapter")
+    return base, folder / "an adapter", compute_logits(adapted)
+
+
+@pytest.fixture
+def saved(trained, tmp_path):
+    """``trained`` with a copy of the adapter's folder that a test may change."""
+    base, folder, logits = trained
+    return base, shutil.copytree(folder, tmp_path / folder.name), logits
 
 
 def edit_settings(folder, **changes):
@@ -86,9 +95,9 @@ def test_different_base_is_refused_unless_on_any_base(saved, tmp_path):
     assert torch.equal(compute_logits(load_adapter(load_model(other), str(folder), on_any_base=True)), logits)
 
 
-def test_base_is_recognised_under_relative_path(saved, tmp_path, monkeypatch):
+def test_base_is_recognised_under_relative_path(saved, monkeypatch):
     base, folder, _ = saved
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(base.parent)
     load_adapter(load_model(base.name), str(folder))
 
 
@@ -122,6 +131,7 @@ def test_adapter_without_task_type_is_accepted(saved):
         ({"init_lora_weights": "olora"}, "no file contains"),
         ({"init_lora_weights": "corda"}, "no file contains"),
         ({"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}, "no file contains"),
+        ({"lora_bias": True}, "trains biases of B"),
         ({"layer_replication": [[0, 2], [1, 2]]}, "replicates layers"),
     ],
 )
@@ -129,6 +139,49 @@ def test_unsupported_adapter_settings_are_refused(saved, changes, found):
     base, folder, _ = saved
     edit_settings(folder, **changes)
     assert found in load_problem(base, folder).found
+
+
+FOREIGN = {
+    "rank_and_alpha_pattern": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {r".*layers\.1\..*v_proj": 5}},
+    "rslora": {"use_rslora": True},
+    "all-linear": {"target_modules": "all-linear"},
+    "regex": {"target_modules": r".*\.(q|v)_proj"},
+    "layers_to_transform": {"layers_to_transform": [1], "layers_pattern": "layers"},
+    "embeddings_with_dora": {"target_modules": ["embed_tokens", "lm_head", "q_proj"], "use_dora": True},
+    "modules_to_save": {"modules_to_save": ["norm", "lm_head"]},
+}
+
+
+def save_foreign(folder, kind, **options):
+    """Save a base and a random adapter by plain PEFT; return the base's folder, the adapter's and the logits."""
+    base = save_model(kind, folder)
+    settings = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    adapted = peft.get_peft_model(load_model(base), peft.LoraConfig(**settings | options))
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) / 20)
+    adapted.save_pretrained(folder / "foreign")
+    return base, folder / "foreign", compute_logits(adapted)
+
+
+@pytest.mark.parametrize("options", FOREIGN.values(), ids=FOREIGN)
+def test_adapter_of_plain_peft_is_loaded_and_merged_with_equal_logits(tmp_path, options):
+    base, folder, logits = save_foreign(tmp_path, "llama", **options)
+    adapted = load_adapter(load_model(base), str(folder), is_trainable=True)
+    assert torch.equal(compute_logits(adapted), logits)
+    other = load_model(base)
+    if "modules_to_save" not in options:
+        other.load_state_dict(dict(iterate_weights(adapted)))
+        torch.testing.assert_close(compute_logits(other), logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(compute_logits(adapted.merge_and_unload()), logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("layer", ["embed_tokens", "lm_head"])
+def test_low_rank_matrices_on_tied_embeddings_are_refused(tmp_path, layer):
+    """PEFT merges them into the shared matrix, which changes the other embedding too."""
+    base, folder, _ = save_foreign(tmp_path, "tied", target_modules=["q_proj", layer])
+    assert "low-rank matrices on tied embeddings" in load_problem(base, folder).found
 
 
 def test_adapter_other_than_lora_is_refused(tmp_path):

@@ -169,7 +169,7 @@ def test_token_logps_and_gradients_under_lora(order: str) -> None:
 
 def test_output_projection_with_lora_is_refused() -> None:
     wrapped = peft.get_peft_model(make_model(with_head=False), peft.LoraConfig(target_modules=["lm_head"]))
-    with pytest.raises(ConfigError, match=r"not by nn\.Linear"):
+    with pytest.raises(ConfigError, match=r"by peft\.Linear, not by nn\.Linear"):
         add_loss_head(wrapped)
 
 
