@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -117,9 +118,8 @@ def test_each_feature_loss_changes_gradients(compute, part) -> None:
     assert (with_part[2][name] - plain[2][name]).abs().max() > 1e-9
 
 
-@pytest.mark.parametrize("loss", ["mse", "cosine"])
-def test_features_of_itself_have_no_loss(tiny_model_dir, tmp_path, loss) -> None:
-    keys = ALL | {"feature_loss": loss, "distillation_alpha": 0.0, "optim": "sgd", "max_steps": 2}
+def test_features_of_itself_have_no_loss(tiny_model_dir, tmp_path) -> None:
+    keys = ALL | {"distillation_alpha": 0.0, "optim": "sgd", "max_steps": 2, "per_device_train_batch_size": 2}
     trainer, recorder, _ = make_distiller(tiny_model_dir, tiny_model_dir, tmp_path, make_packs(), **keys)
     trainer.train()
     for log in recorder.train_logs:
@@ -154,14 +154,12 @@ def test_feature_losses_are_independent_of_document_order_and_rows(compute) -> N
             torch.testing.assert_close(gradient, gradients[name], atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}, {"activation_checkpointing": True}],
-    ids=["accumulated", "recomputed"],
-)
-def test_feature_losses_are_independent_of_computation_options(tiny_model_dir, student_dir, tmp_path, other) -> None:
+def test_feature_losses_are_independent_of_accumulation_and_checkpointing(
+    tiny_model_dir, student_dir, tmp_path
+) -> None:
     logs = []
-    for name, keys in (("plain", {"per_device_train_batch_size": 8}), ("other", other)):
+    accumulated = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "activation_checkpointing": True}
+    for name, keys in (("plain", {"per_device_train_batch_size": 4}), ("accumulated", accumulated)):
         trainer, recorder, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / name, make_packs(), **ALL | keys)
         trainer.train()
         logs.append(recorder.train_logs)
@@ -171,42 +169,48 @@ def test_feature_losses_are_independent_of_computation_options(tiny_model_dir, s
             assert got[name] == pytest.approx(expected[name], rel=1e-4), name
 
 
-def test_projections_have_their_own_learning_rate_and_file(tiny_model_dir, student_dir, tmp_path) -> None:
-    keys = ALL | {"save_strategy": "steps", "save_steps": 4, "projection_learning_rate": 0.02, "weight_decay": 0.1}
-    trainer, _, lines = make_distiller(student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys)
+KEYS: dict[str, Any] = ALL | {"projection_learning_rate": 0.02, "weight_decay": 0.1, "per_device_train_batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_model_dir, student_dir, tmp_path_factory) -> Any:
+    """A finished run with two checkpoints, what it logged and printed, and the projection before it."""
+    keys, folder = KEYS | {"save_strategy": "steps", "save_steps": 2}, tmp_path_factory.mktemp("finished")
+    trainer, recorder, lines = make_distiller(student_dir, tiny_model_dir, folder, make_packs(), **keys)
     (before,) = (weight.clone() for weight in trainer.layers._projections.parameters())
-    assert before.shape == (64, 32)
     trainer.train()
+    return SimpleNamespace(trainer=trainer, recorder=recorder, lines=lines, before=before, folder=folder)
+
+
+def test_projections_have_their_own_learning_rate_and_file(finished) -> None:
+    trainer, before = finished.trainer, finished.before
+    assert before.shape == (64, 32)
     (projection,) = trainer.layers._projections.parameters()
     assert (projection - before).abs().max() > 0.01
     (group,) = [group for group in trainer.optimizer.param_groups if projection in set(group["params"])]
     assert group["params"] == [projection]
     assert (group["initial_lr"], group["weight_decay"]) == (0.02, 0.0)
     assert not any(PROJECTIONS in name for name, _ in trainer.model.named_parameters())
-    checkpoint = tmp_path / "run" / "checkpoint-4"
+    checkpoint = finished.folder / "checkpoint-4"
     assert not any(PROJECTIONS in name for name in load_file(checkpoint / "model.safetensors"))
     state = torch.load(checkpoint / PROJECTIONS_FILE, weights_only=True)
     assert torch.equal(state["1.weight"], projection)
     saved, info = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
     assert_equal_weights(saved.state_dict(), weights_of(trainer))
     assert not any(info.values())
-    assert any("gradients: all" in line for line in lines)
+    assert any("gradients: all" in line for line in finished.lines)
 
 
-def test_resume_restores_weights_and_projections_bitwise(tiny_model_dir, student_dir, tmp_path) -> None:
-    keys = ALL | {"save_strategy": "steps", "save_steps": 2}
-    straight, recorder, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys)
-    straight.train()
-    resumed, second, lines = make_distiller(
-        student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys | {"save_strategy": "no"}
-    )
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+# After the test above, because it loads the best checkpoint into the finished run.
+def test_resume_restores_weights_and_projections_bitwise(tiny_model_dir, student_dir, finished) -> None:
+    straight, best = finished.trainer, finished.folder / "checkpoint-2"
+    resumed, second, lines = make_distiller(student_dir, tiny_model_dir, finished.folder, make_packs(), **KEYS)
+    resumed.train(resume_from_checkpoint=str(best))
     assert not any(line.startswith("step 0") for line in lines)
-    assert second.steps == recorder.steps[2:]
+    assert second.steps == finished.recorder.steps[2:]
     assert_equal_weights(weights_of(resumed), weights_of(straight))
     assert_equal_weights(resumed.layers._projections.state_dict(), straight.layers._projections.state_dict())
     # load_best_model_at_end with a best checkpoint that is not the last.
-    best = tmp_path / "run" / "checkpoint-2"
     straight.state.best_model_checkpoint = str(best)
     with straight.layers.attached():
         straight._load_best_model()

@@ -41,7 +41,7 @@ def student_dir(tiny_tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def keys_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained policy of the keys task: it answers with one of the two keys at the end of a prompt."""
-    return keys_task.write_policy(tmp_path_factory.mktemp("teacher"), seed=0)
+    return keys_task.write_policy(tmp_path_factory.mktemp("teacher"), seed=0, num_steps=200)
 
 
 def build_answers(**options: Any) -> OnPolicyAnswers:
@@ -162,8 +162,9 @@ def test_max_new_tokens_without_room_for_prompt_is_refused(tiny_model_dir, stude
 
 
 def test_lambda_without_sampled_step_changes_nothing(tiny_model_dir, student_dir, tmp_path) -> None:
-    never, first, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "never", make_packs(), lmbda=1e-9)
-    without, second, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "without", make_packs())
+    keys = {"max_steps": 2, "per_device_train_batch_size": 2}
+    never, first, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "never", make_packs(), **keys, lmbda=1e-9)
+    without, second, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "without", make_packs(), **keys)
     assert without.answers is None
     assert never.answers is not None
     never.train()
@@ -195,46 +196,51 @@ def test_metrics_of_completions_and_texts_are_separate(tiny_model_dir, student_d
     assert sum(line.startswith("step 0: ") for line in lines) == 1
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_on_policy_loss_is_independent_of_micro_batches(tiny_model_dir, student_dir, tmp_path, accumulation) -> None:
-    cut = {"per_device_train_batch_size": 4 // accumulation, "gradient_accumulation_steps": accumulation}
-    whole, first, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "a", make_packs(), **KEYS | cut)
-    parts = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
-    other, second, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "b", make_packs(), **KEYS | parts)
-    whole.train()
-    other.train()
-    for expected, got in zip(first.steps, second.steps, strict=True):
+def test_on_policy_loss_is_independent_of_micro_batches(tiny_model_dir, student_dir, tmp_path) -> None:
+    # One step on texts, and one on sampled completions.
+    steps = []
+    for size in (4, 1):
+        cut = {"max_steps": 2, "per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
+        folder = tmp_path / f"{size}"
+        trainer, recorder, _ = make_distiller(student_dir, tiny_model_dir, folder, make_packs(), **KEYS | cut)
+        assert {trainer.answers.is_due(step) for step in range(2)} == {False, True}
+        trainer.train()
+        steps.append(recorder.steps)
+    for expected, got in zip(*steps, strict=True):
         assert got == pytest.approx(expected, rel=1e-5)
 
 
 def test_resume_restores_weights_bitwise(tiny_model_dir, student_dir, tmp_path) -> None:
-    keys = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6, **KEYS, "lmbda": 0.7}
+    keys = {"save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 2, **KEYS}
     straight, recorder, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys)
     straight.train()
-    for step in (2, 3, 4):
+    # Before a step on texts, and before one on sampled completions.
+    for step in (2, 3):
         resumed, second, _ = make_distiller(
             student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys | {"save_strategy": "no"}
         )
         resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
         assert second.steps == recorder.steps[step:]
         assert_equal_weights(weights_of(resumed), weights_of(straight))
+    assert straight.answers.is_due(2) != straight.answers.is_due(3)
 
 
 def test_preemption_during_sampling_stops_and_resumes(tiny_model_dir, student_dir, tmp_path, monkeypatch) -> None:
-    keys = {"save_strategy": "steps", "save_steps": 100, **KEYS, "lmbda": 1.0, "per_device_eval_batch_size": 2}
+    keys = {"save_strategy": "steps", "save_steps": 100, "max_steps": 2, **KEYS, "lmbda": 1.0}
+    keys |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "per_device_eval_batch_size": 2}
     straight, recorder, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "straight", make_packs(), **keys)
     straight.train()
     stopped, _, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys)
     generate, calls = GenerateBackend.generate, []
 
     def request_stop(backend: Any, *args: Any) -> Any:
-        if stopped.state.global_step == 2:
+        if stopped.state.global_step == 1:
             calls.append(1)
             STOP.request("SIGTERM")
         return generate(backend, *args)
 
     monkeypatch.setattr(GenerateBackend, "generate", request_stop)
-    with pytest.raises(PreemptedError, match="stopped after step 2; checkpoint-2 is complete"):
+    with pytest.raises(PreemptedError, match="stopped after step 1; checkpoint-1 is complete"):
         stopped.train()
     monkeypatch.undo()
     STOP.reason, STOP._is_closed = None, False
@@ -242,8 +248,8 @@ def test_preemption_during_sampling_stops_and_resumes(tiny_model_dir, student_di
         "sampling stops at the first token of each micro-batch"
     )
     resumed, second, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    assert second.steps == recorder.steps[2:]
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    assert second.steps == recorder.steps[1:]
     assert_equal_weights(weights_of(resumed), weights_of(straight))
 
 
@@ -293,11 +299,11 @@ def write_rows(count: int, seed: int) -> list[dict[str, Any]]:
 def test_on_policy_training_reduces_reverse_kl(keys_teacher: Path, tmp_path: Path, seed: int, is_control: bool) -> None:
     """Reverse KL falls from about 3 nats per token to below 0.4, except with a permuted teacher (control)."""
     student_dir = keys_task.write_policy(tmp_path / "student", seed=50 + seed, num_steps=0)
-    rows = Dataset.from_list(write_rows(120 * 64, seed=seed)).with_format("numpy")
+    rows = Dataset.from_list(write_rows(80 * 32, seed=seed)).with_format("numpy")
     keys = {
-        "lmbda": 1.0, "distillation_beta": 1.0, "response_length": keys_task.MAX_ANSWER, "max_steps": 120, "seed": seed,
+        "lmbda": 1.0, "distillation_beta": 1.0, "response_length": keys_task.MAX_ANSWER, "max_steps": 80, "seed": seed,
         "learning_rate": 3e-3, "lr_scheduler_type": "constant", "warmup_steps": 0, "weight_decay": 0.0,
-        "per_device_train_batch_size": 64, "per_device_eval_batch_size": 64, "logging_steps": 40,
+        "per_device_train_batch_size": 32, "per_device_eval_batch_size": 32, "logging_steps": 40,
     }  # fmt: skip
     trainer, _, _ = make_distiller(student_dir, keys_teacher, tmp_path / "run", rows, **keys)
     before = measure_reverse_kl(trainer.model, trainer.teacher)
