@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.parity import test_loss_head as architectures
 from torch import Tensor
@@ -133,6 +133,7 @@ def compute_gradients(model: PreTrainedModel, scores: Tensor) -> dict[str, Tenso
     return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
+@settings(max_examples=20)
 @given(sizes, st.sampled_from(["sdpa", "eager"]))
 def test_mask_equals_rule_for_every_pair_of_positions(sizes: list[tuple[int, int, int]], kernel: str) -> None:
     rows = [
@@ -156,6 +157,7 @@ def test_mask_equals_rule_for_every_pair_of_positions(sizes: list[tuple[int, int
     assert allowed.diagonal(dim1=-2, dim2=-1).all()
 
 
+@settings(max_examples=20)
 @given(sizes)
 def test_rejected_answer_attends_to_prompt_and_itself(sizes: list[tuple[int, int, int]]) -> None:
     bounds = build_shared_prompt_bounds(torch.tensor(sizes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,11 @@ from recipes_lib.models.heads import scoring as reward_tokens
 from recipes_lib.models.heads.scoring import encode_answers
 
 SHIPPED = Path(trl.__file__).parent / "chat_templates"
-SHIPPED_NAMES = sorted(path.stem for path in SHIPPED.glob("*.jinja"))
+# Later versions of a template, and its variants for other model sizes, share most of its code.
+SHIPPED_NAMES = [
+    pytest.param(name, marks=[pytest.mark.slow] if re.search(r"_v\d|diffusion|_(super|ultra|lightning)", name) else [])
+    for name in sorted(path.stem for path in SHIPPED.glob("*.jinja"))
+]
 READS_PARTS = ("idefics3", "llava_next", "smolvlm")
 OURS = ["chatml", "index_loop", "macros", "marked", "no_prompt", "thinking", "bracketed", "plain"]
 TURNS = [user("hi"), answer("hello there"), user("And you?")]
@@ -54,11 +59,11 @@ def build_chat(name: str, **more: str) -> tuple[PreTrainedTokenizerFast, list[di
 
 
 @pytest.mark.parametrize("name", SHIPPED_NAMES)
-@pytest.mark.parametrize("more", [{}, {"reasoning": "because"}])
-def test_scored_end_equals_trained_end_for_every_shipped_template(name: str, more: dict[str, str]) -> None:
-    tokenizer, messages = build_chat(name, **more)
-    trained = read_trained(tokenizer, chat(*messages), tokenizer.eos_token)
-    assert encode_answers(tokenizer, [messages]) == [trained]
+def test_scored_end_equals_trained_end_for_every_shipped_template(name: str) -> None:
+    for more in ({}, {"reasoning": "because"}):
+        tokenizer, messages = build_chat(name, **more)
+        trained = read_trained(tokenizer, chat(*messages), tokenizer.eos_token)
+        assert encode_answers(tokenizer, [messages]) == [trained], more
 
 
 def test_repeated_last_token_and_empty_answer() -> None:
@@ -80,8 +85,8 @@ def test_truncated_answer_has_no_end_of_turn(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["chatml", "marked", "bracketed", "thinking"])
-@settings(max_examples=25)
+@pytest.mark.parametrize("name", ["chatml", "marked", "thinking"])
+@settings(max_examples=10)
 @given(content=contents)
 def test_truncated_answer_is_encoded_as_in_training(name: str, content: str) -> None:
     tokenizer = build_byte_level(source(name), extra=CHATML_ENDS)
@@ -96,7 +101,7 @@ def test_truncated_answer_keeps_trailing_whitespace(tiny_tokenizer: PreTrainedTo
 
 
 @pytest.mark.parametrize("name", OURS)
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(content=contents)
 def test_scored_tokens_equal_trained_tokens_for_any_text(name: str, content: str) -> None:
     tokenizer = build_byte_level(source(name), extra=CHATML_ENDS)

@@ -92,12 +92,12 @@ def test_only_score_head_is_initialised_on_causal_lm_checkpoint(tiny_model_dir: 
 
 
 def test_score_head_init_has_variance_of_width_and_follows_seed(tiny_model_dir: Path) -> None:
-    heads = [load_reward_model(config_for(tiny_model_dir), "sdpa", seed=seed).score.weight for seed in range(30)]
+    heads = [load_reward_model(config_for(tiny_model_dir), "sdpa", seed=seed).score.weight for seed in range(15)]
     torch.manual_seed(10)  # Has no effect.
     assert torch.equal(load_reward_model(config_for(tiny_model_dir), "sdpa", seed=3).score.weight, heads[3])
     values = torch.cat(heads)
     assert len(values.unique()) == values.numel()
-    # The relative standard error of the mean square of 1,920 normal values is 3.2 %; 0.13 is four of them.
+    # The relative standard error of the mean square of 960 normal values is 4.6 %; 0.13 is almost three of them.
     assert values.square().mean().item() == pytest.approx(1 / 65, rel=0.13)
 
 
@@ -271,8 +271,7 @@ def _score_with_transformers(folder: Path, answers: list[Tensor], side: str) -> 
     return model(**padded, position_ids=positions).logits.flatten()
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("pad_in_config", [None, 0])
+@pytest.mark.parametrize(("side", "pad_in_config"), [("left", 0), ("right", None)])
 def test_saved_model_has_equal_scores_in_plain_transformers(
     side: str, pad_in_config: int | None, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
