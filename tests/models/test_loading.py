@@ -75,6 +75,15 @@ def test_corrupt_file_is_one_config_error(file: str, content: bytes, words: str,
     assert (where, words in found) == ("model_name_or_path", True)
 
 
+def test_damaged_generation_config_is_refused(model_dir: Path) -> None:
+    """transformers would ignore it, and with it the stop tokens."""
+    (model_dir / "generation_config.json").write_text('{"eos_token_id": [0, 3')
+    where, found, _ = catch_problem(lambda: load_model_config(config_for(model_dir)))
+    assert (where, "generation_config.json" in found) == ("model_name_or_path", True)
+    (model_dir / "generation_config.json").unlink()
+    assert load_model_config(config_for(model_dir))[1].eos_token_id == 0
+
+
 def test_missing_unexpected_and_mismatched_weights_are_reported_together(model_dir: Path) -> None:
     weights = load_file(model_dir / "model.safetensors")
     del weights["model.norm.weight"]

@@ -135,6 +135,8 @@ def load_model_config(config: ModelConfig) -> tuple[PreTrainedConfig, Generation
         try:
             generation_config = GenerationConfig.from_pretrained(name, revision=config.model_revision or "main")
         except OSError:  # Many models have no generation_config.json; transformers derives it in the same way.
+            if (Path(name) / "generation_config.json").exists():  # Damaged: its stop tokens would be lost.
+                raise
             generation_config = GenerationConfig.from_model_config(model_config)
     return model_config, generation_config
 
