@@ -177,7 +177,7 @@ class _ChunkedDistillation(torch.autograd.Function):
         return loss_sum, *figures
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         # In place, as in ``_ChunkedCrossEntropy``: a second backward pass raises.
         scaled = (None if gradient is None else gradient.mul_(upstream) for gradient in ctx.saved_tensors)

@@ -137,7 +137,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return nll_sum, num_correct
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         # In place: a second (V, D) tensor would be allocated when activation memory is at its peak. If backward runs
         # again, autograd detects the modified saved tensors and raises.
