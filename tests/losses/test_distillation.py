@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.losses.test_divergence import dense_divergence
 from tests.losses.test_projection import LargestTensor
 from tests.losses.test_token_logps import dense_logits
 from torch import Tensor
@@ -53,16 +54,7 @@ def dense_loss(
     logits = dense_logits(*student, **options)
     teacher_logps = (dense_logits(*dataclasses.astuple(teacher)) / objective.temperature).log_softmax(-1)
     student_logps = (logits[:, :SHARED] / objective.temperature).log_softmax(-1)
-
-    def kl(p: Tensor, q: Tensor) -> Tensor:
-        return functional.kl_div(q, p, reduction="sum", log_target=True)
-
-    beta = objective.beta
-    if beta in (0.0, 1.0):
-        divergence = kl(teacher_logps, student_logps) if beta == 0 else kl(student_logps, teacher_logps)
-    else:
-        mixture = (beta * teacher_logps.exp() + (1 - beta) * student_logps.exp()).log()
-        divergence = kl(teacher_logps, mixture) / (1 - beta) + kl(student_logps, mixture) / beta
+    divergence = dense_divergence(teacher_logps, student_logps, objective.beta).sum()
     nll = functional.cross_entropy(logits, supervision.targets, reduction="sum")
     loss = objective.alpha * nll + (1 - objective.alpha) * objective.temperature**2 * divergence
     return loss, nll, divergence

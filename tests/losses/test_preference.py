@@ -285,7 +285,7 @@ def test_incompatible_options_are_refused(
 
 
 TOKEN_LOGPS = torch.tensor([-1.0, -2.0, -4.0, -8.0, -16.0, -32.0, -64.0], dtype=torch.float64)
-# Two pairs: sequences 0 and 1 are preferred to 2 and 3; their tokens stand in no order of sequences.
+# Two pairs: sequences 0 and 1 are preferred to 2 and 3; their tokens are interleaved.
 SEQUENCE_IDS = torch.tensor([2, 0, 0, 2, 3, 0, 1])
 
 

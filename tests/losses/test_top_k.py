@@ -14,6 +14,7 @@ from tests.losses.test_distillation import (
     make_supervision,
     run_head,
 )
+from tests.losses.test_divergence import dense_divergence
 from tests.losses.test_projection import LargestTensor
 from torch.nn import functional
 
@@ -84,12 +85,7 @@ def test_top_k_gradient_equals_autograd(k: int, beta: float) -> None:
     rest = logps.scatter(1, top.ids, -torch.inf).logsumexp(-1, keepdim=True)
     student_logps = torch.cat([picked, rest], dim=-1)
     teacher_logps = torch.cat([top.logps, top.log_tails[:, None]], dim=-1)
-    p, q = teacher_logps.exp(), student_logps.exp()
-    if beta in (0.0, 1.0):
-        divergence = (p * (teacher_logps - student_logps) if beta == 0 else q * (student_logps - teacher_logps)).sum()
-    else:
-        mixture = (beta * p + (1 - beta) * q).log()
-        divergence = (p * (teacher_logps - mixture)).sum() / (1 - beta) + (q * (student_logps - mixture)).sum() / beta
+    divergence = dense_divergence(teacher_logps, student_logps, beta).sum()
     sums = run_head(student, supervision, chunk_size=5)
     torch.testing.assert_close(sums.divergence_sum, divergence.detach())
     expected = torch.autograd.grad(4 * divergence, student)

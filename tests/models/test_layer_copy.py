@@ -16,7 +16,7 @@ from recipes_lib.models.structure import prune_layers, verify_copy
 
 
 def make_qwen2(num_layers: int) -> Any:
-    """Layers of two kinds, told apart by the configuration."""
+    """Layers of two kinds, listed in ``layer_types``."""
     kinds = ["sliding_attention", "full_attention"] * 2
     settings = {"use_sliding_window": True, "sliding_window": 4, "layer_types": kinds, "num_key_value_heads": 2}
     return Qwen2ForCausalLM(Qwen2Config(**SIZES, **settings, num_hidden_layers=num_layers, attn_implementation="eager"))

@@ -133,7 +133,7 @@ def test_pickled_weights_are_never_opened(model_dir: Path) -> None:
     ("name", "found"),
     [
         ("/nowhere/at/all", "/nowhere/at/all is neither a folder nor a Hub id"),
-        ("nobody/nothing", "nobody/nothing is not in the cache, and the Hub is out of reach"),
+        ("owner/missing", "owner/missing is not in the cache, and the Hub is out of reach"),
     ],
 )
 def test_missing_model_is_one_config_error(load: Callable[[ModelConfig], object], name: str, found: str) -> None:
@@ -235,8 +235,8 @@ def test_unused_special_tokens_beyond_embedding_are_accepted(tiny_tokenizer_dir:
     tokenizer.add_tokens(["<image_soft_token>"], special_tokens=True)
     config = LlamaConfig(vocab_size=512)
     assert check_agreement(config, GenerationConfig(), tokenizer) == []
-    told = "; no text may contain <image_soft_token>, for which the model has no embedding"
-    assert describe_spare_tokens(config, tokenizer) == told
+    clause = "; no text may contain <image_soft_token>, for which the model has no embedding"
+    assert describe_spare_tokens(config, tokenizer) == clause
     assert describe_spare_tokens(LlamaConfig(vocab_size=513), tokenizer) == ""
 
 

@@ -28,10 +28,10 @@ def base_dir(tmp_path):
 @pytest.fixture
 def trunk(base_dir):
     model = LlamaForCausalLM.from_pretrained(base_dir)
-    alone = copy.deepcopy(model).eval()
+    base = copy.deepcopy(model).eval()
     adapted = add_adapter(model, AdapterConfig(use_peft=True, lora_r=4), seed=0)
     add_loss_head(model)
-    return alone, adapted, add_critic(adapted)
+    return base, adapted, add_critic(adapted)
 
 
 def save_scorer(base_dir, folder, **keys):
@@ -64,10 +64,10 @@ def train(adapted, critic, num_steps=3):
 
 
 def test_reference_logits_equal_base_bitwise_after_updates(trunk):
-    alone, adapted, critic = trunk
+    base, adapted, critic = trunk
     train(adapted, critic)
     with torch.no_grad():
-        expected = alone(input_ids=IDS).logits
+        expected = base(input_ids=IDS).logits
         with role(adapted, "reference"):
             assert torch.equal(adapted(input_ids=IDS).logits, expected)
         with role(adapted, "policy"):
@@ -121,7 +121,7 @@ def test_roles_restore_requires_grad_and_active_adapter(trunk, name, base_dir, t
 
 @pytest.mark.parametrize("keys", [{}, {"use_dora": True, "use_rslora": True}], ids=["lora", "dora"])
 def test_saved_reward_adapter_scores_equally_on_shared_base(trunk, base_dir, tmp_path, keys):
-    alone, adapted, critic = trunk
+    base, adapted, critic = trunk
     folder, expected = save_scorer(base_dir, tmp_path / "scorer", **keys)
     num_before = sum(p.numel() for p in adapted.parameters())
     reward = add_reward(adapted, folder)
@@ -132,7 +132,7 @@ def test_saved_reward_adapter_scores_equally_on_shared_base(trunk, base_dir, tmp
     # No second trunk: rank 3 in each of the fourteen linear layers, and DoRA's magnitudes.
     added = {name: p for name, p in adapted.named_parameters() if f".{REWARD}." in name}
     assert sum(p.numel() for p in adapted.parameters()) - num_before == sum(p.numel() for p in added.values())
-    sizes = [sum(m.weight.shape) for m in alone.model.modules() if isinstance(m, torch.nn.Linear)]
+    sizes = [sum(m.weight.shape) for m in base.model.modules() if isinstance(m, torch.nn.Linear)]
     assert sum(p.numel() for name, p in added.items() if "lora_A" in name or "lora_B" in name) == 3 * sum(sizes)
     assert not any(p.requires_grad for p in [*added.values(), *reward.parameters()])
 

@@ -213,7 +213,7 @@ def test_pickled_adapter_weights_are_never_opened(saved):
     assert "has no adapter_model.safetensors" in load_problem(base, folder).found
 
 
-@pytest.mark.parametrize("name", ["nobody/nothing", "not/a/hub/id", "{}"])
+@pytest.mark.parametrize("name", ["owner/missing", "not/a/hub/id", "{}"])
 def test_missing_adapter_is_reported_in_one_line(saved, tmp_path, name):
     base = saved[0]
     problem = load_problem(base, name.format(tmp_path))

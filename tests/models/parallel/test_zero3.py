@@ -67,12 +67,12 @@ def test_modified_weights_are_partitioned_again() -> None:
 
 
 def test_transformers_zero3_init_is_disabled_in_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Told:
+    class Zero3Config:
         def is_zero3(self) -> bool:
             return True
 
-    told = Told()
-    monkeypatch.setattr(integration, "_hf_deepspeed_config_weak_ref", lambda: told)
+    config = Zero3Config()
+    monkeypatch.setattr(integration, "_hf_deepspeed_config_weak_ref", lambda: config)
     with zero3_init_disabled():
         assert not integration.is_deepspeed_zero3_enabled()
     assert integration.is_deepspeed_zero3_enabled()
