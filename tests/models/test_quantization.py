@@ -4,8 +4,9 @@ import importlib.util
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import AdapterConfig, ModelConfig, QuantizationConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters.lora import adapters_off, add_adapter
@@ -17,6 +18,8 @@ from recipes_lib.models.quantization import (
     check_checkpoint_bits,
     count_quantized_bytes,
 )
+from recipes_lib.planning.compute import find_planned_model
+from recipes_lib.training.trainers.trained_model import load_verified_config
 
 BITS = {
     "nf4": QuantizationConfig(load_in_4bit=True),
@@ -159,6 +162,17 @@ def test_quantised_checkpoint_requires_key_of_its_bits(tiny_model_dir, tmp_path,
     with pytest.raises(ConfigError, match=rf"is quantised \({bits}\), not to {other}") as caught:
         load(tmp_path, QuantizationConfig(**{other: True}))
     assert caught.value.problems[0].where == other
+    keys = {
+        "model_name_or_path": tmp_path,
+        "dataset_name": tmp_path / "config.json",
+        "output_dir": tmp_path,
+        other: "true",
+    }
+    run = load_config("lora", [f"--{name}={value}" for name, value in keys.items()])
+    with pytest.raises(ConfigError, match=f"not to {other}"):
+        find_planned_model(run)
+    with pytest.raises(ConfigError, match=f"not to {other}"):
+        load_verified_config(run, AutoTokenizer.from_pretrained(tiny_model_dir), 64)
     config = AutoConfig.from_pretrained(tmp_path)
     assert [len([*check_checkpoint_bits("x", config, one)]) for one in (few, QuantizationConfig())] == [0, 1]
     assert torch.equal(compute_probe_logits(load(tmp_path, few)), compute_probe_logits(load(tiny_model_dir, few)))
