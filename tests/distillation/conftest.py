@@ -1,4 +1,4 @@
-"""The student that tests of distillation share."""
+"""Fixtures shared by the tests of distillation."""
 
 from __future__ import annotations
 

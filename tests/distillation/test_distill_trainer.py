@@ -1,7 +1,8 @@
-"""Distillation follows the trajectory of all logits at once, leaves its teacher alone, and is 0 from oneself."""
+"""Distillation trajectory against the dense computation, metrics, and an unchanged teacher."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ OBJECTIVE: dict[str, Any] = {"distillation_alpha": 0.3, "distillation_temperatur
 
 
 class DenseTrainer(Trainer):
-    """The textbook: logits of both models, torch's losses, the mean over the targets of the step."""
+    """Dense reference: logits of both models, torch's losses, the mean over the targets of the step."""
 
     model_accepts_loss_kwargs = True
     teacher: Any = None
@@ -43,9 +44,8 @@ class DenseTrainer(Trainer):
         return (0.3 * nll + 0.7 * 4 * kl) / num_items_in_batch
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_the_trajectory_is_that_of_all_logits_at_once(tiny_model_dir, student_dir, tmp_path, accumulation) -> None:
-    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulation}
+def test_trajectory_equals_dense_computation(tiny_model_dir, student_dir, tmp_path) -> None:
+    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     ours, recorder, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "ours", make_packs(), **OBJECTIVE, **cut)
     ours.train()
     plain_recorder = Recorder()
@@ -63,11 +63,20 @@ def test_the_trajectory_is_that_of_all_logits_at_once(tiny_model_dir, student_di
         assert got == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_figures_are_means_over_targets_and_add_up_to_the_loss(tiny_model_dir, student_dir, tmp_path) -> None:
-    trainer, recorder, lines = make_distiller(
-        student_dir, tiny_model_dir, tmp_path, make_packs(), **OBJECTIVE, logging_steps=1, gradient_accumulation_steps=2
-    )
+@pytest.fixture(scope="module")
+def finished(tiny_model_dir, student_dir, tmp_path_factory) -> Any:
+    """A finished run with a checkpoint, what it logged and printed, and the teacher's weights before it."""
+    folder = tmp_path_factory.mktemp("finished")
+    keys = {"save_strategy": "steps", "save_steps": 4, "logging_steps": 1, "gradient_accumulation_steps": 2}
+    keys |= OBJECTIVE | {"per_device_train_batch_size": 2}
+    trainer, recorder, lines = make_distiller(student_dir, tiny_model_dir, folder, make_packs(), **keys)
+    before = {name: tensor.clone() for name, tensor in trainer.teacher.state_dict().items()}
     trainer.train()
+    return SimpleNamespace(trainer=trainer, recorder=recorder, lines=lines, before=before, folder=folder)
+
+
+def test_metrics_are_means_over_targets_and_sum_to_loss(finished) -> None:
+    recorder, lines = finished.recorder, finished.lines
     for log in recorder.train_logs:
         expected = 0.3 * log["distillation/nll"] + 0.7 * 4 * log["distillation/divergence"]
         assert log["loss"] == pytest.approx(expected, rel=1e-4)
@@ -76,26 +85,22 @@ def test_the_figures_are_means_over_targets_and_add_up_to_the_loss(tiny_model_di
     assert sum(line.startswith("step 0: loss on labels in nats: student") for line in lines) == 1
 
 
-def test_the_teacher_is_left_alone_and_saved_nowhere(tiny_model_dir, student_dir, tmp_path) -> None:
-    trainer, _, _ = make_distiller(
-        student_dir, tiny_model_dir, tmp_path / "run", make_packs(), save_strategy="steps", save_steps=4
-    )
-    before = {name: tensor.clone() for name, tensor in trainer.teacher.state_dict().items()}
-    trainer.train()
-    assert_equal_weights(before, trainer.teacher.state_dict())
+def test_teacher_is_unchanged_and_not_saved(finished) -> None:
+    trainer, checkpoint = finished.trainer, finished.folder / "checkpoint-4"
+    assert_equal_weights(finished.before, trainer.teacher.state_dict())
     assert not trainer.teacher.training
     assert not any(parameter.requires_grad for parameter in trainer.teacher.parameters())
     trained = {parameter for group in trainer.optimizer.param_groups for parameter in group["params"]}
     assert not trained & set(trainer.teacher.parameters())
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-4")
+    saved = AutoModelForCausalLM.from_pretrained(checkpoint)
     assert_equal_weights(saved.state_dict(), weights_of(trainer))
-    sizes = [path.stat().st_size for path in (tmp_path / "run" / "checkpoint-4").glob("*.safetensors")]
-    assert sum(sizes) < 1.1 * 4 * saved.num_parameters(), "nothing else is in it"
+    sizes = [path.stat().st_size for path in checkpoint.glob("*.safetensors")]
+    assert sum(sizes) < 1.1 * 4 * saved.num_parameters()
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_a_model_has_nothing_to_learn_from_itself(tiny_model_dir, tmp_path, beta) -> None:
-    keys = {"distillation_alpha": 0.0, "distillation_beta": beta, "weight_decay": 0.0, "optim": "sgd", "max_steps": 2}
+def test_distillation_from_itself_has_no_loss_and_no_gradient(tiny_model_dir, tmp_path) -> None:
+    keys = {"distillation_alpha": 0.0, "distillation_beta": 0.5, "weight_decay": 0.0, "optim": "sgd", "max_steps": 2}
+    keys |= {"per_device_train_batch_size": 2}
     trainer, recorder, lines = make_distiller(tiny_model_dir, tiny_model_dir, tmp_path, make_packs(), **keys)
     before = weights_of(trainer)
     trainer.train()
@@ -107,7 +112,7 @@ def test_a_model_has_nothing_to_learn_from_itself(tiny_model_dir, tmp_path, beta
     assert any(line.endswith("divergence 0") or "e-" in line for line in lines if line.startswith("step 0"))
 
 
-def test_a_copy_that_differs_from_its_teacher_is_stopped_at_the_first_step(tiny_model_dir, tmp_path) -> None:
+def test_copy_that_differs_from_teacher_stops_at_first_step(tiny_model_dir, tmp_path) -> None:
     trainer, _, _ = make_distiller(tiny_model_dir, tiny_model_dir, tmp_path, make_packs())
     with torch.no_grad():
         trainer.teacher.lm_head.weight.mul_(1.5)
@@ -117,11 +122,11 @@ def test_a_copy_that_differs_from_its_teacher_is_stopped_at_the_first_step(tiny_
     assert_equal_weights(before, weights_of(trainer))
 
 
-def test_a_teacher_that_knows_less_is_told() -> None:
-    def tell(nll: float, teacher_nll: float) -> str:
+def test_worse_teacher_is_reported() -> None:
+    def report(nll: float, teacher_nll: float) -> str:
         figures = [torch.tensor(10 * value) for value in (0.0, nll, 0.5, teacher_nll)]
         counts = [torch.tensor(10)] * 3
         return verify_first_sums(DistillationSums(*figures, *counts), torch.float32, is_own_teacher=False)
 
-    assert tell(3.0, 2.0) == "step 0: loss on labels in nats: student 3.000, teacher 2.000, divergence 0.5"
-    assert "check that it is the right one" in tell(2.0, 3.0)
+    assert report(3.0, 2.0) == "step 0: loss on labels in nats: student 3.000, teacher 2.000, divergence 0.5"
+    assert "check that it is the right one" in report(2.0, 3.0)

@@ -1,4 +1,4 @@
-"""Student and teacher meet at the same places of a batch, whichever wraps them, and only the student learns."""
+"""Distillation loss on live models: alignment of positions, vocabularies, wrappers and memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def load(folder: Path, *, is_teacher: bool) -> Any:
 
 
 def make_teacher() -> Any:
-    """A model that scales nothing, caps its logits, and has a vocabulary of fewer rows than the student's."""
+    """A model with a soft cap on its logits and a smaller vocabulary than the student's."""
     config = Gemma2Config(
         vocab_size=500,
         hidden_size=32,
@@ -52,12 +52,12 @@ def make_batch() -> tuple[dict[str, Tensor], Tensor]:
     return {"input_ids": ids, "position_ids": positions}, labels
 
 
-def test_it_is_what_both_models_say_at_the_targets(tiny_model_dir) -> None:
+def test_distillation_loss_equals_dense_logits_at_targets(tiny_model_dir) -> None:
     student, teacher, (inputs, labels) = load(tiny_model_dir, is_teacher=False), make_teacher(), make_batch()
     sums = score_beside_teacher(student, teacher, inputs, labels, Objective(0.3, 0.0, 2.0)).result
     is_target = labels[:, 1:] >= 0
     logits, taught = (model(**inputs, use_cache=False).logits[:, :-1][is_target] for model in (student, teacher))
-    assert taught.abs().max() > 2, "the cap is felt"
+    assert taught.abs().max() > 2, "the soft cap has an effect"
     nll = functional.cross_entropy(logits, labels[:, 1:][is_target], reduction="sum")
     student_logps, teacher_logps = (logits[:, :500] / 2).log_softmax(-1), (taught / 2).log_softmax(-1)
     kl = functional.kl_div(student_logps, teacher_logps, reduction="sum", log_target=True)
@@ -71,7 +71,7 @@ def test_it_is_what_both_models_say_at_the_targets(tiny_model_dir) -> None:
 
 
 @pytest.mark.parametrize("shift", [1, 3])
-def test_a_teacher_that_reads_other_places_is_far_away(tiny_model_dir, shift: int) -> None:
+def test_misaligned_teacher_has_large_divergence(tiny_model_dir, shift: int) -> None:
     student, teacher = (load(tiny_model_dir, is_teacher=is_teacher) for is_teacher in (False, True))
     inputs, labels = make_batch()
     aligned = score_beside_teacher(student, teacher, inputs, labels, Objective(0.0)).result
@@ -84,7 +84,7 @@ def test_a_teacher_that_reads_other_places_is_far_away(tiny_model_dir, shift: in
     assert (apart.divergence_sum / apart.num_targets).item() > 1e-4
 
 
-def test_nothing_of_the_teacher_waits_for_backward(tiny_model_dir) -> None:
+def test_teacher_saves_no_tensors_for_backward(tiny_model_dir) -> None:
     student, teacher = load(tiny_model_dir, is_teacher=False), make_teacher()
     returned = []
     teacher.register_forward_hook(lambda *args: returned.append(args[-1]))

@@ -1,8 +1,9 @@
-"""Layers are compared at the targets of each document; projections learn, resume to the bit, and leave no trace."""
+"""Hidden-state and attention distillation: alignment at targets, projections, resume."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ Run = tuple[Any, Any, list[str]]
 
 @pytest.fixture
 def compute(tiny_model_dir: Path, student_dir: Path, tmp_path: Path) -> Any:
-    """The loss of some rows, its parts, and the gradients, of a trainer that has made no step."""
+    """Loss, loss parts and gradients of some rows, before the first step."""
 
     def run(packs: Any, **keys: Any) -> tuple[float, dict[str, float], dict[str, torch.Tensor]]:
         trainer, _, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "run", packs, **keys)
@@ -48,7 +49,7 @@ def compute(tiny_model_dir: Path, student_dir: Path, tmp_path: Path) -> Any:
 
 
 def make_row(*documents: int, seed: int = 0) -> dict[str, Any]:
-    """A row of documents of these lengths, by their numbers as seeds; about two thirds of the tokens are targets."""
+    """A row of documents of these lengths, which also seed them; about two thirds of the tokens are targets."""
     draws = [np.random.default_rng([seed, length]) for length in documents]
     pairs = list(zip(draws, documents, strict=True))
     return {
@@ -63,7 +64,7 @@ def make_rows(*rows: dict[str, Any]) -> Dataset:
     return Dataset.from_list([{name: list(value) for name, value in row.items()} for row in rows]).with_format("numpy")
 
 
-def test_places_are_what_predicts_a_target_counted_by_document() -> None:
+def test_target_positions_are_counted_by_document() -> None:
     labels = torch.tensor([[-100, 5, -100, -100, 7, 8], [-100, -100, 3, -100, -100, -100]])
     position_ids = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 1, 2]])
     places = find_target_positions(labels, position_ids)
@@ -73,7 +74,7 @@ def test_places_are_what_predicts_a_target_counted_by_document() -> None:
 
 @torch.no_grad()
 def reference_parts(batch: Any, student_dir: Path, teacher_dir: Path) -> dict[str, float]:
-    """Attention and similarity in the last layer, from everything that the models return."""
+    """Attention and similarity losses of the last layer, from the models' full outputs."""
     inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
     wanted = {"use_cache": False, "output_hidden_states": True, "output_attentions": True}
     student, teacher = (
@@ -93,33 +94,32 @@ def reference_parts(batch: Any, student_dir: Path, teacher_dir: Path) -> dict[st
     return {"attention": float(attention) / len(own), "similarity": similarity / len(own)}
 
 
-def test_the_parts_are_those_of_all_states_at_once(compute, student_dir, tiny_model_dir) -> None:
+def test_feature_losses_equal_full_outputs(compute, student_dir, tiny_model_dir) -> None:
     packs = make_packs(4)
     loss, parts, _ = compute(packs, **ALL)
     batch = PackedCollator(pad_token_id=1)([packs[at] for at in range(4)])
     for name, expected in reference_parts(batch, student_dir, tiny_model_dir).items():
-        # Attention hardly differs, so that its logarithms, in float32, agree in all but their last digits.
+        # Attention probabilities hardly differ, so that float32 rounding of their logarithms dominates: abs.
         assert parts[name] == pytest.approx(expected, rel=1e-5, abs=2e-8), name
     response = 0.5 * parts["nll"] + 0.5 * parts["divergence"]
     assert loss == pytest.approx(response + sum(weight * parts[name] for name, weight in WEIGHTS.items()), rel=1e-6)
 
 
 @pytest.mark.parametrize("part", WEIGHTS)
-def test_each_part_changes_what_is_learnt(compute, part) -> None:
+def test_each_feature_loss_changes_gradients(compute, part) -> None:
     packs = make_packs(2)
     keys = {f"{part}_weight": 1.0, "attn_implementation": "eager"}
     plain, with_part = compute(packs, attn_implementation="eager"), compute(packs, **keys)
     assert part not in plain[1]
-    assert with_part[1][part] > 1e-7, "heads of random weights look at all tokens nearly alike"
+    assert with_part[1][part] > 1e-7
     assert with_part[0] == pytest.approx(plain[0] + with_part[1][part], rel=1e-6)
-    # Of the only layer the queries: they move every part.
+    # The query projection of the only layer influences every loss.
     name = "model.layers.0.self_attn.q_proj.weight"
     assert (with_part[2][name] - plain[2][name]).abs().max() > 1e-9
 
 
-@pytest.mark.parametrize("loss", ["mse", "cosine"])
-def test_from_oneself_there_is_nothing_to_learn(tiny_model_dir, tmp_path, loss) -> None:
-    keys = ALL | {"feature_loss": loss, "distillation_alpha": 0.0, "optim": "sgd", "max_steps": 2}
+def test_features_of_itself_have_no_loss(tiny_model_dir, tmp_path) -> None:
+    keys = ALL | {"distillation_alpha": 0.0, "optim": "sgd", "max_steps": 2, "per_device_train_batch_size": 2}
     trainer, recorder, _ = make_distiller(tiny_model_dir, tiny_model_dir, tmp_path, make_packs(), **keys)
     trainer.train()
     for log in recorder.train_logs:
@@ -130,21 +130,21 @@ def test_from_oneself_there_is_nothing_to_learn(tiny_model_dir, tmp_path, loss) 
         assert step["grad_norm"] < 1e-4
 
 
-def test_the_order_of_documents_and_their_rows_are_of_no_account(compute) -> None:
-    """Held against each document in a batch of its own, put together by their targets, and against another order."""
+def test_feature_losses_are_independent_of_document_order_and_rows(compute) -> None:
+    """Against each document in its own batch, averaged over targets, and against other orders."""
     keys = ALL | {"feature_layers": [1]}
     rows = [make_row(length) for length in (9, 14, 6)]
-    # The first token of a row or document is predicted by nothing.
+    # The first token of a document is not a target.
     counts = [int(row["loss_mask"][1:].sum()) for row in rows]
     shares = [count / sum(counts) for count in counts]
     alone = [compute(make_rows(row), **keys) for row in rows]
 
-    def put_together(figures: Any) -> Any:
+    def average(figures: Any) -> Any:
         return sum(share * figure for share, figure in zip(shares, figures, strict=True))
 
-    loss = put_together(own for own, _, _ in alone)
-    parts = {name: put_together(own[name] for _, own, _ in alone) for name in alone[0][1]}
-    gradients = {name: put_together(own[name] for _, _, own in alone) for name in alone[0][2]}
+    loss = average(own for own, _, _ in alone)
+    parts = {name: average(own[name] for _, own, _ in alone) for name in alone[0][1]}
+    gradients = {name: average(own[name] for _, _, own in alone) for name in alone[0][2]}
     for batch in (make_rows(make_row(9, 14, 6)), make_rows(make_row(6, 9, 14)), make_rows(rows[1], rows[2], rows[0])):
         got = compute(batch, **keys)
         assert got[0] == pytest.approx(loss, rel=1e-5)
@@ -154,14 +154,12 @@ def test_the_order_of_documents_and_their_rows_are_of_no_account(compute) -> Non
             torch.testing.assert_close(gradient, gradients[name], atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}, {"activation_checkpointing": True}],
-    ids=["accumulated", "recomputed"],
-)
-def test_how_a_step_is_computed_changes_no_figure(tiny_model_dir, student_dir, tmp_path, other) -> None:
+def test_feature_losses_are_independent_of_accumulation_and_checkpointing(
+    tiny_model_dir, student_dir, tmp_path
+) -> None:
     logs = []
-    for name, keys in (("plain", {"per_device_train_batch_size": 8}), ("other", other)):
+    accumulated = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "activation_checkpointing": True}
+    for name, keys in (("plain", {"per_device_train_batch_size": 4}), ("accumulated", accumulated)):
         trainer, recorder, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / name, make_packs(), **ALL | keys)
         trainer.train()
         logs.append(recorder.train_logs)
@@ -171,42 +169,48 @@ def test_how_a_step_is_computed_changes_no_figure(tiny_model_dir, student_dir, t
             assert got[name] == pytest.approx(expected[name], rel=1e-4), name
 
 
-def test_projections_learn_at_their_own_rate_and_are_saved_nowhere_else(tiny_model_dir, student_dir, tmp_path) -> None:
-    keys = ALL | {"save_strategy": "steps", "save_steps": 4, "projection_learning_rate": 0.02, "weight_decay": 0.1}
-    trainer, _, lines = make_distiller(student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys)
+KEYS: dict[str, Any] = ALL | {"projection_learning_rate": 0.02, "weight_decay": 0.1, "per_device_train_batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_model_dir, student_dir, tmp_path_factory) -> Any:
+    """A finished run with two checkpoints, what it logged and printed, and the projection before it."""
+    keys, folder = KEYS | {"save_strategy": "steps", "save_steps": 2}, tmp_path_factory.mktemp("finished")
+    trainer, recorder, lines = make_distiller(student_dir, tiny_model_dir, folder, make_packs(), **keys)
     (before,) = (weight.clone() for weight in trainer.layers._projections.parameters())
-    assert before.shape == (64, 32)
     trainer.train()
+    return SimpleNamespace(trainer=trainer, recorder=recorder, lines=lines, before=before, folder=folder)
+
+
+def test_projections_have_their_own_learning_rate_and_file(finished) -> None:
+    trainer, before = finished.trainer, finished.before
+    assert before.shape == (64, 32)
     (projection,) = trainer.layers._projections.parameters()
     assert (projection - before).abs().max() > 0.01
     (group,) = [group for group in trainer.optimizer.param_groups if projection in set(group["params"])]
     assert group["params"] == [projection]
     assert (group["initial_lr"], group["weight_decay"]) == (0.02, 0.0)
     assert not any(PROJECTIONS in name for name, _ in trainer.model.named_parameters())
-    checkpoint = tmp_path / "run" / "checkpoint-4"
+    checkpoint = finished.folder / "checkpoint-4"
     assert not any(PROJECTIONS in name for name in load_file(checkpoint / "model.safetensors"))
     state = torch.load(checkpoint / PROJECTIONS_FILE, weights_only=True)
     assert torch.equal(state["1.weight"], projection)
     saved, info = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
     assert_equal_weights(saved.state_dict(), weights_of(trainer))
     assert not any(info.values())
-    assert any("gradients: all" in line for line in lines)
+    assert any("gradients: all" in line for line in finished.lines)
 
 
-def test_a_resumed_run_ends_with_the_very_weights_and_projections(tiny_model_dir, student_dir, tmp_path) -> None:
-    keys = ALL | {"save_strategy": "steps", "save_steps": 2}
-    straight, recorder, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys)
-    straight.train()
-    resumed, second, lines = make_distiller(
-        student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys | {"save_strategy": "no"}
-    )
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+# After the test above, because it loads the best checkpoint into the finished run.
+def test_resume_restores_weights_and_projections_bitwise(tiny_model_dir, student_dir, finished) -> None:
+    straight, best = finished.trainer, finished.folder / "checkpoint-2"
+    resumed, second, lines = make_distiller(student_dir, tiny_model_dir, finished.folder, make_packs(), **KEYS)
+    resumed.train(resume_from_checkpoint=str(best))
     assert not any(line.startswith("step 0") for line in lines)
-    assert second.steps == recorder.steps[2:]
+    assert second.steps == finished.recorder.steps[2:]
     assert_equal_weights(weights_of(resumed), weights_of(straight))
     assert_equal_weights(resumed.layers._projections.state_dict(), straight.layers._projections.state_dict())
-    # As at the end of a run whose best checkpoint is not the last one.
-    best = tmp_path / "run" / "checkpoint-2"
+    # load_best_model_at_end with a best checkpoint that is not the last.
     straight.state.best_model_checkpoint = str(best)
     with straight.layers.attached():
         straight._load_best_model()
@@ -215,7 +219,7 @@ def test_a_resumed_run_ends_with_the_very_weights_and_projections(tiny_model_dir
     assert_equal_weights(straight.layers._projections.state_dict(), projections)
 
 
-def test_a_layer_that_the_student_has_not_is_refused(tiny_model_dir, student_dir, tmp_path) -> None:
+def test_nonexistent_student_layer_is_refused(tiny_model_dir, student_dir, tmp_path) -> None:
     for keys in (FEATURES | {"feature_layers": [1, 2]}, RELATIONS | {"relation_layers": [3]}):
         with pytest.raises(ConfigError, match="and the student has 1"):
             make_distiller(student_dir, tiny_model_dir, tmp_path, make_packs(), **keys)

@@ -1,4 +1,4 @@
-"""On policy: what is sampled, and when, follows from seed, step and text; only the answers are learnt from."""
+"""On-policy distillation: sampling schedule, reproducibility, loss on completions, resume and preemption."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STOPS = list(range(40))
 
 @pytest.fixture(scope="module")
 def student_dir(tiny_tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A student that often ends its answers: random weights know no end."""
+    """A random student with many stop tokens, so that its answers often end early."""
     folder = save_student(tmp_path_factory.mktemp("student"), tiny_tokenizer_dir)
     model = load(folder, is_teacher=False)
     model.generation_config.eos_token_id = STOPS
@@ -40,16 +40,16 @@ def student_dir(tiny_tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def keys_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Answers with one of the two keys that end its prompt."""
-    return keys_task.write_policy(tmp_path_factory.mktemp("teacher"), seed=0)
+    """A trained policy of the keys task: it answers with one of the two keys at the end of a prompt."""
+    return keys_task.write_policy(tmp_path_factory.mktemp("teacher"), seed=0, num_steps=200)
 
 
 def build_answers(**options: Any) -> OnPolicyAnswers:
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "lmbda": 1.0, "seed": 5, "response_length": 6, "temperature": 1.0, "num_tokens": 512, "max_length": 512,
         "batch_size": 3, "precision": contextlib.nullcontext, "collate": PackedCollator(pad_token_id=1),
     }  # fmt: skip
-    return OnPolicyAnswers(**given | options)
+    return OnPolicyAnswers(**defaults | options)
 
 
 def read_documents(batch: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
@@ -68,17 +68,17 @@ def read_documents(batch: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.parametrize("lmbda", [0.0, 0.1, 0.25, 0.5, 0.7, 1.0])
-def test_sampled_steps_are_spread_evenly(lmbda: float) -> None:
+def test_sampled_steps_are_evenly_spaced(lmbda: float) -> None:
     for seed in range(5):
         due = [build_answers(lmbda=lmbda, seed=seed).is_due(step) for step in range(400)]
         for start in range(0, 300, 7):
             assert abs(sum(due[start : start + 40]) - 40 * lmbda) <= 1
     firsts = {tuple(build_answers(lmbda=0.25, seed=seed).is_due(step) for step in range(4)) for seed in range(40)}
-    assert len(firsts) == 4, "the seed says which of four it is"
+    assert len(firsts) == 4, "the seed selects one of four phases"
 
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_a_document_is_asked_what_stands_before_its_last_answer(layout: Any) -> None:
+def test_prompt_is_text_before_last_answer(layout: Any) -> None:
     rows = [
         {"input_ids": [9, 8, 7, 6, 5, 4, 3, 2], "loss_mask": [1, 1, 0, 0, 1, 1, 0, 1], "seq_lengths": [6, 2]},
         {"input_ids": [1, 2, 3, 1, 1], "loss_mask": [0, 0, 0, 0, 1], "seq_lengths": [3, 2]},
@@ -92,7 +92,7 @@ def test_a_document_is_asked_what_stands_before_its_last_answer(layout: Any) -> 
     assert len({question.number for question in questions}) == 3
 
 
-def test_answers_are_the_students_and_end_at_their_stop_token(student_dir: Path) -> None:
+def test_completions_are_sampled_from_student_up_to_stop_token(student_dir: Path) -> None:
     student, batch = load(student_dir, is_teacher=False).train(), PackedCollator(pad_token_id=1)(list(make_packs(6)))
     answered = build_answers(max_length=20).replace(student, batch, 3)
     asked = [question.prompt.tolist() for question in read_questions(batch)]
@@ -108,13 +108,13 @@ def test_answers_are_the_students_and_end_at_their_stop_token(student_dir: Path)
         assert is_finished or len(answer) == 6
     assert student.training
     assert answered["row_ids"].tolist() == batch["row_ids"].tolist()
-    # Likelier than what random tokens would be, for it is the student itself that wrote them.
+    # ``num_tokens`` limits the sampled ids.
     again = build_answers(max_length=20, num_tokens=50).replace(student, batch, 3)
     assert max(max(answer) for _, answer in read_documents(again)) < 50
     assert max(max(answer) for _, answer in documents) >= 50
 
 
-def test_an_answer_follows_from_seed_step_and_text_alone(student_dir: Path) -> None:
+def test_completion_depends_on_seed_step_and_text_only(student_dir: Path) -> None:
     student, rows, collate = load(student_dir, is_teacher=False), list(make_packs(6)), PackedCollator(pad_token_id=1)
     answers = build_answers()
     together = read_documents(answers.replace(student, collate(rows), 3))
@@ -124,7 +124,7 @@ def test_an_answer_follows_from_seed_step_and_text_alone(student_dir: Path) -> N
         assert read_documents(other) != together
 
 
-def test_nothing_to_answer_leaves_nothing_to_learn(student_dir: Path) -> None:
+def test_batch_without_prompts_has_no_targets(student_dir: Path) -> None:
     student, batch = load(student_dir, is_teacher=False), PackedCollator(pad_token_id=1)(list(make_packs(2)))
     answered = build_answers(max_length=6).replace(student, batch, 0)
     assert torch.equal(answered["input_ids"], batch["input_ids"])
@@ -132,7 +132,7 @@ def test_nothing_to_answer_leaves_nothing_to_learn(student_dir: Path) -> None:
     assert answered[ANSWERED].tolist() == [0, 0]
 
 
-def test_the_loss_is_the_divergence_at_the_answers_alone(tiny_model_dir, student_dir, tmp_path) -> None:
+def test_loss_is_divergence_on_completion_tokens(tiny_model_dir, student_dir, tmp_path) -> None:
     keys = {"lmbda": 1.0, "distillation_beta": 0.7, "distillation_temperature": 2.0, "distillation_alpha": 0.9}
     trainer, _, _ = make_distiller(student_dir, tiny_model_dir, tmp_path, make_packs(), **KEYS | keys)
     texts = [PackedCollator(pad_token_id=1)(list(make_packs(4, seed=seed))) for seed in (1, 2)]
@@ -155,15 +155,16 @@ def test_the_loss_is_the_divergence_at_the_answers_alone(tiny_model_dir, student
     assert float(loss) == pytest.approx(total / num_tokens, rel=1e-5)
 
 
-def test_answers_without_room_for_a_prompt_are_refused(tiny_model_dir, student_dir, tmp_path) -> None:
+def test_max_new_tokens_without_room_for_prompt_is_refused(tiny_model_dir, student_dir, tmp_path) -> None:
     keys = KEYS | {"response_length": 512}
     with pytest.raises(ConfigError, match="512 tokens leave no room for a prompt in the 512 positions"):
         make_distiller(student_dir, tiny_model_dir, tmp_path, make_packs(), **keys)
 
 
-def test_a_share_that_never_comes_up_changes_nothing(tiny_model_dir, student_dir, tmp_path) -> None:
-    never, first, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "never", make_packs(), lmbda=1e-9)
-    without, second, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "without", make_packs())
+def test_lambda_without_sampled_step_changes_nothing(tiny_model_dir, student_dir, tmp_path) -> None:
+    keys = {"max_steps": 2, "per_device_train_batch_size": 2}
+    never, first, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "never", make_packs(), **keys, lmbda=1e-9)
+    without, second, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "without", make_packs(), **keys)
     assert without.answers is None
     assert never.answers is not None
     never.train()
@@ -172,7 +173,7 @@ def test_a_share_that_never_comes_up_changes_nothing(tiny_model_dir, student_dir
     assert_equal_weights(weights_of(never), weights_of(without))
 
 
-def test_figures_of_answers_stand_apart_from_those_of_texts(tiny_model_dir, student_dir, tmp_path) -> None:
+def test_metrics_of_completions_and_texts_are_separate(tiny_model_dir, student_dir, tmp_path) -> None:
     trainer, recorder, lines = make_distiller(
         student_dir,
         tiny_model_dir,
@@ -195,60 +196,65 @@ def test_figures_of_answers_stand_apart_from_those_of_texts(tiny_model_dir, stud
     assert sum(line.startswith("step 0: ") for line in lines) == 1
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_how_the_batch_is_cut_changes_nothing(tiny_model_dir, student_dir, tmp_path, accumulation) -> None:
-    cut = {"per_device_train_batch_size": 4 // accumulation, "gradient_accumulation_steps": accumulation}
-    whole, first, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "a", make_packs(), **KEYS | cut)
-    parts = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
-    other, second, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "b", make_packs(), **KEYS | parts)
-    whole.train()
-    other.train()
-    for expected, got in zip(first.steps, second.steps, strict=True):
+def test_on_policy_loss_is_independent_of_micro_batches(tiny_model_dir, student_dir, tmp_path) -> None:
+    # One step on texts, and one on sampled completions.
+    steps = []
+    for size in (4, 1):
+        cut = {"max_steps": 2, "per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
+        folder = tmp_path / f"{size}"
+        trainer, recorder, _ = make_distiller(student_dir, tiny_model_dir, folder, make_packs(), **KEYS | cut)
+        assert {trainer.answers.is_due(step) for step in range(2)} == {False, True}
+        trainer.train()
+        steps.append(recorder.steps)
+    for expected, got in zip(*steps, strict=True):
         assert got == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_resumed_run_ends_with_the_very_weights(tiny_model_dir, student_dir, tmp_path) -> None:
-    keys = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6, **KEYS, "lmbda": 0.7}
+def test_resume_restores_weights_bitwise(tiny_model_dir, student_dir, tmp_path) -> None:
+    keys = {"save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 2, **KEYS}
     straight, recorder, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys)
     straight.train()
-    for step in (2, 3, 4):
+    # Before a step on texts, and before one on sampled completions.
+    for step in (2, 3):
         resumed, second, _ = make_distiller(
             student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys | {"save_strategy": "no"}
         )
         resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
         assert second.steps == recorder.steps[step:]
         assert_equal_weights(weights_of(resumed), weights_of(straight))
+    assert straight.answers.is_due(2) != straight.answers.is_due(3)
 
 
-def test_asked_to_stop_while_it_samples_it_leaves_and_goes_on(
-    tiny_model_dir, student_dir, tmp_path, monkeypatch
-) -> None:
-    keys = {"save_strategy": "steps", "save_steps": 100, **KEYS, "lmbda": 1.0, "per_device_eval_batch_size": 2}
+def test_preemption_during_sampling_stops_and_resumes(tiny_model_dir, student_dir, tmp_path, monkeypatch) -> None:
+    keys = {"save_strategy": "steps", "save_steps": 100, "max_steps": 2, **KEYS, "lmbda": 1.0}
+    keys |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "per_device_eval_batch_size": 2}
     straight, recorder, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "straight", make_packs(), **keys)
     straight.train()
     stopped, _, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys)
     generate, calls = GenerateBackend.generate, []
 
-    def asking(backend: Any, *given: Any) -> Any:
-        if stopped.state.global_step == 2:
+    def request_stop(backend: Any, *args: Any) -> Any:
+        if stopped.state.global_step == 1:
             calls.append(1)
             STOP.request("SIGTERM")
-        return generate(backend, *given)
+        return generate(backend, *args)
 
-    monkeypatch.setattr(GenerateBackend, "generate", asking)
-    with pytest.raises(PreemptedError, match="stopped after step 2; checkpoint-2 is complete"):
+    monkeypatch.setattr(GenerateBackend, "generate", request_stop)
+    with pytest.raises(PreemptedError, match="stopped after step 1; checkpoint-1 is complete"):
         stopped.train()
     monkeypatch.undo()
     STOP.reason, STOP._is_closed = None, False
-    assert len(calls) == stopped.args.gradient_accumulation_steps, "each micro-batch is left at its first token"
+    assert len(calls) == stopped.args.gradient_accumulation_steps, (
+        "sampling stops at the first token of each micro-batch"
+    )
     resumed, second, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    assert second.steps == recorder.steps[2:]
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    assert second.steps == recorder.steps[1:]
     assert_equal_weights(weights_of(resumed), weights_of(straight))
 
 
-class Shuffle(TrainerCallback):
-    """Gives the teacher's tokens other names before every step: there is nothing to learn from it."""
+class PermuteTeacher(TrainerCallback):
+    """Permutes the teacher's vocabulary before every step, so that there is nothing to learn."""
 
     def __init__(self, head: Any) -> None:
         self._weight = head.weight.data
@@ -259,8 +265,8 @@ class Shuffle(TrainerCallback):
         self._weight.copy_(self._original[torch.randperm(len(self._original), generator=self._random)])
 
 
-def measure(student: Any, teacher: Any, num_prompts: int = 256) -> float:
-    """Reverse KL a token, in nats, on answers of the student to prompts that nobody was trained on."""
+def measure_reverse_kl(student: Any, teacher: Any, num_prompts: int = 256) -> float:
+    """Reverse KL per token in nats, on the student's answers to held-out prompts."""
     batch = PackedCollator(pad_token_id=0)(write_rows(num_prompts, seed=77))
     answers = build_answers(response_length=keys_task.MAX_ANSWER, num_tokens=keys_task.VOCABULARY, batch_size=256)
     answered = answers.replace(student, batch, 0)
@@ -274,7 +280,7 @@ def measure(student: Any, teacher: Any, num_prompts: int = 256) -> float:
 
 
 def write_rows(count: int, seed: int) -> list[dict[str, Any]]:
-    """Prompts of the task, each with an answer that is none."""
+    """Prompts of the keys task, each with an empty answer."""
     rows = [[*prompt, keys_task.EOS] for prompt in keys_task.draw_prompts(count, seed)]
     return [
         {
@@ -290,22 +296,20 @@ def write_rows(count: int, seed: int) -> list[dict[str, Any]]:
     ("seed", "is_control"),
     [(0, False), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((1, False), (0, True)))],
 )
-def test_a_student_comes_to_write_what_its_teacher_would(
-    keys_teacher: Path, tmp_path: Path, seed: int, is_control: bool
-) -> None:
-    """Reverse KL falls from about 3 nats a token to under 0.4, but not where the teacher's words change each step."""
+def test_on_policy_training_reduces_reverse_kl(keys_teacher: Path, tmp_path: Path, seed: int, is_control: bool) -> None:
+    """Reverse KL falls from about 3 nats per token to below 0.4, except with a permuted teacher (control)."""
     student_dir = keys_task.write_policy(tmp_path / "student", seed=50 + seed, num_steps=0)
-    rows = Dataset.from_list(write_rows(120 * 64, seed=seed)).with_format("numpy")
+    rows = Dataset.from_list(write_rows(80 * 32, seed=seed)).with_format("numpy")
     keys = {
-        "lmbda": 1.0, "distillation_beta": 1.0, "response_length": keys_task.MAX_ANSWER, "max_steps": 120, "seed": seed,
+        "lmbda": 1.0, "distillation_beta": 1.0, "response_length": keys_task.MAX_ANSWER, "max_steps": 80, "seed": seed,
         "learning_rate": 3e-3, "lr_scheduler_type": "constant", "warmup_steps": 0, "weight_decay": 0.0,
-        "per_device_train_batch_size": 64, "per_device_eval_batch_size": 64, "logging_steps": 40,
+        "per_device_train_batch_size": 32, "per_device_eval_batch_size": 32, "logging_steps": 40,
     }  # fmt: skip
     trainer, _, _ = make_distiller(student_dir, keys_teacher, tmp_path / "run", rows, **keys)
-    before = measure(trainer.model, trainer.teacher)
+    before = measure_reverse_kl(trainer.model, trainer.teacher)
     if is_control:
-        trainer.add_callback(Shuffle(trainer.teacher.lm_head))
+        trainer.add_callback(PermuteTeacher(trainer.teacher.lm_head))
     trainer.train()
-    after = measure(trainer.model, load(keys_teacher, is_teacher=True))
+    after = measure_reverse_kl(trainer.model, load(keys_teacher, is_teacher=True))
     assert before > 2.3
     assert after > 2.0 if is_control else after < 0.4, after

@@ -1,4 +1,4 @@
-"""A teacher is loaded frozen, in its own precision and the student's vocabulary, or refused by its key."""
+"""Loading of the teacher: frozen, own precision, student's vocabulary; errors under its key."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def load(student_dir: Path, teacher_dir: Path, tmp_path: Path, **keys: Any) -> A
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
-def test_it_is_frozen_and_in_its_own_precision(tiny_model_dir, tmp_path, dtype, expected) -> None:
+def test_teacher_is_frozen_in_its_own_dtype(tiny_model_dir, tmp_path, dtype, expected) -> None:
     teacher = load(tiny_model_dir, tiny_model_dir, tmp_path, teacher_dtype=dtype)
     assert teacher.dtype == expected
     assert not teacher.training
     assert not any(parameter.requires_grad for parameter in teacher.parameters())
 
 
-def test_a_padded_and_permuted_teacher_says_what_it_said(tiny_model_dir, tmp_path) -> None:
+def test_padded_and_permuted_teacher_keeps_probabilities(tiny_model_dir, tmp_path) -> None:
     folder, order = tmp_path / "teacher", torch.randperm(512, generator=torch.Generator().manual_seed(0))
     save_student(folder, tiny_model_dir, vocab_size=520)
     permute(AutoTokenizer.from_pretrained(tiny_model_dir), order).save_pretrained(folder)
@@ -56,7 +56,7 @@ def test_a_padded_and_permuted_teacher_says_what_it_said(tiny_model_dir, tmp_pat
         ("tokens", "no token"),
     ],
 )
-def test_what_is_wrong_with_it_is_told_under_its_key(tiny_model_dir, tmp_path, damage, words) -> None:
+def test_teacher_problems_are_reported_under_teacher_keys(tiny_model_dir, tmp_path, damage, words) -> None:
     folder = tmp_path / "teacher"
     if damage != "gone":
         save_student(folder, tiny_model_dir)
@@ -73,7 +73,7 @@ def test_what_is_wrong_with_it_is_told_under_its_key(tiny_model_dir, tmp_path, d
     assert {problem.where for problem in caught.value.problems} == {"teacher_model_name_or_path"}
 
 
-def test_a_teacher_whose_rows_see_each_other_is_refused(tiny_model_dir, tmp_path, monkeypatch) -> None:
+def test_teacher_without_isolation_of_documents_is_refused(tiny_model_dir, tmp_path, monkeypatch) -> None:
     config = GPT2Config(vocab_size=512, n_embd=16, n_layer=1, n_head=2, alibi=True)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "teacher")
     AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(tmp_path / "teacher")
@@ -82,7 +82,7 @@ def test_a_teacher_whose_rows_see_each_other_is_refused(tiny_model_dir, tmp_path
     assert caught.value.problems[0].where == "teacher_model_name_or_path"
 
 
-def test_a_student_is_its_own_teacher_by_name_and_revision(tiny_model_dir, tmp_path) -> None:
+def test_student_is_its_own_teacher_by_name_and_revision(tiny_model_dir, tmp_path) -> None:
     config = build_config(tiny_model_dir, tiny_model_dir, tmp_path)
     assert is_own_teacher(config)
     assert choose_teacher(config).tokenizer_name_or_path is None

@@ -1,4 +1,4 @@
-"""What is stored of a teacher is what it says, in few bytes, of these places and no others; or it is not trained on."""
+"""Stored top-k teacher probabilities: encoding, training equivalence, identity checks, damage and resume."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("num_tokens", "num_bytes"), [(32_000, 264), (65_536, 264), (151_936, 280), (262_145, 296), (1_000_000, 296)]
 )
-def test_sixty_four_tokens_take_at_most_three_hundred_bytes_and_come_back(num_tokens: int, num_bytes: int) -> None:
+def test_64_probabilities_round_trip_in_at_most_300_bytes(num_tokens: int, num_bytes: int) -> None:
     record, generator = RecordFormat(64, num_tokens), torch.Generator().manual_seed(0)
     assert record.dtype.itemsize == num_bytes
     ids = torch.stack([torch.randperm(num_tokens, generator=generator)[:64] for _ in range(9)])
@@ -65,7 +65,7 @@ def test_sixty_four_tokens_take_at_most_three_hundred_bytes_and_come_back(num_to
 
 
 @pytest.mark.parametrize("k", [1, 3, 5, 64])
-def test_any_number_of_tokens_comes_back(k: int) -> None:
+def test_any_number_of_probabilities_round_trips(k: int) -> None:
     record = RecordFormat(k, 200_000)
     ids = torch.randint(0, 200_000, (4, k), generator=torch.Generator().manual_seed(k))
     zeros = torch.zeros(4)
@@ -79,7 +79,7 @@ def train(student_dir: Path, teacher_dir: Path, folder: Path, **keys: Any) -> tu
     return trainer, recorder.train_logs
 
 
-def test_a_store_of_all_tokens_trains_as_the_live_teacher_does(tiny_model_dir, student_dir, tmp_path) -> None:
+def test_store_of_full_vocabulary_trains_as_live_teacher(tiny_model_dir, student_dir, tmp_path) -> None:
     keys = {"teacher_top_k": 512, "prepared_dir": str(tmp_path / "sets")}
     store_teacher(student_dir, tiny_model_dir, make_packs(), tmp_path / "sets", **OBJECTIVE, teacher_top_k=512)
     stored, stored_logs = train(student_dir, tiny_model_dir, tmp_path / "stored", **keys)
@@ -92,7 +92,7 @@ def test_a_store_of_all_tokens_trains_as_the_live_teacher_does(tiny_model_dir, s
         torch.testing.assert_close(weights_of(stored)[name], tensor, atol=2e-3, rtol=0)
 
 
-def test_a_stored_top_is_a_lower_bound_and_a_run_resumes_to_the_bit(tiny_model_dir, student_dir, tmp_path) -> None:
+def test_stored_top_k_is_lower_bound_and_resumes_bitwise(tiny_model_dir, student_dir, tmp_path) -> None:
     keys: dict[str, Any] = {"teacher_top_k": 8, "prepared_dir": str(tmp_path / "sets")}
     store_teacher(student_dir, tiny_model_dir, make_packs(), tmp_path / "sets", **OBJECTIVE, teacher_top_k=8)
     straight, logs = train(student_dir, tiny_model_dir, tmp_path / "run", save_strategy="steps", save_steps=2, **keys)
@@ -113,22 +113,22 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", [*CHANGES, "teacher", "rows", "vocabulary"])
-def test_a_store_of_anything_else_is_not_taken(tiny_model_dir, student_dir, tmp_path, change) -> None:
+def test_store_of_different_inputs_is_refused(tiny_model_dir, student_dir, tmp_path) -> None:
     keys: dict[str, Any] = {"teacher_top_k": 8, "prepared_dir": str(tmp_path / "sets")}
     store_teacher(student_dir, tiny_model_dir, make_packs(), tmp_path / "sets", teacher_top_k=8)
-    teacher = save_student(tmp_path / "other", tiny_model_dir, seed=9) if change == "teacher" else tiny_model_dir
-    config = build_config(student_dir, teacher, tmp_path, **keys | CHANGES.get(change, {}))
-    vocabulary = VocabularyMap(range(511 if change == "vocabulary" else 512))
-    identity = identify_store(config, vocabulary, ROWS | ({"key": "others"} if change == "rows" else {}))
-    with pytest.raises(ConfigError, match="nothing is stored") as caught:
-        read_store(identity, make_packs())
-    assert "recipes distill-store" in caught.value.problems[0].remedy
+    for change in (*CHANGES, "teacher", "rows", "vocabulary"):
+        teacher = save_student(tmp_path / "other", tiny_model_dir, seed=9) if change == "teacher" else tiny_model_dir
+        config = build_config(student_dir, teacher, tmp_path, **keys | CHANGES.get(change, {}))
+        vocabulary = VocabularyMap(range(511 if change == "vocabulary" else 512))
+        identity = identify_store(config, vocabulary, ROWS | ({"key": "others"} if change == "rows" else {}))
+        with pytest.raises(ConfigError, match="nothing is stored") as caught:
+            read_store(identity, make_packs())
+        assert "recipes distill-store" in caught.value.problems[0].remedy, change
     same = identify_store(build_config(student_dir, tiny_model_dir, tmp_path, **keys), VocabularyMap(range(512)), ROWS)
     assert len(read_store(same, make_packs())) == 16
 
 
-def build_asking(config: RecipeConfig) -> tuple[StoreIdentity, Any]:
+def build_store_writer(config: RecipeConfig) -> tuple[StoreIdentity, Any]:
     tokenizer = AutoTokenizer.from_pretrained(config.model.model_name_or_path)
     vocabulary = map_teacher_vocabulary(config, tokenizer)
     identity = identify_store(config, vocabulary, ROWS)
@@ -138,42 +138,42 @@ def build_asking(config: RecipeConfig) -> tuple[StoreIdentity, Any]:
 
 
 def shift(identity: StoreIdentity) -> None:
-    """Move the records of every shard by one place."""
+    """Shift the records of every shard by one position."""
     for path in (identity.root / identity.key[:16]).glob("shard-*.npy"):
         np.save(path, np.roll(np.load(path), 1))
 
 
-def test_a_store_that_is_shifted_by_one_is_caught_twice(tiny_model_dir, student_dir, tmp_path) -> None:
+def test_store_shifted_by_one_is_detected(tiny_model_dir, student_dir, tmp_path) -> None:
     config = build_config(student_dir, tiny_model_dir, tmp_path, teacher_top_k=8, prepared_dir=str(tmp_path))
-    identity, compute = build_asking(config)
+    identity, compute = build_store_writer(config)
     packs = make_packs()
     write_store(identity, packs, compute, batch_size=4, tell=lambda _: None)
     taught = read_store(identity, packs)
     assert compare_with_teacher(identity, taught, compute, num_rows=16, allowed=0.01) < 0.005
     shift(identity)
     taught = read_store(identity, packs)
-    # By asking the teacher again, and without it, by the first batch.
+    # Detected by querying the teacher again, and without it by the targets of the first batch.
     with pytest.raises(DataError, match="differ from the teacher's"):
         compare_with_teacher(identity, taught, compute, num_rows=16, allowed=0.01)
     with pytest.raises(DataError, match="other targets"):
         TeacherCollator(PackedCollator(pad_token_id=1), identity.format)([taught[0], taught[1]])
 
 
-def test_writing_goes_on_behind_the_last_whole_shard(tiny_model_dir, student_dir, tmp_path, monkeypatch) -> None:
+def test_writing_resumes_after_last_complete_shard(tiny_model_dir, student_dir, tmp_path, monkeypatch) -> None:
     config = build_config(student_dir, tiny_model_dir, tmp_path, teacher_top_k=8, prepared_dir=str(tmp_path / "a"))
-    identity, compute = build_asking(config)
+    identity, compute = build_store_writer(config)
     (tmp_path / "a").mkdir()
     flushed: list[int] = []
     monkeypatch.setattr(teacher_store, "fsync", lambda path: flushed.append(len(np.load(path))))
     write_store(identity, make_packs(), compute, batch_size=2, tell=lambda _: None)
-    # Before a shard has its name, by which it counts as whole, it is on the disk.
+    # A shard is synced to disk before the rename that publishes it.
     assert flushed == [len(shard) for shard in read_store(identity, make_packs()).shards]
-    asked: list[int] = []
+    computed: list[int] = []
 
     def interrupted(rows: Any) -> Any:
-        if len(asked) == 10:
+        if len(computed) == 10:
             raise KeyboardInterrupt
-        asked.extend(int(row["row_ids"][0]) for row in rows)
+        computed.extend(int(row["row_ids"][0]) for row in rows)
         return compute(rows)
 
     other = build_config(student_dir, tiny_model_dir, tmp_path, teacher_top_k=8, prepared_dir=str(tmp_path / "b"))
@@ -183,22 +183,22 @@ def test_writing_goes_on_behind_the_last_whole_shard(tiny_model_dir, student_dir
         write_store(again, make_packs(), interrupted, batch_size=2, tell=lambda _: None)
     with pytest.raises(ConfigError, match="nothing is stored"):
         read_store(again, make_packs())
-    asked[:] = [-1]  # What is whole is not asked for again.
+    computed[:] = [-1]  # Complete shards are not computed again.
     write_store(again, make_packs(), interrupted, batch_size=2, tell=lambda _: None)
-    assert asked == [-1, *range(10, 16)]
+    assert computed == [-1, *range(10, 16)]
     one, two = (read_store(each, make_packs()) for each in (identity, again))
     for number in range(16):
         assert one[number]["teacher"].tobytes() == two[number]["teacher"].tobytes()
 
 
-def test_a_damaged_store_is_not_taken(tiny_model_dir, student_dir, tmp_path) -> None:
+def test_damaged_store_is_refused(tiny_model_dir, student_dir, tmp_path) -> None:
     identity = store_teacher(student_dir, tiny_model_dir, make_packs(), tmp_path / "sets", teacher_top_k=8)
     next((identity.root / identity.key[:16]).glob("shard-*.npy")).write_bytes(b"")
     with pytest.raises(ConfigError, match="nothing is stored"):
         read_store(identity, make_packs())
 
 
-def test_a_hub_teacher_is_told_by_its_commit(tiny_model_dir, student_dir, tmp_path, monkeypatch) -> None:
+def test_hub_teacher_is_identified_by_commit(tiny_model_dir, student_dir, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     repository, commits = tmp_path / "hub" / "models--owner--teacher", ("e" * 40, "f" * 40)
     (repository / "refs").mkdir(parents=True)

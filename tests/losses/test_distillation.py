@@ -1,4 +1,4 @@
-"""The distillation head has the values of the closed forms and torch's gradients, and never holds a batch's logits."""
+"""The distillation head against closed forms and the dense computation by torch, and its memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.losses.test_divergence import dense_divergence
 from tests.losses.test_projection import LargestTensor
 from tests.losses.test_token_logps import dense_logits
 from torch import Tensor
@@ -48,27 +49,18 @@ def make_supervision(objective: Objective, dtype: torch.dtype = torch.float64, *
 def dense_loss(
     student: list[Tensor], supervision: DistillationTargets, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, cross-entropy and divergence from all logits at once, by torch's own functions."""
+    """Loss, cross-entropy and divergence from dense logits, by torch's own functions."""
     objective, teacher = supervision.objective, supervision.teacher
     logits = dense_logits(*student, **options)
     teacher_logps = (dense_logits(*dataclasses.astuple(teacher)) / objective.temperature).log_softmax(-1)
     student_logps = (logits[:, :SHARED] / objective.temperature).log_softmax(-1)
-
-    def kl(p: Tensor, q: Tensor) -> Tensor:
-        return functional.kl_div(q, p, reduction="sum", log_target=True)
-
-    beta = objective.beta
-    if beta in (0.0, 1.0):
-        divergence = kl(teacher_logps, student_logps) if beta == 0 else kl(student_logps, teacher_logps)
-    else:
-        mixture = (beta * teacher_logps.exp() + (1 - beta) * student_logps.exp()).log()
-        divergence = kl(teacher_logps, mixture) / (1 - beta) + kl(student_logps, mixture) / beta
+    divergence = dense_divergence(teacher_logps, student_logps, objective.beta).sum()
     nll = functional.cross_entropy(logits, supervision.targets, reduction="sum")
     loss = objective.alpha * nll + (1 - objective.alpha) * objective.temperature**2 * divergence
     return loss, nll, divergence
 
 
-def distil(student: list[Tensor], supervision: DistillationTargets, **options: Any) -> DistillationSums:
+def run_head(student: list[Tensor], supervision: DistillationTargets, **options: Any) -> DistillationSums:
     hidden, weight, bias = student
     return compute_distillation(hidden, weight, supervision, bias=bias, **options)
 
@@ -76,11 +68,11 @@ def distil(student: list[Tensor], supervision: DistillationTargets, **options: A
 @pytest.mark.parametrize("chunk_size", [1, 7, None])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_values_and_gradients_are_those_of_all_logits_at_once(
+def test_distillation_head_equals_dense_computation(
     objective: Objective, options: dict[str, float], chunk_size: int | None
 ) -> None:
     student, supervision = make_student(), make_supervision(objective, logit_scale=0.5, softcap=2.0)
-    sums = distil(student, supervision, chunk_size=chunk_size, **options)
+    sums = run_head(student, supervision, chunk_size=chunk_size, **options)
     loss, nll, divergence = dense_loss(student, supervision, options)
     expected = [each.detach() for each in (loss, nll, divergence)]
     torch.testing.assert_close([sums.loss_sum.detach(), sums.nll_sum, sums.divergence_sum], expected)
@@ -91,9 +83,9 @@ def test_values_and_gradients_are_those_of_all_logits_at_once(
         torch.testing.assert_close(gradient, wanted)
 
 
-def test_the_figures_beside_the_loss_are_those_of_all_logits() -> None:
+def test_distillation_metrics_equal_dense_computation() -> None:
     student, supervision = make_student(), make_supervision(OBJECTIVES[0])
-    sums = distil(student, supervision, chunk_size=5)
+    sums = run_head(student, supervision, chunk_size=5)
     logits, teacher_logits = dense_logits(*student), dense_logits(*dataclasses.astuple(supervision.teacher))
     torch.testing.assert_close(
         sums.teacher_nll_sum, functional.cross_entropy(teacher_logits, supervision.targets, reduction="sum")
@@ -105,7 +97,7 @@ def test_the_figures_beside_the_loss_are_those_of_all_logits() -> None:
 
 
 def from_logits(student: list[float], teacher: list[float], objective: Objective) -> tuple[DistillationSums, Tensor]:
-    """The head on given logits: those of one token whose hidden state is 1."""
+    """Run the head on given logits, as weights of one token whose hidden state is 1."""
     one = torch.ones(1, 1, dtype=torch.float64)
     weight = torch.tensor(student, dtype=torch.float64)[:, None].requires_grad_()
     head = TeacherHead(one, torch.tensor(teacher, dtype=torch.float64)[:, None])
@@ -123,12 +115,12 @@ def from_logits(student: list[float], teacher: list[float], objective: Objective
         (0.5, 2.0, 0.492979),
     ],
 )
-def test_the_closed_forms_of_hintons_loss(alpha: float, temperature: float, expected: float) -> None:
+def test_hinton_loss_closed_forms(alpha: float, temperature: float, expected: float) -> None:
     sums, _ = from_logits([1.0, 1.0, 0.0], [2.0, 1.0, 0.0], Objective(alpha, 0.0, temperature))
     assert sums.loss_sum.item() == pytest.approx(expected, abs=2e-6)
 
 
-def test_the_optimum_is_the_mean_of_label_and_teacher() -> None:
+def test_optimum_is_mean_of_label_and_teacher() -> None:
     one = torch.ones(1, 1, dtype=torch.float64)
     weight = torch.zeros(3, 1, dtype=torch.float64, requires_grad=True)
     head = TeacherHead(one, torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64).log()[:, None])
@@ -146,11 +138,11 @@ def test_the_optimum_is_the_mean_of_label_and_teacher() -> None:
     torch.testing.assert_close(weight.detach().squeeze(1).softmax(0), expected, atol=1e-6, rtol=0)
 
 
-def test_autocast_multiplies_both_in_bfloat16_and_adds_in_float32() -> None:
+def test_distillation_head_autocast_accumulates_in_float32() -> None:
     student, supervision = make_student(torch.float32), make_supervision(OBJECTIVES[0], torch.float32)
-    exact = distil(student, supervision)
+    exact = run_head(student, supervision)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        rounded = distil(student, supervision, chunk_size=5)
+        rounded = run_head(student, supervision, chunk_size=5)
     assert rounded.loss_sum.dtype == torch.float32
     assert rounded.teacher_nll_sum != exact.teacher_nll_sum
     torch.testing.assert_close(rounded.loss_sum, exact.loss_sum, rtol=2e-2, atol=0)
@@ -160,7 +152,7 @@ def test_autocast_multiplies_both_in_bfloat16_and_adds_in_float32() -> None:
         assert (gradient - expected).norm() < 3e-2 * expected.norm()
 
 
-def test_no_target_gives_differentiable_nothing() -> None:
+def test_distillation_head_without_targets_is_differentiable_zero() -> None:
     student, supervision = make_student(), make_supervision(OBJECTIVES[0])
     empty = TeacherHead(supervision.teacher.hidden[:0], supervision.teacher.weight)
     sums = compute_distillation(
@@ -170,18 +162,18 @@ def test_no_target_gives_differentiable_nothing() -> None:
     assert torch.autograd.grad(sums.loss_sum, student[1])[0].eq(0).all()
 
 
-def test_evaluation_makes_no_gradient_and_backward_runs_once() -> None:
+def test_evaluation_has_no_gradient_and_second_backward_raises() -> None:
     student, supervision = make_student(), make_supervision(OBJECTIVES[0])
     with torch.no_grad():
-        assert distil(student, supervision).loss_sum.grad_fn is None
-    loss = distil(student, supervision).loss_sum
+        assert run_head(student, supervision).loss_sum.grad_fn is None
+    loss = run_head(student, supervision).loss_sum
     loss.backward()
     with pytest.raises(RuntimeError):
         loss.backward()
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_never_more_than_a_chunk_of_logits_exists(beta: float) -> None:
+def test_distillation_head_allocates_at_most_one_chunk_of_logits(beta: float) -> None:
     chunk_size, vocabulary = 8, 1000
     sizes = []
     for num_tokens in (64, 256):

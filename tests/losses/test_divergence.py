@@ -1,4 +1,4 @@
-"""Divergences have the values of their closed forms, the ends that they promise, and torch's gradients."""
+"""Divergences between student and teacher: closed forms, limits at beta 0 and 1, and autograd gradients."""
 
 from __future__ import annotations
 
@@ -19,13 +19,19 @@ def value(teacher: Tensor, student: Tensor, beta: float) -> float:
     return compute_divergence(teacher, student, beta).values.item()
 
 
-def random_logits(num_outcomes: int = 7, *, seed: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    teacher, student = (torch.randn(4, num_outcomes, generator=generator, dtype=torch.float64) * 3 for _ in range(2))
-    return teacher, student
+def dense_divergence(teacher: Tensor, student: Tensor, beta: float) -> Tensor:
+    """Divergence of each pair of log-probabilities by its definition, differentiable."""
+
+    def kl(p: Tensor, q: Tensor) -> Tensor:
+        return (p.exp() * (p - q)).sum(-1)
+
+    if beta in (0.0, 1.0):
+        return kl(teacher, student) if beta == 0 else kl(student, teacher)
+    mixture = (beta * teacher.exp() + (1 - beta) * student.exp()).log()
+    return kl(teacher, mixture) / (1 - beta) + kl(student, mixture) / beta
 
 
-def test_the_closed_forms() -> None:
+def test_divergence_closed_forms() -> None:
     teacher, student = logs(0.7, 0.3), logs(0.4, 0.6)
     assert value(teacher, student, 0.0) == pytest.approx(0.183787, abs=1e-6)
     assert value(teacher, student, 1.0) == pytest.approx(0.192042, abs=1e-6)
@@ -34,31 +40,27 @@ def test_the_closed_forms() -> None:
 
 
 @pytest.mark.parametrize(("near", "end"), [(1e-4, 0.0), (1 - 1e-4, 1.0)])
-def test_the_ends_are_met_and_not_jumped_to(near: float, end: float) -> None:
+def test_divergence_is_continuous_at_beta_0_and_1(near: float, end: float) -> None:
     teacher, student = logs(0.7, 0.3), logs(0.4, 0.6)
     assert value(teacher, student, near) == pytest.approx(value(teacher, student, end), rel=1e-3)
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_slopes_are_torchs_gradient_of_the_definition(beta: float) -> None:
-    teacher_logits, student_logits = random_logits(seed=1)
-    student_logits.requires_grad_()
+def test_divergence_gradients_equal_autograd(beta: float) -> None:
+    teacher_logits, student_logits = torch.randn(
+        2, 4, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    ).mul(3)
+    student_logits = student_logits.clone().requires_grad_()
     teacher, student = teacher_logits.log_softmax(-1), student_logits.log_softmax(-1)
-    p, q = teacher.exp(), student.exp()
-    if beta in (0.0, 1.0):
-        expected = (p * (teacher - student)).sum(-1) if beta == 0 else (q * (student - teacher)).sum(-1)
-    else:
-        mixture = (beta * p + (1 - beta) * q).log()
-        to_mixture = [(each.exp() * (each - mixture)).sum(-1) for each in (teacher, student)]
-        expected = (beta * to_mixture[0] + (1 - beta) * to_mixture[1]) / (beta * (1 - beta))
+    expected = dense_divergence(teacher, student, beta)
     values, slopes = compute_divergence(teacher, student.detach(), beta)
     torch.testing.assert_close(values, expected.detach())
     (gradient,) = torch.autograd.grad(expected.sum(), student_logits)
-    torch.testing.assert_close(slopes - q.detach() * slopes.sum(-1, keepdim=True), gradient)
+    torch.testing.assert_close(slopes - student.detach().exp() * slopes.sum(-1, keepdim=True), gradient)
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_what_is_all_but_impossible_stays_finite(beta: float) -> None:
+def test_divergence_of_near_zero_probabilities_is_finite(beta: float) -> None:
     teacher, student = (torch.tensor([[0.0, gap]]).log_softmax(-1) for gap in (-300.0, 300.0))
     values, slopes = compute_divergence(teacher, student, beta)
     assert values.isfinite().all()

@@ -1,4 +1,4 @@
-"""Differences of hidden states follow their definitions in numpy, and are 0 between what is alike."""
+"""Hidden-state losses against their definitions in numpy."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ def draw(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def scale_numpy(states: np.ndarray) -> np.ndarray:
+def standardise_numpy(states: np.ndarray) -> np.ndarray:
     return states / np.sqrt((states**2).mean(axis=1, keepdims=True))
 
 
 @pytest.mark.parametrize("kind", ["mse", "cosine"])
-def test_the_sum_is_that_of_the_definition(kind) -> None:
+def test_feature_loss_equals_numpy_definition(kind) -> None:
     student, teacher, projection = draw(7, 4, seed=0), draw(7, 6, seed=1), draw(6, 4, seed=2)
     s, t, w = student.numpy(), teacher.numpy(), projection.numpy()
     if kind == "mse":
-        expected = ((scale_numpy(s) @ w.T - scale_numpy(t)) ** 2).mean(axis=1).sum()
+        expected = ((standardise_numpy(s) @ w.T - standardise_numpy(t)) ** 2).mean(axis=1).sum()
     else:
         projected = s @ w.T
         norms = np.linalg.norm(projected, axis=1) * np.linalg.norm(t, axis=1)
@@ -33,12 +33,12 @@ def test_the_sum_is_that_of_the_definition(kind) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mse", "cosine"])
-def test_a_projection_to_oneself_is_0_with_no_gradient(kind) -> None:
+def test_feature_loss_is_zero_for_equal_states(kind) -> None:
     states = draw(5, 4, seed=3).float().requires_grad_()
     projection = torch.eye(4, requires_grad=True)
     loss = compute_feature_sum(states, states, projection, kind)
     loss.backward()
-    # Dividing twice by a root mean square rounds once more.
+    # For cosine, the projected state is normalised again, which rounds once more.
     allowed = 0 if kind == "mse" else 1e-6
     assert loss.item() <= allowed**2
     assert states.grad.abs().max() <= allowed
@@ -46,13 +46,13 @@ def test_a_projection_to_oneself_is_0_with_no_gradient(kind) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mse", "cosine"])
-def test_the_teacher_gets_no_gradient(kind) -> None:
+def test_teacher_states_get_no_gradient(kind) -> None:
     student, teacher, projection = (draw(4, 4, seed=seed).requires_grad_() for seed in (10, 11, 12))
     compute_feature_sum(student, teacher, projection, kind).backward()
     assert (student.grad is None, teacher.grad is None, projection.grad is None) == (False, True, False)
 
 
-def test_no_token_is_0_and_leaves_the_projection_in_the_graph() -> None:
+def test_feature_loss_without_tokens_is_differentiable_zero() -> None:
     projection = torch.eye(4, requires_grad=True)
     loss = compute_feature_sum(torch.zeros(0, 4), torch.zeros(0, 4), projection, "mse")
     loss.backward()
@@ -60,7 +60,7 @@ def test_no_token_is_0_and_leaves_the_projection_in_the_graph() -> None:
     assert torch.equal(projection.grad, torch.zeros(4, 4))
 
 
-def test_states_of_sixteen_bits_are_summed_in_thirty_two() -> None:
+def test_half_precision_states_are_summed_in_float32() -> None:
     student, teacher = draw(5, 4, seed=13).bfloat16(), draw(5, 4, seed=14).bfloat16()
     got = compute_feature_sum(student, teacher, torch.eye(4), "mse")
     assert got.dtype == torch.float32
@@ -68,7 +68,7 @@ def test_states_of_sixteen_bits_are_summed_in_thirty_two() -> None:
 
 
 @pytest.mark.parametrize("kind", ["mse", "cosine"])
-def test_a_state_of_zeros_has_a_finite_gradient(kind) -> None:
+def test_zero_state_has_finite_gradient(kind) -> None:
     student, projection = torch.zeros(2, 4, requires_grad=True), torch.eye(4, requires_grad=True)
     loss = compute_feature_sum(student, draw(2, 4, seed=15).float(), projection, kind)
     loss.backward()

@@ -1,4 +1,4 @@
-"""The chunked cross-entropy is torch's, with less memory."""
+"""Chunked next-token cross-entropy against torch's, in values, gradients and memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.losses import test_token_logps
-from tests.losses.test_token_logps import OPTIONS, WIDTH, dense_logits, gradients_of
+from tests.losses.test_token_logps import GRID, WIDTH, dense_logits, gradients_of
 from torch import Tensor
 from torch.nn import functional
 from torch.profiler import profile
@@ -27,10 +27,8 @@ def dense_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias: A
     return functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
 
 
-@pytest.mark.parametrize("chunk_size", [1, 7, 1000, None])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_value_and_gradients_are_those_of_torch(
+@pytest.mark.parametrize(("options", "dtype", "chunk_size"), GRID)
+def test_cross_entropy_and_gradients_equal_torch(
     options: dict[str, float], dtype: torch.dtype, chunk_size: int | None
 ) -> None:
     *inputs, targets = make_inputs(dtype)
@@ -45,7 +43,7 @@ def test_value_and_gradients_are_those_of_torch(
     )
 
 
-def test_counts_are_targets_and_arg_max_hits() -> None:
+def test_counts_are_number_of_targets_and_argmax_hits() -> None:
     hidden, weight, _, targets = make_inputs()
     logits = hidden @ weight.t()
     targets[1::4] = logits.argmax(-1)[1::4]
@@ -54,12 +52,12 @@ def test_counts_are_targets_and_arg_max_hits() -> None:
     assert sums.num_correct.item() == (logits.argmax(-1) == targets).sum() >= 6
 
 
-def test_only_the_first_of_equal_logits_is_a_hit() -> None:
+def test_argmax_hit_is_first_of_equal_logits() -> None:
     hidden, weight = torch.ones(2, 3), torch.ones(5, 3)
     assert compute_cross_entropy(hidden, weight, torch.tensor([0, 4])).num_correct.item() == 1
 
 
-def test_ignored_positions_change_nothing() -> None:
+def test_ignored_positions_have_no_effect() -> None:
     hidden, weight, _, targets = make_inputs()
     hidden.requires_grad_()
     keep = targets != -100
@@ -72,13 +70,13 @@ def test_ignored_positions_change_nothing() -> None:
     assert gradient[keep].ne(0).any(dim=-1).all()
 
 
-def test_leading_shape_is_free() -> None:
+def test_leading_dimensions_are_free() -> None:
     hidden, weight, _, targets = make_inputs()
     flat = compute_cross_entropy(hidden[:20], weight, targets[:20])
     assert compute_cross_entropy(hidden[:20].view(4, 5, WIDTH), weight, targets[:20].view(4, 5)) == flat
 
 
-def test_no_target_gives_a_differentiable_zero() -> None:
+def test_cross_entropy_without_targets_is_differentiable_zero() -> None:
     hidden, weight, _, targets = make_inputs(torch.float32)
     hidden.requires_grad_()
     weight.requires_grad_()
@@ -88,7 +86,7 @@ def test_no_target_gives_a_differentiable_zero() -> None:
         assert gradient.eq(0).all()
 
 
-def test_frozen_weight_gets_no_gradient_and_costs_none() -> None:
+def test_frozen_weight_gets_no_gradient_and_no_buffer() -> None:
     hidden, weight, _, targets = make_inputs()
     hidden.requires_grad_()
     sums = compute_cross_entropy(hidden, weight, targets)
@@ -97,7 +95,7 @@ def test_frozen_weight_gets_no_gradient_and_costs_none() -> None:
     torch.testing.assert_close(gradients_of(sums.nll_sum, hidden), expected)
 
 
-def test_evaluation_gives_the_same_sums_by_the_projection_alone() -> None:
+def test_evaluation_has_equal_sums_with_one_projection() -> None:
     hidden, weight, _, targets = make_inputs()
     weight.requires_grad_()
     with profile() as training:
@@ -117,7 +115,7 @@ def saved_tensors(sums: TokenSums) -> tuple[Tensor | None, ...]:
     return sums.nll_sum.grad_fn.saved_tensors  # type: ignore[union-attr, no-any-return]
 
 
-def test_a_second_backward_is_an_error_and_not_a_wrong_gradient() -> None:
+def test_second_backward_raises() -> None:
     hidden, weight, _, targets = make_inputs()
     loss = compute_cross_entropy(hidden.requires_grad_(), weight, targets).nll_sum
     loss.backward(retain_graph=True)
@@ -125,7 +123,29 @@ def test_a_second_backward_is_an_error_and_not_a_wrong_gradient() -> None:
         loss.backward()
 
 
-def test_huge_logits_stay_finite() -> None:
+def test_cross_entropy_cannot_be_differentiated_twice() -> None:
+    """Its gradient is computed in the forward pass, so a second derivative would lack the Hessian."""
+    hidden, weight, _, targets = make_inputs()
+    loss = compute_cross_entropy(hidden.requires_grad_(), weight, targets).nll_sum
+    (gradient,) = torch.autograd.grad(loss.square(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize(("num_tokens", "vocabulary"), [(3, 1), (1, 5), (0, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_cross_entropy_of_smallest_and_non_contiguous_inputs(num_tokens, vocabulary, dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(4, n, generator=generator).to(dtype).t() for n in (num_tokens, vocabulary))
+    targets = torch.arange(num_tokens) % vocabulary
+    loss = compute_cross_entropy(hidden.requires_grad_(), weight.requires_grad_(), targets).nll_sum
+    expected = dense_cross_entropy(hidden.float(), weight.float(), targets)
+    precision = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(loss, expected, **precision)
+    torch.testing.assert_close(gradients_of(loss, hidden, weight), gradients_of(expected, hidden, weight), **precision)
+
+
+def test_cross_entropy_of_huge_logits_is_finite() -> None:
     hidden, weight, _, targets = make_inputs(torch.float32, 1e4)
     hidden.requires_grad_()
     loss = compute_cross_entropy(hidden, weight, targets).nll_sum
@@ -133,7 +153,7 @@ def test_huge_logits_stay_finite() -> None:
     assert gradients_of(loss, hidden)[0].isfinite().all()
 
 
-def test_autocast_multiplies_in_bfloat16_and_sums_in_float32() -> None:
+def test_cross_entropy_autocast_accumulates_in_float32() -> None:
     hidden, weight, bias, targets = (
         tensor.requires_grad_(tensor.is_floating_point()) for tensor in make_inputs(torch.float32)
     )
@@ -151,7 +171,7 @@ def test_autocast_multiplies_in_bfloat16_and_sums_in_float32() -> None:
 
 
 @pytest.mark.parametrize("narrow", ["hidden", "weight"])
-def test_without_autocast_the_narrower_operand_decides(narrow: str) -> None:
+def test_narrower_operand_sets_dtype_without_autocast(narrow: str) -> None:
     hidden, weight, _, targets = make_inputs(torch.float32)
     expected = compute_cross_entropy(hidden.bfloat16(), weight.bfloat16(), targets)
     mixed = (hidden.bfloat16(), weight) if narrow == "hidden" else (hidden, weight.bfloat16())
@@ -160,7 +180,7 @@ def test_without_autocast_the_narrower_operand_decides(narrow: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_cuda_the_gradients_are_those_of_torch_and_no_more_than_a_chunk_of_logits_exists() -> None:
+def test_cross_entropy_gradients_and_memory_on_cuda() -> None:
     hidden = torch.randn(2048, 64, device="cuda", requires_grad=True)
     weight = torch.randn(131072, 64, device="cuda", requires_grad=True)
     targets = torch.randint(0, 131072, (2048,), device="cuda")

@@ -1,11 +1,14 @@
-"""Preference losses have their closed forms, the signs of their purpose, and one value however a step is cut."""
+"""Preference losses: formulas of their papers in numpy, signs of gradients, extreme inputs, micro-batches."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -52,41 +55,69 @@ def gradients_of(losses: Tensor, batch: PreferenceBatch) -> tuple[Tensor, Tensor
     return torch.autograd.grad(losses.sum(), (batch.chosen_logps, batch.rejected_logps), materialize_grads=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "ratios", "settings", "expected"),
-    [
-        ("sigmoid", (0.0, 0.0), {}, 0.693147),
-        # The same loss whether the chosen answer became more or less likely.
-        ("sigmoid", (1.0, -1.0), {}, 0.598139),
-        ("sigmoid", (-3.0, -5.0), {}, 0.598139),
-        ("ipo", (0.0, 0.0), {}, 25.0),
-        ("ipo", (1.0, -1.0), {}, 9.0),
-        ("hinge", (1.0, -1.0), {}, 0.8),
-        ("hinge", (20.0, 0.0), {}, 0.0),
-        ("exo_pair", (LN_4, 0.0), {"beta": 1.0, "label_smoothing": 0.2}, 0.0),
-        ("nca_pair", (0.0, 0.0), {}, 2 * math.log(2)),
-        ("bco_pair", (0.0, 0.0), {}, 2 * math.log(2)),
-        ("sppo_hard", (5.0, -5.0), {}, 0.0),
-        ("sppo_hard", (0.0, 0.0), {}, 50.0),
-        ("apo_zero", (0.0, 0.0), {}, 1.0),
-        ("apo_down", (0.0, 0.0), {}, 1.0),
-        ("discopop", (0.0, 0.0), {}, (math.log(2) + 1) / 2),
-        ("sft", (0.0, 0.0), {}, 7.0),
-    ],
-)
-def test_closed_forms(name: str, ratios: tuple[float, float], settings: dict[str, Any], expected: float) -> None:
-    assert compute(name, make_batch(*ratios), **settings).item() == pytest.approx(expected, abs=1e-6)
+def sigma(x: Any) -> Any:
+    return np.exp(-np.logaddexp(0, -x))
 
 
-def free_batch(chosen: float, rejected: float, num_chosen: int, num_rejected: int) -> PreferenceBatch:
+def compare_log_odds(chosen: Any, rejected: Any) -> Any:
+    log_odds = [np.log(np.exp(logp) / (1 - np.exp(logp))) for logp in (chosen, rejected)]
+    return np.log(sigma(log_odds[0] - log_odds[1]))
+
+
+# In the notation of the papers: log-ratios c and r of the chosen and the rejected answer, or log-probabilities where
+# there is no reference; their means per token cm and rm; the gap g = beta (c - r); smoothing e.
+FORMULAS: dict[str, Callable[[SimpleNamespace], Any]] = {
+    "sigmoid": lambda x: -np.log(sigma(x.g)),
+    "sigmoid_norm": lambda x: -np.log(sigma(x.beta * (x.cm - x.rm))),
+    "hinge": lambda x: np.maximum(0, 1 - x.g),
+    "ipo": lambda x: (x.cm - x.rm - 1 / (2 * x.beta)) ** 2,
+    "exo_pair": lambda x: sigma(x.g) * np.log(sigma(x.g) / (1 - x.e)) + sigma(-x.g) * np.log(sigma(-x.g) / x.e),
+    "nca_pair": lambda x: (
+        -np.log(sigma(x.beta * x.c)) - 0.5 * np.log(sigma(-x.beta * x.c)) - 0.5 * np.log(sigma(-x.beta * x.r))
+    ),
+    "robust": lambda x: (-(1 - x.e) * np.log(sigma(x.g)) + x.e * np.log(sigma(-x.g))) / (1 - 2 * x.e),
+    "bco_pair": lambda x: -np.log(sigma(x.beta * x.c)) - np.log(sigma(-x.beta * x.r)),
+    "sppo_hard": lambda x: (x.c - 1 / (2 * x.beta)) ** 2 + (x.r + 1 / (2 * x.beta)) ** 2,
+    "aot": lambda x: smooth(x.beta * (np.sort(x.pi_c - x.pi_r) - np.sort(x.ref_c - x.ref_r)), x.e),
+    "aot_unpaired": lambda x: smooth(x.beta * (np.sort(x.c) - np.sort(x.r)), x.e),
+    "apo_zero": lambda x: (1 - sigma(x.beta * x.c)) + sigma(x.beta * x.r),
+    "apo_down": lambda x: sigma(x.beta * x.c) + (1 - sigma(x.g)),
+    "discopop": lambda x: (1 - sigma(x.g / 0.05)) * -np.log(sigma(x.g)) + sigma(x.g / 0.05) * np.exp(-x.g),
+    "sft": lambda x: -x.pi_c / x.num_c.mean(),
+    "simpo": lambda x: -np.log(sigma(x.beta * (x.pi_cm - x.pi_rm) - 0.5)),
+    "orpo": lambda x: -x.pi_cm - x.beta * compare_log_odds(x.pi_cm, x.pi_rm),
+}
+
+
+def smooth(gap: Any, share: float) -> Any:
+    return -(1 - share) * np.log(sigma(gap)) - share * np.log(sigma(-gap))
+
+
+# Gaps of up to 0.5, 4 and 45: near the start of training, within it, and where one answer is certain.
+@pytest.mark.parametrize("beta", [0.05, 0.4, 4.5])
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_preference_loss_equals_formula_of_paper(name: str, beta: float) -> None:
+    batch = make_pairs()
+    pi_c, pi_r, num_c, num_r, ref_c, ref_r = (
+        getattr(batch, field.name).detach().numpy() for field in dataclasses.fields(batch)[:6]
+    )
+    c, r = pi_c - ref_c, pi_r - ref_r
+    x = SimpleNamespace(pi_c=pi_c, pi_r=pi_r, ref_c=ref_c, ref_r=ref_r, num_c=num_c, c=c, r=r, beta=beta)
+    x.g, x.e = beta * (c - r), 0.1
+    x.cm, x.rm, x.pi_cm, x.pi_rm = c / num_c, r / num_r, pi_c / num_c, pi_r / num_r
+    # rtol: the mean length of ``sft`` is a float32.
+    np.testing.assert_allclose(compute(name, batch, beta=beta).detach(), FORMULAS[name](x), rtol=1e-7, atol=1e-12)
+
+
+def make_unconstrained_batch(chosen: float, rejected: float, num_chosen: int, num_rejected: int) -> PreferenceBatch:
     leaves = (torch.tensor([value], dtype=torch.float64, requires_grad=True) for value in (chosen, rejected))
     return PreferenceBatch(*leaves, torch.tensor([num_chosen]), torch.tensor([num_rejected]))
 
 
 @pytest.mark.parametrize("chosen", [0.0, -1e-30, -1e-9, -1e-4, -1.0, -50.0, -800.0])
 @pytest.mark.parametrize("rejected", [0.0, -1e-9, -1.0, -800.0])
-def test_orpo_is_finite_from_certainty_to_impossibility(chosen: float, rejected: float) -> None:
-    batch = free_batch(chosen, rejected, 1, 1)
+def test_orpo_is_finite_for_extreme_probabilities(chosen: float, rejected: float) -> None:
+    batch = make_unconstrained_batch(chosen, rejected, 1, 1)
     assert_finite("orpo", batch, beta=0.3)
 
 
@@ -101,16 +132,16 @@ def assert_finite(name: str, batch: PreferenceBatch, **settings: Any) -> None:
 
 @pytest.mark.parametrize("ratio", [-3000.0, -100.0, 100.0, 3000.0])
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
-def test_losses_and_gradients_stay_finite_far_from_the_reference(name: str, ratio: float) -> None:
+def test_losses_and_gradients_are_finite_far_from_reference(name: str, ratio: float) -> None:
     assert_finite(name, make_batch([ratio, 0.0], [0.0, ratio]), beta=0.5)
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "alpha_divergence"])
-def test_a_divergence_is_bounded_where_its_power_is_no_number(divergence: str) -> None:
+def test_f_divergence_is_bounded_where_power_overflows(divergence: str) -> None:
     assert_finite("sigmoid", make_batch([-1000.0, 1000.0], [1000.0, -1000.0]), f_divergence_type=divergence)
 
 
-def stationary_slope(name: str, *, share: float, gap: float, **settings: Any) -> float:
+def compute_slope_at_optimum(name: str, *, share: float, gap: float, **settings: Any) -> float:
     """Slope at ``beta * gap`` of the expected loss when ``share`` of the raters prefer the first of two answers."""
     batch = make_batch(gap / 0.1, 0.0)
     flipped = dataclasses.replace(
@@ -136,16 +167,16 @@ def stationary_slope(name: str, *, share: float, gap: float, **settings: Any) ->
         ("exo_pair", 1.0, {"label_smoothing": 0.2}),
     ],
 )
-def test_a_noisy_preference_is_fitted_by_the_log_of_its_odds(name: str, share: float, settings: dict[str, Any]) -> None:
+def test_optimum_of_noisy_preference_is_log_odds(name: str, share: float, settings: dict[str, Any]) -> None:
     below, at, above = (
-        stationary_slope(name, share=share, gap=gap, **settings) for gap in (LN_4 - 0.1, LN_4, LN_4 + 0.1)
+        compute_slope_at_optimum(name, share=share, gap=gap, **settings) for gap in (LN_4 - 0.1, LN_4, LN_4 + 0.1)
     )
     assert below < -1e-4
     assert at == pytest.approx(0, abs=1e-12)
     assert above > 1e-4
 
 
-def test_metrics_are_rewards_and_log_probabilities_of_each_pair() -> None:
+def test_preference_metrics_per_pair() -> None:
     batch = make_batch([1.0, -3.0], [-1.0, -2.0], num_tokens=2)
     metrics = {name: figure.tolist() for name, figure in compute_preference_metrics(batch, 0.1).items()}
     assert metrics["rewards/chosen"] == pytest.approx([0.1, -0.3])
@@ -159,26 +190,26 @@ def test_metrics_are_rewards_and_log_probabilities_of_each_pair() -> None:
     assert not any(figure.requires_grad for figure in compute_preference_metrics(batch, 0.1).values())
 
 
-def test_without_a_reference_a_reward_is_a_mean_log_probability() -> None:
-    metrics = compute_preference_metrics(free_batch(-3.0, -4.0, 3, 2), 2.0)
+def test_reference_free_reward_is_mean_logp() -> None:
+    metrics = compute_preference_metrics(make_unconstrained_batch(-3.0, -4.0, 3, 2), 2.0)
     assert metrics["rewards/chosen"].item() == pytest.approx(-2.0)
     assert metrics["rewards/rejected"].item() == pytest.approx(-4.0)
 
 
-def part_of(batch: PreferenceBatch, pairs: slice) -> PreferenceBatch:
+def select_pairs(batch: PreferenceBatch, pairs: slice) -> PreferenceBatch:
     fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     return PreferenceBatch(**{k: v[pairs] if v is not None and v.ndim else v for k, v in fields.items()})
 
 
 @pytest.mark.parametrize("name", sorted(PREFERENCE_LOSSES.keys() - {"aot", "aot_unpaired"}))
-def test_how_a_step_is_cut_changes_nothing(name: str) -> None:
+def test_preference_loss_is_independent_of_micro_batches(name: str) -> None:
     batch = make_pairs()
     batch = dataclasses.replace(batch, mean_chosen_tokens=batch.num_chosen_tokens.double().mean())
-    parts = [compute(name, part_of(batch, pairs)) for pairs in (slice(0, 1), slice(1, 6), slice(6, 6))]
+    parts = [compute(name, select_pairs(batch, pairs)) for pairs in (slice(0, 1), slice(1, 6), slice(6, 6))]
     torch.testing.assert_close(torch.cat(parts), compute(name, batch))
 
 
-def test_the_nll_may_be_of_more_tokens_than_the_comparison() -> None:
+def test_nll_may_cover_more_tokens_than_comparison() -> None:
     batch = make_pairs()
     longer = dataclasses.replace(batch, chosen_nll=-batch.chosen_logps + 2 * batch.num_chosen_tokens)
     added = {name: (compute(name, longer) - compute(name, batch)).tolist() for name in PREFERENCE_LOSSES}
@@ -191,7 +222,7 @@ def test_the_nll_may_be_of_more_tokens_than_the_comparison() -> None:
     ("name", "moved"),
     [("aot", ("ref_chosen_logps", "ref_rejected_logps")), ("aot_unpaired", ("chosen_logps", "ref_chosen_logps"))],
 )
-def test_aot_matches_ranks_and_not_pairs(name: str, moved: tuple[str, str]) -> None:
+def test_aot_compares_sorted_ratios(name: str, moved: tuple[str, str]) -> None:
     batch = make_pairs()
     order = torch.tensor([3, 1, 0, 5, 2, 4])
     shuffled = dataclasses.replace(batch, **{field: getattr(batch, field)[order] for field in moved})
@@ -199,7 +230,7 @@ def test_aot_matches_ranks_and_not_pairs(name: str, moved: tuple[str, str]) -> N
     assert not torch.equal(compute("sigmoid", shuffled), compute("sigmoid", batch))
 
 
-def test_losses_add_by_their_weights_and_pairs_count_by_theirs() -> None:
+def test_losses_and_pairs_are_weighted() -> None:
     batch, factors = make_pairs(), torch.linspace(0.1, 2.0, 6, dtype=torch.float64)
     options = PreferenceOptions(beta=0.2)
     mixed = compute_preference_losses(["sigmoid", "sft"], [0.7, 2.0], batch, options)
@@ -212,7 +243,7 @@ def test_losses_add_by_their_weights_and_pairs_count_by_theirs() -> None:
 
 
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
-def test_the_reference_is_needed_exactly_where_it_is_said_to_be(name: str) -> None:
+def test_reference_is_required_only_by_losses_that_declare_it(name: str) -> None:
     batch = make_pairs()
     free = dataclasses.replace(batch, ref_chosen_logps=None, ref_rejected_logps=None)
     if name in REFERENCE_FREE:
@@ -241,7 +272,7 @@ def test_the_reference_is_needed_exactly_where_it_is_said_to_be(name: str) -> No
         (["kto"], {"beta": -1.0}, False, "loss_type .*; beta must be positive"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(
+def test_incompatible_options_are_refused(
     names: list[str], settings: dict[str, Any], use_weighting: bool, message: str
 ) -> None:
     options = PreferenceOptions(**settings)
@@ -254,11 +285,11 @@ def test_options_that_do_not_fit_are_refused(
 
 
 TOKEN_LOGPS = torch.tensor([-1.0, -2.0, -4.0, -8.0, -16.0, -32.0, -64.0], dtype=torch.float64)
-# Two pairs: sequences 0 and 1 are preferred to 2 and 3; their tokens stand in no order of sequences.
+# Two pairs: sequences 0 and 1 are preferred to 2 and 3; their tokens are interleaved.
 SEQUENCE_IDS = torch.tensor([2, 0, 0, 2, 3, 0, 1])
 
 
-def test_log_probabilities_are_summed_by_sequence() -> None:
+def test_logps_are_summed_by_sequence() -> None:
     logps = TOKEN_LOGPS.clone().requires_grad_()
     sums = sum_logps(logps, SEQUENCE_IDS, 5)
     assert sums.tolist() == [-38, -64, -9, -16, 0]
@@ -266,7 +297,7 @@ def test_log_probabilities_are_summed_by_sequence() -> None:
     assert gradient.tolist() == [3, 1, 1, 3, 4, 1, 2]
 
 
-def test_tokens_beyond_the_shorter_answer_count_by_ld_alpha() -> None:
+def test_ld_alpha_weights_tokens_beyond_shorter_answer() -> None:
     logps = TOKEN_LOGPS.clone().requires_grad_()
     sums = sum_logps(logps, SEQUENCE_IDS, 4, ld_alpha=0.25)
     assert sums.tolist() == [-6 - 0.25 * 32, -64, -9, -16]
@@ -278,7 +309,7 @@ def test_tokens_beyond_the_shorter_answer_count_by_ld_alpha() -> None:
     assert sum_logps(logps[:0], SEQUENCE_IDS[:0], 4, ld_alpha=0.5).tolist() == [0, 0, 0, 0]
 
 
-def test_wpo_weighs_a_pair_by_the_geometric_means_of_its_aligned_probabilities() -> None:
+def test_wpo_weights_pairs_by_geometric_mean_probability() -> None:
     logps = TOKEN_LOGPS.clone().requires_grad_()
     log_sum_sq_probs = torch.tensor([-1.0, -1.0, -3.0, -6.0, -15.0, -31.0, -60.0], dtype=torch.float64)
     weights = compute_wpo_weights(logps, log_sum_sq_probs, SEQUENCE_IDS, 4)

@@ -1,4 +1,4 @@
-"""Chunks of logits are the slices of all logits, and gradients through them are torch's."""
+"""Chunked output projection against the dense one: gradients, dtypes and memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def sum_logps(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -
 
 
 @pytest.mark.parametrize("compute", [sum_cross_entropy, sum_logps])
-def test_the_weight_gradient_is_not_rounded_chunk_by_chunk(compute: Callable[..., Tensor]) -> None:
+def test_weight_gradient_is_accumulated_in_float32(compute: Callable[..., Tensor]) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(512, WIDTH, generator=generator).bfloat16()
     weight = torch.randn(VOCABULARY, WIDTH, generator=generator).bfloat16().requires_grad_()
@@ -51,7 +51,7 @@ def test_the_weight_gradient_is_not_rounded_chunk_by_chunk(compute: Callable[...
 
 
 @pytest.mark.parametrize("compute", [sum_cross_entropy, sum_logps])
-def test_a_tied_weight_gets_the_gradient_of_both_uses(compute: Callable[..., Tensor]) -> None:
+def test_tied_weight_gets_gradients_of_both_uses(compute: Callable[..., Tensor]) -> None:
     _, weight, _, targets = make_inputs()
     weight.requires_grad_()
     hidden = functional.embedding(torch.arange(NUM_TOKENS), weight)
@@ -62,7 +62,7 @@ def test_a_tied_weight_gets_the_gradient_of_both_uses(compute: Callable[..., Ten
 
 
 class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returned."""
+    """Number of elements of the largest tensor that any operation returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,9 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("with_frozen_weight", [False, True])
 @pytest.mark.parametrize("compute", [sum_cross_entropy, sum_logps, partial(sum_logps, with_statistics=True)])
-def test_never_more_than_a_chunk_of_logits_exists(compute: Callable[..., Tensor], with_frozen_weight: bool) -> None:
+def test_projection_allocates_at_most_one_chunk_of_logits(
+    compute: Callable[..., Tensor], with_frozen_weight: bool
+) -> None:
     chunk_size, vocabulary = 8, 1000
     hidden = torch.randn(64, 4, requires_grad=True)
     weight = torch.randn(vocabulary, 4, requires_grad=not with_frozen_weight)
@@ -88,7 +90,7 @@ def test_never_more_than_a_chunk_of_logits_exists(compute: Callable[..., Tensor]
     assert largest.numel == chunk_size * vocabulary
     with LargestTensor() as dense:
         dense_logps(hidden, weight, targets)
-    assert dense.numel == 64 * vocabulary, "the measurement must see the logits of a batch"
+    assert dense.numel == 64 * vocabulary, "control: dense logits are measured"
 
 
 def test_chunks_share_one_buffer() -> None:
@@ -100,7 +102,7 @@ def test_chunks_share_one_buffer() -> None:
     assert {(chunk.logits.dtype, chunk.narrow.dtype) for chunk in chunks} == {(torch.float32, torch.bfloat16)}
 
 
-def test_gradients_have_the_dtypes_of_what_they_belong_to() -> None:
+def test_gradients_have_dtype_of_parameters() -> None:
     hidden, weight, bias, _ = make_inputs(torch.float32)
     inputs = (hidden, weight.bfloat16(), bias.half())
     projection = build_projection(*inputs[:2])
@@ -109,22 +111,20 @@ def test_gradients_have_the_dtypes_of_what_they_belong_to() -> None:
 
 
 @pytest.mark.parametrize(("vocabulary", "expected"), [(2**17, CHUNK_BYTES // 2**19), (2**20, MIN_CHUNK_TOKENS)])
-def test_the_default_chunk_has_a_bounded_size(vocabulary: int, expected: int) -> None:
+def test_default_chunk_size_is_bounded(vocabulary: int, expected: int) -> None:
     weight = torch.empty(vocabulary, 1)
     assert build_projection(weight, weight).chunk_size == expected
 
 
 @pytest.mark.parametrize(("gigabytes", "megabytes"), [(4, 128), (24, 384), (80, 1024), (192, 1024)])
-def test_a_gpu_has_larger_chunks_as_far_as_its_memory_goes(
-    monkeypatch: pytest.MonkeyPatch, gigabytes: int, megabytes: int
-) -> None:
+def test_chunk_size_grows_with_free_gpu_memory(monkeypatch: pytest.MonkeyPatch, gigabytes: int, megabytes: int) -> None:
     memory = SimpleNamespace(total_memory=gigabytes * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
     assert find_chunk_bytes(torch.device("cuda")) == megabytes * 2**20
     assert find_chunk_bytes(torch.device("cpu")) == CHUNK_BYTES
 
 
-def test_autocast_decides_the_dtype_and_else_the_narrower_operand() -> None:
+def test_projection_dtype_is_autocast_or_narrower_operand() -> None:
     narrow, wide = torch.empty(1, 1, dtype=torch.bfloat16), torch.empty(1, 1)
 
     def dtype_for(hidden: Tensor, weight: Tensor) -> torch.dtype:

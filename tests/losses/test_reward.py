@@ -1,4 +1,4 @@
-"""The Bradley-Terry loss has its closed forms, and is fitted by the log of the odds."""
+"""Bradley-Terry loss: closed forms, and log odds as its optimum."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def scores(*values: float) -> Tensor:
         (-500.0, 500.0, {}, 1000.0),
     ],
 )
-def test_closed_forms(chosen: float, rejected: float, options: dict[str, Any], expected: float) -> None:
+def test_bradley_terry_closed_forms(chosen: float, rejected: float, options: dict[str, Any], expected: float) -> None:
     loss = compute_bradley_terry(scores(chosen), scores(rejected), **options)
     assert loss.shape == (1,)
     assert loss.item() == pytest.approx(expected, abs=1e-6)
 
 
-def test_each_pair_has_its_own_loss() -> None:
+def test_loss_is_per_pair() -> None:
     generator = np.random.default_rng(0)
     chosen, rejected, margins = generator.normal(size=(3, 16)) * 3
     ours = compute_bradley_terry(
@@ -48,7 +48,7 @@ def test_each_pair_has_its_own_loss() -> None:
     np.testing.assert_allclose(ours.numpy(), expected, rtol=1e-12)
 
 
-def test_half_precision_scores_are_compared_in_single() -> None:
+def test_half_precision_scores_are_compared_in_float32() -> None:
     chosen, rejected = torch.tensor([100.5]).bfloat16(), torch.tensor([99.0]).bfloat16()
     loss = compute_bradley_terry(chosen, rejected)
     assert loss.dtype == torch.float32
@@ -56,6 +56,6 @@ def test_half_precision_scores_are_compared_in_single() -> None:
 
 
 @pytest.mark.parametrize("label_smoothing", [-0.1, 0.5, 0.8])
-def test_labels_that_say_nothing_are_refused(label_smoothing: float) -> None:
+def test_uninformative_label_smoothing_is_refused(label_smoothing: float) -> None:
     with pytest.raises(ValueError, match=r"label_smoothing must be in \[0, 0.5\)"):
         compute_bradley_terry(scores(1.0), scores(0.0), label_smoothing=label_smoothing)

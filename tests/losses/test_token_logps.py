@@ -1,4 +1,4 @@
-"""Token log-probabilities are those of torch, for any function of them, and never hold the logits of a batch."""
+"""Chunked token log-probabilities against torch's ``log_softmax``, in values, gradients and memory."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ from recipes_lib.losses.next_token import compute_token_logps
 
 NUM_TOKENS, WIDTH, VOCABULARY = 23, 12, 57
 OPTIONS = [{}, {"logit_scale": 0.3}, {"softcap": 2.5}, {"logit_scale": 1.7, "softcap": 1.5}]
+GRID = [
+    *((options, torch.float64, chunk_size) for options in OPTIONS for chunk_size in (1, 7, None)),
+    (OPTIONS[-1], torch.float32, 7),
+]
+"""Transform of the logits, dtype and chunk size: 23 tokens are 23 chunks, three full and one partial chunk, or one."""
 
 
 def make_inputs(dtype: torch.dtype = torch.float64, scale: float = 1.0) -> list[Tensor]:
@@ -58,10 +63,8 @@ def gradients_of(loss: Tensor, *inputs: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize(
     "trained", [(True, True, True), (True, False, False), (False, True, False), (True, False, True)]
 )
-@pytest.mark.parametrize("chunk_size", [1, 7, 1000, None])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_values_and_gradients_are_those_of_torch(
+@pytest.mark.parametrize(("options", "dtype", "chunk_size"), GRID)
+def test_logps_and_gradients_equal_torch(
     options: dict[str, float], dtype: torch.dtype, chunk_size: int | None, trained: tuple[bool, ...]
 ) -> None:
     hidden, weight, bias, targets = make_inputs(dtype)
@@ -80,11 +83,8 @@ def test_values_and_gradients_are_those_of_torch(
         )
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("chunk_size", [1, 5, 1000])
-def test_a_frozen_weight_changes_no_gradient_and_nothing_is_projected_again(
-    options: dict[str, float], chunk_size: int
-) -> None:
+@pytest.mark.parametrize(("options", "chunk_size"), [({}, 1000), (OPTIONS[-1], 5)])
+def test_frozen_weight_keeps_gradients_without_second_projection(options: dict[str, float], chunk_size: int) -> None:
     (hidden, weight, bias), targets = make_leaves()
     frozen = (hidden, weight.detach(), bias.detach())
     products, gradients, values = [], [], []
@@ -100,7 +100,7 @@ def test_a_frozen_weight_changes_no_gradient_and_nothing_is_projected_again(
     assert products == [3 * num_chunks, 0]
 
 
-def test_a_frozen_weight_costs_one_row_of_memory_a_token() -> None:
+def test_frozen_weight_saves_one_hidden_row_per_token() -> None:
     (hidden, weight, bias), targets = make_leaves()
     frozen = compute_token_logps(hidden, weight.detach(), targets, bias=bias.detach()).logps
     assert [saved.shape for saved in frozen.grad_fn.saved_tensors] == [(NUM_TOKENS, WIDTH)]
@@ -110,7 +110,7 @@ def test_a_frozen_weight_costs_one_row_of_memory_a_token() -> None:
 
 
 @pytest.mark.parametrize("with_frozen_weight", [False, True])
-def test_evaluation_is_the_projection_alone(with_frozen_weight: bool) -> None:
+def test_logps_evaluation_is_one_projection(with_frozen_weight: bool) -> None:
     (hidden, weight, _), targets = make_leaves()
     weight = weight.detach() if with_frozen_weight else weight
     trained = compute_token_logps(hidden, weight, targets).logps
@@ -123,7 +123,7 @@ def test_evaluation_is_the_projection_alone(with_frozen_weight: bool) -> None:
 
 @pytest.mark.parametrize("with_frozen_weight", [False, True])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_statistics_are_those_of_the_whole_distribution(options: dict[str, float], with_frozen_weight: bool) -> None:
+def test_statistics_equal_dense_distribution(options: dict[str, float], with_frozen_weight: bool) -> None:
     (hidden, weight, bias), targets = make_leaves()
     if with_frozen_weight:
         weight, bias = weight.detach(), bias.detach()
@@ -147,7 +147,7 @@ def test_statistics_are_those_of_the_whole_distribution(options: dict[str, float
     torch.testing.assert_close(full.entropy, -(distribution.exp() * distribution).sum(dim=-1).detach())
 
 
-def test_a_uniform_distribution_has_the_entropy_of_its_size() -> None:
+def test_uniform_distribution_has_entropy_log_n() -> None:
     scored = compute_token_logps(torch.zeros(2, 3), torch.ones(8, 3), torch.tensor([0, 7]), with_statistics=True)
     expected = torch.full((2,), math.log(8))
     torch.testing.assert_close((-scored.logps, scored.entropy, -scored.log_sum_sq_probs), (expected,) * 3)
@@ -155,7 +155,7 @@ def test_a_uniform_distribution_has_the_entropy_of_its_size() -> None:
 
 
 @pytest.mark.parametrize("with_frozen_weight", [False, True])
-def test_no_token_gives_differentiable_nothing(with_frozen_weight: bool) -> None:
+def test_logps_without_tokens_are_differentiable(with_frozen_weight: bool) -> None:
     (hidden, weight, bias), targets = make_leaves(torch.float32)
     if with_frozen_weight:
         weight, bias = weight.detach(), bias.detach()
@@ -167,7 +167,7 @@ def test_no_token_gives_differentiable_nothing(with_frozen_weight: bool) -> None
 
 
 @pytest.mark.parametrize("with_frozen_weight", [False, True])
-def test_backward_may_run_again_but_is_not_differentiable(with_frozen_weight: bool) -> None:
+def test_backward_can_be_repeated_but_not_differentiated(with_frozen_weight: bool) -> None:
     (hidden, weight, _), targets = make_leaves()
     logps = compute_token_logps(hidden, weight.detach() if with_frozen_weight else weight, targets).logps
     assert torch.equal(*(gradients_of(preference_loss(logps), hidden)[0] for _ in range(2)))
@@ -175,7 +175,7 @@ def test_backward_may_run_again_but_is_not_differentiable(with_frozen_weight: bo
         torch.autograd.grad(logps.sum(), hidden, create_graph=True)
 
 
-def test_a_negative_target_is_refused() -> None:
+def test_negative_target_is_refused() -> None:
     hidden, weight, _, targets = make_inputs()
     targets[3] = -100
     with pytest.raises(RuntimeError, match="out of bounds"):
@@ -183,7 +183,7 @@ def test_a_negative_target_is_refused() -> None:
 
 
 @pytest.mark.parametrize("with_frozen_weight", [False, True])
-def test_huge_logits_stay_finite(with_frozen_weight: bool) -> None:
+def test_logps_of_huge_logits_are_finite(with_frozen_weight: bool) -> None:
     (hidden, weight, _), targets = make_leaves(torch.float32, scale=1e4)
     weight = weight.detach() if with_frozen_weight else weight
     scored = compute_token_logps(hidden, weight, targets, with_statistics=True)
@@ -193,8 +193,19 @@ def test_huge_logits_stay_finite(with_frozen_weight: bool) -> None:
     assert scored.log_sum_sq_probs.isfinite().all()
 
 
+def test_statistics_of_masked_tokens_are_finite() -> None:
+    (hidden, weight, bias), targets = make_leaves()
+    bias = bias.detach().index_fill(0, torch.tensor([3, 40]), -math.inf)
+    targets[(targets == 3) | (targets == 40)] = 4
+    scored = compute_token_logps(hidden, weight, targets, bias=bias, with_statistics=True)
+    expected = torch.distributions.Categorical(logits=dense_logits(hidden, weight, bias))
+    torch.testing.assert_close(scored.logps, expected.log_prob(targets))
+    torch.testing.assert_close(scored.entropy, expected.entropy().detach())
+    assert gradients_of(scored.logps.sum(), hidden)[0].isfinite().all()
+
+
 @pytest.mark.parametrize("with_frozen_weight", [False, True])
-def test_autocast_multiplies_in_bfloat16_and_adds_in_float32(with_frozen_weight: bool) -> None:
+def test_logps_autocast_accumulates_in_float32(with_frozen_weight: bool) -> None:
     inputs, targets = make_leaves(torch.float32)
     if with_frozen_weight:
         inputs = [inputs[0], inputs[1].detach(), inputs[2].detach()]
@@ -206,7 +217,7 @@ def test_autocast_multiplies_in_bfloat16_and_adds_in_float32(with_frozen_weight:
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours, exact, rtol=2e-2, atol=5e-2)
     assert not torch.equal(ours, exact)
-    # Backward runs outside of autocast, and must make the logits that forward made.
+    # Backward runs outside of autocast, and must recompute the same logits.
     upstream = torch.linspace(-1, 1, NUM_TOKENS)
     for gradient, expected in zip(
         gradients_of((ours * upstream).sum(), *leaves), gradients_of((exact * upstream).sum(), *leaves), strict=True

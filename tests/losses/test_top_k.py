@@ -1,4 +1,4 @@
-"""A teacher's likeliest tokens are torch's, and what is learnt from them is a lower bound that grows to the whole."""
+"""Distillation from stored top-k probabilities with a tail bucket, against torch and the live loss."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from tests.losses.test_distillation import (
     OBJECTIVES,
     OPTIONS,
     SHARED,
-    distil,
     make_student,
     make_supervision,
+    run_head,
 )
+from tests.losses.test_divergence import dense_divergence
 from tests.losses.test_projection import LargestTensor
 from torch.nn import functional
 
@@ -30,7 +31,7 @@ from recipes_lib.losses.distillation import (
 
 
 def keep_top(supervision: DistillationTargets, k: int, **changes: Any) -> DistillationTargets:
-    """The supervision of a teacher of whom only the likeliest tokens are known."""
+    """The same supervision with the teacher's top k log-probabilities only."""
     head = supervision.teacher
     assert isinstance(head, TeacherHead)
     options = {"bias": head.bias, "logit_scale": head.logit_scale, "softcap": head.softcap}
@@ -40,7 +41,7 @@ def keep_top(supervision: DistillationTargets, k: int, **changes: Any) -> Distil
     return DistillationTargets(supervision.targets, top._replace(**changes), supervision.objective)
 
 
-def test_the_likeliest_tokens_are_torchs() -> None:
+def test_top_k_equals_torch() -> None:
     supervision = make_supervision(Objective(temperature=2.0))
     head, top = supervision.teacher, keep_top(supervision, 5).teacher
     assert isinstance(top, TopLogps)
@@ -58,12 +59,13 @@ def test_the_likeliest_tokens_are_torchs() -> None:
 @pytest.mark.parametrize("chunk_size", [4, None])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_with_all_tokens_it_is_the_live_loss_with_its_gradient(
+def test_top_k_of_full_vocabulary_equals_live_loss(
     objective: Objective, options: dict[str, float], chunk_size: int | None
 ) -> None:
     student, supervision = make_student(), make_supervision(objective)
     live, stored = (
-        distil(student, each, chunk_size=chunk_size, **options) for each in (supervision, keep_top(supervision, SHARED))
+        run_head(student, each, chunk_size=chunk_size, **options)
+        for each in (supervision, keep_top(supervision, SHARED))
     )
     torch.testing.assert_close([*live], [*stored])
     for one, other in zip(
@@ -74,7 +76,7 @@ def test_with_all_tokens_it_is_the_live_loss_with_its_gradient(
 
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("k", [1, 6])
-def test_the_gradient_is_torchs_through_the_buckets(k: int, beta: float) -> None:
+def test_top_k_gradient_equals_autograd(k: int, beta: float) -> None:
     student, supervision = make_student(), keep_top(make_supervision(Objective(0.0, beta, 2.0)), k)
     top = supervision.teacher
     assert isinstance(top, TopLogps)
@@ -83,13 +85,8 @@ def test_the_gradient_is_torchs_through_the_buckets(k: int, beta: float) -> None
     rest = logps.scatter(1, top.ids, -torch.inf).logsumexp(-1, keepdim=True)
     student_logps = torch.cat([picked, rest], dim=-1)
     teacher_logps = torch.cat([top.logps, top.log_tails[:, None]], dim=-1)
-    p, q = teacher_logps.exp(), student_logps.exp()
-    if beta in (0.0, 1.0):
-        divergence = (p * (teacher_logps - student_logps) if beta == 0 else q * (student_logps - teacher_logps)).sum()
-    else:
-        mixture = (beta * p + (1 - beta) * q).log()
-        divergence = (p * (teacher_logps - mixture)).sum() / (1 - beta) + (q * (student_logps - mixture)).sum() / beta
-    sums = distil(student, supervision, chunk_size=5)
+    divergence = dense_divergence(teacher_logps, student_logps, beta).sum()
+    sums = run_head(student, supervision, chunk_size=5)
     torch.testing.assert_close(sums.divergence_sum, divergence.detach())
     expected = torch.autograd.grad(4 * divergence, student)
     for got, wanted in zip(torch.autograd.grad(sums.loss_sum, student), expected, strict=True):
@@ -97,18 +94,20 @@ def test_the_gradient_is_torchs_through_the_buckets(k: int, beta: float) -> None
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_the_tail_bucket_is_a_lower_bound_that_grows_with_k(beta: float) -> None:
+def test_tail_bucket_is_lower_bound_increasing_in_k(beta: float) -> None:
     student, supervision = make_student(), make_supervision(Objective(0.0, beta, 1.0))
     with torch.no_grad():
-        live = distil(student, supervision).divergence_sum.item()
-        bounds = [distil(student, keep_top(supervision, k)).divergence_sum.item() for k in (1, 2, 4, 8, 16, 32, SHARED)]
+        live = run_head(student, supervision).divergence_sum.item()
+        bounds = [
+            run_head(student, keep_top(supervision, k)).divergence_sum.item() for k in (1, 2, 4, 8, 16, 32, SHARED)
+        ]
     assert all(lower <= higher + 1e-12 for lower, higher in zip(bounds, [*bounds[1:], live], strict=True))
     assert bounds[0] < 0.9 * live
     assert bounds[-1] == pytest.approx(live)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_a_tail_without_mass_stays_finite(beta: float) -> None:
+def test_empty_tail_is_finite(beta: float) -> None:
     logits = torch.zeros(2, 6)
     logits[:, 0] = 300.0
     top = compute_top_logps(logits, torch.eye(6), torch.zeros(2, dtype=torch.int64), k=1, temperature=1.0)
@@ -119,7 +118,7 @@ def test_a_tail_without_mass_stays_finite(beta: float) -> None:
         assert gradient.isfinite().all()
 
 
-def test_never_more_than_a_chunk_of_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_k_allocates_at_most_one_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     chunk, vocabulary, num_tokens = 8, 1000, 64
     monkeypatch.setattr("recipes_lib.losses.projection.CHUNK_BYTES", 4 * chunk * vocabulary)
     monkeypatch.setattr("recipes_lib.losses.projection.MIN_CHUNK_TOKENS", 1)

@@ -1,4 +1,4 @@
-"""Processes that share a vocabulary, threads in their place, compute what one of them would that has all of it."""
+"""Vocabulary-parallel losses, with threads as ranks, against one rank that has the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from recipes_lib.losses.next_token import compute_cross_entropy
 from recipes_lib.losses.projection import VocabularyShard
 
 SIZES = (6, 5)
-"""As torch cuts 11 tokens in two."""
+"""Shards of 11 tokens on two ranks, as torch chunks them."""
 
 
 @pytest.mark.parametrize("options", [{}, {"logit_scale": 0.5, "softcap": 2.0}, {"chunk_size": 3}])
-def test_loss_and_gradients_are_those_of_the_whole_vocabulary(
+def test_vocabulary_parallel_loss_and_gradients_equal_one_rank(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
@@ -46,8 +46,7 @@ def test_loss_and_gradients_are_those_of_the_whole_vocabulary(
     torch.testing.assert_close(torch.cat([part[4] for part in parts]), of_bias)
 
 
-def test_of_equal_logits_the_first_token_is_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ``argmax`` over all of them has it."""
+def test_vocabulary_parallel_argmax_is_first_of_equal_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.tensor([[1.0, 7.0, 7.0, 7.0], [0.0, 1.0, 2.0, 9.0]])
     group: Any = None
 

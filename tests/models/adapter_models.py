@@ -1,4 +1,4 @@
-"""Tiny models on disk, and a few steps of training, for tests of adapters."""
+"""Tiny models on disk and a few SGD steps, for tests of adapters."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def build_model(kind: str) -> PreTrainedModel:
 
 
 def save_model(kind: str, folder: Path) -> Path:
-    """Save one of ``build_model`` and return its folder."""
+    """Save the model of ``build_model`` and return its folder."""
     build_model(kind).save_pretrained(folder / kind)
     return folder / kind
 
 
 def load_model(folder: Path, **options: Any) -> Any:
-    """Load it as a stranger does, in evaluation mode."""
+    """Load a saved model with plain transformers, in evaluation mode."""
     return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
@@ -61,7 +61,7 @@ def compute_logits(model: Any) -> torch.Tensor:
 
 
 def train(model: Any, num_steps: int = 3) -> None:
-    """Take steps of SGD large enough to be seen."""
+    """Take large steps of SGD."""
     model.train()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for _ in range(num_steps):

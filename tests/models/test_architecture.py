@@ -1,4 +1,4 @@
-"""A model from random weights: completed by the tokenizer, the same for a seed, refused by name when it is wrong."""
+"""Models from random weights: defaults from tokenizer and run, reproducible by seed, wrong configurations refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ARCHITECTURES = {
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_what_the_recipe_leaves_out_comes_from_the_run(tiny_tokenizer, model_type: str) -> None:
+def test_model_config_defaults_come_from_tokenizer_and_run(tiny_tokenizer, model_type: str) -> None:
     architecture = {"model_type": model_type} | ARCHITECTURES[model_type]
     config = build_model_config(architecture, tiny_tokenizer, 96)
     assert config.vocab_size == 512
@@ -31,14 +31,14 @@ def test_what_the_recipe_leaves_out_comes_from_the_run(tiny_tokenizer, model_typ
     assert check_agreement(config, GenerationConfig.from_model_config(config), tiny_tokenizer, max_length=96) == []
 
 
-def test_every_id_has_a_row_where_ids_are_left_out(sparse_tokenizer) -> None:
+def test_vocab_size_covers_ids_of_sparse_tokenizer(sparse_tokenizer) -> None:
     assert len(sparse_tokenizer) == 512
     config = build_model_config({"model_type": "llama"} | SMALL, sparse_tokenizer, 96)
     assert config.vocab_size == 576
     assert check_agreement(config, GenerationConfig.from_model_config(config), sparse_tokenizer) == []
 
 
-def test_what_the_recipe_says_stands_under_either_name(tiny_tokenizer) -> None:
+def test_configured_value_wins_under_either_attribute_name(tiny_tokenizer) -> None:
     for spelling in ("n_positions", "max_position_embeddings"):
         written = {"model_type": "gpt2", spelling: 200, "vocab_size": 600}
         config = build_model_config(written, tiny_tokenizer, 96)
@@ -46,7 +46,7 @@ def test_what_the_recipe_says_stands_under_either_name(tiny_tokenizer) -> None:
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_the_seed_decides_the_weights(tiny_tokenizer, model_type: str) -> None:
+def test_random_weights_follow_seed(tiny_tokenizer, model_type: str) -> None:
     run = ModelConfig(model_config={"model_type": model_type} | ARCHITECTURES[model_type])
     config, _ = find_model_config(run, tiny_tokenizer, 64)
     torch.rand(3)
@@ -60,7 +60,7 @@ def test_the_seed_decides_the_weights(tiny_tokenizer, model_type: str) -> None:
     assert not all(torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
 
 
-def test_without_an_architecture_the_model_is_loaded(tiny_tokenizer, tiny_model_dir) -> None:
+def test_model_is_loaded_without_model_config(tiny_tokenizer, tiny_model_dir) -> None:
     run = ModelConfig(model_name_or_path=str(tiny_model_dir))
     config, _ = find_model_config(run, tiny_tokenizer, 64)
     assert config.to_dict() == AutoConfig.from_pretrained(tiny_model_dir).to_dict()
@@ -77,7 +77,7 @@ def test_without_an_architecture_the_model_is_loaded(tiny_tokenizer, tiny_model_
         ({"model_type": "llama", "hidden_size": "big"}, "hidden_size", "see LlamaConfig"),
     ],
 )
-def test_a_wrong_architecture_is_refused(tiny_tokenizer, architecture, found: str, remedy: str) -> None:
+def test_invalid_model_config_is_refused(tiny_tokenizer, architecture, found: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as raised:
         build_model_config(architecture, tiny_tokenizer, 64)
     (problem,) = raised.value.problems
@@ -89,7 +89,7 @@ def test_a_wrong_architecture_is_refused(tiny_tokenizer, architecture, found: st
 @pytest.mark.parametrize(
     "architecture", [{"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}, {"model_type": "clip"}]
 )
-def test_sizes_that_do_not_fit_and_models_of_another_kind_are_refused(tiny_tokenizer, architecture) -> None:
+def test_inconsistent_sizes_and_non_causal_models_are_refused(tiny_tokenizer, architecture) -> None:
     run = ModelConfig(model_config=architecture)
 
     def start() -> None:

@@ -1,4 +1,4 @@
-"""Sampling: exact, independent of the batch, and with the log-probabilities of the training graph."""
+"""Sampling: exact distribution, independence of the batch, and log-probabilities of the training graph."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def draw(count: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(3).random((count, 9)))
 
 
-def test_samples_are_distributed_as_the_model_says():
-    """Inverting the distribution at evenly spaced numbers gives each token its share, to one part in their number."""
+def test_samples_follow_distribution_of_model():
+    """Inverse transform sampling at ``count`` evenly spaced uniforms is exact to ``1 / count``."""
     logits, count = torch.tensor([[0.0, 2.0, -1.0, -torch.inf, 1.0]]), 10_000
     sampler = SampleByUniforms((torch.arange(count, dtype=torch.float64)[:, None] + 0.5) / count, build_sampling(0.7))
     chosen = sampler(torch.zeros(count, 1), logits.expand(count, -1)).argmax(dim=1)
@@ -68,8 +68,8 @@ def test_samples_are_distributed_as_the_model_says():
     torch.testing.assert_close(sampler.read_logps()[:, 0], probabilities.log()[chosen])
 
 
-def test_log_probabilities_are_kept_in_one_tensor_whatever_the_length():
-    """A tensor for each token would stay between freed logits, which the heap of the host could then not join."""
+def test_logps_are_stored_in_one_tensor():
+    """One small tensor per token would fragment the heap between the freed logits."""
     sampler = SampleByUniforms(torch.rand(3, 9, dtype=torch.float64), build_sampling())
     kept = []
     for _ in range(4):
@@ -79,14 +79,14 @@ def test_log_probabilities_are_kept_in_one_tensor_whatever_the_length():
     assert [tuple(tensor.shape) for tensor in kept] == [(3, length) for length in range(1, 5)]
 
 
-def test_a_token_without_probability_is_never_sampled():
+def test_token_of_zero_probability_is_never_sampled():
     ends = torch.tensor([[0.0], [1 - 2**-53]], dtype=torch.float64)
     logits = torch.tensor([[-torch.inf, 1.0, 1.0, -torch.inf]]).expand(2, -1)
     assert SampleByUniforms(ends, build_sampling())(torch.zeros(2, 1), logits).argmax(dim=1).tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_an_answer_does_not_depend_on_the_others_of_its_batch(kind):
+def test_completion_is_independent_of_batch(kind):
     policy, uniforms = build_policy(kind), draw(4)
     together = build_backend().generate(policy, PROMPTS, uniforms)
     mask, finished = mask_answers(together.response_ids, STOPS)
@@ -96,13 +96,13 @@ def test_an_answer_does_not_depend_on_the_others_of_its_batch(kind):
         alone = build_backend().generate(policy, [prompt], uniforms[row : row + 1])
         length = int(mask[row].sum())
         assert alone.response_ids[0, :length].tolist() == together.response_ids[row, :length].tolist()
-        # It ends with its own stop token; the batch ends with its last answer.
+        # Alone, the row has no padding up to the longest completion of the batch.
         assert alone.response_ids.shape[1] == length
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
-def test_giving_up_rows_that_ended_changes_no_answer(kind, monkeypatch):
-    """Against one call for the whole batch, upstream's cache and all, as a model without such a cache is sampled."""
+def test_dropping_finished_rows_keeps_completions(kind, monkeypatch):
+    """Against a single call with transformers' cache, which models without a preallocated cache use."""
     policy, prompts, uniforms = build_policy(kind), PROMPTS * 4, draw(16)
     calls = []
 
@@ -127,13 +127,13 @@ def test_giving_up_rows_that_ended_changes_no_answer(kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_its_log_probabilities_are_those_of_the_training_graph(kind, temperature):
+def test_sampled_logps_equal_training_graph(kind, temperature):
     policy = build_policy(kind)
     generated = build_backend(temperature).generate(policy, PROMPTS, draw(4))
     assert measure_gap(policy, PROMPTS, generated, temperature) < 1e-5
 
 
-def test_tokens_beyond_those_allowed_are_never_sampled():
+def test_tokens_outside_top_k_and_top_p_are_never_sampled():
     logits = torch.tensor([[0.0, 1.0, 2.0, 9.0]]).expand(100, -1)
     uniforms = torch.from_numpy(np.random.default_rng(3).random((100, 1)))
     sampler = SampleByUniforms(uniforms, build_sampling(num_tokens=3))
@@ -143,7 +143,7 @@ def test_tokens_beyond_those_allowed_are_never_sampled():
     torch.testing.assert_close(sampler.read_logps()[:, 0], expected)
 
 
-def test_a_stop_token_of_the_prompt_ends_nothing():
+def test_stop_token_in_prompt_does_not_end_completion():
     answer = build_backend().generate(
         build_policy("llama"), [[4, 5, 4]], torch.full((1, 9), 0.999, dtype=torch.float64)
     )
@@ -151,13 +151,13 @@ def test_a_stop_token_of_the_prompt_ends_nothing():
     assert answer.response_ids.max() < VOCABULARY
 
 
-def test_it_tells_of_every_token():
-    beats = []
-    answers = build_backend(beat=lambda: beats.append(1)).generate(build_policy("llama"), PROMPTS, draw(4))
-    assert len(beats) == answers.response_ids.shape[1]
+def test_progress_callback_is_called_per_token():
+    calls = []
+    answers = build_backend(beat=lambda: calls.append(1)).generate(build_policy("llama"), PROMPTS, draw(4))
+    assert len(calls) == answers.response_ids.shape[1]
 
 
-def test_answers_of_an_engine_become_a_batch_and_one_that_was_cut_short_is_none():
+def test_engine_completions_are_batched_and_short_one_is_refused():
     joined = join_answers([([9, 3], [-0.5, -0.25]), (list(range(8, 17)), [-1.0] * 9)], build_sampling())
     assert joined.response_ids.tolist() == [[9, 3, 0, 0, 0, 0, 0, 0, 0], list(range(8, 17))]
     assert joined.engine_logps[0].tolist() == [-0.5, -0.25, *[0.0] * 7]
@@ -165,14 +165,14 @@ def test_answers_of_an_engine_become_a_batch_and_one_that_was_cut_short_is_none(
         join_answers([([9, 8], [-0.5, -0.25])], build_sampling())
 
 
-def test_an_answer_ends_with_its_first_stop_token():
+def test_completion_ends_at_first_stop_token():
     ids = torch.tensor([[5, 6, 1, 0, 0], [5, 2, 1, 5, 1], [1, 0, 0, 0, 0], [5, 6, 7, 8, 0]])
     mask, finished = mask_answers(ids, {1, 2})
     assert mask.int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 1, 1]]
     assert finished.tolist() == [True, True, True, False]
 
 
-def test_the_white_space_between_a_prompt_and_its_answer_is_kept(tiny_tokenizer):
+def test_whitespace_between_prompt_and_completion_is_kept(tiny_tokenizer):
     words = keys_task.build_tokenizer()
     for tokenizer, prompt, answer in (
         (words, words("w1 k1 k0").input_ids, words("k1 k1 <eos>").input_ids),

@@ -1,4 +1,4 @@
-"""The cache with room: the same keys and values as upstream's, whatever was written, grown over or given up."""
+"""Preallocated key-value cache against transformers' ``DynamicCache``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def draw(rows: int, tokens: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_tokens", [4, 9, 40])
-def test_it_holds_what_upstreams_holds_also_beyond_its_room_and_after_rows_are_gone(num_tokens):
+def test_cache_equals_dynamic_cache_after_growth_and_row_removal(num_tokens):
     layers = [PreallocatedLayer(num_tokens), DynamicLayer()]
     for rows, tokens in ((3, 5), (3, 1), (3, 1)):
         keys, values = draw(rows, tokens), -draw(rows, tokens)
@@ -38,14 +38,14 @@ def test_it_holds_what_upstreams_holds_also_beyond_its_room_and_after_rows_are_g
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_a_token_is_written_beside_those_that_are_there():
+def test_cache_appends_token_in_place():
     layer = PreallocatedLayer(9)
     before, _ = layer.update(draw(2, 4), draw(2, 4))
     after, _ = layer.update(draw(2, 1), draw(2, 1))
     assert before.data_ptr() == after.data_ptr()
 
 
-def test_a_sliding_window_keeps_upstreams_layer_and_another_state_has_no_such_cache():
+def test_cache_is_not_used_for_sliding_window_and_recurrent_state():
     whole = build_cache(LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=2)), 8)
     assert whole is not None
     assert [type(layer) for layer in whole.layers] == [PreallocatedLayer] * 2

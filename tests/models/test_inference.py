@@ -1,4 +1,4 @@
-"""A look at a model changes no module's mode, whatever happens in between."""
+"""Context managers for evaluation: module modes, random states, kernels, precision and devices are restored."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TINY = {
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", TINY)
-def test_training_mode_no_longer_changes_what_the_model_says(kind, implementation):
+def test_disable_dropout_makes_training_mode_deterministic(kind, implementation):
     config = AutoConfig.for_model(kind, vocab_size=32, num_hidden_layers=2, **TINY[kind])
     if kind == "opt":
         config.num_attention_heads = 2
@@ -58,14 +58,14 @@ def test_training_mode_no_longer_changes_what_the_model_says(kind, implementatio
     assert disable_dropout(model) == 0
 
 
-def test_other_numbers_stay():
+def test_disable_dropout_keeps_other_attributes():
     layer = nn.Linear(2, 2)
     layer.scale, layer.drop_rate = 0.5, 0.5
     assert disable_dropout(layer) == 1
     assert (layer.scale, layer.drop_rate) == (0.5, 0.0)
 
 
-def test_every_module_is_in_the_mode_it_was_in_after_an_error_too():
+def test_evaluating_restores_mode_of_every_module_after_error():
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.5))).train()
     model[1].eval()
     before = [module.training for module in model.modules()]
@@ -82,7 +82,7 @@ def test_every_module_is_in_the_mode_it_was_in_after_an_error_too():
 
 @pytest.fixture
 def flash_model(tiny_model_dir, monkeypatch):
-    """A model whose kernel is flash-attention, which is neither installed here nor runs on CPUs."""
+    """A model set to flash-attention, which is not installed and does not run on a CPU."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir).eval()
 
     def choose(self, name):
@@ -93,7 +93,7 @@ def flash_model(tiny_model_dir, monkeypatch):
     return model
 
 
-def test_while_weights_are_on_the_host_another_kernel_stands_in_for_flash_attention(flash_model, tiny_model_dir):
+def test_flash_attention_is_replaced_while_weights_are_on_cpu(flash_model, tiny_model_dir):
     plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation="sdpa").eval()
     tokens = {"input_ids": torch.arange(1, 9)[None], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}
     bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
@@ -105,7 +105,7 @@ def test_while_weights_are_on_the_host_another_kernel_stands_in_for_flash_attent
             alone = plain(tokens["input_ids"][:, first:behind]).logits[0]
             torch.testing.assert_close(packed[first:behind], alone, rtol=0, atol=1e-5)
     assert flash_model.config._attn_implementation == "flash_attention_2"
-    # What is asked of a run before its weights are sharded.
+    # The verifications of a run before its weights are sharded.
     verify_isolation(flash_model, "flat")
     add_loss_head(flash_model)
     verify_loss_head(flash_model)
@@ -115,7 +115,7 @@ def test_while_weights_are_on_the_host_another_kernel_stands_in_for_flash_attent
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("kernel", ["sdpa", "varlen", "flash_attention_2"])
-def test_kernels_have_half_precision_on_gpus_where_they_need_it(flash_model, monkeypatch, kernel, device, is_packed):
+def test_kernel_precision_autocasts_kernels_that_need_half(flash_model, monkeypatch, kernel, device, is_packed):
     contexts = []
     monkeypatch.setattr(torch, "autocast", lambda *given: contexts.append(given) or nullcontext())
     monkeypatch.setattr(evaluation, "find_device", lambda _: torch.device(device))
@@ -127,7 +127,7 @@ def test_kernels_have_half_precision_on_gpus_where_they_need_it(flash_model, mon
     assert contexts == ([("cuda", torch.bfloat16)] if needs_half and device == "cuda" else [])
 
 
-def test_what_is_rounded_is_the_coarser_of_products_and_sums():
+def test_rounding_error_is_that_of_coarser_dtype():
     whole, half = torch.ones(2), torch.ones(2, dtype=torch.bfloat16)
     assert [find_rounding_error(whole), find_rounding_error(half)] == [2**-23, 2**-7]
     with torch.autocast("cpu", torch.bfloat16):
@@ -137,8 +137,8 @@ def test_what_is_rounded_is_the_coarser_of_products_and_sums():
 
 
 @pytest.mark.parametrize("model_class", [AutoModelForCausalLM, AutoModelForSequenceClassification])
-def test_a_kernel_that_takes_halves_alone_proves_a_model_in_float32(tiny_model_dir, monkeypatch, model_class):
-    """As ``varlen`` is on GPUs, played on a CPU."""
+def test_half_precision_kernel_is_verified_on_float32_model(tiny_model_dir, monkeypatch, model_class):
+    """Simulates ``varlen`` on a GPU, which takes half precision only."""
     attend, autocast = varlen.attend_documents, torch.autocast
 
     def attend_in_halves(query, key, value, *settings, **options):
@@ -153,7 +153,7 @@ def test_a_kernel_that_takes_halves_alone_proves_a_model_in_float32(tiny_model_d
     model = model_class.from_pretrained(tiny_model_dir, attn_implementation="varlen").eval()
     assert prove_shared_prompt(model) is None
     verify_isolation(model, "flat")
-    # What is more than a rounding is found all the same.
+    # Differences above rounding are still detected.
     plain = model.forward
 
     def join(**inputs):
@@ -165,19 +165,19 @@ def test_a_kernel_that_takes_halves_alone_proves_a_model_in_float32(tiny_model_d
         verify_isolation(model, "flat")
 
 
-def test_the_model_inside_a_wrapper_is_the_very_one_that_was_wrapped(tiny_model_dir):
+def test_unwrap_adapter_returns_wrapped_model(tiny_model_dir):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     assert unwrap_adapter(model) is model
     assert unwrap_adapter(get_peft_model(model, LoraConfig(target_modules=["q_proj"]))) is model
 
 
-def test_whole_weights_compute_where_they_are() -> None:
+def test_find_device_of_plain_weights() -> None:
     assert find_device(nn.Linear(2, 2)) == torch.device("cpu")
     assert find_device(nn.Linear(2, 2, device="meta")) == torch.device("meta")
 
 
-def test_weights_that_wait_on_the_host_compute_on_their_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As FSDP2 leaves them with offload: a shard on the CPU of a mesh of GPUs, of which this process has the fourth."""
+def test_find_device_of_offloaded_shards_is_their_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 with CPU offload: the shard is on the CPU, its mesh on GPUs, and this process has device 3."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     model = nn.Linear(2, 2)
     mesh = DeviceMesh("cuda", [0], _init_backend=False, _rank=0)
@@ -187,39 +187,39 @@ def test_weights_that_wait_on_the_host_compute_on_their_mesh(monkeypatch: pytest
     assert find_device(model) == torch.device("cuda", 3)
 
 
-def draw_all() -> tuple[float, float, float]:
+def draw_from_every_rng() -> tuple[float, float, float]:
     from_numpy = np.random.rand()  # noqa: NPY002
     return random.random(), from_numpy, float(torch.rand(()))
 
 
-def test_every_random_state_and_mode_is_restored_after_an_error_too() -> None:
+def test_preserve_training_state_restores_rngs_and_mode_after_error() -> None:
     model = nn.Dropout().train()
     states = RandomStates.read()
-    expected = draw_all()
+    expected = draw_from_every_rng()
     states.restore()
     for error in (None, KeyError):
         with suppress(KeyError), preserve_training_state(model):
             assert not model.training
-            assert draw_all() == expected
+            assert draw_from_every_rng() == expected
             if error:
                 raise error
         assert model.training
-        assert draw_all() == expected
+        assert draw_from_every_rng() == expected
         states.restore()
 
 
-def test_what_was_captured_can_be_drawn_again_and_again() -> None:
+def test_random_states_can_be_restored_repeatedly() -> None:
     states = RandomStates.read()
     draws = []
     for _ in range(3):
         states.restore()
-        draws.append(draw_all())
+        draws.append(draw_from_every_rng())
     assert len(set(draws)) == 1
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_random_state_of_the_gpu_is_restored() -> None:
+def test_preserve_training_state_restores_cuda_rng() -> None:
     before = torch.cuda.get_rng_state()
     with preserve_training_state(nn.Identity()):
         torch.rand(3, device="cuda")

@@ -1,4 +1,4 @@
-"""A student that was cut out has the tensors of its layers; with all of them it says what the teacher says."""
+"""Students initialised from a subset of the teacher's layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.test_structure import SIZES, make_gpt2, make_llama
+from tests.models.test_structure import SIZES, build_gpt2, build_llama
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from recipes_lib.errors import ConfigError
@@ -16,15 +16,15 @@ from recipes_lib.models.structure import prune_layers, verify_copy
 
 
 def make_qwen2(num_layers: int) -> Any:
-    """Layers of two kinds, told apart by the configuration."""
+    """Layers of two kinds, listed in ``layer_types``."""
     kinds = ["sliding_attention", "full_attention"] * 2
     settings = {"use_sliding_window": True, "sliding_window": 4, "layer_types": kinds, "num_key_value_heads": 2}
     return Qwen2ForCausalLM(Qwen2Config(**SIZES, **settings, num_hidden_layers=num_layers, attn_implementation="eager"))
 
 
-@pytest.mark.parametrize("make", [make_llama, make_gpt2, make_qwen2])
+@pytest.mark.parametrize("make", [build_llama, build_gpt2, make_qwen2])
 @pytest.mark.parametrize("layers", [[2, 4], [4, 1, 3], [1, 2, 3, 4]])
-def test_the_layers_are_copied_and_the_rest_is_whole(make, layers, tmp_path) -> None:
+def test_selected_layers_are_copied_with_remaining_weights(make, layers, tmp_path) -> None:
     teacher = make(4)
     teacher.config.eos_token_id = [3, 5, 7, 9]  # As many as there are layers.
     cut = copy.deepcopy(teacher)
@@ -33,7 +33,7 @@ def test_the_layers_are_copied_and_the_rest_is_whole(make, layers, tmp_path) -> 
     student = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     verify_copy(student, cut, tmp_path)
     own, others = student.state_dict(), teacher.state_dict()
-    place = "transformer.h" if make is make_gpt2 else "model.layers"
+    place = "transformer.h" if make is build_gpt2 else "model.layers"
     for name, tensor in own.items():
         source = name
         if name.startswith(place):
@@ -49,13 +49,13 @@ def test_the_layers_are_copied_and_the_rest_is_whole(make, layers, tmp_path) -> 
 
 
 @pytest.mark.parametrize("layers", [[], [0], [5], [1, -1]])
-def test_a_layer_that_is_not_there_is_refused(layers) -> None:
+def test_nonexistent_layer_is_refused(layers) -> None:
     with pytest.raises(ConfigError, match="has layers 1 to 4"):
-        prune_layers(make_llama(4), layers)
+        prune_layers(build_llama(4), layers)
 
 
-def test_a_copy_that_is_another_is_refused(tmp_path) -> None:
-    cut = make_llama(4)
+def test_copy_that_differs_from_teacher_is_refused(tmp_path) -> None:
+    cut = build_llama(4)
     student = copy.deepcopy(cut)
     with torch.no_grad():
         student.model.layers[2].mlp.up_proj.weight[0, 0] += 1

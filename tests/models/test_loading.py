@@ -1,4 +1,4 @@
-"""Loading gives the whole model or one clear error, offline and without ever opening a pickle."""
+"""Loading of models and tokenizers: the whole model or one clear error, offline, no pickles."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 @pytest.fixture
 def model_dir(tiny_model_dir: Path, tmp_path: Path) -> Path:
-    """A copy of the tiny model that a test may break."""
+    """A writable copy of the tiny model."""
     return Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
 
 
-def problem_of(action: Callable[[], object]) -> tuple[str, str, str]:
+def catch_problem(action: Callable[[], object]) -> tuple[str, str, str]:
     with pytest.raises(ConfigError) as caught:
         action()
     (problem,) = caught.value.problems
     return problem.where, problem.found, problem.remedy
 
 
-def test_every_weight_is_that_of_the_checkpoint(tiny_model_dir: Path) -> None:
+def test_loaded_weights_equal_checkpoint(tiny_model_dir: Path) -> None:
     model = load_causal_lm(config_for(tiny_model_dir), "eager")
     saved = load_file(tiny_model_dir / "model.safetensors")
     state = model.state_dict()
@@ -59,7 +59,7 @@ def test_every_weight_is_that_of_the_checkpoint(tiny_model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "expected"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("auto", "float16")])
-def test_the_master_weights_have_the_dtype_asked_for(name: Any, expected: str, model_dir: Path) -> None:
+def test_loaded_weights_have_requested_dtype(name: Any, expected: str, model_dir: Path) -> None:
     AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float16).save_pretrained(model_dir)
     model = load_causal_lm(config_for(model_dir, dtype=name), "sdpa")
     assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, expected)}
@@ -69,13 +69,22 @@ def test_the_master_weights_have_the_dtype_asked_for(name: Any, expected: str, m
     ("file", "content", "words"),
     [("config.json", b"{", "is not a valid JSON file"), ("model.safetensors", b"x" * 99, "cannot be opened again")],
 )
-def test_a_broken_file_is_one_clear_error(file: str, content: bytes, words: str, model_dir: Path) -> None:
+def test_corrupt_file_is_one_config_error(file: str, content: bytes, words: str, model_dir: Path) -> None:
     (model_dir / file).write_bytes(content)
-    where, found, _ = problem_of(lambda: load_causal_lm(config_for(model_dir), "sdpa"))
+    where, found, _ = catch_problem(lambda: load_causal_lm(config_for(model_dir), "sdpa"))
     assert (where, words in found) == ("model_name_or_path", True)
 
 
-def test_missing_superfluous_and_misshapen_weights_are_named_together(model_dir: Path) -> None:
+def test_damaged_generation_config_is_refused(model_dir: Path) -> None:
+    """transformers would ignore it, and with it the stop tokens."""
+    (model_dir / "generation_config.json").write_text('{"eos_token_id": [0, 3')
+    where, found, _ = catch_problem(lambda: load_model_config(config_for(model_dir)))
+    assert (where, "generation_config.json" in found) == ("model_name_or_path", True)
+    (model_dir / "generation_config.json").unlink()
+    assert load_model_config(config_for(model_dir))[1].eos_token_id == 0
+
+
+def test_missing_unexpected_and_mismatched_weights_are_reported_together(model_dir: Path) -> None:
     weights = load_file(model_dir / "model.safetensors")
     del weights["model.norm.weight"]
     weights["score.weight"] = torch.zeros(1, 64)
@@ -90,14 +99,14 @@ def test_missing_superfluous_and_misshapen_weights_are_named_together(model_dir:
     ]
 
 
-def test_a_value_of_the_wrong_type_and_missing_tokenizer_files_are_explained(model_dir: Path) -> None:
+def test_wrong_type_in_config_and_missing_tokenizer_files_are_explained(model_dir: Path) -> None:
     (model_dir / "tokenizer.json").unlink()
-    _, found, remedy = problem_of(lambda: load_tokenizer(config_for(model_dir), TokensConfig()))
+    _, found, remedy = catch_problem(lambda: load_tokenizer(config_for(model_dir), TokensConfig()))
     assert "has no tokenizer files" in found
     assert "tokenizer_name_or_path" in remedy
     settings = json.loads((model_dir / "config.json").read_text())
     (model_dir / "config.json").write_text(json.dumps(settings | {"hidden_size": "64"}))
-    assert "'hidden_size'" in (found := problem_of(lambda: load_model_config(config_for(model_dir)))[1])
+    assert "'hidden_size'" in (found := catch_problem(lambda: load_model_config(config_for(model_dir)))[1])
     assert "expected int" in found
 
 
@@ -110,7 +119,7 @@ def test_pickled_weights_are_never_opened(model_dir: Path) -> None:
             return Path.touch, (canary,)
 
     torch.save(Malicious(), model_dir / "pytorch_model.bin")
-    where, found, remedy = problem_of(lambda: load_causal_lm(config_for(model_dir), "sdpa"))
+    where, found, remedy = catch_problem(lambda: load_causal_lm(config_for(model_dir), "sdpa"))
     assert where == "model_name_or_path"
     assert "no whole safetensors weights, and pickled ones could run code" in found
     assert "save_pretrained" in remedy
@@ -124,11 +133,11 @@ def test_pickled_weights_are_never_opened(model_dir: Path) -> None:
     ("name", "found"),
     [
         ("/nowhere/at/all", "/nowhere/at/all is neither a folder nor a Hub id"),
-        ("nobody/nothing", "nobody/nothing is not in the cache, and the Hub is out of reach"),
+        ("owner/missing", "owner/missing is not in the cache, and the Hub is out of reach"),
     ],
 )
-def test_what_is_not_there_is_one_clear_error(load: Callable[[ModelConfig], object], name: str, found: str) -> None:
-    assert problem_of(lambda: load(config_for(name)))[:2] == ("model_name_or_path", found)
+def test_missing_model_is_one_config_error(load: Callable[[ModelConfig], object], name: str, found: str) -> None:
+    assert catch_problem(lambda: load(config_for(name)))[:2] == ("model_name_or_path", found)
 
 
 @pytest.mark.parametrize(
@@ -139,37 +148,35 @@ def test_what_is_not_there_is_one_clear_error(load: Callable[[ModelConfig], obje
         (hub.RevisionNotFoundError, "org/model has no such revision"),
     ],
 )
-def test_the_hub_s_refusals_are_told_apart(
+def test_hub_errors_have_distinct_messages(
     kind: type[hub.HfHubHTTPError], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError("You cannot have this.") from kind("refused", response=MagicMock())
 
     monkeypatch.setattr("recipes_lib.models.loading.AutoConfig.from_pretrained", refuse)
-    _, found, remedy = problem_of(lambda: load_model_config(config_for("org/model")))
+    _, found, remedy = catch_problem(lambda: load_model_config(config_for("org/model")))
     assert found == words
     assert remedy
 
 
-def test_code_of_a_model_never_runs_unasked(model_dir: Path) -> None:
+def test_remote_code_is_not_run_by_default(model_dir: Path) -> None:
     (model_dir / "custom.py").write_text(f"open({str(model_dir / 'ran')!r}, 'w')")
     edit_json(model_dir / "config.json", model_type="custom", auto_map={"AutoConfig": "custom.Custom"})
-    _, found, remedy = problem_of(lambda: load_model_config(config_for(model_dir)))
+    _, found, remedy = catch_problem(lambda: load_model_config(config_for(model_dir)))
     assert found == f"{model_dir} has its own code"
     assert "trust_remote_code: true" in remedy
     assert not (model_dir / "ran").exists()
 
 
-def test_the_tokenizer_is_the_model_s(tiny_model_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_tokenizer_is_loaded_from_model(tiny_model_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer = load_tokenizer(config_for(tiny_model_dir), TokensConfig())
     assert tokenizer.get_vocab() == tiny_tokenizer.get_vocab()
     assert tokenizer.chat_template == tiny_tokenizer.chat_template
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|endoftext|>", "<|pad|>")
 
 
-def test_tokens_and_template_can_be_chosen_and_are_saved_with_the_tokenizer(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_configured_tokens_and_template_are_saved_with_tokenizer(tiny_model_dir: Path, tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[0]['content'] }}é", encoding="utf-8")
     tokens = TokensConfig(eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template_path=str(template))
@@ -179,21 +186,21 @@ def test_tokens_and_template_can_be_chosen_and_are_saved_with_the_tokenizer(
     assert saved.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hié"
 
 
-def test_another_tokenizer_can_be_named(tiny_tokenizer_dir: Path) -> None:
+def test_tokenizer_name_or_path_is_loaded(tiny_tokenizer_dir: Path) -> None:
     config = config_for("/nowhere/at/all", tokenizer_name_or_path=str(tiny_tokenizer_dir), model_revision="0" * 40)
     assert load_tokenizer(config, TokensConfig()).vocab_size == 512
     missing = config_for(tiny_tokenizer_dir, tokenizer_name_or_path="/nowhere/at/all")
-    assert problem_of(lambda: load_tokenizer(missing, TokensConfig()))[0] == "tokenizer_name_or_path"
+    assert catch_problem(lambda: load_tokenizer(missing, TokensConfig()))[0] == "tokenizer_name_or_path"
 
 
-def test_without_a_padding_token_the_end_of_text_pads_and_nothing_is_added(model_dir: Path) -> None:
+def test_eos_is_pad_token_if_tokenizer_has_none(model_dir: Path) -> None:
     edit_json(model_dir / "tokenizer_config.json", pad_token=None)
     tokenizer = load_tokenizer(config_for(model_dir), TokensConfig())
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
     assert len(tokenizer) == 512
 
 
-def test_every_problem_of_the_tokenizer_is_reported_at_once(model_dir: Path) -> None:
+def test_all_tokenizer_problems_are_reported_at_once(model_dir: Path) -> None:
     edit_json(model_dir / "tokenizer_config.json", eos_token=None)
     tokens = TokensConfig(pad_token="<|nope|>", chat_template_path=str(model_dir / "nope.jinja"))
     with pytest.raises(ConfigError) as caught:
@@ -201,13 +208,13 @@ def test_every_problem_of_the_tokenizer_is_reported_at_once(model_dir: Path) -> 
     assert [problem.where for problem in caught.value.problems] == ["pad_token", "eos_token", "chat_template_path"]
 
 
-def test_a_model_and_its_tokenizer_agree(tiny_model_dir: Path) -> None:
+def test_check_agreement_accepts_matching_model_and_tokenizer(tiny_model_dir: Path) -> None:
     config, generation_config = load_model_config(config_for(tiny_model_dir))
     tokenizer = load_tokenizer(config_for(tiny_model_dir), TokensConfig())
     assert check_agreement(config, generation_config, tokenizer, max_length=512) == []
 
 
-def test_disagreements_are_all_reported(tiny_tokenizer_dir: Path) -> None:
+def test_check_agreement_reports_every_mismatch(tiny_tokenizer_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
     tokenizer.add_tokens([f"<extra_{number}>" for number in range(5)])
     tokenizer.bos_token = "<|im_start|>"
@@ -223,18 +230,18 @@ def test_disagreements_are_all_reported(tiny_tokenizer_dir: Path) -> None:
     ]
 
 
-def test_a_model_may_do_without_special_tokens_that_no_row_needs(tiny_tokenizer_dir: Path) -> None:
+def test_unused_special_tokens_beyond_embedding_are_accepted(tiny_tokenizer_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
     tokenizer.add_tokens(["<image_soft_token>"], special_tokens=True)
     config = LlamaConfig(vocab_size=512)
     assert check_agreement(config, GenerationConfig(), tokenizer) == []
-    told = "; no text may contain <image_soft_token>, for which the model has no embedding"
-    assert describe_spare_tokens(config, tokenizer) == told
+    clause = "; no text may contain <image_soft_token>, for which the model has no embedding"
+    assert describe_spare_tokens(config, tokenizer) == clause
     assert describe_spare_tokens(LlamaConfig(vocab_size=513), tokenizer) == ""
 
 
 @pytest.mark.parametrize("role", ["bos_token", "eos_token", "pad_token", "chat_template"])
-def test_a_model_may_not_do_without_special_tokens_that_rows_hold(tiny_tokenizer_dir: Path, role: str) -> None:
+def test_used_special_tokens_beyond_embedding_are_refused(tiny_tokenizer_dir: Path, role: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
     tokenizer.add_tokens(["<special>"], special_tokens=True)
     setattr(tokenizer, role, "{{ '<special>' }}" if role == "chat_template" else "<special>")
@@ -243,7 +250,7 @@ def test_a_model_may_not_do_without_special_tokens_that_rows_hold(tiny_tokenizer
     assert describe_spare_tokens(LlamaConfig(vocab_size=512), tokenizer) == ""
 
 
-def test_any_start_token_of_the_model_may_be_the_tokenizer_s(tiny_tokenizer_dir: Path) -> None:
+def test_bos_token_may_be_any_of_models_list(tiny_tokenizer_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
     tokenizer.bos_token = "<|im_start|>"
     config = LlamaConfig(vocab_size=512, bos_token_id=0)
@@ -251,7 +258,7 @@ def test_any_start_token_of_the_model_may_be_the_tokenizer_s(tiny_tokenizer_dir:
     assert check_agreement(config, starts, tokenizer) == []
 
 
-def test_the_revision_is_the_model_s_and_not_that_of_another_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_revision_is_not_applied_to_other_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def refuse(name: str, revision: str | None, **_: object) -> None:
@@ -265,9 +272,7 @@ def test_the_revision_is_the_model_s_and_not_that_of_another_tokenizer(monkeypat
     assert asked == [("org/model", "v1"), ("org/other", None)]
 
 
-def test_what_came_from_the_hub_knows_its_commit(
-    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commit_of_hub_model_is_found(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit, repository = "c" * 40, tmp_path / "models--owner--base"
     shutil.copytree(tiny_model_dir, repository / "snapshots" / commit)
     (repository / "refs").mkdir()

@@ -1,4 +1,4 @@
-"""What of a folder is its model, and whether all of it is there."""
+"""Model files of a folder, and detection of missing and damaged ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from tests.publish.runs import finish, make_run
 from recipes_lib.models.model_files import find_damage, find_missing, is_model, list_model_files
 
 INDEX = "model.safetensors.index.json"
-SHARDS = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def split_off_shard(file):
+    """Turn the weights into the first of two shards, without the second."""
+    file.rename(file.with_name(SHARDS[0]))
+    weight_map = dict(zip("ab", SHARDS, strict=True))
+    file.with_name(INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 
 @pytest.fixture
@@ -30,7 +37,7 @@ def run(tmp_path):
         ([], False),
     ],
 )
-def test_only_what_can_be_loaded_is_a_model(tmp_path, names, holds):
+def test_is_model_requires_weights_and_configuration(tmp_path, names, holds):
     for name in names:
         (tmp_path / name).touch()
     assert is_model(tmp_path) is holds
@@ -48,21 +55,21 @@ def test_only_what_can_be_loaded_is_a_model(tmp_path, names, holds):
             "git lfs pull",
         ),
         (lambda file: save_file({}, file), "model.safetensors holds no tensor"),
-        (
-            lambda file: file.with_name(INDEX).write_text(json.dumps(SHARDS)),
-            "model-00002-of-00002.safetensors is missing",
-        ),
-        (lambda file: file.with_name(INDEX).write_text("{"), f"{INDEX}: is not JSON"),
+        (split_off_shard, f"{SHARDS[1]} is missing"),
+        (lambda file: (file.rename(file.with_name(SHARDS[0])), file.with_name(INDEX).write_text("{")), "is not JSON"),
+        # transformers loads the whole file and ignores these, which an earlier save may have left.
+        (lambda file: file.with_name(INDEX).write_text("{"), None),
+        (lambda file: file.with_name(SHARDS[1]).write_bytes(b""), None),
     ],
 )
-def test_weights_are_opened_again(run, change, found):
+def test_find_damage_reads_weight_headers(run, change, found):
     file = finish(run) / "model.safetensors"
     change(file)
     damage = find_damage(run)
     assert damage is None if found is None else found in damage
 
 
-def test_every_file_of_a_model_is_missed(run):
+def test_find_missing_names_every_model_file(run):
     finish(run)
     names = list_model_files(run)
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(names)

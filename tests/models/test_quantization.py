@@ -1,18 +1,25 @@
-"""Few bits: what is quantised and what is not, what it costs, and that an adapter on it learns."""
+"""Quantised loading by bitsandbytes: quantised layers, memory, gradients and adapters."""
 
 import importlib.util
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import AdapterConfig, ModelConfig, QuantizationConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters.lora import adapters_off, add_adapter
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
 from recipes_lib.models.inference import compute_probe_logits
 from recipes_lib.models.loading import load_causal_lm
-from recipes_lib.models.quantization import build_quantization_config, count_quantized_bytes
+from recipes_lib.models.quantization import (
+    build_quantization_config,
+    check_checkpoint_bits,
+    count_quantized_bytes,
+)
+from recipes_lib.planning.compute import find_planned_model
+from recipes_lib.training.trainers.trained_model import load_verified_config
 
 BITS = {
     "nf4": QuantizationConfig(load_in_4bit=True),
@@ -30,19 +37,19 @@ def load(model_dir, config, *, dtype="float32", **options):
     return load_causal_lm(ModelConfig(model_name_or_path=str(model_dir), dtype=dtype), "sdpa", build(config, **options))
 
 
-def problem_of(config, engine=""):
+def catch_problems(config, engine=""):
     with pytest.raises(ConfigError) as caught:
         build(config, engine=engine)
     return caught.value.problems
 
 
-def test_no_bits_asked_for_are_no_configuration():
+def test_no_quantization_config_by_default():
     assert build(QuantizationConfig()) is None
 
 
-def test_without_bitsandbytes_the_package_is_named(monkeypatch):
+def test_missing_bitsandbytes_is_reported(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (problem,) = problem_of(BITS["nf4"])
+    (problem,) = catch_problems(BITS["nf4"])
     assert problem.where == "load_in_4bit"
     assert "bitsandbytes" in problem.found
     assert problem.remedy == "pip install bitsandbytes"
@@ -57,12 +64,12 @@ def test_without_bitsandbytes_the_package_is_named(monkeypatch):
         ("DEEPSPEED", torch.float16, torch.float16),
     ],
 )
-def test_codes_are_stored_as_what_a_sharding_engine_casts_to(tiny_model_dir, engine, compute_dtype, stored_as):
+def test_quant_storage_is_compute_dtype_under_sharding_engines(tiny_model_dir, engine, compute_dtype, stored_as):
     model = load(tiny_model_dir, BITS["nf4"], compute_dtype=compute_dtype, engine=engine)
     weight = model.model.layers[0].mlp.up_proj.weight
     assert weight.dtype == stored_as
     assert weight.quant_state.nested
-    # Half a byte a weight, however it is stored; casting it to where it is moved changes no bit.
+    # Half a byte per weight in any storage dtype; the engine's cast to that dtype is the identity.
     assert weight.nbytes == 128 * 64 // 2
     if engine:
         assert torch.equal(weight.to(compute_dtype).view(torch.uint8), weight.view(torch.uint8))
@@ -71,14 +78,14 @@ def test_codes_are_stored_as_what_a_sharding_engine_casts_to(tiny_model_dir, eng
 @pytest.mark.parametrize(
     ("name", "kind", "is_nested"), [("nf4", "nf4", True), ("nf4 plain", "nf4", False), ("fp4", "fp4", True)]
 )
-def test_levels_and_nesting_are_those_asked_for(tiny_model_dir, name, kind, is_nested):
+def test_quant_type_and_nesting_follow_configuration(tiny_model_dir, name, kind, is_nested):
     state = load(tiny_model_dir, BITS[name]).model.layers[0].mlp.up_proj.weight.quant_state
     assert (state.quant_type, state.nested) == (kind, is_nested)
 
 
 @pytest.mark.parametrize("name", BITS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_linear_layers_are_quantised_and_the_rest_keeps_the_dtype_of_the_run(tiny_model_dir, name, dtype):
+def test_only_linear_layers_are_quantised(tiny_model_dir, name, dtype):
     model = load(tiny_model_dir, BITS[name], dtype=dtype)
     full = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     rest = {parameter.dtype for key, parameter in model.named_parameters() if "_proj" not in key}
@@ -91,8 +98,8 @@ def test_linear_layers_are_quantised_and_the_rest_keeps_the_dtype_of_the_run(tin
     assert 0 < difference < 0.3 * compute_probe_logits(full).abs().max()
 
 
-@pytest.mark.parametrize("name", BITS)
-def test_an_adapter_on_few_bits_changes_nothing_then_learns_while_the_bits_stay(tiny_model_dir, name):
+@pytest.mark.parametrize("name", ["nf4", "int8"])
+def test_adapter_on_quantised_base_learns_and_keeps_base_weights(tiny_model_dir, name):
     model = load(tiny_model_dir, BITS[name])
     before = compute_probe_logits(model)
     adapted = add_adapter(model, AdapterConfig(use_peft=True, lora_r=4), seed=0)
@@ -120,7 +127,7 @@ def test_an_adapter_on_few_bits_changes_nothing_then_learns_while_the_bits_stay(
 
 
 @pytest.mark.parametrize("name", ["nf4", "nf4 plain", "fp4"])
-def test_gradients_are_those_of_the_weights_that_the_bits_stand_for_after_an_evaluation_too(tiny_model_dir, name):
+def test_adapter_gradients_equal_dequantised_base_after_evaluation(tiny_model_dir, name):
     from bitsandbytes.functional import dequantize_4bit
 
     model = load(tiny_model_dir, BITS[name])
@@ -144,25 +151,42 @@ def test_gradients_are_those_of_the_weights_that_the_bits_stand_for_after_an_eva
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
-def test_a_quantised_checkpoint_is_loaded_by_the_key_of_its_bits_alone(tiny_model_dir, tmp_path, bits):
+@pytest.mark.parametrize(("bits", "other"), [("load_in_4bit", "load_in_8bit"), ("load_in_8bit", "load_in_4bit")])
+def test_quantised_checkpoint_requires_key_of_its_bits(tiny_model_dir, tmp_path, bits, other):
     few = QuantizationConfig(**{bits: True})
     load(tiny_model_dir, few).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="quantised") as caught:
         load(tmp_path, QuantizationConfig())
     assert f"set {bits}: true and use_peft: true, or" in caught.value.problems[0].remedy
+    # transformers would ignore the other key and keep the bits of the checkpoint.
+    with pytest.raises(ConfigError, match=rf"is quantised \({bits}\), not to {other}") as caught:
+        load(tmp_path, QuantizationConfig(**{other: True}))
+    assert caught.value.problems[0].where == other
+    keys = {
+        "model_name_or_path": tmp_path,
+        "dataset_name": tmp_path / "config.json",
+        "output_dir": tmp_path,
+        other: "true",
+    }
+    run = load_config("lora", [f"--{name}={value}" for name, value in keys.items()])
+    with pytest.raises(ConfigError, match=f"not to {other}"):
+        find_planned_model(run)
+    with pytest.raises(ConfigError, match=f"not to {other}"):
+        load_verified_config(run, AutoTokenizer.from_pretrained(tiny_model_dir), 64)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert [len([*check_checkpoint_bits("x", config, one)]) for one in (few, QuantizationConfig())] == [0, 1]
     assert torch.equal(compute_probe_logits(load(tmp_path, few)), compute_probe_logits(load(tiny_model_dir, few)))
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora", "orthogonal"])
-def test_an_init_that_reads_the_weights_is_refused_on_few_bits(tiny_model_dir, init):
+def test_weight_reading_init_is_refused_on_quantised_base(tiny_model_dir, init):
     # With codes stored as float32, as under FSDP, PEFT would decompose the codes themselves.
     model = load(tiny_model_dir, BITS["nf4"], engine="FSDP")
     with pytest.raises(ConfigError, match="unquantised weights"):
         add_adapter(model, AdapterConfig(use_peft=True, init_lora_weights=init), seed=0)
 
 
-def test_dora_and_rank_stabilised_adapters_work_on_few_bits(tiny_model_dir):
+def test_dora_and_rslora_are_identity_on_quantised_base(tiny_model_dir):
     model = load(tiny_model_dir, BITS["nf4"])
     before = compute_probe_logits(model)
     adapted = add_adapter(model, AdapterConfig(use_peft=True, use_dora=True, use_rslora=True), seed=0)
@@ -170,7 +194,7 @@ def test_dora_and_rank_stabilised_adapters_work_on_few_bits(tiny_model_dir):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_bytes_are_counted_without_loading(tiny_model_dir, bits):
+def test_count_quantized_bytes_equals_loaded_model(tiny_model_dir, bits):
     config = BITS[bits]
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model_dir))

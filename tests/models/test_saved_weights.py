@@ -1,4 +1,4 @@
-"""What is broken in a saved model is found when it is opened again."""
+"""Verification of saved weights by reloading them."""
 
 from pathlib import Path
 
@@ -7,14 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from recipes_lib.models.model_files import INDEX
-from recipes_lib.models.saved_weights import (
-    WEIGHTS,
-    BrokenSaveError,
-    read_published_shapes,
-    read_shapes,
-    verify_weights,
-)
+from recipes_lib.models.model_files import INDEX, WEIGHTS
+from recipes_lib.models.saved_weights import BrokenSaveError, read_published_shapes, read_shapes, verify_weights
 
 BAD = (float("nan"), float("inf"), -float("inf"))
 
@@ -32,12 +26,12 @@ def rewrite(folder, change):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def put(name, change):
-    """Damage done to one tensor of the file."""
+def edit_tensor(name, change):
+    """Return a function that changes one tensor of a saved file."""
     return lambda folder: rewrite(folder, lambda tensors: tensors.update({name: change(tensors[name])}))
 
 
-def replace_by(content):
+def overwrite(content):
     return lambda folder: (folder / WEIGHTS).write_bytes(content)
 
 
@@ -48,26 +42,25 @@ NORM, QUERY = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
     ("damage", "words"),
     [
         *(
-            (put(NORM, lambda norm, x=x: norm.index_fill(0, torch.tensor(3), x)), "norm.weight is not finite")
+            (edit_tensor(NORM, lambda norm, x=x: norm.index_fill(0, torch.tensor(3), x)), "norm.weight is not finite")
             for x in BAD
         ),
-        (put(NORM, lambda norm: torch.empty(0)), "norm.weight is empty"),
-        (put(NORM, lambda norm: torch.zeros(8, 8)), r"norm\.weight has the shape \(8, 8\) and not \(64,\)"),
+        (edit_tensor(NORM, lambda norm: torch.empty(0)), "norm.weight is empty"),
+        (edit_tensor(NORM, lambda norm: torch.zeros(8, 8)), r"norm\.weight has the shape \(8, 8\) and not \(64,\)"),
         (lambda folder: rewrite(folder, lambda tensors: tensors.pop(QUERY)), f"{QUERY} is missing"),
-        (replace_by(b""), "cannot be opened again"),
-        (replace_by(b"not safetensors at all"), "cannot be opened again"),
+        (overwrite(b""), "cannot be opened again"),
+        (overwrite(b"not safetensors at all"), "cannot be opened again"),
         (lambda folder: (folder / WEIGHTS).unlink(), "cannot be opened again"),
-        (lambda folder: (folder / INDEX).write_text('{"metadata": {}}'), "cannot be opened again"),
     ],
 )
-def test_what_is_broken_is_refused_by_its_name(saved, damage, words):
+def test_verify_weights_names_damaged_tensor(saved, damage, words):
     model, folder = saved
     damage(folder)
     with pytest.raises(BrokenSaveError, match=words):
         verify_weights(folder, read_shapes(model))
 
 
-def test_a_whole_model_is_accepted_and_its_parameters_are_counted(saved):
+def test_verify_weights_counts_parameters(saved):
     model, folder = saved
     assert verify_weights(folder, read_shapes(model)) == model.num_parameters()
 
@@ -79,9 +72,9 @@ def test_a_whole_model_is_accepted_and_its_parameters_are_counted(saved):
         (lambda file: file.write_bytes(file.read_bytes()[:-8]), "model-00002-.* cannot be opened again"),
         (lambda file: save_file({"other": torch.ones(1)}, file), r"\.weight is missing"),
     ],
-    ids=["absent", "truncated", "without what the index names"],
+    ids=["missing", "truncated", "tensor of index missing"],
 )
-def test_shards_are_opened_through_their_index(tiny_model_dir, tmp_path, damage, words):
+def test_verify_weights_reads_shards_of_index(tiny_model_dir, tmp_path, damage, words):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     model.save_pretrained(tmp_path, max_shard_size="100KB")
     assert verify_weights(tmp_path, read_shapes(model)) == model.num_parameters()
@@ -90,7 +83,20 @@ def test_shards_are_opened_through_their_index(tiny_model_dir, tmp_path, damage,
         verify_weights(tmp_path, read_shapes(model))
 
 
-def test_experts_are_looked_for_under_the_names_that_they_are_saved_by(tmp_path):
+def test_verify_weights_ignores_stale_index_beside_whole_file(saved):
+    """transformers also prefers a whole file to shards."""
+    model, folder = saved
+    (folder / INDEX).write_text('{"weight_map": {"gone": "model-00001-of-00002.safetensors"}}')
+    assert verify_weights(folder, read_shapes(model)) == model.num_parameters()
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(BrokenSaveError, match=r"model-00001-of-00002\.safetensors is missing"):
+        verify_weights(folder, read_shapes(model))
+    (folder / INDEX).write_text('{"metadata": {}}')
+    with pytest.raises(BrokenSaveError, match="cannot be opened again"):
+        verify_weights(folder, read_shapes(model))
+
+
+def test_verify_weights_reads_experts_under_published_names(tmp_path):
     sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 16) | {"num_hidden_layers": 1, "num_local_experts": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     model = AutoModelForCausalLM.from_config(MixtralConfig(vocab_size=32, **sizes, **heads))

@@ -1,4 +1,4 @@
-"""A model stops where training taught it to."""
+"""Stop tokens and generation settings that are saved with a trained model."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from recipes_lib.models.generation import build_plain_generation, pad_left, set_
 
 
 @pytest.mark.parametrize("configured", [None, 0, [0, 7]])
-def test_the_trained_terminator_joins_the_stop_tokens_the_model_had(tiny_model_dir, tiny_tokenizer, configured):
+def test_trained_end_token_is_added_to_stop_tokens(tiny_model_dir, tiny_tokenizer, configured):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     model.generation_config.eos_token_id = configured
     terminator = tiny_tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -22,18 +22,16 @@ def test_the_trained_terminator_joins_the_stop_tokens_the_model_had(tiny_model_d
     assert model.generation_config.pad_token_id == tiny_tokenizer.pad_token_id
 
 
-def reopen_with(settings, tiny_model_dir, folder):
-    """The model as it comes from a folder whose ``generation_config.json`` holds ``settings``."""
+def load_with_generation_config(settings, tiny_model_dir, folder):
+    """Load the model with ``settings`` as its ``generation_config.json``."""
     shutil.copytree(tiny_model_dir, folder)
     (folder / "generation_config.json").write_text(json.dumps(settings))
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.9, "top_p": 0.6}, {"top_k": 5, "do_sample": False}])
-def test_sampling_settings_without_sampling_can_be_saved_and_are_kept(
-    tiny_model_dir, tiny_tokenizer, settings, tmp_path
-):
-    model = reopen_with(settings, tiny_model_dir, tmp_path / "hub")
+def test_sampling_settings_without_do_sample_are_saved(tiny_model_dir, tiny_tokenizer, settings, tmp_path):
+    model = load_with_generation_config(settings, tiny_model_dir, tmp_path / "hub")
     stops = set_stop_tokens(model, tiny_tokenizer, [3])
     model.save_pretrained(tmp_path / "saved")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").generation_config
@@ -42,30 +40,28 @@ def test_sampling_settings_without_sampling_can_be_saved_and_are_kept(
 
 
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True, "temperature": 0.9}, {"num_beams": 2, "max_length": 9}])
-def test_of_a_valid_generation_config_only_the_stop_tokens_and_the_padding_change(
-    tiny_model_dir, tiny_tokenizer, settings, tmp_path
-):
-    model = reopen_with(settings, tiny_model_dir, tmp_path / "hub")
+def test_valid_generation_config_changes_only_eos_and_pad(tiny_model_dir, tiny_tokenizer, settings, tmp_path):
+    model = load_with_generation_config(settings, tiny_model_dir, tmp_path / "hub")
     before = model.generation_config.to_dict()
     stops = set_stop_tokens(model, tiny_tokenizer, [3])
     changes = {"eos_token_id": stops, "pad_token_id": tiny_tokenizer.pad_token_id}
     assert model.generation_config.to_dict() == before | changes
 
 
-def test_what_could_not_be_saved_is_refused_before_training(tiny_model_dir, tiny_tokenizer, tmp_path):
-    model = reopen_with({"length_penalty": 2.0}, tiny_model_dir, tmp_path / "hub")
+def test_unsavable_generation_config_is_refused_before_training(tiny_model_dir, tiny_tokenizer, tmp_path):
+    model = load_with_generation_config({"length_penalty": 2.0}, tiny_model_dir, tmp_path / "hub")
     with pytest.raises(ConfigError, match=r"`length_penalty` is set to `2\.0`") as caught:
         set_stop_tokens(model, tiny_tokenizer, [3])
     assert caught.value.problems[0].where == "model_name_or_path"
 
 
-def test_a_plain_generation_is_the_likeliest_token_whatever_the_model_comes_with(tiny_model_dir):
+def test_plain_generation_is_greedy_for_any_generation_config(tiny_model_dir):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir).eval()
     input_ids, attention_mask = pad_left([[5, 6, 7], [8]], 1)
     assert input_ids.tolist() == [[5, 6, 7], [1, 1, 8]]
     assert attention_mask.tolist() == [[1, 1, 1], [0, 0, 1]]
-    given = {"input_ids": input_ids, "attention_mask": attention_mask}
-    plain = model.generate(**given, generation_config=build_plain_generation([], 1, 4))
+    prompts = {"input_ids": input_ids, "attention_mask": attention_mask}
+    plain = model.generate(**prompts, generation_config=build_plain_generation([], 1, 4))
     assert plain.shape == (2, 7)
     assert plain[0, 3] == model(input_ids=input_ids[:1]).logits[0, -1].argmax()
     settings = {"temperature": 9.0, "repetition_penalty": 3.0, "num_return_sequences": 2}
@@ -73,16 +69,16 @@ def test_a_plain_generation_is_the_likeliest_token_whatever_the_model_comes_with
     settings |= {"stop_strings": ["e"], "return_dict_in_generate": True, "min_new_tokens": 3, "max_time": 1e-9}
     for name, value in settings.items():
         model.generation_config = GenerationConfig(do_sample=True, **{name: value})
-        assert model.generate(**given, generation_config=build_plain_generation([], 1, 4)).tolist() == plain.tolist()
+        assert model.generate(**prompts, generation_config=build_plain_generation([], 1, 4)).tolist() == plain.tolist()
     model.generation_config = GenerationConfig(min_new_tokens=3)
     stopped = model.generate(
-        **given, generation_config=build_plain_generation([int(plain[0, 3]), int(plain[1, 3])], 1, 4)
+        **prompts, generation_config=build_plain_generation([int(plain[0, 3]), int(plain[1, 3])], 1, 4)
     )
     assert stopped.shape == (2, 4)
 
 
 @pytest.mark.parametrize("configured", ["2", ["2"], -1, [], None, [-1, 2, 2, None]])
-def test_stop_tokens_that_are_no_ids_are_left_out(tiny_model_dir, tiny_tokenizer, configured):
+def test_invalid_stop_token_ids_are_dropped(tiny_model_dir, tiny_tokenizer, configured):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     model.generation_config.eos_token_id = configured
     expected = {7, tiny_tokenizer.eos_token_id} | ({2} if isinstance(configured, list) and 2 in configured else set())

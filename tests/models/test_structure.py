@@ -1,4 +1,4 @@
-"""Layers are mapped evenly, last to last; collected features are what the model returns, and nothing else is kept."""
+"""Decoder layers: mapping of student to teacher layers, and collection of hidden states and attention by hooks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from recipes_lib.models.structure import collect_features, find_layers, map_laye
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
 
 
-def make_llama(num_layers: int = 3) -> LlamaForCausalLM:
+def build_llama(num_layers: int = 3) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=num_layers, attn_implementation="eager"))
 
 
-def make_gpt2(num_layers: int = 3) -> GPT2LMHeadModel:
+def build_gpt2(num_layers: int = 3) -> GPT2LMHeadModel:
     sizes = {"vocab_size": 64, "n_embd": 16, "n_layer": num_layers, "n_head": 2}
     return GPT2LMHeadModel(GPT2Config(**sizes, attn_implementation="eager"))
 
@@ -34,11 +34,11 @@ def make_gpt2(num_layers: int = 3) -> GPT2LMHeadModel:
         (4, 2, (1, 1, 2, 2)),
     ],
 )
-def test_layers_are_mapped_evenly_rounding_half_up(num_student, num_teacher, expected) -> None:
+def test_map_layers_is_even_and_rounds_half_up(num_student, num_teacher, expected) -> None:
     assert map_layers(num_student, num_teacher) == expected
 
 
-def test_every_mapping_rises_to_the_last() -> None:
+def test_map_layers_increases_to_last_layer() -> None:
     for num_teacher in range(1, 40):
         for num_student in range(1, num_teacher + 1):
             mapped = map_layers(num_student, num_teacher)
@@ -47,8 +47,8 @@ def test_every_mapping_rises_to_the_last() -> None:
             assert all(abs(at - number * num_teacher / num_student) <= 0.5 for number, at in enumerate(mapped, start=1))
 
 
-@pytest.mark.parametrize("make", [make_llama, make_gpt2])
-def test_what_is_heard_is_what_the_model_returns(make) -> None:
+@pytest.mark.parametrize("make", [build_llama, build_gpt2])
+def test_collected_features_equal_model_outputs(make) -> None:
     model = make().eval()
     ids = torch.randint(0, 64, (2, 7))
     with collect_features(model, states=[1, 3], attentions=[2]) as features:
@@ -59,23 +59,23 @@ def test_what_is_heard_is_what_the_model_returns(make) -> None:
         assert torch.equal(states, own.hidden_states[number])
     assert torch.equal(features.attentions[2], own.attentions[1])
     model(input_ids=ids[:1])
-    assert features.states[1].shape[0] == 2, "nobody listens any more"
+    assert features.states[1].shape[0] == 2, "hooks are removed"
     verify_layers(model, attentions=True)
     assert len(find_layers(model)) == 3
 
 
-def test_of_a_teacher_only_what_is_read_is_kept() -> None:
-    model = make_llama()
+def test_read_states_reduces_collected_states() -> None:
+    model = build_llama()
     with collect_features(model, states=[2], read_states=lambda states: states[:, -1]) as features:
         model(input_ids=torch.randint(0, 64, (2, 7)))
     assert features.states[2].shape == (2, 16)
 
 
-def test_layers_that_are_recomputed_are_heard_with_the_same_gradients() -> None:
+def test_features_and_gradients_under_activation_checkpointing() -> None:
     gradients = []
     for recomputes in (False, True):
         torch.manual_seed(0)
-        model = make_llama().train()
+        model = build_llama().train()
         if recomputes:
             model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
         with collect_features(model, states=[1, 2, 3], attentions=[2]) as features:
@@ -87,7 +87,7 @@ def test_layers_that_are_recomputed_are_heard_with_the_same_gradients() -> None:
         torch.testing.assert_close(gradients[1][name], expected, msg=name)
 
 
-def test_a_model_whose_layers_say_something_else_is_refused(tiny_model_dir: Path) -> None:
+def test_verify_layers_refuses_states_that_differ_from_layers(tiny_model_dir: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation="eager")
     verify_layers(model, attentions=True)
     original = model.base_model.forward
@@ -102,8 +102,8 @@ def test_a_model_whose_layers_say_something_else_is_refused(tiny_model_dir: Path
         verify_layers(model, attentions=False)
 
 
-def test_without_attention_in_the_layers_none_is_heard() -> None:
-    model = make_llama()
+def test_layers_without_attention_are_refused() -> None:
+    model = build_llama()
     for layer in model.model.layers:
         layer.self_attn = torch.nn.Identity()
     with (
@@ -113,8 +113,8 @@ def test_without_attention_in_the_layers_none_is_heard() -> None:
         pass
 
 
-def test_a_model_without_a_list_of_its_layers_is_refused() -> None:
-    model = make_llama()
+def test_model_without_layer_list_is_refused() -> None:
+    model = build_llama()
     model.config.num_hidden_layers = 5
     with pytest.raises(ConfigError, match="no list of its 5 layers"):
         find_layers(model)

@@ -1,4 +1,4 @@
-"""Of a model of text and pictures the text model and its head are trained, and the rest stays and is saved."""
+"""Text training of vision-language models: the text model is trained, the other modules are frozen and saved."""
 
 import pytest
 import torch
@@ -14,20 +14,20 @@ from recipes_lib.models.structure import find_layers, find_outside_text, freeze_
 INPUT_IDS = torch.arange(3, 35)[None]
 
 
-def list_with_gradient(model):
+def list_parameters_with_gradient(model):
     model(input_ids=INPUT_IDS, labels=INPUT_IDS).loss.backward()
     return {name for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def test_what_is_trained_is_what_text_gives_a_gradient(tmp_path):
-    expected = list_with_gradient(build_gemma3())
+def test_trained_parameters_are_those_with_gradient_from_text(tmp_path):
+    expected = list_parameters_with_gradient(build_gemma3())
     build_gemma3().save_pretrained(tmp_path)
     model = load_causal_lm(ModelConfig(model_name_or_path=str(tmp_path), dtype="float32"), "eager")
     assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == expected
     assert not any(name.startswith(OUTSIDE) for name in expected)
 
 
-def test_layers_are_those_of_the_text_model_though_the_vision_tower_has_as_many():
+def test_find_layers_returns_layers_of_text_model():
     model = build_gemma3(vision_layers=2)
     assert find_layers(model) is model.model.language_model.layers
     prune_layers(model, [2])
@@ -35,7 +35,7 @@ def test_layers_are_those_of_the_text_model_though_the_vision_tower_has_as_many(
     assert model.config.vision_config.num_hidden_layers == 2
 
 
-def test_a_score_head_stays_trained():
+def test_score_head_is_trained():
     model = build_gemma3(AutoModelForSequenceClassification, num_labels=1)
     freeze_outside_text(model)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -44,7 +44,7 @@ def test_a_score_head_stays_trained():
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied", "gpt2"])
-def test_all_of_a_model_of_text_is_trained(kind):
+def test_text_only_model_is_trained_completely(kind):
     model = build_model(kind)
     assert find_outside_text(model) == []
     freeze_outside_text(model)
@@ -52,7 +52,7 @@ def test_all_of_a_model_of_text_is_trained(kind):
 
 
 @pytest.mark.parametrize("names", [None, ["q_proj", "v_proj"]])
-def test_adapters_stay_inside_the_text_model_and_are_loaded_there(names, tmp_path):
+def test_adapters_are_added_and_loaded_in_text_model_only(names, tmp_path):
     adapted = add_adapter(build_gemma3(), AdapterConfig(use_peft=True, lora_r=4, lora_target_modules=names), seed=0)
     trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     assert len(trained) == 2 * 2 * len(names or range(7))
@@ -63,7 +63,7 @@ def test_adapters_stay_inside_the_text_model_and_are_loaded_there(names, tmp_pat
 
 
 @pytest.mark.parametrize("key", ["lora_target_modules", "lora_modules_to_save"])
-def test_a_layer_of_the_vision_tower_alone_is_unknown(key):
+def test_layer_name_of_vision_tower_is_unknown(key):
     (problem,) = check_layers(build_gemma3(), AdapterConfig(use_peft=True, **{key: ["fc1"]}))
     assert problem.where == key
     assert "'fc1'" in problem.found

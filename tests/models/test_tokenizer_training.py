@@ -1,4 +1,4 @@
-"""Trained tokenizers: every text survives, special tokens stay whole, and the same texts give the same bytes."""
+"""Trained byte-level BPE tokenizers: lossless, special tokens whole, reproducible."""
 
 import random
 import re
@@ -41,41 +41,41 @@ def reloaded(trained, tmp_path_factory):
     return AutoTokenizer.from_pretrained(folder)
 
 
-def merges_of(tokenizer) -> list[str]:
+def list_merged_texts(tokenizer) -> list[str]:
     """The text of every token that is neither special nor a single byte."""
     ids = range(len(SPECIALS) + NUM_BYTES, len(tokenizer))
     return [tokenizer.decode([index]) for index in ids]
 
 
 @given(text=st.one_of(ANY_TEXT, st.lists(st.one_of(st.sampled_from(SPECIALS), ANY_TEXT)).map("".join)))
-def test_every_text_survives(reloaded, text):
+def test_encoding_is_lossless(reloaded, text):
     assert reloaded.decode(reloaded.encode(text)) == text
     assert reloaded.decode(reloaded.encode(text, split_special_tokens=True)) == text
 
 
 @given(text=ANY_TEXT)
-def test_every_byte_is_counted_where_it_stands(reloaded, text):
+def test_measured_usage_counts_bytes_and_tokens(reloaded, text):
     usage = measure_usage(reloaded, [text, text])
     assert usage.num_bytes == 2 * len(text.encode()) == 2 * count_bytes(text)
     assert usage.counts.sum() == 2 * len(reloaded.encode(text))
 
 
-def test_a_text_that_was_never_seen_needs_no_more_than_a_token_a_byte(reloaded):
+def test_unseen_text_has_at_most_one_token_per_byte(reloaded):
     text = "".join(map(chr, (*range(1, 0xD800, 97), *range(0xE000, 0x110000, 9973))))
     assert len(reloaded.encode(text, split_special_tokens=True)) <= len(text.encode())
 
 
-def test_what_is_saved_is_a_fast_tokenizer_with_everything_in_place(reloaded):
+def test_saved_tokenizer_is_fast_with_special_tokens(reloaded):
     assert reloaded.is_fast
     assert reloaded.convert_tokens_to_ids(list(SPECIALS)) == [0, 1, 2, 3]
     assert (reloaded.eos_token, reloaded.pad_token) == (EOS_TOKEN, PAD_TOKEN)
     assert set(reloaded.all_special_tokens) == set(SPECIALS)
     assert len(reloaded) == reloaded.vocab_size == OPTIONS["vocab_size"]
-    # The data room adds byte lengths up instead of tracking characters, which is faster.
+    # Encoding of chats then uses byte lengths, which is faster than character offsets.
     assert ByteEnds.suits(reloaded)
 
 
-def test_the_chat_template_marks_what_the_assistant_writes(reloaded):
+def test_chat_template_marks_assistant_tokens(reloaded):
     chat = [
         {"role": "user", "content": "How many?"},
         {"role": "assistant", "content": "Seven."},
@@ -89,10 +89,10 @@ def test_the_chat_template_marks_what_the_assistant_writes(reloaded):
     assert reloaded.apply_chat_template(chat[:2], tokenize=False) == prompt + "Seven.<|im_end|>\n"
 
 
-def test_no_token_spells_a_part_of_a_special_token():
+def test_no_merge_contains_part_of_special_token():
     texts = [f"stop{EOS_TOKEN}go<|im_start|>user{PAD_TOKEN}{PAD_TOKEN}"] * 50
     tokenizer = train_tokenizer(texts, vocab_size=400, special_tokens=CHATML_TOKENS)
-    found = merges_of(tokenizer)
+    found = list_merged_texts(tokenizer)
     assert {"stop", "go", "user"} <= set(found)
     assert [text for text in found if re.search(r"[<|>_]|end|pad|im", text)] == []
     ids = tokenizer.encode(texts[0])
@@ -107,13 +107,13 @@ def test_no_token_spells_a_part_of_a_special_token():
     ]
 
 
-def test_a_special_token_that_begins_like_another_is_found_whole():
+def test_special_token_with_shared_prefix_is_kept_whole():
     tokenizer = train_tokenizer(["ab<x>cd<x>yes"] * 9, vocab_size=300, special_tokens=["<x>", "<x>yes"])
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("ab<x>cd<x>yes")) == ["ab", "<x>", "cd", "<x>yes"]
-    assert not any("y" in text for text in merges_of(tokenizer))
+    assert not any("y" in text for text in list_merged_texts(tokenizer))
 
 
-def test_the_same_texts_give_the_same_bytes_in_any_order(trained, tmp_path):
+def test_training_is_independent_of_text_order(trained, tmp_path):
     shuffled = random.Random(1).sample(TEXTS, len(TEXTS))
     for name, tokenizer in (("one", trained), ("two", train_tokenizer(shuffled, **OPTIONS))):
         tokenizer.save_pretrained(tmp_path / name)
@@ -133,24 +133,24 @@ def test_the_same_texts_give_the_same_bytes_in_any_order(trained, tmp_path):
         ("a\n\n\tb", ["a", "\n\n", "\tb"]),
     ],
 )
-def test_no_token_crosses_the_pieces_of_a_text(text, pieces):
-    # Every piece is met often enough to become one token, and so would any longer one if it were allowed.
+def test_merges_do_not_cross_pretokenizer_boundaries(text, pieces):
+    # 99 repetitions: every piece becomes one token, and so would longer ones across a boundary.
     tokenizer = train_tokenizer([text] * 99, vocab_size=2000)
     assert [tokenizer.decode([index]) for index in tokenizer.encode(text)] == pieces
 
 
-def test_a_pair_that_occurs_once_becomes_no_token():
+def test_pair_that_occurs_once_is_not_merged():
     assert len(train_tokenizer(["xyz"], vocab_size=1000)) == NUM_BYTES + 2
-    assert "xyz" in merges_of(train_tokenizer(["xyz", "xyz"], vocab_size=1000, special_tokens=CHATML_TOKENS))
+    assert "xyz" in list_merged_texts(train_tokenizer(["xyz", "xyz"], vocab_size=1000, special_tokens=CHATML_TOKENS))
 
 
-def test_without_texts_there_are_the_bytes():
+def test_tokenizer_without_texts_has_byte_tokens():
     tokenizer = train_tokenizer([], vocab_size=0)
     assert len(tokenizer) == NUM_BYTES + 2
     assert tokenizer.decode(tokenizer.encode("Grüße, 世界")) == "Grüße, 世界"
 
 
-def test_the_texts_are_read_once_and_never_held():
+def test_texts_are_streamed():
     class Counter:
         alive = most = 0
 
@@ -170,7 +170,7 @@ def test_the_texts_are_read_once_and_never_held():
     assert Counter.most < len(TEXTS)
 
 
-def test_usage_is_measured_in_bytes_and_an_error_of_the_texts_comes_through(trained):
+def test_usage_in_bytes_and_error_of_text_iterator(trained):
     usage = measure_usage(trained, ["return argument", "é"])
     assert usage.num_bytes == len("return argument") + 2
     assert usage.bytes_per_token == usage.num_bytes / usage.counts.sum() > 1

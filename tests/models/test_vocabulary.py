@@ -1,4 +1,4 @@
-"""A teacher with the student's tokens under other ids, or with rows of padding, says what it said; or is refused."""
+"""Teachers whose vocabulary is permuted or padded relative to the student's: remapped exactly, or refused."""
 
 from __future__ import annotations
 
@@ -47,25 +47,25 @@ def make_model(vocab_size: int, *, is_tied: bool = False) -> Any:
 
 
 @torch.no_grad()
-def read(model: Any, ids: list[int]) -> torch.Tensor:
+def compute_logits(model: Any, ids: list[int]) -> torch.Tensor:
     return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize(("is_permuted", "num_padding"), [(False, 0), (False, 9), (True, 0), (True, 9)])
-def test_an_adopted_vocabulary_says_of_every_token_what_it_said(is_permuted, num_padding, is_tied) -> None:
+def test_adopted_vocabulary_keeps_probability_of_every_token(is_permuted, num_padding, is_tied) -> None:
     student = build_tokenizer()
     order = torch.randperm(512, generator=torch.Generator().manual_seed(1)) if is_permuted else torch.arange(512)
     teacher_tokenizer, teacher = permute(student, order), make_model(512 + num_padding, is_tied=is_tied)
     text = CORPUS[1]
     own, other = (tokenizer(text, add_special_tokens=False)["input_ids"] for tokenizer in (student, teacher_tokenizer))
     assert (own == other) is not is_permuted
-    expected = read(teacher, other)[:, order]
+    expected = compute_logits(teacher, other)[:, order]
 
     vocabulary = map_vocabulary(student, teacher_tokenizer, "teacher")
     assert vocabulary.is_identity is not is_permuted
     adopt_vocabulary(teacher, vocabulary, "teacher")
-    got = read(teacher, own)
+    got = compute_logits(teacher, own)
     assert got.shape == expected.shape == (len(own), 512)
     torch.testing.assert_close(got, expected)
     assert teacher.config.vocab_size == 512
@@ -74,7 +74,7 @@ def test_an_adopted_vocabulary_says_of_every_token_what_it_said(is_permuted, num
     verify_loss_head(teacher)
 
 
-def test_tokens_that_only_the_teacher_has_are_cut_off() -> None:
+def test_tokens_unknown_to_student_are_removed() -> None:
     student, teacher_tokenizer = build_tokenizer(), build_tokenizer()
     teacher_tokenizer.add_tokens(["<think>"])
     vocabulary = map_vocabulary(student, teacher_tokenizer, "teacher")
@@ -99,7 +99,7 @@ def lower(state: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "words"), [(drop_a_merge, "merges"), (split_digits, "pre_tokenizer"), (lower, "normalizer")]
 )
-def test_the_same_tokens_cut_by_other_rules_are_refused(change: Any, words: str) -> None:
+def test_different_tokenization_rules_are_refused(change: Any, words: str) -> None:
     student = build_tokenizer()
     with pytest.raises(ConfigError, match=words) as caught:
         map_vocabulary(student, rebuild(student, change), "the key")
@@ -109,24 +109,24 @@ def test_the_same_tokens_cut_by_other_rules_are_refused(change: Any, words: str)
     assert "GOLD" in problem.remedy
 
 
-def test_a_model_with_fewer_rows_than_its_tokenizer_has_tokens_is_refused() -> None:
+def test_model_with_fewer_rows_than_tokens_is_refused() -> None:
     with pytest.raises(ConfigError, match="500 embeddings"):
         adopt_vocabulary(make_model(500), VocabularyMap(range(512)), "teacher")
 
 
-def test_a_rewriting_that_changes_what_is_said_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forget_the_order(module: Any, ids: torch.Tensor) -> None:
+def test_changed_logits_after_remapping_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def skip_permutation(module: Any, ids: torch.Tensor) -> None:
         module.weight = torch.nn.Parameter(module.weight[: len(ids)], requires_grad=False)
 
-    monkeypatch.setattr("recipes_lib.models.vocabulary._take_rows", forget_the_order)
+    monkeypatch.setattr("recipes_lib.models.vocabulary._take_rows", skip_permutation)
     order = torch.randperm(512, generator=torch.Generator().manual_seed(1)).tolist()
     with pytest.raises(ConfigError, match="logits of the teacher change"):
         adopt_vocabulary(make_model(512), VocabularyMap(order), "teacher")
 
 
-def test_the_tiny_models_map_onto_themselves(tiny_tokenizer_dir: Path) -> None:
+def test_identical_tokenizers_map_to_identity(tiny_tokenizer_dir: Path) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_tokenizer_dir)
     model = make_model(512)
     before = model.lm_head.weight
     adopt_vocabulary(model, map_vocabulary(tokenizer, tokenizer, "teacher"), "teacher")
-    assert model.lm_head.weight is before, "nothing is copied where nothing has to change"
+    assert model.lm_head.weight is before

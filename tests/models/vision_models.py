@@ -1,4 +1,4 @@
-"""A tiny model of text and pictures, for tests that train its text model alone."""
+"""Tiny vision-language model for tests of text-only training."""
 
 from __future__ import annotations
 

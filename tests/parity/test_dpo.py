@@ -1,4 +1,4 @@
-"""Our preference training against TRL's on the same rows, where the options coincide: one trajectory."""
+"""DPO trajectory against TRL's ``DPOTrainer`` on the same rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from recipes_lib.training.trainers.dpo_trainer import DPOTrainer, build_objectiv
 from recipes_lib.training.trainers.pair_batches import build_pair_collator, choose_pair_attention
 from recipes_lib.training.trainers.trained_model import load_policy
 
-# TRL scores what a template writes behind the end of an answer too; this one writes nothing there.
+# TRL also scores tokens after the end of an answer; this template has none.
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -34,7 +34,7 @@ SHARED: dict[str, Any] = {
     "learning_rate": 3e-4,
     "lr_scheduler_type": "cosine",
     "warmup_steps": 3,
-    "max_steps": 20,
+    "max_steps": 10,
     "seed": 3,
     "logging_steps": 1,
     "bf16": False,
@@ -45,16 +45,22 @@ SHARED: dict[str, Any] = {
     "max_grad_norm": 0.7,
     "beta": 0.2,
 }
-CUTS = {"accumulated": (2, 2), "at once": (4, 1)}
-LOSSES: dict[str, dict[str, Any]] = {
-    "dpo": {"loss_type": ["sigmoid"]},
-    # TRL takes the mean over tokens of a micro-batch, and ours of a step: the same where a step is one batch.
-    "rpo": {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3], "ld_alpha": 0.5},
+DPO: dict[str, Any] = {
+    "loss_type": ["sigmoid"],
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+}
+# TRL averages over the tokens of a micro-batch, ours over those of a step: equal without accumulation.
+RPO: dict[str, Any] = {
+    "loss_type": ["sigmoid", "sft"],
+    "loss_weights": [1.0, 0.3],
+    "ld_alpha": 0.5,
+    "per_device_train_batch_size": 4,
 }
 
 
 def write_rows(layout: str, path: Path) -> None:
-    """Sixteen pairs of unequal length, either answer the longer."""
+    """Write sixteen pairs of unequal lengths, in some of which the rejected answer is longer."""
     rows = []
     for n in range(16):
         prompt = f"What is {n} times {n + 3}? " * (1 + n % 3)
@@ -96,7 +102,7 @@ def train_trl(model_dir: Path, folder: Path, keys: dict[str, Any]) -> list[dict[
 
 
 def train_ours(model_dir: Path, folder: Path, output_dir: Path, **keys: Any) -> list[dict[str, float]]:
-    """Everything but the run's record and the export, as the recipe does it."""
+    """Train as the recipe does, without run record and export."""
     keys = SHARED | {
         "model_name_or_path": model_dir,
         "dataset_name": folder / "rows.jsonl",
@@ -104,7 +110,7 @@ def train_ours(model_dir: Path, folder: Path, output_dir: Path, **keys: Any) -> 
         "prepared_dir": output_dir / "prepared",
         **keys,
     }
-    config = load_config("dpo", [f"--{name}={_spell(value)}" for name, value in keys.items()])
+    config = load_config("dpo", [f"--{name}={_format_loss_types(value)}" for name, value in keys.items()])
     launch = read_launch()
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     data = load_pair_data(config, tokenizer)
@@ -130,21 +136,25 @@ def train_ours(model_dir: Path, folder: Path, output_dir: Path, **keys: Any) -> 
     return recorder.steps
 
 
-def _spell(value: Any) -> str:
+def _format_loss_types(value: Any) -> str:
     return json.dumps(value) if isinstance(value, list | bool) else str(value)
 
 
-@pytest.mark.parametrize(("layout", "loss", "cut"), [("chat", "dpo", "accumulated"), ("text", "rpo", "at once")])
-def test_the_trajectory_is_that_of_trl(layout: str, loss: str, cut: str, model_dir: Path, tmp_path: Path) -> None:
+# Each layout with and without a shared prompt, stored and computed log-probabilities: pairwise, not all eight.
+@pytest.mark.parametrize(
+    ("layout", "keys", "options"),
+    [("chat", DPO, [(True, True), (False, False)]), ("text", RPO, [(True, False), (False, True)])],
+    ids=["dpo", "rpo"],
+)
+def test_dpo_trajectory_equals_trl(
+    layout: str, keys: dict[str, Any], options: list[tuple[bool, bool]], model_dir: Path, tmp_path: Path
+) -> None:
     write_rows(layout, tmp_path / "rows.jsonl")
-    batch_size, accumulation = CUTS[cut]
-    keys = LOSSES[loss] | {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
     theirs = train_trl(model_dir, tmp_path, keys)
-    assert len(theirs) == 20
+    assert len(theirs) == SHARED["max_steps"]
     assert theirs[0]["loss"] - theirs[-1]["loss"] > 0.1
-    for is_shared in (True, False):
-        for is_stored in (True, False):
-            names = {"shared_prompt": is_shared, "precompute_ref_log_probs": is_stored}
-            ours = train_ours(model_dir, tmp_path, tmp_path / f"{is_shared} {is_stored}", **keys, **names)
-            for step, (expected, got) in enumerate(zip(theirs, ours, strict=True), 1):
-                assert got == pytest.approx(expected, rel=1e-5), f"{names}, step {step}"
+    for is_shared, is_stored in options:
+        names = {"shared_prompt": is_shared, "precompute_ref_log_probs": is_stored}
+        ours = train_ours(model_dir, tmp_path, tmp_path / f"{is_shared} {is_stored}", **keys, **names)
+        for step, (expected, got) in enumerate(zip(theirs, ours, strict=True), 1):
+            assert got == pytest.approx(expected, rel=1e-5), f"{names}, step {step}"

@@ -1,4 +1,4 @@
-"""The load-balancing loss of a mixture of experts is transformers' own, over real tokens, in every recipe."""
+"""Load-balancing loss of mixture-of-experts models against transformers' own, in every recipe."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LENGTHS = ((31, 4, 6), (9, 3), (5,))
 
 @pytest.fixture(scope="module")
 def experts_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Mixtral of four experts whose routers have made up their minds, so that their gradients are large."""
+    """A random Mixtral of four experts with confident routers, so that their gradients are large."""
     config = MixtralConfig(
         vocab_size=512,
         hidden_size=32,
@@ -72,7 +72,7 @@ def compute_expected(folder: Path, micro_batches: list[list[Any]], head: str) ->
 
 
 def compute_share(trainer: Any, batches: list[Any]) -> tuple[float, dict[str, torch.Tensor]]:
-    """What a coefficient of 1 adds to loss and gradients of one step of the trainer."""
+    """Return what a coefficient of 1 adds to loss and gradients of one step of the trainer."""
     found = []
     trainer.state.max_steps = 1
     for coefficient in (1.0, 0.0):
@@ -114,8 +114,8 @@ def assert_equal(got: tuple[float, dict[str, torch.Tensor]], expected: tuple[flo
 
 @pytest.mark.parametrize("recipe", ["sft", "distill"])
 @pytest.mark.parametrize("placeholders", [0, 2])
-def test_in_the_recipes_over_tokens(experts_dir, tmp_path, recipe, placeholders) -> None:
-    """Micro-batches weigh their tokens; those that hold a place while the batch grows weigh nothing."""
+def test_aux_loss_of_token_recipes_equals_transformers(experts_dir, tmp_path, recipe, placeholders) -> None:
+    """Micro-batches are weighted by tokens; empty ones, as while the batch size grows, have no weight."""
     rows = make_rows()
     packs = make_packs(4)
     if recipe == "sft":
@@ -129,8 +129,8 @@ def test_in_the_recipes_over_tokens(experts_dir, tmp_path, recipe, placeholders)
     assert_equal(compute_share(trainer, batches), expected)
 
 
-def test_a_step_that_is_computed_again_has_the_same_loss(experts_dir, tmp_path) -> None:
-    """The second time, too, a micro-batch is weighted by the tokens of the whole step."""
+def test_recomputed_step_has_equal_aux_loss(experts_dir, tmp_path) -> None:
+    """In the recomputation too, a micro-batch is weighted by the tokens of the whole step."""
     keys = {"max_steps": 2, "save_strategy": "no", "gradient_accumulation_steps": 2}
     trainer, _ = make_guarded(experts_dir, tmp_path, make_packs(8), guards=GuardsConfig(verify_steps=1), **keys)
     trainer.router_aux_loss_coef = 0.5
@@ -139,7 +139,7 @@ def test_a_step_that_is_computed_again_has_the_same_loss(experts_dir, tmp_path) 
 
 
 @pytest.mark.parametrize("recipe", ["dpo", "reward"])
-def test_in_the_recipes_over_pairs(experts_dir, tmp_path, recipe) -> None:
+def test_aux_loss_of_pair_recipes_equals_transformers(experts_dir, tmp_path, recipe) -> None:
     pairs = make_pairs(5)
     if recipe == "dpo":
         trainer: Any = make_pair_trainer(experts_dir, tmp_path / "run", pairs, setting=Setting(layout="separate"))[0]
@@ -163,14 +163,14 @@ def test_in_the_recipes_over_pairs(experts_dir, tmp_path, recipe) -> None:
         [[*pair["prompt_ids"], *pair[f"{answer}_ids"]] for pair in part for answer in ("chosen", "rejected")]
         for part in parts
     ]
-    # A repeated batch, at the end of an epoch, adds nothing.
+    # A masked repetition, as at the end of an epoch, adds nothing.
     batches.append(trainer.mask_batch(batches[0]))
     assert_equal(compute_share(trainer, batches), compute_expected(experts_dir, documents, "lm_head"))
 
 
 @pytest.mark.parametrize("layout", ["shared", "separate"])
-def test_padding_of_pairs_changes_nothing(experts_dir, layout) -> None:
-    """Where two answers share a prompt no upstream model is a reference; a row without padding is one."""
+def test_aux_loss_of_pairs_ignores_padding(experts_dir, layout) -> None:
+    """No upstream model has shared prompts, so the reference is a row without padding."""
     model = AutoModelForCausalLM.from_pretrained(experts_dir).eval()
     add_loss_head(model)
     pairs = make_pairs(1)

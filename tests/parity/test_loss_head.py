@@ -1,4 +1,4 @@
-"""The loss head against each architecture's own loss in transformers, values and gradients."""
+"""The loss head against each architecture's own loss in transformers: values and gradients."""
 
 from __future__ import annotations
 
@@ -66,15 +66,15 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "granite": GraniteConfig(**SHAPE, logits_scaling=4.0, embedding_multiplier=2.0),
     "phi_with_bias": PhiConfig(**SHAPE),
     "gpt_neox": GPTNeoXConfig(**WITHOUT_HEAD_DIM, attention_dropout=0.0, hidden_dropout=0.0),
-    # Its layers are dense, whatever the loss of experts that the configuration asks for.
+    # Dense layers, though the configuration requests a loss of experts.
     "doge": DogeConfig(**WITHOUT_HEAD_DIM, output_router_logits=True, router_aux_loss_coef=0.3),
-    # The name of its backbone is not that which transformers looks for.
+    # Its backbone is not at ``base_model_prefix``.
     "llama4": Llama4TextConfig(**SHAPE, intermediate_size_mlp=64, num_local_experts=2),
 }
 
 
 def make_model(name: str) -> PreTrainedModel:
-    """A random model whose logits are far from uniform, so that a forgotten factor shows."""
+    """A random model whose logits are far from uniform, so that a missing factor is detected."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]))
     for parameter in model.parameters():
@@ -96,12 +96,13 @@ def gradients_of(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-# Of 17 tokens the backbone reads 16 where it can.
-@pytest.mark.parametrize("length", [12, 17])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_loss_and_gradients_are_those_of_the_model(name: str, length: int) -> None:
+# Of 17 tokens, the backbone reads the first 16, except in models with an auxiliary loss over all tokens.
+@pytest.mark.parametrize(
+    ("name", "length"), [*((name, 12) for name in CONFIGS), *((name, 17) for name in ("llama", "gemma2", "mixtral"))]
+)
+def test_loss_and_gradients_equal_transformers(name: str, length: int) -> None:
     model, batch = make_model(name), make_batch(length)
-    torch.manual_seed(1)  # Phi's router draws the experts.
+    torch.manual_seed(1)  # Phi's router samples the experts.
     own = model(**batch, use_cache=False)
     expected = gradients_of(own.loss, model)
     verify_against = own.loss.detach()
@@ -125,7 +126,7 @@ def test_loss_and_gradients_are_those_of_the_model(name: str, length: int) -> No
 
 
 @pytest.mark.parametrize("length", [12, 17])
-def test_the_places_of_targets_are_those_of_their_rows(length: int) -> None:
+def test_target_positions_give_equal_loss(length: int) -> None:
     model, batch = make_model("llama"), make_batch(length)
     add_loss_head(model)
     places = (batch["labels"][:, 1:].flatten() >= 0).nonzero().squeeze(1)
@@ -135,14 +136,14 @@ def test_the_places_of_targets_are_those_of_their_rows(length: int) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_verification_passes_for_every_supported_architecture(name: str) -> None:
+def test_verify_loss_head_accepts_every_supported_architecture(name: str) -> None:
     model = make_model(name).train()
     add_loss_head(model)
     verify_loss_head(model)
     assert model.training
 
 
-def test_aux_loss_comes_only_from_models_that_ask_for_it() -> None:
+def test_aux_loss_only_with_output_router_logits() -> None:
     config = copy.deepcopy(CONFIGS["mixtral"])
     config.output_router_logits = False
     model = AutoModelForCausalLM.from_config(config)
@@ -150,7 +151,7 @@ def test_aux_loss_comes_only_from_models_that_ask_for_it() -> None:
     assert model(**make_batch(), loss_head=True).aux_loss is None
 
 
-def test_the_sums_are_those_of_trl_s_fused_head() -> None:
+def test_loss_sums_equal_trl_fused_head() -> None:
     from trl.trainer.utils import add_fused_lm_head
 
     model, batch = make_model("gemma3"), make_batch()

@@ -1,7 +1,8 @@
-"""Every preference loss against TRL's own trainers, on one tiny model and the same rows: values, gradients, metrics."""
+"""Every preference loss against TRL's trainers on one tiny model: values, gradients and metrics."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,14 +31,15 @@ from recipes_lib.models.heads.loss_head import add_loss_head
 
 NUM_PAIRS = 4
 TRL_LOSSES = [name for name in PREFERENCE_LOSSES if name not in ("simpo", "orpo")]
-WITH_DIVERGENCE = ["sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"]
+DIVERGENCES = ("forward_kl", "js_divergence", "alpha_divergence")
+WITH_DIVERGENCE = ["sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"]
 SMOOTHING = {"exo_pair": 0.02, "robust": 0.1, "aot": 0.2, "aot_unpaired": 0.2}
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 @pytest.fixture(scope="module")
 def trainer(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> DPOTrainer:
-    """TRL's trainer with a policy that has left its reference."""
+    """TRL's trainer with a policy that differs from its reference."""
     rows = datasets.Dataset.from_dict({"prompt": ["Say"], "chosen": [" yes"], "rejected": [" no"]})
     args = DPOConfig(
         str(tmp_path_factory.mktemp("trl")),
@@ -77,7 +79,7 @@ def reference(tiny_model_dir: Path) -> nn.Module:
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, Tensor]:
-    """Pairs in which either answer is the longer, and one prompt of a single token."""
+    """Pairs with a longer chosen, a longer rejected or equal answers, and one prompt of a single token."""
     generator = torch.Generator().manual_seed(1)
     lengths = [(3, 4, 7), (5, 6, 2), (1, 1, 5), (4, 3, 3)]
     examples = [
@@ -146,26 +148,24 @@ def gradients_of(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
 
 CASES: list[tuple[list[str], dict[str, Any]]] = [
     *(([name], {"label_smoothing": SMOOTHING.get(name, 0.0)}) for name in TRL_LOSSES),
-    *(([name], {"label_smoothing": SMOOTHING.get(name, 0.0), "ld_alpha": 0.4}) for name in TRL_LOSSES),
+    # Per token, per sequence and of the NLL: ld_alpha is applied before the losses.
+    *(([name], {"ld_alpha": 0.4}) for name in ("sigmoid", "ipo", "sft")),
+    # The divergence is applied before the losses too: each loss with one, sigmoid with all.
+    *((["sigmoid"], {"f_divergence_type": divergence}) for divergence in DIVERGENCES),
     *(
         ([name], {"label_smoothing": SMOOTHING.get(name, 0.0), "f_divergence_type": divergence})
-        for name in WITH_DIVERGENCE
-        for divergence in ("forward_kl", "js_divergence", "alpha_divergence")
+        for name, divergence in zip(WITH_DIVERGENCE, itertools.cycle(DIVERGENCES), strict=False)
     ),
     *((["sigmoid"], {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": c}) for c in (0.0, 1.0, 1.7)),
-    # TRL fails on these with weights: it writes to an expanded tensor, or to one that backward needs, or refuses.
-    *(
-        ([name], {"label_smoothing": SMOOTHING.get(name, 0.0), "use_weighting": True})
-        for name in TRL_LOSSES
-        if name not in ("sft", "hinge", "aot", "aot_unpaired")
-    ),
+    # With weights, TRL fails on sft and hinge, and refuses aot.
+    *(([name], {"use_weighting": True}) for name in ("sigmoid", "ipo", "sppo_hard")),
     (["sigmoid", "bco_pair", "sft"], {"loss_weights": [0.8, 0.2, 1.5]}),
     (["sigmoid", "nca_pair"], {"loss_weights": [0.8, 0.2], "use_weighting": True, "ld_alpha": 0.0, "beta": 0.05}),
 ]
 
 
 @pytest.mark.parametrize(("names", "settings"), CASES, ids=lambda value: str(value).replace("'", ""))
-def test_values_and_gradients_are_those_of_trl(
+def test_preference_losses_and_gradients_equal_trl(
     names: list[str],
     settings: dict[str, Any],
     trainer: DPOTrainer,
@@ -184,7 +184,7 @@ def test_values_and_gradients_are_those_of_trl(
 
 
 @pytest.mark.parametrize("ld_alpha", [None, 0.4])
-def test_metrics_are_those_of_trl(
+def test_preference_metrics_equal_trl(
     ld_alpha: float | None, trainer: DPOTrainer, policy: nn.Module, reference: nn.Module, rows: dict[str, Tensor]
 ) -> None:
     run_trl(trainer, rows, ["sigmoid"], ld_alpha=ld_alpha)
@@ -196,7 +196,7 @@ def test_metrics_are_those_of_trl(
         assert metrics[name].mean().item() == pytest.approx(trainer._metrics["train"][name][0], rel=1e-5), name
 
 
-def test_simpo_and_orpo_are_those_of_trl(policy: nn.Module, reference: nn.Module, rows: dict[str, Tensor]) -> None:
+def test_simpo_and_orpo_equal_trl(policy: nn.Module, reference: nn.Module, rows: dict[str, Tensor]) -> None:
     simpo, batch = run_ours(policy, reference, rows, ["simpo"], beta=2.0, simpo_gamma=0.7)
     orpo, _ = run_ours(policy, reference, rows, ["orpo"], beta=0.3)
     means = (batch.chosen_logps / batch.num_chosen_tokens, batch.rejected_logps / batch.num_rejected_tokens)
@@ -208,7 +208,7 @@ def test_simpo_and_orpo_are_those_of_trl(policy: nn.Module, reference: nn.Module
     torch.testing.assert_close(orpo, (-means[0] - weighted_log_odds).mean(), **CLOSE)
 
 
-def test_every_loss_of_trl_is_here(trainer: DPOTrainer, rows: dict[str, Tensor]) -> None:
+def test_every_loss_of_trl_is_implemented(trainer: DPOTrainer, rows: dict[str, Tensor]) -> None:
     with pytest.raises(ValueError, match="Unknown loss type") as refusal:
         run_trl(trainer, rows, ["nothing"])
     assert re.findall(r"'(\w+)'", str(refusal.value)) == TRL_LOSSES

@@ -1,4 +1,4 @@
-"""Our preparation and trainer against TRL's on the same chats, where the options coincide: one trajectory."""
+"""SFT preparation and trajectory against TRL's ``SFTTrainer`` on the same chats."""
 
 import datasets
 import pytest
@@ -113,7 +113,7 @@ def train_trl(model_dir, path, tmp_path, layout):
     return recorder.steps
 
 
-def test_the_trajectory_is_that_of_trl(rows, model_dir, tmp_path):
+def test_sft_trajectory_equals_trl(rows, model_dir, tmp_path):
     layout, path = rows
     ours = train_ours(model_dir, path, tmp_path)
     theirs = train_trl(model_dir, path, tmp_path, layout)

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from recipes_lib.losses.projection import (
@@ -176,6 +177,7 @@ class _ChunkedDistillation(torch.autograd.Function):
         return loss_sum, *figures
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         # In place, as in ``_ChunkedCrossEntropy``: a second backward pass raises.
         scaled = (None if gradient is None else gradient.mul_(upstream) for gradient in ctx.saved_tensors)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from recipes_lib.losses.projection import (
     LogitTransform,
@@ -136,6 +137,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return nll_sum, num_correct
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         # In place: a second (V, D) tensor would be allocated when activation memory is at its peak. If backward runs
         # again, autograd detects the modified saved tensors and raises.
@@ -270,6 +272,8 @@ class _ChunkedLogps(torch.autograd.Function):
                     # log sum p^2 = 2 log ||exp|| - 2 log total. A norm needs no second (n, V) tensor.
                     norm = torch.linalg.vector_norm(exponentials, dim=-1)
                     log_sum_sq_probs[rows] = 2 * (norm.log() - log_total.squeeze(1))
+                    # -inf, as of a masked token, times its probability of 0 would be NaN.
+                    logits.clamp_(min=torch.finfo(logits.dtype).min)
                     entropy[rows] = (log_total - logits.mul_(exponentials).sum(dim=-1, keepdim=True) / total).squeeze(1)
                 if ctx.keeps_gradient:
                     # The buffer becomes the gradient of the log-probabilities: one-hot minus softmax.

@@ -283,7 +283,7 @@ def build_cache(model: Any, num_tokens: int) -> DynamicCache | None:
 class PreallocatedLayer(DynamicLayer):
     """Preallocated KV cache of a layer, which appends in place; ``DynamicLayer`` copies the cache for every token.
 
-    Source: transformers' ``DynamicLayer``, equal in ``tests/models/generation/test_generation_cache.py``.
+    Source: transformers' ``DynamicLayer``, equal in ``tests/models/test_generation_cache.py``.
     """
 
     def __init__(self, num_tokens: int) -> None:

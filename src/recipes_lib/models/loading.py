@@ -40,7 +40,7 @@ from recipes_lib.files import read_record
 from recipes_lib.models.model_files import find_damage
 from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
 from recipes_lib.models.parallel.zero3 import register_gather_hooks
-from recipes_lib.models.quantization import keep_differentiable
+from recipes_lib.models.quantization import check_checkpoint_bits, keep_differentiable
 from recipes_lib.models.structure import freeze_outside_text
 from recipes_lib.shipped import find_shipped
 
@@ -135,6 +135,8 @@ def load_model_config(config: ModelConfig) -> tuple[PreTrainedConfig, Generation
         try:
             generation_config = GenerationConfig.from_pretrained(name, revision=config.model_revision or "main")
         except OSError:  # Many models have no generation_config.json; transformers derives it in the same way.
+            if (Path(name) / "generation_config.json").exists():  # Damaged: its stop tokens would be lost.
+                raise
             generation_config = GenerationConfig.from_model_config(model_config)
     return model_config, generation_config
 
@@ -213,6 +215,8 @@ def load_pretrained(
     # Before loading: with an index whose names match no tensors, transformers allocates tens of GB before it fails.
     if damage := find_damage(Path(name)):
         raise ConfigError(Problem("model_name_or_path", f"{name}: {damage}", "save or download the model again"))
+    if quantization and (faults := [*check_checkpoint_bits(name, load_model_config(config)[0], quantization)]):
+        raise ConfigError(*faults)
     with explained("model_name_or_path", name), without_report():
         loaded: Any = auto_class.from_pretrained(
             name,

@@ -14,6 +14,7 @@ from recipes_lib.files import read_record
 
 _WEIGHTS: Final = ("model*.safetensors", "adapter_model*.safetensors")
 _LFS: Final = b"version https://git-lfs"
+WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 MODEL_FILES: Final = (
     *(*_WEIGHTS, INDEX, "config.json", "adapter_config.json", "generation_config.json", "reward_scale.json"),
@@ -54,7 +55,10 @@ def find_damage(folder: Path) -> str | None:
     Only headers are read, since saving has verified every tensor.
     """
     weights, index = _list_weights(folder), folder / INDEX
-    if index.is_file():
+    if WEIGHTS in weights:
+        # transformers loads a whole file and ignores shards and their index, which an earlier save may have left.
+        weights = {name for name in weights if name == WEIGHTS or name.startswith("adapter_")}
+    elif index.is_file():
         try:
             weights |= set(map(str, read_record(index, {"weight_map": dict})["weight_map"].values()))
         except DataError as error:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, PreTrainedConfig
 
 from recipes_lib.config.schema import QuantizationConfig
 from recipes_lib.errors import ConfigError, Problem
@@ -56,6 +57,29 @@ def build_quantization_config(
         bnb_4bit_compute_dtype=compute_dtype,
         bnb_4bit_quant_storage=compute_dtype if engine else torch.uint8,
     )
+
+
+def check_checkpoint_bits(
+    name: str, model_config: PreTrainedConfig, requested: QuantizationConfig | BitsAndBytesConfig
+) -> Iterator[Problem]:
+    """Yield a problem if a checkpoint is quantised by bitsandbytes, and not to the requested bits.
+
+    transformers ignores the request and keeps the bits of the checkpoint.
+
+    Args:
+        name: Name of the model, for the message.
+        model_config: Configuration of its checkpoint.
+        requested: Requested number of bits.
+    """
+    saved = getattr(model_config, "quantization_config", None) or {}
+    if not isinstance(saved, dict) or saved.get("quant_method") != "bitsandbytes":
+        return
+    keys = ("load_in_4bit", "load_in_8bit")
+    held, wanted = ([key for key in keys if is_set(key)] for is_set in (saved.get, partial(getattr, requested)))
+    if held and held != wanted:
+        found = f"the checkpoint of {name} is quantised ({held[0]})" + (f", not to {wanted[0]}" if wanted else "")
+        remedy = f"set {held[0]}: true and use_peft: true, or name the model that it was made from"
+        yield Problem(wanted[0] if wanted else "model_name_or_path", found, remedy)
 
 
 def count_quantized_bytes(model: Any, config: QuantizationConfig) -> int | None:

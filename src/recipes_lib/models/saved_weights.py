@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,9 +13,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from recipes_lib.errors import DataError
 from recipes_lib.files import read_record
-from recipes_lib.models.model_files import INDEX
-
-WEIGHTS: Final = "model.safetensors"
+from recipes_lib.models.model_files import INDEX, WEIGHTS
 
 
 class BrokenSaveError(RuntimeError):
@@ -86,8 +83,8 @@ def _find_fault(tensor: Tensor, shape: torch.Size | None) -> str | None:
 
 
 def _read_index(folder: Path, weights: str) -> dict[str, str]:
-    """Return the file name of every saved tensor, from the index if there are shards."""
-    if (folder / INDEX).exists():
+    """Return the file name of every saved tensor, from the index if there are shards and no whole file."""
+    if (folder / INDEX).exists() and not (folder / weights).exists():
         weight_map: dict[str, str] = read_record(folder / INDEX, {"weight_map": dict})["weight_map"]
         return weight_map
     with safe_open(folder / weights, framework="pt") as tensors:

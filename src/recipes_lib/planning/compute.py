@@ -18,6 +18,7 @@ from recipes_lib.config.schema import ModelConfig, RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.architecture import find_model_config
 from recipes_lib.models.loading import choose_teacher, load_model_config, load_tokenizer
+from recipes_lib.models.quantization import check_checkpoint_bits
 from recipes_lib.models.structure import list_layer_configs
 
 FORWARD_AND_BACKWARD = 3
@@ -283,10 +284,15 @@ def find_planned_model(config: RecipeConfig) -> PreTrainedConfig:
     """Return the model configuration of a run; a tokenizer is loaded only if ``model_config`` has no ``vocab_size``.
 
     Raises:
-        ConfigError: ``model_config`` is invalid, or its vocabulary size is unknown.
+        ConfigError: ``model_config`` is invalid, or its vocabulary size is unknown; or the checkpoint is quantised to
+            other bits than the run.
     """
     if (architecture := config.model.model_config) is None:
-        return find_shape(config.model)
+        model_config = find_shape(config.model)
+        name = str(config.model.model_name_or_path)
+        if problems := [*check_checkpoint_bits(name, model_config, config.quantization)]:
+            raise ConfigError(*problems)
+        return model_config
     for key in ("num_hidden_layers", "vocab_size", "hidden_size"):
         # transformers builds such models, which have nothing to train.
         if isinstance(size := architecture.get(key, 1), int) and size < 1:

@@ -1,4 +1,4 @@
-"""Experts, which are one stack of matrices and no layers, get no adapter; nor does what PEFT would take for them."""
+"""LoRA on mixture-of-experts models: fused expert weights get no adapter, and PEFT's own expert handling is refused."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def qwen2_moe():
 
 
 def deepseek_v3():
-    """Its first layer is dense, and the second has a shared expert."""
+    """A model whose first layer is dense, and whose second has a shared expert."""
     heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
     return DeepseekV3ForCausalLM(
@@ -65,7 +65,7 @@ def list_adapted(model):
         (deepseek_v3, {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}),
     ],
 )
-def test_linear_layers_alone_get_an_adapter_whose_size_follows_from_theirs(build, expected):
+def test_lora_targets_linear_layers_only_with_expected_parameter_count(build, expected):
     layers = {name: module for name, module in build().named_modules() if isinstance(module, nn.Linear)}
     adapted = adapt(build())
     found = list_adapted(adapted)
@@ -75,11 +75,11 @@ def test_linear_layers_alone_get_an_adapter_whose_size_follows_from_theirs(build
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"init_lora_weights": "pissa"}, {"lora_dropout": 0.5}])
 @pytest.mark.parametrize("build", [mixtral, qwen3_moe])
-def test_every_kind_of_adapter_can_be_had(build, options):
+def test_every_adapter_option_trains_on_moe_model(build, options):
     assert {name.rpartition(".")[2] for name in list_adapted(adapt(build(), **options))} == ATTENTION
 
 
-def test_a_reward_model_of_experts_gets_none_on_its_head():
+def test_moe_reward_model_has_no_lora_on_score_head():
     adapted = add_adapter(
         qwen3_moe(Qwen3MoeForSequenceClassification, num_labels=1, pad_token_id=0),
         AdapterConfig(use_peft=True, lora_r=RANK, init_lora_weights="pissa"),
@@ -90,19 +90,19 @@ def test_a_reward_model_of_experts_gets_none_on_its_head():
 
 
 @pytest.mark.parametrize("build", [mixtral, qwen3_moe, deepseek_v3])
-def test_merged_weights_have_the_names_of_the_model_and_its_logits(build):
+def test_merged_weights_keep_names_and_logits_of_moe_model(build):
     model, other = build(), build()
     shapes = [(name, list(value.shape)) for name, value in model.named_parameters()]
     adapted = adapt(model)
     train(adapted)
     weights = dict(iterate_weights(adapted))
     assert [(name, list(value.shape)) for name, value in weights.items()] == shapes
-    other.load_state_dict(weights, strict=False)  # Buffers are those of the start.
+    other.load_state_dict(weights, strict=False)  # Buffers are not yielded.
     torch.testing.assert_close(compute_logits(other), compute_logits(adapted), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("build", [mixtral, deepseek_v3])
-def test_a_saved_adapter_is_loaded_by_peft_alone_as_it_was(build, tmp_path):
+def test_saved_moe_adapter_loads_in_plain_peft_with_equal_logits(build, tmp_path):
     model = build()
     model.save_pretrained(tmp_path / "base")
     adapted = adapt(type(model).from_pretrained(tmp_path / "base"))
@@ -119,14 +119,14 @@ def test_a_saved_adapter_is_loaded_by_peft_alone_as_it_was(build, tmp_path):
     ("build", "name"),
     [(deepseek_v3, "gate_proj"), (deepseek_v3, "shared_experts.down_proj"), (qwen3_moe, "gate"), (mixtral, "gate")],
 )
-def test_a_layer_that_peft_takes_for_experts_is_refused_by_its_name(build, name):
+def test_target_that_peft_treats_as_experts_is_refused_by_name(build, name):
     (problem,) = check_layers(build(), AdapterConfig(use_peft=True, lora_target_modules=["o_proj", name]))
     assert problem.where == "lora_target_modules"
     assert name in problem.found
     assert "experts" in problem.found
 
 
-def test_a_saved_adapter_of_experts_is_refused_and_has_no_weights_by_name(tmp_path):
+def test_saved_adapter_with_expert_weights_is_refused(tmp_path):
     model = qwen3_moe()
     stacked = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
     stacked.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""Weights for another program: those of the model as it answers, under its checkpoint's names, and no trace left."""
+"""Streaming of merged weights (``iterate_weights``): checkpoint names, logits, and an unchanged adapted model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def adapt(model, **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"use_rslora": True}])
-def test_another_model_with_them_answers_as_the_adapted_one(options):
+def test_model_loaded_from_merged_weights_has_logits_of_adapted_model(options):
     other, adapted = build_model("llama"), adapt(build_model("llama"), **options)
     before = {name: value.clone() for name, value in adapted.state_dict().items()}
     loaded = other.load_state_dict(dict(iterate_weights(adapted)))
@@ -34,21 +34,21 @@ def test_another_model_with_them_answers_as_the_adapted_one(options):
     torch.testing.assert_close(compute_logits(other), expected, rtol=0, atol=1e-5)
     with adapted.disable_adapter():
         assert not torch.allclose(expected, compute_logits(adapted), atol=1e-3)
-    # The trunk is a reference too: not a bit of it may move.
+    # The base is also the reference model, so it must not change.
     assert all(torch.equal(value, before[name]) for name, value in adapted.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied"])
 @pytest.mark.parametrize("is_adapted", [False, True])
-def test_each_comes_once_under_its_own_name_or_only_those_that_are_wanted(kind, is_adapted):
+def test_merged_weights_are_yielded_once_and_can_be_filtered_by_name(kind, is_adapted):
     model = build_model(kind)
     expected = [(name, value.shape) for name, value in model.named_parameters()]
-    given = adapt(copy.deepcopy(model)) if is_adapted else model
-    assert [(name, tensor.shape) for name, tensor in iterate_weights(given)] == expected
-    assert [name for name, _ in iterate_weights(given, {"model.norm.weight"})] == ["model.norm.weight"]
+    streamed = adapt(copy.deepcopy(model)) if is_adapted else model
+    assert [(name, tensor.shape) for name, tensor in iterate_weights(streamed)] == expected
+    assert [name for name, _ in iterate_weights(streamed, {"model.norm.weight"})] == ["model.norm.weight"]
 
 
-def test_trained_tokens_are_refused_rather_than_left_out():
+def test_trainable_tokens_are_refused_by_merging():
     settings = LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3])
     with pytest.raises(ValueError, match="fully trained modules or tokens"):
         dict(iterate_weights(get_peft_model(build_model("llama"), settings)))

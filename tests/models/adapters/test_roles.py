@@ -1,4 +1,4 @@
-"""Policy, critic, reference and reward model on one trunk: each is itself, and none disturbs the others."""
+"""Policy, reference, critic and reward model as adapters on one shared base."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def base_dir(tmp_path):
 @pytest.fixture
 def trunk(base_dir):
     model = LlamaForCausalLM.from_pretrained(base_dir)
-    alone = copy.deepcopy(model).eval()
+    base = copy.deepcopy(model).eval()
     adapted = add_adapter(model, AdapterConfig(use_peft=True, lora_r=4), seed=0)
     add_loss_head(model)
-    return alone, adapted, add_critic(adapted)
+    return base, adapted, add_critic(adapted)
 
 
 def save_scorer(base_dir, folder, **keys):
-    """An adapter with a score head, trained by chance; and what it says, by transformers and PEFT alone."""
+    """Save a random adapter with a score head; return its folder and its scores by plain transformers and PEFT."""
     base = AutoModelForSequenceClassification.from_pretrained(base_dir, num_labels=1)
     adapted = add_adapter(base, AdapterConfig(use_peft=True, lora_r=3, **keys), seed=1, task_type="SEQ_CLS").eval()
     with torch.no_grad():
@@ -48,7 +48,7 @@ def save_scorer(base_dir, folder, **keys):
 
 
 def train(adapted, critic, num_steps=3):
-    """Update both, each in its role, as PPO does."""
+    """Update policy and critic in their roles, as PPO does."""
     own = [p for n, p in adapted.named_parameters() if p.requires_grad and f".{CRITIC}." not in n]
     others = [p for n, p in adapted.named_parameters() if f".{CRITIC}." in n]
     policy, values = (torch.optim.SGD(group, lr=0.5) for group in (own, [*others, *critic.parameters()]))
@@ -63,18 +63,18 @@ def train(adapted, critic, num_steps=3):
         values.zero_grad()
 
 
-def test_the_reference_is_the_base_exactly_also_after_updates(trunk):
-    alone, adapted, critic = trunk
+def test_reference_logits_equal_base_bitwise_after_updates(trunk):
+    base, adapted, critic = trunk
     train(adapted, critic)
     with torch.no_grad():
-        expected = alone(input_ids=IDS).logits
+        expected = base(input_ids=IDS).logits
         with role(adapted, "reference"):
             assert torch.equal(adapted(input_ids=IDS).logits, expected)
         with role(adapted, "policy"):
             assert not torch.allclose(adapted(input_ids=IDS).logits, expected)
 
 
-def test_what_one_learns_does_not_move_the_other(trunk):
+def test_policy_and_critic_updates_are_independent(trunk):
     _, adapted, critic = trunk
 
     def read():
@@ -101,7 +101,7 @@ def test_what_one_learns_does_not_move_the_other(trunk):
 
 
 @pytest.mark.parametrize("name", ["policy", "critic", "reference", "reward"])
-def test_flags_and_the_active_adapter_are_what_they_were(trunk, name, base_dir, tmp_path):
+def test_roles_restore_requires_grad_and_active_adapter(trunk, name, base_dir, tmp_path):
     _, adapted, _ = trunk
     add_reward(adapted, save_scorer(base_dir, tmp_path / "scorer")[0])
     flags = {n: p.requires_grad for n, p in adapted.named_parameters()}
@@ -120,8 +120,8 @@ def test_flags_and_the_active_adapter_are_what_they_were(trunk, name, base_dir, 
 
 
 @pytest.mark.parametrize("keys", [{}, {"use_dora": True, "use_rslora": True}], ids=["lora", "dora"])
-def test_a_saved_scorer_says_on_the_trunk_what_it_said_on_a_base_of_its_own(trunk, base_dir, tmp_path, keys):
-    alone, adapted, critic = trunk
+def test_saved_reward_adapter_scores_equally_on_shared_base(trunk, base_dir, tmp_path, keys):
+    base, adapted, critic = trunk
     folder, expected = save_scorer(base_dir, tmp_path / "scorer", **keys)
     num_before = sum(p.numel() for p in adapted.parameters())
     reward = add_reward(adapted, folder)
@@ -132,12 +132,12 @@ def test_a_saved_scorer_says_on_the_trunk_what_it_said_on_a_base_of_its_own(trun
     # No second trunk: rank 3 in each of the fourteen linear layers, and DoRA's magnitudes.
     added = {name: p for name, p in adapted.named_parameters() if f".{REWARD}." in name}
     assert sum(p.numel() for p in adapted.parameters()) - num_before == sum(p.numel() for p in added.values())
-    sizes = [sum(m.weight.shape) for m in alone.model.modules() if isinstance(m, torch.nn.Linear)]
+    sizes = [sum(m.weight.shape) for m in base.model.modules() if isinstance(m, torch.nn.Linear)]
     assert sum(p.numel() for name, p in added.items() if "lora_A" in name or "lora_B" in name) == 3 * sum(sizes)
     assert not any(p.requires_grad for p in [*added.values(), *reward.parameters()])
 
 
-def test_a_critic_begins_as_a_saved_scorer_and_leaves_it(base_dir, tmp_path):
+def test_critic_starts_from_saved_reward_adapter_and_trains_separately(base_dir, tmp_path):
     folder, expected = save_scorer(base_dir, tmp_path / "scorer")
     model = LlamaForCausalLM.from_pretrained(base_dir)
     adapted = add_adapter(model, AdapterConfig(use_peft=True, lora_r=4), seed=0)
@@ -152,7 +152,7 @@ def test_a_critic_begins_as_a_saved_scorer_and_leaves_it(base_dir, tmp_path):
     drop_scorers(adapted)
 
 
-def test_an_adapter_that_lacks_weights_is_no_scorer(trunk, base_dir, tmp_path):
+def test_adapter_without_score_head_is_refused_as_reward_model(trunk, base_dir, tmp_path):
     _, adapted, _ = trunk
     causal = add_adapter(LlamaForCausalLM.from_pretrained(base_dir), AdapterConfig(use_peft=True), seed=0)
     causal.save_pretrained(tmp_path / "causal")

@@ -1,4 +1,4 @@
-"""A saved adapter is loaded whole, on the base that it was trained on, or refused with the reason."""
+"""Loading of saved adapters on the base they were trained on, and refusals with the reason."""
 
 import json
 import shutil
@@ -14,19 +14,28 @@ from transformers import LlamaForSequenceClassification
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters.lora import add_adapter, load_adapter, read_adapter_state
+from recipes_lib.models.adapters.saved import iterate_weights
 
 WEIGHTS = "adapter_model.safetensors"
 
 
-@pytest.fixture(params=[None, ["embed_tokens"]], ids=["low rank", "embedding too"])
-def saved(request, tmp_path):
+@pytest.fixture(scope="module", params=[None, ["embed_tokens"]], ids=["low-rank", "with-embedding"])
+def trained(request, tmp_path_factory):
     """Base, adapter folder, and the logits of the model that was saved."""
-    base = save_model("tied", tmp_path)
+    folder = tmp_path_factory.mktemp("trained")
+    base = save_model("tied", folder)
     config = AdapterConfig(use_peft=True, lora_r=4, lora_dropout=0.5, lora_modules_to_save=request.param)
     adapted = add_adapter(load_model(base), config, seed=0)
     train(adapted)
-    adapted.save_pretrained(tmp_path / "an adapter")
-    return base, tmp_path / "an adapter", compute_logits(adapted)
+    adapted.save_pretrained(folder / "an adapter")
+    return base, folder / "an adapter", compute_logits(adapted)
+
+
+@pytest.fixture
+def saved(trained, tmp_path):
+    """``trained`` with a copy of the adapter's folder that a test may change."""
+    base, folder, logits = trained
+    return base, shutil.copytree(folder, tmp_path / folder.name), logits
 
 
 def edit_settings(folder, **changes):
@@ -40,7 +49,7 @@ def edit_weights(folder, change):
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
-def problem_of(base, folder, **options):
+def load_problem(base, folder, **options):
     with pytest.raises(ConfigError) as caught:
         load_adapter(load_model(base), str(folder), **options)
     (problem,) = caught.value.problems
@@ -48,7 +57,7 @@ def problem_of(base, folder, **options):
     return problem
 
 
-def test_it_goes_on_from_where_it_was_with_the_dropout_of_the_training_that_goes_on(saved):
+def test_saved_adapter_resumes_with_dropout_of_new_configuration(saved):
     base, folder, logits = saved
     config = AdapterConfig(use_peft=True, adapter_name_or_path=str(folder))
     adapted = add_adapter(load_model(base), config, seed=0)
@@ -62,7 +71,7 @@ def test_it_goes_on_from_where_it_was_with_the_dropout_of_the_training_that_goes
     assert all(not torch.equal(before[name], tensor) for name, tensor in read_adapter_state(adapted).items())
 
 
-def test_to_be_used_it_is_frozen_and_the_same_as_plain_peft_loads(saved):
+def test_loaded_adapter_is_frozen_and_equals_plain_peft(saved):
     base, folder, logits = saved
     adapted = load_adapter(load_model(base), str(folder))
     assert torch.equal(compute_logits(adapted), logits)
@@ -70,29 +79,29 @@ def test_to_be_used_it_is_frozen_and_the_same_as_plain_peft_loads(saved):
     assert not any(parameter.requires_grad for parameter in adapted.parameters())
 
 
-def test_weights_saved_in_sixteen_bits_are_trained_in_thirty_two(saved):
+def test_bfloat16_adapter_is_trained_in_float32(saved):
     base, folder, _ = saved
     edit_weights(folder, lambda tensors: tensors.update({name: t.bfloat16() for name, t in tensors.items()}))
     adapted = load_adapter(load_model(base), str(folder), is_trainable=True)
     assert {parameter.dtype for parameter in adapted.parameters() if parameter.requires_grad} == {torch.float32}
 
 
-def test_another_base_is_refused_by_name_and_accepted_when_told_to(saved, tmp_path):
+def test_different_base_is_refused_unless_on_any_base(saved, tmp_path):
     base, folder, logits = saved
     other = shutil.copytree(base, tmp_path / "other")
-    problem = problem_of(other, folder)
+    problem = load_problem(other, folder)
     assert str(base) in problem.found
     assert str(other) in problem.found
     assert torch.equal(compute_logits(load_adapter(load_model(other), str(folder), on_any_base=True)), logits)
 
 
-def test_the_same_folder_by_another_path_is_the_same_base(saved, tmp_path, monkeypatch):
+def test_base_is_recognised_under_relative_path(saved, monkeypatch):
     base, folder, _ = saved
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(base.parent)
     load_adapter(load_model(base.name), str(folder))
 
 
-def test_another_commit_of_the_base_is_refused_where_both_are_known(saved):
+def test_base_at_different_commit_is_refused_if_both_are_known(saved):
     base, folder, _ = saved
     model = load_model(base)
     model.config._commit_hash = "a" * 40
@@ -105,7 +114,7 @@ def test_another_commit_of_the_base_is_refused_where_both_are_known(saved):
     assert caught.value.problems[0].remedy == f"set model_revision: {'b' * 40}"
 
 
-def test_an_adapter_without_a_task_fits_any(saved):
+def test_adapter_without_task_type_is_accepted(saved):
     base, folder, logits = saved
     edit_settings(folder, task_type=None)
     adapted = load_adapter(load_model(base), str(folder), is_trainable=True)
@@ -122,53 +131,97 @@ def test_an_adapter_without_a_task_fits_any(saved):
         ({"init_lora_weights": "olora"}, "no file contains"),
         ({"init_lora_weights": "corda"}, "no file contains"),
         ({"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}, "no file contains"),
+        ({"lora_bias": True}, "trains biases of B"),
         ({"layer_replication": [[0, 2], [1, 2]]}, "replicates layers"),
     ],
 )
-def test_what_cannot_be_loaded_as_it_was_is_refused(saved, changes, found):
+def test_unsupported_adapter_settings_are_refused(saved, changes, found):
     base, folder, _ = saved
     edit_settings(folder, **changes)
-    assert found in problem_of(base, folder).found
+    assert found in load_problem(base, folder).found
 
 
-def test_another_kind_of_adapter_is_refused(tmp_path):
+FOREIGN = {
+    "rank_and_alpha_pattern": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {r".*layers\.1\..*v_proj": 5}},
+    "rslora": {"use_rslora": True},
+    "all-linear": {"target_modules": "all-linear"},
+    "regex": {"target_modules": r".*\.(q|v)_proj"},
+    "layers_to_transform": {"layers_to_transform": [1], "layers_pattern": "layers"},
+    "embeddings_with_dora": {"target_modules": ["embed_tokens", "lm_head", "q_proj"], "use_dora": True},
+    "modules_to_save": {"modules_to_save": ["norm", "lm_head"]},
+}
+
+
+def save_foreign(folder, kind, **options):
+    """Save a base and a random adapter by plain PEFT; return the base's folder, the adapter's and the logits."""
+    base = save_model(kind, folder)
+    settings = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    adapted = peft.get_peft_model(load_model(base), peft.LoraConfig(**settings | options))
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) / 20)
+    adapted.save_pretrained(folder / "foreign")
+    return base, folder / "foreign", compute_logits(adapted)
+
+
+@pytest.mark.parametrize("options", FOREIGN.values(), ids=FOREIGN)
+def test_adapter_of_plain_peft_is_loaded_and_merged_with_equal_logits(tmp_path, options):
+    base, folder, logits = save_foreign(tmp_path, "llama", **options)
+    adapted = load_adapter(load_model(base), str(folder), is_trainable=True)
+    assert torch.equal(compute_logits(adapted), logits)
+    other = load_model(base)
+    if "modules_to_save" not in options:
+        other.load_state_dict(dict(iterate_weights(adapted)))
+        torch.testing.assert_close(compute_logits(other), logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(compute_logits(adapted.merge_and_unload()), logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("layer", ["embed_tokens", "lm_head"])
+def test_low_rank_matrices_on_tied_embeddings_are_refused(tmp_path, layer):
+    """PEFT merges them into the shared matrix, which changes the other embedding too."""
+    base, folder, _ = save_foreign(tmp_path, "tied", target_modules=["q_proj", layer])
+    assert "low-rank matrices on tied embeddings" in load_problem(base, folder).found
+
+
+def test_adapter_other_than_lora_is_refused(tmp_path):
     base = save_model("llama", tmp_path)
     settings = peft.IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
     peft.get_peft_model(load_model(base), settings).save_pretrained(tmp_path / "adapter")
-    assert "IA3 adapter" in problem_of(base, tmp_path / "adapter").found
+    assert "IA3 adapter" in load_problem(base, tmp_path / "adapter").found
 
 
-def test_a_weight_too_few_or_too_many_is_an_error_and_not_a_warning(saved):
+def test_missing_and_unexpected_adapter_weights_are_errors(saved):
     base, folder, _ = saved
     name = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
     edit_weights(folder, lambda tensors: tensors.pop(name))
-    assert name in problem_of(base, folder).found
+    assert name in load_problem(base, folder).found
     edit_weights(folder, lambda tensors: tensors.update({name: torch.zeros(16, 4), "extra": torch.zeros(1)}))
-    assert "extra" in problem_of(base, folder).found
+    assert "extra" in load_problem(base, folder).found
 
 
-def test_a_weight_of_another_shape_is_an_error(saved):
+def test_adapter_weight_of_wrong_shape_is_an_error(saved):
     base, folder, _ = saved
     edit_settings(folder, r=8)
-    assert "size mismatch" in problem_of(base, folder).found or "shape" in problem_of(base, folder).found
+    assert "size mismatch" in load_problem(base, folder).found or "shape" in load_problem(base, folder).found
 
 
-def test_pickled_weights_are_never_opened(saved):
+def test_pickled_adapter_weights_are_never_opened(saved):
     base, folder, _ = saved
     torch.save(load_file(folder / WEIGHTS), folder / "adapter_model.bin")
     (folder / WEIGHTS).unlink()
-    assert "has no adapter_model.safetensors" in problem_of(base, folder).found
+    assert "has no adapter_model.safetensors" in load_problem(base, folder).found
 
 
-@pytest.mark.parametrize("name", ["nobody/nothing", "not/a/hub/id", "{}"])
-def test_an_adapter_that_is_not_there_is_told_in_one_line(saved, tmp_path, name):
+@pytest.mark.parametrize("name", ["owner/missing", "not/a/hub/id", "{}"])
+def test_missing_adapter_is_reported_in_one_line(saved, tmp_path, name):
     base = saved[0]
-    problem = problem_of(base, name.format(tmp_path))
+    problem = load_problem(base, name.format(tmp_path))
     assert "\n" not in problem.found
     assert problem.remedy
 
 
-def test_a_classifier_has_its_head_trained_and_saved_with_the_adapter(tmp_path):
+def test_classification_head_is_trained_and_saved_with_adapter(tmp_path):
     base = save_model("llama", tmp_path)
     model = LlamaForSequenceClassification.from_pretrained(base, num_labels=1, pad_token_id=0)
     adapted = add_adapter(model, AdapterConfig(use_peft=True), seed=0, task_type="SEQ_CLS")
@@ -178,4 +231,4 @@ def test_a_classifier_has_its_head_trained_and_saved_with_the_adapter(tmp_path):
     again = LlamaForSequenceClassification.from_pretrained(base, num_labels=1, pad_token_id=0)
     reloaded = load_adapter(again, str(tmp_path / "adapter"), task_type="SEQ_CLS")
     assert torch.equal(compute_logits(reloaded), compute_logits(adapted))
-    assert "SEQ_CLS" in problem_of(base, tmp_path / "adapter").found
+    assert "SEQ_CLS" in load_problem(base, tmp_path / "adapter").found

@@ -1,4 +1,4 @@
-"""A wrong layer or an impossible adapter is told with what to write instead, and everything at once."""
+"""Validation of adapter targets and options against the model, with every problem at once."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def problems_of(model, **keys):
         {"init_lora_weights": "orthogonal", "lora_r": 32},
     ],
 )
-def test_what_a_model_has_is_accepted(keys):
+def test_existing_layers_are_accepted(keys):
     assert problems_of(build_model("llama"), **keys) == []
 
 
@@ -55,25 +55,25 @@ def test_what_a_model_has_is_accepted(keys):
         ({"init_lora_weights": "pissa", "lora_r": 9}, "lora_r", "at most 8", "write 8 or less"),
     ],
 )
-def test_what_it_has_not_is_told_with_a_remedy(keys, where, found, remedy):
+def test_invalid_targets_and_options_are_reported_with_remedy(keys, where, found, remedy):
     (problem,) = problems_of(build_model("llama"), **keys)
     assert problem.where == where
     assert found in problem.found
     assert remedy in problem.remedy
 
 
-def test_everything_is_told_at_once():
+def test_all_problems_are_reported_at_once():
     keys = {"lora_target_modules": ["q_porj", "q_proj", "nrom"], "lora_modules_to_save": ["nothing"]}
     assert len(problems_of(build_model("llama"), **keys, init_lora_weights="orthogonal", lora_r=5)) == 4
 
 
-def test_olora_is_refused_where_peft_would_make_matrices_of_the_wrong_shape():
+def test_olora_is_refused_on_transposed_weights():
     (problem,) = problems_of(build_model("gpt2"), init_lora_weights="olora", lora_r=4)
     assert problem.where == "init_lora_weights"
     assert problems_of(build_model("gpt2"), init_lora_weights="pissa", lora_r=4) == []
 
 
-def test_all_linear_layers_but_the_head_are_meant_unless_some_are_named():
+def test_default_targets_are_all_linear_layers_except_output_projection():
     model = build_model("llama")
     assert len(find_targets(model, AdapterConfig())) == 2 * 7
     assert "lm_head" not in find_targets(model, AdapterConfig())
@@ -91,7 +91,7 @@ def test_all_linear_layers_but_the_head_are_meant_unless_some_are_named():
     ],
     ids=lambda config: config.model_type,
 )
-def test_every_adapter_of_the_default_layers_learns(config):
+def test_every_default_target_receives_gradient(config):
     torch.manual_seed(0)
     adapted = add_adapter(AutoModelForCausalLM.from_config(config), AdapterConfig(use_peft=True, lora_r=2), seed=0)
     ids = torch.arange(2, 14)[None]
@@ -99,12 +99,12 @@ def test_every_adapter_of_the_default_layers_learns(config):
     assert [name for name, value in adapted.named_parameters() if value.requires_grad and value.grad is None] == []
 
 
-def test_a_name_means_a_whole_part_of_the_path():
+def test_module_name_matches_whole_path_components():
     assert set(find_modules(build_model("llama"), "q_proj")) == {f"model.layers.{n}.self_attn.q_proj" for n in range(2)}
     assert find_modules(build_model("llama"), "_proj") == {}
 
 
-def test_only_gpt2_stores_its_weights_transposed():
+def test_transposed_weights_are_detected_for_gpt2_only():
     assert stores_transposed(build_model("gpt2"), AdapterConfig())
     assert not stores_transposed(build_model("llama"), AdapterConfig())
     assert build_model("gpt2").transformer.h[0].attn.c_attn.weight.shape == torch.Size([16, 48])

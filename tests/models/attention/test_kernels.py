@@ -1,4 +1,4 @@
-"""Packed documents are proved apart, per kernel and architecture, and what cannot keep them apart is refused."""
+"""Isolation of packed documents per attention kernel and architecture, and the selection of a kernel."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def make_model(config: PreTrainedConfig, kernel: str, device: torch.device = CPU
     return AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=kernel).eval().to(device)
 
 
-def logits_of(model: PreTrainedModel, kernel: str, *documents: Tensor) -> list[Tensor]:
-    """Logits per document, packed as the training batch is; what is proved must not be proved by its own code."""
+def compute_document_logits(model: PreTrainedModel, kernel: str, *documents: Tensor) -> list[Tensor]:
+    """Logits per document of one packed row, which is built independently of the code under test."""
     lengths = torch.tensor([len(document) for document in documents])
     batch: dict[str, Any] = {
         "input_ids": torch.cat(documents)[None],
@@ -102,27 +102,27 @@ def make_documents(seed: int = 0) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("name", "kernel"), PAIRS)
-def test_a_packed_document_has_the_logits_it_has_alone(name: str, kernel: str) -> None:
+def test_packed_document_has_logits_of_unpacked_document(name: str, kernel: str) -> None:
     model, documents = make_model(CONFIGS[name], kernel), make_documents()
     reference = make_model(CONFIGS[name], "eager")
-    for packed, document in zip(logits_of(model, kernel, *documents), documents, strict=True):
+    for packed, document in zip(compute_document_logits(model, kernel, *documents), documents, strict=True):
         with torch.no_grad():
             alone = reference(input_ids=document[None], use_cache=False).logits[0]
         torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("name", "kernel"), PAIRS)
-def test_changing_one_document_leaves_the_others_bit_equal(name: str, kernel: str) -> None:
+def test_changed_document_leaves_other_documents_bitwise_equal(name: str, kernel: str) -> None:
     model, documents = make_model(CONFIGS[name], kernel), make_documents()
-    before = logits_of(model, kernel, *documents)
+    before = compute_document_logits(model, kernel, *documents)
     for index, replacement in enumerate(make_documents(seed=1)):
-        after = logits_of(model, kernel, *documents[:index], replacement, *documents[index + 1 :])
+        after = compute_document_logits(model, kernel, *documents[:index], replacement, *documents[index + 1 :])
         unchanged = [torch.equal(left, right) for left, right in zip(before, after, strict=True)]
         assert unchanged == [other != index for other in range(len(documents))]
 
 
 @pytest.mark.parametrize(("name", "kernel"), PAIRS)
-def test_isolation_is_proved_on_the_model_itself(name: str, kernel: str) -> None:
+def test_verify_isolation_accepts_isolating_kernels(name: str, kernel: str) -> None:
     model = make_model(CONFIGS[name], kernel).train()
     state = torch.get_rng_state()
     verify_isolation(model, LAYOUTS[kernel])
@@ -131,12 +131,12 @@ def test_isolation_is_proved_on_the_model_itself(name: str, kernel: str) -> None
 
 
 @pytest.mark.parametrize("name", MIXING)
-def test_a_leak_is_found_by_running_the_model(name: str) -> None:
+def test_verify_isolation_detects_leaking_kernel(name: str) -> None:
     with pytest.raises(ConfigError, match="does not keep its logits"):
         verify_isolation(make_model(MIXING[name], "eager"), "rows")
 
 
-def test_a_cache_or_a_mask_of_ones_leaks_and_is_found() -> None:
+def test_verify_isolation_detects_cache_and_mask_of_ones() -> None:
     for extra in ({"use_cache": True}, {"attention_mask": torch.ones(1, 16, dtype=torch.long)}):
         model = make_model(CONFIGS["llama"], "sdpa")
         plain = model.forward
@@ -163,7 +163,7 @@ def make_scorer(kernel: str) -> Any:
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager", "varlen"])
 @pytest.mark.parametrize("is_adapted", [False, True])
-def test_a_reward_model_is_proved_by_what_every_token_gets(kernel: str, is_adapted: bool) -> None:
+def test_verify_isolation_reads_every_token_score_of_reward_model(kernel: str, is_adapted: bool) -> None:
     model = make_scorer(kernel)
     if is_adapted:
         model = add_adapter(model, AdapterConfig(use_peft=True), seed=0, task_type="SEQ_CLS")
@@ -177,9 +177,7 @@ def test_a_reward_model_is_proved_by_what_every_token_gets(kernel: str, is_adapt
         ("varlen", dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 16], dtype=torch.int32))),
     ],
 )
-def test_a_reward_model_that_leaks_is_found_though_its_own_logits_are_of_one_token(
-    kernel: str, one_document: dict[str, Tensor]
-) -> None:
+def test_verify_isolation_detects_leak_in_reward_model(kernel: str, one_document: dict[str, Tensor]) -> None:
     model = make_scorer(kernel)
     plain = model.forward
     model.forward = lambda **inputs: plain(**(inputs | (one_document if inputs["input_ids"].shape[1] == 16 else {})))
@@ -187,7 +185,7 @@ def test_a_reward_model_that_leaks_is_found_though_its_own_logits_are_of_one_tok
         verify_isolation(model, LAYOUTS[kernel])
 
 
-def test_a_leak_too_small_to_see_against_the_document_alone_is_found() -> None:
+def test_verify_isolation_detects_leak_below_rounding_error() -> None:
     model = make_model(CONFIGS["llama"], "sdpa")
     plain = model.forward
 
@@ -201,7 +199,7 @@ def test_a_leak_too_small_to_see_against_the_document_alone_is_found() -> None:
         verify_isolation(model, "rows")
 
 
-def test_documents_apart_but_at_positions_that_run_on_are_found() -> None:
+def test_verify_isolation_detects_positions_that_do_not_restart() -> None:
     model = make_model(CONFIGS["gpt2"], "varlen")
     plain = model.forward
     model.forward = lambda position_ids, **inputs: plain(**inputs)
@@ -209,7 +207,7 @@ def test_documents_apart_but_at_positions_that_run_on_are_found() -> None:
         verify_isolation(model, "flat")
 
 
-def test_a_model_that_cannot_run_packed_is_a_configuration_error() -> None:
+def test_model_that_cannot_run_packed_is_a_config_error() -> None:
     model = make_model(CONFIGS["gemma2"], "varlen")
     with pytest.raises(
         ConfigError, match="fails on a packed batch: attn_implementation: varlen has no dropout, softcap"
@@ -230,17 +228,17 @@ def test_a_model_that_cannot_run_packed_is_a_configuration_error() -> None:
         ("lfm2", "a lfm2 model has conv layers"),
     ],
 )
-def test_packing_is_refused_from_the_configuration_alone(name: str, reason: str) -> None:
+def test_packing_is_refused_from_model_config_alone(name: str, reason: str) -> None:
     config = (MIXING | HYBRID)[name]
     with pytest.raises(ConfigError, match=reason) as caught:
         choose_kernel(config, None, device=CPU, compute_dtype=torch.float32, packing=True)
     assert [problem.where for problem in caught.value.problems] == ["packing"]
     for device, dtype in ((CPU, torch.float32), (CUDA, torch.bfloat16)):
         alone = choose_kernel(config, None, device=device, compute_dtype=dtype, packing=False, flattens=True)
-        assert alone.layout == "rows", "its documents would be laid out in one row, where they see each other"
+        assert alone.layout == "rows", "in a flat row, documents would attend to each other"
 
 
-def choose(
+def select(
     name: str,
     requested: str | None,
     device: torch.device = CPU,
@@ -253,14 +251,14 @@ def choose(
     )
 
 
-def test_the_fastest_kernel_that_isolates_is_the_default() -> None:
-    assert choose("llama", None) == AttentionChoice("sdpa", "rows")
-    assert choose("llama", None, CUDA) == AttentionChoice("varlen", "flat")
-    assert choose("llama", None, CUDA, torch.float32) == AttentionChoice("sdpa", "rows")
-    assert choose("llama", None, CUDA, packing=False) == AttentionChoice("sdpa", "rows")
-    assert choose("llama", None, CUDA, packing=False, flattens=True) == AttentionChoice("varlen", "flat")
-    assert choose("llama", None, packing=False, flattens=True) == AttentionChoice("sdpa", "rows")
-    assert choose("gemma2", None, CUDA) == AttentionChoice("eager", "rows")
+def test_default_kernel_is_fastest_that_isolates() -> None:
+    assert select("llama", None) == AttentionChoice("sdpa", "rows")
+    assert select("llama", None, CUDA) == AttentionChoice("varlen", "flat")
+    assert select("llama", None, CUDA, torch.float32) == AttentionChoice("sdpa", "rows")
+    assert select("llama", None, CUDA, packing=False) == AttentionChoice("sdpa", "rows")
+    assert select("llama", None, CUDA, packing=False, flattens=True) == AttentionChoice("varlen", "flat")
+    assert select("llama", None, packing=False, flattens=True) == AttentionChoice("sdpa", "rows")
+    assert select("gemma2", None, CUDA) == AttentionChoice("eager", "rows")
     with_dropout = GPT2Config(attn_pdrop=0.1)
     chosen = choose_kernel(with_dropout, None, device=CUDA, compute_dtype=torch.bfloat16, packing=True)
     assert chosen == AttentionChoice("sdpa", "rows")
@@ -268,7 +266,7 @@ def test_the_fastest_kernel_that_isolates_is_the_default() -> None:
     assert sinks == AttentionChoice("eager", "rows")
 
 
-def test_a_run_s_model_device_and_precision_are_what_counts(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_default_kernel_depends_on_model_device_and_precision(tiny_model_dir: Path, tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=True)
     for requested, chosen in ((None, "sdpa"), ("varlen", "varlen")):
         config = ModelConfig(model_name_or_path=str(tiny_model_dir), attn_implementation=requested)
@@ -278,7 +276,7 @@ def test_a_run_s_model_device_and_precision_are_what_counts(tiny_model_dir: Path
         choose_attention(replace(config, attn_implementation="flash_attention_2"), model_config, args, packing=True)
 
 
-def test_rows_that_are_shared_on_gpus_need_half_precision() -> None:
+def test_context_parallelism_on_gpus_requires_half_precision() -> None:
     args: Any = SimpleNamespace(device=CUDA, bf16=False, fp16=False, mixed_precision="no")
     group: Any = None
     share = ContextParallelGroup(group, 0, 2, group, by_heads=False)
@@ -289,13 +287,13 @@ def test_rows_that_are_shared_on_gpus_need_half_precision() -> None:
     assert chosen == AttentionChoice("context", "rows", share)
 
 
-def test_kernels_of_the_hub_are_used_where_their_package_is_but_never_by_default(
+def test_hub_kernels_need_their_package_and_are_never_default(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernel = "kernels-community/flash-attn3"
     monkeypatch.setitem(FLASH_IS_INSTALLED, kernel, lambda: True)
-    assert choose("llama", kernel, CUDA, torch.bfloat16) == AttentionChoice(kernel, "flat")
-    assert choose("llama", None, CUDA, torch.bfloat16).implementation == "varlen"
+    assert select("llama", kernel, CUDA, torch.bfloat16) == AttentionChoice(kernel, "flat")
+    assert select("llama", None, CUDA, torch.bfloat16).implementation == "varlen"
     assert {name for name in LAYOUTS if name.startswith("kernels-")} <= FLASH_ATTN_KERNEL_VERSIONS.keys()
 
 
@@ -311,11 +309,11 @@ def test_kernels_of_the_hub_are_used_where_their_package_is_but_never_by_default
         ("gemma2", "sdpa", CPU, torch.float32, "sdpa is not supported for gemma2 models by transformers"),
     ],
 )
-def test_a_kernel_that_cannot_be_used_is_refused_with_the_reason_and_the_way_out(
+def test_unusable_kernel_is_refused_with_reason_and_remedy(
     name: str, kernel: str, device: torch.device, dtype: torch.dtype, reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(reason)) as caught:
-        choose(name, kernel, device, dtype)
+        select(name, kernel, device, dtype)
     (problem,) = caught.value.problems
     assert problem.remedy.startswith("use ")
     assert "eager" in problem.remedy
@@ -334,7 +332,7 @@ def test_flash_kernels_are_not_chosen_for_large_heads(keys: dict[str, int], expe
     assert chosen.implementation == expected
 
 
-def test_the_kernel_and_the_packing_are_refused_together() -> None:
+def test_kernel_and_packing_problems_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
         choose_kernel(MIXING["mamba"], "sdpaa", device=CPU, compute_dtype=torch.float32, packing=True)
     assert [problem.where for problem in caught.value.problems] == ["packing", "attn_implementation"]
@@ -344,7 +342,7 @@ def test_the_kernel_and_the_packing_are_refused_together() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma3"])
 @pytest.mark.parametrize("kernel", ["sdpa", "varlen", "flash_attention_2"])
-def test_isolation_on_cuda(name: str, kernel: str) -> None:
+def test_verify_isolation_on_cuda(name: str, kernel: str) -> None:
     config = copy.deepcopy(CONFIGS[name])
     config.head_dim = 32
     try:
@@ -354,6 +352,6 @@ def test_isolation_on_cuda(name: str, kernel: str) -> None:
     model, documents = make_model(config, kernel, CUDA), make_documents()
     verify_isolation(model, LAYOUTS[kernel])
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        before = logits_of(model, kernel, *documents)
-        after = logits_of(model, kernel, make_documents(seed=1)[0], *documents[1:])
+        before = compute_document_logits(model, kernel, *documents)
+        after = compute_document_logits(model, kernel, make_documents(seed=1)[0], *documents[1:])
     assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == [False, True, True, True]

@@ -1,4 +1,4 @@
-"""One copy of a prompt gives what two give: states, scores and gradients; and what would not is found."""
+"""Two answers that share one prompt in a row: states, scores and gradients equal those of separate conversations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.parity import test_loss_head as architectures
 from torch import Tensor
@@ -80,7 +80,7 @@ def make_model(config: PreTrainedConfig, kernel: str, model_class: Any = AutoMod
     model = model_class.from_config(copy.deepcopy(config), attn_implementation=kernel).eval()
     for name, weight in model.named_parameters():
         if weight.ndim > 1 and "embed" not in name and "wte" not in name:
-            torch.nn.init.normal_(weight, std=0.2)  # so that attention has a say
+            torch.nn.init.normal_(weight, std=0.2)  # Large weights, so that attention influences the logits.
     return model
 
 
@@ -119,7 +119,7 @@ def iterate_alone(rows: list[dict[str, np.ndarray]]) -> Any:
 
 
 def compute_scores_alone(model: PreTrainedModel, rows: list[dict[str, np.ndarray]]) -> Tensor:
-    """The same by one call for each prompt with one answer, in a batch of its own and without any mask."""
+    """The same scores, from one unmasked call per answer."""
     scores = []
     for ids, start in iterate_alone(rows):
         logps = model(input_ids=ids[None], use_cache=False).logits[0, start - 1 : -1].log_softmax(-1)
@@ -133,8 +133,9 @@ def compute_gradients(model: PreTrainedModel, scores: Tensor) -> dict[str, Tenso
     return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
+@settings(max_examples=20)
 @given(sizes, st.sampled_from(["sdpa", "eager"]))
-def test_the_mask_is_the_rule_place_by_place(sizes: list[tuple[int, int, int]], kernel: str) -> None:
+def test_mask_equals_rule_for_every_pair_of_positions(sizes: list[tuple[int, int, int]], kernel: str) -> None:
     rows = [
         {name: np.ones(length) for name, length in zip(("prompt_ids", "chosen_ids", "rejected_ids"), row, strict=True)}
         for row in sizes
@@ -156,8 +157,9 @@ def test_the_mask_is_the_rule_place_by_place(sizes: list[tuple[int, int, int]], 
     assert allowed.diagonal(dim1=-2, dim2=-1).all()
 
 
+@settings(max_examples=20)
 @given(sizes)
-def test_the_keys_of_a_rejected_answer_are_its_prompt_and_itself(sizes: list[tuple[int, int, int]]) -> None:
+def test_rejected_answer_attends_to_prompt_and_itself(sizes: list[tuple[int, int, int]]) -> None:
     bounds = build_shared_prompt_bounds(torch.tensor(sizes))
     starts, keys = bounds["cu_seq_lens_q"].tolist(), bounds["cu_seq_lens_k"].tolist()
     found = [bounds["shared_prompt_index"][slice(*ends)].tolist() for ends in itertools.pairwise(keys)]
@@ -173,11 +175,11 @@ def test_the_keys_of_a_rejected_answer_are_its_prompt_and_itself(sizes: list[tup
 
 
 @pytest.mark.parametrize(("config", "kernel"), CASES)
-def test_states_scores_and_gradients_are_those_of_each_answer_alone(config: PreTrainedConfig, kernel: str) -> None:
+def test_states_scores_and_gradients_equal_separate_answers(config: PreTrainedConfig, kernel: str) -> None:
     model, rows = make_model(config, kernel), make_rows()
     batch = collate(rows, kernel)
     num_rows, width = batch["input_ids"].shape
-    assert num_rows * width > 32 or num_rows > 1, "pairs share a row, and there are several of them"
+    assert num_rows * width > 32 or num_rows > 1
     with torch.no_grad():
         outputs = model(**build_inputs(batch, kernel), use_cache=False, output_hidden_states=True)
         states, logits = outputs.hidden_states[-1].flatten(0, 1), outputs.logits.flatten(0, 1)
@@ -199,7 +201,7 @@ def test_states_scores_and_gradients_are_those_of_each_answer_alone(config: PreT
     ("layout", "kernel"), [("separate", "sdpa"), ("separate", "eager"), ("flat", "varlen"), ("flat", "sdpa")]
 )
 @pytest.mark.parametrize("packing", [True, False])
-def test_the_other_layouts_score_the_same(layout: Any, kernel: str, packing: bool) -> None:
+def test_layouts_of_pairs_have_equal_scores(layout: Any, kernel: str, packing: bool) -> None:
     model, rows = make_model(CONFIGS["llama"], kernel), make_rows()
     batch = PairCollator(pad_token_id=0, layout=layout, packing=packing)(rows)
     apart = compute_scores_alone(model, rows)
@@ -210,7 +212,7 @@ def test_the_other_layouts_score_the_same(layout: Any, kernel: str, packing: boo
 
 
 @pytest.mark.parametrize(("config", "kernel"), CASES)
-def test_a_model_is_supported_and_proved(config: PreTrainedConfig, kernel: str) -> None:
+def test_shared_prompt_is_proved_for_supported_architectures(config: PreTrainedConfig, kernel: str) -> None:
     model = make_model(config, kernel).train()
     state = torch.get_rng_state()
     assert supports_shared_prompt(config, kernel, max_length=MAX_LENGTH) is None
@@ -219,14 +221,14 @@ def test_a_model_is_supported_and_proved(config: PreTrainedConfig, kernel: str) 
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_reward_model_and_half_precision_are_proved() -> None:
+def test_shared_prompt_is_proved_for_reward_model_and_half_precision() -> None:
     assert prove_shared_prompt(make_model(CONFIGS["llama"], "sdpa", AutoModelForSequenceClassification)) is None
     for kernel in ("sdpa", "eager", "varlen"):
         assert prove_shared_prompt(make_model(CONFIGS["llama"], kernel).bfloat16()) is None
 
 
 @pytest.mark.parametrize("name", NARROW_CONFIGS)
-def test_a_window_is_refused_where_it_would_matter_and_found_by_running_the_model(name: str) -> None:
+def test_sliding_window_is_refused_by_config_and_by_proof(name: str) -> None:
     config = NARROW_CONFIGS[name]
     assert supports_shared_prompt(config, "eager", max_length=4) is None
     reason = supports_shared_prompt(config, "eager", max_length=5)
@@ -235,7 +237,7 @@ def test_a_window_is_refused_where_it_would_matter_and_found_by_running_the_mode
     assert "keep its hidden states" in str(prove_shared_prompt(make_model(config, "eager")))
 
 
-def test_a_window_that_no_layer_uses_is_no_obstacle() -> None:
+def test_unused_sliding_window_is_accepted() -> None:
     config = Qwen3Config(**SHAPE, sliding_window=4, use_sliding_window=True, max_window_layers=2)
     assert supports_shared_prompt(config, "sdpa", max_length=MAX_LENGTH) is None
     assert prove_shared_prompt(make_model(config, "sdpa")) is None
@@ -252,14 +254,12 @@ def test_a_window_that_no_layer_uses_is_no_obstacle() -> None:
         (Llama4TextConfig(), "sdpa", "a llama4_text model has chunked_attention layers"),
     ],
 )
-def test_what_cannot_take_the_mask_is_refused_with_the_reason(
-    config: PreTrainedConfig, kernel: str, reason: str
-) -> None:
+def test_unsupported_model_is_refused_with_reason(config: PreTrainedConfig, kernel: str, reason: str) -> None:
     assert reason in str(supports_shared_prompt(config, kernel, max_length=MAX_LENGTH))
 
 
 @pytest.mark.parametrize("name", ["mamba", "bloom"])
-def test_a_model_that_goes_by_the_order_of_the_row_is_found_by_running_it(name: str) -> None:
+def test_proof_detects_model_that_ignores_position_ids(name: str) -> None:
     sizes = {"vocab_size": 61, "hidden_size": 32}
     config = MambaConfig(**sizes, num_hidden_layers=2) if name == "mamba" else BloomConfig(**sizes, n_layer=2, n_head=4)
     assert prove_shared_prompt(make_model(config, "eager")) is not None
@@ -279,9 +279,9 @@ def build_mask_with(change: Any) -> Any:
         lambda pair, branch: (pair, (branch > 1).long()),
         lambda pair, branch: (pair * 0, branch),
     ],
-    ids=["the answers see each other", "the rejected answer sees the chosen one", "the pairs see each other"],
+    ids=["answers attend to each other", "rejected attends to chosen", "pairs attend to each other"],
 )
-def test_a_mask_that_leaks_is_found(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+def test_proof_detects_leaking_mask(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     monkeypatch.setattr(shared_prompt, "build_shared_prompt_mask", build_mask_with(change))
     assert "one moves by" in str(prove_shared_prompt(make_model(CONFIGS["llama"], "sdpa")))
 
@@ -296,9 +296,9 @@ def test_a_mask_that_leaks_is_found(monkeypatch: pytest.MonkeyPatch, change: Any
             | {"shared_prompt_index": None}
         ),
     ],
-    ids=["an answer without its prompt", "one document of a pair"],
+    ids=["answer without prompt", "pair as one document"],
 )
-def test_bounds_that_do_not_arrive_are_found(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+def test_proof_detects_ignored_key_bounds(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     monkeypatch.setattr(
         shared_prompt, "build_shared_prompt_bounds", lambda lengths: change(build_shared_prompt_bounds(lengths))
     )
@@ -308,7 +308,7 @@ def test_bounds_that_do_not_arrive_are_found(monkeypatch: pytest.MonkeyPatch, ch
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("config", [CONFIGS["llama"], NARROW_CONFIGS["mistral"]])
-def test_on_cuda_bounds_give_what_a_mask_gives(config: PreTrainedConfig) -> None:
+def test_key_bounds_equal_mask_on_cuda(config: PreTrainedConfig) -> None:
     model, rows = make_model(config, "varlen").cuda(), make_rows()
     batch = collate(rows, "varlen")
     inputs = build_inputs(batch, "varlen")
@@ -335,13 +335,13 @@ def change_inputs(model: PreTrainedModel, change: Any) -> PreTrainedModel:
         lambda inputs: inputs | {"attention_mask": None},
         lambda inputs: inputs | {"attention_mask": inputs["attention_mask"] == 0},
     ],
-    ids=["positions that go on", "no mask", "a bool mask that is added"],
+    ids=["positions do not restart", "mask ignored", "bool mask added to scores"],
 )
-def test_inputs_that_do_not_arrive_are_found(change: Any) -> None:
+def test_proof_detects_ignored_inputs(change: Any) -> None:
     assert "one moves by" in str(prove_shared_prompt(change_inputs(make_model(CONFIGS["llama"], "eager"), change)))
 
 
-def test_a_leak_too_small_to_see_against_the_answer_alone_is_found() -> None:
+def test_proof_detects_leak_below_rounding_error() -> None:
     model = make_model(CONFIGS["llama"], "sdpa")
     plain = model.forward
 

@@ -1,4 +1,4 @@
-"""The kernel over documents of one row is sdpa, document by document, and sdpa itself everywhere else."""
+"""The ``varlen`` kernel against ``sdpa``: packed documents, padded batches, generation and synchronisation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_pair(sliding: bool = False) -> tuple[PreTrainedModel, PreTrainedModel]:
     return models[0], models[1]
 
 
-def packed_batch() -> dict[str, torch.Tensor | int]:
+def make_packed_batch() -> dict[str, torch.Tensor | int]:
     bounds = torch.tensor([0, 5, 6, 13], dtype=torch.int32)
     lengths = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 7, "max_length_k": 7}
     positions = torch.cat([torch.arange(5), torch.arange(1), torch.arange(7)])[None]
@@ -46,15 +46,15 @@ def packed_batch() -> dict[str, torch.Tensor | int]:
 
 
 @pytest.mark.parametrize("sliding", [False, True])
-def test_gradients_of_a_packed_row_are_those_of_sdpa(sliding: bool) -> None:
+def test_varlen_gradients_equal_sdpa_on_packed_row(sliding: bool) -> None:
     gradients = []
     for model in make_pair(sliding):
-        model(**packed_batch(), use_cache=False).logits.logsumexp(-1).sum().backward()
+        model(**make_packed_batch(), use_cache=False).logits.logsumexp(-1).sum().backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-5)
 
 
-def test_a_packed_row_builds_no_mask_and_runs_document_by_document(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_builds_no_mask_and_calls_sdpa_per_document(monkeypatch: pytest.MonkeyPatch) -> None:
     _, model = make_pair()
     seen = []
 
@@ -64,26 +64,26 @@ def test_a_packed_row_builds_no_mask_and_runs_document_by_document(monkeypatch: 
 
     plain = functional.scaled_dot_product_attention
     monkeypatch.setattr(functional, "scaled_dot_product_attention", recording)
-    model(**packed_batch(), use_cache=False)
+    model(**make_packed_batch(), use_cache=False)
     assert seen == [(length, True, []) for _ in range(2) for length in (5, 1, 7)]
 
 
-def test_a_packed_row_without_its_lengths_is_an_error() -> None:
+def test_varlen_requires_cu_seq_lens_on_packed_row() -> None:
     _, model = make_pair()
-    batch = {name: value for name, value in packed_batch().items() if name in ("input_ids", "position_ids")}
+    batch = {name: value for name, value in make_packed_batch().items() if name in ("input_ids", "position_ids")}
     with pytest.raises(ValueError, match="needs cu_seq_lens_q"):
         model(**batch, use_cache=False)
 
 
-def test_packed_rows_of_a_batch_are_isolated_too() -> None:
-    batch = {name: value for name, value in packed_batch().items() if name in ("input_ids", "position_ids")}
+def test_varlen_isolates_documents_in_several_rows() -> None:
+    batch = {name: value for name, value in make_packed_batch().items() if name in ("input_ids", "position_ids")}
     two_rows = {name: value.repeat(2, 1) for name, value in batch.items()}
     expected, ours = (model(**two_rows, use_cache=False).logits for model in make_pair())
     torch.testing.assert_close(ours, expected)
 
 
 @pytest.mark.parametrize("sliding", [False, True])
-def test_padded_batches_and_generation_are_those_of_sdpa(sliding: bool) -> None:
+def test_varlen_equals_sdpa_on_padded_batch_and_generation(sliding: bool) -> None:
     sdpa, varlen = make_pair(sliding)
     input_ids = torch.arange(3, 15).view(2, 6)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
@@ -95,13 +95,13 @@ def test_padded_batches_and_generation_are_those_of_sdpa(sliding: bool) -> None:
     assert torch.equal(*plain)
 
 
-def test_dropout_is_refused_where_the_kernel_would_ignore_it() -> None:
+def test_varlen_refuses_attention_dropout() -> None:
     _, model = make_pair()
     model.train()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
     with pytest.raises(ValueError, match="has no dropout"):
-        model(**packed_batch(), use_cache=False)
+        model(**make_packed_batch(), use_cache=False)
 
 
 class CudaTensor(torch.Tensor):
@@ -155,15 +155,17 @@ def test_cuda_kernel_gets_arguments_that_give_the_result_of_the_cpu(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("sliding", [False, True])
-def test_on_cuda_a_packed_row_is_that_of_sdpa(sliding: bool) -> None:
-    batch = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in packed_batch().items()}
+def test_varlen_equals_sdpa_on_cuda(sliding: bool) -> None:
+    batch = {
+        name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in make_packed_batch().items()
+    }
     with torch.autocast("cuda", dtype=torch.bfloat16):
         expected, ours = (model.cuda()(**batch, use_cache=False).logits.float() for model in make_pair(sliding))
     torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)
 
 
-class Waits(TorchDispatchMode):
-    """Counts what the host would wait for on a GPU."""
+class SyncCounter(TorchDispatchMode):
+    """Counts operations that synchronise the host with a GPU."""
 
     num = 0
 
@@ -173,10 +175,10 @@ class Waits(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "flash_attention_3"])
-def test_with_flash_attention_a_forward_pass_waits_for_nothing_and_sees_no_mask(implementation, monkeypatch) -> None:
-    """The kernel is a stand-in, which needs no GPU; who calls it, and with what, is transformers."""
+def test_flash_attention_forward_has_no_synchronisation_and_no_mask(implementation, monkeypatch) -> None:
+    """The kernel is a stand-in for a CPU; its arguments are those of transformers."""
     model, _ = make_pair()
-    batch = packed_batch()
+    batch = make_packed_batch()
     batch["labels"] = batch["input_ids"]
     add_loss_head(model)
     expected = model(**batch, loss_head=True).nll_sum
@@ -197,17 +199,17 @@ def test_with_flash_attention_a_forward_pass_waits_for_nothing_and_sees_no_mask(
     )
     monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
     model.config._attn_implementation_internal = implementation
-    with Waits() as waits:
+    with SyncCounter() as counter:
         found = model(**batch, loss_head=True, target_positions=torch.arange(12)).nll_sum
     assert calls == [(7, 7, True)] * SHAPE["num_hidden_layers"]
-    assert waits.num == 0
+    assert counter.num == 0
     torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager", "varlen"])
-@pytest.mark.parametrize(("kind", "waits_less"), [(LlamaConfig, True), (MistralConfig, False), (Qwen3Config, True)])
-def test_rows_of_one_document_are_read_as_ever_and_sdpa_waits_for_nothing(kernel, kind, waits_less) -> None:
-    """A window of three tokens is kept: such layers have masks of their own."""
+@pytest.mark.parametrize(("kind", "saves_syncs"), [(LlamaConfig, True), (MistralConfig, False), (Qwen3Config, True)])
+def test_one_document_a_row_keeps_logps_and_avoids_synchronisation(kernel, kind, saves_syncs) -> None:
+    """Layers with a sliding window still build their masks."""
     register_varlen()
     torch.manual_seed(0)
     window = {"sliding_window": 3} if kind is MistralConfig else {}
@@ -216,17 +218,17 @@ def test_rows_of_one_document_are_read_as_ever_and_sdpa_waits_for_nothing(kernel
     ids = torch.arange(24).view(2, 12) % SHAPE["vocab_size"]
     batch = {"input_ids": ids, "position_ids": torch.arange(12).expand(2, -1)}
     picked = {"predictors": torch.tensor([0, 3, 13, 20]), "targets": torch.tensor([5, 6, 7, 8]), "token_logps": True}
-    with Waits() as before:
+    with SyncCounter() as before:
         expected = model(**batch, **picked).logps
-    with Waits() as now:
+    with SyncCounter() as now:
         found = model(**batch, **picked, one_document_a_row=True).logps
     torch.testing.assert_close(found, expected)
     if kernel == "sdpa":
-        assert (now.num == 0 < before.num) is waits_less
+        assert (now.num == 0 < before.num) is saves_syncs
 
 
 @pytest.mark.parametrize("name", ["attention_mask", None])
-def test_a_kernel_that_drops_an_empty_mask_takes_it_by_position_and_by_name(name: str | None) -> None:
+def test_empty_mask_is_dropped_as_positional_and_keyword_argument(name: str | None) -> None:
     states = torch.randn(3, 1, 2, 5, 4, generator=torch.Generator().manual_seed(0)).unbind()
     module, empty = torch.nn.Module().eval(), torch.empty(1, 1, 0, 0, dtype=torch.bool)
     assert takes_empty_mask("sdpa", is_flat=False)

@@ -1,4 +1,4 @@
-"""The loss head on an output projection that an adapter trains whole: the adapter's copy is scored, and learns."""
+"""The loss head on an output projection that is in ``modules_to_save``: the adapter's copy is scored and trained."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidd
         (True, ["lm_head"], "after"),
     ],
 )
-def test_a_projection_that_is_trained_whole_is_the_one_that_is_scored(is_tied, modules, head_comes):
+def test_loss_head_scores_and_trains_copy_in_modules_to_save(is_tied, modules, head_comes):
     config = LlamaConfig(**SHAPE, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=is_tied)
     model = LlamaForCausalLM(config)
     if head_comes == "before":

@@ -1,4 +1,4 @@
-"""The loss head leaves the model as it was, and stays right under every wrapper."""
+"""The loss head on a model: unchanged default forward, refusals, and gradients under wrappers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make_batch(seed: int = 0) -> dict[str, Tensor]:
 
 
 def make_targets(input_ids: Tensor) -> dict[str, Tensor]:
-    """Scattered targets in no order, two of them at one predictor."""
+    """Unordered targets, two of them at one position."""
     return {
         "input_ids": input_ids,
         "predictors": torch.tensor([17, 3, 3, 0, 22, 11, 8]),
@@ -62,11 +62,11 @@ def read_logps(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 
 def compare(logps: Tensor) -> Tensor:
-    """An objective that is no sum: a difference of two sequences through a sigmoid."""
+    """A non-additive objective: the log-sigmoid of the difference of two sequences."""
     return -nn.functional.logsigmoid(logps[:4].sum() - logps[4:].sum())
 
 
-def test_without_the_flag_the_model_is_what_it_was() -> None:
+def test_model_without_loss_head_flag_is_unchanged() -> None:
     plain, headed, batch = make_model(with_head=False), make_model(), make_batch()
     ours, expected = headed(**batch), plain(**batch)
     assert torch.equal(ours.logits, expected.logits)
@@ -78,7 +78,7 @@ def test_without_the_flag_the_model_is_what_it_was() -> None:
     assert headed.state_dict().keys() == plain.state_dict().keys()
 
 
-def test_logits_of_the_batch_are_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_head_never_calls_output_projection(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
     monkeypatch.setattr(nn.Linear, "forward", _refuse_vocabulary(nn.Linear.forward))
     model(**make_batch(), loss_head=True)
@@ -93,7 +93,7 @@ def _refuse_vocabulary(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return checked
 
 
-def test_the_backbone_gets_positions_and_neither_mask_nor_cache() -> None:
+def test_backbone_receives_position_ids_without_mask_and_cache() -> None:
     model, batch, seen = make_model(), make_batch(), {}
     model.config.use_cache = True
     model.model.register_forward_pre_hook(lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True)
@@ -107,7 +107,7 @@ def test_the_backbone_gets_positions_and_neither_mask_nor_cache() -> None:
     ("length", "boundaries", "num_read"),
     [(17, False, 16), (16, False, 16), (18, False, 18), (1, False, 1), (17, True, 17)],
 )
-def test_a_window_of_a_round_length_and_one_more_is_read_without_its_last_token(
+def test_last_token_is_dropped_if_length_is_one_above_multiple_of_16(
     length: int, boundaries: bool, num_read: int
 ) -> None:
     model, seen, ids = make_model(), {}, torch.arange(length)[None]
@@ -117,13 +117,13 @@ def test_a_window_of_a_round_length_and_one_more_is_read_without_its_last_token(
     assert (seen["input_ids"].shape[1], seen["position_ids"].shape[1]) == (num_read, num_read)
 
 
-def test_an_attention_mask_is_refused() -> None:
+def test_attention_mask_is_refused() -> None:
     batch = make_batch()
     with pytest.raises(ValueError, match="takes no attention_mask"):
         make_model()(**batch, attention_mask=torch.ones_like(batch["input_ids"]), loss_head=True)
 
 
-def test_packed_documents_have_the_loss_they_have_alone() -> None:
+def test_packed_loss_is_sum_of_losses_of_documents() -> None:
     model, batch = make_model(), make_batch()
     batch["labels"] = batch["input_ids"].clone()
     batch["labels"][:, 5] = -100
@@ -134,7 +134,7 @@ def test_packed_documents_have_the_loss_they_have_alone() -> None:
     torch.testing.assert_close(model(**batch, loss_head=True).nll_sum, sum(alone))
 
 
-def test_a_copy_of_the_model_uses_its_own_weights() -> None:
+def test_deepcopy_uses_its_own_weights() -> None:
     model, batch = make_model(), make_batch()
     twin = copy.deepcopy(model)
     with torch.no_grad():
@@ -146,7 +146,7 @@ def test_a_copy_of_the_model_uses_its_own_weights() -> None:
 
 
 @pytest.mark.parametrize("order", ["head_first", "adapter_first"])
-def test_token_logps_with_lora_around_the_model(order: str) -> None:
+def test_token_logps_and_gradients_under_lora(order: str) -> None:
     config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
     wrapped = peft.get_peft_model(make_model(with_head=order == "head_first"), config)
     if order == "adapter_first":
@@ -167,18 +167,18 @@ def test_token_logps_with_lora_around_the_model(order: str) -> None:
     torch.testing.assert_close(reference, plain, rtol=1e-5, atol=1e-5)
 
 
-def test_a_projection_under_an_adapter_is_refused() -> None:
+def test_output_projection_with_lora_is_refused() -> None:
     wrapped = peft.get_peft_model(make_model(with_head=False), peft.LoraConfig(target_modules=["lm_head"]))
-    with pytest.raises(ConfigError, match=r"not by nn\.Linear"):
+    with pytest.raises(ConfigError, match=r"by peft\.Linear, not by nn\.Linear"):
         add_loss_head(wrapped)
 
 
-def test_a_model_without_an_output_projection_is_refused() -> None:
+def test_model_without_output_projection_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"NoneType, not by nn\.Linear"):
         add_loss_head(make_model(with_head=False).model)
 
 
-def test_verification_refuses_a_model_that_changes_its_logits() -> None:
+def test_verify_loss_head_refuses_rescaled_logits() -> None:
     class Scaled(LlamaForCausalLM):
         def forward(self, *args: object, labels: Tensor | None = None, **kwargs: object) -> object:
             outputs = super().forward(*args, **kwargs)
@@ -203,7 +203,7 @@ def test_verification_refuses_a_model_that_changes_its_logits() -> None:
     ],
     ids=lambda config: config.model_type,
 )
-def test_a_model_that_sees_what_it_is_to_predict_is_refused(config: PretrainedConfig) -> None:
+def test_verify_loss_head_refuses_non_causal_model(config: PretrainedConfig) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     add_loss_head(model)
@@ -211,7 +211,7 @@ def test_a_model_that_sees_what_it_is_to_predict_is_refused(config: PretrainedCo
         verify_loss_head(model)
 
 
-def test_a_model_of_broken_weights_is_told_by_them_and_not_by_its_architecture() -> None:
+def test_verify_loss_head_names_non_finite_weights() -> None:
     model = make_model()
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, 0] = math.nan
@@ -224,7 +224,7 @@ def test_a_model_of_broken_weights_is_told_by_them_and_not_by_its_architecture()
         verify_loss_head(model)
 
 
-def test_verification_leaves_the_random_state_and_the_mode() -> None:
+def test_verify_loss_head_keeps_rng_state_and_mode() -> None:
     model = make_model().train()
     state = torch.get_rng_state()
     verify_loss_head(model)
@@ -253,22 +253,23 @@ def _train_wrapped(
     }
     if rank == 0:
         torch.save(gradients, folder / "gradients.pt")
-    # Nothing is taken down: DDP's reducer waits, with the interpreter's lock, for a thread of gloo that may want it.
+    # The process group is not destroyed: DDP's reducer may deadlock with a gloo thread over the GIL.
     distributed.barrier()
     os._exit(0)
 
 
 def train_by_two(folder: Path, *given: Any) -> dict[str, Tensor]:
-    """Gradients of a model under a wrapper on two processes, each with a batch of its own (``_train_wrapped``)."""
-    # Forked, for a fresh interpreter would spend half a minute on imports.
+    """Gradients of a wrapped model on two processes, each with its own batch (``_train_wrapped``)."""
+    # Forked: importing torch and transformers in a new interpreter takes half a minute.
     torch.multiprocessing.start_processes(_train_wrapped, (folder, *given), nprocs=2, start_method="fork")
     return torch.load(folder / "gradients.pt")
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("objective", ["loss", "logps"])
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "fsdp2_head_alone"])
-def test_two_processes_have_the_mean_of_their_gradients(wrapper: str, objective: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("wrapper", "objective"), [("ddp", "logps"), ("fsdp2", "loss"), ("fsdp2", "logps"), ("fsdp2_head_alone", "loss")]
+)
+def test_gradients_on_two_processes_are_mean_of_each(wrapper: str, objective: str, tmp_path: Path) -> None:
     def compute(wrapped: nn.Module, seed: int) -> Tensor:
         verify_loss_head(getattr(wrapped, "module", wrapped))
         if objective == "loss":
@@ -291,7 +292,7 @@ def test_two_processes_have_the_mean_of_their_gradients(wrapper: str, objective:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3", "gpt2", "gemma2", "mixtral", "phi_with_bias"])
-def test_token_logps_and_their_gradients_are_those_of_the_model_s_logits(name: str) -> None:
+def test_token_logps_and_gradients_equal_log_softmax_of_logits(name: str) -> None:
     model = architectures.make_model(name)
     batch = make_targets(architectures.make_batch()["input_ids"])
     own = model(input_ids=batch["input_ids"], use_cache=False)
@@ -314,7 +315,7 @@ def test_token_logps_and_their_gradients_are_those_of_the_model_s_logits(name: s
     torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=1e-5)
 
 
-def test_statistics_come_only_when_asked_for() -> None:
+def test_token_statistics_are_returned_on_request_only() -> None:
     scored = make_model()(**make_targets(make_batch()["input_ids"]), token_logps=True)
     assert scored.entropy is None
     assert scored.log_sum_sq_probs is None
@@ -346,7 +347,7 @@ def make_shared_prompt() -> tuple[dict[str, Tensor], list[Tensor]]:
         ("gemma2", "eager"),
     ],
 )
-def test_two_answers_to_one_prompt_have_the_logps_they_have_alone(name: str, implementation: str) -> None:
+def test_shared_prompt_logps_equal_separate_answers(name: str, implementation: str) -> None:
     model = architectures.make_model(name)
     model.set_attn_implementation(implementation)
     if name == "gemma2":
@@ -362,22 +363,22 @@ def test_two_answers_to_one_prompt_have_the_logps_they_have_alone(name: str, imp
 
 
 @pytest.mark.parametrize("mask", [torch.ones(1, 12, dtype=torch.bool), torch.zeros(1, 1, 12, 12)])
-def test_a_mask_of_another_form_is_refused(mask: Tensor) -> None:
+def test_mask_of_wrong_form_is_refused(mask: Tensor) -> None:
     packed, _ = make_shared_prompt()
     with pytest.raises(ValueError, match=r"attention_mask must be bool \(B, 1, L, L\)"):
         make_model()(**(packed | {"attention_mask": mask}), token_logps=True)
 
 
-def test_a_mask_that_would_undo_a_sliding_window_is_refused() -> None:
+def test_mask_is_refused_with_sliding_window() -> None:
     model = architectures.make_model("gemma2")
     add_loss_head(model)
     with pytest.raises(ValueError, match="12 tokens would undo the sliding window of 4"):
         model(**make_shared_prompt()[0], token_logps=True)
-    model.config.sliding_window = 0  # What Qwen2 MoE writes for none.
+    model.config.sliding_window = 0  # Qwen2 MoE configurations write 0 for no window.
     assert model(**make_shared_prompt()[0], token_logps=True).logps.isfinite().all()
 
 
-def test_a_mask_for_a_kernel_without_masks_is_refused() -> None:
+def test_mask_is_refused_by_kernel_without_masks() -> None:
     model = make_model()
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="flash_attention_2 takes no attention_mask"):

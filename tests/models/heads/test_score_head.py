@@ -1,4 +1,4 @@
-"""A reward model begins as its checkpoint says, and its scores are transformers' own, wherever answers stand."""
+"""Loading, initialisation and gradients of the score head, against transformers' own forward pass."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from recipes_lib.models.loading import load_tokenizer
 
 ARCHITECTURES = ["llama", "qwen3", "gpt2", "gemma2", "gemma3", "mixtral", "phi_with_bias"]
 LENGTHS = (5, 1, 7, 4, 9, 3)
-"""Of the answers in a batch; the third and the fourth, and the last two, share a row."""
+"""Lengths of the answers in a batch; the third and the fourth, and the last two, share a row."""
 
 
 def make_model(name: str = "llama") -> PreTrainedModel:
@@ -51,7 +51,7 @@ def make_answers(seed: int = 0) -> list[Tensor]:
 
 
 def pack(answers: list[Tensor]) -> dict[str, Tensor]:
-    """Six answers in four rows of twelve, padded with a token that stands in them too."""
+    """Six answers in four rows of twelve, padded with a token that also occurs in them."""
     rows = [answers[:1], answers[1:2], answers[2:4], answers[4:]]
     input_ids, position_ids, last = torch.full((4, 12), 7), torch.zeros(4, 12, dtype=torch.int64), []
     for number, row in enumerate(rows):
@@ -65,7 +65,7 @@ def pack(answers: list[Tensor]) -> dict[str, Tensor]:
 
 
 def score_alone(model: nn.Module, answers: list[Tensor]) -> Tensor:
-    """By transformers' own forward pass, one answer at a time."""
+    """Scores by transformers' own forward pass, one answer at a time."""
     return torch.cat([model(input_ids=answer[None], use_cache=False).logits[0] for answer in answers])
 
 
@@ -79,7 +79,7 @@ def model_dir(tiny_model_dir: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
 
 
-def test_over_a_language_model_only_the_head_is_fresh(tiny_model_dir: Path) -> None:
+def test_only_score_head_is_initialised_on_causal_lm_checkpoint(tiny_model_dir: Path) -> None:
     model = load_reward_model(config_for(tiny_model_dir), "eager", seed=0)
     saved, state = load_file(tiny_model_dir / "model.safetensors"), model.state_dict()
     assert set(state) - set(saved) == {"score.weight"}
@@ -91,18 +91,18 @@ def test_over_a_language_model_only_the_head_is_fresh(tiny_model_dir: Path) -> N
     assert model.config._attn_implementation == "eager"
 
 
-def test_a_fresh_head_has_the_variance_of_its_width_and_is_that_of_its_seed(tiny_model_dir: Path) -> None:
-    heads = [load_reward_model(config_for(tiny_model_dir), "sdpa", seed=seed).score.weight for seed in range(30)]
-    torch.manual_seed(10)  # Of no matter.
+def test_score_head_init_has_variance_of_width_and_follows_seed(tiny_model_dir: Path) -> None:
+    heads = [load_reward_model(config_for(tiny_model_dir), "sdpa", seed=seed).score.weight for seed in range(15)]
+    torch.manual_seed(10)  # Has no effect.
     assert torch.equal(load_reward_model(config_for(tiny_model_dir), "sdpa", seed=3).score.weight, heads[3])
     values = torch.cat(heads)
     assert len(values.unique()) == values.numel()
-    # 1,920 numbers: their mean square is within 3.2 % of the variance, two times in three.
+    # The relative standard error of the mean square of 960 normal values is 4.6 %; 0.13 is almost three of them.
     assert values.square().mean().item() == pytest.approx(1 / 65, rel=0.13)
 
 
 @pytest.mark.parametrize("seed", [None, 1])
-def test_a_checkpoint_with_a_head_keeps_it(seed: int | None, tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_score_head_of_checkpoint_is_loaded(seed: int | None, tiny_model_dir: Path, tmp_path: Path) -> None:
     trained = load_reward_model(config_for(tiny_model_dir), "sdpa", seed=0)
     with torch.no_grad():
         trained.score.weight.mul_(3)
@@ -112,12 +112,12 @@ def test_a_checkpoint_with_a_head_keeps_it(seed: int | None, tiny_model_dir: Pat
     assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in trained.state_dict().items())
 
 
-def test_a_head_is_not_made_up_where_there_must_be_one(tiny_model_dir: Path) -> None:
+def test_missing_score_head_is_refused_if_required(tiny_model_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"lacks score\.weight\n.*complete LlamaForSequenceClassification"):
         load_reward_model(config_for(tiny_model_dir), "sdpa", seed=None)
 
 
-def test_any_other_difference_from_the_checkpoint_is_refused(model_dir: Path) -> None:
+def test_other_missing_or_unexpected_weights_are_refused(model_dir: Path) -> None:
     weights = load_file(model_dir / "model.safetensors")
     del weights["model.norm.weight"]
     weights |= {"score.weight": torch.ones(2, 64), "v_head.weight": torch.ones(1, 64)}
@@ -128,20 +128,20 @@ def test_any_other_difference_from_the_checkpoint_is_refused(model_dir: Path) ->
         assert words in str(caught.value)
 
 
-def test_an_architecture_without_a_score_head_is_named(tmp_path: Path) -> None:
+def test_architecture_without_sequence_classification_is_named(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["granite"])).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="without a score head in transformers"):
         load_reward_model(config_for(tmp_path), "sdpa", seed=0)
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "gpt2", "phi_with_bias", "gpt_neox"])
-def test_tied_and_biased_output_projections_are_left_behind(name: str, tmp_path: Path) -> None:
+def test_output_projection_is_dropped_if_tied_or_biased(name: str, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])).save_pretrained(tmp_path)
     assert load_reward_model(config_for(tmp_path), "sdpa", seed=0).score.weight.shape == (1, 32)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_scores_are_those_of_transformers_wherever_the_answers_stand(name: str) -> None:
+def test_scores_equal_transformers_at_any_position(name: str) -> None:
     model, answers = make_model(name), make_answers()
     expected = score_alone(model, answers)
     assert expected.std() > 0.1
@@ -153,7 +153,7 @@ def test_scores_are_those_of_transformers_wherever_the_answers_stand(name: str) 
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
-def test_gradients_are_those_of_transformers(name: str) -> None:
+def test_score_gradients_equal_transformers(name: str) -> None:
     model, answers = make_model(name), make_answers()
     nn.functional.logsigmoid(score_alone(model, answers)).sum().backward()
     expected = {key: parameter.grad for key, parameter in model.named_parameters()}
@@ -163,7 +163,7 @@ def test_gradients_are_those_of_transformers(name: str) -> None:
     torch.testing.assert_close({key: p.grad for key, p in model.named_parameters()}, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_without_positions_the_model_is_what_it_was() -> None:
+def test_model_without_score_positions_is_unchanged() -> None:
     plain, headed, answers = make_model(), make_model(), make_answers()
     add_score_head(headed)
     assert torch.equal(score_alone(headed, answers), score_alone(plain, answers))
@@ -171,7 +171,7 @@ def test_without_positions_the_model_is_what_it_was() -> None:
     assert headed.state_dict().keys() == plain.state_dict().keys()
 
 
-def test_only_the_positions_asked_for_reach_the_head() -> None:
+def test_score_head_reads_requested_positions_only() -> None:
     model, shapes = make_model(), []
     add_score_head(model)
     model.score.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
@@ -180,7 +180,7 @@ def test_only_the_positions_asked_for_reach_the_head() -> None:
 
 
 @pytest.mark.parametrize(("name", "implementation"), [("llama", "sdpa"), ("llama", "eager"), ("gpt2", "eager")])
-def test_two_answers_to_one_prompt_have_the_scores_they_have_alone(name: str, implementation: str) -> None:
+def test_shared_prompt_scores_equal_separate_answers(name: str, implementation: str) -> None:
     model = make_model(name)
     model.set_attn_implementation(implementation)
     prompt, first, second = make_answers()[2:5]
@@ -198,7 +198,7 @@ def test_two_answers_to_one_prompt_have_the_scores_they_have_alone(name: str, im
 
 
 @pytest.mark.parametrize("precision", ["weights", "autocast"])
-def test_the_head_multiplies_in_single_precision_beside_a_half_backbone(precision: str) -> None:
+def test_score_head_computes_in_float32_on_half_backbone(precision: str) -> None:
     model, batch = make_model(), pack(make_answers())
     add_score_head(model)
     if precision == "weights":
@@ -214,7 +214,7 @@ def test_the_head_multiplies_in_single_precision_beside_a_half_backbone(precisio
 
 
 @pytest.mark.parametrize("bad", ["no head", "two outputs", "adapter first"])
-def test_a_model_without_such_a_head_is_refused(bad: str) -> None:
+def test_model_without_score_head_is_refused(bad: str) -> None:
     model: Any = make_model()
     if bad == "no head":
         model = model.model
@@ -227,7 +227,7 @@ def test_a_model_without_such_a_head_is_refused(bad: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "target"), [("llama", "q_proj"), ("gpt2", "c_attn")])
-def test_under_an_adapter_its_own_copy_of_the_head_scores_and_learns(name: str, target: str) -> None:
+def test_score_head_in_modules_to_save_scores_and_learns(name: str, target: str) -> None:
     model, answers = make_model(name), make_answers()
     plain = score_alone(model, answers).flatten()
     add_score_head(model)
@@ -251,7 +251,7 @@ def test_under_an_adapter_its_own_copy_of_the_head_scores_and_learns(name: str, 
     torch.testing.assert_close(merged(**pack(answers)).scores, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_scores_of_a_head_trained_beside_a_half_model_are_not_narrowed() -> None:
+def test_scores_of_float32_head_on_half_model_are_not_rounded() -> None:
     model, batch = make_model().bfloat16(), pack(make_answers())
     add_score_head(model)
     wrapped = add_adapter(
@@ -262,8 +262,8 @@ def test_scores_of_a_head_trained_beside_a_half_model_are_not_narrowed() -> None
     assert not torch.equal(scores, scores.bfloat16().float())
 
 
-def _read_saved(folder: Path, answers: list[Tensor], side: str) -> Tensor:
-    """What a user of transformers alone reads of a whole batch, by mask and pooling of its own."""
+def _score_with_transformers(folder: Path, answers: list[Tensor], side: str) -> Tensor:
+    """Scores of a padded batch by transformers' own mask and pooling."""
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side=side)
     padded = tokenizer.pad({"input_ids": [answer.tolist() for answer in answers]}, return_tensors="pt")
@@ -271,9 +271,8 @@ def _read_saved(folder: Path, answers: list[Tensor], side: str) -> Tensor:
     return model(**padded, position_ids=positions).logits.flatten()
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("pad_in_config", [None, 0])
-def test_a_saved_model_scores_batches_the_same_by_transformers_alone(
+@pytest.mark.parametrize(("side", "pad_in_config"), [("left", 0), ("right", None)])
+def test_saved_model_has_equal_scores_in_plain_transformers(
     side: str, pad_in_config: int | None, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     model = load_reward_model(config_for(tiny_model_dir), "sdpa", seed=0).eval()
@@ -286,7 +285,7 @@ def test_a_saved_model_scores_batches_the_same_by_transformers_alone(
     expected = torch.cat([model(**_one(answer)).scores for answer in answers])
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    torch.testing.assert_close(_read_saved(tmp_path, answers, side), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(_score_with_transformers(tmp_path, answers, side), expected, rtol=1e-5, atol=1e-5)
 
 
 def _one(answer: Tensor) -> dict[str, Tensor]:
@@ -297,9 +296,7 @@ def _one(answer: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("pad_token", "terminators"), [("<|endoftext|>", []), ("<|im_end|>", ["<|im_end|>"]), (None, [])]
 )
-def test_a_padding_token_that_ends_answers_is_refused(
-    pad_token: str | None, terminators: list[str], model_dir: Path
-) -> None:
+def test_pad_token_that_ends_answers_is_refused(pad_token: str | None, terminators: list[str], model_dir: Path) -> None:
     path = model_dir / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token": pad_token}))
     tokenizer = load_tokenizer(config_for(model_dir), TokensConfig())
@@ -309,11 +306,11 @@ def test_a_padding_token_that_ends_answers_is_refused(
     (problem,) = caught.value.problems
     assert problem.where == "pad_token"
     assert repr(pad_token or "<|endoftext|>") in problem.found
-    # The end of text and what the template writes are no proposals.
+    # The remedy proposes neither the end of text nor tokens of the template.
     assert problem.remedy == "set pad_token to a special token that occurs in no text, such as <|pad|>"
 
 
-def test_where_no_token_is_left_to_pad_with_the_remedy_adds_one(tiny_model_dir: Path) -> None:
+def test_remedy_adds_pad_token_if_none_is_free(tiny_model_dir: Path) -> None:
     tokenizer = load_tokenizer(config_for(tiny_model_dir), TokensConfig(pad_token="<|endoftext|>"))
     tokenizer.chat_template += "{# <|pad|> #}"
     with pytest.raises(ConfigError, match=r"add one: tokenizer\.add_special_tokens"):
@@ -322,7 +319,7 @@ def test_where_no_token_is_left_to_pad_with_the_remedy_adds_one(tiny_model_dir: 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "fsdp2_head_alone"])
-def test_two_processes_have_the_mean_of_their_gradients(wrapper: str, tmp_path: Path) -> None:
+def test_score_gradients_on_two_processes_are_mean_of_each(wrapper: str, tmp_path: Path) -> None:
     headed, model = make_model(), make_model()
     add_score_head(headed)
 

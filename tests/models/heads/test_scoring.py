@@ -1,4 +1,4 @@
-"""A score is the answer's own: not its neighbours', its padding's, its place's or its file's."""
+"""``RewardModel.score`` against transformers' own forward pass on unpadded chats."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CHATS = [make_chat(index) for index in range(24)]
 
 @pytest.fixture
 def reward_model(tiny_model_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> RewardModel:
-    """Random, with scores far apart."""
+    """A random reward model whose scores are far apart."""
     model = load_reward_model(ModelConfig(model_name_or_path=str(tiny_model_dir)), "sdpa", seed=0)
     torch.manual_seed(0)
     for parameter in model.model.parameters():
@@ -54,22 +54,22 @@ def reward_model(tiny_model_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast) 
     return RewardModel(model, copy.deepcopy(tiny_tokenizer))
 
 
-def read_by_hand(reward_model: RewardModel, chat: Any) -> float:
-    """By transformers' own forward pass over the chat up to its end-of-turn token, unpadded."""
+def score_with_transformers(reward_model: RewardModel, chat: Any) -> float:
+    """Score by transformers' own forward pass over the unpadded chat up to its end-of-turn token."""
     text = reward_model.tokenizer.apply_chat_template(chat, tokenize=False)
     assert text.endswith("<|im_end|>\n")
     ids = reward_model.tokenizer(text[:-1], return_tensors="pt", add_special_tokens=False)["input_ids"]
     return reward_model.model.eval()(input_ids=ids).logits.item()
 
 
-def test_scores_are_transformers_own_in_the_order_of_the_answers(reward_model: RewardModel) -> None:
-    expected = [read_by_hand(reward_model, chat) for chat in CHATS]
+def test_scores_equal_transformers_in_input_order(reward_model: RewardModel) -> None:
+    expected = [score_with_transformers(reward_model, chat) for chat in CHATS]
     assert len({round(score, 3) for score in expected}) == len(expected)
     assert reward_model.score(CHATS) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 100, 333])
-def test_scores_do_not_depend_on_the_batch(
+def test_scores_are_independent_of_batch_size(
     num_tokens: int, reward_model: RewardModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = reward_model.score(CHATS)
@@ -80,14 +80,16 @@ def test_scores_do_not_depend_on_the_batch(
     assert alone == pytest.approx(expected[:8], abs=1e-5)
 
 
-def test_scores_do_not_depend_on_how_the_tokenizer_pads(reward_model: RewardModel) -> None:
+def test_scores_are_independent_of_padding_side(reward_model: RewardModel) -> None:
     expected = reward_model.score(CHATS)
     reward_model.tokenizer.padding_side = "left"
     reward_model.tokenizer.pad_token = "<|im_end|>"
     assert reward_model.score(CHATS) == pytest.approx(expected, abs=1e-5)
 
 
-def test_batches_are_full_and_hardly_padded(reward_model: RewardModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scoring_batches_are_full_with_little_padding(
+    reward_model: RewardModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(scoring, "MAX_BATCH_TOKENS", 400)
     shapes: list[tuple[int, int]] = []
     reward_model.model.register_forward_pre_hook(
@@ -101,7 +103,7 @@ def test_batches_are_full_and_hardly_padded(reward_model: RewardModel, monkeypat
     assert len(shapes) <= math.ceil(num_tokens / 400) + 2
 
 
-def test_scoring_leaves_modes_gradients_and_random_states_alone(reward_model: RewardModel) -> None:
+def test_scoring_keeps_modes_gradients_and_rng_state(reward_model: RewardModel) -> None:
     model = reward_model.model.train()
     model.model.layers[0].eval()
     modes = [module.training for module in model.modules()]
@@ -116,7 +118,7 @@ def test_scoring_leaves_modes_gradients_and_random_states_alone(reward_model: Re
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_an_answer_beyond_the_model_s_positions_is_an_error_or_nan(reward_model: RewardModel) -> None:
+def test_answer_beyond_context_length_is_error_or_nan(reward_model: RewardModel) -> None:
     rows = [[5] * 512, [5] * 513, [6], [5] * 600]
     with pytest.raises(DataError) as caught:
         reward_model.compute_raw_scores(rows)
@@ -136,23 +138,23 @@ def test_an_answer_beyond_the_model_s_positions_is_an_error_or_nan(reward_model:
     assert math.isnan(reward_model.score([CHATS[0], long], overlong="nan")[1])
 
 
-def test_an_answer_of_no_tokens_is_told_and_not_scored(reward_model: RewardModel) -> None:
-    """As where the tokenizer is none that knows the words."""
+def test_answer_without_tokens_is_an_error(reward_model: RewardModel) -> None:
+    """Such as a word-level tokenizer without an unknown token returns."""
     with pytest.raises(DataError, match="answer 1: the reward model's tokenizer returns no tokens for it"):
         reward_model.compute_raw_scores([[1, 2], []])
 
 
-def test_nothing_is_scored_as_nothing(reward_model: RewardModel) -> None:
+def test_empty_list_has_no_scores(reward_model: RewardModel) -> None:
     assert reward_model.score([]) == []
 
 
-def test_plain_answers_are_scored_at_the_end_of_text(reward_model: RewardModel) -> None:
+def test_plain_text_is_scored_at_eos(reward_model: RewardModel) -> None:
     ids = reward_model.tokenizer("the baker opens<|endoftext|>", return_tensors="pt")["input_ids"]
     expected = reward_model.model.eval()(input_ids=ids).logits.item()
     assert reward_model.score([("the baker", " opens")]) == pytest.approx([expected], abs=1e-5)
 
 
-def test_with_statistics_the_reference_answers_have_mean_0_and_deviation_1(reward_model: RewardModel) -> None:
+def test_scores_are_standardised_by_stored_statistics(reward_model: RewardModel) -> None:
     raw = reward_model.score(CHATS)
     found = compute_reward_statistics(raw)
     mean = sum(raw) / len(raw)
@@ -166,7 +168,7 @@ def test_with_statistics_the_reference_answers_have_mean_0_and_deviation_1(rewar
 
 
 @pytest.mark.parametrize("values", [(None, 1.0), (0.0, 0.0), ("a", 1.0), (math.nan, 1.0), (0.0, None)])
-def test_statistics_of_a_configuration_that_are_no_numbers_are_refused(reward_model: RewardModel, values: Any) -> None:
+def test_invalid_statistics_in_config_are_refused(reward_model: RewardModel, values: Any) -> None:
     reward_model.model.config.reward_mean, reward_model.model.config.reward_std = values
     with pytest.raises(ConfigError, match="has reward_mean"):
         reward_model.score(CHATS)
@@ -178,9 +180,7 @@ def save(reward_model: RewardModel, folder: Path) -> Path:
     return folder
 
 
-def test_a_saved_model_has_the_scores_and_the_statistics_of_the_live_one(
-    reward_model: RewardModel, tmp_path: Path
-) -> None:
+def test_saved_reward_model_has_equal_scores_and_statistics(reward_model: RewardModel, tmp_path: Path) -> None:
     store_reward_statistics(reward_model.model, compute_reward_statistics(reward_model.score(CHATS)))
     loaded = RewardModel.load(save(reward_model, tmp_path))
     assert loaded.score(CHATS) == reward_model.score(CHATS)
@@ -191,7 +191,7 @@ def test_a_saved_model_has_the_scores_and_the_statistics_of_the_live_one(
     )
 
 
-def test_a_merged_adapter_has_the_scores_of_the_live_one(reward_model: RewardModel, tmp_path: Path) -> None:
+def test_merged_reward_adapter_has_equal_scores(reward_model: RewardModel, tmp_path: Path) -> None:
     before = reward_model.score(CHATS)
     config = peft.LoraConfig(
         target_modules=["q_proj", "v_proj"], modules_to_save=["score"], task_type="SEQ_CLS", init_lora_weights=False
@@ -206,6 +206,6 @@ def test_a_merged_adapter_has_the_scores_of_the_live_one(reward_model: RewardMod
     assert RewardModel.load(save(merged, tmp_path)).score(CHATS) == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_language_model_is_not_scored_with(tiny_model_dir: Path) -> None:
+def test_causal_lm_is_refused_as_reward_model(tiny_model_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"lacks score\.weight"):
         RewardModel.load(tiny_model_dir)

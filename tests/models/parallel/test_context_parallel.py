@@ -1,4 +1,4 @@
-"""Attention over a row that processes share, threads in their place, against the whole row on one."""
+"""Context-parallel attention, with threads as ranks, against one rank that has the whole row."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def compute(model: Any, batch: dict[str, Any]) -> tuple[float, int, list[torch.T
     return float(sums.nll_sum.detach()), int(sums.num_targets), [tensor.grad for tensor in model.parameters()]
 
 
-def build_share(rank: int, size: int, *, by_heads: bool) -> ContextParallelGroup:
+def build_group(rank: int, size: int, *, by_heads: bool) -> ContextParallelGroup:
     group: Any = None
     return ContextParallelGroup(group, rank, size, group, by_heads)
 
@@ -50,21 +50,21 @@ def build_share(rank: int, size: int, *, by_heads: bool) -> ContextParallelGroup
     [
         (2, False, {}),
         (3, False, {}),
-        # Two key-value heads for two processes; one that both have; six query heads, and as many of either kind.
+        # Key-value heads divided over two ranks, replicated on two and on four, and multi-head attention on three.
         (2, True, {}),
         (2, True, {"num_key_value_heads": 1}),
         (4, True, {}),
         (3, True, {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 24}),
     ],
 )
-def test_loss_and_gradients_are_those_of_whole_rows(
+def test_context_parallel_loss_and_gradients_equal_one_rank(
     size: int, by_heads: bool, heads: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Documents stay apart, and those that are cut attend to what another process has."""
+    """Packed documents are isolated, and sharded documents attend to keys of other ranks."""
     batch = build_batch(*ROWS)
     models = []
     for rank in range(size):
-        share = build_share(rank, size, by_heads=by_heads)
+        share = build_group(rank, size, by_heads=by_heads)
         AttentionInterface.register(f"context{rank}", partial(_attend, share))
         AttentionMaskInterface.register(f"context{rank}", sdpa_mask)
         own = shard_batch(batch, rank, size, by_heads=by_heads)
@@ -77,8 +77,8 @@ def test_loss_and_gradients_are_those_of_whole_rows(
         torch.testing.assert_close(torch.stack(shares).sum(dim=0), whole, rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_not_cut_attends_as_with_sdpa() -> None:
-    register_context_parallel(build_share(0, 2, by_heads=False))
+def test_unsharded_batch_attends_as_sdpa() -> None:
+    register_context_parallel(build_group(0, 2, by_heads=False))
     batch = {name: build_batch(*ROWS)[name] for name in ("input_ids", "position_ids")}
     with torch.no_grad():
         own, plain = (build_model(name)(**batch, use_cache=False).logits for name in ("context", "sdpa"))
@@ -95,7 +95,7 @@ def test_what_is_not_cut_attends_as_with_sdpa() -> None:
         ("mixtral", {"output_router_logits": True, "sliding_window": None}, "a load-balancing loss of experts"),
     ],
 )
-def test_what_needs_the_whole_row_is_refused(model_type: str, changes: dict[str, Any], why: str) -> None:
+def test_models_that_need_the_whole_row_are_refused(model_type: str, changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         verify_context_parallel(AutoConfig.for_model(model_type, **SIZES, **HEADS, **changes), 2, by_heads=False)
 
@@ -110,7 +110,7 @@ def test_what_needs_the_whole_row_is_refused(model_type: str, changes: dict[str,
         ),
     ],
 )
-def test_heads_that_cannot_be_dealt_out_are_refused(heads: dict[str, int], why: str) -> None:
+def test_indivisible_head_counts_are_refused(heads: dict[str, int], why: str) -> None:
     config = AutoConfig.for_model("llama", **SIZES | heads)
     with pytest.raises(ConfigError, match=why) as refused:
         verify_context_parallel(config, 3, by_heads=True)
@@ -119,7 +119,7 @@ def test_heads_that_cannot_be_dealt_out_are_refused(heads: dict[str, int], why: 
     verify_context_parallel(config, 4, by_heads=True)
 
 
-def test_plain_attention_may_share_rows() -> None:
+def test_full_attention_models_are_accepted() -> None:
     for model_type in ("llama", "qwen3", "qwen2", "smollm3"):
         for by_heads in (False, True):
             verify_context_parallel(AutoConfig.for_model(model_type, **SIZES, **HEADS), 4, by_heads=by_heads)

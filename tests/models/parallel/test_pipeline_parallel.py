@@ -1,4 +1,4 @@
-"""A model in parts is the model: the same names and weights, the same logits to the bit, for each architecture."""
+"""Pipeline stages against the whole model: names, weights and bitwise equal logits for each architecture."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def build_whole(config: PreTrainedConfig) -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
-def load_part(folder: Path, config: PreTrainedConfig, part: PipelinePart) -> Any:
+def load_stage(folder: Path, config: PreTrainedConfig, part: PipelinePart) -> Any:
     return start_causal_lm(ModelConfig(model_name_or_path=str(folder)), config, "sdpa", seed=0, part=part)
 
 
 @torch.no_grad()
 def run_chunks(parts: list[Any]) -> torch.Tensor:
-    """What stages would hand on to each other, in one process."""
+    """Run the chunks of all stages in order, in one process."""
     numbered = {n: chunk for part in parts for n, chunk in zip(part.part.chunks, split_into_chunks(part), strict=True)}
     inputs: dict[str, Any] = {"input_ids": IDS}
     for number in range(len(numbered) - 1):
@@ -70,7 +70,7 @@ def run_chunks(parts: list[Any]) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("num_stages", "num_chunks"), [(2, 1), (2, 2)])
-def test_the_parts_together_are_the_model(family: str, num_stages: int, num_chunks: int) -> None:
+def test_stages_together_equal_whole_model(family: str, num_stages: int, num_chunks: int) -> None:
     config = make_config(family)
     whole, parts = build_whole(config), build_parts(config, num_stages, num_chunks)
     with torch.no_grad():
@@ -82,7 +82,7 @@ def test_the_parts_together_are_the_model(family: str, num_stages: int, num_chun
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_every_tensor_is_in_one_part_and_tied_embeddings_are_at_both_ends(is_tied: bool) -> None:
+def test_parameters_are_in_one_stage_except_tied_embeddings(is_tied: bool) -> None:
     config = make_config("llama", tie_word_embeddings=is_tied)
     parts = build_parts(config, 4)
     held = [set(dict(part.named_parameters())) for part in parts]
@@ -96,7 +96,7 @@ def test_every_tensor_is_in_one_part_and_tied_embeddings_are_at_both_ends(is_tie
     }
 
 
-def test_the_whole_is_known_without_its_weights() -> None:
+def test_whole_model_is_built_on_meta_from_a_stage() -> None:
     config = make_config("qwen3")
     whole = build_whole_on_meta(build_parts(config, 2)[1])
     assert list(dict(whole.named_parameters())) == list(dict(build_whole(config).named_parameters()))
@@ -104,30 +104,30 @@ def test_the_whole_is_known_without_its_weights() -> None:
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_a_loaded_part_holds_its_own_tensors_alone(is_tied: bool, tmp_path: Path) -> None:
+def test_loaded_stage_holds_only_its_parameters(is_tied: bool, tmp_path: Path) -> None:
     config = make_config("llama", tie_word_embeddings=is_tied)
     whole = build_whole(config)
     whole.save_pretrained(tmp_path)
     for stage in range(2):
-        part = load_part(tmp_path, config, PipelinePart(stage, 2))
+        part = load_stage(tmp_path, config, PipelinePart(stage, 2))
         assert part.training
         assert all(torch.equal(tensor, whole.get_parameter(name)) for name, tensor in part.named_parameters())
         num_numbers = sum(tensor.numel() for tensor in part.parameters())
         assert num_numbers < 0.75 * sum(tensor.numel() for tensor in whole.parameters())
 
 
-def test_a_checkpoint_that_lacks_a_tensor_of_this_part_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_without_a_parameter_of_the_stage_is_refused(tmp_path: Path) -> None:
     config = make_config("llama")
     whole = build_whole(config)
     state = whole.state_dict()
     del state["model.layers.3.mlp.up_proj.weight"]
     whole.save_pretrained(tmp_path, state_dict=state)
     with pytest.raises(ConfigError, match=r"lacks model\.layers\.3\.mlp\.up_proj\.weight"):
-        load_part(tmp_path, config, PipelinePart(1, 2))
-    load_part(tmp_path, config, PipelinePart(0, 2))
+        load_stage(tmp_path, config, PipelinePart(1, 2))
+    load_stage(tmp_path, config, PipelinePart(0, 2))
 
 
-def test_random_weights_are_those_of_one_process() -> None:
+def test_random_initialisation_equals_one_process() -> None:
     config = make_config("llama")
     recipe = ModelConfig(model_config={"model_type": "llama"})
     whole = start_causal_lm(recipe, config, "sdpa", seed=3)
@@ -148,13 +148,13 @@ def test_random_weights_are_those_of_one_process() -> None:
     ],
     ids=["llama", "tied", "gpt2", "router", "granite", "odd"],
 )
-def test_without_weights_a_model_is_judged_alike(config: PreTrainedConfig, why: str) -> None:
+def test_verification_result_is_the_same_on_meta_device(config: PreTrainedConfig, why: str) -> None:
     for stage in range(2):
         with pytest.raises(ConfigError, match=why) if why else nullcontext():
             verify_pipeline_parallel(config, PipelinePart(stage, 2))
 
 
-def test_a_model_that_does_more_between_its_layers_is_refused() -> None:
+def test_model_with_computation_between_layers_is_refused() -> None:
     config = GraniteConfig(**SIZES, embedding_multiplier=2.0)
     config._attn_implementation = "sdpa"
     (part, _) = build_parts(config, 2)

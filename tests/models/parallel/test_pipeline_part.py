@@ -1,4 +1,4 @@
-"""Which layers a process of a pipeline holds: every layer once, in chunks of one size."""
+"""Layers of each pipeline stage: every layer once, in chunks of equal size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from recipes_lib.models.parallel.pipeline_part import PipelinePart
 
 
 @pytest.mark.parametrize(("num_stages", "num_chunks"), [(1, 2), (2, 1), (2, 2), (4, 1), (4, 2)])
-def test_the_chunks_of_all_stages_are_the_layers_in_their_order(num_stages: int, num_chunks: int) -> None:
+def test_chunks_of_all_stages_cover_layers_in_order(num_stages: int, num_chunks: int) -> None:
     by_chunk = {}
     for stage in range(num_stages):
         part = PipelinePart(stage, num_stages, num_chunks)
@@ -19,7 +19,7 @@ def test_the_chunks_of_all_stages_are_the_layers_in_their_order(num_stages: int,
     assert {len(layers) for layers in by_chunk.values()} == {16 // (num_stages * num_chunks)}
 
 
-def test_chunks_take_turns() -> None:
+def test_interleaved_chunks_alternate_between_stages() -> None:
     """So that what the first process hands on to the last comes back to it."""
     assert list(PipelinePart(0, 2, 2).chunks) == [0, 2]
     assert list(PipelinePart(1, 2, 2).chunks) == [1, 3]
@@ -33,6 +33,6 @@ def test_chunks_take_turns() -> None:
         (PipelinePart(0, 2, 2), 1, "1 layers cannot be split into 4 equal chunks"),
     ],
 )
-def test_layers_that_do_not_divide_are_refused(part: PipelinePart, num_layers: int, remedy: str) -> None:
+def test_indivisible_number_of_layers_is_refused(part: PipelinePart, num_layers: int, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy):
         part.share_layers(num_layers)

@@ -1,4 +1,4 @@
-"""Which models may be cut, and that one that is whole, or cut in part, is never taken for one that is cut."""
+"""Models that support tensor parallelism, and verification that every weight is sharded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def two_processes() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "mistral", "smollm3"])
-def test_a_model_whose_plan_is_proved_may_be_cut(model_type: str) -> None:
+def test_models_with_verified_plan_are_accepted(model_type: str) -> None:
     config = build_config(model_type)
     config.attention_dropout = 0.0
     verify_tensor_parallel(config, 2)
@@ -57,12 +57,12 @@ def test_a_model_whose_plan_is_proved_may_be_cut(model_type: str) -> None:
         (build_config("llama", attention_dropout=0.1), "the model has attention_dropout"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(config: Any, why: str) -> None:
+def test_unsupported_models_are_refused(config: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         verify_tensor_parallel(config, 4)
 
 
-def test_without_a_size_nothing_is_cut() -> None:
+def test_no_plan_without_tensor_parallel_size() -> None:
     assert build_distribution({"dp_shard": 8}, torch.float32) is None
     cut = build_distribution({"dp_shard": 4, "tp": 2}, torch.bfloat16)
     assert cut is not None
@@ -70,7 +70,7 @@ def test_without_a_size_nothing_is_cut() -> None:
 
 
 @pytest.mark.usefixtures("two_processes")
-def test_every_matrix_of_a_model_is_cut_and_what_is_not_is_found() -> None:
+def test_verification_detects_unsharded_matrices() -> None:
     whole = AutoModelForCausalLM.from_config(build_config("llama"))
     assert count_tensor_parallel_ranks(whole) == 1
     assert find_data_group(whole) is None

@@ -1,4 +1,4 @@
-"""Weights that are shared out are whole in a call alone; DeepSpeed itself is in ``tests/distributed/test_zero.py``."""
+"""Gathering of ZeRO-3 weights around calls, with a stand-in; ``tests/distributed/test_zero.py`` runs DeepSpeed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from recipes_lib.models.parallel.zero3 import (
 )
 
 
-class Share:
+class ShardedParameter:
     """What DeepSpeed adds to a weight: it is empty until it is gathered."""
 
     def __init__(self, weight: nn.Parameter) -> None:
@@ -33,10 +33,10 @@ class Share:
         self.weight.data = torch.empty(0)
 
 
-def test_a_weight_is_whole_in_a_call_and_empty_after_it() -> None:
+def test_weight_is_gathered_during_call_and_released_after() -> None:
     linear = nn.Linear(2, 2, bias=False)
     expected = linear(torch.ones(2))
-    Share(linear.weight)
+    ShardedParameter(linear.weight)
     model = nn.Sequential(linear, nn.ReLU())
     with pytest.raises(RuntimeError):
         linear(torch.ones(2))
@@ -48,7 +48,7 @@ def test_a_weight_is_whole_in_a_call_and_empty_after_it() -> None:
         linear(torch.ones(2))
 
 
-def test_a_model_that_nothing_has_shared_out_is_left_alone() -> None:
+def test_unsharded_model_is_left_unchanged() -> None:
     model = nn.Linear(2, 2)
     register_gather_hooks(model)
     assert not model._forward_pre_hooks
@@ -57,22 +57,22 @@ def test_a_model_that_nothing_has_shared_out_is_left_alone() -> None:
     assert model.weight.eq(3).all()
 
 
-def test_what_is_written_is_shared_out_again() -> None:
+def test_modified_weights_are_partitioned_again() -> None:
     weight = nn.Parameter(torch.zeros(3))
-    share = Share(weight)
+    share = ShardedParameter(weight)
     with torch.no_grad(), gathered_for_writing(weight):
         weight.fill_(3.0)
     assert share.whole.eq(3).all()
     assert weight.numel() == 0
 
 
-def test_transformers_shares_nothing_out_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Told:
+def test_transformers_zero3_init_is_disabled_in_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Zero3Config:
         def is_zero3(self) -> bool:
             return True
 
-    told = Told()
-    monkeypatch.setattr(integration, "_hf_deepspeed_config_weak_ref", lambda: told)
+    config = Zero3Config()
+    monkeypatch.setattr(integration, "_hf_deepspeed_config_weak_ref", lambda: config)
     with zero3_init_disabled():
         assert not integration.is_deepspeed_zero3_enabled()
     assert integration.is_deepspeed_zero3_enabled()

@@ -33,6 +33,7 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.adapters.saved import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
+    BASE_LAYER,
     INITS_CHANGING_BASE,
     TaskType,
     changes_base_weights,
@@ -149,8 +150,8 @@ def load_adapter(
 
     Raises:
         ConfigError: The adapter cannot be found, is no LoRA adapter in safetensors, was trained on another base or for
-            another task, belongs to base weights that no file contains, is on bare parameters, or its weights and its
-            configuration disagree.
+            another task, belongs to base weights that no file contains, is on bare parameters or tied embeddings, or
+            its weights and its configuration disagree.
     """
     key = "adapter_name_or_path"
     with explained(key, name):
@@ -170,10 +171,14 @@ def load_adapter(
             found = f"{name} does not fit the model: {str(error).strip().splitlines()[-1].strip()}"
             raise ConfigError(Problem(key, found, "name a complete adapter of this model")) from error
     verify_layers(adapted, key)
+    if _adapts_tied_embeddings(adapted):
+        found = f"{name} has low-rank matrices on tied embeddings, and merging them would change both embeddings"
+        raise ConfigError(Problem(key, found, "name an adapter without them, or with modules_to_save"))
     _train_whole_modules_in_float32(adapted)
     # PEFT only warns about missing weights, and ignores unexpected ones.
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
-        differing = read_adapter_state(adapted).keys() ^ file.keys()
+        saved_names = {name for name in file.keys() if BASE_LAYER not in name}  # noqa: SIM118 (no mapping)
+    differing = read_adapter_state(adapted).keys() ^ saved_names
     if differing:
         raise _refuse_weights(key, name, differing)
     return adapted
@@ -332,6 +337,13 @@ def check_layers(model: PreTrainedModel, config: AdapterConfig) -> Iterator[Prob
             what = type(others[0]).__name__
             yield Problem("lora_target_modules", f"{name} is a {what}, not a linear layer", "name the layers inside it")
     yield from _check_init(model, config)
+
+
+def _adapts_tied_embeddings(model: PeftModel) -> bool:
+    base = model.get_base_model()
+    embeddings = [base.get_input_embeddings(), base.get_output_embeddings()]
+    is_tied = getattr(base.config.get_text_config(), "tie_word_embeddings", False)
+    return is_tied and any(hasattr(embedding, "base_layer") for embedding in embeddings)
 
 
 def _verify_tie(model: PeftModel) -> None:

@@ -27,7 +27,8 @@ TaskType = Literal["CAUSAL_LM", "SEQ_CLS"]
 INITS_CHANGING_BASE: Final = ("pissa", "olora", "corda", "lora_ga", "loftq")
 """Prefixes of ``init_lora_weights`` that change the base weights, mostly by subtracting the initial adapter."""
 
-_BASE = ".base_layer."
+BASE_LAYER: Final = ".base_layer."
+"""Part of the names of base weights inside adapted layers; PEFT also saves those of adapted embeddings."""
 
 
 def find_adapter(name: str, revision: str | None = None) -> Path | None:
@@ -148,6 +149,11 @@ def check_saved(saved: PeftConfig, folder: Path, task_type: str) -> Iterator[tup
         yield f"was trained for {saved.task_type}, not {task_type}", "merge it with PEFT first"
     if saved.bias != "none":
         yield "trains biases of the base, which stay changed when it is disabled", "name an adapter with bias: none"
+    if getattr(saved, "lora_bias", False):
+        yield (
+            "trains biases of B (lora_bias), which layers without a bias cannot merge",
+            "name one with lora_bias: false",
+        )
     if changes_base_weights(saved):
         found = f"belongs to base weights changed by {saved.init_lora_weights}, which no file contains"
         yield found, "name the output directory of its run, not a checkpoint"
@@ -201,7 +207,7 @@ def iterate_weights(model: Any, names: Collection[str] | None = None) -> Iterato
         names: Names of the parameters to yield, in the model inside the PEFT wrapper; ``None`` for all.
 
     Raises:
-        ValueError: The adapter is on bare parameters, or has fully trained modules, whose names differ.
+        ValueError: The adapter is on bare parameters, has fully trained modules, whose names differ, or biases of B.
 
     Source: ``trl.generation.VLLMGeneration``; ``tests/models/adapters/test_merged_weights.py``.
     """
@@ -209,9 +215,9 @@ def iterate_weights(model: Any, names: Collection[str] | None = None) -> Iterato
     for name, parameter in _base_parameters(model):
         if names is not None and name not in names:
             continue
-        owner, is_adapted, rest = name.partition(_BASE)
+        owner, is_adapted, rest = name.partition(BASE_LAYER)
         if not is_adapted or rest != "weight":
-            yield name.replace(_BASE, "."), parameter.detach()
+            yield name.replace(BASE_LAYER, "."), parameter.detach()
             continue
         layer = layers[owner]
         # Merged in place, copied, and restored from a copy before the next layer.
@@ -227,12 +233,14 @@ def _base_parameters(model: Any) -> Iterator[tuple[str, Any]]:
     base = unwrap_adapter(model)
     for module in base.modules():
         is_layer = not hasattr(module, "base_layer") or hasattr(module.base_layer, "weight")
-        if hasattr(module, "modules_to_save") or hasattr(module, "token_adapter") or not is_layer:
+        has_bias = any(getattr(module, "lora_bias", {}).values())
+        if hasattr(module, "modules_to_save") or hasattr(module, "token_adapter") or has_bias or not is_layer:
             raise ValueError(
-                "an adapter on bare parameters, or with fully trained modules or tokens, is not merged weight by weight"
+                "an adapter on bare parameters, or with fully trained modules or tokens, or biases of B, is not merged "
+                "weight by weight"
             )
     # Below an adapted layer, only the parameters of base_layer belong to the model.
     adapted = tuple(f"{name}." for name, module in base.named_modules() if hasattr(module, "base_layer"))
     for name, parameter in base.named_parameters():
-        if _BASE in name or not name.startswith(adapted):
+        if BASE_LAYER in name or not name.startswith(adapted):
             yield name, parameter

@@ -119,7 +119,7 @@ def add_loss_head(model: PreTrainedModel) -> None:
     projections = _find_projections(model)
     for projection in projections:
         if not isinstance(projection, nn.Linear) or not projection.weight.is_floating_point():
-            kind = type(projection).__name__
+            kind = f"{type(projection).__module__.partition('.')[0]}.{type(projection).__name__}"
             found = f"{type(model).__name__} projects to the vocabulary by {kind}, not by nn.Linear"
             remedy = "choose a causal language model with an lm_head that is neither quantised nor under an adapter"
             raise ConfigError(Problem("model_name_or_path", found, remedy))

@@ -18,9 +18,9 @@ from recipes_lib.errors import DataError, Problem
 from recipes_lib.models.adapters.lora import read_adapter_state
 from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS
 from recipes_lib.models.inference import unwrap_adapter
-from recipes_lib.models.model_files import INDEX
+from recipes_lib.models.model_files import INDEX, WEIGHTS
 from recipes_lib.models.parallel.pipeline_parallel import build_whole_on_meta
-from recipes_lib.models.saved_weights import WEIGHTS, read_published_shapes, read_shapes, verify_weights
+from recipes_lib.models.saved_weights import read_published_shapes, read_shapes, verify_weights
 from recipes_lib.training.checkpoints.saver import (
     CheckpointSaver,
     Task,
