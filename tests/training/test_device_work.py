@@ -72,21 +72,21 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("learner", LEARNERS)
-def test_the_host_waits_as_often_however_many_micro_batches_a_step_has(work: dict[str, Any], learner: str) -> None:
+def test_host_syncs_do_not_grow_with_gradient_accumulation(work: dict[str, Any], learner: str) -> None:
     for count in ACCUMULATED:
         waits = work[f"{learner} {count}"]["waits"]
         assert sum(waits.values()) <= WAITS[learner], waits
 
 
 @pytest.mark.parametrize("learner", LEARNERS)
-def test_batches_are_copied_without_waiting(work: dict[str, Any], learner: str) -> None:
+def test_batches_are_copied_without_host_sync(work: dict[str, Any], learner: str) -> None:
     """What a step copies otherwise are scalars, as many for any number of micro-batches."""
     few, many = (sum(work[f"{learner} {count}"]["copies"].values()) for count in ACCUMULATED)
     assert few == many <= 2
 
 
 @pytest.mark.parametrize("count", ACCUMULATED)
-def test_a_step_is_no_more_kernels_than_that_of_upstreams_trainer(work: dict[str, Any], count: int) -> None:
+def test_step_launches_no_more_kernels_than_transformers_trainer(work: dict[str, Any], count: int) -> None:
     ours, theirs = (work[f"{recipe} {count}"]["kernels"] for recipe in ("pretrain", UPSTREAM))
     assert sum(ours.values()) <= sum(theirs.values()), Counter(ours) - Counter(theirs)
     assert sum(work[f"{UPSTREAM} {count}"]["waits"].values()) > 0

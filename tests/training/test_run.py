@@ -55,7 +55,7 @@ def leave_checkpoint(output_dir: Path, step: int, **facts) -> Path:
     return checkpoint
 
 
-def test_a_new_run_records_everything_needed_to_repeat_it(tmp_path):
+def test_new_run_records_config_versions_and_hardware(tmp_path):
     run = start_run(make_config(tmp_path / "a path with spaces"), ONE)
     record = json.loads((run.output_dir / "run.json").read_text())
     assert record["status"] == "running"
@@ -68,7 +68,7 @@ def test_a_new_run_records_everything_needed_to_repeat_it(tmp_path):
     assert not run.finished
 
 
-def test_what_auto_has_chosen_is_told_and_recorded_and_the_configuration_stays(tmp_path, capsys):
+def test_auto_checkpointing_is_resolved_logged_and_recorded(tmp_path, capsys):
     config = make_config(tmp_path, activation_checkpointing="auto")
     for _ in range(2):  # Resumed, it is no other configuration.
         run = start_run(config, ONE)
@@ -81,7 +81,7 @@ def test_what_auto_has_chosen_is_told_and_recorded_and_the_configuration_stays(t
     assert run.resume_from
 
 
-def test_the_plan_of_a_run_is_recorded_beside_what_was_measured(tmp_path, monkeypatch):
+def test_record_has_planned_and_measured_cost(tmp_path, monkeypatch):
     """Of the steps the median, of memory the peak; what an evaluation took counts for neither."""
     planned = {"memory_bytes": 3, "step_seconds": 0.5}
     monkeypatch.setattr("recipes_lib.training.run.plan_run", lambda config, launch, name: planned)
@@ -96,7 +96,7 @@ def test_the_plan_of_a_run_is_recorded_beside_what_was_measured(tmp_path, monkey
     assert record["measured"] == {"memory_bytes": 7, "step_seconds": pytest.approx(0.6)}
 
 
-def test_the_same_command_goes_on_from_the_last_complete_checkpoint(tmp_path):
+def test_start_resumes_from_last_complete_checkpoint(tmp_path):
     config = make_config(tmp_path)
     start_run(config, ONE)
     checkpoint = leave_checkpoint(tmp_path, 5)
@@ -106,7 +106,7 @@ def test_the_same_command_goes_on_from_the_last_complete_checkpoint(tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["resumed_from"] == "checkpoint-5"
 
 
-def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, capsys):
+def test_damaged_checkpoint_is_reported_and_skipped(tmp_path, capsys):
     config = make_config(tmp_path)
     start_run(config, ONE)
     good = leave_checkpoint(tmp_path, 5)
@@ -120,7 +120,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, capsys):
     assert start_run(config, ONE).choose_checkpoint() == good
 
 
-def test_what_a_killed_save_left_is_removed_by_the_main_process_alone(tmp_path):
+def test_only_main_process_removes_leftovers_of_killed_save(tmp_path):
     left = tmp_path / "_saving" / "checkpoint-5"
     left.mkdir(parents=True)
     (left / "model.safetensors").write_bytes(b"wei")
@@ -130,7 +130,7 @@ def test_what_a_killed_save_left_is_removed_by_the_main_process_alone(tmp_path):
     assert not left.parent.exists()
 
 
-def test_another_number_of_processes_keeps_the_batch_at_every_start(tmp_path, capsys):
+def test_global_batch_size_is_kept_on_other_world_size(tmp_path, capsys):
     config = make_config(tmp_path, **BATCH)
     assert start_run(config, ONE).config == config
     leave_checkpoint(tmp_path, 5, **BATCH)
@@ -148,7 +148,7 @@ def test_another_number_of_processes_keeps_the_batch_at_every_start(tmp_path, ca
     assert start_run(rewritten, ONE).config.training["gradient_accumulation_steps"] == 4
 
 
-def test_a_process_that_is_late_plans_the_same_batch(tmp_path):
+def test_late_rank_computes_same_accumulation(tmp_path):
     config = make_config(tmp_path, **BATCH)
     start_run(config, ONE)
     leave_checkpoint(tmp_path, 5, **BATCH)
@@ -160,7 +160,7 @@ def test_a_process_that_is_late_plans_the_same_batch(tmp_path):
 @pytest.mark.parametrize(
     "keys", [{"per_device_train_batch_size": 4}, {"gradient_accumulation_steps": 2}], ids=["larger", "smaller"]
 )
-def test_another_batch_is_another_configuration(tmp_path, keys):
+def test_changed_global_batch_size_is_refused(tmp_path, keys):
     start_run(make_config(tmp_path, **BATCH), ONE)
     leave_checkpoint(tmp_path, 5, **BATCH)
     with pytest.raises(ConfigError, match=f"{next(iter(keys))} was"):
@@ -169,7 +169,7 @@ def test_another_batch_is_another_configuration(tmp_path, keys):
     assert start_run(make_config(tmp_path, **same), ONE).resume_from
 
 
-def test_a_batch_that_the_processes_cannot_share_is_refused_before_anything_is_written(tmp_path):
+def test_indivisible_global_batch_is_refused_before_any_write(tmp_path):
     config = make_config(tmp_path, **BATCH)
     start_run(config, ONE)
     leave_checkpoint(tmp_path, 5, **BATCH)
@@ -189,7 +189,7 @@ def finish(config: RecipeConfig) -> Path:
     return run.output_dir
 
 
-def test_a_finished_run_is_left_alone(tmp_path, capsys):
+def test_finished_run_is_not_modified(tmp_path, capsys):
     output_dir = finish(make_config(tmp_path))
     before = {path: path.stat().st_mtime_ns for path in output_dir.iterdir()}
     capsys.readouterr()
@@ -207,9 +207,7 @@ def test_a_finished_run_is_left_alone(tmp_path, capsys):
     ],
 )
 @pytest.mark.parametrize("launch", [ONE, Launch(rank=1, local_rank=1, world_size=2, engine="")], ids=["main", "other"])
-def test_a_model_that_is_gone_is_written_again_from_the_last_checkpoint_or_refused(
-    tmp_path, launch, name, content, words, capsys
-):
+def test_missing_model_of_finished_run_is_rewritten_from_checkpoint(tmp_path, launch, name, content, words, capsys):
     config = make_config(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=2 // launch.world_size)
     finish(make_config(tmp_path, **BATCH))
     (tmp_path / name).unlink()
@@ -224,7 +222,7 @@ def test_a_model_that_is_gone_is_written_again_from_the_last_checkpoint_or_refus
 
 
 @pytest.mark.parametrize("ended", ["with a checkpoint", "done"])
-def test_a_directory_of_another_configuration_is_refused_naming_the_keys(tmp_path, ended):
+def test_output_dir_of_other_config_is_refused_with_changed_keys(tmp_path, ended):
     first = start_run(make_config(tmp_path), ONE)
     if ended == "done":
         with first.recording_its_end():
@@ -238,12 +236,12 @@ def test_a_directory_of_another_configuration_is_refused_naming_the_keys(tmp_pat
     assert "1e-05" in str(caught.value)
 
 
-def test_a_run_that_left_nothing_may_be_started_with_other_keys(tmp_path):
+def test_keys_may_change_before_first_checkpoint(tmp_path):
     start_run(make_config(tmp_path), ONE)
     assert start_run(make_config(tmp_path, learning_rate=2e-5), ONE).resume_from is None
 
 
-def test_a_key_that_came_with_a_later_version_has_its_default_in_older_records(tmp_path):
+def test_key_missing_in_older_record_has_its_default(tmp_path):
     start_run(make_config(tmp_path), ONE)
     leave_checkpoint(tmp_path, 5)
     path = tmp_path / "run.json"
@@ -256,14 +254,14 @@ def test_a_key_that_came_with_a_later_version_has_its_default_in_older_records(t
     assert start_run(config, ONE).resume_from is not None
 
 
-def test_how_a_run_is_watched_may_change(tmp_path):
+def test_logging_keys_may_change_on_resume(tmp_path):
     start_run(make_config(tmp_path), ONE)
     leave_checkpoint(tmp_path, 5)
     assert start_run(make_config(tmp_path, logging_steps=7, save_total_limit=1, report_to="none"), ONE).resume_from
 
 
 @pytest.mark.parametrize("now", [True, "auto"])
-def test_a_run_out_of_memory_resumes_with_more_recomputation(tmp_path, now):
+def test_activation_checkpointing_may_change_on_resume(tmp_path, now):
     start_run(make_config(tmp_path, activation_checkpointing=False), ONE)
     leave_checkpoint(tmp_path, 5)
     assert start_run(make_config(tmp_path, activation_checkpointing=now), ONE).resume_from
@@ -280,7 +278,7 @@ def test_a_run_out_of_memory_resumes_with_more_recomputation(tmp_path, now):
         (LostPeerError("process 1 ended"), "failed"),
     ],
 )
-def test_how_a_run_ended_is_recorded_and_the_error_goes_on(tmp_path, error, status):
+def test_final_status_is_recorded_and_error_reraised(tmp_path, error, status):
     run = start_run(make_config(tmp_path), ONE)
     with pytest.raises(type(error)), run.recording_its_end():
         raise error
@@ -288,7 +286,7 @@ def test_how_a_run_ended_is_recorded_and_the_error_goes_on(tmp_path, error, stat
     assert not start_run(make_config(tmp_path), ONE).finished
 
 
-def test_only_keys_that_decide_the_outcome_change_the_fingerprint(tmp_path):
+def test_fingerprint_depends_only_on_keys_that_affect_results(tmp_path):
     base = make_config(tmp_path)
     assert fingerprint_config(base) == fingerprint_config(make_config(tmp_path, logging_steps=3))
     assert fingerprint_config(base) != fingerprint_config(make_config(tmp_path, learning_rate=3e-5))
@@ -302,12 +300,12 @@ def test_only_keys_that_decide_the_outcome_change_the_fingerprint(tmp_path):
     assert fingerprint_config(halves, 2) == fingerprint_config(base)
 
 
-def test_a_second_process_writes_nothing(tmp_path):
+def test_only_main_process_writes_record(tmp_path):
     start_run(make_config(tmp_path), Launch(rank=1, local_rank=1, world_size=2, engine=""))
     assert not (tmp_path / "run.json").exists()
 
 
-def test_a_directory_has_one_run_at_a_time_and_is_free_when_its_process_has_ended(tmp_path):
+def test_output_dir_is_locked_until_process_exits(tmp_path):
     reader, writer = os.pipe()
     pid = os.fork()
     if not pid:
@@ -331,27 +329,27 @@ def test_a_directory_has_one_run_at_a_time_and_is_free_when_its_process_has_ende
     start_run(make_config(tmp_path), ONE)
 
 
-def test_a_run_that_was_moved_goes_on(tmp_path):
+def test_moved_output_dir_resumes(tmp_path):
     start_run(make_config(tmp_path / "here"), ONE)
     leave_checkpoint(tmp_path / "here", 5)
     (tmp_path / "here").rename(tmp_path / "there")
     assert start_run(make_config(tmp_path / "there"), ONE).resume_from == tmp_path / "there" / "checkpoint-5"
 
 
-def test_a_directory_that_cannot_be_created_is_one_clear_error(tmp_path):
+def test_output_dir_that_cannot_be_created_is_refused(tmp_path):
     blocker = tmp_path / "file"
     blocker.write_text("")
     with pytest.raises(ConfigError, match="cannot create output_dir"):
         start_run(make_config(blocker / "run"), ONE)
 
 
-def test_a_directory_that_cannot_be_written_is_one_clear_error(tmp_path):
+def test_unwritable_output_dir_is_refused(tmp_path):
     (tmp_path / "_lock").mkdir()  # No mode keeps root from writing.
     with pytest.raises(ConfigError, match="cannot be written: Is a directory"):
         start_run(make_config(tmp_path), ONE)
 
 
-def test_a_directory_that_was_renamed_meanwhile_is_told_and_the_run_goes_on_when_it_is_back(tmp_path):
+def test_output_dir_renamed_during_run_is_reported(tmp_path):
     there, away = tmp_path / "there", tmp_path / "away"
     run = start_run(make_config(there), ONE)
     checkpoint = leave_checkpoint(there, 5)
@@ -363,7 +361,7 @@ def test_a_directory_that_was_renamed_meanwhile_is_told_and_the_run_goes_on_when
     assert start_run(make_config(there), ONE).resume_from == checkpoint
 
 
-def test_a_checkpoint_that_holds_more_than_tensors_is_refused_by_name(tmp_path):
+def test_checkpoint_with_pickled_objects_is_refused(tmp_path):
     config = make_config(tmp_path)
     facts = start_run(config, ONE).facts
     checkpoint = leave_checkpoint(tmp_path, 5, run={key: facts[key] for key in RECORDED})
@@ -376,7 +374,7 @@ def test_a_checkpoint_that_holds_more_than_tensors_is_refused_by_name(tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "refused"
 
 
-def test_a_torn_record_does_not_stop_a_new_run(tmp_path):
+def test_truncated_record_without_checkpoint_is_replaced(tmp_path):
     (tmp_path / "run.json").write_text('{"status": "run')
     assert start_run(make_config(tmp_path), ONE).resume_from is None
 
@@ -392,7 +390,7 @@ LOST = {
 
 
 @pytest.mark.parametrize("what", LOST)
-def test_a_lost_record_is_rebuilt_from_the_newest_checkpoint(tmp_path, what):
+def test_lost_record_is_restored_from_newest_checkpoint(tmp_path, what):
     config = make_config(tmp_path)
     before = start_run(config, ONE).facts
     checkpoint = leave_checkpoint(tmp_path, 5, run={key: before[key] for key in RECORDED})
@@ -408,7 +406,7 @@ def test_a_lost_record_is_rebuilt_from_the_newest_checkpoint(tmp_path, what):
         start_run(make_config(tmp_path, learning_rate=1.0), ONE)
 
 
-def test_a_record_that_no_checkpoint_holds_is_asked_for(tmp_path):
+def test_lost_record_without_copy_in_checkpoint_is_refused(tmp_path):
     """Checkpoints of the version before do not hold it."""
     start_run(make_config(tmp_path), ONE)
     leave_checkpoint(tmp_path, 5)
@@ -419,7 +417,7 @@ def test_a_record_that_no_checkpoint_holds_is_asked_for(tmp_path):
 
 
 @pytest.mark.parametrize("content", ['{"name": "my project"}', None])
-def test_a_file_of_somebody_else_is_not_overwritten(tmp_path, content):
+def test_unrelated_run_json_is_not_overwritten(tmp_path, content):
     path = tmp_path / "run.json"
     path.mkdir() if content is None else path.write_text(content)
     with pytest.raises(ConfigError, match=r"run\.json"):
@@ -427,7 +425,7 @@ def test_a_file_of_somebody_else_is_not_overwritten(tmp_path, content):
     assert content is None or path.read_text() == content
 
 
-def test_a_record_that_vanishes_while_the_run_lives_is_written_again_whole(tmp_path):
+def test_record_deleted_during_run_is_rewritten_in_full(tmp_path):
     run = start_run(make_config(tmp_path), ONE)
     (tmp_path / "run.json").unlink()
     with run.recording_its_end():
@@ -437,7 +435,7 @@ def test_a_record_that_vanishes_while_the_run_lives_is_written_again_whole(tmp_p
     assert record["config"]["learning_rate"] == 1e-5
 
 
-def test_files_that_somebody_changed_meanwhile_neither_undo_a_run_nor_hide_why_it_ended(tmp_path):
+def test_errors_of_summary_do_not_replace_final_status(tmp_path):
     config = make_config(tmp_path / "out")
     config = dataclasses.replace(config, model=ModelConfig(model_name_or_path=str(tmp_path / "a model that is gone")))
     run = start_run(config, ONE)
@@ -451,14 +449,14 @@ def test_files_that_somebody_changed_meanwhile_neither_undo_a_run_nor_hide_why_i
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-def test_a_file_of_the_run_that_is_gone_is_named_and_any_other_is_a_bug(tmp_path, is_ours):
+def test_missing_file_of_run_is_user_error_and_other_is_bug(tmp_path, is_ours):
     run = start_run(make_config(tmp_path / "out"), ONE)
     gone = tmp_path / ("out" if is_ours else "elsewhere") / "checkpoint-3" / "optimizer.pt"
     with pytest.raises(ConfigError if is_ours else FileNotFoundError, match="optimizer"), run.recording_its_end():
         gone.read_bytes()
 
 
-def test_a_lost_connection_is_told_as_what_it_is(tmp_path, monkeypatch):
+def test_lost_connection_is_reported_as_lost_peer(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     # The launcher has no time to notice who is gone: there is none.
@@ -469,7 +467,7 @@ def test_a_lost_connection_is_told_as_what_it_is(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "failed"
 
 
-def test_a_disk_that_is_full_at_the_end_does_not_hide_why_it_ended(tmp_path, monkeypatch):
+def test_full_disk_at_end_does_not_hide_error_of_run(tmp_path, monkeypatch):
     run = start_run(make_config(tmp_path), ONE)
 
     def refuse(self, *_: object, **__: object) -> None:
@@ -482,7 +480,7 @@ def test_a_disk_that_is_full_at_the_end_does_not_hide_why_it_ended(tmp_path, mon
         run.record(status="done")
 
 
-def test_a_full_disk_is_recorded_as_a_refusal_in_the_room_kept_for_that(tmp_path, monkeypatch):
+def test_full_disk_is_recorded_in_reserved_space(tmp_path, monkeypatch):
     run = start_run(make_config(tmp_path), ONE)
     write = Path.write_text
 
@@ -499,7 +497,7 @@ def test_a_full_disk_is_recorded_as_a_refusal_in_the_room_kept_for_that(tmp_path
     assert "the disk is full" in record["error"]
 
 
-def test_a_disk_that_is_full_for_the_last_word_is_no_run_that_is_done(tmp_path, monkeypatch):
+def test_full_disk_at_final_record_is_status_refused(tmp_path, monkeypatch):
     run, record = start_run(make_config(tmp_path), ONE), Run.record
 
     def refuse_once(self, **facts):
@@ -513,7 +511,7 @@ def test_a_disk_that_is_full_for_the_last_word_is_no_run_that_is_done(tmp_path, 
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "refused"
 
 
-def test_a_run_that_hangs_is_recorded_as_stalled(tmp_path):
+def test_stalled_run_is_recorded(tmp_path):
     with start_run(make_config(tmp_path), ONE).recording_its_end():
         WATCHDOG.on_stall("rank 0: no progress in a step for 1800 seconds")
         record = json.loads((tmp_path / "run.json").read_text())
@@ -521,7 +519,7 @@ def test_a_run_that_hangs_is_recorded_as_stalled(tmp_path):
     assert "1800 seconds" in record["error"]
 
 
-def test_each_of_several_processes_says_which_it_is_and_where_before_it_does_anything(tmp_path, capsys, monkeypatch):
+def test_each_process_reports_rank_and_host_at_start(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert describe_process(Launch(3, 1, 16, "FSDP")) == f"process 3 of 16: {socket.gethostname()}, cpu, FSDP"
     start_run(make_config(tmp_path / "several"), TWO)

@@ -288,12 +288,12 @@ def find_rows(config: RecipeConfig, document: dict[str, Any]) -> list[str]:
     return []
 
 
-def test_every_row_has_its_case() -> None:
+def test_every_row_has_a_case() -> None:
     assert len(CASES) == len(BLOCKED)
 
 
 @pytest.mark.parametrize(("row", "case"), list(zip(BLOCKED, CASES, strict=True)), ids=ROWS)
-def test_what_trips_a_row_and_what_beside_it_does_not(row: Any, case: Any, tmp_path: Path, monkeypatch) -> None:
+def test_row_refuses_its_case_and_accepts_neighbours(row: Any, case: Any, tmp_path: Path, monkeypatch) -> None:
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     (keys, document), neighbours = case
@@ -310,13 +310,13 @@ def test_what_trips_a_row_and_what_beside_it_does_not(row: Any, case: Any, tmp_p
 
 
 @pytest.mark.parametrize(("keys", "document", "why"), OTHERS)
-def test_every_key_of_a_row_trips_it_and_is_named(keys, document, why, tmp_path: Path) -> None:
+def test_other_keys_of_row_are_refused_and_named(keys, document, why, tmp_path: Path) -> None:
     (found,) = find_rows(read(keys, tmp_path), document)
     assert why in found
     assert all(f"`{key}: " in found for key in list(keys)[1:2])
 
 
-def test_everything_is_told_at_once_and_where_it_stands(tmp_path: Path) -> None:
+def test_all_problems_are_reported_with_location(tmp_path: Path) -> None:
     file = tmp_path / "sft.yaml"
     file.write_text("model_name_or_path: o/m\ndataset_name: o/d\noutput_dir: out\ndtype: bfloat16\noptim: adafactor\n")
     config = load_config("sft", ["--config", str(file)])
@@ -326,7 +326,7 @@ def test_everything_is_told_at_once_and_where_it_stands(tmp_path: Path) -> None:
     assert "`optim: adafactor`" in error.value.problems[2].found
 
 
-def test_check_tells_it_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_check_reports_incompatible_options(tmp_path: Path) -> None:
     file, output = tmp_path / "mine.yaml", io.StringIO()
     file.write_text(yaml.safe_dump(launch(fsdp_version=1)))
     found = check(read({"optim": "adafactor"}, tmp_path), plan_launch(file, 4), Console(file=output, width=200), file)
@@ -337,7 +337,7 @@ def test_check_tells_it_before_anything_is_loaded(tmp_path: Path) -> None:
     assert "4 processes, sharded by FSDP, mixed_precision bf16" in output.getvalue()
 
 
-def test_launch_starts_nothing_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_refuses_incompatible_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("recipes_lib.hardware.count_accelerators", lambda: 4)
     monkeypatch.setattr("os.execv", lambda *_: pytest.fail("started"))
@@ -348,17 +348,17 @@ def test_launch_starts_nothing_then(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_our_launch_files_take_a_plain_recipe(file: Path, tmp_path: Path) -> None:
+def test_shipped_launch_files_accept_plain_recipe(file: Path, tmp_path: Path) -> None:
     assert find_rows(read({}, tmp_path), yaml.safe_load(file.read_text())) == []
 
 
-def test_a_run_without_a_launcher_is_never_blocked(tmp_path: Path) -> None:
+def test_run_without_launcher_is_never_refused(tmp_path: Path) -> None:
     alone = Launch(rank=0, local_rank=0, world_size=1, engine="")
     for (keys, _), _ in CASES:
         verify_combination(read(keys, tmp_path), alone)
 
 
-def test_the_documented_table_is_this_one() -> None:
+def test_documented_table_is_current() -> None:
     page = (ROOT / "docs" / "hardware.md").read_text()
     assert format_table() in page, "python -m recipes_lib.training.layouts.compatibility"
 
@@ -380,7 +380,7 @@ def block(**more: object) -> Blocked:
         (block(keys=("optim",)), "optim", "`optim`, which is not given, and a launch with the one: it would fail"),
     ],
 )
-def test_a_row_is_told_at_what_was_written(row: Blocked, where: str, found: str, tmp_path: Path) -> None:
+def test_problem_is_located_at_given_key(row: Blocked, where: str, found: str, tmp_path: Path) -> None:
     config = load_config("sft", [*PLAIN, "--seed=7"])
     keys = {name: value for name, value in flatten_config(config).items() if name != "optim"}
     problem = row.tell(keys, config, "mine.yaml")

@@ -29,7 +29,7 @@ def cut(batch: dict[str, Any], size: int, *, by_heads: bool = False) -> list[dic
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_token_and_every_target_is_one_processes(size: int) -> None:
+def test_each_token_and_target_is_on_one_rank(size: int) -> None:
     batch = build_batch(*ROWS)
     parts = cut(batch, size)
     assert len({part["input_ids"].shape for part in parts}) == 1
@@ -46,7 +46,7 @@ def test_every_token_and_every_target_is_one_processes(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_keys_of_a_token_are_its_document_up_to_itself(size: int) -> None:
+def test_keys_of_token_are_its_document_up_to_itself(size: int) -> None:
     batch = build_batch(*ROWS)
     parts = cut(batch, size)
     gathered = torch.cat([part["input_ids"].flatten() for part in parts])
@@ -67,7 +67,7 @@ def test_the_keys_of_a_token_are_its_document_up_to_itself(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_by_heads_every_process_attends_within_whole_documents(size: int) -> None:
+def test_sharding_by_heads_attends_within_whole_documents(size: int) -> None:
     batch = build_batch(*ROWS)
     parts = cut(batch, size, by_heads=True)
     tokens, positions = (torch.cat([part[name].flatten() for part in parts]) for name in ("input_ids", "position_ids"))
@@ -81,7 +81,7 @@ def test_by_heads_every_process_attends_within_whole_documents(size: int) -> Non
         assert all(document.tolist() == list(range(len(document))) for document in documents)
 
 
-def test_of_one_long_document_each_process_has_as_many_pairs() -> None:
+def test_attention_pairs_of_long_document_are_balanced() -> None:
     pairs = []
     for part in cut(build_batch([64]), 4):
         queries, keys = part["cu_seq_lens_q"].diff(), part["cu_seq_lens_k"].diff()
@@ -90,12 +90,12 @@ def test_of_one_long_document_each_process_has_as_many_pairs() -> None:
     assert sum(pairs) == 64 * 65 // 2
 
 
-def test_a_batch_without_rows_has_no_keys() -> None:
+def test_batch_without_rows_has_no_keys() -> None:
     batch = build_batch([4])
     empty = {name: tensor[:0] if tensor.ndim else tensor for name, tensor in batch.items()}
     assert [part["context_index"].tolist() for part in cut(empty, 2)] == [[], []]
 
 
-def test_a_process_with_whole_rows_meets_nobody() -> None:
+def test_join_context_is_noop_without_context_parallelism() -> None:
     args: Any = None
     assert join_context(Launch(rank=0, local_rank=0, world_size=4, engine="FSDP"), args) is None

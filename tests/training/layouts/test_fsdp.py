@@ -34,7 +34,7 @@ def build_accelerator(policy: MixedPrecisionPolicy | None, *, is_fsdp2: bool) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_only_products_are_narrow(dtype):
+def test_mixed_precision_policy_casts_parameters_only(dtype):
     narrow = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
     ours = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     # In full precision, and without FSDP, there is nothing to settle.
@@ -112,7 +112,7 @@ def train_step(model: LlamaForCausalLM) -> tuple[torch.Tensor, int, dict[str, to
 
 
 @pytest.mark.parametrize("sharder", ["trained", "frozen", "chunk"])
-def test_the_whole_model_returns_float32_and_no_layer_does(mesh: Any, sharder: str) -> None:
+def test_only_root_module_casts_output_to_float32(mesh: Any, sharder: str) -> None:
     logits, casts, gradients = train_step(prepare("wide everywhere", mesh))
     our_logits, our_casts, our_gradients = train_step(prepare(sharder, mesh))
     assert our_logits.dtype == logits.dtype == torch.float32
@@ -123,7 +123,7 @@ def test_the_whole_model_returns_float32_and_no_layer_does(mesh: Any, sharder: s
     assert casts - our_casts >= 4 * (NUM_LAYERS + 1)
 
 
-def test_a_frozen_model_is_not_kept_for_checkpoints():
+def test_frozen_model_is_not_registered_for_checkpoints():
     models: list[nn.Module] = []
 
     def prepare_model(model: nn.Module, **_: bool) -> nn.Module:
@@ -136,13 +136,13 @@ def test_a_frozen_model_is_not_kept_for_checkpoints():
     assert not models
 
 
-def test_the_norm_is_that_of_all_tensors_together():
+def test_total_norm_equals_norm_of_concatenation():
     torch.manual_seed(0)
     tensors = [torch.randn(3, 4), torch.randn(5)]
     assert float(compute_total_norm(tensors)) == pytest.approx(float(torch.cat([t.flatten() for t in tensors]).norm()))
 
 
-def test_the_norm_counts_a_part_that_another_process_has():
+def test_total_norm_mixes_sharded_and_plain_tensors():
     """Of two processes one is not there: what it would add to a sum is left out, but the number of its own counts."""
     distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:

@@ -35,7 +35,9 @@ def afresh() -> Iterator[None]:
         (5, [1, 3, 5], [4, 5], [1, 5]),
     ],
 )
-def test_pipelines_lie_across_neighbours(rank: int, pipeline: list[int], replicas: list[int], ends: list[int]) -> None:
+def test_pipeline_groups_are_strided_over_ranks(
+    rank: int, pipeline: list[int], replicas: list[int], ends: list[int]
+) -> None:
     distributed.init_process_group("fake", rank=rank, world_size=6, store=FakeStore())
     mesh = build_pipeline_groups(3)
     assert distributed.get_process_group_ranks(mesh.pipeline) == pipeline
@@ -52,7 +54,7 @@ def test_pipelines_lie_across_neighbours(rank: int, pipeline: list[int], replica
     ("rank", "pipeline", "replicas", "tensors"),
     [(0, [0, 4], [0, 2], [0, 1]), (3, [3, 7], [1, 3], [2, 3]), (6, [2, 6], [4, 6], [6, 7])],
 )
-def test_tensor_parallel_ranks_are_neighbours(
+def test_tensor_parallel_ranks_are_adjacent(
     rank: int, pipeline: list[int], replicas: list[int], tensors: list[int]
 ) -> None:
     distributed.init_process_group("fake", rank=rank, world_size=8, store=FakeStore())
@@ -68,7 +70,7 @@ def test_tensor_parallel_ranks_are_neighbours(
     assert (launch.data_size, launch.data_rank, launch.tensor_rank) == (2, replicas.index(rank), tensors.index(rank))
 
 
-def test_of_two_stages_the_ends_are_the_pipeline() -> None:
+def test_ends_group_of_two_stages_is_pipeline() -> None:
     distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
     mesh = build_pipeline_groups(2)
     assert distributed.get_process_group_ranks(mesh.ends) == [0, 1]

@@ -13,7 +13,7 @@ from recipes_lib.training.layouts.pipeline_schedule import PipelineTrainer, _des
 from recipes_lib.training.trainers.next_token_trainer import PretrainTrainer
 
 
-def test_a_launch_in_stages_has_a_trainer_of_its_own() -> None:
+def test_trainer_is_chosen_by_launch() -> None:
     assert choose_trainer(Launch(0, 0, 2, "")) is PretrainTrainer
     assert choose_trainer(Launch(0, 0, 2, "", layout=Layout(pipeline_stages=2))) is PipelineTrainer
 
@@ -27,6 +27,6 @@ def test_a_launch_in_stages_has_a_trainer_of_its_own() -> None:
         (PipelinePart(0, 2, 2), "interleaved", 4, "the bubble adds 12%"),
     ],
 )
-def test_the_bubble_is_told(part: PipelinePart, schedule: str, num_batches: int, told: str) -> None:
+def test_description_reports_bubble(part: PipelinePart, schedule: str, num_batches: int, told: str) -> None:
     pipeline: Any = SimpleNamespace(part=part)
     assert told in _describe(pipeline, schedule, num_batches=num_batches)

@@ -48,7 +48,7 @@ def read(recipe: str, **keys: Any) -> RecipeConfig:
         ("dpo", {"torch_compile": "true", "torch_compile_backend": "eager"}, ONE, True, {"backend": "eager"}),
     ],
 )
-def test_pretraining_and_fp8_are_compiled_and_the_rest_on_request(
+def test_compilation_options_by_recipe_and_launch(
     monkeypatch: pytest.MonkeyPatch,
     recipe: str,
     keys: dict[str, Any],
@@ -60,7 +60,7 @@ def test_pretraining_and_fp8_are_compiled_and_the_rest_on_request(
     assert choose_compilation(read(recipe, **keys), launch, is_cuda=is_cuda) == expected
 
 
-def test_pretraining_is_not_compiled_by_default_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pretraining_is_not_compiled_without_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "find_compiler", lambda: None)
     assert choose_compilation(read("pretrain"), ONE, is_cuda=True) is None
     assert choose_compilation(read("pretrain", torch_compile="true"), ONE, is_cuda=True) == {}
@@ -85,7 +85,7 @@ def test_fp8_without_compilation_is_refused() -> None:
         ({"use_liger_kernel": "true"}, ONE, False, False, False),
     ],
 )
-def test_liger_is_used_where_it_can_be_without_its_cross_entropies(
+def test_liger_is_used_if_supported_without_cross_entropies(
     monkeypatch: pytest.MonkeyPatch,
     keys: dict[str, Any],
     launch: Launch,
@@ -100,7 +100,7 @@ def test_liger_is_used_where_it_can_be_without_its_cross_entropies(
         assert chosen["liger_kernel_config"] == {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
-def test_parts_of_liger_are_the_users_choice_but_for_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_liger_kernel_config_is_kept_except_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "is_liger_kernel_available", lambda: True)
     config = read("sft")
     config.training["liger_kernel_config"] = {"rope": False}
@@ -110,7 +110,7 @@ def test_parts_of_liger_are_the_users_choice_but_for_the_loss(monkeypatch: pytes
         choose_liger(config, ONE, is_cuda=True)
 
 
-def test_liger_that_is_asked_for_on_a_gpu_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requested_liger_must_be_installed_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "is_liger_kernel_available", lambda: False)
     with pytest.raises(ConfigError, match="pip install liger-kernel"):
         choose_liger(read("sft", use_liger_kernel="true"), ONE, is_cuda=True)
@@ -131,7 +131,7 @@ def build_batch(lengths: list[int]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_compiled_layers_give_the_loss_and_gradients_of_eager_ones_on_packed_rows(checkpointed: bool) -> None:
+def test_compiled_layers_equal_eager_on_packed_rows(checkpointed: bool) -> None:
     """Rows of several shapes, their documents apart; the names of weights stay."""
     register_varlen()
     torch._dynamo.reset()
@@ -161,7 +161,7 @@ def test_compiled_layers_give_the_loss_and_gradients_of_eager_ones_on_packed_row
     assert list(model.state_dict()) == names
 
 
-def test_a_run_says_what_was_compiled_and_what_was_not(tiny_model_dir, tmp_path) -> None:
+def test_number_of_compiled_graphs_is_logged(tiny_model_dir, tmp_path) -> None:
     lines: list[str] = []
     for backend in ("aot_eager", "eager"):
         trainer, recorder = make_trainer(

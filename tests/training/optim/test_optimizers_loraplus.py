@@ -32,7 +32,7 @@ def take_steps(model, optimizer, num_steps=5):
     return [parameter.detach().clone() for parameter in model.parameters() if parameter.requires_grad]
 
 
-def test_the_weights_are_those_of_pefts_own_loraplus(tmp_path):
+def test_weights_equal_peft_loraplus(tmp_path):
     ours, theirs = adapt(), adapt()
     optimizer = build_optimizer(ours, tmp_path)
     split_loraplus_groups(optimizer, ours, RATIO)
@@ -44,7 +44,7 @@ def test_the_weights_are_those_of_pefts_own_loraplus(tmp_path):
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "sgd", "adafactor", "adamw_8bit", "paged_adamw_8bit"])
-def test_a_matrices_and_whole_modules_keep_their_rate_and_their_decay(tmp_path, optim):
+def test_loraplus_changes_learning_rate_of_b_matrices_only(tmp_path, optim):
     model = adapt(use_dora=True, lora_modules_to_save=["embed_tokens", "norm"])
     plain = build_optimizer(model, tmp_path, optim, weight_decay=0.1)
     before = {
@@ -72,7 +72,7 @@ def test_a_matrices_and_whole_modules_keep_their_rate_and_their_decay(tmp_path, 
     assert all(not torch.equal(*pair) for pair in zip(moved, take_steps(model, optimizer), strict=True))
 
 
-def test_the_trainer_splits_once_and_resumes_bit_for_bit(tiny_model_dir, tmp_path):
+def test_trainer_splits_groups_once_and_resumes_bit_identically(tiny_model_dir, tmp_path):
     def train(folder, **options):
         trainer, recorder, _ = make_adapter_trainer(
             tiny_model_dir,

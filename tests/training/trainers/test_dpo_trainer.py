@@ -59,7 +59,7 @@ def start(tiny_model_dir, saved_adapter, tmp_path_factory):
 
 @pytest.mark.parametrize("is_stored", [True, False])
 @pytest.mark.parametrize("name", STARTS)
-def test_before_the_first_update_the_policy_is_its_own_reference(start, tmp_path, name, is_stored):
+def test_first_loss_is_ln2_for_every_start(start, tmp_path, name, is_stored):
     model_dir, setting = start[name]
     options = {"precompute_ref_log_probs": is_stored, "per_device_train_batch_size": 8, "max_steps": 1}
     trainer, recorder = make_pair_trainer(model_dir, tmp_path / "run", make_pairs(), setting=setting, **options)
@@ -73,7 +73,7 @@ def test_before_the_first_update_the_policy_is_its_own_reference(start, tmp_path
 
 
 @pytest.mark.parametrize("is_stored", [True, False])
-def test_the_invariant_holds_in_bfloat16_and_through_checkpointing(start, tmp_path, is_stored):
+def test_first_loss_is_ln2_in_bfloat16_with_activation_checkpointing(start, tmp_path, is_stored):
     options = {"bf16": True, "activation_checkpointing": True, "precompute_ref_log_probs": is_stored, "max_steps": 2}
     for name in ("full", "fresh adapter"):
         model_dir, setting = start[name]
@@ -117,7 +117,7 @@ def spoil_policy(trainer, monkeypatch):
         (spoil_policy, False),
     ],
 )
-def test_a_policy_that_is_not_its_reference_stops_the_run_before_an_update(
+def test_policy_that_differs_from_reference_stops_before_update(
     tiny_model_dir, tmp_path, monkeypatch, spoil, is_stored
 ):
     options = {"precompute_ref_log_probs": is_stored}
@@ -129,7 +129,7 @@ def test_a_policy_that_is_not_its_reference_stops_the_run_before_an_update(
     assert_equal_weights({name: weight.nan_to_num() for name, weight in weights_of(trainer).items()}, before)
 
 
-def test_dropout_that_was_asked_for_and_a_reference_of_its_own_are_no_fault(tiny_model_dir, tmp_path):
+def test_first_loss_is_unchecked_with_dropout_or_named_reference(tiny_model_dir, tmp_path):
     trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / "0", make_pairs(), disable_dropout=False)
     leave_dropout_on(trainer, None)
     trainer.train()
@@ -144,7 +144,7 @@ def test_dropout_that_was_asked_for_and_a_reference_of_its_own_are_no_fault(tiny
 
 
 @pytest.mark.parametrize("name", STARTS)
-def test_every_kind_of_reference_gives_the_same_losses(start, tmp_path, name):
+def test_losses_are_equal_for_stored_live_and_named_reference(start, tmp_path, name):
     model_dir, setting = start[name]
     pairs = make_pairs()
     own = with_preference(setting, ref_model_name_or_path=str(start["merged" if name == "saved adapter" else name][0]))
@@ -166,7 +166,7 @@ def test_every_kind_of_reference_gives_the_same_losses(start, tmp_path, name):
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
-def test_an_adapter_taken_out_of_the_weights_is_held_against_a_copy(tiny_model_dir, tmp_path, init):
+def test_pissa_and_olora_use_copy_of_base_as_reference(tiny_model_dir, tmp_path, init):
     setting = replace(FRESH, adapter=replace(FRESH.adapter, init_lora_weights=init))
     trajectories = [
         train_pairs(
@@ -206,7 +206,7 @@ class Census(TrainerCallback):
 @pytest.mark.parametrize(
     ("name", "is_named"), [("full", False), ("full", True), ("fresh adapter", False), ("saved adapter", True)]
 )
-def test_while_training_with_stored_numbers_no_reference_is_in_memory(start, tmp_path, name, is_named):
+def test_stored_reference_is_released_before_training(start, tmp_path, name, is_named):
     model_dir, setting = start[name]
     if is_named:
         setting = with_preference(setting, ref_model_name_or_path=str(start["merged"][0]))
@@ -220,7 +220,7 @@ def test_while_training_with_stored_numbers_no_reference_is_in_memory(start, tmp
     assert census.num_bytes == [size, size]
 
 
-def test_a_live_reference_is_seen_by_the_census(tiny_model_dir, tmp_path):
+def test_census_counts_live_reference(tiny_model_dir, tmp_path):
     census = Census()
     trainer, _ = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs(), callbacks=[census], max_steps=1)
     trainer.train()
@@ -228,7 +228,7 @@ def test_a_live_reference_is_seen_by_the_census(tiny_model_dir, tmp_path):
     assert (census.models, census.num_bytes) == ([2], [2 * size])
 
 
-def test_workers_that_fetch_the_pairs_bring_the_numbers_of_the_reference(tiny_model_dir, tmp_path):
+def test_dataloader_workers_return_stored_reference_logps(tiny_model_dir, tmp_path):
     options = {"precompute_ref_log_probs": True, "max_steps": 3}
     trajectories = [
         train_pairs(tiny_model_dir, tmp_path / str(count), make_pairs(), dataloader_num_workers=count, **options)
@@ -237,7 +237,7 @@ def test_workers_that_fetch_the_pairs_bring_the_numbers_of_the_reference(tiny_mo
     assert trajectories[0] == trajectories[1]
 
 
-def test_it_is_told_once_that_chosen_answers_become_unlikely(tiny_model_dir, tmp_path):
+def test_drop_of_chosen_logps_is_logged_once(tiny_model_dir, tmp_path):
     trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs())
     for step, shift in enumerate([-0.3, -0.6, -0.2, -0.9], 1):
         trainer.state.global_step = step
@@ -247,7 +247,7 @@ def test_it_is_told_once_that_chosen_answers_become_unlikely(tiny_model_dir, tmp
     assert line.startswith("step 2: the log-probability of chosen answers has dropped by 0.60 nats per token")
 
 
-def test_losses_without_a_reference_compute_none(tiny_model_dir, tmp_path, monkeypatch):
+def test_reference_free_losses_compute_no_reference(tiny_model_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(ReferenceLogps, "compute", lambda *_, **__: pytest.fail("computed"))
     for names, is_stored in ((["orpo"], True), (["simpo", "sft"], False)):
         options = {"loss_type": names, "precompute_ref_log_probs": is_stored, "max_steps": 2}
@@ -261,7 +261,7 @@ def test_losses_without_a_reference_compute_none(tiny_model_dir, tmp_path, monke
         assert "logps/chosen_shift" not in recorder.logs[0]
 
 
-def test_accelerate_does_not_keep_the_reference(tiny_model_dir, tmp_path):
+def test_accelerate_does_not_register_reference(tiny_model_dir, tmp_path):
     trainer, _ = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs())
     assert isinstance(trainer.objective.reference, PreTrainedModel)
     assert trainer.accelerator._models == []
@@ -322,7 +322,7 @@ def margins(policy, reference, batch):
     return chosen - ref_chosen - rejected + ref_rejected
 
 
-def test_the_loss_of_each_pair_is_that_of_the_paper(policy, reference, batch, margins):
+def test_sigmoid_loss_equals_formula_of_dpo(policy, reference, batch, margins):
     objective = build_objective(build_args(beta=0.3), PreferenceConfig())
     objective.reference = reference
     scores = objective.score(policy, batch)
@@ -336,7 +336,7 @@ def test_the_loss_of_each_pair_is_that_of_the_paper(policy, reference, batch, ma
     torch.testing.assert_close(shift, scores.figures["rewards/chosen"], rtol=1e-4, atol=1e-5)
 
 
-def test_tokens_of_chosen_answers_are_counted_as_foreseen(policy):
+def test_num_correct_counts_greedy_tokens_of_chosen_answers(policy):
     pairs = []
     for number in range(3):
         ids = torch.arange(10 + number, 20 + number)[None]
@@ -353,7 +353,7 @@ def test_tokens_of_chosen_answers_are_counted_as_foreseen(policy):
     assert (int(scores.num_targets), int(scores.num_correct)) == (12, 9)
 
 
-def test_only_the_policy_learns(policy, reference, batch):
+def test_gradients_reach_policy_only(policy, reference, batch):
     objective = build_objective(build_args(), PreferenceConfig())
     objective.reference = reference
     policy.zero_grad()
@@ -363,7 +363,7 @@ def test_only_the_policy_learns(policy, reference, batch):
     policy.zero_grad()
 
 
-def test_what_stands_in_the_batch_comes_before_a_model(policy, batch, margins, reference):
+def test_stored_logps_take_precedence_over_reference_model(policy, batch, margins, reference):
     with torch.no_grad():
         chosen, rejected = compute_answer_logps(reference, batch, ld_alpha=None)
     objective = build_objective(build_args(), PreferenceConfig())
@@ -373,7 +373,7 @@ def test_what_stands_in_the_batch_comes_before_a_model(policy, batch, margins, r
     torch.testing.assert_close(figures["rewards/margins"], 0.1 * margins)
 
 
-def test_without_either_it_is_the_policy_with_its_adapter_off(tiny_model_dir, batch, reference):
+def test_reference_is_policy_with_adapter_disabled(tiny_model_dir, batch, reference):
     adapted = add_adapter(AutoModelForCausalLM.from_pretrained(tiny_model_dir), AdapterConfig(use_peft=True), seed=0)
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
@@ -391,7 +391,7 @@ def test_without_either_it_is_the_policy_with_its_adapter_off(tiny_model_dir, ba
     assert all(p.grad is not None for name, p in adapted.named_parameters() if "lora_" in name)
 
 
-def test_losses_are_added_by_their_weights_and_sft_knows_the_whole_step(policy, reference, batch):
+def test_losses_are_weighted_and_sft_is_normalised_by_step(policy, reference, batch):
     def score(names, weights=None, mean=None, **keys):
         objective = build_objective(build_args(loss_type=names, loss_weights=weights, **keys), PreferenceConfig())
         objective.reference = reference
@@ -407,7 +407,7 @@ def test_losses_are_added_by_their_weights_and_sft_knows_the_whole_step(policy, 
     assert not torch.equal(score(["sigmoid"], ld_alpha=0.3), sigmoid)
 
 
-def test_pairs_are_weighted_by_how_likely_the_policy_gives_them(policy, reference, batch):
+def test_use_weighting_weights_each_pair(policy, reference, batch):
     def score(**keys):
         objective = build_objective(build_args(**keys), PreferenceConfig())
         objective.reference = reference
@@ -418,7 +418,7 @@ def test_pairs_are_weighted_by_how_likely_the_policy_gives_them(policy, referenc
     assert ratio.unique().numel() == NUM_PAIRS
 
 
-def test_held_out_pairs_are_scored_as_if_all_were_one_batch(policy):
+def test_held_out_scores_are_independent_of_batch_size(policy):
     pairs = list(make_pairs(7, seed=9))
     num_tokens = sum(len(pair["chosen_ids"]) for pair in pairs)
     held_out = {"num_pairs": 7, "num_chosen_tokens": num_tokens}
@@ -429,7 +429,7 @@ def test_held_out_pairs_are_scored_as_if_all_were_one_batch(policy):
     torch.testing.assert_close(torch.cat(parts), whole)
 
 
-def test_our_keys_reach_the_losses():
+def test_keys_reach_preference_options():
     keys = {"beta": 2.5, "f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.7, "discopop_tau": 0.1}
     config = PreferenceConfig(simpo_gamma=0.9, label_smoothing=0.2)
     args = build_args(loss_type=["sigmoid", "robust"], ld_alpha=0.4, loss_weights=[1.0, 3.0], **keys)
@@ -445,13 +445,13 @@ def test_our_keys_reach_the_losses():
         ({"loss_type": ["nca_pair"], "f_divergence_type": "js_divergence"}, "js_divergence is defined for"),
     ],
 )
-def test_options_that_a_loss_would_ignore_are_refused(keys, found):
+def test_option_ignored_by_loss_is_refused(keys, found):
     with pytest.raises(ConfigError, match=found):
         build_objective(build_args(**keys), PreferenceConfig())
 
 
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
-def test_a_loss_needs_a_reference_unless_its_paper_has_none(name):
+def test_needs_reference_by_loss(name):
     config = PreferenceConfig(label_smoothing=0.1 if name in ("exo_pair", "robust", "aot", "aot_unpaired") else 0.0)
     objective = build_objective(build_args(loss_type=[name]), config)
     assert objective.needs_reference == (name not in ("simpo", "orpo", "sft"))
@@ -468,7 +468,7 @@ def verify(rewards, lengths, *, losses=None, beta=0.1, dtype=torch.float32, **ke
     return verify_first_scores(objective, PairScores(losses=losses, figures=figures), batch, dtype)
 
 
-def test_the_first_scores_are_0_but_for_rounding():
+def test_first_scores_accept_rounding_error():
     assert verify([(0.0, 0.0)], [(10, 12)]).startswith("step 0: loss 0.693147, largest log-ratio 0.0e+00 nats")
     assert "1.0e-04 nats" in verify([(0.0, 0.0), (-1e-4, 0.0)], [(10, 12), (20, 5)])
     # A long answer in half precision; the loss moves with it.
@@ -489,17 +489,17 @@ def test_the_first_scores_are_0_but_for_rounding():
         ([(0.01, 0.01)], [(10, 10)], {"beta": 1e-4}),
     ],
 )
-def test_other_first_scores_stop_the_run(rewards, lengths, options):
+def test_first_scores_beyond_rounding_stop_the_run(rewards, lengths, options):
     with pytest.raises(DivergedError, match=r"before the first update .* Policy and reference differ"):
         verify(rewards, lengths, **options)
 
 
-def test_the_answer_that_is_off_is_named():
+def test_error_of_first_scores_names_worst_answer():
     with pytest.raises(DivergedError, match=r"an answer of 33 tokens has a log-probability that is off by -2 from"):
         verify([(0.1, 0.0), (0.0, -2.0)], [(10, 12), (7, 33)])
 
 
-def test_only_the_plain_loss_has_a_known_first_value():
+def test_first_loss_is_verified_for_plain_sigmoid_only():
     for keys in ({"loss_type": ["hinge"]}, {"loss_weights": [2.0]}, {"use_weighting": True}):
         verify([(0.0, 0.0)], [(10, 12)], losses=[1.0], **keys)
     assert isinstance(build_objective(build_args(), PreferenceConfig()), PreferenceObjective)

@@ -62,7 +62,7 @@ def train_plainly(config, tokenizer, factors, sizes, isolated):
 
 
 @pytest.mark.parametrize("isolated", [True, False])
-def test_a_run_follows_a_plain_torch_loop(tmp_path, tiny_tokenizer_dir, monkeypatch, isolated):
+def test_losses_equal_torch_loop(tmp_path, tiny_tokenizer_dir, monkeypatch, isolated):
     keys = {"cross_document_attention": not isolated, "gradient_accumulation_steps": 2, "warmup_steps": 3}
     config = build_config(tmp_path, tiny_tokenizer_dir, **keys)
     run_recipe(config, monkeypatch)
@@ -71,7 +71,7 @@ def test_a_run_follows_a_plain_torch_loop(tmp_path, tiny_tokenizer_dir, monkeypa
     assert [step["loss"] for step in read_events(tmp_path / "out")] == pytest.approx(expected, rel=2e-5)
 
 
-def test_a_growing_batch_takes_the_rows_and_the_rates_of_the_plan(tmp_path, tiny_tokenizer_dir, monkeypatch):
+def test_batch_ramp_follows_planned_rows_and_learning_rates(tmp_path, tiny_tokenizer_dir, monkeypatch):
     ramp = {
         "batch_ramp_tokens": 32 * 2 * 6,
         "batch_ramp_start": 0.25,
@@ -92,9 +92,7 @@ def test_a_growing_batch_takes_the_rows_and_the_rates_of_the_plan(tmp_path, tiny
 
 
 @pytest.mark.parametrize(("streaming", "stops"), [(False, (13, 17)), (True, (17,))])
-def test_a_resumed_run_ends_with_the_very_weights_of_one_that_never_stopped(
-    tmp_path, tiny_tokenizer_dir, monkeypatch, streaming, stops
-):
+def test_resumed_run_is_bit_identical(tmp_path, tiny_tokenizer_dir, monkeypatch, streaming, stops):
     # About 13 steps an epoch: the stops are on the last step of the first, and in the second.
     keys = {"max_steps": 20, "gradient_accumulation_steps": 2}
     keys |= {"dataset_streaming": streaming, "batch_ramp_tokens": 600, "batch_ramp_start": 0.5}
@@ -112,7 +110,7 @@ def test_a_resumed_run_ends_with_the_very_weights_of_one_that_never_stopped(
         assert losses[0] == losses[1]
 
 
-def test_a_longer_run_goes_on_from_the_stable_phase(tmp_path, tiny_tokenizer_dir, monkeypatch):
+def test_extended_run_resumes_from_stable_phase(tmp_path, tiny_tokenizer_dir, monkeypatch):
     keys = {"lr_scheduler_type": "warmup_stable_decay", "decay_steps": 3, "warmup_steps": 2}
     keys |= {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
     run_recipe(build_config(tmp_path, tiny_tokenizer_dir, max_steps=10, **keys), monkeypatch)
@@ -129,7 +127,7 @@ def test_a_longer_run_goes_on_from_the_stable_phase(tmp_path, tiny_tokenizer_dir
 
 
 @pytest.mark.parametrize("optim", ["muon", "adafactor", "sgd"])
-def test_an_optimizer_by_name_learns_and_resumes_exactly(tmp_path, tiny_tokenizer_dir, monkeypatch, optim):
+def test_optimizer_learns_and_resumes_bit_identically(tmp_path, tiny_tokenizer_dir, monkeypatch, optim):
     keys = {"optim": optim, "max_steps": 10}
     keys |= {"optim_args": "momentum=0.9", "learning_rate": 0.05} if optim == "sgd" else {}
     run_recipe(build_config(tmp_path, tiny_tokenizer_dir, **keys), monkeypatch)
@@ -143,7 +141,7 @@ def test_an_optimizer_by_name_learns_and_resumes_exactly(tmp_path, tiny_tokenize
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-def test_a_mixture_is_evaluated_source_by_source(tmp_path, tiny_tokenizer_dir, monkeypatch):
+def test_mixture_is_evaluated_per_source(tmp_path, tiny_tokenizer_dir, monkeypatch):
     for name in ("prose", "code"):
         write_documents(tmp_path / f"{name}.jsonl", 30)
     text = (tmp_path / "code.jsonl").read_text()
@@ -161,9 +159,7 @@ def test_a_mixture_is_evaluated_source_by_source(tmp_path, tiny_tokenizer_dir, m
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "muon"])
-def test_on_a_gpu_a_run_learns_and_resumes_by_documents_in_one_flat_row(
-    tmp_path, tiny_tokenizer_dir, monkeypatch, optim
-):
+def test_run_on_gpu_learns_and_resumes_with_flat_rows(tmp_path, tiny_tokenizer_dir, monkeypatch, optim):
     architecture = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
     keys = {"use_cpu": False, "bf16": True, "optim": optim, "max_steps": 20, "learning_rate": 3e-3}
     keys |= {"model_config": architecture | {"num_attention_heads": 4}, "save_strategy": "steps", "save_steps": 5}

@@ -81,7 +81,7 @@ def reseal(folder: Path, name: str, logps: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 200])
-def test_each_pair_gets_its_own_two_numbers(tmp_path, pairs, batch_size):
+def test_each_pair_gets_its_two_logps(tmp_path, pairs, batch_size):
     stored, oracle = build(tmp_path, pairs), Oracle(pairs)
     assert np.isnan(stored.rows["train"][3]["ref_chosen_logp"])
     settle(stored, oracle, batch_size)
@@ -94,7 +94,7 @@ def test_each_pair_gets_its_own_two_numbers(tmp_path, pairs, batch_size):
     assert oracle.model.training
 
 
-def test_what_is_stored_is_found_by_another_run_after_64_pairs_were_computed_again(tmp_path, pairs):
+def test_cache_is_reused_after_recomputing_64_pairs(tmp_path, pairs):
     settle(build(tmp_path, pairs, "first"), Oracle(pairs))
     shutil.rmtree(tmp_path / "first")
     second, oracle = build(tmp_path, pairs, "second"), Oracle(pairs)
@@ -113,7 +113,7 @@ def test_what_is_stored_is_found_by_another_run_after_64_pairs_were_computed_aga
     assert not other_key.find()
 
 
-def test_the_sample_is_another_for_another_key(tmp_path, pairs):
+def test_verified_sample_depends_on_cache_key(tmp_path, pairs):
     asked = []
     for key in (KEY, "f" + KEY[1:], KEY):
         settle(build(tmp_path, pairs, key=key), Oracle(pairs))
@@ -142,7 +142,7 @@ TAMPERINGS = {
 
 @pytest.mark.parametrize("place", ["cache", "run/reference"])
 @pytest.mark.parametrize("how", TAMPERINGS)
-def test_tampered_numbers_are_computed_again_and_replaced(tmp_path, pairs, how, place):
+def test_wrong_logps_are_recomputed_and_replaced(tmp_path, pairs, how, place):
     settle(build(tmp_path, pairs), Oracle(pairs))
     if place == "cache":
         shutil.rmtree(tmp_path / "run")
@@ -158,7 +158,7 @@ def test_tampered_numbers_are_computed_again_and_replaced(tmp_path, pairs, how, 
 
 
 @pytest.mark.parametrize("damage", ["flipped bit", "cut short", "gone", "no seal"])
-def test_damaged_files_are_not_read(tmp_path, pairs, damage):
+def test_damaged_files_are_not_loaded(tmp_path, pairs, damage):
     settle(build(tmp_path, pairs), Oracle(pairs))
     shutil.rmtree(tmp_path / "run")
     path = tmp_path / "cache" / KEY[:16] / "train.npy"
@@ -177,7 +177,7 @@ def test_damaged_files_are_not_read(tmp_path, pairs, damage):
     assert build(tmp_path, pairs, "another").find()
 
 
-def test_rounding_is_no_tampering(tmp_path, pairs):
+def test_comparison_accepts_rounding_error(tmp_path, pairs):
     settle(build(tmp_path, pairs), Oracle(pairs))
     lengths = torch.tensor([[len(pair["chosen_ids"]), len(pair["rejected_ids"])] for pair in pairs])
     for factor, is_trusted in ((0.8, True), (-0.8, True), (1.5, False)):
@@ -188,7 +188,7 @@ def test_rounding_is_no_tampering(tmp_path, pairs):
         assert verdict == is_trusted
 
 
-def test_numbers_that_are_trusted_are_left_where_they_are(tmp_path, pairs):
+def test_verified_files_are_not_rewritten(tmp_path, pairs):
     settle(build(tmp_path, pairs), Oracle(pairs))
     rounded = expected_logps(100) + np.float32(1e-6)
     reseal(tmp_path / "cache" / KEY[:16], "train.npy", rounded)
@@ -208,7 +208,7 @@ KILLS = {
 
 
 @pytest.mark.parametrize("moment", KILLS)
-def test_killed_while_writing_leaves_nothing_that_passes_for_whole(tmp_path, pairs, monkeypatch, moment):
+def test_kill_during_write_leaves_no_complete_set(tmp_path, pairs, monkeypatch, moment):
     module, name = KILLS[moment]
     child = os.fork()
     if child == 0:
@@ -234,7 +234,7 @@ def test_killed_while_writing_leaves_nothing_that_passes_for_whole(tmp_path, pai
     assert not list((tmp_path / "cache").glob("*.tmp"))
 
 
-def test_a_folder_that_cannot_be_written_is_explained(tmp_path, pairs):
+def test_unwritable_cache_is_refused(tmp_path, pairs):
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(DataError, match="cannot be written"):
         settle(build(tmp_path, pairs), Oracle(pairs))
@@ -265,9 +265,7 @@ def begin(model_dir, folder, pairs, **options):
 
 
 @pytest.mark.parametrize("setting", [Setting(), FRESH], ids=["full", "fresh adapter"])
-def test_the_cache_is_found_again_by_runs_that_differ_in_nothing_that_decides(
-    tiny_model_dir, tmp_path, computed, setting
-):
+def test_cache_key_ignores_keys_without_effect_on_reference(tiny_model_dir, tmp_path, computed, setting):
     pairs = make_pairs()
     begin(tiny_model_dir, tmp_path / "0", pairs, setting=setting)
     others = [
@@ -283,7 +281,7 @@ def test_the_cache_is_found_again_by_runs_that_differ_in_nothing_that_decides(
     assert len(computed) == 1
 
 
-def test_the_cache_is_not_found_when_anything_that_decides_differs(tiny_model_dir, tmp_path, computed):
+def test_cache_key_depends_on_model_data_and_precision(tiny_model_dir, tmp_path, computed):
     pairs = make_pairs()
     begin(tiny_model_dir, tmp_path / "0", pairs)
     other_model = perturb_model(tiny_model_dir, tmp_path / "other model", std=1e-6)
@@ -314,7 +312,7 @@ def test_the_cache_is_not_found_when_anything_that_decides_differs(tiny_model_di
     assert len(computed) == 1 + len(others)
 
 
-def test_a_run_goes_on_with_its_own_copy_and_not_without_it(tiny_model_dir, tmp_path, computed):
+def test_resume_needs_copy_in_output_dir(tiny_model_dir, tmp_path, computed):
     pairs, options = make_pairs(), {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     _, recorder = begin(tiny_model_dir, tmp_path / "straight", pairs, **options)
     # One that found the cache has its own copy as well.
@@ -335,7 +333,7 @@ def test_a_run_goes_on_with_its_own_copy_and_not_without_it(tiny_model_dir, tmp_
         go_on()
 
 
-def test_training_that_begins_again_keeps_the_numbers_of_the_reference(tiny_model_dir, tmp_path, computed):
+def test_restarted_training_keeps_reference_logps(tiny_model_dir, tmp_path, computed):
     """As behind a spike before the first checkpoint: the reference is gone by then, and the policy is not it."""
     other_model = perturb_model(tiny_model_dir, tmp_path / "other model", std=1e-2)
     named = with_preference(ref_model_name_or_path=str(other_model))

@@ -29,7 +29,7 @@ def record_rows(trainer):
 
 
 @pytest.mark.parametrize(("strategy", "drop_last"), [("random", False), ("random", True), ("sequential", False)])
-def test_without_skips_it_is_the_order_of_upstream(tiny_model_dir, tmp_path, monkeypatch, strategy, drop_last):
+def test_row_order_equals_transformers_without_skips(tiny_model_dir, tmp_path, monkeypatch, strategy, drop_last):
     keys = {"max_steps": 7, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "seed": 5}
     keys |= {"train_sampling_strategy": strategy, "dataloader_drop_last": drop_last}
     trainer, _ = make_trainer(tiny_model_dir, tmp_path / "ours", make_packs(11), **keys)
@@ -53,7 +53,7 @@ def permute(num_rows, seed, strategy):
 
 
 @pytest.mark.parametrize("seed", [None, 3])
-def test_with_skips_the_epochs_are_cut_anew_from_what_is_left(seed):
+def test_skipped_rows_shift_later_rows_across_epochs(seed):
     skips = RowSkips(((4, 7), (9, 13), (30, 31)))
     natural = [(n // 10, n % 10) for n in range(60) if not any(first <= n < stop for first, stop in skips.ranges)]
     orders = [permute(10, seed + epoch if seed else 0, "random" if seed else "sequential") for epoch in range(6)]
@@ -64,14 +64,14 @@ def test_with_skips_the_epochs_are_cut_anew_from_what_is_left(seed):
         assert list(sampler) == expected[10 * epoch : 10 * epoch + 10]
 
 
-def test_the_last_step_of_an_epoch_takes_what_is_left():
+def test_last_step_of_epoch_takes_remaining_rows():
     rows = EpochRows(num_rows=11, steps_per_epoch=3, rows_per_step=4)
     assert [rows.find(step) for step in range(5)] == [(0, 4), (4, 8), (8, 11), (11, 15), (15, 19)]
     assert np.diff([rows.find(step)[0] for step in range(30)]).sum() == 11 * 9 + 8
 
 
 @given(num_rows=st.integers(1, 60), batch_size=st.integers(1, 9), num_takers=st.integers(1, 5), drop_last=st.booleans())
-def test_all_take_the_same_number_of_batches_and_each_row_counts_once(num_rows, batch_size, num_takers, drop_last):
+def test_shard_evenly_gives_equal_batches_and_counts_rows_once(num_rows, batch_size, num_takers, drop_last):
     counted, lengths = [], set()
     for taker in range(num_takers):
         batches = BatchSampler(SequentialSampler(range(num_rows)), batch_size, drop_last)
