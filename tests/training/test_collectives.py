@@ -1,4 +1,4 @@
-"""Without a process group every collective is that of one process; with one, ranks and values are those of all."""
+"""Collectives without a process group, and errors of the main process on every rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_compute_on_main_returns_or_raises_same_on_every_rank(monkeypatch: pytes
     assert collectives.compute_on_main(lambda: 7) == 7
     with pytest.raises(ConfigError, match="no key"):
         collectives.compute_on_main(lambda: refuse())
-    # On another rank nothing is computed; what rank 0 sends is returned or raised.
+    # Another rank computes nothing: it returns or raises what rank 0 has sent.
     monkeypatch.setattr(collectives, "get_rank", lambda: 1)
     for sent in (7, ConfigError(Problem("judge", "no key"))):
         monkeypatch.setattr(collectives, "broadcast_object", lambda value, sent=sent: (sent, value)[0])

@@ -1,4 +1,4 @@
-"""A run's directory: what is recorded, what may go on, and what is refused."""
+"""Start and end of a run: ``run.json``, resume, changed keys, lock, and errors of the file system."""
 
 import dataclasses
 import errno
@@ -25,7 +25,7 @@ from recipes_lib.training.run import RECORDED, Run, describe_process, fingerprin
 
 @pytest.fixture(autouse=True)
 def rendezvous(monkeypatch):
-    """What a launcher tells its processes; one alone does not look at it."""
+    """Set the rendezvous variables of a launcher, which runs of two processes need."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
 
@@ -47,7 +47,7 @@ TWO = Launch(rank=0, local_rank=0, world_size=2, engine="")
 BATCH = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 
 
-def leave_checkpoint(output_dir: Path, step: int, **facts) -> Path:
+def write_checkpoint(output_dir: Path, step: int, **facts) -> Path:
     checkpoint = output_dir / f"checkpoint-{step}"
     checkpoint.mkdir()
     (checkpoint / "model.safetensors").write_bytes(b"weights")
@@ -70,19 +70,19 @@ def test_new_run_records_config_versions_and_hardware(tmp_path):
 
 def test_auto_checkpointing_is_resolved_logged_and_recorded(tmp_path, capsys):
     config = make_config(tmp_path, activation_checkpointing="auto")
-    for _ in range(2):  # Resumed, it is no other configuration.
+    for _ in range(2):  # The second start resumes: the configuration is unchanged.
         run = start_run(config, ONE)
         record = json.loads((tmp_path / "run.json").read_text())
         assert record["config"]["activation_checkpointing"] == "auto"
         assert record["activation_checkpointing"] == "none (there is no GPU)"
         assert "activation checkpointing: none (there is no GPU)" in capsys.readouterr().err
         assert run.config.training["activation_checkpointing"] is False
-        leave_checkpoint(tmp_path, 5) if not run.resume_from else None
+        write_checkpoint(tmp_path, 5) if not run.resume_from else None
     assert run.resume_from
 
 
 def test_record_has_planned_and_measured_cost(tmp_path, monkeypatch):
-    """Of the steps the median, of memory the peak; what an evaluation took counts for neither."""
+    """Measured are the median step time and the peak memory of training events, without evaluations."""
     planned = {"memory_bytes": 3, "step_seconds": 0.5}
     monkeypatch.setattr("recipes_lib.training.run.plan_run", lambda config, launch, name: planned)
     run = start_run(make_config(tmp_path), ONE)
@@ -99,7 +99,7 @@ def test_record_has_planned_and_measured_cost(tmp_path, monkeypatch):
 def test_start_resumes_from_last_complete_checkpoint(tmp_path):
     config = make_config(tmp_path)
     start_run(config, ONE)
-    checkpoint = leave_checkpoint(tmp_path, 5)
+    checkpoint = write_checkpoint(tmp_path, 5)
     (tmp_path / "checkpoint-10").mkdir()
     again = start_run(config, ONE)
     assert again.resume_from == checkpoint
@@ -109,13 +109,13 @@ def test_start_resumes_from_last_complete_checkpoint(tmp_path):
 def test_damaged_checkpoint_is_reported_and_skipped(tmp_path, capsys):
     config = make_config(tmp_path)
     start_run(config, ONE)
-    good = leave_checkpoint(tmp_path, 5)
-    (leave_checkpoint(tmp_path, 10) / "model.safetensors").write_bytes(b"weighty")
+    good = write_checkpoint(tmp_path, 5)
+    (write_checkpoint(tmp_path, 10) / "model.safetensors").write_bytes(b"weighty")
     capsys.readouterr()
     assert start_run(config, ONE).choose_checkpoint() == good
-    told = capsys.readouterr().err
-    assert "checkpoint-10 is damaged: model.safetensors does not match its SHA-256" in told
-    assert told.count("\n") == 1
+    logged = capsys.readouterr().err
+    assert "checkpoint-10 is damaged: model.safetensors does not match its SHA-256" in logged
+    assert logged.count("\n") == 1
     assert json.loads((tmp_path / "run.json").read_text())["resumed_from"] == "checkpoint-5"
     assert start_run(config, ONE).choose_checkpoint() == good
 
@@ -133,16 +133,16 @@ def test_only_main_process_removes_leftovers_of_killed_save(tmp_path):
 def test_global_batch_size_is_kept_on_other_world_size(tmp_path, capsys):
     config = make_config(tmp_path, **BATCH)
     assert start_run(config, ONE).config == config
-    leave_checkpoint(tmp_path, 5, **BATCH)
+    write_checkpoint(tmp_path, 5, **BATCH)
     for _ in range(2):
         capsys.readouterr()
         assert start_run(config, TWO).config.training["gradient_accumulation_steps"] == 2
         assert "2 processes instead of 1: gradient_accumulation_steps is 2" in capsys.readouterr().err
         record = json.loads((tmp_path / "run.json").read_text())
-        # What the user wrote, and what makes it the same run.
+        # The record has the key as written, and the global batch size.
         assert record["config"]["gradient_accumulation_steps"] == 4
         assert record["rows_per_step"] == 8
-    # Written for two processes, the same batch is the same run, and goes back to one.
+    # Keys of the same global batch for two processes are the same run, which then resumes on one.
     rewritten = make_config(tmp_path, **BATCH | {"gradient_accumulation_steps": 2})
     assert start_run(rewritten, TWO).config == rewritten
     assert start_run(rewritten, ONE).config.training["gradient_accumulation_steps"] == 4
@@ -151,7 +151,7 @@ def test_global_batch_size_is_kept_on_other_world_size(tmp_path, capsys):
 def test_late_rank_computes_same_accumulation(tmp_path):
     config = make_config(tmp_path, **BATCH)
     start_run(config, ONE)
-    leave_checkpoint(tmp_path, 5, **BATCH)
+    write_checkpoint(tmp_path, 5, **BATCH)
     late = Launch(rank=1, local_rank=1, world_size=2, engine="")
     early = start_run(config, late).config
     assert start_run(config, TWO).config == early == start_run(config, late).config
@@ -162,7 +162,7 @@ def test_late_rank_computes_same_accumulation(tmp_path):
 )
 def test_changed_global_batch_size_is_refused(tmp_path, keys):
     start_run(make_config(tmp_path, **BATCH), ONE)
-    leave_checkpoint(tmp_path, 5, **BATCH)
+    write_checkpoint(tmp_path, 5, **BATCH)
     with pytest.raises(ConfigError, match=f"{next(iter(keys))} was"):
         start_run(make_config(tmp_path, **BATCH | keys), ONE)
     same = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
@@ -172,7 +172,7 @@ def test_changed_global_batch_size_is_refused(tmp_path, keys):
 def test_indivisible_global_batch_is_refused_before_any_write(tmp_path):
     config = make_config(tmp_path, **BATCH)
     start_run(config, ONE)
-    leave_checkpoint(tmp_path, 5, **BATCH)
+    write_checkpoint(tmp_path, 5, **BATCH)
     before = (tmp_path / "run.json").read_text()
     with pytest.raises(ConfigError, match="start 1, 2 or 4 processes"):
         start_run(config, Launch(rank=0, local_rank=0, world_size=3, engine=""))
@@ -180,7 +180,7 @@ def test_indivisible_global_batch_is_refused_before_any_write(tmp_path):
 
 
 def finish(config: RecipeConfig) -> Path:
-    """Leave a run that is done, with a model of one tensor."""
+    """Write a finished run with a model of one tensor."""
     run = start_run(config, ONE)
     with run.recording_its_end():
         save_file({"weight": torch.ones(3)}, run.output_dir / "model.safetensors")
@@ -215,7 +215,7 @@ def test_missing_model_of_finished_run_is_rewritten_from_checkpoint(tmp_path, la
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=f"the run is done, {words}.*no checkpoint"):
         start_run(config, launch)
-    checkpoint = leave_checkpoint(tmp_path, 5, **BATCH)
+    checkpoint = write_checkpoint(tmp_path, 5, **BATCH)
     run = start_run(config, launch)
     assert (run.finished, run.resume_from) == (False, checkpoint)
     assert (f"{words}" in capsys.readouterr().err) == launch.is_main
@@ -228,7 +228,7 @@ def test_output_dir_of_other_config_is_refused_with_changed_keys(tmp_path, ended
         with first.recording_its_end():
             pass
     else:
-        leave_checkpoint(tmp_path, 5)
+        write_checkpoint(tmp_path, 5)
     other = make_config(tmp_path, tokens=TokensConfig(max_length=64), learning_rate=2e-5)
     with pytest.raises(ConfigError) as caught:
         start_run(other, ONE)
@@ -243,7 +243,7 @@ def test_keys_may_change_before_first_checkpoint(tmp_path):
 
 def test_key_missing_in_older_record_has_its_default(tmp_path):
     start_run(make_config(tmp_path), ONE)
-    leave_checkpoint(tmp_path, 5)
+    write_checkpoint(tmp_path, 5)
     path = tmp_path / "run.json"
     record = json.loads(path.read_text())
     del record["config"]["broken_rows"]
@@ -256,14 +256,14 @@ def test_key_missing_in_older_record_has_its_default(tmp_path):
 
 def test_logging_keys_may_change_on_resume(tmp_path):
     start_run(make_config(tmp_path), ONE)
-    leave_checkpoint(tmp_path, 5)
+    write_checkpoint(tmp_path, 5)
     assert start_run(make_config(tmp_path, logging_steps=7, save_total_limit=1, report_to="none"), ONE).resume_from
 
 
 @pytest.mark.parametrize("now", [True, "auto"])
 def test_activation_checkpointing_may_change_on_resume(tmp_path, now):
     start_run(make_config(tmp_path, activation_checkpointing=False), ONE)
-    leave_checkpoint(tmp_path, 5)
+    write_checkpoint(tmp_path, 5)
     assert start_run(make_config(tmp_path, activation_checkpointing=now), ONE).resume_from
 
 
@@ -322,7 +322,7 @@ def test_output_dir_is_locked_until_process_exits(tmp_path):
     (tmp_path / "_saving").mkdir()
     with pytest.raises(ConfigError, match="another process runs in it"):
         start_run(make_config(tmp_path), ONE)
-    # Nothing that the other one is about to write was taken for a leftover.
+    # The second start has not removed files that the first process may be writing.
     assert (tmp_path / "_saving").is_dir()
     os.close(writer)
     os.waitpid(pid, 0)
@@ -331,7 +331,7 @@ def test_output_dir_is_locked_until_process_exits(tmp_path):
 
 def test_moved_output_dir_resumes(tmp_path):
     start_run(make_config(tmp_path / "here"), ONE)
-    leave_checkpoint(tmp_path / "here", 5)
+    write_checkpoint(tmp_path / "here", 5)
     (tmp_path / "here").rename(tmp_path / "there")
     assert start_run(make_config(tmp_path / "there"), ONE).resume_from == tmp_path / "there" / "checkpoint-5"
 
@@ -352,7 +352,7 @@ def test_unwritable_output_dir_is_refused(tmp_path):
 def test_output_dir_renamed_during_run_is_reported(tmp_path):
     there, away = tmp_path / "there", tmp_path / "away"
     run = start_run(make_config(there), ONE)
-    checkpoint = leave_checkpoint(there, 5)
+    checkpoint = write_checkpoint(there, 5)
     there.rename(away)
     with pytest.raises(ConfigError, match="is missing: it was renamed"), run.recording_its_end():
         (there / "metrics.jsonl").write_text("")
@@ -364,7 +364,7 @@ def test_output_dir_renamed_during_run_is_reported(tmp_path):
 def test_checkpoint_with_pickled_objects_is_refused(tmp_path):
     config = make_config(tmp_path)
     facts = start_run(config, ONE).facts
-    checkpoint = leave_checkpoint(tmp_path, 5, run={key: facts[key] for key in RECORDED})
+    checkpoint = write_checkpoint(tmp_path, 5, run={key: facts[key] for key in RECORDED})
     (checkpoint / "optimizer.pt").write_bytes(pickle.dumps(Path("an object")))
     run = start_run(config, ONE)
     refused = pytest.raises(ConfigError, match="checkpoint-5: was not loaded: a file in it contains")
@@ -379,7 +379,7 @@ def test_truncated_record_without_checkpoint_is_replaced(tmp_path):
     assert start_run(make_config(tmp_path), ONE).resume_from is None
 
 
-LOST = {
+DAMAGES = {
     "gone": None,
     "empty": "",
     "torn": '{"stage": "sf',
@@ -389,14 +389,14 @@ LOST = {
 }
 
 
-@pytest.mark.parametrize("what", LOST)
+@pytest.mark.parametrize("what", DAMAGES)
 def test_lost_record_is_restored_from_newest_checkpoint(tmp_path, what):
     config = make_config(tmp_path)
     before = start_run(config, ONE).facts
-    checkpoint = leave_checkpoint(tmp_path, 5, run={key: before[key] for key in RECORDED})
+    checkpoint = write_checkpoint(tmp_path, 5, run={key: before[key] for key in RECORDED})
     (tmp_path / "run.json").unlink()
-    if LOST[what] is not None:
-        (tmp_path / "run.json").write_text(LOST[what])
+    if DAMAGES[what] is not None:
+        (tmp_path / "run.json").write_text(DAMAGES[what])
     again = start_run(config, ONE)
     assert again.resume_from == checkpoint
     record = json.loads((tmp_path / "run.json").read_text())
@@ -407,9 +407,9 @@ def test_lost_record_is_restored_from_newest_checkpoint(tmp_path, what):
 
 
 def test_lost_record_without_copy_in_checkpoint_is_refused(tmp_path):
-    """Checkpoints of the version before do not hold it."""
+    """Checkpoints of older versions have no copy."""
     start_run(make_config(tmp_path), ONE)
-    leave_checkpoint(tmp_path, 5)
+    write_checkpoint(tmp_path, 5)
     (tmp_path / "run.json").write_text("")
     with pytest.raises(ConfigError, match=r"run\.json: has unexpected fields: `stage` is missing") as caught:
         start_run(make_config(tmp_path), ONE)
@@ -459,7 +459,7 @@ def test_missing_file_of_run_is_user_error_and_other_is_bug(tmp_path, is_ours):
 def test_lost_connection_is_reported_as_lost_peer(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    # The launcher has no time to notice who is gone: there is none.
+    # There is no launcher to wait for.
     monkeypatch.setattr("recipes_lib.training.run.explain_lost_connection", partial(explain_lost_connection, seconds=0))
     run = start_run(make_config(tmp_path), TWO)
     with pytest.raises(LostPeerError, match="another process ended"), run.recording_its_end():
@@ -500,12 +500,12 @@ def test_full_disk_is_recorded_in_reserved_space(tmp_path, monkeypatch):
 def test_full_disk_at_final_record_is_status_refused(tmp_path, monkeypatch):
     run, record = start_run(make_config(tmp_path), ONE), Run.record
 
-    def refuse_once(self, **facts):
+    def fail_once(self, **facts):
         if facts.get("status") == "done":
             raise OSError(errno.ENOSPC, "No space left on device")
         record(self, **facts)
 
-    monkeypatch.setattr(Run, "record", refuse_once)
+    monkeypatch.setattr(Run, "record", fail_once)
     with pytest.raises(ConfigError, match="the disk is full"), run.recording_its_end():
         pass
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "refused"
@@ -531,8 +531,8 @@ def test_each_process_reports_rank_and_host_at_start(tmp_path, capsys, monkeypat
     monkeypatch.delenv("RECIPES_LAUNCHED")
     start_run(make_config(tmp_path / "alone"), ONE)
     assert "process 0" not in capsys.readouterr().err
-    # One process beside GPUs that nobody uses.
+    # One process on a machine with eight GPUs.
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     start_run(make_config(tmp_path / "idle"), ONE)
-    assert "process 0 of 1" in (told := capsys.readouterr().err)
-    assert "one of 8 GPUs; the others are idle (`recipes launch` uses all)" in told
+    assert "process 0 of 1" in (logged := capsys.readouterr().err)
+    assert "one of 8 GPUs; the others are idle (`recipes launch` uses all)" in logged

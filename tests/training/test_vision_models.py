@@ -1,4 +1,4 @@
-"""A model of text and pictures is fine-tuned on text: past the first steps, told what is frozen, and saved whole."""
+"""Fine-tuning of a vision-language model on text: the vision tower is frozen, and all weights are saved."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def model_dir(tmp_path, tiny_tokenizer):
 
 def test_full_fine_tuning_freezes_vision_tower_and_saves_all_weights(model_dir, tmp_path):
     trainer, recorder = make_trainer(model_dir, tmp_path / "run", make_packs(), **NUM_STEPS)
-    freeze_outside_text(trainer.model)  # As ``load_causal_lm`` does.
+    freeze_outside_text(trainer.model)  # as by ``load_causal_lm``
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     trainer.train()
     after = trainer.model.state_dict()

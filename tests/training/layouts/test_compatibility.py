@@ -1,4 +1,4 @@
-"""Each combination that is refused, and one beside it that is not; check, launch and start refuse the same."""
+"""Incompatible options of recipe and launch file: every refused combination, and similar ones that are accepted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from recipes_lib.training.run import start_run
 
 
 def launch(kind: str = "FSDP", *, precision: str = "bf16", **settings: Any) -> dict[str, Any]:
-    """A launch file for four processes."""
+    """Return a launch file for four processes."""
     document = {"distributed_type": kind, "mixed_precision": precision, "num_processes": 4, "use_cpu": False}
     mesh = {key: value for key, value in settings.items() if key.startswith("parallelism_config_")}
     rest = {key: value for key, value in settings.items() if key not in mesh and key != "use_cpu"}
@@ -42,7 +42,7 @@ def launch(kind: str = "FSDP", *, precision: str = "bf16", **settings: Any) -> d
 
 
 def pipeline(num: int = 2, schedule: str = "1f1b", kind: str = "MULTI_GPU", **settings: Any) -> dict[str, Any]:
-    """A launch with pipeline parallelism; ``num_processes`` of them are four."""
+    """Return a launch file for four processes in pipelines of ``num`` stages."""
     return launch(kind, **settings) | {"pipeline": name_pipeline(num, schedule)}
 
 
@@ -67,7 +67,7 @@ HEADS_SHARED = ZERO_3 | {"parallelism_config": mesh(dp_shard=2, sp=2)["paralleli
 LIVE = {"precompute_ref_log_probs": False}
 PRETRAIN, SFT = {"recipe": "pretrain", "gradient_accumulation_steps": 4}, {"recipe": "sft"}
 PPO, RLOO, DISTIL = ({"recipe": recipe} for recipe in ("ppo", "rloo", "distill"))
-# For each row, in its order: what trips it, and what beside it does not; a recipe's keys and a launch file each.
+# For each row of BLOCKED, in order: recipe keys and launch file that it refuses, and similar pairs that it accepts.
 CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, Any], dict[str, Any]]]]] = [
     (
         ({"bf16": True}, launch("MULTI_GPU", precision="fp16")),
@@ -225,7 +225,7 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
         [(PRETRAIN | {"optim": "muon"}, pipeline()), (PRETRAIN | {"optim": "adafactor"}, DDP)],
     ),
 ]
-# What else trips the row of those keys.
+# Further refused combinations, with the reason of their row.
 OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     *(({"recipe": recipe}, TENSORS, "does not support adapters") for recipe in ("reward", "dpo", "distill")),
     ({"recipe": "pretrain"}, TENSORS | {"pipeline": name_pipeline(4, "gpipe")}, "device mesh needs another number"),
@@ -280,7 +280,7 @@ def read(keys: dict[str, Any], output_dir: Path) -> RecipeConfig:
 
 
 def find_rows(config: RecipeConfig, document: dict[str, Any]) -> list[str]:
-    """Why the rows that apply are refused."""
+    """Return the problems of the rows that refuse the combination."""
     try:
         verify_combination(config, read_document(document), "mine.yaml")
     except ConfigError as error:
@@ -298,12 +298,12 @@ def test_row_refuses_its_case_and_accepts_neighbours(row: Any, case: Any, tmp_pa
         monkeypatch.setenv(name, value)
     (keys, document), neighbours = case
     config = read(keys, tmp_path)
-    said = f"with {row.launch}: {row.why}" if row.keys else f"{row.launch}: {row.why}"
-    assert [found for found in find_rows(config, document) if found.endswith(said)]
-    # Nothing is in the directory of a run that never started.
+    problem = f"with {row.launch}: {row.why}" if row.keys else f"{row.launch}: {row.why}"
+    assert [found for found in find_rows(config, document) if found.endswith(problem)]
+    # ``start_run`` refuses it too, before it writes anything.
     with pytest.raises(ConfigError) as started:
         start_run(config, read_document(document))
-    assert said in str(started.value)
+    assert problem in str(started.value)
     assert not list(tmp_path.iterdir())
     for others, other_document in neighbours:
         assert find_rows(read(others, tmp_path), other_document) == []

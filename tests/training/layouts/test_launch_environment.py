@@ -1,4 +1,4 @@
-"""A launch that accelerate degraded in silence must not train."""
+"""Launch state from environment variables, and launches that accelerate silently changes."""
 
 import os
 from types import SimpleNamespace
@@ -40,7 +40,7 @@ def test_launch_is_read_from_variables(monkeypatch):
 
 
 def test_ranks_of_pipeline_stages():
-    """Six processes in three stages: neighbours hold the same part, and take rows of their own."""
+    """Six processes in three stages: adjacent ranks have the same stage and different rows."""
     layout = Layout(pipeline_stages=3)
     every = [Launch(rank=rank, local_rank=rank, world_size=6, engine="", layout=layout) for rank in range(6)]
     assert [one.part.stage for one in every] == [0, 0, 1, 1, 2, 2]
@@ -52,8 +52,8 @@ def test_ranks_of_pipeline_stages():
 
 @pytest.mark.parametrize(("schedule", "num_chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2)])
 def test_pipeline_is_read_from_variables(schedule, num_chunks):
-    told = {"WORLD_SIZE": "4", "RANK": "3", **name_pipeline(2, schedule)}
-    part = read_launch(told).part
+    variables = {"WORLD_SIZE": "4", "RANK": "3", **name_pipeline(2, schedule)}
+    part = read_launch(variables).part
     assert (part.stage, part.num_stages, part.num_chunks) == (1, 2, num_chunks)
 
 
@@ -84,17 +84,17 @@ def test_invalid_variable_is_refused(variables, words):
     ],
 )
 def test_incomplete_rendezvous_is_refused(variables, words, monkeypatch):
-    whole = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    for name, value in whole.items():
+    complete = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in complete.items():
         monkeypatch.setenv(name, value)
     verify_rendezvous(read_launch())
-    for name in whole if variables == {"WORLD_SIZE": "2"} else ():
+    for name in complete if variables == {"WORLD_SIZE": "2"} else ():
         monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=words):
         verify_rendezvous(read_launch())
-    # One process meets nobody.
+    # A single process needs no rendezvous.
     verify_rendezvous(launch())
 
 
@@ -117,7 +117,7 @@ def test_sharded_launch_without_gpu_names_cpu_launch_file(engine, monkeypatch):
         verify_accelerator(launch(world_size=8, engine=engine), is_available=False)
     verify_accelerator(launch(world_size=8, engine=engine), is_available=True)
     verify_accelerator(launch(world_size=8), is_available=False)
-    # Who names a device knows what is there.
+    # An explicit device is not checked.
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
     verify_accelerator(launch(world_size=8, engine=engine), is_available=False)
 
@@ -144,7 +144,7 @@ def test_srun_or_mpirun_without_world_size_is_refused(name, monkeypatch):
 
 
 def test_fsdp_is_multi_gpu_before_accelerate_shards(monkeypatch):
-    """The state behind upstream's arguments knows of two GPUs under an FSDP launch file, and not of FSDP."""
+    """Under an FSDP launch file, the state of ``TrainingArguments`` is still ``MULTI_GPU``."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -177,7 +177,7 @@ def test_data_ranks_under_tensor_and_context_parallelism():
 
 
 def test_missing_tensor_parallelism_is_refused():
-    """accelerate trains it whole on each of those processes, in silence."""
+    """accelerate would silently train a whole model on every rank."""
     cut = Launch(rank=0, local_rank=0, world_size=2, engine="FSDP", layout=Layout(sizes={"tp": 2}))
     verify_engine(cut, "MULTI_GPU", tensor_size=2, is_in_shards=True)
     with pytest.raises(ConfigError, match="expected 2 tensor-parallel ranks, and the model has 1"):

@@ -1,4 +1,4 @@
-"""What is read from a launch file is what accelerate tells the processes that it starts."""
+"""Launch files, compared with the environment that accelerate gives to its processes."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ DEEPSPEED = {
 def compare(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU"):
         monkeypatch.delenv(name, raising=False)
-    told = read_environment(file, "--machine_rank", "0", "--main_process_ip", "127.0.0.1")
+    theirs = read_environment(file, "--machine_rank", "0", "--main_process_ip", "127.0.0.1")
     ours = name_variables(read_launch_file(file))
-    # torch's launcher tells it to each process, and whether the run is on CPUs is told to nobody.
-    told |= {"WORLD_SIZE": ours["WORLD_SIZE"], "ACCELERATE_USE_CPU": ours["ACCELERATE_USE_CPU"]}
-    assert read_launch(ours) == read_launch(told)
+    # torch's launcher sets WORLD_SIZE in each process; ``use_cpu`` is in no variable of accelerate.
+    theirs |= {"WORLD_SIZE": ours["WORLD_SIZE"], "ACCELERATE_USE_CPU": ours["ACCELERATE_USE_CPU"]}
+    assert read_launch(ours) == read_launch(theirs)
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file.stem != "fp8"], ids=lambda file: file.stem)
@@ -115,7 +115,7 @@ def read_deepspeed(content: Any, folder: Path) -> Launch:
 
 
 def test_deepspeed_file_is_read_as_by_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file of transformers' documentation, but for its optimizer; and what accelerate makes of it."""
+    """The file of transformers' documentation without its optimizer, compared with accelerate's plugin."""
     plugins = pytest.importorskip("accelerate.utils")
     content = {
         "zero_optimization": STAGE_3,
@@ -192,11 +192,11 @@ def test_malformed_launch_file_is_refused(text: str, words: str, tmp_path: Path)
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(("kind", "is_sound"), [("NO", False), ("no", False), ("", False), ("'NO'", True)])
-def test_unquoted_distributed_type_no_is_refused(kind: str, is_sound: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "is_valid"), [("NO", False), ("no", False), ("", False), ("'NO'", True)])
+def test_unquoted_distributed_type_no_is_refused(kind: str, is_valid: bool, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(f"distributed_type: {kind}\n")
-    if is_sound:
+    if is_valid:
         assert read_launch(name_variables(read_launch_file(file))).engine == ""
     else:
         with pytest.raises(ConfigError, match=r"mine\.yaml: distributed_type: .*\s+quote it: distributed_type: 'NO'"):

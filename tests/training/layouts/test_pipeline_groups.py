@@ -1,4 +1,4 @@
-"""Every process is in one pipeline and in one group of those that hold the same part."""
+"""Process groups of pipeline parallelism: pipelines, replicas of a stage, and first and last stages."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from recipes_lib.training.layouts.launch_environment import Launch, Layout
 from recipes_lib.training.layouts.pipeline_schedule import build_pipeline_groups
 
 
-def clear() -> None:
+def clear_caches() -> None:
     build_pipeline_groups.cache_clear()
     build_pipeline_mesh.cache_clear()
 
 
 @pytest.fixture(autouse=True)
-def afresh() -> Iterator[None]:
-    clear()
+def fresh_groups() -> Iterator[None]:
+    clear_caches()
     yield
-    clear()
+    clear_caches()
     distributed.destroy_process_group()
 
 
@@ -44,7 +44,7 @@ def test_pipeline_groups_are_strided_over_ranks(
     assert distributed.get_process_group_ranks(mesh.replicas.get_group()) == replicas
     assert distributed.get_process_group_ranks(mesh.ends) == ends
     assert build_pipeline_groups(3) is mesh
-    # The launch numbers the stages as the groups do.
+    # ``Launch`` assigns the same stage.
     part = Launch(rank, 0, 6, "", layout=Layout(pipeline_stages=3)).part
     assert part is not None
     assert part.stage == pipeline.index(rank) == distributed.get_rank(mesh.pipeline)

@@ -1,4 +1,4 @@
-"""Chunks in turns on one process: losses, logits and gradients are those of the model that nobody cut."""
+"""Interleaved pipeline schedule on one process: losses, logits and gradients of the whole model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def build_pipeline(*, is_tied: bool = False) -> tuple[Any, Any]:
-    """The whole model, and the same one in two chunks that take turns on this process."""
+    """Return the whole model, and a pipeline of two chunks of it on this process."""
     config = make_config("llama", tie_word_embeddings=is_tied)
     (part,) = build_parts(config, 1, 2)
     whole = build_whole(config)
@@ -42,7 +42,7 @@ def build_pipeline(*, is_tied: bool = False) -> tuple[Any, Any]:
 
 
 def make_batches(num: int, num_rows: int = 2, seed: int = 0) -> list[dict[str, torch.Tensor]]:
-    """Batches with unlike numbers of targets."""
+    """Return batches with different numbers of targets."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
     for number in range(num):

@@ -1,4 +1,4 @@
-"""Which kernels a run has unless it says otherwise, and layers that are compiled one by one."""
+"""Defaults of torch.compile and Liger, and regional compilation of layers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ PIPELINE = Launch(rank=0, local_rank=0, world_size=2, engine="", layout=Layout(p
 
 
 def read(recipe: str, **keys: Any) -> RecipeConfig:
-    given = {"model_name_or_path": "o/m", "dataset_name": "o/d", "output_dir": "out", **keys}
-    given |= {"max_length": 8} if recipe == "pretrain" else {}
-    return load_config(recipe, [f"--{name}={value}" for name, value in given.items()])
+    flags = {"model_name_or_path": "o/m", "dataset_name": "o/d", "output_dir": "out", **keys}
+    flags |= {"max_length": 8} if recipe == "pretrain" else {}
+    return load_config(recipe, [f"--{name}={value}" for name, value in flags.items()])
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def build_batch(lengths: list[int]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_compiled_layers_equal_eager_on_packed_rows(checkpointed: bool) -> None:
-    """Rows of several shapes, their documents apart; the names of weights stay."""
+    """Packed rows of several shapes; parameter names do not change."""
     register_varlen()
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -171,6 +171,6 @@ def test_number_of_compiled_graphs_is_logged(tiny_model_dir, tmp_path) -> None:
         with torch.compiler.set_stance("force_eager" if backend == "eager" else "default"):
             trainer.train()
         lines += recorder.lines
-    told = [line for line in lines if line.startswith("torch.compile")]
-    assert re.fullmatch(r"torch.compile of 2 layers made [1-9]\d* graphs", told[0])
-    assert "no graph: torch fell back" in told[1]
+    logged = [line for line in lines if line.startswith("torch.compile")]
+    assert re.fullmatch(r"torch.compile of 2 layers made [1-9]\d* graphs", logged[0])
+    assert "no graph: torch fell back" in logged[1]

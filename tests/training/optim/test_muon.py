@@ -1,4 +1,4 @@
-"""Muon's update against singular values in numpy; which parameters get it; and that both optimizers act as one."""
+"""Muon with AdamW: update compared with an SVD in numpy, parameter groups, and state."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from recipes_lib.training.optim.optimizers import MuonAdamW, build_muon, describe_groups
 
 LR, DECAY, MOMENTUM = 0.02, 0.1, 0.95
-NOTHING_ELSE = [{"params": []}]
+NO_OTHERS = [{"params": []}]
 
 
 def build_optimizer(model, tmp_path, *, decay_embeddings=True, **training):
@@ -30,7 +30,7 @@ def flatten(model):
 
 
 def orthogonalise(matrix):
-    """Five quintic Newton-Schulz steps, which change nothing but the singular values."""
+    """Apply five quintic Newton-Schulz steps to the singular values."""
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
     values = values / np.sqrt((values**2).sum())
     for _ in range(5):
@@ -43,7 +43,7 @@ def test_muon_update_equals_svd_in_numpy(shape):
     generator = np.random.default_rng(0)
     expected, momentum = generator.standard_normal(shape), np.zeros(shape)
     matrix = torch.nn.Parameter(torch.tensor(expected, dtype=torch.float32))
-    optimizer = MuonAdamW([matrix], NOTHING_ELSE, lr=LR, weight_decay=DECAY, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = MuonAdamW([matrix], NO_OTHERS, lr=LR, weight_decay=DECAY, betas=(0.9, 0.95), eps=1e-8)
     moved = 0.0
     for _ in range(4):
         gradient = generator.standard_normal(shape)
@@ -54,7 +54,7 @@ def test_muon_update_equals_svd_in_numpy(shape):
         moved += np.linalg.norm(update)
         matrix.grad = torch.tensor(gradient, dtype=torch.float32)
         optimizer.step()
-    # Torch iterates in bfloat16, with 8 bits to a number.
+    # Torch iterates in bfloat16, with 8 significant bits.
     assert np.linalg.norm(matrix.detach().numpy() - expected) < 0.01 * moved
 
 
@@ -81,7 +81,7 @@ def test_tied_embedding_is_in_one_adamw_group(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "adamws", "muons"),
+    ("name", "expected_adamw", "expected_muon"),
     [
         (
             "mixtral",
@@ -91,11 +91,11 @@ def test_tied_embedding_is_in_one_adamw_group(tmp_path):
         ("gpt2", {"transformer.wte.weight", "transformer.wpe.weight"}, {"transformer.h.*.attn.c_attn.weight"}),
     ],
 )
-def test_stacked_experts_and_position_embeddings_use_adamw(tmp_path, name, adamws, muons):
+def test_stacked_experts_and_position_embeddings_use_adamw(tmp_path, name, expected_adamw, expected_muon):
     model = build(name)
     muon, decaying, _ = describe_groups(build_optimizer(model, tmp_path), model)
-    assert muons <= set(muon.parameters)
-    assert adamws <= set(decaying.parameters)
+    assert expected_muon <= set(muon.parameters)
+    assert expected_adamw <= set(decaying.parameters)
 
 
 def test_stacked_expert_biases_do_not_decay(tmp_path):
@@ -144,7 +144,7 @@ def test_combined_optimizer_equals_separate_muon_and_adamw(tmp_path):
 
 
 def test_state_dict_resumes_bit_identically(tmp_path):
-    """Prepared by accelerate, which loads the state of an optimizer into itself, and saved as the Trainer saves."""
+    """The optimizer is prepared by accelerate, and its state saved as by the Trainer."""
     whole, resumed = build("llama"), build("llama")
     optimizer = prepare(build_optimizer(whole, tmp_path))
     take_steps(whole, optimizer, 3)
@@ -159,17 +159,17 @@ def test_state_dict_resumes_bit_identically(tmp_path):
 
 
 def test_replaced_parameters_are_updated(tmp_path):
-    """Sharding puts other tensors into the groups of an optimizer that was built before."""
+    """Sharding replaces the tensors in the groups of an existing optimizer."""
     model = build("llama")
     optimizer = build_optimizer(model, tmp_path)
-    exchanged = [torch.nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
-    by_id = dict(zip(map(id, model.parameters()), exchanged, strict=True))
+    replaced = [torch.nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
+    by_id = dict(zip(map(id, model.parameters()), replaced, strict=True))
     for group in optimizer.param_groups:
         group["params"] = [by_id[id(parameter)] for parameter in group["params"]]
-    for parameter in exchanged:
+    for parameter in replaced:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    assert not any(torch.equal(old, new) for old, new in zip(model.parameters(), exchanged, strict=True))
+    assert not any(torch.equal(old, new) for old, new in zip(model.parameters(), replaced, strict=True))
 
 
 def test_closure_is_evaluated_once_with_gradients(tmp_path):

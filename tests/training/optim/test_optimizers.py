@@ -1,4 +1,4 @@
-"""What decays, what an optimizer needs and what it holds, against transformers' own Trainer."""
+"""Weight decay, parameter groups, state and requirements of optimizers, compared with transformers' Trainer."""
 
 import copy
 import importlib.util
@@ -39,7 +39,7 @@ def verify(training, *, recipe="sft"):
 
 
 class OurGroups(Trainer):
-    """Upstream's trainer with our choice of what decays."""
+    """transformers' trainer with this library's rule of weight decay."""
 
     def get_decay_parameter_names(self, model):
         return get_decay_names(model, decay_embeddings=False)
@@ -55,7 +55,7 @@ def test_decay_names_equal_transformers(name):
     model = build(name)
     trained = [parameter_name for parameter_name, _ in model.named_parameters()]
     upstream = set(Trainer.get_decay_parameter_names(None, model))
-    vectors = {"gpt-oss": {n for n in trained if n.endswith("sinks")}}  # Attention sinks, a number a head.
+    vectors = {"gpt-oss": {n for n in trained if n.endswith("sinks")}}  # attention sinks, a scalar per head
     expected = [n for n in trained if n in upstream - vectors.get(name, set())]
     assert get_decay_names(model, decay_embeddings=True) == expected
 
@@ -79,7 +79,7 @@ def test_vectors_biases_and_norms_never_decay(name):
 def test_norm_of_unusual_name_does_not_decay():
     model = torch.nn.ModuleDict({"ln": torch.nn.RMSNorm(4), "norm1": torch.nn.RMSNorm(4), "mlp": torch.nn.Linear(4, 4)})
     assert get_decay_names(model, decay_embeddings=True) == ["mlp.weight"]
-    assert Trainer.get_decay_parameter_names(None, model) == ["ln.weight", "norm1.weight", "mlp.weight"]  # The trap.
+    assert Trainer.get_decay_parameter_names(None, model) == ["ln.weight", "norm1.weight", "mlp.weight"]
 
 
 def test_decay_names_of_wrapped_model():
@@ -121,7 +121,7 @@ def test_upstream_optimizer_trains_decay_groups(tmp_path, optim, training, packa
         assert measure_state_bytes(optimizer) == pytest.approx(state_bytes, abs=0.1)
 
 
-SAVING = {
+RESUMED = {
     "adafactor": None,
     "adamw_8bit": "bitsandbytes",
     "paged_adamw_8bit": "bitsandbytes",
@@ -129,14 +129,14 @@ SAVING = {
     "lion_8bit": "bitsandbytes",
     "adamw_torch_8bit": "torchao",
 }
-"""Optimizers that save memory and that a recipe may name, with their packages."""
+"""Optimizers to resume, with their packages."""
 
 
 @pytest.mark.parametrize(
-    "optim", [pytest.param(name, marks=pytest.mark.slow) if name == "adamw_torch_8bit" else name for name in SAVING]
+    "optim", [pytest.param(name, marks=pytest.mark.slow) if name == "adamw_torch_8bit" else name for name in RESUMED]
 )
 def test_optimizer_learns_and_resumes_bit_identically(tmp_path, optim):
-    if package := SAVING[optim]:
+    if package := RESUMED[optim]:
         pytest.importorskip(package)
     rate = 5e-3 if optim.startswith("lion") else 1e-2
     model = build("llama-tied")
@@ -200,8 +200,6 @@ def test_state_bytes_count_shared_tensor_once():
     assert measure_state_bytes(optimizer) == (3 * 10 + 4 * 15) / 30
 
 
-# What an optimizer needs.
-
 PACKAGE_OF_HANDLER = {
     "_get_bitsandbytes_optimizer": "bitsandbytes",
     "_get_torchao_optimizer": "torchao",
@@ -217,7 +215,7 @@ PACKAGE_OF_HANDLER = {
 BUILT_IN = {"_get_adamw_torch", "_get_adafactor", "_get_sgd", "_get_adagrad", "_get_rmsprop"}
 NAMES = [member.value for member in OptimizerNames]
 ACCEPTED = {"lr_scheduler_type": "constant", "optim_target_modules": "all-linear", "save_strategy": "no"}
-"""Keys with which nothing but a package can be missing."""
+"""Keys with which an optimizer needs its package only."""
 
 
 def read_handler(name):
@@ -226,10 +224,10 @@ def read_handler(name):
 
 @pytest.fixture
 def packages(monkeypatch):
-    """Says whether every package is there: none, until told otherwise."""
-    there = {"all": False}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if there["all"] else None)
-    return there
+    """Make all packages look missing, or installed with ``packages["all"] = True``."""
+    installed = {"all": False}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed["all"] else None)
+    return installed
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -254,14 +252,14 @@ def test_documented_table_lists_all_refused_optimizers(packages):
     packages["all"] = True
     page = (Path(__file__).parents[3] / "docs" / "optimizers.md").read_text(encoding="utf-8")
     rows = page.partition("**Refused**")[2].partition("**On weights")[0].splitlines()
-    told = {name for row in rows if row.startswith("| `") for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    named = {name for row in rows if row.startswith("| `") for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     refused = set()
     for name in NAMES:
         try:
             verify({"optim": name} | {key: value for key, value in ACCEPTED.items() if key != "save_strategy"})
         except ConfigError:
             refused.add(name)
-    assert told - {"optim"} == refused
+    assert named - {"optim"} == refused
     assert "| Sophia | no value of `optim`" in page
     assert not any("sophia" in name for name in NAMES)
 
@@ -280,7 +278,7 @@ def test_accepted_optimizers_are_those_upstream_builds(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("training", "told"),
+    ("training", "message"),
     [
         ({"optim": "galore_adamw", "optim_target_modules": None}, "optim_target_modules"),
         ({"optim": "apollo_adamw", "optim_target_modules": None}, "optim_target_modules"),
@@ -293,9 +291,9 @@ def test_accepted_optimizers_are_those_upstream_builds(tmp_path, name):
         ({"optim": "muon", "optim_args": "momentum=0.9"}, "muon takes no arguments"),
     ],
 )
-def test_missing_or_ignored_option_of_optimizer_is_refused(packages, training, told):
+def test_missing_or_ignored_option_of_optimizer_is_refused(packages, training, message):
     packages["all"] = True
-    with pytest.raises(ConfigError, match=told) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         verify(ACCEPTED | training)
     assert len(caught.value.problems) == 1
 
@@ -307,7 +305,7 @@ def test_all_problems_of_optimizer_are_reported(packages):
 
 
 def test_schedule_free_divides_first_step_by_fractional_warmup(tmp_path):
-    """Why it is refused: upstream hands the share on as a number of steps."""
+    """The reason of the refusal: upstream passes the fraction as a number of steps."""
     pytest.importorskip("schedulefree")
     optimizer = build_optimizer(build("llama"), tmp_path, "schedule_free_adamw", learning_rate=1e-3, warmup_steps=0.01)
     optimizer.train()
@@ -325,7 +323,7 @@ def test_fractional_warmup_of_schedule_free_is_allowed_in_pretraining(packages):
 
 
 def test_group_row_of_flattened_deepspeed_partition():
-    """Its tensor is none of the model's."""
+    """Its tensor is not a parameter of the model."""
     flat = torch.nn.Parameter(torch.zeros(10))
     (row,) = describe_groups(torch.optim.AdamW([flat], lr=3e-4, weight_decay=0.1), build("llama-tied"))
     assert (row.num_parameters, row.weight_decay, row.learning_rate) == (10, 0.1, 3e-4)

@@ -1,4 +1,4 @@
-"""LoRA+: the B matrices learn faster, whatever the optimizer, and nothing else changes."""
+"""LoRA+: a higher learning rate of B matrices, with any optimizer, compared with PEFT."""
 
 import pytest
 import torch
@@ -33,12 +33,12 @@ def take_steps(model, optimizer, num_steps=5):
 
 
 def test_weights_equal_peft_loraplus(tmp_path):
-    ours, theirs = adapt(), adapt()
-    optimizer = build_optimizer(ours, tmp_path)
-    split_loraplus_groups(optimizer, ours, RATIO)
-    reference = create_loraplus_optimizer(theirs, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=RATIO)
-    expected = take_steps(theirs, reference)
-    torch.testing.assert_close(take_steps(ours, optimizer), expected, rtol=1e-6, atol=1e-7)
+    model, peft_model = adapt(), adapt()
+    optimizer = build_optimizer(model, tmp_path)
+    split_loraplus_groups(optimizer, model, RATIO)
+    reference = create_loraplus_optimizer(peft_model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=RATIO)
+    expected = take_steps(peft_model, reference)
+    torch.testing.assert_close(take_steps(model, optimizer), expected, rtol=1e-6, atol=1e-7)
     plain = adapt()
     assert not torch.allclose(take_steps(plain, build_optimizer(plain, tmp_path))[1], expected[1])
 
@@ -86,7 +86,7 @@ def test_trainer_splits_groups_once_and_resumes_bit_identically(tiny_model_dir, 
         return trainer, recorder
 
     straight, recorder = train("straight")
-    straight.create_optimizer()  # Upstream asks more than once.
+    straight.create_optimizer()  # upstream calls it more than once
     groups = straight.optimizer.optimizer.param_groups
     assert sorted(group["initial_lr"] for group in groups if group["params"]) == pytest.approx([1e-3, 1e-3 * RATIO])
     resumed, second = train("resumed", resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-2"))

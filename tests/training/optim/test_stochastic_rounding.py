@@ -1,4 +1,4 @@
-"""Rounding that is right on average, and an AdamW that learns in bfloat16 where torch's stands still."""
+"""Unbiased stochastic rounding to bfloat16, and AdamW on bfloat16 weights, compared with torch."""
 
 import math
 
@@ -45,12 +45,12 @@ def take_steps(weights, optimizer, num_steps, gradient=1.0):
 
 
 def test_small_updates_accumulate_in_bfloat16():
-    """Four hundred updates of 1e-5 on weights of 1, whose last bit is worth 390 of them."""
+    """400 updates of 1e-5 on weights of 1, where one ulp of bfloat16 is 390 updates: torch's AdamW rounds all away."""
     ours, theirs = make_weights(), make_weights()
     take_steps(theirs, torch.optim.AdamW([theirs], lr=1e-5, weight_decay=0.0), 400)
     assert torch.equal(theirs, make_weights())
     take_steps(ours, StochasticAdamW([ours], lr=1e-5), 400)
-    # A weight moves by 2 ** -8 with a probability of 1e-5 * 2 ** 8 a step, which is no walk: it stays on the grid.
+    # In each step, a weight decreases by 2 ** -8 with probability 1e-5 * 2 ** 8: a sum of Bernoulli variables.
     deviation = math.sqrt(400 * 1e-5 * 2**-8)
     assert 1 - ours.double().mean().item() == pytest.approx(400e-5, abs=4 * deviation / math.sqrt(ours.numel()))
 

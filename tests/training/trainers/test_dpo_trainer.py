@@ -1,4 +1,4 @@
-"""Preference training: what the first step must be, what the reference may be, and what is left of it in memory."""
+"""Preference training: first loss, kinds of reference model, their memory, and the objective."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def saved_adapter(tiny_model_dir, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def start(tiny_model_dir, saved_adapter, tmp_path_factory):
-    """What a run may begin from, by name: the folder of the model, and the setting."""
+    """Initial weights of a run by name: model folder and setting."""
     merged = tmp_path_factory.mktemp("merged")
     AutoPeftModelForCausalLM.from_pretrained(saved_adapter).merge_and_unload().save_pretrained(merged)
     AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(merged)
-    going_on = Setting(adapter=AdapterConfig(use_peft=True, adapter_name_or_path=str(saved_adapter)))
+    continued = Setting(adapter=AdapterConfig(use_peft=True, adapter_name_or_path=str(saved_adapter)))
     return {
         "full": (tiny_model_dir, Setting()),
         "fresh adapter": (tiny_model_dir, FRESH),
-        "saved adapter": (tiny_model_dir, going_on),
-        "merged": (merged, Setting()),  # The reference of who goes on from the saved adapter.
+        "saved adapter": (tiny_model_dir, continued),
+        "merged": (merged, Setting()),  # the reference of a run from the saved adapter
     }
 
 
@@ -83,46 +83,46 @@ def test_first_loss_is_ln2_in_bfloat16_with_activation_checkpointing(start, tmp_
         assert all(step["grad_norm"] > 0.01 for step in recorder.steps)
 
 
-def spoil_reference(trainer, monkeypatch):
+def scale_reference(trainer, monkeypatch):
     trainer.objective.reference.lm_head.weight.data.mul_(1.01)
 
 
-def spoil_stored_numbers(trainer, monkeypatch):
+def shift_stored_logps(trainer, monkeypatch):
     compute = ReferenceLogps.compute
 
-    def compute_wrongly(self, *args, **kwargs):
+    def compute_shifted(self, *args, **kwargs):
         compute(self, *args, **kwargs)
         self.rows["train"].logps[:, 1] -= 0.05
 
-    monkeypatch.setattr(ReferenceLogps, "compute", compute_wrongly)
+    monkeypatch.setattr(ReferenceLogps, "compute", compute_shifted)
 
 
-def leave_dropout_on(trainer, monkeypatch):
+def enable_dropout(trainer, monkeypatch):
     for layer in trainer.model.model.layers:
         layer.self_attn.attention_dropout = 0.1
 
 
-def spoil_policy(trainer, monkeypatch):
-    trainer.remove_callback(StartChecks)  # They would be the first to see it.
+def set_nan_in_policy(trainer, monkeypatch):
+    trainer.remove_callback(StartChecks)  # They would raise first.
     trainer.model.model.norm.weight.data[3] = float("nan")
 
 
 @pytest.mark.parametrize(
-    ("spoil", "is_stored"),
+    ("inject", "is_stored"),
     [
-        (spoil_reference, False),
-        (spoil_stored_numbers, True),
-        (leave_dropout_on, False),
-        (leave_dropout_on, True),
-        (spoil_policy, False),
+        (scale_reference, False),
+        (shift_stored_logps, True),
+        (enable_dropout, False),
+        (enable_dropout, True),
+        (set_nan_in_policy, False),
     ],
 )
 def test_policy_that_differs_from_reference_stops_before_update(
-    tiny_model_dir, tmp_path, monkeypatch, spoil, is_stored
+    tiny_model_dir, tmp_path, monkeypatch, inject, is_stored
 ):
     options = {"precompute_ref_log_probs": is_stored}
     trainer, _ = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs(), **options)
-    spoil(trainer, monkeypatch)
+    inject(trainer, monkeypatch)
     before = {name: weight.nan_to_num() for name, weight in weights_of(trainer).items()}
     with pytest.raises(DivergedError, match="Policy and reference differ, or dropout is on"):
         trainer.train()
@@ -131,7 +131,7 @@ def test_policy_that_differs_from_reference_stops_before_update(
 
 def test_first_loss_is_unchecked_with_dropout_or_named_reference(tiny_model_dir, tmp_path):
     trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / "0", make_pairs(), disable_dropout=False)
-    leave_dropout_on(trainer, None)
+    enable_dropout(trainer, None)
     trainer.train()
     assert len(recorder.steps) == 4
     other = perturb_model(tiny_model_dir, tmp_path / "other")
@@ -178,8 +178,9 @@ def test_pissa_and_olora_use_copy_of_base_as_reference(tiny_model_dir, tmp_path,
         assert got == pytest.approx(expected, rel=2e-5)
 
 
-def _list_weights():
-    return [thing for thing in gc.get_objects() if isinstance(thing, PreTrainedModel | torch.nn.Parameter)]
+def list_weights():
+    """Return all live models and parameters of this process."""
+    return [item for item in gc.get_objects() if isinstance(item, PreTrainedModel | torch.nn.Parameter)]
 
 
 class Census(TrainerCallback):
@@ -187,17 +188,17 @@ class Census(TrainerCallback):
 
     def __init__(self):
         gc.collect()
-        # Kept, because the place of one that is freed may be that of a new one.
-        self.before = _list_weights()
+        # Referenced, because a new object may reuse the ``id`` of a freed one.
+        self.before = list_weights()
         self.models, self.num_bytes = [], []
 
     def on_step_begin(self, args, state, control, **kwargs):
-        known = {id(thing) for thing in self.before}
-        things = [thing for thing in _list_weights() if id(thing) not in known]
-        self.models.append(sum(isinstance(thing, PreTrainedModel) and hasattr(thing, "lm_head") for thing in things))
+        known = {id(item) for item in self.before}
+        new = [item for item in list_weights() if id(item) not in known]
+        self.models.append(sum(isinstance(item, PreTrainedModel) and hasattr(item, "lm_head") for item in new))
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in things
+            for tensor in new
             if isinstance(tensor, torch.nn.Parameter)
         }
         self.num_bytes.append(sum(storages.values()))
@@ -272,7 +273,7 @@ LN2 = math.log(2)
 
 
 def build_args(**keys):
-    """Upstream's keys of the losses, with upstream's defaults."""
+    """Return the arguments of the losses, with upstream's defaults."""
     defaults = {
         "loss_type": ["sigmoid"],
         "loss_weights": None,
@@ -314,7 +315,7 @@ def reference(tiny_model_dir):
 
 @pytest.fixture(scope="module")
 def margins(policy, reference, batch):
-    """By how much the policy prefers the chosen answers more than the reference does, nats."""
+    """Difference of log-ratios between chosen and rejected answers, in nats."""
     with torch.no_grad():
         (chosen, rejected), (ref_chosen, ref_rejected) = (
             compute_answer_logps(model, batch, ld_alpha=None) for model in (policy, reference)
@@ -367,7 +368,7 @@ def test_stored_logps_take_precedence_over_reference_model(policy, batch, margin
     with torch.no_grad():
         chosen, rejected = compute_answer_logps(reference, batch, ld_alpha=None)
     objective = build_objective(build_args(), PreferenceConfig())
-    objective.reference = policy  # would give margins of 0
+    objective.reference = policy  # Its margins are 0.
     stored = {**batch, "ref_chosen_logp": chosen, "ref_rejected_logp": rejected}
     figures = objective.score(policy, stored).figures
     torch.testing.assert_close(figures["rewards/margins"], 0.1 * margins)
@@ -402,7 +403,7 @@ def test_losses_are_weighted_and_sft_is_normalised_by_step(policy, reference, ba
     torch.testing.assert_close(score(["sigmoid", "sft"]), sigmoid + sft)
     mean = batch["num_completion_tokens"][0::2].float().mean()
     torch.testing.assert_close(score(["sft"], mean=2 * mean), sft / 2)
-    # LD-DPO discounts what an answer is longer by; the likelihood of the chosen one is of all of it.
+    # LD-DPO discounts the tokens beyond the shorter answer; the SFT loss is over all tokens.
     torch.testing.assert_close(score(["sft"], ld_alpha=0.3), sft)
     assert not torch.equal(score(["sigmoid"], ld_alpha=0.3), sigmoid)
 
@@ -471,7 +472,7 @@ def verify(rewards, lengths, *, losses=None, beta=0.1, dtype=torch.float32, **ke
 def test_first_scores_accept_rounding_error():
     assert verify([(0.0, 0.0)], [(10, 12)]).startswith("step 0: loss 0.693147, largest log-ratio 0.0e+00 nats")
     assert "1.0e-04 nats" in verify([(0.0, 0.0), (-1e-4, 0.0)], [(10, 12), (20, 5)])
-    # A long answer in half precision; the loss moves with it.
+    # The tolerance of a long answer in bfloat16 also applies to the loss.
     half = {"dtype": torch.bfloat16, "beta": 0.1}
     verify([(1.5, -0.5)], [(1024, 300)], losses=[-math.log(1 / (1 + math.exp(-0.2)))], **half)
 

@@ -1,4 +1,4 @@
-"""The next-token objective: one normaliser a step, and the trajectory of a plain trainer."""
+"""Next-token objective: one normaliser per step, compared with transformers' trainer."""
 
 import pytest
 import torch
@@ -15,9 +15,9 @@ from recipes_lib.models.quantization import build_quantization_config
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_trajectory_equals_transformers_trainer(tiny_model_dir, tmp_path, accumulation):
-    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulation}
-    ours, recorder = make_trainer(tiny_model_dir, tmp_path / "ours", make_packs(), **cut)
-    ours.train()
+    batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulation}
+    trainer, recorder = make_trainer(tiny_model_dir, tmp_path / "trainer", make_packs(), **batch)
+    trainer.train()
 
     plain_recorder = Recorder()
     plain = Trainer(
@@ -32,7 +32,7 @@ def test_trajectory_equals_transformers_trainer(tiny_model_dir, tmp_path, accumu
             lr_scheduler_type="linear",
             remove_unused_columns=False,
             disable_tqdm=True,
-            **cut,
+            **batch,
         ),
         train_dataset=make_packs(),
         data_collator=PackedCollator(pad_token_id=1),
@@ -53,7 +53,7 @@ def test_step_without_targets_stops_before_update(tiny_model_dir, tmp_path):
     assert_equal_weights(weights_of(trainer), before)
 
 
-def test_activation_checkpointing_changes_nothing_and_neftune_acts(tiny_model_dir, tmp_path):
+def test_activation_checkpointing_keeps_trajectory_and_neftune_changes_it(tiny_model_dir, tmp_path):
     reference, recorder = make_trainer(tiny_model_dir, tmp_path / "0", make_packs())
     reference.train()
     checkpointed, same = make_trainer(tiny_model_dir, tmp_path / "1", make_packs(), activation_checkpointing=True)

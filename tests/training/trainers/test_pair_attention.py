@@ -1,4 +1,4 @@
-"""A prompt is computed once where that is proved, and otherwise as often as it takes, with the reason."""
+"""Layout of preference pairs: shared prompts where verified, otherwise a fallback with its reason."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from transformers import (
 )
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.attention import kernels as kernels
+from recipes_lib.models.attention import kernels
 from recipes_lib.models.attention.varlen import register_varlen
 from recipes_lib.models.heads.score_head import add_score_head
-from recipes_lib.training.trainers import pair_batches as pair_attention
+from recipes_lib.training.trainers import pair_batches
 from recipes_lib.training.trainers.pair_batches import (
     PairAttention,
     build_pair_collator,
@@ -125,8 +125,8 @@ def model(tiny_model_dir):
 SHARED = PairAttention("sdpa", "shared")
 
 
-def let_attention_see_everything(monkeypatch):
-    """A model that brings its own attention, which disregards any mask."""
+def ignore_attention_masks(monkeypatch):
+    """Replace attention by one that ignores masks, as a model with its own implementation may."""
     original = torch.nn.functional.scaled_dot_product_attention
 
     def leak(query, key, value, attn_mask=None, is_causal=False, **kwargs):
@@ -142,11 +142,11 @@ def test_verified_layout_is_kept(tmp_path, model):
 
 
 def test_leak_between_documents_falls_back_to_unpacked_rows(tmp_path, model, monkeypatch):
-    let_attention_see_everything(monkeypatch)
-    settled = verify_pair_attention(configure(tmp_path), SHARED, model)
-    # Nor can it keep packed documents apart.
-    assert (settled.layout, settled.packing) == ("separate", False)
-    assert "an answer does not keep its hidden states beside another" in settled.reason
+    ignore_attention_masks(monkeypatch)
+    verified = verify_pair_attention(configure(tmp_path), SHARED, model)
+    # Packed documents are not isolated either.
+    assert (verified.layout, verified.packing) == ("separate", False)
+    assert "an answer does not keep its hidden states beside another" in verified.reason
     with pytest.raises(ConfigError, match=r"dpo.yaml:7: prompts cannot be shared: an answer does not keep"):
         verify_pair_attention(configure(tmp_path, shared_prompt=True), SHARED, model)
     unpacked = verify_pair_attention(configure(tmp_path), PairAttention("sdpa", "separate"), model)
@@ -155,9 +155,9 @@ def test_leak_between_documents_falls_back_to_unpacked_rows(tmp_path, model, mon
 
 
 def test_leak_between_answers_falls_back_to_packed_documents(tmp_path, model, monkeypatch):
-    monkeypatch.setattr(pair_attention, "prove_shared_prompt", lambda model: "answers see each other")
-    settled = verify_pair_attention(configure(tmp_path), SHARED, model)
-    assert settled == PairAttention("sdpa", "separate", packing=True, reason="answers see each other")
+    monkeypatch.setattr(pair_batches, "prove_shared_prompt", lambda model: "answers see each other")
+    verified = verify_pair_attention(configure(tmp_path), SHARED, model)
+    assert verified == PairAttention("sdpa", "separate", packing=True, reason="answers see each other")
 
 
 def test_leak_in_shared_flat_layout_falls_back_to_flat(tmp_path, monkeypatch, tiny_model_dir):
@@ -165,16 +165,16 @@ def test_leak_in_shared_flat_layout_falls_back_to_flat(tmp_path, monkeypatch, ti
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation="varlen")
     chosen = PairAttention("varlen", "shared_flat")
     assert verify_pair_attention(configure(tmp_path), chosen, model) == chosen
-    monkeypatch.setattr(pair_attention, "prove_shared_prompt", lambda model: "answers see each other")
-    settled = verify_pair_attention(configure(tmp_path), chosen, model)
-    assert settled == PairAttention("varlen", "flat", packing=True, reason="answers see each other")
+    monkeypatch.setattr(pair_batches, "prove_shared_prompt", lambda model: "answers see each other")
+    verified = verify_pair_attention(configure(tmp_path), chosen, model)
+    assert verified == PairAttention("varlen", "flat", packing=True, reason="answers see each other")
 
 
 def test_leak_in_flat_layout_is_refused(tmp_path, model, monkeypatch):
-    let_attention_see_everything(monkeypatch)
+    ignore_attention_masks(monkeypatch)
     with pytest.raises(ConfigError) as refusal:
         verify_pair_attention(configure(tmp_path), PairAttention("sdpa", "flat"), model)
-    # Pairs have no key `packing`.
+    # The remedy does not name `packing`, which is no key of preference recipes.
     assert re.fullmatch(
         r"attn_implementation: a document does not keep its logits beside another: one moves by \S+\n"
         r" +use sdpa or eager",
@@ -198,9 +198,9 @@ def test_layout_is_chosen_again_for_other_model(tmp_path):
     other = GPT2LMHeadModel(GPT2Config(vocab_size=512, n_positions=64, n_embd=32, n_layer=1, n_head=2))
     assert verify_pair_attention(configure(tmp_path), SHARED, other, max_length=64) == SHARED
     windowed = AutoModelForCausalLM.from_config(WINDOWED)
-    settled = verify_pair_attention(configure(tmp_path), SHARED, windowed, max_length=64)
-    assert settled.layout == "separate"
-    assert "sees 32 tokens" in settled.reason
+    verified = verify_pair_attention(configure(tmp_path), SHARED, windowed, max_length=64)
+    assert verified.layout == "separate"
+    assert "sees 32 tokens" in verified.reason
 
 
 @pytest.mark.parametrize(("layout", "packing"), [("shared", True), ("separate", True), ("separate", False)])

@@ -1,4 +1,4 @@
-"""The log-probabilities of a batch of pairs are those of each answer behind its prompt alone."""
+"""Log-probabilities of a batch of pairs, compared with transformers on one sequence at a time."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def load(model_dir, implementation):
     model = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation=implementation)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(1.5)  # further from uniform
+            parameter.mul_(1.5)  # less uniform distributions
     return model
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_model_dir, pairs):
-    """Log-probability of each token of each answer, by plain transformers, one sequence at a time."""
+def expected_logps(tiny_model_dir, pairs):
+    """Log-probabilities of the tokens of chosen and rejected answers, by transformers on single sequences."""
     model = load(tiny_model_dir, "eager")
     tokens = []
     for pair in pairs:
@@ -60,14 +60,16 @@ def alone(tiny_model_dir, pairs):
 @pytest.mark.parametrize(
     ("implementation", "layout"), [*product(["sdpa", "eager"], ["shared", "separate"]), ("varlen", "shared_flat")]
 )
-def test_answer_logps_equal_transformers(tiny_model_dir, pairs, alone, implementation, layout, packing, ld_alpha):
+def test_answer_logps_equal_transformers(
+    tiny_model_dir, pairs, expected_logps, implementation, layout, packing, ld_alpha
+):
     model = load(tiny_model_dir, implementation)
     add_loss_head(model)
     batch = PairCollator(pad_token_id=1, layout=layout, packing=packing)(list(pairs))
     with torch.no_grad():
         logps = compute_answer_logps(model, batch, ld_alpha=ld_alpha)
     expected = torch.zeros(2, NUM_PAIRS, dtype=torch.float64)
-    for number, answers in enumerate(zip(*alone, strict=True)):
+    for number, answers in enumerate(zip(*expected_logps, strict=True)):
         shorter = min(map(len, answers))
         for which, tokens in enumerate(answers):
             factor = 1 if ld_alpha is None else ld_alpha
@@ -113,10 +115,10 @@ def test_sums_are_over_counted_pairs():
 
 def test_rounding_bound_grows_with_length_and_lower_precision():
     lengths = torch.tensor([1, 100, 10_000])
-    full, half, brain = (compute_rounding(lengths, dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16))
+    full, half, bfloat = (compute_rounding(lengths, dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16))
     assert (full < half).all()
-    assert (half < brain).all()
-    for allowed in (full, half, brain):
+    assert (half < bfloat).all()
+    for allowed in (full, half, bfloat):
         assert (allowed[:-1] < allowed[1:]).all()
         assert (allowed / lengths).diff().max() < 0
     assert full[1] < 1e-3

@@ -1,4 +1,4 @@
-"""A mean over pairs: however a step is cut, in the last one of an epoch too, and in what is logged."""
+"""Preference and reward training: mean over pairs, logged metrics, resume, and the reward objective."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_batches import PairScores
 from recipes_lib.training.trainers.pair_trainer import RewardObjective, RewardTrainer, build_reward_objective
 
-CUTS = {
+BATCHES = {
     "8x1": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
     "2x4": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
     "1x8": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
@@ -31,10 +31,10 @@ LOGGED = ("loss", "grad_norm", "learning_rate", "logps/chosen", "logps/chosen_sh
 
 
 def test_trajectory_is_independent_of_gradient_accumulation(tiny_model_dir, tmp_path):
-    """Thirteen pairs are a step of eight and one of five, in each epoch."""
+    """Thirteen pairs are a step of eight and one of five in each epoch."""
     trajectories = {}
     for name in ("8x1", "2x4", "1x8"):
-        options = {"loss_type": ["sigmoid", "sft"], "precompute_ref_log_probs": True, **CUTS[name]}
+        options = {"loss_type": ["sigmoid", "sft"], "precompute_ref_log_probs": True, **BATCHES[name]}
         trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / name, make_pairs(13), **options)
         trainer.train()
         trajectories[name] = [{key: log[key] for key in LOGGED} for log in recorder.train_logs if "loss" in log]
@@ -46,7 +46,7 @@ def test_trajectory_is_independent_of_gradient_accumulation(tiny_model_dir, tmp_
 
 
 def test_logged_metrics_are_means_over_pairs_since_last_log(tiny_model_dir, tmp_path):
-    """Each pair of an epoch counts once, those of a smaller last step no more than others."""
+    """Every pair of an epoch has the same weight, also in a smaller last step."""
     options = {"num_train_epochs": 1.0, "max_steps": -1, "learning_rate": 1e-3, "logging_steps": 1}
     pairs = make_pairs(13)
     seen = []
@@ -60,7 +60,7 @@ def test_logged_metrics_are_means_over_pairs_since_last_log(tiny_model_dir, tmp_
             return scores
 
         trainer.score_pairs = score_and_keep
-        trainer.remove_callback(StartChecks)  # They score pairs that are no step's.
+        trainer.remove_callback(StartChecks)  # Their passes would be in ``seen``.
         return trainer
 
     for logging_steps, num_logs in ((1, 4), (3, 1), (2, 2)):
@@ -82,13 +82,13 @@ def test_logged_metrics_are_means_over_pairs_since_last_log(tiny_model_dir, tmp_
 
 @pytest.mark.parametrize("use_peft", [False, True])
 def test_resumed_run_is_bit_identical(tiny_model_dir, tmp_path, use_peft):
-    """Stopped within the second epoch, whose last step is a smaller one."""
+    """Resumed in the second epoch, whose last step is smaller."""
     options = {
         "setting": Setting(adapter=AdapterConfig(use_peft=use_peft, lora_r=4)),
         "precompute_ref_log_probs": True,
         "loss_type": ["sigmoid", "sft"],
         "max_steps": 6,
-        **CUTS["2x4"],
+        **BATCHES["2x4"],
     }
     keys = {"save_strategy": "steps", "save_steps": 3}
     straight, recorder = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs(13), **options, **keys)
@@ -133,7 +133,7 @@ def test_router_loss_is_weighted_by_tokens_of_batch(tiny_model_dir, tmp_path):
     scores = PairScores(losses=torch.tensor([1.0, 2.0, 6.0]), figures={}, aux_loss=torch.tensor(8.0))
     trainer.score_pairs = lambda model, batch: scores
     assert float(trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(6))) == 9 / 6 + 0.5 * 8 / 4
-    # Only the pairs that count are in the mean.
+    # The mean is over counted pairs only.
     trainer.router_aux_loss_coef = 0.0
     counted = {**batch, "num_counted_pairs": 2}
     loss = trainer.compute_loss(trainer.model, counted, num_items_in_batch=torch.tensor(5))
@@ -145,7 +145,7 @@ GOOD, BAD, END = 7, 8, 0
 
 
 def make_judged_pairs(num_pairs: int = 32) -> Dataset:
-    """Pairs whose chosen answer holds one certain token, and whose rejected answer another."""
+    """Return pairs whose chosen answers contain the token ``GOOD`` and rejected answers ``BAD``."""
     generator = np.random.default_rng(0)
     rows = {"prompt_ids": [], "chosen_ids": [], "rejected_ids": []}
     for _ in range(num_pairs):

@@ -1,4 +1,4 @@
-"""A pretraining run against a plain torch loop, against itself stopped and resumed, and against a longer one."""
+"""Pretraining runs, compared with a torch loop, resumed runs and extended runs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from recipes_lib.training.trainers.pretraining_rows import build_rows
 
 
 def cosine(step: int, num_steps: int, num_warmup: int, floor: float) -> float:
-    """The schedule of the papers, written once more."""
+    """Cosine schedule with linear warm-up, as in Brown et al. 2020."""
     if step < num_warmup:
         return (step + 1) / num_warmup
     progress = (step - num_warmup) / (num_steps - num_warmup)
     return floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2
 
 
-def train_plainly(config, tokenizer, factors, sizes, isolated):
-    """Losses of a torch loop over the same rows: one document, or one row, at a time, and AdamW by its own defaults."""
+def train_by_loop(config, tokenizer, factors, sizes, isolated):
+    """Return the losses of a torch loop on the same rows, one document or row at a time, with torch's AdamW."""
     rows = build_rows(config, prepare_tokens(config, lambda _: tokenizer), 1)
     model_config, _ = find_model_config(config.model, tokenizer, config.tokens.max_length)
     model = start_causal_lm(config.model, model_config, "eager", seed=config.training.get("seed", 42))
@@ -67,7 +67,7 @@ def test_losses_equal_torch_loop(tmp_path, tiny_tokenizer_dir, monkeypatch, isol
     config = build_config(tmp_path, tiny_tokenizer_dir, **keys)
     run_recipe(config, monkeypatch)
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
-    expected = train_plainly(config, tokenizer, [cosine(s, 8, 3, 0.1) for s in range(8)], [4] * 8, isolated)
+    expected = train_by_loop(config, tokenizer, [cosine(s, 8, 3, 0.1) for s in range(8)], [4] * 8, isolated)
     assert [step["loss"] for step in read_events(tmp_path / "out")] == pytest.approx(expected, rel=2e-5)
 
 
@@ -81,26 +81,26 @@ def test_batch_ramp_follows_planned_rows_and_learning_rates(tmp_path, tiny_token
     config = build_config(tmp_path, tiny_tokenizer_dir, gradient_accumulation_steps=4, max_steps=6, **ramp)
     run_recipe(config, monkeypatch)
     steps = read_events(tmp_path / "out")
-    # A quarter of four micro-steps, then what ceil(4 * (1/4 + 3/4 * tokens / 384)) gives.
+    # ceil(4 * (1/4 + 3/4 * tokens / 384)), with the tokens before each step.
     micro_steps = [1, 2, 3, 4, 4, 4]
     assert np.diff([0, *(step["num_tokens"] for step in steps)]).tolist() == [64 * count for count in micro_steps]
     factors = [math.sqrt(count / 4) for count in micro_steps]
     assert [step["learning_rate"] for step in steps] == pytest.approx([1e-2 * factor for factor in factors])
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
-    expected = train_plainly(config, tokenizer, factors, [8] * 6, isolated=True)
+    expected = train_by_loop(config, tokenizer, factors, [8] * 6, isolated=True)
     assert [step["loss"] for step in steps] == pytest.approx(expected, rel=2e-5)
 
 
 @pytest.mark.parametrize(("streaming", "stops"), [(False, (13, 17)), (True, (17,))])
 def test_resumed_run_is_bit_identical(tmp_path, tiny_tokenizer_dir, monkeypatch, streaming, stops):
-    # About 13 steps an epoch: the stops are on the last step of the first, and in the second.
+    # An epoch has about 13 steps: the run stops after the last step of the first epoch, and in the second.
     keys = {"max_steps": 20, "gradient_accumulation_steps": 2}
     keys |= {"dataset_streaming": streaming, "batch_ramp_tokens": 600, "batch_ramp_start": 0.5}
     whole = build_config(tmp_path, tiny_tokenizer_dir, **keys)
     run_recipe(whole, monkeypatch)
     for stop in stops:
-        of_stop = {"output_dir": tmp_path / f"stopped-{stop}", "save_strategy": "steps", "save_steps": stop}
-        config = build_config(tmp_path, tiny_tokenizer_dir, **keys, **of_stop)
+        saving = {"output_dir": tmp_path / f"stopped-{stop}", "save_strategy": "steps", "save_steps": stop}
+        config = build_config(tmp_path, tiny_tokenizer_dir, **keys, **saving)
         run_recipe(config, monkeypatch, stop_after=stop)
         assert not (tmp_path / f"stopped-{stop}" / "model.safetensors").exists()
         run_recipe(config, monkeypatch)
@@ -133,8 +133,8 @@ def test_optimizer_learns_and_resumes_bit_identically(tmp_path, tiny_tokenizer_d
     run_recipe(build_config(tmp_path, tiny_tokenizer_dir, **keys), monkeypatch)
     steps = read_events(tmp_path / "out")
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
-    of_stop = {"output_dir": tmp_path / "stopped", "save_strategy": "steps", "save_steps": 5}
-    stopped = build_config(tmp_path, tiny_tokenizer_dir, **keys, **of_stop)
+    saving = {"output_dir": tmp_path / "stopped", "save_strategy": "steps", "save_steps": 5}
+    stopped = build_config(tmp_path, tiny_tokenizer_dir, **keys, **saving)
     run_recipe(stopped, monkeypatch, stop_after=5)
     run_recipe(stopped, monkeypatch)
     weights, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("stopped", "out"))

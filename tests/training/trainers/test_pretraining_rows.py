@@ -1,4 +1,4 @@
-"""Tokens on disk and the plan of a run make its rows."""
+"""Rows of a pretraining run, from tokens on disk and the planned batches."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def read(rows):
 
 
 def test_row_order_is_independent_of_world_size_and_accumulation(build) -> None:
-    cuts = [(1, 8, 1), (1, 2, 4), (2, 1, 4), (4, 2, 1)]
+    batches = [(1, 8, 1), (1, 2, 4), (2, 1, 4), (4, 2, 1)]
     runs = [
         build(world, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation)
-        for world, size, accumulation in cuts
+        for world, size, accumulation in batches
     ]
     assert len({json.dumps(read(rows)) for rows in runs}) == 1
 

@@ -1,4 +1,4 @@
-"""The trainer of every recipe: its guards, its checkpoints, and hooks that change nothing."""
+"""Base trainer: guards, evaluation hooks, resume, checkpoints, and the load-balancing loss."""
 
 import pytest
 from tests.training.trajectories import assert_equal_weights, make_packs, make_trainer, weights_of
@@ -93,7 +93,7 @@ SIZES = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_
 
 
 @pytest.mark.parametrize(
-    ("given", "by_default", "is_asked", "coefficient", "is_on"),
+    ("key", "by_default", "in_config", "coefficient", "is_on"),
     [
         (None, True, False, 0.5, True),
         (None, False, False, 0.5, False),
@@ -104,12 +104,12 @@ SIZES = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_
         (0.0, False, True, 0.0, False),
     ],
 )
-def test_router_loss_follows_key_and_model_config(given, by_default, is_asked, coefficient, is_on) -> None:
+def test_router_loss_follows_key_and_model_config(key, by_default, in_config, coefficient, is_on) -> None:
     config = MixtralConfig(
-        **SIZES, num_key_value_heads=2, router_aux_loss_coef=0.5, output_router_logits=is_asked, num_local_experts=2
+        **SIZES, num_key_value_heads=2, router_aux_loss_coef=0.5, output_router_logits=in_config, num_local_experts=2
     )
     model = MixtralForCausalLM(config)
-    assert configure_router_loss(model, given, by_default=by_default) == coefficient
+    assert configure_router_loss(model, key, by_default=by_default) == coefficient
     assert model.config.output_router_logits is is_on
     assert model.config.router_aux_loss_coef == coefficient
 

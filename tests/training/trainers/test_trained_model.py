@@ -1,4 +1,4 @@
-"""The model that is trained: the one that was named, in its precision, under its adapter, without dropout."""
+"""Loading of the trained model: weights, dtype, adapter, dropout and score head."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ def test_only_adapter_is_trained_and_seed_initialises_it(tiny_model_dir, tmp_pat
 
 def test_saved_adapter_is_trained_further(tiny_model_dir, tmp_path):
     folder = train_adapter(tiny_model_dir, tmp_path / "adapter")
-    going_on = AdapterConfig(use_peft=True, adapter_name_or_path=str(folder))
-    model = load(tiny_model_dir, tmp_path, Setting(adapter=going_on))
-    grown = [parameter for name, parameter in model.named_parameters() if "lora_B" in name]
-    assert all(parameter.requires_grad and parameter.abs().max() > 0 for parameter in grown)
-    assert len(grown) == 14
+    continued = AdapterConfig(use_peft=True, adapter_name_or_path=str(folder))
+    model = load(tiny_model_dir, tmp_path, Setting(adapter=continued))
+    matrices = [parameter for name, parameter in model.named_parameters() if "lora_B" in name]
+    assert all(parameter.requires_grad and parameter.abs().max() > 0 for parameter in matrices)
+    assert len(matrices) == 14
 
 
 def test_missing_model_or_adapter_is_refused(tiny_model_dir, tmp_path):
@@ -95,15 +95,15 @@ def test_missing_model_or_adapter_is_refused(tiny_model_dir, tmp_path):
 
 
 def test_quantization_config_has_compute_dtype_of_run(tiny_model_dir, tmp_path, monkeypatch):
-    asked = []
+    calls = []
     monkeypatch.setattr(
         "recipes_lib.training.trainers.trained_model.build_quantization_config",
-        lambda *facts: asked.append(facts) or None,
+        lambda *facts: calls.append(facts) or None,
     )
     config, args = build(tiny_model_dir, tmp_path, Setting(adapter=FRESH), bf16=True)
     config = replace(config, quantization=QuantizationConfig(load_in_4bit=True))
     load_policy(config, "sdpa", args, LAUNCH)
-    assert asked == [(config.quantization, torch.bfloat16, "")]
+    assert calls == [(config.quantization, torch.bfloat16, "")]
 
 
 @pytest.mark.parametrize("use_peft", [False, True])
