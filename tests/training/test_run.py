@@ -380,7 +380,7 @@ def test_truncated_record_without_checkpoint_is_replaced(tmp_path):
 
 
 DAMAGES = {
-    "gone": None,
+    "missing": None,
     "empty": "",
     "torn": '{"stage": "sf',
     "foreign": '{"name": "x"}',
@@ -437,7 +437,7 @@ def test_record_deleted_during_run_is_rewritten_in_full(tmp_path):
 
 def test_errors_of_summary_do_not_replace_final_status(tmp_path):
     config = make_config(tmp_path / "out")
-    config = dataclasses.replace(config, model=ModelConfig(model_name_or_path=str(tmp_path / "a model that is gone")))
+    config = dataclasses.replace(config, model=ModelConfig(model_name_or_path=str(tmp_path / "deleted model")))
     run = start_run(config, ONE)
     (tmp_path / "out" / "rollbacks.json").write_text("{")
     with pytest.raises(ZeroDivisionError), run.recording_its_end():
@@ -451,9 +451,9 @@ def test_errors_of_summary_do_not_replace_final_status(tmp_path):
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_missing_file_of_run_is_user_error_and_other_is_bug(tmp_path, is_ours):
     run = start_run(make_config(tmp_path / "out"), ONE)
-    gone = tmp_path / ("out" if is_ours else "elsewhere") / "checkpoint-3" / "optimizer.pt"
+    missing = tmp_path / ("out" if is_ours else "elsewhere") / "checkpoint-3" / "optimizer.pt"
     with pytest.raises(ConfigError if is_ours else FileNotFoundError, match="optimizer"), run.recording_its_end():
-        gone.read_bytes()
+        missing.read_bytes()
 
 
 def test_lost_connection_is_reported_as_lost_peer(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from recipes_lib.training.layouts.launch_environment import (
     Launch,
     Layout,
     disable_accelerate_parallelism,
+    expect_launch,
     name_pipeline,
     read_launch,
     verify_accelerator,
@@ -81,6 +82,9 @@ def test_invalid_variable_is_refused(variables, words):
         ({"MASTER_PORT": "x"}, "MASTER_PORT: 'x' is not a port"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT: '65536' is not a port"),
         ({"RANK": "2"}, "RANK: is 2, and the ranks of 2 processes end at 1"),
+        ({"OMP_NUM_THREADS": "abc"}, "OMP_NUM_THREADS: 'abc' is not a whole number from 0 on"),
+        ({"OMP_NUM_THREADS": ""}, "OMP_NUM_THREADS: '' is not a whole number from 0 on"),
+        ({"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE: 'two' is not a whole number from 0 on"),
     ],
 )
 def test_incomplete_rendezvous_is_refused(variables, words, monkeypatch):
@@ -96,6 +100,13 @@ def test_incomplete_rendezvous_is_refused(variables, words, monkeypatch):
         verify_rendezvous(read_launch())
     # A single process needs no rendezvous.
     verify_rendezvous(launch())
+
+
+def test_invalid_number_of_threads_is_refused_before_processes_start(monkeypatch):
+    """accelerate's launcher reads the variable too, and fails with a traceback."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
+    with pytest.raises(ConfigError, match="OMP_NUM_THREADS: '4,2' is not a whole number"):
+        expect_launch(2, "")
 
 
 def test_unconnected_processes_are_refused():

@@ -82,7 +82,7 @@ def test_rows_per_step_count_data_parallel_ranks(tiny_model_dir, tmp_path, layou
 
 
 def test_dropping_all_rows_is_refused(tiny_model_dir, tmp_path):
-    """Upstream ends it at step 0, and the model that was loaded would be exported."""
+    """transformers ends the run at step 0, and the initial model would be exported."""
     keys = {"per_device_train_batch_size": 64, "dataloader_drop_last": True}
     trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), **keys)
     with pytest.raises(ConfigError, match="dataloader_drop_last: drops all rows"):

@@ -39,18 +39,18 @@ class Oracle:
 
     def __init__(self, pairs) -> None:
         self.model = nn.Linear(2, 2)
-        self.asked: list[list[int]] = []
+        self.calls: list[list[int]] = []
         self._numbers = {row["prompt_ids"].tobytes(): number for number, row in enumerate(pairs)}
 
     def __call__(self, rows):
         assert not self.model.training
         assert not torch.is_grad_enabled()
-        self.asked.append([self._numbers[row["prompt_ids"].tobytes()] for row in rows])
-        return torch.tensor([[-1.5 - number, -2.5 - number] for number in self.asked[-1]]).T
+        self.calls.append([self._numbers[row["prompt_ids"].tobytes()] for row in rows])
+        return torch.tensor([[-1.5 - number, -2.5 - number] for number in self.calls[-1]]).T
 
     @property
-    def num_asked(self) -> int:
-        return sum(map(len, self.asked))
+    def num_scored(self) -> int:
+        return sum(map(len, self.calls))
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_each_pair_gets_its_two_logps(tmp_path, pairs, batch_size):
     fill(stored, oracle, batch_size)
     rows = stored.rows["train"]
     assert len(rows) == 100
-    assert sorted(number for batch in oracle.asked for number in batch) == list(range(100))
+    assert sorted(number for batch in oracle.calls for number in batch) == list(range(100))
     for number in (0, 41, 99):
         assert (rows[number]["ref_chosen_logp"], rows[number]["ref_rejected_logp"]) == (-1.5 - number, -2.5 - number)
         assert rows[number]["chosen_ids"].tolist() == pairs[number]["chosen_ids"].tolist()
@@ -100,10 +100,10 @@ def test_cache_is_reused_after_recomputing_64_pairs(tmp_path, pairs):
     second, oracle = build(tmp_path, pairs, "second"), Oracle(pairs)
     fill(second, oracle)
     assert np.array_equal(second.rows["train"].logps, expected_logps(100))
-    asked = [number for batch in oracle.asked for number in batch]
-    assert len(set(asked)) == len(asked) == NUM_CHECKED == 64
-    assert asked != list(range(64))
-    assert max(map(len, oracle.asked)) == 7
+    scored = [number for batch in oracle.calls for number in batch]
+    assert len(set(scored)) == len(scored) == NUM_CHECKED == 64
+    assert scored != list(range(64))
+    assert max(map(len, oracle.calls)) == 7
     # Without the cache, the copy in ``output_dir`` is used.
     shutil.rmtree(tmp_path / "cache")
     third = build(tmp_path, pairs, "second")
@@ -114,13 +114,13 @@ def test_cache_is_reused_after_recomputing_64_pairs(tmp_path, pairs):
 
 
 def test_verified_sample_depends_on_cache_key(tmp_path, pairs):
-    asked = []
+    scored = []
     for key in (KEY, "f" + KEY[1:], KEY):
         fill(build(tmp_path, pairs, key=key), Oracle(pairs))
         oracle = Oracle(pairs)
         fill(build(tmp_path, pairs, key=key), oracle)
-        asked.append([number for batch in oracle.asked for number in batch])
-    assert asked[0] == asked[2] != asked[1]
+        scored.append([number for batch in oracle.calls for number in batch])
+    assert scored[0] == scored[2] != scored[1]
 
 
 def one_nan(logps):
@@ -149,7 +149,7 @@ def test_wrong_logps_are_recomputed_and_replaced(tmp_path, pairs, how, place):
     for run in ("run", "another"):
         trusted, oracle = build(tmp_path, pairs, run), Oracle(pairs)
         fill(trusted, oracle)
-        assert oracle.num_asked == NUM_CHECKED
+        assert oracle.num_scored == NUM_CHECKED
         assert np.array_equal(trusted.rows["train"].logps, expected_logps(100))
 
 
