@@ -383,5 +383,5 @@ def block(**more: object) -> Blocked:
 def test_problem_is_located_at_given_key(row: Blocked, where: str, found: str, tmp_path: Path) -> None:
     config = load_config("sft", [*PLAIN, "--seed=7"])
     keys = {name: value for name, value in flatten_config(config).items() if name != "optim"}
-    problem = row.tell(keys, config, "mine.yaml")
+    problem = row.build_problem(keys, config, "mine.yaml")
     assert (problem.where, problem.found, problem.remedy) == (where, found, "use another")

@@ -57,30 +57,102 @@ def start(tiny_model_dir, saved_adapter, tmp_path_factory):
     }
 
 
-@pytest.mark.parametrize("is_stored", [True, False])
-@pytest.mark.parametrize("name", STARTS)
-def test_first_loss_is_ln2_for_every_start(start, tmp_path, name, is_stored):
-    model_dir, setting = start[name]
-    options = {"precompute_ref_log_probs": is_stored, "per_device_train_batch_size": 8, "max_steps": 1}
-    trainer, recorder = make_pair_trainer(model_dir, tmp_path / "run", make_pairs(), setting=setting, **options)
-    trainer.train()
+class Census(TrainerCallback):
+    """Counts the models and the bytes of weights in memory at every step."""
+
+    def __init__(self):
+        gc.collect()
+        # Referenced, because a new object may reuse the ``id`` of a freed one.
+        self.before = self.list_weights()
+        self.models, self.num_bytes = [], []
+
+    @staticmethod
+    def list_weights():
+        return [item for item in gc.get_objects() if isinstance(item, PreTrainedModel | torch.nn.Parameter)]
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        known = {id(item) for item in self.before}
+        new = [item for item in self.list_weights() if id(item) not in known]
+        self.models.append(sum(isinstance(item, PreTrainedModel) and hasattr(item, "lm_head") for item in new))
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in new
+            if isinstance(tensor, torch.nn.Parameter)
+        }
+        self.num_bytes.append(sum(storages.values()))
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.before.clear()
+
+
+KINDS = {
+    "stored": (True, False),
+    "live": (False, False),
+    "named, stored": (True, True),
+    "named, live": (False, True),
+}
+"""Kinds of reference: whether its log-probabilities are stored, and whether ``ref_model_name_or_path`` names it."""
+
+
+@pytest.fixture(scope="module", params=STARTS)
+def runs(request, start, tmp_path_factory):
+    """Four steps from one start with each kind of reference, all of the same weights."""
+    model_dir, setting = start[request.param]
+    reference = start["merged" if request.param == "saved adapter" else request.param][0]
+    named = with_preference(setting, ref_model_name_or_path=str(reference))
+    folder, found = tmp_path_factory.mktemp("runs"), {}
+    for kind, (is_stored, is_named) in KINDS.items():
+        census = Census()
+        options = {"setting": named if is_named else setting, "callbacks": [census]}
+        options["precompute_ref_log_probs"] = is_stored
+        trainer, recorder = make_pair_trainer(model_dir, folder / kind, make_pairs(), **options)
+        has_reference = trainer.objective.reference is not None
+        trainer.train()
+        size = sum(parameter.numel() * parameter.element_size() for parameter in trainer.model.parameters())
+        found[kind] = SimpleNamespace(recorder=recorder, census=census, size=size, has_reference=has_reference)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["stored", "live"])
+def test_first_loss_is_ln2_for_every_start(runs, kind):
+    recorder = runs[kind].recorder
     first = recorder.logs[0]
     assert abs(first["loss"] - math.log(2)) < 1e-6
     assert abs(first["rewards/margins"]) < 1e-5
     assert first["grad_norm"] > 0.01
     assert [line for line in recorder.lines if line.startswith("step 0: loss 0.693147")]
-    assert trainer.objective.reference is None or not is_stored
 
 
-@pytest.mark.parametrize("is_stored", [True, False])
-def test_first_loss_is_ln2_in_bfloat16_with_activation_checkpointing(start, tmp_path, is_stored):
+def test_losses_are_equal_for_every_kind_of_reference(runs):
+    trajectories = {kind: run.recorder.steps for kind, run in runs.items()}
+    expected = trajectories.pop("stored")
+    assert len({step["loss"] for step in expected}) == 4
+    for kind, trajectory in trajectories.items():
+        for step, (wanted, got) in enumerate(zip(expected, trajectory, strict=True), 1):
+            assert got == pytest.approx(wanted, rel=2e-5), f"{kind}, step {step}"
+
+
+@pytest.mark.parametrize(("kind", "has_reference"), [("stored", False), ("named, stored", True)])
+def test_stored_reference_is_released_before_training(runs, kind, has_reference):
+    run = runs[kind]
+    assert run.has_reference == has_reference  # The policy at its start needs no copy.
+    assert run.census.models == [1] * 4
+    assert run.census.num_bytes == [run.size] * 4
+
+
+def test_census_counts_live_reference(runs):
+    census = runs["named, live"].census
+    assert census.models == [2] * 4
+    assert min(census.num_bytes) > runs["named, live"].size
+
+
+@pytest.mark.parametrize(("name", "is_stored"), [("full", True), ("fresh adapter", False)])
+def test_first_loss_is_ln2_in_bfloat16_with_activation_checkpointing(start, tmp_path, name, is_stored):
+    model_dir, setting = start[name]
     options = {"bf16": True, "activation_checkpointing": True, "precompute_ref_log_probs": is_stored, "max_steps": 2}
-    for name in ("full", "fresh adapter"):
-        model_dir, setting = start[name]
-        trainer, recorder = make_pair_trainer(model_dir, tmp_path / name, make_pairs(), setting=setting, **options)
-        trainer.train()
-        assert abs(recorder.steps[0]["loss"] - math.log(2)) < 5e-3
-        assert all(step["grad_norm"] > 0.01 for step in recorder.steps)
+    steps = train_pairs(model_dir, tmp_path / "run", make_pairs(), setting=setting, **options)
+    assert abs(steps[0]["loss"] - math.log(2)) < 5e-3
+    assert all(step["grad_norm"] > 0.01 for step in steps)
 
 
 def scale_reference(trainer, monkeypatch):
@@ -143,28 +215,6 @@ def test_first_loss_is_unchecked_with_dropout_or_named_reference(tiny_model_dir,
         assert abs(steps[0]["loss"] - math.log(2)) > 1e-3
 
 
-@pytest.mark.parametrize("name", STARTS)
-def test_losses_are_equal_for_stored_live_and_named_reference(start, tmp_path, name):
-    model_dir, setting = start[name]
-    pairs = make_pairs()
-    own = with_preference(setting, ref_model_name_or_path=str(start["merged" if name == "saved adapter" else name][0]))
-    kinds = {
-        "stored": (setting, True),
-        "live": (setting, False),
-        "named, stored": (own, True),
-        "named, live": (own, False),
-    }
-    trajectories = {
-        kind: train_pairs(model_dir, tmp_path / kind, pairs, setting=chosen, precompute_ref_log_probs=is_stored)
-        for kind, (chosen, is_stored) in kinds.items()
-    }
-    expected = trajectories.pop("stored")
-    assert len({step["loss"] for step in expected}) == 4
-    for kind, trajectory in trajectories.items():
-        for step, (wanted, got) in enumerate(zip(expected, trajectory, strict=True), 1):
-            assert got == pytest.approx(wanted, rel=2e-5), f"{kind}, step {step}"
-
-
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_pissa_and_olora_use_copy_of_base_as_reference(tiny_model_dir, tmp_path, init):
     setting = replace(FRESH, adapter=replace(FRESH.adapter, init_lora_weights=init))
@@ -176,57 +226,6 @@ def test_pissa_and_olora_use_copy_of_base_as_reference(tiny_model_dir, tmp_path,
     ]
     for expected, got in zip(*trajectories, strict=True):
         assert got == pytest.approx(expected, rel=2e-5)
-
-
-def list_weights():
-    """Return all live models and parameters of this process."""
-    return [item for item in gc.get_objects() if isinstance(item, PreTrainedModel | torch.nn.Parameter)]
-
-
-class Census(TrainerCallback):
-    """Counts the models and the bytes of weights in memory at every step."""
-
-    def __init__(self):
-        gc.collect()
-        # Referenced, because a new object may reuse the ``id`` of a freed one.
-        self.before = list_weights()
-        self.models, self.num_bytes = [], []
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        known = {id(item) for item in self.before}
-        new = [item for item in list_weights() if id(item) not in known]
-        self.models.append(sum(isinstance(item, PreTrainedModel) and hasattr(item, "lm_head") for item in new))
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in new
-            if isinstance(tensor, torch.nn.Parameter)
-        }
-        self.num_bytes.append(sum(storages.values()))
-
-
-@pytest.mark.parametrize(
-    ("name", "is_named"), [("full", False), ("full", True), ("fresh adapter", False), ("saved adapter", True)]
-)
-def test_stored_reference_is_released_before_training(start, tmp_path, name, is_named):
-    model_dir, setting = start[name]
-    if is_named:
-        setting = with_preference(setting, ref_model_name_or_path=str(start["merged"][0]))
-    census = Census()
-    options = {"setting": setting, "callbacks": [census], "precompute_ref_log_probs": True, "max_steps": 2}
-    trainer, _ = make_pair_trainer(model_dir, tmp_path / "run", make_pairs(), **options)
-    assert (trainer.objective.reference is not None) == is_named  # The policy's own start needs no copy.
-    trainer.train()
-    size = sum(parameter.numel() * parameter.element_size() for parameter in trainer.model.parameters())
-    assert census.models == [1, 1]
-    assert census.num_bytes == [size, size]
-
-
-def test_census_counts_live_reference(tiny_model_dir, tmp_path):
-    census = Census()
-    trainer, _ = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs(), callbacks=[census], max_steps=1)
-    trainer.train()
-    size = sum(parameter.numel() * parameter.element_size() for parameter in trainer.model.parameters())
-    assert (census.models, census.num_bytes) == ([2], [2 * size])
 
 
 def test_dataloader_workers_return_stored_reference_logps(tiny_model_dir, tmp_path):

@@ -241,11 +241,55 @@ def test_missing_logps_of_resumed_run_are_refused():
         refuse_missing(7)
 
 
+def find_key(model_dir, folder, **options):
+    """Return the cache key of a run's reference."""
+    trainer, _ = make_pair_trainer(model_dir, folder, make_pairs(), precompute_ref_log_probs=True, **options)
+    return trainer.stored._key
+
+
+@pytest.mark.parametrize("setting", [Setting(), FRESH], ids=["full", "fresh adapter"])
+def test_cache_key_ignores_keys_without_effect_on_reference(tiny_model_dir, tmp_path, setting):
+    others = [
+        {},
+        {"learning_rate": 3e-4, "seed": 7},
+        {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], "beta": 0.4},
+        {"per_device_eval_batch_size": 3, "gradient_accumulation_steps": 2},
+    ]
+    keys = [find_key(tiny_model_dir, tmp_path / str(at), setting=setting, **other) for at, other in enumerate(others)]
+    assert len(set(keys)) == 1
+
+
+def test_cache_key_depends_on_model_data_and_precision(tiny_model_dir, tmp_path):
+    other_model = perturb_model(tiny_model_dir, tmp_path / "other model", std=1e-6)
+    other_shape = shutil.copytree(tiny_model_dir, tmp_path / "other shape")
+    config = AutoConfig.from_pretrained(other_shape)
+    config.rms_norm_eps = 2e-6
+    config.save_pretrained(other_shape)
+    adapter = train_adapter(tiny_model_dir, tmp_path / "adapter")
+    continued = Setting(adapter=AdapterConfig(use_peft=True, adapter_name_or_path=str(adapter)))
+    runs = {
+        "default": (tiny_model_dir, {}),
+        "weights": (other_model, {}),
+        "architecture": (other_shape, {}),
+        "adapter": (tiny_model_dir, {"setting": continued}),
+        "pairs": (tiny_model_dir, {"setting": Setting(key="others")}),
+        "precision": (tiny_model_dir, {"bf16": True}),
+        "precision of the weights": (tiny_model_dir, {"setting": Setting(dtype="bfloat16")}),
+        "kernel": (tiny_model_dir, {"setting": Setting(attention="eager")}),
+        "layout": (tiny_model_dir, {"setting": Setting(layout="separate")}),
+        "ld_alpha": (tiny_model_dir, {"ld_alpha": 0.5}),
+    }
+    keys = {name: find_key(model_dir, tmp_path / name, **options) for name, (model_dir, options) in runs.items()}
+    assert len(set(keys.values())) == len(runs)
+    # The logps of a named reference do not depend on the policy.
+    named = with_preference(ref_model_name_or_path=str(other_model))
+    assert find_key(tiny_model_dir, tmp_path / "named", setting=named) == keys["weights"]
+
+
 @pytest.fixture
 def computed(monkeypatch):
     """Record each computation of reference log-probabilities."""
-    calls = []
-    compute = ReferenceLogps.compute
+    calls, compute = [], ReferenceLogps.compute
     monkeypatch.setattr(
         ReferenceLogps, "compute", lambda self, *args, **kwargs: calls.append(1) or compute(self, *args, **kwargs)
     )
@@ -260,59 +304,13 @@ def train_step(model_dir, folder, pairs, **options):
     return trainer, recorder
 
 
-@pytest.mark.parametrize("setting", [Setting(), FRESH], ids=["full", "fresh adapter"])
-def test_cache_key_ignores_keys_without_effect_on_reference(tiny_model_dir, tmp_path, computed, setting):
-    pairs = make_pairs()
-    train_step(tiny_model_dir, tmp_path / "0", pairs, setting=setting)
-    others = [
-        {"learning_rate": 3e-4},
-        {"seed": 7},
-        {"loss_type": ["ipo"]},
-        {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], "beta": 0.4},
-        {"per_device_eval_batch_size": 3, "gradient_accumulation_steps": 2},
-    ]
-    for number, other in enumerate(others, 1):
-        _, recorder = train_step(tiny_model_dir, tmp_path / str(number), pairs, setting=setting, **other)
-        assert any("they are used" in line for line in recorder.lines), other
-    assert len(computed) == 1
-
-
-def test_cache_key_depends_on_model_data_and_precision(tiny_model_dir, tmp_path, computed):
-    pairs = make_pairs()
-    train_step(tiny_model_dir, tmp_path / "0", pairs)
-    other_model = perturb_model(tiny_model_dir, tmp_path / "other model", std=1e-6)
-    other_shape = shutil.copytree(tiny_model_dir, tmp_path / "other shape")
-    config = AutoConfig.from_pretrained(other_shape)
-    config.rms_norm_eps = 2e-6
-    config.save_pretrained(other_shape)
-    adapter = train_adapter(tiny_model_dir, tmp_path / "adapter")
-    continued = Setting(adapter=AdapterConfig(use_peft=True, adapter_name_or_path=str(adapter)))
-    others = {
-        "weights": (other_model, {}),
-        "architecture": (other_shape, {}),
-        "adapter": (tiny_model_dir, {"setting": continued}),
-        "pairs": (tiny_model_dir, {"setting": Setting(key="others")}),
-        "precision": (tiny_model_dir, {"bf16": True}),
-        "precision of the weights": (tiny_model_dir, {"setting": Setting(dtype="bfloat16")}),
-        "kernel": (tiny_model_dir, {"setting": Setting(attention="eager")}),
-        "layout": (tiny_model_dir, {"setting": Setting(layout="separate")}),
-        "ld_alpha": (tiny_model_dir, {"ld_alpha": 0.5}),
-    }
-    for number, (name, (model_dir, options)) in enumerate(others.items(), 2):
-        _, recorder = train_step(model_dir, tmp_path / f"run {name}", pairs, **options)
-        assert len(computed) == number, name
-        assert not any("stored numbers" in line for line in recorder.lines), name
-    # The logps of a named reference do not depend on the policy.
-    named = with_preference(ref_model_name_or_path=str(other_model))
-    train_step(tiny_model_dir, tmp_path / "run named", pairs, setting=named)
-    assert len(computed) == 1 + len(others)
-
-
 def test_resume_needs_copy_in_output_dir(tiny_model_dir, tmp_path, computed):
     pairs, options = make_pairs(), {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     _, recorder = train_step(tiny_model_dir, tmp_path / "straight", pairs, **options)
     # A run that used the cache has a copy too.
-    train_step(tiny_model_dir, tmp_path / "run", pairs, **options)
+    _, other = train_step(tiny_model_dir, tmp_path / "run", pairs, **options)
+    assert any("they are used" in line for line in other.lines)
+    assert not any("stored log-probabilities" in line for line in recorder.lines)
     shutil.rmtree(tmp_path / "cache")
 
     def resume():
@@ -340,4 +338,4 @@ def test_restarted_training_keeps_reference_logps(tiny_model_dir, tmp_path, comp
     assert len(computed) == 1
     np.testing.assert_array_equal(rows.logps, before)
     # They are not verified again either, which would need the reference model.
-    assert not any("stored numbers" in line for line in recorder.lines)
+    assert not any("stored log-probabilities" in line for line in recorder.lines)

@@ -35,7 +35,7 @@ class Blocked:
         keys: Keys of the recipe; the problem names the first one that is set, or the launch file if there are none.
         recipe_text: Description of the recipe, in Markdown; empty: one of ``keys`` is set, or any recipe.
         recipes: Affected recipes; empty: all.
-        is_asked: Predicate of affected keys; ``None``: one of ``keys`` is set, or always without ``keys``.
+        affects: Predicate of affected keys; ``None``: one of ``keys`` is set, or always without ``keys``.
     """
 
     launch: str
@@ -45,17 +45,17 @@ class Blocked:
     keys: tuple[str, ...] = ()
     recipe_text: str = ""
     recipes: tuple[str, ...] = ()
-    is_asked: Callable[[Keys, Launch], object] | None = None
+    affects: Callable[[Keys, Launch], object] | None = None
 
     def applies(self, keys: Keys, launch: Launch) -> bool:
         """Return whether this combination applies to a recipe and a launch."""
         if not self.is_launched(launch):
             return False
-        if self.is_asked is not None:
-            return bool(self.is_asked(keys, launch))
+        if self.affects is not None:
+            return bool(self.affects(keys, launch))
         return not self.keys or any(keys.get(key) for key in self.keys)
 
-    def tell(self, keys: Keys, config: RecipeConfig, file: str) -> Problem:
+    def build_problem(self, keys: Keys, config: RecipeConfig, file: str) -> Problem:
         """Return the problem of an affected recipe: key, reason, and remedy.
 
         Args:
@@ -232,7 +232,7 @@ def verify_combination(config: RecipeConfig, launch: Launch, file: str = "launch
     """
     keys = flatten_config(config)
     rows = [row for row in BLOCKED if not row.recipes or config.recipe in row.recipes]
-    if problems := [row.tell(keys, config, file) for row in rows if row.applies(keys, launch)]:
+    if problems := [row.build_problem(keys, config, file) for row in rows if row.applies(keys, launch)]:
         raise ConfigError(*problems)
 
 
