@@ -169,7 +169,7 @@ _LAUNCHES: Final[Mapping[str, Callable[[Launch], object]]] = {
     ),
 }
 """Conditions on a launch by their names in ``compatibility.yaml``."""
-_ASKED: Final[Mapping[str, Callable[[Keys, Launch], object]]] = {
+_CONDITIONS: Final[Mapping[str, Callable[[Keys, Launch], object]]] = {
     "trains 16-bit weights": _trains_few_bits,
     "copies the policy": _copies_policy,
     "optimizer that cannot be sharded": lambda keys, _: keys.get("optim") in _NOT_SHARDED,
@@ -185,12 +185,12 @@ _ASKED: Final[Mapping[str, Callable[[Keys, Launch], object]]] = {
 """Conditions on keys and launch by their names in ``compatibility.yaml``."""
 
 
-def _build_asked(entry: Mapping[str, Any], named: Sequence[str]) -> Callable[[Keys, Launch], object] | None:
+def _build_condition(entry: Mapping[str, Any], named: Sequence[str]) -> Callable[[Keys, Launch], object] | None:
     if "values" in entry:
         return lambda keys, _: keys.get(named[0]) in entry["values"]
     if "except" in entry:
         return lambda keys, _: keys.get(named[0], entry["except"][0]) not in entry["except"]
-    return _ASKED[entry["asked"]] if "asked" in entry else None
+    return _CONDITIONS[entry["condition"]] if "condition" in entry else None
 
 
 def _build(entry: Mapping[str, Any]) -> Blocked:
@@ -205,7 +205,7 @@ def _build(entry: Mapping[str, Any]) -> Blocked:
         keys,
         entry.get("recipe_text", ""),
         tuple(entry.get("recipes", "").split()),
-        _build_asked(entry, keys),
+        _build_condition(entry, keys),
     )
 
 
