@@ -353,7 +353,9 @@ def compute_steps(num_rows: int | None, training: Mapping[str, Any], world_size:
         num_batches = num_rows // rows_per_pass if drop_last else math.ceil(num_rows / rows_per_pass)
         # Upstream would end training at step 0 without an error.
         if drop_last and not num_batches:
-            found = f"drops all {num_rows:,} rows: they are fewer than the {rows_per_pass:,} of a batch of all processes"
+            found = (
+                f"drops all {num_rows:,} rows: they are fewer than the {rows_per_pass:,} of a batch of all processes"
+            )
             raise ConfigError(Problem("dataloader_drop_last", found, "delete the line, or use smaller batches"))
         steps_per_epoch = max(math.ceil(num_batches / accumulation), 1)
     num_steps = max_steps if max_steps > 0 else math.ceil(read_training(training, "num_train_epochs") * steps_per_epoch)
