@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tests.recipes.preferences import load_recipe
@@ -59,7 +60,7 @@ def build_config(tmp_path: Path, tokenizer_dir: Path, **keys: Any) -> RecipeConf
 
 
 def run_recipe(config: RecipeConfig, monkeypatch: pytest.MonkeyPatch, *, stop_after: int | None = None) -> None:
-    """Run ``recipes/pretrain.py`` in this process; with ``stop_after``, interrupt it after that step."""
+    """Run ``recipes/pretrain.py`` in this process, without its report; ``stop_after`` interrupts it after that step."""
     recipe = load_recipe("pretrain")
 
     class Stop(TrainerCallback):
@@ -73,6 +74,9 @@ def run_recipe(config: RecipeConfig, monkeypatch: pytest.MonkeyPatch, *, stop_af
             self.add_callback(Stop())
 
     monkeypatch.setattr(recipe, "choose_trainer", lambda _: Stopping)
+    # Charts and a measured peak take most of the time of so short a run.
+    monkeypatch.setattr("recipes_lib.publish.final_model.build_report", Mock())
+    monkeypatch.setattr("recipes_lib.training.evaluation.build.measure_matmul_flops", lambda *_: 1e9)
     if stop_after is None:
         recipe.main(config)
         return
