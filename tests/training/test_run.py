@@ -336,15 +336,11 @@ def test_moved_output_dir_resumes(tmp_path):
     assert start_run(make_config(tmp_path / "there"), ONE).resume_from == tmp_path / "there" / "checkpoint-5"
 
 
-def test_output_dir_that_cannot_be_created_is_refused(tmp_path):
-    blocker = tmp_path / "file"
-    blocker.write_text("")
+def test_output_dir_that_cannot_be_created_or_written_is_refused(tmp_path):
+    (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot create output_dir"):
-        start_run(make_config(blocker / "run"), ONE)
-
-
-def test_unwritable_output_dir_is_refused(tmp_path):
-    (tmp_path / "_lock").mkdir()  # No mode keeps root from writing.
+        start_run(make_config(tmp_path / "file" / "run"), ONE)
+    (tmp_path / "_lock").mkdir()  # File modes do not restrict root.
     with pytest.raises(ConfigError, match="cannot be written: Is a directory"):
         start_run(make_config(tmp_path), ONE)
 

@@ -61,19 +61,23 @@ def choose(tmp_path, model_config, *, max_length=64, shared_prompt=None, kernel=
     return choose_pair_attention(configure(tmp_path, shared_prompt, kernel), model_config, args, max_length=max_length)
 
 
-@pytest.mark.parametrize("shared_prompt", [None, True])
-@pytest.mark.parametrize(("kernel", "expected"), [(None, "sdpa"), ("sdpa", "sdpa"), ("eager", "eager")])
-def test_prompts_are_shared_by_default(tmp_path, shared_prompt, kernel, expected):
-    chosen = choose(tmp_path, LLAMA, shared_prompt=shared_prompt, kernel=kernel)
-    assert chosen == PairAttention(expected, "shared", packing=True, reason="")
-
-
-def test_prompts_are_separate_on_request(tmp_path):
-    assert choose(tmp_path, LLAMA, shared_prompt=False) == PairAttention("sdpa", "separate", packing=True, reason="")
+@pytest.mark.parametrize(
+    ("model_config", "keys", "expected"),
+    [
+        (LLAMA, {}, PairAttention("sdpa", "shared")),
+        (LLAMA, {"shared_prompt": True}, PairAttention("sdpa", "shared")),
+        (LLAMA, {"shared_prompt": False}, PairAttention("sdpa", "separate")),
+        (LLAMA, {"kernel": "eager"}, PairAttention("eager", "shared")),
+        (LLAMA, {"kernel": "varlen"}, PairAttention("varlen", "shared_flat")),
+        (WINDOWED, {"kernel": "varlen"}, PairAttention("varlen", "shared_flat")),
+        (WINDOWED, {"max_length": 32}, PairAttention("sdpa", "shared")),
+    ],
+)
+def test_layout_by_model_kernel_and_key(tmp_path, model_config, keys, expected):
+    assert choose(tmp_path, model_config, **keys) == expected
 
 
 def test_sliding_window_shorter_than_pairs_prevents_sharing(tmp_path):
-    assert choose(tmp_path, WINDOWED, max_length=32).layout == "shared"
     chosen = choose(tmp_path, WINDOWED, max_length=33)
     assert (chosen.layout, chosen.packing) == ("separate", True)
     assert "sees 32 tokens in some layers, and max_length is 33" in chosen.reason
@@ -101,12 +105,6 @@ def test_unknown_kernel_is_refused(tmp_path):
     for shared_prompt in (None, True, False):
         with pytest.raises(ConfigError, match="nonsense is not a known kernel"):
             choose(tmp_path, LLAMA, shared_prompt=shared_prompt, kernel="nonsense")
-
-
-@pytest.mark.parametrize("model_config", [LLAMA, WINDOWED], ids=lambda c: c.model_type)
-def test_varlen_kernel_shares_prompts_in_flat_rows(tmp_path, model_config):
-    chosen = choose(tmp_path, model_config, kernel="varlen")
-    assert chosen == PairAttention("varlen", "shared_flat", packing=True, reason="")
 
 
 def test_flash_attention_uses_flat_layout(tmp_path, monkeypatch):

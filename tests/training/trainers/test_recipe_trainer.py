@@ -20,23 +20,22 @@ def test_non_finite_gradient_stops_before_update(tiny_model_dir, tmp_path, max_g
     assert_equal_weights(weights_of(trainer), before)
 
 
-def test_evaluation_hooks_run_at_start_every_n_steps_and_end(tiny_model_dir, tmp_path):
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"eval_steps": 3, "eval_on_start": True, "max_steps": 7}, [0, 3, 6, 7]),
+        ({"eval_steps": 2, "max_steps": 4}, [2, 4]),
+    ],
+    ids=["start and end", "last step once"],
+)
+def test_evaluation_hooks_run_at_start_every_n_steps_and_end(tiny_model_dir, tmp_path, keys, expected):
     steps = []
-    keys = {"eval_strategy": "steps", "eval_steps": 3, "eval_on_start": True, "max_steps": 7}
     hooks = [lambda model, step: steps.append(step) or {"loss": 1.0}]
-    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), hooks=hooks, **keys)
+    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), hooks=hooks, eval_strategy="steps", **keys)
     trainer.train()
-    assert steps == [0, 3, 6, 7]
-    assert [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log] == [1.0] * 4
-
-
-def test_last_step_is_evaluated_once(tiny_model_dir, tmp_path):
-    steps = []
-    keys = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
-    hooks = [lambda model, step: steps.append(step) or {}]
-    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), hooks=hooks, **keys)
-    trainer.train()
-    assert steps == [2, 4]
+    assert steps == expected
+    logged = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+    assert logged == [1.0] * len(expected)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
