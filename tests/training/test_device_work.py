@@ -30,7 +30,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "pretrain": {
         "attn_implementation": "varlen",
         "cross_document_attention": "true",
-        "model_config": json.dumps({"model_type": "llama"} | recipe_runs.SIZES | {"num_hidden_layers": 12}),
+        "model_config": json.dumps({"model_type": "llama"} | recipe_runs.SIZES | {"num_hidden_layers": 6}),
     },
     "sft unpacked": {"attn_implementation": "varlen", "packing": "false"},
     "dpo": {},
@@ -38,7 +38,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "distill": {"attn_implementation": "varlen"},
     "ppo": {"num_mini_batches": 4, "max_steps": 4},
 }
-ACCUMULATION_STEPS = (1, 3)
+ACCUMULATION_STEPS = (1, 2)
 LEARNERS = [*(name for name in JOBS if name != "ppo"), "policy of ppo", "critic of ppo"]
 MAX_SYNCS = dict.fromkeys(LEARNERS, 2)
 """Host syncs per step: the number of terms over all ranks, and the values that the guard checks; in PPO, metrics and

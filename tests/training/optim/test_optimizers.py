@@ -278,6 +278,11 @@ def test_accepted_optimizers_are_those_upstream_builds(tmp_path, name):
         ({"optim": "schedule_free_adamw", "lr_scheduler_type": "cosine"}, "lr_scheduler_type: constant"),
         ({"optim": "schedule_free_sgd", "warmup_steps": 0.03}, "not a fraction"),
         ({"optim": "muon", "optim_args": "momentum=0.9"}, "muon takes no arguments"),
+        ({"optim": "adamw_torch_fused", "optim_args": "amsgrad=True"}, "adamw_torch_fused takes no arguments"),
+        ({"optim": "sgd", "optim_args": "momentom=0.9"}, "no argument 'momentom'\n *write momentum, dampening"),
+        ({"optim": "sgd", "optim_args": "momentum"}, "'momentum' does not give a number"),
+        ({"optim": "sgd", "optim_args": "momentum=0.9, dampening=much"}, "'dampening=much' does not give a number"),
+        ({"optim": "sgd", "optim_args": "momentum=0.9,"}, "no argument ''"),
     ],
 )
 def test_missing_or_ignored_option_of_optimizer_is_refused(packages, training, message):
@@ -285,6 +290,21 @@ def test_missing_or_ignored_option_of_optimizer_is_refused(packages, training, m
     with pytest.raises(ConfigError, match=message) as caught:
         verify(ACCEPTED | training)
     assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("optim", "arguments"),
+    [
+        ("sgd", "momentum=0.9, nesterov=True"),
+        ("paged_ademamix_8bit", "beta3=0.999,t_alpha=100"),
+        ("apollo_adamw", "proj=random,rank=1,scale=128.0,scale_type=tensor,update_proj_gap=200"),
+        ("adamw_torch_8bit", "bf16_stochastic_round=True"),
+        ("rmsprop", "alpha=.9,eps=1e-6"),
+    ],
+)
+def test_arguments_that_transformers_reads_are_accepted(packages, optim, arguments):
+    packages["all"] = True
+    verify(ACCEPTED | {"optim": optim, "optim_args": arguments})
 
 
 def test_all_problems_of_optimizer_are_reported(packages):

@@ -104,6 +104,12 @@ def test_value_error_of_upstream_is_reported_at_its_key(tmp_path, scheduler):
         build_training_arguments(config, ONE, has_eval=False)
 
 
+def test_missing_distributed_backend_is_refused(tmp_path):
+    """transformers would report an uninitialised process group."""
+    with pytest.raises(ConfigError, match="ddp_backend: this torch has no backend 'mccl'"):
+        build_training_arguments(make_config(tmp_path, ddp_backend="mccl"), ONE, has_eval=False)
+
+
 @pytest.mark.parametrize("keys", [{}, {"bf16": True}])
 def test_autocast_has_compute_dtype_of_run(tmp_path, keys):
     args = build_training_arguments(make_config(tmp_path, **{"bf16": False, **keys}), ONE, has_eval=True)
