@@ -30,7 +30,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "pretrain": {
         "attn_implementation": "varlen",
         "cross_document_attention": "true",
-        "model_config": json.dumps({"model_type": "llama"} | recipe_runs.SIZES | {"num_hidden_layers": 6}),
+        "model_config": json.dumps({"model_type": "llama"} | recipe_runs.SIZES | {"num_hidden_layers": 12}),
     },
     "sft unpacked": {"attn_implementation": "varlen", "packing": "false"},
     "dpo": {},

@@ -112,6 +112,10 @@ def test_upstream_optimizer_trains_decay_groups(tmp_path, optim, training, packa
 
 RESUMED = {
     "adafactor": None,
+    "sgd": None,
+    "adagrad": None,
+    "rmsprop": None,
+    "ademamix": "bitsandbytes",
     "adamw_8bit": "bitsandbytes",
     "paged_adamw_8bit": "bitsandbytes",
     "lion_32bit": "bitsandbytes",
@@ -127,16 +131,17 @@ RESUMED = {
 def test_optimizer_learns_and_resumes_bit_identically(tmp_path, optim):
     if package := RESUMED[optim]:
         pytest.importorskip(package)
-    rate = 5e-3 if optim.startswith("lion") else 1e-2
+    options = {"learning_rate": {"sgd": 0.1, "adagrad": 0.1, "lion_32bit": 5e-3, "lion_8bit": 5e-3}.get(optim, 1e-2)}
+    options |= {"optim_args": "momentum=0.9"} if optim == "sgd" else {}
     model = build("llama-tied")
-    optimizer = build_optimizer(model, tmp_path, optim, learning_rate=rate)
+    optimizer = build_optimizer(model, tmp_path, optim, **options)
     first, _ = take_steps(model, optimizer, 6)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     _, last = take_steps(model, optimizer, 6)
     assert last < 0.85 * first
 
     again = build("llama-tied")
-    resumed = build_optimizer(again, tmp_path, optim, learning_rate=rate)
+    resumed = build_optimizer(again, tmp_path, optim, **options)
     again.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])
     take_steps(again, resumed, 6)
