@@ -49,7 +49,7 @@ def test_the_number_of_steps_is_the_trainers(tmp_path, drop_last):
 def test_dropping_all_rows_is_refused():
     training = {"per_device_train_batch_size": 4, "dataloader_drop_last": True}
     assert compute_steps(8, training, world_size=2).steps_per_epoch == 1
-    with pytest.raises(ConfigError, match="dataloader_drop_last: drops all 7 rows: .* the 8 of a batch"):
+    with pytest.raises(ConfigError, match=r"dataloader_drop_last: drops all 7 rows: .* the 8 of a batch"):
         compute_steps(7, training, world_size=2)
 
 
