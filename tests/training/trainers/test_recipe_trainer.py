@@ -84,7 +84,7 @@ def test_dropping_all_rows_is_refused(tiny_model_dir, tmp_path):
     """transformers ends the run at step 0, and the initial model would be exported."""
     keys = {"per_device_train_batch_size": 64, "dataloader_drop_last": True}
     trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), **keys)
-    with pytest.raises(ConfigError, match="dataloader_drop_last: drops all rows"):
+    with pytest.raises(ConfigError, match="dataloader_drop_last: drops all 16 rows"):
         trainer.train()
 
 
