@@ -136,7 +136,7 @@ def test_import_reports_version_or_timeout(monkeypatch: pytest.MonkeyPatch) -> N
         ((7, 5), "", "missing", "packed rows use sdpa (flash_attention_3 needs a GPU of compute capability 9.0; "),
     ],
 )
-def test_attention_matchmatches_training_choice(
+def test_attention_matches_training_choice(
     capability: tuple[int, int], installed: str, verdict: str, detail: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -148,11 +148,7 @@ def test_attention_matchmatches_training_choice(
     assert detail in finding.detail
 
 
-<<<<<<< HEAD
 def test_gpu_that_torch_cannot_use_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-=======
-def test_cpu_build_with_nvidia_driver_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
->>>>>>> h/commands
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(hardware, "find_gpu_obstacle", lambda: "the driver is too old")
     finding = find(doctor._probe_torch(), "gpu")

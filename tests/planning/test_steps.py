@@ -6,6 +6,7 @@ import pytest
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
+from recipes_lib.errors import ConfigError
 from recipes_lib.planning.schedule import compute_steps, compute_warmup_steps
 
 
@@ -43,6 +44,13 @@ def test_the_number_of_steps_is_the_trainers(tmp_path, drop_last):
         _, steps_per_epoch, _, _, _, _, num_steps = _OnlyCounts(args, batch).set_initial_training_values(args, loader)
         plan = compute_steps(num_rows, training, world_size=1)
         assert (plan.num_steps, plan.steps_per_epoch) == (num_steps, steps_per_epoch), training
+
+
+def test_dropping_all_rows_is_refused():
+    training = {"per_device_train_batch_size": 4, "dataloader_drop_last": True}
+    assert compute_steps(8, training, world_size=2).steps_per_epoch == 1
+    with pytest.raises(ConfigError, match=r"dataloader_drop_last: drops all 7 rows: .* the 8 of a batch"):
+        compute_steps(7, training, world_size=2)
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 0.03, 0.1, 0.999, 1, 1.7, 10])

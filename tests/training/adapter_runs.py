@@ -1,4 +1,4 @@
-"""Short training runs of an adapter over ragged rows, with its checks."""
+"""Short training runs of an adapter on rows of unequal length, with the checks of adapters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_adapter_trainer(
     quantization: Any = None,
     **training: Any,
 ) -> tuple[SFTTrainer, Recorder, list[str]]:
-    """Our trainer over ``adapter`` on the model, the steps that it records, and the lines that are told."""
+    """Return a trainer of ``adapter`` on the model, the recorder of its steps, and its progress lines."""
     keys = KEYS | {"model_name_or_path": model_dir, "dataset_name": model_dir, "output_dir": output_dir}
     keys |= {"warmup_steps": 0, "per_device_train_batch_size": 4} | training
     config = load_config("lora", [f"--{name}={value}" for name, value in keys.items()])

@@ -1,8 +1,8 @@
-"""A clock of the test's own."""
+"""Clock with settable time."""
 
 
 class Clock:
-    """Gives the seconds that it is set to."""
+    """Callable that returns ``now``, in seconds."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now

@@ -1,4 +1,4 @@
-"""Configurations of recipes that no file is read for."""
+"""Recipe configurations built in memory, without a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig,
 
 
 def build_recipe(training: dict[str, Any], recipe: str = "sft", **sections: Any) -> RecipeConfig:
-    """A recipe with upstream's keys ``training``; sections that are not given have their defaults."""
+    """Return a configuration with upstream's keys ``training``; missing sections have their defaults."""
     defaults: dict[str, Any] = {
         "data": DataConfig(dataset_name="rows"),
         "tokens": TokensConfig(),

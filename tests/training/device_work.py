@@ -1,4 +1,4 @@
-"""What an optimizer step asks of the device: ``OUTPUT JSON_JOBS``, one recipe after the other in this process."""
+"""Counts kernels, host syncs and copies of an optimizer step: ``OUTPUT JSON_JOBS``; the jobs run in turn."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.distributed import sharding
 from tests.simulated_device import WORK
 
 UPSTREAM = "upstream"
-"""Recipe that is transformers' own trainer on rows of the length, number and model of ``pretrain``."""
+"""Job of transformers' own trainer, with the model and the number and length of rows of ``pretrain``."""
 
 
 def main() -> None:
-    """Run the jobs on the simulated device; write down what each step but the first two has asked of it."""
+    """Run the jobs on the simulated device; write mean counts per step, without the first two steps."""
     output, jobs = Path(sys.argv[1]), json.loads(sys.argv[2])
     simulated_device.install()
     from torch.nn import functional
@@ -31,7 +31,7 @@ def main() -> None:
     steps: list[list[Counter[str]]] = []
     kinds = ("kernels", "waits", "copies")
     register_optimizer_step_post_hook(lambda *_: steps.append([getattr(WORK, kind).copy() for kind in kinds]))
-    found: dict[str, Any] = {}
+    work: dict[str, Any] = {}
     for name, job in jobs.items():
         steps.clear()
         with fused(varlen, "attend_documents"), fused(functional, "scaled_dot_product_attention"):
@@ -39,21 +39,21 @@ def main() -> None:
                 train_upstream(job["keys"], output / name)
             else:
                 assert sharding.run_recipe(job["stage"], {**job["keys"], "output_dir": output / name}) == 0, name
-        # The first steps hold checks that are made once. Of PPO's one iteration the critic's steps follow the policy's.
-        learners = {name: steps}
+        # The first steps contain checks that run once. PPO's single iteration trains the policy, then the critic.
+        parts = {name: steps}
         if job["stage"] == "ppo":
-            learners = {f"{who} of {name}": part for who, part in (("policy", steps[:4]), ("critic", steps[4:]))}
-        for learner, made in learners.items():
-            num_steps = len(made) - 2
-            found[learner] = {
-                kind: {what: count / num_steps for what, count in (after - before).items()}
-                for kind, before, after in zip(kinds, made[1], made[-1], strict=True)
+            parts = {f"policy of {name}": steps[:4], f"critic of {name}": steps[4:]}
+        for part, totals in parts.items():
+            num_steps = len(totals) - 2
+            work[part] = {
+                kind: {line: count / num_steps for line, count in (last - second).items()}
+                for kind, second, last in zip(kinds, totals[1], totals[-1], strict=True)
             }
-    (output / "work.json").write_text(json.dumps(found, indent=1))
+    (output / "work.json").write_text(json.dumps(work, indent=1))
 
 
 def fused(module: Any, name: str) -> Any:
-    """Count a function of three tensors, which the CPU has none for, as the one kernel each way that a GPU has."""
+    """Count a function of three tensors as one kernel forward and one backward, as its fused kernel on a GPU."""
     import torch
 
     original = getattr(module, name)
@@ -71,20 +71,20 @@ def fused(module: Any, name: str) -> Any:
         @staticmethod
         def forward(ctx: Any, options: dict[str, Any], rest: tuple[Any, ...], *states: Any) -> Any:
             with uncounted(), torch.enable_grad():
-                ctx.given = [state.detach().requires_grad_() for state in states]
-                ctx.output = original(*ctx.given, *rest, **options)
+                ctx.inputs = [state.detach().requires_grad_() for state in states]
+                ctx.output = original(*ctx.inputs, *rest, **options)
                 return ctx.output.detach()
 
         @staticmethod
         def backward(ctx: Any, gradient: Any) -> Any:
             with uncounted():
-                return None, None, *torch.autograd.grad(ctx.output, ctx.given, gradient)
+                return None, None, *torch.autograd.grad(ctx.output, ctx.inputs, gradient)
 
     return mock.patch.object(module, name, lambda *args, **options: Kernel.apply(options, args[3:], *args[:3]))
 
 
 def train_upstream(keys: Mapping[str, Any], output: Path) -> None:
-    """Train the model of ``keys`` by transformers' trainer, without its replacement of losses that are no number."""
+    """Train the model of ``keys`` with transformers' trainer, without its filter of NaN losses, which synchronises."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 

@@ -1,4 +1,4 @@
-"""A ragged set of pairs and short runs of preference training over it, for tests that compare trajectories."""
+"""Preference pairs of unequal length, and short runs of preference training, for tests that compare trajectories."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from recipes_lib.training.trainers.dpo_trainer import DPOTrainer, build_objectiv
 from recipes_lib.training.trainers.pair_batches import PairAttention, build_pair_collator
 from recipes_lib.training.trainers.trained_model import load_policy
 
-# Every run collects garbage; what was imported is none, and takes most of the time to look at.
+# Every run collects garbage, which would spend most of its time traversing imported modules.
 gc.freeze()
 
 
 def make_pairs(num_pairs: int = 16, *, seed: int = 0) -> Dataset:
-    """Pairs with very unequal prompts and answers, either of which may be the longer."""
+    """Return pairs with prompts and answers of very unequal lengths; either answer may be the longer one."""
     generator = np.random.default_rng(seed)
     columns = {"prompt_ids": (1, 20), "chosen_ids": (1, 24), "rejected_ids": (1, 24)}
     rows = {
@@ -53,7 +53,7 @@ def make_pairs(num_pairs: int = 16, *, seed: int = 0) -> Dataset:
 
 
 def describe_pairs(pairs: Dataset, *, key: str = "pairs", eval_pairs: Dataset | None = None) -> PairData:
-    """Pairs as a recipe gets them."""
+    """Return the pairs as prepared data of a recipe."""
     audit = PairAudit(**dict.fromkeys(PairAudit.__dataclass_fields__, 1) | {"length_p50": 32, "terminators": [0]})
     record: dict[str, Any] = {"key": key}
     if eval_pairs is not None:
@@ -63,7 +63,7 @@ def describe_pairs(pairs: Dataset, *, key: str = "pairs", eval_pairs: Dataset | 
 
 
 def train_adapter(model_dir: Path, folder: Path) -> Path:
-    """Save an adapter that moves the logits, as fine-tuning leaves it, and return its folder."""
+    """Save an adapter with nonzero B matrices, as after fine-tuning, and return its folder."""
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"))
     for name, parameter in adapted.named_parameters():
@@ -74,7 +74,7 @@ def train_adapter(model_dir: Path, folder: Path) -> Path:
 
 
 def perturb_model(model_dir: Path, folder: Path, *, std: float = 0.01) -> Path:
-    """Save a model of the same architecture and other weights, and return its folder."""
+    """Save a model of the same architecture with perturbed weights, and return its folder."""
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     for parameter in model.parameters():
         parameter.data += std * nn.init.normal_(parameter.data.clone())
@@ -85,7 +85,7 @@ def perturb_model(model_dir: Path, folder: Path, *, std: float = 0.01) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What of a run the tests vary besides upstream's keys."""
+    """Settings of a run that tests vary besides upstream's keys."""
 
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
@@ -97,7 +97,7 @@ class Setting:
 
 
 def build_config(model_dir: Path, output_dir: Path, setting: Setting, **training: Any) -> RecipeConfig:
-    """A recipe in full precision that logs every step; the cache lies beside ``output_dir``."""
+    """Return a recipe in float32 that logs every step; the cache is beside ``output_dir``."""
     defaults = {name: value for name, (value, _) in read_defaults("dpo").items()}
     keys = {
         "output_dir": str(output_dir),
@@ -132,7 +132,7 @@ def make_pair_trainer(
     callbacks: Sequence[TrainerCallback] = (),
     **training: Any,
 ) -> tuple[DPOTrainer, Recorder]:
-    """Our trainer as the recipe builds it, but for the proofs and the reports."""
+    """Return a trainer built as by the recipe, without verification and reports, and its recorder."""
     setting = setting or Setting()
     output_dir.mkdir(parents=True, exist_ok=True)
     config = build_config(model_dir, output_dir, setting, **training)
@@ -172,29 +172,29 @@ def make_pair_trainer(
 
 
 def train_pairs(model_dir: Path, output_dir: Path, pairs: Dataset, **options: Any) -> list[dict[str, float]]:
-    """Train and return what was logged of each step."""
+    """Train and return the metrics of each step."""
     trainer, recorder = make_pair_trainer(model_dir, output_dir, pairs, **options)
     trainer.train()
     return recorder.steps
 
 
 def with_preference(setting: Setting | None = None, **keys: Any) -> Setting:
-    """A setting with other preference keys."""
+    """Return a setting with changed preference keys."""
     setting = setting or Setting()
     return replace(setting, preference=replace(setting.preference, **keys))
 
 
 def load_weights(folder: Path) -> dict[str, Any]:
-    """Everything that an exported folder holds."""
+    """Return all tensors of an exported folder."""
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
 def run_and_describe(model_dir: Path, output_dir: Path, run: dict[str, Any]) -> dict[str, Any]:
-    """Train as ``run`` says and return what was logged and told; JSON values both.
+    """Train with the keys of ``run`` and return its logs and progress lines as JSON values.
 
     Args:
         model_dir: The model.
-        output_dir: Of the run; the cache lies beside it.
+        output_dir: Output directory of the run; the cache is beside it.
         run: ``num_pairs``, ``num_eval_pairs``, ``resume_from`` (a folder under ``output_dir``) and upstream's keys.
     """
     keys = dict(run)
@@ -214,7 +214,7 @@ def run_and_describe(model_dir: Path, output_dir: Path, run: dict[str, Any]) -> 
 
 
 def main() -> None:
-    """Train in this process (one of several), run after run, and write what happened: ``MODEL OUTPUT JSON_RUNS``."""
+    """Train several runs in this rank and write their reports: ``MODEL OUTPUT JSON_RUNS``."""
     model_dir, output_dir, runs = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
     reports = [run_and_describe(model_dir, output_dir / run.pop("name"), run) for run in runs]
     if distributed.get_rank() == 0:

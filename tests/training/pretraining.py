@@ -1,10 +1,11 @@
-"""Small pretraining runs by the recipe itself, stopped where a test wants them to stop."""
+"""Small pretraining runs with the recipe, optionally interrupted after a given step."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tests.recipes.preferences import load_recipe
@@ -18,7 +19,7 @@ WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "rivers", "carry", "sa
 
 
 def write_documents(path: Path, num_documents: int = 40) -> Path:
-    """Documents of unequal lengths, some of a few words, one longer than several rows."""
+    """Write documents of unequal lengths, some of a few words, one longer than several rows."""
     lines = []
     for number in range(num_documents):
         length = 3 + (number * 37) % 50 if number != 5 else 400
@@ -29,7 +30,7 @@ def write_documents(path: Path, num_documents: int = 40) -> Path:
 
 
 def build_config(tmp_path: Path, tokenizer_dir: Path, **keys: Any) -> RecipeConfig:
-    """A run of a random two-layer Llama over ``write_documents``, in full precision, logging every step."""
+    """Return a run of a random two-layer Llama on ``write_documents``, in float32, that logs every step."""
     documents = tmp_path / "documents.jsonl"
     if not documents.exists():
         write_documents(documents)
@@ -59,7 +60,7 @@ def build_config(tmp_path: Path, tokenizer_dir: Path, **keys: Any) -> RecipeConf
 
 
 def run_recipe(config: RecipeConfig, monkeypatch: pytest.MonkeyPatch, *, stop_after: int | None = None) -> None:
-    """Run ``recipes/pretrain.py`` in this process; with ``stop_after``, interrupt it after so many steps."""
+    """Run ``recipes/pretrain.py`` in this process, without its report; ``stop_after`` interrupts it after that step."""
     recipe = load_recipe("pretrain")
 
     class Stop(TrainerCallback):
@@ -73,6 +74,9 @@ def run_recipe(config: RecipeConfig, monkeypatch: pytest.MonkeyPatch, *, stop_af
             self.add_callback(Stop())
 
     monkeypatch.setattr(recipe, "choose_trainer", lambda _: Stopping)
+    # Charts and a measured peak take most of the time of so short a run.
+    monkeypatch.setattr("recipes_lib.publish.final_model.build_report", Mock())
+    monkeypatch.setattr("recipes_lib.training.evaluation.build.measure_matmul_flops", lambda *_: 1e9)
     if stop_after is None:
         recipe.main(config)
         return

@@ -1,4 +1,4 @@
-"""Runs of three kinds of data that are resumed by another number of processes, with the rows that every step took."""
+"""Runs of three recipes that resume on another world size, and the rows of each step."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ KEYS: dict[str, Any] = {
 }
 
 
-class Watched:
-    """A collator that puts down which rows it was given, batch by batch."""
+class RecordingCollator:
+    """Collator that records the rows of each batch."""
 
     def __init__(self, collate: Any, batches: list[list[int]]) -> None:
         self._collate, self._batches = collate, batches
@@ -49,14 +49,14 @@ class Watched:
 
 
 def run(recipe: str, folder: Path, model_dir: Path, tokenizer_dir: Path, accumulation: int) -> dict[str, Any]:
-    """Run, or go on with, a recipe in ``folder``; return its losses by step and this process's rows by batch."""
+    """Run or resume a recipe in ``folder``; return its losses by step and this rank's rows by batch."""
     keys = KEYS | {"output_dir": str(folder), "gradient_accumulation_steps": accumulation}
     if recipe == "pretrain":
         return _run_recipe(folder, tokenizer_dir, keys)
     config = build_recipe(keys, recipe, model=ModelConfig(model_name_or_path=str(model_dir)))
     started = start_run(config, read_launch())
     training = {name: value for name, value in started.config.training.items() if name != "output_dir"}
-    # Thirty-two rows are four steps, so that the run goes on into a second epoch.
+    # Thirty-two rows are four steps, so that the run continues in a second epoch.
     if recipe == "sft":
         trainer, recorder = trajectories.make_trainer(model_dir, folder, trajectories.make_packs(32), **training)
     else:
@@ -66,9 +66,9 @@ def run(recipe: str, folder: Path, model_dir: Path, tokenizer_dir: Path, accumul
 
 def _train(trainer: Any, recorder: Any, started: Any, training: dict[str, Any]) -> dict[str, Any]:
     batches: list[list[int]] = []
-    # It looks at rows too.
+    # Its checks collate rows too, which are in no step.
     trainer.remove_callback(StartChecks)
-    trainer.data_collator = Watched(trainer.data_collator, batches)
+    trainer.data_collator = RecordingCollator(trainer.data_collator, batches)
     checkpoint = started.choose_checkpoint()
     trainer.train(resume_from_checkpoint=checkpoint)
     first = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
@@ -81,13 +81,13 @@ def _run_recipe(folder: Path, tokenizer_dir: Path, keys: dict[str, Any]) -> dict
     batches: list[list[int]] = []
     accumulations = []
 
-    class Watching(PretrainTrainer):
+    class RecordingTrainer(PretrainTrainer):
         def __init__(self, **kwargs: Any) -> None:
-            super().__init__(**kwargs | {"data_collator": Watched(kwargs["data_collator"], batches)})
+            super().__init__(**kwargs | {"data_collator": RecordingCollator(kwargs["data_collator"], batches)})
             self.remove_callback(StartChecks)
             accumulations.append(self.args.gradient_accumulation_steps)
 
-    recipe.choose_trainer = lambda _: Watching
+    recipe.choose_trainer = lambda _: RecordingTrainer
     with mock.patch("recipes_lib.publish.final_model.finish_run"):
         recipe.main(pretraining.build_config(folder.parent.parent, tokenizer_dir, **keys))
     losses = {str(event["step"]): event["loss"] for event in read_events(folder)}
@@ -95,7 +95,7 @@ def _run_recipe(folder: Path, tokenizer_dir: Path, keys: dict[str, Any]) -> dict
 
 
 def cut(source: Path, target: Path, step: int, damaged: int) -> None:
-    """Copy a finished run as if it had been killed after a step, with a checkpoint behind it that has a wrong bit."""
+    """Copy a finished run as if killed after ``step``, with a later checkpoint ``damaged`` by a flipped bit."""
     target.mkdir(parents=True)
     for number in (step, damaged):
         shutil.copytree(source / f"checkpoint-{number}", target / f"checkpoint-{number}")
@@ -109,7 +109,7 @@ def cut(source: Path, target: Path, step: int, damaged: int) -> None:
 
 
 def main() -> None:
-    """Run in this process (one of several): ``MODEL TOKENIZER OUTPUT JSON_OF_[RECIPE, FOLDER, ACCUMULATION]``."""
+    """Run in this rank: ``MODEL TOKENIZER OUTPUT JSON_OF_[RECIPE, FOLDER, ACCUMULATION]``."""
     model_dir, tokenizer_dir, output_dir = map(Path, sys.argv[1:4])
     reports = [
         run(recipe, output_dir / folder, model_dir, tokenizer_dir, accumulation)

@@ -1,4 +1,4 @@
-"""Runs over packs of which some make the loss jump, and what is left of such a run."""
+"""Runs on packed rows, some of which cause a loss spike."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
 
 MAX_ROW = 8
-"""Ids of ordinary rows are below 4 plus this, so that others come as a surprise."""
+"""Number of token ids of ordinary rows; rows with other ids cause a spike."""
 
 
 def make_spiking_packs(num_rows: int, bad: Collection[int] = ()) -> Dataset:
-    """Packs of a few ids; the bad ones of ids that never occur elsewhere."""
+    """Return packed rows of few token ids; ``bad`` rows have ids that no other row has."""
     generator = np.random.default_rng(0)
     rows: dict[str, list[Any]] = {"input_ids": [], "loss_mask": [], "seq_lengths": [], "row_ids": []}
     for row in range(num_rows):
@@ -46,7 +46,7 @@ def make_spiking_packs(num_rows: int, bad: Collection[int] = ()) -> Dataset:
 def make_guarded(
     model_dir: Path, output_dir: Path, packs: Dataset, *, guards: GuardsConfig, **keys: Any
 ) -> tuple[SFTTrainer, Recorder]:
-    """A trainer that saves every five steps and has learnt the common ids when the bad rows come."""
+    """Return a trainer that saves every five steps and has learned the ordinary ids before the bad rows."""
     defaults = {
         "learning_rate": 3e-3,
         "max_steps": 36,
@@ -64,7 +64,7 @@ def make_guarded(
 
 
 def train_on_rows(model_dir: Path, output_dir: Path, packs: Dataset, rows: Sequence[int], **keys: Any) -> Any:
-    """Train on these rows one after the other, without any guard of spikes: upstream's loop and nothing else."""
+    """Train on these rows in order, without spike detection."""
     trainer, recorder = make_guarded(model_dir, output_dir, packs.select(rows), guards=GuardsConfig(), **keys)
     trainer._get_train_sampler = lambda *_: SequentialSampler(trainer.train_dataset)
     trainer.train()
@@ -72,7 +72,7 @@ def train_on_rows(model_dir: Path, output_dir: Path, packs: Dataset, rows: Seque
 
 
 class SpikeOnce:
-    """Stands in for ``SpikeMonitor.find_spike``: a spike at one step, until the run has gone back from it."""
+    """Replacement of ``SpikeMonitor.find_spike`` that finds a spike at one step, until the first rollback."""
 
     def __init__(self, trainer: Any, step: int) -> None:
         self._trainer = trainer
@@ -84,7 +84,7 @@ class SpikeOnce:
 
 
 def run_cell(model_dir: Path, output_dir: Path, cell: dict[str, Any]) -> dict[str, Any]:
-    """Train as ``cell`` says on one of several processes and return how it ended."""
+    """Train with the keys of ``cell`` in this rank; return its error, metrics and checksums."""
     rank = distributed.get_rank() if distributed.is_initialized() else 0
     keys = dict(cell)
     fault, rows, guards = keys.pop("fault", None), keys.pop("rows", None), GuardsConfig(**keys.pop("guards", {}))
@@ -103,14 +103,14 @@ def run_cell(model_dir: Path, output_dir: Path, cell: dict[str, Any]) -> dict[st
 
 
 class Fault(TrainerCallback):
-    """Breaks something at the beginning of step 4 of this process, and only there."""
+    """Injects a fault into this rank at the beginning of step 4."""
 
     def __init__(self, trainer: Any, kind: str) -> None:
         self._trainer = trainer
         self._kind = kind
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Break it, before the guard looks."""
+        """Inject the fault before the guard's checks."""
         if state.global_step != 3:
             return
         model = self._trainer.model
@@ -125,7 +125,7 @@ class Fault(TrainerCallback):
 
 
 class WrongProduct:
-    """A layer of which one number is off, the second time that it is computed."""
+    """Forward hook that changes one element of the second output."""
 
     def __init__(self) -> None:
         self._calls = 0
@@ -140,7 +140,7 @@ class WrongProduct:
 
 
 def main() -> None:
-    """Run cell after cell in this process, one of several: ``MODEL OUTPUT JSON_CELLS``."""
+    """Run the cells in this rank, in turn: ``MODEL OUTPUT JSON_CELLS``."""
     model_dir, output_dir, cells = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
     if read_launch().engine:
         take_cpus_for_gpus()

@@ -1,4 +1,4 @@
-"""A student of another shape beside the tiny model as its teacher, and short runs of distillation."""
+"""Student of another shape than its teacher, the tiny model, and short runs of distillation."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from recipes_lib.training.monitoring.callbacks import Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.trainers.arguments import build_training_arguments
 
-# Layers are recomputed, as by default.
+# With activation checkpointing, the default of the recipe.
 KEYS = {key: value for key, value in trajectories.KEYS.items() if key != "activation_checkpointing"}
 
 
 def save_student(folder: Path, tokenizer_dir: Path, *, vocab_size: int = 512, seed: int = 7) -> Path:
-    """Write a random one-layer Llama of half the width, and the tokenizer beside it."""
+    """Save a random one-layer Llama of half the width, with the tokenizer."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=32,
@@ -66,7 +66,7 @@ def save_student(folder: Path, tokenizer_dir: Path, *, vocab_size: int = 512, se
 
 
 def build_config(student_dir: Path, teacher_dir: Path, output_dir: Path, **keys: Any) -> RecipeConfig:
-    """A run in full precision on rows that are handed in; keys of distillation among those of training."""
+    """Return a run in float32 on rows passed in; ``keys`` are those of distillation, layers and training."""
     fields, layers = DistillationConfig.__dataclass_fields__, LayersConfig.__dataclass_fields__
     attention, prepared_dir = keys.pop("attn_implementation", "sdpa"), keys.pop("prepared_dir", None)
     rewards = RewardsConfig(response_length=keys.pop("response_length", 8))
@@ -103,7 +103,7 @@ def store_teacher(student_dir: Path, teacher_dir: Path, packs: Any, root: Path, 
 def make_distiller(
     student_dir: Path, teacher_dir: Path, output_dir: Path, packs: Any, **keys: Any
 ) -> tuple[DistillationTrainer, Recorder, list[str]]:
-    """The trainer, what it logs, and what it says."""
+    """Return the trainer, the recorder of its metrics, and its progress lines."""
     config = build_config(student_dir, teacher_dir, output_dir, **keys)
     tokenizer = AutoTokenizer.from_pretrained(student_dir)
     args = build_training_arguments(config, read_launch(), has_eval=False)
@@ -126,7 +126,7 @@ def make_distiller(
 
 
 def main() -> None:
-    """Train in this process (one of several) and write what it logs: ``STUDENT TEACHER OUTPUT JSON_KEYS``."""
+    """Train in this rank and write its metrics: ``STUDENT TEACHER OUTPUT JSON_KEYS``."""
     student_dir, teacher_dir, output_dir = map(Path, sys.argv[1:4])
     keys = json.loads(sys.argv[4])
     trainer, recorder, _ = make_distiller(student_dir, teacher_dir, output_dir / "run", make_packs(), **keys)

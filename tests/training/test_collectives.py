@@ -1,4 +1,4 @@
-"""Without a process group every collective is that of one process; with one, ranks and values are those of all."""
+"""Collectives without a process group, and errors of the main process on every rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.training import collectives
 
 
-def test_one_process_is_rank_0_of_1_and_has_its_own_values() -> None:
+def test_collectives_return_own_value_without_process_group() -> None:
     assert not collectives.is_distributed()
     assert (collectives.get_rank(), collectives.get_world_size()) == (0, 1)
     collectives.barrier()
@@ -19,11 +19,11 @@ def test_one_process_is_rank_0_of_1_and_has_its_own_values() -> None:
     assert collectives.sum_over_processes([1, 2.5]) == [1, 2.5]
 
 
-def test_what_the_main_process_computes_or_refuses_every_rank_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compute_on_main_returns_or_raises_same_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert collectives.compute_on_main(lambda: 7) == 7
     with pytest.raises(ConfigError, match="no key"):
         collectives.compute_on_main(lambda: refuse())
-    # On another rank nothing is computed; what rank 0 sends is returned or raised.
+    # Another rank computes nothing: it returns or raises what rank 0 has sent.
     monkeypatch.setattr(collectives, "get_rank", lambda: 1)
     for sent in (7, ConfigError(Problem("judge", "no key"))):
         monkeypatch.setattr(collectives, "broadcast_object", lambda value, sent=sent: (sent, value)[0])

@@ -1,4 +1,4 @@
-"""A run's directory: what is recorded, what may go on, and what is refused."""
+"""Start and end of a run: ``run.json``, resume, changed keys, lock, and errors of the file system."""
 
 import dataclasses
 import errno
@@ -26,7 +26,7 @@ from recipes_lib.training.run import RECORDED, Run, describe_process, fingerprin
 
 @pytest.fixture(autouse=True)
 def rendezvous(monkeypatch):
-    """What a launcher tells its processes; one alone does not look at it."""
+    """Set the rendezvous variables of a launcher, which runs of two processes need."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
 
@@ -48,7 +48,7 @@ TWO = Launch(rank=0, local_rank=0, world_size=2, engine="")
 BATCH = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 
 
-def leave_checkpoint(output_dir: Path, step: int, **facts) -> Path:
+def write_checkpoint(output_dir: Path, step: int, **facts) -> Path:
     checkpoint = output_dir / f"checkpoint-{step}"
     checkpoint.mkdir()
     (checkpoint / "model.safetensors").write_bytes(b"weights")
@@ -56,7 +56,7 @@ def leave_checkpoint(output_dir: Path, step: int, **facts) -> Path:
     return checkpoint
 
 
-def test_a_new_run_records_everything_needed_to_repeat_it(tmp_path):
+def test_new_run_records_config_versions_and_hardware(tmp_path):
     run = start_run(make_config(tmp_path / "a path with spaces"), ONE)
     record = json.loads((run.output_dir / "run.json").read_text())
     assert record["status"] == "running"
@@ -69,21 +69,21 @@ def test_a_new_run_records_everything_needed_to_repeat_it(tmp_path):
     assert not run.finished
 
 
-def test_what_auto_has_chosen_is_told_and_recorded_and_the_configuration_stays(tmp_path, capsys):
+def test_auto_checkpointing_is_resolved_logged_and_recorded(tmp_path, capsys):
     config = make_config(tmp_path, activation_checkpointing="auto")
-    for _ in range(2):  # Resumed, it is no other configuration.
+    for _ in range(2):  # The second start resumes: the configuration is unchanged.
         run = start_run(config, ONE)
         record = json.loads((tmp_path / "run.json").read_text())
         assert record["config"]["activation_checkpointing"] == "auto"
         assert record["activation_checkpointing"] == "none (there is no GPU)"
         assert "activation checkpointing: none (there is no GPU)" in capsys.readouterr().err
         assert run.config.training["activation_checkpointing"] is False
-        leave_checkpoint(tmp_path, 5) if not run.resume_from else None
+        write_checkpoint(tmp_path, 5) if not run.resume_from else None
     assert run.resume_from
 
 
-def test_the_plan_of_a_run_is_recorded_beside_what_was_measured(tmp_path, monkeypatch):
-    """Of the steps the median, of memory the peak; what an evaluation took counts for neither."""
+def test_record_has_planned_and_measured_cost(tmp_path, monkeypatch):
+    """Measured are the median step time and the peak memory of training events, without evaluations."""
     planned = {"memory_bytes": 3, "step_seconds": 0.5}
     monkeypatch.setattr("recipes_lib.training.run.plan_run", lambda config, launch, name: planned)
     run = start_run(make_config(tmp_path), ONE)
@@ -97,31 +97,31 @@ def test_the_plan_of_a_run_is_recorded_beside_what_was_measured(tmp_path, monkey
     assert record["measured"] == {"memory_bytes": 7, "step_seconds": pytest.approx(0.6)}
 
 
-def test_the_same_command_goes_on_from_the_last_complete_checkpoint(tmp_path):
+def test_start_resumes_from_last_complete_checkpoint(tmp_path):
     config = make_config(tmp_path)
     start_run(config, ONE)
-    checkpoint = leave_checkpoint(tmp_path, 5)
+    checkpoint = write_checkpoint(tmp_path, 5)
     (tmp_path / "checkpoint-10").mkdir()
     again = start_run(config, ONE)
     assert again.resume_from == checkpoint
     assert json.loads((tmp_path / "run.json").read_text())["resumed_from"] == "checkpoint-5"
 
 
-def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, capsys):
+def test_damaged_checkpoint_is_reported_and_skipped(tmp_path, capsys):
     config = make_config(tmp_path)
     start_run(config, ONE)
-    good = leave_checkpoint(tmp_path, 5)
-    (leave_checkpoint(tmp_path, 10) / "model.safetensors").write_bytes(b"weighty")
+    good = write_checkpoint(tmp_path, 5)
+    (write_checkpoint(tmp_path, 10) / "model.safetensors").write_bytes(b"weighty")
     capsys.readouterr()
     assert start_run(config, ONE).choose_checkpoint() == good
-    told = capsys.readouterr().err
-    assert "checkpoint-10 is damaged: model.safetensors does not match its SHA-256" in told
-    assert told.count("\n") == 1
+    logged = capsys.readouterr().err
+    assert "checkpoint-10 is damaged: model.safetensors does not match its SHA-256" in logged
+    assert logged.count("\n") == 1
     assert json.loads((tmp_path / "run.json").read_text())["resumed_from"] == "checkpoint-5"
     assert start_run(config, ONE).choose_checkpoint() == good
 
 
-def test_what_a_killed_save_left_is_removed_by_the_main_process_alone(tmp_path):
+def test_only_main_process_removes_leftovers_of_killed_save(tmp_path):
     left = tmp_path / "_saving" / "checkpoint-5"
     left.mkdir(parents=True)
     (left / "model.safetensors").write_bytes(b"wei")
@@ -131,28 +131,28 @@ def test_what_a_killed_save_left_is_removed_by_the_main_process_alone(tmp_path):
     assert not left.parent.exists()
 
 
-def test_another_number_of_processes_keeps_the_batch_at_every_start(tmp_path, capsys):
+def test_global_batch_size_is_kept_on_other_world_size(tmp_path, capsys):
     config = make_config(tmp_path, **BATCH)
     assert start_run(config, ONE).config == config
-    leave_checkpoint(tmp_path, 5, **BATCH)
+    write_checkpoint(tmp_path, 5, **BATCH)
     for _ in range(2):
         capsys.readouterr()
         assert start_run(config, TWO).config.training["gradient_accumulation_steps"] == 2
         assert "2 processes instead of 1: gradient_accumulation_steps is 2" in capsys.readouterr().err
         record = json.loads((tmp_path / "run.json").read_text())
-        # What the user wrote, and what makes it the same run.
+        # The record has the key as written, and the global batch size.
         assert record["config"]["gradient_accumulation_steps"] == 4
         assert record["rows_per_step"] == 8
-    # Written for two processes, the same batch is the same run, and goes back to one.
+    # Keys of the same global batch for two processes are the same run, which then resumes on one.
     rewritten = make_config(tmp_path, **BATCH | {"gradient_accumulation_steps": 2})
     assert start_run(rewritten, TWO).config == rewritten
     assert start_run(rewritten, ONE).config.training["gradient_accumulation_steps"] == 4
 
 
-def test_a_process_that_is_late_plans_the_same_batch(tmp_path):
+def test_late_rank_computes_same_accumulation(tmp_path):
     config = make_config(tmp_path, **BATCH)
     start_run(config, ONE)
-    leave_checkpoint(tmp_path, 5, **BATCH)
+    write_checkpoint(tmp_path, 5, **BATCH)
     late = Launch(rank=1, local_rank=1, world_size=2, engine="")
     early = start_run(config, late).config
     assert start_run(config, TWO).config == early == start_run(config, late).config
@@ -161,19 +161,19 @@ def test_a_process_that_is_late_plans_the_same_batch(tmp_path):
 @pytest.mark.parametrize(
     "keys", [{"per_device_train_batch_size": 4}, {"gradient_accumulation_steps": 2}], ids=["larger", "smaller"]
 )
-def test_another_batch_is_another_configuration(tmp_path, keys):
+def test_changed_global_batch_size_is_refused(tmp_path, keys):
     start_run(make_config(tmp_path, **BATCH), ONE)
-    leave_checkpoint(tmp_path, 5, **BATCH)
+    write_checkpoint(tmp_path, 5, **BATCH)
     with pytest.raises(ConfigError, match=f"{next(iter(keys))} was"):
         start_run(make_config(tmp_path, **BATCH | keys), ONE)
     same = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     assert start_run(make_config(tmp_path, **same), ONE).resume_from
 
 
-def test_a_batch_that_the_processes_cannot_share_is_refused_before_anything_is_written(tmp_path):
+def test_indivisible_global_batch_is_refused_before_any_write(tmp_path):
     config = make_config(tmp_path, **BATCH)
     start_run(config, ONE)
-    leave_checkpoint(tmp_path, 5, **BATCH)
+    write_checkpoint(tmp_path, 5, **BATCH)
     before = (tmp_path / "run.json").read_text()
     with pytest.raises(ConfigError, match="start 1, 2 or 4 processes"):
         start_run(config, Launch(rank=0, local_rank=0, world_size=3, engine=""))
@@ -181,7 +181,7 @@ def test_a_batch_that_the_processes_cannot_share_is_refused_before_anything_is_w
 
 
 def finish(config: RecipeConfig) -> Path:
-    """Leave a run that is done, with a model of one tensor."""
+    """Write a finished run with a model of one tensor."""
     run = start_run(config, ONE)
     with run.recording_its_end():
         save_file({"weight": torch.ones(3)}, run.output_dir / "model.safetensors")
@@ -190,7 +190,7 @@ def finish(config: RecipeConfig) -> Path:
     return run.output_dir
 
 
-def test_a_finished_run_is_left_alone(tmp_path, capsys):
+def test_finished_run_is_not_modified(tmp_path, capsys):
     output_dir = finish(make_config(tmp_path))
     before = {path: path.stat().st_mtime_ns for path in output_dir.iterdir()}
     capsys.readouterr()
@@ -208,9 +208,7 @@ def test_a_finished_run_is_left_alone(tmp_path, capsys):
     ],
 )
 @pytest.mark.parametrize("launch", [ONE, Launch(rank=1, local_rank=1, world_size=2, engine="")], ids=["main", "other"])
-def test_a_model_that_is_gone_is_written_again_from_the_last_checkpoint_or_refused(
-    tmp_path, launch, name, content, words, capsys
-):
+def test_missing_model_of_finished_run_is_rewritten_from_checkpoint(tmp_path, launch, name, content, words, capsys):
     config = make_config(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=2 // launch.world_size)
     finish(make_config(tmp_path, **BATCH))
     (tmp_path / name).unlink()
@@ -218,20 +216,20 @@ def test_a_model_that_is_gone_is_written_again_from_the_last_checkpoint_or_refus
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=f"the run is done, {words}.*no checkpoint"):
         start_run(config, launch)
-    checkpoint = leave_checkpoint(tmp_path, 5, **BATCH)
+    checkpoint = write_checkpoint(tmp_path, 5, **BATCH)
     run = start_run(config, launch)
     assert (run.finished, run.resume_from) == (False, checkpoint)
     assert (f"{words}" in capsys.readouterr().err) == launch.is_main
 
 
 @pytest.mark.parametrize("ended", ["with a checkpoint", "done"])
-def test_a_directory_of_another_configuration_is_refused_naming_the_keys(tmp_path, ended):
+def test_output_dir_of_other_config_is_refused_with_changed_keys(tmp_path, ended):
     first = start_run(make_config(tmp_path), ONE)
     if ended == "done":
         with first.recording_its_end():
             pass
     else:
-        leave_checkpoint(tmp_path, 5)
+        write_checkpoint(tmp_path, 5)
     other = make_config(tmp_path, tokens=TokensConfig(max_length=64), learning_rate=2e-5)
     with pytest.raises(ConfigError) as caught:
         start_run(other, ONE)
@@ -239,14 +237,14 @@ def test_a_directory_of_another_configuration_is_refused_naming_the_keys(tmp_pat
     assert "1e-05" in str(caught.value)
 
 
-def test_a_run_that_left_nothing_may_be_started_with_other_keys(tmp_path):
+def test_keys_may_change_before_first_checkpoint(tmp_path):
     start_run(make_config(tmp_path), ONE)
     assert start_run(make_config(tmp_path, learning_rate=2e-5), ONE).resume_from is None
 
 
-def test_a_key_that_came_with_a_later_version_has_its_default_in_older_records(tmp_path):
+def test_key_missing_in_older_record_has_its_default(tmp_path):
     start_run(make_config(tmp_path), ONE)
-    leave_checkpoint(tmp_path, 5)
+    write_checkpoint(tmp_path, 5)
     path = tmp_path / "run.json"
     record = json.loads(path.read_text())
     del record["config"]["broken_rows"]
@@ -257,16 +255,16 @@ def test_a_key_that_came_with_a_later_version_has_its_default_in_older_records(t
     assert start_run(config, ONE).resume_from is not None
 
 
-def test_how_a_run_is_watched_may_change(tmp_path):
+def test_logging_keys_may_change_on_resume(tmp_path):
     start_run(make_config(tmp_path), ONE)
-    leave_checkpoint(tmp_path, 5)
+    write_checkpoint(tmp_path, 5)
     assert start_run(make_config(tmp_path, logging_steps=7, save_total_limit=1, report_to="none"), ONE).resume_from
 
 
 @pytest.mark.parametrize("now", [True, "auto"])
-def test_a_run_out_of_memory_resumes_with_more_recomputation(tmp_path, now):
+def test_activation_checkpointing_may_change_on_resume(tmp_path, now):
     start_run(make_config(tmp_path, activation_checkpointing=False), ONE)
-    leave_checkpoint(tmp_path, 5)
+    write_checkpoint(tmp_path, 5)
     assert start_run(make_config(tmp_path, activation_checkpointing=now), ONE).resume_from
 
 
@@ -281,7 +279,7 @@ def test_a_run_out_of_memory_resumes_with_more_recomputation(tmp_path, now):
         (LostPeerError("process 1 ended"), "failed"),
     ],
 )
-def test_how_a_run_ended_is_recorded_and_the_error_goes_on(tmp_path, error, status):
+def test_final_status_is_recorded_and_error_reraised(tmp_path, error, status):
     run = start_run(make_config(tmp_path), ONE)
     with pytest.raises(type(error)), run.recording_its_end():
         raise error
@@ -289,7 +287,7 @@ def test_how_a_run_ended_is_recorded_and_the_error_goes_on(tmp_path, error, stat
     assert not start_run(make_config(tmp_path), ONE).finished
 
 
-def test_only_keys_that_decide_the_outcome_change_the_fingerprint(tmp_path):
+def test_fingerprint_depends_only_on_keys_that_affect_results(tmp_path):
     base = make_config(tmp_path)
     assert fingerprint_config(base) == fingerprint_config(make_config(tmp_path, logging_steps=3))
     assert fingerprint_config(base) != fingerprint_config(make_config(tmp_path, learning_rate=3e-5))
@@ -303,12 +301,12 @@ def test_only_keys_that_decide_the_outcome_change_the_fingerprint(tmp_path):
     assert fingerprint_config(halves, 2) == fingerprint_config(base)
 
 
-def test_a_second_process_writes_nothing(tmp_path):
+def test_only_main_process_writes_record(tmp_path):
     start_run(make_config(tmp_path), Launch(rank=1, local_rank=1, world_size=2, engine=""))
     assert not (tmp_path / "run.json").exists()
 
 
-def test_a_directory_has_one_run_at_a_time_and_is_free_when_its_process_has_ended(tmp_path):
+def test_output_dir_is_locked_until_process_exits(tmp_path):
     reader, writer = os.pipe()
     pid = os.fork()
     if not pid:
@@ -325,37 +323,33 @@ def test_a_directory_has_one_run_at_a_time_and_is_free_when_its_process_has_ende
     (tmp_path / "_saving").mkdir()
     with pytest.raises(ConfigError, match="another process runs in it"):
         start_run(make_config(tmp_path), ONE)
-    # Nothing that the other one is about to write was taken for a leftover.
+    # The second start has not removed files that the first process may be writing.
     assert (tmp_path / "_saving").is_dir()
     os.close(writer)
     os.waitpid(pid, 0)
     start_run(make_config(tmp_path), ONE)
 
 
-def test_a_run_that_was_moved_goes_on(tmp_path):
+def test_moved_output_dir_resumes(tmp_path):
     start_run(make_config(tmp_path / "here"), ONE)
-    leave_checkpoint(tmp_path / "here", 5)
+    write_checkpoint(tmp_path / "here", 5)
     (tmp_path / "here").rename(tmp_path / "there")
     assert start_run(make_config(tmp_path / "there"), ONE).resume_from == tmp_path / "there" / "checkpoint-5"
 
 
-def test_a_directory_that_cannot_be_created_is_one_clear_error(tmp_path):
-    blocker = tmp_path / "file"
-    blocker.write_text("")
+def test_output_dir_that_cannot_be_created_or_written_is_refused(tmp_path):
+    (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot create output_dir"):
-        start_run(make_config(blocker / "run"), ONE)
-
-
-def test_a_directory_that_cannot_be_written_is_one_clear_error(tmp_path):
-    (tmp_path / "_lock").mkdir()  # No mode keeps root from writing.
+        start_run(make_config(tmp_path / "file" / "run"), ONE)
+    (tmp_path / "_lock").mkdir()  # File modes do not restrict root.
     with pytest.raises(ConfigError, match="cannot be written: Is a directory"):
         start_run(make_config(tmp_path), ONE)
 
 
-def test_a_directory_that_was_renamed_meanwhile_is_told_and_the_run_goes_on_when_it_is_back(tmp_path):
+def test_output_dir_renamed_during_run_is_reported(tmp_path):
     there, away = tmp_path / "there", tmp_path / "away"
     run = start_run(make_config(there), ONE)
-    checkpoint = leave_checkpoint(there, 5)
+    checkpoint = write_checkpoint(there, 5)
     there.rename(away)
     with pytest.raises(ConfigError, match="is missing: it was renamed"), run.recording_its_end():
         (there / "metrics.jsonl").write_text("")
@@ -364,10 +358,10 @@ def test_a_directory_that_was_renamed_meanwhile_is_told_and_the_run_goes_on_when
     assert start_run(make_config(there), ONE).resume_from == checkpoint
 
 
-def test_a_checkpoint_that_holds_more_than_tensors_is_refused_by_name(tmp_path):
+def test_checkpoint_with_pickled_objects_is_refused(tmp_path):
     config = make_config(tmp_path)
     facts = start_run(config, ONE).facts
-    checkpoint = leave_checkpoint(tmp_path, 5, run={key: facts[key] for key in RECORDED})
+    checkpoint = write_checkpoint(tmp_path, 5, run={key: facts[key] for key in RECORDED})
     (checkpoint / "optimizer.pt").write_bytes(pickle.dumps(Path("an object")))
     run = start_run(config, ONE)
     refused = pytest.raises(ConfigError, match="checkpoint-5: was not loaded: a file in it contains")
@@ -377,13 +371,13 @@ def test_a_checkpoint_that_holds_more_than_tensors_is_refused_by_name(tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "refused"
 
 
-def test_a_torn_record_does_not_stop_a_new_run(tmp_path):
+def test_truncated_record_without_checkpoint_is_replaced(tmp_path):
     (tmp_path / "run.json").write_text('{"status": "run')
     assert start_run(make_config(tmp_path), ONE).resume_from is None
 
 
-LOST = {
-    "gone": None,
+DAMAGES = {
+    "missing": None,
     "empty": "",
     "torn": '{"stage": "sf',
     "foreign": '{"name": "x"}',
@@ -392,14 +386,14 @@ LOST = {
 }
 
 
-@pytest.mark.parametrize("what", LOST)
-def test_a_lost_record_is_rebuilt_from_the_newest_checkpoint(tmp_path, what):
+@pytest.mark.parametrize("what", DAMAGES)
+def test_lost_record_is_restored_from_newest_checkpoint(tmp_path, what):
     config = make_config(tmp_path)
     before = start_run(config, ONE).facts
-    checkpoint = leave_checkpoint(tmp_path, 5, run={key: before[key] for key in RECORDED})
+    checkpoint = write_checkpoint(tmp_path, 5, run={key: before[key] for key in RECORDED})
     (tmp_path / "run.json").unlink()
-    if LOST[what] is not None:
-        (tmp_path / "run.json").write_text(LOST[what])
+    if DAMAGES[what] is not None:
+        (tmp_path / "run.json").write_text(DAMAGES[what])
     again = start_run(config, ONE)
     assert again.resume_from == checkpoint
     record = json.loads((tmp_path / "run.json").read_text())
@@ -409,10 +403,10 @@ def test_a_lost_record_is_rebuilt_from_the_newest_checkpoint(tmp_path, what):
         start_run(make_config(tmp_path, learning_rate=1.0), ONE)
 
 
-def test_a_record_that_no_checkpoint_holds_is_asked_for(tmp_path):
-    """Checkpoints of the version before do not hold it."""
+def test_lost_record_without_copy_in_checkpoint_is_refused(tmp_path):
+    """Checkpoints of older versions have no copy."""
     start_run(make_config(tmp_path), ONE)
-    leave_checkpoint(tmp_path, 5)
+    write_checkpoint(tmp_path, 5)
     (tmp_path / "run.json").write_text("")
     with pytest.raises(ConfigError, match=r"run\.json: has unexpected fields: `stage` is missing") as caught:
         start_run(make_config(tmp_path), ONE)
@@ -420,7 +414,7 @@ def test_a_record_that_no_checkpoint_holds_is_asked_for(tmp_path):
 
 
 @pytest.mark.parametrize("content", ['{"name": "my project"}', None])
-def test_a_file_of_somebody_else_is_not_overwritten(tmp_path, content):
+def test_unrelated_run_json_is_not_overwritten(tmp_path, content):
     path = tmp_path / "run.json"
     path.mkdir() if content is None else path.write_text(content)
     with pytest.raises(ConfigError, match=r"run\.json"):
@@ -428,7 +422,7 @@ def test_a_file_of_somebody_else_is_not_overwritten(tmp_path, content):
     assert content is None or path.read_text() == content
 
 
-def test_a_record_that_vanishes_while_the_run_lives_is_written_again_whole(tmp_path):
+def test_record_deleted_during_run_is_rewritten_in_full(tmp_path):
     run = start_run(make_config(tmp_path), ONE)
     (tmp_path / "run.json").unlink()
     with run.recording_its_end():
@@ -438,9 +432,9 @@ def test_a_record_that_vanishes_while_the_run_lives_is_written_again_whole(tmp_p
     assert record["config"]["learning_rate"] == 1e-5
 
 
-def test_files_that_somebody_changed_meanwhile_neither_undo_a_run_nor_hide_why_it_ended(tmp_path):
+def test_errors_of_summary_do_not_replace_final_status(tmp_path):
     config = make_config(tmp_path / "out")
-    config = dataclasses.replace(config, model=ModelConfig(model_name_or_path=str(tmp_path / "a model that is gone")))
+    config = dataclasses.replace(config, model=ModelConfig(model_name_or_path=str(tmp_path / "deleted model")))
     run = start_run(config, ONE)
     (tmp_path / "out" / "rollbacks.json").write_text("{")
     with pytest.raises(ZeroDivisionError), run.recording_its_end():
@@ -452,17 +446,17 @@ def test_files_that_somebody_changed_meanwhile_neither_undo_a_run_nor_hide_why_i
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-def test_a_file_of_the_run_that_is_gone_is_named_and_any_other_is_a_bug(tmp_path, is_ours):
+def test_missing_file_of_run_is_user_error_and_other_is_bug(tmp_path, is_ours):
     run = start_run(make_config(tmp_path / "out"), ONE)
-    gone = tmp_path / ("out" if is_ours else "elsewhere") / "checkpoint-3" / "optimizer.pt"
+    missing = tmp_path / ("out" if is_ours else "elsewhere") / "checkpoint-3" / "optimizer.pt"
     with pytest.raises(ConfigError if is_ours else FileNotFoundError, match="optimizer"), run.recording_its_end():
-        gone.read_bytes()
+        missing.read_bytes()
 
 
-def test_a_lost_connection_is_told_as_what_it_is(tmp_path, monkeypatch):
+def test_lost_connection_is_reported_as_lost_peer(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    # The launcher has no time to notice who is gone: there is none.
+    # There is no launcher to wait for.
     monkeypatch.setattr("recipes_lib.training.run.explain_lost_connection", partial(explain_lost_connection, seconds=0))
     run = start_run(make_config(tmp_path), TWO)
     with pytest.raises(LostPeerError, match="another process ended"), run.recording_its_end():
@@ -470,7 +464,7 @@ def test_a_lost_connection_is_told_as_what_it_is(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "failed"
 
 
-def test_a_disk_that_is_full_at_the_end_does_not_hide_why_it_ended(tmp_path, monkeypatch):
+def test_full_disk_at_end_does_not_hide_error_of_run(tmp_path, monkeypatch):
     run = start_run(make_config(tmp_path), ONE)
 
     def refuse(self, *_: object, **__: object) -> None:
@@ -483,7 +477,7 @@ def test_a_disk_that_is_full_at_the_end_does_not_hide_why_it_ended(tmp_path, mon
         run.record(status="done")
 
 
-def test_a_full_disk_is_recorded_as_a_refusal_in_the_room_kept_for_that(tmp_path, monkeypatch):
+def test_full_disk_is_recorded_in_reserved_space(tmp_path, monkeypatch):
     run = start_run(make_config(tmp_path), ONE)
     write = Path.write_text
 
@@ -500,21 +494,21 @@ def test_a_full_disk_is_recorded_as_a_refusal_in_the_room_kept_for_that(tmp_path
     assert "the disk is full" in record["error"]
 
 
-def test_a_disk_that_is_full_for_the_last_word_is_no_run_that_is_done(tmp_path, monkeypatch):
+def test_full_disk_at_final_record_is_status_refused(tmp_path, monkeypatch):
     run, record = start_run(make_config(tmp_path), ONE), Run.record
 
-    def refuse_once(self, **facts):
+    def fail_once(self, **facts):
         if facts.get("status") == "done":
             raise OSError(errno.ENOSPC, "No space left on device")
         record(self, **facts)
 
-    monkeypatch.setattr(Run, "record", refuse_once)
+    monkeypatch.setattr(Run, "record", fail_once)
     with pytest.raises(ConfigError, match="the disk is full"), run.recording_its_end():
         pass
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "refused"
 
 
-def test_a_run_that_hangs_is_recorded_as_stalled(tmp_path):
+def test_stalled_run_is_recorded(tmp_path):
     with start_run(make_config(tmp_path), ONE).recording_its_end():
         WATCHDOG.on_stall("rank 0: no progress in a step for 1800 seconds")
         record = json.loads((tmp_path / "run.json").read_text())
@@ -522,7 +516,7 @@ def test_a_run_that_hangs_is_recorded_as_stalled(tmp_path):
     assert "1800 seconds" in record["error"]
 
 
-def test_each_of_several_processes_says_which_it_is_and_where_before_it_does_anything(tmp_path, capsys, monkeypatch):
+def test_each_process_reports_rank_and_host_at_start(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert describe_process(Launch(3, 1, 16, "FSDP")) == f"process 3 of 16: {socket.gethostname()}, cpu, FSDP"
     start_run(make_config(tmp_path / "several"), TWO)
@@ -534,15 +528,15 @@ def test_each_of_several_processes_says_which_it_is_and_where_before_it_does_any
     monkeypatch.delenv("RECIPES_LAUNCHED")
     start_run(make_config(tmp_path / "alone"), ONE)
     assert "process 0" not in capsys.readouterr().err
-    # One process beside GPUs that nobody uses.
+    # One process on a machine with eight GPUs.
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     start_run(make_config(tmp_path / "idle"), ONE)
-    assert "process 0 of 1" in (told := capsys.readouterr().err)
-    assert "one of 8 GPUs; the others are idle (`recipes launch` uses all)" in told
+    assert "process 0 of 1" in (logged := capsys.readouterr().err)
+    assert "one of 8 GPUs; the others are idle (`recipes launch` uses all)" in logged
 
 
 @pytest.mark.parametrize(("use_cpu", "warns"), [(False, True), (True, False)])
-def test_run_on_a_cpu_beside_an_unusable_gpu_warns(
+def test_run_on_cpu_beside_unusable_gpu_warns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], use_cpu: bool, warns: bool
 ) -> None:
     monkeypatch.setattr(run_module, "find_gpu_obstacle", lambda: "the driver is too old")

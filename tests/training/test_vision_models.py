@@ -1,4 +1,4 @@
-"""A model of text and pictures is fine-tuned on text: past the first steps, told what is frozen, and saved whole."""
+"""Fine-tuning of a vision-language model on text: the vision tower is frozen, and all weights are saved."""
 
 import pytest
 import torch
@@ -21,9 +21,9 @@ def model_dir(tmp_path, tiny_tokenizer):
     return folder
 
 
-def test_full_fine_tuning_trains_the_text_model_and_saves_all(model_dir, tmp_path):
+def test_full_fine_tuning_freezes_vision_tower_and_saves_all_weights(model_dir, tmp_path):
     trainer, recorder = make_trainer(model_dir, tmp_path / "run", make_packs(), **NUM_STEPS)
-    freeze_outside_text(trainer.model)  # As ``load_causal_lm`` does.
+    freeze_outside_text(trainer.model)  # as by ``load_causal_lm``
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     trainer.train()
     after = trainer.model.state_dict()
@@ -37,7 +37,7 @@ def test_full_fine_tuning_trains_the_text_model_and_saves_all(model_dir, tmp_pat
     assert all(torch.equal(saved[name], after[name]) for name in after)
 
 
-def test_an_adapter_passes_every_check(model_dir, tmp_path):
+def test_adapter_on_vision_model_passes_start_checks(model_dir, tmp_path):
     adapter = AdapterConfig(use_peft=True, lora_r=4)
     trainer, _, lines = make_adapter_trainer(model_dir, tmp_path / "run", make_packs(), adapter, **NUM_STEPS)
     trainer.train()

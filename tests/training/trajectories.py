@@ -1,4 +1,4 @@
-"""A ragged set of prepared rows and short training runs over it, for tests that compare trajectories."""
+"""Packed rows of unequal length, and short training runs, for tests that compare trajectories."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FIGURES = ("loss", "grad_norm", "learning_rate")
 
 
 def make_packs(num_rows: int = 16, *, seed: int = 0) -> Dataset:
-    """Packed rows with very unequal numbers of documents, tokens and targets."""
+    """Return packed rows with very unequal numbers of documents, tokens and targets."""
     generator = np.random.default_rng(seed)
     rows: dict[str, list[Any]] = {"input_ids": [], "loss_mask": [], "seq_lengths": [], "row_ids": []}
     for row in range(num_rows):
@@ -54,7 +54,7 @@ def make_packs(num_rows: int = 16, *, seed: int = 0) -> Dataset:
 
 
 class Recorder(TrainerCallback):
-    """Keeps everything that is logged, and the lines that are told."""
+    """Records all logged metrics, and progress lines."""
 
     def __init__(self) -> None:
         self.logs: list[dict[str, Any]] = []
@@ -65,17 +65,17 @@ class Recorder(TrainerCallback):
 
     @property
     def train_logs(self) -> list[dict[str, Any]]:
-        """Everything that was logged of each step."""
+        """Logs of training steps, without those of evaluations and the end."""
         return [logs for logs in self.logs if "loss" in logs]
 
     @property
     def steps(self) -> list[dict[str, float]]:
-        """Loss, gradient norm and learning rate of each step."""
+        """Loss, gradient norm and learning rate of each training step."""
         return [{name: float(logs[name]) for name in FIGURES} for logs in self.train_logs]
 
 
 class Narrator(TrainingProgress):
-    """Puts down what is told."""
+    """Progress that appends its lines to a list."""
 
     def __init__(self, lines: list[str]) -> None:
         self._lines = lines
@@ -95,7 +95,7 @@ def make_trainer(
     base: BaseDivergence | None = None,
     **training: Any,
 ) -> tuple[SFTTrainer, Recorder]:
-    """Our trainer, in full precision, logging every step."""
+    """Return a trainer in float32 that logs every step, and its recorder."""
     config = build_recipe(
         {**KEYS, "output_dir": str(output_dir), **training},
         model=ModelConfig(model_name_or_path=str(model_dir)),
@@ -118,7 +118,7 @@ def make_trainer(
 
 
 def main() -> None:
-    """Train in this process (one of several) and write the trajectory: ``MODEL OUTPUT JSON_TRAINING_KEYS``."""
+    """Train in this rank and write the trajectory: ``MODEL OUTPUT JSON_TRAINING_KEYS``."""
     model_dir, output_dir, training = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
     trainer, recorder = make_trainer(model_dir, output_dir / "run", make_packs(), **training)
     trainer.train()
@@ -132,11 +132,11 @@ if __name__ == "__main__":
 
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
-    """Return a copy of everything that a checkpoint of the model would hold."""
+    """Return a copy of the model's ``state_dict``."""
     return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
 
 
 def assert_equal_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    """Hold two models together to the bit."""
+    """Assert that two state dicts are bit-identical."""
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)

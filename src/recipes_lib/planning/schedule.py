@@ -336,6 +336,9 @@ def compute_steps(num_rows: int | None, training: Mapping[str, Any], world_size:
         training: Keys of ``TrainingArguments``; absent ones take their defaults.
         world_size: Data-parallel processes.
 
+    Raises:
+        ConfigError: ``dataloader_drop_last`` drops all rows.
+
     Source: transformers ``Trainer.set_initial_training_values`` and ``TrainingArguments.get_warmup_steps``;
     ``tests/planning/test_steps.py`` compares with the Trainer.
     """
@@ -348,6 +351,12 @@ def compute_steps(num_rows: int | None, training: Mapping[str, Any], world_size:
         rows_per_pass = batch_size * world_size
         drop_last = read_training(training, "dataloader_drop_last")
         num_batches = num_rows // rows_per_pass if drop_last else math.ceil(num_rows / rows_per_pass)
+        # Upstream would end training at step 0 without an error.
+        if drop_last and not num_batches:
+            found = (
+                f"drops all {num_rows:,} rows: they are fewer than the {rows_per_pass:,} of a batch of all processes"
+            )
+            raise ConfigError(Problem("dataloader_drop_last", found, "delete the line, or use smaller batches"))
         steps_per_epoch = max(math.ceil(num_batches / accumulation), 1)
     num_steps = max_steps if max_steps > 0 else math.ceil(read_training(training, "num_train_epochs") * steps_per_epoch)
     return StepPlan(

@@ -133,12 +133,12 @@ def attend_on_cuda(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 @pytest.mark.parametrize("num_more_keys", [0, 2])
-def test_cuda_kernel_gets_arguments_that_give_the_result_of_the_cpu(
+def test_cuda_kernel_arguments_give_result_of_cpu(
     monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], window: int | None, num_kv_heads: int, num_more_keys: int
 ) -> None:
     # ``create_autospec`` raises for arguments that the function of this torch version does not take.
     monkeypatch.setattr(varlen, "varlen_attn", create_autospec(varlen_attn, side_effect=attend_on_cuda))
-    batch = packed_batch()
+    batch = make_packed_batch()
     batch["cu_seq_lens_k"] = batch["cu_seq_lens_k"] + num_more_keys * torch.arange(4, dtype=torch.int32)
     batch["max_length_k"] += num_more_keys
     num_keys = 13 + 3 * num_more_keys

@@ -1,4 +1,4 @@
-"""Each combination that is refused, and one beside it that is not; check, launch and start refuse the same."""
+"""Incompatible options of recipe and launch file: every refused combination, and similar ones that are accepted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from recipes_lib.training.run import start_run
 
 
 def launch(kind: str = "FSDP", *, precision: str = "bf16", **settings: Any) -> dict[str, Any]:
-    """A launch file for four processes."""
+    """Return a launch file for four processes."""
     document = {"distributed_type": kind, "mixed_precision": precision, "num_processes": 4, "use_cpu": False}
     mesh = {key: value for key, value in settings.items() if key.startswith("parallelism_config_")}
     rest = {key: value for key, value in settings.items() if key not in mesh and key != "use_cpu"}
@@ -42,7 +42,7 @@ def launch(kind: str = "FSDP", *, precision: str = "bf16", **settings: Any) -> d
 
 
 def pipeline(num: int = 2, schedule: str = "1f1b", kind: str = "MULTI_GPU", **settings: Any) -> dict[str, Any]:
-    """A launch with pipeline parallelism; ``num_processes`` of them are four."""
+    """Return a launch file for four processes in pipelines of ``num`` stages."""
     return launch(kind, **settings) | {"pipeline": name_pipeline(num, schedule)}
 
 
@@ -67,7 +67,7 @@ HEADS_SHARED = ZERO_3 | {"parallelism_config": mesh(dp_shard=2, sp=2)["paralleli
 LIVE = {"precompute_ref_log_probs": False}
 PRETRAIN, SFT = {"recipe": "pretrain", "gradient_accumulation_steps": 4}, {"recipe": "sft"}
 PPO, RLOO, DISTIL = ({"recipe": recipe} for recipe in ("ppo", "rloo", "distill"))
-# For each row, in its order: what trips it, and what beside it does not; a recipe's keys and a launch file each.
+# For each row of BLOCKED, in order: recipe keys and launch file that it refuses, and similar pairs that it accepts.
 CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, Any], dict[str, Any]]]]] = [
     (
         ({"bf16": True}, launch("MULTI_GPU", precision="fp16")),
@@ -225,7 +225,7 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
         [(PRETRAIN | {"optim": "muon"}, pipeline()), (PRETRAIN | {"optim": "adafactor"}, DDP)],
     ),
 ]
-# What else trips the row of those keys.
+# Further refused combinations, with the reason of their row.
 OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     *(({"recipe": recipe}, TENSORS, "does not support adapters") for recipe in ("reward", "dpo", "distill")),
     ({"recipe": "pretrain"}, TENSORS | {"pipeline": name_pipeline(4, "gpipe")}, "device mesh needs another number"),
@@ -280,7 +280,7 @@ def read(keys: dict[str, Any], output_dir: Path) -> RecipeConfig:
 
 
 def find_rows(config: RecipeConfig, document: dict[str, Any]) -> list[str]:
-    """Why the rows that apply are refused."""
+    """Return the problems of the rows that refuse the combination."""
     try:
         verify_combination(config, read_document(document), "mine.yaml")
     except ConfigError as error:
@@ -288,35 +288,35 @@ def find_rows(config: RecipeConfig, document: dict[str, Any]) -> list[str]:
     return []
 
 
-def test_every_row_has_its_case() -> None:
+def test_every_row_has_a_case() -> None:
     assert len(CASES) == len(BLOCKED)
 
 
 @pytest.mark.parametrize(("row", "case"), list(zip(BLOCKED, CASES, strict=True)), ids=ROWS)
-def test_what_trips_a_row_and_what_beside_it_does_not(row: Any, case: Any, tmp_path: Path, monkeypatch) -> None:
+def test_row_refuses_its_case_and_accepts_neighbours(row: Any, case: Any, tmp_path: Path, monkeypatch) -> None:
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     (keys, document), neighbours = case
     config = read(keys, tmp_path)
-    said = f"with {row.launch}: {row.why}" if row.keys else f"{row.launch}: {row.why}"
-    assert [found for found in find_rows(config, document) if found.endswith(said)]
-    # Nothing is in the directory of a run that never started.
+    problem = f"with {row.launch}: {row.why}" if row.keys else f"{row.launch}: {row.why}"
+    assert [found for found in find_rows(config, document) if found.endswith(problem)]
+    # ``start_run`` refuses it too, before it writes anything.
     with pytest.raises(ConfigError) as started:
         start_run(config, read_document(document))
-    assert said in str(started.value)
+    assert problem in str(started.value)
     assert not list(tmp_path.iterdir())
     for others, other_document in neighbours:
         assert find_rows(read(others, tmp_path), other_document) == []
 
 
 @pytest.mark.parametrize(("keys", "document", "why"), OTHERS)
-def test_every_key_of_a_row_trips_it_and_is_named(keys, document, why, tmp_path: Path) -> None:
+def test_other_keys_of_row_are_refused_and_named(keys, document, why, tmp_path: Path) -> None:
     (found,) = find_rows(read(keys, tmp_path), document)
     assert why in found
     assert all(f"`{key}: " in found for key in list(keys)[1:2])
 
 
-def test_everything_is_told_at_once_and_where_it_stands(tmp_path: Path) -> None:
+def test_all_problems_are_reported_with_location(tmp_path: Path) -> None:
     file = tmp_path / "sft.yaml"
     file.write_text("model_name_or_path: o/m\ndataset_name: o/d\noutput_dir: out\ndtype: bfloat16\noptim: adafactor\n")
     config = load_config("sft", ["--config", str(file)])
@@ -326,7 +326,7 @@ def test_everything_is_told_at_once_and_where_it_stands(tmp_path: Path) -> None:
     assert "`optim: adafactor`" in error.value.problems[2].found
 
 
-def test_check_tells_it_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_check_reports_incompatible_options(tmp_path: Path) -> None:
     file, output = tmp_path / "mine.yaml", io.StringIO()
     file.write_text(yaml.safe_dump(launch(fsdp_version=1)))
     found = check(read({"optim": "adafactor"}, tmp_path), plan_launch(file, 4), Console(file=output, width=200), file)
@@ -337,7 +337,7 @@ def test_check_tells_it_before_anything_is_loaded(tmp_path: Path) -> None:
     assert "4 processes, sharded by FSDP, mixed_precision bf16" in output.getvalue()
 
 
-def test_launch_starts_nothing_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_refuses_incompatible_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("recipes_lib.hardware.count_accelerators", lambda: 4)
     monkeypatch.setattr("os.execv", lambda *_: pytest.fail("started"))
@@ -348,17 +348,17 @@ def test_launch_starts_nothing_then(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_our_launch_files_take_a_plain_recipe(file: Path, tmp_path: Path) -> None:
+def test_shipped_launch_files_accept_plain_recipe(file: Path, tmp_path: Path) -> None:
     assert find_rows(read({}, tmp_path), yaml.safe_load(file.read_text())) == []
 
 
-def test_a_run_without_a_launcher_is_never_blocked(tmp_path: Path) -> None:
+def test_run_without_launcher_is_never_refused(tmp_path: Path) -> None:
     alone = Launch(rank=0, local_rank=0, world_size=1, engine="")
     for (keys, _), _ in CASES:
         verify_combination(read(keys, tmp_path), alone)
 
 
-def test_the_documented_table_is_this_one() -> None:
+def test_documented_table_is_current() -> None:
     page = (ROOT / "docs" / "hardware.md").read_text()
     assert format_table() in page, "python -m recipes_lib.training.layouts.compatibility"
 
@@ -380,8 +380,8 @@ def block(**more: object) -> Blocked:
         (block(keys=("optim",)), "optim", "`optim`, which is not given, and a launch with the one: it would fail"),
     ],
 )
-def test_a_row_is_told_at_what_was_written(row: Blocked, where: str, found: str, tmp_path: Path) -> None:
+def test_problem_is_located_at_given_key(row: Blocked, where: str, found: str, tmp_path: Path) -> None:
     config = load_config("sft", [*PLAIN, "--seed=7"])
     keys = {name: value for name, value in flatten_config(config).items() if name != "optim"}
-    problem = row.tell(keys, config, "mine.yaml")
+    problem = row.build_problem(keys, config, "mine.yaml")
     assert (problem.where, problem.found, problem.remedy) == (where, found, "use another")

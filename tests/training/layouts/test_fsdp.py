@@ -1,4 +1,4 @@
-"""Precision of what is sharded, on objects without processes; sharding itself is in ``tests/distributed``."""
+"""FSDP2: mixed precision, frozen models and the gradient norm, in one process (sharding: ``tests/distributed``)."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def build_accelerator(policy: MixedPrecisionPolicy | None, *, is_fsdp2: bool) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_only_products_are_narrow(dtype):
+def test_mixed_precision_policy_casts_parameters_only(dtype):
     narrow = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
     ours = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    # In full precision, and without FSDP, there is nothing to settle.
-    for policy, is_fsdp2, settled in ((narrow, True, ours), (None, True, None), (narrow, False, narrow)):
+    # Without mixed precision, and without FSDP, the policy is unchanged.
+    for policy, is_fsdp2, expected in ((narrow, True, ours), (None, True, None), (narrow, False, narrow)):
         accelerator = build_accelerator(policy, is_fsdp2=is_fsdp2)
         set_precision(accelerator)
-        assert accelerator.state.fsdp_plugin.mixed_precision_policy == settled
+        assert accelerator.state.fsdp_plugin.mixed_precision_policy == expected
 
 
 @pytest.fixture
 def mesh():
-    """Of this process alone, whose shards are whole tensors."""
+    """Device mesh of one process, whose shards are whole tensors."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         yield init_device_mesh("cpu", (1,))
@@ -90,7 +90,7 @@ def prepare(sharder: str, mesh: Any) -> LlamaForCausalLM:
 
 
 class Casts(TorchDispatchMode):
-    """Counts tensors of hidden states that are copied in another precision."""
+    """Counts casts of hidden states to another dtype."""
 
     num = 0
 
@@ -102,7 +102,7 @@ class Casts(TorchDispatchMode):
 
 
 def train_step(model: LlamaForCausalLM) -> tuple[torch.Tensor, int, dict[str, torch.Tensor]]:
-    """Return the logits, how many times hidden states are cast, and gradients."""
+    """Return the logits, the number of casts of hidden states, and the gradients."""
     ids = torch.arange(24).view(2, 12)
     with Casts() as casts:
         output = model(input_ids=ids, use_cache=False)
@@ -112,18 +112,18 @@ def train_step(model: LlamaForCausalLM) -> tuple[torch.Tensor, int, dict[str, to
 
 
 @pytest.mark.parametrize("sharder", ["trained", "frozen", "chunk"])
-def test_the_whole_model_returns_float32_and_no_layer_does(mesh: Any, sharder: str) -> None:
+def test_only_root_module_casts_output_to_float32(mesh: Any, sharder: str) -> None:
     logits, casts, gradients = train_step(prepare("wide everywhere", mesh))
-    our_logits, our_casts, our_gradients = train_step(prepare(sharder, mesh))
-    assert our_logits.dtype == logits.dtype == torch.float32
-    torch.testing.assert_close(our_logits, logits, rtol=0, atol=0)
+    found_logits, found_casts, found_gradients = train_step(prepare(sharder, mesh))
+    assert found_logits.dtype == logits.dtype == torch.float32
+    torch.testing.assert_close(found_logits, logits, rtol=0, atol=0)
     for name, gradient in gradients.items():
-        torch.testing.assert_close(our_gradients[name], gradient, rtol=0, atol=0)
-    # Wider and back again, forwards and backwards, behind the embedding and each layer.
-    assert casts - our_casts >= 4 * (NUM_LAYERS + 1)
+        torch.testing.assert_close(found_gradients[name], gradient, rtol=0, atol=0)
+    # Two casts forward and two backward, after the embedding and each layer.
+    assert casts - found_casts >= 4 * (NUM_LAYERS + 1)
 
 
-def test_a_frozen_model_is_not_kept_for_checkpoints():
+def test_frozen_model_is_not_registered_for_checkpoints():
     models: list[nn.Module] = []
 
     def prepare_model(model: nn.Module, **_: bool) -> nn.Module:
@@ -136,19 +136,19 @@ def test_a_frozen_model_is_not_kept_for_checkpoints():
     assert not models
 
 
-def test_the_norm_is_that_of_all_tensors_together():
+def test_total_norm_equals_norm_of_concatenation():
     torch.manual_seed(0)
     tensors = [torch.randn(3, 4), torch.randn(5)]
     assert float(compute_total_norm(tensors)) == pytest.approx(float(torch.cat([t.flatten() for t in tensors]).norm()))
 
 
-def test_the_norm_counts_a_part_that_another_process_has():
-    """Of two processes one is not there: what it would add to a sum is left out, but the number of its own counts."""
+def test_total_norm_mixes_sharded_and_plain_tensors():
+    """A fake all-reduce adds nothing: the norm is that of the local shard and the plain tensor."""
     distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (2,))
         cut, plain = distribute_tensor(torch.full((4,), 2.0), mesh, [Shard(0)], src_data_rank=None), torch.tensor([3.0])
-        # 2, 2 of this process, and 3.
+        # Values 2 and 2 of this rank's shard, and 3.
         assert float(compute_total_norm([cut, plain])) == pytest.approx(17**0.5)
     finally:
         distributed.destroy_process_group()

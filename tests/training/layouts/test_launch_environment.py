@@ -1,4 +1,4 @@
-"""A launch that accelerate degraded in silence must not train."""
+"""Launch state from environment variables, and launches that accelerate silently changes."""
 
 import os
 from types import SimpleNamespace
@@ -12,6 +12,7 @@ from recipes_lib.training.layouts.launch_environment import (
     Launch,
     Layout,
     disable_accelerate_parallelism,
+    expect_launch,
     name_pipeline,
     read_launch,
     verify_accelerator,
@@ -25,22 +26,22 @@ def launch(world_size=1, engine=""):
     return Launch(rank=0, local_rank=0, world_size=world_size, engine=engine)
 
 
-def test_without_a_launcher_there_is_one_process(monkeypatch):
+def test_launch_without_variables_is_one_process(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
         monkeypatch.delenv(name, raising=False)
     assert read_launch() == launch()
     assert read_launch().is_main
 
 
-def test_a_launchers_variables_are_read(monkeypatch):
+def test_launch_is_read_from_variables(monkeypatch):
     for name, value in {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "ACCELERATE_USE_FSDP": "true"}.items():
         monkeypatch.setenv(name, value)
     assert read_launch() == Launch(rank=5, local_rank=1, world_size=8, engine="FSDP")
     assert not read_launch().is_main
 
 
-def test_pipelines_lie_across_the_processes():
-    """Six processes in three stages: neighbours hold the same part, and take rows of their own."""
+def test_ranks_of_pipeline_stages():
+    """Six processes in three stages: adjacent ranks have the same stage and different rows."""
     layout = Layout(pipeline_stages=3)
     every = [Launch(rank=rank, local_rank=rank, world_size=6, engine="", layout=layout) for rank in range(6)]
     assert [one.part.stage for one in every] == [0, 0, 1, 1, 2, 2]
@@ -51,9 +52,9 @@ def test_pipelines_lie_across_the_processes():
 
 
 @pytest.mark.parametrize(("schedule", "num_chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2)])
-def test_a_pipeline_is_read_from_its_variables(schedule, num_chunks):
-    told = {"WORLD_SIZE": "4", "RANK": "3", **name_pipeline(2, schedule)}
-    part = read_launch(told).part
+def test_pipeline_is_read_from_variables(schedule, num_chunks):
+    variables = {"WORLD_SIZE": "4", "RANK": "3", **name_pipeline(2, schedule)}
+    part = read_launch(variables).part
     assert (part.stage, part.num_stages, part.num_chunks) == (1, 2, num_chunks)
 
 
@@ -69,7 +70,7 @@ def test_a_pipeline_is_read_from_its_variables(schedule, num_chunks):
         ({"ACCELERATE_MIXED_PRECISION": "int8"}, "mixed_precision: there is no precision 'int8'"),
     ],
 )
-def test_what_is_no_layout_is_refused(variables, words):
+def test_invalid_variable_is_refused(variables, words):
     with pytest.raises(ConfigError, match=words):
         read_launch(variables)
 
@@ -81,48 +82,58 @@ def test_what_is_no_layout_is_refused(variables, words):
         ({"MASTER_PORT": "x"}, "MASTER_PORT: 'x' is not a port"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT: '65536' is not a port"),
         ({"RANK": "2"}, "RANK: is 2, and the ranks of 2 processes end at 1"),
+        ({"OMP_NUM_THREADS": "abc"}, "OMP_NUM_THREADS: 'abc' is not a whole number from 0 on"),
+        ({"OMP_NUM_THREADS": ""}, "OMP_NUM_THREADS: '' is not a whole number from 0 on"),
+        ({"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE: 'two' is not a whole number from 0 on"),
     ],
 )
-def test_one_of_several_processes_must_be_told_where_they_meet(variables, words, monkeypatch):
-    whole = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    for name, value in whole.items():
+def test_incomplete_rendezvous_is_refused(variables, words, monkeypatch):
+    complete = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in complete.items():
         monkeypatch.setenv(name, value)
     verify_rendezvous(read_launch())
-    for name in whole if variables == {"WORLD_SIZE": "2"} else ():
+    for name in complete if variables == {"WORLD_SIZE": "2"} else ():
         monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=words):
         verify_rendezvous(read_launch())
-    # One process meets nobody.
+    # A single process needs no rendezvous.
     verify_rendezvous(launch())
 
 
-def test_processes_that_do_not_know_each_other_are_refused():
+def test_invalid_number_of_threads_is_refused_before_processes_start(monkeypatch):
+    """accelerate's launcher reads the variable too, and fails with a traceback."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
+    with pytest.raises(ConfigError, match="OMP_NUM_THREADS: '4,2' is not a whole number"):
+        expect_launch(2, "")
+
+
+def test_unconnected_processes_are_refused():
     with pytest.raises(ConfigError, match="each would train its own model"):
         verify_launch(launch(world_size=2), num_processes=1, distributed_type="NO")
 
 
 @pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED"])
-def test_sharding_that_did_not_happen_is_refused(engine):
+def test_missing_sharding_engine_is_refused(engine):
     with pytest.raises(ConfigError, match=engine):
         verify_launch(launch(world_size=2, engine=engine), num_processes=2, distributed_type="MULTI_CPU")
     verify_launch(launch(world_size=2, engine=engine), num_processes=2, distributed_type=engine)
 
 
 @pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED"])
-def test_a_machine_without_gpus_is_told_of_a_launch_file_for_cpus_before_anything_is_loaded(engine, monkeypatch):
+def test_sharded_launch_without_gpu_names_cpu_launch_file(engine, monkeypatch):
     monkeypatch.delenv("ACCELERATE_TORCH_DEVICE", raising=False)
     with pytest.raises(ConfigError, match=r"finds no GPU(?s:.*)accelerate_configs/cpu_ddp.yaml"):
         verify_accelerator(launch(world_size=8, engine=engine), is_available=False)
     verify_accelerator(launch(world_size=8, engine=engine), is_available=True)
     verify_accelerator(launch(world_size=8), is_available=False)
-    # Who names a device knows what is there.
+    # An explicit device is not checked.
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
     verify_accelerator(launch(world_size=8, engine=engine), is_available=False)
 
 
-def test_a_process_without_a_gpu_of_its_own_is_refused_before_torch_fails(monkeypatch):
+def test_local_rank_beyond_visible_gpus_is_refused(monkeypatch):
     monkeypatch.delenv("ACCELERATE_TORCH_DEVICE", raising=False)
     last = Launch(rank=5, local_rank=1, world_size=8, engine="")
     with pytest.raises(ConfigError, match=r"LOCAL_RANK: is 1, and this process sees 1 GPU\n.*CUDA_VISIBLE_DEVICES"):
@@ -132,7 +143,7 @@ def test_a_process_without_a_gpu_of_its_own_is_refused_before_torch_fails(monkey
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
-def test_processes_of_srun_or_mpirun_that_do_not_know_each_other_are_refused(name, monkeypatch):
+def test_srun_or_mpirun_without_world_size_is_refused(name, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv(name, "1")
     verify_rendezvous(read_launch())
@@ -143,8 +154,8 @@ def test_processes_of_srun_or_mpirun_that_do_not_know_each_other_are_refused(nam
     verify_rendezvous(read_launch())
 
 
-def test_fsdp_is_several_gpus_until_accelerate_shards(monkeypatch):
-    """The state behind upstream's arguments knows of two GPUs under an FSDP launch file, and not of FSDP."""
+def test_fsdp_is_multi_gpu_before_accelerate_shards(monkeypatch):
+    """Under an FSDP launch file, the state of ``TrainingArguments`` is still ``MULTI_GPU``."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -158,13 +169,13 @@ def test_fsdp_is_several_gpus_until_accelerate_shards(monkeypatch):
 @pytest.mark.parametrize(
     ("engine", "distributed_type"), [("FSDP", "MULTI_GPU"), ("", "FSDP"), ("DEEPSPEED", "FSDP"), ("FSDP", "NO")]
 )
-def test_what_accelerate_has_decided_is_what_was_launched(engine, distributed_type):
+def test_engine_of_accelerate_must_equal_launch(engine, distributed_type):
     with pytest.raises(ConfigError, match=f"was launched and accelerate is running {distributed_type}"):
         verify_engine(launch(world_size=2, engine=engine), distributed_type)
     verify_engine(launch(world_size=2, engine=engine), engine or "MULTI_CPU")
 
 
-def test_processes_that_share_tensors_or_rows_take_the_same_rows():
+def test_data_ranks_under_tensor_and_context_parallelism():
     cut = Launch(rank=0, local_rank=0, world_size=8, engine="FSDP", layout=Layout(sizes={"tp": 4, "dp_shard": 2}))
     assert (cut.tensor_size, cut.data_size) == (4, 2)
     assert (launch(world_size=8).tensor_size, launch(world_size=8).data_size) == (1, 8)
@@ -176,8 +187,8 @@ def test_processes_that_share_tensors_or_rows_take_the_same_rows():
         assert [each.context_rank for each in shared] == [*range(4), *range(4)]
 
 
-def test_a_model_that_was_not_cut_after_all_is_refused():
-    """accelerate trains it whole on each of those processes, in silence."""
+def test_missing_tensor_parallelism_is_refused():
+    """accelerate would silently train a whole model on every rank."""
     cut = Launch(rank=0, local_rank=0, world_size=2, engine="FSDP", layout=Layout(sizes={"tp": 2}))
     verify_engine(cut, "MULTI_GPU", tensor_size=2, is_in_shards=True)
     with pytest.raises(ConfigError, match="expected 2 tensor-parallel ranks, and the model has 1"):
@@ -186,7 +197,7 @@ def test_a_model_that_was_not_cut_after_all_is_refused():
         verify_engine(launch(world_size=2, engine="FSDP"), "FSDP", tensor_size=2)
 
 
-def test_a_stage_that_was_not_shared_out_after_all_is_refused():
+def test_unsharded_pipeline_stage_is_refused():
     shared = Launch(rank=0, local_rank=0, world_size=4, engine="FSDP", layout=Layout(pipeline_stages=2))
     verify_engine(shared, "MULTI_GPU", is_in_shards=True)
     with pytest.raises(ConfigError, match="FSDP was launched and accelerate is running MULTI_GPU"):
@@ -202,7 +213,7 @@ def test_a_stage_that_was_not_shared_out_after_all_is_refused():
         ("DEEPSPEED", "PARALLELISM_CONFIG_SP_SIZE", "true"),
     ],
 )
-def test_accelerate_leaves_alone_what_is_shared_without_it(engine, variable, shards, monkeypatch):
+def test_accelerate_parallelism_is_disabled_for_own_layouts(engine, variable, shards, monkeypatch):
     is_used, is_meshed = f"ACCELERATE_USE_{engine}", "ACCELERATE_USE_PARALLELISM_CONFIG"
     for name, value in {"WORLD_SIZE": "2", is_used: "true", is_meshed: "true"}.items():
         monkeypatch.setenv(name, value)

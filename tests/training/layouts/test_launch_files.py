@@ -1,4 +1,4 @@
-"""What is read from a launch file is what accelerate tells the processes that it starts."""
+"""Launch files, compared with the environment that accelerate gives to its processes."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ DEEPSPEED = {
 def compare(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU"):
         monkeypatch.delenv(name, raising=False)
-    told = read_environment(file, "--machine_rank", "0", "--main_process_ip", "127.0.0.1")
+    theirs = read_environment(file, "--machine_rank", "0", "--main_process_ip", "127.0.0.1")
     ours = name_variables(read_launch_file(file))
-    # torch's launcher tells it to each process, and whether the run is on CPUs is told to nobody.
-    told |= {"WORLD_SIZE": ours["WORLD_SIZE"], "ACCELERATE_USE_CPU": ours["ACCELERATE_USE_CPU"]}
-    assert read_launch(ours) == read_launch(told)
+    # torch's launcher sets WORLD_SIZE in each process; ``use_cpu`` is in no variable of accelerate.
+    theirs |= {"WORLD_SIZE": ours["WORLD_SIZE"], "ACCELERATE_USE_CPU": ours["ACCELERATE_USE_CPU"]}
+    assert read_launch(ours) == read_launch(theirs)
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file.stem != "fp8"], ids=lambda file: file.stem)
-def test_a_launch_file_is_read_as_accelerate_reads_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_launch_file_is_read_as_by_accelerate(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compare(file, monkeypatch)
 
 
 @pytest.mark.parametrize("document", [MULTI_GPU, DEEPSPEED], ids=["FSDP", "DEEPSPEED"])
-def test_so_is_one_that_says_everything(
+def test_complete_launch_file_is_read_as_by_accelerate(
     document: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "mine.yaml"
@@ -79,9 +79,7 @@ def test_so_is_one_that_says_everything(
         assert launch.layout.offloads_optimizer
 
 
-def test_keys_of_fsdp_without_their_prefix_are_read_as_accelerate_reads_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fsdp_keys_without_prefix_are_read_as_by_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     document = {**MULTI_GPU, "fsdp_config": {"version": 2, "offload_params": True, "fsdp_state_dict_type": "FULL"}}
     file = tmp_path / "old.yaml"
     file.write_text(yaml.safe_dump(document))
@@ -91,7 +89,7 @@ def test_keys_of_fsdp_without_their_prefix_are_read_as_accelerate_reads_them(
 
 
 @pytest.mark.parametrize("backend", ["NO", False, None, "INDUCTOR"])
-def test_a_launch_in_which_accelerate_compiles_the_model_is_refused(backend: str | bool | None) -> None:
+def test_dynamo_backend_of_launch_file_is_refused(backend: str | bool | None) -> None:
     variables = name_variables({**MULTI_GPU, "dynamo_config": {"dynamo_backend": backend}})
     if backend != "INDUCTOR":
         assert read_launch(variables) == read_launch(name_variables(MULTI_GPU))
@@ -116,8 +114,8 @@ def read_deepspeed(content: Any, folder: Path) -> Launch:
     return read_launch(name_variables(document))
 
 
-def test_a_deepspeed_file_is_read_as_accelerate_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file of transformers' documentation, but for its optimizer; and what accelerate makes of it."""
+def test_deepspeed_file_is_read_as_by_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of transformers' documentation without its optimizer, compared with accelerate's plugin."""
     plugins = pytest.importorskip("accelerate.utils")
     content = {
         "zero_optimization": STAGE_3,
@@ -138,7 +136,7 @@ def test_a_deepspeed_file_is_read_as_accelerate_reads_it(tmp_path: Path, monkeyp
     assert read_launch().layout == launch.layout
 
 
-def test_what_a_deepspeed_file_leaves_out_is_deepspeeds_default(tmp_path: Path) -> None:
+def test_deepspeed_file_defaults(tmp_path: Path) -> None:
     launch = read_deepspeed({"zero_optimization": {}, "fp16": {"enabled": True}}, tmp_path)
     layout = launch.layout
     assert (launch.precision, layout.zero_stage, layout.accumulation, layout.clipping) == ("fp16", 0, 1, 0.0)
@@ -158,18 +156,18 @@ def test_what_a_deepspeed_file_leaves_out_is_deepspeeds_default(tmp_path: Path) 
         ({"zero_optimization": STAGE_3, "train_batch_size": 32}, "delete `train_batch_size` from the file"),
     ],
 )
-def test_a_deepspeed_file_that_would_train_something_else_is_refused(content: Any, words: str, tmp_path: Path) -> None:
+def test_unsupported_deepspeed_file_is_refused(content: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"ds config\.json") as caught:
         read_deepspeed(content, tmp_path)
     assert words in str(caught.value)
 
 
-def test_the_number_of_processes_is_the_launchers() -> None:
+def test_num_processes_overrides_launch_file() -> None:
     assert read_launch(name_variables(MULTI_GPU, 16)).world_size == 16
     assert read_launch(name_variables(MULTI_GPU)).world_size == 4
 
 
-def test_what_is_no_launch_file_is_refused(tmp_path: Path) -> None:
+def test_recipe_as_launch_file_is_refused(tmp_path: Path) -> None:
     recipe = tmp_path / "sft.yaml"
     recipe.write_text("learning_rate: 1.0e-5\n")
     with pytest.raises(ConfigError, match="no `distributed_type`"):
@@ -186,7 +184,7 @@ def test_what_is_no_launch_file_is_refused(tmp_path: Path) -> None:
         ("fsdp_config: [fsdp_version]", "fsdp_config: it is not a mapping"),
     ],
 )
-def test_a_launch_file_that_cannot_be_read_is_named(text: str, words: str, tmp_path: Path) -> None:
+def test_malformed_launch_file_is_refused(text: str, words: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(f"distributed_type: FSDP\n{text}\n")
     with pytest.raises(ConfigError, match=r"mine\.yaml") as caught:
@@ -194,11 +192,11 @@ def test_a_launch_file_that_cannot_be_read_is_named(text: str, words: str, tmp_p
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(("kind", "is_sound"), [("NO", False), ("no", False), ("", False), ("'NO'", True)])
-def test_a_kind_without_its_quotes_is_no_kind(kind: str, is_sound: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "is_valid"), [("NO", False), ("no", False), ("", False), ("'NO'", True)])
+def test_unquoted_distributed_type_no_is_refused(kind: str, is_valid: bool, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(f"distributed_type: {kind}\n")
-    if is_sound:
+    if is_valid:
         assert read_launch(name_variables(read_launch_file(file))).engine == ""
     else:
         with pytest.raises(ConfigError, match=r"mine\.yaml: distributed_type: .*\s+quote it: distributed_type: 'NO'"):
@@ -206,12 +204,12 @@ def test_a_kind_without_its_quotes_is_no_kind(kind: str, is_sound: bool, tmp_pat
 
 
 @pytest.mark.parametrize("count", [0, -3])
-def test_no_launch_is_without_processes(count: int) -> None:
+def test_non_positive_num_processes_is_refused(count: int) -> None:
     with pytest.raises(ConfigError, match=f"--num_processes: is {count}"):
         plan_launch(None, count)
 
 
-def test_parts_without_entries_are_left_out(tmp_path: Path) -> None:
+def test_empty_sections_are_ignored(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("distributed_type: FSDP\nfsdp_config:\nparallelism_config:\n")
     assert read_launch(name_variables(read_launch_file(file))).engine == "FSDP"

@@ -1,4 +1,4 @@
-"""A launch file says how its processes hold a model, and a device which activation checkpointing there is."""
+"""Memory layout of launch files, automatic activation checkpointing, and the planned cost of a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHARDS = {
 
 
 @pytest.mark.parametrize("name", SHARDS)
-def test_a_launch_file_says_who_shares_weights_gradients_and_states(name) -> None:
+def test_shard_counts_by_launch_file(name) -> None:
     layout = build_layout(plan_launch(find_launch_file(name)), name, 4)
     assert layout.shards == SHARDS[name]
     assert layout.is_deepspeed == name.startswith("zero")
@@ -36,7 +36,7 @@ def test_a_launch_file_says_who_shares_weights_gradients_and_states(name) -> Non
 
 
 @pytest.mark.parametrize(("schedule", "in_flight"), [("1f1b", 4), ("gpipe", 16), ("interleaved", 5.5)])
-def test_a_schedule_says_how_many_micro_batches_are_in_flight(schedule, in_flight) -> None:
+def test_micro_batches_in_flight_by_pipeline_schedule(schedule, in_flight) -> None:
     launch = plan_launch(find_launch_file("ddp"), 8, name_pipeline(4, schedule))
     assert build_layout(launch, "ddp", 16).in_flight == in_flight
     assert build_layout(launch, "ddp", 16).num_processes == 2
@@ -45,8 +45,8 @@ def test_a_schedule_says_how_many_micro_batches_are_in_flight(schedule, in_fligh
 @pytest.fixture
 def configure(tiny_model_dir, tmp_path):
     def build(**keys):
-        given = {"model_name_or_path": tiny_model_dir, "dataset_name": "owner/rows", "output_dir": tmp_path / "out"}
-        flags = {**given, "max_length": 64, "activation_checkpointing": "auto", **keys}
+        paths = {"model_name_or_path": tiny_model_dir, "dataset_name": "owner/rows", "output_dir": tmp_path / "out"}
+        flags = {**paths, "max_length": 64, "activation_checkpointing": "auto", **keys}
         return load_config("sft", [f"--{name}={value}" for name, value in flags.items()])
 
     return build
@@ -62,25 +62,25 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("keys", "memory", "mode", "why"), CASES)
-def test_auto_is_what_the_device_has_room_for(configure, monkeypatch, keys, memory, mode, why) -> None:
+@pytest.mark.parametrize(("keys", "memory", "mode", "reason"), CASES)
+def test_auto_checkpointing_by_device_memory(configure, monkeypatch, keys, memory, mode, reason) -> None:
     monkeypatch.setattr("recipes_lib.training.layouts.memory_layout.read_device_memory", lambda: memory)
-    settled, told = choose_checkpointing(configure(**keys), plan_launch(None))
-    assert {name: settled.training.get(name) for name in list_keys(mode)} == list_keys(mode)
-    assert told.startswith(f"{mode} (")
-    assert why in told
+    chosen, line = choose_checkpointing(configure(**keys), plan_launch(None))
+    assert {name: chosen.training.get(name) for name in list_keys(mode)} == list_keys(mode)
+    assert line.startswith(f"{mode} (")
+    assert reason in line
 
 
 @pytest.mark.parametrize("value", ["true", "false"])
-def test_what_the_recipe_decides_stays(configure, monkeypatch, value) -> None:
+def test_explicit_checkpointing_is_kept(configure, monkeypatch, value) -> None:
     monkeypatch.setattr("recipes_lib.training.layouts.memory_layout.read_device_memory", lambda: 1e6)
     config = configure(activation_checkpointing=value)
     assert choose_checkpointing(config, plan_launch(None)) == (config, "")
     assert set(MODES) == {"none", "save_matmuls", "every 2nd layer", "every layer"}
 
 
-def test_a_run_on_a_gpu_has_a_plan_and_one_on_a_cpu_none(configure, monkeypatch) -> None:
-    """Recomputing every layer costs a third more time and less memory; a second GPU has rows of its own."""
+def test_plan_of_run_on_gpu(configure, monkeypatch) -> None:
+    """Recomputing every layer takes a third more time and less memory; a second GPU does not change the step time."""
     monkeypatch.setattr("recipes_lib.training.layouts.memory_layout.read_device_memory", lambda: 80e9)
     one, two = (Launch(rank=0, local_rank=0, world_size=size, engine="") for size in (1, 2))
     kept, recomputed = (
@@ -89,7 +89,7 @@ def test_a_run_on_a_gpu_has_a_plan_and_one_on_a_cpu_none(configure, monkeypatch)
     assert recomputed["step_seconds"] == pytest.approx(kept["step_seconds"] * 4 / 3, rel=5e-3)
     assert recomputed["memory_bytes"] < kept["memory_bytes"]
     assert plan_run(configure(activation_checkpointing="false"), two, "H100")["step_seconds"] == kept["step_seconds"]
-    # A new GPU has no known peak.
+    # The peak throughput of an unknown GPU is unknown.
     assert plan_run(configure(activation_checkpointing="false"), one, "Abacus") == {
         "memory_bytes": kept["memory_bytes"]
     }
@@ -97,7 +97,7 @@ def test_a_run_on_a_gpu_has_a_plan_and_one_on_a_cpu_none(configure, monkeypatch)
     assert plan_run(configure(model_name_or_path="nowhere/at_all"), one, "H100") is None
 
 
-def test_the_plan_counts_liger_where_it_will_be_used(configure, monkeypatch) -> None:
+def test_plan_includes_liger_if_used(configure, monkeypatch) -> None:
     monkeypatch.setattr("recipes_lib.training.layouts.memory_layout.read_device_memory", lambda: 80e9)
     launch = Launch(rank=0, local_rank=0, world_size=1, engine="")
 

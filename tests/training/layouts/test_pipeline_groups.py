@@ -1,4 +1,4 @@
-"""Every process is in one pipeline and in one group of those that hold the same part."""
+"""Process groups of pipeline parallelism: pipelines, replicas of a stage, and first and last stages."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from recipes_lib.training.layouts.launch_environment import Launch, Layout
 from recipes_lib.training.layouts.pipeline_schedule import build_pipeline_groups
 
 
-def clear() -> None:
+def clear_caches() -> None:
     build_pipeline_groups.cache_clear()
     build_pipeline_mesh.cache_clear()
 
 
 @pytest.fixture(autouse=True)
-def afresh() -> Iterator[None]:
-    clear()
+def fresh_groups() -> Iterator[None]:
+    clear_caches()
     yield
-    clear()
+    clear_caches()
     distributed.destroy_process_group()
 
 
@@ -35,14 +35,16 @@ def afresh() -> Iterator[None]:
         (5, [1, 3, 5], [4, 5], [1, 5]),
     ],
 )
-def test_pipelines_lie_across_neighbours(rank: int, pipeline: list[int], replicas: list[int], ends: list[int]) -> None:
+def test_pipeline_groups_are_strided_over_ranks(
+    rank: int, pipeline: list[int], replicas: list[int], ends: list[int]
+) -> None:
     distributed.init_process_group("fake", rank=rank, world_size=6, store=FakeStore())
     mesh = build_pipeline_groups(3)
     assert distributed.get_process_group_ranks(mesh.pipeline) == pipeline
     assert distributed.get_process_group_ranks(mesh.replicas.get_group()) == replicas
     assert distributed.get_process_group_ranks(mesh.ends) == ends
     assert build_pipeline_groups(3) is mesh
-    # The launch numbers the stages as the groups do.
+    # ``Launch`` assigns the same stage.
     part = Launch(rank, 0, 6, "", layout=Layout(pipeline_stages=3)).part
     assert part is not None
     assert part.stage == pipeline.index(rank) == distributed.get_rank(mesh.pipeline)
@@ -52,7 +54,7 @@ def test_pipelines_lie_across_neighbours(rank: int, pipeline: list[int], replica
     ("rank", "pipeline", "replicas", "tensors"),
     [(0, [0, 4], [0, 2], [0, 1]), (3, [3, 7], [1, 3], [2, 3]), (6, [2, 6], [4, 6], [6, 7])],
 )
-def test_tensor_parallel_ranks_are_neighbours(
+def test_tensor_parallel_ranks_are_adjacent(
     rank: int, pipeline: list[int], replicas: list[int], tensors: list[int]
 ) -> None:
     distributed.init_process_group("fake", rank=rank, world_size=8, store=FakeStore())
@@ -68,7 +70,7 @@ def test_tensor_parallel_ranks_are_neighbours(
     assert (launch.data_size, launch.data_rank, launch.tensor_rank) == (2, replicas.index(rank), tensors.index(rank))
 
 
-def test_of_two_stages_the_ends_are_the_pipeline() -> None:
+def test_ends_group_of_two_stages_is_pipeline() -> None:
     distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
     mesh = build_pipeline_groups(2)
     assert distributed.get_process_group_ranks(mesh.ends) == [0, 1]

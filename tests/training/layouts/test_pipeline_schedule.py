@@ -1,4 +1,4 @@
-"""Chunks in turns on one process: losses, logits and gradients are those of the model that nobody cut."""
+"""Interleaved pipeline schedule on one process: losses, logits and gradients of the whole model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def build_pipeline(*, is_tied: bool = False) -> tuple[Any, Any]:
-    """The whole model, and the same one in two chunks that take turns on this process."""
+    """Return the whole model, and a pipeline of two chunks of it on this process."""
     config = make_config("llama", tie_word_embeddings=is_tied)
     (part,) = build_parts(config, 1, 2)
     whole = build_whole(config)
@@ -42,7 +42,7 @@ def build_pipeline(*, is_tied: bool = False) -> tuple[Any, Any]:
 
 
 def make_batches(num: int, num_rows: int = 2, seed: int = 0) -> list[dict[str, torch.Tensor]]:
-    """Batches with unlike numbers of targets."""
+    """Return batches with different numbers of targets."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
     for number in range(num):
@@ -61,7 +61,7 @@ def assert_same_gradients(whole: Any, pipeline: Pipeline) -> None:
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_gradients_are_those_of_the_mean_over_all_targets(is_tied: bool) -> None:
+def test_gradients_equal_whole_model(is_tied: bool) -> None:
     whole, pipeline = build_pipeline(is_tied=is_tied)
     for num_batches, num_rows in ((3, 2), (3, 2), (2, 3)):
         batches = make_batches(num_batches, num_rows)
@@ -81,7 +81,7 @@ def test_gradients_are_those_of_the_mean_over_all_targets(is_tied: bool) -> None
         torch.testing.assert_close(pipeline.measure_norm(own), get_total_norm(gradients), rtol=1e-6, atol=0)
 
 
-def test_it_answers_as_the_model_does() -> None:
+def test_forward_equals_whole_model() -> None:
     whole, pipeline = build_pipeline()
     (batch,) = make_batches(1)
     expected, found = (model(**batch, loss_head=True) for model in (whole, pipeline))
@@ -93,13 +93,13 @@ def test_it_answers_as_the_model_does() -> None:
     assert not found.logits.requires_grad
 
 
-def test_the_checks_of_the_start_take_it_for_a_model() -> None:
+def test_pipeline_passes_start_checks() -> None:
     _, pipeline = build_pipeline()
     verify_isolation(pipeline, "rows")
     verify_loss_head(pipeline)
 
 
-def test_documents_that_see_each_other_in_one_chunk_are_found() -> None:
+def test_leak_between_documents_in_one_chunk_is_detected() -> None:
     _, pipeline = build_pipeline()
     later = pipeline.chunks[1].model.base_model
     run = type(later).forward
@@ -112,6 +112,6 @@ def test_documents_that_see_each_other_in_one_chunk_are_found() -> None:
         verify_isolation(pipeline, "rows")
 
 
-def test_one_process_has_no_copy_of_a_tied_embedding() -> None:
+def test_single_process_has_no_copy_of_tied_embedding() -> None:
     _, pipeline = build_pipeline(is_tied=True)
     assert pipeline.tied_copy is None

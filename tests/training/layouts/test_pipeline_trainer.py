@@ -1,4 +1,4 @@
-"""Which trainer a launch gets, and what is told; what it trains is held to one process in ``tests/distributed``."""
+"""Trainer of a launch with pipeline parallelism, and its description (training: ``tests/distributed``)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from recipes_lib.training.layouts.pipeline_schedule import PipelineTrainer, _des
 from recipes_lib.training.trainers.next_token_trainer import PretrainTrainer
 
 
-def test_a_launch_in_stages_has_a_trainer_of_its_own() -> None:
+def test_trainer_is_chosen_by_launch() -> None:
     assert choose_trainer(Launch(0, 0, 2, "")) is PretrainTrainer
     assert choose_trainer(Launch(0, 0, 2, "", layout=Layout(pipeline_stages=2))) is PipelineTrainer
 
 
 @pytest.mark.parametrize(
-    ("part", "schedule", "num_batches", "told"),
+    ("part", "schedule", "num_batches", "words"),
     [
         (PipelinePart(0, 2), "1f1b", 4, "2 stages by 1f1b, 4 micro-batches a step; the bubble adds 25%"),
         (PipelinePart(0, 4), "gpipe", 4, "4 stages by gpipe, 4 micro-batches a step; the bubble adds 75%"),
@@ -27,6 +27,6 @@ def test_a_launch_in_stages_has_a_trainer_of_its_own() -> None:
         (PipelinePart(0, 2, 2), "interleaved", 4, "the bubble adds 12%"),
     ],
 )
-def test_the_bubble_is_told(part: PipelinePart, schedule: str, num_batches: int, told: str) -> None:
+def test_description_reports_bubble(part: PipelinePart, schedule: str, num_batches: int, words: str) -> None:
     pipeline: Any = SimpleNamespace(part=part)
-    assert told in _describe(pipeline, schedule, num_batches=num_batches)
+    assert words in _describe(pipeline, schedule, num_batches=num_batches)

@@ -1,4 +1,4 @@
-"""Small models of several architectures, and a few steps of training."""
+"""Small models of several architectures, and a short training loop."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ MODELS = {
 
 
 def build(name: str) -> Any:
-    """One of ``MODELS``, always with the same weights."""
+    """Build one of ``MODELS``, with the same weights in every call."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return MODELS[name]()
 
 
 def compute_loss(model: Any) -> torch.Tensor:
-    """The loss of a batch."""
+    """Return the loss of a fixed batch."""
     ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
     loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
     return loss
 
 
 def take_steps(model: Any, optimizer: Any, num_steps: int = 4) -> tuple[float, float]:
-    """Train on that batch; return the first and the last loss."""
+    """Train on the fixed batch; return the first and the last loss."""
     losses = []
     for _ in range(num_steps):
         loss = compute_loss(model)

@@ -1,4 +1,4 @@
-"""Bytes of the states that an optimizer holds, for tests and the benchmark of optimizers."""
+"""Bytes of optimizer states, for tests and the benchmark of optimizers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def measure_state_bytes(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter] | None = None) -> float:
-    """Return the bytes of states that this process holds for each trained parameter; 0 before the first step.
+    """Return this rank's bytes of state per trained parameter; 0 before the first step.
 
     Tensors that several parameters share, such as the levels of a quantisation, count once.
     """
@@ -22,13 +22,13 @@ def measure_state_bytes(optimizer: torch.optim.Optimizer, parameters: Sequence[n
 
 
 def measure_group_bytes(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Return the same of each group that is not empty."""
+    """Return ``measure_state_bytes`` of each group that is not empty."""
     groups = [group["params"] for group in optimizer.param_groups]
     return [measure_state_bytes(optimizer, parameters) for parameters in groups if parameters]
 
 
 def _iter_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that hold memory: of a sharded tensor the shard, of a quantised one codes and scales."""
+    """Yield the tensors that take memory: shards of sharded tensors, codes and scales of quantised ones."""
     if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
         names, _ = value.__tensor_flatten__()
         yield from _iter_tensors([getattr(value, name) for name in names])

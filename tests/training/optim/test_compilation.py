@@ -1,13 +1,12 @@
-"""Which kernels a run has unless it says otherwise, and layers that are compiled one by one."""
+"""Defaults of torch.compile and Liger, and regional compilation of layers."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 import torch
-from tests.training.trajectories import make_packs, make_trainer
+from tests.training.trajectories import Narrator, make_packs, make_trainer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from recipes_lib.config.loader import load_config
@@ -17,7 +16,13 @@ from recipes_lib.models.attention.varlen import register_varlen
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.training.layouts.launch_environment import Launch, Layout
 from recipes_lib.training.optim import compilation
-from recipes_lib.training.optim.compilation import choose_compilation, choose_liger, compile_layers, is_compiled
+from recipes_lib.training.optim.compilation import (
+    CompilationCheck,
+    choose_compilation,
+    choose_liger,
+    compile_layers,
+    is_compiled,
+)
 
 ONE = Launch(rank=0, local_rank=0, world_size=1, engine="")
 FP8 = Launch(rank=0, local_rank=0, world_size=1, engine="", precision="fp8")
@@ -27,9 +32,9 @@ PIPELINE = Launch(rank=0, local_rank=0, world_size=2, engine="", layout=Layout(p
 
 
 def read(recipe: str, **keys: Any) -> RecipeConfig:
-    given = {"model_name_or_path": "o/m", "dataset_name": "o/d", "output_dir": "out", **keys}
-    given |= {"max_length": 8} if recipe == "pretrain" else {}
-    return load_config(recipe, [f"--{name}={value}" for name, value in given.items()])
+    flags = {"model_name_or_path": "o/m", "dataset_name": "o/d", "output_dir": "out", **keys}
+    flags |= {"max_length": 8} if recipe == "pretrain" else {}
+    return load_config(recipe, [f"--{name}={value}" for name, value in flags.items()])
 
 
 @pytest.mark.parametrize(
@@ -48,7 +53,7 @@ def read(recipe: str, **keys: Any) -> RecipeConfig:
         ("dpo", {"torch_compile": "true", "torch_compile_backend": "eager"}, ONE, True, {"backend": "eager"}),
     ],
 )
-def test_pretraining_and_fp8_are_compiled_and_the_rest_on_request(
+def test_compilation_options_by_recipe_and_launch(
     monkeypatch: pytest.MonkeyPatch,
     recipe: str,
     keys: dict[str, Any],
@@ -60,7 +65,7 @@ def test_pretraining_and_fp8_are_compiled_and_the_rest_on_request(
     assert choose_compilation(read(recipe, **keys), launch, is_cuda=is_cuda) == expected
 
 
-def test_pretraining_is_not_compiled_by_default_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pretraining_is_not_compiled_without_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "find_compiler_obstacle", lambda: "no Python.h")
     assert choose_compilation(read("pretrain"), ONE, is_cuda=True) is None
     assert choose_compilation(read("pretrain", torch_compile="true"), ONE, is_cuda=True) == {}
@@ -85,7 +90,7 @@ def test_fp8_without_compilation_is_refused() -> None:
         ({"use_liger_kernel": "true"}, ONE, False, False, False),
     ],
 )
-def test_liger_is_used_where_it_can_be_without_its_cross_entropies(
+def test_liger_is_used_if_supported_without_cross_entropies(
     monkeypatch: pytest.MonkeyPatch,
     keys: dict[str, Any],
     launch: Launch,
@@ -101,7 +106,7 @@ def test_liger_is_used_where_it_can_be_without_its_cross_entropies(
         assert chosen["liger_kernel_config"] == {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
-def test_parts_of_liger_are_the_users_choice_but_for_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_liger_kernel_config_is_kept_except_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "is_liger_kernel_available", lambda: True)
     monkeypatch.setattr(compilation, "find_compiler_obstacle", lambda: "")
     config = read("sft")
@@ -112,7 +117,7 @@ def test_parts_of_liger_are_the_users_choice_but_for_the_loss(monkeypatch: pytes
         choose_liger(config, ONE, is_cuda=True)
 
 
-def test_liger_that_is_asked_for_on_a_gpu_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requested_liger_must_be_installed_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "is_liger_kernel_available", lambda: False)
     with pytest.raises(ConfigError, match="pip install liger-kernel"):
         choose_liger(read("sft", use_liger_kernel="true"), ONE, is_cuda=True)
@@ -141,47 +146,66 @@ def build_batch(lengths: list[int]) -> dict[str, Any]:
     return {"input_ids": ids, "position_ids": positions, "labels": labels, **kernel}
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_compiled_layers_give_the_loss_and_gradients_of_eager_ones_on_packed_rows(checkpointed: bool) -> None:
-    """Rows of several shapes, their documents apart; the names of weights stay."""
+@pytest.mark.parametrize(
+    ("kernel", "checkpointed", "rows"),
+    [
+        # Rows of one length are compiled once; another length would be traced again, with dynamic shapes.
+        ("sdpa", True, [[5, 9, 3], [8, 9]]),
+        pytest.param("varlen", False, [[5, 9, 3], [8, 8], [4, 4, 4, 9]], marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_layers_equal_eager_on_packed_rows(kernel: str, checkpointed: bool, rows: list[list[int]]) -> None:
     register_varlen()
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
     )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="varlen").train()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=kernel).train()
     add_loss_head(model)
     names = list(model.state_dict())
     if checkpointed:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    found = []
+    results = []
     for compiles in (False, True):
         if compiles:
             assert compile_layers(model, {"backend": "aot_eager"}) == 2
             assert is_compiled(model)
         losses = []
         model.zero_grad()
-        for lengths in ([5, 9, 3], [8, 8], [4, 4, 4, 9]):
+        for lengths in rows:
             loss = model(**build_batch(lengths), loss_head=True).nll_sum
             loss.backward()
             losses.append(loss.detach())
-        found.append([torch.stack(losses), *(parameter.grad.clone() for parameter in model.parameters())])
-    for eager, compiled in zip(*found, strict=True):
+        results.append([torch.stack(losses), *(parameter.grad.clone() for parameter in model.parameters())])
+    for eager, compiled in zip(*results, strict=True):
         torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
     assert list(model.state_dict()) == names
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def test_a_run_says_what_was_compiled_and_what_was_not(tiny_model_dir, tmp_path) -> None:
+def test_layers_are_compiled_by_the_trainer_and_fallback_is_logged(tiny_model_dir, tmp_path, monkeypatch) -> None:
+    compiled: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setattr(
+        "recipes_lib.training.trainers.recipe_trainer.compile_layers",
+        lambda model, options: compiled.append((type(model).__name__, options)) or 2,
+    )
+    keys = {"torch_compile_backend": "eager", "max_steps": 1}
+    trainer, recorder = make_trainer(tiny_model_dir, tmp_path, make_packs(), **keys)
+    assert not trainer.args.torch_compile, "upstream would compile the whole model"
+    trainer.train()
+    assert compiled == [("LlamaForCausalLM", {"backend": "eager"})]
+    assert "torch.compile of 2 layers made no graph: torch fell back to eager mode" in recorder.lines
+
+
+def test_compiled_graphs_are_counted_instead_of_frames() -> None:
+    """A frame whose only graph break is inside of a checkpoint counts as ``ok`` and runs in eager mode."""
     lines: list[str] = []
-    for backend in ("aot_eager", "eager"):
-        trainer, recorder = make_trainer(
-            tiny_model_dir, tmp_path / backend, make_packs(), torch_compile_backend=backend, max_steps=2
-        )
-        assert not trainer.args.torch_compile, "upstream would compile the whole model"
-        with torch.compiler.set_stance("force_eager" if backend == "eager" else "default"):
-            trainer.train()
-        lines += recorder.lines
-    told = [line for line in lines if line.startswith("torch.compile")]
-    assert re.fullmatch(r"torch.compile of 2 layers made [1-9]\d* graphs", told[0])
-    assert "no graph: torch fell back" in told[1]
+    counters = torch._dynamo.utils.counters
+    for kind, name in (("frames", "ok"), ("stats", "unique_graphs")):
+        check = CompilationCheck(2, Narrator(lines))
+        counters[kind][name] += 3
+        for _ in range(2):  # Only the first step is reported.
+            check.on_step_end(None, None, None)
+    assert [line.rpartition("made ")[2] for line in lines] == ["no graph: torch fell back to eager mode", "3 graphs"]

@@ -1,4 +1,4 @@
-"""Muon's update against singular values in numpy; which parameters get it; and that both optimizers act as one."""
+"""Muon with AdamW: update compared with an SVD in numpy, parameter groups, and state."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from recipes_lib.training.optim.optimizers import MuonAdamW, build_muon, describe_groups
 
 LR, DECAY, MOMENTUM = 0.02, 0.1, 0.95
-NOTHING_ELSE = [{"params": []}]
+NO_OTHERS = [{"params": []}]
 
 
 def build_optimizer(model, tmp_path, *, decay_embeddings=True, **training):
@@ -30,7 +30,7 @@ def flatten(model):
 
 
 def orthogonalise(matrix):
-    """Five quintic Newton-Schulz steps, which change nothing but the singular values."""
+    """Apply five quintic Newton-Schulz steps to the singular values."""
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
     values = values / np.sqrt((values**2).sum())
     for _ in range(5):
@@ -39,11 +39,11 @@ def orthogonalise(matrix):
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (8, 40), (40, 8)])
-def test_a_matrix_moves_as_its_singular_values_say(shape):
+def test_muon_update_equals_svd_in_numpy(shape):
     generator = np.random.default_rng(0)
     expected, momentum = generator.standard_normal(shape), np.zeros(shape)
     matrix = torch.nn.Parameter(torch.tensor(expected, dtype=torch.float32))
-    optimizer = MuonAdamW([matrix], NOTHING_ELSE, lr=LR, weight_decay=DECAY, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = MuonAdamW([matrix], NO_OTHERS, lr=LR, weight_decay=DECAY, betas=(0.9, 0.95), eps=1e-8)
     moved = 0.0
     for _ in range(4):
         gradient = generator.standard_normal(shape)
@@ -54,11 +54,11 @@ def test_a_matrix_moves_as_its_singular_values_say(shape):
         moved += np.linalg.norm(update)
         matrix.grad = torch.tensor(gradient, dtype=torch.float32)
         optimizer.step()
-    # Torch iterates in bfloat16, with 8 bits to a number.
+    # Torch iterates in bfloat16, with 8 significant bits.
     assert np.linalg.norm(matrix.detach().numpy() - expected) < 0.01 * moved
 
 
-def test_the_hidden_matrices_are_muons_and_the_rest_is_adamws(tmp_path):
+def test_muon_updates_hidden_matrices_and_adamw_the_rest(tmp_path):
     model = build("llama")
     rows = describe_groups(build_optimizer(model, tmp_path), model)
     assert [(row.optimizer, row.weight_decay) for row in rows] == [("Muon", DECAY), ("AdamW", DECAY), ("AdamW", 0.0)]
@@ -72,7 +72,7 @@ def test_the_hidden_matrices_are_muons_and_the_rest_is_adamws(tmp_path):
     assert sum(row.num_tensors for row in rows) == len(list(model.parameters()))
 
 
-def test_an_embedding_is_adamws_though_it_does_not_decay_and_once_though_it_is_tied(tmp_path):
+def test_tied_embedding_is_in_one_adamw_group(tmp_path):
     model = build("llama-tied")
     muon, _, kept = build_optimizer(model, tmp_path, decay_embeddings=False).param_groups
     embedding = model.get_input_embeddings().weight
@@ -81,7 +81,7 @@ def test_an_embedding_is_adamws_though_it_does_not_decay_and_once_though_it_is_t
 
 
 @pytest.mark.parametrize(
-    ("name", "adamws", "muons"),
+    ("name", "expected_adamw", "expected_muon"),
     [
         (
             "mixtral",
@@ -91,20 +91,20 @@ def test_an_embedding_is_adamws_though_it_does_not_decay_and_once_though_it_is_t
         ("gpt2", {"transformer.wte.weight", "transformer.wpe.weight"}, {"transformer.h.*.attn.c_attn.weight"}),
     ],
 )
-def test_stacks_and_position_embeddings_are_adamws(tmp_path, name, adamws, muons):
+def test_stacked_experts_and_position_embeddings_use_adamw(tmp_path, name, expected_adamw, expected_muon):
     model = build(name)
     muon, decaying, _ = describe_groups(build_optimizer(model, tmp_path), model)
-    assert muons <= set(muon.parameters)
-    assert adamws <= set(decaying.parameters)
+    assert expected_muon <= set(muon.parameters)
+    assert expected_adamw <= set(decaying.parameters)
 
 
-def test_a_bias_of_every_expert_is_a_vector_though_together_they_are_a_matrix(tmp_path):
+def test_stacked_expert_biases_do_not_decay(tmp_path):
     model = build("gpt-oss")
     _, _, kept = describe_groups(build_optimizer(model, tmp_path), model)
     assert "model.layers.*.mlp.experts.gate_up_proj_bias" in kept.parameters
 
 
-def test_what_is_frozen_is_nobodys(tmp_path):
+def test_frozen_parameters_are_in_no_group(tmp_path):
     model = build("llama")
     model.requires_grad_(False)
     model.model.layers[1].mlp.requires_grad_(True)
@@ -115,7 +115,7 @@ def test_what_is_frozen_is_nobodys(tmp_path):
     assert torch.equal(flatten(model.model.layers[0]), before)
 
 
-def test_under_one_schedule_it_is_torchs_muon_and_torchs_adamw(tmp_path):
+def test_combined_optimizer_equals_separate_muon_and_adamw(tmp_path):
     ours, theirs = build("llama"), build("llama")
     optimizer = build_optimizer(ours, tmp_path)
     names = dict(theirs.named_parameters())
@@ -143,8 +143,8 @@ def test_under_one_schedule_it_is_torchs_muon_and_torchs_adamw(tmp_path):
     assert torch.equal(flatten(ours), flatten(theirs))
 
 
-def test_a_resumed_run_goes_on_to_the_bit(tmp_path):
-    """Prepared by accelerate, which loads the state of an optimizer into itself, and saved as the Trainer saves."""
+def test_state_dict_resumes_bit_identically(tmp_path):
+    """The optimizer is prepared by accelerate, and its state saved as by the Trainer."""
     whole, resumed = build("llama"), build("llama")
     optimizer = prepare(build_optimizer(whole, tmp_path))
     take_steps(whole, optimizer, 3)
@@ -158,21 +158,21 @@ def test_a_resumed_run_goes_on_to_the_bit(tmp_path):
     assert torch.equal(flatten(whole), flatten(resumed))
 
 
-def test_parameters_that_were_exchanged_are_the_ones_that_move(tmp_path):
-    """Sharding puts other tensors into the groups of an optimizer that was built before."""
+def test_replaced_parameters_are_updated(tmp_path):
+    """Sharding replaces the tensors in the groups of an existing optimizer."""
     model = build("llama")
     optimizer = build_optimizer(model, tmp_path)
-    exchanged = [torch.nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
-    by_id = dict(zip(map(id, model.parameters()), exchanged, strict=True))
+    replaced = [torch.nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
+    by_id = dict(zip(map(id, model.parameters()), replaced, strict=True))
     for group in optimizer.param_groups:
         group["params"] = [by_id[id(parameter)] for parameter in group["params"]]
-    for parameter in exchanged:
+    for parameter in replaced:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    assert not any(torch.equal(old, new) for old, new in zip(model.parameters(), exchanged, strict=True))
+    assert not any(torch.equal(old, new) for old, new in zip(model.parameters(), replaced, strict=True))
 
 
-def test_a_closure_is_evaluated_once_with_gradients(tmp_path):
+def test_closure_is_evaluated_once_with_gradients(tmp_path):
     model, losses = build("llama"), []
     optimizer = build_optimizer(model, tmp_path)
     before = flatten(model)
@@ -190,7 +190,7 @@ def test_a_closure_is_evaluated_once_with_gradients(tmp_path):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_it_holds_one_number_a_matrix_entry_and_two_for_the_rest(tmp_path):
+def test_state_bytes_of_muon_and_adamw(tmp_path):
     model = build("llama")
     optimizer = build_optimizer(model, tmp_path)
     take_steps(model, optimizer, 1)

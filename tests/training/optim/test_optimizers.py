@@ -1,4 +1,4 @@
-"""What decays, what an optimizer needs and what it holds, against transformers' own Trainer."""
+"""Weight decay, parameter groups, state and requirements of optimizers, compared with transformers' Trainer."""
 
 import copy
 import importlib.util
@@ -39,7 +39,7 @@ def verify(training, *, recipe="sft"):
 
 
 class OurGroups(Trainer):
-    """Upstream's trainer with our choice of what decays."""
+    """transformers' trainer with this library's rule of weight decay."""
 
     def get_decay_parameter_names(self, model):
         return get_decay_names(model, decay_embeddings=False)
@@ -50,39 +50,28 @@ def build_optimizer(model, tmp_path, optim, **training):
     return OurGroups(model=model, args=args).create_optimizer()
 
 
-@pytest.mark.parametrize("name", sorted(set(MODELS) - {"mamba"}))
-def test_with_embeddings_what_decays_is_what_the_trainer_decays(name):
-    model = build(name)
-    trained = [parameter_name for parameter_name, _ in model.named_parameters()]
-    upstream = set(Trainer.get_decay_parameter_names(None, model))
-    vectors = {"gpt-oss": {n for n in trained if n.endswith("sinks")}}  # Attention sinks, a number a head.
-    expected = [n for n in trained if n in upstream - vectors.get(name, set())]
-    assert get_decay_names(model, decay_embeddings=True) == expected
-
-
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_without_embeddings_they_alone_are_left_out(name):
+def test_decay_names_equal_transformers(name):
     model = build(name)
-    left_out = set(get_decay_names(model, decay_embeddings=True)) - set(get_decay_names(model, decay_embeddings=False))
-    assert left_out == EMBEDDINGS.get(name, {"model.embed_tokens.weight", "lm_head.weight"})
-
-
-@pytest.mark.parametrize("name", sorted(MODELS))
-def test_no_vector_no_bias_and_no_norm_ever_decays(name):
-    model = build(name)
-    decaying = set(get_decay_names(model, decay_embeddings=True))
     shapes = {parameter_name: parameter.ndim for parameter_name, parameter in model.named_parameters()}
+    decaying = get_decay_names(model, decay_embeddings=True)
     assert min(shapes[parameter_name] for parameter_name in decaying) >= 2
     assert not any("norm" in parameter_name or "bias" in parameter_name for parameter_name in decaying)
+    if name != "mamba":  # transformers also decays its vectors ``D``
+        upstream = set(Trainer.get_decay_parameter_names(None, model))
+        sinks = {n for n in shapes if n.endswith("sinks")}  # attention sinks of gpt-oss, a scalar per head
+        assert decaying == [n for n in shapes if n in upstream - sinks]
+    without = set(decaying) - set(get_decay_names(model, decay_embeddings=False))
+    assert without == EMBEDDINGS.get(name, {"model.embed_tokens.weight", "lm_head.weight"})
 
 
-def test_a_norm_that_goes_by_another_name_does_not_decay_here():
+def test_norm_of_unusual_name_does_not_decay():
     model = torch.nn.ModuleDict({"ln": torch.nn.RMSNorm(4), "norm1": torch.nn.RMSNorm(4), "mlp": torch.nn.Linear(4, 4)})
     assert get_decay_names(model, decay_embeddings=True) == ["mlp.weight"]
-    assert Trainer.get_decay_parameter_names(None, model) == ["ln.weight", "norm1.weight", "mlp.weight"]  # The trap.
+    assert Trainer.get_decay_parameter_names(None, model) == ["ln.weight", "norm1.weight", "mlp.weight"]
 
 
-def test_a_wrapped_model_decays_the_same():
+def test_decay_names_of_wrapped_model():
     model = build("gpt2")
     wrapped = torch.nn.ModuleDict({"module": model})
     expected = [f"module.{name}" for name in get_decay_names(model, decay_embeddings=False)]
@@ -104,7 +93,7 @@ def test_a_wrapped_model_decays_the_same():
         ("stable_adamw", {}, "optimi", 8),
     ],
 )
-def test_upstreams_optimizers_train_our_groups(tmp_path, optim, training, package, state_bytes):
+def test_upstream_optimizer_trains_decay_groups(tmp_path, optim, training, package, state_bytes):
     if package:
         pytest.importorskip(package)
     model = build("llama-tied")
@@ -121,33 +110,38 @@ def test_upstreams_optimizers_train_our_groups(tmp_path, optim, training, packag
         assert measure_state_bytes(optimizer) == pytest.approx(state_bytes, abs=0.1)
 
 
-SAVING = {
+RESUMED = {
     "adafactor": None,
+    "sgd": None,
+    "adagrad": None,
+    "rmsprop": None,
+    "ademamix": "bitsandbytes",
     "adamw_8bit": "bitsandbytes",
     "paged_adamw_8bit": "bitsandbytes",
     "lion_32bit": "bitsandbytes",
     "lion_8bit": "bitsandbytes",
     "adamw_torch_8bit": "torchao",
 }
-"""Optimizers that save memory and that a recipe may name, with their packages."""
+"""Optimizers to resume, with their packages."""
 
 
 @pytest.mark.parametrize(
-    "optim", [pytest.param(name, marks=pytest.mark.slow) if name == "adamw_torch_8bit" else name for name in SAVING]
+    "optim", [pytest.param(name, marks=pytest.mark.slow) if name == "adamw_torch_8bit" else name for name in RESUMED]
 )
-def test_what_saves_memory_learns_and_resumes_to_the_bit(tmp_path, optim):
-    if package := SAVING[optim]:
+def test_optimizer_learns_and_resumes_bit_identically(tmp_path, optim):
+    if package := RESUMED[optim]:
         pytest.importorskip(package)
-    rate = 5e-3 if optim.startswith("lion") else 1e-2
+    options = {"learning_rate": {"sgd": 0.1, "adagrad": 0.1, "lion_32bit": 5e-3, "lion_8bit": 5e-3}.get(optim, 1e-2)}
+    options |= {"optim_args": "momentum=0.9"} if optim == "sgd" else {}
     model = build("llama-tied")
-    optimizer = build_optimizer(model, tmp_path, optim, learning_rate=rate)
+    optimizer = build_optimizer(model, tmp_path, optim, **options)
     first, _ = take_steps(model, optimizer, 6)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     _, last = take_steps(model, optimizer, 6)
     assert last < 0.85 * first
 
     again = build("llama-tied")
-    resumed = build_optimizer(again, tmp_path, optim, learning_rate=rate)
+    resumed = build_optimizer(again, tmp_path, optim, **options)
     again.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])
     take_steps(again, resumed, 6)
@@ -155,7 +149,7 @@ def test_what_saves_memory_learns_and_resumes_to_the_bit(tmp_path, optim):
         assert torch.equal(found, expected), name
 
 
-def test_every_trained_parameter_is_told_of_once_and_a_frozen_one_never(tmp_path):
+def test_group_rows_list_each_trained_parameter_once(tmp_path):
     model = build("mixtral")
     model.model.layers[0].requires_grad_(False)
     optimizer = build_optimizer(model, tmp_path, "adamw_torch", learning_rate=3e-4)
@@ -173,7 +167,7 @@ def test_every_trained_parameter_is_told_of_once_and_a_frozen_one_never(tmp_path
     )
 
 
-def test_states_are_told_once_there_are_some_and_the_rate_is_that_of_the_peak(tmp_path):
+def test_group_rows_have_peak_learning_rate(tmp_path):
     model = build("llama")
     optimizer = build_optimizer(model, tmp_path, "adamw_torch", learning_rate=3e-4)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
@@ -183,7 +177,7 @@ def test_states_are_told_once_there_are_some_and_the_rate_is_that_of_the_peak(tm
     assert measure_group_bytes(optimizer) == pytest.approx([8, 8], abs=0.3)
 
 
-def test_an_optimizer_that_accelerate_prepared_is_told_of_as_it_was_built(tmp_path):
+def test_group_rows_are_equal_after_accelerate_prepare(tmp_path):
     model = build("llama")
     optimizer = build_optimizer(model, tmp_path, "adafactor")
     prepared = Accelerator(cpu=True).prepare(optimizer)
@@ -191,7 +185,7 @@ def test_an_optimizer_that_accelerate_prepared_is_told_of_as_it_was_built(tmp_pa
     assert describe_groups(prepared, model) == describe_groups(optimizer, model)
 
 
-def test_a_tensor_that_all_states_share_is_counted_once():
+def test_state_bytes_count_shared_tensor_once():
     parameters = [torch.nn.Parameter(torch.zeros(10)) for _ in range(3)]
     optimizer = torch.optim.SGD(parameters)
     levels = torch.zeros(15)
@@ -199,8 +193,6 @@ def test_a_tensor_that_all_states_share_is_counted_once():
         optimizer.state[parameter] = {"codes": torch.zeros(10, dtype=torch.uint8), "scales": [levels], "step": 3}
     assert measure_state_bytes(optimizer) == (3 * 10 + 4 * 15) / 30
 
-
-# What an optimizer needs.
 
 PACKAGE_OF_HANDLER = {
     "_get_bitsandbytes_optimizer": "bitsandbytes",
@@ -217,7 +209,7 @@ PACKAGE_OF_HANDLER = {
 BUILT_IN = {"_get_adamw_torch", "_get_adafactor", "_get_sgd", "_get_adagrad", "_get_rmsprop"}
 NAMES = [member.value for member in OptimizerNames]
 ACCEPTED = {"lr_scheduler_type": "constant", "optim_target_modules": "all-linear", "save_strategy": "no"}
-"""Keys with which nothing but a package can be missing."""
+"""Keys with which an optimizer needs its package only."""
 
 
 def read_handler(name):
@@ -226,14 +218,14 @@ def read_handler(name):
 
 @pytest.fixture
 def packages(monkeypatch):
-    """Says whether every package is there: none, until told otherwise."""
-    there = {"all": False}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if there["all"] else None)
-    return there
+    """Make all packages look missing, or installed with ``packages["all"] = True``."""
+    installed = {"all": False}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed["all"] else None)
+    return installed
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_of_every_optimizer_upstream_has_the_missing_package_is_named(packages, name):
+def test_missing_package_is_named_for_every_optimizer(packages, name):
     if name.endswith(("lomo", "layerwise")):
         with pytest.raises(ConfigError, match="during the backward pass"):
             verify({"optim": name} | ACCEPTED)
@@ -250,24 +242,24 @@ def test_of_every_optimizer_upstream_has_the_missing_package_is_named(packages, 
     verify({"optim": name} | ACCEPTED)
 
 
-def test_the_page_names_every_optimizer_that_is_refused_whatever_is_installed(packages):
+def test_documented_table_lists_all_refused_optimizers(packages):
     packages["all"] = True
     page = (Path(__file__).parents[3] / "docs" / "optimizers.md").read_text(encoding="utf-8")
     rows = page.partition("**Refused**")[2].partition("**On weights")[0].splitlines()
-    told = {name for row in rows if row.startswith("| `") for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    named = {name for row in rows if row.startswith("| `") for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     refused = set()
     for name in NAMES:
         try:
             verify({"optim": name} | {key: value for key, value in ACCEPTED.items() if key != "save_strategy"})
         except ConfigError:
             refused.add(name)
-    assert told - {"optim"} == refused
+    assert named - {"optim"} == refused
     assert "| Sophia | no value of `optim`" in page
     assert not any("sophia" in name for name in NAMES)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith(("lomo", "layerwise"))])
-def test_what_is_accepted_is_built_and_what_is_refused_is_not(tmp_path, name):
+def test_accepted_optimizers_are_those_upstream_builds(tmp_path, name):
     model = build("llama")
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, optim=name, optim_target_modules="all-linear")
     try:
@@ -280,7 +272,7 @@ def test_what_is_accepted_is_built_and_what_is_refused_is_not(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("training", "told"),
+    ("training", "message"),
     [
         ({"optim": "galore_adamw", "optim_target_modules": None}, "optim_target_modules"),
         ({"optim": "apollo_adamw", "optim_target_modules": None}, "optim_target_modules"),
@@ -291,23 +283,43 @@ def test_what_is_accepted_is_built_and_what_is_refused_is_not(tmp_path, name):
         ({"optim": "schedule_free_adamw", "lr_scheduler_type": "cosine"}, "lr_scheduler_type: constant"),
         ({"optim": "schedule_free_sgd", "warmup_steps": 0.03}, "not a fraction"),
         ({"optim": "muon", "optim_args": "momentum=0.9"}, "muon takes no arguments"),
+        ({"optim": "adamw_torch_fused", "optim_args": "amsgrad=True"}, "adamw_torch_fused takes no arguments"),
+        ({"optim": "sgd", "optim_args": "momentom=0.9"}, "no argument 'momentom'\n *write momentum, dampening"),
+        ({"optim": "sgd", "optim_args": "momentum"}, "'momentum' does not give a number"),
+        ({"optim": "sgd", "optim_args": "momentum=0.9, dampening=much"}, "'dampening=much' does not give a number"),
+        ({"optim": "sgd", "optim_args": "momentum=0.9,"}, "no argument ''"),
     ],
 )
-def test_what_needs_more_than_a_name_is_told_what(packages, training, told):
+def test_missing_or_ignored_option_of_optimizer_is_refused(packages, training, message):
     packages["all"] = True
-    with pytest.raises(ConfigError, match=told) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         verify(ACCEPTED | training)
     assert len(caught.value.problems) == 1
 
 
-def test_every_problem_is_told_at_once(packages):
+@pytest.mark.parametrize(
+    ("optim", "arguments"),
+    [
+        ("sgd", "momentum=0.9, nesterov=True"),
+        ("paged_ademamix_8bit", "beta3=0.999,t_alpha=100"),
+        ("apollo_adamw", "proj=random,rank=1,scale=128.0,scale_type=tensor,update_proj_gap=200"),
+        ("adamw_torch_8bit", "bf16_stochastic_round=True"),
+        ("rmsprop", "alpha=.9,eps=1e-6"),
+    ],
+)
+def test_arguments_that_transformers_reads_are_accepted(packages, optim, arguments):
+    packages["all"] = True
+    verify(ACCEPTED | {"optim": optim, "optim_args": arguments})
+
+
+def test_all_problems_of_optimizer_are_reported(packages):
     with pytest.raises(ConfigError) as caught:
         verify({"optim": "galore_adamw", "weight_decay": 0.1})
     assert len(caught.value.problems) == 4
 
 
-def test_a_share_as_the_warmup_of_a_schedule_free_optimizer_would_multiply_the_first_step(tmp_path):
-    """Why it is refused: upstream hands the share on as a number of steps."""
+def test_schedule_free_divides_first_step_by_fractional_warmup(tmp_path):
+    """The reason of the refusal: upstream passes the fraction as a number of steps."""
     pytest.importorskip("schedulefree")
     optimizer = build_optimizer(build("llama"), tmp_path, "schedule_free_adamw", learning_rate=1e-3, warmup_steps=0.01)
     optimizer.train()
@@ -316,7 +328,7 @@ def test_a_share_as_the_warmup_of_a_schedule_free_optimizer_would_multiply_the_f
     assert optimizer.param_groups[0]["scheduled_lr"] == pytest.approx(0.1)
 
 
-def test_pretraining_warms_up_by_its_own_schedule(packages):
+def test_fractional_warmup_of_schedule_free_is_allowed_in_pretraining(packages):
     packages["all"] = True
     training = ACCEPTED | {"optim": "schedule_free_adamw", "warmup_steps": 0.01}
     verify(training, recipe="pretrain")
@@ -324,8 +336,8 @@ def test_pretraining_warms_up_by_its_own_schedule(packages):
         verify(training)
 
 
-def test_a_group_that_deepspeed_has_flattened_is_told_as_such():
-    """Its tensor is none of the model's."""
+def test_group_row_of_flattened_deepspeed_partition():
+    """Its tensor is not a parameter of the model."""
     flat = torch.nn.Parameter(torch.zeros(10))
     (row,) = describe_groups(torch.optim.AdamW([flat], lr=3e-4, weight_decay=0.1), build("llama-tied"))
     assert (row.num_parameters, row.weight_decay, row.learning_rate) == (10, 0.1, 3e-4)
@@ -334,7 +346,7 @@ def test_a_group_that_deepspeed_has_flattened_is_told_as_such():
 
 @pytest.mark.parametrize("decay_embeddings", [True, False])
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "muon"])
-def test_the_planned_groups_are_those_of_the_run(tiny_model_dir, tmp_path, optim, decay_embeddings):
+def test_planned_groups_equal_built_groups(tiny_model_dir, tmp_path, optim, decay_embeddings):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     keys = {"optim": optim, "learning_rate": 1e-3, "weight_decay": 0.1, "output_dir": str(tmp_path), "use_cpu": True}
     config = build_recipe(keys, "pretrain", pretraining=PretrainingConfig(decay_embeddings=decay_embeddings))

@@ -1,4 +1,4 @@
-"""LoRA+: the B matrices learn faster, whatever the optimizer, and nothing else changes."""
+"""LoRA+: a higher learning rate of B matrices, with any optimizer, compared with PEFT."""
 
 import pytest
 import torch
@@ -32,19 +32,19 @@ def take_steps(model, optimizer, num_steps=5):
     return [parameter.detach().clone() for parameter in model.parameters() if parameter.requires_grad]
 
 
-def test_the_weights_are_those_of_pefts_own_loraplus(tmp_path):
-    ours, theirs = adapt(), adapt()
-    optimizer = build_optimizer(ours, tmp_path)
-    split_loraplus_groups(optimizer, ours, RATIO)
-    reference = create_loraplus_optimizer(theirs, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=RATIO)
-    expected = take_steps(theirs, reference)
-    torch.testing.assert_close(take_steps(ours, optimizer), expected, rtol=1e-6, atol=1e-7)
+def test_weights_equal_peft_loraplus(tmp_path):
+    model, peft_model = adapt(), adapt()
+    optimizer = build_optimizer(model, tmp_path)
+    split_loraplus_groups(optimizer, model, RATIO)
+    reference = create_loraplus_optimizer(peft_model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=RATIO)
+    expected = take_steps(peft_model, reference)
+    torch.testing.assert_close(take_steps(model, optimizer), expected, rtol=1e-6, atol=1e-7)
     plain = adapt()
     assert not torch.allclose(take_steps(plain, build_optimizer(plain, tmp_path))[1], expected[1])
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "sgd", "adafactor", "adamw_8bit", "paged_adamw_8bit"])
-def test_a_matrices_and_whole_modules_keep_their_rate_and_their_decay(tmp_path, optim):
+def test_loraplus_changes_learning_rate_of_b_matrices_only(tmp_path, optim):
     model = adapt(use_dora=True, lora_modules_to_save=["embed_tokens", "norm"])
     plain = build_optimizer(model, tmp_path, optim, weight_decay=0.1)
     before = {
@@ -72,7 +72,7 @@ def test_a_matrices_and_whole_modules_keep_their_rate_and_their_decay(tmp_path, 
     assert all(not torch.equal(*pair) for pair in zip(moved, take_steps(model, optimizer), strict=True))
 
 
-def test_the_trainer_splits_once_and_resumes_bit_for_bit(tiny_model_dir, tmp_path):
+def test_trainer_splits_groups_once_and_resumes_bit_identically(tiny_model_dir, tmp_path):
     def train(folder, **options):
         trainer, recorder, _ = make_adapter_trainer(
             tiny_model_dir,
@@ -86,7 +86,7 @@ def test_the_trainer_splits_once_and_resumes_bit_for_bit(tiny_model_dir, tmp_pat
         return trainer, recorder
 
     straight, recorder = train("straight")
-    straight.create_optimizer()  # Upstream asks more than once.
+    straight.create_optimizer()  # upstream calls it more than once
     groups = straight.optimizer.optimizer.param_groups
     assert sorted(group["initial_lr"] for group in groups if group["params"]) == pytest.approx([1e-3, 1e-3 * RATIO])
     resumed, second = train("resumed", resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-2"))

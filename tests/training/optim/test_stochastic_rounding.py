@@ -1,4 +1,4 @@
-"""Rounding that is right on average, and an AdamW that learns in bfloat16 where torch's stands still."""
+"""Unbiased stochastic rounding to bfloat16, and AdamW on bfloat16 weights, compared with torch."""
 
 import math
 
@@ -17,7 +17,7 @@ def generator(seed=0):
 
 
 @pytest.mark.parametrize("value", [1.001, -1.001, 3.14159, -2.5e-7, 6.1e8, 1 + 2**-9, -(1 + 2**-16)])
-def test_the_mean_of_many_roundings_is_the_value(value):
+def test_mean_of_stochastic_rounding_equals_value(value):
     values = torch.full((DRAWS,), value, dtype=torch.float32)
     rounded = round_stochastically(values, generator())
     assert rounded.dtype == torch.bfloat16
@@ -29,7 +29,7 @@ def test_the_mean_of_many_roundings_is_the_value(value):
     assert abs(rounded.double().mean().item() - values[0].double().item()) < 4 * standard_error
 
 
-def test_what_bfloat16_represents_is_kept():
+def test_representable_values_are_not_rounded():
     values = torch.tensor([0.0, -0.0, 1.0, -1.5, 2.0**-126, -(2.0**127), math.inf, -math.inf]).repeat(100_000)
     assert torch.equal(round_stochastically(values, generator()).float(), values)
 
@@ -44,18 +44,18 @@ def take_steps(weights, optimizer, num_steps, gradient=1.0):
         optimizer.step()
 
 
-def test_it_learns_where_bfloat16_alone_stands_still():
-    """Four hundred updates of 1e-5 on weights of 1, whose last bit is worth 390 of them."""
+def test_small_updates_accumulate_in_bfloat16():
+    """400 updates of 1e-5 on weights of 1, where one ulp of bfloat16 is 390 updates: torch's AdamW rounds all away."""
     ours, theirs = make_weights(), make_weights()
     take_steps(theirs, torch.optim.AdamW([theirs], lr=1e-5, weight_decay=0.0), 400)
     assert torch.equal(theirs, make_weights())
     take_steps(ours, StochasticAdamW([ours], lr=1e-5), 400)
-    # A weight moves by 2 ** -8 with a probability of 1e-5 * 2 ** 8 a step, which is no walk: it stays on the grid.
+    # In each step, a weight decreases by 2 ** -8 with probability 1e-5 * 2 ** 8: a sum of Bernoulli variables.
     deviation = math.sqrt(400 * 1e-5 * 2**-8)
     assert 1 - ours.double().mean().item() == pytest.approx(400e-5, abs=4 * deviation / math.sqrt(ours.numel()))
 
 
-def test_on_float32_weights_it_is_torchs_adamw():
+def test_float32_weights_equal_torch_adamw():
     ours, theirs = (torch.nn.Parameter(torch.randn(6, 5, generator=generator())) for _ in range(2))
     keys = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
     pair = [(ours, StochasticAdamW([ours], **keys)), (theirs, torch.optim.AdamW([theirs], **keys))]
@@ -68,7 +68,7 @@ def test_on_float32_weights_it_is_torchs_adamw():
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
-def test_every_group_has_its_own_decay():
+def test_weight_decay_per_group():
     decaying, kept = make_weights(dtype=torch.float32), make_weights(dtype=torch.float32)
     optimizer = StochasticAdamW([{"params": [decaying], "weight_decay": 0.5}, {"params": [kept]}], lr=0.1)
     for weights in (decaying, kept):
@@ -78,7 +78,7 @@ def test_every_group_has_its_own_decay():
     assert kept[0].item() == 1
 
 
-def test_replicas_stay_equal_whatever_else_they_draw():
+def test_replicas_stay_equal_under_different_global_seeds():
     replicas = [make_weights(), make_weights()]
     for number, weights in enumerate(replicas):
         torch.manual_seed(number)
@@ -86,7 +86,7 @@ def test_replicas_stay_equal_whatever_else_they_draw():
     assert torch.equal(*replicas)
 
 
-def test_no_two_parameters_and_no_two_steps_are_rounded_alike():
+def test_rounding_noise_differs_between_parameters_and_steps():
     parameters = [make_weights(), make_weights()]
     optimizer = StochasticAdamW(parameters, lr=1e-3)
     moves = []
@@ -99,7 +99,7 @@ def test_no_two_parameters_and_no_two_steps_are_rounded_alike():
     assert all(first != second for i, first in enumerate(moves) for second in moves[:i])
 
 
-def test_a_resumed_run_goes_on_to_the_bit_with_its_moments_in_float32(tmp_path):
+def test_state_dict_resumes_bit_identically_with_float32_moments(tmp_path):
     whole, resumed = make_weights(), make_weights()
     accelerator = Accelerator(cpu=True)
     optimizer = accelerator.prepare(StochasticAdamW([whole], lr=1e-3))
@@ -115,7 +115,7 @@ def test_a_resumed_run_goes_on_to_the_bit_with_its_moments_in_float32(tmp_path):
     assert torch.equal(whole, resumed)
 
 
-def test_a_closure_is_evaluated_with_gradients_and_what_has_none_stays():
+def test_closure_runs_with_gradients():
     weights, idle = make_weights(), make_weights()
     optimizer = StochasticAdamW([weights, idle], lr=0.1)
 

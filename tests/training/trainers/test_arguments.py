@@ -1,4 +1,4 @@
-"""What upstream's trainer is told, whatever the recipe says."""
+"""Training arguments: overrides of recipe keys, precision of recipe and launch file, and requirements of fp8."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.training.configurations import build_recipe
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig
 
-from recipes_lib.config.loader import load_config
-from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.training.layouts.launch_environment import Launch
 from recipes_lib.training.trainers import arguments
-from recipes_lib.training.trainers import arguments as fp8
 from recipes_lib.training.trainers.arguments import (
     build_autocast,
     build_training_arguments,
@@ -29,18 +27,10 @@ ONE = Launch(rank=0, local_rank=0, world_size=1, engine="")
 
 
 def make_config(tmp_path, **training):
-    return RecipeConfig(
-        recipe="sft",
-        path=None,
-        data=DataConfig(dataset_name="chats.jsonl"),
-        tokens=TokensConfig(),
-        model=ModelConfig(model_name_or_path="model"),
-        evaluation=EvaluationConfig(),
-        training={"output_dir": str(tmp_path), "activation_checkpointing": False} | training,
-    )
+    return build_recipe({"output_dir": str(tmp_path), "activation_checkpointing": False} | training)
 
 
-def test_a_nan_is_never_hidden_and_prepared_rows_are_never_touched_again(tmp_path):
+def test_overrides_log_nan_losses_and_skip_preparation(tmp_path):
     args = build_training_arguments(make_config(tmp_path), ONE, has_eval=True)
     assert isinstance(args, SFTConfig)
     assert not args.logging_nan_inf_filter
@@ -51,12 +41,12 @@ def test_a_nan_is_never_hidden_and_prepared_rows_are_never_touched_again(tmp_pat
     assert not args.gradient_checkpointing
 
 
-def test_keys_of_the_recipe_reach_the_trainer(tmp_path):
+def test_recipe_keys_reach_training_arguments(tmp_path):
     args = build_training_arguments(make_config(tmp_path, learning_rate=3e-4, seed=7), ONE, has_eval=True)
     assert (args.learning_rate, args.seed) == (3e-4, 7)
 
 
-def test_one_process_takes_one_gpu_however_many_it_sees(tmp_path, monkeypatch):
+def test_single_process_uses_one_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
@@ -65,7 +55,7 @@ def test_one_process_takes_one_gpu_however_many_it_sees(tmp_path, monkeypatch):
     assert (args.n_gpu, args.train_batch_size, args.eval_batch_size) == (1, 4, 3)
 
 
-def test_without_held_out_data_nothing_is_evaluated(tmp_path):
+def test_evaluation_is_disabled_without_held_out_data(tmp_path):
     config = make_config(tmp_path, eval_strategy="steps", eval_steps=5, eval_on_start=True)
     args = build_training_arguments(config, ONE, has_eval=False)
     assert args.eval_strategy == "no"
@@ -74,7 +64,7 @@ def test_without_held_out_data_nothing_is_evaluated(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "hardware", "expected"),
+    ("keys", "supports_bf16", "expected"),
     [
         ({}, True, (True, False)),
         ({}, False, (False, False)),
@@ -83,16 +73,14 @@ def test_without_held_out_data_nothing_is_evaluated(tmp_path):
         ({"fp16": True}, True, (False, True)),
     ],
 )
-def test_bf16_is_used_where_the_hardware_has_it_and_the_recipe_does_not_say(
-    tmp_path, monkeypatch, given, hardware, expected
-):
-    monkeypatch.setattr(arguments, "supports_bf16", lambda: hardware)
-    precision = resolve_precision(make_config(tmp_path, **given))
+def test_precision_defaults_to_bf16_on_supporting_hardware(tmp_path, monkeypatch, keys, supports_bf16, expected):
+    monkeypatch.setattr(arguments, "supports_bf16", lambda: supports_bf16)
+    precision = resolve_precision(make_config(tmp_path, **keys))
     assert (precision["bf16"], precision["fp16"]) == expected
 
 
 @pytest.mark.parametrize(
-    ("given", "launched", "expected"),
+    ("keys", "launched", "expected"),
     [
         ({}, "fp16", (False, True)),
         ({}, "fp8", (False, False)),
@@ -102,91 +90,85 @@ def test_bf16_is_used_where_the_hardware_has_it_and_the_recipe_does_not_say(
         ({"fp16": False}, "bf16", (True, False)),
     ],
 )
-def test_a_recipe_that_says_nothing_leaves_a_launch_file_its_precision(
-    tmp_path, monkeypatch, given, launched, expected
-):
-    for hardware in (True, False):
-        monkeypatch.setattr(arguments, "supports_bf16", lambda hardware=hardware: hardware)
-        precision = resolve_precision(make_config(tmp_path, **given), launched)
+def test_precision_of_launch_file_applies_if_recipe_sets_none(tmp_path, monkeypatch, keys, launched, expected):
+    for supports_bf16 in (True, False):
+        monkeypatch.setattr(arguments, "supports_bf16", lambda supports_bf16=supports_bf16: supports_bf16)
+        precision = resolve_precision(make_config(tmp_path, **keys), launched)
         assert (precision["bf16"], precision["fp16"]) == expected
 
 
 @pytest.mark.parametrize("scheduler", ["reduce_lr_on_plateau", "greedy"])
-def test_what_upstream_refuses_is_told_at_its_key(tmp_path, scheduler):
+def test_value_error_of_upstream_is_reported_at_its_key(tmp_path, scheduler):
     config = make_config(tmp_path, lr_scheduler_type=scheduler)
     with pytest.raises(ConfigError, match=f"lr_scheduler_type.* {scheduler} requires an eval strategy"):
         build_training_arguments(config, ONE, has_eval=False)
 
 
-@pytest.mark.parametrize("given", [{}, {"bf16": True}])
-def test_a_model_alone_computes_in_the_precision_of_the_run(tmp_path, given):
-    args = build_training_arguments(make_config(tmp_path, **{"bf16": False, **given}), ONE, has_eval=True)
+def test_missing_distributed_backend_is_refused(tmp_path):
+    """transformers would report an uninitialised process group."""
+    with pytest.raises(ConfigError, match="ddp_backend: this torch has no backend 'mccl'"):
+        build_training_arguments(make_config(tmp_path, ddp_backend="mccl"), ONE, has_eval=False)
+
+
+@pytest.mark.parametrize("keys", [{}, {"bf16": True}])
+def test_autocast_has_compute_dtype_of_run(tmp_path, keys):
+    args = build_training_arguments(make_config(tmp_path, **{"bf16": False, **keys}), ONE, has_eval=True)
     with build_autocast(args)():
         product = torch.ones(2, 2) @ torch.ones(2, 2)
-    assert product.dtype == (torch.bfloat16 if given else torch.float32)
+    assert product.dtype == (torch.bfloat16 if keys else torch.float32)
 
 
-def test_tf32_rounds_as_float16_does_however_it_was_switched_on(tmp_path, monkeypatch):
+def test_rounding_dtype_is_float16_under_tf32(tmp_path, monkeypatch):
     args = build_training_arguments(make_config(tmp_path, bf16=False), ONE, has_eval=True)
-    narrow, wide = (SimpleNamespace(dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
-    assert [get_rounding_dtype(model, args) for model in (narrow, wide)] == [torch.bfloat16, torch.float32]
+    models = [SimpleNamespace(dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    assert [get_rounding_dtype(model, args) for model in models] == [torch.bfloat16, torch.float32]
     monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")
-    assert [get_rounding_dtype(model, args) for model in (narrow, wide)] == [torch.bfloat16, torch.float16]
-
-
-@pytest.fixture
-def make(tmp_path):
-    def make_config(**keys):
-        given = {"model_name_or_path": "o/m", "dataset_name": "o/d", "output_dir": tmp_path, "max_length": 8, **keys}
-        return load_config("pretrain", [f"--{name}={value}" for name, value in given.items()])
-
-    return make_config
+    assert [get_rounding_dtype(model, args) for model in models] == [torch.bfloat16, torch.float16]
 
 
 @pytest.fixture
 def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(fp8.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: object())
 
 
-def test_without_a_gpu_and_torchao_every_reason_is_told(monkeypatch):
+def test_fp8_reports_missing_gpu_and_missing_torchao(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(fp8.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as error:
         verify_fp8("fp8")
-    told = str(error.value)
-    assert "pip install torchao" in told
-    assert "this machine has no GPU" in told
+    assert "pip install torchao" in str(error.value)
+    assert "this machine has no GPU" in str(error.value)
 
 
 @pytest.mark.usefixtures("hopper")
-def test_an_older_gpu_is_refused_by_its_capability(monkeypatch):
+def test_fp8_refuses_gpu_of_older_capability(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(ConfigError, match=r"this machine has a GPU of compute capability 8\.0"):
         verify_fp8("fp8")
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("precision", ["fp8", "bf16", "no"])
-def test_what_can_be_is_not_refused(precision):
+def test_fp8_is_accepted_on_hopper_with_torchao():
+    verify_fp8("fp8")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "no"])
+def test_other_precisions_have_no_requirements(precision):
     verify_fp8(precision)
 
 
-def test_other_precisions_ask_for_nothing():
-    verify_fp8("bf16")
-
-
-def test_the_launch_files_fp8_is_not_overruled_by_the_default_of_bf16(make, monkeypatch):
+def test_fp8_of_launch_file_disables_default_bf16(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     monkeypatch.setattr("recipes_lib.training.trainers.arguments.verify_fp8", lambda precision: None)
     launch = Launch(rank=0, local_rank=0, world_size=1, engine="", precision="fp8")
-    args = build_training_arguments(make(save_strategy="no"), launch, has_eval=False, num_steps=1)
+    args = build_training_arguments(make_config(tmp_path), launch, has_eval=False)
     assert args.mixed_precision == "fp8"
     assert not args.bf16
 
 
-def test_a_model_with_nothing_to_convert_is_refused():
+def test_fp8_refuses_model_without_convertible_layer():
     tiny = {"vocab_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     verify_fp8_layers(LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64, **tiny)))
     with pytest.raises(ConfigError, match="LlamaForCausalLM has no inner"):

@@ -1,4 +1,4 @@
-"""Preference training: what the first step must be, what the reference may be, and what is left of it in memory."""
+"""Preference training: first loss, kinds of reference model, their memory, and the objective."""
 
 from __future__ import annotations
 
@@ -44,94 +44,167 @@ def saved_adapter(tiny_model_dir, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def start(tiny_model_dir, saved_adapter, tmp_path_factory):
-    """What a run may begin from, by name: the folder of the model, and the setting."""
+    """Initial weights of a run by name: model folder and setting."""
     merged = tmp_path_factory.mktemp("merged")
     AutoPeftModelForCausalLM.from_pretrained(saved_adapter).merge_and_unload().save_pretrained(merged)
     AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(merged)
-    going_on = Setting(adapter=AdapterConfig(use_peft=True, adapter_name_or_path=str(saved_adapter)))
+    continued = Setting(adapter=AdapterConfig(use_peft=True, adapter_name_or_path=str(saved_adapter)))
     return {
         "full": (tiny_model_dir, Setting()),
         "fresh adapter": (tiny_model_dir, FRESH),
-        "saved adapter": (tiny_model_dir, going_on),
-        "merged": (merged, Setting()),  # The reference of who goes on from the saved adapter.
+        "saved adapter": (tiny_model_dir, continued),
+        "merged": (merged, Setting()),  # the reference of a run from the saved adapter
     }
 
 
-@pytest.mark.parametrize("is_stored", [True, False])
-@pytest.mark.parametrize("name", STARTS)
-def test_before_the_first_update_the_policy_is_its_own_reference(start, tmp_path, name, is_stored):
-    model_dir, setting = start[name]
-    options = {"precompute_ref_log_probs": is_stored, "per_device_train_batch_size": 8, "max_steps": 1}
-    trainer, recorder = make_pair_trainer(model_dir, tmp_path / "run", make_pairs(), setting=setting, **options)
-    trainer.train()
+class Census(TrainerCallback):
+    """Counts the models and the bytes of weights in memory at every step."""
+
+    def __init__(self):
+        gc.collect()
+        # Referenced, because a new object may reuse the ``id`` of a freed one.
+        self.before = self.list_weights()
+        self.models, self.num_bytes = [], []
+
+    @staticmethod
+    def list_weights():
+        # ``isinstance`` of a parameter runs Python code, which takes most of a second over all objects.
+        return [item for item in gc.get_objects() if issubclass(type(item), PreTrainedModel | torch.nn.Parameter)]
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        known = {id(item) for item in self.before}
+        new = [item for item in self.list_weights() if id(item) not in known]
+        self.models.append(sum(isinstance(item, PreTrainedModel) and hasattr(item, "lm_head") for item in new))
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in new
+            if isinstance(tensor, torch.nn.Parameter)
+        }
+        self.num_bytes.append(sum(storages.values()))
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.before.clear()
+
+
+KINDS = {
+    "stored": (True, False),
+    "live": (False, False),
+    "named, stored": (True, True),
+    "named, live": (False, True),
+}
+"""Kinds of reference: whether its log-probabilities are stored, and whether ``ref_model_name_or_path`` names it."""
+
+
+@pytest.fixture(scope="module", params=STARTS)
+def runs(request, start, tmp_path_factory):
+    """Four steps from one start with each kind of reference, all of the same weights."""
+    model_dir, setting = start[request.param]
+    reference = start["merged" if request.param == "saved adapter" else request.param][0]
+    named = with_preference(setting, ref_model_name_or_path=str(reference))
+    folder, found = tmp_path_factory.mktemp("runs"), {}
+    for kind, (is_stored, is_named) in KINDS.items():
+        census = Census()
+        options = {"setting": named if is_named else setting, "callbacks": [census]}
+        options["precompute_ref_log_probs"] = is_stored
+        trainer, recorder = make_pair_trainer(model_dir, folder / kind, make_pairs(), **options)
+        has_reference = trainer.objective.reference is not None
+        trainer.train()
+        size = sum(parameter.numel() * parameter.element_size() for parameter in trainer.model.parameters())
+        found[kind] = SimpleNamespace(recorder=recorder, census=census, size=size, has_reference=has_reference)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["stored", "live"])
+def test_first_loss_is_ln2_for_every_start(runs, kind):
+    recorder = runs[kind].recorder
     first = recorder.logs[0]
     assert abs(first["loss"] - math.log(2)) < 1e-6
     assert abs(first["rewards/margins"]) < 1e-5
     assert first["grad_norm"] > 0.01
     assert [line for line in recorder.lines if line.startswith("step 0: loss 0.693147")]
-    assert trainer.objective.reference is None or not is_stored
 
 
-@pytest.mark.parametrize("is_stored", [True, False])
-def test_the_invariant_holds_in_bfloat16_and_through_checkpointing(start, tmp_path, is_stored):
+def test_losses_are_equal_for_every_kind_of_reference(runs):
+    trajectories = {kind: run.recorder.steps for kind, run in runs.items()}
+    expected = trajectories.pop("stored")
+    assert len({step["loss"] for step in expected}) == 4
+    for kind, trajectory in trajectories.items():
+        for step, (wanted, got) in enumerate(zip(expected, trajectory, strict=True), 1):
+            assert got == pytest.approx(wanted, rel=2e-5), f"{kind}, step {step}"
+
+
+@pytest.mark.parametrize(("kind", "has_reference"), [("stored", False), ("named, stored", True)])
+def test_stored_reference_is_released_before_training(runs, kind, has_reference):
+    run = runs[kind]
+    assert run.has_reference == has_reference  # The policy at its start needs no copy.
+    assert run.census.models == [1] * 4
+    assert run.census.num_bytes == [run.size] * 4
+
+
+def test_census_counts_live_reference(runs):
+    census = runs["named, live"].census
+    assert census.models == [2] * 4
+    assert min(census.num_bytes) > runs["named, live"].size
+
+
+@pytest.mark.parametrize(("name", "is_stored"), [("full", True), ("fresh adapter", False)])
+def test_first_loss_is_ln2_in_bfloat16_with_activation_checkpointing(start, tmp_path, name, is_stored):
+    model_dir, setting = start[name]
     options = {"bf16": True, "activation_checkpointing": True, "precompute_ref_log_probs": is_stored, "max_steps": 2}
-    for name in ("full", "fresh adapter"):
-        model_dir, setting = start[name]
-        trainer, recorder = make_pair_trainer(model_dir, tmp_path / name, make_pairs(), setting=setting, **options)
-        trainer.train()
-        assert abs(recorder.steps[0]["loss"] - math.log(2)) < 5e-3
-        assert all(step["grad_norm"] > 0.01 for step in recorder.steps)
+    steps = train_pairs(model_dir, tmp_path / "run", make_pairs(), setting=setting, **options)
+    assert abs(steps[0]["loss"] - math.log(2)) < 5e-3
+    assert all(step["grad_norm"] > 0.01 for step in steps)
 
 
-def spoil_reference(trainer, monkeypatch):
+def scale_reference(trainer, monkeypatch):
     trainer.objective.reference.lm_head.weight.data.mul_(1.01)
 
 
-def spoil_stored_numbers(trainer, monkeypatch):
+def shift_stored_logps(trainer, monkeypatch):
     compute = ReferenceLogps.compute
 
-    def compute_wrongly(self, *args, **kwargs):
+    def compute_shifted(self, *args, **kwargs):
         compute(self, *args, **kwargs)
         self.rows["train"].logps[:, 1] -= 0.05
 
-    monkeypatch.setattr(ReferenceLogps, "compute", compute_wrongly)
+    monkeypatch.setattr(ReferenceLogps, "compute", compute_shifted)
 
 
-def leave_dropout_on(trainer, monkeypatch):
+def enable_dropout(trainer, monkeypatch):
     for layer in trainer.model.model.layers:
         layer.self_attn.attention_dropout = 0.1
 
 
-def spoil_policy(trainer, monkeypatch):
-    trainer.remove_callback(StartChecks)  # They would be the first to see it.
+def set_nan_in_policy(trainer, monkeypatch):
+    trainer.remove_callback(StartChecks)  # They would raise first.
     trainer.model.model.norm.weight.data[3] = float("nan")
 
 
 @pytest.mark.parametrize(
-    ("spoil", "is_stored"),
+    ("inject", "is_stored"),
     [
-        (spoil_reference, False),
-        (spoil_stored_numbers, True),
-        (leave_dropout_on, False),
-        (leave_dropout_on, True),
-        (spoil_policy, False),
+        (scale_reference, False),
+        (shift_stored_logps, True),
+        (enable_dropout, False),
+        (enable_dropout, True),
+        (set_nan_in_policy, False),
     ],
 )
-def test_a_policy_that_is_not_its_reference_stops_the_run_before_an_update(
-    tiny_model_dir, tmp_path, monkeypatch, spoil, is_stored
+def test_policy_that_differs_from_reference_stops_before_update(
+    tiny_model_dir, tmp_path, monkeypatch, inject, is_stored
 ):
     options = {"precompute_ref_log_probs": is_stored}
     trainer, _ = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs(), **options)
-    spoil(trainer, monkeypatch)
+    inject(trainer, monkeypatch)
     before = {name: weight.nan_to_num() for name, weight in weights_of(trainer).items()}
     with pytest.raises(DivergedError, match="Policy and reference differ, or dropout is on"):
         trainer.train()
     assert_equal_weights({name: weight.nan_to_num() for name, weight in weights_of(trainer).items()}, before)
 
 
-def test_dropout_that_was_asked_for_and_a_reference_of_its_own_are_no_fault(tiny_model_dir, tmp_path):
+def test_first_loss_is_unchecked_with_dropout_or_named_reference(tiny_model_dir, tmp_path):
     trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / "0", make_pairs(), disable_dropout=False)
-    leave_dropout_on(trainer, None)
+    enable_dropout(trainer, None)
     trainer.train()
     assert len(recorder.steps) == 4
     other = perturb_model(tiny_model_dir, tmp_path / "other")
@@ -143,30 +216,8 @@ def test_dropout_that_was_asked_for_and_a_reference_of_its_own_are_no_fault(tiny
         assert abs(steps[0]["loss"] - math.log(2)) > 1e-3
 
 
-@pytest.mark.parametrize("name", STARTS)
-def test_every_kind_of_reference_gives_the_same_losses(start, tmp_path, name):
-    model_dir, setting = start[name]
-    pairs = make_pairs()
-    own = with_preference(setting, ref_model_name_or_path=str(start["merged" if name == "saved adapter" else name][0]))
-    kinds = {
-        "stored": (setting, True),
-        "live": (setting, False),
-        "named, stored": (own, True),
-        "named, live": (own, False),
-    }
-    trajectories = {
-        kind: train_pairs(model_dir, tmp_path / kind, pairs, setting=chosen, precompute_ref_log_probs=is_stored)
-        for kind, (chosen, is_stored) in kinds.items()
-    }
-    expected = trajectories.pop("stored")
-    assert len({step["loss"] for step in expected}) == 4
-    for kind, trajectory in trajectories.items():
-        for step, (wanted, got) in enumerate(zip(expected, trajectory, strict=True), 1):
-            assert got == pytest.approx(wanted, rel=2e-5), f"{kind}, step {step}"
-
-
 @pytest.mark.parametrize("init", ["pissa", "olora"])
-def test_an_adapter_taken_out_of_the_weights_is_held_against_a_copy(tiny_model_dir, tmp_path, init):
+def test_pissa_and_olora_use_copy_of_base_as_reference(tiny_model_dir, tmp_path, init):
     setting = replace(FRESH, adapter=replace(FRESH.adapter, init_lora_weights=init))
     trajectories = [
         train_pairs(
@@ -178,57 +229,7 @@ def test_an_adapter_taken_out_of_the_weights_is_held_against_a_copy(tiny_model_d
         assert got == pytest.approx(expected, rel=2e-5)
 
 
-def _list_weights():
-    return [thing for thing in gc.get_objects() if isinstance(thing, PreTrainedModel | torch.nn.Parameter)]
-
-
-class Census(TrainerCallback):
-    """Counts the models and the bytes of weights in memory at every step."""
-
-    def __init__(self):
-        gc.collect()
-        # Kept, because the place of one that is freed may be that of a new one.
-        self.before = _list_weights()
-        self.models, self.num_bytes = [], []
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        known = {id(thing) for thing in self.before}
-        things = [thing for thing in _list_weights() if id(thing) not in known]
-        self.models.append(sum(isinstance(thing, PreTrainedModel) and hasattr(thing, "lm_head") for thing in things))
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in things
-            if isinstance(tensor, torch.nn.Parameter)
-        }
-        self.num_bytes.append(sum(storages.values()))
-
-
-@pytest.mark.parametrize(
-    ("name", "is_named"), [("full", False), ("full", True), ("fresh adapter", False), ("saved adapter", True)]
-)
-def test_while_training_with_stored_numbers_no_reference_is_in_memory(start, tmp_path, name, is_named):
-    model_dir, setting = start[name]
-    if is_named:
-        setting = with_preference(setting, ref_model_name_or_path=str(start["merged"][0]))
-    census = Census()
-    options = {"setting": setting, "callbacks": [census], "precompute_ref_log_probs": True, "max_steps": 2}
-    trainer, _ = make_pair_trainer(model_dir, tmp_path / "run", make_pairs(), **options)
-    assert (trainer.objective.reference is not None) == is_named  # The policy's own start needs no copy.
-    trainer.train()
-    size = sum(parameter.numel() * parameter.element_size() for parameter in trainer.model.parameters())
-    assert census.models == [1, 1]
-    assert census.num_bytes == [size, size]
-
-
-def test_a_live_reference_is_seen_by_the_census(tiny_model_dir, tmp_path):
-    census = Census()
-    trainer, _ = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs(), callbacks=[census], max_steps=1)
-    trainer.train()
-    size = sum(parameter.numel() * parameter.element_size() for parameter in trainer.model.parameters())
-    assert (census.models, census.num_bytes) == ([2], [2 * size])
-
-
-def test_workers_that_fetch_the_pairs_bring_the_numbers_of_the_reference(tiny_model_dir, tmp_path):
+def test_dataloader_workers_return_stored_reference_logps(tiny_model_dir, tmp_path):
     options = {"precompute_ref_log_probs": True, "max_steps": 3}
     trajectories = [
         train_pairs(tiny_model_dir, tmp_path / str(count), make_pairs(), dataloader_num_workers=count, **options)
@@ -237,7 +238,7 @@ def test_workers_that_fetch_the_pairs_bring_the_numbers_of_the_reference(tiny_mo
     assert trajectories[0] == trajectories[1]
 
 
-def test_it_is_told_once_that_chosen_answers_become_unlikely(tiny_model_dir, tmp_path):
+def test_drop_of_chosen_logps_is_logged_once(tiny_model_dir, tmp_path):
     trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs())
     for step, shift in enumerate([-0.3, -0.6, -0.2, -0.9], 1):
         trainer.state.global_step = step
@@ -247,7 +248,7 @@ def test_it_is_told_once_that_chosen_answers_become_unlikely(tiny_model_dir, tmp
     assert line.startswith("step 2: the log-probability of chosen answers has dropped by 0.60 nats per token")
 
 
-def test_losses_without_a_reference_compute_none(tiny_model_dir, tmp_path, monkeypatch):
+def test_reference_free_losses_compute_no_reference(tiny_model_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(ReferenceLogps, "compute", lambda *_, **__: pytest.fail("computed"))
     for names, is_stored in ((["orpo"], True), (["simpo", "sft"], False)):
         options = {"loss_type": names, "precompute_ref_log_probs": is_stored, "max_steps": 2}
@@ -261,7 +262,7 @@ def test_losses_without_a_reference_compute_none(tiny_model_dir, tmp_path, monke
         assert "logps/chosen_shift" not in recorder.logs[0]
 
 
-def test_accelerate_does_not_keep_the_reference(tiny_model_dir, tmp_path):
+def test_accelerate_does_not_register_reference(tiny_model_dir, tmp_path):
     trainer, _ = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs())
     assert isinstance(trainer.objective.reference, PreTrainedModel)
     assert trainer.accelerator._models == []
@@ -272,7 +273,7 @@ LN2 = math.log(2)
 
 
 def build_args(**keys):
-    """Upstream's keys of the losses, with upstream's defaults."""
+    """Return the arguments of the losses, with upstream's defaults."""
     defaults = {
         "loss_type": ["sigmoid"],
         "loss_weights": None,
@@ -314,7 +315,7 @@ def reference(tiny_model_dir):
 
 @pytest.fixture(scope="module")
 def margins(policy, reference, batch):
-    """By how much the policy prefers the chosen answers more than the reference does, nats."""
+    """Difference of log-ratios between chosen and rejected answers, in nats."""
     with torch.no_grad():
         (chosen, rejected), (ref_chosen, ref_rejected) = (
             compute_answer_logps(model, batch, ld_alpha=None) for model in (policy, reference)
@@ -322,7 +323,7 @@ def margins(policy, reference, batch):
     return chosen - ref_chosen - rejected + ref_rejected
 
 
-def test_the_loss_of_each_pair_is_that_of_the_paper(policy, reference, batch, margins):
+def test_sigmoid_loss_equals_formula_of_dpo(policy, reference, batch, margins):
     objective = build_objective(build_args(beta=0.3), PreferenceConfig())
     objective.reference = reference
     scores = objective.score(policy, batch)
@@ -336,7 +337,7 @@ def test_the_loss_of_each_pair_is_that_of_the_paper(policy, reference, batch, ma
     torch.testing.assert_close(shift, scores.figures["rewards/chosen"], rtol=1e-4, atol=1e-5)
 
 
-def test_tokens_of_chosen_answers_are_counted_as_foreseen(policy):
+def test_num_correct_counts_greedy_tokens_of_chosen_answers(policy):
     pairs = []
     for number in range(3):
         ids = torch.arange(10 + number, 20 + number)[None]
@@ -353,7 +354,7 @@ def test_tokens_of_chosen_answers_are_counted_as_foreseen(policy):
     assert (int(scores.num_targets), int(scores.num_correct)) == (12, 9)
 
 
-def test_only_the_policy_learns(policy, reference, batch):
+def test_gradients_reach_policy_only(policy, reference, batch):
     objective = build_objective(build_args(), PreferenceConfig())
     objective.reference = reference
     policy.zero_grad()
@@ -363,17 +364,17 @@ def test_only_the_policy_learns(policy, reference, batch):
     policy.zero_grad()
 
 
-def test_what_stands_in_the_batch_comes_before_a_model(policy, batch, margins, reference):
+def test_stored_logps_take_precedence_over_reference_model(policy, batch, margins, reference):
     with torch.no_grad():
         chosen, rejected = compute_answer_logps(reference, batch, ld_alpha=None)
     objective = build_objective(build_args(), PreferenceConfig())
-    objective.reference = policy  # would give margins of 0
+    objective.reference = policy  # Its margins are 0.
     stored = {**batch, "ref_chosen_logp": chosen, "ref_rejected_logp": rejected}
     figures = objective.score(policy, stored).figures
     torch.testing.assert_close(figures["rewards/margins"], 0.1 * margins)
 
 
-def test_without_either_it_is_the_policy_with_its_adapter_off(tiny_model_dir, batch, reference):
+def test_reference_is_policy_with_adapter_disabled(tiny_model_dir, batch, reference):
     adapted = add_adapter(AutoModelForCausalLM.from_pretrained(tiny_model_dir), AdapterConfig(use_peft=True), seed=0)
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
@@ -391,7 +392,7 @@ def test_without_either_it_is_the_policy_with_its_adapter_off(tiny_model_dir, ba
     assert all(p.grad is not None for name, p in adapted.named_parameters() if "lora_" in name)
 
 
-def test_losses_are_added_by_their_weights_and_sft_knows_the_whole_step(policy, reference, batch):
+def test_losses_are_weighted_and_sft_is_normalised_by_step(policy, reference, batch):
     def score(names, weights=None, mean=None, **keys):
         objective = build_objective(build_args(loss_type=names, loss_weights=weights, **keys), PreferenceConfig())
         objective.reference = reference
@@ -402,12 +403,12 @@ def test_losses_are_added_by_their_weights_and_sft_knows_the_whole_step(policy, 
     torch.testing.assert_close(score(["sigmoid", "sft"]), sigmoid + sft)
     mean = batch["num_completion_tokens"][0::2].float().mean()
     torch.testing.assert_close(score(["sft"], mean=2 * mean), sft / 2)
-    # LD-DPO discounts what an answer is longer by; the likelihood of the chosen one is of all of it.
+    # LD-DPO discounts the tokens beyond the shorter answer; the SFT loss is over all tokens.
     torch.testing.assert_close(score(["sft"], ld_alpha=0.3), sft)
     assert not torch.equal(score(["sigmoid"], ld_alpha=0.3), sigmoid)
 
 
-def test_pairs_are_weighted_by_how_likely_the_policy_gives_them(policy, reference, batch):
+def test_use_weighting_weights_each_pair(policy, reference, batch):
     def score(**keys):
         objective = build_objective(build_args(**keys), PreferenceConfig())
         objective.reference = reference
@@ -418,7 +419,7 @@ def test_pairs_are_weighted_by_how_likely_the_policy_gives_them(policy, referenc
     assert ratio.unique().numel() == NUM_PAIRS
 
 
-def test_held_out_pairs_are_scored_as_if_all_were_one_batch(policy):
+def test_held_out_scores_are_independent_of_batch_size(policy):
     pairs = list(make_pairs(7, seed=9))
     num_tokens = sum(len(pair["chosen_ids"]) for pair in pairs)
     held_out = {"num_pairs": 7, "num_chosen_tokens": num_tokens}
@@ -429,7 +430,7 @@ def test_held_out_pairs_are_scored_as_if_all_were_one_batch(policy):
     torch.testing.assert_close(torch.cat(parts), whole)
 
 
-def test_our_keys_reach_the_losses():
+def test_keys_reach_preference_options():
     keys = {"beta": 2.5, "f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.7, "discopop_tau": 0.1}
     config = PreferenceConfig(simpo_gamma=0.9, label_smoothing=0.2)
     args = build_args(loss_type=["sigmoid", "robust"], ld_alpha=0.4, loss_weights=[1.0, 3.0], **keys)
@@ -443,15 +444,16 @@ def test_our_keys_reach_the_losses():
     [
         ({"loss_type": ["aot"], "use_weighting": True}, "use_weighting weighs pairs"),
         ({"loss_type": ["nca_pair"], "f_divergence_type": "js_divergence"}, "js_divergence is defined for"),
+        ({"loss_weights": [0.0]}, "loss_weights: all are 0"),
     ],
 )
-def test_options_that_a_loss_would_ignore_are_refused(keys, found):
+def test_invalid_options_of_losses_are_refused(keys, found):
     with pytest.raises(ConfigError, match=found):
         build_objective(build_args(**keys), PreferenceConfig())
 
 
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
-def test_a_loss_needs_a_reference_unless_its_paper_has_none(name):
+def test_needs_reference_by_loss(name):
     config = PreferenceConfig(label_smoothing=0.1 if name in ("exo_pair", "robust", "aot", "aot_unpaired") else 0.0)
     objective = build_objective(build_args(loss_type=[name]), config)
     assert objective.needs_reference == (name not in ("simpo", "orpo", "sft"))
@@ -468,10 +470,10 @@ def verify(rewards, lengths, *, losses=None, beta=0.1, dtype=torch.float32, **ke
     return verify_first_scores(objective, PairScores(losses=losses, figures=figures), batch, dtype)
 
 
-def test_the_first_scores_are_0_but_for_rounding():
+def test_first_scores_accept_rounding_error():
     assert verify([(0.0, 0.0)], [(10, 12)]).startswith("step 0: loss 0.693147, largest log-ratio 0.0e+00 nats")
     assert "1.0e-04 nats" in verify([(0.0, 0.0), (-1e-4, 0.0)], [(10, 12), (20, 5)])
-    # A long answer in half precision; the loss moves with it.
+    # The tolerance of a long answer in bfloat16 also applies to the loss.
     half = {"dtype": torch.bfloat16, "beta": 0.1}
     verify([(1.5, -0.5)], [(1024, 300)], losses=[-math.log(1 / (1 + math.exp(-0.2)))], **half)
 
@@ -489,17 +491,17 @@ def test_the_first_scores_are_0_but_for_rounding():
         ([(0.01, 0.01)], [(10, 10)], {"beta": 1e-4}),
     ],
 )
-def test_other_first_scores_stop_the_run(rewards, lengths, options):
+def test_first_scores_beyond_rounding_stop_the_run(rewards, lengths, options):
     with pytest.raises(DivergedError, match=r"before the first update .* Policy and reference differ"):
         verify(rewards, lengths, **options)
 
 
-def test_the_answer_that_is_off_is_named():
+def test_error_of_first_scores_names_worst_answer():
     with pytest.raises(DivergedError, match=r"an answer of 33 tokens has a log-probability that is off by -2 from"):
         verify([(0.1, 0.0), (0.0, -2.0)], [(10, 12), (7, 33)])
 
 
-def test_only_the_plain_loss_has_a_known_first_value():
+def test_first_loss_is_verified_for_plain_sigmoid_only():
     for keys in ({"loss_type": ["hinge"]}, {"loss_weights": [2.0]}, {"use_weighting": True}):
         verify([(0.0, 0.0)], [(10, 12)], losses=[1.0], **keys)
     assert isinstance(build_objective(build_args(), PreferenceConfig()), PreferenceObjective)

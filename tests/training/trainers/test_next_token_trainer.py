@@ -1,4 +1,4 @@
-"""The next-token objective: one normaliser a step, and the trajectory of a plain trainer."""
+"""Next-token objective: one normaliser per step, compared with transformers' trainer."""
 
 import pytest
 import torch
@@ -14,10 +14,10 @@ from recipes_lib.models.quantization import build_quantization_config
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_the_trajectory_is_that_of_a_plain_transformers_trainer(tiny_model_dir, tmp_path, accumulation):
-    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulation}
-    ours, recorder = make_trainer(tiny_model_dir, tmp_path / "ours", make_packs(), **cut)
-    ours.train()
+def test_trajectory_equals_transformers_trainer(tiny_model_dir, tmp_path, accumulation):
+    batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulation}
+    trainer, recorder = make_trainer(tiny_model_dir, tmp_path / "trainer", make_packs(), **batch)
+    trainer.train()
 
     plain_recorder = Recorder()
     plain = Trainer(
@@ -32,7 +32,7 @@ def test_the_trajectory_is_that_of_a_plain_transformers_trainer(tiny_model_dir, 
             lr_scheduler_type="linear",
             remove_unused_columns=False,
             disable_tqdm=True,
-            **cut,
+            **batch,
         ),
         train_dataset=make_packs(),
         data_collator=PackedCollator(pad_token_id=1),
@@ -44,7 +44,7 @@ def test_the_trajectory_is_that_of_a_plain_transformers_trainer(tiny_model_dir, 
         assert got == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_step_without_a_target_stops_before_the_update(tiny_model_dir, tmp_path):
+def test_step_without_targets_stops_before_update(tiny_model_dir, tmp_path):
     packs = make_packs(8).map(lambda row: {"loss_mask": [False] * len(row["input_ids"])})
     trainer, _ = make_trainer(tiny_model_dir, tmp_path, packs)
     before = weights_of(trainer)
@@ -53,7 +53,7 @@ def test_a_step_without_a_target_stops_before_the_update(tiny_model_dir, tmp_pat
     assert_equal_weights(weights_of(trainer), before)
 
 
-def test_activation_checkpointing_changes_nothing_and_neftune_acts(tiny_model_dir, tmp_path):
+def test_activation_checkpointing_keeps_trajectory_and_neftune_changes_it(tiny_model_dir, tmp_path):
     reference, recorder = make_trainer(tiny_model_dir, tmp_path / "0", make_packs())
     reference.train()
     checkpointed, same = make_trainer(tiny_model_dir, tmp_path / "1", make_packs(), activation_checkpointing=True)
@@ -66,7 +66,7 @@ def test_activation_checkpointing_changes_nothing_and_neftune_acts(tiny_model_di
 
 
 @pytest.mark.slow
-def test_a_compiled_model_follows_the_trajectory_of_an_eager_one(tiny_model_dir, tmp_path):
+def test_compiled_trajectory_equals_eager(tiny_model_dir, tmp_path):
     trajectories = []
     for compiles in (False, True):
         trainer, recorder = make_trainer(tiny_model_dir, tmp_path / str(compiles), make_packs(), torch_compile=compiles)
@@ -77,7 +77,7 @@ def test_a_compiled_model_follows_the_trajectory_of_an_eager_one(tiny_model_dir,
 
 
 @pytest.mark.parametrize(("bits", "optim"), [("load_in_4bit", "paged_adamw_8bit"), ("load_in_8bit", "adamw_torch")])
-def test_an_adapter_on_few_bits_is_trained_in_float32(tiny_model_dir, tmp_path, bits, optim) -> None:
+def test_adapter_on_quantized_model_is_trained_in_float32(tiny_model_dir, tmp_path, bits, optim) -> None:
     adapter = AdapterConfig(use_peft=True, lora_r=4)
     quantization = build_quantization_config(QuantizationConfig(**{bits: True}), torch.float32, "")
     trainer, recorder, lines = make_adapter_trainer(

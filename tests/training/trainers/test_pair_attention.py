@@ -1,4 +1,4 @@
-"""A prompt is computed once where that is proved, and otherwise as often as it takes, with the reason."""
+"""Layout of preference pairs: shared prompts where verified, otherwise a fallback with its reason."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from transformers import (
 )
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.attention import kernels as kernels
+from recipes_lib.models.attention import kernels
 from recipes_lib.models.attention.varlen import register_varlen
 from recipes_lib.models.heads.score_head import add_score_head
-from recipes_lib.training.trainers import pair_batches as pair_attention
+from recipes_lib.training.trainers import pair_batches
 from recipes_lib.training.trainers.pair_batches import (
     PairAttention,
     build_pair_collator,
@@ -61,19 +61,23 @@ def choose(tmp_path, model_config, *, max_length=64, shared_prompt=None, kernel=
     return choose_pair_attention(configure(tmp_path, shared_prompt, kernel), model_config, args, max_length=max_length)
 
 
-@pytest.mark.parametrize("shared_prompt", [None, True])
-@pytest.mark.parametrize(("kernel", "expected"), [(None, "sdpa"), ("sdpa", "sdpa"), ("eager", "eager")])
-def test_prompts_are_shared_where_nothing_speaks_against_it(tmp_path, shared_prompt, kernel, expected):
-    chosen = choose(tmp_path, LLAMA, shared_prompt=shared_prompt, kernel=kernel)
-    assert chosen == PairAttention(expected, "shared", packing=True, reason="")
+@pytest.mark.parametrize(
+    ("model_config", "keys", "expected"),
+    [
+        (LLAMA, {}, PairAttention("sdpa", "shared")),
+        (LLAMA, {"shared_prompt": True}, PairAttention("sdpa", "shared")),
+        (LLAMA, {"shared_prompt": False}, PairAttention("sdpa", "separate")),
+        (LLAMA, {"kernel": "eager"}, PairAttention("eager", "shared")),
+        (LLAMA, {"kernel": "varlen"}, PairAttention("varlen", "shared_flat")),
+        (WINDOWED, {"kernel": "varlen"}, PairAttention("varlen", "shared_flat")),
+        (WINDOWED, {"max_length": 32}, PairAttention("sdpa", "shared")),
+    ],
+)
+def test_layout_by_model_kernel_and_key(tmp_path, model_config, keys, expected):
+    assert choose(tmp_path, model_config, **keys) == expected
 
 
-def test_prompts_are_not_shared_where_that_was_asked_for(tmp_path):
-    assert choose(tmp_path, LLAMA, shared_prompt=False) == PairAttention("sdpa", "separate", packing=True, reason="")
-
-
-def test_a_window_shorter_than_the_pairs_speaks_against_it(tmp_path):
-    assert choose(tmp_path, WINDOWED, max_length=32).layout == "shared"
+def test_sliding_window_shorter_than_pairs_prevents_sharing(tmp_path):
     chosen = choose(tmp_path, WINDOWED, max_length=33)
     assert (chosen.layout, chosen.packing) == ("separate", True)
     assert "sees 32 tokens in some layers, and max_length is 33" in chosen.reason
@@ -81,14 +85,14 @@ def test_a_window_shorter_than_the_pairs_speaks_against_it(tmp_path):
 
 @pytest.mark.parametrize("model_config", [RECURRENT, WITHOUT_POSITIONS], ids=["recurrent", "without positions"])
 @pytest.mark.parametrize("shared_prompt", [None, False])
-def test_a_model_that_cannot_keep_documents_apart_gets_each_alone_in_its_row(tmp_path, model_config, shared_prompt):
+def test_model_without_document_isolation_is_not_packed(tmp_path, model_config, shared_prompt):
     chosen = choose(tmp_path, model_config, shared_prompt=shared_prompt)
     assert (chosen.layout, chosen.packing) == ("separate", False)
     assert model_config.model_type in chosen.reason
 
 
 @pytest.mark.parametrize("model_config", [RECURRENT, WITHOUT_POSITIONS, WINDOWED], ids=lambda c: c.model_type)
-def test_asking_for_what_cannot_be_is_one_error_with_the_line(tmp_path, model_config):
+def test_unsupported_shared_prompt_is_refused_at_its_line(tmp_path, model_config):
     with pytest.raises(ConfigError) as refusal:
         choose(tmp_path, model_config, max_length=64, shared_prompt=True)
     assert len(refusal.value.problems) == 1
@@ -97,19 +101,13 @@ def test_asking_for_what_cannot_be_is_one_error_with_the_line(tmp_path, model_co
     assert message.endswith("\n    delete the line, or write false")
 
 
-def test_an_unknown_kernel_is_refused_whatever_the_layout(tmp_path):
+def test_unknown_kernel_is_refused(tmp_path):
     for shared_prompt in (None, True, False):
         with pytest.raises(ConfigError, match="nonsense is not a known kernel"):
             choose(tmp_path, LLAMA, shared_prompt=shared_prompt, kernel="nonsense")
 
 
-@pytest.mark.parametrize("model_config", [LLAMA, WINDOWED], ids=lambda c: c.model_type)
-def test_a_kernel_that_goes_by_bounds_shares_prompts_in_one_row_whatever_the_window(tmp_path, model_config):
-    chosen = choose(tmp_path, model_config, kernel="varlen")
-    assert chosen == PairAttention("varlen", "shared_flat", packing=True, reason="")
-
-
-def test_a_kernel_that_takes_neither_mask_nor_parts_gets_documents(tmp_path, monkeypatch):
+def test_flash_attention_uses_flat_layout(tmp_path, monkeypatch):
     monkeypatch.setitem(kernels.FLASH_IS_INSTALLED, "flash_attention_2", lambda: True)
     monkeypatch.setattr(kernels, "_refusal", lambda *_: None)
     chosen = choose(tmp_path, LLAMA, kernel="flash_attention_2")
@@ -125,8 +123,8 @@ def model(tiny_model_dir):
 SHARED = PairAttention("sdpa", "shared")
 
 
-def let_attention_see_everything(monkeypatch):
-    """A model that brings its own attention, which disregards any mask."""
+def ignore_attention_masks(monkeypatch):
+    """Replace attention by one that ignores masks, as a model with its own implementation may."""
     original = torch.nn.functional.scaled_dot_product_attention
 
     def leak(query, key, value, attn_mask=None, is_causal=False, **kwargs):
@@ -135,18 +133,18 @@ def let_attention_see_everything(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", leak)
 
 
-def test_what_is_proved_stays_as_it_was_chosen(tmp_path, model):
+def test_verified_layout_is_kept(tmp_path, model):
     for attention in (SHARED, PairAttention("sdpa", "separate"), PairAttention("sdpa", "separate", packing=False)):
         assert verify_pair_attention(configure(tmp_path), attention, model) == attention
     assert model.training
 
 
-def test_a_model_that_leaks_falls_back_as_far_as_it_must(tmp_path, model, monkeypatch):
-    let_attention_see_everything(monkeypatch)
-    settled = verify_pair_attention(configure(tmp_path), SHARED, model)
-    # Nor can it keep packed documents apart.
-    assert (settled.layout, settled.packing) == ("separate", False)
-    assert "an answer does not keep its hidden states beside another" in settled.reason
+def test_leak_between_documents_falls_back_to_unpacked_rows(tmp_path, model, monkeypatch):
+    ignore_attention_masks(monkeypatch)
+    verified = verify_pair_attention(configure(tmp_path), SHARED, model)
+    # Packed documents are not isolated either.
+    assert (verified.layout, verified.packing) == ("separate", False)
+    assert "an answer does not keep its hidden states beside another" in verified.reason
     with pytest.raises(ConfigError, match=r"dpo.yaml:7: prompts cannot be shared: an answer does not keep"):
         verify_pair_attention(configure(tmp_path, shared_prompt=True), SHARED, model)
     unpacked = verify_pair_attention(configure(tmp_path), PairAttention("sdpa", "separate"), model)
@@ -154,27 +152,27 @@ def test_a_model_that_leaks_falls_back_as_far_as_it_must(tmp_path, model, monkey
     assert "a document does not keep its logits" in unpacked.reason
 
 
-def test_a_leak_between_answers_alone_leaves_documents_packed(tmp_path, model, monkeypatch):
-    monkeypatch.setattr(pair_attention, "prove_shared_prompt", lambda model: "answers see each other")
-    settled = verify_pair_attention(configure(tmp_path), SHARED, model)
-    assert settled == PairAttention("sdpa", "separate", packing=True, reason="answers see each other")
+def test_leak_between_answers_falls_back_to_packed_documents(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(pair_batches, "prove_shared_prompt", lambda model: "answers see each other")
+    verified = verify_pair_attention(configure(tmp_path), SHARED, model)
+    assert verified == PairAttention("sdpa", "separate", packing=True, reason="answers see each other")
 
 
-def test_parts_in_one_row_that_leak_fall_back_to_documents_in_one_row(tmp_path, monkeypatch, tiny_model_dir):
+def test_leak_in_shared_flat_layout_falls_back_to_flat(tmp_path, monkeypatch, tiny_model_dir):
     register_varlen()
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation="varlen")
     chosen = PairAttention("varlen", "shared_flat")
     assert verify_pair_attention(configure(tmp_path), chosen, model) == chosen
-    monkeypatch.setattr(pair_attention, "prove_shared_prompt", lambda model: "answers see each other")
-    settled = verify_pair_attention(configure(tmp_path), chosen, model)
-    assert settled == PairAttention("varlen", "flat", packing=True, reason="answers see each other")
+    monkeypatch.setattr(pair_batches, "prove_shared_prompt", lambda model: "answers see each other")
+    verified = verify_pair_attention(configure(tmp_path), chosen, model)
+    assert verified == PairAttention("varlen", "flat", packing=True, reason="answers see each other")
 
 
-def test_a_flat_batch_that_leaks_has_nothing_to_fall_back_to(tmp_path, model, monkeypatch):
-    let_attention_see_everything(monkeypatch)
+def test_leak_in_flat_layout_is_refused(tmp_path, model, monkeypatch):
+    ignore_attention_masks(monkeypatch)
     with pytest.raises(ConfigError) as refusal:
         verify_pair_attention(configure(tmp_path), PairAttention("sdpa", "flat"), model)
-    # Pairs have no key `packing`.
+    # The remedy does not name `packing`, which is no key of preference recipes.
     assert re.fullmatch(
         r"attn_implementation: a document does not keep its logits beside another: one moves by \S+\n"
         r" +use sdpa or eager",
@@ -183,7 +181,7 @@ def test_a_flat_batch_that_leaks_has_nothing_to_fall_back_to(tmp_path, model, mo
 
 
 @pytest.mark.parametrize(("kernel", "layout"), [("sdpa", "separate"), ("eager", "separate"), ("varlen", "flat")])
-def test_the_answers_of_a_reward_model_share_rows_where_prompts_are_not_shared(tmp_path, kernel, layout):
+def test_reward_model_packs_answers_without_shared_prompts(tmp_path, kernel, layout):
     register_varlen()
     model = AutoModelForSequenceClassification.from_config(
         LlamaConfig(**SMALL, num_labels=1), attn_implementation=kernel
@@ -194,17 +192,17 @@ def test_the_answers_of_a_reward_model_share_rows_where_prompts_are_not_shared(t
     assert verify_pair_attention(configure(tmp_path, shared_prompt=False), chosen, model) == chosen
 
 
-def test_a_layout_chosen_for_another_model_is_looked_at_anew(tmp_path):
+def test_layout_is_chosen_again_for_other_model(tmp_path):
     other = GPT2LMHeadModel(GPT2Config(vocab_size=512, n_positions=64, n_embd=32, n_layer=1, n_head=2))
     assert verify_pair_attention(configure(tmp_path), SHARED, other, max_length=64) == SHARED
     windowed = AutoModelForCausalLM.from_config(WINDOWED)
-    settled = verify_pair_attention(configure(tmp_path), SHARED, windowed, max_length=64)
-    assert settled.layout == "separate"
-    assert "sees 32 tokens" in settled.reason
+    verified = verify_pair_attention(configure(tmp_path), SHARED, windowed, max_length=64)
+    assert verified.layout == "separate"
+    assert "sees 32 tokens" in verified.reason
 
 
 @pytest.mark.parametrize(("layout", "packing"), [("shared", True), ("separate", True), ("separate", False)])
-def test_the_collator_lays_pairs_out_as_settled(tiny_model_dir, layout, packing):
+def test_collator_follows_chosen_layout(tiny_model_dir, layout, packing):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     collate = build_pair_collator(tokenizer, PairAttention("sdpa", layout, packing=packing))
     batch = collate(list(make_pairs(16)))

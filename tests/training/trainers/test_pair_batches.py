@@ -1,4 +1,4 @@
-"""The log-probabilities of a batch of pairs are those of each answer behind its prompt alone."""
+"""Log-probabilities of a batch of pairs, compared with transformers on one sequence at a time."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def load(model_dir, implementation):
     model = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation=implementation)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(1.5)  # further from uniform
+            parameter.mul_(1.5)  # less uniform distributions
     return model
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_model_dir, pairs):
-    """Log-probability of each token of each answer, by plain transformers, one sequence at a time."""
+def expected_logps(tiny_model_dir, pairs):
+    """Log-probabilities of the tokens of chosen and rejected answers, by transformers on single sequences."""
     model = load(tiny_model_dir, "eager")
     tokens = []
     for pair in pairs:
@@ -60,8 +60,8 @@ def alone(tiny_model_dir, pairs):
 @pytest.mark.parametrize(
     ("implementation", "layout"), [*product(["sdpa", "eager"], ["shared", "separate"]), ("varlen", "shared_flat")]
 )
-def test_the_log_probability_of_an_answer_is_that_of_plain_transformers(
-    tiny_model_dir, pairs, alone, implementation, layout, packing, ld_alpha
+def test_answer_logps_equal_transformers(
+    tiny_model_dir, pairs, expected_logps, implementation, layout, packing, ld_alpha
 ):
     model = load(tiny_model_dir, implementation)
     add_loss_head(model)
@@ -69,7 +69,7 @@ def test_the_log_probability_of_an_answer_is_that_of_plain_transformers(
     with torch.no_grad():
         logps = compute_answer_logps(model, batch, ld_alpha=ld_alpha)
     expected = torch.zeros(2, NUM_PAIRS, dtype=torch.float64)
-    for number, answers in enumerate(zip(*alone, strict=True)):
+    for number, answers in enumerate(zip(*expected_logps, strict=True)):
         shorter = min(map(len, answers))
         for which, tokens in enumerate(answers):
             factor = 1 if ld_alpha is None else ld_alpha
@@ -77,7 +77,7 @@ def test_the_log_probability_of_an_answer_is_that_of_plain_transformers(
     torch.testing.assert_close(logps.double(), expected, rtol=1e-5, atol=1e-4)
 
 
-def test_a_model_takes_what_keeps_the_answers_apart_and_no_more(tiny_model_dir, pairs):
+def test_model_inputs_by_layout(tiny_model_dir, pairs):
     model = load(tiny_model_dir, "sdpa")
     shared = read_inputs(model, PairCollator(pad_token_id=1, layout="shared")(list(pairs)))
     assert shared.keys() == {"input_ids", "position_ids", "token_mask", "attention_mask"}
@@ -92,7 +92,7 @@ def test_a_model_takes_what_keeps_the_answers_apart_and_no_more(tiny_model_dir, 
     assert parts.keys() == {"input_ids", "position_ids", "token_mask", "shared_prompt_index", *bounds}
 
 
-def test_all_chosen_answers_come_before_all_rejected_ones(pairs):
+def test_chosen_answers_precede_rejected_ones(pairs):
     ids, num_chosen, num_rejected = split_sequences(PairCollator(pad_token_id=1)(list(pairs)), torch.device("cpu"))
     assert num_chosen.tolist() == [len(pair["chosen_ids"]) for pair in pairs]
     assert num_rejected.tolist() == [len(pair["rejected_ids"]) for pair in pairs]
@@ -101,7 +101,7 @@ def test_all_chosen_answers_come_before_all_rejected_ones(pairs):
     assert ids.tolist() == [number for numbers in expected for number in numbers]
 
 
-def test_sums_are_over_the_pairs_that_count():
+def test_sums_are_over_counted_pairs():
     losses = torch.tensor([1.0, 2.0, 4.0], requires_grad=True)
     scores = PairScores(losses=losses, figures={"margin": torch.tensor([0.5, 0.25, 8.0])})
     assert scores.sums() == {"loss": 7.0, "margin": 8.75}
@@ -113,12 +113,12 @@ def test_sums_are_over_the_pairs_that_count():
     assert count_pairs({**batch, "num_counted_pairs": 0}) == 0
 
 
-def test_more_may_be_off_in_half_precision_and_over_more_tokens():
+def test_rounding_bound_grows_with_length_and_lower_precision():
     lengths = torch.tensor([1, 100, 10_000])
-    full, half, brain = (compute_rounding(lengths, dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16))
+    full, half, bfloat = (compute_rounding(lengths, dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16))
     assert (full < half).all()
-    assert (half < brain).all()
-    for allowed in (full, half, brain):
+    assert (half < bfloat).all()
+    for allowed in (full, half, bfloat):
         assert (allowed[:-1] < allowed[1:]).all()
         assert (allowed / lengths).diff().max() < 0
     assert full[1] < 1e-3

@@ -1,4 +1,4 @@
-"""A mean over pairs: however a step is cut, in the last one of an epoch too, and in what is logged."""
+"""Preference and reward training: mean over pairs, logged metrics, resume, and the reward objective."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_batches import PairScores
 from recipes_lib.training.trainers.pair_trainer import RewardObjective, RewardTrainer, build_reward_objective
 
-CUTS = {
+BATCHES = {
     "8x1": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
     "2x4": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
     "1x8": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
@@ -30,11 +30,11 @@ CUTS = {
 LOGGED = ("loss", "grad_norm", "learning_rate", "logps/chosen", "logps/chosen_shift", "rewards/margins")
 
 
-def test_how_a_step_is_cut_changes_nothing(tiny_model_dir, tmp_path):
-    """Thirteen pairs are a step of eight and one of five, in each epoch."""
+def test_trajectory_is_independent_of_gradient_accumulation(tiny_model_dir, tmp_path):
+    """Thirteen pairs are a step of eight and one of five in each epoch."""
     trajectories = {}
     for name in ("8x1", "2x4", "1x8"):
-        options = {"loss_type": ["sigmoid", "sft"], "precompute_ref_log_probs": True, **CUTS[name]}
+        options = {"loss_type": ["sigmoid", "sft"], "precompute_ref_log_probs": True, **BATCHES[name]}
         trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / name, make_pairs(13), **options)
         trainer.train()
         trajectories[name] = [{key: log[key] for key in LOGGED} for log in recorder.train_logs if "loss" in log]
@@ -45,8 +45,8 @@ def test_how_a_step_is_cut_changes_nothing(tiny_model_dir, tmp_path):
             assert got == pytest.approx(wanted, rel=1e-5, abs=1e-6), f"{name}, step {step}"
 
 
-def test_a_logged_figure_is_the_mean_over_all_pairs_since_the_last_log(tiny_model_dir, tmp_path):
-    """Each pair of an epoch counts once, those of a smaller last step no more than others."""
+def test_logged_metrics_are_means_over_pairs_since_last_log(tiny_model_dir, tmp_path):
+    """Every pair of an epoch has the same weight, also in a smaller last step."""
     options = {"num_train_epochs": 1.0, "max_steps": -1, "learning_rate": 1e-3, "logging_steps": 1}
     pairs = make_pairs(13)
     seen = []
@@ -60,7 +60,7 @@ def test_a_logged_figure_is_the_mean_over_all_pairs_since_the_last_log(tiny_mode
             return scores
 
         trainer.score_pairs = score_and_keep
-        trainer.remove_callback(StartChecks)  # They score pairs that are no step's.
+        trainer.remove_callback(StartChecks)  # Their passes would be in ``seen``.
         return trainer
 
     for logging_steps, num_logs in ((1, 4), (3, 1), (2, 2)):
@@ -81,14 +81,14 @@ def test_a_logged_figure_is_the_mean_over_all_pairs_since_the_last_log(tiny_mode
 
 
 @pytest.mark.parametrize("use_peft", [False, True])
-def test_a_resumed_run_ends_with_the_very_weights_of_one_that_never_stopped(tiny_model_dir, tmp_path, use_peft):
-    """Stopped within the second epoch, whose last step is a smaller one."""
+def test_resumed_run_is_bit_identical(tiny_model_dir, tmp_path, use_peft):
+    """Resumed in the second epoch, whose last step is smaller."""
     options = {
         "setting": Setting(adapter=AdapterConfig(use_peft=use_peft, lora_r=4)),
         "precompute_ref_log_probs": True,
         "loss_type": ["sigmoid", "sft"],
         "max_steps": 6,
-        **CUTS["2x4"],
+        **BATCHES["2x4"],
     }
     keys = {"save_strategy": "steps", "save_steps": 3}
     straight, recorder = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs(13), **options, **keys)
@@ -99,7 +99,7 @@ def test_a_resumed_run_ends_with_the_very_weights_of_one_that_never_stopped(tiny
     assert_equal_weights(weights_of(resumed), weights_of(straight))
 
 
-def test_activation_checkpointing_changes_nothing(tiny_model_dir, tmp_path):
+def test_activation_checkpointing_keeps_trajectory(tiny_model_dir, tmp_path):
     for use_peft in (False, True):
         setting = Setting(adapter=AdapterConfig(use_peft=use_peft, lora_r=4))
         trajectories = [
@@ -117,7 +117,7 @@ def test_activation_checkpointing_changes_nothing(tiny_model_dir, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_compiled_model_follows_the_trajectory_of_an_eager_one(tiny_model_dir, tmp_path):
+def test_compiled_trajectory_equals_eager(tiny_model_dir, tmp_path):
     trajectories = [
         train_pairs(tiny_model_dir, tmp_path / str(compiles), make_pairs(), torch_compile=compiles)
         for compiles in (False, True)
@@ -126,14 +126,14 @@ def test_a_compiled_model_follows_the_trajectory_of_an_eager_one(tiny_model_dir,
         assert compiled == pytest.approx(eager, rel=1e-4)
 
 
-def test_the_load_balancing_loss_of_experts_weighs_the_tokens_of_its_batch(tiny_model_dir, tmp_path):
+def test_router_loss_is_weighted_by_tokens_of_batch(tiny_model_dir, tmp_path):
     trainer, _ = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs())
     trainer.router_aux_loss_coef, trainer.guard.inputs = 0.5, StepInputs(num_tokens=torch.tensor(24))
     batch = {"num_completion_tokens": torch.ones(6, dtype=torch.int64), "num_tokens": torch.tensor(6)}
     scores = PairScores(losses=torch.tensor([1.0, 2.0, 6.0]), figures={}, aux_loss=torch.tensor(8.0))
     trainer.score_pairs = lambda model, batch: scores
     assert float(trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(6))) == 9 / 6 + 0.5 * 8 / 4
-    # Only the pairs that count are in the mean.
+    # The mean is over counted pairs only.
     trainer.router_aux_loss_coef = 0.0
     counted = {**batch, "num_counted_pairs": 2}
     loss = trainer.compute_loss(trainer.model, counted, num_items_in_batch=torch.tensor(5))
@@ -145,7 +145,7 @@ GOOD, BAD, END = 7, 8, 0
 
 
 def make_judged_pairs(num_pairs: int = 32) -> Dataset:
-    """Pairs whose chosen answer holds one certain token, and whose rejected answer another."""
+    """Return pairs whose chosen answers contain the token ``GOOD`` and rejected answers ``BAD``."""
     generator = np.random.default_rng(0)
     rows = {"prompt_ids": [], "chosen_ids": [], "rejected_ids": []}
     for _ in range(num_pairs):
@@ -175,7 +175,7 @@ def make_trainer(model_dir, folder, pairs, objective=None, **training):
     return trainer, recorder
 
 
-def test_it_learns_which_answers_are_preferred(tiny_model_dir, tmp_path):
+def test_reward_model_learns_preferred_token(tiny_model_dir, tmp_path):
     keys = {"learning_rate": 3e-3, "max_steps": 60, "per_device_train_batch_size": 8, "warmup_steps": 5}
     trainer, recorder = make_trainer(tiny_model_dir, tmp_path, make_judged_pairs(), **keys)
     trainer.train()
@@ -188,7 +188,7 @@ def test_it_learns_which_answers_are_preferred(tiny_model_dir, tmp_path):
 
 
 @pytest.mark.parametrize("mistake", ["one token early", "without the end", "swapped"])
-def test_a_score_read_elsewhere_is_another_score(tiny_model_dir, tmp_path, mistake):
+def test_wrong_score_position_changes_losses(tiny_model_dir, tmp_path, mistake):
     pairs = make_pairs(4)
     trainer, _ = make_trainer(tiny_model_dir, tmp_path, pairs)
     rows = [pairs[number] for number in range(4)]
@@ -204,7 +204,7 @@ def test_a_score_read_elsewhere_is_another_score(tiny_model_dir, tmp_path, mista
     assert not torch.allclose(trainer.objective.score(trainer.model, batch).losses, right, atol=1e-4)
 
 
-def test_the_figures_are_those_of_the_scores(tiny_model_dir, tmp_path):
+def test_reward_metrics_equal_scores_of_hidden_states(tiny_model_dir, tmp_path):
     pairs = make_pairs(5)
     trainer, _ = make_trainer(tiny_model_dir, tmp_path, pairs)
     batch = trainer.data_collator([pairs[number] for number in range(5)])
@@ -222,7 +222,7 @@ def test_the_figures_are_those_of_the_scores(tiny_model_dir, tmp_path):
     assert torch.allclose(scores.losses, -torch.nn.functional.logsigmoid(gap))
 
 
-def test_the_objective_takes_upstreams_keys_and_ours(tmp_path):
+def test_reward_objective_reads_keys(tmp_path):
     args = RewardConfig(str(tmp_path), use_cpu=True, center_rewards_coefficient=0.02)
     objective = build_reward_objective(args, PreferenceConfig(label_smoothing=0.1))
     assert objective == RewardObjective(label_smoothing=0.1, center_coefficient=0.02)

@@ -1,4 +1,4 @@
-"""Tokens on disk and the plan of a run make its rows."""
+"""Rows of a pretraining run, from tokens on disk and the planned batches."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def read(rows):
     return [row["input_ids"].tolist() for row in (rows.train[at] for at in range(len(rows.train)))]
 
 
-def test_the_rows_of_a_run_do_not_depend_on_how_the_batch_is_cut(build) -> None:
-    cuts = [(1, 8, 1), (1, 2, 4), (2, 1, 4), (4, 2, 1)]
+def test_row_order_is_independent_of_world_size_and_accumulation(build) -> None:
+    batches = [(1, 8, 1), (1, 2, 4), (2, 1, 4), (4, 2, 1)]
     runs = [
         build(world, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation)
-        for world, size, accumulation in cuts
+        for world, size, accumulation in batches
     ]
     assert len({json.dumps(read(rows)) for rows in runs}) == 1
 
 
-def test_an_epoch_reads_every_window_once(build, tmp_path, tiny_tokenizer_dir) -> None:
+def test_epoch_reads_every_window_once(build, tmp_path, tiny_tokenizer_dir) -> None:
     keys = {"num_train_epochs": 1, "max_steps": None, "per_device_train_batch_size": 1}
     rows = build(**keys)
     (source,) = prepare_tokens(build_config(tmp_path, tiny_tokenizer_dir, **keys), pytest.fail).train
@@ -48,12 +48,12 @@ def test_an_epoch_reads_every_window_once(build, tmp_path, tiny_tokenizer_dir) -
     assert rows.warnings == []
 
 
-def test_a_source_that_is_read_too_often_is_named(build) -> None:
+def test_repeated_source_is_warned_of(build) -> None:
     (warning,) = build(num_train_epochs=5, max_steps=None).warnings
     assert warning.startswith("documents is read 5.")
 
 
-def test_held_out_documents_give_the_prompts_and_the_typical_length(build, tmp_path) -> None:
+def test_held_out_documents_give_examples_and_typical_length(build, tmp_path) -> None:
     write_documents(tmp_path / "documents.jsonl", 60)
     rows = build(test_split_size=0.2)
     examples = list(rows.iterate_examples())
@@ -68,7 +68,7 @@ def test_held_out_documents_give_the_prompts_and_the_typical_length(build, tmp_p
     assert json.loads(json.dumps(rows.record)) == rows.record
 
 
-def test_sources_are_called_by_the_last_part_of_their_names_where_that_is_one(build, tmp_path) -> None:
+def test_source_names_are_shortened_if_unique(build, tmp_path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         write_documents(tmp_path / folder / "same.jsonl", 20)

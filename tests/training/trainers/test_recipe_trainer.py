@@ -1,4 +1,4 @@
-"""The trainer of every recipe: its guards, its checkpoints, and hooks that change nothing."""
+"""Base trainer: guards, evaluation hooks, resume, checkpoints, and the load-balancing loss."""
 
 import pytest
 from tests.training.trajectories import assert_equal_weights, make_packs, make_trainer, weights_of
@@ -11,7 +11,7 @@ from recipes_lib.training.trainers.recipe_trainer import configure_router_loss
 
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
-def test_a_gradient_that_is_not_finite_stops_before_the_update(tiny_model_dir, tmp_path, max_grad_norm):
+def test_non_finite_gradient_stops_before_update(tiny_model_dir, tmp_path, max_grad_norm):
     trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), max_grad_norm=max_grad_norm)
     before = weights_of(trainer)
     trainer.model.model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
@@ -20,27 +20,26 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update(tiny_model_dir, t
     assert_equal_weights(weights_of(trainer), before)
 
 
-def test_hooks_run_at_the_start_every_n_steps_and_at_the_end(tiny_model_dir, tmp_path):
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"eval_steps": 3, "eval_on_start": True, "max_steps": 7}, [0, 3, 6, 7]),
+        ({"eval_steps": 2, "max_steps": 4}, [2, 4]),
+    ],
+    ids=["start and end", "last step once"],
+)
+def test_evaluation_hooks_run_at_start_every_n_steps_and_end(tiny_model_dir, tmp_path, keys, expected):
     steps = []
-    keys = {"eval_strategy": "steps", "eval_steps": 3, "eval_on_start": True, "max_steps": 7}
     hooks = [lambda model, step: steps.append(step) or {"loss": 1.0}]
-    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), hooks=hooks, **keys)
+    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), hooks=hooks, eval_strategy="steps", **keys)
     trainer.train()
-    assert steps == [0, 3, 6, 7]
-    assert [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log] == [1.0] * 4
-
-
-def test_the_last_step_is_not_evaluated_twice(tiny_model_dir, tmp_path):
-    steps = []
-    keys = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
-    hooks = [lambda model, step: steps.append(step) or {}]
-    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), hooks=hooks, **keys)
-    trainer.train()
-    assert steps == [2, 4]
+    assert steps == expected
+    logged = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+    assert logged == [1.0] * len(expected)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_a_resumed_run_ends_with_the_very_weights_of_one_that_never_stopped(tiny_model_dir, tmp_path, dropout):
+def test_resumed_run_is_bit_identical(tiny_model_dir, tmp_path, dropout):
     def trainer_in(folder, **training):
         trainer, recorder = make_trainer(
             tiny_model_dir, tmp_path / folder, make_packs(), max_steps=6, per_device_train_batch_size=4, **training
@@ -60,7 +59,7 @@ def test_a_resumed_run_ends_with_the_very_weights_of_one_that_never_stopped(tiny
     assert_equal_weights(weights_of(resumed), weights_of(straight))
 
 
-def test_only_the_last_checkpoints_are_kept_and_each_is_sealed(tiny_model_dir, tmp_path):
+def test_save_total_limit_keeps_last_complete_checkpoints(tiny_model_dir, tmp_path):
     keys = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
     trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), **keys)
     trainer.train()
@@ -73,7 +72,7 @@ def test_only_the_last_checkpoints_are_kept_and_each_is_sealed(tiny_model_dir, t
     ("layout", "num_groups"),
     [(Layout(), 8), (Layout(sizes={"tp": 2, "dp_shard": 4}), 4), (Layout(sizes={"cp": 4, "dp_shard": 2}), 2)],
 )
-def test_the_rows_of_a_step_are_those_of_all_groups(tiny_model_dir, tmp_path, layout, num_groups):
+def test_rows_per_step_count_data_parallel_ranks(tiny_model_dir, tmp_path, layout, num_groups):
     keys = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
     trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), **keys)
     assert trainer.get_total_train_batch_size(trainer.args) == 2 * 3
@@ -81,11 +80,11 @@ def test_the_rows_of_a_step_are_those_of_all_groups(tiny_model_dir, tmp_path, la
     assert trainer.get_total_train_batch_size(trainer.args) == 2 * 3 * num_groups
 
 
-def test_a_run_whose_rows_are_all_dropped_is_refused(tiny_model_dir, tmp_path):
-    """Upstream ends it at step 0, and the model that was loaded would be exported."""
+def test_dropping_all_rows_is_refused(tiny_model_dir, tmp_path):
+    """transformers ends the run at step 0, and the initial model would be exported."""
     keys = {"per_device_train_batch_size": 64, "dataloader_drop_last": True}
     trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), **keys)
-    with pytest.raises(ConfigError, match="dataloader_drop_last: drops all rows"):
+    with pytest.raises(ConfigError, match="dataloader_drop_last: drops all 16 rows"):
         trainer.train()
 
 
@@ -93,7 +92,7 @@ SIZES = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_
 
 
 @pytest.mark.parametrize(
-    ("given", "by_default", "is_asked", "coefficient", "is_on"),
+    ("key", "by_default", "in_config", "coefficient", "is_on"),
     [
         (None, True, False, 0.5, True),
         (None, False, False, 0.5, False),
@@ -104,17 +103,17 @@ SIZES = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_
         (0.0, False, True, 0.0, False),
     ],
 )
-def test_the_load_of_experts_is_balanced_as_key_and_model_say(given, by_default, is_asked, coefficient, is_on) -> None:
+def test_router_loss_follows_key_and_model_config(key, by_default, in_config, coefficient, is_on) -> None:
     config = MixtralConfig(
-        **SIZES, num_key_value_heads=2, router_aux_loss_coef=0.5, output_router_logits=is_asked, num_local_experts=2
+        **SIZES, num_key_value_heads=2, router_aux_loss_coef=0.5, output_router_logits=in_config, num_local_experts=2
     )
     model = MixtralForCausalLM(config)
-    assert configure_router_loss(model, given, by_default=by_default) == coefficient
+    assert configure_router_loss(model, key, by_default=by_default) == coefficient
     assert model.config.output_router_logits is is_on
     assert model.config.router_aux_loss_coef == coefficient
 
 
-def test_a_dense_model_has_no_experts_to_balance() -> None:
+def test_router_loss_of_dense_model_is_refused() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     assert configure_router_loss(model, None, by_default=True) == 0.0
     with pytest.raises(ConfigError, match="LlamaForCausalLM is no mixture of experts"):

@@ -1,4 +1,4 @@
-"""What the reference says is computed once, found by what determines it, never trusted blindly, never half there."""
+"""Stored reference log-probabilities: cache key, verification of a sample, damage, and interrupted writes."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ FRESH = Setting(adapter=AdapterConfig(use_peft=True, lora_r=4))
 
 
 class Oracle:
-    """A reference whose numbers are known, and that remembers what it was asked."""
+    """Reference model with known log-probabilities, which records the pairs of each call."""
 
     def __init__(self, pairs) -> None:
         self.model = nn.Linear(2, 2)
-        self.asked: list[list[int]] = []
+        self.calls: list[list[int]] = []
         self._numbers = {row["prompt_ids"].tobytes(): number for number, row in enumerate(pairs)}
 
     def __call__(self, rows):
         assert not self.model.training
         assert not torch.is_grad_enabled()
-        self.asked.append([self._numbers[row["prompt_ids"].tobytes()] for row in rows])
-        return torch.tensor([[-1.5 - number, -2.5 - number] for number in self.asked[-1]]).T
+        self.calls.append([self._numbers[row["prompt_ids"].tobytes()] for row in rows])
+        return torch.tensor([[-1.5 - number, -2.5 - number] for number in self.calls[-1]]).T
 
     @property
-    def num_asked(self) -> int:
-        return sum(map(len, self.asked))
+    def num_scored(self) -> int:
+        return sum(map(len, self.calls))
 
 
 @pytest.fixture
@@ -66,13 +66,13 @@ def build(tmp_path, pairs, run="run", key=KEY) -> ReferenceLogps:
     return ReferenceLogps(key, {"train": pairs}, root=tmp_path / "cache", output_dir=tmp_path / run)
 
 
-def settle(stored, oracle, batch_size=7):
+def fill(stored, oracle, batch_size=7):
     progress = TrainingProgress()
     stored.load_or_compute(oracle.model, oracle, batch_size=batch_size, dtype=torch.float32, progress=progress)
 
 
-def reseal(folder: Path, name: str, logps: np.ndarray) -> None:
-    """Put other numbers into a stored set, so that it looks whole."""
+def tamper(folder: Path, name: str, logps: np.ndarray) -> None:
+    """Replace the log-probabilities of a stored set and update its hash."""
     np.save(folder / name, logps)
     complete = json.loads((folder / store.COMPLETE_FILE).read_text())
     data = (folder / name).read_bytes()
@@ -81,30 +81,30 @@ def reseal(folder: Path, name: str, logps: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 200])
-def test_each_pair_gets_its_own_two_numbers(tmp_path, pairs, batch_size):
+def test_each_pair_gets_its_two_logps(tmp_path, pairs, batch_size):
     stored, oracle = build(tmp_path, pairs), Oracle(pairs)
     assert np.isnan(stored.rows["train"][3]["ref_chosen_logp"])
-    settle(stored, oracle, batch_size)
+    fill(stored, oracle, batch_size)
     rows = stored.rows["train"]
     assert len(rows) == 100
-    assert sorted(number for batch in oracle.asked for number in batch) == list(range(100))
+    assert sorted(number for batch in oracle.calls for number in batch) == list(range(100))
     for number in (0, 41, 99):
         assert (rows[number]["ref_chosen_logp"], rows[number]["ref_rejected_logp"]) == (-1.5 - number, -2.5 - number)
         assert rows[number]["chosen_ids"].tolist() == pairs[number]["chosen_ids"].tolist()
     assert oracle.model.training
 
 
-def test_what_is_stored_is_found_by_another_run_after_64_pairs_were_computed_again(tmp_path, pairs):
-    settle(build(tmp_path, pairs, "first"), Oracle(pairs))
+def test_cache_is_reused_after_recomputing_64_pairs(tmp_path, pairs):
+    fill(build(tmp_path, pairs, "first"), Oracle(pairs))
     shutil.rmtree(tmp_path / "first")
     second, oracle = build(tmp_path, pairs, "second"), Oracle(pairs)
-    settle(second, oracle)
+    fill(second, oracle)
     assert np.array_equal(second.rows["train"].logps, expected_logps(100))
-    asked = [number for batch in oracle.asked for number in batch]
-    assert len(set(asked)) == len(asked) == NUM_CHECKED == 64
-    assert asked != list(range(64))
-    assert max(map(len, oracle.asked)) == 7
-    # The run's own copy serves where the cache is gone.
+    scored = [number for batch in oracle.calls for number in batch]
+    assert len(set(scored)) == len(scored) == NUM_CHECKED == 64
+    assert scored != list(range(64))
+    assert max(map(len, oracle.calls)) == 7
+    # Without the cache, the copy in ``output_dir`` is used.
     shutil.rmtree(tmp_path / "cache")
     third = build(tmp_path, pairs, "second")
     assert third.find()
@@ -113,72 +113,68 @@ def test_what_is_stored_is_found_by_another_run_after_64_pairs_were_computed_aga
     assert not other_key.find()
 
 
-def test_the_sample_is_another_for_another_key(tmp_path, pairs):
-    asked = []
+def test_verified_sample_depends_on_cache_key(tmp_path, pairs):
+    scored = []
     for key in (KEY, "f" + KEY[1:], KEY):
-        settle(build(tmp_path, pairs, key=key), Oracle(pairs))
+        fill(build(tmp_path, pairs, key=key), Oracle(pairs))
         oracle = Oracle(pairs)
-        settle(build(tmp_path, pairs, key=key), oracle)
-        asked.append([number for batch in oracle.asked for number in batch])
-    assert asked[0] == asked[2] != asked[1]
-
-
-def off_by(amount):
-    return lambda logps: logps + np.float32(amount)
+        fill(build(tmp_path, pairs, key=key), oracle)
+        scored.append([number for batch in oracle.calls for number in batch])
+    assert scored[0] == scored[2] != scored[1]
 
 
 def one_nan(logps):
     return np.where(np.arange(200).reshape(100, 2) % 3 == 0, np.float32("nan"), logps)
 
 
-TAMPERINGS = {
-    "other numbers": off_by(0.01),
-    "swapped answers": lambda logps: logps[:, ::-1],
-    "other rows": lambda logps: np.roll(logps, 1, axis=0),
-    "not a number": one_nan,
-    "too few": lambda logps: logps[:50],
+CHANGES = {
+    "shifted": lambda logps: logps + np.float32(0.01),
+    "swapped": lambda logps: logps[:, ::-1],
+    "rolled": lambda logps: np.roll(logps, 1, axis=0),
+    "nan": one_nan,
+    "truncated": lambda logps: logps[:50],
 }
 
 
 @pytest.mark.parametrize("place", ["cache", "run/reference"])
-@pytest.mark.parametrize("how", TAMPERINGS)
-def test_tampered_numbers_are_computed_again_and_replaced(tmp_path, pairs, how, place):
-    settle(build(tmp_path, pairs), Oracle(pairs))
+@pytest.mark.parametrize("how", CHANGES)
+def test_wrong_logps_are_recomputed_and_replaced(tmp_path, pairs, how, place):
+    fill(build(tmp_path, pairs), Oracle(pairs))
     if place == "cache":
         shutil.rmtree(tmp_path / "run")
-    reseal(tmp_path / place / KEY[:16], "train.npy", TAMPERINGS[how](expected_logps(100)))
+    tamper(tmp_path / place / KEY[:16], "train.npy", CHANGES[how](expected_logps(100)))
     again = build(tmp_path, pairs)
-    settle(again, Oracle(pairs))
+    fill(again, Oracle(pairs))
     assert np.array_equal(again.rows["train"].logps, expected_logps(100))
     for run in ("run", "another"):
         trusted, oracle = build(tmp_path, pairs, run), Oracle(pairs)
-        settle(trusted, oracle)
-        assert oracle.num_asked == NUM_CHECKED
+        fill(trusted, oracle)
+        assert oracle.num_scored == NUM_CHECKED
         assert np.array_equal(trusted.rows["train"].logps, expected_logps(100))
 
 
-@pytest.mark.parametrize("damage", ["flipped bit", "cut short", "gone", "no seal"])
-def test_damaged_files_are_not_read(tmp_path, pairs, damage):
-    settle(build(tmp_path, pairs), Oracle(pairs))
+@pytest.mark.parametrize("damage", ["flipped bit", "truncated", "missing", "no manifest"])
+def test_damaged_files_are_not_loaded(tmp_path, pairs, damage):
+    fill(build(tmp_path, pairs), Oracle(pairs))
     shutil.rmtree(tmp_path / "run")
     path = tmp_path / "cache" / KEY[:16] / "train.npy"
     data = path.read_bytes()
     if damage == "flipped bit":
         path.write_bytes(data[:-6] + bytes([data[-6] ^ 1]) + data[-5:])
-    elif damage == "cut short":
+    elif damage == "truncated":
         path.write_bytes(data[:-4])
-    elif damage == "gone":
+    elif damage == "missing":
         path.unlink()
     else:
         (path.parent / store.COMPLETE_FILE).unlink()
     again = build(tmp_path, pairs)
     assert not again.find()
-    settle(again, Oracle(pairs))
+    fill(again, Oracle(pairs))
     assert build(tmp_path, pairs, "another").find()
 
 
-def test_rounding_is_no_tampering(tmp_path, pairs):
-    settle(build(tmp_path, pairs), Oracle(pairs))
+def test_comparison_accepts_rounding_error(tmp_path, pairs):
+    fill(build(tmp_path, pairs), Oracle(pairs))
     lengths = torch.tensor([[len(pair["chosen_ids"]), len(pair["rejected_ids"])] for pair in pairs])
     for factor, is_trusted in ((0.8, True), (-0.8, True), (1.5, False)):
         within = expected_logps(100) + factor * compute_rounding(lengths, torch.bfloat16).numpy()
@@ -188,31 +184,31 @@ def test_rounding_is_no_tampering(tmp_path, pairs):
         assert verdict == is_trusted
 
 
-def test_numbers_that_are_trusted_are_left_where_they_are(tmp_path, pairs):
-    settle(build(tmp_path, pairs), Oracle(pairs))
+def test_verified_files_are_not_rewritten(tmp_path, pairs):
+    fill(build(tmp_path, pairs), Oracle(pairs))
     rounded = expected_logps(100) + np.float32(1e-6)
-    reseal(tmp_path / "cache" / KEY[:16], "train.npy", rounded)
+    tamper(tmp_path / "cache" / KEY[:16], "train.npy", rounded)
     path = tmp_path / "cache" / KEY[:16] / "train.npy"
     before = path.stat()
     for run in ("run", "another"):
-        settle(build(tmp_path, pairs, run), Oracle(pairs))
+        fill(build(tmp_path, pairs, run), Oracle(pairs))
     assert path.stat().st_ino == before.st_ino
     assert np.array_equal(np.load(tmp_path / "another" / "reference" / KEY[:16] / "train.npy"), rounded)
 
 
 KILLS = {
-    "while the numbers are written": (np, "save"),
-    "before they are sealed": (store, "replace_record"),
-    "before they are moved": (os, "replace"),
+    "during save": (np, "save"),
+    "before manifest": (store, "replace_record"),
+    "before rename": (os, "replace"),
 }
 
 
 @pytest.mark.parametrize("moment", KILLS)
-def test_killed_while_writing_leaves_nothing_that_passes_for_whole(tmp_path, pairs, monkeypatch, moment):
+def test_kill_during_write_leaves_no_complete_set(tmp_path, pairs, monkeypatch, moment):
     module, name = KILLS[moment]
     child = os.fork()
     if child == 0:
-        signal.alarm(60)  # rather than wait for ever for a lock that another thread held
+        signal.alarm(60)  # A lock held by another thread at the fork would block forever.
         original = getattr(module, name)
 
         def die(*args, **kwargs):
@@ -229,74 +225,53 @@ def test_killed_while_writing_leaves_nothing_that_passes_for_whole(tmp_path, pai
     assert os.WTERMSIG(status) == signal.SIGKILL
     stored = build(tmp_path, pairs)
     assert not stored.find()
-    settle(stored, Oracle(pairs))
+    fill(stored, Oracle(pairs))
     assert build(tmp_path, pairs, "another").find()
     assert not list((tmp_path / "cache").glob("*.tmp"))
 
 
-def test_a_folder_that_cannot_be_written_is_explained(tmp_path, pairs):
+def test_unwritable_cache_is_refused(tmp_path, pairs):
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(DataError, match="cannot be written"):
-        settle(build(tmp_path, pairs), Oracle(pairs))
+        fill(build(tmp_path, pairs), Oracle(pairs))
 
 
-def test_missing_numbers_after_a_step_are_refused_with_the_way_out():
+def test_missing_logps_of_resumed_run_are_refused():
     with pytest.raises(ConfigError, match=r"(?s)weights of step 7 cannot.*restore the folder, or start again"):
         refuse_missing(7)
 
 
-@pytest.fixture
-def computed(monkeypatch):
-    """How often numbers were computed."""
-    calls = []
-    compute = ReferenceLogps.compute
-    monkeypatch.setattr(
-        ReferenceLogps, "compute", lambda self, *args, **kwargs: calls.append(1) or compute(self, *args, **kwargs)
-    )
-    return calls
-
-
-def begin(model_dir, folder, pairs, **options):
-    """Start a run, up to where it has its reference."""
-    options = {"precompute_ref_log_probs": True, "max_steps": 1} | options
-    trainer, recorder = make_pair_trainer(model_dir, folder, pairs, **options)
-    trainer.train()
-    return trainer, recorder
+def find_key(model_dir, folder, **options):
+    """Return the cache key of a run's reference."""
+    trainer, _ = make_pair_trainer(model_dir, folder, make_pairs(), precompute_ref_log_probs=True, **options)
+    return trainer.stored._key
 
 
 @pytest.mark.parametrize("setting", [Setting(), FRESH], ids=["full", "fresh adapter"])
-def test_the_cache_is_found_again_by_runs_that_differ_in_nothing_that_decides(
-    tiny_model_dir, tmp_path, computed, setting
-):
-    pairs = make_pairs()
-    begin(tiny_model_dir, tmp_path / "0", pairs, setting=setting)
+def test_cache_key_ignores_keys_without_effect_on_reference(tiny_model_dir, tmp_path, setting):
     others = [
-        {"learning_rate": 3e-4},
-        {"seed": 7},
-        {"loss_type": ["ipo"]},
+        {},
+        {"learning_rate": 3e-4, "seed": 7},
         {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], "beta": 0.4},
         {"per_device_eval_batch_size": 3, "gradient_accumulation_steps": 2},
     ]
-    for number, other in enumerate(others, 1):
-        _, recorder = begin(tiny_model_dir, tmp_path / str(number), pairs, setting=setting, **other)
-        assert any("they are used" in line for line in recorder.lines), other
-    assert len(computed) == 1
+    keys = [find_key(tiny_model_dir, tmp_path / str(at), setting=setting, **other) for at, other in enumerate(others)]
+    assert len(set(keys)) == 1
 
 
-def test_the_cache_is_not_found_when_anything_that_decides_differs(tiny_model_dir, tmp_path, computed):
-    pairs = make_pairs()
-    begin(tiny_model_dir, tmp_path / "0", pairs)
+def test_cache_key_depends_on_model_data_and_precision(tiny_model_dir, tmp_path):
     other_model = perturb_model(tiny_model_dir, tmp_path / "other model", std=1e-6)
     other_shape = shutil.copytree(tiny_model_dir, tmp_path / "other shape")
     config = AutoConfig.from_pretrained(other_shape)
     config.rms_norm_eps = 2e-6
     config.save_pretrained(other_shape)
     adapter = train_adapter(tiny_model_dir, tmp_path / "adapter")
-    going_on = Setting(adapter=AdapterConfig(use_peft=True, adapter_name_or_path=str(adapter)))
-    others = {
+    continued = Setting(adapter=AdapterConfig(use_peft=True, adapter_name_or_path=str(adapter)))
+    runs = {
+        "default": (tiny_model_dir, {}),
         "weights": (other_model, {}),
         "architecture": (other_shape, {}),
-        "adapter": (tiny_model_dir, {"setting": going_on}),
+        "adapter": (tiny_model_dir, {"setting": continued}),
         "pairs": (tiny_model_dir, {"setting": Setting(key="others")}),
         "precision": (tiny_model_dir, {"bf16": True}),
         "precision of the weights": (tiny_model_dir, {"setting": Setting(dtype="bfloat16")}),
@@ -304,46 +279,63 @@ def test_the_cache_is_not_found_when_anything_that_decides_differs(tiny_model_di
         "layout": (tiny_model_dir, {"setting": Setting(layout="separate")}),
         "ld_alpha": (tiny_model_dir, {"ld_alpha": 0.5}),
     }
-    for number, (name, (model_dir, options)) in enumerate(others.items(), 2):
-        _, recorder = begin(model_dir, tmp_path / f"run {name}", pairs, **options)
-        assert len(computed) == number, name
-        assert not any("stored numbers" in line for line in recorder.lines), name
-    # A model of its own is found too, whatever is trained against it.
+    keys = {name: find_key(model_dir, tmp_path / name, **options) for name, (model_dir, options) in runs.items()}
+    assert len(set(keys.values())) == len(runs)
+    # The logps of a named reference do not depend on the policy.
     named = with_preference(ref_model_name_or_path=str(other_model))
-    begin(tiny_model_dir, tmp_path / "run named", pairs, setting=named)
-    assert len(computed) == 1 + len(others)
+    assert find_key(tiny_model_dir, tmp_path / "named", setting=named) == keys["weights"]
 
 
-def test_a_run_goes_on_with_its_own_copy_and_not_without_it(tiny_model_dir, tmp_path, computed):
+@pytest.fixture
+def computed(monkeypatch):
+    """Record each computation of reference log-probabilities."""
+    calls, compute = [], ReferenceLogps.compute
+    monkeypatch.setattr(
+        ReferenceLogps, "compute", lambda self, *args, **kwargs: calls.append(1) or compute(self, *args, **kwargs)
+    )
+    return calls
+
+
+def train_step(model_dir, folder, pairs, **options):
+    """Run one step with stored reference log-probabilities."""
+    options = {"precompute_ref_log_probs": True, "max_steps": 1} | options
+    trainer, recorder = make_pair_trainer(model_dir, folder, pairs, **options)
+    trainer.train()
+    return trainer, recorder
+
+
+def test_resume_needs_copy_in_output_dir(tiny_model_dir, tmp_path, computed):
     pairs, options = make_pairs(), {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    _, recorder = begin(tiny_model_dir, tmp_path / "straight", pairs, **options)
-    # One that found the cache has its own copy as well.
-    begin(tiny_model_dir, tmp_path / "run", pairs, **options)
+    _, recorder = train_step(tiny_model_dir, tmp_path / "straight", pairs, **options)
+    # A run that used the cache has a copy too.
+    _, other = train_step(tiny_model_dir, tmp_path / "run", pairs, **options)
+    assert any("they are used" in line for line in other.lines)
+    assert not any("stored log-probabilities" in line for line in recorder.lines)
     shutil.rmtree(tmp_path / "cache")
 
-    def go_on():
+    def resume():
         trainer, second = make_pair_trainer(
             tiny_model_dir, tmp_path / "run", pairs, precompute_ref_log_probs=True, **options
         )
         trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
         return second.steps
 
-    assert go_on() == recorder.steps[2:]
+    assert resume() == recorder.steps[2:]
     assert len(computed) == 1
     shutil.rmtree(tmp_path / "run" / "reference")
     with pytest.raises(ConfigError, match="the weights of step 2 cannot"):
-        go_on()
+        resume()
 
 
-def test_training_that_begins_again_keeps_the_numbers_of_the_reference(tiny_model_dir, tmp_path, computed):
-    """As behind a spike before the first checkpoint: the reference is gone by then, and the policy is not it."""
+def test_restarted_training_keeps_reference_logps(tiny_model_dir, tmp_path, computed):
+    """As after a rollback to step 0, when the reference model is released and the policy differs from it."""
     other_model = perturb_model(tiny_model_dir, tmp_path / "other model", std=1e-2)
     named = with_preference(ref_model_name_or_path=str(other_model))
-    trainer, recorder = begin(tiny_model_dir, tmp_path / "run", make_pairs(), setting=named)
+    trainer, recorder = train_step(tiny_model_dir, tmp_path / "run", make_pairs(), setting=named)
     (rows,) = trainer.stored.rows.values()
     before = rows.logps.copy()
     trainer.train()
     assert len(computed) == 1
     np.testing.assert_array_equal(rows.logps, before)
-    # Nor are the numbers compared with those of another model.
-    assert not any("stored numbers" in line for line in recorder.lines)
+    # They are not verified again either, which would need the reference model.
+    assert not any("stored log-probabilities" in line for line in recorder.lines)

@@ -1,4 +1,4 @@
-"""The order of a run is upstream's, and that which is left of it."""
+"""Row order of a run: transformers' order, skipped rows, and shards of data-parallel ranks."""
 
 import numpy as np
 import pytest
@@ -16,32 +16,32 @@ from recipes_lib.training.trainers.recipe_trainer import EpochRows, RunSampler, 
 
 
 def record_rows(trainer):
-    """The rows of each step, by the numbers that the guard was given."""
+    """Train and return the row ids of each step, from the guard's inputs."""
     steps, check_step = [], trainer.guard.check_step
 
-    def note(norm):
+    def record(norm):
         steps.append([sorted(set(ids.tolist())) for ids in trainer.guard.inputs.row_ids])
         return check_step(norm)
 
-    trainer.guard.check_step = note
+    trainer.guard.check_step = record
     trainer.train()
     return steps
 
 
 @pytest.mark.parametrize(("strategy", "drop_last"), [("random", False), ("random", True), ("sequential", False)])
-def test_without_skips_it_is_the_order_of_upstream(tiny_model_dir, tmp_path, monkeypatch, strategy, drop_last):
+def test_row_order_equals_transformers_without_skips(tiny_model_dir, tmp_path, monkeypatch, strategy, drop_last):
     keys = {"max_steps": 7, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "seed": 5}
     keys |= {"train_sampling_strategy": strategy, "dataloader_drop_last": drop_last}
     trainer, _ = make_trainer(tiny_model_dir, tmp_path / "ours", make_packs(11), **keys)
-    ours = record_rows(trainer)
+    rows = record_rows(trainer)
     found = [trainer.find_rows(step) for step in range(7)]
     other, _ = make_trainer(tiny_model_dir, tmp_path / "upstream", make_packs(11), **keys)
     monkeypatch.setattr(other, "_get_train_sampler", lambda rows=None: Trainer._get_train_sampler(other, rows))
-    assert ours == record_rows(other)
-    # And it is known beforehand which rows a step will take.
+    assert rows == record_rows(other)
+    # ``find_rows`` predicts the rows of each step.
     order = [row for epoch in range(3) for row in permute(11, 5 + epoch, strategy)]
     for step, (first, stop) in enumerate(found):
-        taken = {row for batch in ours[step] for row in batch}
+        taken = {row for batch in rows[step] for row in batch}
         assert taken <= set(order[first:stop])
         assert drop_last or taken == set(order[first:stop])
 
@@ -53,40 +53,40 @@ def permute(num_rows, seed, strategy):
 
 
 @pytest.mark.parametrize("seed", [None, 3])
-def test_with_skips_the_epochs_are_cut_anew_from_what_is_left(seed):
+def test_skipped_rows_shift_later_rows_across_epochs(seed):
     skips = RowSkips(((4, 7), (9, 13), (30, 31)))
-    natural = [(n // 10, n % 10) for n in range(60) if not any(first <= n < stop for first, stop in skips.ranges)]
+    kept = [(n // 10, n % 10) for n in range(60) if not any(first <= n < stop for first, stop in skips.ranges)]
     orders = [permute(10, seed + epoch if seed else 0, "random" if seed else "sequential") for epoch in range(6)]
-    expected = [orders[epoch][at] for epoch, at in natural]
+    expected = [orders[epoch][at] for epoch, at in kept]
     epoch = 0
     sampler = RunSampler(EpochOrder(10, seed), skips=skips, read_epoch=lambda: epoch)
     for epoch in range(4):
         assert list(sampler) == expected[10 * epoch : 10 * epoch + 10]
 
 
-def test_the_last_step_of_an_epoch_takes_what_is_left():
+def test_last_step_of_epoch_takes_remaining_rows():
     rows = EpochRows(num_rows=11, steps_per_epoch=3, rows_per_step=4)
     assert [rows.find(step) for step in range(5)] == [(0, 4), (4, 8), (8, 11), (11, 15), (15, 19)]
     assert np.diff([rows.find(step)[0] for step in range(30)]).sum() == 11 * 9 + 8
 
 
-@given(num_rows=st.integers(1, 60), batch_size=st.integers(1, 9), num_takers=st.integers(1, 5), drop_last=st.booleans())
-def test_all_take_the_same_number_of_batches_and_each_row_counts_once(num_rows, batch_size, num_takers, drop_last):
+@given(num_rows=st.integers(1, 60), batch_size=st.integers(1, 9), num_ranks=st.integers(1, 5), drop_last=st.booleans())
+def test_shard_evenly_gives_equal_batches_and_counts_rows_once(num_rows, batch_size, num_ranks, drop_last):
     counted, lengths = [], set()
-    for taker in range(num_takers):
+    for rank in range(num_ranks):
         batches = BatchSampler(SequentialSampler(range(num_rows)), batch_size, drop_last)
-        # What accelerate takes for the number of processes does not matter.
-        shard = BatchSamplerShard(batches, num_processes=num_takers + 1, process_index=0)
-        is_last_repeated = shard_evenly(shard, num_takers, taker)
+        # ``shard_evenly`` overrides accelerate's number of processes.
+        shard = BatchSamplerShard(batches, num_processes=num_ranks + 1, process_index=0)
+        is_last_repeated = shard_evenly(shard, num_ranks, rank)
         for _ in range(2):
             taken = list(shard)
             assert len(taken) == len(shard)
             assert all(taken)
         lengths.add(len(taken))
-        # In turns, as accelerate deals them.
+        # Round-robin, as by accelerate.
         own = taken[: -1 if is_last_repeated else None]
-        assert [batch[0] for batch in own] == [(at * num_takers + taker) * batch_size for at in range(len(own))]
+        assert [batch[0] for batch in own] == [(at * num_ranks + rank) * batch_size for at in range(len(own))]
         counted += [row for batch in own for row in batch]
-    rows_per_round = batch_size * num_takers
+    rows_per_round = batch_size * num_ranks
     assert lengths == {num_rows // rows_per_round if drop_last else -(-num_rows // rows_per_round)}
     assert sorted(counted) == list(range(num_rows // rows_per_round * rows_per_round if drop_last else num_rows))

@@ -1,4 +1,4 @@
-"""The model that is trained: the one that was named, in its precision, under its adapter, without dropout."""
+"""Loading of the trained model: weights, dtype, adapter, dropout and score head."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def score_twice(model):
         return [model.train()(input_ids=ids).logits for _ in range(2)]
 
 
-def test_it_is_the_named_model_in_training_mode_on_the_settled_kernel(tiny_model_dir, tmp_path):
+def test_policy_is_loaded_in_training_mode_with_given_kernel(tiny_model_dir, tmp_path):
     expected = AutoModelForCausalLM.from_pretrained(tiny_model_dir).state_dict()
     for implementation in ("sdpa", "eager"):
         model = load(tiny_model_dir, tmp_path, implementation=implementation)
@@ -55,7 +55,7 @@ def test_it_is_the_named_model_in_training_mode_on_the_settled_kernel(tiny_model
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
 
 
-def test_dropout_is_off_where_it_was_asked_to_be(with_dropout, tmp_path):
+def test_disable_dropout(with_dropout, tmp_path):
     once, again = score_twice(load(with_dropout, tmp_path))
     assert torch.equal(once, again)
     once, again = score_twice(load(with_dropout, tmp_path, disable_dropout=False))
@@ -65,7 +65,7 @@ def test_dropout_is_off_where_it_was_asked_to_be(with_dropout, tmp_path):
     assert torch.equal(once, again)
 
 
-def test_an_adapter_alone_is_trained_and_drawn_by_the_seed(tiny_model_dir, tmp_path):
+def test_only_adapter_is_trained_and_seed_initialises_it(tiny_model_dir, tmp_path):
     states = []
     for seed in (1, 1, 2):
         model = load(tiny_model_dir, tmp_path, Setting(adapter=FRESH), seed=seed)
@@ -77,16 +77,16 @@ def test_an_adapter_alone_is_trained_and_drawn_by_the_seed(tiny_model_dir, tmp_p
     assert not other
 
 
-def test_a_saved_adapter_goes_on(tiny_model_dir, tmp_path):
+def test_saved_adapter_is_trained_further(tiny_model_dir, tmp_path):
     folder = train_adapter(tiny_model_dir, tmp_path / "adapter")
-    going_on = AdapterConfig(use_peft=True, adapter_name_or_path=str(folder))
-    model = load(tiny_model_dir, tmp_path, Setting(adapter=going_on))
-    grown = [parameter for name, parameter in model.named_parameters() if "lora_B" in name]
-    assert all(parameter.requires_grad and parameter.abs().max() > 0 for parameter in grown)
-    assert len(grown) == 14
+    continued = AdapterConfig(use_peft=True, adapter_name_or_path=str(folder))
+    model = load(tiny_model_dir, tmp_path, Setting(adapter=continued))
+    matrices = [parameter for name, parameter in model.named_parameters() if "lora_B" in name]
+    assert all(parameter.requires_grad and parameter.abs().max() > 0 for parameter in matrices)
+    assert len(matrices) == 14
 
 
-def test_what_cannot_be_loaded_is_one_error(tiny_model_dir, tmp_path):
+def test_missing_model_or_adapter_is_refused(tiny_model_dir, tmp_path):
     with pytest.raises(ConfigError, match="model_name_or_path"):
         load(tmp_path / "nowhere", tmp_path)
     missing = AdapterConfig(use_peft=True, adapter_name_or_path=str(tmp_path / "nothing"))
@@ -94,20 +94,20 @@ def test_what_cannot_be_loaded_is_one_error(tiny_model_dir, tmp_path):
         load(tiny_model_dir, tmp_path, Setting(adapter=missing))
 
 
-def test_weights_of_few_bits_are_asked_for_on_the_way(tiny_model_dir, tmp_path, monkeypatch):
-    asked = []
+def test_quantization_config_has_compute_dtype_of_run(tiny_model_dir, tmp_path, monkeypatch):
+    calls = []
     monkeypatch.setattr(
         "recipes_lib.training.trainers.trained_model.build_quantization_config",
-        lambda *facts: asked.append(facts) or None,
+        lambda *facts: calls.append(facts) or None,
     )
     config, args = build(tiny_model_dir, tmp_path, Setting(adapter=FRESH), bf16=True)
     config = replace(config, quantization=QuantizationConfig(load_in_4bit=True))
     load_policy(config, "sdpa", args, LAUNCH)
-    assert asked == [(config.quantization, torch.bfloat16, "")]
+    assert calls == [(config.quantization, torch.bfloat16, "")]
 
 
 @pytest.mark.parametrize("use_peft", [False, True])
-def test_a_scorer_has_one_score_and_the_end_of_answers_is_no_padding(tiny_model_dir, tmp_path, use_peft):
+def test_scorer_returns_one_score_and_does_not_pad_with_eos(tiny_model_dir, tmp_path, use_peft):
     setting = Setting(adapter=FRESH if use_peft else AdapterConfig())
     config, args = build(tiny_model_dir, tmp_path, setting)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)

@@ -35,7 +35,7 @@ class Blocked:
         keys: Keys of the recipe; the problem names the first one that is set, or the launch file if there are none.
         recipe_text: Description of the recipe, in Markdown; empty: one of ``keys`` is set, or any recipe.
         recipes: Affected recipes; empty: all.
-        is_asked: Predicate of affected keys; ``None``: one of ``keys`` is set, or always without ``keys``.
+        affects: Predicate of affected keys; ``None``: one of ``keys`` is set, or always without ``keys``.
     """
 
     launch: str
@@ -45,17 +45,17 @@ class Blocked:
     keys: tuple[str, ...] = ()
     recipe_text: str = ""
     recipes: tuple[str, ...] = ()
-    is_asked: Callable[[Keys, Launch], object] | None = None
+    affects: Callable[[Keys, Launch], object] | None = None
 
     def applies(self, keys: Keys, launch: Launch) -> bool:
         """Return whether this combination applies to a recipe and a launch."""
         if not self.is_launched(launch):
             return False
-        if self.is_asked is not None:
-            return bool(self.is_asked(keys, launch))
+        if self.affects is not None:
+            return bool(self.affects(keys, launch))
         return not self.keys or any(keys.get(key) for key in self.keys)
 
-    def tell(self, keys: Keys, config: RecipeConfig, file: str) -> Problem:
+    def build_problem(self, keys: Keys, config: RecipeConfig, file: str) -> Problem:
         """Return the problem of an affected recipe: key, reason, and remedy.
 
         Args:
@@ -169,7 +169,7 @@ _LAUNCHES: Final[Mapping[str, Callable[[Launch], object]]] = {
     ),
 }
 """Conditions on a launch by their names in ``compatibility.yaml``."""
-_ASKED: Final[Mapping[str, Callable[[Keys, Launch], object]]] = {
+_CONDITIONS: Final[Mapping[str, Callable[[Keys, Launch], object]]] = {
     "trains 16-bit weights": _trains_few_bits,
     "copies the policy": _copies_policy,
     "optimizer that cannot be sharded": lambda keys, _: keys.get("optim") in _NOT_SHARDED,
@@ -185,12 +185,12 @@ _ASKED: Final[Mapping[str, Callable[[Keys, Launch], object]]] = {
 """Conditions on keys and launch by their names in ``compatibility.yaml``."""
 
 
-def _build_asked(entry: Mapping[str, Any], named: Sequence[str]) -> Callable[[Keys, Launch], object] | None:
+def _build_condition(entry: Mapping[str, Any], named: Sequence[str]) -> Callable[[Keys, Launch], object] | None:
     if "values" in entry:
         return lambda keys, _: keys.get(named[0]) in entry["values"]
     if "except" in entry:
         return lambda keys, _: keys.get(named[0], entry["except"][0]) not in entry["except"]
-    return _ASKED[entry["asked"]] if "asked" in entry else None
+    return _CONDITIONS[entry["condition"]] if "condition" in entry else None
 
 
 def _build(entry: Mapping[str, Any]) -> Blocked:
@@ -205,7 +205,7 @@ def _build(entry: Mapping[str, Any]) -> Blocked:
         keys,
         entry.get("recipe_text", ""),
         tuple(entry.get("recipes", "").split()),
-        _build_asked(entry, keys),
+        _build_condition(entry, keys),
     )
 
 
@@ -232,7 +232,7 @@ def verify_combination(config: RecipeConfig, launch: Launch, file: str = "launch
     """
     keys = flatten_config(config)
     rows = [row for row in BLOCKED if not row.recipes or config.recipe in row.recipes]
-    if problems := [row.tell(keys, config, file) for row in rows if row.applies(keys, launch)]:
+    if problems := [row.build_problem(keys, config, file) for row in rows if row.applies(keys, launch)]:
         raise ConfigError(*problems)
 
 

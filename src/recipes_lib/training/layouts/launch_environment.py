@@ -323,7 +323,11 @@ def expect_launch(num_processes: int, engine: str, pipeline: Mapping[str, str] |
         num_processes: World size.
         engine: ``engine`` of ``Launch``.
         pipeline: Variables of ``name_pipeline``.
+
+    Raises:
+        ConfigError: As ``verify_rendezvous``, a variable that accelerate reads is not a number.
     """
+    _verify_counts()
     os.environ[_EXPECTED] = f"{num_processes} {engine}"
     os.environ.update(pipeline or {})
     for names, value in _VARIABLES.items():
@@ -353,7 +357,7 @@ def verify_rendezvous(launch: Launch) -> None:
     """Raise if this process cannot join the process group, before it loads anything.
 
     Raises:
-        ConfigError: A variable of the launcher is missing, the rank is out of range, or the port invalid.
+        ConfigError: A variable of the launcher is missing, the rank is out of range, or the port or a count invalid.
         ConfigError: ``srun`` or ``mpirun`` started several processes that do not know each other.
     """
     if launch.world_size == 1:
@@ -373,6 +377,13 @@ def verify_rendezvous(launch: Launch) -> None:
         problems.append(Problem("MASTER_PORT", f"{port!r} is not a port", "write a number from 1 to 65535"))
     if problems:
         raise ConfigError(*problems)
+    _verify_counts()
+
+
+def _verify_counts() -> None:
+    # accelerate converts them with ``int``, where OpenMP and torch ignore an invalid value.
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
+        _read_number(os.environ, name, 1)
 
 
 def _verify_single_process() -> None:

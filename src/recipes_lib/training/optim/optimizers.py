@@ -185,6 +185,28 @@ _WITHOUT_RESUME: Final = ("galore", "apollo", "grokadamw")
 """Prefixes of values of ``optim`` whose state cannot be restored from a checkpoint: it contains objects that
 ``weights_only`` rejects, or is not in ``state_dict``."""
 
+_ARGUMENTS: Final[Mapping[str, str]] = {
+    "sgd": "momentum dampening weight_decay nesterov",
+    "adagrad": "lr_decay weight_decay eps",
+    "rmsprop_bnb": "",
+    "rmsprop": "momentum alpha eps weight_decay centered",
+    "ademamix": "beta1 beta2 beta3 alpha eps t_alpha t_beta3",
+    "adamw_torch_4bit": "bf16_stochastic_round",
+    "adamw_torch_8bit": "bf16_stochastic_round",
+    "adamw_anyprecision": "use_kahan_summation momentum_dtype variance_dtype compensation_buffer_dtype",
+    "galore": "rank update_proj_gap scale proj_type",
+    "apollo": "rank proj scale_type update_proj_gap scale proj_type",
+    "grokadamw": "alpha_init lamb gamma grokking_signal_decay_rate gradient_clipping",
+    "schedule_free": "weight_lr_power r",
+    "stable_adamw": "max_lr kahan_sum decouple_lr",
+}
+"""Prefix of values of ``optim`` -> names in ``optim_args`` that transformers reads; it ignores all others."""
+_NUMBER: Final = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?", re.IGNORECASE)
+_TEXT_ARGUMENTS: Final = re.compile(
+    r"nesterov|centered|bf16_stochastic_round|proj\w*|scale_type|.*_dtype|.*kahan.*|decouple_lr"
+)
+"""Names in ``optim_args`` whose values are not numbers."""
+
 
 def get_decay_names(model: nn.Module, *, decay_embeddings: bool) -> list[str]:
     """Return the names of the parameters with weight decay: matrices, and optionally embeddings.
@@ -395,8 +417,23 @@ def _find_problems(optim: str, training: Mapping[str, Any]) -> Iterator[Problem]
     # The package divides the first steps by this number: 0.01 would multiply the first learning rate by 100.
     if optim.startswith("schedule_free") and 0 < read_training(training, "warmup_steps") < 1:
         yield Problem("warmup_steps", f"{optim} takes a number of steps, not a fraction", "write a whole number, or 0")
-    if optim == "muon" and training.get("optim_args"):
-        yield Problem("optim_args", "muon takes no arguments", "delete the line")
+    yield from _find_argument_problems(optim, str(training.get("optim_args") or ""))
+
+
+def _find_argument_problems(optim: str, text: str) -> Iterator[Problem]:
+    # The first prefix: "rmsprop_bnb" precedes "rmsprop".
+    name = optim.removeprefix("paged_")
+    known = next((names for prefix, names in _ARGUMENTS.items() if name.startswith(prefix)), "").split()
+    for entry in text.replace(" ", "").split(",") if text else ():
+        argument, _, value = entry.partition("=")
+        is_valid = _TEXT_ARGUMENTS.fullmatch(argument) or _NUMBER.fullmatch(value)
+        if argument not in known:
+            remedy = f"write {', '.join(known)}" if known else "delete the line"
+            found = f"{optim} takes no argument {argument!r}" if known else f"{optim} takes no arguments"
+            yield Problem("optim_args", found, remedy)
+        elif not value or not is_valid:
+            kind = "value" if _TEXT_ARGUMENTS.fullmatch(argument) else "number"
+            yield Problem("optim_args", f"{entry!r} does not give a {kind}", f"write {argument}= and a {kind}")
 
 
 def _find_embeddings(model: nn.Module) -> set[int]:

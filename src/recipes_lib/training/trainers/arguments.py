@@ -143,7 +143,8 @@ def build_training_arguments(
 
     Raises:
         ConfigError: As ``verify_launch``: accelerate has silently changed the launch.
-        ConfigError: As ``verify_fp8``, ``choose_compilation`` and ``choose_liger``, or transformers refuses the keys.
+        ConfigError: As ``verify_fp8``, ``choose_compilation`` and ``choose_liger``; torch lacks ``ddp_backend``, or
+            transformers refuses the keys.
     """
     verify_fp8(launch.precision)
     disable_accelerate_parallelism(launch)
@@ -190,6 +191,10 @@ def build_training_arguments(
 
 
 def _construct(config: RecipeConfig, arguments: dict[str, Any]) -> TrainingArguments:
+    backend = arguments.get("ddp_backend")
+    if backend and not torch.distributed.is_backend_available(backend):
+        where, found = config.provenance.get("ddp_backend", "ddp_backend"), f"this torch has no backend {backend!r}"
+        raise ConfigError(Problem(where, found, "delete the line: the default is nccl on GPUs and gloo on CPUs"))
     try:
         args: TrainingArguments = _ARGUMENT_CLASSES.get(config.recipe, TrainingArguments)(**arguments)
     except ValueError as error:

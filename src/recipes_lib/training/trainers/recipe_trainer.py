@@ -16,7 +16,7 @@ from accelerate.data_loader import BatchSamplerShard
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback, TrainerState, TrainingArguments
-from transformers.trainer_utils import SaveStrategy, has_length
+from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.data.sources.replay_dataset import EpochOrder, Order
@@ -340,19 +340,11 @@ class RecipeTrainer(CheckpointingTrainer):
         )
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Build upstream's loader, with batches distributed over data-parallel ranks instead of processes.
-
-        Raises:
-            ConfigError: ``dataloader_drop_last`` drops all rows.
-        """
+        """Build upstream's loader, with batches distributed over data-parallel ranks instead of processes."""
         loader: DataLoader[Any] = super().get_train_dataloader()
         shard = loader.batch_sampler
         if isinstance(shard, BatchSamplerShard):
             self._is_last_repeated = shard_evenly(shard, self.launch.data_size, self.launch.data_rank)
-        # Upstream would end training at step 0 without an error. Streams have no length.
-        if has_length(loader) and not len(loader):
-            found = f"drops all rows: there are fewer than one batch of {self._train_batch_size} for each process"
-            raise ConfigError(Problem("dataloader_drop_last", found, "delete the line, or use smaller batches"))
         return loader
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
