@@ -9,13 +9,13 @@ from recipes_lib.errors import ConfigError
 SOUND = "sources: [{name: web.jsonl}]\noutput_dir: out\n"
 
 
-def test_what_is_recorded_are_the_keys():
+def test_recorded_values_have_the_keys_of_the_table():
     keys = load_table("corpus").keys
     assert list_values(CorpusConfig()).keys() == keys.keys()
     assert keys["num_samples"].schema["maximum"] == MAX_SAMPLES
 
 
-def test_off_is_a_word(parse):
+def test_unquoted_off_is_read_as_text(parse):
     assert parse("corpus", SOUND + "pii: off\n").pii == "off"
 
 
@@ -37,12 +37,12 @@ def test_off_is_a_word(parse):
         ("sources: [{name: a, lang: de}]\noutput_dir: o", "is not a key of an entry"),
     ],
 )
-def test_a_mistake_is_refused_with_the_way_out(parse, text, found):
+def test_invalid_config_is_refused_with_remedy(parse, text, found):
     with pytest.raises(ConfigError) as caught:
         parse("corpus", text)
     assert found in str(caught.value)
 
 
-def test_a_source_is_called_by_its_label_or_its_name():
+def test_source_label_defaults_to_stem_of_name():
     names = [{"name": "a/b.jsonl.gz"}, {"name": "org/set"}, {"name": "x", "label": "y"}, {"name": "dir/"}]
     assert [label_entry(entry) for entry in names] == ["b", "set", "y", "dir"]

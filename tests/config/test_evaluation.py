@@ -11,7 +11,7 @@ from recipes_lib.errors import ConfigError
 SOUND = "model_name_or_path: a/b\ntasks: [core]\n"
 
 
-def test_results_go_into_the_model_unless_a_folder_is_named(parse, tmp_path: Path) -> None:
+def test_results_folder_defaults_to_model_folder(parse, tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     assert parse("eval", f"model_name_or_path: {tmp_path}/m\ntasks: [x]\n").folder == tmp_path / "m" / "eval"
     assert parse("eval", f"{SOUND}output_dir: out\n").folder == Path("out")
@@ -29,6 +29,6 @@ def test_results_go_into_the_model_unless_a_folder_is_named(parse, tmp_path: Pat
         (f"{SOUND}output_dir: o\nbase_url: http://localhost/v1/chat/completions\n", "expects messages"),
     ],
 )
-def test_a_mistake_is_refused_with_the_way_out(parse, text: str, found: str) -> None:
+def test_invalid_config_is_refused_with_remedy(parse, text: str, found: str) -> None:
     with pytest.raises(ConfigError, match=found):
         parse("eval", text)

@@ -52,7 +52,7 @@ def migrated(tmp_path):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_of_the_handbook_keeps_its_method_and_its_values(name: str, migrated) -> None:
+def test_handbook_recipe_keeps_method_and_values(name: str, migrated) -> None:
     path, migration = migrated(name)
     assert migration.recipe == recipe_of(name)
     assert migration.is_ready
@@ -78,6 +78,6 @@ def test_a_recipe_of_the_handbook_keeps_its_method_and_its_values(name: str, mig
     assert (again.text, [change for change in again.changes if change.line]) == (migration.text, [])
 
 
-def test_with_the_recipe_given_orpo_is_orpo_still(migrated) -> None:
+def test_orpo_loss_is_kept_with_explicit_recipe(migrated) -> None:
     path, _ = migrated("zephyr-141b-A35b/orpo/config_full")
     assert yaml.safe_load(migrate(path, "dpo").text)["loss_type"] == "orpo"

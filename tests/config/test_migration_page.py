@@ -13,7 +13,7 @@ NAMED = {**read_renames().elsewhere, **read_renames().retired}
 
 
 @pytest.mark.parametrize("key", sorted(NAMED.keys() - load_table("sft").keys.keys()))
-def test_a_row_of_the_page_is_what_migration_does(key, write, sound: str) -> None:
+def test_migration_page_row_describes_behaviour_of_migrate(key, write, sound: str) -> None:
     retired = NAMED[key]
     fate = describe_fate(key, retired)
     recipe = "sft" if retired.new is None or retired.new in load_table("sft").keys else "ppo"
@@ -34,7 +34,7 @@ def test_a_row_of_the_page_is_what_migration_does(key, write, sound: str) -> Non
         assert f"{retired.new}: some value of nobody's" in lines
 
 
-def test_every_key_is_on_the_page_once() -> None:
+def test_migration_page_lists_every_key() -> None:
     page = format_migration()
     first = [row.split("|")[1] for row in page.splitlines() if row.startswith("| `")]
     for key in NAMED:

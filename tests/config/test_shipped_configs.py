@@ -101,13 +101,13 @@ def _where_its_files_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.chdir(tmp_path)
 
 
-def test_there_are_shipped_configs() -> None:
+def test_shipped_configs_exist() -> None:
     assert CONFIGS
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
 class TestShippedConfig:
-    def test_it_loads_and_says_how_to_run_it(self, path: Path) -> None:
+    def test_loads_and_header_has_command_and_hardware(self, path: Path) -> None:
         load(path, path)
         head = path.read_text(encoding="utf-8").split("\n\n")[0]
         assert "--config" in head
@@ -115,12 +115,12 @@ class TestShippedConfig:
         assert "Expect" in head
         assert "Hardware" in head
 
-    def test_a_recipe_for_one_gpu_is_launched_on_one(self, path: Path) -> None:
+    def test_one_gpu_header_names_single_gpu_launch_file(self, path: Path) -> None:
         head = path.read_text(encoding="utf-8").split("\n\n")[0]
         if re.search(r"Hardware: one GPU", head):
             assert not re.search(r"accelerate_configs/(?!single_gpu)", head)
 
-    def test_what_it_reads_from_the_hub_is_pinned(self, path: Path) -> None:
+    def test_hub_repositories_are_pinned_to_a_commit(self, path: Path) -> None:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
         for key, revision in PINS.items():
             if path.parent.name != "demo" and values.get(key) not in (None, UNPINNED):
@@ -129,7 +129,7 @@ class TestShippedConfig:
             if path.parent.name != "demo":
                 assert re.fullmatch("[0-9a-f]{40}", str(part.get("revision"))), part["name"]
 
-    def test_a_mistake_in_any_line_is_found_at_it(self, path: Path, tmp_path: Path) -> None:
+    def test_mutated_line_is_reported_at_its_number(self, path: Path, tmp_path: Path) -> None:
         for entry in first_entries_of(path):
             for wrong in write_mistakes(path, entry):
                 found = break_line(path, entry, wrong, tmp_path)

@@ -19,7 +19,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("recipe", "flags"), CASES)
-def test_the_printed_configuration_loads_and_is_the_same_run(recipes, tmp_path, recipe, flags) -> None:
+def test_printed_config_round_trips(recipes, tmp_path, recipe, flags) -> None:
     arguments = ["--config", str(recipes[recipe]), *flags]
     copy = tmp_path / "printed.yaml"
     copy.write_text(parse_command(recipe, [*arguments, "--print-config"]), encoding="utf-8")
@@ -29,7 +29,7 @@ def test_the_printed_configuration_loads_and_is_the_same_run(recipes, tmp_path, 
     assert all(value == before.training.get(key, keys[key].default) for key, value in after.training.items())
 
 
-def test_every_key_is_printed_with_its_provenance(write, sound: str) -> None:
+def test_printed_config_shows_provenance_of_every_key(write, sound: str) -> None:
     path = write(sound)
     lines = parse_command(
         "sft", ["--config", str(path), "--seed", "3", "--max_steps", "9", "--print-config"]
@@ -43,7 +43,7 @@ def test_every_key_is_printed_with_its_provenance(write, sound: str) -> None:
     assert starts["num_train_epochs"] == "# num_train_epochs: derived: `max_steps` decides the length"
 
 
-def test_help_names_every_key_once() -> None:
+def test_help_lists_every_key_once() -> None:
     lines = parse_command("sft", ["--help"]).splitlines()
     named = [line.strip().removeprefix("--") for line in lines if line.startswith("  --") and " " not in line.strip()]
     assert sorted(named) == sorted(load_table("sft").keys)

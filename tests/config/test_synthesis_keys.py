@@ -11,7 +11,7 @@ from recipes_lib.errors import ConfigError
 BASE = ["--model_name_or_path", "m/m", "--dataset_name", "d", "--output_dir", "o"]
 
 
-def test_what_is_recorded_are_the_keys() -> None:
+def test_recorded_values_have_the_keys_of_the_table() -> None:
     assert SynthesisConfig().list_values().keys() == load_table("synthesize").keys.keys()
 
 
@@ -29,6 +29,6 @@ def test_what_is_recorded_are_the_keys() -> None:
         (["--openai_api_key", "sk-1"], "openai_api_key"),
     ],
 )
-def test_a_contradiction_is_one_error(flags: list[str], found: str) -> None:
+def test_incompatible_keys_are_refused(flags: list[str], found: str) -> None:
     with pytest.raises(ConfigError, match=found):
         parse_synthesis_command([*BASE, *flags])
