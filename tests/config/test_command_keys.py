@@ -22,9 +22,7 @@ REQUIRED = {
 
 @pytest.mark.parametrize("command", SOUND)
 class TestCommand:
-    def test_flags_override_file_and_printed_config_round_trips(
-        self, parse, monkeypatch, tmp_path, command
-    ) -> None:
+    def test_flags_override_file_and_printed_config_round_trips(self, parse, monkeypatch, tmp_path, command) -> None:
         monkeypatch.setenv("HOME", str(tmp_path))
         name = "num_samples" if command == "corpus" else "seed"
         flags = [f"--{name}=2", "--output_dir=~/x"]

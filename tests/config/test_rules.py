@@ -281,7 +281,9 @@ SOUND = {
 @pytest.mark.parametrize(
     ("recipe", "lines", "line", "words"), [(recipe, *row) for recipe, rows in REFUSED.items() for row in rows]
 )
-def test_incompatible_keys_are_refused_at_their_line(problems_of, recipe: str, lines: str, line: int, words: str) -> None:
+def test_incompatible_keys_are_refused_at_their_line(
+    problems_of, recipe: str, lines: str, line: int, words: str
+) -> None:
     (problem,) = problems_of(f"{lines}\n", recipe=recipe)
     assert problem.where == f"recipe.yaml:{line}"
     assert words in problem.found + problem.remedy
@@ -355,9 +357,7 @@ def test_flag_made_ineffective_by_file_is_refused(problems_of) -> None:
         (["1", "null"], "1"),
     ],
 )
-def test_ambiguous_mixture_weights_are_refused_in_fine_tuning(
-    weights: list[str], refused_sum: str | None
-) -> None:
+def test_ambiguous_mixture_weights_are_refused_in_fine_tuning(weights: list[str], refused_sum: str | None) -> None:
     def load(recipe: str, key: str) -> None:
         entries = [f"{{name: a/b{at}, {key}: {value}}}" for at, value in enumerate(weights) if value != "null"]
         entries += [f"{{name: c/d{at}}}" for at, value in enumerate(weights) if value == "null"]

@@ -107,9 +107,7 @@ def read(folder: Path) -> dict[str, Any]:
     return record
 
 
-def test_an_endpoint_has_the_scores_of_the_model_it_serves(
-    served: Served, model: Path, tasks: Path, tmp_path: Path
-) -> None:
+def test_endpoint_scores_match_local_model(served: Served, model: Path, tasks: Path, tmp_path: Path) -> None:
     assert ask(model, tasks, tmp_path / "own") == 0
     assert ask("name", tasks, tmp_path / "served", *served.flags) == 0
     own, theirs = read(tmp_path / "own")["tasks"], read(tmp_path / "served")["tasks"]
@@ -121,9 +119,7 @@ def test_an_endpoint_has_the_scores_of_the_model_it_serves(
             assert mine == its if isinstance(mine, str) else mine[0] == pytest.approx(its[0], abs=1e-4)
 
 
-def test_an_endpoint_s_questions_that_are_cut_are_counted(
-    served: Served, model: Path, tasks: Path, tmp_path: Path
-) -> None:
+def test_endpoint_counts_truncated_questions(served: Served, model: Path, tasks: Path, tmp_path: Path) -> None:
     change_config(model, max_position_embeddings=16)
     assert ask("name", tasks, tmp_path / "served", *served.flags) == 0
     for task in read(tmp_path / "served")["tasks"].values():
@@ -144,7 +140,7 @@ def test_an_endpoint_s_questions_that_are_cut_are_counted(
         ("gone", "gave no usable answer.*run the same command to resume"),
     ],
 )
-def test_what_an_endpoint_breaks_is_one_error(
+def test_endpoint_failure_is_one_error(
     served: Served, tasks: Path, tmp_path: Path, broken: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     served.broken = broken
@@ -163,7 +159,7 @@ def test_what_an_endpoint_breaks_is_one_error(
         assert ask("name", tasks, tmp_path / "served", *flags, names="local_choice") == 0
 
 
-def test_an_endpoint_of_chats_is_asked_by_messages(
+def test_chat_endpoint_receives_messages(
     served: Served, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = served.chat_flags
@@ -180,7 +176,7 @@ def test_an_endpoint_of_chats_is_asked_by_messages(
 
 
 @pytest.mark.parametrize("concurrent", [1, 8])
-def test_an_endpoint_says_how_long_to_wait(
+def test_harness_respects_retry_after(
     served: Served, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, concurrent: int
 ) -> None:
     waits: list[tuple[str | None, float]] = []
@@ -192,7 +188,7 @@ def test_an_endpoint_says_how_long_to_wait(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "SIGINT"])
-def test_an_interrupted_evaluation_resumes_to_the_same_answers(
+def test_interrupted_evaluation_resumes_to_same_answers(
     served: Served, tasks: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     """While the endpoint is asked for the fifth time; ctrl-C tells one line and no traceback."""
@@ -214,7 +210,7 @@ def test_an_interrupted_evaluation_resumes_to_the_same_answers(
     assert (tmp_path / "out" / SAMPLES).read_bytes() == (tmp_path / "whole" / SAMPLES).read_bytes()
 
 
-def test_a_missing_package_is_told_with_its_install(
+def test_missing_package_error_names_install_command(
     model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import importlib.util
@@ -227,7 +223,7 @@ def test_a_missing_package_is_told_with_its_install(
     assert "pip install 'recipes-lib[eval]'" in error
 
 
-def test_answers_of_every_process_of_an_earlier_launch_are_taken(
+def test_resume_reuses_answers_of_every_rank(
     model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two processes that were killed one goes on, and asks nothing that either has answered."""
@@ -279,7 +275,7 @@ def test_answers_of_every_process_of_an_earlier_launch_are_taken(
 
 
 @pytest.mark.parametrize("way", ["adapter", "base", "tokenizer"])
-def test_what_decides_answers_is_in_the_fingerprint(model: Path, tmp_path: Path, way: str) -> None:
+def test_fingerprint_includes_adapter_base_and_tokenizer(model: Path, tmp_path: Path, way: str) -> None:
     folder = save_adapter(model, tmp_path / "adapter")
     config = EvalConfig(model_name_or_path=str(folder), tokenizer_name_or_path=str(model))
     before = describe_model(config)
@@ -299,7 +295,7 @@ def test_what_decides_answers_is_in_the_fingerprint(model: Path, tmp_path: Path,
 
 
 @pytest.mark.multiprocess
-def test_two_processes_share_the_questions(model: Path, tasks: Path, tmp_path: Path) -> None:
+def test_two_processes_divide_the_questions(model: Path, tasks: Path, tmp_path: Path) -> None:
     change_config(model, max_position_embeddings=16)
     names = "local_choice,local_written,local_rolling"
     assert ask(model, tasks, tmp_path / "one", "--num_fewshot", 0, "--limit", 7, names=names) == 0
@@ -331,7 +327,7 @@ def test_two_processes_share_the_questions(model: Path, tasks: Path, tmp_path: P
     ],
     ids=["torn", "empty", "absent", "a weight is absent"],
 )
-def test_a_model_without_all_its_weights_has_no_score(
+def test_incomplete_model_is_refused(
     model: Path, tasks: Path, tmp_path: Path, damage: Callable[[Path], object], told: str
 ) -> None:
     damage(model / "model.safetensors")
@@ -369,7 +365,7 @@ def save_adapter(model: Path, folder: Path, **settings: Any) -> Path:
     ],
     ids=["torn", "absent", "empty", "a layer is absent", "rank", "base", "no base"],
 )
-def test_an_adapter_that_is_not_whole_has_no_score(
+def test_incomplete_adapter_is_refused(
     model: Path, tasks: Path, tmp_path: Path, settings: dict[str, Any], weights: Any, told: str
 ) -> None:
     folder = save_adapter(model, tmp_path / "adapter", **settings)
@@ -383,9 +379,7 @@ def test_an_adapter_that_is_not_whole_has_no_score(
     refuse(folder, tasks, tmp_path, told)
 
 
-def test_an_adapter_of_the_hub_is_read_at_its_own_revision(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_adapter_is_loaded_at_its_revision(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_adapter(model, tmp_path / "snapshot", revision="b" * 40)
     monkeypatch.setattr(engines, "find_adapter", lambda name, revision: folder if revision == "mine" else None)
     monkeypatch.setattr(engines, "CheckedModel", lambda **options: SimpleNamespace(world_size=1, options=options))

@@ -36,7 +36,7 @@ def build(model: Path, tasks: Path, *names: str, **keys: Any) -> EvalConfig:
     )
 
 
-def test_scores_and_answers_are_those_of_lm_eval(model: Path, tasks: Path) -> None:
+def test_scores_and_answers_match_lm_eval(model: Path, tasks: Path) -> None:
     record = evaluate_model(build(model, tasks, num_fewshot=2, batch_size=4))
     assert record is not None
     theirs: Any = simple_evaluate(
@@ -100,7 +100,7 @@ def answer(table: Table, config: EvalConfig, monkeypatch: pytest.MonkeyPatch) ->
     return record["tasks"]
 
 
-def test_tables_score_what_they_must(model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_table_models_match_closed_form(model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = read_rows(tasks.parent / "choice.jsonl")
     gold = {f"Q: {row['q']}\nA:": f" {row['choices'][row['gold']]}" for row in rows}
     oracle = Table(
@@ -120,7 +120,7 @@ def test_tables_score_what_they_must(model: Path, tasks: Path, monkeypatch: pyte
     assert acc == sum(at == row["gold"] for at, row in zip(chosen, rows, strict=True)) / len(rows)
 
 
-def test_answers_are_empty_before_a_filter_names_them(
+def test_empty_answers_are_counted_before_filters(
     model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = [{"function": "regex", "regex_pattern": "([0-9]+)"}, {"function": "take_first"}]
@@ -135,14 +135,14 @@ def test_answers_are_empty_before_a_filter_names_them(
         assert found["num_empty"] == number
 
 
-def test_code_runs_in_the_sandbox(model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_task_runs_in_sandbox(model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For programs that are wrong, see ``tasks/test_programs.py``."""
     config = build(model, tasks, "local_code", confirm_run_unsafe_code=True)
     found = answer(Table(None, lambda _: "    return 1"), config, monkeypatch)
     assert found["local_code"]["scores"]["pass@1"]["value"] == 1
 
 
-def test_a_uniform_model_has_the_bits_of_its_vocabulary(model: Path, tasks: Path) -> None:
+def test_bits_per_byte_of_uniform_model(model: Path, tasks: Path) -> None:
     network = AutoModelForCausalLM.from_pretrained(model)
     torch.nn.init.zeros_(network.get_output_embeddings().weight)
     network.config.tie_word_embeddings = False
@@ -155,7 +155,7 @@ def test_a_uniform_model_has_the_bits_of_its_vocabulary(model: Path, tasks: Path
     assert record["tasks"]["local_rolling"]["scores"]["bits_per_byte"]["value"] == pytest.approx(expected, rel=1e-6)
 
 
-def test_logits_that_are_no_numbers_end_it(model: Path, tasks: Path) -> None:
+def test_non_finite_logits_are_refused(model: Path, tasks: Path) -> None:
     network = AutoModelForCausalLM.from_pretrained(model)
     torch.nn.init.constant_(network.model.layers[0].mlp.up_proj.weight, math.nan)
     network.save_pretrained(model)
@@ -166,9 +166,7 @@ def test_logits_that_are_no_numbers_end_it(model: Path, tasks: Path) -> None:
     assert not (model / "eval" / RECORD).exists()
 
 
-def test_questions_that_are_cut_are_counted_and_answers_without_room_refused(
-    model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_truncated_questions_are_counted(model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change_config(model, max_position_embeddings=16)
     record = evaluate_model(build(model, tasks, "local_choice", "local_written"))
     assert record is not None
@@ -191,7 +189,7 @@ def test_questions_that_are_cut_are_counted_and_answers_without_room_refused(
         evaluate_model(build(model, tasks, "local_written", gen_kwargs={"max_gen_toks": 16}))
 
 
-def test_what_was_answered_before_a_kill_is_not_asked_again(
+def test_answered_requests_are_not_repeated_after_kill(
     model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die_after(number: int) -> Table:
@@ -216,7 +214,7 @@ def test_what_was_answered_before_a_kill_is_not_asked_again(
     assert (killed.num_asked, resumed.num_asked, again.num_asked) == (144, 94, 144)
 
 
-def test_a_chat_template_is_needed_where_it_is_asked_for(model: Path, tasks: Path) -> None:
+def test_apply_chat_template_needs_a_template(model: Path, tasks: Path) -> None:
     for file in model.glob("*.jinja"):
         file.unlink()
     with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
@@ -230,13 +228,13 @@ def test_a_chat_template_is_needed_where_it_is_asked_for(model: Path, tasks: Pat
         ({"model_type": "no such"}, "model_name_or_path"),
     ],
 )
-def test_what_is_no_language_model_is_refused(model: Path, tasks: Path, change: dict[str, Any], told: str) -> None:
+def test_non_causal_model_is_refused(model: Path, tasks: Path, change: dict[str, Any], told: str) -> None:
     change_config(model, **change)
     with pytest.raises(ConfigError, match=told):
         describe_model(build(model, tasks))
 
 
-def test_a_checkpoint_in_shards_is_told_how_to_export(tmp_path: Path, tasks: Path) -> None:
+def test_sharded_checkpoint_is_refused_with_export_command(tmp_path: Path, tasks: Path) -> None:
     (tmp_path / "model_shards").mkdir()
     with pytest.raises(ConfigError, match="is a checkpoint in shards"):
         describe_model(build(tmp_path, tasks))

@@ -9,7 +9,7 @@ from scipy import stats
 from recipes_lib.evaluation.intervals import compute_interval
 
 
-def test_the_interval_covers_the_true_difference_about_as_often_as_it_says() -> None:
+def test_interval_has_nominal_coverage() -> None:
     drawn = np.random.default_rng(0)
     covered = 0
     for _ in range(200):
@@ -20,7 +20,7 @@ def test_the_interval_covers_the_true_difference_about_as_often_as_it_says() -> 
 
 
 @pytest.mark.parametrize("number", [2, 5, 6, 9, 30])
-def test_what_is_right_or_wrong_differs_only_where_mcnemar_s_exact_test_says_so(number: int) -> None:
+def test_binary_interval_is_consistent_with_exact_mcnemar(number: int) -> None:
     for gained in range(number + 1):
         for lost in range(number + 1 - gained):
             differences = np.array([1.0] * gained + [-1.0] * lost + [0.0] * (number - gained - lost))
@@ -30,7 +30,7 @@ def test_what_is_right_or_wrong_differs_only_where_mcnemar_s_exact_test_says_so(
                 assert stats.binomtest(gained, gained + lost).pvalue < 0.05
 
 
-def test_few_questions_show_nothing() -> None:
+def test_interval_of_few_questions_includes_zero() -> None:
     assert compute_interval(np.array([1.0])) == (-np.inf, np.inf)
     assert compute_interval(np.array([0.3] * 5)) == (-np.inf, np.inf)
     low, high = compute_interval(np.array([1.0, 1.0]))

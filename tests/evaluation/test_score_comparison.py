@@ -38,7 +38,7 @@ def write(
     return folder
 
 
-def test_pairs_show_what_separate_intervals_hide(tmp_path: Path) -> None:
+def test_paired_difference_detects_small_improvement(tmp_path: Path) -> None:
     """One question in twenty more is right, of questions most of which both answer alike."""
     base = [float(at % 2) for at in range(200)]
     more = [1.0 if at in range(0, 40, 4) else score for at, score in enumerate(base)]
@@ -53,20 +53,20 @@ def test_pairs_show_what_separate_intervals_hide(tmp_path: Path) -> None:
     assert -0.02 < none.low < 0 < none.high < 0.02
 
 
-def test_of_a_loss_less_is_better(tmp_path: Path) -> None:
+def test_lower_loss_is_better(tmp_path: Path) -> None:
     losses = {"a": [2.0, 3.0] * 20, "b": [1.9, 2.9] * 20}
     (row,) = compare_folders([write(tmp_path / name, found, "bpb", rises=False) for name, found in losses.items()])
     assert row.verdict == "better"
 
 
-def test_other_prompts_are_not_compared(tmp_path: Path) -> None:
+def test_differing_prompts_are_not_comparable(tmp_path: Path) -> None:
     rows = compare_folders([write(tmp_path / "a", [1.0, 0.0]), write(tmp_path / "b", [1.0, 1.0], prompt="q")])
     assert [row.verdict for row in rows] == ["not comparable"]
     assert "the prompts differ" in "\n".join(format_rows(rows))
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"task": 3}', "[]"])
-def test_a_folder_without_an_evaluation_is_named(tmp_path: Path, text: str) -> None:
+def test_folder_without_valid_samples_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(DataError, match=r"has no samples\.jsonl"):
         compare_folders([tmp_path, tmp_path])
     write(tmp_path / "a", [1.0])
@@ -75,7 +75,7 @@ def test_a_folder_without_an_evaluation_is_named(tmp_path: Path, text: str) -> N
         compare_folders([tmp_path / "a", tmp_path / "a"])
 
 
-def test_a_group_is_compared_by_its_own_mean(tmp_path: Path) -> None:
+def test_group_is_compared_by_its_mean(tmp_path: Path) -> None:
     """A mean of all questions, or of the means of its tasks."""
     scores = {"a": {"x": [0.0] * 30, "y": [0.0] * 10}, "b": {"x": [1.0] * 30, "y": [0.0] * 10}}
     for name, is_weighted, mean in (("by size", True, 0.75), ("by task", False, 0.5)):
@@ -90,6 +90,6 @@ def test_a_group_is_compared_by_its_own_mean(tmp_path: Path) -> None:
         ]
 
 
-def test_what_is_nowhere_is_nothing_in_json() -> None:
+def test_infinite_interval_is_null_in_json() -> None:
     row = Difference("t", "acc", "m", 1, 0.0, 1.0, -np.inf, np.inf, "same")
     assert json.loads(json.dumps(row.describe(), allow_nan=False))["low"] is None

@@ -25,7 +25,7 @@ def build_run(train: list[dict[str, Any]], evaluations: list[dict[str, Any]] | N
 
 
 @given(curve=CURVES, max_points=st.integers(10, 60))
-def test_thinning_keeps_ends_and_extremes_and_the_order(curve: list[tuple[int, float]], max_points: int) -> None:
+def test_thin_out_keeps_ends_extremes_and_order(curve: list[tuple[int, float]], max_points: int) -> None:
     thin = thin_out(curve, max_points)
 
     assert len(thin) <= max(max_points, 2)
@@ -35,7 +35,7 @@ def test_thinning_keeps_ends_and_extremes_and_the_order(curve: list[tuple[int, f
     assert {min(v for _, v in thin), max(v for _, v in thin)} == {min(v for _, v in curve), max(v for _, v in curve)}
 
 
-def test_smoothing_follows_a_line_and_passes_over_a_spike() -> None:
+def test_smooth_preserves_line_and_ignores_spike() -> None:
     line = [(step, float(step)) for step in range(400)]
     assert smooth(line[:380])[:-10] == line[:370]
 
@@ -47,7 +47,7 @@ def test_smoothing_follows_a_line_and_passes_over_a_spike() -> None:
 
 
 @pytest.mark.parametrize("is_log", [False, True])
-def test_hover_values_lie_on_the_drawn_curve(tmp_path: Path, is_log: bool) -> None:
+def test_hover_points_lie_on_drawn_curve(tmp_path: Path, is_log: bool) -> None:
     """As read again from the path of the SVG."""
     norms = [1.0, 2.0, 0.5, 1.5, 1.0, 1.0, 900.0 if is_log else 2.5, 1.0]
     train = [{"step": 10 * n, "grad_norm": norm} for n, norm in enumerate(norms)]
@@ -60,7 +60,7 @@ def test_hover_values_lie_on_the_drawn_curve(tmp_path: Path, is_log: bool) -> No
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 29, 30, 2000])
-def test_every_chart_is_drawn_as_png_and_as_svg_in_the_colours_of_the_page(tmp_path: Path, num_steps: int) -> None:
+def test_charts_are_written_as_png_and_themed_svg(tmp_path: Path, num_steps: int) -> None:
     train = [
         {"step": n, "loss": 3.0 / n, "learning_rate": 1e-4, "grad_norm": 1.0, "target_tokens_per_second": 9e3}
         for n in range(1, num_steps + 1)
@@ -76,7 +76,7 @@ def test_every_chart_is_drawn_as_png_and_as_svg_in_the_colours_of_the_page(tmp_p
         assert not any(colour in chart.svg for colour in COLOURS.values())
 
 
-def test_ppo_has_charts_of_its_own(tmp_path: Path) -> None:
+def test_ppo_charts(tmp_path: Path) -> None:
     figures = {
         **{f"objective/{name}": 0.5 for name in ("score", "kl_seq", "finish_rate", "length")},
         **{"policy/entropy": 2.0, "policy/clipfrac": 0.1, "value/explained_var": 0.3},
@@ -89,7 +89,7 @@ def test_ppo_has_charts_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [None, {"router_aux_loss_coef": 0.01}])
-def test_curves_of_one_chart_have_one_definition(tmp_path: Path, config: dict[str, float] | None) -> None:
+def test_held_out_loss_of_mixed_loss_has_own_chart(tmp_path: Path, config: dict[str, float] | None) -> None:
     """Of a mixed loss only a part is measured on held-out text: that has a chart of its own."""
     train = [{"step": 1, "loss": 4.0, **({} if config else {"distillation/nll": 3.0})}]
     run = build_run(train, [{"step": 1, "eval_loss": 3.5}])
@@ -100,7 +100,7 @@ def test_curves_of_one_chart_have_one_definition(tmp_path: Path, config: dict[st
     assert plain[0].alt == "Loss: training 4 at step 1; held-out 3.5 at step 1"
 
 
-def test_every_part_of_a_distillation_has_a_chart_and_those_it_has_not_have_none(tmp_path: Path) -> None:
+def test_distillation_charts_follow_logged_losses(tmp_path: Path) -> None:
     parts = ("divergence", "agreement", "feature", "attention", "similarity", "distance", "angle")
     figures = {f"distillation/{name}": 0.5 for name in ("nll", "teacher_nll", *parts)}
     charts = draw_charts(build_run([{"step": 1, "loss": 1.0, **figures}]), tmp_path)
@@ -112,7 +112,7 @@ def test_every_part_of_a_distillation_has_a_chart_and_those_it_has_not_have_none
     assert "distillation_feature" not in {chart.name for chart in charts}
 
 
-def test_pairs_have_charts_of_their_own_and_a_reward_model_no_target_tokens(tmp_path: Path) -> None:
+def test_preference_charts(tmp_path: Path) -> None:
     train = [
         {
             "step": n,
@@ -132,17 +132,17 @@ def test_pairs_have_charts_of_their_own_and_a_reward_model_no_target_tokens(tmp_
     assert "9000" in charts["throughput"].alt
 
 
-def test_the_same_run_gives_the_same_svg(tmp_path: Path) -> None:
+def test_svg_is_deterministic(tmp_path: Path) -> None:
     run = build_run([{"step": n, "loss": 1.0 / n} for n in range(1, 9)])
 
     assert draw_charts(run, tmp_path) == draw_charts(run, tmp_path)
 
 
-def test_a_chart_without_a_finite_point_is_left_out(tmp_path: Path) -> None:
+def test_chart_without_finite_points_is_omitted(tmp_path: Path) -> None:
     assert draw_charts(build_run([{"step": 1, "loss": "nan", "grad_norm": None}]), tmp_path) == []
 
 
-def test_the_alternative_text_tells_the_ends_of_each_curve(tmp_path: Path) -> None:
+def test_alt_text_has_first_and_last_value_of_each_curve(tmp_path: Path) -> None:
     train = [{"step": 1, "loss": 4.0}, {"step": 5, "loss": 2.0}]
     loss, held_out = draw_charts(build_run(train, [{"step": 0, "eval_bits_per_byte": 1.5, "eval_loss": 6}]), tmp_path)
 
@@ -153,7 +153,7 @@ def test_the_alternative_text_tells_the_ends_of_each_curve(tmp_path: Path) -> No
     assert not held_out.narrow
 
 
-def test_held_out_sets_are_drawn_by_their_names(tmp_path: Path) -> None:
+def test_held_out_sets_chart_names_each_set(tmp_path: Path) -> None:
     evaluations = [
         {"step": step, "eval_loss": 2.0, "eval_web_loss": 3.0 - step, "eval_code_loss": 4.0} for step in (0, 1)
     ]
@@ -166,14 +166,14 @@ def test_held_out_sets_are_drawn_by_their_names(tmp_path: Path) -> None:
     assert "heldout_sets" not in {chart.name for chart in none}
 
 
-def test_steps_that_were_not_finite_are_marked(tmp_path: Path) -> None:
+def test_non_finite_steps_are_marked(tmp_path: Path) -> None:
     train = [{"step": n, "loss": "nan" if n == 3 else 1.0} for n in range(1, 6)]
     (chart,) = draw_charts(build_run(train), tmp_path)
 
     assert "var(--alarm)" in chart.svg
 
 
-def test_a_spike_makes_the_gradient_axis_logarithmic_and_zeros_do_not_break_it(tmp_path: Path) -> None:
+def test_gradient_norm_axis_is_logarithmic_with_spike(tmp_path: Path) -> None:
     for smallest in (1.0, 0.0):
         norms = [smallest, *[1.0] * 10, 500.0]
         draw_charts(build_run([{"step": n, "grad_norm": norm} for n, norm in enumerate(norms)]), tmp_path)
@@ -190,9 +190,7 @@ HEALTHY = {
 
 
 @pytest.mark.parametrize(("recipe", "name"), HEALTHY)
-def test_the_healthy_range_is_that_of_the_page_and_shaded_where_it_is_in_view(
-    recipe: str, name: str, tmp_path: Path
-) -> None:
+def test_healthy_range_matches_docs_and_is_shaded_in_view(recipe: str, name: str, tmp_path: Path) -> None:
     chart_name, least, largest = HEALTHY[recipe, name]
     extra = {"rewards/margins": 1.0, "objective/score": 1.0, "distillation/nll": 1.0}
 

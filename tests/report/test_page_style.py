@@ -29,20 +29,20 @@ def contrast(one: str, other: str) -> float:
     return (lighter + 0.05) / (darker + 0.05)
 
 
-def test_light_dark_and_print_define_every_colour_that_is_used() -> None:
+def test_every_theme_defines_all_colours() -> None:
     light, dark, printed = read_themes()
     used = set(re.findall(r"var\(--([\w-]+)\)", STYLE)) | set(COLOURS)
 
     assert used == set(light) == set(dark) == set(printed)
 
 
-def test_the_pngs_have_the_colours_of_the_light_theme() -> None:
+def test_png_colours_match_light_theme() -> None:
     light = read_themes()[0]
 
     assert {name: light[name] for name in COLOURS} == dict(COLOURS)
 
 
-def test_words_and_curves_can_be_read_in_every_theme() -> None:
+def test_contrast_meets_wcag_in_every_theme() -> None:
     for theme in read_themes():
         for ground in ("page", "card", "warm"):
             assert contrast(theme["ink"], theme[ground]) >= 7

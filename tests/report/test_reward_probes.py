@@ -64,7 +64,7 @@ def spell(prompt: str, answer: str, end: str = "<|im_end|>") -> str:
     return f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{answer}{end}"
 
 
-def test_each_score_is_that_of_the_answer_it_is_filed_under(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_score_columns_belong_to_their_rows(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     judge = Recorder(tiny_tokenizer)
     scores = score_held_out(judge, encode_pairs(tiny_tokenizer))
 
@@ -95,7 +95,7 @@ def test_each_score_is_that_of_the_answer_it_is_filed_under(tiny_tokenizer: PreT
     assert probes == {}
 
 
-def test_what_gets_too_long_when_altered_is_not_measured(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_overlong_probe_is_nan(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     pairs = encode_pairs(tiny_tokenizer)
     longest = max(len(pair["prompt_ids"]) + len(pair["chosen_ids"]) for pair in pairs)
     scores = score_held_out(Recorder(tiny_tokenizer, limit=longest), pairs)
@@ -105,7 +105,7 @@ def test_what_gets_too_long_when_altered_is_not_measured(tiny_tokenizer: PreTrai
 
 
 @given(st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=30))
-def test_every_row_gets_another_prompt_unless_one_is_most_of_them(prompts: list[str]) -> None:
+def test_other_prompts_are_distinct_and_differ(prompts: list[str]) -> None:
     others = choose_other_prompts(prompts)
     assert others == choose_other_prompts(prompts)
     given_away = [other for other in others if other is not None]
@@ -118,17 +118,17 @@ def test_every_row_gets_another_prompt_unless_one_is_most_of_them(prompts: list[
         assert others.count(None) == 2 * most - len(prompts)
 
 
-def test_different_prompts_are_turned_on_by_one() -> None:
+def test_distinct_prompts_are_rotated() -> None:
     assert choose_other_prompts(["x", "y", "z"]) == [1, 2, 0]
 
 
-def test_one_prompt_for_all_pairs_leaves_the_swap_unmeasured(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_prompt_swap_is_none_for_a_single_prompt(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     pairs = encode_pairs(tiny_tokenizer)
     report = build_reward_report(score_held_out(Recorder(tiny_tokenizer), [pairs[0], pairs[2]]))
     assert report["prompt_swap"] is None
 
 
-def test_prepared_pairs_have_the_scores_of_their_chats(
+def test_scores_of_prepared_pairs_match_scored_chats(
     reward_model: RewardModel, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     scores = score_held_out(reward_model, encode_pairs(tiny_tokenizer))
@@ -138,7 +138,7 @@ def test_prepared_pairs_have_the_scores_of_their_chats(
     assert all(np.isfinite(column).all() for column in scores.probes.values())
 
 
-def test_a_pair_beyond_the_model_s_positions_is_an_error(
+def test_pair_longer_than_model_positions_is_refused(
     reward_model: RewardModel, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     pairs = encode_pairs(tiny_tokenizer)

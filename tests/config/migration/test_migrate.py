@@ -163,9 +163,7 @@ def test_warmup_ratio_replaces_zero_warmup_steps(write, sound: str, steps: str, 
     "warmup", ["warmup_ratio: 0.03\n", "warmup_steps: 10\n", "warmup_ratio: 0.03\nwarmup_steps: 5\n"]
 )
 @pytest.mark.parametrize(("schedule", "is_kept"), [("constant", False), ("constant_with_warmup", True)])
-def test_warmup_without_effect_is_deleted(
-    write, sound: str, warmup: str, schedule: str, is_kept: bool
-) -> None:
+def test_warmup_without_effect_is_deleted(write, sound: str, warmup: str, schedule: str, is_kept: bool) -> None:
     text, _, _, is_ready = migrate(write(f"{sound}lr_scheduler_type: {schedule}\n{warmup}"))
     assert is_ready
     assert ("warmup_" in text.replace("constant_with_warmup", "")) == is_kept
