@@ -1,4 +1,4 @@
-"""A sound recipe on disk, and what is wrong with a changed one."""
+"""Minimal valid recipes on disk, and fixtures that return the problems of a modified one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SOUND_OF = dict.fromkeys(RECIPE_NAMES, SOUND) | {
 
 @pytest.fixture
 def sound() -> str:
-    """The text of a recipe of four lines that loads."""
+    """Text of a minimal valid SFT recipe."""
     return SOUND
 
 
@@ -51,7 +51,7 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.fixture
 def parse(tmp_path: Path) -> Callable[..., Any]:
-    """Parse the file of a command that trains nothing, and flags."""
+    """Parse configuration text and flags of `clean`, `eval` or `synthesize`."""
 
     def parse_text(command: str, text: str, *flags: str) -> Any:
         path = tmp_path / f"{command}.yaml"
@@ -63,7 +63,7 @@ def parse(tmp_path: Path) -> Callable[..., Any]:
 
 @pytest.fixture
 def recipes(tmp_path: Path) -> dict[str, Path]:
-    """A recipe of each recipe that loads."""
+    """Path of a minimal valid configuration by recipe."""
     paths = {recipe: tmp_path / f"{recipe}.yaml" for recipe in SOUND_OF}
     for recipe, path in paths.items():
         path.write_text(SOUND_OF[recipe], encoding="utf-8")
@@ -72,7 +72,7 @@ def recipes(tmp_path: Path) -> dict[str, Path]:
 
 @pytest.fixture
 def problems_of(write: Callable[[str], Path]) -> Callable[..., list[Problem]]:
-    """The problems of the sound recipe with lines added (``text`` replaces it) and with flags."""
+    """Problems of the minimal recipe with ``added`` lines (``text`` replaces it) and flags."""
 
     def find(added: str = "", flags: Sequence[str] = (), text: str | None = None, recipe: str = "sft") -> list[Problem]:
         path = write((SOUND_OF[recipe] if text is None else text) + added)

@@ -1,4 +1,4 @@
-"""Keys of the commands that train nothing: flags over the file, each problem with its place, printed and read again."""
+"""Configuration of `clean`, `eval` and `synthesize`: flags, problems, and the printed configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys of a corpus: every problem at once, with its place and the way out."""
+"""Keys of `recipes clean`."""
 
 import pytest
 

@@ -1,3 +1,5 @@
+"""Parsing of YAML documents: line numbers, syntax errors, encodings."""
+
 from __future__ import annotations
 
 import json

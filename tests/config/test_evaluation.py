@@ -1,4 +1,4 @@
-"""The keys of an evaluation: every problem at once, with its place and the way out."""
+"""Keys of `recipes eval`."""
 
 from __future__ import annotations
 

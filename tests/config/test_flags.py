@@ -1,3 +1,5 @@
+"""Command-line flags."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Generated tables, schemas and pages against the installed dataclasses."""
+
 from __future__ import annotations
 
 import dataclasses

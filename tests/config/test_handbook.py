@@ -1,6 +1,6 @@
-"""Every recipe that alignment-handbook published migrates to one that loads, of its own method.
+"""Migration of the recipes published by alignment-handbook.
 
-``handbook_recipes.json`` has their keys and values as of July 2025; a short chat template stands in for theirs.
+``handbook_recipes.json`` has their keys and values as of July 2025, with a shortened chat template.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DROPPED = {
     *("max_prompt_length", "overwrite_output_dir", "packing_strategy", "padding_free", "remove_unused_columns"),
     *("trust_remote_code", "use_liger_kernel"),
 }
-"""Keys that are compared apart, that say how upstream prepares or launches, or that are left to the user."""
+"""Keys that are compared separately, concern preparation or launching, or need review."""
 
 
 def recipe_of(name: str) -> str:
@@ -40,7 +40,7 @@ def recipe_of(name: str) -> str:
 
 @pytest.fixture
 def migrated(tmp_path):
-    """Write a recipe of the handbook under its name and migrate it."""
+    """Write a handbook recipe under its published name and migrate it."""
 
     def migrate_recipe(name: str):
         path = tmp_path / f"{name.removesuffix('.yaml')}.yaml"

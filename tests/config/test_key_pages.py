@@ -1,3 +1,5 @@
+"""Generated reference pages of keys."""
+
 from __future__ import annotations
 
 import re

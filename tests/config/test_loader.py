@@ -1,3 +1,5 @@
+"""Loading of configurations: provenance, order of problems, robustness against arbitrary input."""
+
 from __future__ import annotations
 
 import itertools
@@ -76,7 +78,7 @@ def test_drop_flags_removes_flag_and_value(typed: list[str], left: list[str]) ->
 
 
 def assert_sound_or_explained(load: Callable[[], object]) -> None:
-    """Assert that a configuration loads, or that the error says where and what."""
+    """Assert that ``load`` returns or raises a `ConfigError` with location and finding."""
     problems: Sequence[Problem] = [Problem("nowhere", "nothing")]
     try:
         load()

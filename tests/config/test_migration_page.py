@@ -1,4 +1,4 @@
-"""The migration page says of every key what migration does."""
+"""The generated migration page against the behaviour of `migrate`."""
 
 from __future__ import annotations
 

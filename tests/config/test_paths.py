@@ -1,3 +1,5 @@
+"""Paths and Hub names in configurations."""
+
 from __future__ import annotations
 
 from pathlib import Path

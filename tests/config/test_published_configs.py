@@ -1,4 +1,4 @@
-"""The shipped pretraining recipes are the published runs: size, batch, rates, lengths, as the papers have them."""
+"""Shipped pretraining configurations against published runs: parameters, batch, learning rates, tokens."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ BATCH = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """What a paper, model card or training script says of a run.
+    """Facts of a run in a paper, model card or training script.
 
     Attributes:
-        parameters: Of the model.
-        batch: Tokens of a full step, and how far off the figure is rounded, as a share.
-        first_batch: Tokens of the first step; that of a full one where the batch does not grow.
-        peak: Learning rate.
-        floor: Last learning rate, as a share of the peak.
-        warmup: Steps below 1,000,000, else tokens.
-        epsilon: Of Adam.
-        decay: Of weights.
-        tokens: Of the run.
+        parameters: Number of model parameters.
+        batch: Tokens per step, and the relative rounding error of the published number.
+        first_batch: Tokens of the first step, if the batch size grows.
+        peak: Peak learning rate.
+        floor: Final learning rate as a fraction of the peak.
+        warmup: Warm-up in steps, or in tokens from 1,000,000.
+        epsilon: Adam epsilon.
+        decay: Weight decay.
+        tokens: Training tokens.
         kind: ``lr_scheduler_type``.
     """
 
@@ -118,7 +118,7 @@ PUBLISHED = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """A shipped recipe and what it leads to on the processes that its header names."""
+    """A shipped configuration, its header, and its schedule at the world size of the header."""
 
     head: str
     config: RecipeConfig
@@ -226,7 +226,7 @@ def test_header_names_sources_and_gated_tokenizer(recipe: Recipe) -> None:
 
 
 def test_gpt_has_cross_document_attention_and_fused_gelu(recipe: Recipe) -> None:
-    """``gelu_new``, transformers' default for GPT-2, is the same function in eight kernels."""
+    """``gelu_new``, transformers' default for GPT-2, computes the same function in eight kernels."""
     architecture = recipe.config.model.model_config or {}
     is_gpt = architecture["model_type"] == "gpt2"
     assert recipe.config.pretraining.cross_document_attention == is_gpt

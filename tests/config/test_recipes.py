@@ -1,3 +1,5 @@
+"""Tables of `recipes.yaml` against upstream's argument classes."""
+
 from __future__ import annotations
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Keys that contradict each other, or that a recipe has not, are one problem each, at its line and with the way out."""
+"""Rules between keys of a recipe: compatible and incompatible combinations, with line and remedy."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ REFUSED: dict[str, list[tuple[str, int, str]]] = {
         ("teacher_top_k: 0", 5, "teacher_top_k"),
     ],
 }
-"""Recipe -> lines after the sound ones, the line of the one problem, and words of it."""
+"""Recipe -> lines added to the minimal recipe, line of the single problem, and a part of its text."""
 SOUND = {
     "ppo": ["kl_target_per_sequence: 6\nkl_horizon: 100\nreward_weights: [2]"],
     "rloo": ["beta: 0.1\nnum_iterations: 2\nsteps_per_generation: 4\nuse_peft: true"],
@@ -437,7 +437,7 @@ def test_streaming_reports_all_incompatible_keys(problems_of) -> None:
     ],
 )
 def test_invalid_data_keys_are_refused(data: str, told: str) -> None:
-    """``data.sources`` asserts none of it again."""
+    """``data.sources`` relies on these checks and does not repeat them."""
     named = [] if data.startswith("dataset_mixture") else ["--dataset_name=a/b"]
     with pytest.raises(ConfigError, match=re.escape(told)):
         load_config("sft", [f"--{data}", *named, "--model_name_or_path=a/b", "--output_dir=o"])

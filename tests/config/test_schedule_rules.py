@@ -1,4 +1,4 @@
-"""A schedule takes the options that upstream's function has, and has a warm-up where it is said to have one."""
+"""Rules of learning-rate schedules, against the signatures and warm-up of the functions in transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.config.table import load_table
 
 KINDS = load_table("sft").keys["lr_scheduler_type"].schema["enum"]
-# Functions that hand everything on, and to what.
+# Functions that forward all keyword arguments, and the class that receives them.
 CLASSES = {"reduce_lr_on_plateau": torch.optim.lr_scheduler.ReduceLROnPlateau, "greedy": GreedyLR}
 NOT_OPTIONS = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
 NEEDED = {

@@ -1,3 +1,5 @@
+"""Sections of a configuration, and defaults of upstream keys."""
+
 from __future__ import annotations
 
 import dataclasses

@@ -1,3 +1,5 @@
+"""Refusal of secrets in keys, values and arguments, without repeating them."""
+
 from __future__ import annotations
 
 import pytest

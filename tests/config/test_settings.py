@@ -1,3 +1,5 @@
+"""Decisions between keys, and values that the plan chooses."""
+
 from __future__ import annotations
 
 import pytest

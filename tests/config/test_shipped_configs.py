@@ -1,4 +1,4 @@
-"""Every shipped recipe loads, and a mistake in any line of it is an error at that line."""
+"""Shipped configurations load, are pinned, and a mutation of any line is reported at that line."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PATHS = (
     *("dataset_name", "dataset_test_split", "chat_template_path"),
 )
 
-# What is read from the Hub, and the key that says at which commit.
+# Keys of Hub repositories, and the key of the commit.
 PINS = {
     "model_name_or_path": "model_revision",
     "tokenizer_name_or_path": "tokenizer_revision",
     "teacher_model_name_or_path": "teacher_model_revision",
     "dataset_name": "dataset_revision",
 }
-# No source that could be looked at gives a commit of it.
+# Its commit could not be determined.
 UNPINNED = "alignment-handbook/zephyr-7b-sft-full"
 
 
@@ -39,7 +39,7 @@ def recipe_of(path: Path) -> str:
 
 
 def load(path: Path, file: Path) -> object:
-    """Load a file as the recipe ``path`` would be."""
+    """Load ``file`` with the parser for the recipe of ``path``."""
     argv, recipe = ["--config", str(file)], recipe_of(path)
     return PARSERS[recipe](argv) if recipe in PARSERS else load_config(recipe, argv)
 
@@ -49,7 +49,7 @@ def entries_of(path: Path) -> list[Entry]:
 
 
 FIRST = {(recipe_of(path), entry.key): path for path in reversed(CONFIGS) for entry in entries_of(path)}
-"""By recipe and key the first file that has it: another file has the same line elsewhere."""
+"""First file with each recipe and key; mutating the same key in other files proves nothing more."""
 
 
 def first_entries_of(path: Path) -> list[Entry]:
@@ -57,7 +57,7 @@ def first_entries_of(path: Path) -> list[Entry]:
 
 
 def break_line(path: Path, entry: Entry, new: str, tmp_path: Path) -> list[str]:
-    """Return the lines at which errors are found when the line of ``entry`` is replaced by ``new``."""
+    """Replace the lines of ``entry`` by ``new`` and return the line numbers of the problems."""
     lines = path.read_text(encoding="utf-8").splitlines()
     first = entry.key_node.start_mark.line
     for index in range(first + 1, len(lines)):
@@ -74,7 +74,7 @@ def break_line(path: Path, entry: Entry, new: str, tmp_path: Path) -> list[str]:
 
 
 def write_mistakes(path: Path, entry: Entry) -> Iterator[str]:
-    """Yield the line of an entry misspelt, with a value of another type, a path that is not there, one out of range."""
+    """Yield mutations of an entry: misspelt key, wrong type, missing path, value out of range."""
     line = path.read_text(encoding="utf-8").splitlines()[entry.key_node.start_mark.line]
     yield line.replace(entry.key, entry.key + "x", 1)
     schema = load_table(recipe_of(path)).keys[entry.key].schema
@@ -90,7 +90,7 @@ def write_mistakes(path: Path, entry: Entry) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def _where_its_files_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The repository, with the files beside it that `make demo` would have written."""
+    """Working directory with `recipes` and the data files that `make demo` writes."""
     (tmp_path / "data").mkdir()
     for name in ("pretrain", "sft", "brief", "pairs", "questions"):
         (tmp_path / "data" / f"{name}.jsonl").touch()

@@ -1,3 +1,5 @@
+"""`--print-config` and `--help`."""
+
 from __future__ import annotations
 
 import pytest
@@ -6,7 +8,7 @@ from recipes_lib.config.loader import load_config, parse_command
 from recipes_lib.config.schema import flatten_config
 from recipes_lib.config.table import RECIPE_NAMES, load_table
 
-# Options at their default ask for nothing, so that they stand beside whatever leaves them without effect.
+# Printed defaults must be accepted next to keys that make them ineffective.
 MIXTURE = ["--dataset_name=null", "--dataset_mixture=[{name: c/d}]"]
 CASES = [
     *((recipe, []) for recipe in RECIPE_NAMES),

@@ -1,3 +1,5 @@
+"""Suggestions for unknown, renamed and refused keys."""
+
 from __future__ import annotations
 
 import re
@@ -33,7 +35,7 @@ from recipes_lib.config.table import RECIPE_NAMES, load_table
         ("reward_model_path: a/b", "is a key of PPO", "use the `ppo` recipe"),
         ("batch_size: 4", "unknown key", "did you mean `per_device_train_batch_size`?"),
         ("peft_config: x", "unknown key", "use the `lora` recipe"),
-        # Of other programs' files, where the nearest spelling would mislead.
+        # Keys of other programs, for which the nearest spelling would mislead.
         ("max_samples: 1000", "is not supported", "a smaller file"),
         ("stage: sft", "name of the recipe", "run recipes/sft.py"),
         ("dataset_dir: data", "is not supported", "write `dataset_name: "),

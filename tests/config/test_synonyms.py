@@ -1,3 +1,5 @@
+"""Synonyms of keys in other programs."""
+
 from __future__ import annotations
 
 import pytest
@@ -13,7 +15,7 @@ KEYS = {key for recipe in RECIPE_NAMES for key in load_table(recipe).keys}
 def test_synonyms_map_to_keys_and_are_not_keys() -> None:
     assert set(SYNONYMS.values()) <= KEYS
     assert not SYNONYMS.keys() & KEYS
-    # What has a row of its own in the lists of retired keys is explained there.
+    # Retired keys have their own explanation.
     assert not [name for recipe in RECIPE_NAMES for name in SYNONYMS if name in read_known(recipe)]
 
 

@@ -1,4 +1,4 @@
-"""Keys of `recipes synthesize`: strict, and contradictions are found before a model is loaded."""
+"""Keys of `recipes synthesize`; incompatible keys are refused before a model is loaded."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Generated tables of keys."""
+
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""Every id of a tokenizer has a place in what is sized by their number, whether or not ids are left out."""
+"""Number of token ids, end tokens, and tokens before the end of an answer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_end_tokens_are_the_special_tokens(tiny_tokenizer) -> None:
         ([1, 2, 7], 2),
         ([1, 2, 7, 5], 2),
         ([7, 1, 2, 3, 7], 4),
-        # A special token may begin a short answer too.
+        # A short answer can begin with a special token.
         ([9, 1, 7], 2),
         ([9, 1, 7, 5], 2),
         ([1, 2], 1),

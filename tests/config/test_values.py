@@ -1,3 +1,5 @@
+"""Conversion of values to the declared type of their key."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -42,10 +44,10 @@ def read(line: str) -> tuple[Any, list[Problem]]:
         ("lr_scheduler_kwargs: {min_lr: 1e-6, decay: cosine}", {"min_lr": 1e-6, "decay": "cosine"}),
         ("dataset_mixture: [{name: a/b, weight: 2}]", [{"name": "a/b", "weight": 2}]),
         ("test_split_size: 100", 100),
-        # A list takes a single item as it is.
+        # A scalar becomes a list of one item.
         ("sample_prompts: hello", ["hello"]),
         ("sample_prompts: hello, world", ["hello, world"]),
-        # Several between commas are what they are elsewhere; a path is none of them.
+        # Choices may be separated by commas; paths are not split.
         ("report_to: wandb, trackio", ["wandb", "trackio"]),
         ("eval_tasks: arc_easy,piqa", ["arc_easy", "piqa"]),
         ("eval_tasks_include_path: a/b,c", ["a/b,c"]),

@@ -1,4 +1,4 @@
-"""A corpus from end to end: planted truth, kills, resumption, sources added, executors."""
+"""`recipes clean` end to end: planted texts, kills and resume, added sources, executors."""
 
 import importlib.metadata
 import inspect
@@ -31,7 +31,7 @@ QUESTION = " ".join(f"item{at}" for at in range(20))
 
 
 def plant(folder, seed=0):
-    """Texts of which it is known what should become of them: (text, what removes or changes it)."""
+    """Write texts with known outcome; return pairs of text and the step that removes or changes it."""
     random_ = random.Random(seed)
     kept = [make_text(random_, random_.randrange(80, 200)) for _ in range(60)]
     rows = [(text, None) for text in kept]
@@ -59,7 +59,7 @@ def build_config(folder, **keys):
 
 
 def clean(folder, *sources, **keys):
-    """A corpus of some sources: its manifest and documents."""
+    """Clean ``sources``; return the manifest and the documents."""
     manifest = make_corpus(CorpusConfig(sources=list(sources), output_dir=str(folder), workers=1, **keys))
     return manifest, read_corpus(folder)
 
@@ -155,7 +155,7 @@ COMMAND = (
 
 
 def kill_after(folder, num_events):
-    """Run the command, killed at its ``num_events``-th file operation; return its exit code and output."""
+    """Run `recipes clean` and kill it at its ``num_events``-th file operation."""
     arguments = [sys.executable, "-c", COMMAND, str(num_events), "--config", str(folder / "c.yaml"), "--output_dir"]
     return subprocess.run(
         [*arguments, str(folder / "killed")], cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ
@@ -486,7 +486,7 @@ case "$2" in hostnames) echo n;; *) echo "JobId=$3 JobState=$(cat $STUB/state)";
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """The commands of a cluster that queues jobs, or runs them at once where the file ``runs`` is there."""
+    """Stub Slurm commands that queue jobs, or run them immediately if the file ``runs`` exists."""
     stub = tmp_path / "stub"
     stub.mkdir()
     for name, text in (("sbatch", SBATCH), ("srun", SRUN), ("scontrol", SCONTROL)):
@@ -570,7 +570,7 @@ def test_count_cores_respects_affinity(monkeypatch):
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "disk full"), DataError()])
 def test_failed_task_cancels_pending_tasks(error):
     class Pool:
-        """Runs nothing; the first task has failed."""
+        """Executor whose first task fails and whose other tasks stay pending."""
 
         def submit(self, function, *arguments):
             future = Future()

@@ -1,4 +1,4 @@
-"""Folders of sources, links, what is left of earlier work; mixture weights by closed forms, and UniMax by its paper."""
+"""Folders, links and counts of a corpus; mixture weights against closed forms and UniMax's algorithm."""
 
 import errno
 import os
@@ -72,7 +72,7 @@ def test_unimax_matches_algorithm_of_the_paper():
     ("mixture", "keys", "budget", "sizes", "shares"),
     [
         ("weights", {}, 1000, [1000, 1000, 1000], [0.6, 0.3, 0.1]),
-        # What a capped source may not have goes to the others by their weights; if all are capped, to none.
+        # The excess of a capped source is redistributed by weight; if all are capped, it is dropped.
         ("weights", {"max_epochs": 2}, 1000, [100, 1000, 1000], [0.2, 0.6, 0.2]),
         ("weights", {}, 10**9, [100, 200, 100], [0.25, 0.5, 0.25]),
         ("temperature", {"mixture_temperature": 2.0}, 1, [900, 100, 0], [0.75, 0.25, 0]),

@@ -1,4 +1,4 @@
-"""Contaminated texts that must be found, and those that must stay."""
+"""Decontamination against n-gram sets: removal, excision and benchmark items."""
 
 import copy
 import itertools

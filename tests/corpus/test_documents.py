@@ -1,4 +1,4 @@
-"""Counting, sampling and shards."""
+"""Counts, samples and intermediate shards of documents."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Duplicates against brute force on texts whose similarity is known."""
+"""Exact and near duplicates, and repeated lines, against brute force."""
 
 import random
 import resource
@@ -39,7 +39,7 @@ def build_table(folder, texts, config=CONFIG, num_tasks=1, label="a"):
 
 
 def plant(seed=0, num=120):
-    """Texts, exact repeats of some and variants of others at similarities from 0.5 to 0.97."""
+    """Return texts with exact copies and variants of similarity 0.5 to 0.97, shuffled."""
     random_ = random.Random(seed)
     texts = [make_text(random_, random_.randrange(60, 200)) for _ in range(num)]
     copies = [texts[at] for at in random_.sample(range(num), 15)]
@@ -78,7 +78,7 @@ def test_one_row_per_band_matches_brute_force(tmp_path, planted):
 def test_peak_memory_matches_estimate(tmp_path, monkeypatch, num_slices, across):
     random_, num, num_tasks = np.random.default_rng(0), 200_000, 40
     bands = random_.integers(0, 1 << 63, (num, CONFIG.near_duplicates_bands), np.uint64)
-    bands[1::100] = bands[::100]  # Two thousand candidates, which are compared.
+    bands[1::100] = bands[::100]  # Two thousand candidate pairs.
     arrays = {
         "exact": random_.integers(0, 1 << 63, (num, 2), np.uint64),
         "bands": bands,
@@ -178,7 +178,7 @@ def test_number_of_compared_candidates_is_bounded(tmp_path, monkeypatch):
     selection = duplicates._KeepFirst(table, config, None)
     removed = dict(selection.find_removed(np.arange(120)))
     assert removed == {60 + at: at for at in range(5)}
-    # At most the bound from every band, whatever the number of kept pages.
+    # At most the bound from every band, for any number of kept pages.
     assert 5 < max(collected) <= 50 * 5
 
 

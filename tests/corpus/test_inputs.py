@@ -1,4 +1,4 @@
-"""Every kind of source as documents, cut into tasks without a loss; what cannot be read is counted."""
+"""Sources as documents: formats, splitting into tasks, broken rows."""
 
 import errno
 import gzip
@@ -213,7 +213,7 @@ def test_chat_keeps_all_columns(tmp_path, layout):
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps(LAYOUTS[layout] | {"score": 3}) + "\n")
     (document,) = read({"name": str(path), "kind": "chat"})[0]
-    # The texts in their order, with marks between messages.
+    # Texts in order, with separators between messages.
     assert document.text.split(PART_END) == re.findall('(?<=: ")[abc](?=")', json.dumps(LAYOUTS[layout]))
     assert join_chat(document.metadata[CHAT], document.text) == LAYOUTS[layout]
     assert document.metadata["score"] == 3

@@ -1,4 +1,4 @@
-"""Shards and chats as they are written."""
+"""Written shards: text, chats, metadata and tokens."""
 
 import json
 import math

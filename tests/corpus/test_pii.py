@@ -1,4 +1,4 @@
-"""Personal data: what is masked alone and what is left, in texts and in whole corpora."""
+"""Personal data in texts and whole corpora: masked, dropped or kept."""
 
 import json
 import random
@@ -76,7 +76,7 @@ def test_luhn_and_iban_check_digits():
         assert is_luhn(digits) == luhn_reference(digits)
     iban = "GB82WEST12345698765432"
     assert is_iban(iban)
-    # Every changed digit and every exchange of two neighbours is noticed.
+    # Every single-digit error must be detected.
     for at in range(8, len(iban)):
         assert not is_iban(iban[:at] + str((int(iban[at]) + 1) % 10) + iban[at + 1 :])
     assert not is_card("4" * 16)
@@ -127,7 +127,7 @@ def test_masked_pii_is_absent_from_corpus(tmp_path):
 
 @pytest.mark.parametrize("mode", ["apply", "annotate"])
 def test_report_samples_contain_no_pii(tmp_path, mode):
-    """Of a document that an earlier step removes, either: nobody masks it after that."""
+    """Samples of documents that a step before `pii` removed must be masked as well."""
     mail, long = "ada@example.org", "words of a long text without any end " * 60
     texts = [f"short {mail}", f"{long}{mail}", f"{long}{mail} again", f"{long[:1490]} {mail}", f"{long} other words"]
     rows = [{"text": text, "id": f"{mail} {at}"} for at, text in enumerate([*texts, texts[1]])]

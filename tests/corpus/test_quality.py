@@ -1,4 +1,4 @@
-"""Quality rules: datatrove's with their thresholds in sight; buckets by bits per byte."""
+"""Quality filters against datatrove's defaults, and perplexity buckets."""
 
 import inspect
 import pickle
@@ -142,7 +142,7 @@ def test_annotate_mode_records_bits_per_byte_and_bucket() -> None:
 
 
 def test_documents_are_counted_by_tenths_without_bounds() -> None:
-    """From these counts bounds are chosen."""
+    """Users choose the bounds from these counts."""
     left, tally = sort_into_buckets(["0.96", "0.98", "1.2", "x"], [], mode="annotate")
     assert tally.found == {"from 0.9 bits per byte": 2, "from 1.2 bits per byte": 1, "too short": 1}
     assert len(left) == 4

@@ -1,4 +1,4 @@
-"""Words and n-grams against Python's own, and MinHash against its theory."""
+"""Word and n-gram hashes against regular expressions, and MinHash against its S-curve."""
 
 import random
 import re
@@ -41,7 +41,7 @@ def test_combining_marks_belong_to_their_word():
         assert [text[start:end] for start, end in spans] == text.split()
     assert hash_words("की").hashes != hash_words("का").hashes
     assert len(hash_words("ภาษาไทย").hashes) == 7
-    assert len(hash_words("ที่นี่").hashes) == 2  # Marks of scripts without spaces are ignored.
+    assert len(hash_words("ที่นี่").hashes) == 2  # Combining marks are ignored in scripts without spaces.
     assert len(hash_words("\u2764\ufe0f 1\ufe0f\u20e3").hashes) == 1
 
 
@@ -72,7 +72,7 @@ def test_compute_jaccard_matches_sets():
 
 
 def make_pair(random_: np.random.Generator, similarity: float, size: int = 400):
-    """Two sets with a known similarity."""
+    """Return two sets with the given Jaccard similarity."""
     shared = round(similarity * size)
     values = random_.choice(1 << 32, size, replace=False).astype(np.uint32)
     half = shared + (size - shared) // 2
@@ -89,7 +89,7 @@ def test_minhash_candidates_follow_s_curve(similarity):
         first, second = make_pair(random_, similarity)
         found += bool((minhash.compute_keys(first) == minhash.compute_keys(second)).any())
     expected = 1 - (1 - similarity**rows) ** bands
-    # Hash functions a x + b are not independent enough for theory to the last percent.
+    # 0.03: hash functions a x + b are not fully independent.
     assert abs(found / num - expected) < 4 * np.sqrt(expected * (1 - expected) / num) + 0.03
 
 

@@ -1,4 +1,4 @@
-"""What a sample is found to hold, and what it is not."""
+"""Audit of a sample of texts, with planted faults."""
 
 import random
 import re
@@ -11,7 +11,7 @@ from recipes_lib.corpus.text_audit import audit_texts, count_languages
 
 
 def clean_texts(num=60):
-    """Documents of other words each."""
+    """Return documents with different words."""
     random_ = random.Random(0)
     return [f"{make_text(random_, 60)}." for _ in range(num)]
 

@@ -1,4 +1,4 @@
-"""Trained classifiers find planted classes, fastText's are read alike, and the steps remove by them."""
+"""Text classifiers against scikit-learn, and the classifier and toxicity steps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def plant_all(labels, number=200, seed=0):
 
 @pytest.fixture(scope="module", autouse=True)
 def few_buckets():
-    """Weights of a thousandth of the size, which are learnt in less time."""
+    """Fewer hash buckets, so that training is fast."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_classifier, "_BUCKETS", 1 << 14)
         yield
@@ -77,7 +77,7 @@ def test_classifier_separates_planted_classes(labels) -> None:
 
 
 def test_held_out_auc_of_random_labels_is_chance() -> None:
-    """The evaluation is of held-out texts: of labels without meaning it says so."""
+    """Evaluation on training texts would report a high AUC."""
     random_ = random.Random(3)
     texts = {label: [make_text(random_, 40) for _ in range(300)] for label in "ab"}
     train, held_out = split_held_out(texts, 0.3)
@@ -98,7 +98,7 @@ def test_probabilities_match_scikit_learn() -> None:
         unseen = [text for those in plant_all(labels, 20, seed=7).values() for text in those]
         expected = model.predict_proba(hashed.transform(unseen))
         order = [list(model.classes_).index(label) for label in labels]
-        # Two solutions of a convex problem, each to the tolerance of its solver.
+        # Both solvers stop at a tolerance of their own.
         assert np.abs(classifier.predict(unseen) - expected[:, order]).max() < 5e-3
 
 

@@ -1,4 +1,4 @@
-"""Extraction, repair and language."""
+"""Extraction of HTML, repair of text, and language identification."""
 
 import importlib.util
 import subprocess
@@ -147,5 +147,5 @@ def test_child_processes_exit_with_killed_parent(tmp_path, kind):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert int(parent.stdout.readline()) == parent.pid
         parent.kill()
-        # The child has inherited the pipe: this returns when it has ended too.
+        # The child has inherited the pipe, so this returns only after it has exited.
         assert parent.communicate(timeout=60)[0] == ""

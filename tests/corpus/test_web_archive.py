@@ -1,4 +1,4 @@
-"""WARC and WET files in every container: a damaged record is counted, and costs no other."""
+"""WARC and WET files: containers, truncation and damaged records."""
 
 import gzip
 import io
@@ -67,7 +67,7 @@ def test_damaged_warc_record_loses_no_other(tmp_path, name, damage):
         (tmp_path / name).write_bytes(whole[:at] + damage * 9 + whole[at + 9 * len(damage) :])
         documents, ledger, _ = read({"name": str(tmp_path / name)})
         texts = [document.text.encode() for document in documents]
-        # Where only the text is damaged and nothing compressed, nobody can know.
+        # Damage inside an uncompressed payload cannot be detected.
         assert [text for text in texts if text in bodies] == bodies[:2] + bodies[3:], (at, ledger.notes)
         assert len(texts) == 6 or ledger.tallies[READ].removed["cannot be read"] >= 1
 
@@ -83,7 +83,7 @@ def test_wrong_content_length_loses_no_neighbour(tmp_path, monkeypatch, containe
         records.append((tmp_path / "r.warc").read_bytes())
     stated, path = b"Content-Length: 20", tmp_path / ("a.wet" if container == "plain" else "a.wet.gz")
     assert stated in records[1]
-    # A record without its last line end is still that record: 19 of 20 bytes are taken.
+    # 19 of 20 bytes are valid: only the final newline is missing.
     for length in [*range(19), *range(26, 60), 300, 10**6, 10**9, 10**30, "", "x", "-1"]:
         damaged = records[1].replace(stated, f"Content-Length: {length}".encode())
         parts = [records[0], damaged, records[2]]
@@ -104,7 +104,7 @@ def test_truncated_gzip_member_is_one_damaged_record(tmp_path, cut):
     members[2] = members[2][: min(cut, len(members[2]) - 1)]
     (tmp_path / "a.wet.gz").write_bytes(b"".join(members))
     documents, ledger, _ = read({"name": str(tmp_path / "a.wet.gz")})
-    # The data of the last one can be whole, and its check sum missing.
+    # The data of the last member can be complete while its checksum is missing.
     assert [document.text for document in documents] in (["one", "two"], ["one", "two", "three"])
     assert ledger.tallies[READ].removed == {"cannot be read": 1}
 

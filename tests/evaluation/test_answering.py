@@ -1,4 +1,4 @@
-"""A local model answers in its template; a chat and its number decide the answer, batches do not."""
+"""Answers of local models against `generate`; independence of batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_answers_depend_on_seed_and_index_not_on_batch(tiny_model_dir: Path) -> 
 
 
 def test_zero_temperature_matches_greedy_generate(tiny_model_dir: Path) -> None:
-    """transformers' ``generate`` on the prompt that the template makes."""
+    """Reference: transformers' ``generate`` on the rendered prompt."""
     model, tokenizer = (kind.from_pretrained(tiny_model_dir) for kind in (AutoModelForCausalLM, AutoTokenizer))
     engine = load(tiny_model_dir, temperature=0.0)
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in engine.sampling.stop_ids

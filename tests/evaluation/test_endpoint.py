@@ -1,4 +1,4 @@
-"""The client of endpoints: what it sends, what it repeats, what it refuses, and what it never tells."""
+"""Client of chat endpoints: requests, retries, timeouts, refusals and secrets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def echo(body: dict[str, Any]) -> str:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Pauses that would have been made; none is."""
+    """Requested pauses in seconds; nothing sleeps."""
     made: list[float] = []
 
     def pause(connection: Any, seconds: float) -> bool:
@@ -114,7 +114,7 @@ def test_hanging_or_truncated_response_times_out(answer: Any, told: str, waits: 
 
 
 def serve_slowly(head: bytes, parts: Iterator[bytes]) -> str:
-    """Serve any number of requests with ``head`` and then ``parts``, one every 20 ms; a reset connection ends them."""
+    """Serve requests with ``head`` and then ``parts``, one every 20 ms, then reset the connection; return the URL."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve(connection: socket.socket, own: Iterator[bytes]) -> None:
@@ -124,7 +124,7 @@ def serve_slowly(head: bytes, parts: Iterator[bytes]) -> str:
             for part in own:
                 time.sleep(0.02)
                 connection.sendall(part)
-            # Closing with this option resets the connection.
+            # SO_LINGER with timeout 0 makes close() send RST.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     def accept() -> None:

@@ -1,4 +1,4 @@
-"""Endpoints answer as the model they serve does, what breaks is told, and no answer is asked twice or of another."""
+"""Models and endpoints that answer lm-eval: equality, failures, resume, adapters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BROKEN = {
 
 
 class Served:
-    """A tiny model behind an endpoint on the loopback, which may be broken in a way."""
+    """Tiny model behind a loopback endpoint with selectable failures."""
 
     def __init__(self, model: Path) -> None:
         self.network, self.tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
@@ -83,7 +83,7 @@ class Served:
                 text = text.partition(stop)[0]
             return {"index": at, "text": text}
         logps = self.network(ids).logits[0, :-1].log_softmax(-1)
-        # As vLLM and OpenAI have it: none for the first token, and one for the token that is generated.
+        # As in vLLM and OpenAI: None for the first token, and one extra for the generated token.
         own = [None, *logps.gather(1, ids[0, 1:, None])[:, 0].tolist(), 0.0]
         best = [None, *({"best": value} for value in logps.max(-1).values.tolist()), {"best": 0.0}]
         return {"index": at, "logprobs": {"token_logprobs": own, "top_logprobs": best}}
@@ -170,7 +170,7 @@ def test_chat_endpoint_receives_messages(
     assert ask("name", tasks, tmp_path, *flags, "--apply_chat_template", names="local_written") == 0
     assert read(tmp_path)["tasks"]["local_written"]["scores"]["exact_match"]["value"] == 1
     assert "Say sun, please" in next(read_samples(tmp_path))["prompt"]
-    served.broken = "empty"  # A chat without choices is no empty answer.
+    served.broken = "empty"  # A reply without choices must not count as an empty answer.
     assert ask("name", tasks, tmp_path, *flags, "--apply_chat_template", names="local_written") == 2
     assert "gave no usable answer: KeyError: 'choices'" in capsys.readouterr().err
 
@@ -191,7 +191,7 @@ def test_harness_respects_retry_after(
 def test_interrupted_evaluation_resumes_to_same_answers(
     served: Served, tasks: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """While the endpoint is asked for the fifth time; ctrl-C tells one line and no traceback."""
+    """The signal arrives during the fifth request."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         pytest.skip("started in the background, where a shell has ctrl-C ignored")
     flags: list[object] = [*served.flags, "--num_concurrent", 1]
@@ -226,7 +226,7 @@ def test_missing_package_error_names_install_command(
 def test_resume_reuses_answers_of_every_rank(
     model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two processes that were killed one goes on, and asks nothing that either has answered."""
+    """Two interrupted ranks are resumed by one process, which repeats no answered request."""
     calls: list[int] = []
     files: list[Any] = []
     asked, opened = CheckedModel._loglikelihood_tokens, engines._open
@@ -264,10 +264,10 @@ def test_resume_reuses_answers_of_every_rank(
                 evaluate_model(replace(config, limit=1))
             with pytest.raises(KeyboardInterrupt):
                 evaluate_model(config)
-        files[-1].close()  # A thread of its own writes, which the end of a process would have waited for.
+        files[-1].close()  # Its writer thread would be joined at process exit.
         files.clear()
     key = next((model / "eval" / ".requests").iterdir()).name.rpartition("-")[0]
-    (model / "eval" / ".requests" / f"{key}-2.sqlite").touch()  # Of one that was killed before its first answer.
+    (model / "eval" / ".requests" / f"{key}-2.sqlite").touch()  # A rank that was killed before its first answer.
     record = evaluate_model(config)
     assert record is not None
     assert record["tasks"]["local_choice"]["num_questions"] == 4

@@ -1,4 +1,4 @@
-"""Scores are lm-eval's to the last digit, models that are tables score what they must, what cannot answer is told."""
+"""`recipes eval` against lm-eval's own evaluator and closed forms."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_scores_and_answers_match_lm_eval(model: Path, tasks: Path) -> None:
 
 
 class Table(TemplateLM):  # type: ignore[misc]
-    """A model that is a function from prompt and answer to a log-probability, and from prompt to an answer."""
+    """lm-eval model defined by a log-probability function and an answer function."""
 
     rank, world_size = 0, 1
 
@@ -115,7 +115,7 @@ def test_scores_of_table_models_match_closed_form(model: Path, tasks: Path, monk
     assert (found["local_written"]["num_empty"], found["local_written"]["num_questions"]) == (9, 9)
     first = Table(lambda _, text: -float(text.strip() != "dog"))
     acc = answer(first, build(model, tasks, "local_choice"), monkeypatch)["local_choice"]["scores"]["acc"]["value"]
-    # Of what it likes it takes the gold one where that is it, and of four it does not know the first.
+    # It chooses "dog" if available, else the first of four equal choices.
     chosen = [row["choices"].index("dog") if "dog" in row["choices"] else 0 for row in rows]
     assert acc == sum(at == row["gold"] for at, row in zip(chosen, rows, strict=True)) / len(rows)
 
@@ -136,7 +136,7 @@ def test_empty_answers_are_counted_before_filters(
 
 
 def test_code_task_runs_in_sandbox(model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For programs that are wrong, see ``tasks/test_programs.py``."""
+    """Incorrect programs are in ``tasks/test_programs.py``."""
     config = build(model, tasks, "local_code", confirm_run_unsafe_code=True)
     found = answer(Table(None, lambda _: "    return 1"), config, monkeypatch)
     assert found["local_code"]["scores"]["pass@1"]["value"] == 1
@@ -160,7 +160,7 @@ def test_non_finite_logits_are_refused(model: Path, tasks: Path) -> None:
     torch.nn.init.constant_(network.model.layers[0].mlp.up_proj.weight, math.nan)
     network.save_pretrained(model)
     for task in LOCAL:
-        for _ in range(2):  # What was answered before the error is not remembered.
+        for _ in range(2):  # Answers before the error must not be cached.
             with pytest.raises(DataError, match="its logits are not finite"):
                 evaluate_model(build(model, tasks, task))
     assert not (model / "eval" / RECORD).exists()
@@ -176,7 +176,7 @@ def test_truncated_questions_are_counted(model: Path, tasks: Path, monkeypatch: 
     assert cut["local_written"] == sum(len(tokenizer(prompt)["input_ids"]) > 16 - 8 for prompt in prompts)
     assert cut["local_choice"] == record["tasks"]["local_choice"]["num_questions"]
     assert all(row["is_cut"] for row in read_samples(model / "eval") if row["task"] == "local_choice")
-    # Killed after the last answer, it has all of them in its cache, and none is asked again.
+    # Killed after the last answer: all answers are cached, none is requested again.
     with monkeypatch.context() as patched:
         patched.setattr(CachedModel, "close", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -209,7 +209,7 @@ def test_answered_requests_are_not_repeated_after_kill(
     answer(resumed, config, monkeypatch)
     assert (model / "eval" / SAMPLES).exists()
     assert not (model / "eval" / ".requests").exists()
-    # What was answered for a record is not taken for the next one.
+    # A completed evaluation does not serve as a cache of the next one.
     answer(again, config, monkeypatch)
     assert (killed.num_asked, resumed.num_asked, again.num_asked) == (144, 94, 144)
 

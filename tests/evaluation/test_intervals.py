@@ -1,4 +1,4 @@
-"""Intervals cover what they promise, and never show a difference that the exact test does not."""
+"""Confidence intervals: coverage by simulation, and consistency with McNemar's exact test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_interval_has_nominal_coverage() -> None:
     for _ in range(200):
         low, high = compute_interval(drawn.choice([-1.0, 0.0, 1.0], 80, p=[0.1, 0.6, 0.3]))
         covered += low <= 0.2 <= high
-    # Binomial with 0.95: 4.5 standard errors below; 100 % would be an interval that says nothing.
+    # 4.5 standard errors below 0.95; full coverage would mean that the interval is uselessly wide.
     assert 0.88 <= covered / 200 < 1
 
 
@@ -36,6 +36,6 @@ def test_interval_of_few_questions_includes_zero() -> None:
     low, high = compute_interval(np.array([1.0, 1.0]))
     assert low < 0 < high
     assert compute_interval(np.array([0.3, 0.2, 0.3, 0.4, 0.3, 0.2]))[0] > 0
-    # Of seven questions one of which has changed: a bootstrap alone says that 0.1 is left out of no resample.
+    # One of seven questions changed: a percentile bootstrap alone would exclude zero.
     low, high = compute_interval(np.array([0.1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]))
     assert low < 0 < high

@@ -1,4 +1,4 @@
-"""Questions and answers in the public formats, and every way in which they do not fit together."""
+"""Questions and answers in public layouts, and mismatches between them."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_invalid_line_is_reported_with_number(tmp_path: Path) -> None:
 
 
 class Counting:
-    """Answers by how many messages it has read."""
+    """Engine whose answer is the number of messages that it received."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []

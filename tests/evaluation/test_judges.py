@@ -1,4 +1,4 @@
-"""Verdicts are what both orders say, and nothing that a judge does not say is counted as a tie."""
+"""Pairwise and grading judges: parsing, order, win rate, and use as reward functions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VERDICTS = load_prompt_file(PROMPTS / "pairwise.yaml", {"system": str, "user": s
 
 
 def split(body: dict[str, Any]) -> tuple[str, str]:
-    """The answers of assistants A and B in a prompt of the shipped form."""
+    """Return the answers of assistants A and B in the shipped pairwise prompt."""
     text = body["messages"][-1]["content"]
     return tuple(text.partition(f"[Answer of assistant {name}]\n")[2].partition("\n[End of")[0] for name in "AB")  # type: ignore[return-value]
 
@@ -128,7 +128,7 @@ def test_win_rate_counts_ties_as_half() -> None:
 
 
 def test_judge_prompt_keeps_answers_as_text_in_order() -> None:
-    """What an answer says reaches the judge as text, both turns of it."""
+    """Answers of both turns reach the judge verbatim."""
     question = Question("q", None, [{"role": "system", "content": "S"}], ["One", "Two"], ["R1", "R2"])
     server = ChatEndpoint(lambda body: "[[A]]")
     judge = PromptedJudge(Endpoint(server.url, "judge", num_concurrent=1))

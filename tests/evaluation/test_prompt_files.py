@@ -1,4 +1,4 @@
-"""Prompt files are strict, and what is put into them stays text."""
+"""Prompt files and their rendering."""
 
 from __future__ import annotations
 

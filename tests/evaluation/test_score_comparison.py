@@ -1,4 +1,4 @@
-"""Differences in pairs: what is better is called so only where the interval says it, and the interval covers."""
+"""Paired comparison of two evaluations, by question, task and group."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write(
 
 
 def test_paired_difference_detects_small_improvement(tmp_path: Path) -> None:
-    """One question in twenty more is right, of questions most of which both answer alike."""
+    """5 % more questions are right, most are answered alike: only the paired interval excludes zero."""
     base = [float(at % 2) for at in range(200)]
     more = [1.0 if at in range(0, 40, 4) else score for at, score in enumerate(base)]
     (row,) = compare_folders([write(tmp_path / "a", base), write(tmp_path / "b", more)])
@@ -76,7 +76,7 @@ def test_folder_without_valid_samples_is_refused(tmp_path: Path, text: str) -> N
 
 
 def test_group_is_compared_by_its_mean(tmp_path: Path) -> None:
-    """A mean of all questions, or of the means of its tasks."""
+    """The mean is over questions or over task means."""
     scores = {"a": {"x": [0.0] * 30, "y": [0.0] * 10}, "b": {"x": [1.0] * 30, "y": [0.0] * 10}}
     for name, is_weighted, mean in (("by size", True, 0.75), ("by task", False, 0.5)):
         groups = {"g": {"tasks": ["x", "y"], "is_weighted_by_size": is_weighted}}

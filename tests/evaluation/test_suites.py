@@ -1,4 +1,4 @@
-"""Tasks are found, tried on their first row, and refused with what to do, all at once."""
+"""Resolution of task names, and checks of task files on their first row."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_math_verify_and_ifeval_score_with_eval_extra(tmp_path: Path, monkeypatc
     (task,) = load_tasks(config)["tasks"].values()
     said = "The final answer is $\\frac{4}{2}$. I hope it is correct."
     assert task.process_results(task.eval_docs[0], [f"Final Answer: {said}"])["math_verify"] == 1
-    # NLTK looks for data of its own, and without a network asks for them in vain.
+    # NLTK would try to download its data.
     monkeypatch.setattr("nltk.data.find", lambda _: "here")
     (task,) = load_tasks(build(include(tmp_path, "ifeval/ifeval", INSTRUCTION), "own"))["tasks"].values()
     assert task.process_results(task.eval_docs[0], ["no comma"])["prompt_level_strict_acc"] is True
@@ -218,7 +218,7 @@ def test_word_of_task_file_that_is_not_a_task_is_refused(
 def test_suite_tasks_are_known_to_lm_eval() -> None:
     known = set(suites.TaskManager(include_path=[suites.OWN_TASKS]).all_tasks)
     names, words = suites._scan_files()
-    # No task, group or tag that lm-eval indexes is taken for unknown; most of them are offered as the nearest.
+    # Every indexed task, group or tag is known; most of them can be suggested.
     own = suites.TaskManager(include_path=[suites.OWN_TASKS], include_defaults=False).all_tasks
     assert known - set(own) <= words
     assert len(names & known) > 0.8 * len(known)

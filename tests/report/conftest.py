@@ -1,4 +1,4 @@
-"""Fixtures of the charts and of the reward report."""
+"""Saved matplotlib figures, and a tiny reward model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recipes_lib.models.heads.scoring import RewardModel
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """Every figure that was saved."""
+    """Every saved matplotlib figure."""
     saved: list[Figure] = []
     save = Figure.savefig
 
@@ -29,7 +29,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
 @pytest.fixture
 def reward_model(tiny_model_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> RewardModel:
-    """The tiny model with a random head."""
+    """Tiny model with a random score head."""
     model = load_reward_model(ModelConfig(model_name_or_path=str(tiny_model_dir)), "sdpa", seed=0)
     add_score_head(model)
     return RewardModel(model, tiny_tokenizer)

@@ -1,4 +1,4 @@
-"""Curves: thinned without losing a spike, smoothed without lag, drawn whatever there is to draw."""
+"""Charts of a run: thinning, smoothing, hover points, alternative text, healthy ranges."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_smooth_preserves_line_and_ignores_spike() -> None:
 
 @pytest.mark.parametrize("is_log", [False, True])
 def test_hover_points_lie_on_drawn_curve(tmp_path: Path, is_log: bool) -> None:
-    """As read again from the path of the SVG."""
+    """The reference is the path data in the SVG."""
     norms = [1.0, 2.0, 0.5, 1.5, 1.0, 1.0, 900.0 if is_log else 2.5, 1.0]
     train = [{"step": 10 * n, "grad_norm": norm} for n, norm in enumerate(norms)]
     (chart,) = draw_charts(build_run(train), tmp_path)
@@ -90,7 +90,7 @@ def test_ppo_charts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", [None, {"router_aux_loss_coef": 0.01}])
 def test_held_out_loss_of_mixed_loss_has_own_chart(tmp_path: Path, config: dict[str, float] | None) -> None:
-    """Of a mixed loss only a part is measured on held-out text: that has a chart of its own."""
+    """The held-out loss is only one term of a mixed training loss, so the two must not share axes."""
     train = [{"step": 1, "loss": 4.0, **({} if config else {"distillation/nll": 3.0})}]
     run = build_run(train, [{"step": 1, "eval_loss": 3.5}])
     charts = {chart.name: chart.alt for chart in draw_charts(replace(run, facts={"config": config}), tmp_path)}
@@ -148,7 +148,7 @@ def test_alt_text_has_first_and_last_value_of_each_curve(tmp_path: Path) -> None
 
     assert loss.alt == "Loss: training from 4 at step 1 to 2 at step 5; held-out 6 at step 0"
     assert held_out.alt == "Held-out bits per byte: 1.5 at step 0"
-    # The wide one is drawn for narrow screens too, where its text would be too small.
+    # The wide chart has a second version for narrow screens.
     assert "<svg" in loss.narrow
     assert not held_out.narrow
 
@@ -180,7 +180,7 @@ def test_gradient_norm_axis_is_logarithmic_with_spike(tmp_path: Path) -> None:
 
 
 HEALTHY = {
-    # Recipe, figure -> chart, and the range as the page of the recipe has it.
+    # Recipe and metric -> chart, and the range in the docs page of the recipe.
     ("reward", "rewards/accuracies"): ("accuracy", "0.65", "0.8"),
     ("dpo", "rewards/accuracies"): ("accuracy", "0.6", "0.8"),
     ("ppo", "policy/clipfrac"): ("clip_fraction", "0.01", "0.2"),
@@ -202,7 +202,7 @@ def test_healthy_range_matches_docs_and_is_shaded_in_view(recipe: str, name: str
     seen = draw(float(least) / 2 - 0.1, (float(least) + float(largest)) / 2)
     assert f"healthy between {least} and {largest}" in seen.alt
     assert ">healthy</text>" in seen.svg
-    # Far below, nothing is shaded, and the axis does not stretch up to the range.
+    # Values far below the range do not stretch the axis up to it.
     far = draw(-0.004, -0.003)
     assert ">healthy</text>" not in far.svg
     page = (ROOT / "docs" / f"{recipe}.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The page of an evaluation: every question with its verdict, nothing of data or models as markup."""
+"""HTML page of an evaluation: scores, questions, verdicts and escaping."""
 
 from __future__ import annotations
 

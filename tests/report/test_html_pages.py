@@ -1,4 +1,4 @@
-"""The page of a corpus: everything that was removed, escaped."""
+"""HTML page of a corpus: removals, samples and escaping."""
 
 from recipes_lib.report.html_pages import list_removals, write_corpus_report
 

@@ -1,4 +1,4 @@
-"""The overview: stages in their order with what they reached, whatever the folder holds; and the list of runs."""
+"""Overview of a folder of runs and pipelines, and `recipes runs`."""
 
 from __future__ import annotations
 

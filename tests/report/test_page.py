@@ -1,4 +1,4 @@
-"""The page: self-contained, escaped, small, and there for every state in which a run can be."""
+"""HTML page of a run: self-contained, escaped, bounded in size, for complete and damaged runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOID = {"meta", "link", "img", "br", "hr", "input"}
 
 
 class Page(HTMLParser):
-    """Collects elements, attributes and text, and demands that elements close in order."""
+    """Collects elements, attributes and text; asserts that elements are closed in order."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def test_page_shows_metrics_samples_and_facts(tmp_path: Path) -> None:
     labels = [value for name, value in page.attributes if name == "aria-label" and value and "at step" in value]
     assert len(labels) == page.elements.count("figure") == 5
     assert page.text.index("why why") < page.text.index("Because!")
-    # What someone chose stands before what is a default.
+    # Explicit values precede defaults.
     assert page.text.index("learning_rate") < page.text.index("seed")
     assert sorted(path.stem for path in (tmp_path / "my-run" / "report").iterdir()) == [
         "grad_norm", "heldout_loss", "learning_rate", "loss", "throughput",
@@ -162,7 +162,7 @@ def test_samples_with_largest_reward_changes_are_shown(tmp_path: Path) -> None:
 
 def test_samples_are_sorted_by_change(tmp_path: Path) -> None:
     def order(answers: dict[str, tuple[Any, Any]], key: str) -> list[str]:
-        """Prompts, by the values of their first and last answers."""
+        """Return the prompts in page order, given first and last values of ``key``."""
         write_run(tmp_path)
         rows = [
             {**SAMPLE, "step": step, "prompt": prompt, key: value}
@@ -253,7 +253,7 @@ def test_malformed_facts_make_a_page(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("mfu", "words"), [(0.42, "42% of the peak FLOPs"), (12.3, "median")])
 def test_mfu_above_one_is_not_shown(tmp_path: Path, mfu: float, words: str) -> None:
-    """The peak of a CPU is measured, and may be measured while other programs run."""
+    """The measured peak of a CPU can be too low while other programs run."""
     event = {"kind": "train", "step": 1, "loss": 2.0, "target_tokens_per_second": 500.0, "mfu": mfu}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(event) + "\n")
     told = read_page(tmp_path).text

@@ -1,4 +1,4 @@
-"""The page's colours are those of the charts, and every colour has a value in each theme."""
+"""Colours of the style sheet: themes, charts and contrast."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ def test_contrast_meets_wcag_in_every_theme() -> None:
         for ground in ("page", "card"):
             assert contrast(theme["muted"], theme[ground]) >= 4.5
             for name in ("first", "second", "third", "alarm", "good"):
-                # Text of the verdicts needs more than the stroke of a curve does.
+                # WCAG requires 4.5 for text and 3 for graphics.
                 assert contrast(theme[name], theme[ground]) >= (4.5 if name in {"second", "good"} else 3)

@@ -1,4 +1,4 @@
-"""The chart shows the report's own numbers, in the page's colours, and comes from JSON as well as from arrays."""
+"""Reliability chart of a reward model against the numbers of its report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_report(margins: list[float]) -> dict[str, Any]:
 
 
 SURE, UNSURE = math.log(9), math.log(1.5)
-"""Margins predicted to win nine times of ten, and three of five."""
+"""Margins with predicted win probability 0.9 and 0.6."""
 MARGINS = [SURE] * 7 + [-SURE] * 3 + [UNSURE] * 6 + [-UNSURE] * 4
 REPORT = make_report(MARGINS)
 
@@ -39,7 +39,7 @@ def test_reliability_chart_is_png_and_themed_svg(tmp_path: Path) -> None:
 
 
 def test_reliability_points_and_intervals_match_report(tmp_path: Path, figures: list[Figure]) -> None:
-    # Undecided pairs are seen once as a win and once as a loss, which tells nothing.
+    # Ties count once as a win and once as a loss and give no point.
     draw_reliability(make_report([*MARGINS, 0.0, 0.01]), tmp_path)
     diagonal, *intervals, points = figures[0].axes[0].lines
     assert diagonal.get_xydata().tolist() == [[0.5, 0.5], [1, 1]]

@@ -1,4 +1,4 @@
-"""What is done to an answer is just that, no answer keeps its prompt when they are swapped, and nothing else moves."""
+"""Probes and prompt swaps of held-out pairs, against texts that a recording model has seen."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAIRS = [
 
 
 class Recorder:
-    """A reward model that scores a row by its place among all rows and remembers what it said."""
+    """Reward model that scores a row by its index and records the row's text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, limit: int = 1000) -> None:
         self.tokenizer = tokenizer
@@ -73,7 +73,7 @@ def test_score_columns_belong_to_their_rows(tiny_tokenizer: PreTrainedTokenizerF
 
     assert read(scores.chosen) == [spell(prompt, chosen) for prompt, chosen, _ in PAIRS]
     assert read(scores.rejected) == [spell(prompt, rejected) for prompt, _, rejected in PAIRS]
-    # Ordered by prompt, rows 0 2 1 3 get the prompts of rows 1 3 0 2.
+    # Sorted by prompt, rows 0 2 1 3 receive the prompts of rows 1 3 0 2.
     others = [PAIRS[1][0], PAIRS[0][0], PAIRS[3][0], PAIRS[2][0]]
     assert read(scores.swapped_chosen) == [spell(o, chosen) for o, (_, chosen, _) in zip(others, PAIRS, strict=True)]
     assert read(scores.swapped_rejected) == [spell(o, answer) for o, (*_, answer) in zip(others, PAIRS, strict=True)]

@@ -1,4 +1,4 @@
-"""Every figure of a reward model against scipy, a closed form or a number made by hand; every gate at its bound."""
+"""Statistics of a reward model against scipy and closed forms, and the bounds of its gates."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_scores(chosen: Any, rejected: Any, **columns: Any) -> HeldOutScores:
 
 
 def sample_margins(num: int, *, sharpness: float = 1.0, seed: int = 0) -> np.ndarray:
-    """Margins of pairs whose answers win with the probability ``sigmoid(sharpness * margin)``."""
+    """Sample margins whose pairs are won with probability ``sigmoid(sharpness * margin)``."""
     random = np.random.default_rng(seed)
     margins = random.normal(0, 2, num)
     wins = random.random(num) < 1 / (1 + np.exp(-sharpness * margins))
@@ -62,7 +62,7 @@ def test_nll_and_brier_score_match_closed_form() -> None:
 
 
 def test_ece_of_equal_margins_is_distance_to_win_rate() -> None:
-    # Predicted .85 and .15; 7 of 10 are won.
+    # Predicted 0.85 and 0.15; 7 of 10 are won.
     margins = math.log(0.85 / 0.15) * np.array([1.0] * 7 + [-1.0] * 3)
     table, error = compute_calibration(margins)
     assert error == pytest.approx(0.15)
@@ -82,7 +82,7 @@ def test_calibration_bins_include_extreme_and_zero_margins() -> None:
 def test_ece_of_calibrated_and_overconfident_scores() -> None:
     margins = sample_margins(40_000)
     assert compute_calibration(margins)[1] < 0.01
-    # The mean distance between what is predicted and what is so, by numerical integration over the margins.
+    # Expected |predicted - actual| by numerical integration over the margins.
     size = np.linspace(-16, 16, 100_001)
     density = stats.norm.pdf(size, 0, 2)
     expected = np.trapezoid(density * np.abs(1 / (1 + np.exp(-3 * size)) - 1 / (1 + np.exp(-size))), size)

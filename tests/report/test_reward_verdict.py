@@ -1,4 +1,4 @@
-"""A reward model's scale is stored with it, and its verdict is written whole and read again."""
+"""Score statistics stored with a reward model, and `reward.json`."""
 
 import json
 

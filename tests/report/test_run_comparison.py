@@ -1,4 +1,4 @@
-"""The comparison of runs: differences from the first, keys that differ, and no losses of different recipes together."""
+"""Comparison of runs: metrics, differing keys, overlaid charts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_differences_are_relative_to_first_run(folders: list[Path]) -> None:
     [(2, 1.5, "-0.5 (-25.0%)"), (-2, 1, "+3"), (0, 1, "+1"), (2, 2, "="), (None, 2, ""), (2, None, "")],
 )
 def test_percentage_requires_positive_base(base, value, words) -> None:
-    """A reward that rises from -2 to 1 is no change of -150 %."""
+    """A reward that rises from -2 to 1 has not changed by -150 %."""
     assert _build_row("eval_reward", [base, value]).differences == [words]
 
 

@@ -1,4 +1,4 @@
-"""Reading a run directory as it is, whatever a killed process left."""
+"""Reading `metrics.jsonl`, `samples.jsonl` and `run.json`, also of a killed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of a plan: a PNG whatever its name, with every unit named, in the colours of the other charts."""
+"""Chart of a planned learning-rate and batch-size schedule."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_schedule_chart_curves_and_axis_units(tmp_path: Path, figures: list[Figu
     assert batch.get_xlabel() == "tokens trained on, billions"
     assert [axes.get_title(loc="left") for axes in (rate, batch)] == ["learning rate", "tokens in a step, thousands"]
     assert [axes.get_ylim()[0] for axes in (rate, batch)] == [0, 0]
-    # A step keeps its rate to its end.
+    # The rate is constant within a step.
     assert {axes.lines[0].get_drawstyle() for axes in (rate, batch)} == {"steps-post"}
     assert [axes.lines[0].get_color() for axes in (rate, batch)] == [COLOURS["first"], COLOURS["second"]]
 

@@ -1,3 +1,5 @@
+"""Conversion of the dataset keys of other programs."""
+
 from __future__ import annotations
 
 import pytest

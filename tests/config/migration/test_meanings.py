@@ -1,4 +1,4 @@
-"""Which files leave a change of meaning to decide."""
+"""Remarks of `migrate` about keys whose meaning differs from upstream's."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Inference of the training method from keys and file names."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -34,7 +36,7 @@ from recipes_lib.errors import ConfigError
         ("recipes/gkd", {"teacher_model_name_or_path": "a/b", "beta": 0.5}, "distill", None),
         ("sft/config_distill", {"output_dir": "data/Distill-7B"}, "sft", None),
         ("sft/config_distill", {"teacher_model_name_or_path": "a/b"}, "distill", None),
-        # Keys say more than a name: a preference loss is no fine-tuning, whatever the folder is called.
+        # Keys take precedence over the folder name.
         ("sft/config", {"precompute_ref_log_probs": True}, "dpo", None),
         ("dpo/config", {"completion_only_loss": True}, "sft", None),
     ],

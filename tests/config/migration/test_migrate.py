@@ -1,3 +1,5 @@
+"""Migration of configuration files line by line."""
+
 from __future__ import annotations
 
 import json
@@ -148,7 +150,7 @@ def test_existing_successor_key_takes_precedence(write, sound: str) -> None:
 def test_loss_on_follows_trl_loss_keys(write, sound: str, old: str, loss_on: str | None, by_hand: bool) -> None:
     text, changes, *_ = migrate(write(sound + old))
     assert check_text("sft", text, Path("new.yaml")).tokens.loss_on == loss_on
-    # Of chats, what was left to the rows has another default here.
+    # For chats, an unset upstream key has a different default here, which needs review.
     assert any(change.by_hand for change in changes) is by_hand
 
 

@@ -1,3 +1,5 @@
+"""Tables of renamed and removed keys against upstream's dataclasses."""
+
 from __future__ import annotations
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Commands as TRL's documentation prints them; keys and values are facts of its pages."""
+"""Migration of commands in the form of TRL's documentation."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_trl_command_migrates_to_loadable_recipe(command: str, tmp_path: Path) -
     assert (migration.recipe, migration.is_ready) == (recipe, True), migration.changes
     found = flatten_config(check_text(recipe, migration.text, path))
     assert {key: found[key] for key in expected} == expected
-    # The lines of the changes are not those of the user's file.
+    # A command has no line numbers.
     assert not [change for change in migration.changes if change.line]
 
 

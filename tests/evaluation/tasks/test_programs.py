@@ -1,4 +1,4 @@
-"""Programs of HumanEval's and MBPP's form: the right one scores 1, any other 0."""
+"""Scores of programs in the layouts of HumanEval and MBPP."""
 
 from __future__ import annotations
 
