@@ -8,7 +8,7 @@ from tests.config.conftest import PARSERS
 from recipes_lib.config.loader import expand_paths
 from recipes_lib.errors import ConfigError
 
-SOUND = {
+MINIMAL = {
     "corpus": "sources: [{name: web.jsonl}]\noutput_dir: o\nnum_samples: 1\n",
     "eval": "model_name_or_path: a/b\ntasks: [core]\noutput_dir: o\nseed: 1\n",
     "synthesize": "model_name_or_path: a/b\ndataset_name: c/d\noutput_dir: o\nseed: 1\n",
@@ -20,19 +20,19 @@ REQUIRED = {
 }
 
 
-@pytest.mark.parametrize("command", SOUND)
+@pytest.mark.parametrize("command", MINIMAL)
 class TestCommand:
     def test_flags_override_file_and_printed_config_round_trips(self, parse, monkeypatch, tmp_path, command) -> None:
         monkeypatch.setenv("HOME", str(tmp_path))
         name = "num_samples" if command == "corpus" else "seed"
         flags = [f"--{name}=2", "--output_dir=~/x"]
-        config = parse(command, SOUND[command], *flags)
+        config = parse(command, MINIMAL[command], *flags)
         assert (getattr(config, name), config.output_dir) == (2, f"{tmp_path}/x")
         assert config.path == tmp_path / f"{command}.yaml"
-        printed = parse(command, SOUND[command], *flags, "--print-config")
+        printed = parse(command, MINIMAL[command], *flags, "--print-config")
         lines = {line.partition(":")[0]: line for line in printed.splitlines()}
         assert lines[name].endswith(f"# --{name}")
-        assert lines["model_name_or_path" if "model" in SOUND[command] else "sources"].endswith(f"{config.path}:1")
+        assert lines["model_name_or_path" if "model" in MINIMAL[command] else "sources"].endswith(f"{config.path}:1")
         assert parse(command, printed) == config
 
     def test_all_problems_have_locations_and_repeat_no_secret(self, parse, tmp_path, command) -> None:

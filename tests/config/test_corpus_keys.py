@@ -6,7 +6,7 @@ from recipes_lib.config.corpus_keys import MAX_SAMPLES, CorpusConfig, label_entr
 from recipes_lib.config.table import load_table
 from recipes_lib.errors import ConfigError
 
-SOUND = "sources: [{name: web.jsonl}]\noutput_dir: out\n"
+MINIMAL = "sources: [{name: web.jsonl}]\noutput_dir: out\n"
 
 
 def test_recorded_values_have_the_keys_of_the_table():
@@ -16,22 +16,22 @@ def test_recorded_values_have_the_keys_of_the_table():
 
 
 def test_unquoted_off_is_read_as_text(parse):
-    assert parse("corpus", SOUND + "pii: off\n").pii == "off"
+    assert parse("corpus", MINIMAL + "pii: off\n").pii == "off"
 
 
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        (SOUND + "language: apply", "lacks its input"),
-        (SOUND + "toxicity: annotate", "toxic_words"),
-        (SOUND + "classifier: apply", "its path and label"),
-        (SOUND + "perplexity: apply\nperplexity_model_path: ./gone", "does not exist: './gone'"),
-        (SOUND + "pii: on", "one of off, annotate, apply"),
-        (SOUND + "pii_kinds: [mail]", "`pii_kinds[0]` is 'mail'"),
-        (SOUND + "near_duplicates_threshold: 0", "write a number at least 0.01"),
-        (SOUND + "decontamination_ngram: 4", "write a number at least 5"),
-        (SOUND + "workers: 0", "write a number at least 1"),
-        (SOUND + "mixture: weights", "`web` has no weight above 0"),
+        (MINIMAL + "language: apply", "lacks its input"),
+        (MINIMAL + "toxicity: annotate", "toxic_words"),
+        (MINIMAL + "classifier: apply", "its path and label"),
+        (MINIMAL + "perplexity: apply\nperplexity_model_path: ./gone", "does not exist: './gone'"),
+        (MINIMAL + "pii: on", "one of off, annotate, apply"),
+        (MINIMAL + "pii_kinds: [mail]", "`pii_kinds[0]` is 'mail'"),
+        (MINIMAL + "near_duplicates_threshold: 0", "write a number at least 0.01"),
+        (MINIMAL + "decontamination_ngram: 4", "write a number at least 5"),
+        (MINIMAL + "workers: 0", "write a number at least 1"),
+        (MINIMAL + "mixture: weights", "`web` has no weight above 0"),
         ("sources: [{name: a/x.jsonl}, {name: b/x.jsonl}]\noutput_dir: o", "two sources have the name `x`"),
         ("sources: [{name: a, kind: page}]\noutput_dir: o", "kind"),
         ("sources: [{name: a, lang: de}]\noutput_dir: o", "is not a key of an entry"),

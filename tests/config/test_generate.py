@@ -58,7 +58,7 @@ def test_editor_schema_lists_every_key() -> None:
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 def test_common_keys_of_the_recipe_precede_shared_ones(recipe: str) -> None:
     page = next(text for path, text in build_documents().items() if path.name == f"{recipe}.md")
-    told = page.partition("## Common keys")[2].partition("\n## ")[0]
-    links = re.findall(r"^\| \[`\w+`\]\((.*?)#", told, re.MULTILINE)
+    section = page.partition("## Common keys")[2].partition("\n## ")[0]
+    links = re.findall(r"^\| \[`\w+`\]\((.*?)#", section, re.MULTILINE)
     assert len(links) > 10
     assert links == sorted(links)

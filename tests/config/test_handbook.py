@@ -16,7 +16,7 @@ from recipes_lib.config.migration.migrate import migrate
 from recipes_lib.config.schema import flatten_config
 
 RECIPES = json.loads(Path(__file__).with_name("handbook_recipes.json").read_text(encoding="utf-8"))
-TODAY = {
+CURRENT_NAMES = {
     "torch_dtype": "dtype",
     "max_seq_length": "max_length",
     "warmup_ratio": "warmup_steps",
@@ -64,7 +64,7 @@ def test_handbook_recipe_keeps_method_and_values(name: str, migrated) -> None:
             # TRL switches dropout off before it compares log-probabilities.
             expected = 0 if key == "lora_dropout" and migration.recipe == "dpo" else value
             expected = [expected] if key == "loss_type" else expected
-            assert keys[TODAY.get(key, key)] == expected, key
+            assert keys[CURRENT_NAMES.get(key, key)] == expected, key
     if migration.recipe == "dpo":
         assert config.read("loss_type") == ["orpo" if "/orpo/" in name else old.get("loss_type", "sigmoid")]
     else:

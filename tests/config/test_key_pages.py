@@ -35,10 +35,10 @@ def test_key_is_repeated_on_pages_only_if_its_definition_differs() -> None:
 def test_shared_page_lists_recipes_of_every_key() -> None:
     for name in find_shared_keys():
         row = next(row for row in PAGES["configs/shared.md"].splitlines() if row.startswith(f'| <a id="{name}">'))
-        told = row.split("|")[-2].strip()
-        listed = set(told.removeprefix("all but ").split(", ")) if told != "all" else set()
+        cell = row.split("|")[-2].strip()
+        listed = set(cell.removeprefix("all but ").split(", ")) if cell != "all" else set()
         having = {recipe for recipe in RECIPE_NAMES if name in load_table(recipe).keys}
-        assert having == (listed if told != "all" and not told.startswith("all but") else {*RECIPE_NAMES} - listed)
+        assert having == (listed if cell != "all" and not cell.startswith("all but") else {*RECIPE_NAMES} - listed)
 
 
 @pytest.mark.parametrize("recipe", TABLES)

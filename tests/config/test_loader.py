@@ -20,8 +20,8 @@ from recipes_lib.errors import ConfigError, Problem
 KEYS = sorted(load_table("sft").keys)
 
 
-def test_every_key_has_provenance(write, sound: str) -> None:
-    path = write(sound)
+def test_every_key_has_provenance(write, minimal_text: str) -> None:
+    path = write(minimal_text)
     config = load_config("sft", ["--config", str(path), "--seed", "7"])
     assert config.path == path
     assert set(config.provenance) == set(KEYS)
@@ -30,8 +30,8 @@ def test_every_key_has_provenance(write, sound: str) -> None:
     assert config.provenance["packing"] == "default"
 
 
-def test_training_section_holds_explicit_keys_and_changed_defaults(write, sound: str) -> None:
-    config = load_config("sft", ["--config", str(write(sound))])
+def test_training_section_holds_explicit_keys_and_changed_defaults(write, minimal_text: str) -> None:
+    config = load_config("sft", ["--config", str(write(minimal_text))])
     ours = {key: value for key, (value, _) in read_defaults("sft").items()}
     assert dict(config.training) == {"output_dir": "out", "learning_rate": 1e-5} | ours
 
@@ -77,7 +77,7 @@ def test_drop_flags_removes_flag_and_value(typed: list[str], left: list[str]) ->
     assert drop_flags(["--num-seeds", "1"], {"num_seeds"}) == []
 
 
-def assert_sound_or_explained(load: Callable[[], object]) -> None:
+def assert_loads_or_raises_config_error(load: Callable[[], object]) -> None:
     """Assert that ``load`` returns or raises a `ConfigError` with location and finding."""
     problems: Sequence[Problem] = [Problem("nowhere", "nothing")]
     try:
@@ -91,14 +91,14 @@ def assert_sound_or_explained(load: Callable[[], object]) -> None:
 @settings(max_examples=300)
 @given(st.text())
 def test_arbitrary_text_raises_only_config_error(text: str) -> None:
-    assert_sound_or_explained(lambda: check_text("sft", text, Path("fuzz.yaml")))
+    assert_loads_or_raises_config_error(lambda: check_text("sft", text, Path("fuzz.yaml")))
 
 
 @pytest.mark.parametrize("value", ["a" * 300, "a\0b"])
 def test_invalid_file_names_raise_only_config_error(value: str) -> None:
     for key, written in itertools.product(KEYS, (value, [value])):
         text = json.dumps({key: written})
-        assert_sound_or_explained(lambda text=text: check_text("sft", text, Path("long.yaml")))
+        assert_loads_or_raises_config_error(lambda text=text: check_text("sft", text, Path("long.yaml")))
 
 
 LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.dates(), st.binary(max_size=4))
@@ -110,10 +110,10 @@ VALUES = LEAVES | st.lists(LEAVES, max_size=3) | st.lists(st.dictionaries(NAMES,
 @given(st.dictionaries(NAMES, VALUES, max_size=5))
 def test_arbitrary_mapping_raises_only_config_error(mapping: dict) -> None:
     text = yaml.safe_dump(mapping)
-    assert_sound_or_explained(lambda: check_text("sft", text, Path("fuzz.yaml")))
+    assert_loads_or_raises_config_error(lambda: check_text("sft", text, Path("fuzz.yaml")))
 
 
 @settings(max_examples=200)
 @given(st.lists(st.sampled_from([f"--{key}" for key in KEYS]) | st.text(), max_size=6))
 def test_arbitrary_command_line_raises_only_config_error(argv: list[str]) -> None:
-    assert_sound_or_explained(lambda: load_config("sft", argv))
+    assert_loads_or_raises_config_error(lambda: load_config("sft", argv))

@@ -89,12 +89,12 @@ def test_missing_home_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None
     assert expand_home("x") == "x"
 
 
-def test_revision_of_local_path_is_refused_unless_path_is_a_flag(problems_of, write, sound, tmp_path) -> None:
+def test_revision_of_local_path_is_refused_unless_path_is_a_flag(problems_of, write, minimal_text, tmp_path) -> None:
     (tmp_path / "model").mkdir()
     local = f"{tmp_path}/model"
     text = f"model_name_or_path: {local}\nmodel_revision: main\ndataset_name: a/b\noutput_dir: o\n"
     assert [problem.where for problem in problems_of(text=text)] == ["recipe.yaml:2"]
-    path = write(sound + "model_revision: main\n")
+    path = write(minimal_text + "model_revision: main\n")
     config = load_config("sft", ["--config", str(path), "--model_name_or_path", local])
     assert config.model.model_revision is None
     assert config.provenance["model_revision"].startswith("derived")

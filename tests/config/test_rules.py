@@ -12,7 +12,7 @@ from recipes_lib.errors import ConfigError
 
 COMMIT = "a" * 40
 AHEAD = "use_vllm: true\nvllm_mode: server\nmax_staleness: 1"
-REFUSED: dict[str, list[tuple[str, int, str]]] = {
+INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
     "sft": [
         ("early_stopping_patience: 2\neval_strategy: no", 5, "no effect: `eval_strategy` is"),
         ("eval_datasets: {a b: x}", 5, "part of metric names"),
@@ -218,7 +218,7 @@ REFUSED: dict[str, list[tuple[str, int, str]]] = {
     ],
 }
 """Recipe -> lines added to the minimal recipe, line of the single problem, and a part of its text."""
-SOUND = {
+COMPATIBLE = {
     "ppo": ["kl_target_per_sequence: 6\nkl_horizon: 100\nreward_weights: [2]"],
     "rloo": ["beta: 0.1\nnum_iterations: 2\nsteps_per_generation: 4\nuse_peft: true"],
     "grpo": [
@@ -279,7 +279,7 @@ SOUND = {
 
 
 @pytest.mark.parametrize(
-    ("recipe", "lines", "line", "words"), [(recipe, *row) for recipe, rows in REFUSED.items() for row in rows]
+    ("recipe", "lines", "line", "words"), [(recipe, *row) for recipe, rows in INCOMPATIBLE.items() for row in rows]
 )
 def test_incompatible_keys_are_refused_at_their_line(
     problems_of, recipe: str, lines: str, line: int, words: str
@@ -290,7 +290,9 @@ def test_incompatible_keys_are_refused_at_their_line(
     assert problem.remedy
 
 
-@pytest.mark.parametrize(("recipe", "lines"), [(recipe, lines) for recipe in SOUND for lines in SOUND[recipe]])
+@pytest.mark.parametrize(
+    ("recipe", "lines"), [(recipe, lines) for recipe in COMPATIBLE for lines in COMPATIBLE[recipe]]
+)
 def test_compatible_keys_are_accepted(problems_of, recipe: str, lines: str) -> None:
     assert not problems_of(f"{lines}\n", recipe=recipe)
 
@@ -329,8 +331,8 @@ def test_invalid_value_is_not_also_reported_as_incompatible(problems_of) -> None
     assert len(problems_of("max_length: x\noverlong: drop\n")) == 1
 
 
-def test_flag_drops_file_key_that_it_makes_ineffective(write, sound: str) -> None:
-    path = write(sound + "num_train_epochs: 3\neval_steps: 10\n")
+def test_flag_drops_file_key_that_it_makes_ineffective(write, minimal_text: str) -> None:
+    path = write(minimal_text + "num_train_epochs: 3\neval_steps: 10\n")
     config = load_config("sft", ["--config", str(path), "--max_steps", "2", "--eval_strategy", "no"])
     assert "num_train_epochs" not in config.training
     assert "eval_steps" not in config.training
@@ -419,7 +421,7 @@ def test_streaming_reports_all_incompatible_keys(problems_of) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "message"),
     [
         ('dataset_mixture=[{"name": "a/b", "weight": 60}, {"name": "c/d"}]', "a `weight` is a share of the mixture"),
         ('dataset_mixture=[{"name": "a/b", "weight": true}]', "weight` is 'true'"),
@@ -436,8 +438,8 @@ def test_streaming_reports_all_incompatible_keys(problems_of) -> None:
         *((f"test_split_size={size}", "`test_split_size` is") for size in ("0", "-1", "1.5", "nan", "inf", "true")),
     ],
 )
-def test_invalid_data_keys_are_refused(data: str, told: str) -> None:
+def test_invalid_data_keys_are_refused(data: str, message: str) -> None:
     """``data.sources`` relies on these checks and does not repeat them."""
     named = [] if data.startswith("dataset_mixture") else ["--dataset_name=a/b"]
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         load_config("sft", [f"--{data}", *named, "--model_name_or_path=a/b", "--output_dir=o"])

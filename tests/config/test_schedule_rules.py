@@ -42,7 +42,7 @@ def test_scheduler_kwargs_error_lists_accepted_options(problems_of) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - NEEDED.keys()))
-def test_warmup_is_refused_iff_upstream_scheduler_has_none(problems_of, write, sound: str, kind: str) -> None:
+def test_warmup_is_refused_iff_upstream_scheduler_has_none(problems_of, write, minimal_text: str, kind: str) -> None:
     rates = []
     for num_warmup_steps in (0, 5):
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -51,7 +51,7 @@ def test_warmup_is_refused_iff_upstream_scheduler_has_none(problems_of, write, s
     has_warmup = rates[0] != rates[1]
     problems = problems_of(f"lr_scheduler_type: {kind}\nwarmup_steps: 5\n")
     assert [problem.where for problem in problems] == ([] if has_warmup else ["recipe.yaml:6"])
-    config = load_config("sft", ["--config", str(write(f"{sound}lr_scheduler_type: {kind}\n"))])
+    config = load_config("sft", ["--config", str(write(f"{minimal_text}lr_scheduler_type: {kind}\n"))])
     assert bool(config.training["warmup_steps"]) is has_warmup
 
 

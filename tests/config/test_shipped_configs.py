@@ -48,12 +48,12 @@ def entries_of(path: Path) -> list[Entry]:
     return read_entries(path.read_text(encoding="utf-8"), str(path), [])
 
 
-FIRST = {(recipe_of(path), entry.key): path for path in reversed(CONFIGS) for entry in entries_of(path)}
+FIRST_FILE = {(recipe_of(path), entry.key): path for path in reversed(CONFIGS) for entry in entries_of(path)}
 """First file with each recipe and key; mutating the same key in other files proves nothing more."""
 
 
 def first_entries_of(path: Path) -> list[Entry]:
-    return [entry for entry in entries_of(path) if FIRST[recipe_of(path), entry.key] == path]
+    return [entry for entry in entries_of(path) if FIRST_FILE[recipe_of(path), entry.key] == path]
 
 
 def break_line(path: Path, entry: Entry, new: str, tmp_path: Path) -> list[str]:
@@ -89,7 +89,7 @@ def write_mistakes(path: Path, entry: Entry) -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True)
-def _where_its_files_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Working directory with `recipes` and the data files that `make demo` writes."""
     (tmp_path / "data").mkdir()
     for name in ("pretrain", "sft", "brief", "pairs", "questions"):

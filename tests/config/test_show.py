@@ -31,8 +31,8 @@ def test_printed_config_round_trips(recipes, tmp_path, recipe, flags) -> None:
     assert all(value == before.training.get(key, keys[key].default) for key, value in after.training.items())
 
 
-def test_printed_config_shows_provenance_of_every_key(write, sound: str) -> None:
-    path = write(sound)
+def test_printed_config_shows_provenance_of_every_key(write, minimal_text: str) -> None:
+    path = write(minimal_text)
     lines = parse_command(
         "sft", ["--config", str(path), "--seed", "3", "--max_steps", "9", "--print-config"]
     ).splitlines()

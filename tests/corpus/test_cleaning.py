@@ -169,7 +169,7 @@ def write_config(folder):
     )
 
 
-def check_killed(planted, num_kills, seed):
+def check_kills_and_resume(planted, num_kills, seed):
     folder, _, reference = planted
     write_config(folder)
     shutil.rmtree(folder / "killed", ignore_errors=True)
@@ -181,18 +181,18 @@ def check_killed(planted, num_kills, seed):
         assert kill_after(folder, random_.randrange(1, num_events)).returncode in (-signal.SIGKILL, 0)
     assert kill_after(folder, 10**9).returncode == 0
     found = json.loads((folder / "killed" / "corpus.json").read_text())
-    check_equal(folder / "out", reference, folder / "killed", found)
+    assert_same_corpus(folder / "out", reference, folder / "killed", found)
     assert (folder / "killed" / "report.html").is_file()
 
 
 def test_rerun_after_kill_is_byte_identical(planted):
-    check_killed(planted, num_kills=2, seed=0)
+    check_kills_and_resume(planted, num_kills=2, seed=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_rerun_after_repeated_kills_is_byte_identical(planted, seed):
-    check_killed(planted, num_kills=8, seed=seed + 1)
+    check_kills_and_resume(planted, num_kills=8, seed=seed + 1)
 
 
 def test_added_source_reuses_cleaned_shards(planted, tmp_path):
@@ -439,7 +439,7 @@ def test_output_folder_is_locked(planted):
 def test_killed_worker_is_a_config_error(planted, tmp_path, monkeypatch):
     folder, _, _ = planted
     jobs, _ = cleaning.build_jobs(build_config(folder), cleaning.open_inputs(build_config(folder)), tmp_path)
-    job = replace(jobs[0], num_tasks=2, pipeline=[_Die()])
+    job = replace(jobs[0], num_tasks=2, pipeline=[_KillSelf()])
     with ProcessPoolExecutor(1, get_context("fork")) as pool, pytest.raises(ConfigError, match="killed"):
         cleaning.run_together([job], pool)
 
@@ -448,17 +448,17 @@ BARRIER = get_context("fork").Barrier(2)
 
 
 def test_jobs_of_one_task_run_concurrently(tmp_path):
-    jobs = [cleaning.Job(f"cleaning {name}", tmp_path / name, [_Meet()], 1) for name in "ab"]
+    jobs = [cleaning.Job(f"cleaning {name}", tmp_path / name, [_WaitAtBarrier()], 1) for name in "ab"]
     with ProcessPoolExecutor(2, get_context("fork")) as pool:
         cleaning.run_together(jobs, pool)
 
 
-class _Meet:
+class _WaitAtBarrier:
     def __call__(self, data, rank, world_size):
         BARRIER.wait(timeout=60)
 
 
-class _Die:
+class _KillSelf:
     def __call__(self, data, rank, world_size):
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -536,17 +536,17 @@ def test_slurm_result_is_byte_identical(planted, tmp_path, slurm):
     made = make_corpus(replace(config, output_dir=str(tmp_path / "out")))
     made = made or make_corpus(replace(config, output_dir=str(tmp_path / "out")))
     assert made is not None, (slurm / "log").read_text()[-3000:]
-    check_equal(folder / "out", manifest, tmp_path / "out", made)
+    assert_same_corpus(folder / "out", manifest, tmp_path / "out", made)
 
 
 def test_ray_result_is_byte_identical(planted, tmp_path):
     pytest.importorskip("ray")
     folder, _, manifest = planted
     config = replace(build_config(folder, executor="ray"), output_dir=str(tmp_path / "out"), workers=2)
-    check_equal(folder / "out", manifest, tmp_path / "out", make_corpus(config))
+    assert_same_corpus(folder / "out", manifest, tmp_path / "out", make_corpus(config))
 
 
-def check_equal(ours, manifest, theirs, made):
+def assert_same_corpus(ours, manifest, theirs, made):
     assert made["shards"] == manifest["shards"]
     assert made["steps"] == manifest["steps"]
     for shard in made["shards"]:

@@ -28,7 +28,7 @@ def benchmark(tmp_path):
     return {"name": str(path), "label": "gsm"}
 
 
-def judge(benchmark, text, size=13, excises=False):
+def decontaminate(benchmark, text, size=13, excises=False):
     reason, document, found = apply(Decontamination([benchmark], size, excises=excises), text)
     return reason, document.text, found
 
@@ -45,7 +45,7 @@ def judge(benchmark, text, size=13, excises=False):
     ],
 )
 def test_contaminated_text_is_removed(benchmark, text):
-    reason, _, found = judge(benchmark, text)
+    reason, _, found = decontaminate(benchmark, text)
     assert reason == "gsm"
     assert found == {"gsm": 1}
 
@@ -61,7 +61,7 @@ def test_contaminated_text_is_removed(benchmark, text):
     ],
 )
 def test_paraphrase_and_short_overlap_are_kept(benchmark, text):
-    assert judge(benchmark, text)[0] is None
+    assert decontaminate(benchmark, text)[0] is None
 
 
 def test_index_finds_intersection_of_ngrams():
@@ -81,7 +81,7 @@ def test_index_finds_intersection_of_ngrams():
 
 def test_excision_keeps_distant_text(benchmark):
     before, after = ("word " * 200).strip(), ("other " * 200).strip()
-    reason, text, _ = judge(benchmark, f"{before} {QUESTION} {after}", excises=True)
+    reason, text, _ = decontaminate(benchmark, f"{before} {QUESTION} {after}", excises=True)
     assert reason is None
     assert "Natalia" not in text
     kept_before, kept_after = text.split("\n")

@@ -134,8 +134,8 @@ def test_layouts_of_public_corpora_are_read(tmp_path, name, row, columns):
     documents, ledger, _ = read({"name": str(tmp_path / name), **({"columns": columns} if columns else {})})
     assert [document.text for document in documents] == [f"text {at}" if columns is None else "one" for at in range(5)]
     assert not ledger.tallies[READ].removed
-    told = {key: value for key, value in row.items() if key not in ("text", "id", "source", "raw_content")}
-    assert {key: documents[0].metadata[key] for key in told} == told
+    metadata = {key: value for key, value in row.items() if key not in ("text", "id", "source", "raw_content")}
+    assert {key: documents[0].metadata[key] for key in metadata} == metadata
 
 
 def test_fineweb_rows_keep_nested_metadata(tmp_path):

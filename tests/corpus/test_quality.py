@@ -22,7 +22,7 @@ from recipes_lib.corpus.quality import (
 from recipes_lib.errors import ConfigError
 
 
-def judge(text, kind="web", changes=None):
+def apply_quality(text, kind="web", changes=None):
     reason, document, _ = apply(Quality(choose_thresholds(kind, changes)), text)
     return reason, document.text
 
@@ -60,18 +60,20 @@ def test_web_preset_lists_upstream_defaults(name, upstream):
     ],
 )
 def test_low_quality_text_is_removed_by_its_rule(text, reason):
-    found = judge(text)[0]
+    found = apply_quality(text)[0]
     assert any(found.startswith(each) for each in reason.split("|")), found
 
 
 def test_prose_is_unchanged():
-    assert judge(ENGLISH) == (None, ENGLISH)
+    assert apply_quality(ENGLISH) == (None, ENGLISH)
 
 
 def test_thresholds_can_be_changed_and_filters_disabled():
     short = " ".join(ENGLISH.split()[:40]) + "."
-    assert judge(short)[0] == "gopher_quality gopher_short_doc"
-    assert judge(short, changes={"web": {"gopher_quality": {"min_doc_words": 10}, "c4_quality": "off"}})[0] is None
+    assert apply_quality(short)[0] == "gopher_quality gopher_short_doc"
+    assert (
+        apply_quality(short, changes={"web": {"gopher_quality": {"min_doc_words": 10}, "c4_quality": "off"}})[0] is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,8 +87,8 @@ def test_invalid_threshold_is_refused(changes):
 
 def test_code_quality_filter():
     code = "def f(x):\n    return x + 1\n" * 20
-    assert judge(code, "code")[0] is None
-    assert judge(code)[0] is not None
+    assert apply_quality(code, "code")[0] is None
+    assert apply_quality(code)[0] is not None
     rule = CodeQualityFilter(max_line_length=100, max_avg_line_length=30, min_alnum_ratio=0.25)
     assert rule.filter(Document(text="x" * 101, id="")) == (False, "line_too_long")
     assert rule.filter(Document(text="\n".join(["x" * 40] * 3), id="")) == (False, "lines_too_long")

@@ -43,8 +43,8 @@ class _Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.asked.append(body)
             self.server.keys.append(self.headers["Authorization"])
-            told = self.server.answer(body)
-        status, headers, text = told if isinstance(told, tuple) else (200, {}, self._reply(body, told))
+            reply = self.server.answer(body)
+        status, headers, text = reply if isinstance(reply, tuple) else (200, {}, self._reply(body, reply))
         self.send_response(status)
         for name, value in {"Content-Length": str(len(text.encode())), **headers}.items():
             self.send_header(name, value)

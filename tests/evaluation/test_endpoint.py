@@ -40,19 +40,19 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return made
 
 
-def ask(server: ChatEndpoint, **options: Any) -> list[client.Reply]:
+def answer_all(server: ChatEndpoint, **options: Any) -> list[client.Reply]:
     return Endpoint(server.url, "m", **options).answer(CHATS, range(len(CHATS)))
 
 
 def test_replies_are_ordered_with_usage_and_distinct_seeds() -> None:
     server = ChatEndpoint(echo)
-    replies = ask(server, max_new_tokens=7, temperature=0.5, request={"top_p": 0.9, "max_tokens": None})
+    replies = answer_all(server, max_new_tokens=7, temperature=0.5, request={"top_p": 0.9, "max_tokens": None})
     assert [reply.text for reply in replies] == ["one", "two", "three", "four"]
     assert {(reply.num_prompt_tokens, reply.num_tokens, reply.is_finished) for reply in replies} == {(2, 1, True)}
     by_word = {echo(body): body for body in server.asked}
     assert len({body["seed"] for body in server.asked}) == 4
     first = dict(by_word["one"])
-    ask(server, max_new_tokens=7, temperature=0.5, request={"top_p": 0.9, "max_tokens": None})
+    answer_all(server, max_new_tokens=7, temperature=0.5, request={"top_p": 0.9, "max_tokens": None})
     assert first in server.asked[4:], "the same chat is asked alike"
     assert {name: first[name] for name in ("model", "temperature", "top_p")} == {
         "model": "m", "temperature": 0.5, "top_p": 0.9,
@@ -63,7 +63,7 @@ def test_replies_are_ordered_with_usage_and_distinct_seeds() -> None:
 def test_finish_reason_length_is_not_finished() -> None:
     server = ChatEndpoint(echo)
     server.finish = "length"
-    assert not any(reply.is_finished for reply in ask(server))
+    assert not any(reply.is_finished for reply in answer_all(server))
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
@@ -75,14 +75,14 @@ def test_transient_status_is_retried_with_backoff(status: int, waits: list[float
         return echo(body) if failed[echo(body)] > 2 else (status, {}, "busy")
 
     server = ChatEndpoint(fail_twice)
-    assert [reply.text for reply in ask(server)] == ["one", "two", "three", "four"]
+    assert [reply.text for reply in answer_all(server)] == ["one", "two", "three", "four"]
     assert sorted(waits) == [1, 1, 1, 1, 2, 2, 2, 2]
 
 
 def test_retry_after_header_is_respected(waits: list[float]) -> None:
     left = iter([(429, {"Retry-After": "17"}, "slow down")])
     server = ChatEndpoint(lambda body: next(left, echo(body)))
-    ask(server, num_concurrent=1)
+    answer_all(server, num_concurrent=1)
     assert waits == [17]
 
 
@@ -96,21 +96,21 @@ def test_retry_after_header_is_respected(waits: list[float]) -> None:
 def test_malformed_reply_is_retried_then_reported(text: str, waits: list[float]) -> None:
     server = ChatEndpoint(lambda body: (200, {}, text))
     with pytest.raises(ConfigError, match="had no answer after 3 attempts"):
-        ask(server, num_attempts=3, num_concurrent=1)
+        answer_all(server, num_attempts=3, num_concurrent=1)
     assert len(server.asked) == 3
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "message"),
     [
         (lambda body: threading.Event().wait(), "TimeoutError: timed out"),
         (lambda body: (200, {"Content-Length": "99"}, '{"choices": ['), "IncompleteRead"),
     ],
     ids=["never", "half a body"],
 )
-def test_hanging_or_truncated_response_times_out(answer: Any, told: str, waits: list[float]) -> None:
-    with pytest.raises(ConfigError, match=f"had no answer after 2 attempts: {told}"):
-        ask(ChatEndpoint(answer), num_attempts=2, num_concurrent=1, timeout=0.5)
+def test_hanging_or_truncated_response_times_out(answer: Any, message: str, waits: list[float]) -> None:
+    with pytest.raises(ConfigError, match=f"had no answer after 2 attempts: {message}"):
+        answer_all(ChatEndpoint(answer), num_attempts=2, num_concurrent=1, timeout=0.5)
 
 
 def serve_slowly(head: bytes, parts: Iterator[bytes]) -> str:
@@ -158,7 +158,7 @@ def test_api_key_is_sent_and_never_printed(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("OPENAI_API_KEY", "sk-very-private")
     server = ChatEndpoint(lambda body: (401, {}, "wrong key sk-very-private"))
     with pytest.raises(ConfigError, match=r"wrong key \*\*\*") as caught:
-        ask(server)
+        answer_all(server)
     assert "very-private" not in str(caught.value)
     assert set(server.keys) == {"Bearer sk-very-private"}
     assert len(server.asked) <= len(CHATS), "nothing is repeated"
@@ -171,13 +171,13 @@ def test_redirect_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     for status in (302, 307):
         server = ChatEndpoint(lambda body, status=status: (status, {"Location": f"{other.url}/chat/completions"}, ""))
         with pytest.raises(ConfigError, match=f"returned {status}"):
-            ask(server)
+            answer_all(server)
     assert not other.asked
 
 
 def test_refused_request_is_an_error_of_its_row_unless_all_are() -> None:
     server = ChatEndpoint(lambda body: (400, {}, "too long") if echo(body) == "two" else echo(body))
-    replies = ask(server)
+    replies = answer_all(server)
     assert [reply.error for reply in replies] == [None, "400 too long", None, None]
     server.answer = lambda body: (400, {}, "unknown field seed")
     endpoint = Endpoint(server.url, "m")
@@ -194,12 +194,12 @@ def test_refused_request_is_an_error_of_its_row_unless_all_are() -> None:
 
 def test_unpaired_surrogate_in_reply_is_replaced() -> None:
     body = json.dumps({"choices": [{"message": {"content": "a\ud83d"}, "finish_reason": "stop"}]})
-    assert ask(ChatEndpoint(lambda _: (200, {}, body)))[0].text == "a?"
+    assert answer_all(ChatEndpoint(lambda _: (200, {}, body)))[0].text == "a?"
 
 
 def test_requests_per_minute_paces_requests(waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: 100.0))
-    ask(ChatEndpoint(echo), requests_per_minute=30, num_concurrent=1)
+    answer_all(ChatEndpoint(echo), requests_per_minute=30, num_concurrent=1)
     assert waits == pytest.approx([0, 2, 4, 6])
 
 

@@ -42,7 +42,7 @@ BROKEN = {
 }
 
 
-class Served:
+class ServedModel:
     """Tiny model behind a loopback endpoint with selectable failures."""
 
     def __init__(self, model: Path) -> None:
@@ -61,10 +61,10 @@ class Served:
         if self.broken in BROKEN:
             status, text = BROKEN[self.broken]
             return status, kind, text
-        told = self.answer(asked)
+        reply = self.answer(asked)
         if self.broken == "nan":
-            told["choices"][0]["logprobs"]["token_logprobs"] = [math.nan] * 200
-        return 200, kind, json.dumps(told)
+            reply["choices"][0]["logprobs"]["token_logprobs"] = [math.nan] * 200
+        return 200, kind, json.dumps(reply)
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         self.num_asked += 1
@@ -90,14 +90,16 @@ class Served:
 
 
 @pytest.fixture
-def served(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+def served(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServedModel]:
     monkeypatch.setattr(api_models, "wait_exponential", lambda **_: wait_none())
-    served = Served(model)
+    served = ServedModel(model)
     yield served
     served.server.shutdown()
 
 
-def ask(place: str | Path, tasks: Path, output: Path, *flags: object, names: str = "local_choice,local_written") -> int:
+def run_eval(
+    place: str | Path, tasks: Path, output: Path, *flags: object, names: str = "local_choice,local_written"
+) -> int:
     keys = ["--tasks", names, "--include_path", str(tasks), "--use_cpu", "--output_dir", str(output)]
     return run_recipes(["eval", str(place), *keys, *map(str, flags)])
 
@@ -107,9 +109,9 @@ def read(folder: Path) -> dict[str, Any]:
     return record
 
 
-def test_endpoint_scores_match_local_model(served: Served, model: Path, tasks: Path, tmp_path: Path) -> None:
-    assert ask(model, tasks, tmp_path / "own") == 0
-    assert ask("name", tasks, tmp_path / "served", *served.flags) == 0
+def test_endpoint_scores_match_local_model(served: ServedModel, model: Path, tasks: Path, tmp_path: Path) -> None:
+    assert run_eval(model, tasks, tmp_path / "own") == 0
+    assert run_eval("name", tasks, tmp_path / "served", *served.flags) == 0
     own, theirs = read(tmp_path / "own")["tasks"], read(tmp_path / "served")["tasks"]
     assert {name: [task[figure] for figure in FIGURES] for name, task in own.items()} == {
         name: [task[figure] for figure in FIGURES] for name, task in theirs.items()
@@ -119,17 +121,17 @@ def test_endpoint_scores_match_local_model(served: Served, model: Path, tasks: P
             assert mine == its if isinstance(mine, str) else mine[0] == pytest.approx(its[0], abs=1e-4)
 
 
-def test_endpoint_counts_truncated_questions(served: Served, model: Path, tasks: Path, tmp_path: Path) -> None:
+def test_endpoint_counts_truncated_questions(served: ServedModel, model: Path, tasks: Path, tmp_path: Path) -> None:
     change_config(model, max_position_embeddings=16)
-    assert ask("name", tasks, tmp_path / "served", *served.flags) == 0
+    assert run_eval("name", tasks, tmp_path / "served", *served.flags) == 0
     for task in read(tmp_path / "served")["tasks"].values():
         assert task["num_cut"] > 0
     flags = [*served.flags, "--gen_kwargs", '{"max_gen_toks": 16}']
-    assert ask("name", tasks, tmp_path / "other", *flags, names="local_written") == 2
+    assert run_eval("name", tasks, tmp_path / "other", *flags, names="local_written") == 2
 
 
 @pytest.mark.parametrize(
-    ("broken", "told"),
+    ("broken", "message"),
     [
         ("error", "404"),
         ("key", "401, .*put a valid key into"),
@@ -141,7 +143,7 @@ def test_endpoint_counts_truncated_questions(served: Served, model: Path, tasks:
     ],
 )
 def test_endpoint_failure_is_one_error(
-    served: Served, tasks: Path, tmp_path: Path, broken: str, told: str, capsys: pytest.CaptureFixture[str]
+    served: ServedModel, tasks: Path, tmp_path: Path, broken: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     served.broken = broken
     if broken == "gone":
@@ -149,64 +151,64 @@ def test_endpoint_failure_is_one_error(
         served.server.server_close()
     flags = [*served.flags, "--limit", 2]
     for _ in range(2):
-        assert ask("name", tasks, tmp_path / "served", *flags, names="local_choice") == 2
+        assert run_eval("name", tasks, tmp_path / "served", *flags, names="local_choice") == 2
         error = capsys.readouterr().err
-        assert re.search(told, error.replace("\n", " "))
+        assert re.search(message, error.replace("\n", " "))
         assert "Traceback" not in error
         assert error.count("error: ") <= 1
     served.broken = ""
     if broken != "gone":
-        assert ask("name", tasks, tmp_path / "served", *flags, names="local_choice") == 0
+        assert run_eval("name", tasks, tmp_path / "served", *flags, names="local_choice") == 0
 
 
 def test_chat_endpoint_receives_messages(
-    served: Served, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    served: ServedModel, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = served.chat_flags
-    assert ask("name", tasks, tmp_path, *flags, names="local_written") == 2
+    assert run_eval("name", tasks, tmp_path, *flags, names="local_written") == 2
     assert "write apply_chat_template: true" in capsys.readouterr().err
-    assert ask("name", tasks, tmp_path, *flags, "--apply_chat_template") == 2
+    assert run_eval("name", tasks, tmp_path, *flags, "--apply_chat_template") == 2
     assert "local_choice need log-probabilities" in capsys.readouterr().err
-    assert ask("name", tasks, tmp_path, *flags, "--apply_chat_template", names="local_written") == 0
+    assert run_eval("name", tasks, tmp_path, *flags, "--apply_chat_template", names="local_written") == 0
     assert read(tmp_path)["tasks"]["local_written"]["scores"]["exact_match"]["value"] == 1
     assert "Say sun, please" in next(read_samples(tmp_path))["prompt"]
     served.broken = "empty"  # A reply without choices must not count as an empty answer.
-    assert ask("name", tasks, tmp_path, *flags, "--apply_chat_template", names="local_written") == 2
+    assert run_eval("name", tasks, tmp_path, *flags, "--apply_chat_template", names="local_written") == 2
     assert "gave no usable answer: KeyError: 'choices'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("concurrent", [1, 8])
 def test_harness_respects_retry_after(
-    served: Served, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, concurrent: int
+    served: ServedModel, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, concurrent: int
 ) -> None:
     waits: list[tuple[str | None, float]] = []
     monkeypatch.setattr(engines, "read_wait", lambda *asked: waits.append(asked) or 0)
     served.num_busy = 3
     flags = [*served.flags, "--num_concurrent", concurrent]
-    assert ask("name", tasks, tmp_path, *flags, names="local_written") == 0
+    assert run_eval("name", tasks, tmp_path, *flags, names="local_written") == 0
     assert waits == [("17", 0.0)] * 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "SIGINT"])
 def test_interrupted_evaluation_resumes_to_same_answers(
-    served: Served, tasks: Path, tmp_path: Path, number: signal.Signals
+    served: ServedModel, tasks: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     """The signal arrives during the fifth request."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         pytest.skip("started in the background, where a shell has ctrl-C ignored")
     flags: list[object] = [*served.flags, "--num_concurrent", 1]
-    assert ask("name", tasks, tmp_path / "whole", *flags, names="local_written") == 0
+    assert run_eval("name", tasks, tmp_path / "whole", *flags, names="local_written") == 0
     keys = ["--tasks", "local_written", "--include_path", tasks, "--use_cpu", "--output_dir", tmp_path / "out"]
     served.num_asked = 0
     launch = Launch("recipes_lib.cli", "eval", "name", *keys, *flags)
     served.interrupt = lambda: launch.send_signal(number) if served.num_asked == 5 else None
-    told = launch.finish()
-    assert told.returncode in ((-number,) if number == signal.SIGKILL else (130, -number)), told.stderr
+    result = launch.finish()
+    assert result.returncode in ((-number,) if number == signal.SIGKILL else (130, -number)), result.stderr
     if number == signal.SIGINT:
-        assert "interrupted" in told.stderr
-        assert "Traceback" not in told.stderr
+        assert "interrupted" in result.stderr
+        assert "Traceback" not in result.stderr
     served.interrupt = lambda: None
-    assert ask("name", tasks, tmp_path / "out", *flags, names="local_written") == 0
+    assert run_eval("name", tasks, tmp_path / "out", *flags, names="local_written") == 0
     assert (tmp_path / "out" / SAMPLES).read_bytes() == (tmp_path / "whole" / SAMPLES).read_bytes()
 
 
@@ -218,7 +220,7 @@ def test_missing_package_error_names_install_command(
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "tenacity" else found(name, *a))
     flags = ["--base_url", "http://127.0.0.1:9/v1/completions", "--tokenizer_name_or_path", model]
-    assert ask("name", tasks, tmp_path, *flags) == 2
+    assert run_eval("name", tasks, tmp_path, *flags) == 2
     assert "tenacity is not installed" in (error := capsys.readouterr().err)
     assert "pip install 'recipes-lib[eval]'" in error
 
@@ -231,18 +233,18 @@ def test_resume_reuses_answers_of_every_rank(
     files: list[Any] = []
     asked, opened = CheckedModel._loglikelihood_tokens, engines._open
 
-    def remember(*args: Any, **keys: Any) -> Any:
+    def record_file(*args: Any, **keys: Any) -> Any:
         files.append(opened(*args, **keys))
         return files[-1]
 
-    def ask_and_die(self: CheckedModel, requests: Any, **keys: Any) -> Any:
+    def answer_then_interrupt(self: CheckedModel, requests: Any, **keys: Any) -> Any:
         calls.append(len(requests))
         found = asked(self, requests, **keys)
         if len(calls) < 3:
             raise KeyboardInterrupt
         return found
 
-    monkeypatch.setattr(CheckedModel, "_loglikelihood_tokens", ask_and_die)
+    monkeypatch.setattr(CheckedModel, "_loglikelihood_tokens", answer_then_interrupt)
     keys: dict[str, Any] = {"tasks": ["local_choice"], "include_path": [str(tasks)], "limit": 4, "num_fewshot": 0}
     config = EvalConfig(model_name_or_path=str(model), use_cpu=True, **keys)
     (model / "eval" / ".requests").mkdir(parents=True)
@@ -250,16 +252,16 @@ def test_resume_reuses_answers_of_every_rank(
     for rank in range(2):
         init = CheckedModel.__init__
 
-        def be_one_of_two(self: CheckedModel, init: Any = init, rank: int = rank, **options: Any) -> None:
+        def init_as_rank(self: CheckedModel, init: Any = init, rank: int = rank, **options: Any) -> None:
             init(self, **options)
             self._rank, self._world_size = rank, 2
 
         with monkeypatch.context() as patched:
-            patched.setattr(CheckedModel, "__init__", be_one_of_two)
+            patched.setattr(CheckedModel, "__init__", init_as_rank)
             patched.setattr(CheckedModel, "all_gather", lambda _, number: torch.tensor([number, number]))
             patched.setattr(engines, "read_world_size", lambda: 2)
             patched.setattr(engines, "PartialState", lambda **_: None)
-            patched.setattr(engines, "_open", remember)
+            patched.setattr(engines, "_open", record_file)
             with pytest.raises(ConfigError, match="1 questions are divided among 2 processes"):
                 evaluate_model(replace(config, limit=1))
             with pytest.raises(KeyboardInterrupt):
@@ -298,15 +300,15 @@ def test_fingerprint_includes_adapter_base_and_tokenizer(model: Path, tmp_path: 
 def test_two_processes_divide_the_questions(model: Path, tasks: Path, tmp_path: Path) -> None:
     change_config(model, max_position_embeddings=16)
     names = "local_choice,local_written,local_rolling"
-    assert ask(model, tasks, tmp_path / "one", "--num_fewshot", 0, "--limit", 7, names=names) == 0
+    assert run_eval(model, tasks, tmp_path / "one", "--num_fewshot", 0, "--limit", 7, names=names) == 0
     keys = ["--tasks", names, "--include_path", tasks, "--use_cpu", "--num_fewshot", 0, "--limit", 7]
-    told = run_script(
+    result = run_script(
         ROOT / "recipes" / "eval.py",
         *["--model_name_or_path", model, *keys, "--output_dir", tmp_path / "two"],
         num_processes=2,
     )
-    assert told.returncode == 0, told.stderr
-    assert told.stdout.count("every question and answer") == 1
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("every question and answer") == 1
     one, two = read(tmp_path / "one"), read(tmp_path / "two")
     assert any(task["num_cut"] for task in one["tasks"].values())
     for name, task in one["tasks"].items():
@@ -318,7 +320,7 @@ def test_two_processes_divide_the_questions(model: Path, tasks: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (lambda path: path.write_bytes(path.read_bytes()[:999]), "cannot be loaded: SafetensorError"),
         (lambda path: path.write_bytes(b""), "header too small"),
@@ -328,15 +330,15 @@ def test_two_processes_divide_the_questions(model: Path, tasks: Path, tmp_path: 
     ids=["torn", "empty", "absent", "a weight is absent"],
 )
 def test_incomplete_model_is_refused(
-    model: Path, tasks: Path, tmp_path: Path, damage: Callable[[Path], object], told: str
+    model: Path, tasks: Path, tmp_path: Path, damage: Callable[[Path], object], message: str
 ) -> None:
     damage(model / "model.safetensors")
-    refuse(model, tasks, tmp_path, told)
+    refuse(model, tasks, tmp_path, message)
 
 
-def refuse(place: Path, tasks: Path, output: Path, told: str) -> None:
+def refuse(place: Path, tasks: Path, output: Path, message: str) -> None:
     keys: dict[str, Any] = {"include_path": [str(tasks)], "use_cpu": True, "output_dir": str(output / "out")}
-    with pytest.raises(ConfigError, match=told) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         evaluate_model(EvalConfig(model_name_or_path=str(place), tasks=["local_choice"], **keys))
     assert caught.value.problems[0].where == "model_name_or_path"
 
@@ -353,7 +355,7 @@ def save_adapter(model: Path, folder: Path, **settings: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("settings", "weights", "told"),
+    ("settings", "weights", "message"),
     [
         ({}, b"", "header too small"),
         ({}, None, "has no adapter_model.safetensors"),
@@ -366,7 +368,7 @@ def save_adapter(model: Path, folder: Path, **settings: Any) -> Path:
     ids=["torn", "absent", "empty", "a layer is absent", "rank", "base", "no base"],
 )
 def test_incomplete_adapter_is_refused(
-    model: Path, tasks: Path, tmp_path: Path, settings: dict[str, Any], weights: Any, told: str
+    model: Path, tasks: Path, tmp_path: Path, settings: dict[str, Any], weights: Any, message: str
 ) -> None:
     folder = save_adapter(model, tmp_path / "adapter", **settings)
     path = folder / "adapter_model.safetensors"
@@ -376,7 +378,7 @@ def test_incomplete_adapter_is_refused(
         path.write_bytes(weights)
     elif not weights:
         save_file({}, path)
-    refuse(folder, tasks, tmp_path, told)
+    refuse(folder, tasks, tmp_path, message)
 
 
 def test_hub_adapter_is_loaded_at_its_revision(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,14 +61,14 @@ def test_scores_and_answers_match_lm_eval(model: Path, tasks: Path) -> None:
         assert row["answers"] == json.loads(json.dumps(sample["filtered_resps"]))
 
 
-class Table(TemplateLM):  # type: ignore[misc]
+class TableModel(TemplateLM):  # type: ignore[misc]
     """lm-eval model defined by a log-probability function and an answer function."""
 
     rank, world_size = 0, 1
 
-    def __init__(self, likes: Any, says: Any = None) -> None:
+    def __init__(self, score: Any, generate: Any = None) -> None:
         super().__init__()
-        self.likes, self.says, self.num_asked = likes, says, 0
+        self.score, self.generate, self.num_asked = score, generate, 0
 
     eot_token_id = 0
 
@@ -82,18 +82,18 @@ class Table(TemplateLM):  # type: ignore[misc]
         self.num_asked += len(requests)
         answers = []
         for request in requests:
-            answers.append((self.likes(*request.args), False))
+            answers.append((self.score(*request.args), False))
             self.cache_hook.add_partial("loglikelihood", request.args, answers[-1])
         return answers
 
     def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
-        return [self.likes(*request.args) for request in requests]
+        return [self.score(*request.args) for request in requests]
 
     def generate_until(self, requests: Any, **_: Any) -> list[str]:
-        return [self.says(request.args[0]) for request in requests]
+        return [self.generate(request.args[0]) for request in requests]
 
 
-def answer(table: Table, config: EvalConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def answer(table: TableModel, config: EvalConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(harness, "build_engine", lambda *_: table)
     record = evaluate_model(config)
     assert record is not None
@@ -103,17 +103,17 @@ def answer(table: Table, config: EvalConfig, monkeypatch: pytest.MonkeyPatch) ->
 def test_scores_of_table_models_match_closed_form(model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = read_rows(tasks.parent / "choice.jsonl")
     gold = {f"Q: {row['q']}\nA:": f" {row['choices'][row['gold']]}" for row in rows}
-    oracle = Table(
+    oracle = TableModel(
         lambda prompt, text: float(gold["Q:" + prompt.rpartition("Q:")[2]] == text), lambda p: p.split()[1].strip(",")
     )
     found = answer(oracle, build(model, tasks, "local_choice", "local_written"), monkeypatch)
     assert found["local_choice"]["scores"]["acc"]["value"] == 1
     assert found["local_written"]["scores"]["exact_match"]["value"] == 1
-    contrary = Table(lambda *args: -oracle.likes(*args), lambda _: "")
+    contrary = TableModel(lambda *args: -oracle.score(*args), lambda _: "")
     found = answer(contrary, build(model, tasks, "local_choice", "local_written"), monkeypatch)
     assert found["local_choice"]["scores"]["acc"]["value"] == 0
     assert (found["local_written"]["num_empty"], found["local_written"]["num_questions"]) == (9, 9)
-    first = Table(lambda _, text: -float(text.strip() != "dog"))
+    first = TableModel(lambda _, text: -float(text.strip() != "dog"))
     acc = answer(first, build(model, tasks, "local_choice"), monkeypatch)["local_choice"]["scores"]["acc"]["value"]
     # It chooses "dog" if available, else the first of four equal choices.
     chosen = [row["choices"].index("dog") if "dog" in row["choices"] else 0 for row in rows]
@@ -128,8 +128,8 @@ def test_empty_answers_are_counted_before_filters(
     task |= {"task": "filtered", "filter_list": [{"name": "strict", "filter": chosen}]}
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "filtered.yaml").write_text(json.dumps(task))
-    for said, number in (("", 9), ("no number", 0)):
-        table = Table(None, lambda _, said=said: said)
+    for text, number in (("", 9), ("no number", 0)):
+        table = TableModel(None, lambda _, text=text: text)
         found = answer(table, build(model, tmp_path / "own", "filtered"), monkeypatch)["filtered"]
         assert next(read_samples(model / "eval"))["answers"] == ["[invalid]"]
         assert found["num_empty"] == number
@@ -138,7 +138,7 @@ def test_empty_answers_are_counted_before_filters(
 def test_code_task_runs_in_sandbox(model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Incorrect programs are in ``tasks/test_programs.py``."""
     config = build(model, tasks, "local_code", confirm_run_unsafe_code=True)
-    found = answer(Table(None, lambda _: "    return 1"), config, monkeypatch)
+    found = answer(TableModel(None, lambda _: "    return 1"), config, monkeypatch)
     assert found["local_code"]["scores"]["pass@1"]["value"] == 1
 
 
@@ -192,17 +192,17 @@ def test_truncated_questions_are_counted(model: Path, tasks: Path, monkeypatch: 
 def test_answered_requests_are_not_repeated_after_kill(
     model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def die_after(number: int) -> Table:
+    def fail_after(number: int) -> TableModel:
         left = iter(range(number))
 
-        def likes(_prompt: str, text: str) -> float:
+        def score(_prompt: str, text: str) -> float:
             next(left)
             return -float(len(text))
 
-        return Table(likes)
+        return TableModel(score)
 
     config = build(model, tasks, "local_choice")
-    killed, resumed, again = die_after(50), die_after(1000), die_after(1000)
+    killed, resumed, again = fail_after(50), fail_after(1000), fail_after(1000)
     with pytest.raises(StopIteration):
         answer(killed, config, monkeypatch)
     assert not (model / "eval" / RECORD).exists()
@@ -222,15 +222,15 @@ def test_apply_chat_template_needs_a_template(model: Path, tasks: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"architectures": ["LlamaForSequenceClassification"]}, "which does not generate text"),
         ({"model_type": "no such"}, "model_name_or_path"),
     ],
 )
-def test_non_causal_model_is_refused(model: Path, tasks: Path, change: dict[str, Any], told: str) -> None:
+def test_non_causal_model_is_refused(model: Path, tasks: Path, change: dict[str, Any], message: str) -> None:
     change_config(model, **change)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         describe_model(build(model, tasks))
 
 

@@ -135,7 +135,7 @@ def test_invalid_line_is_reported_with_number(tmp_path: Path) -> None:
         load_questions(tmp_path / "absent.jsonl")
 
 
-class Counting:
+class CountingEngine:
     """Engine whose answer is the number of messages that it received."""
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class Counting:
 
 
 def test_second_turn_includes_first_answer() -> None:
-    engine, system = Counting(), {"role": "system", "content": "Be kind."}
+    engine, system = CountingEngine(), {"role": "system", "content": "Be kind."}
     questions = [Question("a", None, [system], ["One", "Two"]), Question("b", None, [], ["Three"])]
     assert ask_questions(engine, questions, [10, 11]) == [["after 2", "after 4"], ["after 1"]]
     assert engine.asked[-1] == [

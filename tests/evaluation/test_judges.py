@@ -183,12 +183,12 @@ def test_judge_preference_is_a_reward_function() -> None:
     server = ChatEndpoint(prefer(len))
     path = f"recipes_lib.evaluation.judges:judge_preference(base_url='{server.url}', model='j', baseline='old')"
     (reward,) = load_reward_functions([path]).values()
-    given = {"prompts": ["q"] * 4, "completion_ids": [[1]] * 4, "old": ["aa", "aa", "aa", None]}
-    assert reward(completions=["a", "bb", "ccc", "d"], **given) == [0.0, 0.5, 1.0, None]
+    columns = {"prompts": ["q"] * 4, "completion_ids": [[1]] * 4, "old": ["aa", "aa", "aa", None]}
+    assert reward(completions=["a", "bb", "ccc", "d"], **columns) == [0.0, 0.5, 1.0, None]
     with pytest.raises(KeyError, match="baseline"):
         judge_preference(base_url=server.url, model="j")(prompts=["q"], completions=["a"])
     (isolated,) = load_reward_functions([path], seconds=60).values()
-    assert isolated(completions=["a", "bb", "ccc", "d"], **given) == [0.0, 0.5, 1.0, None]
+    assert isolated(completions=["a", "bb", "ccc", "d"], **columns) == [0.0, 0.5, 1.0, None]
 
 
 def test_reward_model_judge_compares_rewards(tiny_model_dir: Path, tmp_path: Path) -> None:

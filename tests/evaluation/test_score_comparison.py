@@ -25,9 +25,9 @@ def write(
     groups: Mapping[str, Any] | None = None,
 ) -> Path:
     tasks = scores if isinstance(scores, Mapping) else {"t": scores}
-    usual = {"filter": "none", "doc_hash": "d", "prompt_hash": prompt}
+    defaults = {"filter": "none", "doc_hash": "d", "prompt_hash": prompt}
     rows = [
-        {"task": task, "doc_id": at, "scores": {metric: score}, **usual}
+        {"task": task, "doc_id": at, "scores": {metric: score}, **defaults}
         for task, found in tasks.items()
         for at, score in enumerate(found)
     ]

@@ -41,10 +41,10 @@ def test_gen_kwargs_override_task_file(tasks: Path) -> None:
 def test_unusable_tasks_are_reported_together(tasks: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_tasks(build(tasks, "local_broken", "local_code", "local_choice"))
-    told = {problem.where: problem for problem in caught.value.problems}
-    assert told.keys() == {"tasks: local_broken", "tasks: local_code"}
-    assert "templates do not fit its first row" in told["tasks: local_broken"].found
-    assert "confirm_run_unsafe_code" in told["tasks: local_code"].remedy
+    problems = {problem.where: problem for problem in caught.value.problems}
+    assert problems.keys() == {"tasks: local_broken", "tasks: local_code"}
+    assert "templates do not fit its first row" in problems["tasks: local_broken"].found
+    assert "confirm_run_unsafe_code" in problems["tasks: local_code"].remedy
     assert load_tasks(build(tasks, "local_code", confirm_run_unsafe_code=True))
 
 
@@ -63,7 +63,7 @@ ROW = json.dumps({"q": "?", "c": ["a", "b"], "l": 0})
 
 
 @pytest.mark.parametrize(
-    ("rows", "change", "told"),
+    ("rows", "change", "message"),
     [
         ("", {}, "has no question"),
         (ROW.replace("0", "9"), {}, "the answer of its first row is not among its choices"),
@@ -79,7 +79,7 @@ ROW = json.dumps({"q": "?", "c": ["a", "b"], "l": 0})
         (ROW, {"dataset_path": "not/there"}, "make its data available"),
     ],
 )
-def test_invalid_task_file_is_refused(tmp_path: Path, rows: str, change: dict[str, Any], told: str) -> None:
+def test_invalid_task_file_is_refused(tmp_path: Path, rows: str, change: dict[str, Any], message: str) -> None:
     (tmp_path / "rows.jsonl").write_text(rows)
     files = {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}}}
     (tmp_path / "own.yaml").write_text(json.dumps(CHOICE | files | change))
@@ -87,7 +87,7 @@ def test_invalid_task_file_is_refused(tmp_path: Path, rows: str, change: dict[st
         load_tasks(build(tmp_path, "own"))
     (problem,) = caught.value.problems
     assert problem.where == "tasks: own"
-    assert re.search(told, f"{problem.found}; {problem.remedy}")
+    assert re.search(message, f"{problem.found}; {problem.remedy}")
 
 
 def test_group_with_missing_member_is_refused(tmp_path: Path) -> None:

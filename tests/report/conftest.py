@@ -19,11 +19,11 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     saved: list[Figure] = []
     save = Figure.savefig
 
-    def keep(figure: Figure, *arguments: object, **options: object) -> None:
+    def record(figure: Figure, *arguments: object, **options: object) -> None:
         saved.append(figure)
         save(figure, *arguments, **options)
 
-    monkeypatch.setattr(Figure, "savefig", keep)
+    monkeypatch.setattr(Figure, "savefig", record)
     return saved
 
 

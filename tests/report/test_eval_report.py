@@ -24,7 +24,7 @@ def write(folder: Path, rows: list[dict[str, Any]]) -> str:
         "groups": {"g": {"scores": {"acc": scores["acc"]}, "num_questions": 2, "num_fewshot": 0}},
     }
     (folder / "eval.json").write_text(json.dumps(record))
-    usual = {
+    defaults = {
         "task": "t",
         "doc_id": 0,
         "choices": [],
@@ -33,7 +33,7 @@ def write(folder: Path, rows: list[dict[str, Any]]) -> str:
         "scores": {"acc": 1.0},
         "is_cut": False,
     }
-    (folder / "samples.jsonl").write_text("".join(f"{json.dumps(usual | row)}\n" for row in rows))
+    (folder / "samples.jsonl").write_text("".join(f"{json.dumps(defaults | row)}\n" for row in rows))
     return write_eval_report(folder).read_text()
 
 

@@ -104,10 +104,10 @@ def test_runs_command_prints_status_step_metric_and_age(
     for file in (tmp_path / "sft").iterdir():
         os.utime(file, (0, 0))
     assert run_recipes(["runs", str(tmp_path)]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert told[1].startswith("sft  sft     preempted  30    eval_loss 5 -> 2  2 min 0 s  ")
-    assert told[1].endswith(" ago")
-    assert told[2] == str(tmp_path / "index.html")
+    output = capsys.readouterr().out.splitlines()
+    assert output[1].startswith("sft  sft     preempted  30    eval_loss 5 -> 2  2 min 0 s  ")
+    assert output[1].endswith(" ago")
+    assert output[2] == str(tmp_path / "index.html")
     monkeypatch.chdir(tmp_path)
     assert run_recipes(["runs"]) == 0
     assert capsys.readouterr().out.splitlines()[2] == "index.html"
@@ -132,9 +132,9 @@ def test_runs_command_escapes_control_characters_and_non_utf8_names(
     (tmp_path / os.fsdecode(b"b\xff") / "report.html").write_text("")
     assert 'href="b%FF/report.html"' in write_overview(tmp_path).read_text()
     assert run_recipes(["runs", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
-    assert "\x1b" not in told
-    assert "\\udcff" in told
+    output = capsys.readouterr().out
+    assert "\x1b" not in output
+    assert "\\udcff" in output
 
 
 def test_sparkline_fits_box_and_keeps_ends() -> None:

@@ -256,9 +256,9 @@ def test_mfu_above_one_is_not_shown(tmp_path: Path, mfu: float, words: str) -> N
     """The measured peak of a CPU can be too low while other programs run."""
     event = {"kind": "train", "step": 1, "loss": 2.0, "target_tokens_per_second": 500.0, "mfu": mfu}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(event) + "\n")
-    told = read_page(tmp_path).text
-    assert words in told
-    assert "1230%" not in told
+    text = read_page(tmp_path).text
+    assert words in text
+    assert "1230%" not in text
 
 
 def test_directory_without_run_is_refused(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def encode_pairs(tokenizer: PreTrainedTokenizerFast) -> list[dict[str, Any]]:
     return [pair._asdict() for pair in PairEncoder(RowEncoder(tokenizer), tokenizer).encode(rows)]
 
 
-def spell(prompt: str, answer: str, end: str = "<|im_end|>") -> str:
+def render_row(prompt: str, answer: str, end: str = "<|im_end|>") -> str:
     return f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{answer}{end}"
 
 
@@ -71,25 +71,29 @@ def test_score_columns_belong_to_their_rows(tiny_tokenizer: PreTrainedTokenizerF
     def read(column: np.ndarray) -> list[str]:
         return [judge.texts[score] for score in column]
 
-    assert read(scores.chosen) == [spell(prompt, chosen) for prompt, chosen, _ in PAIRS]
-    assert read(scores.rejected) == [spell(prompt, rejected) for prompt, _, rejected in PAIRS]
+    assert read(scores.chosen) == [render_row(prompt, chosen) for prompt, chosen, _ in PAIRS]
+    assert read(scores.rejected) == [render_row(prompt, rejected) for prompt, _, rejected in PAIRS]
     # Sorted by prompt, rows 0 2 1 3 receive the prompts of rows 1 3 0 2.
     others = [PAIRS[1][0], PAIRS[0][0], PAIRS[3][0], PAIRS[2][0]]
-    assert read(scores.swapped_chosen) == [spell(o, chosen) for o, (_, chosen, _) in zip(others, PAIRS, strict=True)]
-    assert read(scores.swapped_rejected) == [spell(o, answer) for o, (*_, answer) in zip(others, PAIRS, strict=True)]
+    assert read(scores.swapped_chosen) == [
+        render_row(o, chosen) for o, (_, chosen, _) in zip(others, PAIRS, strict=True)
+    ]
+    assert read(scores.swapped_rejected) == [
+        render_row(o, answer) for o, (*_, answer) in zip(others, PAIRS, strict=True)
+    ]
     assert scores.prompts[0] == scores.prompts[2] != scores.prompts[1]
     for column, at in ((scores.chosen_lengths, 1), (scores.rejected_lengths, 2)):
         assert column.tolist() == [len(tiny_tokenizer(pair[at])["input_ids"]) + 1 for pair in PAIRS]
 
     probes = {name: read(column) for name, column in scores.probes.items()}
-    assert probes.pop("eos_dropped") == [spell(prompt, chosen, end="") for prompt, chosen, _ in PAIRS]
-    assert probes.pop("white_space_appended") == [spell(prompt, f"{chosen}\n\n  ") for prompt, chosen, _ in PAIRS]
+    assert probes.pop("eos_dropped") == [render_row(prompt, chosen, end="") for prompt, chosen, _ in PAIRS]
+    assert probes.pop("white_space_appended") == [render_row(prompt, f"{chosen}\n\n  ") for prompt, chosen, _ in PAIRS]
     last = ["It lies in France.", "There are seven days in a week", "The capital of France is Paris!", "Yes."]
-    repeated = [spell(prompt, f"{chosen} {end}") for (prompt, chosen, _), end in zip(PAIRS, last, strict=True)]
+    repeated = [render_row(prompt, f"{chosen} {end}") for (prompt, chosen, _), end in zip(PAIRS, last, strict=True)]
     assert probes.pop("sentence_repeated") == repeated
     for (prompt, chosen, _), text, length in zip(PAIRS, probes.pop("truncated"), scores.chosen_lengths, strict=True):
         assert text.endswith("<|im_end|>")
-        kept = text.removeprefix(spell(prompt, "", "")).removesuffix("<|im_end|>")
+        kept = text.removeprefix(render_row(prompt, "", "")).removesuffix("<|im_end|>")
         assert chosen.startswith(kept)
         assert len(tiny_tokenizer(kept)["input_ids"]) == (length - 1) // 2
     assert probes == {}

@@ -24,10 +24,10 @@ from recipes_lib.report.reward_report import (
 
 def make_scores(chosen: Any, rejected: Any, **columns: Any) -> HeldOutScores:
     chosen, rejected = np.asarray(chosen, np.float64), np.asarray(rejected, np.float64)
-    usual = dict.fromkeys(("chosen_lengths", "rejected_lengths"), np.full(len(chosen), 5))
-    usual |= dict.fromkeys(("swapped_chosen", "swapped_rejected"), np.full(len(chosen), np.nan))
-    usual |= {"prompts": range(len(chosen)), "probes": {}}
-    return HeldOutScores(chosen=chosen, rejected=rejected, **(usual | columns))
+    defaults = dict.fromkeys(("chosen_lengths", "rejected_lengths"), np.full(len(chosen), 5))
+    defaults |= dict.fromkeys(("swapped_chosen", "swapped_rejected"), np.full(len(chosen), np.nan))
+    defaults |= {"prompts": range(len(chosen)), "probes": {}}
+    return HeldOutScores(chosen=chosen, rejected=rejected, **(defaults | columns))
 
 
 def sample_margins(num: int, *, sharpness: float = 1.0, seed: int = 0) -> np.ndarray:

@@ -29,9 +29,9 @@ def test_meaning_names_existing_keys(meaning) -> None:
     ],
 )
 def test_undecided_meanings_are_reported(recipe, present, expected) -> None:
-    told = [
+    advices = [
         meaning.advice
         for meaning in read_renames().meanings
         if meaning.concerns(present, load_table(recipe).keys.keys())
     ]
-    assert ["`" + advice.split("`")[1] + "`" for advice in told] == expected
+    assert ["`" + advice.split("`")[1] + "`" for advice in advices] == expected

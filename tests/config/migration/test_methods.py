@@ -69,8 +69,8 @@ def test_unsupported_method_is_refused_unless_recipe_is_given(name: str) -> None
         ("reward", "num_generations: 4"),
     ],
 )
-def test_recipe_that_changes_the_method_needs_review(write, sound: str, recipe: str, line: str) -> None:
-    old = sound + "teacher_model_name_or_path: a/t\n" * (recipe == "distill")
+def test_recipe_that_changes_the_method_needs_review(write, minimal_text: str, recipe: str, line: str) -> None:
+    old = minimal_text + "teacher_model_name_or_path: a/t\n" * (recipe == "distill")
     assert migrate(write(old), recipe).is_ready
     migration = migrate(write(f"{old}{line}\n"), recipe)
     assert not migration.is_ready

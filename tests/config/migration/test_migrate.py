@@ -130,9 +130,9 @@ def test_remaining_problems_are_reported(write) -> None:
     assert any("did you mean `learning_rate`" in remark for remark in remarks)
 
 
-def test_existing_successor_key_takes_precedence(write, sound: str) -> None:
-    text, changes, *_ = migrate(write(sound + "warmup_steps: 5\nwarmup_ratio: 0.1\n"))
-    assert text == sound + "warmup_steps: 5\n"
+def test_existing_successor_key_takes_precedence(write, minimal_text: str) -> None:
+    text, changes, *_ = migrate(write(minimal_text + "warmup_steps: 5\nwarmup_ratio: 0.1\n"))
+    assert text == minimal_text + "warmup_steps: 5\n"
     assert [change.line for change in changes if change.by_hand and change.line] == [6]
 
 
@@ -147,8 +147,8 @@ def test_existing_successor_key_takes_precedence(write, sound: str) -> None:
         ("completion_only_loss: null\n", None, True),
     ],
 )
-def test_loss_on_follows_trl_loss_keys(write, sound: str, old: str, loss_on: str | None, by_hand: bool) -> None:
-    text, changes, *_ = migrate(write(sound + old))
+def test_loss_on_follows_trl_loss_keys(write, minimal_text: str, old: str, loss_on: str | None, by_hand: bool) -> None:
+    text, changes, *_ = migrate(write(minimal_text + old))
     assert check_text("sft", text, Path("new.yaml")).tokens.loss_on == loss_on
     # For chats, an unset upstream key has a different default here, which needs review.
     assert any(change.by_hand for change in changes) is by_hand
@@ -156,8 +156,8 @@ def test_loss_on_follows_trl_loss_keys(write, sound: str, old: str, loss_on: str
 
 @pytest.mark.parametrize("steps", ["0", "null"])
 @pytest.mark.parametrize("order", [1, -1])
-def test_warmup_ratio_replaces_zero_warmup_steps(write, sound: str, steps: str, order: int) -> None:
-    text, *_ = migrate(write(sound + "".join([f"warmup_steps: {steps}\n", "warmup_ratio: 0.1\n"][::order])))
+def test_warmup_ratio_replaces_zero_warmup_steps(write, minimal_text: str, steps: str, order: int) -> None:
+    text, *_ = migrate(write(minimal_text + "".join([f"warmup_steps: {steps}\n", "warmup_ratio: 0.1\n"][::order])))
     assert check_text("sft", text, Path("new.yaml")).training["warmup_steps"] == 0.1
 
 
@@ -165,8 +165,8 @@ def test_warmup_ratio_replaces_zero_warmup_steps(write, sound: str, steps: str, 
     "warmup", ["warmup_ratio: 0.03\n", "warmup_steps: 10\n", "warmup_ratio: 0.03\nwarmup_steps: 5\n"]
 )
 @pytest.mark.parametrize(("schedule", "is_kept"), [("constant", False), ("constant_with_warmup", True)])
-def test_warmup_without_effect_is_deleted(write, sound: str, warmup: str, schedule: str, is_kept: bool) -> None:
-    text, _, _, is_ready = migrate(write(f"{sound}lr_scheduler_type: {schedule}\n{warmup}"))
+def test_warmup_without_effect_is_deleted(write, minimal_text: str, warmup: str, schedule: str, is_kept: bool) -> None:
+    text, _, _, is_ready = migrate(write(f"{minimal_text}lr_scheduler_type: {schedule}\n{warmup}"))
     assert is_ready
     assert ("warmup_" in text.replace("constant_with_warmup", "")) == is_kept
 
@@ -224,22 +224,22 @@ def test_synonyms_are_renamed_and_marked_for_review(write) -> None:
 
 
 @pytest.mark.parametrize("steps", ["[1]", "{a: 1}", "many"])
-def test_non_numeric_steps_need_review(write, sound: str, steps: str) -> None:
-    migration = migrate(write(f"{sound}max_steps: {steps}\nnum_train_epochs: 2\n"), "sft")
+def test_non_numeric_steps_need_review(write, minimal_text: str, steps: str) -> None:
+    migration = migrate(write(f"{minimal_text}max_steps: {steps}\nnum_train_epochs: 2\n"), "sft")
     assert not migration.is_ready
     assert "num_train_epochs: 2" in migration.text
 
 
-def test_ineffective_synonym_is_deleted(write, sound: str) -> None:
-    migration = migrate(write(f"{sound}max_steps: 5\nepochs: 2\n"), "sft")
+def test_ineffective_synonym_is_deleted(write, minimal_text: str) -> None:
+    migration = migrate(write(f"{minimal_text}max_steps: 5\nepochs: 2\n"), "sft")
     assert migration.is_ready
     assert "epochs" not in migration.text
 
 
 @pytest.mark.parametrize("value", ["true", "false", "null", "0.5", "text", "[a, b]", "{a: b}"])
-def test_retired_keys_are_removed_for_any_value(write, sound: str, value: str) -> None:
+def test_retired_keys_are_removed_for_any_value(write, minimal_text: str, value: str) -> None:
     for key in sorted({*read_renames().retired, *read_refused("sft"), *read_renames().elsewhere}):
-        text, changes, *_ = migrate(write(f"# head\n{sound}{key}: {value}\nseed: 1  # tail\n"), "sft")
+        text, changes, *_ = migrate(write(f"# head\n{minimal_text}{key}: {value}\nseed: 1  # tail\n"), "sft")
         lines = text.splitlines()
         assert not [line for line in lines if line.startswith(f"{key}:")]
         assert lines[0] == "# head"
@@ -256,8 +256,8 @@ def test_file_not_editable_by_line_is_refused(write, text: str) -> None:
 TEMPLATE = "{% for m in messages %}{{ m.content + '\\n' }}{% endfor %}"
 
 
-def test_chat_template_file_is_never_overwritten(write, sound: str) -> None:
-    path = write(sound + f"chat_template: {json.dumps(TEMPLATE)}\n")
+def test_chat_template_file_is_never_overwritten(write, minimal_text: str) -> None:
+    path = write(minimal_text + f"chat_template: {json.dumps(TEMPLATE)}\n")
     for _ in range(2):
         config = check_text("sft", migrate(path, "sft").text, path)
         assert Path(config.tokens.chat_template_path).read_text(encoding="utf-8") == TEMPLATE
@@ -281,14 +281,14 @@ def test_chat_template_file_is_never_overwritten(write, sound: str) -> None:
         ("grpo", "reward_funcs: think_format_reward", ("reward_funcs", ["trl.rewards:think_format_reward"])),
     ],
 )
-def test_effective_upstream_value_is_written(write, sound: str, recipe: str, old: str, new: tuple) -> None:
-    migration = migrate(write(f"{sound}{old}\n"), recipe)
+def test_effective_upstream_value_is_written(write, minimal_text: str, recipe: str, old: str, new: tuple) -> None:
+    migration = migrate(write(f"{minimal_text}{old}\n"), recipe)
     assert migration.is_ready, migration.changes
     assert flatten_config(check_text(recipe, migration.text, Path("new.yaml")))[new[0]] == new[1]
 
 
-def test_dropout_kept_by_upstream_needs_review(write, sound: str) -> None:
-    migration = migrate(write(f"{sound}use_peft: true\nlora_dropout: 0.05\ndisable_dropout: false\n"), "dpo")
+def test_dropout_kept_by_upstream_needs_review(write, minimal_text: str) -> None:
+    migration = migrate(write(f"{minimal_text}use_peft: true\nlora_dropout: 0.05\ndisable_dropout: false\n"), "dpo")
     assert not migration.is_ready
     assert "lora_dropout: 0.05" in migration.text
 
@@ -335,14 +335,16 @@ SHARES = "dataset_mixture: [{name: a/b, weight: 80}, {name: c/d, weight: 20}]\n"
 
 
 @pytest.mark.parametrize(
-    ("recipe", "old", "new", "told"),
+    ("recipe", "old", "new", "remark"),
     [
         *(("sft", PASSES, REPEATS, "became `repeat`"), ("dpo", PASSES, REPEATS, "became `repeat`")),
         *(("sft", SHARES, SHARES, "`repeat` is the number of passes"), ("pretrain", PASSES, PASSES, None)),
     ],
 )
-def test_repeat_like_weights_become_repeat_and_shares_stay(write, recipe, old, new, told) -> None:
+def test_repeat_like_weights_become_repeat_and_shares_stay(write, recipe, old, new, remark) -> None:
     migration = migrate(write(f"{HEAD}{old}seed: 1\n"), recipe)
     assert migration.text == f"{HEAD}{new}seed: 1\n"
     check_text(recipe, migration.text, Path("new.yaml"))
-    assert [change.line for change in migration.changes if told and told in change.what] == [6] * (told is not None)
+    assert [change.line for change in migration.changes if remark and remark in change.what] == [6] * (
+        remark is not None
+    )

@@ -78,8 +78,8 @@ def test_trl_command_migrates_to_loadable_recipe(command: str, tmp_path: Path) -
 def test_launcher_flags_are_left_to_the_launch_file(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text(f"accelerate launch --config_file zero3.yaml {DPO.removeprefix('python ')}\n")
-    told = [change.what for change in migrate(path).changes if change.by_hand]
-    assert any("--config_file zero3.yaml" in what and "recipes launch" in what for what in told)
+    remarks = [change.what for change in migrate(path).changes if change.by_hand]
+    assert any("--config_file zero3.yaml" in what and "recipes launch" in what for what in remarks)
 
 
 @pytest.mark.parametrize(
