@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipes_lib.config.loader import load_config
+from recipes_lib.config.schema import flatten_config
 from recipes_lib.errors import ConfigError
 
 BASE = ["--model_name_or_path", "o/m", "--dataset_name", "o/d", "--output_dir", "out"]
@@ -30,25 +31,21 @@ def test_flag_spellings_are_equivalent(flags: list[str]) -> None:
     assert config.provenance["learning_rate"] == "--learning_rate"
 
 
-def test_bare_flag_is_true_and_consumes_no_argument() -> None:
-    config = load("--torch_compile", "--packing", "false")
-    assert config.training["torch_compile"] is True
-    assert config.tokens.packing is False
-
-
-def test_negative_number_is_a_flag_value() -> None:
-    assert load("--max_steps", "-1").training["max_steps"] == -1
-
-
-def test_list_and_mapping_flags_are_parsed_as_json() -> None:
-    config = load("--sample_prompts", '["a: b", "c"]', "--lr_scheduler_kwargs", '{"num_cycles": 2}')
-    assert config.evaluation.sample_prompts == ["a: b", "c"]
-    assert config.training["lr_scheduler_kwargs"] == {"num_cycles": 2}
-
-
-def test_text_flag_is_not_parsed_as_yaml() -> None:
-    assert load("--run_name", "a: [b").training["run_name"] == "a: [b"
-    assert load("--pad_token", "null").tokens.pad_token is None
+@pytest.mark.parametrize(
+    ("flags", "values"),
+    [
+        (["--torch_compile", "--packing", "false"], {"torch_compile": True, "packing": False}),
+        (["--max_steps", "-1"], {"max_steps": -1}),
+        (["--sample_prompts", '["a: b", "c"]'], {"sample_prompts": ["a: b", "c"]}),
+        (["--lr_scheduler_kwargs", '{"num_cycles": 2}'], {"lr_scheduler_kwargs": {"num_cycles": 2}}),
+        (["--run_name", "a: [b"], {"run_name": "a: [b"}),
+        (["--pad_token", "null"], {"pad_token": None}),
+    ],
+    ids=["bare flag", "negative number", "list", "mapping", "text is not YAML", "null"],
+)
+def test_flag_value_is_parsed(flags: list[str], values: dict[str, object]) -> None:
+    config = flatten_config(load(*flags))
+    assert {key: config[key] for key in values} == values
 
 
 def test_file_value_overridden_by_flag_is_not_validated(tmp_path: Path) -> None:

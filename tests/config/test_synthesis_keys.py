@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from recipes_lib.config.synthesis_keys import SynthesisConfig, parse_synthesis_command
-from recipes_lib.config.table import load_table
+from recipes_lib.config.synthesis_keys import parse_synthesis_command
 from recipes_lib.errors import ConfigError
 
 BASE = ["--model_name_or_path", "m/m", "--dataset_name", "d", "--output_dir", "o"]
-
-
-def test_recorded_values_have_the_keys_of_the_table() -> None:
-    assert SynthesisConfig().list_values().keys() == load_table("synthesize").keys.keys()
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,17 @@ def test_api_key_is_sent_and_never_printed(monkeypatch: pytest.MonkeyPatch) -> N
     assert "very-private" not in json.dumps(Endpoint(server.url, "m").describe())
 
 
+def test_api_key_is_stripped_and_invalid_one_is_refused_unprinted(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ChatEndpoint(echo)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-very-private\r\n")
+    answer_all(server)
+    assert set(server.keys) == {"Bearer sk-very-private"}
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-very-private\nsecond line")
+    with pytest.raises(ConfigError, match="other than printable ASCII") as caught:
+        answer_all(server)
+    assert "very-private" not in str(caught.value)
+
+
 def test_redirect_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-very-private")
     other = ChatEndpoint(echo)

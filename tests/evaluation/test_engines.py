@@ -109,9 +109,13 @@ def read(folder: Path) -> dict[str, Any]:
     return record
 
 
-def test_endpoint_scores_match_local_model(served: ServedModel, model: Path, tasks: Path, tmp_path: Path) -> None:
+def test_endpoint_scores_match_local_model(
+    served: ServedModel, model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run_eval(model, tasks, tmp_path / "own") == 0
+    monkeypatch.setenv("OPENAI_API_KEY", "key\r\n")
     assert run_eval("name", tasks, tmp_path / "served", *served.flags) == 0
+    assert set(served.server.keys) == {"Bearer key"}
     own, theirs = read(tmp_path / "own")["tasks"], read(tmp_path / "served")["tasks"]
     assert {name: [task[figure] for figure in FIGURES] for name, task in own.items()} == {
         name: [task[figure] for figure in FIGURES] for name, task in theirs.items()

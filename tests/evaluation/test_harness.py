@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.evaluation import harness
 from recipes_lib.evaluation.engines import CachedModel, CheckedModel
 from recipes_lib.evaluation.harness import RECORD, SAMPLES, describe_model, evaluate_model, read_samples
+from recipes_lib.files import try_lock
 
 LOCAL = ("local_choice", "local_written", "local_rolling")
 
@@ -212,6 +214,22 @@ def test_answered_requests_are_not_repeated_after_kill(
     # A completed evaluation does not serve as a cache of the next one.
     answer(again, config, monkeypatch)
     assert (killed.num_asked, resumed.num_asked, again.num_asked) == (144, 94, 144)
+
+
+def test_output_folder_is_locked_and_must_be_writable(
+    model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "build_engine", lambda *_: TableModel(lambda *_: 0.0))
+    (tmp_path / "out" / ".requests").mkdir(parents=True)
+    config = build(model, tasks, "local_choice", output_dir=str(tmp_path / "out"))
+    with (tmp_path / "out" / ".requests" / "lock").open("w") as lock:
+        assert try_lock(lock)
+        with pytest.raises(ConfigError, match="another process is evaluating into this folder"):
+            evaluate_model(config)
+    assert evaluate_model(config) is not None
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written: Not a directory"):
+        evaluate_model(replace(config, output_dir=str(tmp_path / "file" / "out")))
 
 
 def test_apply_chat_template_needs_a_template(model: Path, tasks: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from tests.forked import ROOT
 
-from recipes_lib.report.charts import COLOURS, Chart, draw_charts, smooth, thin_out
+from recipes_lib.report.charts import COLOURS, Chart, _plan_charts, draw_chart, draw_charts, smooth, thin_out
 from recipes_lib.report.run_files import RunFiles
 
 CURVES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300).map(lambda values: list(enumerate(values)))
@@ -59,15 +61,24 @@ def test_hover_points_lie_on_drawn_curve(tmp_path: Path, is_log: bool) -> None:
     assert any([[float(x), float(y)] for x, y in path] == expected for path in drawn if len(path) == len(norms))
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 29, 30, 2000])
-def test_charts_are_written_as_png_and_themed_svg(tmp_path: Path, num_steps: int) -> None:
-    train = [
-        {"step": n, "loss": 3.0 / n, "learning_rate": 1e-4, "grad_norm": 1.0, "target_tokens_per_second": 9e3}
-        for n in range(1, num_steps + 1)
-    ]
+METRICS = {"loss": 1.0, "learning_rate": 1e-4, "grad_norm": 1.0, "target_tokens_per_second": 9e3}
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "metrics", "names"),
+    [
+        (1, ["loss"], ["loss", "heldout_loss"]),
+        (29, ["loss"], ["loss", "heldout_loss"]),
+        (2000, METRICS, ["loss", "heldout_loss", "learning_rate", "grad_norm", "throughput"]),
+    ],
+    ids=["one step", "not smoothed", "smoothed and thinned"],
+)
+def test_charts_are_written_as_png_and_themed_svg(
+    tmp_path: Path, num_steps: int, metrics: Sequence[str], names: list[str]
+) -> None:
+    train = [{"step": n, **{name: METRICS[name] / n for name in metrics}} for n in range(1, num_steps + 1)]
     charts = draw_charts(build_run(train, [{"step": 0, "eval_loss": 3.0}, {"step": 9, "eval_loss": 2.0}]), tmp_path)
 
-    names = ["loss", "heldout_loss", "learning_rate", "grad_norm", "throughput"]
     assert [chart.name for chart in charts] == names
     for chart in charts:
         assert (tmp_path / f"{chart.name}.png").read_bytes().startswith(b"\x89PNG")
@@ -76,6 +87,7 @@ def test_charts_are_written_as_png_and_themed_svg(tmp_path: Path, num_steps: int
         assert not any(colour in chart.svg for colour in COLOURS.values())
 
 
+@pytest.mark.usefixtures("figures")
 def test_ppo_charts(tmp_path: Path) -> None:
     figures = {
         **{f"objective/{name}": 0.5 for name in ("score", "kl_seq", "finish_rate", "length")},
@@ -88,6 +100,7 @@ def test_ppo_charts(tmp_path: Path) -> None:
     assert "samples" in charts[0].alt
 
 
+@pytest.mark.usefixtures("figures")
 @pytest.mark.parametrize("config", [None, {"router_aux_loss_coef": 0.01}])
 def test_held_out_loss_of_mixed_loss_has_own_chart(tmp_path: Path, config: dict[str, float] | None) -> None:
     """The held-out loss is only one term of a mixed training loss, so the two must not share axes."""
@@ -100,6 +113,7 @@ def test_held_out_loss_of_mixed_loss_has_own_chart(tmp_path: Path, config: dict[
     assert plain[0].alt == "Loss: training 4 at step 1; held-out 3.5 at step 1"
 
 
+@pytest.mark.usefixtures("figures")
 def test_distillation_charts_follow_logged_losses(tmp_path: Path) -> None:
     parts = ("divergence", "agreement", "feature", "attention", "similarity", "distance", "angle")
     figures = {f"distillation/{name}": 0.5 for name in ("nll", "teacher_nll", *parts)}
@@ -112,6 +126,7 @@ def test_distillation_charts_follow_logged_losses(tmp_path: Path) -> None:
     assert "distillation_feature" not in {chart.name for chart in charts}
 
 
+@pytest.mark.usefixtures("figures")
 def test_preference_charts(tmp_path: Path) -> None:
     train = [
         {
@@ -133,7 +148,7 @@ def test_preference_charts(tmp_path: Path) -> None:
 
 
 def test_svg_is_deterministic(tmp_path: Path) -> None:
-    run = build_run([{"step": n, "loss": 1.0 / n} for n in range(1, 9)])
+    run = build_run([{"step": n, "grad_norm": 1.0 / n} for n in range(1, 9)])
 
     assert draw_charts(run, tmp_path) == draw_charts(run, tmp_path)
 
@@ -153,6 +168,7 @@ def test_alt_text_has_first_and_last_value_of_each_curve(tmp_path: Path) -> None
     assert not held_out.narrow
 
 
+@pytest.mark.usefixtures("figures")
 def test_held_out_sets_chart_names_each_set(tmp_path: Path) -> None:
     evaluations = [
         {"step": step, "eval_loss": 2.0, "eval_web_loss": 3.0 - step, "eval_code_loss": 4.0} for step in (0, 1)
@@ -166,17 +182,21 @@ def test_held_out_sets_chart_names_each_set(tmp_path: Path) -> None:
     assert "heldout_sets" not in {chart.name for chart in none}
 
 
-def test_non_finite_steps_are_marked(tmp_path: Path) -> None:
-    train = [{"step": n, "loss": "nan" if n == 3 else 1.0} for n in range(1, 6)]
+@pytest.mark.parametrize(("num_steps", "num_marks"), [(1, 1), (5000, 100)])
+def test_non_finite_steps_are_marked(tmp_path: Path, num_steps: int, num_marks: int) -> None:
+    train = [{"step": 0, "grad_norm": 1.0}, *({"step": n, "grad_norm": "nan"} for n in range(1, num_steps + 1))]
     (chart,) = draw_charts(build_run(train), tmp_path)
+    # Every drawn path has its colour once.
+    assert chart.svg.count("stroke: var(--alarm)") == num_marks
 
-    assert "var(--alarm)" in chart.svg
 
-
-def test_gradient_norm_axis_is_logarithmic_with_spike(tmp_path: Path) -> None:
-    for smallest in (1.0, 0.0):
-        norms = [smallest, *[1.0] * 10, 500.0]
-        draw_charts(build_run([{"step": n, "grad_norm": norm} for n, norm in enumerate(norms)]), tmp_path)
+@pytest.mark.parametrize(("smallest", "scale"), [(1.0, "log"), (0.0, "linear")])
+def test_gradient_norm_axis_is_logarithmic_with_spike(
+    tmp_path: Path, figures: list[Figure], smallest: float, scale: str
+) -> None:
+    norms = [smallest, *[1.0] * 10, 500.0]
+    draw_charts(build_run([{"step": n, "grad_norm": norm} for n, norm in enumerate(norms)]), tmp_path)
+    assert {axes.get_yscale() for figure in figures for axes in figure.axes} == {scale}
 
 
 HEALTHY = {
@@ -196,8 +216,8 @@ def test_healthy_range_matches_docs_and_is_shaded_in_view(recipe: str, name: str
 
     def draw(*values: float) -> Chart:
         run = build_run([{"step": step, name: value, **extra} for step, value in enumerate(values)])
-        charts = draw_charts(replace(run, facts={"stage": recipe}), tmp_path)
-        return next(chart for chart in charts if chart.name == chart_name)
+        plans = _plan_charts(replace(run, facts={"stage": recipe}))
+        return draw_chart(next(plan for plan in plans if plan.name == chart_name), tmp_path)
 
     seen = draw(float(least) / 2 - 0.1, (float(least) + float(largest)) / 2)
     assert f"healthy between {least} and {largest}" in seen.alt

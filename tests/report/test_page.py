@@ -127,6 +127,7 @@ def test_page_is_self_contained(tmp_path: Path) -> None:
     assert len(html.encode()) < 10**6
 
 
+@pytest.mark.usefixtures("figures")
 def test_samples_and_facts_are_escaped(tmp_path: Path) -> None:
     write_run(tmp_path)
     write_rows(tmp_path / "samples.jsonl", [SAMPLE | dict.fromkeys(("prompt", "completion", "reference"), HOSTILE)])
@@ -143,6 +144,7 @@ def test_samples_and_facts_are_escaped(tmp_path: Path) -> None:
     assert page.text.count(HOSTILE) >= 6
 
 
+@pytest.mark.usefixtures("figures")
 def test_samples_with_largest_reward_changes_are_shown(tmp_path: Path) -> None:
     write_run(tmp_path)
     samples = [
@@ -160,6 +162,7 @@ def test_samples_with_largest_reward_changes_are_shown(tmp_path: Path) -> None:
     assert "at the same random numbers" in text
 
 
+@pytest.mark.usefixtures("figures")
 def test_samples_are_sorted_by_change(tmp_path: Path) -> None:
     def order(answers: dict[str, tuple[Any, Any]], key: str) -> list[str]:
         """Return the prompts in page order, given first and last values of ``key``."""
@@ -196,6 +199,7 @@ def test_page_size_is_bounded_for_large_run(tmp_path: Path) -> None:
     assert "characters more" in path.read_text()
 
 
+@pytest.mark.usefixtures("figures")
 @pytest.mark.parametrize("missing", ["metrics.jsonl", "samples.jsonl", "run.json"])
 def test_missing_file_is_tolerated(tmp_path: Path, missing: str) -> None:
     write_run(tmp_path)
@@ -228,6 +232,7 @@ def test_extreme_events_make_a_page(tmp_path: Path, events: list[dict[str, Any]]
     assert "1 line was truncated" in page.text
 
 
+@pytest.mark.usefixtures("figures")
 def test_huge_steps_and_rewards_make_a_page(tmp_path: Path) -> None:
     write_rows(
         tmp_path / "metrics.jsonl", [{"kind": "train", "step": step, "loss": 1.0} for step in (1, 2**60, 10**400)]
@@ -236,6 +241,7 @@ def test_huge_steps_and_rewards_make_a_page(tmp_path: Path) -> None:
     assert "2 lines were truncated or invalid" in read_page(tmp_path).text
 
 
+@pytest.mark.usefixtures("figures")
 def test_malformed_facts_make_a_page(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1}')
     for facts in (
@@ -251,6 +257,7 @@ def test_malformed_facts_make_a_page(tmp_path: Path) -> None:
         read_page(tmp_path)
 
 
+@pytest.mark.usefixtures("figures")
 @pytest.mark.parametrize(("mfu", "words"), [(0.42, "42% of the peak FLOPs"), (12.3, "median")])
 def test_mfu_above_one_is_not_shown(tmp_path: Path, mfu: float, words: str) -> None:
     """The measured peak of a CPU can be too low while other programs run."""

@@ -36,6 +36,11 @@ def test_every_theme_defines_all_colours() -> None:
     assert used == set(light) == set(dark) == set(printed)
 
 
+def test_text_direction_of_samples_follows_their_content() -> None:
+    (rule,) = re.findall(r"^pre \{(.*?)\}", STYLE, flags=re.DOTALL | re.MULTILINE)
+    assert "unicode-bidi: plaintext" in rule
+
+
 def test_png_colours_match_light_theme() -> None:
     light = read_themes()[0]
 

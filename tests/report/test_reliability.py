@@ -28,7 +28,7 @@ MARGINS = [SURE] * 7 + [-SURE] * 3 + [UNSURE] * 6 + [-UNSURE] * 4
 REPORT = make_report(MARGINS)
 
 
-def test_reliability_chart_is_png_and_themed_svg(tmp_path: Path) -> None:
+def test_reliability_chart_is_png_and_themed_svg_equal_from_json(tmp_path: Path) -> None:
     chart = draw_reliability(REPORT, tmp_path / "report")
     assert (tmp_path / "report" / f"{chart.name}.png").read_bytes().startswith(b"\x89PNG")
     assert ET.fromstring(chart.svg).tag.endswith("svg")
@@ -36,6 +36,9 @@ def test_reliability_chart_is_png_and_themed_svg(tmp_path: Path) -> None:
     assert "var(--second)" in chart.svg
     assert not any(colour in chart.svg for colour in COLOURS.values())
     assert ET.fromstring(chart.narrow).tag.endswith("svg")
+    assert draw_reliability(json.loads(json.dumps(REPORT)), tmp_path) == chart
+    # By chance ``sqrt(2 / pi) (sqrt(10 * .9 * .1) + sqrt(10 * .6 * .4)) / 20``.
+    assert chart.alt == "Calibration error 0.100, of which chance explains 0.100; scores from -2.2 to 2.2"
 
 
 def test_reliability_points_and_intervals_match_report(tmp_path: Path, figures: list[Figure]) -> None:
@@ -61,17 +64,6 @@ def test_score_histogram_matches_report(tmp_path: Path, figures: list[Figure]) -
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["chosen", "rejected"]
 
 
-def test_reliability_chart_is_equal_from_json(tmp_path: Path) -> None:
-    again = json.loads(json.dumps(REPORT))
-    assert draw_reliability(again, tmp_path) == draw_reliability(REPORT, tmp_path)
-
-
-def test_reliability_alt_text_has_errors_and_range(tmp_path: Path) -> None:
-    # By chance ``sqrt(2 / pi) (sqrt(10 * .9 * .1) + sqrt(10 * .6 * .4)) / 20``.
-    expected = "Calibration error 0.100, of which chance explains 0.100; scores from -2.2 to 2.2"
-    assert draw_reliability(REPORT, tmp_path).alt == expected
-
-
-@pytest.mark.parametrize("margins", [[0.0], [0.01, -0.02], [1e4], [-1e4, 3.0]])
+@pytest.mark.parametrize("margins", [[0.0], [-1e4, 3.0]])
 def test_extreme_margins_can_be_drawn(tmp_path: Path, margins: list[float]) -> None:
     draw_reliability(make_report(margins), tmp_path)

@@ -62,6 +62,7 @@ def test_no_reward_report_without_held_out_pairs(reward_model, tmp_path):
     assert read_reward_report(tmp_path) is None
 
 
+@pytest.mark.usefixtures("figures")
 @pytest.mark.parametrize("changes", [{"ece": None}, {"length": []}, {"reliability": [{}]}, {"histogram": {"edges": 3}}])
 def test_page_renders_reward_report_with_invalid_fields(reward_model, tmp_path, changes):
     store_score_statistics(reward_model, make_pairs(12))
