@@ -156,10 +156,9 @@ COMMAND = (
 
 def kill_after(folder, num_events):
     """Run `recipes clean` and kill it at its ``num_events``-th file operation."""
-    arguments = [sys.executable, "-c", COMMAND, str(num_events), "--config", str(folder / "c.yaml"), "--output_dir"]
-    return subprocess.run(
-        [*arguments, str(folder / "killed")], cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ
-    )
+    arguments = [str(num_events), "--config", str(folder / "c.yaml"), "--output_dir", str(folder / "killed")]
+    # Not forked from a process with torch: the command does not import it and starts in a second.
+    return subprocess.run([sys.executable, "-c", COMMAND, *arguments], capture_output=True, text=True, check=False)
 
 
 def write_config(folder):

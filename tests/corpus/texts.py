@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections import Counter
@@ -53,6 +54,7 @@ def vary(random_: random.Random, text: str, num_changed: int) -> str:
     return " ".join(words)
 
 
+@functools.lru_cache(maxsize=1024)
 def word_ngrams(text: str, size: int) -> set[tuple[str, ...]]:
     """Return the n-grams as tuples: the reference for hashed n-grams."""
     words = text.split()
