@@ -6,6 +6,8 @@ import dataclasses
 import enum
 import json
 import re
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 from trl import SFTConfig
@@ -21,8 +23,14 @@ from recipes_lib.config.table import RECIPE_NAMES, TABLES, load_table, table_pat
 SECTIONS_OF = {"corpus": CORPUS_SECTIONS, "eval": EVAL_SECTIONS, "synthesize": SYNTHESIS_SECTIONS}
 
 
-def test_generated_files_are_up_to_date() -> None:
-    for path, text in {**build_tables(), **build_documents()}.items():
+@pytest.fixture(scope="module")
+def documents() -> Mapping[Path, str]:
+    """Text of every generated schema and page by path."""
+    return build_documents()
+
+
+def test_generated_files_are_up_to_date(documents) -> None:
+    for path, text in {**build_tables(), **documents}.items():
         assert path.read_text(encoding="utf-8") == text, f"{path} is stale: run python -m recipes_lib.config.generate"
 
 
@@ -56,8 +64,8 @@ def test_editor_schema_lists_every_key() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_common_keys_of_the_recipe_precede_shared_ones(recipe: str) -> None:
-    page = next(text for path, text in build_documents().items() if path.name == f"{recipe}.md")
+def test_common_keys_of_the_recipe_precede_shared_ones(documents, recipe: str) -> None:
+    page = next(text for path, text in documents.items() if path.name == f"{recipe}.md")
     section = page.partition("## Common keys")[2].partition("\n## ")[0]
     links = re.findall(r"^\| \[`\w+`\]\((.*?)#", section, re.MULTILINE)
     assert len(links) > 10

@@ -88,7 +88,7 @@ def assert_loads_or_raises_config_error(load: Callable[[], object]) -> None:
     assert all(problem.where and problem.found for problem in problems)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.text())
 def test_arbitrary_text_raises_only_config_error(text: str) -> None:
     assert_loads_or_raises_config_error(lambda: check_text("sft", text, Path("fuzz.yaml")))
@@ -113,7 +113,7 @@ def test_arbitrary_mapping_raises_only_config_error(mapping: dict) -> None:
     assert_loads_or_raises_config_error(lambda: check_text("sft", text, Path("fuzz.yaml")))
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.lists(st.sampled_from([f"--{key}" for key in KEYS]) | st.text(), max_size=6))
 def test_arbitrary_command_line_raises_only_config_error(argv: list[str]) -> None:
     assert_loads_or_raises_config_error(lambda: load_config("sft", argv))

@@ -48,12 +48,17 @@ def entries_of(path: Path) -> list[Entry]:
     return read_entries(path.read_text(encoding="utf-8"), str(path), [])
 
 
-FIRST_FILE = {(recipe_of(path), entry.key): path for path in reversed(CONFIGS) for entry in entries_of(path)}
-"""First file with each recipe and key; mutating the same key in other files proves nothing more."""
+def identify(path: Path, entry: Entry) -> tuple[str, str]:
+    """Return key and schema of an entry: recipes that share both read it alike."""
+    return entry.key, str(load_table(recipe_of(path)).keys[entry.key].schema)
+
+
+FIRST_FILE = {identify(path, entry): path for path in reversed(CONFIGS) for entry in entries_of(path)}
+"""First file with each key and schema; mutating the same key in other files proves nothing more."""
 
 
 def first_entries_of(path: Path) -> list[Entry]:
-    return [entry for entry in entries_of(path) if FIRST_FILE[recipe_of(path), entry.key] == path]
+    return [entry for entry in entries_of(path) if FIRST_FILE[identify(path, entry)] == path]
 
 
 def break_line(path: Path, entry: Entry, new: str, tmp_path: Path) -> list[str]:

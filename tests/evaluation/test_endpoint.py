@@ -118,8 +118,10 @@ def serve_slowly(head: bytes, parts: Iterator[bytes]) -> str:
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve(connection: socket.socket, own: Iterator[bytes]) -> None:
-        with connection, suppress(OSError):
-            connection.recv(1 << 16)
+        with connection, connection.makefile("rb") as request, suppress(OSError):
+            # The whole request: a client that is still sending would see the reset instead of the response.
+            headers = dict(line.lower().split(b": ") for line in list(iter(request.readline, b"\r\n"))[1:])
+            request.read(int(headers[b"content-length"]))
             connection.sendall(head)
             for part in own:
                 time.sleep(0.02)

@@ -193,27 +193,28 @@ def test_harness_respects_retry_after(
     assert waits == [("17", 0.0)] * 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "SIGINT"])
-def test_interrupted_evaluation_resumes_to_same_answers(
-    served: ServedModel, tasks: Path, tmp_path: Path, number: signal.Signals
-) -> None:
-    """The signal arrives during the fifth request."""
+def test_interrupted_evaluation_resumes_to_same_answers(served: ServedModel, tasks: Path, tmp_path: Path) -> None:
+    """Each signal arrives during the fifth request of its process."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         pytest.skip("started in the background, where a shell has ctrl-C ignored")
     flags: list[object] = [*served.flags, "--num_concurrent", 1]
     assert run_eval("name", tasks, tmp_path / "whole", *flags, names="local_written") == 0
+    num_requests, served.num_asked = served.num_asked, 0
     keys = ["--tasks", "local_written", "--include_path", tasks, "--use_cpu", "--output_dir", tmp_path / "out"]
-    served.num_asked = 0
-    launch = Launch("recipes_lib.cli", "eval", "name", *keys, *flags)
-    served.interrupt = lambda: launch.send_signal(number) if served.num_asked == 5 else None
-    result = launch.finish()
-    assert result.returncode in ((-number,) if number == signal.SIGKILL else (130, -number)), result.stderr
-    if number == signal.SIGINT:
-        assert "interrupted" in result.stderr
-        assert "Traceback" not in result.stderr
+    for number, codes, at in ((signal.SIGKILL, (-signal.SIGKILL,), 4), (signal.SIGINT, (130, -signal.SIGINT), 7)):
+        launch = Launch("recipes_lib.cli", "eval", "name", *keys, *flags)
+        served.interrupt = lambda launch=launch, number=number, at=at: (
+            launch.send_signal(number) if served.num_asked == at else None
+        )
+        result = launch.finish()
+        assert result.returncode in codes, result.stderr
+    assert "interrupted" in result.stderr
+    assert "Traceback" not in result.stderr
     served.interrupt = lambda: None
     assert run_eval("name", tasks, tmp_path / "out", *flags, names="local_written") == 0
     assert (tmp_path / "out" / SAMPLES).read_bytes() == (tmp_path / "whole" / SAMPLES).read_bytes()
+    # A process repeats no more than the request during which the one before it ended.
+    assert served.num_asked <= num_requests + 2
 
 
 def test_missing_package_error_names_install_command(

@@ -32,6 +32,12 @@ def change_config(model: Path, **changes: Any) -> None:
     (model / "config.json").write_text(json.dumps(settings | changes))
 
 
+@pytest.fixture(autouse=True)
+def _few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default takes a second for each task whose standard error is bootstrapped."""
+    monkeypatch.setattr(harness, "_BOOTSTRAP_ITERATIONS", 1000)
+
+
 def build(model: Path, tasks: Path, *names: str, **keys: Any) -> EvalConfig:
     return EvalConfig(
         model_name_or_path=str(model), tasks=list(names or LOCAL), include_path=[str(tasks)], use_cpu=True, **keys
@@ -47,6 +53,7 @@ def test_scores_and_answers_match_lm_eval(model: Path, tasks: Path) -> None:
         tasks=list(LOCAL),
         num_fewshot=2,
         batch_size=4,
+        bootstrap_iters=1000,
         device="cpu",
         task_manager=TaskManager(include_path=[tasks], include_defaults=False),
     )
@@ -56,6 +63,7 @@ def test_scores_and_answers_match_lm_eval(model: Path, tasks: Path) -> None:
         for metric, score in found["scores"].items():
             assert score["value"] == expected[f"{metric},none"]
             if isinstance(expected[f"{metric}_stderr,none"], float):
+                # A bootstrap of 1,000 resamples has a relative error of 2 %.
                 assert score["stderr"] == pytest.approx(expected[f"{metric}_stderr,none"], rel=0.1)
     for row in read_samples(model / "eval"):
         (sample,) = [one for one in theirs["samples"][row["task"]] if one["doc_id"] == row["doc_id"]]

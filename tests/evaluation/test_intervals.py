@@ -19,7 +19,7 @@ def test_interval_has_nominal_coverage() -> None:
     assert 0.88 <= covered / 200 < 1
 
 
-@pytest.mark.parametrize("number", [2, 5, 6, 9, 30])
+@pytest.mark.parametrize("number", [2, 5, 6, 9, 16])
 def test_binary_interval_is_consistent_with_exact_mcnemar(number: int) -> None:
     for gained in range(number + 1):
         for lost in range(number + 1 - gained):

@@ -44,6 +44,8 @@ _DECISIVE: Final = (
     *("*.safetensors", "*.bin", "*config.json", "tokenizer.json", "*.model", "vocab*", "merges.txt", "*.jinja"),
 )
 """Patterns of the files of a model that determine its answers."""
+_BOOTSTRAP_ITERATIONS: Final = 100_000
+"""Resamples for standard errors, the default of ``lm_eval run``."""
 _SETTINGS: Final = (
     *("limit", "apply_chat_template", "fewshot_as_multiturn", "system_instruction", "gen_kwargs", "seed"),
     *("engine", "dtype", "attn_implementation", "tokenizer_name_or_path"),
@@ -166,7 +168,7 @@ def run_tasks(model: Any, tasks: dict[str, Any], config: EvalConfig, *, with_err
         model,
         tasks,
         limit=config.limit,
-        bootstrap_iters=100_000 if with_errors else 0,
+        bootstrap_iters=_BOOTSTRAP_ITERATIONS if with_errors else 0,
         apply_chat_template=config.apply_chat_template,
         fewshot_as_multiturn=config.fewshot_as_multiturn,
         system_instruction=config.system_instruction,

@@ -236,7 +236,7 @@ def test_ineffective_synonym_is_deleted(write, minimal_text: str) -> None:
     assert "epochs" not in migration.text
 
 
-@pytest.mark.parametrize("value", ["true", "false", "null", "0.5", "text", "[a, b]", "{a: b}"])
+@pytest.mark.parametrize("value", ["true", "null", "text", "{a: b}"])
 def test_retired_keys_are_removed_for_any_value(write, minimal_text: str, value: str) -> None:
     for key in sorted({*read_renames().retired, *read_refused("sft"), *read_renames().elsewhere}):
         text, changes, *_ = migrate(write(f"# head\n{minimal_text}{key}: {value}\nseed: 1  # tail\n"), "sft")
@@ -313,7 +313,7 @@ BLOCKS = [
 ]
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.lists(st.sampled_from(BLOCKS), unique=True, max_size=8))
 def test_migrated_file_has_only_known_keys(tmp_path_factory, blocks: list[str]) -> None:
     path = tmp_path_factory.mktemp("migrate") / "old.yaml"
