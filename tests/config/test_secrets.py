@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from recipes_lib.config.values import has_secret_shape
+
 CANARY = "hf_" + "aBcD1234" * 4
 
 
@@ -34,6 +36,7 @@ def test_secret_key_is_refused_without_repeating_its_value(problems_of, key: str
         "wandb_v1_" + "b2" * 12,
         "c0ffee1234" * 4,
         "aws_secret_access_key=" + "aB3/" * 10,
+        "my_W&B_token = " + "aB3/" * 10,
         "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl",
         "'-----BEGIN RSA PRIVATE KEY-----'",
         "https://user:pass@host/x",
@@ -90,3 +93,8 @@ def test_special_tokens_and_commit_hashes_are_not_secrets(problems_of) -> None:
 )
 def test_value_that_resembles_a_token_is_accepted(problems_of, value: str) -> None:
     assert not problems_of(f"run_name: '{value}'\n")
+
+
+def test_secret_search_takes_linear_time() -> None:
+    # A single pattern took minutes.
+    assert not has_secret_shape("apikey" * 20_000)
