@@ -21,6 +21,12 @@ def test_unquoted_off_is_read_as_text(parse):
     ("text", "found"),
     [
         (MINIMAL + "language: apply", "lacks its input"),
+        (MINIMAL + "language_threshold: 65", "write a number at most 1"),
+        (MINIMAL + "language_thresholds: {de: high}", "has `de: high`"),
+        (MINIMAL + "near_duplicates_seed: -1", "write a number at least 0"),
+        (MINIMAL + "extract_seconds: 0", "write a number above 0"),
+        ("sources: [{name: web.jsonl}]\noutput_dir: ' '\n", "`output_dir` is empty"),
+        ("sources: []\noutput_dir: out\n", "`sources` is empty"),
         (MINIMAL + "toxicity: annotate", "toxic_words"),
         (MINIMAL + "classifier: apply", "its path and label"),
         (MINIMAL + "perplexity: apply\nperplexity_model_path: ./gone", "does not exist: './gone'"),

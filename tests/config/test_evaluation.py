@@ -21,6 +21,9 @@ def test_results_folder_defaults_to_model_folder(parse, tmp_path: Path) -> None:
     ("text", "found"),
     [
         ("task: [core]\nmodel_name_or_path: a/b\n", "did you mean `tasks`"),
+        (MINIMAL.replace("[core]", "[]"), "`tasks` is empty"),
+        (f"{MINIMAL}output_dir: o\n".replace("a/b", "a/b/c"), "neither an existing path nor a Hub id: 'a/b/c'"),
+        (f"{MINIMAL}output_dir: o\ntokenizer_name_or_path: ./gone\n", "does not exist: './gone'"),
         (f"{MINIMAL}limit: 0\n", "`limit` is 0"),
         (f"{MINIMAL}include_path: [gone]\n", "no folder 'gone'"),
         ("tasks: [core]\nmodel_name_or_path: ./gone\n", "does not exist: './gone'"),

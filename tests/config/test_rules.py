@@ -318,6 +318,12 @@ def test_missing_keys_are_reported_together(problems_of) -> None:
     assert {problem.where for problem in problems} == {"recipe.yaml"}
 
 
+@pytest.mark.parametrize("blank", ["''", "' '"])
+def test_blank_output_dir_is_refused(problems_of, blank: str) -> None:
+    (problem,) = problems_of(text=f"model_name_or_path: a/b\ndataset_name: c/d\noutput_dir: {blank}\n")
+    assert (problem.where, problem.found) == ("recipe.yaml:3", "`output_dir` is empty")
+
+
 @pytest.mark.parametrize("key", ["dataset_config", "dataset_revision", "dataset_train_split"])
 def test_dataset_key_next_to_mixture_is_refused(problems_of, key: str) -> None:
     text = f"model_name_or_path: a/b\noutput_dir: o\ndataset_mixture: [{{name: c/d}}]\n{key}: validation\n"

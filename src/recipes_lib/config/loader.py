@@ -20,7 +20,7 @@ import yaml
 
 from recipes_lib.config.paths import PATH_KEYS, expand_home
 from recipes_lib.config.recipes import read_known
-from recipes_lib.config.rules import RULES
+from recipes_lib.config.rules import RULES, check_given
 from recipes_lib.config.schema import SECTIONS, RecipeConfig, list_sections
 from recipes_lib.config.settings import ABSENT, DECISIONS, Settings
 from recipes_lib.config.table import RECIPE_NAMES, Key, KeyTable, describe, load_table
@@ -511,8 +511,7 @@ def parse_keys(
         command.config, entries, table, problems, lambda key, value: expand_paths(value) if key in paths else value
     )
     for key, remedy in required.items():
-        if key not in settings.given:
-            problems.append(Problem(settings.name, f"`{key}` is missing", remedy))
+        problems += check_given(settings, key, remedy)
     config = kind(path=command.config, **settings.values)
     problems += find_problems(config, settings)
     if problems:
