@@ -1,5 +1,6 @@
 """Exact and near duplicates, and repeated lines, against brute force."""
 
+import errno
 import random
 import resource
 import tracemalloc
@@ -67,6 +68,19 @@ def test_number_of_tasks_is_not_limited_by_open_files(tmp_path, planted):
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     np.testing.assert_array_equal(found.status, expected.status)
     np.testing.assert_array_equal(found.kept_as, expected.kept_as)
+
+
+def test_truncated_array_is_reported_as_full_disk(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # numpy raises the same error, without a number, as on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="No space left") as caught:
+            duplicates.save_array(tmp_path / "a.npy", np.zeros(10_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "a.npy"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_row_per_band_matches_brute_force(tmp_path, planted):
