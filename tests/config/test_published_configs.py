@@ -59,12 +59,7 @@ PUBLISHED = {
     ),
     # build-nanogpt, train_gpt2.py; its embedding has 47 spare rows.
     "gpt2-124m/pretrain_h200": Published(
-        parameters=124_439_808 + 47 * 768,
-        batch=(2**19, 0),
-        peak=6e-4,
-        floor=0.1,
-        warmup=715,
-        tokens=19_073 * 2**19,
+        parameters=124_439_808 + 47 * 768, batch=(2**19, 0), peak=6e-4, floor=0.1, warmup=715, tokens=19_073 * 2**19
     ),
     # Brown et al. 2020, tables 2.1 and D.1 (174,600M) and appendix B.
     "gpt3-175b/pretrain": Published(

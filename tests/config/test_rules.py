@@ -254,9 +254,7 @@ COMPATIBLE = {
         "load_in_4bit: true\nbnb_4bit_quant_type: fp4",
         "kl_to_base: 0.1\nreplay_dataset: me/old",
     ],
-    "reward": [
-        "label_smoothing: 0.1\nuse_peft: true\nlora_modules_to_save: [score]",
-    ],
+    "reward": ["label_smoothing: 0.1\nuse_peft: true\nlora_modules_to_save: [score]"],
     "dpo": [
         "loss_type: sigmoid",
         "loss_type: [sigmoid, sft]\nloss_weights: [1.0, 0.2]",

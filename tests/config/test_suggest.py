@@ -75,6 +75,7 @@ def test_renamed_key_next_to_its_successor_is_to_be_deleted(problems_of) -> None
     [
         ("model_name_or_path: a/b\noutput_dir: o\ndataset_mixer:\n  a/b: 1.0\n", [3]),
         ("base_model: a/b\noutput_dir: o\ndataset: c/d\n", [1, 3]),
+        ("model-name-or-path: a/b\noutput_dir: o\nDATASET_NAME: c/d\n", [1, 3]),
         ("model:\n  model_name_or_path: a/b\ndata:\n  dataset_name: c/d\noutput_dir: o\n", [1, 3]),
     ],
 )

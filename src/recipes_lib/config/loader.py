@@ -437,9 +437,9 @@ def _fold(key: str) -> str:
 
 
 def _find_meant(entry: Entry, table: KeyTable) -> list[str]:
-    """Return the keys that an unknown one was meant as: its successor, and keys nested in its value."""
-    retired = read_known(table.recipe).get(entry.key)
-    successor = retired.new if retired else read_synonyms().get(entry.key)
+    """Return the keys that an unknown one was meant as: another spelling, its successor, keys nested in its value."""
+    retired, folded = read_known(table.recipe).get(entry.key), _fold(entry.key)
+    successor = retired.new if retired else folded if folded in table.keys else read_synonyms().get(entry.key)
     return [*filter(None, [successor]), *_nested_keys(entry.node, table)]
 
 
