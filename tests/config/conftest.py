@@ -1,4 +1,4 @@
-"""A sound recipe on disk, and what is wrong with a changed one."""
+"""Minimal valid recipes on disk, and fixtures that return the problems of a modified one."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import ConfigError, Problem
 
 PARSERS = {"corpus": parse_corpus_command, "eval": parse_eval_command, "synthesize": parse_synthesis_command}
-SOUND = """\
+MINIMAL = """\
 model_name_or_path: owner/model
 dataset_name: owner/dataset
 output_dir: out
 learning_rate: 1e-5
 """
-SOUND_OF = dict.fromkeys(RECIPE_NAMES, SOUND) | {
-    "pretrain": SOUND.replace("learning_rate: 1e-5", "max_length: 1024"),
-    "distill": SOUND.replace("learning_rate: 1e-5", "teacher_model_name_or_path: owner/teacher"),
+MINIMAL_OF = dict.fromkeys(RECIPE_NAMES, MINIMAL) | {
+    "pretrain": MINIMAL.replace("learning_rate: 1e-5", "max_length: 1024"),
+    "distill": MINIMAL.replace("learning_rate: 1e-5", "teacher_model_name_or_path: owner/teacher"),
     **dict.fromkeys(
-        ("ppo", "rloo", "grpo"), SOUND.replace("learning_rate: 1e-5", "reward_funcs: [package.module:function]")
+        ("ppo", "rloo", "grpo"), MINIMAL.replace("learning_rate: 1e-5", "reward_funcs: [package.module:function]")
     ),
 }
 
 
 @pytest.fixture
-def sound() -> str:
-    """The text of a recipe of four lines that loads."""
-    return SOUND
+def minimal_text() -> str:
+    """Text of a minimal valid SFT recipe."""
+    return MINIMAL
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.fixture
 def parse(tmp_path: Path) -> Callable[..., Any]:
-    """Parse the file of a command that trains nothing, and flags."""
+    """Parse configuration text and flags of `clean`, `eval` or `synthesize`."""
 
     def parse_text(command: str, text: str, *flags: str) -> Any:
         path = tmp_path / f"{command}.yaml"
@@ -63,19 +63,19 @@ def parse(tmp_path: Path) -> Callable[..., Any]:
 
 @pytest.fixture
 def recipes(tmp_path: Path) -> dict[str, Path]:
-    """A recipe of each recipe that loads."""
-    paths = {recipe: tmp_path / f"{recipe}.yaml" for recipe in SOUND_OF}
+    """Path of a minimal valid configuration by recipe."""
+    paths = {recipe: tmp_path / f"{recipe}.yaml" for recipe in MINIMAL_OF}
     for recipe, path in paths.items():
-        path.write_text(SOUND_OF[recipe], encoding="utf-8")
+        path.write_text(MINIMAL_OF[recipe], encoding="utf-8")
     return paths
 
 
 @pytest.fixture
 def problems_of(write: Callable[[str], Path]) -> Callable[..., list[Problem]]:
-    """The problems of the sound recipe with lines added (``text`` replaces it) and with flags."""
+    """Problems of the minimal recipe with ``added`` lines (``text`` replaces it) and flags."""
 
     def find(added: str = "", flags: Sequence[str] = (), text: str | None = None, recipe: str = "sft") -> list[Problem]:
-        path = write((SOUND_OF[recipe] if text is None else text) + added)
+        path = write((MINIMAL_OF[recipe] if text is None else text) + added)
         try:
             load_config(recipe, ["--config", str(path), *flags])
         except ConfigError as error:

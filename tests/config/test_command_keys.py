@@ -1,4 +1,4 @@
-"""Keys of the commands that train nothing: flags over the file, each problem with its place, printed and read again."""
+"""Configuration of `clean`, `eval` and `synthesize`: flags, problems, and the printed configuration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.config.conftest import PARSERS
 from recipes_lib.config.loader import expand_paths
 from recipes_lib.errors import ConfigError
 
-SOUND = {
+MINIMAL = {
     "corpus": "sources: [{name: web.jsonl}]\noutput_dir: o\nnum_samples: 1\n",
     "eval": "model_name_or_path: a/b\ntasks: [core]\noutput_dir: o\nseed: 1\n",
     "synthesize": "model_name_or_path: a/b\ndataset_name: c/d\noutput_dir: o\nseed: 1\n",
@@ -20,24 +20,22 @@ REQUIRED = {
 }
 
 
-@pytest.mark.parametrize("command", SOUND)
+@pytest.mark.parametrize("command", MINIMAL)
 class TestCommand:
-    def test_flags_go_over_the_file_and_what_is_printed_loads_again(
-        self, parse, monkeypatch, tmp_path, command
-    ) -> None:
+    def test_flags_override_file_and_printed_config_round_trips(self, parse, monkeypatch, tmp_path, command) -> None:
         monkeypatch.setenv("HOME", str(tmp_path))
         name = "num_samples" if command == "corpus" else "seed"
         flags = [f"--{name}=2", "--output_dir=~/x"]
-        config = parse(command, SOUND[command], *flags)
+        config = parse(command, MINIMAL[command], *flags)
         assert (getattr(config, name), config.output_dir) == (2, f"{tmp_path}/x")
         assert config.path == tmp_path / f"{command}.yaml"
-        printed = parse(command, SOUND[command], *flags, "--print-config")
+        printed = parse(command, MINIMAL[command], *flags, "--print-config")
         lines = {line.partition(":")[0]: line for line in printed.splitlines()}
         assert lines[name].endswith(f"# --{name}")
-        assert lines["model_name_or_path" if "model" in SOUND[command] else "sources"].endswith(f"{config.path}:1")
+        assert lines["model_name_or_path" if "model" in MINIMAL[command] else "sources"].endswith(f"{config.path}:1")
         assert parse(command, printed) == config
 
-    def test_every_problem_is_told_with_its_place_and_no_secret_is_repeated(self, parse, tmp_path, command) -> None:
+    def test_all_problems_have_locations_and_repeat_no_secret(self, parse, tmp_path, command) -> None:
         with pytest.raises(ConfigError) as caught:
             parse(command, "outptu_dir: x\n", "--seeed", "1", "--tokenizer_name_or_path", "hf_" + "a" * 34)
         problems = caught.value.problems
@@ -49,7 +47,7 @@ class TestCommand:
         }
         assert "a" * 34 not in str(caught.value)
 
-    def test_help_is_a_text_and_a_file_that_cannot_be_read_is_the_only_problem(self, tmp_path, command) -> None:
+    def test_help_precedes_reading_and_unreadable_file_is_one_problem(self, tmp_path, command) -> None:
         assert f"usage: recipes/{command}.py --config FILE" in PARSERS[command](["--config", "/gone", "--help"])
         for name in ("gone.yaml", "."):
             with pytest.raises(ConfigError) as caught:
@@ -57,6 +55,6 @@ class TestCommand:
             assert len(caught.value.problems) == 1
 
 
-def test_the_home_folder_is_found_in_lists_too(monkeypatch, tmp_path) -> None:
+def test_expand_paths_expands_home_in_lists(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert expand_paths(["~/a", "b", None]) == [f"{tmp_path}/a", "b", None]

@@ -1,48 +1,52 @@
-"""The keys of a corpus: every problem at once, with its place and the way out."""
+"""Keys of `recipes clean`."""
 
 import pytest
 
-from recipes_lib.config.corpus_keys import MAX_SAMPLES, CorpusConfig, label_entry, list_values
+from recipes_lib.config.corpus_keys import MAX_SAMPLES, label_entry
 from recipes_lib.config.table import load_table
 from recipes_lib.errors import ConfigError
 
-SOUND = "sources: [{name: web.jsonl}]\noutput_dir: out\n"
+MINIMAL = "sources: [{name: web.jsonl}]\noutput_dir: out\n"
 
 
-def test_what_is_recorded_are_the_keys():
-    keys = load_table("corpus").keys
-    assert list_values(CorpusConfig()).keys() == keys.keys()
-    assert keys["num_samples"].schema["maximum"] == MAX_SAMPLES
+def test_maximum_of_num_samples_is_number_of_collected_samples():
+    assert load_table("corpus").keys["num_samples"].schema["maximum"] == MAX_SAMPLES
 
 
-def test_off_is_a_word(parse):
-    assert parse("corpus", SOUND + "pii: off\n").pii == "off"
+def test_unquoted_off_is_read_as_text(parse):
+    assert parse("corpus", MINIMAL + "pii: off\n").pii == "off"
 
 
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        (SOUND + "language: apply", "lacks its input"),
-        (SOUND + "toxicity: annotate", "toxic_words"),
-        (SOUND + "classifier: apply", "its path and label"),
-        (SOUND + "perplexity: apply\nperplexity_model_path: ./gone", "does not exist: './gone'"),
-        (SOUND + "pii: on", "one of off, annotate, apply"),
-        (SOUND + "pii_kinds: [mail]", "`pii_kinds[0]` is 'mail'"),
-        (SOUND + "near_duplicates_threshold: 0", "write a number at least 0.01"),
-        (SOUND + "decontamination_ngram: 4", "write a number at least 5"),
-        (SOUND + "workers: 0", "write a number at least 1"),
-        (SOUND + "mixture: weights", "`web` has no weight above 0"),
+        (MINIMAL + "language: apply", "lacks its input"),
+        (MINIMAL + "language_threshold: 65", "write a number at most 1"),
+        (MINIMAL + "language_thresholds: {de: high}", "has `de: high`"),
+        (MINIMAL + "near_duplicates_seed: -1", "write a number at least 0"),
+        (MINIMAL + "extract_seconds: 0", "write a number above 0"),
+        ("sources: [{name: web.jsonl}]\noutput_dir: ' '\n", "`output_dir` is empty"),
+        ("sources: []\noutput_dir: out\n", "`sources` is empty"),
+        (MINIMAL + "toxicity: annotate", "toxic_words"),
+        (MINIMAL + "classifier: apply", "its path and label"),
+        (MINIMAL + "perplexity: apply\nperplexity_model_path: ./gone", "does not exist: './gone'"),
+        (MINIMAL + "pii: on", "one of off, annotate, apply"),
+        (MINIMAL + "pii_kinds: [mail]", "`pii_kinds[0]` is 'mail'"),
+        (MINIMAL + "near_duplicates_threshold: 0", "write a number at least 0.01"),
+        (MINIMAL + "decontamination_ngram: 4", "write a number at least 5"),
+        (MINIMAL + "workers: 0", "write a number at least 1"),
+        (MINIMAL + "mixture: weights", "`web` has no weight above 0"),
         ("sources: [{name: a/x.jsonl}, {name: b/x.jsonl}]\noutput_dir: o", "two sources have the name `x`"),
         ("sources: [{name: a, kind: page}]\noutput_dir: o", "kind"),
         ("sources: [{name: a, lang: de}]\noutput_dir: o", "is not a key of an entry"),
     ],
 )
-def test_a_mistake_is_refused_with_the_way_out(parse, text, found):
+def test_invalid_config_is_refused_with_remedy(parse, text, found):
     with pytest.raises(ConfigError) as caught:
         parse("corpus", text)
     assert found in str(caught.value)
 
 
-def test_a_source_is_called_by_its_label_or_its_name():
+def test_source_label_defaults_to_stem_of_name():
     names = [{"name": "a/b.jsonl.gz"}, {"name": "org/set"}, {"name": "x", "label": "y"}, {"name": "dir/"}]
     assert [label_entry(entry) for entry in names] == ["b", "set", "y", "dir"]

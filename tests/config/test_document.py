@@ -1,3 +1,5 @@
+"""Parsing of YAML documents: line numbers, syntax errors, encodings."""
+
 from __future__ import annotations
 
 import json
@@ -14,7 +16,7 @@ def entries_and_problems(text: str):
     return read_entries(text, "f.yaml", problems), problems
 
 
-def test_every_entry_knows_its_line() -> None:
+def test_entries_have_line_numbers() -> None:
     entries, problems = entries_and_problems("# comment\na: 1\n\nb:\n  - x\n  - y\n")
     assert not problems
     assert [(entry.key, entry.where) for entry in entries] == [("a", "f.yaml:2"), ("b", "f.yaml:4")]
@@ -43,7 +45,7 @@ def test_every_entry_knows_its_line() -> None:
         ("a: 1\nb: " + "[" * 40 + "]" * 40, 2, "levels deep"),
     ],
 )
-def test_what_is_not_one_flat_mapping_is_one_problem_at_its_line(text: str, line: int, word: str) -> None:
+def test_document_must_be_one_flat_mapping(text: str, line: int, word: str) -> None:
     _, problems = entries_and_problems(text)
     assert [problem.where for problem in problems] == [f"f.yaml:{line}"]
     assert word in problems[0].found
@@ -71,19 +73,19 @@ def test_what_is_not_one_flat_mapping_is_one_problem_at_its_line(text: str, line
         ("a: 1\n".encode("utf-16-le").decode(), 1, "UTF-16"),
     ],
 )
-def test_a_mistake_of_syntax_is_reported_where_it_is_made_with_the_way_out(text: str, line: int, remedy: str) -> None:
+def test_syntax_error_has_line_and_remedy(text: str, line: int, remedy: str) -> None:
     _, problems = entries_and_problems(text)
     assert [problem.where for problem in problems] == [f"f.yaml:{line}"]
     assert remedy in problems[0].remedy
 
 
 @pytest.mark.parametrize("text", ["\U0001f600 hi", "é", "plain", "\U0010ffff\U00010000"])
-def test_what_json_writes_is_read_as_it_was(text: str) -> None:
+def test_json_text_round_trips(text: str) -> None:
     node = compose(json.dumps([text]), "--key", [])
     assert [item.value for item in node.value] == [text]
 
 
-def test_aliases_cannot_blow_a_file_up() -> None:
+def test_alias_expansion_bomb_is_refused() -> None:
     bomb = "a: &a [x]\n" + "".join(
         f"{chr(98 + i)}: &{chr(98 + i)} [*{chr(97 + i)}, *{chr(97 + i)}]\n" for i in range(20)
     )
@@ -93,7 +95,7 @@ def test_aliases_cannot_blow_a_file_up() -> None:
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "latin-1", "utf-16", "data", "/dev/zero"])
-def test_a_file_that_cannot_be_read_is_one_problem(tmp_path: Path, kind: str) -> None:
+def test_unreadable_file_is_one_problem(tmp_path: Path, kind: str) -> None:
     path = Path(kind) if kind == "/dev/zero" else tmp_path / "f.yaml"
     if kind == "data":
         path.write_bytes(b"a: 1\n" * 10**6)
@@ -109,7 +111,7 @@ def test_a_file_that_cannot_be_read_is_one_problem(tmp_path: Path, kind: str) ->
     assert [problem.where for problem in problems] == [f"{path}{line}"]
 
 
-def test_a_byte_order_mark_is_not_part_of_the_first_key(tmp_path: Path) -> None:
+def test_utf8_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "f.yaml"
     path.write_bytes(b"\xef\xbb\xbfa: 1\n")
     problems: list[Problem] = []

@@ -1,4 +1,4 @@
-"""The keys of an evaluation: every problem at once, with its place and the way out."""
+"""Keys of `recipes eval`."""
 
 from __future__ import annotations
 
@@ -8,27 +8,30 @@ import pytest
 
 from recipes_lib.errors import ConfigError
 
-SOUND = "model_name_or_path: a/b\ntasks: [core]\n"
+MINIMAL = "model_name_or_path: a/b\ntasks: [core]\n"
 
 
-def test_results_go_into_the_model_unless_a_folder_is_named(parse, tmp_path: Path) -> None:
+def test_results_folder_defaults_to_model_folder(parse, tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     assert parse("eval", f"model_name_or_path: {tmp_path}/m\ntasks: [x]\n").folder == tmp_path / "m" / "eval"
-    assert parse("eval", f"{SOUND}output_dir: out\n").folder == Path("out")
+    assert parse("eval", f"{MINIMAL}output_dir: out\n").folder == Path("out")
 
 
 @pytest.mark.parametrize(
     ("text", "found"),
     [
         ("task: [core]\nmodel_name_or_path: a/b\n", "did you mean `tasks`"),
-        (f"{SOUND}limit: 0\n", "`limit` is 0"),
-        (f"{SOUND}include_path: [gone]\n", "no folder 'gone'"),
+        (MINIMAL.replace("[core]", "[]"), "`tasks` is empty"),
+        (f"{MINIMAL}output_dir: o\n".replace("a/b", "a/b/c"), "neither an existing path nor a Hub id: 'a/b/c'"),
+        (f"{MINIMAL}output_dir: o\ntokenizer_name_or_path: ./gone\n", "does not exist: './gone'"),
+        (f"{MINIMAL}limit: 0\n", "`limit` is 0"),
+        (f"{MINIMAL}include_path: [gone]\n", "no folder 'gone'"),
         ("tasks: [core]\nmodel_name_or_path: ./gone\n", "does not exist: './gone'"),
-        (SOUND, "no folder here for the results"),
-        (f"{SOUND}output_dir: o\nbase_url: http://localhost/v1/completions\n", "needs the tokenizer"),
-        (f"{SOUND}output_dir: o\nbase_url: http://localhost/v1/chat/completions\n", "expects messages"),
+        (MINIMAL, "no folder here for the results"),
+        (f"{MINIMAL}output_dir: o\nbase_url: http://localhost/v1/completions\n", "needs the tokenizer"),
+        (f"{MINIMAL}output_dir: o\nbase_url: http://localhost/v1/chat/completions\n", "expects messages"),
     ],
 )
-def test_a_mistake_is_refused_with_the_way_out(parse, text: str, found: str) -> None:
+def test_invalid_config_is_refused_with_remedy(parse, text: str, found: str) -> None:
     with pytest.raises(ConfigError, match=found):
         parse("eval", text)

@@ -1,3 +1,5 @@
+"""Command-line flags."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -5,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipes_lib.config.loader import load_config
+from recipes_lib.config.schema import flatten_config
 from recipes_lib.errors import ConfigError
 
 BASE = ["--model_name_or_path", "o/m", "--dataset_name", "o/d", "--output_dir", "out"]
@@ -21,35 +24,31 @@ def problems(*flags: str):
 
 
 @pytest.mark.parametrize("flags", [["--learning_rate", "1e-5"], ["--learning_rate=1e-5"], ["--learning-rate", "1e-5"]])
-def test_a_flag_has_three_spellings(flags: list[str]) -> None:
+def test_flag_spellings_are_equivalent(flags: list[str]) -> None:
     config = load(*flags)
     assert config.path is None
     assert config.training["learning_rate"] == 1e-5
     assert config.provenance["learning_rate"] == "--learning_rate"
 
 
-def test_a_bare_flag_is_true_and_does_not_eat_the_next_one() -> None:
-    config = load("--torch_compile", "--packing", "false")
-    assert config.training["torch_compile"] is True
-    assert config.tokens.packing is False
+@pytest.mark.parametrize(
+    ("flags", "values"),
+    [
+        (["--torch_compile", "--packing", "false"], {"torch_compile": True, "packing": False}),
+        (["--max_steps", "-1"], {"max_steps": -1}),
+        (["--sample_prompts", '["a: b", "c"]'], {"sample_prompts": ["a: b", "c"]}),
+        (["--lr_scheduler_kwargs", '{"num_cycles": 2}'], {"lr_scheduler_kwargs": {"num_cycles": 2}}),
+        (["--run_name", "a: [b"], {"run_name": "a: [b"}),
+        (["--pad_token", "null"], {"pad_token": None}),
+    ],
+    ids=["bare flag", "negative number", "list", "mapping", "text is not YAML", "null"],
+)
+def test_flag_value_is_parsed(flags: list[str], values: dict[str, object]) -> None:
+    config = flatten_config(load(*flags))
+    assert {key: config[key] for key in values} == values
 
 
-def test_negative_numbers_are_values() -> None:
-    assert load("--max_steps", "-1").training["max_steps"] == -1
-
-
-def test_lists_and_mappings_are_json() -> None:
-    config = load("--sample_prompts", '["a: b", "c"]', "--lr_scheduler_kwargs", '{"num_cycles": 2}')
-    assert config.evaluation.sample_prompts == ["a: b", "c"]
-    assert config.training["lr_scheduler_kwargs"] == {"num_cycles": 2}
-
-
-def test_text_is_taken_as_it_stands() -> None:
-    assert load("--run_name", "a: [b").training["run_name"] == "a: [b"
-    assert load("--pad_token", "null").tokens.pad_token is None
-
-
-def test_a_line_of_the_file_that_a_flag_overrides_is_not_judged(tmp_path: Path) -> None:
+def test_file_value_overridden_by_flag_is_not_validated(tmp_path: Path) -> None:
     path = tmp_path / "f.yaml"
     path.write_text("model_name_or_path: ./gone\ndataset_name: c/d\noutput_dir: o\n")
     assert load_config("sft", ["--config", str(path), "--model_name_or_path", "a/b"]).model.model_name_or_path == "a/b"
@@ -70,13 +69,13 @@ def test_a_line_of_the_file_that_a_flag_overrides_is_not_judged(tmp_path: Path) 
         (["--learning_rate", "x"], "--learning_rate", "'x'"),
     ],
 )
-def test_a_wrong_flag_is_named(flags: list[str], where: str, word: str) -> None:
+def test_invalid_flag_is_reported(flags: list[str], where: str, word: str) -> None:
     (problem,) = problems(*flags)
     assert problem.where == where
     assert word in problem.found
     assert problem.remedy
 
 
-def test_only_a_fault_of_syntax_is_laid_to_the_shell() -> None:
+def test_shell_quoting_is_suggested_only_for_syntax_errors() -> None:
     assert problems("--sample_prompts", "[a")[0].remedy == "quote the JSON for the shell"
     assert problems("--sample_prompts", '["\\ud83d hi"]')[0].remedy == "write the character itself"

@@ -1,9 +1,13 @@
+"""Generated tables, schemas and pages against the installed dataclasses."""
+
 from __future__ import annotations
 
 import dataclasses
 import enum
 import json
 import re
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 from trl import SFTConfig
@@ -19,12 +23,18 @@ from recipes_lib.config.table import RECIPE_NAMES, TABLES, load_table, table_pat
 SECTIONS_OF = {"corpus": CORPUS_SECTIONS, "eval": EVAL_SECTIONS, "synthesize": SYNTHESIS_SECTIONS}
 
 
-def test_the_committed_files_are_what_the_installed_dataclasses_give() -> None:
-    for path, text in {**build_tables(), **build_documents()}.items():
+@pytest.fixture(scope="module")
+def documents() -> Mapping[Path, str]:
+    """Text of every generated schema and page by path."""
+    return build_documents()
+
+
+def test_generated_files_are_up_to_date(documents) -> None:
+    for path, text in {**build_tables(), **documents}.items():
         assert path.read_text(encoding="utf-8") == text, f"{path} is stale: run python -m recipes_lib.config.generate"
 
 
-def test_honoured_upstream_defaults_are_the_installed_ones() -> None:
+def test_upstream_defaults_match_installed_dataclasses() -> None:
     upstream = {field.name: field for field in dataclasses.fields(SFTConfig)}
     for key in load_table("sft").keys.values():
         if key.owner != "recipes_lib":
@@ -34,7 +44,7 @@ def test_honoured_upstream_defaults_are_the_installed_ones() -> None:
 
 
 @pytest.mark.parametrize("recipe", TABLES)
-def test_our_fields_are_in_the_table_with_their_defaults(recipe: str) -> None:
+def test_section_fields_are_in_table_with_defaults(recipe: str) -> None:
     table, refused, defaults = load_table(recipe), read_refused(recipe), read_defaults(recipe)
     for group, section in SECTIONS_OF.get(recipe, SECTIONS).items():
         fields = [field for field in dataclasses.fields(section) if field.name not in refused]
@@ -45,7 +55,7 @@ def test_our_fields_are_in_the_table_with_their_defaults(recipe: str) -> None:
             assert table.keys[field.name].owner == "recipes_lib"
 
 
-def test_the_editor_schema_knows_the_keys() -> None:
+def test_editor_schema_lists_every_key() -> None:
     schema = json.loads(table_path("sft").with_name("sft.schema.json").read_text(encoding="utf-8"))
     assert schema["additionalProperties"] is False
     assert schema["properties"].keys() == load_table("sft").keys.keys()
@@ -54,9 +64,9 @@ def test_the_editor_schema_knows_the_keys() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_the_recipes_own_keys_come_before_shared_ones(recipe: str) -> None:
-    page = next(text for path, text in build_documents().items() if path.name == f"{recipe}.md")
-    told = page.partition("## Common keys")[2].partition("\n## ")[0]
-    links = re.findall(r"^\| \[`\w+`\]\((.*?)#", told, re.MULTILINE)
+def test_common_keys_of_the_recipe_precede_shared_ones(documents, recipe: str) -> None:
+    page = next(text for path, text in documents.items() if path.name == f"{recipe}.md")
+    section = page.partition("## Common keys")[2].partition("\n## ")[0]
+    links = re.findall(r"^\| \[`\w+`\]\((.*?)#", section, re.MULTILINE)
     assert len(links) > 10
     assert links == sorted(links)

@@ -1,6 +1,6 @@
-"""Every recipe that alignment-handbook published migrates to one that loads, of its own method.
+"""Migration of the recipes published by alignment-handbook.
 
-``handbook_recipes.json`` has their keys and values as of July 2025; a short chat template stands in for theirs.
+``handbook_recipes.json`` has their keys and values as of July 2025, with a shortened chat template.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from recipes_lib.config.migration.migrate import migrate
 from recipes_lib.config.schema import flatten_config
 
 RECIPES = json.loads(Path(__file__).with_name("handbook_recipes.json").read_text(encoding="utf-8"))
-TODAY = {
+CURRENT_NAMES = {
     "torch_dtype": "dtype",
     "max_seq_length": "max_length",
     "warmup_ratio": "warmup_steps",
@@ -30,7 +30,7 @@ DROPPED = {
     *("max_prompt_length", "overwrite_output_dir", "packing_strategy", "padding_free", "remove_unused_columns"),
     *("trust_remote_code", "use_liger_kernel"),
 }
-"""Keys that are compared apart, that say how upstream prepares or launches, or that are left to the user."""
+"""Keys that are compared separately, concern preparation or launching, or need review."""
 
 
 def recipe_of(name: str) -> str:
@@ -40,7 +40,7 @@ def recipe_of(name: str) -> str:
 
 @pytest.fixture
 def migrated(tmp_path):
-    """Write a recipe of the handbook under its name and migrate it."""
+    """Write a handbook recipe under its published name and migrate it."""
 
     def migrate_recipe(name: str):
         path = tmp_path / f"{name.removesuffix('.yaml')}.yaml"
@@ -52,7 +52,7 @@ def migrated(tmp_path):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_of_the_handbook_keeps_its_method_and_its_values(name: str, migrated) -> None:
+def test_handbook_recipe_keeps_method_and_values(name: str, migrated) -> None:
     path, migration = migrated(name)
     assert migration.recipe == recipe_of(name)
     assert migration.is_ready
@@ -64,7 +64,7 @@ def test_a_recipe_of_the_handbook_keeps_its_method_and_its_values(name: str, mig
             # TRL switches dropout off before it compares log-probabilities.
             expected = 0 if key == "lora_dropout" and migration.recipe == "dpo" else value
             expected = [expected] if key == "loss_type" else expected
-            assert keys[TODAY.get(key, key)] == expected, key
+            assert keys[CURRENT_NAMES.get(key, key)] == expected, key
     if migration.recipe == "dpo":
         assert config.read("loss_type") == ["orpo" if "/orpo/" in name else old.get("loss_type", "sigmoid")]
     else:
@@ -78,6 +78,6 @@ def test_a_recipe_of_the_handbook_keeps_its_method_and_its_values(name: str, mig
     assert (again.text, [change for change in again.changes if change.line]) == (migration.text, [])
 
 
-def test_with_the_recipe_given_orpo_is_orpo_still(migrated) -> None:
+def test_orpo_loss_is_kept_with_explicit_recipe(migrated) -> None:
     path, _ = migrated("zephyr-141b-A35b/orpo/config_full")
     assert yaml.safe_load(migrate(path, "dpo").text)["loss_type"] == "orpo"

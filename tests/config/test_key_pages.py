@@ -1,3 +1,5 @@
+"""Generated reference pages of keys."""
+
 from __future__ import annotations
 
 import re
@@ -14,7 +16,7 @@ DEFINED = {page: re.findall(r'^\| <a id="(\w+)"></a>`\1` \|', text, re.MULTILINE
 
 
 @pytest.mark.parametrize("recipe", TABLES)
-def test_a_page_describes_every_key_of_its_recipe_once_or_links_to_where_it_is(recipe: str) -> None:
+def test_page_defines_or_links_every_key_of_its_recipe(recipe: str) -> None:
     text, own = PAGES[f"configs/{recipe}.md"], DEFINED[f"configs/{recipe}.md"]
     linked = set(re.findall(r"\(shared\.md#(\w+)\)", text))
     assert linked <= set(DEFINED["configs/shared.md"])
@@ -22,7 +24,7 @@ def test_a_page_describes_every_key_of_its_recipe_once_or_links_to_where_it_is(r
     assert linked | set(own) == set(load_table(recipe).keys)
 
 
-def test_a_key_stands_on_one_page_unless_its_values_or_meaning_differ() -> None:
+def test_key_is_repeated_on_pages_only_if_its_definition_differs() -> None:
     assert all(max(Counter(names).values(), default=1) == 1 for names in DEFINED.values())
     counts = Counter(name for page in ["shared", *RECIPE_NAMES] for name in DEFINED[f"configs/{page}.md"])
     for name in (name for name, count in counts.items() if count > 1):
@@ -30,17 +32,17 @@ def test_a_key_stands_on_one_page_unless_its_values_or_meaning_differ() -> None:
         assert len({str((key.schema, key.help, key.group)) for key in keys}) > 1, name
 
 
-def test_the_shared_page_names_the_recipes_that_have_a_key() -> None:
+def test_shared_page_lists_recipes_of_every_key() -> None:
     for name in find_shared_keys():
         row = next(row for row in PAGES["configs/shared.md"].splitlines() if row.startswith(f'| <a id="{name}">'))
-        told = row.split("|")[-2].strip()
-        listed = set(told.removeprefix("all but ").split(", ")) if told != "all" else set()
+        cell = row.split("|")[-2].strip()
+        listed = set(cell.removeprefix("all but ").split(", ")) if cell != "all" else set()
         having = {recipe for recipe in RECIPE_NAMES if name in load_table(recipe).keys}
-        assert having == (listed if told != "all" and not told.startswith("all but") else {*RECIPE_NAMES} - listed)
+        assert having == (listed if cell != "all" and not cell.startswith("all but") else {*RECIPE_NAMES} - listed)
 
 
 @pytest.mark.parametrize("recipe", TABLES)
-def test_the_keys_that_users_touch_exist_and_are_about_twenty(recipe: str) -> None:
+def test_common_keys_exist_and_are_few(recipe: str) -> None:
     common = read_common(recipe)
     assert sorted(set(common) - set(load_table(recipe).keys)) == []
     assert len(common) == len(set(common))
@@ -49,13 +51,13 @@ def test_the_keys_that_users_touch_exist_and_are_about_twenty(recipe: str) -> No
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_every_refused_key_is_on_the_page_of_the_recipe_or_on_the_shared_one(recipe: str) -> None:
+def test_refused_keys_are_documented(recipe: str) -> None:
     text = PAGES[f"configs/{recipe}.md"] + PAGES["configs/shared.md"]
     refused = "\n".join(re.findall(r"^\| (`\w+`(?: `\w+`)*) \|", text, re.MULTILINE))
     assert sorted(set(read_refused(recipe)) - set(re.findall(r"`(\w+)`", refused))) == []
 
 
-def test_the_rows_of_each_table_have_the_columns_of_its_head() -> None:
+def test_table_rows_have_as_many_cells_as_their_header() -> None:
     for text in PAGES.values():
         width = 0
         for line in text.splitlines():
@@ -66,7 +68,7 @@ def test_the_rows_of_each_table_have_the_columns_of_its_head() -> None:
             width = cells
 
 
-def test_the_reference_gives_the_reason_of_each_other_default() -> None:
+def test_reasons_of_changed_defaults_are_documented() -> None:
     for recipe in RECIPE_NAMES:
         text = PAGES[f"configs/{recipe}.md"] + PAGES["configs/shared.md"]
         assert all(reason in text for _, reason in read_defaults(recipe).values())

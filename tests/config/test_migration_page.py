@@ -1,4 +1,4 @@
-"""The migration page says of every key what migration does."""
+"""The generated migration page against the behaviour of `migrate`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ NAMED = {**read_renames().elsewhere, **read_renames().retired}
 
 
 @pytest.mark.parametrize("key", sorted(NAMED.keys() - load_table("sft").keys.keys()))
-def test_a_row_of_the_page_is_what_migration_does(key, write, sound: str) -> None:
+def test_migration_page_row_describes_behaviour_of_migrate(key, write, minimal_text: str) -> None:
     retired = NAMED[key]
     fate = describe_fate(key, retired)
     recipe = "sft" if retired.new is None or retired.new in load_table("sft").keys else "ppo"
-    text, changes, *_ = migrate(write(f"{sound}{key}: some value of nobody's\n"), recipe)
+    text, changes, *_ = migrate(write(f"{minimal_text}{key}: some value of nobody's\n"), recipe)
     change = next(change for change in changes if change.line)
     lines = text.splitlines()
-    if retired.new and f"{retired.new}:" in sound:
+    if retired.new and f"{retired.new}:" in minimal_text:
         assert change.by_hand
         assert not any(key in line.split(":")[0] for line in lines)
     elif fate == "is deleted":
@@ -34,7 +34,7 @@ def test_a_row_of_the_page_is_what_migration_does(key, write, sound: str) -> Non
         assert f"{retired.new}: some value of nobody's" in lines
 
 
-def test_every_key_is_on_the_page_once() -> None:
+def test_migration_page_lists_every_key() -> None:
     page = format_migration()
     first = [row.split("|")[1] for row in page.splitlines() if row.startswith("| `")]
     for key in NAMED:

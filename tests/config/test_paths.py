@@ -1,3 +1,5 @@
+"""Paths and Hub names in configurations."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -22,31 +24,31 @@ from recipes_lib.errors import ConfigError
         "prepared_dir: ~cachedir/x",
     ],
 )
-def test_a_path_that_cannot_be_meant_is_refused(problems_of, tmp_path: Path, line: str) -> None:
+def test_missing_or_invalid_path_is_refused(problems_of, tmp_path: Path, line: str) -> None:
     (tmp_path / "file").touch()
     (problem,) = problems_of(line.format(file=tmp_path / "file") + "\n")
     assert problem.where == "recipe.yaml:5"
 
 
 @pytest.mark.parametrize("split", ["test", "test_sft", "train[90%:]", "v1.5"])
-def test_a_bare_word_is_a_held_out_split(problems_of, split: str) -> None:
+def test_bare_word_is_a_split_name(problems_of, split: str) -> None:
     assert not names_path(split)
     assert not problems_of(f"dataset_test_split: {split}\n")
 
 
 @pytest.mark.parametrize("suffix", READERS)
-def test_whatever_can_be_read_is_known_as_a_file_by_its_suffix(suffix: str) -> None:
+def test_names_path_knows_every_readable_suffix(suffix: str) -> None:
     assert names_path(f"held_out{suffix}")
     assert names_path(f"held_out{suffix}.gz")
 
 
 @pytest.mark.parametrize("name", ["./gone", "~/gone-for-ever", "/gone", "gone.jsonl", "a/b/c", "a b", "''", "C:\\data"])
-def test_a_dataset_that_is_neither_path_nor_hub_id_is_refused(problems_of, name: str) -> None:
+def test_dataset_name_must_be_path_or_hub_id(problems_of, name: str) -> None:
     text = f"model_name_or_path: a/b\noutput_dir: o\ndataset_name: {name}\n"
     assert [problem.where for problem in problems_of(text=text)] == ["recipe.yaml:3"]
 
 
-def test_a_mixture_takes_names_alone(write, problems_of) -> None:
+def test_mixture_entry_may_be_a_name(write, problems_of) -> None:
     path = write("model_name_or_path: a/b\noutput_dir: o\ndataset_mixture: [a/b, {name: c/d, repeat: 2}]\n")
     names = [{"name": "a/b"}, {"name": "c/d", "repeat": 2}]
     assert load_config("sft", ["--config", str(path)]).data.dataset_mixture == names
@@ -54,7 +56,7 @@ def test_a_mixture_takes_names_alone(write, problems_of) -> None:
     assert [problem.where for problem in problems_of(text=text)] == ["recipe.yaml:5", "recipe.yaml:6"]
 
 
-def test_the_nearest_sibling_is_offered(problems_of, tmp_path: Path) -> None:
+def test_missing_file_suggests_nearest_sibling(problems_of, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").touch()
     text = (
         f"model_name_or_path: a/b\noutput_dir: o\ndataset_mixture:\n  - weight: 1\n    name: {tmp_path}/trian.jsonl\n"
@@ -64,7 +66,7 @@ def test_the_nearest_sibling_is_offered(problems_of, tmp_path: Path) -> None:
     assert str(tmp_path / "train.jsonl") in problem.remedy
 
 
-def test_home_is_expanded_and_existing_paths_pass(monkeypatch, write, tmp_path: Path) -> None:
+def test_home_is_expanded_in_paths(monkeypatch, write, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
     (tmp_path / "rows.jsonl").touch()
@@ -75,11 +77,11 @@ def test_home_is_expanded_and_existing_paths_pass(monkeypatch, write, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["~data", "~data/x", "~no-such-user/x"])
-def test_a_name_that_begins_with_a_tilde_is_no_home(name: str) -> None:
+def test_tilde_user_prefix_is_not_expanded(name: str) -> None:
     assert expand_home(name) == name
 
 
-def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_home_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     with pytest.raises(ConfigError, match="no home folder"):
@@ -87,12 +89,12 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
     assert expand_home("x") == "x"
 
 
-def test_a_revision_of_a_local_path_contradicts_and_a_flag_overrules_it(problems_of, write, sound, tmp_path) -> None:
+def test_revision_of_local_path_is_refused_unless_path_is_a_flag(problems_of, write, minimal_text, tmp_path) -> None:
     (tmp_path / "model").mkdir()
     local = f"{tmp_path}/model"
     text = f"model_name_or_path: {local}\nmodel_revision: main\ndataset_name: a/b\noutput_dir: o\n"
     assert [problem.where for problem in problems_of(text=text)] == ["recipe.yaml:2"]
-    path = write(sound + "model_revision: main\n")
+    path = write(minimal_text + "model_revision: main\n")
     config = load_config("sft", ["--config", str(path), "--model_name_or_path", local])
     assert config.model.model_revision is None
     assert config.provenance["model_revision"].startswith("derived")

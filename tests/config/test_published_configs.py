@@ -1,4 +1,4 @@
-"""The shipped pretraining recipes are the published runs: size, batch, rates, lengths, as the papers have them."""
+"""Shipped pretraining configurations against published runs: parameters, batch, learning rates, tokens."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ BATCH = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """What a paper, model card or training script says of a run.
+    """Facts of a run in a paper, model card or training script.
 
     Attributes:
-        parameters: Of the model.
-        batch: Tokens of a full step, and how far off the figure is rounded, as a share.
-        first_batch: Tokens of the first step; that of a full one where the batch does not grow.
-        peak: Learning rate.
-        floor: Last learning rate, as a share of the peak.
-        warmup: Steps below 1,000,000, else tokens.
-        epsilon: Of Adam.
-        decay: Of weights.
-        tokens: Of the run.
+        parameters: Number of model parameters.
+        batch: Tokens per step, and the relative rounding error of the published number.
+        first_batch: Tokens of the first step, if the batch size grows.
+        peak: Peak learning rate.
+        floor: Final learning rate as a fraction of the peak.
+        warmup: Warm-up in steps, or in tokens from 1,000,000.
+        epsilon: Adam epsilon.
+        decay: Weight decay.
+        tokens: Training tokens.
         kind: ``lr_scheduler_type``.
     """
 
@@ -59,12 +59,7 @@ PUBLISHED = {
     ),
     # build-nanogpt, train_gpt2.py; its embedding has 47 spare rows.
     "gpt2-124m/pretrain_h200": Published(
-        parameters=124_439_808 + 47 * 768,
-        batch=(2**19, 0),
-        peak=6e-4,
-        floor=0.1,
-        warmup=715,
-        tokens=19_073 * 2**19,
+        parameters=124_439_808 + 47 * 768, batch=(2**19, 0), peak=6e-4, floor=0.1, warmup=715, tokens=19_073 * 2**19
     ),
     # Brown et al. 2020, tables 2.1 and D.1 (174,600M) and appendix B.
     "gpt3-175b/pretrain": Published(
@@ -118,7 +113,7 @@ PUBLISHED = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """A shipped recipe and what it leads to on the processes that its header names."""
+    """A shipped configuration, its header, and its schedule at the world size of the header."""
 
     head: str
     config: RecipeConfig
@@ -136,13 +131,13 @@ def recipe(request: pytest.FixtureRequest) -> Recipe:
     return Recipe(head, config, plan_pretraining(config, int(found[1])).schedule, PUBLISHED[request.param])
 
 
-def test_every_shipped_recipe_from_random_weights_is_in_the_table() -> None:
+def test_every_pretraining_config_is_compared() -> None:
     paths = [path for path in CONFIGS.rglob("pretrain*.yaml") if "\nmodel_config:" in path.read_text(encoding="utf-8")]
     shipped = {path.relative_to(CONFIGS).with_suffix("").as_posix() for path in paths}
     assert {name for name in shipped if not name.startswith("demo/")} == set(PUBLISHED)
 
 
-def test_the_model_has_as_many_parameters_as_published(recipe: Recipe, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_parameter_count_matches_publication(recipe: Recipe, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     architecture = recipe.config.model.model_config
     assert architecture is not None
     model_config = build_model_config(architecture, tiny_tokenizer, recipe.config.tokens.max_length)
@@ -154,7 +149,7 @@ def test_the_model_has_as_many_parameters_as_published(recipe: Recipe, tiny_toke
     assert model_config.max_position_embeddings >= recipe.config.tokens.max_length
 
 
-def test_the_batch_is_the_published_one_and_made_up_as_the_header_says(recipe: Recipe) -> None:
+def test_global_batch_size_matches_publication_and_header(recipe: Recipe) -> None:
     found = BATCH.search(recipe.head)
     assert found
     processes, rows, accumulated, tokens, product = map(int, found.groups())
@@ -171,13 +166,13 @@ def test_the_batch_is_the_published_one_and_made_up_as_the_header_says(recipe: R
     assert (np.diff(batches) >= 0).all()
 
 
-def test_the_run_is_as_long_as_published(recipe: Recipe) -> None:
+def test_token_count_matches_publication(recipe: Recipe) -> None:
     end, wanted = recipe.schedule.token_starts[-1], recipe.published.tokens
     assert recipe.config.pretraining.max_tokens == wanted
     assert wanted <= end < wanted + recipe.schedule.full_tokens
 
 
-def test_the_rate_rises_peaks_and_ends_as_published(recipe: Recipe) -> None:
+def test_learning_rate_schedule_matches_publication(recipe: Recipe) -> None:
     schedule, published = recipe.schedule, recipe.published
     assert recipe.config.training["learning_rate"] == published.peak
     assert recipe.config.training["lr_scheduler_type"] == schedule.kind == published.kind
@@ -195,21 +190,21 @@ def test_the_rate_rises_peaks_and_ends_as_published(recipe: Recipe) -> None:
     assert (np.diff(rising) >= 0).all()
 
 
-def test_a_fifth_of_the_stable_schedule_goes_to_zero() -> None:
+def test_smollm2_decays_over_last_fifth() -> None:
     config = load_config("pretrain", ["--config", str(CONFIGS / "smollm2-135m" / "pretrain.yaml")])
     schedule = plan_pretraining(config, 64).schedule
     assert (schedule.num_steps, schedule.first_decay_step) == (2_000_000, 1_600_000)
     assert schedule.factors([2000, 1_599_999, 1_700_000, 1_800_000, 2_000_000]) == pytest.approx([1, 1, 0.75, 0.5, 0])
 
 
-def test_the_batch_of_chinchilla_doubles_and_is_on_average_what_doubling_midway_makes_it() -> None:
+def test_chinchilla_batch_doubles_with_published_mean() -> None:
     config = load_config("pretrain", ["--config", str(CONFIGS / "chinchilla-70b" / "pretrain.yaml")])
     batches = np.diff(plan_pretraining(config, 128).schedule.token_starts)
     assert batches[-1] == 2 * batches[0]
     assert (batches * batches).sum() / batches.sum() == pytest.approx(0.75 * batches[-1], rel=0.01)
 
 
-def test_the_optimizer_is_the_published_one(recipe: Recipe) -> None:
+def test_optimizer_matches_publication(recipe: Recipe) -> None:
     training, published = recipe.config.training, recipe.published
     assert training.get("optim", "adamw_torch_fused").startswith("adamw")
     assert (training["adam_beta1"], training["adam_beta2"]) == (0.9, 0.95)
@@ -219,14 +214,14 @@ def test_the_optimizer_is_the_published_one(recipe: Recipe) -> None:
     assert training["bf16"] is True
 
 
-def test_the_header_names_its_sources_and_says_that_a_tokenizer_is_gated(recipe: Recipe) -> None:
+def test_header_names_sources_and_gated_tokenizer(recipe: Recipe) -> None:
     assert re.search(r"^# Sources: ", recipe.head, re.MULTILINE)
     is_gated = str(recipe.config.model.tokenizer_name_or_path).startswith("meta-llama/")
     assert is_gated == ("gated" in recipe.head)
 
 
-def test_gpt_lets_documents_see_each_other_as_the_papers_did_and_has_gelu_in_one_kernel(recipe: Recipe) -> None:
-    """``gelu_new``, transformers' default for GPT-2, is the same function in eight kernels."""
+def test_gpt_has_cross_document_attention_and_fused_gelu(recipe: Recipe) -> None:
+    """``gelu_new``, transformers' default for GPT-2, computes the same function in eight kernels."""
     architecture = recipe.config.model.model_config or {}
     is_gpt = architecture["model_type"] == "gpt2"
     assert recipe.config.pretraining.cross_document_attention == is_gpt

@@ -1,3 +1,5 @@
+"""Tables of `recipes.yaml` against upstream's argument classes."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -15,13 +17,13 @@ from recipes_lib.config.table import RECIPE_NAMES, TABLES, load_table
 from recipes_lib.config.values import is_secret_key
 
 
-def test_the_policy_speaks_of_keys_that_exist() -> None:
+def test_notes_and_bounds_name_existing_keys() -> None:
     keys = {key for table in TABLES for key in load_table(table).keys}
     assert keys >= set(read_notes()) | set(SHARE_OR_COUNT)
     assert keys | {"weight", "repeat", "start_tokens"} >= set(read_bounds())
 
 
-def test_a_table_carries_the_bounds() -> None:
+def test_table_schemas_include_bounds() -> None:
     for table in TABLES:
         for name, key in load_table(table).keys.items():
             assert dict(key.schema) | dict(read_bounds().get(name, {})) == dict(key.schema)
@@ -44,7 +46,7 @@ OURS = {field.name for section in SECTIONS.values() for field in dataclasses.fie
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_every_key_is_honoured_or_refused_and_never_both(recipe: str) -> None:
+def test_every_upstream_key_is_either_accepted_or_refused(recipe: str) -> None:
     honoured, refused = set(load_table(recipe).keys), set(read_refused(recipe))
     secret = {key for key in UPSTREAM[recipe] - honoured if is_secret_key(key)}
     assert not (UPSTREAM[recipe] | OURS) - honoured - refused - secret
@@ -53,7 +55,7 @@ def test_every_key_is_honoured_or_refused_and_never_both(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_our_defaults_differ_from_upstream_or_are_pinned_and_say_why(recipe: str) -> None:
+def test_changed_defaults_differ_from_upstream_and_have_reasons(recipe: str) -> None:
     defaults, keys = read_defaults(recipe), load_table(recipe).keys
     assert set(defaults) <= UPSTREAM[recipe] | OURS
     assert {name for name in defaults if keys[name].default == keys[name].upstream_default} <= {"report_to"}
@@ -64,7 +66,7 @@ def test_our_defaults_differ_from_upstream_or_are_pinned_and_say_why(recipe: str
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_a_refused_key_says_why(problems_of, recipe: str) -> None:
+def test_refused_key_has_reason(problems_of, recipe: str) -> None:
     refused = read_refused(recipe)
     problems = problems_of("".join(f"{key}: 1\n" for key in refused), recipe=recipe)
     for line, key in enumerate(refused, start=5):
@@ -75,7 +77,7 @@ def test_a_refused_key_says_why(problems_of, recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_upstream_takes_what_a_recipe_gives_it(recipes, recipe: str, tmp_path) -> None:
+def test_upstream_arguments_accept_recipe_values(recipes, recipe: str, tmp_path) -> None:
     config = load_config(recipe, ["--config", str(recipes[recipe]), "--use_cpu", "--output_dir", str(tmp_path)])
     arguments = CLASSES[recipe](**config.training)
     for key, (value, _) in read_defaults(recipe).items():
@@ -83,7 +85,7 @@ def test_upstream_takes_what_a_recipe_gives_it(recipes, recipe: str, tmp_path) -
             assert getattr(arguments, key) == value
 
 
-def test_an_entry_of_the_file_says_how_a_key_is_rewritten() -> None:
+def test_retired_key_entry_defines_its_rewrite() -> None:
     retired = build_retired(
         [
             {"keys": "old", "new": "new", "since": "1.0"},

@@ -1,4 +1,4 @@
-"""Keys that contradict each other, or that a recipe has not, are one problem each, at its line and with the way out."""
+"""Rules between keys of a recipe: compatible and incompatible combinations, with line and remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recipes_lib.errors import ConfigError
 
 COMMIT = "a" * 40
 AHEAD = "use_vllm: true\nvllm_mode: server\nmax_staleness: 1"
-REFUSED: dict[str, list[tuple[str, int, str]]] = {
+INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
     "sft": [
         ("early_stopping_patience: 2\neval_strategy: no", 5, "no effect: `eval_strategy` is"),
         ("eval_datasets: {a b: x}", 5, "part of metric names"),
@@ -217,8 +217,8 @@ REFUSED: dict[str, list[tuple[str, int, str]]] = {
         ("teacher_top_k: 0", 5, "teacher_top_k"),
     ],
 }
-"""Recipe -> lines after the sound ones, the line of the one problem, and words of it."""
-SOUND = {
+"""Recipe -> lines added to the minimal recipe, line of the single problem, and a part of its text."""
+COMPATIBLE = {
     "ppo": ["kl_target_per_sequence: 6\nkl_horizon: 100\nreward_weights: [2]"],
     "rloo": ["beta: 0.1\nnum_iterations: 2\nsteps_per_generation: 4\nuse_peft: true"],
     "grpo": [
@@ -254,9 +254,7 @@ SOUND = {
         "load_in_4bit: true\nbnb_4bit_quant_type: fp4",
         "kl_to_base: 0.1\nreplay_dataset: me/old",
     ],
-    "reward": [
-        "label_smoothing: 0.1\nuse_peft: true\nlora_modules_to_save: [score]",
-    ],
+    "reward": ["label_smoothing: 0.1\nuse_peft: true\nlora_modules_to_save: [score]"],
     "dpo": [
         "loss_type: sigmoid",
         "loss_type: [sigmoid, sft]\nloss_weights: [1.0, 0.2]",
@@ -279,25 +277,29 @@ SOUND = {
 
 
 @pytest.mark.parametrize(
-    ("recipe", "lines", "line", "words"), [(recipe, *row) for recipe, rows in REFUSED.items() for row in rows]
+    ("recipe", "lines", "line", "words"), [(recipe, *row) for recipe, rows in INCOMPATIBLE.items() for row in rows]
 )
-def test_what_contradicts_is_refused_at_its_line(problems_of, recipe: str, lines: str, line: int, words: str) -> None:
+def test_incompatible_keys_are_refused_at_their_line(
+    problems_of, recipe: str, lines: str, line: int, words: str
+) -> None:
     (problem,) = problems_of(f"{lines}\n", recipe=recipe)
     assert problem.where == f"recipe.yaml:{line}"
     assert words in problem.found + problem.remedy
     assert problem.remedy
 
 
-@pytest.mark.parametrize(("recipe", "lines"), [(recipe, lines) for recipe in SOUND for lines in SOUND[recipe]])
-def test_what_agrees_passes(problems_of, recipe: str, lines: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "lines"), [(recipe, lines) for recipe in COMPATIBLE for lines in COMPATIBLE[recipe]]
+)
+def test_compatible_keys_are_accepted(problems_of, recipe: str, lines: str) -> None:
     assert not problems_of(f"{lines}\n", recipe=recipe)
 
 
-def test_no_part_of_what_is_learnt_from_layers_is_on_unasked() -> None:
+def test_hidden_state_losses_are_off_by_default() -> None:
     assert not any(getattr(LayersConfig(), key) for key in WEIGHTS)
 
 
-def test_ppo_needs_a_reward_and_pretraining_a_model(problems_of) -> None:
+def test_ppo_needs_reward_and_pretrain_needs_model(problems_of) -> None:
     text = "model_name_or_path: owner/model\ndataset_name: owner/dataset\noutput_dir: out\n"
     (problem,) = problems_of(text=text, recipe="ppo")
     assert "no reward: neither" in problem.found
@@ -308,27 +310,33 @@ def test_ppo_needs_a_reward_and_pretraining_a_model(problems_of) -> None:
     assert "neither `model_config` nor" in problem.found
 
 
-def test_missing_keys_are_named_together(problems_of) -> None:
+def test_missing_keys_are_reported_together(problems_of) -> None:
     problems = problems_of(text="{}\n")
     assert [problem.found.split("`")[1] for problem in problems] == ["model_name_or_path", "output_dir", "dataset_name"]
     assert {problem.where for problem in problems} == {"recipe.yaml"}
 
 
+@pytest.mark.parametrize("blank", ["''", "' '"])
+def test_blank_output_dir_is_refused(problems_of, blank: str) -> None:
+    (problem,) = problems_of(text=f"model_name_or_path: a/b\ndataset_name: c/d\noutput_dir: {blank}\n")
+    assert (problem.where, problem.found) == ("recipe.yaml:3", "`output_dir` is empty")
+
+
 @pytest.mark.parametrize("key", ["dataset_config", "dataset_revision", "dataset_train_split"])
-def test_what_a_mixture_says_of_each_part_is_not_said_beside_it(problems_of, key: str) -> None:
+def test_dataset_key_next_to_mixture_is_refused(problems_of, key: str) -> None:
     text = f"model_name_or_path: a/b\noutput_dir: o\ndataset_mixture: [{{name: c/d}}]\n{key}: validation\n"
     (problem,) = problems_of(text=text)
     assert (problem.where, "both set" in problem.found) == ("recipe.yaml:3", True)
     assert "in the mixture's entries" in problem.remedy
 
 
-def test_a_broken_value_is_not_reported_as_a_contradiction_too(problems_of) -> None:
+def test_invalid_value_is_not_also_reported_as_incompatible(problems_of) -> None:
     assert len(problems_of("max_steps: x\ndataset_streaming: true\nmax_length: 64\n")) == 1
     assert len(problems_of("max_length: x\noverlong: drop\n")) == 1
 
 
-def test_a_flag_overrules_the_line_that_it_voids(write, sound: str) -> None:
-    path = write(sound + "num_train_epochs: 3\neval_steps: 10\n")
+def test_flag_drops_file_key_that_it_makes_ineffective(write, minimal_text: str) -> None:
+    path = write(minimal_text + "num_train_epochs: 3\neval_steps: 10\n")
     config = load_config("sft", ["--config", str(path), "--max_steps", "2", "--eval_strategy", "no"])
     assert "num_train_epochs" not in config.training
     assert "eval_steps" not in config.training
@@ -336,7 +344,7 @@ def test_a_flag_overrules_the_line_that_it_voids(write, sound: str) -> None:
     assert config.provenance["num_train_epochs"] == "derived: `max_steps` decides the length"
 
 
-def test_a_flag_that_the_file_voids_is_refused(problems_of) -> None:
+def test_flag_made_ineffective_by_file_is_refused(problems_of) -> None:
     (problem,) = problems_of("max_steps: 100\n", flags=["--num_train_epochs", "1"])
     assert problem.where == "--num_train_epochs"
 
@@ -355,9 +363,7 @@ def test_a_flag_that_the_file_voids_is_refused(problems_of) -> None:
         (["1", "null"], "1"),
     ],
 )
-def test_weights_of_fine_tuning_are_refused_where_they_may_be_meant_as_repeats(
-    weights: list[str], refused_sum: str | None
-) -> None:
+def test_ambiguous_mixture_weights_are_refused_in_fine_tuning(weights: list[str], refused_sum: str | None) -> None:
     def load(recipe: str, key: str) -> None:
         entries = [f"{{name: a/b{at}, {key}: {value}}}" for at, value in enumerate(weights) if value != "null"]
         entries += [f"{{name: c/d{at}}}" for at, value in enumerate(weights) if value == "null"]
@@ -376,7 +382,7 @@ def test_weights_of_fine_tuning_are_refused_where_they_may_be_meant_as_repeats(
 
 
 @pytest.mark.parametrize("recipe", ["sft", "pretrain"])
-def test_a_mixture_goes_by_shares_or_by_repeats(recipe: str) -> None:
+def test_mixture_with_weight_and_repeat_is_refused(recipe: str) -> None:
     mixture = "--dataset_mixture=[{name: a/b, weight: 1}, {name: c/d, repeat: 2}]"
     with pytest.raises(ConfigError, match="both `weight` and `repeat`"):
         load_config(recipe, [mixture, "--model_name_or_path=a/b", "--output_dir=o", "--max_length=64"])
@@ -393,7 +399,7 @@ def test_a_mixture_goes_by_shares_or_by_repeats(recipe: str) -> None:
         ([(0, [0, 0])], "phase 0"),
     ],
 )
-def test_a_curriculum_starts_at_zero_rises_and_weighs_every_source(problems_of, phases, found) -> None:
+def test_curriculum_phases_are_validated(problems_of, phases, found) -> None:
     curriculum = [{"start_tokens": start, "weights": weights} for start, weights in phases]
     text = "model_name_or_path: owner/model\noutput_dir: out\nmax_length: 64\n"
     text += f"dataset_mixture: [{{name: a/b}}, {{name: c/d}}]\ndataset_curriculum: {curriculum}\n"
@@ -403,12 +409,12 @@ def test_a_curriculum_starts_at_zero_rises_and_weighs_every_source(problems_of, 
     )
 
 
-def test_a_single_loss_may_be_a_scalar(write) -> None:
+def test_scalar_loss_type_becomes_a_list(write) -> None:
     path = write("model_name_or_path: o/m\ndataset_name: o/d\noutput_dir: out\nloss_type: ipo\n")
     assert load_config("dpo", ["--config", str(path)]).training["loss_type"] == ["ipo"]
 
 
-def test_what_needs_the_whole_stream_is_refused_together(problems_of) -> None:
+def test_streaming_reports_all_incompatible_keys(problems_of) -> None:
     text = "model_name_or_path: a/b\noutput_dir: o\ndataset_mixture: [{name: a/b}]\nmax_steps: 1\n"
     problems = problems_of("dataset_streaming: true\ntest_split_size: 5\n", text=text)
     assert sorted((problem.where, problem.remedy) for problem in problems) == [
@@ -419,7 +425,7 @@ def test_what_needs_the_whole_stream_is_refused_together(problems_of) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "message"),
     [
         ('dataset_mixture=[{"name": "a/b", "weight": 60}, {"name": "c/d"}]', "a `weight` is a share of the mixture"),
         ('dataset_mixture=[{"name": "a/b", "weight": true}]', "weight` is 'true'"),
@@ -436,8 +442,8 @@ def test_what_needs_the_whole_stream_is_refused_together(problems_of) -> None:
         *((f"test_split_size={size}", "`test_split_size` is") for size in ("0", "-1", "1.5", "nan", "inf", "true")),
     ],
 )
-def test_what_reads_data_is_given_nothing_that_cannot_be_meant(data: str, told: str) -> None:
-    """``data.sources`` asserts none of it again."""
+def test_invalid_data_keys_are_refused(data: str, message: str) -> None:
+    """``data.sources`` relies on these checks and does not repeat them."""
     named = [] if data.startswith("dataset_mixture") else ["--dataset_name=a/b"]
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         load_config("sft", [f"--{data}", *named, "--model_name_or_path=a/b", "--output_dir=o"])

@@ -1,4 +1,4 @@
-"""A schedule takes the options that upstream's function has, and has a warm-up where it is said to have one."""
+"""Rules of learning-rate schedules, against the signatures and warm-up of the functions in transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.config.table import load_table
 
 KINDS = load_table("sft").keys["lr_scheduler_type"].schema["enum"]
-# Functions that hand everything on, and to what.
+# Functions that forward all keyword arguments, and the class that receives them.
 CLASSES = {"reduce_lr_on_plateau": torch.optim.lr_scheduler.ReduceLROnPlateau, "greedy": GreedyLR}
 NOT_OPTIONS = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
 NEEDED = {
@@ -23,7 +23,7 @@ NEEDED = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_schedule_takes_what_upstreams_function_takes_and_nothing_else(problems_of, kind: str) -> None:
+def test_scheduler_kwargs_match_signature_of_upstream_function(problems_of, kind: str) -> None:
     function = CLASSES.get(kind, TYPE_TO_SCHEDULER_FUNCTION[kind])
     taken = set(inspect.signature(function).parameters) - NOT_OPTIONS
     every = taken | NOT_OPTIONS | {"min_lr", "min_lr_rate", "num_cycles", "power", "nobody's"}
@@ -35,14 +35,14 @@ def test_a_schedule_takes_what_upstreams_function_takes_and_nothing_else(problem
         assert all(repr(name) in problem.found and kind in problem.found for problem in problems)
 
 
-def test_a_floor_without_its_schedule_is_told_with_what_the_schedule_takes(problems_of) -> None:
+def test_scheduler_kwargs_error_lists_accepted_options(problems_of) -> None:
     (problem,) = problems_of("lr_scheduler_kwargs: {min_lr_rate: 0.1}\n")
     assert problem.found == "`lr_scheduler_kwargs` has 'min_lr_rate', which `lr_scheduler_type: cosine` does not take"
     assert problem.remedy == "write num_cycles"
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - NEEDED.keys()))
-def test_a_warm_up_is_refused_exactly_where_upstream_has_none(problems_of, write, sound: str, kind: str) -> None:
+def test_warmup_is_refused_iff_upstream_scheduler_has_none(problems_of, write, minimal_text: str, kind: str) -> None:
     rates = []
     for num_warmup_steps in (0, 5):
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -51,22 +51,22 @@ def test_a_warm_up_is_refused_exactly_where_upstream_has_none(problems_of, write
     has_warmup = rates[0] != rates[1]
     problems = problems_of(f"lr_scheduler_type: {kind}\nwarmup_steps: 5\n")
     assert [problem.where for problem in problems] == ([] if has_warmup else ["recipe.yaml:6"])
-    config = load_config("sft", ["--config", str(write(f"{sound}lr_scheduler_type: {kind}\n"))])
+    config = load_config("sft", ["--config", str(write(f"{minimal_text}lr_scheduler_type: {kind}\n"))])
     assert bool(config.training["warmup_steps"]) is has_warmup
 
 
 @pytest.mark.parametrize(("optim", "takes"), [("adamw", True), ("sgd", True), ("radam", False)])
-def test_an_optimizer_without_a_schedule_warms_up_itself(problems_of, optim: str, takes: bool) -> None:
+def test_schedule_free_optimizer_accepts_warmup_steps(problems_of, optim: str, takes: bool) -> None:
     lines = f"optim: schedule_free_{optim}\nlr_scheduler_type: constant\nwarmup_steps: 5\n"
     assert (not problems_of(lines)) is takes
 
 
-def test_in_pretraining_a_constant_rate_has_a_warm_up(problems_of) -> None:
+def test_pretrain_constant_scheduler_accepts_warmup(problems_of) -> None:
     assert not problems_of("lr_scheduler_type: constant\nwarmup_steps: 5\n", recipe="pretrain")
 
 
 @pytest.mark.parametrize(("accumulation", "is_sound"), [(1, False), (2, True)])
-def test_a_batch_of_one_micro_batch_cannot_grow(problems_of, accumulation: int, is_sound: bool) -> None:
+def test_batch_ramp_needs_gradient_accumulation(problems_of, accumulation: int, is_sound: bool) -> None:
     lines = f"gradient_accumulation_steps: {accumulation}\nbatch_ramp_tokens: 1000\n"
     problems = problems_of(lines, recipe="pretrain")
     assert [problem.where for problem in problems] == ([] if is_sound else ["recipe.yaml:6"])

@@ -1,3 +1,5 @@
+"""Sections of a configuration, and defaults of upstream keys."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -13,13 +15,13 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import SECTIONS, RecipeConfig, read_training
 
 
-def test_sections_are_the_section_fields_of_a_recipe() -> None:
+def test_sections_are_fields_of_recipe_config() -> None:
     fields = {field.name for field in dataclasses.fields(RecipeConfig)}
     assert set(SECTIONS) <= fields
 
 
 @pytest.mark.parametrize("section", SECTIONS.values())
-def test_a_section_is_frozen_and_has_at_most_twelve_fields(section: type) -> None:
+def test_section_is_frozen_and_small(section: type) -> None:
     assert len(dataclasses.fields(section)) <= 12
     assert section.__dataclass_params__.frozen
 
@@ -27,7 +29,7 @@ def test_a_section_is_frozen_and_has_at_most_twelve_fields(section: type) -> Non
 @pytest.mark.parametrize(
     ("recipe", "theirs"), [("sft", trl.SFTConfig), ("dpo", trl.DPOConfig), ("grpo", trl.GRPOConfig)]
 )
-def test_a_key_that_nobody_wrote_has_upstreams_value(tmp_path: Path, recipe: str, theirs: type) -> None:
+def test_unset_key_has_upstream_value(tmp_path: Path, recipe: str, theirs: type) -> None:
     flags = ["--model_name_or_path=owner/model", "--dataset_name=owner/rows", f"--output_dir={tmp_path}"]
     flags += ["--reward_funcs=[a.b:c]"] if recipe == "grpo" else []
     config = load_config(recipe, flags)
@@ -35,7 +37,7 @@ def test_a_key_that_nobody_wrote_has_upstreams_value(tmp_path: Path, recipe: str
     assert load_config(recipe, [*flags, "--learning_rate=3e-4"]).read("learning_rate") == 3e-4
 
 
-def test_every_key_that_the_library_reads_has_upstreams_default() -> None:
+def test_read_training_defaults_match_upstream() -> None:
     sources = [path.read_text() for path in Path(schema.__file__).parents[1].rglob("*.py")]
     read = {key for source in sources for key in re.findall(r'read_training\(\w+, "(\w+)"\)', source)}
     theirs = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
@@ -46,6 +48,6 @@ def test_every_key_that_the_library_reads_has_upstreams_default() -> None:
         read_training({}, "batch_size")
 
 
-def test_no_key_is_in_two_sections() -> None:
+def test_keys_are_unique_across_sections() -> None:
     names = [field.name for section in SECTIONS.values() for field in dataclasses.fields(section)]
     assert len(names) == len(set(names))

@@ -1,3 +1,5 @@
+"""Decisions between keys, and values that the plan chooses."""
+
 from __future__ import annotations
 
 import pytest
@@ -7,17 +9,17 @@ from recipes_lib.config.settings import DECISIONS, is_local
 from recipes_lib.config.table import RECIPE_NAMES, load_table
 
 
-def test_every_decision_is_between_keys_of_the_table() -> None:
+def test_decisions_name_existing_keys() -> None:
     keys = {key for recipe in RECIPE_NAMES for key in load_table(recipe).keys}
     assert all(decision.key in keys and decision.decider in keys for decision in DECISIONS)
 
 
-def test_no_text_makes_the_existence_check_fail() -> None:
+def test_is_local_never_raises() -> None:
     assert not any(is_local(text) for text in ("", "\0", "x" * 5000, None, 3))
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_activation_checkpointing_is_on_off_or_left_to_the_plan(recipes, problems_of, recipe) -> None:
+def test_activation_checkpointing_accepts_bool_auto_and_null(recipes, problems_of, recipe) -> None:
     for written, expected in {"true": True, "false": False, "null": None, "auto": "auto"}.items():
         flags = ["--config", str(recipes[recipe]), f"--activation_checkpointing={written}"]
         assert load_config(recipe, flags).training["activation_checkpointing"] == expected
@@ -25,7 +27,7 @@ def test_activation_checkpointing_is_on_off_or_left_to_the_plan(recipes, problem
     assert problem.remedy == "write true or false or one of auto or null"
 
 
-def test_what_auto_chooses_is_not_written_besides(problems_of) -> None:
+def test_activation_checkpointing_kwargs_need_explicit_choice(problems_of) -> None:
     lines = "activation_checkpointing: auto\nactivation_checkpointing_kwargs: {offload: true}\n"
     (problem,) = problems_of(lines)
     assert "`activation_checkpointing: auto` chooses them" in problem.found

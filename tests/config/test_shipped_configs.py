@@ -1,4 +1,4 @@
-"""Every shipped recipe loads, and a mistake in any line of it is an error at that line."""
+"""Shipped configurations load, are pinned, and a mutation of any line is reported at that line."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PATHS = (
     *("dataset_name", "dataset_test_split", "chat_template_path"),
 )
 
-# What is read from the Hub, and the key that says at which commit.
+# Keys of Hub repositories, and the key of the commit.
 PINS = {
     "model_name_or_path": "model_revision",
     "tokenizer_name_or_path": "tokenizer_revision",
     "teacher_model_name_or_path": "teacher_model_revision",
     "dataset_name": "dataset_revision",
 }
-# No source that could be looked at gives a commit of it.
+# Its commit could not be determined.
 UNPINNED = "alignment-handbook/zephyr-7b-sft-full"
 
 
@@ -39,7 +39,7 @@ def recipe_of(path: Path) -> str:
 
 
 def load(path: Path, file: Path) -> object:
-    """Load a file as the recipe ``path`` would be."""
+    """Load ``file`` with the parser for the recipe of ``path``."""
     argv, recipe = ["--config", str(file)], recipe_of(path)
     return PARSERS[recipe](argv) if recipe in PARSERS else load_config(recipe, argv)
 
@@ -48,16 +48,21 @@ def entries_of(path: Path) -> list[Entry]:
     return read_entries(path.read_text(encoding="utf-8"), str(path), [])
 
 
-FIRST = {(recipe_of(path), entry.key): path for path in reversed(CONFIGS) for entry in entries_of(path)}
-"""By recipe and key the first file that has it: another file has the same line elsewhere."""
+def identify(path: Path, entry: Entry) -> tuple[str, str]:
+    """Return key and schema of an entry: recipes that share both read it alike."""
+    return entry.key, str(load_table(recipe_of(path)).keys[entry.key].schema)
+
+
+FIRST_FILE = {identify(path, entry): path for path in reversed(CONFIGS) for entry in entries_of(path)}
+"""First file with each key and schema; mutating the same key in other files proves nothing more."""
 
 
 def first_entries_of(path: Path) -> list[Entry]:
-    return [entry for entry in entries_of(path) if FIRST[recipe_of(path), entry.key] == path]
+    return [entry for entry in entries_of(path) if FIRST_FILE[identify(path, entry)] == path]
 
 
 def break_line(path: Path, entry: Entry, new: str, tmp_path: Path) -> list[str]:
-    """Return the lines at which errors are found when the line of ``entry`` is replaced by ``new``."""
+    """Replace the lines of ``entry`` by ``new`` and return the line numbers of the problems."""
     lines = path.read_text(encoding="utf-8").splitlines()
     first = entry.key_node.start_mark.line
     for index in range(first + 1, len(lines)):
@@ -74,7 +79,7 @@ def break_line(path: Path, entry: Entry, new: str, tmp_path: Path) -> list[str]:
 
 
 def write_mistakes(path: Path, entry: Entry) -> Iterator[str]:
-    """Yield the line of an entry misspelt, with a value of another type, a path that is not there, one out of range."""
+    """Yield mutations of an entry: misspelt key, wrong type, missing path, value out of range."""
     line = path.read_text(encoding="utf-8").splitlines()[entry.key_node.start_mark.line]
     yield line.replace(entry.key, entry.key + "x", 1)
     schema = load_table(recipe_of(path)).keys[entry.key].schema
@@ -89,8 +94,8 @@ def write_mistakes(path: Path, entry: Entry) -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True)
-def _where_its_files_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The repository, with the files beside it that `make demo` would have written."""
+def _working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Working directory with `recipes` and the data files that `make demo` writes."""
     (tmp_path / "data").mkdir()
     for name in ("pretrain", "sft", "brief", "pairs", "questions"):
         (tmp_path / "data" / f"{name}.jsonl").touch()
@@ -101,13 +106,13 @@ def _where_its_files_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.chdir(tmp_path)
 
 
-def test_there_are_shipped_configs() -> None:
+def test_shipped_configs_exist() -> None:
     assert CONFIGS
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
 class TestShippedConfig:
-    def test_it_loads_and_says_how_to_run_it(self, path: Path) -> None:
+    def test_loads_and_header_has_command_and_hardware(self, path: Path) -> None:
         load(path, path)
         head = path.read_text(encoding="utf-8").split("\n\n")[0]
         assert "--config" in head
@@ -115,12 +120,12 @@ class TestShippedConfig:
         assert "Expect" in head
         assert "Hardware" in head
 
-    def test_a_recipe_for_one_gpu_is_launched_on_one(self, path: Path) -> None:
+    def test_one_gpu_header_names_single_gpu_launch_file(self, path: Path) -> None:
         head = path.read_text(encoding="utf-8").split("\n\n")[0]
         if re.search(r"Hardware: one GPU", head):
             assert not re.search(r"accelerate_configs/(?!single_gpu)", head)
 
-    def test_what_it_reads_from_the_hub_is_pinned(self, path: Path) -> None:
+    def test_hub_repositories_are_pinned_to_a_commit(self, path: Path) -> None:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
         for key, revision in PINS.items():
             if path.parent.name != "demo" and values.get(key) not in (None, UNPINNED):
@@ -129,7 +134,7 @@ class TestShippedConfig:
             if path.parent.name != "demo":
                 assert re.fullmatch("[0-9a-f]{40}", str(part.get("revision"))), part["name"]
 
-    def test_a_mistake_in_any_line_is_found_at_it(self, path: Path, tmp_path: Path) -> None:
+    def test_mutated_line_is_reported_at_its_number(self, path: Path, tmp_path: Path) -> None:
         for entry in first_entries_of(path):
             for wrong in write_mistakes(path, entry):
                 found = break_line(path, entry, wrong, tmp_path)

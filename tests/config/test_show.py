@@ -1,3 +1,5 @@
+"""`--print-config` and `--help`."""
+
 from __future__ import annotations
 
 import pytest
@@ -6,7 +8,7 @@ from recipes_lib.config.loader import load_config, parse_command
 from recipes_lib.config.schema import flatten_config
 from recipes_lib.config.table import RECIPE_NAMES, load_table
 
-# Options at their default ask for nothing, so that they stand beside whatever leaves them without effect.
+# Printed defaults must be accepted next to keys that make them ineffective.
 MIXTURE = ["--dataset_name=null", "--dataset_mixture=[{name: c/d}]"]
 CASES = [
     *((recipe, []) for recipe in RECIPE_NAMES),
@@ -19,7 +21,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("recipe", "flags"), CASES)
-def test_the_printed_configuration_loads_and_is_the_same_run(recipes, tmp_path, recipe, flags) -> None:
+def test_printed_config_round_trips(recipes, tmp_path, recipe, flags) -> None:
     arguments = ["--config", str(recipes[recipe]), *flags]
     copy = tmp_path / "printed.yaml"
     copy.write_text(parse_command(recipe, [*arguments, "--print-config"]), encoding="utf-8")
@@ -29,8 +31,8 @@ def test_the_printed_configuration_loads_and_is_the_same_run(recipes, tmp_path, 
     assert all(value == before.training.get(key, keys[key].default) for key, value in after.training.items())
 
 
-def test_every_key_is_printed_with_its_provenance(write, sound: str) -> None:
-    path = write(sound)
+def test_printed_config_shows_provenance_of_every_key(write, minimal_text: str) -> None:
+    path = write(minimal_text)
     lines = parse_command(
         "sft", ["--config", str(path), "--seed", "3", "--max_steps", "9", "--print-config"]
     ).splitlines()
@@ -43,7 +45,7 @@ def test_every_key_is_printed_with_its_provenance(write, sound: str) -> None:
     assert starts["num_train_epochs"] == "# num_train_epochs: derived: `max_steps` decides the length"
 
 
-def test_help_names_every_key_once() -> None:
+def test_help_lists_every_key_once() -> None:
     lines = parse_command("sft", ["--help"]).splitlines()
     named = [line.strip().removeprefix("--") for line in lines if line.startswith("  --") and " " not in line.strip()]
     assert sorted(named) == sorted(load_table("sft").keys)

@@ -1,3 +1,5 @@
+"""Suggestions for unknown, renamed and refused keys."""
+
 from __future__ import annotations
 
 import re
@@ -33,7 +35,7 @@ from recipes_lib.config.table import RECIPE_NAMES, load_table
         ("reward_model_path: a/b", "is a key of PPO", "use the `ppo` recipe"),
         ("batch_size: 4", "unknown key", "did you mean `per_device_train_batch_size`?"),
         ("peft_config: x", "unknown key", "use the `lora` recipe"),
-        # Of other programs' files, where the nearest spelling would mislead.
+        # Keys of other programs, for which the nearest spelling would mislead.
         ("max_samples: 1000", "is not supported", "a smaller file"),
         ("stage: sft", "name of the recipe", "run recipes/sft.py"),
         ("dataset_dir: data", "is not supported", "write `dataset_name: "),
@@ -43,6 +45,8 @@ from recipes_lib.config.table import RECIPE_NAMES, load_table
         ("pad_to_sequence_len: true", "no counterpart", "delete the line"),
         ("bf16: auto", "another program's value", "write null"),
         ("max_steps: 1,000", "is '1,000'", "write 1000"),
+        ("s\u0435\u0435d: 1", "unknown key `s\\u0435\\u0435d`", "did you mean `seed`?"),
+        ("\uff53eed: 1", "unknown key `\\uff53eed`", "did you mean `seed`?"),
         ("\u200bseed: 1", "unknown key `\\u200bseed`", "did you mean `seed`?"),
         ("seed:", "has no value", "or delete the line"),
         ("dtype: bf16", "another program's value", "write bfloat16"),
@@ -52,14 +56,14 @@ from recipes_lib.config.table import RECIPE_NAMES, load_table
         ("wandb_project: x", "W&B", "the environment variable WANDB_PROJECT"),
     ],
 )
-def test_an_unknown_key_says_what_to_write(problems_of, line: str, found: str, remedy: str) -> None:
+def test_unknown_key_suggests_replacement(problems_of, line: str, found: str, remedy: str) -> None:
     (problem,) = problems_of(line + "\n")
     assert problem.where == "recipe.yaml:5"
     assert found in problem.found
     assert remedy in problem.remedy
 
 
-def test_both_spellings_at_once_name_the_line_to_delete(problems_of) -> None:
+def test_renamed_key_next_to_its_successor_is_to_be_deleted(problems_of) -> None:
     (problem,) = problems_of("warmup_steps: 10\nwarmup_ratio: 0.1\n")
     assert problem.where == "recipe.yaml:6"
     assert "delete the line" in problem.remedy
@@ -71,29 +75,31 @@ def test_both_spellings_at_once_name_the_line_to_delete(problems_of) -> None:
     [
         ("model_name_or_path: a/b\noutput_dir: o\ndataset_mixer:\n  a/b: 1.0\n", [3]),
         ("base_model: a/b\noutput_dir: o\ndataset: c/d\n", [1, 3]),
+        ("model-name-or-path: a/b\noutput_dir: o\nDATASET_NAME: c/d\n", [1, 3]),
         ("model:\n  model_name_or_path: a/b\ndata:\n  dataset_name: c/d\noutput_dir: o\n", [1, 3]),
     ],
 )
-def test_a_wrong_spelling_is_not_reported_as_missing_too(problems_of, text: str, lines: list[int]) -> None:
+def test_misspelt_required_key_is_not_also_reported_missing(problems_of, text: str, lines: list[int]) -> None:
     assert [problem.where for problem in problems_of(text=text)] == [f"recipe.yaml:{line}" for line in lines]
 
 
 @pytest.mark.parametrize("lines", ["dataset_name: null\n", "dataset_name:\ndataset_mixture: ~\n"])
-def test_a_dataset_of_null_is_a_missing_one(problems_of, lines: str) -> None:
+def test_null_dataset_is_reported_missing(problems_of, lines: str) -> None:
     (problem,) = problems_of(text=f"model_name_or_path: a/b\noutput_dir: o\n{lines}")
     assert problem.found == "`dataset_name` is missing"
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_no_remedy_names_a_key_that_the_recipe_refuses(recipe: str) -> None:
+def test_remedy_names_no_refused_key(recipe: str) -> None:
     known = read_known(recipe)
     named = {key: set(re.findall(r"`(\w+)[`:]", retired.remedy)) for key, retired in known.items()}
     assert not {key: names & known.keys() for key, names in named.items() if names & known.keys()}
     assert {retired.new for retired in known.values()} <= {None, *load_table(recipe).keys}
 
 
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_a_suggestion_is_a_key_of_the_recipe(problems_of, recipe: str) -> None:
+# One recipe of each family: supervised, preference, and RL.
+@pytest.mark.parametrize("recipe", ["sft", "dpo", "ppo"])
+def test_suggested_name_is_a_key_of_the_recipe(problems_of, recipe: str) -> None:
     known = sorted(read_known(recipe))
     for problem in problems_of(flags=[part for key in known for part in (f"--{key}x", "1")], recipe=recipe):
         for name in re.findall(r"did you mean `(\w+)`", problem.remedy):
@@ -101,6 +107,6 @@ def test_a_suggestion_is_a_key_of_the_recipe(problems_of, recipe: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["all-linear", "[all-linear]"])
-def test_all_linear_is_what_unset_means(recipes, value: str) -> None:
+def test_all_linear_equals_unset_target_modules(recipes, value: str) -> None:
     config = load_config("lora", ["--config", str(recipes["lora"]), "--lora_target_modules", value])
     assert config.adapter.lora_target_modules is None

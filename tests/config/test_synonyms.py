@@ -1,3 +1,5 @@
+"""Synonyms of keys in other programs."""
+
 from __future__ import annotations
 
 import pytest
@@ -10,16 +12,16 @@ SYNONYMS = read_synonyms()
 KEYS = {key for recipe in RECIPE_NAMES for key in load_table(recipe).keys}
 
 
-def test_a_synonym_is_no_key_and_stands_for_one() -> None:
+def test_synonyms_map_to_keys_and_are_not_keys() -> None:
     assert set(SYNONYMS.values()) <= KEYS
     assert not SYNONYMS.keys() & KEYS
-    # What has a row of its own in the lists of retired keys is explained there.
+    # Retired keys have their own explanation.
     assert not [name for recipe in RECIPE_NAMES for name in SYNONYMS if name in read_known(recipe)]
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 @pytest.mark.parametrize("name", ["lr", "batch_size", "epochs", "peft_config", "seq_len", "pref_beta", "group_size"])
-def test_a_synonym_leads_to_a_key_of_the_recipe_or_says_why_not(problems_of, recipe: str, name: str) -> None:
+def test_synonym_suggests_key_of_the_recipe(problems_of, recipe: str, name: str) -> None:
     (problem,) = problems_of(flags=[f"--{name}", "1"], recipe=recipe)
     key, keys = SYNONYMS[name], load_table(recipe).keys
     assert (f"did you mean `{key}`?" in problem.remedy) is (key in keys)

@@ -1,3 +1,5 @@
+"""Generated tables of keys."""
+
 from __future__ import annotations
 
 import json
@@ -8,7 +10,7 @@ from recipes_lib.config.table import TABLES, describe, load_table
 
 
 @pytest.mark.parametrize("recipe", TABLES)
-def test_every_key_has_a_group_a_help_and_a_type(recipe: str) -> None:
+def test_every_key_has_group_help_and_type(recipe: str) -> None:
     table = load_table(recipe)
     for key in table.keys.values():
         assert key.group in table.groups
@@ -18,7 +20,7 @@ def test_every_key_has_a_group_a_help_and_a_type(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", TABLES)
-def test_every_default_has_the_declared_type(recipe: str) -> None:
+def test_default_has_declared_type(recipe: str) -> None:
     kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", type(None): "null"}
     table = load_table(recipe)
     for key in table.keys.values():
@@ -29,12 +31,12 @@ def test_every_default_has_the_declared_type(recipe: str) -> None:
         json.dumps(key.default)
 
 
-def test_an_unknown_recipe_is_a_bug_of_the_caller() -> None:
+def test_load_table_raises_value_error_for_unknown_recipe() -> None:
     with pytest.raises(ValueError, match="unknown recipe"):
         load_table("nonsense")
 
 
-def test_types_are_described_in_words() -> None:
+def test_describe_schema() -> None:
     assert describe({"type": ["number", "null"]}) == "a number or null"
     assert describe({"type": ["string", "null"], "enum": ["a", "b", None]}) == "one of a, b or null"
     assert describe({"type": ["array"], "items": {"type": ["string"]}}) == "a list of texts"

@@ -1,4 +1,4 @@
-"""Every id of a tokenizer has a place in what is sized by their number, whether or not ids are left out."""
+"""Number of token ids, end tokens, and tokens before the end of an answer."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from recipes_lib.config.token_ids import count_before_end, count_ids, find_end_t
 
 
 @pytest.mark.parametrize(("ids", "expected"), [([], 0), ([0, 1, 2], 3), ([7, 0, 2], 8)])
-def test_there_is_room_for_every_id_and_for_no_more(ids: list[int], expected: int) -> None:
+def test_count_ids_is_largest_id_plus_one(ids: list[int], expected: int) -> None:
     assert count_ids(SimpleNamespace(get_vocab=lambda: {str(at): at for at in ids})) == expected
 
 
-def test_added_tokens_count(tiny_tokenizer) -> None:
+def test_count_ids_includes_added_tokens(tiny_tokenizer) -> None:
     ids = [*tiny_tokenizer.get_vocab().values(), *tiny_tokenizer.added_tokens_decoder]
     assert count_ids(tiny_tokenizer) == max(ids) + 1
 
 
-def test_end_tokens_are_the_special_ones(tiny_tokenizer) -> None:
+def test_end_tokens_are_the_special_tokens(tiny_tokenizer) -> None:
     ids = set(tiny_tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]))
     assert find_end_tokens(tiny_tokenizer) == ids
 
@@ -31,12 +31,12 @@ def test_end_tokens_are_the_special_ones(tiny_tokenizer) -> None:
         ([1, 2, 7], 2),
         ([1, 2, 7, 5], 2),
         ([7, 1, 2, 3, 7], 4),
-        # A special token may begin a short answer too.
+        # A short answer can begin with a special token.
         ([9, 1, 7], 2),
         ([9, 1, 7, 5], 2),
         ([1, 2], 1),
         ([7], 0),
     ],
 )
-def test_what_stands_before_the_end_of_an_answer_is_counted(answer: list[int], before: int) -> None:
+def test_count_before_end_excludes_end_token_and_padding(answer: list[int], before: int) -> None:
     assert count_before_end(np.array(answer), {7, 9}) == before

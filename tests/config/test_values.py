@@ -1,3 +1,5 @@
+"""Conversion of values to the declared type of their key."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -42,10 +44,10 @@ def read(line: str) -> tuple[Any, list[Problem]]:
         ("lr_scheduler_kwargs: {min_lr: 1e-6, decay: cosine}", {"min_lr": 1e-6, "decay": "cosine"}),
         ("dataset_mixture: [{name: a/b, weight: 2}]", [{"name": "a/b", "weight": 2}]),
         ("test_split_size: 100", 100),
-        # A list takes a single item as it is.
+        # A scalar becomes a list of one item.
         ("sample_prompts: hello", ["hello"]),
         ("sample_prompts: hello, world", ["hello, world"]),
-        # Several between commas are what they are elsewhere; a path is none of them.
+        # Choices may be separated by commas; paths are not split.
         ("report_to: wandb, trackio", ["wandb", "trackio"]),
         ("eval_tasks: arc_easy,piqa", ["arc_easy", "piqa"]),
         ("eval_tasks_include_path: a/b,c", ["a/b,c"]),
@@ -53,7 +55,7 @@ def read(line: str) -> tuple[Any, list[Problem]]:
         ("sample_prompts: null", None),
     ],
 )
-def test_a_value_is_read_by_its_declared_type(line: str, value: Any) -> None:
+def test_value_is_converted_to_declared_type(line: str, value: Any) -> None:
     got, problems = read(line)
     assert not problems
     assert got == value
@@ -95,7 +97,7 @@ def test_a_value_is_read_by_its_declared_type(line: str, value: Any) -> None:
         ("seed: !!python/object:os.system 1", "tag"),
     ],
 )
-def test_a_value_of_another_type_is_refused_with_what_to_write(line: str, remedy: str) -> None:
+def test_value_of_wrong_type_is_refused_with_remedy(line: str, remedy: str) -> None:
     got, problems = read(line)
     assert got is INVALID
     assert len(problems) == 1
@@ -103,19 +105,19 @@ def test_a_value_of_another_type_is_refused_with_what_to_write(line: str, remedy
     assert remedy in problems[0].remedy
 
 
-def test_all_problems_of_a_list_are_named_each_at_its_line() -> None:
+def test_every_problem_in_a_list_has_its_line() -> None:
     _, problems = read("dataset_mixture:\n  - name: a/b\n    weight: -1\n  - path: c/d\n    weight: x\n")
     assert sorted(problem.where for problem in problems) == ["f.yaml:3", "f.yaml:4", "f.yaml:5"]
 
 
 @pytest.mark.parametrize("text", ["{a: 1, a: 2}", "{b: {a: 1, a: 2}}", "{b: [{c: {a: 1, a: 2}}]}", "{b: {[a]: 1}}"])
-def test_a_repeated_key_is_refused_at_every_level(text: str) -> None:
+def test_duplicate_key_is_refused_at_every_level(text: str) -> None:
     _, problems = read(f"activation_checkpointing_kwargs: {text}")
     (problem,) = problems
     assert problem.where == "f.yaml:1"
     assert "`a` is repeated" in problem.found or "a key is a list" in problem.found
 
 
-def test_plain_values_keep_quoted_text_as_text() -> None:
+def test_plain_value_keeps_quoted_scalars_as_text() -> None:
     (entry,) = read_entries("a: {b: '1', c: 1, d: yes, e: 1e-3, f: [x, ~]}", "f.yaml", [])
     assert plain_value(entry.node) == {"b": "1", "c": 1, "d": True, "e": 1e-3, "f": ["x", None]}

@@ -1,4 +1,4 @@
-"""A corpus from end to end: planted truth, kills, resumption, sources added, executors."""
+"""`recipes clean` end to end: planted texts, kills and resume, added sources, executors."""
 
 import importlib.metadata
 import inspect
@@ -31,7 +31,7 @@ QUESTION = " ".join(f"item{at}" for at in range(20))
 
 
 def plant(folder, seed=0):
-    """Texts of which it is known what should become of them: (text, what removes or changes it)."""
+    """Write texts with known outcome; return pairs of text and the step that removes or changes it."""
     random_ = random.Random(seed)
     kept = [make_text(random_, random_.randrange(80, 200)) for _ in range(60)]
     rows = [(text, None) for text in kept]
@@ -59,7 +59,7 @@ def build_config(folder, **keys):
 
 
 def clean(folder, *sources, **keys):
-    """A corpus of some sources: its manifest and documents."""
+    """Clean ``sources``; return the manifest and the documents."""
     manifest = make_corpus(CorpusConfig(sources=list(sources), output_dir=str(folder), workers=1, **keys))
     return manifest, read_corpus(folder)
 
@@ -72,7 +72,7 @@ def planted(tmp_path_factory):
     return folder, rows, manifest
 
 
-def test_each_planted_text_meets_its_step(planted):
+def test_planted_texts_are_removed_by_their_step(planted):
     folder, rows, manifest = planted
     documents = read_corpus(folder / "out")
     expected = [text for text, step in rows if step is None]
@@ -88,7 +88,7 @@ def test_each_planted_text_meets_its_step(planted):
     assert all(jaccard(sample["text"], sample["original"]) > 0.7 for sample in near)
 
 
-def test_the_manifest_adds_up(planted):
+def test_manifest_counts_add_up(planted):
     folder, rows, manifest = planted
     documents = read_corpus(folder / "out")
     assert manifest["documents"] == len(documents) == sum(shard["documents"] for shard in manifest["shards"])
@@ -101,7 +101,7 @@ def test_the_manifest_adds_up(planted):
     assert {document["source"] for document in documents} == {"web"}
 
 
-def test_pretraining_reads_the_corpus_by_its_folder(planted):
+def test_corpus_folder_loads_as_pretraining_source(planted):
     folder, _, manifest = planted
     for name in (folder / "out", folder / "out" / "data" / "web"):
         rows = list(read_rows(load_source(str(name))))
@@ -110,7 +110,7 @@ def test_pretraining_reads_the_corpus_by_its_folder(planted):
     assert [(source["epochs"], source["too_often"]) for source in manifest["sources"]] == [(1.0, False)]
 
 
-def test_a_second_run_does_nothing_and_a_damaged_corpus_is_made_again(planted):
+def test_rerun_is_a_no_op_and_repairs_a_damaged_corpus(planted):
     folder, _, manifest = planted
     shard = folder / "out" / manifest["shards"][0]["path"]
     before = shard.stat().st_mtime_ns
@@ -125,7 +125,7 @@ def test_a_second_run_does_nothing_and_a_damaged_corpus_is_made_again(planted):
     assert not (folder / "out" / "data" / "stray.parquet").exists()
 
 
-def test_tasks_and_processes_change_nothing(planted, tmp_path, monkeypatch):
+def test_result_is_independent_of_tasks_and_processes(planted, tmp_path, monkeypatch):
     folder, _, manifest = planted
     config = replace(build_config(folder), output_dir=str(tmp_path / "out"), workers=2)
     monkeypatch.setattr(cleaning, "open_inputs", lambda config: [inputs._open(entry, 9000) for entry in config.sources])
@@ -155,11 +155,10 @@ COMMAND = (
 
 
 def kill_after(folder, num_events):
-    """Run the command, killed at its ``num_events``-th file operation; return its exit code and output."""
-    arguments = [sys.executable, "-c", COMMAND, str(num_events), "--config", str(folder / "c.yaml"), "--output_dir"]
-    return subprocess.run(
-        [*arguments, str(folder / "killed")], cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ
-    )
+    """Run `recipes clean` and kill it at its ``num_events``-th file operation."""
+    arguments = [str(num_events), "--config", str(folder / "c.yaml"), "--output_dir", str(folder / "killed")]
+    # Not forked from a process with torch: the command does not import it and starts in a second.
+    return subprocess.run([sys.executable, "-c", COMMAND, *arguments], capture_output=True, text=True, check=False)
 
 
 def write_config(folder):
@@ -169,7 +168,7 @@ def write_config(folder):
     )
 
 
-def check_killed(planted, num_kills, seed):
+def check_kills_and_resume(planted, num_kills, seed):
     folder, _, reference = planted
     write_config(folder)
     shutil.rmtree(folder / "killed", ignore_errors=True)
@@ -181,21 +180,21 @@ def check_killed(planted, num_kills, seed):
         assert kill_after(folder, random_.randrange(1, num_events)).returncode in (-signal.SIGKILL, 0)
     assert kill_after(folder, 10**9).returncode == 0
     found = json.loads((folder / "killed" / "corpus.json").read_text())
-    check_equal(folder / "out", reference, folder / "killed", found)
+    assert_same_corpus(folder / "out", reference, folder / "killed", found)
     assert (folder / "killed" / "report.html").is_file()
 
 
-def test_killed_and_run_again_it_is_the_same_to_the_byte(planted):
-    check_killed(planted, num_kills=2, seed=0)
+def test_rerun_after_kill_is_byte_identical(planted):
+    check_kills_and_resume(planted, num_kills=2, seed=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
-def test_killed_again_and_again(planted, seed):
-    check_killed(planted, num_kills=8, seed=seed + 1)
+def test_rerun_after_repeated_kills_is_byte_identical(planted, seed):
+    check_kills_and_resume(planted, num_kills=8, seed=seed + 1)
 
 
-def test_a_new_source_redoes_only_what_depends_on_it(planted, tmp_path):
+def test_added_source_reuses_cleaned_shards(planted, tmp_path):
     folder, rows, _ = planted
     config = replace(build_config(folder), output_dir=str(tmp_path / "out"))
     make_corpus(config)
@@ -243,9 +242,7 @@ def list_folders(config, folder):
         ("recipes_lib.corpus.text_audit", ""),
     ],
 )
-def test_what_changes_is_done_again_with_what_depends_on_it_and_no_more(
-    planted, tiny_tokenizer_dir, tmp_path, monkeypatch, change, redone
-):
+def test_change_invalidates_only_dependent_stages(planted, tiny_tokenizer_dir, tmp_path, monkeypatch, change, redone):
     folder, _, _ = planted
     shutil.copytree(tiny_tokenizer_dir, tmp_path / "tokenizer")
     (tmp_path / "bench").mkdir()
@@ -280,7 +277,7 @@ def test_what_changes_is_done_again_with_what_depends_on_it_and_no_more(
     assert " ".join(name for name in before if after[name] != before[name]) == redone
 
 
-def test_a_corpus_of_chats_and_texts_is_read_by_its_mixture(tmp_path):
+def test_mixture_of_chats_and_texts_loads(tmp_path):
     chat = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "She."}]}
     (tmp_path / "chat.jsonl").write_text(json.dumps(chat) + "\n")
     sources = [
@@ -297,7 +294,7 @@ def test_a_corpus_of_chats_and_texts_is_read_by_its_mixture(tmp_path):
     assert [entry["name"] for entry in config.data.dataset_mixture] == names
 
 
-def test_an_earlier_corpus_counts_as_seen(planted, tmp_path):
+def test_documents_of_earlier_corpus_are_duplicates(planted, tmp_path):
     folder, rows, _ = planted
     kept = [text for text, step in rows if step is None]
     new = make_text(random.Random(99), 100)
@@ -319,7 +316,7 @@ def test_an_earlier_corpus_counts_as_seen(planted, tmp_path):
         make_corpus(replace(config, duplicates_of=[str(tmp_path)], output_dir=str(tmp_path / "c")))
 
 
-def test_annotation_keeps_every_document(planted, tmp_path):
+def test_annotate_mode_keeps_every_document(planted, tmp_path):
     folder, rows, _ = planted
     modes = dict.fromkeys(("exact_duplicates", "near_duplicates", "pii", "decontamination"), "annotate")
     make_corpus(replace(build_config(folder, **modes), output_dir=str(tmp_path / "out")))
@@ -331,7 +328,7 @@ def test_annotation_keeps_every_document(planted, tmp_path):
         assert [steps.get(flag, flag) for flag in found] == ([step] if step else [])
 
 
-def test_the_html_of_a_column_becomes_text_or_is_told(tmp_path):
+def test_html_column_is_extracted(tmp_path):
     page = f"<html><body><nav>Menu</nav><p>{ENGLISH}</p></body></html>"
     (tmp_path / "a.jsonl").write_text(json.dumps({"page": page, "url": "u"}) + "\n")
     source = {"name": str(tmp_path / "a.jsonl"), "columns": {"text": "page"}, "html": True}
@@ -343,7 +340,7 @@ def test_the_html_of_a_column_becomes_text_or_is_told(tmp_path):
         assert manifest["steps"].get("extract", {}).get("found") == (None if mode == "off" else {"pages": 1})
 
 
-def test_pages_languages_and_repeated_lines(tmp_path):
+def test_html_language_and_repeated_lines_together(tmp_path):
     sentences = [sentence.strip() + "." for sentence in ENGLISH.split(".") if sentence.strip()]
     pages = tmp_path / "pages"
     pages.mkdir()
@@ -362,7 +359,7 @@ def test_pages_languages_and_repeated_lines(tmp_path):
 
 @pytest.mark.parametrize("keeps_first", [False, True])
 @pytest.mark.parametrize("mode", ["apply", "annotate"])
-def test_lines_that_many_share_go_or_stay_in_the_first_document(tmp_path, keeps_first, mode):
+def test_repeated_lines_are_removed_or_kept_in_first_document(tmp_path, keeps_first, mode):
     texts = [f"{make_text(random.Random(at), 30)}\nshared line" for at in range(12)]
     source = {"name": str(write_rows(tmp_path / "a.jsonl", texts))}
     keys = {"repeated_lines": mode, "repeated_lines_keep_first": keeps_first}
@@ -372,7 +369,7 @@ def test_lines_that_many_share_go_or_stay_in_the_first_document(tmp_path, keeps_
     assert manifest["steps"]["repeated_lines"]["found"] == {"lines": 12 - keeps_first}
 
 
-def test_chats_are_cleaned_message_by_message(tmp_path):
+def test_chat_messages_are_cleaned_separately(tmp_path):
     asked = ["Write to ada@example.org please", *[make_text(random.Random(0), 50)] * 2, QUESTION]
     answer = {"role": "assistant", "content": "Yes."}
     chats = [{"messages": [{"role": "user", "content": question}, answer]} for question in asked]
@@ -384,7 +381,7 @@ def test_chats_are_cleaned_message_by_message(tmp_path):
     assert len(list(read_rows(load_source(str(tmp_path / "out"))))) == 2
 
 
-def test_tokens_are_counted_by_the_tokenizer(planted, tiny_tokenizer, tiny_tokenizer_dir, tmp_path):
+def test_manifest_counts_tokens_of_tokenizer(planted, tiny_tokenizer, tiny_tokenizer_dir, tmp_path):
     folder, _, _ = planted
     config = build_config(folder, tokenizer_name_or_path=str(tiny_tokenizer_dir))
     manifest = make_corpus(replace(config, output_dir=str(tmp_path / "out")))
@@ -403,7 +400,7 @@ def test_tokens_are_counted_by_the_tokenizer(planted, tiny_tokenizer, tiny_token
         ("code.jsonl", json.dumps({"body": "short"}), r"match no layout: `body`"),
     ],
 )
-def test_a_corpus_of_which_nothing_is_left_tells_why(tmp_path, name, content, words):
+def test_empty_result_names_the_removals(tmp_path, name, content, words):
     (tmp_path / name).write_text(content)
     (tmp_path / "bench.jsonl").write_text(json.dumps({"question": QUESTION}) + "\n")
     config = replace(build_config(tmp_path), sources=[{"name": str(tmp_path / name), "kind": "web"}])
@@ -412,7 +409,7 @@ def test_a_corpus_of_which_nothing_is_left_tells_why(tmp_path, name, content, wo
     assert not (tmp_path / "out" / "corpus.json").exists()
 
 
-def test_a_folder_that_is_of_no_corpus_is_never_replaced(tmp_path):
+def test_foreign_folder_is_never_replaced(tmp_path):
     (tmp_path / "data").mkdir()
     path = write_rows(tmp_path / "data" / "raw.jsonl", [ENGLISH])
     config = CorpusConfig(sources=[{"name": str(path)}], output_dir=str(tmp_path), workers=1)
@@ -430,7 +427,7 @@ def test_a_folder_that_is_of_no_corpus_is_never_replaced(tmp_path):
     assert shard.is_file()
 
 
-def test_two_processes_do_not_make_one_corpus(planted):
+def test_output_folder_is_locked(planted):
     folder, _, _ = planted
     with (folder / "out" / ".work" / "lock").open("w") as file:
         assert try_lock(file)
@@ -438,10 +435,10 @@ def test_two_processes_do_not_make_one_corpus(planted):
             make_corpus(build_config(folder))
 
 
-def test_a_killed_worker_is_one_clear_error(planted, tmp_path, monkeypatch):
+def test_killed_worker_is_a_config_error(planted, tmp_path, monkeypatch):
     folder, _, _ = planted
     jobs, _ = cleaning.build_jobs(build_config(folder), cleaning.open_inputs(build_config(folder)), tmp_path)
-    job = replace(jobs[0], num_tasks=2, pipeline=[_Die()])
+    job = replace(jobs[0], num_tasks=2, pipeline=[_KillSelf()])
     with ProcessPoolExecutor(1, get_context("fork")) as pool, pytest.raises(ConfigError, match="killed"):
         cleaning.run_together([job], pool)
 
@@ -449,18 +446,18 @@ def test_a_killed_worker_is_one_clear_error(planted, tmp_path, monkeypatch):
 BARRIER = get_context("fork").Barrier(2)
 
 
-def test_sources_of_one_task_are_cleaned_at_the_same_time(tmp_path):
-    jobs = [cleaning.Job(f"cleaning {name}", tmp_path / name, [_Meet()], 1) for name in "ab"]
+def test_jobs_of_one_task_run_concurrently(tmp_path):
+    jobs = [cleaning.Job(f"cleaning {name}", tmp_path / name, [_WaitAtBarrier()], 1) for name in "ab"]
     with ProcessPoolExecutor(2, get_context("fork")) as pool:
         cleaning.run_together(jobs, pool)
 
 
-class _Meet:
+class _WaitAtBarrier:
     def __call__(self, data, rank, world_size):
         BARRIER.wait(timeout=60)
 
 
-class _Die:
+class _KillSelf:
     def __call__(self, data, rank, world_size):
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -488,7 +485,7 @@ case "$2" in hostnames) echo n;; *) echo "JobId=$3 JobState=$(cat $STUB/state)";
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """The commands of a cluster that queues jobs, or runs them at once where the file ``runs`` is there."""
+    """Stub Slurm commands that queue jobs, or run them immediately if the file ``runs`` exists."""
     stub = tmp_path / "stub"
     stub.mkdir()
     for name, text in (("sbatch", SBATCH), ("srun", SRUN), ("scontrol", SCONTROL)):
@@ -503,7 +500,7 @@ def slurm(tmp_path, monkeypatch):
 SLURM = {"partition": "cpu", "time": "01:00:00", "comparing": {"mem_per_cpu_gb": 64}}
 
 
-def test_slurm_gets_every_stage_after_the_one_before(planted, tmp_path, slurm):
+def test_slurm_jobs_depend_on_the_previous_stage(planted, tmp_path, slurm):
     folder, _, _ = planted
     config = replace(build_config(folder, executor="slurm", executor_options=SLURM), workers=3)
     config = replace(config, output_dir=str(tmp_path / "out"))
@@ -531,38 +528,38 @@ def test_slurm_gets_every_stage_after_the_one_before(planted, tmp_path, slurm):
 
 
 @pytest.mark.multiprocess
-def test_what_slurm_runs_is_the_same_to_the_byte(planted, tmp_path, slurm):
+def test_slurm_result_is_byte_identical(planted, tmp_path, slurm):
     folder, _, manifest = planted
     (slurm / "runs").write_text("")
     config = build_config(folder, executor="slurm", executor_options=SLURM)
     made = make_corpus(replace(config, output_dir=str(tmp_path / "out")))
     made = made or make_corpus(replace(config, output_dir=str(tmp_path / "out")))
     assert made is not None, (slurm / "log").read_text()[-3000:]
-    check_equal(folder / "out", manifest, tmp_path / "out", made)
+    assert_same_corpus(folder / "out", manifest, tmp_path / "out", made)
 
 
-def test_what_ray_runs_is_the_same_to_the_byte(planted, tmp_path):
+def test_ray_result_is_byte_identical(planted, tmp_path):
     pytest.importorskip("ray")
     folder, _, manifest = planted
     config = replace(build_config(folder, executor="ray"), output_dir=str(tmp_path / "out"), workers=2)
-    check_equal(folder / "out", manifest, tmp_path / "out", make_corpus(config))
+    assert_same_corpus(folder / "out", manifest, tmp_path / "out", make_corpus(config))
 
 
-def check_equal(ours, manifest, theirs, made):
+def assert_same_corpus(ours, manifest, theirs, made):
     assert made["shards"] == manifest["shards"]
     assert made["steps"] == manifest["steps"]
     for shard in made["shards"]:
         assert (ours / shard["path"]).read_bytes() == (theirs / shard["path"]).read_bytes()
 
 
-def test_comparing_asks_for_memory_by_the_size_of_the_input(tmp_path):
+def test_memory_request_follows_input_size(tmp_path):
     job = cleaning.Job("comparing", tmp_path, [], 1, num_bytes=10**12)
     config = CorpusConfig(executor="ray", executor_options={"cpus_per_task": 2})
     assert cleaning.choose_options(job, config) == {"mem_per_cpu_gb": 115, "cpus_per_task": 2}
     assert cleaning.choose_options(replace(job, name="writing"), config) == {"cpus_per_task": 2}
 
 
-def test_workers_are_the_cores_of_this_process_where_the_system_tells_them(monkeypatch):
+def test_count_cores_respects_affinity(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3}, raising=False)
     assert cleaning.count_cores() == 2
     monkeypatch.delattr(os, "sched_getaffinity")
@@ -570,9 +567,9 @@ def test_workers_are_the_cores_of_this_process_where_the_system_tells_them(monke
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "disk full"), DataError()])
-def test_an_error_of_a_task_waits_for_no_task_that_has_not_begun(error):
+def test_failed_task_cancels_pending_tasks(error):
     class Pool:
-        """Runs nothing; the first task has failed."""
+        """Executor whose first task fails and whose other tasks stay pending."""
 
         def submit(self, function, *arguments):
             future = Future()

@@ -1,4 +1,4 @@
-"""Folders of sources, links, what is left of earlier work; mixture weights by closed forms, and UniMax by its paper."""
+"""Folders, links and counts of a corpus; mixture weights against closed forms and UniMax's algorithm."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ from recipes_lib.data.sources.local_files import load_files
 @pytest.mark.parametrize(
     "labels", [["web", "gsm8k_train"], ["train", "test"], ["dev-set", "eval2", "a b/c"], ["contest", "training"]]
 )
-def test_folders_never_name_a_split(tmp_path, labels):
+def test_folder_names_are_unique_and_never_split_names(tmp_path, labels):
     names = name_folders([SimpleNamespace(label=label) for label in labels])
     assert len(set(names)) == len(names)
     for name in names:
@@ -25,7 +25,7 @@ def test_folders_never_name_a_split(tmp_path, labels):
     assert len(load_files(tmp_path, "corpus", "train").files) == len(names)
 
 
-def test_a_file_system_without_links_gets_copies(tmp_path, monkeypatch):
+def test_link_or_copy_falls_back_to_copy(tmp_path, monkeypatch):
     (tmp_path / "a").write_text("x")
     link_or_copy(tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "a").samefile(tmp_path / "b")
@@ -39,7 +39,7 @@ def test_a_file_system_without_links_gets_copies(tmp_path, monkeypatch):
     assert not (tmp_path / "a").samefile(tmp_path / "c")
 
 
-def test_tokens_that_were_not_counted_have_no_sum():
+def test_sum_counts_keeps_uncounted_tokens_none():
     shards = [{"documents": 1, "bytes": 2, "tokens": None}, {"documents": 3, "bytes": 4, "tokens": None}]
     assert sum_counts(shards) == {"documents": 4, "bytes": 6, "tokens": None}
     assert sum_counts([{**shards[0], "tokens": 5}]) == {"documents": 1, "bytes": 2, "tokens": 5}
@@ -59,7 +59,7 @@ def unimax(sizes, budget, cap):
     return [shares[at] / total for at in range(len(sizes))]
 
 
-def test_unimax_is_that_of_the_paper():
+def test_unimax_matches_algorithm_of_the_paper():
     random_ = random.Random(0)
     for _ in range(100):
         sizes = [random_.randrange(1, 10**6) for _ in range(3)]
@@ -72,18 +72,18 @@ def test_unimax_is_that_of_the_paper():
     ("mixture", "keys", "budget", "sizes", "shares"),
     [
         ("weights", {}, 1000, [1000, 1000, 1000], [0.6, 0.3, 0.1]),
-        # What a capped source may not have goes to the others by their weights; if all are capped, to none.
+        # The excess of a capped source is redistributed by weight; if all are capped, it is dropped.
         ("weights", {"max_epochs": 2}, 1000, [100, 1000, 1000], [0.2, 0.6, 0.2]),
         ("weights", {}, 10**9, [100, 200, 100], [0.25, 0.5, 0.25]),
         ("temperature", {"mixture_temperature": 2.0}, 1, [900, 100, 0], [0.75, 0.25, 0]),
         ("proportional", {}, 1, [900, 100, 0], [0.9, 0.1, 0]),
     ],
 )
-def test_shares_follow_weights_caps_and_temperature(mixture, keys, budget, sizes, shares):
+def test_mixture_shares_match_closed_form(mixture, keys, budget, sizes, shares):
     assert compute_mixture(replace(CONFIG, mixture=mixture, **keys), sizes, budget) == pytest.approx(shares)
 
 
-def test_no_source_is_read_more_often_than_the_cap():
+def test_no_source_exceeds_max_epochs():
     random_ = random.Random(1)
     for mixture in ("proportional", "weights", "temperature", "unimax"):
         for _ in range(50):
@@ -95,7 +95,7 @@ def test_no_source_is_read_more_often_than_the_cap():
             assert all(share * budget <= 4 * size * (1 + 1e-9) for share, size in zip(shares, sizes, strict=True))
 
 
-def test_a_budget_of_tokens_is_one_of_bytes_where_tokens_are_not_counted():
+def test_token_budget_is_converted_to_bytes_without_tokenizer():
     config = replace(CONFIG, mixture="unimax", mixture_tokens=1000, max_epochs=2)
     sources = [SimpleNamespace(label=label, tasks=()) for label in "ab"]
     shards = [{"source": "a", "bytes": 100, "tokens": None}, {"source": "b", "bytes": 10_000, "tokens": None}]

@@ -1,4 +1,4 @@
-"""Contaminated texts that must be found, and those that must stay."""
+"""Decontamination against n-gram sets: removal, excision and benchmark items."""
 
 import copy
 import itertools
@@ -28,7 +28,7 @@ def benchmark(tmp_path):
     return {"name": str(path), "label": "gsm"}
 
 
-def judge(benchmark, text, size=13, excises=False):
+def decontaminate(benchmark, text, size=13, excises=False):
     reason, document, found = apply(Decontamination([benchmark], size, excises=excises), text)
     return reason, document.text, found
 
@@ -44,8 +44,8 @@ def judge(benchmark, text, size=13, excises=False):
         f"They say: {SHORT.lower()}!",
     ],
 )
-def test_contaminated_texts_are_found(benchmark, text):
-    reason, _, found = judge(benchmark, text)
+def test_contaminated_text_is_removed(benchmark, text):
+    reason, _, found = decontaminate(benchmark, text)
     assert reason == "gsm"
     assert found == {"gsm": 1}
 
@@ -60,11 +60,11 @@ def test_contaminated_texts_are_found(benchmark, text):
         "72 yes",
     ],
 )
-def test_paraphrases_other_numbers_and_shorter_runs_stay(benchmark, text):
-    assert judge(benchmark, text)[0] is None
+def test_paraphrase_and_short_overlap_are_kept(benchmark, text):
+    assert decontaminate(benchmark, text)[0] is None
 
 
-def test_it_is_the_intersection_of_ngrams():
+def test_index_finds_intersection_of_ngrams():
     random_ = random.Random(0)
     vocabulary = make_text(random_, 25).split()
     items, texts = ([" ".join(random_.choices(vocabulary, k=30)) for _ in range(60)] for _ in range(2))
@@ -79,9 +79,9 @@ def test_it_is_the_intersection_of_ngrams():
         assert places == [" ".join(run) for run in runs if run in expected]
 
 
-def test_excision_leaves_what_is_far_away(benchmark):
+def test_excision_keeps_distant_text(benchmark):
     before, after = ("word " * 200).strip(), ("other " * 200).strip()
-    reason, text, _ = judge(benchmark, f"{before} {QUESTION} {after}", excises=True)
+    reason, text, _ = decontaminate(benchmark, f"{before} {QUESTION} {after}", excises=True)
     assert reason is None
     assert "Natalia" not in text
     kept_before, kept_after = text.split("\n")
@@ -90,7 +90,7 @@ def test_excision_leaves_what_is_far_away(benchmark):
     assert len(before) - 201 <= len(kept_before) <= len(before) - 199
 
 
-def test_excised_ranges_that_overlap_or_nest_are_one(tmp_path):
+def test_overlapping_and_nested_excisions_are_merged(tmp_path):
     long, short = QUESTION, "five little words of another benchmark"
     items = tmp_path / "b.jsonl"
     items.write_text("".join(json.dumps({"q": item}) + "\n" for item in (f"{long} {short} {long}", short)))
@@ -115,13 +115,13 @@ def test_excised_ranges_that_overlap_or_nest_are_one(tmp_path):
         )
 
 
-def test_items_that_are_too_short_are_counted(benchmark):
+def test_short_benchmark_items_are_counted(benchmark):
     step = Decontamination([benchmark], 13, excises=False)
     assert step.index.num_short == {"gsm": 2}
     assert step.index.num_items == {"gsm": 4}
 
 
-def test_columns_and_nested_texts_are_read(tmp_path):
+def test_benchmark_columns_and_nested_texts_are_read(tmp_path):
     path = tmp_path / "mmlu.jsonl"
     path.write_text(json.dumps({"q": "one", "choices": ["two", "three"], "n": 4}) + "\n")
     assert list(read_items({"name": str(path)})) == ["one", "two three", "one two three"]
@@ -132,7 +132,7 @@ def test_columns_and_nested_texts_are_read(tmp_path):
         list(read_items({"name": str(path), "columns": ["n"]}))
 
 
-def test_a_process_that_gets_the_step_reads_the_benchmarks_itself(benchmark):
+def test_copied_step_rebuilds_its_index(benchmark):
     step = Decontamination([benchmark], 13, excises=False)
     assert step.index.find(QUESTION)
     other = copy.deepcopy(step)

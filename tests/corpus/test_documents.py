@@ -1,4 +1,4 @@
-"""Counting, sampling and shards."""
+"""Counts, samples and intermediate shards of documents."""
 
 import random
 
@@ -30,7 +30,7 @@ def run(texts, mode="apply"):
 TEXTS = ["good", "bad", "é!", "!", "good!"]
 
 
-def test_everything_that_goes_in_is_counted_once():
+def test_apply_counts_every_document_once():
     kept, ledger = run(TEXTS)
     tally = ledger.tallies["shorten"]
     assert [document.text for document in kept] == ["good", "é", "good"]
@@ -42,7 +42,7 @@ def test_everything_that_goes_in_is_counted_once():
     assert tally.documents_in == tally.documents_out + sum(tally.removed.values())
 
 
-def test_annotation_changes_no_text_and_removes_nothing():
+def test_annotate_mode_changes_nothing():
     kept, ledger = run(TEXTS, "annotate")
     assert [document.text for document in kept] == TEXTS
     flags = [document.metadata.get("flags") for document in kept]
@@ -50,7 +50,7 @@ def test_annotation_changes_no_text_and_removes_nothing():
     assert ledger.tallies["shorten"].found == {"seen": 5, "is bad": 1, "nothing left": 1}
 
 
-def test_samples_do_not_depend_on_the_order_or_the_tasks():
+def test_samples_are_independent_of_order_and_tasks():
     documents = [Document(text=f"text {at}", id=f"d{at}") for at in range(100)]
     shuffled = random.Random(0).sample(documents, 100)
     taken = []
@@ -70,7 +70,7 @@ def test_samples_do_not_depend_on_the_order_or_the_tasks():
     assert Samples(0).list() == {}
 
 
-def test_shards_hold_what_was_written(tmp_path):
+def test_shard_round_trips(tmp_path):
     documents = [
         Document(text=f"é {at}", id=str(at), metadata={"source": "s", "url": None, "n": {"a": [at]}})
         for at in range(1200)

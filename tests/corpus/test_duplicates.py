@@ -1,5 +1,6 @@
-"""Duplicates against brute force on texts whose similarity is known."""
+"""Exact and near duplicates, and repeated lines, against brute force."""
 
+import errno
 import random
 import resource
 import tracemalloc
@@ -39,7 +40,7 @@ def build_table(folder, texts, config=CONFIG, num_tasks=1, label="a"):
 
 
 def plant(seed=0, num=120):
-    """Texts, exact repeats of some and variants of others at similarities from 0.5 to 0.97."""
+    """Return texts with exact copies and variants of similarity 0.5 to 0.97, shuffled."""
     random_ = random.Random(seed)
     texts = [make_text(random_, random_.randrange(60, 200)) for _ in range(num)]
     copies = [texts[at] for at in random_.sample(range(num), 15)]
@@ -54,12 +55,13 @@ def planted():
     return plant()
 
 
-def test_the_number_of_tasks_is_not_limited_by_that_of_open_files(tmp_path, planted):
+def test_number_of_tasks_is_not_limited_by_open_files(tmp_path, planted):
     expected = find_duplicates(build_table(tmp_path / "one", planted), CONFIG)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (512, limits[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (400, limits[1]))
     try:
-        table = build_table(tmp_path / "many", planted, num_tasks=200)
+        # Of six arrays each, of which 256 are open at a time.
+        table = build_table(tmp_path / "many", planted, num_tasks=70)
         found = find_duplicates(table, CONFIG)
         find_repeated_lines(table, found.status, 2)
     finally:
@@ -68,17 +70,30 @@ def test_the_number_of_tasks_is_not_limited_by_that_of_open_files(tmp_path, plan
     np.testing.assert_array_equal(found.kept_as, expected.kept_as)
 
 
-def test_with_one_hash_a_band_it_is_brute_force(tmp_path, planted):
+def test_truncated_array_is_reported_as_full_disk(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # numpy raises the same error, without a number, as on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="No space left") as caught:
+            duplicates.save_array(tmp_path / "a.npy", np.zeros(10_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "a.npy"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_row_per_band_matches_brute_force(tmp_path, planted):
     config = replace(CONFIG, near_duplicates_bands=64, near_duplicates_rows=1)
     found = find_duplicates(build_table(tmp_path / "h", planted, config), config)
     assert np.flatnonzero(found.status == KEPT).tolist() == keep_first(planted, 0.8)
 
 
 @pytest.mark.parametrize(("num_slices", "across"), [(1, "source"), (16, "corpus")])
-def test_comparing_holds_the_bytes_that_are_stated(tmp_path, monkeypatch, num_slices, across):
-    random_, num, num_tasks = np.random.default_rng(0), 200_000, 40
+def test_peak_memory_matches_estimate(tmp_path, monkeypatch, num_slices, across):
+    random_, num, num_tasks = np.random.default_rng(0), 100_000, 20
     bands = random_.integers(0, 1 << 63, (num, CONFIG.near_duplicates_bands), np.uint64)
-    bands[1::100] = bands[::100]  # Two thousand candidates, which are compared.
+    bands[1::100] = bands[::100]  # Two thousand candidate pairs.
     arrays = {
         "exact": random_.integers(0, 1 << 63, (num, 2), np.uint64),
         "bands": bands,
@@ -103,7 +118,7 @@ def test_comparing_holds_the_bytes_that_are_stated(tmp_path, monkeypatch, num_sl
     assert 0.6 < peak / count_compared_bytes(num) <= 1, peak / num
 
 
-def test_every_removed_document_repeats_a_kept_one(tmp_path, planted):
+def test_removed_document_repeats_a_kept_one(tmp_path, planted):
     found = find_duplicates(build_table(tmp_path / "h", planted), CONFIG)
     removed = np.flatnonzero(found.status != KEPT)
     assert len(removed) > 40
@@ -120,7 +135,7 @@ def test_every_removed_document_repeats_a_kept_one(tmp_path, planted):
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_any_order_keeps_the_same_texts_where_similarity_is_transitive(tmp_path, seed):
+def test_kept_texts_are_independent_of_order(tmp_path, seed):
     random_ = random.Random(seed)
     texts = [make_text(random_, 100) for _ in range(40)]
     families = [text for text in texts for _ in range(random_.randrange(1, 4))]
@@ -130,7 +145,7 @@ def test_any_order_keeps_the_same_texts_where_similarity_is_transitive(tmp_path,
     assert sorted(kept) == sorted(texts)
 
 
-def test_without_verification_a_cluster_is_what_is_connected(tmp_path):
+def test_unverified_clusters_are_connected_components(tmp_path):
     random_ = random.Random(3)
     chain = [make_text(random_, 200)]
     for _ in range(6):
@@ -145,7 +160,7 @@ def test_without_verification_a_cluster_is_what_is_connected(tmp_path):
     assert (verified.status == KEPT).sum() > 1
 
 
-def test_short_texts_are_not_all_alike(tmp_path):
+def test_texts_without_shingles_are_not_duplicates(tmp_path):
     found = find_duplicates(build_table(tmp_path / "h", ["one two", "three", "one two", "a b c d"]), CONFIG)
     assert found.status.tolist() == [KEPT, KEPT, EXACT, KEPT]
     loose = replace(CONFIG, near_duplicates_verify=False)
@@ -154,7 +169,7 @@ def test_short_texts_are_not_all_alike(tmp_path):
     )
 
 
-def test_sources_may_be_compared_alone(tmp_path):
+def test_duplicates_across_source_only(tmp_path):
     text = make_text(random.Random(0), 90)
     for label in "ab":
         build_table(tmp_path / label, [text, vary(random.Random(1), text, 1), text])
@@ -164,7 +179,7 @@ def test_sources_may_be_compared_alone(tmp_path):
     assert alone.status.tolist() == [KEPT, NEAR, EXACT] * 2
 
 
-def test_candidates_beyond_the_bound_are_not_collected(tmp_path, monkeypatch):
+def test_number_of_compared_candidates_is_bounded(tmp_path, monkeypatch):
     random_ = random.Random(0)
     template = make_text(random_, 60)
     pages = [f"{template} {make_text(random_, 30)}" for _ in range(60)]
@@ -178,11 +193,11 @@ def test_candidates_beyond_the_bound_are_not_collected(tmp_path, monkeypatch):
     selection = duplicates._KeepFirst(table, config, None)
     removed = dict(selection.find_removed(np.arange(120)))
     assert removed == {60 + at: at for at in range(5)}
-    # At most the bound from every band, whatever the number of kept pages.
+    # At most the bound from every band, for any number of kept pages.
     assert 5 < max(collected) <= 50 * 5
 
 
-def test_slices_of_the_hashes_change_nothing(tmp_path, planted, monkeypatch):
+def test_result_is_independent_of_slice_size(tmp_path, planted, monkeypatch):
     lines = ["\n".join([text[:50], "all rights reserved"]) for text in planted]
     table = build_table(tmp_path / "h", lines, num_tasks=3)
     whole = find_duplicates(table, CONFIG)
@@ -194,7 +209,7 @@ def test_slices_of_the_hashes_change_nothing(tmp_path, planted, monkeypatch):
 
 
 @pytest.mark.parametrize("unit", ["line", "paragraph"])
-def test_lines_count_once_for_each_kept_document(tmp_path, unit):
+def test_repeated_lines_count_once_per_kept_document(tmp_path, unit):
     between = "\n" if unit == "line" else "\n\n"
     texts = [between.join(["menu", f"text {at}", "menu", ""]) for at in range(5)] + [between.join(["foot", "foot"])]
     config = replace(CONFIG, repeated_lines_unit=unit)
@@ -206,7 +221,7 @@ def test_lines_count_once_for_each_kept_document(tmp_path, unit):
         assert firsts.tolist() == [0] * len(expected)
 
 
-def test_lines_joined_again_are_the_text():
+def test_split_lines_round_trips():
     for unit, between in (("line", "\n"), ("paragraph", "\n\n")):
         text = "a\n\n\nb \n c\n"
         assert between.join(split_lines(text, unit)) == text

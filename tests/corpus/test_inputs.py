@@ -1,4 +1,4 @@
-"""Every kind of source as documents, cut into tasks without a loss; what cannot be read is counted."""
+"""Sources as documents: formats, splitting into tasks, broken rows."""
 
 import errno
 import gzip
@@ -30,7 +30,7 @@ def read(entry, raises=False, task_megabytes=1):
     return [document for rank in range(len(source.tasks)) for document in reader.run(rank=rank)], ledger, source
 
 
-def test_rows_keep_their_id_and_metadata(tmp_path):
+def test_rows_keep_id_and_metadata(tmp_path):
     path = tmp_path / "web.jsonl"
     path.write_text('{"text": "one", "id": "x1", "url": "u"}\n{"text": "two", "date": 3}\n')
     documents, _, _ = read({"name": str(path)})
@@ -41,7 +41,7 @@ def test_rows_keep_their_id_and_metadata(tmp_path):
 
 
 @pytest.mark.parametrize("task_bytes", [7, 100, 1000, 10**6])
-def test_lines_of_a_large_file_are_read_once_each_whatever_the_cut(tmp_path, task_bytes):
+def test_split_jsonl_file_yields_every_line_once(tmp_path, task_bytes):
     texts = [f"text {at} " + "é" * (at % 17) for at in range(200)]
     path = write_rows(tmp_path / "a.jsonl", texts)
     parts = list(split_source(load_source(str(path)), "a", task_bytes))
@@ -54,7 +54,7 @@ def test_lines_of_a_large_file_are_read_once_each_whatever_the_cut(tmp_path, tas
 
 
 @pytest.mark.parametrize("task_bytes", [1, 700, 5000, 10**6])
-def test_row_groups_of_a_large_parquet_file_are_read_once_each_with_the_same_ids(tmp_path, task_bytes):
+def test_split_parquet_file_yields_every_row_once_with_stable_ids(tmp_path, task_bytes):
     path, rows = tmp_path / "a.parquet", [f"text {at}" for at in range(200)]
     pq.write_table(pa.table({"text": rows}), path, row_group_size=30)
     parts = list(split_source(load_source(str(path)), "a", task_bytes))
@@ -68,7 +68,7 @@ def test_row_groups_of_a_large_parquet_file_are_read_once_each_with_the_same_ids
 
 
 @pytest.mark.parametrize("num_files", [1, 3, 70])
-def test_a_spread_source_has_every_row_once_and_the_first_from_all_over(tmp_path, num_files):
+def test_spread_source_interleaves_all_rows(tmp_path, num_files):
     texts = [f"{at}" for at in range(1400)]
     for number in range(num_files):
         share = len(texts) // num_files
@@ -90,13 +90,13 @@ def test_a_spread_source_has_every_row_once_and_the_first_from_all_over(tmp_path
     ],
     ids=["array", "compressed"],
 )
-def test_what_has_no_borders_of_lines_is_not_cut_whatever_its_name(tmp_path, content):
+def test_json_array_and_compressed_file_are_not_split(tmp_path, content):
     (tmp_path / "a.jsonl").write_bytes(content)
     (part,) = split_source(load_source(str(tmp_path / "a.jsonl")), "a", 100)
     assert len(list(part.source.rows())) == 500
 
 
-def test_small_files_share_a_task_in_their_order(tmp_path):
+def test_small_files_share_a_task_in_order(tmp_path):
     for at in range(5):
         (tmp_path / f"{at}.txt").write_text(f"file {at}")
     documents, _, source = read({"name": str(tmp_path), "label": "t"})
@@ -104,7 +104,7 @@ def test_small_files_share_a_task_in_their_order(tmp_path):
     assert len(source.tasks) == 1
 
 
-def test_text_is_a_document_a_file_or_paragraph(tmp_path):
+def test_text_file_is_one_document_or_one_per_paragraph(tmp_path):
     (tmp_path / "t.txt").write_text("a\nb\n\nc\n")
     whole = read({"name": str(tmp_path / "t.txt")})[0]
     assert [d.text for d in whole] == ["a\nb\n\nc\n"]
@@ -127,18 +127,18 @@ C4 = {"text": "one", "timestamp": "2019-04-25T12:57:54Z", "url": "u"}
         ("wiki.json.xz", PILE, None),
     ],
 )
-def test_public_corpora_are_read_as_they_are_published(tmp_path, name, row, columns):
+def test_layouts_of_public_corpora_are_read(tmp_path, name, row, columns):
     data = "".join(json.dumps(row | {"text": f"text {at}"} if columns is None else row) + "\n" for at in range(5))
     codecs = {".gz": gzip.compress, ".xz": lzma.compress, ".zst": pa.Codec("zstd").compress}
     (tmp_path / name).write_bytes(bytes(codecs[name[name.rindex(".") :]](data.encode())))
     documents, ledger, _ = read({"name": str(tmp_path / name), **({"columns": columns} if columns else {})})
     assert [document.text for document in documents] == [f"text {at}" if columns is None else "one" for at in range(5)]
     assert not ledger.tallies[READ].removed
-    told = {key: value for key, value in row.items() if key not in ("text", "id", "source", "raw_content")}
-    assert {key: documents[0].metadata[key] for key in told} == told
+    metadata = {key: value for key, value in row.items() if key not in ("text", "id", "source", "raw_content")}
+    assert {key: documents[0].metadata[key] for key in metadata} == metadata
 
 
-def test_the_rows_of_fineweb_keep_their_nested_metadata(tmp_path):
+def test_fineweb_rows_keep_nested_metadata(tmp_path):
     row = {"text": "one", "id": "<urn:uuid:1>", "score": 2.5, "meta": {"lang": {"en": [0.9]}, "none": None}}
     pq.write_table(pa.Table.from_pylist([row] * 3), tmp_path / "000_00000.parquet")
     documents, _, _ = read({"name": str(tmp_path)})
@@ -146,7 +146,7 @@ def test_the_rows_of_fineweb_keep_their_nested_metadata(tmp_path):
     assert documents[0].metadata["meta"] == {"lang": {"en": [0.9]}}
 
 
-def test_html_files_in_any_encoding(tmp_path):
+def test_html_files_are_decoded_and_found_recursively(tmp_path):
     (tmp_path / "a.html").write_bytes('<meta charset="latin-1"><p>café</p>'.encode("latin-1"))
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "b.HTM").write_text("<p>zwei</p>")
@@ -158,7 +158,7 @@ def test_html_files_in_any_encoding(tmp_path):
     assert len(read({"name": str(tmp_path), "label": "pages"})[0]) == 2
 
 
-def test_a_folder_of_pages_and_other_data_is_refused(tmp_path):
+def test_folder_of_html_and_other_data_is_refused(tmp_path):
     (tmp_path / "a.html").write_text("<p>one</p>")
     (tmp_path / "README.md").write_text("about")
     assert len(read({"name": str(tmp_path), "label": "x"})[0]) == 1
@@ -169,7 +169,7 @@ def test_a_folder_of_pages_and_other_data_is_refused(tmp_path):
         (tmp_path / name).unlink()
 
 
-def test_what_cannot_be_read_is_counted_or_an_error(tmp_path):
+def test_broken_rows_are_counted_or_raise(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\nbroken\n{"text": 3}\n{"text": ""}\n{"text": "two"}\n')
     documents, ledger, _ = read({"name": str(path)})
@@ -182,7 +182,7 @@ def test_what_cannot_be_read_is_counted_or_an_error(tmp_path):
         read({"name": str(path)}, raises=True)
 
 
-def test_a_document_that_would_take_all_memory_is_removed_and_counted(tmp_path, monkeypatch):
+def test_document_above_byte_limit_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("recipes_lib.corpus.inputs.MAX_DOCUMENT_BYTES", 12)
     write_rows(tmp_path / "a.jsonl", ["short", "é" * 6, "é" * 7, "the end"])
     documents, ledger, _ = read({"name": str(tmp_path / "a.jsonl")})
@@ -209,11 +209,11 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_chat_keeps_all_of_its_columns(tmp_path, layout):
+def test_chat_keeps_all_columns(tmp_path, layout):
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps(LAYOUTS[layout] | {"score": 3}) + "\n")
     (document,) = read({"name": str(path), "kind": "chat"})[0]
-    # The texts in their order, with marks between messages.
+    # Texts in order, with separators between messages.
     assert document.text.split(PART_END) == re.findall('(?<=: ")[abc](?=")', json.dumps(LAYOUTS[layout]))
     assert join_chat(document.metadata[CHAT], document.text) == LAYOUTS[layout]
     assert document.metadata["score"] == 3
@@ -224,13 +224,13 @@ def test_a_chat_keeps_all_of_its_columns(tmp_path, layout):
     ("kind", "row"),
     [("text", LAYOUTS["messages"]), ("web", LAYOUTS["prompt and completion"]), ("chat", {"text": "one"})],
 )
-def test_a_chat_among_texts_is_an_error_and_a_text_among_chats(tmp_path, kind, row):
+def test_row_of_wrong_kind_is_refused(tmp_path, kind, row):
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(DataError, match="kind: chat"):
         read({"name": str(tmp_path / "a.jsonl"), "kind": kind})
 
 
-def test_a_chat_with_the_mark_itself_is_counted(tmp_path):
+def test_chat_containing_separator_is_counted_as_broken(tmp_path):
     path = tmp_path / "chat.jsonl"
     rows = [{"prompt": f"a{PART_END}", "completion": "b"}, {"prompt": "a", "completion": "b"}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -244,7 +244,7 @@ class _Builder(Json):
         raise AssertionError("downloaded")
 
 
-def test_a_look_at_a_hub_dataset_downloads_nothing(tmp_path, monkeypatch):
+def test_streamed_hub_dataset_is_not_downloaded(tmp_path, monkeypatch):
     path = write_rows(tmp_path / "train.jsonl", ["one", "two"])
     builder = _Builder(cache_dir=str(tmp_path / "cache"), dataset_name="x", hash="c", data_files=str(path))
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: builder)
@@ -260,7 +260,7 @@ def test_a_look_at_a_hub_dataset_downloads_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "large.jsonl"])
-def test_a_line_that_cannot_be_read_costs_no_other(tmp_path, monkeypatch, name):
+def test_unreadable_line_loses_no_other(tmp_path, monkeypatch, name):
     from recipes_lib.data.sources import readers
 
     size = 1 << 20 if name == "large.jsonl" else 100
@@ -276,7 +276,7 @@ def test_a_line_that_cannot_be_read_costs_no_other(tmp_path, monkeypatch, name):
     assert (len(source.tasks) > 1) == (name == "large.jsonl")
 
 
-def test_files_of_one_name_in_two_folders_have_other_ids(tmp_path):
+def test_ids_include_relative_folder(tmp_path):
     for folder in ("x", "y"):
         (tmp_path / "s" / folder).mkdir(parents=True)
         write_rows(tmp_path / "s" / folder / "a.jsonl", [f"one {folder}"])
@@ -288,7 +288,7 @@ def test_files_of_one_name_in_two_folders_have_other_ids(tmp_path):
     assert {document.id: document.text for document in documents} == {"s/x/a.jsonl:1": "one", "s/y/a.jsonl:1": "two"}
 
 
-def test_a_large_file_with_renamed_columns_is_cut_too(tmp_path):
+def test_large_file_with_renamed_columns_is_split(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"body": f"{at} " + "x" * 1000}) + "\n" for at in range(3000)))
     documents, _, source = read({"name": str(path), "columns": {"text": "body"}})
@@ -296,7 +296,7 @@ def test_a_large_file_with_renamed_columns_is_cut_too(tmp_path):
     assert [int(document.text.split()[0]) for document in documents] == list(range(3000))
 
 
-def test_the_fingerprint_is_that_of_the_content(tmp_path):
+def test_fingerprint_follows_content(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", ["one"])
     first = read({"name": str(path)})[2].fingerprint
     assert read({"name": str(path)})[2].fingerprint == first
@@ -305,7 +305,7 @@ def test_the_fingerprint_is_that_of_the_content(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["txt", "html"])
-def test_a_file_name_that_is_not_utf8_is_escaped(tmp_path, suffix):
+def test_non_utf8_file_name_is_escaped(tmp_path, suffix):
     (tmp_path / os.fsdecode(b"caf\xe9." + suffix.encode())).write_text("some words", encoding="utf-8")
     (tmp_path / os.fsdecode(b"broken\xe9.txt")).write_bytes(b"\xff")
     if suffix == "html":
@@ -316,7 +316,7 @@ def test_a_file_name_that_is_not_utf8_is_escaped(tmp_path, suffix):
     assert len(ledger.notes) == (suffix == "txt")
 
 
-def test_a_file_that_cannot_be_opened_is_one_error(tmp_path, monkeypatch):
+def test_unopenable_file_is_a_data_error(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("some words")
     (tmp_path / "b.txt").symlink_to("gone.txt")
     with pytest.raises(DataError, match=r"b\.txt: cannot be read: No such file"):

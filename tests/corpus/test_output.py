@@ -1,4 +1,4 @@
-"""Shards and chats as they are written."""
+"""Written shards: text, chats, metadata and tokens."""
 
 import json
 import math
@@ -12,14 +12,14 @@ from recipes_lib.corpus.output import load_tokenizer, write_lines
 from recipes_lib.errors import DataError
 
 
-def test_lines_have_text_id_source_and_metadata(tmp_path):
+def test_json_lines_have_text_id_source_and_metadata(tmp_path):
     documents = [Document(text="é\n", id="1", metadata={"source": "s", "url": "u"})]
     write_lines(tmp_path / "a.jsonl", documents)
     (line,) = (tmp_path / "a.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(line) == {"text": "é\n", "id": "1", "source": "s", "metadata": {"url": "u"}}
 
 
-def test_metadata_without_a_value_are_null_in_every_file(tmp_path):
+def test_non_finite_metadata_is_written_as_null(tmp_path):
     metadata = {"source": "s", "score": math.nan, "more": [{"least": -math.inf, "n": 1}]}
     document = Document(text="a", id="1", metadata=metadata)
     write_lines(tmp_path / "a.jsonl", [document])
@@ -31,14 +31,14 @@ def test_metadata_without_a_value_are_null_in_every_file(tmp_path):
     assert json.loads(stored, **refuse) == expected
 
 
-def test_a_chat_with_a_key_without_a_value_is_written(tmp_path):
+def test_non_finite_chat_field_is_written_as_null(tmp_path):
     text, left = split_chat({"messages": [{"role": "user", "content": "a", "score": math.nan}]})
     write_lines(tmp_path / "a.jsonl", [Document(text=text, id="1", metadata={"source": "s", CHAT: left})])
     (message,) = json.loads((tmp_path / "a.jsonl").read_text())["messages"]
     assert message == {"role": "user", "content": "a", "score": None}
 
 
-def test_a_tokenizer_is_named_by_folder_or_file(tiny_tokenizer, tiny_tokenizer_dir, tmp_path):
+def test_load_tokenizer_takes_folder_or_file(tiny_tokenizer, tiny_tokenizer_dir, tmp_path):
     text = "hello world " * 50
     expected = len(tiny_tokenizer(text, add_special_tokens=False)["input_ids"])
     for name in (tiny_tokenizer_dir, tiny_tokenizer_dir / "tokenizer.json"):

@@ -1,4 +1,4 @@
-"""Personal data: what is masked alone and what is left, in texts and in whole corpora."""
+"""Personal data in texts and whole corpora: masked, dropped or kept."""
 
 import json
 import random
@@ -48,14 +48,14 @@ LEFT = [
 
 @pytest.mark.parametrize(("kind", "text"), FOUND)
 @pytest.mark.parametrize("around", ["{}", "see {}.", "({}),", "é {} AND more", "\n{}\n"])
-def test_it_is_masked_alone(kind, text, around):
+def test_pii_is_masked_without_context(kind, text, around):
     found = Counter()
     assert mask(around.format(text), PII_KINDS, found) == around.format(f"<{kind.upper()}>")
     assert found == {kind: 1}
 
 
 @pytest.mark.parametrize("text", LEFT)
-def test_it_is_left(text):
+def test_text_that_is_not_pii_is_kept(text):
     found = Counter()
     assert mask(f"see {text}, please", PII_KINDS, found) == f"see {text}, please"
     assert not found
@@ -69,33 +69,33 @@ def luhn_reference(digits):
     return total % 10 == 0
 
 
-def test_check_digits_are_those_of_the_standards():
+def test_luhn_and_iban_check_digits():
     random_ = random.Random(0)
     for _ in range(500):
         digits = str(random_.randrange(10**12, 10**19))
         assert is_luhn(digits) == luhn_reference(digits)
     iban = "GB82WEST12345698765432"
     assert is_iban(iban)
-    # Every changed digit and every exchange of two neighbours is noticed.
+    # Every single-digit error must be detected.
     for at in range(8, len(iban)):
         assert not is_iban(iban[:at] + str((int(iban[at]) + 1) % 10) + iban[at + 1 :])
     assert not is_card("4" * 16)
     assert not is_card("4111111111111111"[:-1])
 
 
-def test_only_the_kinds_that_are_asked_for():
+def test_pii_kinds_are_selectable():
     document = Document(text="a@b.co and 8.8.8.8", id="1")
     assert PII(["ip"], drops=False).apply(document, Counter()) is None
     assert document.text == "a@b.co and <IP>"
 
 
-def test_a_document_may_be_dropped():
+def test_pii_drops_document():
     document = Document(text="a@b.co and 8.8.8.8", id="1")
     assert PII(None, drops=True).apply(document, Counter()) == "email and ip"
     assert PII(None, drops=True).apply(Document(text="nothing", id="1"), Counter()) is None
 
 
-def test_nothing_that_was_masked_is_left_anywhere_in_the_corpus(tmp_path):
+def test_masked_pii_is_absent_from_corpus(tmp_path):
     mail, key, end = "ada@example.org", "-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----"
     function = {"name": "s", "arguments": {"to": mail, "more": [mail]}}
     call = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
@@ -126,8 +126,8 @@ def test_nothing_that_was_masked_is_left_anywhere_in_the_corpus(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["apply", "annotate"])
-def test_no_sample_of_a_report_quotes_personal_data(tmp_path, mode):
-    """Of a document that an earlier step removes, either: nobody masks it after that."""
+def test_report_samples_contain_no_pii(tmp_path, mode):
+    """Samples of documents that a step before `pii` removed must be masked as well."""
     mail, long = "ada@example.org", "words of a long text without any end " * 60
     texts = [f"short {mail}", f"{long}{mail}", f"{long}{mail} again", f"{long[:1490]} {mail}", f"{long} other words"]
     rows = [{"text": text, "id": f"{mail} {at}"} for at, text in enumerate([*texts, texts[1]])]
@@ -147,19 +147,19 @@ def test_no_sample_of_a_report_quotes_personal_data(tmp_path, mode):
     assert "@" not in json.dumps(samples)
 
 
-def test_masking_again_changes_nothing():
+def test_mask_is_idempotent():
     text = " ".join(text for _, text in FOUND)
     once = mask(text, PII_KINDS, Counter())
     assert mask(once, PII_KINDS, Counter()) == once
 
 
 @pytest.mark.parametrize("piece", ["a", "1", "a.", "1 ", "A1", "-", "+1 ", "a@", "2:", "2000:", "(1", "1.1.", "://a"])
-def test_hostile_runs_come_to_an_end(piece):
+def test_mask_takes_linear_time(piece):
     # In quadratic time this would take a minute.
     mask(piece * (100_000 // len(piece)), PII_KINDS, Counter())
 
 
-def test_every_secret_has_a_hint():
+def test_secret_hints_cover_secret_pattern():
     tokens = [
         *("hf_" + "a" * 30, "api_org_" + "a" * 30, *(f"gh{kind}_" + "a" * 36 for kind in "pousr")),
         *("github_pat_" + "a" * 30, "glpat-" + "a" * 20, "AKIA" + "A" * 16, "ASIA" + "A" * 16, "AIza" + "a" * 35),

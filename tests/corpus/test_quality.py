@@ -1,4 +1,4 @@
-"""Quality rules: datatrove's with their thresholds in sight; buckets by bits per byte."""
+"""Quality filters against datatrove's defaults, and perplexity buckets."""
 
 import inspect
 import pickle
@@ -22,7 +22,7 @@ from recipes_lib.corpus.quality import (
 from recipes_lib.errors import ConfigError
 
 
-def judge(text, kind="web", changes=None):
+def apply_quality(text, kind="web", changes=None):
     reason, document, _ = apply(Quality(choose_thresholds(kind, changes)), text)
     return reason, document.text
 
@@ -35,7 +35,7 @@ def judge(text, kind="web", changes=None):
         ("fineweb_quality", FineWebQualityFilter),
     ],
 )
-def test_the_web_preset_spells_out_upstreams_defaults(name, upstream):
+def test_web_preset_lists_upstream_defaults(name, upstream):
     defaults = {
         key: parameter.default
         for key, parameter in inspect.signature(upstream).parameters.items()
@@ -59,46 +59,48 @@ def test_the_web_preset_spells_out_upstreams_defaults(name, upstream):
         ("... " * 80, "gopher"),
     ],
 )
-def test_bad_text_is_removed_by_the_rule_that_it_breaks(text, reason):
-    found = judge(text)[0]
+def test_low_quality_text_is_removed_by_its_rule(text, reason):
+    found = apply_quality(text)[0]
     assert any(found.startswith(each) for each in reason.split("|")), found
 
 
-def test_prose_stays_as_it_is():
-    assert judge(ENGLISH) == (None, ENGLISH)
+def test_prose_is_unchanged():
+    assert apply_quality(ENGLISH) == (None, ENGLISH)
 
 
-def test_thresholds_may_be_changed_and_filters_left_out():
+def test_thresholds_can_be_changed_and_filters_disabled():
     short = " ".join(ENGLISH.split()[:40]) + "."
-    assert judge(short)[0] == "gopher_quality gopher_short_doc"
-    assert judge(short, changes={"web": {"gopher_quality": {"min_doc_words": 10}, "c4_quality": "off"}})[0] is None
+    assert apply_quality(short)[0] == "gopher_quality gopher_short_doc"
+    assert (
+        apply_quality(short, changes={"web": {"gopher_quality": {"min_doc_words": 10}, "c4_quality": "off"}})[0] is None
+    )
 
 
 @pytest.mark.parametrize(
     "changes",
     [{"wep": {}}, {"web": 3}, {"web": {"gopher": {}}}, {"web": {"c4_quality": {"min": 1}}}, {"web": {"c4_quality": 3}}],
 )
-def test_a_wrong_threshold_is_refused(changes):
+def test_invalid_threshold_is_refused(changes):
     with pytest.raises(ConfigError, match="quality_thresholds"):
         choose_thresholds("web", changes)
 
 
-def test_code_is_judged_by_its_lines():
+def test_code_quality_filter():
     code = "def f(x):\n    return x + 1\n" * 20
-    assert judge(code, "code")[0] is None
-    assert judge(code)[0] is not None
+    assert apply_quality(code, "code")[0] is None
+    assert apply_quality(code)[0] is not None
     rule = CodeQualityFilter(max_line_length=100, max_avg_line_length=30, min_alnum_ratio=0.25)
     assert rule.filter(Document(text="x" * 101, id="")) == (False, "line_too_long")
     assert rule.filter(Document(text="\n".join(["x" * 40] * 3), id="")) == (False, "lines_too_long")
     assert rule.filter(Document(text="+-" * 10, id="")) == (False, "few_letters")
 
 
-def test_every_kind_has_a_preset_that_can_be_built():
+def test_preset_of_every_kind_can_be_built():
     for kind in PRESETS:
         Quality(choose_thresholds(kind, None)).apply(Document(text=ENGLISH, id=""), Counter())
 
 
-def test_words_and_sentences_need_no_model():
+def test_regex_tokenizer():
     tokenizer = RegexTokenizer()
     assert tokenizer.word_tokenize("It's a well-read cat, no?") == ["It's", "a", "well-read", "cat", ",", "no", "?"]
     assert tokenizer.sent_tokenize('One. "Two!" Three?') == ["One.", '"Two!', "Three?"]
@@ -119,7 +121,7 @@ def sort_into_buckets(texts, bounds, kept=("head", "middle"), mode="apply"):
     return left, ledger.tallies["perplexity"]
 
 
-def test_a_bound_begins_the_next_bucket() -> None:
+def test_bucket_bounds_are_half_open() -> None:
     left, tally = sort_into_buckets(["0.5", "1.0", "1.49", "1.5", "3"], [1.0, 1.5])
     assert [document.metadata["perplexity_bucket"] for document in left] == ["head", "middle", "middle"]
     assert tally.found == {"head": 1, "middle": 2, "tail": 2}
@@ -127,11 +129,11 @@ def test_a_bound_begins_the_next_bucket() -> None:
 
 
 @pytest.mark.parametrize(("kept", "words"), [(["tail"], ["3"]), (["head", "tail"], ["0.5", "3"]), (["middle"], [])])
-def test_the_buckets_to_keep_are_chosen(kept, words) -> None:
+def test_perplexity_keep_selects_buckets(kept, words) -> None:
     assert [document.text for document in sort_into_buckets(["0.5", "3"], [1.0, 1.5], kept)[0]] == words
 
 
-def test_annotated_documents_stay_with_their_bits_and_their_bucket() -> None:
+def test_annotate_mode_records_bits_per_byte_and_bucket() -> None:
     left, tally = sort_into_buckets(["0.5", "3.14159"], [1.0, 1.5], mode="annotate")
     assert left[1].metadata == {
         "bits_per_byte": 3.1416,
@@ -141,14 +143,14 @@ def test_annotated_documents_stay_with_their_bits_and_their_bucket() -> None:
     assert not tally.removed
 
 
-def test_without_bounds_documents_are_counted_by_tenths() -> None:
-    """From these counts bounds are chosen."""
+def test_documents_are_counted_by_tenths_without_bounds() -> None:
+    """Users choose the bounds from these counts."""
     left, tally = sort_into_buckets(["0.96", "0.98", "1.2", "x"], [], mode="annotate")
     assert tally.found == {"from 0.9 bits per byte": 2, "from 1.2 bits per byte": 1, "too short": 1}
     assert len(left) == 4
 
 
-def test_a_step_goes_to_other_processes_without_its_model() -> None:
+def test_perplexity_step_is_pickled_without_model() -> None:
     step = Perplexity(load_lengths, "model", [1.0, 1.5], ["head"])
     step.apply(Document(text="2", id=""), Counter())
     again = pickle.loads(pickle.dumps(step))

@@ -1,4 +1,4 @@
-"""What a sample is found to hold, and what it is not."""
+"""Audit of a sample of texts, with planted faults."""
 
 import random
 import re
@@ -11,18 +11,18 @@ from recipes_lib.corpus.text_audit import audit_texts, count_languages
 
 
 def clean_texts(num=60):
-    """Documents of other words each."""
+    """Return documents with different words."""
     random_ = random.Random(0)
     return [f"{make_text(random_, 60)}." for _ in range(num)]
 
 
-def test_clean_texts_have_no_warning():
+def test_audit_of_clean_texts_has_no_warning():
     assert audit_texts(clean_texts()).warnings == []
     assert audit_texts([]).facts == audit_texts([]).warnings == []
     assert audit_texts(["", " "]).warnings == ["2 of 2 documents (100.0%) are empty or cannot be read"]
 
 
-def test_planted_faults_are_counted():
+def test_audit_counts_planted_faults():
     texts = clean_texts()
     planted = [
         *(f"{text}\nsubscribe to our newsletter" for text in texts[:20]),
@@ -43,7 +43,7 @@ def test_planted_faults_are_counted():
     }
 
 
-def test_languages_are_a_fact_and_single_ones_a_warning():
+def test_audit_warns_of_rare_languages():
     texts = [f"{number} {ENGLISH}" for number in range(60)] + [GERMAN]
     assert count_languages(texts) == {"en": 60, "de": 1}
     found = audit_texts(texts)
@@ -51,13 +51,13 @@ def test_languages_are_a_fact_and_single_ones_a_warning():
     assert "single documents are in other languages: de" in found.warnings
 
 
-def test_mixed_languages_are_a_warning():
+def test_audit_warns_of_mixed_languages():
     texts = [f"{number} {text}" for number in range(20) for text in (ENGLISH, ENGLISH, GERMAN)]
     (warning,) = [warning for warning in audit_texts(texts).warnings if "language" in warning]
     assert warning.startswith("languages are mixed: en 67%, de 33%; ")
 
 
-def test_what_shares_words_with_a_benchmark_is_counted_once_a_document():
+def test_audit_counts_contaminated_documents_once():
     index, texts = Index(13), clean_texts()
     for at in (3, 3, 5):
         index.add("exam", texts[at])
@@ -65,7 +65,7 @@ def test_what_shares_words_with_a_benchmark_is_counted_once_a_document():
     assert warning == "2 of 60 documents (3.3%) share words with exam"
 
 
-def test_no_more_is_read_than_the_sample(monkeypatch):
+def test_audit_reads_at_most_the_sample(monkeypatch):
     monkeypatch.setattr(text_audit, "MAX_DOCUMENTS", 5)
     endless = iter(lambda: make_text(random.Random(), 20), None)
     assert "sample: 5 documents" in audit_texts(endless).facts[0]

@@ -1,4 +1,4 @@
-"""Trained classifiers find planted classes, fastText's are read alike, and the steps remove by them."""
+"""Text classifiers against scikit-learn, and the classifier and toxicity steps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def plant_all(labels, number=200, seed=0):
 
 @pytest.fixture(scope="module", autouse=True)
 def few_buckets():
-    """Weights of a thousandth of the size, which are learnt in less time."""
+    """Fewer hash buckets, so that training is fast."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_classifier, "_BUCKETS", 1 << 14)
         yield
@@ -64,7 +64,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("labels", [["good", "bad"], ["good", "bad", "code"]], ids=len)
-def test_planted_classes_are_found(labels) -> None:
+def test_classifier_separates_planted_classes(labels) -> None:
     classifier = train_classifier(plant_all(labels))
     found = evaluate_classifier(classifier.score, plant_all(labels, 100, seed=9))
     assert found["accuracy"] > 0.98
@@ -76,8 +76,8 @@ def test_planted_classes_are_found(labels) -> None:
     assert scores[1].argmax() == 1
 
 
-def test_random_labels_are_not_learnt() -> None:
-    """The evaluation is of held-out texts: of labels without meaning it says so."""
+def test_held_out_auc_of_random_labels_is_chance() -> None:
+    """Evaluation on training texts would report a high AUC."""
     random_ = random.Random(3)
     texts = {label: [make_text(random_, 40) for _ in range(300)] for label in "ab"}
     train, held_out = split_held_out(texts, 0.3)
@@ -85,7 +85,7 @@ def test_random_labels_are_not_learnt() -> None:
     assert 0.35 < found["labels"]["a"]["roc_auc"] < 0.65
 
 
-def test_probabilities_are_those_of_scikit_learn() -> None:
+def test_probabilities_match_scikit_learn() -> None:
     from sklearn.feature_extraction.text import HashingVectorizer
     from sklearn.linear_model import LogisticRegression
 
@@ -98,11 +98,11 @@ def test_probabilities_are_those_of_scikit_learn() -> None:
         unseen = [text for those in plant_all(labels, 20, seed=7).values() for text in those]
         expected = model.predict_proba(hashed.transform(unseen))
         order = [list(model.classes_).index(label) for label in labels]
-        # Two solutions of a convex problem, each to the tolerance of its solver.
+        # Both solvers stop at a tolerance of their own.
         assert np.abs(classifier.predict(unseen) - expected[:, order]).max() < 5e-3
 
 
-def test_thresholds_trade_precision_for_recall() -> None:
+def test_precision_recall_curve_and_auc() -> None:
     scores = {"a": 0.2, "b": 0.6, "c": 0.95}
     found = evaluate_classifier(
         lambda text: {"good": scores[text], "bad": 1 - scores[text]}, {"good": ["b", "c"], "bad": ["a", "b"]}
@@ -115,7 +115,7 @@ def test_thresholds_trade_precision_for_recall() -> None:
     assert found["labels"]["good"]["roc_auc"] == 0.875
 
 
-def test_copies_of_a_text_are_on_one_side() -> None:
+def test_copies_of_a_text_stay_on_one_side_of_split() -> None:
     texts = plant_all(["good", "bad"], 100)
     texts["good"] *= 2
     train, held_out = split_held_out(texts, 0.2)
@@ -125,7 +125,7 @@ def test_copies_of_a_text_are_on_one_side() -> None:
         split_held_out({"good": ["a"] * 3, "bad": plant("bad", 100, 0)}, 0.2)
 
 
-def test_a_saved_classifier_has_the_same_scores_and_runs_no_code(folder) -> None:
+def test_saved_classifier_round_trips_without_pickle(folder) -> None:
     classifier = train_classifier(plant_all(["good", "bad"]))
     texts = plant("good", 5, 4)
     assert np.array_equal(read_linear(folder).predict(texts), classifier.predict(texts))
@@ -143,7 +143,7 @@ def test_a_saved_classifier_has_the_same_scores_and_runs_no_code(folder) -> None
         (WEIGHTS_FILE, None),
     ],
 )
-def test_a_damaged_classifier_is_one_clear_error(folder, tmp_path, name, content) -> None:
+def test_damaged_classifier_is_a_config_error(folder, tmp_path, name, content) -> None:
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / name).unlink()
@@ -153,7 +153,7 @@ def test_a_damaged_classifier_is_one_clear_error(folder, tmp_path, name, content
         read_linear(tmp_path)
 
 
-def test_the_step_removes_below_its_threshold_and_records_the_score(folder) -> None:
+def test_classifier_step_records_score_and_applies_threshold(folder) -> None:
     step = Classifier(str(folder), "good", 0.5)
     reason, document, _ = apply(step, plant("bad", 1, 1)[0])
     assert reason == "not good"
@@ -164,7 +164,7 @@ def test_the_step_removes_below_its_threshold_and_records_the_score(folder) -> N
         Classifier(str(folder), "nice", 0.5)
 
 
-def test_any_fasttext_model_is_a_classifier() -> None:
+def test_fasttext_model_is_a_classifier() -> None:
     assert apply(Classifier(FASTTEXT, "en", 0.5), ENGLISH)[0] is None
     reason, document, _ = apply(Classifier(FASTTEXT, "en", 0.5), GERMAN)
     assert reason == "not en"
@@ -172,7 +172,7 @@ def test_any_fasttext_model_is_a_classifier() -> None:
     assert load_fasttext(FASTTEXT) is load_fasttext(FASTTEXT)
 
 
-def test_words_of_a_list_are_found_whole(tmp_path) -> None:
+def test_word_list_matches_whole_words(tmp_path) -> None:
     path = tmp_path / "words.txt"
     path.write_text("Darn\nbad word\n\nc++\n")
     step = Toxicity([str(path)], 0.0)
@@ -184,7 +184,7 @@ def test_words_of_a_list_are_found_whole(tmp_path) -> None:
     assert 150 < sum(kept) < 250
 
 
-def test_toxicity_is_told_by_words_or_by_a_classifier(folder, tmp_path) -> None:
+def test_toxicity_uses_word_list_or_classifier(folder, tmp_path) -> None:
     (tmp_path / "words.txt").write_text("theorem\n")
     step = Toxicity([str(tmp_path / "words.txt")], 0.0, str(folder), "bad", 0.5)
     assert apply(step, "a theorem")[0] == "word list"
@@ -197,7 +197,7 @@ def test_toxicity_is_told_by_words_or_by_a_classifier(folder, tmp_path) -> None:
     assert apply(alone, plant("bad", 1, 1)[0])[0] == "classifier: bad"
 
 
-def test_a_word_list_that_says_nothing_is_refused(tmp_path) -> None:
+def test_empty_or_missing_word_list_is_refused(tmp_path) -> None:
     (tmp_path / "empty.txt").write_text("\n\n")
     with pytest.raises(DataError, match="empty"):
         Toxicity([str(tmp_path / "empty.txt")], 0.0)
@@ -205,7 +205,7 @@ def test_a_word_list_that_says_nothing_is_refused(tmp_path) -> None:
         Toxicity([str(tmp_path / "none.txt")], 0.0)
 
 
-def test_words_of_scripts_without_spaces_have_no_boundaries(tmp_path) -> None:
+def test_word_list_of_scripts_without_spaces(tmp_path) -> None:
     path = tmp_path / "words.txt"
     path.write_text("ไอ้โง่\n笨蛋\ndarn\n", encoding="utf-8-sig")
     step = Toxicity([str(path)], 0.0)
@@ -214,6 +214,6 @@ def test_words_of_scripts_without_spaces_have_no_boundaries(tmp_path) -> None:
     assert apply(step, "darning")[0] is None
 
 
-def test_a_prediction_without_a_label_is_wrong() -> None:
+def test_prediction_without_label_counts_as_wrong() -> None:
     evaluation = evaluate_classifier(lambda text: {"good": 1.0} if text == "g" else {}, {"good": ["g"], "bad": ["?"]})
     assert evaluation["accuracy"] == 0.5

@@ -1,4 +1,4 @@
-"""Extraction, repair and language."""
+"""Extraction of HTML, repair of text, and language identification."""
 
 import importlib.util
 import subprocess
@@ -27,7 +27,7 @@ def extract():
     step.close()
 
 
-def test_a_page_becomes_its_text(extract):
+def test_extract_returns_main_text_of_page(extract):
     reason, document, _ = apply(extract, PAGE, **{HTML: True})
     assert reason is None
     assert document.text.startswith(ENGLISH)
@@ -35,18 +35,18 @@ def test_a_page_becomes_its_text(extract):
     assert HTML not in document.metadata
 
 
-def test_the_same_page_again_has_the_same_text(extract):
+def test_extract_is_deterministic_for_repeated_page(extract):
     # trafilatura's own deduplication would leave the second one empty.
     texts = {apply(extract, PAGE, **{HTML: True})[1].text for _ in range(4)}
     assert len(texts) == 1
 
 
 @pytest.mark.parametrize("page", ["<html></html>", "<", "<p>"])
-def test_a_page_without_text_is_removed_with_a_reason(extract, page):
+def test_page_without_text_is_removed(extract, page):
     assert apply(extract, page, **{HTML: True})[0] in ("no text", "not parsed")
 
 
-def test_without_fasttext_py3langid_names_the_language(monkeypatch):
+def test_language_falls_back_to_py3langid(monkeypatch):
     class Identifier:
         @classmethod
         def from_model_file(cls, path, norm_probs):
@@ -75,17 +75,17 @@ def test_without_fasttext_py3langid_names_the_language(monkeypatch):
         _load_language_model.cache_clear()
 
 
-def test_text_is_no_page(extract):
+def test_extract_ignores_documents_without_html(extract):
     assert apply(extract, PAGE)[1].text == PAGE
 
 
-def test_a_page_that_takes_too_long_is_removed():
+def test_extract_timeout_removes_page():
     step = Extract(0.0)
     assert apply(step, PAGE, **{HTML: True})[0] == "timeout"
     step.close()
 
 
-def test_mojibake_is_repaired_and_text_composed():
+def test_fix_text_repairs_mojibake_and_normalises():
     damaged = "schön wie ein Café".encode().decode("latin-1")
     assert apply(FixText(), damaged)[1].text == "schön wie ein Café"
     assert apply(FixText(), "e\u0301\x00\x07x")[1].text == "\u00e9x"
@@ -96,7 +96,7 @@ def test_mojibake_is_repaired_and_text_composed():
     ("text", "language"),
     [(ENGLISH, "en"), (GERMAN, "de"), (FRENCH, "fr"), (SPANISH, "es"), ("これは日本語の文章です。", "ja")],
 )
-def test_languages_are_told_apart(text, language):
+def test_language_is_identified(text, language):
     step = Language(["en"], 0.65, {}, None)
     reason, document, found = apply(step, text)
     assert document.metadata["language"] == language
@@ -105,7 +105,7 @@ def test_languages_are_told_apart(text, language):
     assert reason == (None if language == "en" else f"other: {language}")
 
 
-def test_a_language_may_have_a_threshold_of_its_own():
+def test_language_threshold_per_language():
     mixed = f"{ENGLISH[:120]} {GERMAN[:150]}"
     score = apply(Language(["en", "de"], 0.0, {}, None), mixed)[1].metadata["language_score"]
     assert 0.2 < score < 0.95
@@ -113,7 +113,7 @@ def test_a_language_may_have_a_threshold_of_its_own():
     assert apply(Language(["en", "de"], 0.99, {"en": 0.1, "de": 0.1}, None), mixed)[0] is None
 
 
-def test_a_missing_language_model_is_one_clear_error():
+def test_missing_language_model_is_a_config_error():
     with pytest.raises(ConfigError, match="no fastText model"):
         apply(Language(["en"], 0.5, {}, "/nowhere/model.bin"), ENGLISH)
 
@@ -141,11 +141,11 @@ if __name__ == "__main__":
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("kind", ["pool", "sandbox"])
-def test_child_processes_end_with_a_killed_parent(tmp_path, kind):
+def test_child_processes_exit_with_killed_parent(tmp_path, kind):
     (tmp_path / "children.py").write_text(CHILDREN)
     command = [sys.executable, str(tmp_path / "children.py"), kind]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert int(parent.stdout.readline()) == parent.pid
         parent.kill()
-        # The child has inherited the pipe: this returns when it has ended too.
+        # The child has inherited the pipe, so this returns only after it has exited.
         assert parent.communicate(timeout=60)[0] == ""

@@ -1,4 +1,4 @@
-"""WARC and WET files in every container: a damaged record is counted, and costs no other."""
+"""WARC and WET files: containers, truncation and damaged records."""
 
 import gzip
 import io
@@ -27,7 +27,7 @@ def write_warc(path, records):
 
 
 @pytest.mark.parametrize("name", ["a.warc", "a.warc.gz", "a.wet.gz"])
-def test_warc_and_wet_records(tmp_path, name):
+def test_warc_and_wet_records_are_read(tmp_path, name):
     kind = "conversion" if "wet" in name else "response"
     bodies = ["<html>ä</html>".encode(), "<p>naïve café, déjà vu, à la carte</p>".encode("latin-1")]
     write_warc(tmp_path / name, [("warcinfo", b"x"), *((kind, body) for body in bodies)])
@@ -39,7 +39,7 @@ def test_warc_and_wet_records(tmp_path, name):
     assert len({d.id for d in documents}) == 2
 
 
-def test_a_warc_file_that_breaks_off_is_counted(tmp_path):
+def test_truncated_warc_file_is_counted(tmp_path):
     write_warc(tmp_path / "a.warc.gz", [("response", b"<p>one</p>" * 500), ("response", b"<p>two</p>" * 500)])
     data = (tmp_path / "a.warc.gz").read_bytes()
     (tmp_path / "b.warc").write_bytes(gzip.decompress(data)[:3000] + b"garbage")
@@ -55,7 +55,7 @@ def test_a_warc_file_that_breaks_off_is_counted(tmp_path):
 
 @pytest.mark.parametrize("damage", [b"garbage", b"\x1f\x8b\x08", b"\nWARC/1.0\r\n"])
 @pytest.mark.parametrize("name", ["a.warc", "a.warc.gz"])
-def test_a_damaged_warc_record_costs_no_other(tmp_path, name, damage):
+def test_damaged_warc_record_loses_no_other(tmp_path, name, damage):
     random.seed(0)
     bodies = [b"<p>%d %s</p>" % (number, random.randbytes(2000).hex().encode()) for number in range(6)]
     starts, whole = [], b""
@@ -67,14 +67,14 @@ def test_a_damaged_warc_record_costs_no_other(tmp_path, name, damage):
         (tmp_path / name).write_bytes(whole[:at] + damage * 9 + whole[at + 9 * len(damage) :])
         documents, ledger, _ = read({"name": str(tmp_path / name)})
         texts = [document.text.encode() for document in documents]
-        # Where only the text is damaged and nothing compressed, nobody can know.
+        # Damage inside an uncompressed payload cannot be detected.
         assert [text for text in texts if text in bodies] == bodies[:2] + bodies[3:], (at, ledger.notes)
         assert len(texts) == 6 or ledger.tallies[READ].removed["cannot be read"] >= 1
 
 
 @pytest.mark.parametrize("container", ["plain", "a member a record", "one member"])
 @pytest.mark.parametrize("block", [64, 1 << 16])
-def test_a_wrong_length_of_a_warc_record_costs_no_neighbour(tmp_path, monkeypatch, container, block):
+def test_wrong_content_length_loses_no_neighbour(tmp_path, monkeypatch, container, block):
     monkeypatch.setattr("recipes_lib.corpus.web_archive._WARC_BLOCK", block)
     bodies = [b"one", b"two\n" * 5, b"three"]
     records = []
@@ -83,7 +83,7 @@ def test_a_wrong_length_of_a_warc_record_costs_no_neighbour(tmp_path, monkeypatc
         records.append((tmp_path / "r.warc").read_bytes())
     stated, path = b"Content-Length: 20", tmp_path / ("a.wet" if container == "plain" else "a.wet.gz")
     assert stated in records[1]
-    # A record without its last line end is still that record: 19 of 20 bytes are taken.
+    # 19 of 20 bytes are valid: only the final newline is missing.
     for length in [*range(19), *range(26, 60), 300, 10**6, 10**9, 10**30, "", "x", "-1"]:
         damaged = records[1].replace(stated, f"Content-Length: {length}".encode())
         parts = [records[0], damaged, records[2]]
@@ -96,7 +96,7 @@ def test_a_wrong_length_of_a_warc_record_costs_no_neighbour(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("cut", range(1, 400, 7))
-def test_a_cut_gzip_member_is_one_damaged_record(tmp_path, cut):
+def test_truncated_gzip_member_is_one_damaged_record(tmp_path, cut):
     members = []
     for body in (b"one", b"two", b"three"):
         write_warc(tmp_path / "a.wet.gz", [("conversion", body)])
@@ -104,13 +104,13 @@ def test_a_cut_gzip_member_is_one_damaged_record(tmp_path, cut):
     members[2] = members[2][: min(cut, len(members[2]) - 1)]
     (tmp_path / "a.wet.gz").write_bytes(b"".join(members))
     documents, ledger, _ = read({"name": str(tmp_path / "a.wet.gz")})
-    # The data of the last one can be whole, and its check sum missing.
+    # The data of the last member can be complete while its checksum is missing.
     assert [document.text for document in documents] in (["one", "two"], ["one", "two", "three"])
     assert ledger.tallies[READ].removed == {"cannot be read": 1}
 
 
 @pytest.mark.parametrize("header", [b"WARC-Target-URI", b"WARC-Type", b"Content-Type", b"HTTP/1.0"])
-def test_a_record_whose_headers_are_damaged_costs_no_other(tmp_path, header):
+def test_damaged_warc_header_loses_no_other_record(tmp_path, header):
     write_warc(tmp_path / "a.warc", [("response", b"<p>one</p>")])
     whole = (tmp_path / "a.warc").read_bytes()
     (tmp_path / "a.warc").write_bytes(whole + whole.replace(header, b"x" * len(header)) + whole)
@@ -118,7 +118,7 @@ def test_a_record_whose_headers_are_damaged_costs_no_other(tmp_path, header):
     assert [document.text for document in documents[:: len(documents) - 1]] == ["<p>one</p>"] * 2
 
 
-def test_a_page_about_warc_is_one_document(tmp_path):
+def test_warc_syntax_in_payload_is_not_a_record(tmp_path):
     page = b"A record:\r\n\r\nWARC/1.0\r\nWARC-Type: response\r\nContent-Length: 3\r\n\r\nabc\r\n\r\nends"
     write_warc(tmp_path / "a.wet", [("conversion", page), ("conversion", b"two")])
     documents, ledger, _ = read({"name": str(tmp_path / "a.wet")})

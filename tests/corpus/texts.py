@@ -1,7 +1,8 @@
-"""Made-up texts whose words, languages and similarities are known."""
+"""Generated texts with known words, languages and similarities."""
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections import Counter
@@ -29,13 +30,13 @@ GERMAN = (
 
 
 def make_text(random_: random.Random, num_words: int) -> str:
-    """Return distinct sentences of made-up words."""
+    """Return ``num_words`` generated words."""
     words = [random_.choice(WORDS) + random_.choice(WORDS) for _ in range(num_words)]
     return " ".join(words)
 
 
 def apply(step: Any, text: str, **metadata: Any) -> tuple[str | None, Document, Counter[str]]:
-    """Apply a step to a document: the reason of its removal, the document, and what was found."""
+    """Apply a step to a document; return the removal reason, the document and the counts."""
     document, found = Document(text=text, id="1", metadata=metadata), Counter[str]()
     return step.apply(document, found), document, found
 
@@ -46,15 +47,16 @@ def write_rows(path: Path, texts: Iterable[str]) -> Path:
 
 
 def vary(random_: random.Random, text: str, num_changed: int) -> str:
-    """Replace some words by others that no text has."""
+    """Replace ``num_changed`` words by words that occur in no other text."""
     words = text.split()
     for at in random_.sample(range(len(words)), num_changed):
         words[at] = f"zz{random_.randrange(10**9)}"
     return " ".join(words)
 
 
+@functools.lru_cache(maxsize=1024)
 def word_ngrams(text: str, size: int) -> set[tuple[str, ...]]:
-    """The n-grams of a text of plain words, by tuples: the reference of everything that goes by hashes."""
+    """Return the n-grams as tuples: the reference for hashed n-grams."""
     words = text.split()
     return {tuple(words[at : at + size]) for at in range(len(words) - size + 1)}
 
@@ -65,7 +67,7 @@ def jaccard(first: str, second: str, size: int = 5) -> float:
 
 
 def keep_first(texts: Sequence[str], threshold: float, size: int = 5) -> list[int]:
-    """Brute force: each text is compared with every earlier one that is kept."""
+    """Brute-force reference: compare each text with every earlier kept one."""
     kept: list[int] = []
     for at, text in enumerate(texts):
         if not any(jaccard(texts[earlier], text, size) >= threshold for earlier in kept):

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint of chats on the loopback, whose answers a test decides."""
+"""OpenAI-compatible chat endpoint on the loopback interface, with answers from the test."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 
 class ChatEndpoint(ThreadingHTTPServer):
-    """Serves until the end of the process.
+    """Threaded server that runs until the process exits.
 
     Attributes:
-        answer: Asked for a text, or for a status code with headers and a body, with the body of each request.
-        asked: The bodies of all requests, in the order of their arrival.
+        answer: Maps a request body to the reply text, or to a tuple of status code, headers and body.
+        asked: Bodies of all requests, in order of arrival.
         keys: Their ``Authorization`` headers.
-        has_usage: Whether replies have token counts: words.
+        has_usage: Whether replies contain token counts (numbers of words).
         finish: The ``finish_reason``.
     """
 
@@ -32,7 +32,7 @@ class ChatEndpoint(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def handle_error(self, *_: Any) -> None:
-        """A client that has gone does not wait for its answer."""
+        """Ignore clients that have disconnected."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -43,8 +43,8 @@ class _Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.asked.append(body)
             self.server.keys.append(self.headers["Authorization"])
-            told = self.server.answer(body)
-        status, headers, text = told if isinstance(told, tuple) else (200, {}, self._reply(body, told))
+            reply = self.server.answer(body)
+        status, headers, text = reply if isinstance(reply, tuple) else (200, {}, self._reply(body, reply))
         self.send_response(status)
         for name, value in {"Content-Length": str(len(text.encode())), **headers}.items():
             self.send_header(name, value)

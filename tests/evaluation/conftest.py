@@ -1,4 +1,4 @@
-"""Local tasks and a tiny model, for evaluations without a network."""
+"""Local lm-eval tasks and a tiny model, for evaluation without a network."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ AVERAGED = [{"metric": "acc", "weight_by_size": True}]
 
 
 def write_tasks(folder: Path) -> Path:
-    """Write five local tasks, a group of two, and one whose template does not fit its data; return their folder."""
+    """Write local tasks, a group of two, and a task whose template does not fit its data; return their folder."""
     from recipes_lib.evaluation.suites import OWN_TASKS
 
     drawn = random.Random(0)
@@ -71,12 +71,12 @@ def write_tasks(folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of local task files."""
+    """Folder of local task files."""
     return write_tasks(tmp_path_factory.mktemp("local tasks"))
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A tiny model of its own, so that results go into its folder."""
+    """Tiny model in a folder of its own, because results are written there by default."""
     tiny.save_model(tmp_path / "model", tiny.build_tokenizer())
     return tmp_path / "model"

@@ -1,4 +1,4 @@
-"""A local model answers in its template; a chat and its number decide the answer, batches do not."""
+"""Answers of local models against `generate`; independence of batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def load(folder: Path, **options: Any) -> LocalModel:
     return load_local_model(ModelConfig(model_name_or_path=str(folder), dtype="auto"), **given)
 
 
-def test_batches_decide_nothing_and_numbers_decide(tiny_model_dir: Path) -> None:
+def test_answers_depend_on_seed_and_index_not_on_batch(tiny_model_dir: Path) -> None:
     replies = load(tiny_model_dir).answer(CHATS, [5, 6, 7])
     assert load(tiny_model_dir, batch_size=8).answer(CHATS, [5, 6, 7]) == replies
     assert load(tiny_model_dir).answer(CHATS[2:], [7]) == replies[2:]
@@ -30,8 +30,8 @@ def test_batches_decide_nothing_and_numbers_decide(tiny_model_dir: Path) -> None
     assert all(0 < reply.num_tokens <= 12 and reply.num_prompt_tokens > 4 for reply in replies)
 
 
-def test_without_a_temperature_answers_are_those_of_greedy_generation(tiny_model_dir: Path) -> None:
-    """transformers' ``generate`` on the prompt that the template makes."""
+def test_zero_temperature_matches_greedy_generate(tiny_model_dir: Path) -> None:
+    """Reference: transformers' ``generate`` on the rendered prompt."""
     model, tokenizer = (kind.from_pretrained(tiny_model_dir) for kind in (AutoModelForCausalLM, AutoTokenizer))
     engine = load(tiny_model_dir, temperature=0.0)
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in engine.sampling.stop_ids
@@ -45,7 +45,7 @@ def test_without_a_temperature_answers_are_those_of_greedy_generation(tiny_model
         assert (reply.num_prompt_tokens, reply.is_finished) == (length, bool(made[-1] in stops))
 
 
-def test_a_chat_without_room_has_an_error_and_the_others_their_answers(tiny_model_dir: Path) -> None:
+def test_overlong_chat_is_an_error_of_its_row(tiny_model_dir: Path) -> None:
     engine = load(tiny_model_dir)
     long = [{"role": "user", "content": "bread " * 600}]
     found = engine.answer([CHATS[0], long, CHATS[2]], [5, 6, 7])
@@ -54,7 +54,7 @@ def test_a_chat_without_room_has_an_error_and_the_others_their_answers(tiny_mode
     assert [found[0], found[2]] == [engine.answer(CHATS, [5, 6, 7])[at] for at in (0, 2)]
 
 
-def test_a_base_model_continues_a_single_turn_and_refuses_several(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_base_model_continues_single_turn_only(tiny_model_dir: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     tokenizer.chat_template = None
     AutoModelForCausalLM.from_pretrained(tiny_model_dir).save_pretrained(tmp_path)
@@ -66,7 +66,7 @@ def test_a_base_model_continues_a_single_turn_and_refuses_several(tiny_model_dir
         engine.answer([[*CHATS[0], {"role": "assistant", "content": "x"}, *CHATS[1]]], [0])
 
 
-def test_other_weights_are_another_identity(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_description_follows_weights(tiny_model_dir: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     with torch.no_grad():
         model.lm_head.weight[0, 0] += 1
@@ -77,7 +77,7 @@ def test_other_weights_are_another_identity(tiny_model_dir: Path, tmp_path: Path
     assert one != other
 
 
-def test_a_model_of_nan_does_not_answer(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_model_with_nan_weights_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     model.model.norm.weight.data[0] = torch.nan
     model.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""The client of endpoints: what it sends, what it repeats, what it refuses, and what it never tells."""
+"""Client of chat endpoints: requests, retries, timeouts, refusals and secrets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def echo(body: dict[str, Any]) -> str:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Pauses that would have been made; none is."""
+    """Requested pauses in seconds; nothing sleeps."""
     made: list[float] = []
 
     def pause(connection: Any, seconds: float) -> bool:
@@ -40,19 +40,19 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return made
 
 
-def ask(server: ChatEndpoint, **options: Any) -> list[client.Reply]:
+def answer_all(server: ChatEndpoint, **options: Any) -> list[client.Reply]:
     return Endpoint(server.url, "m", **options).answer(CHATS, range(len(CHATS)))
 
 
-def test_answers_come_in_order_with_their_tokens_and_a_seed_of_their_own() -> None:
+def test_replies_are_ordered_with_usage_and_distinct_seeds() -> None:
     server = ChatEndpoint(echo)
-    replies = ask(server, max_new_tokens=7, temperature=0.5, request={"top_p": 0.9, "max_tokens": None})
+    replies = answer_all(server, max_new_tokens=7, temperature=0.5, request={"top_p": 0.9, "max_tokens": None})
     assert [reply.text for reply in replies] == ["one", "two", "three", "four"]
     assert {(reply.num_prompt_tokens, reply.num_tokens, reply.is_finished) for reply in replies} == {(2, 1, True)}
     by_word = {echo(body): body for body in server.asked}
     assert len({body["seed"] for body in server.asked}) == 4
     first = dict(by_word["one"])
-    ask(server, max_new_tokens=7, temperature=0.5, request={"top_p": 0.9, "max_tokens": None})
+    answer_all(server, max_new_tokens=7, temperature=0.5, request={"top_p": 0.9, "max_tokens": None})
     assert first in server.asked[4:], "the same chat is asked alike"
     assert {name: first[name] for name in ("model", "temperature", "top_p")} == {
         "model": "m", "temperature": 0.5, "top_p": 0.9,
@@ -60,14 +60,14 @@ def test_answers_come_in_order_with_their_tokens_and_a_seed_of_their_own() -> No
     assert "max_tokens" not in first, "null removes a field"
 
 
-def test_an_answer_at_the_limit_has_not_ended() -> None:
+def test_finish_reason_length_is_not_finished() -> None:
     server = ChatEndpoint(echo)
     server.finish = "length"
-    assert not any(reply.is_finished for reply in ask(server))
+    assert not any(reply.is_finished for reply in answer_all(server))
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
-def test_what_may_pass_is_repeated_after_growing_pauses(status: int, waits: list[float]) -> None:
+def test_transient_status_is_retried_with_backoff(status: int, waits: list[float]) -> None:
     failed: dict[str, int] = {}
 
     def fail_twice(body: dict[str, Any]) -> Any:
@@ -75,14 +75,14 @@ def test_what_may_pass_is_repeated_after_growing_pauses(status: int, waits: list
         return echo(body) if failed[echo(body)] > 2 else (status, {}, "busy")
 
     server = ChatEndpoint(fail_twice)
-    assert [reply.text for reply in ask(server)] == ["one", "two", "three", "four"]
+    assert [reply.text for reply in answer_all(server)] == ["one", "two", "three", "four"]
     assert sorted(waits) == [1, 1, 1, 1, 2, 2, 2, 2]
 
 
-def test_the_server_says_how_long_to_wait(waits: list[float]) -> None:
+def test_retry_after_header_is_respected(waits: list[float]) -> None:
     left = iter([(429, {"Retry-After": "17"}, "slow down")])
     server = ChatEndpoint(lambda body: next(left, echo(body)))
-    ask(server, num_concurrent=1)
+    answer_all(server, num_concurrent=1)
     assert waits == [17]
 
 
@@ -93,38 +93,40 @@ def test_the_server_says_how_long_to_wait(waits: list[float]) -> None:
         '{"choices": [{"message": {"content": "a"}}], "usage": {"prompt_tokens": Infinity}}',
     ],
 )
-def test_a_reply_without_an_answer_is_repeated_and_then_told(text: str, waits: list[float]) -> None:
+def test_malformed_reply_is_retried_then_reported(text: str, waits: list[float]) -> None:
     server = ChatEndpoint(lambda body: (200, {}, text))
     with pytest.raises(ConfigError, match="had no answer after 3 attempts"):
-        ask(server, num_attempts=3, num_concurrent=1)
+        answer_all(server, num_attempts=3, num_concurrent=1)
     assert len(server.asked) == 3
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "message"),
     [
         (lambda body: threading.Event().wait(), "TimeoutError: timed out"),
         (lambda body: (200, {"Content-Length": "99"}, '{"choices": ['), "IncompleteRead"),
     ],
     ids=["never", "half a body"],
 )
-def test_a_server_that_hangs_or_breaks_off_is_one_error_in_time(answer: Any, told: str, waits: list[float]) -> None:
-    with pytest.raises(ConfigError, match=f"had no answer after 2 attempts: {told}"):
-        ask(ChatEndpoint(answer), num_attempts=2, num_concurrent=1, timeout=0.5)
+def test_hanging_or_truncated_response_times_out(answer: Any, message: str, waits: list[float]) -> None:
+    with pytest.raises(ConfigError, match=f"had no answer after 2 attempts: {message}"):
+        answer_all(ChatEndpoint(answer), num_attempts=2, num_concurrent=1, timeout=0.5)
 
 
 def serve_slowly(head: bytes, parts: Iterator[bytes]) -> str:
-    """Serve any number of requests with ``head`` and then ``parts``, one every 20 ms; a reset connection ends them."""
+    """Serve requests with ``head`` and then ``parts``, one every 20 ms, then reset the connection; return the URL."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve(connection: socket.socket, own: Iterator[bytes]) -> None:
-        with connection, suppress(OSError):
-            connection.recv(1 << 16)
+        with connection, connection.makefile("rb") as request, suppress(OSError):
+            # The whole request: a client that is still sending would see the reset instead of the response.
+            headers = dict(line.lower().split(b": ") for line in list(iter(request.readline, b"\r\n"))[1:])
+            request.read(int(headers[b"content-length"]))
             connection.sendall(head)
             for part in own:
                 time.sleep(0.02)
                 connection.sendall(part)
-            # Closing with this option resets the connection.
+            # SO_LINGER with timeout 0 makes close() send RST.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     def accept() -> None:
@@ -135,7 +137,7 @@ def serve_slowly(head: bytes, parts: Iterator[bytes]) -> str:
     return f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
 
 
-def test_a_response_that_never_ends_is_an_error_in_time(waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_response_times_out(waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_TIMEOUTS_PER_ATTEMPT", 0.01)
     address = serve_slowly(b"HTTP/1.1 200 OK\r\n\r\n", itertools.repeat(b" "))
     with pytest.raises(ConfigError, match="after 2 attempts: TimeoutError: the response was not complete in time"):
@@ -143,41 +145,52 @@ def test_a_response_that_never_ends_is_an_error_in_time(waits: list[float], monk
 
 
 @pytest.mark.parametrize("parts", [[], [b"busy"]], ids=["reset", "reset in the body"])
-def test_an_error_whose_body_breaks_off_is_repeated(parts: list[bytes], waits: list[float]) -> None:
+def test_error_response_with_truncated_body_is_retried(parts: list[bytes], waits: list[float]) -> None:
     address = serve_slowly(b"HTTP/1.1 503 Overloaded\r\nContent-Length: 99\r\n\r\n", iter(parts))
     with pytest.raises(ConfigError, match="after 3 attempts: 503 Overloaded"):
         Endpoint(address, "m", num_attempts=3, timeout=5).answer(CHATS[:1], [0])
 
 
-def test_a_server_that_is_not_there_is_told_with_the_way_out(waits: list[float]) -> None:
+def test_unreachable_server_error_names_resume(waits: list[float]) -> None:
     with pytest.raises(ConfigError, match="run the same command to resume"):
         Endpoint("http://127.0.0.1:9/v1", "m", num_attempts=2).answer(CHATS[:1], [0])
 
 
-def test_a_key_is_sent_and_never_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_key_is_sent_and_never_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-very-private")
     server = ChatEndpoint(lambda body: (401, {}, "wrong key sk-very-private"))
     with pytest.raises(ConfigError, match=r"wrong key \*\*\*") as caught:
-        ask(server)
+        answer_all(server)
     assert "very-private" not in str(caught.value)
     assert set(server.keys) == {"Bearer sk-very-private"}
     assert len(server.asked) <= len(CHATS), "nothing is repeated"
     assert "very-private" not in json.dumps(Endpoint(server.url, "m").describe())
 
 
-def test_a_redirect_carries_the_key_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_key_is_stripped_and_invalid_one_is_refused_unprinted(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ChatEndpoint(echo)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-very-private\r\n")
+    answer_all(server)
+    assert set(server.keys) == {"Bearer sk-very-private"}
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-very-private\nsecond line")
+    with pytest.raises(ConfigError, match="other than printable ASCII") as caught:
+        answer_all(server)
+    assert "very-private" not in str(caught.value)
+
+
+def test_redirect_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-very-private")
     other = ChatEndpoint(echo)
     for status in (302, 307):
         server = ChatEndpoint(lambda body, status=status: (status, {"Location": f"{other.url}/chat/completions"}, ""))
         with pytest.raises(ConfigError, match=f"returned {status}"):
-            ask(server)
+            answer_all(server)
     assert not other.asked
 
 
-def test_one_refused_request_costs_one_answer_and_all_of_them_the_run() -> None:
+def test_refused_request_is_an_error_of_its_row_unless_all_are() -> None:
     server = ChatEndpoint(lambda body: (400, {}, "too long") if echo(body) == "two" else echo(body))
-    replies = ask(server)
+    replies = answer_all(server)
     assert [reply.error for reply in replies] == [None, "400 too long", None, None]
     server.answer = lambda body: (400, {}, "unknown field seed")
     endpoint = Endpoint(server.url, "m")
@@ -192,14 +205,14 @@ def test_one_refused_request_costs_one_answer_and_all_of_them_the_run() -> None:
         assert all(reply.error for reply in answered.answer(CHATS, range(4))), "it serves others"
 
 
-def test_half_a_character_can_be_written() -> None:
+def test_unpaired_surrogate_in_reply_is_replaced() -> None:
     body = json.dumps({"choices": [{"message": {"content": "a\ud83d"}, "finish_reason": "stop"}]})
-    assert ask(ChatEndpoint(lambda _: (200, {}, body)))[0].text == "a?"
+    assert answer_all(ChatEndpoint(lambda _: (200, {}, body)))[0].text == "a?"
 
 
-def test_requests_keep_the_rate(waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_per_minute_paces_requests(waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: 100.0))
-    ask(ChatEndpoint(echo), requests_per_minute=30, num_concurrent=1)
+    answer_all(ChatEndpoint(echo), requests_per_minute=30, num_concurrent=1)
     assert waits == pytest.approx([0, 2, 4, 6])
 
 
@@ -211,7 +224,7 @@ def test_requests_keep_the_rate(waits: list[float], monkeypatch: pytest.MonkeyPa
         ("http://h/v1/completions", "answer chats"),
     ],
 )
-def test_an_address_of_something_else_is_refused(url: str, found: str) -> None:
+def test_invalid_url_is_refused(url: str, found: str) -> None:
     with pytest.raises(ConfigError, match=found):
         Endpoint(url, "m").answer(CHATS, range(4))
 
@@ -223,17 +236,17 @@ def test_an_address_of_something_else_is_refused(url: str, found: str) -> None:
         *(("requests_per_minute", 0), ("timeout", 0), ("request", [1])),
     ],
 )
-def test_settings_out_of_range_are_refused(name: str, value: Any) -> None:
+def test_out_of_range_settings_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{name}: is "):
         Endpoint("http://h/v1", "m", **{name: value})
 
 
-def test_both_spellings_of_an_address_are_one() -> None:
+def test_base_url_and_chat_url_are_equivalent() -> None:
     assert Endpoint("http://h/v1/", "m").url == Endpoint("http://h/v1/chat/completions", "m").url
 
 
 @pytest.mark.parametrize("opening", ["<think>\n", ""])
-def test_reasoning_is_kept_or_dropped_whoever_opened_it(opening: str) -> None:
+def test_split_and_join_reasoning(opening: str) -> None:
     thought, said = split_reasoning(f"{opening}Two and two.\n</think>\n\nFour.")
     assert (thought, said) == ("Two and two.", "Four.")
     assert join_reasoning(thought, said) == "<think>\nTwo and two.\n</think>\n\nFour."

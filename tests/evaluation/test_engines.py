@@ -1,4 +1,4 @@
-"""Endpoints answer as the model they serve does, what breaks is told, and no answer is asked twice or of another."""
+"""Models and endpoints that answer lm-eval: equality, failures, resume, adapters."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ BROKEN = {
 }
 
 
-class Served:
-    """A tiny model behind an endpoint on the loopback, which may be broken in a way."""
+class ServedModel:
+    """Tiny model behind a loopback endpoint with selectable failures."""
 
     def __init__(self, model: Path) -> None:
         self.network, self.tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
@@ -61,10 +61,10 @@ class Served:
         if self.broken in BROKEN:
             status, text = BROKEN[self.broken]
             return status, kind, text
-        told = self.answer(asked)
+        reply = self.answer(asked)
         if self.broken == "nan":
-            told["choices"][0]["logprobs"]["token_logprobs"] = [math.nan] * 200
-        return 200, kind, json.dumps(told)
+            reply["choices"][0]["logprobs"]["token_logprobs"] = [math.nan] * 200
+        return 200, kind, json.dumps(reply)
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         self.num_asked += 1
@@ -83,21 +83,23 @@ class Served:
                 text = text.partition(stop)[0]
             return {"index": at, "text": text}
         logps = self.network(ids).logits[0, :-1].log_softmax(-1)
-        # As vLLM and OpenAI have it: none for the first token, and one for the token that is generated.
+        # As in vLLM and OpenAI: None for the first token, and one extra for the generated token.
         own = [None, *logps.gather(1, ids[0, 1:, None])[:, 0].tolist(), 0.0]
         best = [None, *({"best": value} for value in logps.max(-1).values.tolist()), {"best": 0.0}]
         return {"index": at, "logprobs": {"token_logprobs": own, "top_logprobs": best}}
 
 
 @pytest.fixture
-def served(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+def served(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServedModel]:
     monkeypatch.setattr(api_models, "wait_exponential", lambda **_: wait_none())
-    served = Served(model)
+    served = ServedModel(model)
     yield served
     served.server.shutdown()
 
 
-def ask(place: str | Path, tasks: Path, output: Path, *flags: object, names: str = "local_choice,local_written") -> int:
+def run_eval(
+    place: str | Path, tasks: Path, output: Path, *flags: object, names: str = "local_choice,local_written"
+) -> int:
     keys = ["--tasks", names, "--include_path", str(tasks), "--use_cpu", "--output_dir", str(output)]
     return run_recipes(["eval", str(place), *keys, *map(str, flags)])
 
@@ -107,11 +109,13 @@ def read(folder: Path) -> dict[str, Any]:
     return record
 
 
-def test_an_endpoint_has_the_scores_of_the_model_it_serves(
-    served: Served, model: Path, tasks: Path, tmp_path: Path
+def test_endpoint_scores_match_local_model(
+    served: ServedModel, model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert ask(model, tasks, tmp_path / "own") == 0
-    assert ask("name", tasks, tmp_path / "served", *served.flags) == 0
+    assert run_eval(model, tasks, tmp_path / "own") == 0
+    monkeypatch.setenv("OPENAI_API_KEY", "key\r\n")
+    assert run_eval("name", tasks, tmp_path / "served", *served.flags) == 0
+    assert set(served.server.keys) == {"Bearer key"}
     own, theirs = read(tmp_path / "own")["tasks"], read(tmp_path / "served")["tasks"]
     assert {name: [task[figure] for figure in FIGURES] for name, task in own.items()} == {
         name: [task[figure] for figure in FIGURES] for name, task in theirs.items()
@@ -121,19 +125,17 @@ def test_an_endpoint_has_the_scores_of_the_model_it_serves(
             assert mine == its if isinstance(mine, str) else mine[0] == pytest.approx(its[0], abs=1e-4)
 
 
-def test_an_endpoint_s_questions_that_are_cut_are_counted(
-    served: Served, model: Path, tasks: Path, tmp_path: Path
-) -> None:
+def test_endpoint_counts_truncated_questions(served: ServedModel, model: Path, tasks: Path, tmp_path: Path) -> None:
     change_config(model, max_position_embeddings=16)
-    assert ask("name", tasks, tmp_path / "served", *served.flags) == 0
+    assert run_eval("name", tasks, tmp_path / "served", *served.flags) == 0
     for task in read(tmp_path / "served")["tasks"].values():
         assert task["num_cut"] > 0
     flags = [*served.flags, "--gen_kwargs", '{"max_gen_toks": 16}']
-    assert ask("name", tasks, tmp_path / "other", *flags, names="local_written") == 2
+    assert run_eval("name", tasks, tmp_path / "other", *flags, names="local_written") == 2
 
 
 @pytest.mark.parametrize(
-    ("broken", "told"),
+    ("broken", "message"),
     [
         ("error", "404"),
         ("key", "401, .*put a valid key into"),
@@ -144,8 +146,8 @@ def test_an_endpoint_s_questions_that_are_cut_are_counted(
         ("gone", "gave no usable answer.*run the same command to resume"),
     ],
 )
-def test_what_an_endpoint_breaks_is_one_error(
-    served: Served, tasks: Path, tmp_path: Path, broken: str, told: str, capsys: pytest.CaptureFixture[str]
+def test_endpoint_failure_is_one_error(
+    served: ServedModel, tasks: Path, tmp_path: Path, broken: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     served.broken = broken
     if broken == "gone":
@@ -153,68 +155,69 @@ def test_what_an_endpoint_breaks_is_one_error(
         served.server.server_close()
     flags = [*served.flags, "--limit", 2]
     for _ in range(2):
-        assert ask("name", tasks, tmp_path / "served", *flags, names="local_choice") == 2
+        assert run_eval("name", tasks, tmp_path / "served", *flags, names="local_choice") == 2
         error = capsys.readouterr().err
-        assert re.search(told, error.replace("\n", " "))
+        assert re.search(message, error.replace("\n", " "))
         assert "Traceback" not in error
         assert error.count("error: ") <= 1
     served.broken = ""
     if broken != "gone":
-        assert ask("name", tasks, tmp_path / "served", *flags, names="local_choice") == 0
+        assert run_eval("name", tasks, tmp_path / "served", *flags, names="local_choice") == 0
 
 
-def test_an_endpoint_of_chats_is_asked_by_messages(
-    served: Served, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_chat_endpoint_receives_messages(
+    served: ServedModel, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = served.chat_flags
-    assert ask("name", tasks, tmp_path, *flags, names="local_written") == 2
+    assert run_eval("name", tasks, tmp_path, *flags, names="local_written") == 2
     assert "write apply_chat_template: true" in capsys.readouterr().err
-    assert ask("name", tasks, tmp_path, *flags, "--apply_chat_template") == 2
+    assert run_eval("name", tasks, tmp_path, *flags, "--apply_chat_template") == 2
     assert "local_choice need log-probabilities" in capsys.readouterr().err
-    assert ask("name", tasks, tmp_path, *flags, "--apply_chat_template", names="local_written") == 0
+    assert run_eval("name", tasks, tmp_path, *flags, "--apply_chat_template", names="local_written") == 0
     assert read(tmp_path)["tasks"]["local_written"]["scores"]["exact_match"]["value"] == 1
     assert "Say sun, please" in next(read_samples(tmp_path))["prompt"]
-    served.broken = "empty"  # A chat without choices is no empty answer.
-    assert ask("name", tasks, tmp_path, *flags, "--apply_chat_template", names="local_written") == 2
+    served.broken = "empty"  # A reply without choices must not count as an empty answer.
+    assert run_eval("name", tasks, tmp_path, *flags, "--apply_chat_template", names="local_written") == 2
     assert "gave no usable answer: KeyError: 'choices'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("concurrent", [1, 8])
-def test_an_endpoint_says_how_long_to_wait(
-    served: Served, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, concurrent: int
+def test_harness_respects_retry_after(
+    served: ServedModel, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, concurrent: int
 ) -> None:
     waits: list[tuple[str | None, float]] = []
     monkeypatch.setattr(engines, "read_wait", lambda *asked: waits.append(asked) or 0)
     served.num_busy = 3
     flags = [*served.flags, "--num_concurrent", concurrent]
-    assert ask("name", tasks, tmp_path, *flags, names="local_written") == 0
+    assert run_eval("name", tasks, tmp_path, *flags, names="local_written") == 0
     assert waits == [("17", 0.0)] * 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "SIGINT"])
-def test_an_interrupted_evaluation_resumes_to_the_same_answers(
-    served: Served, tasks: Path, tmp_path: Path, number: signal.Signals
-) -> None:
-    """While the endpoint is asked for the fifth time; ctrl-C tells one line and no traceback."""
+def test_interrupted_evaluation_resumes_to_same_answers(served: ServedModel, tasks: Path, tmp_path: Path) -> None:
+    """Each signal arrives during the fifth request of its process."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         pytest.skip("started in the background, where a shell has ctrl-C ignored")
     flags: list[object] = [*served.flags, "--num_concurrent", 1]
-    assert ask("name", tasks, tmp_path / "whole", *flags, names="local_written") == 0
+    assert run_eval("name", tasks, tmp_path / "whole", *flags, names="local_written") == 0
+    num_requests, served.num_asked = served.num_asked, 0
     keys = ["--tasks", "local_written", "--include_path", tasks, "--use_cpu", "--output_dir", tmp_path / "out"]
-    served.num_asked = 0
-    launch = Launch("recipes_lib.cli", "eval", "name", *keys, *flags)
-    served.interrupt = lambda: launch.send_signal(number) if served.num_asked == 5 else None
-    told = launch.finish()
-    assert told.returncode in ((-number,) if number == signal.SIGKILL else (130, -number)), told.stderr
-    if number == signal.SIGINT:
-        assert "interrupted" in told.stderr
-        assert "Traceback" not in told.stderr
+    for number, codes, at in ((signal.SIGKILL, (-signal.SIGKILL,), 4), (signal.SIGINT, (130, -signal.SIGINT), 7)):
+        launch = Launch("recipes_lib.cli", "eval", "name", *keys, *flags)
+        served.interrupt = lambda launch=launch, number=number, at=at: (
+            launch.send_signal(number) if served.num_asked == at else None
+        )
+        result = launch.finish()
+        assert result.returncode in codes, result.stderr
+    assert "interrupted" in result.stderr
+    assert "Traceback" not in result.stderr
     served.interrupt = lambda: None
-    assert ask("name", tasks, tmp_path / "out", *flags, names="local_written") == 0
+    assert run_eval("name", tasks, tmp_path / "out", *flags, names="local_written") == 0
     assert (tmp_path / "out" / SAMPLES).read_bytes() == (tmp_path / "whole" / SAMPLES).read_bytes()
+    # A process repeats no more than the request during which the one before it ended.
+    assert served.num_asked <= num_requests + 2
 
 
-def test_a_missing_package_is_told_with_its_install(
+def test_missing_package_error_names_install_command(
     model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import importlib.util
@@ -222,31 +225,31 @@ def test_a_missing_package_is_told_with_its_install(
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "tenacity" else found(name, *a))
     flags = ["--base_url", "http://127.0.0.1:9/v1/completions", "--tokenizer_name_or_path", model]
-    assert ask("name", tasks, tmp_path, *flags) == 2
+    assert run_eval("name", tasks, tmp_path, *flags) == 2
     assert "tenacity is not installed" in (error := capsys.readouterr().err)
     assert "pip install 'recipes-lib[eval]'" in error
 
 
-def test_answers_of_every_process_of_an_earlier_launch_are_taken(
+def test_resume_reuses_answers_of_every_rank(
     model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two processes that were killed one goes on, and asks nothing that either has answered."""
+    """Two interrupted ranks are resumed by one process, which repeats no answered request."""
     calls: list[int] = []
     files: list[Any] = []
     asked, opened = CheckedModel._loglikelihood_tokens, engines._open
 
-    def remember(*args: Any, **keys: Any) -> Any:
+    def record_file(*args: Any, **keys: Any) -> Any:
         files.append(opened(*args, **keys))
         return files[-1]
 
-    def ask_and_die(self: CheckedModel, requests: Any, **keys: Any) -> Any:
+    def answer_then_interrupt(self: CheckedModel, requests: Any, **keys: Any) -> Any:
         calls.append(len(requests))
         found = asked(self, requests, **keys)
         if len(calls) < 3:
             raise KeyboardInterrupt
         return found
 
-    monkeypatch.setattr(CheckedModel, "_loglikelihood_tokens", ask_and_die)
+    monkeypatch.setattr(CheckedModel, "_loglikelihood_tokens", answer_then_interrupt)
     keys: dict[str, Any] = {"tasks": ["local_choice"], "include_path": [str(tasks)], "limit": 4, "num_fewshot": 0}
     config = EvalConfig(model_name_or_path=str(model), use_cpu=True, **keys)
     (model / "eval" / ".requests").mkdir(parents=True)
@@ -254,24 +257,24 @@ def test_answers_of_every_process_of_an_earlier_launch_are_taken(
     for rank in range(2):
         init = CheckedModel.__init__
 
-        def be_one_of_two(self: CheckedModel, init: Any = init, rank: int = rank, **options: Any) -> None:
+        def init_as_rank(self: CheckedModel, init: Any = init, rank: int = rank, **options: Any) -> None:
             init(self, **options)
             self._rank, self._world_size = rank, 2
 
         with monkeypatch.context() as patched:
-            patched.setattr(CheckedModel, "__init__", be_one_of_two)
+            patched.setattr(CheckedModel, "__init__", init_as_rank)
             patched.setattr(CheckedModel, "all_gather", lambda _, number: torch.tensor([number, number]))
             patched.setattr(engines, "read_world_size", lambda: 2)
             patched.setattr(engines, "PartialState", lambda **_: None)
-            patched.setattr(engines, "_open", remember)
+            patched.setattr(engines, "_open", record_file)
             with pytest.raises(ConfigError, match="1 questions are divided among 2 processes"):
                 evaluate_model(replace(config, limit=1))
             with pytest.raises(KeyboardInterrupt):
                 evaluate_model(config)
-        files[-1].close()  # A thread of its own writes, which the end of a process would have waited for.
+        files[-1].close()  # Its writer thread would be joined at process exit.
         files.clear()
     key = next((model / "eval" / ".requests").iterdir()).name.rpartition("-")[0]
-    (model / "eval" / ".requests" / f"{key}-2.sqlite").touch()  # Of one that was killed before its first answer.
+    (model / "eval" / ".requests" / f"{key}-2.sqlite").touch()  # A rank that was killed before its first answer.
     record = evaluate_model(config)
     assert record is not None
     assert record["tasks"]["local_choice"]["num_questions"] == 4
@@ -279,7 +282,7 @@ def test_answers_of_every_process_of_an_earlier_launch_are_taken(
 
 
 @pytest.mark.parametrize("way", ["adapter", "base", "tokenizer"])
-def test_what_decides_answers_is_in_the_fingerprint(model: Path, tmp_path: Path, way: str) -> None:
+def test_fingerprint_includes_adapter_base_and_tokenizer(model: Path, tmp_path: Path, way: str) -> None:
     folder = save_adapter(model, tmp_path / "adapter")
     config = EvalConfig(model_name_or_path=str(folder), tokenizer_name_or_path=str(model))
     before = describe_model(config)
@@ -299,18 +302,18 @@ def test_what_decides_answers_is_in_the_fingerprint(model: Path, tmp_path: Path,
 
 
 @pytest.mark.multiprocess
-def test_two_processes_share_the_questions(model: Path, tasks: Path, tmp_path: Path) -> None:
+def test_two_processes_divide_the_questions(model: Path, tasks: Path, tmp_path: Path) -> None:
     change_config(model, max_position_embeddings=16)
     names = "local_choice,local_written,local_rolling"
-    assert ask(model, tasks, tmp_path / "one", "--num_fewshot", 0, "--limit", 7, names=names) == 0
+    assert run_eval(model, tasks, tmp_path / "one", "--num_fewshot", 0, "--limit", 7, names=names) == 0
     keys = ["--tasks", names, "--include_path", tasks, "--use_cpu", "--num_fewshot", 0, "--limit", 7]
-    told = run_script(
+    result = run_script(
         ROOT / "recipes" / "eval.py",
         *["--model_name_or_path", model, *keys, "--output_dir", tmp_path / "two"],
         num_processes=2,
     )
-    assert told.returncode == 0, told.stderr
-    assert told.stdout.count("every question and answer") == 1
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("every question and answer") == 1
     one, two = read(tmp_path / "one"), read(tmp_path / "two")
     assert any(task["num_cut"] for task in one["tasks"].values())
     for name, task in one["tasks"].items():
@@ -322,7 +325,7 @@ def test_two_processes_share_the_questions(model: Path, tasks: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (lambda path: path.write_bytes(path.read_bytes()[:999]), "cannot be loaded: SafetensorError"),
         (lambda path: path.write_bytes(b""), "header too small"),
@@ -331,16 +334,16 @@ def test_two_processes_share_the_questions(model: Path, tasks: Path, tmp_path: P
     ],
     ids=["torn", "empty", "absent", "a weight is absent"],
 )
-def test_a_model_without_all_its_weights_has_no_score(
-    model: Path, tasks: Path, tmp_path: Path, damage: Callable[[Path], object], told: str
+def test_incomplete_model_is_refused(
+    model: Path, tasks: Path, tmp_path: Path, damage: Callable[[Path], object], message: str
 ) -> None:
     damage(model / "model.safetensors")
-    refuse(model, tasks, tmp_path, told)
+    refuse(model, tasks, tmp_path, message)
 
 
-def refuse(place: Path, tasks: Path, output: Path, told: str) -> None:
+def refuse(place: Path, tasks: Path, output: Path, message: str) -> None:
     keys: dict[str, Any] = {"include_path": [str(tasks)], "use_cpu": True, "output_dir": str(output / "out")}
-    with pytest.raises(ConfigError, match=told) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         evaluate_model(EvalConfig(model_name_or_path=str(place), tasks=["local_choice"], **keys))
     assert caught.value.problems[0].where == "model_name_or_path"
 
@@ -357,7 +360,7 @@ def save_adapter(model: Path, folder: Path, **settings: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("settings", "weights", "told"),
+    ("settings", "weights", "message"),
     [
         ({}, b"", "header too small"),
         ({}, None, "has no adapter_model.safetensors"),
@@ -369,8 +372,8 @@ def save_adapter(model: Path, folder: Path, **settings: Any) -> Path:
     ],
     ids=["torn", "absent", "empty", "a layer is absent", "rank", "base", "no base"],
 )
-def test_an_adapter_that_is_not_whole_has_no_score(
-    model: Path, tasks: Path, tmp_path: Path, settings: dict[str, Any], weights: Any, told: str
+def test_incomplete_adapter_is_refused(
+    model: Path, tasks: Path, tmp_path: Path, settings: dict[str, Any], weights: Any, message: str
 ) -> None:
     folder = save_adapter(model, tmp_path / "adapter", **settings)
     path = folder / "adapter_model.safetensors"
@@ -380,12 +383,10 @@ def test_an_adapter_that_is_not_whole_has_no_score(
         path.write_bytes(weights)
     elif not weights:
         save_file({}, path)
-    refuse(folder, tasks, tmp_path, told)
+    refuse(folder, tasks, tmp_path, message)
 
 
-def test_an_adapter_of_the_hub_is_read_at_its_own_revision(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_adapter_is_loaded_at_its_revision(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_adapter(model, tmp_path / "snapshot", revision="b" * 40)
     monkeypatch.setattr(engines, "find_adapter", lambda name, revision: folder if revision == "mine" else None)
     monkeypatch.setattr(engines, "CheckedModel", lambda **options: SimpleNamespace(world_size=1, options=options))

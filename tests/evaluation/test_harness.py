@@ -1,9 +1,10 @@
-"""Scores are lm-eval's to the last digit, models that are tables score what they must, what cannot answer is told."""
+"""`recipes eval` against lm-eval's own evaluator and closed forms."""
 
 from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.evaluation import harness
 from recipes_lib.evaluation.engines import CachedModel, CheckedModel
 from recipes_lib.evaluation.harness import RECORD, SAMPLES, describe_model, evaluate_model, read_samples
+from recipes_lib.files import try_lock
 
 LOCAL = ("local_choice", "local_written", "local_rolling")
 
@@ -30,13 +32,19 @@ def change_config(model: Path, **changes: Any) -> None:
     (model / "config.json").write_text(json.dumps(settings | changes))
 
 
+@pytest.fixture(autouse=True)
+def _few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default takes a second for each task whose standard error is bootstrapped."""
+    monkeypatch.setattr(harness, "_BOOTSTRAP_ITERATIONS", 1000)
+
+
 def build(model: Path, tasks: Path, *names: str, **keys: Any) -> EvalConfig:
     return EvalConfig(
         model_name_or_path=str(model), tasks=list(names or LOCAL), include_path=[str(tasks)], use_cpu=True, **keys
     )
 
 
-def test_scores_and_answers_are_those_of_lm_eval(model: Path, tasks: Path) -> None:
+def test_scores_and_answers_match_lm_eval(model: Path, tasks: Path) -> None:
     record = evaluate_model(build(model, tasks, num_fewshot=2, batch_size=4))
     assert record is not None
     theirs: Any = simple_evaluate(
@@ -45,6 +53,7 @@ def test_scores_and_answers_are_those_of_lm_eval(model: Path, tasks: Path) -> No
         tasks=list(LOCAL),
         num_fewshot=2,
         batch_size=4,
+        bootstrap_iters=1000,
         device="cpu",
         task_manager=TaskManager(include_path=[tasks], include_defaults=False),
     )
@@ -54,6 +63,7 @@ def test_scores_and_answers_are_those_of_lm_eval(model: Path, tasks: Path) -> No
         for metric, score in found["scores"].items():
             assert score["value"] == expected[f"{metric},none"]
             if isinstance(expected[f"{metric}_stderr,none"], float):
+                # A bootstrap of 1,000 resamples has a relative error of 2 %.
                 assert score["stderr"] == pytest.approx(expected[f"{metric}_stderr,none"], rel=0.1)
     for row in read_samples(model / "eval"):
         (sample,) = [one for one in theirs["samples"][row["task"]] if one["doc_id"] == row["doc_id"]]
@@ -61,14 +71,14 @@ def test_scores_and_answers_are_those_of_lm_eval(model: Path, tasks: Path) -> No
         assert row["answers"] == json.loads(json.dumps(sample["filtered_resps"]))
 
 
-class Table(TemplateLM):  # type: ignore[misc]
-    """A model that is a function from prompt and answer to a log-probability, and from prompt to an answer."""
+class TableModel(TemplateLM):  # type: ignore[misc]
+    """lm-eval model defined by a log-probability function and an answer function."""
 
     rank, world_size = 0, 1
 
-    def __init__(self, likes: Any, says: Any = None) -> None:
+    def __init__(self, score: Any, generate: Any = None) -> None:
         super().__init__()
-        self.likes, self.says, self.num_asked = likes, says, 0
+        self.score, self.generate, self.num_asked = score, generate, 0
 
     eot_token_id = 0
 
@@ -82,45 +92,45 @@ class Table(TemplateLM):  # type: ignore[misc]
         self.num_asked += len(requests)
         answers = []
         for request in requests:
-            answers.append((self.likes(*request.args), False))
+            answers.append((self.score(*request.args), False))
             self.cache_hook.add_partial("loglikelihood", request.args, answers[-1])
         return answers
 
     def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
-        return [self.likes(*request.args) for request in requests]
+        return [self.score(*request.args) for request in requests]
 
     def generate_until(self, requests: Any, **_: Any) -> list[str]:
-        return [self.says(request.args[0]) for request in requests]
+        return [self.generate(request.args[0]) for request in requests]
 
 
-def answer(table: Table, config: EvalConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def answer(table: TableModel, config: EvalConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(harness, "build_engine", lambda *_: table)
     record = evaluate_model(config)
     assert record is not None
     return record["tasks"]
 
 
-def test_tables_score_what_they_must(model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_table_models_match_closed_form(model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = read_rows(tasks.parent / "choice.jsonl")
     gold = {f"Q: {row['q']}\nA:": f" {row['choices'][row['gold']]}" for row in rows}
-    oracle = Table(
+    oracle = TableModel(
         lambda prompt, text: float(gold["Q:" + prompt.rpartition("Q:")[2]] == text), lambda p: p.split()[1].strip(",")
     )
     found = answer(oracle, build(model, tasks, "local_choice", "local_written"), monkeypatch)
     assert found["local_choice"]["scores"]["acc"]["value"] == 1
     assert found["local_written"]["scores"]["exact_match"]["value"] == 1
-    contrary = Table(lambda *args: -oracle.likes(*args), lambda _: "")
+    contrary = TableModel(lambda *args: -oracle.score(*args), lambda _: "")
     found = answer(contrary, build(model, tasks, "local_choice", "local_written"), monkeypatch)
     assert found["local_choice"]["scores"]["acc"]["value"] == 0
     assert (found["local_written"]["num_empty"], found["local_written"]["num_questions"]) == (9, 9)
-    first = Table(lambda _, text: -float(text.strip() != "dog"))
+    first = TableModel(lambda _, text: -float(text.strip() != "dog"))
     acc = answer(first, build(model, tasks, "local_choice"), monkeypatch)["local_choice"]["scores"]["acc"]["value"]
-    # Of what it likes it takes the gold one where that is it, and of four it does not know the first.
+    # It chooses "dog" if available, else the first of four equal choices.
     chosen = [row["choices"].index("dog") if "dog" in row["choices"] else 0 for row in rows]
     assert acc == sum(at == row["gold"] for at, row in zip(chosen, rows, strict=True)) / len(rows)
 
 
-def test_answers_are_empty_before_a_filter_names_them(
+def test_empty_answers_are_counted_before_filters(
     model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = [{"function": "regex", "regex_pattern": "([0-9]+)"}, {"function": "take_first"}]
@@ -128,21 +138,21 @@ def test_answers_are_empty_before_a_filter_names_them(
     task |= {"task": "filtered", "filter_list": [{"name": "strict", "filter": chosen}]}
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "filtered.yaml").write_text(json.dumps(task))
-    for said, number in (("", 9), ("no number", 0)):
-        table = Table(None, lambda _, said=said: said)
+    for text, number in (("", 9), ("no number", 0)):
+        table = TableModel(None, lambda _, text=text: text)
         found = answer(table, build(model, tmp_path / "own", "filtered"), monkeypatch)["filtered"]
         assert next(read_samples(model / "eval"))["answers"] == ["[invalid]"]
         assert found["num_empty"] == number
 
 
-def test_code_runs_in_the_sandbox(model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For programs that are wrong, see ``tasks/test_programs.py``."""
+def test_code_task_runs_in_sandbox(model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Incorrect programs are in ``tasks/test_programs.py``."""
     config = build(model, tasks, "local_code", confirm_run_unsafe_code=True)
-    found = answer(Table(None, lambda _: "    return 1"), config, monkeypatch)
+    found = answer(TableModel(None, lambda _: "    return 1"), config, monkeypatch)
     assert found["local_code"]["scores"]["pass@1"]["value"] == 1
 
 
-def test_a_uniform_model_has_the_bits_of_its_vocabulary(model: Path, tasks: Path) -> None:
+def test_bits_per_byte_of_uniform_model(model: Path, tasks: Path) -> None:
     network = AutoModelForCausalLM.from_pretrained(model)
     torch.nn.init.zeros_(network.get_output_embeddings().weight)
     network.config.tie_word_embeddings = False
@@ -155,20 +165,18 @@ def test_a_uniform_model_has_the_bits_of_its_vocabulary(model: Path, tasks: Path
     assert record["tasks"]["local_rolling"]["scores"]["bits_per_byte"]["value"] == pytest.approx(expected, rel=1e-6)
 
 
-def test_logits_that_are_no_numbers_end_it(model: Path, tasks: Path) -> None:
+def test_non_finite_logits_are_refused(model: Path, tasks: Path) -> None:
     network = AutoModelForCausalLM.from_pretrained(model)
     torch.nn.init.constant_(network.model.layers[0].mlp.up_proj.weight, math.nan)
     network.save_pretrained(model)
     for task in LOCAL:
-        for _ in range(2):  # What was answered before the error is not remembered.
+        for _ in range(2):  # Answers before the error must not be cached.
             with pytest.raises(DataError, match="its logits are not finite"):
                 evaluate_model(build(model, tasks, task))
     assert not (model / "eval" / RECORD).exists()
 
 
-def test_questions_that_are_cut_are_counted_and_answers_without_room_refused(
-    model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_truncated_questions_are_counted(model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change_config(model, max_position_embeddings=16)
     record = evaluate_model(build(model, tasks, "local_choice", "local_written"))
     assert record is not None
@@ -178,7 +186,7 @@ def test_questions_that_are_cut_are_counted_and_answers_without_room_refused(
     assert cut["local_written"] == sum(len(tokenizer(prompt)["input_ids"]) > 16 - 8 for prompt in prompts)
     assert cut["local_choice"] == record["tasks"]["local_choice"]["num_questions"]
     assert all(row["is_cut"] for row in read_samples(model / "eval") if row["task"] == "local_choice")
-    # Killed after the last answer, it has all of them in its cache, and none is asked again.
+    # Killed after the last answer: all answers are cached, none is requested again.
     with monkeypatch.context() as patched:
         patched.setattr(CachedModel, "close", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -191,32 +199,48 @@ def test_questions_that_are_cut_are_counted_and_answers_without_room_refused(
         evaluate_model(build(model, tasks, "local_written", gen_kwargs={"max_gen_toks": 16}))
 
 
-def test_what_was_answered_before_a_kill_is_not_asked_again(
+def test_answered_requests_are_not_repeated_after_kill(
     model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def die_after(number: int) -> Table:
+    def fail_after(number: int) -> TableModel:
         left = iter(range(number))
 
-        def likes(_prompt: str, text: str) -> float:
+        def score(_prompt: str, text: str) -> float:
             next(left)
             return -float(len(text))
 
-        return Table(likes)
+        return TableModel(score)
 
     config = build(model, tasks, "local_choice")
-    killed, resumed, again = die_after(50), die_after(1000), die_after(1000)
+    killed, resumed, again = fail_after(50), fail_after(1000), fail_after(1000)
     with pytest.raises(StopIteration):
         answer(killed, config, monkeypatch)
     assert not (model / "eval" / RECORD).exists()
     answer(resumed, config, monkeypatch)
     assert (model / "eval" / SAMPLES).exists()
     assert not (model / "eval" / ".requests").exists()
-    # What was answered for a record is not taken for the next one.
+    # A completed evaluation does not serve as a cache of the next one.
     answer(again, config, monkeypatch)
     assert (killed.num_asked, resumed.num_asked, again.num_asked) == (144, 94, 144)
 
 
-def test_a_chat_template_is_needed_where_it_is_asked_for(model: Path, tasks: Path) -> None:
+def test_output_folder_is_locked_and_must_be_writable(
+    model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "build_engine", lambda *_: TableModel(lambda *_: 0.0))
+    (tmp_path / "out" / ".requests").mkdir(parents=True)
+    config = build(model, tasks, "local_choice", output_dir=str(tmp_path / "out"))
+    with (tmp_path / "out" / ".requests" / "lock").open("w") as lock:
+        assert try_lock(lock)
+        with pytest.raises(ConfigError, match="another process is evaluating into this folder"):
+            evaluate_model(config)
+    assert evaluate_model(config) is not None
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written: Not a directory"):
+        evaluate_model(replace(config, output_dir=str(tmp_path / "file" / "out")))
+
+
+def test_apply_chat_template_needs_a_template(model: Path, tasks: Path) -> None:
     for file in model.glob("*.jinja"):
         file.unlink()
     with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
@@ -224,19 +248,19 @@ def test_a_chat_template_is_needed_where_it_is_asked_for(model: Path, tasks: Pat
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"architectures": ["LlamaForSequenceClassification"]}, "which does not generate text"),
         ({"model_type": "no such"}, "model_name_or_path"),
     ],
 )
-def test_what_is_no_language_model_is_refused(model: Path, tasks: Path, change: dict[str, Any], told: str) -> None:
+def test_non_causal_model_is_refused(model: Path, tasks: Path, change: dict[str, Any], message: str) -> None:
     change_config(model, **change)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         describe_model(build(model, tasks))
 
 
-def test_a_checkpoint_in_shards_is_told_how_to_export(tmp_path: Path, tasks: Path) -> None:
+def test_sharded_checkpoint_is_refused_with_export_command(tmp_path: Path, tasks: Path) -> None:
     (tmp_path / "model_shards").mkdir()
     with pytest.raises(ConfigError, match="is a checkpoint in shards"):
         describe_model(build(tmp_path, tasks))

@@ -1,4 +1,4 @@
-"""Questions and answers in the public formats, and every way in which they do not fit together."""
+"""Questions and answers in public layouts, and mismatches between them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ USER = {"role": "user", "content": "How?"}
         ),
     ],
 )
-def test_public_formats_are_read(row: dict[str, Any], question: Question) -> None:
+def test_read_question_of_public_formats(row: dict[str, Any], question: Question) -> None:
     assert read_question(row, 5, "w") == question
 
 
@@ -84,7 +84,7 @@ def test_public_formats_are_read(row: dict[str, Any], question: Question) -> Non
         {"prompt": ["a", 3]},
     ],
 )
-def test_a_row_without_a_question_is_told(row: dict[str, Any]) -> None:
+def test_row_without_question_is_refused(row: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="w: has no question"):
         read_question(row, 0, "w")
 
@@ -99,11 +99,11 @@ def test_a_row_without_a_question_is_told(row: dict[str, Any]) -> None:
         ({"answers": ["One.", ""]}, ["One.", ""]),
     ],
 )
-def test_answers_in_public_formats_are_read(row: dict[str, Any], answers: list[str]) -> None:
+def test_read_answers_of_public_formats(row: dict[str, Any], answers: list[str]) -> None:
     assert read_answers(row, "w") == answers
 
 
-def test_answers_are_found_by_id_in_any_order(tmp_path: Path) -> None:
+def test_answers_are_matched_by_id(tmp_path: Path) -> None:
     questions = load_questions(write_rows(tmp_path / "q.jsonl", ({"id": name, "prompt": name} for name in "abc")), 2)
     rows = [{"id": name, "answer": name * 2} for name in "cba"]
     assert load_answers(write_rows(tmp_path / "a.jsonl", rows), questions) == [["aa"], ["bb"]]
@@ -119,13 +119,13 @@ def test_answers_are_found_by_id_in_any_order(tmp_path: Path) -> None:
         ([], "missing or empty"),
     ],
 )
-def test_answers_that_do_not_fit_are_told(tmp_path: Path, rows: list[Any], found: str) -> None:
+def test_mismatched_answers_are_refused(tmp_path: Path, rows: list[Any], found: str) -> None:
     questions = [Question(name, None, [], ["?"]) for name in "ab"]
     with pytest.raises(DataError, match=found):
         load_answers(write_rows(tmp_path / "a.jsonl", rows), questions)
 
 
-def test_a_broken_line_is_told_with_its_number(tmp_path: Path) -> None:
+def test_invalid_line_is_reported_with_number(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "q.jsonl", [{"prompt": "a"}])
     with path.open("a") as file:
         file.write('{"prompt": ')
@@ -135,8 +135,8 @@ def test_a_broken_line_is_told_with_its_number(tmp_path: Path) -> None:
         load_questions(tmp_path / "absent.jsonl")
 
 
-class Counting:
-    """Answers by how many messages it has read."""
+class CountingEngine:
+    """Engine whose answer is the number of messages that it received."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
@@ -151,8 +151,8 @@ class Counting:
         return {}
 
 
-def test_a_second_turn_is_asked_after_the_own_answer_to_the_first() -> None:
-    engine, system = Counting(), {"role": "system", "content": "Be kind."}
+def test_second_turn_includes_first_answer() -> None:
+    engine, system = CountingEngine(), {"role": "system", "content": "Be kind."}
     questions = [Question("a", None, [system], ["One", "Two"]), Question("b", None, [], ["Three"])]
     assert ask_questions(engine, questions, [10, 11]) == [["after 2", "after 4"], ["after 1"]]
     assert engine.asked[-1] == [

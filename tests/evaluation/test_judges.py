@@ -1,4 +1,4 @@
-"""Verdicts are what both orders say, and nothing that a judge does not say is counted as a tie."""
+"""Pairwise and grading judges: parsing, order, win rate, and use as reward functions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VERDICTS = load_prompt_file(PROMPTS / "pairwise.yaml", {"system": str, "user": s
 
 
 def split(body: dict[str, Any]) -> tuple[str, str]:
-    """The answers of assistants A and B in a prompt of the shipped form."""
+    """Return the answers of assistants A and B in the shipped pairwise prompt."""
     text = body["messages"][-1]["content"]
     return tuple(text.partition(f"[Answer of assistant {name}]\n")[2].partition("\n[End of")[0] for name in "AB")  # type: ignore[return-value]
 
@@ -53,7 +53,7 @@ def compare(answer: Callable[[dict[str, Any]], Any], *pairs: tuple[str, str]) ->
     return judge.compare([QUESTION] * len(pairs), base, other, range(len(pairs)))
 
 
-def test_a_judge_that_prefers_longer_answers_says_so_in_both_orders() -> None:
+def test_length_preference_is_consistent_in_both_orders() -> None:
     found = compare(prefer(len), ("aa", "a"), ("a", "aa"), ("a", "b"))
     assert [(one.winner, one.orders) for one in found] == [
         ("base", ["base", "base"]), ("other", ["other", "other"]), ("tie", ["tie", "tie"]),
@@ -61,14 +61,14 @@ def test_a_judge_that_prefers_longer_answers_says_so_in_both_orders() -> None:
     assert all(one.num_prompt_tokens > 100 and one.num_tokens == 4 for one in found)
 
 
-def test_a_judge_that_prefers_the_first_place_has_only_ties_and_no_agreement() -> None:
+def test_position_bias_gives_ties_and_no_agreement() -> None:
     found = compare(lambda body: "[[A]]", ("a", "b"), ("c", "d"))
     assert [(one.winner, one.orders) for one in found] == [("tie", ["base", "other"])] * 2
     rate = compute_win_rate([(one.winner, one.orders) for one in found])
     assert (rate.win_rate, rate.position_agreement, rate.num_ties) == (0.5, 0.0, 2)
 
 
-def test_a_judge_that_says_nothing_is_unparsable_and_no_tie() -> None:
+def test_missing_verdict_is_unparsable_not_a_tie() -> None:
     texts = iter(["I like A.", "[[A]]"] + ["[[A]] or rather [[B]]"] * 2 + ["[[B]]"] * 2)
     server = ChatEndpoint(lambda body: next(texts))
     judge = PromptedJudge(Endpoint(server.url, "judge", num_concurrent=1))
@@ -78,7 +78,7 @@ def test_a_judge_that_says_nothing_is_unparsable_and_no_tie() -> None:
     assert (rate.num_questions, rate.num_unparsable, rate.win_rate) == (1, 2, 0.5)
 
 
-def test_a_refused_request_is_unparsable_with_its_reason() -> None:
+def test_refused_judge_request_is_unparsable_with_reason() -> None:
     found = compare(lambda body: (400, {}, "filtered") if split(body)[0] == "a" else "[[A]]", ("a", "b"))
     assert found[0].winner is None
     assert found[0].details == ["error: 400 filtered", "[[A]]"]
@@ -93,7 +93,7 @@ def test_a_refused_request_is_unparsable_with_its_reason() -> None:
         ("<think>First [[A]]?</think> [[B]]", "second"), ("[[A]]?</think>none", None),
     ],
 )  # fmt: skip
-def test_verdicts_are_read_strictly(text: str, verdict: str | None) -> None:
+def test_parse_verdict(text: str, verdict: str | None) -> None:
     assert parse_verdict(text, VERDICTS) == verdict
 
 
@@ -101,7 +101,7 @@ def test_verdicts_are_read_strictly(text: str, verdict: str | None) -> None:
     ("text", "grade"),
     [("[[7]]", 7), ("[[7]] so [[7.0]]", 7), ("[[ 2.5 ]]", 2.5), ("7", None), ("[[7]] [[8]]", None), ("[[11]]", None)],
 )
-def test_grades_are_read_strictly(text: str, grade: float | None) -> None:
+def test_parse_grade(text: str, grade: float | None) -> None:
     assert parse_grade(text, 1, 10) == grade
 
 
@@ -112,11 +112,11 @@ def test_grades_are_read_strictly(text: str, grade: float | None) -> None:
         (["base", "tie"], "tie"), (["base", None], None), ([None, None], None), (["tie", None], None),
     ],
 )  # fmt: skip
-def test_a_verdict_is_what_both_orders_say(orders: list[Any], winner: str | None) -> None:
+def test_combine_orders(orders: list[Any], winner: str | None) -> None:
     assert combine_orders(orders) == winner
 
 
-def test_the_win_rate_is_that_of_wins_and_half_of_ties() -> None:
+def test_win_rate_counts_ties_as_half() -> None:
     winners = ["other"] * 30 + ["tie"] * 10 + ["base"] * 20 + [None] * 5
     rate = compute_win_rate([(winner, [winner, winner]) for winner in winners])
     assert rate.win_rate == pytest.approx(35 / 60)
@@ -127,8 +127,8 @@ def test_the_win_rate_is_that_of_wins_and_half_of_ties() -> None:
     assert (empty.win_rate, empty.low, empty.num_unparsable) == (None, None, 1)
 
 
-def test_answers_cannot_become_templates_or_swap_places() -> None:
-    """What an answer says reaches the judge as text, both turns of it."""
+def test_judge_prompt_keeps_answers_as_text_in_order() -> None:
+    """Answers of both turns reach the judge verbatim."""
     question = Question("q", None, [{"role": "system", "content": "S"}], ["One", "Two"], ["R1", "R2"])
     server = ChatEndpoint(lambda body: "[[A]]")
     judge = PromptedJudge(Endpoint(server.url, "judge", num_concurrent=1))
@@ -153,7 +153,7 @@ def test_answers_cannot_become_templates_or_swap_places() -> None:
         ("user: '{{ third }}'\nverdicts: {'[[A]]': first}", "its template fails"),
     ],
 )
-def test_a_wrong_prompt_is_told(tmp_path: Path, text: str, found: str) -> None:
+def test_invalid_judge_prompt_is_refused(tmp_path: Path, text: str, found: str) -> None:
     (tmp_path / "mine.yaml").write_text(text)
     judge = PromptedJudge(Endpoint("http://127.0.0.1:9/v1", "judge"), pairwise=tmp_path / "mine.yaml")
     with pytest.raises(ConfigError, match=found):
@@ -161,13 +161,13 @@ def test_a_wrong_prompt_is_told(tmp_path: Path, text: str, found: str) -> None:
 
 
 @pytest.mark.parametrize("scale", ["[5, 5]", "[10, 1]", "[1]", "[a, b]", "[.nan, 1]"])
-def test_a_scale_without_a_range_is_an_error(tmp_path: Path, scale: str) -> None:
+def test_invalid_grade_scale_is_refused(tmp_path: Path, scale: str) -> None:
     (tmp_path / "mine.yaml").write_text(f"user: x\nscale: {scale}")
     with pytest.raises(ConfigError, match="no scale"):
         judge_grade(base_url="http://127.0.0.1:9/v1", model="j", prompt=str(tmp_path / "mine.yaml"))
 
 
-def test_grades_are_rewards_from_0_to_1_by_import_path() -> None:
+def test_judge_grade_is_a_reward_function() -> None:
     server = ChatEndpoint(lambda body: f"[[{'10' if 'right' in body['messages'][-1]['content'] else '1'}]]")
     path = f"recipes_lib.evaluation.judges:judge_grade(base_url='{server.url}', model='j')"
     (reward,) = load_reward_functions([path]).values()
@@ -179,19 +179,19 @@ def test_grades_are_rewards_from_0_to_1_by_import_path() -> None:
     assert judge_grade(base_url=server.url, model="j")(prompts=["a"], completions=["b"]) == [None]
 
 
-def test_preferences_are_rewards_by_import_path() -> None:
+def test_judge_preference_is_a_reward_function() -> None:
     server = ChatEndpoint(prefer(len))
     path = f"recipes_lib.evaluation.judges:judge_preference(base_url='{server.url}', model='j', baseline='old')"
     (reward,) = load_reward_functions([path]).values()
-    given = {"prompts": ["q"] * 4, "completion_ids": [[1]] * 4, "old": ["aa", "aa", "aa", None]}
-    assert reward(completions=["a", "bb", "ccc", "d"], **given) == [0.0, 0.5, 1.0, None]
+    columns = {"prompts": ["q"] * 4, "completion_ids": [[1]] * 4, "old": ["aa", "aa", "aa", None]}
+    assert reward(completions=["a", "bb", "ccc", "d"], **columns) == [0.0, 0.5, 1.0, None]
     with pytest.raises(KeyError, match="baseline"):
         judge_preference(base_url=server.url, model="j")(prompts=["q"], completions=["a"])
     (isolated,) = load_reward_functions([path], seconds=60).values()
-    assert isolated(completions=["a", "bb", "ccc", "d"], **given) == [0.0, 0.5, 1.0, None]
+    assert isolated(completions=["a", "bb", "ccc", "d"], **columns) == [0.0, 0.5, 1.0, None]
 
 
-def test_a_reward_model_judges_by_its_rewards(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_reward_model_judge_compares_rewards(tiny_model_dir: Path, tmp_path: Path) -> None:
     judge = load_reward_judge(str(write_reward_model(tmp_path, tiny_model_dir)), device="cpu")
     questions = [QUESTION] * 3
     base, other = [["Paris."], ["a b"], ["same"]], [["The capital"], ["seven days"], ["same"]]

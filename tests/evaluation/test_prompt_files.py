@@ -1,4 +1,4 @@
-"""Prompt files are strict, and what is put into them stays text."""
+"""Prompt files and their rendering."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIELDS = {"user": str, "scale": list}
         ("user: 3", "`user` is a int"),
     ],
 )
-def test_a_wrong_file_is_one_clear_error(tmp_path: Path, text: str, found: str) -> None:
+def test_invalid_prompt_file_is_a_config_error(tmp_path: Path, text: str, found: str) -> None:
     path = tmp_path / "a prompt.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=found) as caught:
@@ -31,14 +31,14 @@ def test_a_wrong_file_is_one_clear_error(tmp_path: Path, text: str, found: str) 
     assert caught.value.problems[0].where == str(path)
 
 
-def test_missing_fields_are_none_and_a_missing_file_is_an_error(tmp_path: Path) -> None:
+def test_missing_prompt_fields_are_none(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text("user: é")
     assert load_prompt_file(tmp_path / "p.yaml", FIELDS) == {"user": "é", "scale": None}
     with pytest.raises(ConfigError, match="cannot be read"):
         load_prompt_file(tmp_path / "absent.yaml", FIELDS)
 
 
-def test_values_are_never_templates_and_unknown_names_are_errors() -> None:
+def test_prompt_values_are_not_rendered_as_templates() -> None:
     assert render_prompt("say {{ it }}", "w", {"it": "{{ 7 * 7 }} {% raise %}"}) == "say {{ 7 * 7 }} {% raise %}"
     for template in (
         "{{ absent }}",

@@ -1,4 +1,4 @@
-"""Differences in pairs: what is better is called so only where the interval says it, and the interval covers."""
+"""Paired comparison of two evaluations, by question, task and group."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def write(
     groups: Mapping[str, Any] | None = None,
 ) -> Path:
     tasks = scores if isinstance(scores, Mapping) else {"t": scores}
-    usual = {"filter": "none", "doc_hash": "d", "prompt_hash": prompt}
+    defaults = {"filter": "none", "doc_hash": "d", "prompt_hash": prompt}
     rows = [
-        {"task": task, "doc_id": at, "scores": {metric: score}, **usual}
+        {"task": task, "doc_id": at, "scores": {metric: score}, **defaults}
         for task, found in tasks.items()
         for at, score in enumerate(found)
     ]
@@ -38,8 +38,8 @@ def write(
     return folder
 
 
-def test_pairs_show_what_separate_intervals_hide(tmp_path: Path) -> None:
-    """One question in twenty more is right, of questions most of which both answer alike."""
+def test_paired_difference_detects_small_improvement(tmp_path: Path) -> None:
+    """5 % more questions are right, most are answered alike: only the paired interval excludes zero."""
     base = [float(at % 2) for at in range(200)]
     more = [1.0 if at in range(0, 40, 4) else score for at, score in enumerate(base)]
     (row,) = compare_folders([write(tmp_path / "a", base), write(tmp_path / "b", more)])
@@ -53,20 +53,20 @@ def test_pairs_show_what_separate_intervals_hide(tmp_path: Path) -> None:
     assert -0.02 < none.low < 0 < none.high < 0.02
 
 
-def test_of_a_loss_less_is_better(tmp_path: Path) -> None:
+def test_lower_loss_is_better(tmp_path: Path) -> None:
     losses = {"a": [2.0, 3.0] * 20, "b": [1.9, 2.9] * 20}
     (row,) = compare_folders([write(tmp_path / name, found, "bpb", rises=False) for name, found in losses.items()])
     assert row.verdict == "better"
 
 
-def test_other_prompts_are_not_compared(tmp_path: Path) -> None:
+def test_differing_prompts_are_not_comparable(tmp_path: Path) -> None:
     rows = compare_folders([write(tmp_path / "a", [1.0, 0.0]), write(tmp_path / "b", [1.0, 1.0], prompt="q")])
     assert [row.verdict for row in rows] == ["not comparable"]
     assert "the prompts differ" in "\n".join(format_rows(rows))
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"task": 3}', "[]"])
-def test_a_folder_without_an_evaluation_is_named(tmp_path: Path, text: str) -> None:
+def test_folder_without_valid_samples_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(DataError, match=r"has no samples\.jsonl"):
         compare_folders([tmp_path, tmp_path])
     write(tmp_path / "a", [1.0])
@@ -75,8 +75,8 @@ def test_a_folder_without_an_evaluation_is_named(tmp_path: Path, text: str) -> N
         compare_folders([tmp_path / "a", tmp_path / "a"])
 
 
-def test_a_group_is_compared_by_its_own_mean(tmp_path: Path) -> None:
-    """A mean of all questions, or of the means of its tasks."""
+def test_group_is_compared_by_its_mean(tmp_path: Path) -> None:
+    """The mean is over questions or over task means."""
     scores = {"a": {"x": [0.0] * 30, "y": [0.0] * 10}, "b": {"x": [1.0] * 30, "y": [0.0] * 10}}
     for name, is_weighted, mean in (("by size", True, 0.75), ("by task", False, 0.5)):
         groups = {"g": {"tasks": ["x", "y"], "is_weighted_by_size": is_weighted}}
@@ -90,6 +90,6 @@ def test_a_group_is_compared_by_its_own_mean(tmp_path: Path) -> None:
         ]
 
 
-def test_what_is_nowhere_is_nothing_in_json() -> None:
+def test_infinite_interval_is_null_in_json() -> None:
     row = Difference("t", "acc", "m", 1, 0.0, 1.0, -np.inf, np.inf, "same")
     assert json.loads(json.dumps(row.describe(), allow_nan=False))["low"] is None

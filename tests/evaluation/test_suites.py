@@ -1,4 +1,4 @@
-"""Tasks are found, tried on their first row, and refused with what to do, all at once."""
+"""Resolution of task names, and checks of task files on their first row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def build(tasks: Path, *names: str, **keys: Any) -> EvalConfig:
     return EvalConfig(model_name_or_path="m", tasks=list(names), include_path=[str(tasks)], **keys)
 
 
-def test_local_tasks_have_their_own_examples_unless_told_otherwise(tasks: Path) -> None:
+def test_num_fewshot_overrides_task_file(tasks: Path) -> None:
     loaded = load_tasks(build(tasks, "local_choice", "local_written"))["tasks"]
     assert {name: task.get_config("num_fewshot") for name, task in loaded.items()} == {
         "local_choice": 1,
@@ -33,18 +33,18 @@ def test_local_tasks_have_their_own_examples_unless_told_otherwise(tasks: Path) 
     assert task.get_config("num_fewshot") == 3
 
 
-def test_settings_of_generation_are_the_user_s(tasks: Path) -> None:
+def test_gen_kwargs_override_task_file(tasks: Path) -> None:
     (task,) = load_tasks(build(tasks, "local_written", gen_kwargs={"max_gen_toks": 3}))["tasks"].values()
     assert task.get_config("generation_kwargs") == {"until": ["\n"], "max_gen_toks": 3}
 
 
-def test_what_cannot_be_asked_is_told_at_once(tasks: Path) -> None:
+def test_unusable_tasks_are_reported_together(tasks: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_tasks(build(tasks, "local_broken", "local_code", "local_choice"))
-    told = {problem.where: problem for problem in caught.value.problems}
-    assert told.keys() == {"tasks: local_broken", "tasks: local_code"}
-    assert "templates do not fit its first row" in told["tasks: local_broken"].found
-    assert "confirm_run_unsafe_code" in told["tasks: local_code"].remedy
+    problems = {problem.where: problem for problem in caught.value.problems}
+    assert problems.keys() == {"tasks: local_broken", "tasks: local_code"}
+    assert "templates do not fit its first row" in problems["tasks: local_broken"].found
+    assert "confirm_run_unsafe_code" in problems["tasks: local_code"].remedy
     assert load_tasks(build(tasks, "local_code", confirm_run_unsafe_code=True))
 
 
@@ -63,7 +63,7 @@ ROW = json.dumps({"q": "?", "c": ["a", "b"], "l": 0})
 
 
 @pytest.mark.parametrize(
-    ("rows", "change", "told"),
+    ("rows", "change", "message"),
     [
         ("", {}, "has no question"),
         (ROW.replace("0", "9"), {}, "the answer of its first row is not among its choices"),
@@ -79,9 +79,7 @@ ROW = json.dumps({"q": "?", "c": ["a", "b"], "l": 0})
         (ROW, {"dataset_path": "not/there"}, "make its data available"),
     ],
 )
-def test_a_task_file_that_cannot_be_meant_is_told_as_such(
-    tmp_path: Path, rows: str, change: dict[str, Any], told: str
-) -> None:
+def test_invalid_task_file_is_refused(tmp_path: Path, rows: str, change: dict[str, Any], message: str) -> None:
     (tmp_path / "rows.jsonl").write_text(rows)
     files = {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}}}
     (tmp_path / "own.yaml").write_text(json.dumps(CHOICE | files | change))
@@ -89,16 +87,16 @@ def test_a_task_file_that_cannot_be_meant_is_told_as_such(
         load_tasks(build(tmp_path, "own"))
     (problem,) = caught.value.problems
     assert problem.where == "tasks: own"
-    assert re.search(told, f"{problem.found}; {problem.remedy}")
+    assert re.search(message, f"{problem.found}; {problem.remedy}")
 
 
-def test_a_group_without_one_of_its_members_is_refused(tmp_path: Path) -> None:
+def test_group_with_missing_member_is_refused(tmp_path: Path) -> None:
     (tmp_path / "group.yaml").write_text(json.dumps({"group": "all", "task": ["absent_one"]}))
     with pytest.raises(ConfigError, match="no task 'absent_one'"):
         load_tasks(build(tmp_path, "all"))
 
 
-def test_a_task_file_that_cannot_be_read_is_named_where_a_task_is_unknown(tmp_path: Path) -> None:
+def test_unreadable_task_file_is_named_with_unknown_task(tmp_path: Path) -> None:
     (tmp_path / "torn.yaml").write_text("task: mine\n  x: [")
     with pytest.raises(ConfigError) as caught:
         load_tasks(build(tmp_path, "mine"))
@@ -106,7 +104,7 @@ def test_a_task_file_that_cannot_be_read_is_named_where_a_task_is_unknown(tmp_pa
 
 
 @pytest.mark.slow  # Reads 14,000 files.
-def test_a_group_of_the_user_may_hold_tasks_of_lm_eval(tmp_path: Path) -> None:
+def test_user_group_may_contain_lm_eval_tasks(tmp_path: Path) -> None:
     (tmp_path / "group.yaml").write_text("group: mine\ntask: [hellaswag]\n")
     assert [place["name"] for place in list_datasets(build(tmp_path, "mine"))] == ["Rowan/hellaswag"]
 
@@ -125,14 +123,12 @@ def include(folder: Path, task: str, row: dict[str, Any]) -> Path:
     return folder
 
 
-def test_mathematics_and_chats_are_scored_by_what_the_extra_installs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_math_verify_and_ifeval_score_with_eval_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = build(include(tmp_path, "minerva_math/minerva_math_algebra", QUESTION), "own")
     (task,) = load_tasks(config)["tasks"].values()
     said = "The final answer is $\\frac{4}{2}$. I hope it is correct."
     assert task.process_results(task.eval_docs[0], [f"Final Answer: {said}"])["math_verify"] == 1
-    # NLTK looks for data of its own, and without a network asks for them in vain.
+    # NLTK would try to download its data.
     monkeypatch.setattr("nltk.data.find", lambda _: "here")
     (task,) = load_tasks(build(include(tmp_path, "ifeval/ifeval", INSTRUCTION), "own"))["tasks"].values()
     assert task.process_results(task.eval_docs[0], ["no comma"])["prompt_level_strict_acc"] is True
@@ -146,7 +142,7 @@ def test_mathematics_and_chats_are_scored_by_what_the_extra_installs(
     assert "python -m nltk.downloader punkt_tab" in caught.value.problems[0].remedy
 
 
-def test_a_missing_package_is_no_missing_network(tmp_path: Path) -> None:
+def test_missing_package_is_not_reported_as_missing_data(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("import no_such_package\n")
     (tmp_path / "own.yaml").write_text(
         "task: own\ndataset_path: json\noutput_type: generate_until\ntest_split: test\n"
@@ -157,9 +153,7 @@ def test_a_missing_package_is_no_missing_network(tmp_path: Path) -> None:
     assert "pip install 'recipes-lib[eval]'" in caught.value.problems[0].remedy
 
 
-def test_an_unknown_task_is_told_with_the_nearest_and_nothing_is_indexed(
-    tasks: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_task_suggests_nearest_without_indexing(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = suites.TaskManager
 
     def build_small(**keys: Any) -> Any:
@@ -176,7 +170,7 @@ def test_an_unknown_task_is_told_with_the_nearest_and_nothing_is_indexed(
     assert remedies[3].startswith("the suites are core, ")
 
 
-def test_a_suite_is_its_tasks_as_they_were_published() -> None:
+def test_suite_expands_to_published_tasks_and_shots() -> None:
     config = EvalConfig(model_name_or_path="m", tasks=["math", "arc_challenge", "core", "gsm8k"])
     others = [name for name in SUITES["core"] if name != "arc_challenge"]
     assert list(expanded := _expand(config)) == [*SUITES["math"], "arc_challenge", *others]
@@ -185,7 +179,7 @@ def test_a_suite_is_its_tasks_as_they_were_published() -> None:
     assert set(_expand(replace(config, num_fewshot=2)).values()) == {2}
 
 
-def test_the_questions_of_tasks_are_found_without_loading_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_datasets_resolves_task_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = suites.TaskManager
     monkeypatch.setattr(suites, "TaskManager", lambda **keys: index(**keys | {"include_defaults": False}))
     shared = "output_type: generate_until\ndoc_to_text: q\ndoc_to_target: a\n"
@@ -210,7 +204,7 @@ def test_the_questions_of_tasks_are_found_without_loading_them(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("use", [load_tasks, list_datasets])
-def test_a_word_of_a_task_file_that_is_no_task_is_refused_by_the_index(
+def test_word_of_task_file_that_is_not_a_task_is_refused(
     tasks: Path, use: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = functools.partial(suites.TaskManager, include_defaults=False)
@@ -221,10 +215,10 @@ def test_a_word_of_a_task_file_that_is_no_task_is_refused_by_the_index(
 
 
 @pytest.mark.slow
-def test_every_task_of_a_suite_is_known_to_lm_eval() -> None:
+def test_suite_tasks_are_known_to_lm_eval() -> None:
     known = set(suites.TaskManager(include_path=[suites.OWN_TASKS]).all_tasks)
     names, words = suites._scan_files()
-    # No task, group or tag that lm-eval indexes is taken for unknown; most of them are offered as the nearest.
+    # Every indexed task, group or tag is known; most of them can be suggested.
     own = suites.TaskManager(include_path=[suites.OWN_TASKS], include_defaults=False).all_tasks
     assert known - set(own) <= words
     assert len(names & known) > 0.8 * len(known)

@@ -1,10 +1,11 @@
-"""Curves: thinned without losing a spike, smoothed without lag, drawn whatever there is to draw."""
+"""Charts of a run: thinning, smoothing, hover points, alternative text, healthy ranges."""
 
 from __future__ import annotations
 
 import json
 import re
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from tests.forked import ROOT
 
-from recipes_lib.report.charts import COLOURS, Chart, draw_charts, smooth, thin_out
+from recipes_lib.report.charts import COLOURS, Chart, _plan_charts, draw_chart, draw_charts, smooth, thin_out
 from recipes_lib.report.run_files import RunFiles
 
 CURVES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300).map(lambda values: list(enumerate(values)))
@@ -25,7 +27,7 @@ def build_run(train: list[dict[str, Any]], evaluations: list[dict[str, Any]] | N
 
 
 @given(curve=CURVES, max_points=st.integers(10, 60))
-def test_thinning_keeps_ends_and_extremes_and_the_order(curve: list[tuple[int, float]], max_points: int) -> None:
+def test_thin_out_keeps_ends_extremes_and_order(curve: list[tuple[int, float]], max_points: int) -> None:
     thin = thin_out(curve, max_points)
 
     assert len(thin) <= max(max_points, 2)
@@ -35,7 +37,7 @@ def test_thinning_keeps_ends_and_extremes_and_the_order(curve: list[tuple[int, f
     assert {min(v for _, v in thin), max(v for _, v in thin)} == {min(v for _, v in curve), max(v for _, v in curve)}
 
 
-def test_smoothing_follows_a_line_and_passes_over_a_spike() -> None:
+def test_smooth_preserves_line_and_ignores_spike() -> None:
     line = [(step, float(step)) for step in range(400)]
     assert smooth(line[:380])[:-10] == line[:370]
 
@@ -47,8 +49,8 @@ def test_smoothing_follows_a_line_and_passes_over_a_spike() -> None:
 
 
 @pytest.mark.parametrize("is_log", [False, True])
-def test_hover_values_lie_on_the_drawn_curve(tmp_path: Path, is_log: bool) -> None:
-    """As read again from the path of the SVG."""
+def test_hover_points_lie_on_drawn_curve(tmp_path: Path, is_log: bool) -> None:
+    """The reference is the path data in the SVG."""
     norms = [1.0, 2.0, 0.5, 1.5, 1.0, 1.0, 900.0 if is_log else 2.5, 1.0]
     train = [{"step": 10 * n, "grad_norm": norm} for n, norm in enumerate(norms)]
     (chart,) = draw_charts(build_run(train), tmp_path)
@@ -59,15 +61,24 @@ def test_hover_values_lie_on_the_drawn_curve(tmp_path: Path, is_log: bool) -> No
     assert any([[float(x), float(y)] for x, y in path] == expected for path in drawn if len(path) == len(norms))
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 29, 30, 2000])
-def test_every_chart_is_drawn_as_png_and_as_svg_in_the_colours_of_the_page(tmp_path: Path, num_steps: int) -> None:
-    train = [
-        {"step": n, "loss": 3.0 / n, "learning_rate": 1e-4, "grad_norm": 1.0, "target_tokens_per_second": 9e3}
-        for n in range(1, num_steps + 1)
-    ]
+METRICS = {"loss": 1.0, "learning_rate": 1e-4, "grad_norm": 1.0, "target_tokens_per_second": 9e3}
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "metrics", "names"),
+    [
+        (1, ["loss"], ["loss", "heldout_loss"]),
+        (29, ["loss"], ["loss", "heldout_loss"]),
+        (2000, METRICS, ["loss", "heldout_loss", "learning_rate", "grad_norm", "throughput"]),
+    ],
+    ids=["one step", "not smoothed", "smoothed and thinned"],
+)
+def test_charts_are_written_as_png_and_themed_svg(
+    tmp_path: Path, num_steps: int, metrics: Sequence[str], names: list[str]
+) -> None:
+    train = [{"step": n, **{name: METRICS[name] / n for name in metrics}} for n in range(1, num_steps + 1)]
     charts = draw_charts(build_run(train, [{"step": 0, "eval_loss": 3.0}, {"step": 9, "eval_loss": 2.0}]), tmp_path)
 
-    names = ["loss", "heldout_loss", "learning_rate", "grad_norm", "throughput"]
     assert [chart.name for chart in charts] == names
     for chart in charts:
         assert (tmp_path / f"{chart.name}.png").read_bytes().startswith(b"\x89PNG")
@@ -76,7 +87,8 @@ def test_every_chart_is_drawn_as_png_and_as_svg_in_the_colours_of_the_page(tmp_p
         assert not any(colour in chart.svg for colour in COLOURS.values())
 
 
-def test_ppo_has_charts_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("figures")
+def test_ppo_charts(tmp_path: Path) -> None:
     figures = {
         **{f"objective/{name}": 0.5 for name in ("score", "kl_seq", "finish_rate", "length")},
         **{"policy/entropy": 2.0, "policy/clipfrac": 0.1, "value/explained_var": 0.3},
@@ -88,9 +100,10 @@ def test_ppo_has_charts_of_its_own(tmp_path: Path) -> None:
     assert "samples" in charts[0].alt
 
 
+@pytest.mark.usefixtures("figures")
 @pytest.mark.parametrize("config", [None, {"router_aux_loss_coef": 0.01}])
-def test_curves_of_one_chart_have_one_definition(tmp_path: Path, config: dict[str, float] | None) -> None:
-    """Of a mixed loss only a part is measured on held-out text: that has a chart of its own."""
+def test_held_out_loss_of_mixed_loss_has_own_chart(tmp_path: Path, config: dict[str, float] | None) -> None:
+    """The held-out loss is only one term of a mixed training loss, so the two must not share axes."""
     train = [{"step": 1, "loss": 4.0, **({} if config else {"distillation/nll": 3.0})}]
     run = build_run(train, [{"step": 1, "eval_loss": 3.5}])
     charts = {chart.name: chart.alt for chart in draw_charts(replace(run, facts={"config": config}), tmp_path)}
@@ -100,7 +113,8 @@ def test_curves_of_one_chart_have_one_definition(tmp_path: Path, config: dict[st
     assert plain[0].alt == "Loss: training 4 at step 1; held-out 3.5 at step 1"
 
 
-def test_every_part_of_a_distillation_has_a_chart_and_those_it_has_not_have_none(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("figures")
+def test_distillation_charts_follow_logged_losses(tmp_path: Path) -> None:
     parts = ("divergence", "agreement", "feature", "attention", "similarity", "distance", "angle")
     figures = {f"distillation/{name}": 0.5 for name in ("nll", "teacher_nll", *parts)}
     charts = draw_charts(build_run([{"step": 1, "loss": 1.0, **figures}]), tmp_path)
@@ -112,7 +126,8 @@ def test_every_part_of_a_distillation_has_a_chart_and_those_it_has_not_have_none
     assert "distillation_feature" not in {chart.name for chart in charts}
 
 
-def test_pairs_have_charts_of_their_own_and_a_reward_model_no_target_tokens(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("figures")
+def test_preference_charts(tmp_path: Path) -> None:
     train = [
         {
             "step": n,
@@ -132,28 +147,29 @@ def test_pairs_have_charts_of_their_own_and_a_reward_model_no_target_tokens(tmp_
     assert "9000" in charts["throughput"].alt
 
 
-def test_the_same_run_gives_the_same_svg(tmp_path: Path) -> None:
-    run = build_run([{"step": n, "loss": 1.0 / n} for n in range(1, 9)])
+def test_svg_is_deterministic(tmp_path: Path) -> None:
+    run = build_run([{"step": n, "grad_norm": 1.0 / n} for n in range(1, 9)])
 
     assert draw_charts(run, tmp_path) == draw_charts(run, tmp_path)
 
 
-def test_a_chart_without_a_finite_point_is_left_out(tmp_path: Path) -> None:
+def test_chart_without_finite_points_is_omitted(tmp_path: Path) -> None:
     assert draw_charts(build_run([{"step": 1, "loss": "nan", "grad_norm": None}]), tmp_path) == []
 
 
-def test_the_alternative_text_tells_the_ends_of_each_curve(tmp_path: Path) -> None:
+def test_alt_text_has_first_and_last_value_of_each_curve(tmp_path: Path) -> None:
     train = [{"step": 1, "loss": 4.0}, {"step": 5, "loss": 2.0}]
     loss, held_out = draw_charts(build_run(train, [{"step": 0, "eval_bits_per_byte": 1.5, "eval_loss": 6}]), tmp_path)
 
     assert loss.alt == "Loss: training from 4 at step 1 to 2 at step 5; held-out 6 at step 0"
     assert held_out.alt == "Held-out bits per byte: 1.5 at step 0"
-    # The wide one is drawn for narrow screens too, where its text would be too small.
+    # The wide chart has a second version for narrow screens.
     assert "<svg" in loss.narrow
     assert not held_out.narrow
 
 
-def test_held_out_sets_are_drawn_by_their_names(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("figures")
+def test_held_out_sets_chart_names_each_set(tmp_path: Path) -> None:
     evaluations = [
         {"step": step, "eval_loss": 2.0, "eval_web_loss": 3.0 - step, "eval_code_loss": 4.0} for step in (0, 1)
     ]
@@ -166,21 +182,25 @@ def test_held_out_sets_are_drawn_by_their_names(tmp_path: Path) -> None:
     assert "heldout_sets" not in {chart.name for chart in none}
 
 
-def test_steps_that_were_not_finite_are_marked(tmp_path: Path) -> None:
-    train = [{"step": n, "loss": "nan" if n == 3 else 1.0} for n in range(1, 6)]
+@pytest.mark.parametrize(("num_steps", "num_marks"), [(1, 1), (5000, 100)])
+def test_non_finite_steps_are_marked(tmp_path: Path, num_steps: int, num_marks: int) -> None:
+    train = [{"step": 0, "grad_norm": 1.0}, *({"step": n, "grad_norm": "nan"} for n in range(1, num_steps + 1))]
     (chart,) = draw_charts(build_run(train), tmp_path)
+    # Every drawn path has its colour once.
+    assert chart.svg.count("stroke: var(--alarm)") == num_marks
 
-    assert "var(--alarm)" in chart.svg
 
-
-def test_a_spike_makes_the_gradient_axis_logarithmic_and_zeros_do_not_break_it(tmp_path: Path) -> None:
-    for smallest in (1.0, 0.0):
-        norms = [smallest, *[1.0] * 10, 500.0]
-        draw_charts(build_run([{"step": n, "grad_norm": norm} for n, norm in enumerate(norms)]), tmp_path)
+@pytest.mark.parametrize(("smallest", "scale"), [(1.0, "log"), (0.0, "linear")])
+def test_gradient_norm_axis_is_logarithmic_with_spike(
+    tmp_path: Path, figures: list[Figure], smallest: float, scale: str
+) -> None:
+    norms = [smallest, *[1.0] * 10, 500.0]
+    draw_charts(build_run([{"step": n, "grad_norm": norm} for n, norm in enumerate(norms)]), tmp_path)
+    assert {axes.get_yscale() for figure in figures for axes in figure.axes} == {scale}
 
 
 HEALTHY = {
-    # Recipe, figure -> chart, and the range as the page of the recipe has it.
+    # Recipe and metric -> chart, and the range in the docs page of the recipe.
     ("reward", "rewards/accuracies"): ("accuracy", "0.65", "0.8"),
     ("dpo", "rewards/accuracies"): ("accuracy", "0.6", "0.8"),
     ("ppo", "policy/clipfrac"): ("clip_fraction", "0.01", "0.2"),
@@ -190,21 +210,19 @@ HEALTHY = {
 
 
 @pytest.mark.parametrize(("recipe", "name"), HEALTHY)
-def test_the_healthy_range_is_that_of_the_page_and_shaded_where_it_is_in_view(
-    recipe: str, name: str, tmp_path: Path
-) -> None:
+def test_healthy_range_matches_docs_and_is_shaded_in_view(recipe: str, name: str, tmp_path: Path) -> None:
     chart_name, least, largest = HEALTHY[recipe, name]
     extra = {"rewards/margins": 1.0, "objective/score": 1.0, "distillation/nll": 1.0}
 
     def draw(*values: float) -> Chart:
         run = build_run([{"step": step, name: value, **extra} for step, value in enumerate(values)])
-        charts = draw_charts(replace(run, facts={"stage": recipe}), tmp_path)
-        return next(chart for chart in charts if chart.name == chart_name)
+        plans = _plan_charts(replace(run, facts={"stage": recipe}))
+        return draw_chart(next(plan for plan in plans if plan.name == chart_name), tmp_path)
 
     seen = draw(float(least) / 2 - 0.1, (float(least) + float(largest)) / 2)
     assert f"healthy between {least} and {largest}" in seen.alt
     assert ">healthy</text>" in seen.svg
-    # Far below, nothing is shaded, and the axis does not stretch up to the range.
+    # Values far below the range do not stretch the axis up to it.
     far = draw(-0.004, -0.003)
     assert ">healthy</text>" not in far.svg
     page = (ROOT / "docs" / f"{recipe}.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The page of an evaluation: every question with its verdict, nothing of data or models as markup."""
+"""HTML page of an evaluation: scores, questions, verdicts and escaping."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write(folder: Path, rows: list[dict[str, Any]]) -> str:
         "groups": {"g": {"scores": {"acc": scores["acc"]}, "num_questions": 2, "num_fewshot": 0}},
     }
     (folder / "eval.json").write_text(json.dumps(record))
-    usual = {
+    defaults = {
         "task": "t",
         "doc_id": 0,
         "choices": [],
@@ -33,11 +33,11 @@ def write(folder: Path, rows: list[dict[str, Any]]) -> str:
         "scores": {"acc": 1.0},
         "is_cut": False,
     }
-    (folder / "samples.jsonl").write_text("".join(f"{json.dumps(usual | row)}\n" for row in rows))
+    (folder / "samples.jsonl").write_text("".join(f"{json.dumps(defaults | row)}\n" for row in rows))
     return write_eval_report(folder).read_text()
 
 
-def test_scores_questions_and_verdicts_are_there(tmp_path: Path) -> None:
+def test_eval_page_shows_scores_questions_and_verdicts(tmp_path: Path) -> None:
     choice = {
         "choices": [" a", " b"],
         "answers": [[-1.5, False], [-2.5, True]],
@@ -55,7 +55,7 @@ def test_scores_questions_and_verdicts_are_there(tmp_path: Path) -> None:
     assert "http" not in re.sub(r"http-equiv", "", page)
 
 
-def test_a_page_stays_readable(tmp_path: Path) -> None:
+def test_eval_page_limits_number_of_questions(tmp_path: Path) -> None:
     page = write(tmp_path, [{"prompt": "q", "doc_id": at} for at in range(MAX_QUESTIONS + 3)])
     assert page.count("<article") == MAX_QUESTIONS
 
@@ -64,10 +64,10 @@ def test_a_page_stays_readable(tmp_path: Path) -> None:
     ("scores", "verdict"),
     [({"acc": 1.0}, "right"), ({"em": 0}, "wrong"), ({"bpb": 1.3}, ""), ({"f1": 0.5, "em": 1}, "right")],
 )
-def test_a_verdict_is_that_of_the_first_score_that_is_one(scores: dict[str, float], verdict: str) -> None:
+def test_verdict_is_first_binary_score(scores: dict[str, float], verdict: str) -> None:
     assert classify_answer({"scores": scores}) == verdict
 
 
-def test_a_folder_without_an_evaluation_is_refused(tmp_path: Path) -> None:
+def test_folder_without_evaluation_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"eval\.json"):
         write_eval_report(tmp_path)

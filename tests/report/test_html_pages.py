@@ -1,4 +1,4 @@
-"""The page of a corpus: everything that was removed, escaped."""
+"""HTML page of a corpus: removals, samples and escaping."""
 
 from recipes_lib.report.html_pages import list_removals, write_corpus_report
 
@@ -28,7 +28,7 @@ MANIFEST = {
 }
 
 
-def test_the_page_shows_removals_samples_and_notes_and_runs_nothing(tmp_path):
+def test_corpus_page_shows_removals_and_escapes_samples(tmp_path):
     samples = {"pii: a": [{"id": "<b>1</b>", "text": "<img src=x>", "after": "masked", "original": "the first"}]}
     page = write_corpus_report(tmp_path, MANIFEST, samples).read_text()
     for shown in ("12,345", "20.0%", "5.0 epochs, above max_epochs", "masked", "the first", "licence not given"):
@@ -38,10 +38,10 @@ def test_the_page_shows_removals_samples_and_notes_and_runs_nothing(tmp_path):
     assert "Tokens" not in page
 
 
-def test_removals_are_listed_by_step_then_by_count():
+def test_removals_are_sorted_by_step_and_count():
     assert list_removals(MANIFEST) == [("pii", "a", 2, 20), ("pii", "b", 1, 10)]
 
 
-def test_nothing_in_and_nothing_removed_still_makes_a_page(tmp_path):
+def test_empty_corpus_makes_a_page(tmp_path):
     empty = {"read": make_tally(documents_in=0, documents_out=0)}
     assert write_corpus_report(tmp_path, {**MANIFEST, "steps": empty, "tokens": 3}, {}).is_file()

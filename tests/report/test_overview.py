@@ -1,4 +1,4 @@
-"""The overview: stages in their order with what they reached, whatever the folder holds; and the list of runs."""
+"""Overview of a folder of runs and pipelines, and `recipes runs`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SFT = [
 ]
 
 
-def test_a_run_says_what_it_reached(tmp_path: Path) -> None:
+def test_describe_result(tmp_path: Path) -> None:
     write_run(tmp_path / "sft", SFT)
     assert describe_result(read_run(tmp_path / "sft")) == "eval_loss 5 -> 2, 30 steps, 2 min 0 s"
     ppo = [{"kind": "train", "step": 4, "loss": -0.1, "objective/score": 0.25}]
@@ -38,7 +38,7 @@ def test_a_run_says_what_it_reached(tmp_path: Path) -> None:
     assert describe_result(read_run(tmp_path / "none")) == ""
 
 
-def test_runs_are_found_below_a_folder_and_not_within_each_other(tmp_path: Path) -> None:
+def test_list_entries_finds_nested_runs_but_not_checkpoints(tmp_path: Path) -> None:
     write_run(tmp_path / "b" / "deep", SFT)
     write_run(tmp_path / "a", SFT, status="running")
     write_run(tmp_path / "a" / "checkpoint-3", [])
@@ -49,7 +49,7 @@ def test_runs_are_found_below_a_folder_and_not_within_each_other(tmp_path: Path)
     ]  # fmt: skip
 
 
-def test_the_page_has_every_stage_in_its_order_with_links(tmp_path: Path) -> None:
+def test_overview_lists_pipeline_stages_in_order(tmp_path: Path) -> None:
     write_run(tmp_path / "z", SFT)
     (tmp_path / "z" / "report.html").write_text("")
     state = {
@@ -71,7 +71,7 @@ def test_the_page_has_every_stage_in_its_order_with_links(tmp_path: Path) -> Non
         assert words in page.text
 
 
-def test_a_folder_that_was_moved_has_the_same_overview(tmp_path: Path) -> None:
+def test_overview_of_moved_folder_is_unchanged(tmp_path: Path) -> None:
     write_run(tmp_path / "one" / "sft", SFT)
     state = {"pipeline": [{"name": "sft", "output": "sft"}], "stages": {"sft": {"status": "done"}}}
     (tmp_path / "one" / "pipeline.json").write_text(json.dumps(state))
@@ -91,23 +91,23 @@ def test_a_folder_that_was_moved_has_the_same_overview(tmp_path: Path) -> None:
         '{"stages": {"a": [1]}, "pipeline": [{"name": "a"}]}',
     ],
 )
-def test_a_broken_record_is_no_bug(tmp_path: Path, record: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_pipeline_record_is_tolerated(tmp_path: Path, record: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "pipeline.json").write_text(record)
     assert run_recipes(["runs", str(tmp_path)]) in (0, 2)
     assert "is a bug" not in capsys.readouterr().err
 
 
-def test_the_list_tells_status_step_figure_and_age(
+def test_runs_command_prints_status_step_metric_and_age(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_run(tmp_path / "sft", SFT, status="preempted")
     for file in (tmp_path / "sft").iterdir():
         os.utime(file, (0, 0))
     assert run_recipes(["runs", str(tmp_path)]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert told[1].startswith("sft  sft     preempted  30    eval_loss 5 -> 2  2 min 0 s  ")
-    assert told[1].endswith(" ago")
-    assert told[2] == str(tmp_path / "index.html")
+    output = capsys.readouterr().out.splitlines()
+    assert output[1].startswith("sft  sft     preempted  30    eval_loss 5 -> 2  2 min 0 s  ")
+    assert output[1].endswith(" ago")
+    assert output[2] == str(tmp_path / "index.html")
     monkeypatch.chdir(tmp_path)
     assert run_recipes(["runs"]) == 0
     assert capsys.readouterr().out.splitlines()[2] == "index.html"
@@ -121,7 +121,7 @@ def test_the_list_tells_status_step_figure_and_age(
     assert run_recipes(["report", str(tmp_path)]) == 0
 
 
-def test_names_and_records_write_no_control_characters_and_need_not_be_utf_8(
+def test_runs_command_escapes_control_characters_and_non_utf8_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run(tmp_path / "a\x1b[31m", SFT, status="done\x1b]0;owned\x07\n")
@@ -132,12 +132,12 @@ def test_names_and_records_write_no_control_characters_and_need_not_be_utf_8(
     (tmp_path / os.fsdecode(b"b\xff") / "report.html").write_text("")
     assert 'href="b%FF/report.html"' in write_overview(tmp_path).read_text()
     assert run_recipes(["runs", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
-    assert "\x1b" not in told
-    assert "\\udcff" in told
+    output = capsys.readouterr().out
+    assert "\x1b" not in output
+    assert "\\udcff" in output
 
 
-def test_a_sparkline_fits_its_box_and_keeps_its_ends() -> None:
+def test_sparkline_fits_box_and_keeps_ends() -> None:
     def read(curve: list[tuple[int, float]]) -> list[tuple[float, ...]]:
         return [tuple(map(float, point.split(","))) for point in draw_spark(curve).split()]
 
@@ -149,7 +149,7 @@ def test_a_sparkline_fits_its_box_and_keeps_its_ends() -> None:
     assert {y for _, y in read([(1, 3.0), (2, 3.0)])} == {26.0}
 
 
-def test_an_evaluation_shows_its_model_and_first_score(tmp_path):
+def test_evaluation_entry_shows_model_and_first_score(tmp_path):
     scores = {"scores": {"acc": {"value": 0.25, "stderr": 0.1}}}
     record = {"model": {"name": "sft"}, "groups": {}, "tasks": {"pairs": scores, "other": scores}}
     (tmp_path / "scores").mkdir()

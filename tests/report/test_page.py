@@ -1,4 +1,4 @@
-"""The page: self-contained, escaped, small, and there for every state in which a run can be."""
+"""HTML page of a run: self-contained, escaped, bounded in size, for complete and damaged runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOID = {"meta", "link", "img", "br", "hr", "input"}
 
 
 class Page(HTMLParser):
-    """Collects elements, attributes and text, and demands that elements close in order."""
+    """Collects elements, attributes and text; asserts that elements are closed in order."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def read_page(folder: Path) -> Page:
     return Page(build_report(folder).read_text(encoding="utf-8"))
 
 
-def test_a_run_is_shown_with_its_figures_samples_and_facts(tmp_path: Path) -> None:
+def test_page_shows_metrics_samples_and_facts(tmp_path: Path) -> None:
     write_run(tmp_path / "my-run")
 
     page = read_page(tmp_path / "my-run")
@@ -103,14 +103,14 @@ def test_a_run_is_shown_with_its_figures_samples_and_facts(tmp_path: Path) -> No
     labels = [value for name, value in page.attributes if name == "aria-label" and value and "at step" in value]
     assert len(labels) == page.elements.count("figure") == 5
     assert page.text.index("why why") < page.text.index("Because!")
-    # What someone chose stands before what is a default.
+    # Explicit values precede defaults.
     assert page.text.index("learning_rate") < page.text.index("seed")
     assert sorted(path.stem for path in (tmp_path / "my-run" / "report").iterdir()) == [
         "grad_norm", "heldout_loss", "learning_rate", "loss", "throughput",
     ]  # fmt: skip
 
 
-def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
+def test_page_is_self_contained(tmp_path: Path) -> None:
     write_run(tmp_path)
 
     html = build_report(tmp_path).read_text()
@@ -127,7 +127,8 @@ def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
     assert len(html.encode()) < 10**6
 
 
-def test_hostile_samples_and_facts_are_text_and_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("figures")
+def test_samples_and_facts_are_escaped(tmp_path: Path) -> None:
     write_run(tmp_path)
     write_rows(tmp_path / "samples.jsonl", [SAMPLE | dict.fromkeys(("prompt", "completion", "reference"), HOSTILE)])
     facts = {
@@ -143,7 +144,8 @@ def test_hostile_samples_and_facts_are_text_and_nothing_else(tmp_path: Path) -> 
     assert page.text.count(HOSTILE) >= 6
 
 
-def test_the_largest_gains_and_losses_are_shown_with_their_rewards(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("figures")
+def test_samples_with_largest_reward_changes_are_shown(tmp_path: Path) -> None:
     write_run(tmp_path)
     samples = [
         {**SAMPLE, "step": step, "prompt": f"p{n}?", "reward": None if n == 20 else float(n * step)}
@@ -160,9 +162,10 @@ def test_the_largest_gains_and_losses_are_shown_with_their_rewards(tmp_path: Pat
     assert "at the same random numbers" in text
 
 
-def test_samples_are_in_the_order_of_their_change(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("figures")
+def test_samples_are_sorted_by_change(tmp_path: Path) -> None:
     def order(answers: dict[str, tuple[Any, Any]], key: str) -> list[str]:
-        """Prompts, by the values of their first and last answers."""
+        """Return the prompts in page order, given first and last values of ``key``."""
         write_run(tmp_path)
         rows = [
             {**SAMPLE, "step": step, "prompt": prompt, key: value}
@@ -179,7 +182,7 @@ def test_samples_are_in_the_order_of_their_change(tmp_path: Path) -> None:
     assert order(words, "completion") == ["other?", "half?", "equal?"]
 
 
-def test_a_huge_run_makes_a_small_page(tmp_path: Path) -> None:
+def test_page_size_is_bounded_for_large_run(tmp_path: Path) -> None:
     write_run(tmp_path, num_steps=5000)
     samples = [
         {"step": step, "prompt": f"{n} " + "p" * 50_000, "completion": "山" * 50_000, "reference": "r" * 50_000}
@@ -196,8 +199,9 @@ def test_a_huge_run_makes_a_small_page(tmp_path: Path) -> None:
     assert "characters more" in path.read_text()
 
 
+@pytest.mark.usefixtures("figures")
 @pytest.mark.parametrize("missing", ["metrics.jsonl", "samples.jsonl", "run.json"])
-def test_what_is_not_there_is_left_out(tmp_path: Path, missing: str) -> None:
+def test_missing_file_is_tolerated(tmp_path: Path, missing: str) -> None:
     write_run(tmp_path)
     (tmp_path / missing).unlink()
 
@@ -220,7 +224,7 @@ def test_what_is_not_there_is_left_out(tmp_path: Path, missing: str) -> None:
         [],
     ],
 )
-def test_any_few_events_make_a_page(tmp_path: Path, events: list[dict[str, Any]]) -> None:
+def test_extreme_events_make_a_page(tmp_path: Path, events: list[dict[str, Any]]) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events) + '{"torn')
 
     page = read_page(tmp_path)
@@ -228,7 +232,8 @@ def test_any_few_events_make_a_page(tmp_path: Path, events: list[dict[str, Any]]
     assert "1 line was truncated" in page.text
 
 
-def test_steps_and_rewards_of_any_size_make_a_page(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("figures")
+def test_huge_steps_and_rewards_make_a_page(tmp_path: Path) -> None:
     write_rows(
         tmp_path / "metrics.jsonl", [{"kind": "train", "step": step, "loss": 1.0} for step in (1, 2**60, 10**400)]
     )
@@ -236,7 +241,8 @@ def test_steps_and_rewards_of_any_size_make_a_page(tmp_path: Path) -> None:
     assert "2 lines were truncated or invalid" in read_page(tmp_path).text
 
 
-def test_unusual_facts_make_a_page(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("figures")
+def test_malformed_facts_make_a_page(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1}')
     for facts in (
         {"config": ["a"], "provenance": 3},
@@ -251,17 +257,18 @@ def test_unusual_facts_make_a_page(tmp_path: Path) -> None:
         read_page(tmp_path)
 
 
+@pytest.mark.usefixtures("figures")
 @pytest.mark.parametrize(("mfu", "words"), [(0.42, "42% of the peak FLOPs"), (12.3, "median")])
-def test_a_share_of_the_peak_above_1_is_not_told(tmp_path: Path, mfu: float, words: str) -> None:
-    """The peak of a CPU is measured, and may be measured while other programs run."""
+def test_mfu_above_one_is_not_shown(tmp_path: Path, mfu: float, words: str) -> None:
+    """The measured peak of a CPU can be too low while other programs run."""
     event = {"kind": "train", "step": 1, "loss": 2.0, "target_tokens_per_second": 500.0, "mfu": mfu}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(event) + "\n")
-    told = read_page(tmp_path).text
-    assert words in told
-    assert "1230%" not in told
+    text = read_page(tmp_path).text
+    assert words in text
+    assert "1230%" not in text
 
 
-def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+def test_directory_without_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="output_dir of a run"):
         build_report(tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -291,7 +298,7 @@ def spike_at(*steps: int) -> list[dict[str, Any]]:
     return [{"step": step, "grad_norm": 50.0 if step in steps else 1.0} for step in range(1, 41)]
 
 
-def test_a_good_run_has_no_problems() -> None:
+def test_healthy_run_has_no_problems() -> None:
     assert find_problems(build_run()) == []
     assert find_problems(build_run(facts={"status": "done", "config": BEST}, best={"best_step": 20})) == []
 
@@ -315,23 +322,23 @@ def test_a_good_run_has_no_problems() -> None:
         ({"num_torn_lines": 2}, "2 lines were truncated"),
     ],
 )
-def test_a_problem_is_named_alone(changes: dict[str, Any], words: str) -> None:
+def test_problem_is_detected_alone(changes: dict[str, Any], words: str) -> None:
     (problem,) = find_problems(build_run(**changes))
 
     assert words in problem
 
 
-def test_large_gradients_of_the_warm_up_and_of_a_few_steps_are_in_order() -> None:
+def test_early_and_short_run_gradient_spikes_are_ignored() -> None:
     assert find_problems(build_run(train=spike_at(1, 2, 3))) == []
     assert find_problems(build_run(train=spike_at(30)[25:33])) == []
 
 
 @pytest.mark.parametrize("losses", [(3.0, 2.0, 2.01), (1.0, -2.0, -1.99), (-1.0, -1.5, -2.0)])
-def test_a_held_out_loss_that_rises_by_a_hair_or_falls_is_no_problem(losses: tuple[float, ...]) -> None:
+def test_small_rise_of_held_out_loss_is_ignored(losses: tuple[float, ...]) -> None:
     assert find_problems(build_run(evaluations=build_losses(*losses))) == []
 
 
-def test_a_held_out_loss_below_0_that_rises_is_a_problem() -> None:
+def test_rise_of_negative_held_out_loss_is_a_problem() -> None:
     (problem,) = find_problems(build_run(evaluations=build_losses(-1.0, -2.0, -1.9)))
 
     assert "lowest at step 10 (-2) and rose to -1.9 by step 20" in problem

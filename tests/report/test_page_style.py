@@ -1,4 +1,4 @@
-"""The page's colours are those of the charts, and every colour has a value in each theme."""
+"""Colours of the style sheet: themes, charts and contrast."""
 
 from __future__ import annotations
 
@@ -29,25 +29,30 @@ def contrast(one: str, other: str) -> float:
     return (lighter + 0.05) / (darker + 0.05)
 
 
-def test_light_dark_and_print_define_every_colour_that_is_used() -> None:
+def test_every_theme_defines_all_colours() -> None:
     light, dark, printed = read_themes()
     used = set(re.findall(r"var\(--([\w-]+)\)", STYLE)) | set(COLOURS)
 
     assert used == set(light) == set(dark) == set(printed)
 
 
-def test_the_pngs_have_the_colours_of_the_light_theme() -> None:
+def test_text_direction_of_samples_follows_their_content() -> None:
+    (rule,) = re.findall(r"^pre \{(.*?)\}", STYLE, flags=re.DOTALL | re.MULTILINE)
+    assert "unicode-bidi: plaintext" in rule
+
+
+def test_png_colours_match_light_theme() -> None:
     light = read_themes()[0]
 
     assert {name: light[name] for name in COLOURS} == dict(COLOURS)
 
 
-def test_words_and_curves_can_be_read_in_every_theme() -> None:
+def test_contrast_meets_wcag_in_every_theme() -> None:
     for theme in read_themes():
         for ground in ("page", "card", "warm"):
             assert contrast(theme["ink"], theme[ground]) >= 7
         for ground in ("page", "card"):
             assert contrast(theme["muted"], theme[ground]) >= 4.5
             for name in ("first", "second", "third", "alarm", "good"):
-                # Text of the verdicts needs more than the stroke of a curve does.
+                # WCAG requires 4.5 for text and 3 for graphics.
                 assert contrast(theme[name], theme[ground]) >= (4.5 if name in {"second", "good"} else 3)

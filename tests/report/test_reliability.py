@@ -1,4 +1,4 @@
-"""The chart shows the report's own numbers, in the page's colours, and comes from JSON as well as from arrays."""
+"""Reliability chart of a reward model against the numbers of its report."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def make_report(margins: list[float]) -> dict[str, Any]:
 
 
 SURE, UNSURE = math.log(9), math.log(1.5)
-"""Margins predicted to win nine times of ten, and three of five."""
+"""Margins with predicted win probability 0.9 and 0.6."""
 MARGINS = [SURE] * 7 + [-SURE] * 3 + [UNSURE] * 6 + [-UNSURE] * 4
 REPORT = make_report(MARGINS)
 
 
-def test_it_is_a_chart_of_the_page_and_a_png(tmp_path: Path) -> None:
+def test_reliability_chart_is_png_and_themed_svg_equal_from_json(tmp_path: Path) -> None:
     chart = draw_reliability(REPORT, tmp_path / "report")
     assert (tmp_path / "report" / f"{chart.name}.png").read_bytes().startswith(b"\x89PNG")
     assert ET.fromstring(chart.svg).tag.endswith("svg")
@@ -36,10 +36,13 @@ def test_it_is_a_chart_of_the_page_and_a_png(tmp_path: Path) -> None:
     assert "var(--second)" in chart.svg
     assert not any(colour in chart.svg for colour in COLOURS.values())
     assert ET.fromstring(chart.narrow).tag.endswith("svg")
+    assert draw_reliability(json.loads(json.dumps(REPORT)), tmp_path) == chart
+    # By chance ``sqrt(2 / pi) (sqrt(10 * .9 * .1) + sqrt(10 * .6 * .4)) / 20``.
+    assert chart.alt == "Calibration error 0.100, of which chance explains 0.100; scores from -2.2 to 2.2"
 
 
-def test_points_and_intervals_are_those_of_the_report(tmp_path: Path, figures: list[Figure]) -> None:
-    # Undecided pairs are seen once as a win and once as a loss, which tells nothing.
+def test_reliability_points_and_intervals_match_report(tmp_path: Path, figures: list[Figure]) -> None:
+    # Ties count once as a win and once as a loss and give no point.
     draw_reliability(make_report([*MARGINS, 0.0, 0.01]), tmp_path)
     diagonal, *intervals, points = figures[0].axes[0].lines
     assert diagonal.get_xydata().tolist() == [[0.5, 0.5], [1, 1]]
@@ -50,7 +53,7 @@ def test_points_and_intervals_are_those_of_the_report(tmp_path: Path, figures: l
         assert figures[0].axes[0].get_ylim()[0] < expected.low
 
 
-def test_the_histogram_counts_the_scores_of_both_kinds(tmp_path: Path, figures: list[Figure]) -> None:
+def test_score_histogram_matches_report(tmp_path: Path, figures: list[Figure]) -> None:
     draw_reliability(REPORT, tmp_path)
     axes = figures[0].axes[1]
     outlines = {patch.get_label(): patch.get_data() for patch in axes.patches if patch.get_label()}
@@ -61,17 +64,6 @@ def test_the_histogram_counts_the_scores_of_both_kinds(tmp_path: Path, figures: 
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["chosen", "rejected"]
 
 
-def test_a_report_read_again_gives_the_same_chart(tmp_path: Path) -> None:
-    again = json.loads(json.dumps(REPORT))
-    assert draw_reliability(again, tmp_path) == draw_reliability(REPORT, tmp_path)
-
-
-def test_the_alternative_text_tells_the_errors_and_the_range(tmp_path: Path) -> None:
-    # By chance ``sqrt(2 / pi) (sqrt(10 * .9 * .1) + sqrt(10 * .6 * .4)) / 20``.
-    expected = "Calibration error 0.100, of which chance explains 0.100; scores from -2.2 to 2.2"
-    assert draw_reliability(REPORT, tmp_path).alt == expected
-
-
-@pytest.mark.parametrize("margins", [[0.0], [0.01, -0.02], [1e4], [-1e4, 3.0]])
-def test_any_report_can_be_drawn(tmp_path: Path, margins: list[float]) -> None:
+@pytest.mark.parametrize("margins", [[0.0], [-1e4, 3.0]])
+def test_extreme_margins_can_be_drawn(tmp_path: Path, margins: list[float]) -> None:
     draw_reliability(make_report(margins), tmp_path)

@@ -1,4 +1,4 @@
-"""What is done to an answer is just that, no answer keeps its prompt when they are swapped, and nothing else moves."""
+"""Probes and prompt swaps of held-out pairs, against texts that a recording model has seen."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAIRS = [
 
 
 class Recorder:
-    """A reward model that scores a row by its place among all rows and remembers what it said."""
+    """Reward model that scores a row by its index and records the row's text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, limit: int = 1000) -> None:
         self.tokenizer = tokenizer
@@ -60,42 +60,46 @@ def encode_pairs(tokenizer: PreTrainedTokenizerFast) -> list[dict[str, Any]]:
     return [pair._asdict() for pair in PairEncoder(RowEncoder(tokenizer), tokenizer).encode(rows)]
 
 
-def spell(prompt: str, answer: str, end: str = "<|im_end|>") -> str:
+def render_row(prompt: str, answer: str, end: str = "<|im_end|>") -> str:
     return f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{answer}{end}"
 
 
-def test_each_score_is_that_of_the_answer_it_is_filed_under(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_score_columns_belong_to_their_rows(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     judge = Recorder(tiny_tokenizer)
     scores = score_held_out(judge, encode_pairs(tiny_tokenizer))
 
     def read(column: np.ndarray) -> list[str]:
         return [judge.texts[score] for score in column]
 
-    assert read(scores.chosen) == [spell(prompt, chosen) for prompt, chosen, _ in PAIRS]
-    assert read(scores.rejected) == [spell(prompt, rejected) for prompt, _, rejected in PAIRS]
-    # Ordered by prompt, rows 0 2 1 3 get the prompts of rows 1 3 0 2.
+    assert read(scores.chosen) == [render_row(prompt, chosen) for prompt, chosen, _ in PAIRS]
+    assert read(scores.rejected) == [render_row(prompt, rejected) for prompt, _, rejected in PAIRS]
+    # Sorted by prompt, rows 0 2 1 3 receive the prompts of rows 1 3 0 2.
     others = [PAIRS[1][0], PAIRS[0][0], PAIRS[3][0], PAIRS[2][0]]
-    assert read(scores.swapped_chosen) == [spell(o, chosen) for o, (_, chosen, _) in zip(others, PAIRS, strict=True)]
-    assert read(scores.swapped_rejected) == [spell(o, answer) for o, (*_, answer) in zip(others, PAIRS, strict=True)]
+    assert read(scores.swapped_chosen) == [
+        render_row(o, chosen) for o, (_, chosen, _) in zip(others, PAIRS, strict=True)
+    ]
+    assert read(scores.swapped_rejected) == [
+        render_row(o, answer) for o, (*_, answer) in zip(others, PAIRS, strict=True)
+    ]
     assert scores.prompts[0] == scores.prompts[2] != scores.prompts[1]
     for column, at in ((scores.chosen_lengths, 1), (scores.rejected_lengths, 2)):
         assert column.tolist() == [len(tiny_tokenizer(pair[at])["input_ids"]) + 1 for pair in PAIRS]
 
     probes = {name: read(column) for name, column in scores.probes.items()}
-    assert probes.pop("eos_dropped") == [spell(prompt, chosen, end="") for prompt, chosen, _ in PAIRS]
-    assert probes.pop("white_space_appended") == [spell(prompt, f"{chosen}\n\n  ") for prompt, chosen, _ in PAIRS]
+    assert probes.pop("eos_dropped") == [render_row(prompt, chosen, end="") for prompt, chosen, _ in PAIRS]
+    assert probes.pop("white_space_appended") == [render_row(prompt, f"{chosen}\n\n  ") for prompt, chosen, _ in PAIRS]
     last = ["It lies in France.", "There are seven days in a week", "The capital of France is Paris!", "Yes."]
-    repeated = [spell(prompt, f"{chosen} {end}") for (prompt, chosen, _), end in zip(PAIRS, last, strict=True)]
+    repeated = [render_row(prompt, f"{chosen} {end}") for (prompt, chosen, _), end in zip(PAIRS, last, strict=True)]
     assert probes.pop("sentence_repeated") == repeated
     for (prompt, chosen, _), text, length in zip(PAIRS, probes.pop("truncated"), scores.chosen_lengths, strict=True):
         assert text.endswith("<|im_end|>")
-        kept = text.removeprefix(spell(prompt, "", "")).removesuffix("<|im_end|>")
+        kept = text.removeprefix(render_row(prompt, "", "")).removesuffix("<|im_end|>")
         assert chosen.startswith(kept)
         assert len(tiny_tokenizer(kept)["input_ids"]) == (length - 1) // 2
     assert probes == {}
 
 
-def test_what_gets_too_long_when_altered_is_not_measured(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_overlong_probe_is_nan(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     pairs = encode_pairs(tiny_tokenizer)
     longest = max(len(pair["prompt_ids"]) + len(pair["chosen_ids"]) for pair in pairs)
     scores = score_held_out(Recorder(tiny_tokenizer, limit=longest), pairs)
@@ -105,7 +109,7 @@ def test_what_gets_too_long_when_altered_is_not_measured(tiny_tokenizer: PreTrai
 
 
 @given(st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=30))
-def test_every_row_gets_another_prompt_unless_one_is_most_of_them(prompts: list[str]) -> None:
+def test_other_prompts_are_distinct_and_differ(prompts: list[str]) -> None:
     others = choose_other_prompts(prompts)
     assert others == choose_other_prompts(prompts)
     given_away = [other for other in others if other is not None]
@@ -118,17 +122,17 @@ def test_every_row_gets_another_prompt_unless_one_is_most_of_them(prompts: list[
         assert others.count(None) == 2 * most - len(prompts)
 
 
-def test_different_prompts_are_turned_on_by_one() -> None:
+def test_distinct_prompts_are_rotated() -> None:
     assert choose_other_prompts(["x", "y", "z"]) == [1, 2, 0]
 
 
-def test_one_prompt_for_all_pairs_leaves_the_swap_unmeasured(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_prompt_swap_is_none_for_a_single_prompt(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     pairs = encode_pairs(tiny_tokenizer)
     report = build_reward_report(score_held_out(Recorder(tiny_tokenizer), [pairs[0], pairs[2]]))
     assert report["prompt_swap"] is None
 
 
-def test_prepared_pairs_have_the_scores_of_their_chats(
+def test_scores_of_prepared_pairs_match_scored_chats(
     reward_model: RewardModel, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     scores = score_held_out(reward_model, encode_pairs(tiny_tokenizer))
@@ -138,7 +142,7 @@ def test_prepared_pairs_have_the_scores_of_their_chats(
     assert all(np.isfinite(column).all() for column in scores.probes.values())
 
 
-def test_a_pair_beyond_the_model_s_positions_is_an_error(
+def test_pair_longer_than_model_positions_is_refused(
     reward_model: RewardModel, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     pairs = encode_pairs(tiny_tokenizer)

@@ -1,4 +1,4 @@
-"""Every figure of a reward model against scipy, a closed form or a number made by hand; every gate at its bound."""
+"""Statistics of a reward model against scipy and closed forms, and the bounds of its gates."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from recipes_lib.report.reward_report import (
 
 def make_scores(chosen: Any, rejected: Any, **columns: Any) -> HeldOutScores:
     chosen, rejected = np.asarray(chosen, np.float64), np.asarray(rejected, np.float64)
-    usual = dict.fromkeys(("chosen_lengths", "rejected_lengths"), np.full(len(chosen), 5))
-    usual |= dict.fromkeys(("swapped_chosen", "swapped_rejected"), np.full(len(chosen), np.nan))
-    usual |= {"prompts": range(len(chosen)), "probes": {}}
-    return HeldOutScores(chosen=chosen, rejected=rejected, **(usual | columns))
+    defaults = dict.fromkeys(("chosen_lengths", "rejected_lengths"), np.full(len(chosen), 5))
+    defaults |= dict.fromkeys(("swapped_chosen", "swapped_rejected"), np.full(len(chosen), np.nan))
+    defaults |= {"prompts": range(len(chosen)), "probes": {}}
+    return HeldOutScores(chosen=chosen, rejected=rejected, **(defaults | columns))
 
 
 def sample_margins(num: int, *, sharpness: float = 1.0, seed: int = 0) -> np.ndarray:
-    """Margins of pairs whose answers win with the probability ``sigmoid(sharpness * margin)``."""
+    """Sample margins whose pairs are won with probability ``sigmoid(sharpness * margin)``."""
     random = np.random.default_rng(seed)
     margins = random.normal(0, 2, num)
     wins = random.random(num) < 1 / (1 + np.exp(-sharpness * margins))
@@ -39,12 +39,12 @@ def sample_margins(num: int, *, sharpness: float = 1.0, seed: int = 0) -> np.nda
 
 
 @pytest.mark.parametrize(("num_won", "num"), [(0, 10), (10, 10), (7, 10), (52, 100), (999, 1000)])
-def test_the_interval_is_wilson_s(num_won: int, num: int) -> None:
+def test_wilson_interval_matches_scipy(num_won: int, num: int) -> None:
     expected = stats.binomtest(num_won, num).proportion_ci(method="wilson")
     assert compute_wilson_interval(num_won, num) == pytest.approx((expected.low, expected.high), abs=1e-6)
 
 
-def test_a_tie_is_half_a_pair_won() -> None:
+def test_accuracy_counts_tie_as_half() -> None:
     accuracy = compute_accuracy(np.array([1.0, 0.0, -1.0, 0.0, 2.0]))
     assert accuracy["accuracy"] == 3 / 5
     assert (accuracy["accuracy_low"], accuracy["accuracy_high"]) == compute_wilson_interval(3, 5)
@@ -52,7 +52,7 @@ def test_a_tie_is_half_a_pair_won() -> None:
     assert (report["num_pairs"], report["num_ties"], report["accuracy"]) == (3, 1, 0.5)
 
 
-def test_likelihood_and_brier_score_have_their_closed_forms() -> None:
+def test_nll_and_brier_score_match_closed_form() -> None:
     report = build_reward_report(make_scores([0, 1, -2], [0, 0, 0]))
     probabilities = [0.5, 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(2))]
     assert report["nll"] == pytest.approx(-sum(map(math.log, probabilities)) / 3)
@@ -61,8 +61,8 @@ def test_likelihood_and_brier_score_have_their_closed_forms() -> None:
     assert (report["nll"], report["brier"]) == (500, 0.5)
 
 
-def test_the_calibration_error_of_one_margin_is_its_distance_from_the_share_of_wins() -> None:
-    # Predicted .85 and .15; 7 of 10 are won.
+def test_ece_of_equal_margins_is_distance_to_win_rate() -> None:
+    # Predicted 0.85 and 0.15; 7 of 10 are won.
     margins = math.log(0.85 / 0.15) * np.array([1.0] * 7 + [-1.0] * 3)
     table, error = compute_calibration(margins)
     assert error == pytest.approx(0.15)
@@ -72,24 +72,24 @@ def test_the_calibration_error_of_one_margin_is_its_distance_from_the_share_of_w
     assert [(row["from"], row["to"]) for row in table] == [(2 / 15, 3 / 15), (12 / 15, 13 / 15)]
 
 
-def test_certain_and_undecided_scores_have_a_bin() -> None:
+def test_calibration_bins_include_extreme_and_zero_margins() -> None:
     table, error = compute_calibration(np.array([1e4, 0.0]))
     assert [(row["from"], row["num"]) for row in table] == [(0, 1), (7 / 15, 2), (14 / 15, 1)]
     assert error == pytest.approx(0)
     assert compute_ece_by_chance(np.zeros(50)) == 0, "the middle bin is its own mirror image"
 
 
-def test_calibrated_scores_have_a_small_error_and_overconfident_ones_a_known_one() -> None:
+def test_ece_of_calibrated_and_overconfident_scores() -> None:
     margins = sample_margins(40_000)
     assert compute_calibration(margins)[1] < 0.01
-    # The mean distance between what is predicted and what is so, by numerical integration over the margins.
+    # Expected |predicted - actual| by numerical integration over the margins.
     size = np.linspace(-16, 16, 100_001)
     density = stats.norm.pdf(size, 0, 2)
     expected = np.trapezoid(density * np.abs(1 / (1 + np.exp(-3 * size)) - 1 / (1 + np.exp(-size))), size)
     assert compute_calibration(3 * margins)[1] == pytest.approx(expected, abs=0.005)
 
 
-def test_the_error_by_chance_is_the_mean_error_of_calibrated_scores() -> None:
+def test_ece_by_chance_matches_simulation() -> None:
     samples = [sample_margins(300, seed=seed) for seed in range(200)]
     errors = [compute_calibration(margins)[1] for margins in samples]
     predicted = [compute_ece_by_chance(margins) for margins in samples]
@@ -98,7 +98,7 @@ def test_the_error_by_chance_is_the_mean_error_of_calibrated_scores() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.25, 1.0, 3.0])
-def test_the_temperature_undoes_a_known_factor(factor: float) -> None:
+def test_fitted_temperature_recovers_scale_factor(factor: float) -> None:
     margins = sample_margins(40_000) * factor
     temperature = fit_temperature(margins)
     assert temperature == pytest.approx(factor, rel=0.05)
@@ -106,17 +106,17 @@ def test_the_temperature_undoes_a_known_factor(factor: float) -> None:
     assert min(likelihoods) == likelihoods[1]
 
 
-def test_the_temperature_of_two_margins_has_a_closed_form() -> None:
+def test_fitted_temperature_matches_closed_form() -> None:
     # 80 of 100 pairs are won by 1: the best margin is ln 4, so scores are divided by 1 / ln 4.
     assert fit_temperature(np.repeat([1.0, -1.0], [80, 20])) == pytest.approx(1 / math.log(4))
 
 
 @pytest.mark.parametrize("margins", [[1.0, 2.0], [0.0, 1.0], [0.0, 0.0], [-1.0, 1.0], [-1.0, 0.5]])
-def test_where_no_temperature_is_the_best_there_is_none(margins: list[float]) -> None:
+def test_temperature_is_none_without_optimum(margins: list[float]) -> None:
     assert fit_temperature(np.array(margins)) is None
 
 
-def test_length_is_diagnosed_over_answers_prompts_and_pairs() -> None:
+def test_length_statistics_match_scipy() -> None:
     random = np.random.default_rng(1)
     prompts = ["a", "b", "a", "c", "b", "a"]
     level = {"a": 10.0, "b": -10.0, "c": 0.0}
@@ -142,14 +142,14 @@ def test_length_is_diagnosed_over_answers_prompts_and_pairs() -> None:
     assert found["slope"] == pytest.approx(line.slope)
 
 
-def test_an_answer_to_a_prompt_of_its_own_is_compared_with_the_other_of_its_pair() -> None:
+def test_within_prompt_correlation_of_single_pairs() -> None:
     scores = make_scores([5, 1], [3, 0], chosen_lengths=np.array([30, 9]), rejected_lengths=np.array([10, 19]))
     found = build_reward_report(scores)["length"]
     # Scores +1, +.5, -1, -.5 and lengths +10, -5, -10, +5 around the means of their pairs.
     assert found["pearson_within_prompts"] == pytest.approx((10 - 2.5) * 2 / math.sqrt(2.5 * 250))
 
 
-def test_the_longer_answer_s_share_and_the_pairs_it_should_lose() -> None:
+def test_longer_answer_win_rate() -> None:
     lengths = {"chosen_lengths": np.array([9, 9, 9, 2, 5, 1]), "rejected_lengths": np.array([1, 2, 3, 4, 5, 9])}
     found = build_reward_report(make_scores([1, 1, 1, 1, 1, 0], [0, 0, 0, 0, 0, 1], **lengths))["length"]
     assert found["share_chosen_longer"] == 3 / 6
@@ -158,14 +158,14 @@ def test_the_longer_answer_s_share_and_the_pairs_it_should_lose() -> None:
     assert found["accuracy_where_chosen_is_shorter"] == compute_accuracy(np.array([1.0, -1.0]))
 
 
-def test_equal_lengths_have_no_slope_and_no_correlation() -> None:
+def test_length_statistics_are_none_for_equal_lengths() -> None:
     found = build_reward_report(make_scores([1, 2], [0, 3]))["length"]
     names = ["slope", "pearson", "spearman", "pearson_within_prompts", "accuracy_where_chosen_is_shorter"]
     assert [found[name] for name in names] == [None] * 5
     assert found["longer_wins_accuracy"] == 0.5
 
 
-def test_pairs_are_grouped_by_how_much_their_lengths_differ() -> None:
+def test_accuracy_by_length_difference() -> None:
     scores = make_scores(
         [1, 1, 0, 1, 0],
         [0, 0, 1, 0, 1],
@@ -178,7 +178,7 @@ def test_pairs_are_grouped_by_how_much_their_lengths_differ() -> None:
     assert [group["accuracy"] for group in report["by_length_difference"]] == [1, 1, 0, 0]
 
 
-def test_scores_are_summed_up_and_counted() -> None:
+def test_score_statistics_and_histogram() -> None:
     report = build_reward_report(make_scores([4, 2], [0, -2]))
     assert report["scores"] == {"mean": 1, "std": pytest.approx(math.sqrt(5)), "min": -2, "max": 4}
     histogram = report["histogram"]
@@ -187,7 +187,7 @@ def test_scores_are_summed_up_and_counted() -> None:
     assert (histogram["chosen"][-1], histogram["rejected"][0]) == (1, 1)
 
 
-def test_probes_and_swaps_count_what_was_measured() -> None:
+def test_probe_and_swap_counts_exclude_nan() -> None:
     nan = math.nan
     scores = make_scores(
         [1, 2, 3, 4],
@@ -202,7 +202,7 @@ def test_probes_and_swaps_count_what_was_measured() -> None:
     assert report["probes"] == {"eos_dropped": dropped, "truncated": None}
 
 
-def test_the_report_is_json() -> None:
+def test_reward_report_is_json_serialisable() -> None:
     scores = make_scores(
         np.float32([1, 2]),
         np.float32([0, 3]),
@@ -217,7 +217,7 @@ def test_the_report_is_json() -> None:
 
 
 @pytest.mark.parametrize("chosen", [[math.nan, 1], [math.inf, 1]])
-def test_scores_that_are_not_finite_are_refused(chosen: list[float]) -> None:
+def test_non_finite_scores_are_refused(chosen: list[float]) -> None:
     with pytest.raises(ValueError, match="a score is NaN or infinite"):
         make_scores(chosen, [0, 0])
 
@@ -254,20 +254,20 @@ PASSING: dict[str, Any] = {
         ({"probes": {}}, ["end token is not measured"]),
     ],
 )
-def test_each_gate_closes_at_its_bound_and_says_so(changes: dict[str, Any], words: list[str]) -> None:
+def test_gate_fails_at_its_bound(changes: dict[str, Any], words: list[str]) -> None:
     assert check_gates(PASSING) == []
     (message,) = check_gates(PASSING | changes)
     assert all(word in message for word in words)
     assert ": " in message
 
 
-def test_a_gate_does_not_open_for_what_is_no_number() -> None:
+def test_gates_fail_for_nan() -> None:
     nan = math.nan
     broken = {"accuracy_low": nan, "ece": nan, "prompt_swap": {"accuracy": nan}}
     assert len(check_gates(PASSING | broken | {"probes": {"eos_dropped": {"share_lower": nan}}})) == 5
 
 
-def test_a_sound_reward_model_passes_and_one_that_goes_by_length_does_not() -> None:
+def test_length_biased_reward_model_fails_gates() -> None:
     random = np.random.default_rng(0)
     margins = sample_margins(4000)
     longer = random.integers(1, 50, 4000)

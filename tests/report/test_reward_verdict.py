@@ -1,4 +1,4 @@
-"""A reward model's scale is stored with it, and its verdict is written whole and read again."""
+"""Score statistics stored with a reward model, and `reward.json`."""
 
 import json
 
@@ -27,7 +27,7 @@ def make_pairs(num_pairs, seed=0):
     ]
 
 
-def test_so_many_chosen_answers_are_the_reference(reward_model, monkeypatch):
+def test_score_statistics_use_first_chosen_answers(reward_model, monkeypatch):
     monkeypatch.setattr(reward_report, "MAX_REFERENCE_ANSWERS", 3)
     store_score_statistics(reward_model, make_pairs(3) + make_pairs(9, seed=1))
     rows = [np.concatenate([pair["prompt_ids"], pair["chosen_ids"]]).tolist() for pair in make_pairs(3)]
@@ -35,13 +35,13 @@ def test_so_many_chosen_answers_are_the_reference(reward_model, monkeypatch):
     assert (config.reward_mean, config.reward_std) == pytest.approx((np.mean(scores), np.std(scores)))
 
 
-def test_a_model_that_scores_everything_alike_is_refused(reward_model):
+def test_constant_scores_are_refused(reward_model):
     reward_model.model.score.weight.data.zero_()
     with pytest.raises(DataError, match="have the score 0"):
         store_score_statistics(reward_model, make_pairs(4))
 
 
-def test_the_verdict_is_written_shown_and_read_again(reward_model, tmp_path):
+def test_reward_report_round_trips_and_is_shown(reward_model, tmp_path):
     store_score_statistics(reward_model, make_pairs(12))
     failed = write_reward_report(reward_model, make_pairs(12), tmp_path)
     verdict = read_reward_report(tmp_path)
@@ -57,13 +57,14 @@ def test_the_verdict_is_written_shown_and_read_again(reward_model, tmp_path):
     assert (tmp_path / "report" / "reliability.png").exists()
 
 
-def test_without_held_out_pairs_there_is_no_verdict(reward_model, tmp_path):
+def test_no_reward_report_without_held_out_pairs(reward_model, tmp_path):
     assert write_reward_report(reward_model, None, tmp_path) is None
     assert read_reward_report(tmp_path) is None
 
 
+@pytest.mark.usefixtures("figures")
 @pytest.mark.parametrize("changes", [{"ece": None}, {"length": []}, {"reliability": [{}]}, {"histogram": {"edges": 3}}])
-def test_a_verdict_with_wrong_fields_makes_a_page(reward_model, tmp_path, changes):
+def test_page_renders_reward_report_with_invalid_fields(reward_model, tmp_path, changes):
     store_score_statistics(reward_model, make_pairs(12))
     failed = write_reward_report(reward_model, make_pairs(12), tmp_path)
     verdict = json.loads((tmp_path / REWARD_FILE).read_text()) | changes
@@ -74,6 +75,6 @@ def test_a_verdict_with_wrong_fields_makes_a_page(reward_model, tmp_path, change
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
-def test_a_torn_verdict_is_none(tmp_path, content):
+def test_invalid_reward_report_is_none(tmp_path, content):
     (tmp_path / REWARD_FILE).write_text(content)
     assert read_reward_report(tmp_path) is None

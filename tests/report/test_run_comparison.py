@@ -1,4 +1,4 @@
-"""The comparison of runs: differences from the first, keys that differ, and no losses of different recipes together."""
+"""Comparison of runs: metrics, differing keys, overlaid charts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def folders(tmp_path: Path) -> list[Path]:
     return [tmp_path / "a", tmp_path / "b"]
 
 
-def test_figures_are_held_against_the_first_run(folders: list[Path]) -> None:
+def test_differences_are_relative_to_first_run(folders: list[Path]) -> None:
     rows = {row.name: row for row in compare_figures([read_run(folder) for folder in folders], is_one_recipe=True)}
     assert (rows["eval_loss"].values, rows["eval_loss"].differences) == (["2", "1.5"], ["-0.5 (-25.0%)"])
     assert rows["steps"].differences == ["="]
@@ -32,17 +32,17 @@ def test_figures_are_held_against_the_first_run(folders: list[Path]) -> None:
     ("base", "value", "words"),
     [(2, 1.5, "-0.5 (-25.0%)"), (-2, 1, "+3"), (0, 1, "+1"), (2, 2, "="), (None, 2, ""), (2, None, "")],
 )
-def test_a_share_is_told_of_what_is_positive(base, value, words) -> None:
-    """A reward that rises from -2 to 1 is no change of -150 %."""
+def test_percentage_requires_positive_base(base, value, words) -> None:
+    """A reward that rises from -2 to 1 has not changed by -150 %."""
     assert _build_row("eval_reward", [base, value]).differences == [words]
 
 
-def test_only_keys_that_differ_and_mean_something_are_shown(folders: list[Path]) -> None:
+def test_compare_keys_lists_meaningful_differences(folders: list[Path]) -> None:
     rows = compare_keys([read_run(folder) for folder in folders])
     assert [(row.name, row.values[0]) for row in rows] == [("learning_rate", "1e-05"), ("git commit", "")]
 
 
-def test_the_page_draws_both_over_each_other(folders: list[Path], tmp_path: Path) -> None:
+def test_comparison_page_overlays_runs(folders: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "pages" / "c.html"
     out.parent.mkdir()
     assert run_recipes(["report", *map(str, folders), "--compare", "--output", str(out)]) == 0
@@ -53,7 +53,7 @@ def test_the_page_draws_both_over_each_other(folders: list[Path], tmp_path: Path
     assert (out.with_suffix("") / "loss.png").is_file()
 
 
-def test_losses_of_different_recipes_are_not_compared(folders: list[Path], tmp_path: Path) -> None:
+def test_losses_of_different_recipes_are_omitted(folders: list[Path], tmp_path: Path) -> None:
     write_run(tmp_path / "dpo", SFT, stage="dpo")
     out = tmp_path / "c.html"
     assert run_recipes(["report", str(folders[0]), str(tmp_path / "dpo"), "--compare", "--output", str(out)]) == 0
@@ -64,5 +64,5 @@ def test_losses_of_different_recipes_are_not_compared(folders: list[Path], tmp_p
 
 
 @pytest.mark.parametrize("names", [["a"], ["a", "a"], ["a", "b", "c", "d", "e"]])
-def test_too_few_and_too_many_are_refused(folders: list[Path], names: list[str], tmp_path: Path) -> None:
+def test_number_of_compared_runs_is_limited(folders: list[Path], names: list[str], tmp_path: Path) -> None:
     assert run_recipes(["report", *(str(tmp_path / name) for name in names), "--compare"]) == 2

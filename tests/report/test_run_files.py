@@ -1,4 +1,4 @@
-"""Reading a run directory as it is, whatever a killed process left."""
+"""Reading `metrics.jsonl`, `samples.jsonl` and `run.json`, also of a killed run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recipes_lib.report.run_files import find_non_finite_steps, read_curve, read
 from recipes_lib.training.monitoring.metrics import MetricsWriter
 
 
-def test_what_the_writer_wrote_is_read_back(tmp_path: Path) -> None:
+def test_metrics_writer_output_round_trips(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path / "metrics.jsonl")
     for step, loss in ((0, 2.5), (1, math.nan), (2, math.inf), (3, -math.inf), (4, 1.5)):
         writer.write({"kind": "train", "step": step, "loss": loss, "mfu": None})
@@ -30,7 +30,7 @@ def test_what_the_writer_wrote_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "torn", ['{"kind": "train", "st', "[1]", "null", '{"loss": 1}', '{"step": "x"}', "\x00", "\udcff"]
 )
-def test_lines_that_are_no_record_are_counted_and_passed_over(tmp_path: Path, torn: str) -> None:
+def test_invalid_lines_are_counted_and_skipped(tmp_path: Path, torn: str) -> None:
     text = '{"kind": "train", "step": 1}\n' + torn + '\n\n{"kind": "train", "step": 2}\n'
     (tmp_path / "metrics.jsonl").write_text(text, errors="surrogateescape")
 
@@ -40,7 +40,7 @@ def test_lines_that_are_no_record_are_counted_and_passed_over(tmp_path: Path, to
     assert run.num_torn_lines == 1
 
 
-def test_a_step_logged_again_after_a_resume_counts_once_and_last(tmp_path: Path) -> None:
+def test_repeated_step_after_resume_keeps_last_record(tmp_path: Path) -> None:
     lines = [{"kind": "train", "step": step, "loss": loss} for step, loss in ((1, 3), (2, 9), (2, 2), (3, 1))]
     samples = [{"step": 2, "prompt": p, "completion": c} for p, c in (("a", "old"), ("b", "b"), ("a", "new"))]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -53,15 +53,15 @@ def test_a_step_logged_again_after_a_resume_counts_once_and_last(tmp_path: Path)
 
 
 @pytest.mark.parametrize("value", ["high", None, True, [1], {"a": 1}])
-def test_what_is_no_number_is_none(value: object) -> None:
+def test_read_number_is_none_for_non_numbers(value: object) -> None:
     assert read_number({"loss": value}, "loss") is None
 
 
-def test_an_integer_beyond_every_float_is_infinite() -> None:
+def test_read_number_of_huge_integer_is_infinite() -> None:
     assert read_number({"loss": 10**400}, "loss") == math.inf
 
 
-def test_broken_facts_are_no_facts(tmp_path: Path) -> None:
+def test_invalid_run_json_gives_no_facts(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"stage": "sf')
 
     assert read_run(tmp_path).facts == {}

@@ -280,6 +280,10 @@ def _find_problems(config: CorpusConfig, settings: Settings) -> Iterator[Problem
     if bounds and (len(bounds) != 2 or not 0 < bounds[0] < bounds[1]):
         remedy = "write two ascending numbers above 0, such as [1.0, 1.4]"
         yield settings.problem("perplexity_bounds", f"`perplexity_bounds` is {bounds}", remedy)
+    for name, threshold in (config.language_thresholds or {}).items():
+        if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold <= 1:
+            found = f"`language_thresholds` has `{name}: {threshold}`"
+            yield settings.problem("language_thresholds", found, "write a probability from 0 to 1")
     for key in _PATHS[1:]:
         path = settings[key]
         if path and (key in _MODELS or looks_local(path)):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from recipes_lib.config.loader import parse_keys
-from recipes_lib.config.paths import check_exists, check_folders, looks_local
+from recipes_lib.config.paths import check_folders, check_reference
 from recipes_lib.config.settings import Settings, is_local
 from recipes_lib.errors import Problem
 
@@ -142,7 +142,10 @@ def _find_contradictions(config: EvalConfig, settings: Settings) -> Iterator[Pro
         if config.tokenizer_name_or_path is None:
             remedy = "name the tokenizer of the model that the endpoint serves"
             yield settings.problem("base_url", "counting tokens needs the tokenizer of the endpoint's model", remedy)
-    elif looks_local(name):
-        yield from check_exists(settings.where("model_name_or_path"), "model_name_or_path", name)
+    elif name:
+        yield from check_reference(settings.where("model_name_or_path"), "model_name_or_path", name)
+    if config.tokenizer_name_or_path is not None:
+        where = settings.where("tokenizer_name_or_path")
+        yield from check_reference(where, "tokenizer_name_or_path", config.tokenizer_name_or_path)
     if config.output_dir is None and (config.base_url is not None or not is_local(name)):
         yield settings.problem("output_dir", "the model has no folder here for the results", "write output_dir: ...")

@@ -10,6 +10,7 @@ import json
 import re
 import sys
 import textwrap
+import unicodedata
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ import yaml
 
 from recipes_lib.config.paths import PATH_KEYS, expand_home
 from recipes_lib.config.recipes import read_known
-from recipes_lib.config.rules import RULES
+from recipes_lib.config.rules import RULES, check_given
 from recipes_lib.config.schema import SECTIONS, RecipeConfig, list_sections
 from recipes_lib.config.settings import ABSENT, DECISIONS, Settings
 from recipes_lib.config.table import RECIPE_NAMES, Key, KeyTable, describe, load_table
@@ -40,6 +41,8 @@ from recipes_lib.shipped import find_recipe, find_shipped
 
 _HELP_WIDTH: Final = 100
 
+_LOOK_ALIKES: Final = str.maketrans("аеорсхуіѕјАЕОРСХУІЅЈ", "aeopcxyisjAEOPCXYISJ")
+"""Cyrillic letters -> Latin letters of the same shape."""
 _SECTION_WORDS = {
     *("data", "dataset", "model", "training", "train", "tokens"),
     *("evaluation", "eval", "lora", "peft", "sft", "pretrain"),
@@ -422,13 +425,21 @@ def explain_unknown(entry: Entry, table: KeyTable, taken: set[str]) -> Problem:
     if nested or (isinstance(entry.node, yaml.MappingNode) and key in _SECTION_WORDS):
         names = ", ".join(nested[:3] + ["..."] * (len(nested) > 3)) or "its keys"
         return Problem(entry.where, f"`{key}` is not a key; keys are flat", f"move {names} to the left margin")
-    return Problem(entry.where, f"unknown key `{escape_controls(key[:60])}`", _suggest(key, table, entry.flag))
+    # A look-alike is escaped: printed as it is, it could not be told from the suggested key.
+    is_alike = not key.isascii() and _fold(key).isascii()
+    shown = ascii(key[:60])[1:-1] if is_alike else escape_controls(key[:60])
+    return Problem(entry.where, f"unknown key `{shown}`", _suggest(key, table, entry.flag))
+
+
+def _fold(key: str) -> str:
+    """Return the usual spelling of a key: Latin letters instead of look-alikes, lower case, underscores."""
+    return unicodedata.normalize("NFKC", key).translate(_LOOK_ALIKES).lower().replace("-", "_")
 
 
 def _find_meant(entry: Entry, table: KeyTable) -> list[str]:
-    """Return the keys that an unknown one was meant as: its successor, and keys nested in its value."""
-    retired = read_known(table.recipe).get(entry.key)
-    successor = retired.new if retired else read_synonyms().get(entry.key)
+    """Return the keys that an unknown one was meant as: another spelling, its successor, keys nested in its value."""
+    retired, folded = read_known(table.recipe).get(entry.key), _fold(entry.key)
+    successor = retired.new if retired else folded if folded in table.keys else read_synonyms().get(entry.key)
     return [*filter(None, [successor]), *_nested_keys(entry.node, table)]
 
 
@@ -444,7 +455,7 @@ def _suggest(key: str, table: KeyTable, flag: bool) -> str:
     # HfArgumentParser's form of switching a boolean off.
     if positive in table.keys and table.keys[positive].accepts("boolean"):
         return f"write `--{positive} false`" if flag else f"write `{positive}: false`"
-    plain = key.lower().replace("-", "_")
+    plain = _fold(key)
     known = read_known(table.recipe)
     synonym = read_synonyms().get(plain, "")
     # Here under another name, and rejected by this recipe: give the reason of that name.
@@ -500,12 +511,11 @@ def parse_keys(
         command.config, entries, table, problems, lambda key, value: expand_paths(value) if key in paths else value
     )
     for key, remedy in required.items():
-        if key not in settings.given:
-            problems.append(Problem(settings.name, f"`{key}` is missing", remedy))
+        problems += check_given(settings, key, remedy)
     config = kind(path=command.config, **settings.values)
     problems += find_problems(config, settings)
     if problems:
-        raise ConfigError(*problems)
+        raise ConfigError(*_in_order(problems, command.config))
     if command.wants != "print":
         return config
     origins = {key: settings.given[key].where if key in settings.given else "default" for key in table.keys}

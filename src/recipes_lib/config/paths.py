@@ -54,10 +54,10 @@ def check_paths(settings: Settings) -> Iterator[Problem]:
     for key in _REFERENCES:
         # `gives` is false for an invalid value, which has a problem already.
         if settings.gives(key):
-            yield from _check_reference(settings.where(key), key, settings[key])
+            yield from check_reference(settings.where(key), key, settings[key])
     for index, entry in enumerate(settings["dataset_mixture"] or []):
         where = _locate_entry(settings, index)
-        yield from _check_reference(where, f"dataset_mixture[{index}].name", entry["name"])
+        yield from check_reference(where, f"dataset_mixture[{index}].name", entry["name"])
     for key in ("replay_from", "dataset_test_split", "chat_template_path"):
         if settings.gives(key) and (key != "dataset_test_split" or names_path(settings[key])):
             yield from check_exists(settings.where(key), key, settings[key])
@@ -83,7 +83,8 @@ def looks_local(text: str) -> bool:
     return text.startswith((".", "/", "~")) or text.endswith(_FILE_SUFFIXES) or "\\" in text
 
 
-def _check_reference(where: str, key: str, text: str) -> Iterator[Problem]:
+def check_reference(where: str, key: str, text: str) -> Iterator[Problem]:
+    """Yield a problem if a text is neither an existing path nor has the form of a Hub id."""
     if looks_local(text):
         yield from check_exists(where, key, text)
     # `owner/name` that exists as a local folder is the folder, as in `from_pretrained`.

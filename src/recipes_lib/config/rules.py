@@ -238,11 +238,19 @@ def check_shape(settings: Settings) -> Iterator[Problem]:
         yield settings.problem("batch_ramp_tokens", found, remedy)
 
 
+def check_given(settings: Settings, key: str, remedy: str) -> Iterator[Problem]:
+    """Yield a problem if a required key is missing, or its value is a blank text or an empty list."""
+    if key not in settings.given:
+        yield Problem(settings.name, f"`{key}` is missing", remedy)
+    elif settings.gives(key) and (not settings[key] or str(settings[key]).isspace()):
+        # A blank folder would be the working directory.
+        yield settings.problem(key, f"`{key}` is empty", remedy)
+
+
 def check_required(settings: Settings) -> Iterator[Problem]:
     """Required keys and a dataset are set."""
     for key in settings.table.required:
-        if key not in settings.given:
-            yield Problem(settings.name, f"`{key}` is missing", f"write `{key}: ...`")
+        yield from check_given(settings, key, f"write `{key}: ...`")
     if not any(settings.gives(key) or settings.broken(key) for key in ("dataset_name", "dataset_mixture")):
         yield Problem(settings.name, "`dataset_name` is missing", "write `dataset_name: ...`, or `dataset_mixture`")
 

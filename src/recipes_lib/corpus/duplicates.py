@@ -10,9 +10,11 @@ letters, combining marks, digits and underscores, case-insensitive; in scripts w
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import itertools
+import os
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
@@ -94,8 +96,23 @@ class Hashes:
             dtype = np.uint32 if name == "shingles" else np.int64 if name.startswith("num") else np.uint64
             # The empty first array has the shape and dtype of a task without documents.
             array = np.concatenate([np.zeros(shapes.get(name, (0,)), dtype), *arrays])
-            with atomic_file(_array_path(folder, rank, name)) as partial, partial.open("wb") as file:
-                np.save(file, array)
+            save_array(_array_path(folder, rank, name), array)
+
+
+def save_array(path: Path, array: npt.NDArray[Any]) -> None:
+    """Atomically write an array as ``.npy``.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    try:
+        with atomic_file(path) as partial, partial.open("wb") as file:
+            np.save(file, array)
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        # numpy reports a full disk as "N requested and M written", without an error number.
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
 
 
 def _array_path(folder: Path, rank: int, name: str) -> Path:

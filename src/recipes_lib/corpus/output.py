@@ -34,6 +34,7 @@ from recipes_lib.corpus.duplicates import (
     find_repeated_lines,
     hash_lines,
     open_earlier,
+    save_array,
     split_lines,
 )
 from recipes_lib.corpus.pii import build_masker
@@ -112,8 +113,7 @@ class CompareHashes(PipelineStep):  # type: ignore[misc]
             "line_firsts": firsts - num_earlier,
         }
         for name, array in arrays.items():
-            with atomic_file(self.folder / f"{name}.npy") as partial, partial.open("wb") as file:
-                np.save(file, array)
+            save_array(self.folder / f"{name}.npy", array)
         yield from ()
 
 

@@ -229,7 +229,7 @@ class _Connection:
     is_stopped: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self._url, self._key = self.endpoint.url, read_api_key()
+        self._url, self._key = self.endpoint.url, read_key()
         self._pace, self._next = threading.Lock(), 0.0
         self._open: Callable[..., Any] = urllib.request.build_opener(_NoRedirects).open
 
@@ -329,6 +329,19 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         """Follow none."""
+
+
+def read_key() -> str | None:
+    """Return the API key of endpoints without surrounding white space, such as a line feed; ``None`` if unset.
+
+    Raises:
+        ConfigError: It has characters that are not allowed in a header: the HTTP client would quote it in its error.
+    """
+    key = (read_api_key() or "").strip()
+    if not (key.isascii() and key.isprintable()):
+        found = "has characters other than printable ASCII"
+        raise ConfigError(Problem("environment variable OPENAI_API_KEY", found, "set it to the key alone"))
+    return key or None
 
 
 def read_wait(retry_after: str | None, wait: float) -> float:

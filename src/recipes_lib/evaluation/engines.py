@@ -30,7 +30,7 @@ from transformers import LogitsProcessorList
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError
-from recipes_lib.evaluation.endpoint import KEY_REFUSED, KEY_REMEDY, REPEATED, RESUME_REMEDY, read_wait
+from recipes_lib.evaluation.endpoint import KEY_REFUSED, KEY_REMEDY, REPEATED, RESUME_REMEDY, read_key, read_wait
 from recipes_lib.models.adapters.lora import suppress_peft_deprecation
 from recipes_lib.models.adapters.saved import find_adapter
 from recipes_lib.models.loading import explained, load_model_config, without_report
@@ -100,6 +100,8 @@ def _build_patient(name: str, options: Mapping[str, Any]) -> Any:
     client_class: Any = get_model(name)
 
     class PatientClient(client_class):  # type: ignore[misc]
+        api_key = read_key() or ""
+
         def model_call(self, *args: Any, **kwargs: Any) -> Any:
             try:
                 return super().model_call(*args, **kwargs)

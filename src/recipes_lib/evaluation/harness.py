@@ -9,7 +9,7 @@ import math
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +24,15 @@ from recipes_lib.environment import read_versions
 from recipes_lib.errors import ConfigError, DataError, Problem, list_first
 from recipes_lib.evaluation.engines import CachedModel, build_engine, is_cut
 from recipes_lib.evaluation.suites import load_tasks
-from recipes_lib.files import atomic_file, hash_file, read_lines, replace_record, verify_fields
+from recipes_lib.files import (
+    atomic_file,
+    explain_write_errors,
+    hash_file,
+    read_lines,
+    replace_record,
+    try_lock,
+    verify_fields,
+)
 from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS, find_adapter, read_base
 from recipes_lib.models.loading import load_model_config
 
@@ -36,6 +44,8 @@ _DECISIVE: Final = (
     *("*.safetensors", "*.bin", "*config.json", "tokenizer.json", "*.model", "vocab*", "merges.txt", "*.jinja"),
 )
 """Patterns of the files of a model that determine its answers."""
+_BOOTSTRAP_ITERATIONS: Final = 100_000
+"""Resamples for standard errors, the default of ``lm_eval run``."""
 _SETTINGS: Final = (
     *("limit", "apply_chat_template", "fewshot_as_multiturn", "system_instruction", "gen_kwargs", "seed"),
     *("engine", "dtype", "attn_implementation", "tokenizer_name_or_path"),
@@ -65,34 +75,75 @@ def evaluate_model(config: EvalConfig) -> dict[str, Any] | None:
     # After all checks that need no model: loading one can take minutes.
     model = build_engine(config, settings)
     _verify_world_size(config, tasks["tasks"], model.world_size)
+    with _lock_cache(config.folder / _CACHE, is_main=model.rank == 0) as cache:
+        return _run_cached(model, tasks, config, {"model": settings, "versions": versions}, cache, began)
+
+
+@contextmanager
+def _lock_cache(folder: Path, *, is_main: bool) -> Iterator[Path]:
+    """Create the folder of stored answers, and lock it on the first rank until the evaluation ends.
+
+    Raises:
+        ConfigError: Another process, which would delete the same files, evaluates into this folder, or the folder
+            cannot be written.
+    """
+    with explain_write_errors(folder.parent, "name another output_dir"):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w") if is_main else None
+    if lock is None:
+        yield folder
+        return
+    with lock:
+        if try_lock(lock) is False:
+            found = "another process is evaluating into this folder"
+            raise ConfigError(Problem(str(folder.parent), found, "wait for it, or name another output_dir"))
+        try:
+            yield folder
+        finally:
+            (folder / "lock").unlink(missing_ok=True)
+            with suppress(OSError):  # The folder contains answers of an unfinished evaluation.
+                folder.rmdir()
+
+
+def _run_cached(
+    model: Any, tasks: dict[str, Any], config: EvalConfig, origin: dict[str, Any], cache: Path, began: float
+) -> dict[str, Any] | None:
+    """Run the tasks with the answers stored in ``cache``, and write the results; return the record of the first rank.
+
+    Args:
+        model: lm-eval's model.
+        tasks: Tasks as returned by ``load_tasks``.
+        config: The evaluation's configuration.
+        origin: ``model``, as returned by ``describe_model``, and ``versions`` of packages.
+        cache: Folder of stored answers.
+        began: Time at which the evaluation began.
+    """
     chosen = {key: getattr(config, key) for key in _SETTINGS}
     # Answers do not depend on the number of questions: an evaluation with a higher limit reuses those of a lower one.
-    key = _hash([settings, {**chosen, "limit": None}, versions])
-    cache = config.folder / _CACHE / f"{key}-{model.rank}.sqlite"
-    cached = CachedModel(model, cache, sorted(cache.parent.glob(f"{key}-*")), config.base_url)
+    key = _hash([origin["model"], {**chosen, "limit": None}, origin["versions"]])
+    cached = CachedModel(model, cache / f"{key}-{model.rank}.sqlite", sorted(cache.glob(f"{key}-*")), config.base_url)
     results = run_tasks(cached, tasks, config)
     cached.close()
     if results is None:
         return None
     rows = [_describe_sample(task, sample, model) for task, group in results["samples"].items() for sample in group]
     record = {
-        "model": settings,
+        "model": origin["model"],
         "tasks": {task: _summarise(task, results, rows) for task in results["configs"]},
         "groups": {
             name: _summarise_group(name, results, tasks["groups"], rows) for name in results.get("groups") or ()
         },
         "settings": chosen,
-        "versions": versions,
+        "versions": origin["versions"],
         "seconds": round(time.time() - began, 1),
     }
-    with atomic_file(config.folder / SAMPLES) as partial:
-        partial.write_text("".join(f"{json.dumps(row, default=str)}\n" for row in rows), encoding="utf-8")
-    replace_record(config.folder / RECORD, record)
+    with explain_write_errors(config.folder, "free some space; the same command resumes"):
+        with atomic_file(config.folder / SAMPLES) as partial:
+            partial.write_text("".join(f"{json.dumps(row, default=str)}\n" for row in rows), encoding="utf-8")
+        replace_record(config.folder / RECORD, record)
     # After the record is written, so that an evaluation killed before that repeats no request.
-    for file in cache.parent.glob(f"{key}-*"):
+    for file in cache.glob(f"{key}-*"):
         file.unlink(missing_ok=True)
-    with suppress(OSError):  # The folder may contain the answers of another evaluation.
-        cache.parent.rmdir()
     return record
 
 
@@ -117,7 +168,7 @@ def run_tasks(model: Any, tasks: dict[str, Any], config: EvalConfig, *, with_err
         model,
         tasks,
         limit=config.limit,
-        bootstrap_iters=100_000 if with_errors else 0,
+        bootstrap_iters=_BOOTSTRAP_ITERATIONS if with_errors else 0,
         apply_chat_template=config.apply_chat_template,
         fewshot_as_multiturn=config.fewshot_as_multiturn,
         system_instruction=config.system_instruction,

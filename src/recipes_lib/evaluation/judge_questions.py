@@ -160,7 +160,8 @@ def load_answers(path: Path, questions: Sequence[Question]) -> list[list[str]]:
             if len(answers[name]) != num_turns[name]:
                 found = f"{len(answers[name])} answers to a question of {num_turns[name]} turns"
                 problems.append(Problem(where, found, "write an answer for each turn"))
-    if missing := [question.id for question in questions if question.id not in ids]:
+    answered = set(ids)
+    if missing := [question.id for question in questions if question.id not in answered]:
         found = f"{len(missing):,} of {len(questions):,} questions have no answer: {list_first(missing)}"
         problems.append(Problem(str(path), found, "write answers with the `question_id` of each question"))
     raise_problems(problems, str(path))

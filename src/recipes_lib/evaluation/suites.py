@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
 import re
 import sys
@@ -199,6 +200,7 @@ def _list_broken(folders: Collection[Path]) -> Iterator[Problem]:
             yield Problem(str(path), f"is not a task file: {reason}", "correct it, or move it out of the folder")
 
 
+@functools.cache
 def _scan_files() -> tuple[set[str], set[str]]:
     """Return names of tasks, groups and tags in lm-eval's files, most of them, and a superset of all these names."""
     names, words = set[str](), set[str]()

@@ -1,3 +1,5 @@
+"""Conversion of the dataset keys of other programs."""
+
 from __future__ import annotations
 
 import pytest
@@ -38,11 +40,11 @@ from recipes_lib.config.migration.legacy_files import convert_datasets
         ),
     ],
 )
-def test_each_legacy_spelling_says_the_same_in_ours(legacy: dict, new: dict) -> None:
+def test_legacy_dataset_keys_are_converted(legacy: dict, new: dict) -> None:
     assert convert_datasets(legacy)[0] == new
 
 
-def test_a_mixture_without_held_out_rows_is_remarked() -> None:
+def test_mixture_without_held_out_split_has_remark() -> None:
     _, remark = convert_datasets({"dataset_mixer": {"a/b": 0.5, "c/d": 1.0}})
     assert "held-out split" in remark
     assert convert_datasets({"dataset_mixer": {"a/b": 1.0}})[1] == ""
@@ -59,5 +61,5 @@ def test_a_mixture_without_held_out_rows_is_remarked() -> None:
         {"dataset_mixer": {"a/b": 1.0}, "dataset_splits": ["train_a", "train_b"]},
     ],
 )
-def test_what_cannot_be_made_out_is_left_to_the_user(legacy: dict) -> None:
+def test_ambiguous_dataset_keys_need_review(legacy: dict) -> None:
     assert convert_datasets(legacy)[0] is None

@@ -1,4 +1,4 @@
-"""Which files leave a change of meaning to decide."""
+"""Remarks of `migrate` about keys whose meaning differs from upstream's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from recipes_lib.config.table import RECIPE_NAMES, load_table
 
 
 @pytest.mark.parametrize("meaning", read_renames().meanings, ids=lambda meaning: meaning.where)
-def test_it_names_keys_that_there_are(meaning) -> None:
+def test_meaning_names_existing_keys(meaning) -> None:
     known = {key for recipe in RECIPE_NAMES for key in load_table(recipe).keys}
     assert meaning.decisive in known
     assert not meaning.unless or meaning.unless & known
@@ -28,10 +28,10 @@ def test_it_names_keys_that_there_are(meaning) -> None:
         ("sft", {"loss_on", "packing", "gradient_accumulation_steps"}, []),
     ],
 )
-def test_a_file_that_decides_nothing_is_told_what_it_means(recipe, present, expected) -> None:
-    told = [
+def test_undecided_meanings_are_reported(recipe, present, expected) -> None:
+    advices = [
         meaning.advice
         for meaning in read_renames().meanings
         if meaning.concerns(present, load_table(recipe).keys.keys())
     ]
-    assert ["`" + advice.split("`")[1] + "`" for advice in told] == expected
+    assert ["`" + advice.split("`")[1] + "`" for advice in advices] == expected

@@ -1,3 +1,5 @@
+"""Inference of the training method from keys and file names."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -34,24 +36,24 @@ from recipes_lib.errors import ConfigError
         ("recipes/gkd", {"teacher_model_name_or_path": "a/b", "beta": 0.5}, "distill", None),
         ("sft/config_distill", {"output_dir": "data/Distill-7B"}, "sft", None),
         ("sft/config_distill", {"teacher_model_name_or_path": "a/b"}, "distill", None),
-        # Keys say more than a name: a preference loss is no fine-tuning, whatever the folder is called.
+        # Keys take precedence over the folder name.
         ("sft/config", {"precompute_ref_log_probs": True}, "dpo", None),
         ("dpo/config", {"completion_only_loss": True}, "sft", None),
     ],
 )
-def test_keys_decide_and_names_where_they_leave_it_open(name: str, values: dict, recipe: str, loss: str | None) -> None:
+def test_method_is_inferred_from_keys_then_from_names(name: str, values: dict, recipe: str, loss: str | None) -> None:
     folder, _, stem = name.partition("/")
     method = infer_method([stem, folder], values)
     assert (method.recipe, method.loss_type, method.doubt) == (recipe, loss, "")
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_a_file_named_after_its_recipe_is_of_it(recipe: str) -> None:
+def test_method_is_inferred_from_file_name(recipe: str) -> None:
     assert infer_method([f"{recipe}_small", "configs"], {}).recipe == recipe
 
 
 @pytest.mark.parametrize("name", ["cpo", "online_dpo", "nash_md", "bco", "kto"])
-def test_a_method_that_no_recipe_trains_is_refused_unless_the_user_says_another(name: str) -> None:
+def test_unsupported_method_is_refused_unless_recipe_is_given(name: str) -> None:
     with pytest.raises(ConfigError, match=name.split("_")[0].upper()):
         infer_method([name, "scripts"], {"beta": 0.1})
     assert infer_method([name, "scripts"], {"beta": 0.1}, "dpo").recipe == "dpo"
@@ -67,15 +69,15 @@ def test_a_method_that_no_recipe_trains_is_refused_unless_the_user_says_another(
         ("reward", "num_generations: 4"),
     ],
 )
-def test_a_recipe_that_would_change_the_method_is_not_ready(write, sound: str, recipe: str, line: str) -> None:
-    old = sound + "teacher_model_name_or_path: a/t\n" * (recipe == "distill")
+def test_recipe_that_changes_the_method_needs_review(write, minimal_text: str, recipe: str, line: str) -> None:
+    old = minimal_text + "teacher_model_name_or_path: a/t\n" * (recipe == "distill")
     assert migrate(write(old), recipe).is_ready
     migration = migrate(write(f"{old}{line}\n"), recipe)
     assert not migration.is_ready
     assert any(change.by_hand and "another method" in change.what for change in migration.changes)
 
 
-def test_the_folder_is_that_of_the_file_wherever_it_is_called_from(tmp_path: Path, monkeypatch) -> None:
+def test_relative_path_is_resolved_to_infer_method(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "orpo").mkdir()
     (tmp_path / "orpo" / "config.yaml").write_text("model_name_or_path: a/b\ndataset_name: c/d\noutput_dir: o\n")
     monkeypatch.chdir(tmp_path / "orpo")

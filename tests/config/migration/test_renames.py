@@ -1,3 +1,5 @@
+"""Tables of renamed and removed keys against upstream's dataclasses."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -34,24 +36,24 @@ use_flash_attention_2
 
 
 @pytest.mark.parametrize("key", f"{GONE_FROM_TRANSFORMERS} {GONE_FROM_TRL} {HANDBOOK}".split())
-def test_no_old_key_is_merely_unknown(key: str) -> None:
+def test_removed_upstream_key_has_explanation(key: str) -> None:
     assert key in read_renames().retired or is_secret_key(key)
 
 
-def test_every_key_of_trls_model_section_is_ours_or_named() -> None:
+def test_keys_of_trl_model_config_are_known() -> None:
     for field in dataclasses.fields(trl.ModelConfig):
         assert field.name in KEYS or field.name in read_known("sft"), field.name
 
 
 @pytest.mark.parametrize("config", [trl.DPOConfig, trl.RewardConfig])
-def test_every_key_of_another_recipe_is_named(config: type) -> None:
+def test_keys_of_other_trl_configs_are_known(config: type) -> None:
     for field in dataclasses.fields(config):
         named = field.name in KEYS or field.name in read_known("sft") or is_secret_key(field.name)
         assert named, field.name
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_a_retired_key_is_no_key_and_its_successor_is_one(recipe: str) -> None:
+def test_successor_of_retired_key_is_a_key(recipe: str) -> None:
     keys = load_table(recipe).keys
     assert not set(read_known(recipe)) & set(keys)
     for key, retired in read_known(recipe).items():
@@ -60,14 +62,14 @@ def test_a_retired_key_is_no_key_and_its_successor_is_one(recipe: str) -> None:
             assert set(new) <= set(keys), key
 
 
-def test_successors_of_values_are_choices() -> None:
+def test_renamed_values_are_choices_of_the_key() -> None:
     for (key, old), new in read_renames().values.items():
         choices = KEYS[key].schema.get("enum", ["null"])
         assert new in choices
         assert old not in choices
 
 
-def test_successors_of_mixture_keys_are_keys_of_an_entry() -> None:
+def test_renamed_mixture_keys_are_keys_of_an_entry() -> None:
     properties = KEYS["dataset_mixture"].schema["items"]["properties"]
     renamed = read_renames().mixture
     assert set(renamed.values()) <= set(properties)

@@ -1,4 +1,4 @@
-"""Commands as TRL's documentation prints them; keys and values are facts of its pages."""
+"""Migration of commands in the form of TRL's documentation."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_trl_becomes_a_recipe_that_loads(command: str, tmp_path: Path) -> None:
+def test_trl_command_migrates_to_loadable_recipe(command: str, tmp_path: Path) -> None:
     recipe, expected = COMMANDS[command]
     path = tmp_path / "run.sh"
     path.write_text(f"{command}\n")
@@ -71,15 +71,15 @@ def test_a_command_of_trl_becomes_a_recipe_that_loads(command: str, tmp_path: Pa
     assert (migration.recipe, migration.is_ready) == (recipe, True), migration.changes
     found = flatten_config(check_text(recipe, migration.text, path))
     assert {key: found[key] for key in expected} == expected
-    # The lines of the changes are not those of the user's file.
+    # A command has no line numbers.
     assert not [change for change in migration.changes if change.line]
 
 
-def test_flags_of_the_launcher_are_left_to_the_launch_file(tmp_path: Path) -> None:
+def test_launcher_flags_are_left_to_the_launch_file(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text(f"accelerate launch --config_file zero3.yaml {DPO.removeprefix('python ')}\n")
-    told = [change.what for change in migrate(path).changes if change.by_hand]
-    assert any("--config_file zero3.yaml" in what and "recipes launch" in what for what in told)
+    remarks = [change.what for change in migrate(path).changes if change.by_hand]
+    assert any("--config_file zero3.yaml" in what and "recipes launch" in what for what in remarks)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_flags_of_the_launcher_are_left_to_the_launch_file(tmp_path: Path) -> No
         ("python examples/scripts/cpo.py --model_name_or_path a/b\n", "CPO"),
     ],
 )
-def test_what_is_not_one_command_with_flags_is_refused(text: str, found: str, tmp_path: Path) -> None:
+def test_invalid_command_is_refused(text: str, found: str, tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(text)
     with pytest.raises(ConfigError) as caught:
         migrate(tmp_path / "run.sh")
@@ -101,11 +101,11 @@ def test_what_is_not_one_command_with_flags_is_refused(text: str, found: str, tm
 
 
 @pytest.mark.parametrize("text", ["model_name_or_path: trl/sft\n", "python: 3\n", "# trl sft\nseed: 1\n", ""])
-def test_keys_are_no_command(text: str) -> None:
+def test_config_text_is_not_a_command(text: str) -> None:
     assert not is_command(text)
 
 
-def test_values_stay_apart() -> None:
+def test_command_values_keep_types_and_lists() -> None:
     command = parse_command_text("python a/sft.py --a=1 --b 2e-5 x --c --no_d --e-f true", "run.sh")
     assert command.script == "sft"
     assert command.values == {"a": 1, "b": [2e-5, "x"], "c": True, "d": False, "e_f": True}

@@ -1,4 +1,4 @@
-"""Programs of HumanEval's and MBPP's form: the right one scores 1, any other 0."""
+"""Scores of programs in the layouts of HumanEval and MBPP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ASSERTIONS = {"test_list": ["assert add(2, 3) == 5", "assert add(0, 0) == 0"], "
 @pytest.mark.parametrize(
     ("body", "score"), [("    return a + b", 1.0), ("    return a * b", 0.0), ("    return", 0.0), ("    exit()", 0.0)]
 )
-def test_a_completed_function_is_held_against_the_tests(body: str, score: float) -> None:
+def test_score_completion(body: str, score: float) -> None:
     assert score_completion(PROBLEM, [body]) == {"pass@1": score}
 
 
@@ -33,5 +33,5 @@ def test_a_completed_function_is_held_against_the_tests(body: str, score: float)
         ("I cannot.", 0.0),
     ],
 )
-def test_a_program_is_found_in_its_answer(answer: str, score: float) -> None:
+def test_score_answer_extracts_program(answer: str, score: float) -> None:
     assert score_answer(ASSERTIONS, [answer]) == {"pass@1": score}
