@@ -1,4 +1,4 @@
-"""transformers' trainer as the peer that throughput is held against."""
+"""Comparison script of throughput checks: transformers' trainer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from recipes_lib.proving.scripts import main
 
 
-def test_the_peer_trains_and_writes_its_throughput(tmp_path: Path) -> None:
+def test_peer_writes_throughput_and_memory(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     given = {"model": {"model_type": "llama", "vocab_size": 64, **sizes}, "rows": 2, "length": 16, "steps": 3}
     main([json.dumps({**given, "compile": False, "cpu": True, "output": str(tmp_path)})])

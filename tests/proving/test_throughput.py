@@ -1,4 +1,4 @@
-"""Throughput checks on a CPU: every run that a GPU would make, in sizes that take seconds."""
+"""Throughput checks on a CPU, in small sizes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from recipes_lib.proving.bench import WrongResultError
 from recipes_lib.proving.throughput import measure_engine, measure_finetuning, measure_pretraining
 
 
-def test_memory_is_planned_for_the_shape_that_runs_and_the_peer_is_the_faster_one(
+def test_pretraining_plans_memory_and_compares_with_faster_peer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     figures = measure_pretraining("124M", build_bench(tmp_path))
-    # Weights, gradients and Adam's states of 82,000 parameters, and what a step keeps: far from what CUDA takes.
+    # At least weights, gradients and states of 82,000 parameters, and far less than a CUDA context.
     assert 16 * 82_000 < 1e9 * figures["default_planned_gb"] < 100e6
     fast = {"default_tokens_per_second": 6.0, "transformers_tokens_per_second": 2.0}
     fast |= {"transformers_compiled_tokens_per_second": 3.0, "eager_tokens_per_second": 9.0}
@@ -29,14 +29,14 @@ def test_memory_is_planned_for_the_shape_that_runs_and_the_peer_is_the_faster_on
 @pytest.mark.parametrize(
     "method", ["lora", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qlora", "full"))]
 )
-def test_each_method_is_held_against_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+def test_finetuning_is_compared_with_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     monkeypatch.chdir(tmp_path)
     figures = measure_finetuning(method, build_bench(tmp_path))
     assert figures["ratio_to_trl"] == figures["ours_tokens_per_second"] / figures["trl_tokens_per_second"]
     assert figures["ours_planned_gb"] > 0
 
 
-def test_an_engine_is_measured_in_iterations_of_grpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_is_measured_in_grpo_iterations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     figures = measure_engine({}, build_bench(tmp_path))
     assert figures["tokens_per_second"] > 0
@@ -44,10 +44,10 @@ def test_an_engine_is_measured_in_iterations_of_grpo(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(("visible", "first"), [(None, "0"), ("3,5", "3"), ("GPU-8932f937", "GPU-8932f937")])
-def test_a_peer_sees_one_gpu_as_its_trainer_would_use_all_of_them(
+def test_peer_sees_first_gpu_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, first: str
 ) -> None:
-    """transformers' trainer wraps a model in ``nn.DataParallel`` where it sees several, with as many times the rows."""
+    """With several visible GPUs, transformers' trainer would use ``nn.DataParallel`` and a larger batch."""
     seen = []
 
     def record(arguments: Sequence[str], variables: Mapping[str, str], output: Path) -> int:
@@ -62,19 +62,19 @@ def test_a_peer_sees_one_gpu_as_its_trainer_would_use_all_of_them(
     assert seen == [first]
 
 
-@pytest.mark.parametrize("told", ["torch.OutOfMemoryError: CUDA out of memory", "ValueError: no"])
-def test_a_peer_without_memory_is_told_so_and_another_failure_is_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str
+@pytest.mark.parametrize("log", ["torch.OutOfMemoryError: CUDA out of memory", "ValueError: no"])
+def test_peer_out_of_memory_is_reported_and_other_failures_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: str
 ) -> None:
     def fail(arguments: Sequence[str], variables: Mapping[str, str], output: Path) -> int:
         if arguments[0] != "-m":
             return write_losses(2.0, 2.0)(arguments, variables, output)
-        output.write_text(told)
+        output.write_text(log)
         return 1
 
     monkeypatch.chdir(tmp_path)
     bench = build_bench(tmp_path, fail)
-    if "OutOfMemory" in told:
+    if "OutOfMemory" in log:
         figures = measure_finetuning("lora", bench)
         assert figures["trl_tokens_per_second"] == "out of memory"
         assert "ratio_to_trl" not in figures

@@ -1,4 +1,4 @@
-"""Flags are read before anything heavy is imported, and hand on what was asked."""
+"""Flags of planning commands: errors without importing torch, amounts with units."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ sys.exit(code)
 @pytest.mark.parametrize(
     "typed",
     [["plan", "--recipe", "stf"], ["scale", "predict", "--parameters", "many"], ["scale", "fit"]],
-    ids=["a recipe that is none", "no number", "no runs"],
+    ids=["unknown_recipe", "not_a_number", "no_runs"],
 )
-def test_a_wrong_flag_is_told_without_torch(typed: list[str]) -> None:
+def test_invalid_flag_does_not_import_torch(typed: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", CODE, *typed], capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
 
@@ -31,11 +31,11 @@ def test_a_wrong_flag_is_told_without_torch(typed: list[str]) -> None:
 @pytest.mark.parametrize(
     ("typed", "number"), [("500", 500), ("500USD", 500), ("$500", 500), ("12h", 12), (" 1e3 ", 1000)]
 )
-def test_an_amount_may_have_its_unit(typed: str, number: float) -> None:
+def test_amount_with_unit(typed: str, number: float) -> None:
     assert _build_plan_parser().parse_args(["--budget", typed, "--deadline", typed]).budget == number
 
 
-def test_an_amount_is_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+def test_amount_without_number_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         _build_plan_parser().parse_args(["--budget", "much"])
     assert "--budget" in capsys.readouterr().err

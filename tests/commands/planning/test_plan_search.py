@@ -1,4 +1,4 @@
-"""``recipes plan --gpus`` prints candidates, keys and hours, writes them, and says what would fit."""
+"""``recipes plan --gpus``: candidates, written plans that pass ``recipes check``, and errors with remedies."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ KEYS = {"max_length": 256, "per_device_train_batch_size": 2, "gradient_accumulat
 
 @pytest.fixture
 def search_plan(plan_recipe):
-    """Search for a recipe with changes, and return what was told."""
+    """Search a plan of SFT with changes, and return the output."""
     return lambda *flags, code=0, **changes: plan_recipe("sft", "--gpus", *flags, code=code, **KEYS | changes)
 
 
-def test_the_best_is_told_with_its_keys_and_written(search_plan, tmp_path: Path) -> None:
-    told = search_plan("2xH100", "--num_rows", 1600, "--price-per-gpu-hour", 3, "--write", tmp_path / "plan")
-    assert "batch           16 rows an optimizer step" in told
-    assert told.count("fastest that fits") == 1
-    # Three epochs.
-    assert "300 steps" in told
-    assert re.search(r"cost +0.0\d, at 3 for a GPU hour", told)
+def test_best_plan_is_printed_and_written(search_plan, tmp_path: Path) -> None:
+    output = search_plan("2xH100", "--num_rows", 1600, "--price-per-gpu-hour", 3, "--write", tmp_path / "plan")
+    assert "batch           16 rows an optimizer step" in output
+    assert output.count("fastest that fits") == 1
+    # By default, three epochs.
+    assert "300 steps" in output
+    assert re.search(r"cost +0.0\d, at 3 for a GPU hour", output)
     keys = yaml.safe_load((tmp_path / "plan" / "keys.yaml").read_text())
-    # What is printed is what a shell reads as the keys.
-    words = shlex.split(re.search(r"^keys +(.*)$", told, re.MULTILINE)[1])
+    # The printed keys can be copied to a shell.
+    words = shlex.split(re.search(r"^keys +(.*)$", output, re.MULTILINE)[1])
     assert dict(zip(words[::2], map(json.loads, words[1::2]), strict=True)) == {f"--{key}": keys[key] for key in keys}
     assert keys["per_device_train_batch_size"] * keys["gradient_accumulation_steps"] * 2 == 16
     launch = yaml.safe_load((tmp_path / "plan" / "accelerate.yaml").read_text())
     assert launch["num_processes"] == 2
-    # Written for eight processes, the recipe asks for four times the batch.
+    # With batch keys for eight processes, the batch is four times as large.
     assert "batch           64 rows" in search_plan("2xH100", "--num_processes", 8)
 
 
@@ -66,19 +66,19 @@ def test_the_best_is_told_with_its_keys_and_written(search_plan, tmp_path: Path)
         (["2xT4"], {"fp16": True}, "`mixed_precision: bf16`"),
     ],
 )
-def test_what_cannot_be_is_told_with_what_would(search_plan, flags, changes, words) -> None:
+def test_impossible_search_raises_with_remedy(search_plan, flags, changes, words) -> None:
     assert words in search_plan(*flags, code=2, **changes)
 
 
 @pytest.mark.parametrize(("gigabytes", "words"), [(24, "16-bit weights"), (12, "`load_in_4bit: true`")])
-def test_the_nearest_change_is_an_adapter_on_as_many_bits_as_fit(gigabytes, words) -> None:
-    """Fine-tuning of 8B on two small GPUs: no shorter row helps."""
+def test_misfit_suggests_adapter_with_largest_precision_that_fits(gigabytes, words) -> None:
+    """Full fine-tuning of 8B on two small GPUs, where shorter rows do not help."""
     shape = AutoConfig.for_model(**{**read_shapes()["meta-llama/Llama-3.1-8B"], "vocab_size": 32_000})
     device = dataclasses.replace(choose_device("RTX 4090"), memory=gigabytes * 1e9)
     assert words in describe_misfit(build_config(**KEYS), shape, "2x4090", device, 2, 80.0).remedy
 
 
-def test_a_flag_that_the_plan_changes_is_not_repeated(search_plan, tmp_path: Path) -> None:
+def test_launch_command_repeats_no_flag(search_plan, tmp_path: Path) -> None:
     flags = ["--per_device_train_batch_size=2", "--gradient-accumulation-steps", 4, "--seed", 7]
     search_plan("1xH100", "--num_processes", 1, *flags, "--write", tmp_path / "plan")
     words = shlex.split((tmp_path / "plan" / "launch.sh").read_text())
@@ -87,21 +87,21 @@ def test_a_flag_that_the_plan_changes_is_not_repeated(search_plan, tmp_path: Pat
     assert words[words.index("--seed") + 1] == "7"
 
 
-def test_groups_are_searched_and_what_is_not_possible_is_told(search_plan, tmp_path: Path) -> None:
-    """A row a step on two GPUs: data parallelism cannot divide it."""
+def test_model_parallel_layouts_are_searched_and_impossible_ones_listed(search_plan, tmp_path: Path) -> None:
+    """One row per step on two GPUs, which data parallelism cannot divide."""
     keys = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
-    told = search_plan("2xH100", "--num_processes", 1, "--write", tmp_path / "plan", **keys)
-    assert re.search(r"fsdp2_[ct]p [ct]p 2 .*fastest that fits", told)
-    assert re.search(r"not possible +ddp stages 2, fsdp2 stages 2: .*only pretraining supports", told)
+    output = search_plan("2xH100", "--num_processes", 1, "--write", tmp_path / "plan", **keys)
+    assert re.search(r"fsdp2_[ct]p [ct]p 2 .*fastest that fits", output)
+    assert re.search(r"not possible +ddp stages 2, fsdp2 stages 2: .*only pretraining supports", output)
     document = yaml.safe_load((tmp_path / "plan" / "accelerate.yaml").read_text())
     sizes = document["parallelism_config"]
     assert sizes["parallelism_config_tp_size"] * sizes["parallelism_config_cp_size"] == 2
     assert document["num_processes"] == 2
-    # torch.compile is not proved there.
+    # torch.compile is not supported there.
     assert "--torch_compile false" in (tmp_path / "plan" / "launch.sh").read_text()
 
 
-def test_meshes_fill_the_gpus_and_stay_in_their_machines(tiny_model_dir) -> None:
+def test_meshes_use_all_gpus_and_stay_within_machines(tiny_model_dir) -> None:
     starts, refused = list_starts(AutoConfig.from_pretrained(tiny_model_dir), 16)
     for layout, start in starts.items():
         sizes = start.launch.layout.sizes
@@ -111,7 +111,7 @@ def test_meshes_fill_the_gpus_and_stay_in_their_machines(tiny_model_dir) -> None
         assert start.document["num_machines"] == 2
     (hybrid,) = (layout for layout in starts if layout.launch_file == "hsdp")
     assert (hybrid.shards.weights, hybrid.replicas) == (8, 2)
-    # Two layers and four heads.
+    # The model has two layers and four heads.
     assert refused["ddp stages 4"].found == "2 layers cannot be split into 4 equal chunks"
     assert "no multiple of 8 tensor-parallel ranks" in refused["fsdp2_tp tp 8"].found
 
@@ -128,7 +128,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "ppo": ("ppo", REWARDED),
     "grpo": ("grpo", REWARDED),
 }
-"""Recipe and keys of each stage."""
+"""Recipe and keys of each case."""
 PAIR = {"prompt": "a b c", "chosen": "d e f", "rejected": "f e d"}
 QUESTION = {"prompt": "1 + 1", "answer": "2"}
 ROWS: dict[str, dict[str, str]] = {
@@ -140,7 +140,7 @@ ROWS: dict[str, dict[str, str]] = {
 
 @pytest.fixture
 def keys_of(tiny_model_dir: Path, tmp_path: Path):
-    """Keys of a stage, with rows of its data."""
+    """Return the keys of a case, and write its data."""
 
     def keys_of(stage: str) -> dict[str, Any]:
         recipe, changes = SHAPES[stage]
@@ -154,19 +154,18 @@ def keys_of(tiny_model_dir: Path, tmp_path: Path):
 
 
 def check(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Hold what was written against `recipes check`."""
+    """Run ``recipes check`` on a written plan."""
     recipes, launch, *words = shlex.split((folder / "launch.sh").read_text())
     assert (recipes, launch) == ("recipes", "launch")
     code = main(["check", *words])
-    told = capsys.readouterr()
-    assert code == 0, f"{words}\n{told.out}{told.err}"
+    output = capsys.readouterr()
+    assert code == 0, f"{words}\n{output.out}{output.err}"
 
 
 @pytest.mark.parametrize(
     ("recipe", "least"), [pytest.param("sft", 6, marks=pytest.mark.slow), ("pretrain", 8), ("dpo", 3)]
 )
-def test_the_plan_of_every_layout_passes_the_check(recipe, least, keys_of, tiny_model_dir, tmp_path, capsys) -> None:
-    """The law of ``--write``: what it writes is what `recipes check` accepts."""
+def test_written_plan_of_every_layout_passes_check(recipe, least, keys_of, tiny_model_dir, tmp_path, capsys) -> None:
     keys = keys_of(recipe)
     config, model = build_config(recipe, **keys), AutoConfig.from_pretrained(tiny_model_dir)
     starts, _ = list_starts(model, 2)
@@ -187,7 +186,7 @@ def test_the_plan_of_every_layout_passes_the_check(recipe, least, keys_of, tiny_
 
 
 FAST = {("lora 4 bit", "2x4090"), ("grpo", "8xH100"), ("distill", "16xH100")}
-"""The short form: every stage on every machine is in the slow tier."""
+"""Cases of the default tier; all others are slow."""
 
 
 @pytest.mark.parametrize(
@@ -197,8 +196,7 @@ FAST = {("lora 4 bit", "2x4090"), ("grpo", "8xH100"), ("distill", "16xH100")}
         for case in itertools.product(SHAPES, ["2x4090", "8xH100", "1xA100-40GB", "16xH100"])
     ],
 )
-def test_what_the_search_writes_passes_the_check(stage, gpus, keys_of, plan_recipe, tmp_path, capsys) -> None:
-    """The law of ``--write`` for every stage, from one GPU to two machines: the files as a user has them."""
+def test_written_plan_of_every_recipe_passes_check(stage, gpus, keys_of, plan_recipe, tmp_path, capsys) -> None:
     is_rl = SHAPES[stage][1] == REWARDED
     batch = {} if is_rl else {"gradient_accumulation_steps": 16}
     written = () if is_rl else ("--num_processes", 1)
