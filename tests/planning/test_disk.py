@@ -42,6 +42,12 @@ def test_checkpoint_size_matches_files_of_trainer(tiny_model_dir, tmp_path, opti
         ({"save_steps": 30}, {}, 4),
         ({"save_strategy": "no"}, {}, 0),
         ({"save_strategy": "epoch", "num_train_epochs": 3}, {}, 3),
+        # An incomplete last epoch is saved too.
+        ({"save_strategy": "epoch", "num_train_epochs": 2.5}, {}, 3),
+        # `max_steps` decides, and epochs are unknown, or counted by the caller.
+        ({"save_strategy": "epoch", "max_steps": 100}, {}, 1),
+        ({"save_strategy": "epoch", "max_steps": 100}, {"num_epochs": 7.2}, 8),
+        ({"save_strategy": "epoch", "num_train_epochs": 1000}, {}, 100),
         # Checkpoints that are kept beyond `save_total_limit`.
         ({"save_steps": 10, "save_total_limit": 2}, {"keep_every": 50}, 5),
         ({"save_steps": 10, "save_total_limit": 2}, {"keep_every": 50, "num_protected": 1}, 6),

@@ -107,3 +107,4 @@ def test_slow_link_bounds_updates_and_scoring() -> None:
 def test_readers_are_models_with_forward_passes() -> None:
     assert list_readers(build_config("grpo", reward_funcs="[a.b:c]", beta=0)) == ["policy"]
     assert list_readers(build_config("ppo", reward_funcs="[a.b:c]")) == ["policy", "critic", "reference"]
+    assert list_readers(build_config("ppo", reward_funcs="[a.b:c]", kl_coef=0)) == ["policy", "critic"]

@@ -14,8 +14,7 @@ from tests.rows import read_events
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "neighbours.py"
 
 
-@pytest.mark.parametrize("recipe", ["rloo", "grpo"])
-@pytest.mark.parametrize(("missing_eos_penalty", "penalty"), [(1.5, 1.5), ("null", 0.0)])
+@pytest.mark.parametrize(("recipe", "missing_eos_penalty", "penalty"), [("rloo", 1.5, 1.5), ("grpo", "null", 0.0)])
 def test_reward_metric_subtracts_missing_eos_penalty(
     policy_dir, prompts_file, tmp_path, capfd, recipe, missing_eos_penalty, penalty
 ):

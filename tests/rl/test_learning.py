@@ -61,10 +61,9 @@ def run_b(fine_tuned, tmp_path):
     def run(seed, **keys):
         prompts = keys_task.write_prompts(tmp_path / "prompts.jsonl", 10_240, 6)
         flags = keys_task.build_flags(fine_tuned(seed), tmp_path / "b", prompts, **ONE_TOKEN | {"seed": seed} | keys)
+        before = read_logps(LlamaForCausalLM.from_pretrained(fine_tuned(seed)))
         models = keys_task.train(flags)
         models.set_training(training=False)
-        with models.as_reference() as reference:
-            before = read_logps(reference)
         with models.as_policy() as policy:
             return measure_tilt(read_logps(policy), before)
 

@@ -189,6 +189,11 @@ def test_missing_reward_model_is_planned_like_the_policy(configure, tmp_path):
     }
 
 
+def test_kl_coef_of_zero_plans_no_reference(configure):
+    assert "reference, weights" in plan(configure("separate_models")).components
+    assert "reference, weights" not in plan(configure("separate_models", kl_coef=0)).components
+
+
 def test_sampling_bytes_per_logit_match_allocations():
     scores = torch.randn(8, 20_000)
     sample = SampleByUniforms(torch.rand(8, 1, dtype=torch.float64), build_sampling(0.7))

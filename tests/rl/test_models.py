@@ -51,6 +51,13 @@ def test_separate_models_share_no_parameters(load):
         assert not critic(**INPUTS).scores.any()
 
 
+@pytest.mark.parametrize("keys", [{}, {"use_peft": True}])
+def test_kl_coef_of_zero_loads_no_reference(load, keys):
+    models = load(kl_coef=0, **keys)
+    assert models.own_reference is None
+    assert not models.has_reference
+
+
 def test_adapters_share_one_base(load):
     models = load(use_peft=True, lora_r=4)
     assert models.is_shared

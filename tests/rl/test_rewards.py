@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import code
 import copy
+import re
 import sys
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -67,6 +70,9 @@ def test_answer_is_unscored_if_all_weighted_rewards_are_none():
         (lambda **_: None, "None for 3 answers"),
         (lambda **_: torch.tensor([1.0, torch.nan, 1.0]), "nan"),
         (lambda **_: np.ones((3, 1)), r"\[1.0\]"),
+        (lambda **_: [Decimal("NaN")] * 3, "nan"),
+        (lambda **_: (score for score in [1.0]), r"\[1.0\] for 3 answers"),
+        (lambda **_: "abc", "'a' for the answer 'a'"),
         (lambda *, nowhere, **_: nowhere, "prompts, completions, completion_ids"),
     ],
 )
@@ -77,9 +83,18 @@ def test_invalid_result_error_names_function_and_value(function, words):
 
 
 @pytest.mark.parametrize(
-    "convert", [np.array, torch.tensor, tuple, lambda scores: [torch.tensor(float(score)) for score in scores]]
+    "convert",
+    [
+        np.array,
+        torch.tensor,
+        tuple,
+        iter,
+        lambda scores: [torch.tensor(float(score)) for score in scores],
+        lambda scores: map(Decimal, scores),
+    ],
+    ids=["array", "tensor", "tuple", "iterator", "tensors", "decimals"],
 )
-def test_arrays_and_tensors_are_accepted_as_scores(convert):
+def test_arrays_tensors_iterators_and_decimals_are_accepted_as_scores(convert):
     rewards = Rewards({"array": lambda *, completions, **_: convert([len(text) for text in completions])}, None, [1.0])
     assert rewards.score(TEXTS, ["a", "", "abc"], [[1]] * 3, ENDED).total == [1, 0, 3]
 
@@ -102,14 +117,21 @@ def test_functions_are_named_and_all_failed_imports_are_reported():
     assert len(caught.value.problems) == 3
 
 
-def test_function_is_imported_from_working_directory(tmp_path, monkeypatch):
+@pytest.mark.parametrize("path", ["rewards_of_mine:always", "rewards_of_mine.py:always"])
+def test_function_is_imported_from_working_directory(tmp_path, monkeypatch, path):
     (tmp_path / "rewards_of_mine.py").write_text(
         "def always(**columns):\n    return [1.0] * len(columns['completions'])\n"
     )
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
-    functions = load_reward_functions(["rewards_of_mine:always"])
+    functions = load_reward_functions([path])
     assert Rewards(functions, None, [1.0]).score(TEXTS, ["a"] * 3, [[1]] * 3, ENDED).total == [1, 1, 1]
+
+
+def test_missing_attribute_error_names_file_of_shadowing_module():
+    """A ``code.py`` in the working directory is shadowed by the standard library's."""
+    with pytest.raises(ConfigError, match=rf"module 'code' \({re.escape(code.__file__)}\) has no attribute 'always'"):
+        load_reward_functions(["code:always"])
 
 
 @pytest.fixture(scope="module")

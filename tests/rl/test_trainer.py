@@ -69,17 +69,43 @@ def test_epoch_strategies_save_and_evaluate_after_each_epoch_of_prompts(policy_d
     assert sorted({row["step"] for row in read_rows(tmp_path / "run" / "samples.jsonl")}) == [0, 3, 5]
 
 
+@pytest.fixture(scope="module")
+def straight(policy_dir, prompts_file, tmp_path_factory):
+    """Output of an uninterrupted run: three iterations of four steps, samples after the second and third."""
+    folder = tmp_path_factory.mktemp("straight")
+    keys_task.train(keys_task.build_flags(policy_dir, folder, prompts_file, **SHORT))
+    return folder
+
+
+def assert_same_run(expected, run):
+    """Compare weights, optimizer states, KL coefficients, events and samples of two runs of ``SHORT``, bit by bit."""
+    for learner in ("policy", "critic"):
+        weights = [load_file(folder / "checkpoint-12" / f"{learner}.safetensors") for folder in (expected, run)]
+        assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+        states = [
+            torch.load(folder / "checkpoint-12" / f"{learner}_optimizer.pt", weights_only=True)
+            for folder in (expected, run)
+        ]
+        assert torch.equal(*(state["state"][0]["exp_avg"] for state in states))
+    for kind in ("train", "eval"):
+        assert_equal_events(read_events(expected, kind), read_events(run, kind))
+    assert (expected / "samples.jsonl").read_text() == (run / "samples.jsonl").read_text()
+    counts = [json.loads((folder / "checkpoint-12" / "ppo_state.json").read_text()) for folder in (expected, run)]
+    assert counts[0]["kl_coef"] == counts[1]["kl_coef"] != 0.02
+
+
 @pytest.mark.parametrize("keys", [{}, {"use_peft": True}], ids=["separate_models", "adapters"])
-def test_crashed_run_resumes_bit_identically(policy_dir, prompts_file, tmp_path, keys, monkeypatch):
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    keys_task.train(keys_task.build_flags(policy_dir, straight, prompts_file, **SHORT, **keys))
+def test_crashed_run_resumes_bit_identically(straight, policy_dir, prompts_file, tmp_path, keys, monkeypatch):
+    if keys:
+        straight = tmp_path / "straight"
+        keys_task.train(keys_task.build_flags(policy_dir, straight, prompts_file, **SHORT, **keys))
 
     def crash_in_third(self, iteration, run=PolicyTrainer._run_iteration):
         if iteration == 2:
             raise KeyboardInterrupt
         return run(self, iteration)
 
-    flags = keys_task.build_flags(policy_dir, stopped, prompts_file, **SHORT, **keys)
+    flags = keys_task.build_flags(policy_dir, tmp_path / "crashed", prompts_file, **SHORT, **keys)
     with monkeypatch.context() as patch:
         patch.setattr(PolicyTrainer, "_run_iteration", crash_in_third)
         with pytest.raises(KeyboardInterrupt):
@@ -88,24 +114,9 @@ def test_crashed_run_resumes_bit_identically(policy_dir, prompts_file, tmp_path,
     torch.rand(3)
     np.random.random(3)  # noqa: NPY002
     keys_task.train(flags)
-
-    for name in ("policy", "critic"):
-        weights = [load_file(folder / "checkpoint-12" / f"{name}.safetensors") for folder in (straight, stopped)]
-        first = load_file(straight / "checkpoint-4" / f"{name}.safetensors")
-        assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
-        assert any(not torch.equal(weights[0][key], first[key]) for key in first)
-        states = [
-            torch.load(folder / "checkpoint-12" / f"{name}_optimizer.pt", weights_only=True)
-            for folder in (straight, stopped)
-        ]
-        moments = [state["state"][0]["exp_avg"] for state in states]
-        assert torch.equal(*moments)
-    for kind in ("train", "eval"):
-        assert_equal_events(read_events(straight, kind), read_events(stopped, kind))
-    samples = [(folder / "samples.jsonl").read_text() for folder in (straight, stopped)]
-    assert samples[0] == samples[1]
-    counts = [json.loads((folder / "checkpoint-12" / "ppo_state.json").read_text()) for folder in (straight, stopped)]
-    assert counts[0]["kl_coef"] == counts[1]["kl_coef"] != 0.02
+    assert_same_run(straight, tmp_path / "crashed")
+    first, last = (load_file(straight / f"checkpoint-{step}" / "policy.safetensors") for step in (4, 12))
+    assert any(not torch.equal(first[key], last[key]) for key in first)
 
 
 @pytest.fixture(autouse=True)
@@ -125,14 +136,6 @@ def stop_at_call(monkeypatch, owner, name, call):
         return function(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, stopping)
-
-
-@pytest.fixture(scope="module")
-def straight(policy_dir, prompts_file, tmp_path_factory):
-    """Output of an uninterrupted run: three iterations of four steps, samples after the second and third."""
-    folder = tmp_path_factory.mktemp("straight")
-    keys_task.train(keys_task.build_flags(policy_dir, folder, prompts_file, **SHORT))
-    return folder
 
 
 def test_checkpoint_size_matches_plan_of_check(straight, policy_dir, prompts_file, tmp_path):
@@ -160,45 +163,42 @@ STOPS = {
 }
 
 
-@pytest.mark.parametrize("phase", STOPS)
+ABANDONED = {"sampling": (2, 2), "log-probabilities": (3, 3)}
+"""Numbers of scored rollouts and of log-probability passes when a stop request ends the second iteration at once.
+
+Samples and the first iteration are scored; the first iteration has one pass each of policy and reference.
+"""
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [
+        pytest.param(phase, marks=[pytest.mark.slow] * (phase in ("scoring", "critic update", "saving")))
+        for phase in STOPS
+    ],
+)
 def test_stop_request_saves_last_iteration_and_resumes_bit_identically(
     straight, policy_dir, prompts_file, tmp_path, monkeypatch, phase
 ):
     owner, name, call, step = STOPS[phase]
     flags = keys_task.build_flags(policy_dir, tmp_path, prompts_file, **SHORT | {"save_steps": 8})
+    calls, score, compute_logps = [], Rewards.score, collect.compute_response_logps
     with monkeypatch.context() as patch:
+        patch.setattr(Rewards, "score", lambda *given: (calls.append("score"), score(*given))[1])
+        patch.setattr(
+            collect,
+            "compute_response_logps",
+            lambda *given, **more: (calls.append(""), compute_logps(*given, **more))[1],
+        )
         stop_at_call(patch, owner, name, call)
         with pytest.raises(PreemptedError, match=f"SIGTERM: stopped after step {step}; checkpoint-{step} is complete"):
             keys_task.train(flags)
+    num_scored = calls.count("score")
+    assert (num_scored, len(calls) - num_scored) == ABANDONED.get(phase, (num_scored, len(calls) - num_scored))
     assert list_checkpoints(tmp_path)[0][0] == step
     STOP.reason, STOP._is_closed = None, False
     keys_task.train(flags)
-    for learner in ("policy", "critic"):
-        weights = [load_file(folder / "checkpoint-12" / f"{learner}.safetensors") for folder in (straight, tmp_path)]
-        assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
-    for kind in ("train", "eval"):
-        assert_equal_events(read_events(straight, kind), read_events(tmp_path, kind))
-    assert (straight / "samples.jsonl").read_text() == (tmp_path / "samples.jsonl").read_text()
-
-
-@pytest.mark.parametrize(("phase", "num_scored"), [("sampling", 2), ("log-probabilities", 3)])
-def test_stop_request_abandons_sampling_and_forward_passes(
-    policy_dir, prompts_file, tmp_path, monkeypatch, phase, num_scored
-):
-    """Samples and the first iteration are complete; after the request, the second is abandoned at once."""
-    owner, name, call, _ = STOPS[phase]
-    scored, read = [], []
-    score, logps = Rewards.score, collect.compute_response_logps
-    monkeypatch.setattr(Rewards, "score", lambda *given: (scored.append(1), score(*given))[1])
-    monkeypatch.setattr(
-        collect, "compute_response_logps", lambda *given, **more: (read.append(1), logps(*given, **more))[1]
-    )
-    stop_at_call(monkeypatch, owner, name, call)
-    with pytest.raises(PreemptedError):
-        keys_task.train(keys_task.build_flags(policy_dir, tmp_path, prompts_file, **SHORT))
-    assert len(scored) == num_scored
-    # Policy and reference of the first iteration, and of the second the batch during which the request came.
-    assert len(read) == 2 + (phase == "log-probabilities")
+    assert_same_run(straight, tmp_path)
 
 
 def test_stop_request_before_first_update_saves_nothing(policy_dir, prompts_file, tmp_path, monkeypatch):
@@ -236,6 +236,7 @@ def score_none(*, completions, **_):
 
 def test_unscored_answers_change_no_weights(policy_dir, prompts_file, tmp_path, capsys):
     functions = "[tests.rl.test_trainer:score_none]"
+    # At one and at two rollouts in a row there is a warning, at three there is none.
     flags = keys_task.build_flags(policy_dir, tmp_path, prompts_file, **SHORT | {"reward_funcs": functions})
     models = keys_task.train(flags)
     given = load_file(policy_dir / "model.safetensors")
@@ -249,7 +250,6 @@ def test_unscored_answers_change_no_weights(policy_dir, prompts_file, tmp_path, 
     samples = read_rows(tmp_path / "samples.jsonl")
     assert {sample["reward"] for sample in samples} == {None}
     warnings = [line for line in capsys.readouterr().err.splitlines() if "such rewards give no signal" in line]
-    # At one and at two rollouts in a row.
     assert ["none of the 16 answers has a reward" in line for line in warnings] == [True, True]
 
 
@@ -274,7 +274,11 @@ def test_constant_rewards_warn_and_end_the_run_also_after_resume(policy_dir, pro
 
 def test_missing_eos_penalty_gives_signal_to_constant_rewards(policy_dir, prompts_file, tmp_path):
     keys = {**SHORT, "reward_funcs": "[tests.rl.test_trainer:score_constant]", "max_zero_std_rollouts": 1}
-    keys_task.train(keys_task.build_flags(policy_dir, tmp_path, prompts_file, **keys))
+    keys_task.train(keys_task.build_flags(policy_dir, tmp_path, prompts_file, **keys | {"max_steps": 4, "kl_coef": 0}))
+    (event,) = read_events(tmp_path)
+    assert event["policy/num_updates"] == 4
+    # Without a reference model there is no KL divergence to log.
+    assert [name for name in event if name.startswith("objective/kl")] == ["objective/kl_coef"]
 
 
 def test_entropy_is_computed_only_when_logged(policy_dir, prompts_file, tmp_path, monkeypatch):
@@ -289,9 +293,8 @@ def test_entropy_is_computed_only_when_logged(policy_dir, prompts_file, tmp_path
     assert [(event["step"], "policy/entropy" in event) for event in read_events(tmp_path)] == [(4, True), (12, True)]
 
 
-def test_logged_metrics_are_complete_and_consistent(policy_dir, prompts_file, tmp_path):
-    keys_task.train(keys_task.build_flags(policy_dir, tmp_path, prompts_file, **SHORT))
-    train, evaluations = read_events(tmp_path), read_events(tmp_path, "eval")
+def test_logged_metrics_are_complete_and_consistent(straight):
+    train, evaluations = read_events(straight), read_events(straight, "eval")
     assert [event["step"] for event in train] == [4, 8, 12]
     assert [event["num_answers"] for event in train] == [16, 32, 48]
     assert [event["step"] for event in evaluations] == [0, 8, 12]
@@ -314,7 +317,7 @@ def test_logged_metrics_are_complete_and_consistent(policy_dir, prompts_file, tm
         assert 0 < event["objective/finish_rate"] < 1
         costs = 1.0 - event["objective/finish_rate"] + event["objective/kl_coef"] * event["objective/kl_seq"]
         assert event["objective/reward_total"] == pytest.approx(event["objective/score"] - costs, abs=1e-5)
-    samples = read_rows(tmp_path / "samples.jsonl")
+    samples = read_rows(straight / "samples.jsonl")
     assert [sample["step"] for sample in samples] == [0, 0, 8, 8, 12, 12]
     assert samples[0]["prompt"] == samples[2]["prompt"]
     assert samples[0].keys() >= {"completion", "reward", "stopped", "num_tokens"}

@@ -48,6 +48,7 @@ from recipes_lib.planning.compute import (
     find_shape,
     has_live_reference,
     has_live_teacher,
+    has_policy_reference,
     read_shapes,
     reads_teacher,
 )
@@ -392,7 +393,7 @@ def _build_rl(config: RecipeConfig, model_config: PreTrainedConfig, _layout: Lay
     if is_ppo:
         own = _list_role(policy, add_critic(policy, folder), CRITIC) if shares else _build_critic(config, model_config)
         models["critic"] = _count_trained(own, config)
-    if not shares and (is_ppo or config.read("beta")):
+    if not shares and has_policy_reference(config):
         models["reference"] = Held(base)
     about = "adapters of policy and critic on one trunk" if shares else "models of their own"
     if folder is not None:

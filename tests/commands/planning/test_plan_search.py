@@ -19,6 +19,7 @@ from tests.rows import write_rows
 from transformers import AutoConfig
 
 from recipes_lib.cli import main
+from recipes_lib.commands.planning.plan import _read_gpus
 from recipes_lib.commands.planning.plan_search import describe_misfit, list_starts, write_plan
 from recipes_lib.errors import ConfigError
 from recipes_lib.planning.compute import read_shapes
@@ -33,6 +34,30 @@ KEYS = {"max_length": 256, "per_device_train_batch_size": 2, "gradient_accumulat
 def search_plan(plan_recipe):
     """Search a plan of SFT with changes, and return the output."""
     return lambda *flags, code=0, **changes: plan_recipe("sft", "--gpus", *flags, code=code, **KEYS | changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "number", "name"),
+    [
+        ("8xH100", 8, "H100"),
+        (" 8X H100 SXM ", 8, "H100 SXM"),
+        ("8*A100-80GB", 8, "A100-80GB"),
+        ("2 x 4090", 2, "4090"),
+        ("4 × RTX 4090", 4, "RTX 4090"),
+        ("8 H100", 8, "H100"),
+        ("A100-80GB:8", 8, "A100-80GB"),
+        ("2x8xH100", 16, "H100"),
+        ("1xH100 MIG 1g.10gb", 1, "H100 MIG 1g.10gb"),
+    ],
+)
+def test_number_and_name_of_gpus_are_read(text, number, name) -> None:
+    assert _read_gpus(text) == (number, name)
+
+
+@pytest.mark.parametrize("text", ["H100", "0xH100", "-1xH100", "8x", "xH100", "1.5xH100", "99999999xH100", ""])
+def test_invalid_number_of_gpus_raises(text) -> None:
+    with pytest.raises(ConfigError, match="write it as 8xH100"):
+        _read_gpus(text)
 
 
 def test_best_plan_is_printed_and_written(search_plan, tmp_path: Path) -> None:
@@ -56,7 +81,6 @@ def test_best_plan_is_printed_and_written(search_plan, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "changes", "words"),
     [
-        (["H100"], {}, "write it as 8xH100"),
         (["3xH100", "--num_processes", 1], {}, "cannot be divided among 3 processes"),
         (["2xH100", "--deadline", 1], {}, "needs the length of the run"),
         (["2xH100", "--budget", 1, "--num_rows", 100], {}, "write --price_per_gpu_hour"),

@@ -149,10 +149,13 @@ def _print_memory(plans: Sequence[MemoryPlan], options: argparse.Namespace, num_
 
 
 def _read_gpus(text: str) -> tuple[int, str]:
-    number, _, name = (part.strip() for part in text.partition("x"))
-    if not re.fullmatch("[1-9][0-9]{0,5}", number) or not name:
+    """Return number and name of GPUs from ``8xH100``, ``8 * H100``, ``8 H100``, ``H100:8`` or ``2x8xH100``."""
+    pattern = r"((?:\d+\s*[x*×]\s*|\d+\s+(?=[a-z]))+)(\S.*)|(.+):\s*(\d+)"
+    found = re.fullmatch(pattern, text.strip(), re.IGNORECASE)
+    number = math.prod(map(int, re.findall(r"\d+", found[1] or found[4]))) if found else 0
+    if not found or not 0 < number < 1_000_000:
         raise ConfigError(Problem("--gpus", f"{text!r} is not a number of GPUs", "write it as 8xH100"))
-    return int(number), name
+    return number, found[2] or found[3].strip()
 
 
 def _choose_layouts(config: RecipeConfig, options: argparse.Namespace) -> tuple[int, int, list[Layout]]:
@@ -329,7 +332,7 @@ def _find_problems(config: RecipeConfig, options: argparse.Namespace, batch_proc
 
 def _find_mfu_problems(options: argparse.Namespace) -> Iterator[Problem]:
     if options.mfu is not None and not 0 < options.mfu <= 1:
-        yield Problem("--mfu", f"is {options.mfu}", "write a number above 0 and at most 1, usually 0.3 to 0.4")
+        yield Problem("--mfu", f"is {options.mfu}", "write a share such as 0.4 or 40%, usually 0.3 to 0.4")
     given = [f"--{name}" for name in ("mfu", "proof", "calibrate") if getattr(options, name) is not None]
     for flag in given[1:]:
         yield Problem(flag, f"{given[0]} sets the MFU too", "keep one of them")
