@@ -102,6 +102,12 @@ def test_misfit_suggests_adapter_with_largest_precision_that_fits(gigabytes, wor
     assert words in describe_misfit(build_config(**KEYS), shape, "2x4090", device, 2, 80.0).remedy
 
 
+def test_plan_that_cannot_be_written_is_an_error(search_plan, tmp_path: Path) -> None:
+    (tmp_path / "plan" / "keys.yaml").mkdir(parents=True)
+    words = "name another folder after --write"
+    assert words in search_plan("1xH100", "--num_processes", 1, "--write", tmp_path / "plan", code=2)
+
+
 def test_launch_command_repeats_no_flag(search_plan, tmp_path: Path) -> None:
     flags = ["--per_device_train_batch_size=2", "--gradient-accumulation-steps", 4, "--seed", 7]
     search_plan("1xH100", "--num_processes", 1, *flags, "--write", tmp_path / "plan")

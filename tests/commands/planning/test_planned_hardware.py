@@ -10,10 +10,11 @@ import pytest
 from tests.planning.runs import build_config
 from tests.rows import write_rows
 
-from recipes_lib.commands.planning.planned_hardware import UNLABELLED, Hardware, calibrate, format_rows
+from recipes_lib.commands.planning.planned_hardware import UNLABELLED, Hardware, calibrate, format_rows, read_proof
 from recipes_lib.config.schema import flatten_config
-from recipes_lib.errors import DataError
+from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.planning.devices import Kind, choose_device
+from recipes_lib.proving.results import PASSED, Row, add_row
 
 
 def build(price: float | None = None, pue: float = 1.0, grid: float | None = None, gpu: str = "H100") -> Hardware:
@@ -94,6 +95,15 @@ def test_all_unsuitable_runs_are_reported_together(tmp_path: Path) -> None:
     assert "'Intel Xeon'" in found["cpu"]
     assert found["unknown"] == found["short"]
     assert "reference model" in found["pairs"]
+
+
+def test_proof_is_used_for_the_measured_gpu_only(tmp_path: Path) -> None:
+    figures = {"eager_mfu": 0.3, "compiled_mfu": 0.4}
+    add_row(tmp_path, Row("NVIDIA A100-SXM4-80GB, full sizes, torch 2", "throughput-124M", "", PASSED, 1.0, figures))
+    shares = read_proof(tmp_path, choose_device("A100-80GB")).shares
+    assert shares == {Kind(compiles=False, uses_adapter=False): 0.3, Kind(compiles=True, uses_adapter=False): 0.4}
+    with pytest.raises(ConfigError, match="was measured on 'NVIDIA A100-SXM4-80GB', and the plan is for 'H100'"):
+        read_proof(tmp_path, choose_device("H100"))
 
 
 @pytest.mark.parametrize(

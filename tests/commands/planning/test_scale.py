@@ -84,12 +84,15 @@ def test_all_unusable_runs_are_reported_together(runs, scale, tmp_path) -> None:
         {"kind": "eval", "step": 4, "eval_loss": "inf"},
     ]
     write_rows(runs[1] / "metrics.jsonl", events)
+    events = [{"kind": "train", "step": 4, "loss": 2.0, "num_tokens": "nan"}]
+    write_rows(runs[2] / "metrics.jsonl", events)
     output = scale("fit", tmp_path / "nowhere", tmp_path / "torn", *runs, "--output", tmp_path / "law.json", code=2)
     for folder, words in {
         "nowhere": "has neither run.json",
         "torn": "is not a finished run",
         runs[0].name: "is a run of sft",
         runs[1].name: "has no finite loss",
+        runs[2].name: "has no `num_tokens`",
     }.items():
         assert re.search(f"{folder}: .*{words}", output)
     assert not (tmp_path / "law.json").exists()
@@ -204,8 +207,12 @@ def test_invalid_sweep_writes_no_configuration(recipe, scale, tmp_path, changes,
     assert not list((tmp_path / "sweep").glob("*.yaml"))
 
 
-def test_file_as_output_folder_of_sweep_is_an_error(recipe, scale) -> None:
+def test_file_in_output_path_is_an_error(runs, recipe, scale, tmp_path) -> None:
     assert "name another --output" in scale("sweep", "--config", recipe, "--output", recipe, code=2)
+    law = tmp_path / "law.json"
+    scale("fit", *runs, "--resamples", 0, "--output", law)
+    predict = ["predict", "--run", runs[0], "--fit", law, "--output", recipe / "loss.json"]
+    assert "name another --output" in scale(*predict, code=2)
 
 
 @pytest.mark.parametrize(
