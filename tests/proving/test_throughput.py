@@ -43,6 +43,21 @@ def test_engine_is_measured_in_grpo_iterations(tmp_path: Path, monkeypatch: pyte
     assert figures["iteration_s"] > figures["sampling_s"] > 0
 
 
+def test_interrupted_model_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def save_pretrained(self, folder: Path) -> None:
+            (folder / "config.json").touch()
+            raise KeyboardInterrupt
+
+    bench = build_bench(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(throughput.AutoModelForCausalLM, "from_config", lambda *_, **__: Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            throughput._write_large_inputs(bench, 64)
+    model, _ = throughput._write_large_inputs(bench, 64)
+    assert (model / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize(("visible", "first"), [(None, "0"), ("3,5", "3"), ("GPU-8932f937", "GPU-8932f937")])
 def test_peer_sees_first_gpu_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, first: str

@@ -1,4 +1,4 @@
-"""Reward functions with faults, imported by the worker report_pid."""
+"""Reward functions with faults, imported by the worker process."""
 
 from __future__ import annotations
 
