@@ -43,11 +43,11 @@ SECOND = {"reward_funcs": "[tests.rl.keys_task:score_second_key]"}
 def run_a(fine_tuned, tmp_path):
     """Train, by default for sixty iterations; return mean score and finish rate of the last five."""
 
-    def run(seed, **keys):
+    def run(seed, policy=None, **keys):
         prompts = keys_task.write_prompts(tmp_path / "prompts.jsonl", 3840, 5)
         out = tmp_path / "-".join(["a", *keys])
         settings = {"max_steps": 240, "seed": seed, **keys}
-        keys_task.train(keys_task.build_flags(fine_tuned(seed), out, prompts, **settings))
+        keys_task.train(keys_task.build_flags(policy or fine_tuned(seed), out, prompts, **settings))
         last = read_events(out)[-5:]
         return [sum(event[name] for event in last) / 5 for name in ("objective/score", "objective/finish_rate")]
 
@@ -58,10 +58,10 @@ def run_a(fine_tuned, tmp_path):
 def run_b(fine_tuned, tmp_path):
     """Train, and return the results of ``measure_tilt``."""
 
-    def run(seed, **keys):
-        prompts = keys_task.write_prompts(tmp_path / "prompts.jsonl", 10_240, 6)
-        flags = keys_task.build_flags(fine_tuned(seed), tmp_path / "b", prompts, **ONE_TOKEN | {"seed": seed} | keys)
-        before = read_logps(LlamaForCausalLM.from_pretrained(fine_tuned(seed)))
+    def run(seed, policy=None, **keys):
+        prompts, policy = keys_task.write_prompts(tmp_path / "prompts.jsonl", 10_240, 6), policy or fine_tuned(seed)
+        flags = keys_task.build_flags(policy, tmp_path / "b", prompts, **ONE_TOKEN | {"seed": seed} | keys)
+        before = read_logps(LlamaForCausalLM.from_pretrained(policy))
         models = keys_task.train(flags)
         models.set_training(training=False)
         with models.as_policy() as policy:
@@ -99,14 +99,15 @@ def is_optimal(distance, kl_error, start):
     return distance < 0.05 and kl_error < 0.03
 
 
-def test_ppo_learns_rewarded_key(run_a):
-    score, finished = run_a(0, max_steps=140)
+def test_ppo_learns_rewarded_key(run_a, policy_dir):
+    """Twenty iterations from a policy that scores below 0.35."""
+    score, finished = run_a(0, policy_dir, max_steps=80, learning_rate=2e-3, critic_learning_rate=2e-3)
     assert score >= 0.75
     assert finished >= 0.95
 
 
-def test_ppo_converges_to_kl_optimum(run_b):
-    assert is_optimal(*run_b(0, max_steps=160, learning_rate=1e-3, critic_learning_rate=1e-3))
+def test_ppo_converges_to_kl_optimum(run_b, policy_dir):
+    assert is_optimal(*run_b(0, policy_dir, max_steps=220, learning_rate=1e-3, critic_learning_rate=1e-3))
 
 
 @pytest.mark.slow

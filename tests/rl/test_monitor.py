@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from math import nan
 
 import numpy as np
@@ -141,3 +142,13 @@ def test_unique_grams_is_share_of_4_grams_that_occur_once():
     ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 4, 9], [7, 7, 0, 0, 0]])
     assert measure_unique_grams(dataclasses.replace(rollout, response_ids=ids)) == 0.5
     assert measure_unique_grams(build_rollout([(1, 3)])) == 1
+    # Four different tokens, so that many 4-grams repeat.
+    random = build_rollout([(1, length) for length in range(1, 60)])
+    random = dataclasses.replace(random, response_ids=random.response_ids % 4)
+    grams = Counter(
+        tuple(ids[start : start + 4])
+        for ids, length in zip(random.response_ids.tolist(), random.lengths.tolist(), strict=True)
+        for start in range(length - 3)
+    )
+    expected = sum(count == 1 for count in grams.values()) / grams.total()
+    assert 0 < measure_unique_grams(random) == pytest.approx(expected)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import json
 import math
 import re
 import shlex
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from transformers import AutoConfig
 
 from recipes_lib.cli import main
 from recipes_lib.commands.planning.plan import _read_gpus
-from recipes_lib.commands.planning.plan_search import describe_misfit, list_starts, write_plan
+from recipes_lib.commands.planning.plan_search import describe_misfit, list_starts, verify_limits, write_plan
+from recipes_lib.commands.planning.planned_hardware import Hardware
 from recipes_lib.errors import ConfigError
 from recipes_lib.planning.compute import read_shapes
 from recipes_lib.planning.devices import choose_device
@@ -74,17 +76,13 @@ def test_best_plan_is_printed_and_written(search_plan, tmp_path: Path) -> None:
     assert keys["per_device_train_batch_size"] * keys["gradient_accumulation_steps"] * 2 == 16
     launch = yaml.safe_load((tmp_path / "plan" / "accelerate.yaml").read_text())
     assert launch["num_processes"] == 2
-    # With batch keys for eight processes, the batch is four times as large.
-    assert "batch           64 rows" in search_plan("2xH100", "--num_processes", 8)
 
 
 @pytest.mark.parametrize(
     ("flags", "changes", "words"),
     [
         (["3xH100", "--num_processes", 1], {}, "cannot be divided among 3 processes"),
-        (["2xH100", "--deadline", 1], {}, "needs the length of the run"),
-        (["2xH100", "--budget", 1, "--num_rows", 100], {}, "write --price_per_gpu_hour"),
-        (["2xH100", "--deadline", 1e-9, "--num_rows", 100], {}, "more than 1e-09"),
+        (["1xH100", "--num_processes", 1, "--deadline", 1], {}, "--deadline: needs the length of the run"),
         (["2x1GB"], {}, "is not known"),
         pytest.param(["2xL4"], {"max_length": 16_000_000}, "max_length: ", marks=pytest.mark.slow),
         (["2xT4"], {"fp16": True}, "`mixed_precision: bf16`"),
@@ -92,6 +90,23 @@ def test_best_plan_is_printed_and_written(search_plan, tmp_path: Path) -> None:
 )
 def test_impossible_search_raises_with_remedy(search_plan, flags, changes, words) -> None:
     assert words in search_plan(*flags, code=2, **changes)
+
+
+@pytest.mark.parametrize(
+    ("limit", "hours", "price", "words"),
+    [
+        ({"deadline": 10}, 0, None, "--deadline: needs the length of the run"),
+        ({"budget": 10}, 1, None, "--budget: needs a price\n.*write --price_per_gpu_hour"),
+        ({"deadline": 10}, 11, None, "--deadline: .* takes 11.0, more than 10\n.*or name more GPUs"),
+        ({"budget": 40}, 11, 2, "--budget: .* takes 44.0, more than 40\n"),
+        ({"budget": 44, "deadline": 11}, 11, 2, None),
+    ],
+)
+def test_limits_are_compared_with_hours_and_cost_of_all_gpus(limit, hours, price, words) -> None:
+    options = argparse.Namespace(**{"deadline": None, "budget": None, **limit})
+    hardware = Hardware(choose_device("H100"), 2, 989e12, 0.5, "a test", None, None, price, 1.0, None)
+    with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
+        verify_limits(options, hours, hardware)
 
 
 @pytest.mark.parametrize(("gigabytes", "words"), [(24, "16-bit weights"), (12, "`load_in_4bit: true`")])
@@ -109,8 +124,10 @@ def test_plan_that_cannot_be_written_is_an_error(search_plan, tmp_path: Path) ->
 
 
 def test_launch_command_repeats_no_flag(search_plan, tmp_path: Path) -> None:
+    """The batch is that of the keys for the number of processes that they are written for."""
     flags = ["--per_device_train_batch_size=2", "--gradient-accumulation-steps", 4, "--seed", 7]
-    search_plan("1xH100", "--num_processes", 1, *flags, "--write", tmp_path / "plan")
+    output = search_plan("1xH100", "--num_processes", 8, *flags, "--write", tmp_path / "plan")
+    assert "batch           64 rows an optimizer step, the recipe's for 8 processes" in output
     words = shlex.split((tmp_path / "plan" / "launch.sh").read_text())
     names = [word.partition("=")[0].replace("-", "_") for word in words if word.startswith("--")]
     assert len(names) == len(set(names))

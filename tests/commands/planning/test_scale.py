@@ -14,6 +14,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from recipes_lib.commands.planning.scale import read_scaling_run
 from recipes_lib.config.loader import load_config
 from recipes_lib.pipelines.pipeline import load_pipeline
+from recipes_lib.planning import scaling
 from recipes_lib.planning.compute import compute_model_size, find_planned_model
 from recipes_lib.planning.scaling import PUBLISHED
 
@@ -47,7 +48,9 @@ def runs(tmp_path: Path) -> list[Path]:
 
 
 @pytest.fixture
-def scale(run_command):
+def scale(run_command, monkeypatch):
+    """Run ``recipes scale``, with a coarse grid of starts; ``tests/planning/test_scaling.py`` uses the full grid."""
+    monkeypatch.setattr(scaling, "_STARTS", scaling._STARTS[::12])
     return lambda *flags, code=0: run_command("scale", *flags, code=code)
 
 

@@ -87,22 +87,20 @@ def test_engine_failure_error_says_how_to_resume(engine):
 
 
 @pytest.fixture
-def flags(tmp_path):
-    policy = keys_task.write_policy(tmp_path / "policy", seed=0, num_steps=30)
-    prompts = keys_task.write_prompts(tmp_path / "prompts.jsonl", 32, seed=1)
-
+def flags(policy_dir, prompts_file, tmp_path):
     def build(**keys):
         keys = {"use_vllm": True, "max_steps": 12, "save_strategy": "steps", "save_steps": 4, **keys}
-        return keys_task.build_group_flags(policy, tmp_path / "out", prompts, **keys)
+        keys["per_device_train_batch_size"] = 8
+        return keys_task.build_group_flags(policy_dir, tmp_path / "out", prompts_file, **keys)
 
     return build
 
 
-def test_grpo_run_resumes_from_checkpoint_after_engine_failure(flags, tmp_path):
+def test_grpo_run_resumes_from_checkpoint_after_engine_failure(flags, policy_dir, tmp_path):
     """Three iterations of four steps; the engine fails in the second."""
 
     def run(fails_in=None):
-        engine = FakeEngine(LlamaForCausalLM.from_pretrained(tmp_path / "policy"))
+        engine = FakeEngine(LlamaForCausalLM.from_pretrained(policy_dir))
         engine.fails_at = None if fails_in is None else (fails_in - 1) * keys_task.MAX_ANSWER + 2
         with colocated(engine):
             keys_task.train(flags(vllm_enable_sleep_mode=True), "grpo")
