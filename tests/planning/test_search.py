@@ -63,7 +63,7 @@ def test_first_candidate_is_fastest_that_fits(find) -> None:
 @pytest.mark.parametrize(
     ("shape", "recipe", "keys"),
     [
-        (LlamaConfig, "sft", {"bf16": False, "fp16": True}),
+        pytest.param(LlamaConfig, "sft", {"bf16": False, "fp16": True}, marks=pytest.mark.slow),
         (LlamaConfig, "dpo", {"use_liger_kernel": True}),
         (Gemma3TextConfig, "lora", {}),
         # Eager attention makes fewer copies of a single row.

@@ -97,7 +97,12 @@ def test_batch_ramp_reports_its_end(plan, find_run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "published"), [("gpt3-175b", "3.14e+23"), ("chinchilla-70b", "5.46e+23"), ("llama2-70b", "8.28e+23")]
+    ("name", "published"),
+    [
+        ("gpt3-175b", "3.14e+23"),
+        pytest.param("chinchilla-70b", "5.46e+23", marks=pytest.mark.slow),
+        pytest.param("llama2-70b", "8.28e+23", marks=pytest.mark.slow),
+    ],
 )
 def test_operations_match_papers(run_command, name: str, published: str) -> None:
     output = run_command("plan", "--config", CONFIGS / name / "pretrain.yaml", "--num_processes", 16)
