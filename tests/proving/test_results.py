@@ -42,5 +42,6 @@ def test_malformed_rows_are_ignored(tmp_path: Path) -> None:
             stream.write(json.dumps({**asdict(good), **wrong}) + "\n")
         stream.write('{"machine": "torn')
     assert read_rows(tmp_path) == {"x": good}
-    write_page(tmp_path / "page.md", read_rows(tmp_path).values())
-    assert "| x |  | passed |" in (tmp_path / "page.md").read_text()
+    page = tmp_path / "new" / "page.md"
+    write_page(page, read_rows(tmp_path).values())
+    assert "| x |  | passed |" in page.read_text()

@@ -202,7 +202,7 @@ def measure_unique_grams(rollout: Rollout) -> float:
     for place in range(_GRAM):
         keys = keys * _HASH_BASE + ids[:, place : place + width]
     keys = keys[torch.arange(width) <= rollout.lengths[:, None] - _GRAM]
-    _, counts = keys.unique(return_counts=True)
+    _, counts = torch.unique(keys, return_counts=True)
     return float((counts == 1).sum()) / len(keys) if len(keys) else 1.0
 
 
