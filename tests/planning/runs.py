@@ -1,4 +1,4 @@
-"""Configurations of planned runs, of models and data that are nowhere unless they are named."""
+"""Configurations of planned runs; model and data do not exist unless given."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from recipes_lib.config.schema import RecipeConfig
 
 
 def build_config(recipe: str = "sft", **keys: Any) -> RecipeConfig:
-    """Load a recipe with these keys."""
-    named = {"model_name_or_path": "a/b", "dataset_name": "a/c", "output_dir": "out", **keys}
-    return load_config(recipe, [f"--{key}={value}" for key, value in named.items()])
+    """Load the configuration of a recipe with these keys."""
+    settings = {"model_name_or_path": "a/b", "dataset_name": "a/c", "output_dir": "out", **keys}
+    return load_config(recipe, [f"--{key}={value}" for key, value in settings.items()])

@@ -1,4 +1,4 @@
-"""Tensors without memory are cast and counted as a GPU would; with real models, see ``tests/rl/test_memory.py``."""
+"""Activation memory on fake tensors, compared with closed forms; with real models in ``tests/rl/test_memory.py``."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from recipes_lib.planning.activations import (
     on_fakes,
 )
 
-OF = {
+ARGUMENTS = {
     **dict.fromkeys(("softmax", "softmin", "log_softmax", "cumsum", "cumprod"), (0,)),
     "layer_norm": ((4,),),
     "group_norm": (2,),
     "pow": (3,),
 }
-"""What a function takes besides a tensor, or two of them."""
+"""Further positional arguments of functions."""
 
 
 def call(name: str, device: str) -> torch.dtype:
-    """Call a function with what it takes, in ``bfloat16``, and return the type of the result."""
+    """Call a function on ``bfloat16`` tensors, and return the dtype of the result."""
     one, ids = (
         torch.ones(4, *shape, dtype=dtype, device=device) for shape, dtype in (((4,), torch.bfloat16), ((), int))
     )
@@ -39,14 +39,14 @@ def call(name: str, device: str) -> torch.dtype:
     if name.endswith("1_loss") or name in ("mse_loss", "kl_div", "cosine_similarity"):
         others = (one,)
     function = getattr(functional, name, None) or getattr(torch, name)
-    return function(one, *others, *OF.get(name, ())).dtype
+    return function(one, *others, *ARGUMENTS.get(name, ())).dtype
 
 
 @pytest.mark.filterwarnings("ignore:reduction")
 @pytest.mark.parametrize("name", [*sorted(FLOAT32_ON_CUDA), "relu", "tanh"])
-def test_functions_run_in_the_type_that_they_have_on_cuda(name, monkeypatch) -> None:
+def test_autocast_dtypes_match_cuda(name, monkeypatch) -> None:
     with FakeTensorMode():
-        # What torch itself does; `torch.autocast` asks for a GPU, of which nothing is used.
+        # `torch.autocast("cuda")` would require a GPU.
         torch.set_autocast_dtype("cuda", torch.bfloat16)
         torch.set_autocast_enabled("cuda", True)
         try:
@@ -59,8 +59,8 @@ def test_functions_run_in_the_type_that_they_have_on_cuda(name, monkeypatch) -> 
         assert call(name, "cpu") == torch.bfloat16
 
 
-def test_layer_norms_and_powers_in_32_bits_keep_more_of_gpt2(monkeypatch) -> None:
-    """A layer's two norms pass 32 bits on, and so does the power in its activation function."""
+def test_float32_layer_norms_and_powers_increase_activations_of_gpt2(monkeypatch) -> None:
+    """The outputs of two norms per layer, and of the power in ``gelu_new``, are in ``float32``."""
 
     def count(activation: str) -> int:
         config = GPT2Config(n_layer=2, n_embd=64, n_head=4, activation_function=activation)
@@ -82,7 +82,7 @@ SHAPES = [(64, 256, 4, 4, 2, 32), (128, 192, 4, 2, 1, 48), (96, 160, 6, 1, 3, 16
 
 
 def count_layer(shape: tuple[int, ...], *, kernel: str = CAUSAL, is_fused: bool = False) -> LayerBytes:
-    """Bytes of the second layer of a Llama, whose inputs are neither embeddings nor positions."""
+    """Return bytes of the second layer of a Llama; the first one also holds rotary tables."""
     hidden, inner, heads, groups, rows, length = shape
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": 2}
     config = LlamaConfig(vocab_size=32, **sizes, num_attention_heads=heads, num_key_value_heads=groups)
@@ -96,8 +96,8 @@ def count_layer(shape: tuple[int, ...], *, kernel: str = CAUSAL, is_fused: bool 
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_layer_keeps_what_closed_forms_say(shape) -> None:
-    """To the byte: all of it, what `save_matmuls` keeps, its input, and what Liger's kernels leave."""
+def test_layer_activations_match_closed_forms(shape) -> None:
+    """Exactly: all activations, the input, products of `save_matmuls`, and with Liger's kernels."""
     hidden, inner, heads, groups, rows, length = shape
     tokens, keys = rows * length, 4 * hidden * groups // heads
     assert count_layer(shape) == LayerBytes(
@@ -109,18 +109,18 @@ def test_a_layer_keeps_what_closed_forms_say(shape) -> None:
     assert fused == tokens * (12 * hidden + keys + 6 * inner + 4 * heads + 8)
 
 
-def test_eager_attention_keeps_the_probabilities_of_each_pair_of_tokens() -> None:
-    """In 32 and in 16 bits, and no sum of each row."""
+def test_eager_attention_keeps_quadratic_probabilities() -> None:
+    """Probabilities in 32 and 16 bits, without the log-sum-exp of each row."""
     more = count_layer((64, 256, 4, 4, 2, 48), kernel="eager").total - count_layer((64, 256, 4, 4, 2, 48)).total
     assert more == 6 * 2 * 4 * 48**2 - 4 * 2 * 4 * 48
 
 
-def test_checkpointing_keeps_inputs_products_or_every_other_layer() -> None:
+def test_checkpointing_modes_count_kept_and_recomputed_bytes() -> None:
     kept = Activations(100, (LayerBytes(50, 4, 20), LayerBytes(60, 4, 20))).extend(5)
     assert kept.count(Checkpointing()) == 100 + 50 + 4 * 60
     assert kept.count(Checkpointing(1)) == 100 + 5 * 4 + 60
     assert kept.count(Checkpointing(2)) == 100 + 3 * 4 + 2 * 60 + 60
     assert kept.count(Checkpointing(1, keeps_products=True)) == 100 + 5 * (4 + 20) + 60 - 20
     assert kept.count(Checkpointing(1, offloads=True)) == 100 + 60 + 4
-    # Of several micro-batches one is in its backward pass.
+    # One of the micro-batches is in its backward pass.
     assert kept.count(Checkpointing(1), in_flight=3) == 3 * (100 + 5 * 4) + 60

@@ -1,4 +1,4 @@
-"""The rows of every step against a loop over the steps, and what a ramp must and must not depend on."""
+"""Rows of every step under a batch ramp, compared with a loop in exact arithmetic."""
 
 import math
 from fractions import Fraction
@@ -21,8 +21,8 @@ runs = st.fixed_dictionaries(
 )
 
 
-def step_by_step(num_steps, max_length, rows_per_micro_step, accumulation, ramp_tokens, ramp_start):
-    """The definition, one step after the other, in exact arithmetic."""
+def compute_by_loop(num_steps, max_length, rows_per_micro_step, accumulation, ramp_tokens, ramp_start):
+    """Return the row starts by the definition, step by step, in exact arithmetic."""
     starts = [0]
     start = Fraction(str(ramp_start))
     for _ in range(num_steps):
@@ -34,44 +34,44 @@ def step_by_step(num_steps, max_length, rows_per_micro_step, accumulation, ramp_
 
 
 @given(run=runs, num_steps=st.integers(0, 200))
-def test_every_step_has_the_rows_of_the_definition(run, num_steps):
+def test_row_starts_match_loop(run, num_steps):
     starts = compute_row_starts(num_steps=num_steps, **run)
     assert starts.dtype == np.int64
-    assert starts.tolist() == step_by_step(num_steps, **run)
+    assert starts.tolist() == compute_by_loop(num_steps, **run)
 
 
 @given(run=runs, num_tokens=st.integers(1, 30_000))
-def test_a_run_counted_in_tokens_ends_with_the_step_that_reaches_them(run, num_tokens):
+def test_run_in_tokens_ends_with_step_that_reaches_them(run, num_tokens):
     starts = compute_row_starts(num_tokens=num_tokens, **run)
     num_steps = len(starts) - 1
     assert starts.tolist() == compute_row_starts(num_steps=num_steps, **run).tolist()
     assert starts[-2] * run["max_length"] < num_tokens <= starts[-1] * run["max_length"]
 
 
-def test_a_share_is_what_is_written_not_its_nearest_float():
-    assert 0.07 * 100 > 7  # The trap.
+def test_share_is_exact_decimal():
+    assert 0.07 * 100 > 7  # In floats, 8 micro-steps would be needed.
     assert count_micro_steps(100, 0.07) == 7
     assert [count_micro_steps(8, share) for share in (0.001, 0.125, 0.126, 1.0)] == [1, 1, 2, 8]
 
 
-def test_millions_of_steps_and_a_ramp_longer_than_the_run_are_counted_at_once():
+def test_millions_of_steps_and_ramp_longer_than_run_are_vectorised():
     run = {"max_length": 4096, "rows_per_micro_step": 16, "accumulation": 64, "ramp_start": 0.01}
     starts = compute_row_starts(num_steps=10**6, ramp_tokens=10**11, **run)
     assert np.diff(starts)[[0, -1]].tolist() == [16, 1024]
     assert compute_row_starts(num_steps=3, ramp_tokens=10**15, **run).tolist() == [0, 16, 32, 48]
 
 
-def test_the_ramp_of_gpt_3():
-    """Batches of 32 thousand tokens at first, of 3.2 million after 12 billion of the 300 billion tokens."""
+def test_batch_ramp_of_gpt_3():
+    """Batches grow from 32 thousand to 3.2 million tokens over 12 of 300 billion tokens."""
     run = {"max_length": 2048, "rows_per_micro_step": 16, "accumulation": 100, "num_tokens": 300 * 10**9}
     starts = compute_row_starts(**run, ramp_tokens=12 * 10**9, ramp_start=0.01)
     tokens, batches = starts * 2048, np.diff(starts) * 2048
     assert batches[0] == 32_768
     assert batches[-1] == 3_276_800
     first_full = int(np.argmax(batches == batches[-1]))
-    # Rounded up, the batch is full as soon as more than 99 of the 100 micro-steps are wanted.
+    # Rounded up: the batch is full from a share above 0.99.
     assert 12e9 * (0.99 - 0.01) / 0.99 < tokens[first_full] <= 12e9
-    # With `a` micro-steps at first and 100 at the end, a ramp in tokens takes 12e9 / (full - first) * ln(100 / a).
+    # A linear ramp in tokens from `a` to 100 micro-steps takes 12e9 / (full - first) * ln(100 / a) steps.
     steps = {a: 12e9 / (3_276_800 - 32_768) * math.log(100 / a) for a in (1, 2)}
     assert steps[2] < first_full < steps[1]
     assert len(batches) - first_full == pytest.approx((300e9 - tokens[first_full]) / 3_276_800, abs=1)

@@ -1,4 +1,4 @@
-"""FLOPs per token against torch's own counter, and the table of peaks."""
+"""FLOPs per token and step, compared with ``torch.utils.flop_counter``."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ MLA = {
     "moe_intermediate_size": 32,
 }
 CONFIGS = {
-    "grouped queries": LlamaConfig(**SMALL),
-    "tied head": LlamaConfig(**SMALL, tie_word_embeddings=True),
-    "head_dim of its own": Qwen3Config(**SMALL, head_dim=32),
-    "no gate, biases, Conv1D, learned positions": GPT2Config(vocab_size=160, n_embd=64, n_layer=3, n_head=4),
-    "mixture of experts": MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
-    "experts in every second layer": Qwen3MoeConfig(
+    "grouped_queries": LlamaConfig(**SMALL),
+    "tied_head": LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "separate_head_dim": Qwen3Config(**SMALL, head_dim=32),
+    "gpt2_biases_conv1d_learned_positions": GPT2Config(vocab_size=160, n_embd=64, n_layer=3, n_head=4),
+    "experts": MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
+    "experts_in_every_second_layer": Qwen3MoeConfig(
         **SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=2
     ),
-    "latent attention, shared expert": DeepseekV3Config(
+    "latent_attention_shared_expert": DeepseekV3Config(
         **{**SMALL, "num_key_value_heads": 4}, **MLA, n_routed_experts=8, num_experts_per_tok=2
     ),
     # The last layer is global; per-layer embeddings off, because a frozen model needs token ids for them.
@@ -78,7 +78,7 @@ def count_flops(config: PretrainedConfig, length: int = LENGTH, *, is_frozen: bo
     ids = torch.arange(BATCH * length).reshape(BATCH, length) % 160
     inputs = {"input_ids": ids}
     if is_frozen:
-        # Gradients pass through all layers, as to an adapter in the first one.
+        # Gradients of inputs pass through all layers, as with an adapter in the first one.
         model.requires_grad_(False)
         inputs = {"inputs_embeds": model.get_input_embeddings()(ids).requires_grad_()}
     with FlopCounterMode(display=False) as counter:
@@ -88,14 +88,14 @@ def count_flops(config: PretrainedConfig, length: int = LENGTH, *, is_frozen: bo
 
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_step_costs_what_the_flop_counter_counts(name: str, is_frozen: bool) -> None:
+def test_flops_match_flop_counter(name: str, is_frozen: bool) -> None:
     num_tokens = BATCH * LENGTH
     closed_form = compute_flops_per_token(CONFIGS[name], LENGTH, is_frozen=is_frozen).total(num_tokens, num_tokens)
 
     assert closed_form == pytest.approx(count_flops(CONFIGS[name], is_frozen=is_frozen), rel=0.02)
 
 
-def test_the_attention_term_grows_with_the_sequence_as_counted() -> None:
+def test_attention_term_grows_with_sequence_as_counted() -> None:
     config = LlamaConfig(**SMALL)
     difference = compute_flops_per_token(config, 96).body - compute_flops_per_token(config, 48).body
 
@@ -104,7 +104,7 @@ def test_the_attention_term_grows_with_the_sequence_as_counted() -> None:
     assert difference == pytest.approx(counted, rel=1e-6)
 
 
-def test_a_sliding_layer_attends_to_no_more_than_its_window() -> None:
+def test_sliding_layer_attends_within_window() -> None:
     shape = {**SMALL, "head_dim": 16, "sliding_window": 8}
     sliding = Gemma3TextConfig(**shape, layer_types=["sliding_attention"] * 3)
     full = Gemma3TextConfig(**shape, layer_types=["full_attention"] * 3)
@@ -113,7 +113,7 @@ def test_a_sliding_layer_attends_to_no_more_than_its_window() -> None:
     assert compute_flops_per_token(sliding, 4) == compute_flops_per_token(full, 4)
 
 
-def test_a_model_without_attention_costs_its_weights_at_any_length() -> None:
+def test_flops_without_attention_do_not_depend_on_length() -> None:
     config = MambaConfig(vocab_size=160, hidden_size=64, num_hidden_layers=3, state_size=8)
     weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters() if p.ndim == 2)
     flops = compute_flops_per_token(config, 8)
@@ -121,27 +121,27 @@ def test_a_model_without_attention_costs_its_weights_at_any_length() -> None:
     assert flops.body + flops.head == pytest.approx(6 * weights, rel=0.05)
 
 
-def test_a_window_without_a_list_of_layers_is_that_of_all_of_them() -> None:
+def test_window_without_layer_types_applies_to_all_layers() -> None:
     windowed = compute_flops_per_token(MistralConfig(**SMALL, sliding_window=16), 512)
     assert windowed == compute_flops_per_token(MistralConfig(**SMALL, sliding_window=None), 16)
 
 
-def test_seventy_billion_parameters_cost_six_operations_each_and_the_attention() -> None:
+def test_flops_of_llama_2_70b_match_closed_form() -> None:
     sizes = dict(zip(SMALL, (32000, 8192, 28672, 80, 64, 8), strict=True))
     flops = compute_flops_per_token(LlamaConfig(**sizes), 2048)
-    multiplied = 68_976_648_192 - 32000 * 8192 - 161 * 8192  # all parameters, input embedding and norms taken off
+    multiplied = 68_976_648_192 - 32000 * 8192 - 161 * 8192  # without input embedding and norms
 
     assert flops.total(1, 1) == 6 * multiplied + 12 * 80 * 8192 * 2048
 
 
-def test_positions_that_are_no_targets_cost_no_head() -> None:
+def test_head_flops_count_targets_only() -> None:
     flops = compute_flops_per_token(LlamaConfig(**SMALL), LENGTH)
 
     assert flops.total(100, 0) == 100 * flops.body
     assert flops.total(100, 30) - flops.total(100, 0) == 30 * 6 * 160 * 64
 
 
-def test_a_step_counts_its_rows_and_the_passes_that_it_needs(tiny_model_dir: Path) -> None:
+def test_step_counts_rows_and_passes_of_each_recipe(tiny_model_dir: Path) -> None:
     model_config = AutoConfig.from_pretrained(tiny_model_dir)
     flops = compute_flops_per_token(model_config, 64)
     whole = flops.body + flops.head
@@ -156,5 +156,5 @@ def test_a_step_counts_its_rows_and_the_passes_that_it_needs(tiny_model_dir: Pat
     assert dataclasses.astuple(step("dpo")) == (48, 64, pytest.approx(whole * 48 * 64))
     assert step("dpo", precompute_ref_log_probs=False).num_flops == pytest.approx(whole * 48 * 64 * 4 / 3)
     assert step("reward").num_flops == pytest.approx(flops.body * 48 * 64)
-    taught = step("distill", teacher_model_name_or_path=str(tiny_model_dir))
-    assert taught.num_flops == pytest.approx(whole * 24 * 64 * 4 / 3)
+    distilled = step("distill", teacher_model_name_or_path=str(tiny_model_dir))
+    assert distilled.num_flops == pytest.approx(whole * 24 * 64 * 4 / 3)

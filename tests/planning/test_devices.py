@@ -1,4 +1,4 @@
-"""GPUs are known by the names that drivers, makers and users give them; shares of their peak have a source."""
+"""GPU table: names of drivers, vendors and users, link rates, MIG instances, and expected MFU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from recipes_lib.planning.devices import (
 )
 
 
-def test_the_peak_is_that_of_16_bit_products_only() -> None:
+def test_peak_is_known_for_16_bit_products_only() -> None:
     assert peak_flops("Tesla T4", torch.float16) == 65e12
     assert peak_flops("Tesla T4", torch.bfloat16) is None
     assert peak_flops("NVIDIA H100 80GB HBM3", torch.bfloat16) == 989e12
@@ -28,7 +28,7 @@ def test_the_peak_is_that_of_16_bit_products_only() -> None:
 
 
 @pytest.mark.parametrize("name", ["Intel(R) Xeon(R) Platinum", "AMD EPYC 9B14", "Abacus", ""])
-def test_what_is_no_gpu_is_not_known(name: str) -> None:
+def test_other_names_are_no_gpu(name: str) -> None:
     assert find_device(name) is None
     assert peak_flops(name, torch.bfloat16) is None
 
@@ -44,7 +44,7 @@ def test_what_is_no_gpu_is_not_known(name: str) -> None:
         ("Abacus", {}, "float32", "'Abacus' is not known\n.*nvidia-smi"),
     ],
 )
-def test_the_peak_of_a_run_is_that_of_its_products(name, training, dtype, expected) -> None:
+def test_peak_of_run_is_that_of_its_compute_dtype(name, training, dtype, expected) -> None:
     config = build_config(dtype=dtype, **training)
     if isinstance(expected, float):
         assert find_peak(name, config) == expected
@@ -56,12 +56,15 @@ def test_the_peak_of_a_run_is_that_of_its_products(name, training, dtype, expect
 @pytest.mark.parametrize(
     ("name", "gigabytes", "teraflops", "bandwidth", "link", "watts"),
     [
-        # Of names alike each has its own figures; `...` where they are those of another row.
+        # Similar names have different figures; `...` where another row checks them.
         ("NVIDIA H100 80GB HBM3", 80, 989, 3350, 450, 700),
         ("NVIDIA H100 PCIe", 80, 756, 2000, 64, 350),
         ("NVIDIA H100 NVL", 94, 835, 3900, 300, 400),
         ("H100NVL", 94, ..., ..., ..., ...),
         ("H100 MIG 1g.10gb", 10, ..., ..., ..., ...),
+        ("H100 SXM", 80, 989, ..., ..., ...),
+        ("NVIDIA_H100_80GB", 80, 989, ..., ..., ...),
+        ("nvidia-h100-mega-80gb", 80, 989, ..., ..., ...),
         ("NVIDIA H200", 141, 989, ..., ..., 700),
         ("NVIDIA H20", 96, 148, ..., ..., ...),
         ("NVIDIA A100-SXM4-80GB", 80, 312, 2039, 300, 400),
@@ -69,6 +72,7 @@ def test_the_peak_of_a_run_is_that_of_its_products(name, training, dtype, expect
         ("NVIDIA A100 80GB PCIe", 80, 312, 1935, 32, 300),
         ("NVIDIA A100-PCIE-40GB", 40, 312, 1555, 32, 250),
         ("A100-80", 80, ..., 2039, 300, 400),
+        ("A100 SXM4 80GB", 80, ..., 2039, 300, 400),
         ("A100", 40, ..., 1555, 300, 400),
         ("NVIDIA A10G", 24, 70, ..., ..., ...),
         ("NVIDIA A10", 24, 125, ..., ..., ...),
@@ -76,8 +80,10 @@ def test_the_peak_of_a_run_is_that_of_its_products(name, training, dtype, expect
         ("NVIDIA L4", 24, 121, ..., ..., 72),
         ("Tesla T4", 16, ..., ..., ..., ...),
         ("V100 32", 32, ..., ..., ..., ...),
+        ("V100 32G", 32, ..., ..., ..., ...),
         ("RTX 4090", 24, ..., ..., ..., ...),
         ("4090", 24, ..., ..., ..., ...),
+        ("rtx 4090", 24, ..., ..., ..., ...),
         ("rtx5090", 32, ..., ..., ..., ...),
         ("NVIDIA GeForce RTX 3090", 24, ..., ..., ..., ...),
         ("RTX PRO 6000", 96, ..., ..., ..., ...),
@@ -93,18 +99,18 @@ def test_the_peak_of_a_run_is_that_of_its_products(name, training, dtype, expect
         ("48 GB", 48, 0, 0, 0, None),
     ],
 )
-def test_a_device_has_what_its_name_or_its_maker_says(name, gigabytes, teraflops, bandwidth, link, watts) -> None:
+def test_device_figures_by_name(name, gigabytes, teraflops, bandwidth, link, watts) -> None:
     found = choose_device(name)
     figures = zip(
         (found.memory, found.flops / 1e3, found.bandwidth, found.link),
         (gigabytes, teraflops, bandwidth, link),
         strict=True,
     )
-    assert all(figure == told * 1e9 for figure, told in figures if told is not ...)
+    assert all(figure == expected * 1e9 for figure, expected in figures if expected is not ...)
     assert watts in (found.watts, ...)
 
 
-def test_every_row_is_found_by_its_name_and_names_its_source() -> None:
+def test_every_row_of_table_is_found_by_name_and_has_source() -> None:
     for name, row in _read_devices().items():
         assert row["source"], name
         found = choose_device(name)
@@ -116,7 +122,7 @@ def test_every_row_is_found_by_its_name_and_names_its_source() -> None:
 @pytest.mark.parametrize(
     ("name", "ranks", "gigabytes"),
     [
-        # A switch, a link to each other GPU, a bridge of two, and what more than two have.
+        # A switch, links to each GPU, and a bridge of two GPUs with PCIe beyond.
         ("H100", 2, 450),
         ("H100", 8, 450),
         ("MI300X", 2, 64),
@@ -127,12 +133,12 @@ def test_every_row_is_found_by_its_name_and_names_its_source() -> None:
         ("MI300X", 1, 64),
     ],
 )
-def test_the_rate_between_gpus_is_that_of_their_links(name, ranks, gigabytes) -> None:
+def test_rate_between_gpus_depends_on_links_and_ranks(name, ranks, gigabytes) -> None:
     assert choose_device(name).find_rate(ranks) == gigabytes * 1e9
 
 
 @pytest.mark.parametrize("name", ["H100 MIG 3g.40gb", "NVIDIA H100 80GB HBM3 MIG 3g.40gb"])
-def test_a_part_of_a_gpu_has_its_share(name) -> None:
+def test_mig_instance_has_share_of_gpu(name) -> None:
     whole, part = choose_device("H100"), choose_device(name)
     assert part.flops == pytest.approx(whole.flops * 3 / 7)
     assert (part.memory, part.bandwidth) == pytest.approx((whole.memory / 2, whole.bandwidth / 2))
@@ -143,24 +149,24 @@ def test_a_part_of_a_gpu_has_its_share(name) -> None:
     ("name", "words"),
     [("409", "did you mean `RTX 4090`"), ("H10", "H100"), ("Abacus", "nvidia-smi -L"), (" ", "nvidia-smi -L")],
 )
-def test_a_name_that_is_not_known_is_asked_back(name, words) -> None:
+def test_unknown_name_error_suggests_names(name, words) -> None:
     with pytest.raises(ConfigError, match=words):
         choose_device(name)
 
 
-def test_a_short_name_tells_which_board_it_is_taken_for() -> None:
+def test_ambiguous_name_reports_assumed_board() -> None:
     assert choose_device("A100").assumed == "SXM, 40 GB; another is A100-80GB"
     assert choose_device("h100").assumed.startswith("SXM")
     assert not choose_device("A100-80GB").assumed
     assert not choose_device("NVIDIA H100 80GB HBM3").assumed
 
 
-def test_the_share_of_the_peak_is_that_of_published_runs_of_this_kind() -> None:
-    """torchtitan tells 33 % and 39 % of its table; a layer computed twice costs a pass of three, or of two."""
-    eager, told = find_efficiency(build_config())
+def test_efficiency_is_published_mfu_less_recomputation() -> None:
+    """torchtitan publishes 33 % and 39 %; recomputation adds one pass to three, or to two with an adapter."""
+    eager, source = find_efficiency(build_config())
     compiled, _ = find_efficiency(build_config(torch_compile=True))
     assert (eager, compiled) == pytest.approx((0.338, 0.391), abs=0.002)
-    assert "torchtitan" in told
+    assert "torchtitan" in source
     whole, half = (
         find_efficiency(build_config(activation_checkpointing=True, activation_checkpointing_kwargs=options))[0]
         for options in ("{}", "{every_n_layers: 2}")
@@ -177,12 +183,12 @@ def test_the_share_of_the_peak_is_that_of_published_runs_of_this_kind() -> None:
     [
         ({}, 0.2),
         ({"activation_checkpointing": True}, 0.2 * 3 / 4),
-        # Nothing compiled was measured: the published ratio of 6,667 to 5,762 tokens a second.
+        # Without compiled measurements, by the published ratio of 6,667 to 5,762 tokens per second.
         ({"torch_compile": True}, 0.2 * 6667 / 5762),
         ({"recipe": "lora"}, 0.1),
         ({"recipe": "lora", "activation_checkpointing": True}, 0.1 * 2 / 3),
     ],
 )
-def test_measured_shares_replace_the_published_ones_by_class(changes, expected) -> None:
+def test_measured_mfu_replaces_published_by_class(changes, expected) -> None:
     shares = {Kind(compiles=False, uses_adapter=False): 0.2, Kind(compiles=False, uses_adapter=True): 0.1}
     assert find_efficiency(build_config(**changes), Measured(shares, "a test"))[0] == pytest.approx(expected, abs=5e-4)

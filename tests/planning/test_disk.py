@@ -1,4 +1,4 @@
-"""The bytes of a checkpoint against what a trainer writes, and the refusal of a disk that is too small."""
+"""Disk space of checkpoints, compared with files of the Trainer; errors on a full disk."""
 
 import shutil
 
@@ -13,7 +13,7 @@ from recipes_lib.planning.disk import compute_disk, plan_disk, verify_disk
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor"])
-def test_a_checkpoint_is_as_large_as_the_trainer_writes_it(tiny_model_dir, tmp_path, optim, dtype):
+def test_checkpoint_size_matches_files_of_trainer(tiny_model_dir, tmp_path, optim, dtype):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=dtype)
     rows = Dataset.from_dict({"input_ids": [[5, 6, 7]] * 4, "labels": [[5, 6, 7]] * 4})
     optim_args = {"optim_args": "momentum=0.9"} if optim == "sgd" else {}
@@ -42,19 +42,25 @@ def test_a_checkpoint_is_as_large_as_the_trainer_writes_it(tiny_model_dir, tmp_p
         ({"save_steps": 30}, {}, 4),
         ({"save_strategy": "no"}, {}, 0),
         ({"save_strategy": "epoch", "num_train_epochs": 3}, {}, 3),
-        # What stays for ever.
+        # An incomplete last epoch is saved too.
+        ({"save_strategy": "epoch", "num_train_epochs": 2.5}, {}, 3),
+        # `max_steps` decides, and epochs are unknown, or counted by the caller.
+        ({"save_strategy": "epoch", "max_steps": 100}, {}, 1),
+        ({"save_strategy": "epoch", "max_steps": 100}, {"num_epochs": 7.2}, 8),
+        ({"save_strategy": "epoch", "num_train_epochs": 1000}, {}, 100),
+        # Checkpoints that are kept beyond `save_total_limit`.
         ({"save_steps": 10, "save_total_limit": 2}, {"keep_every": 50}, 5),
         ({"save_steps": 10, "save_total_limit": 2}, {"keep_every": 50, "num_protected": 1}, 6),
         ({"save_steps": 10, "save_total_limit": 2}, {"keep_every": 10}, 10),
         ({"save_steps": 10, "save_total_limit": 2, "load_best_model_at_end": True}, {}, 4),
     ],
 )
-def test_checkpoints_are_counted_at_the_worst_moment(tmp_path, training, options, expected):
+def test_checkpoints_are_counted_at_their_maximum(tmp_path, training, options, expected):
     plan = plan_disk(1000, 10, 100, {"output_dir": str(tmp_path)} | training, **options)
     assert (plan.num_checkpoints, plan.total_bytes) == (expected, expected * 1000 + 10)
 
 
-def test_a_disk_that_is_too_small_is_refused_with_the_way_out(tmp_path, monkeypatch):
+def test_too_small_disk_raises_with_remedy(tmp_path, monkeypatch):
     verify_disk(compute_disk(10, 4, 100, {"output_dir": str(tmp_path)}), "outputs")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 10**6))
     plan = compute_disk(10**6, 4, 100, {"output_dir": str(tmp_path / "not" / "there"), "save_steps": 50})

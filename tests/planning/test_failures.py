@@ -1,4 +1,4 @@
-"""Intervals and goodput against a search and a simulation; for published figures, see ``test_known_answers.py``."""
+"""Save interval and goodput, compared with a search and a simulation; published values: ``test_known_answers.py``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LLAMA_3_HOURS = GPU_HOURS_BETWEEN_FAILURES / 16_384
 
 
 def _simulate(failures: Failures, interval: float, num_segments: int) -> float:
-    """Return the goodput of a run that lives through failures one after the other."""
+    """Return the goodput of a simulated run with exponentially distributed failures."""
     rng = np.random.default_rng(0)
     clock, next_failure, restarting = 0.0, rng.exponential(failures.mean_seconds), False
     for _ in range(num_segments):
@@ -26,7 +26,7 @@ def _simulate(failures: Failures, interval: float, num_segments: int) -> float:
 
 
 @pytest.mark.parametrize(("save_seconds", "expected"), [(60, 1116), (1800, 5185)])
-def test_the_interval_is_dalys_and_next_to_the_best(save_seconds, expected):
+def test_interval_is_near_optimum_of_search(save_seconds, expected):
     failures = Failures(_LLAMA_3_HOURS * 3600, save_seconds, 300)
     interval = failures.compute_interval()
     assert interval == pytest.approx(expected, rel=2e-3)
@@ -36,13 +36,13 @@ def test_the_interval_is_dalys_and_next_to_the_best(save_seconds, expected):
 
 @pytest.mark.parametrize("interval", [300.0, 1139.0, 3600.0])
 @pytest.mark.parametrize("restart_seconds", [0.0, 300.0, 3000.0])
-def test_the_goodput_is_that_of_a_simulated_run(interval, restart_seconds):
+def test_goodput_matches_simulation(interval, restart_seconds):
     failures = Failures(_LLAMA_3_HOURS * 3600, 60, restart_seconds)
     simulated = _simulate(failures, interval, num_segments=40_000)
     assert failures.compute_goodput(interval) == pytest.approx(simulated, rel=0.02)
 
 
-def test_a_job_that_fails_before_it_can_save_trains_nothing():
+def test_goodput_is_zero_if_saving_exceeds_time_between_failures():
     failures = Failures(mean_seconds=10, save_seconds=100_000, restart_seconds=0)
     assert failures.compute_interval() == 10
     assert failures.compute_goodput(10) == 0.0

@@ -1,4 +1,4 @@
-"""RLOO and GRPO counted before they start, held against TRL's own sampler."""
+"""Generations and steps of RLOO and GRPO, compared with TRL's ``RepeatSampler``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ load = partial(build_config, reward_funcs="[a.b:c]")
         (50, 1, {"num_generations": 2, "steps_per_generation": 4, "num_iterations": 3, "num_train_epochs": 2}),
     ],
 )
-def test_the_steps_are_those_of_upstreams_sampler(num_prompts, world_size, keys):
+def test_steps_match_trl_sampler(num_prompts, world_size, keys):
     plan = plan_groups(num_prompts, load("grpo", **keys), world_size)
     accumulation = keys.get("gradient_accumulation_steps", 1)
     steps = keys.get("steps_per_generation", accumulation)
@@ -42,12 +42,12 @@ def test_the_steps_are_those_of_upstreams_sampler(num_prompts, world_size, keys)
     assert plan.steps.num_steps == plan.steps.steps_per_epoch * keys.get("num_train_epochs", 1)
 
 
-def test_the_group_size_of_each_recipe_is_upstreams():
+def test_default_group_sizes_match_trl():
     assert plan_groups(100, load("rloo"), 1).prompts_per_generation == 4
     assert plan_groups(100, load("grpo"), 1).prompts_per_generation == 1
 
 
-def test_answers_that_are_no_groups_and_too_few_prompts_are_refused():
+def test_indivisible_answers_and_too_few_prompts_raise():
     with pytest.raises(ConfigError, match="8 answers at a time are not divisible into groups of num_generations 3"):
         plan_groups(100, load("rloo", num_generations=3), 1)
     assert plan_groups(100, load("rloo", num_generations=3), 3).answers_per_generation == 24

@@ -1,4 +1,4 @@
-"""What was published of known runs, beside what the planner computes; the tables are in the documentation."""
+"""Published figures of known runs, compared with the planner and with the tables of ``pretraining_runs.md``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHARE = Kind(compiles=True, uses_adapter=False).published
 
 
 class Answer(NamedTuple):
-    """A published figure, the same one computed, the relative tolerance, and the source."""
+    """A published and the computed figure, with relative tolerance and source."""
 
     what: str
     published: float
@@ -39,7 +39,7 @@ class Answer(NamedTuple):
 
 
 def compute_days(num_parameters: float, num_tokens: float, num_gpus: int, flops: float) -> float:
-    """Days at achieved FLOP/s, which count a second forward pass where MFU does not."""
+    """Return days at achieved FLOP/s, which count recomputation, unlike MFU."""
     mfu = flops / 312e12 * 6 / 8
     return compute_hours(compute_training_flops(num_parameters, num_tokens), num_gpus, 312e12, mfu) / 24
 
@@ -49,7 +49,7 @@ def list_answers(model_dir: Path) -> Iterator[Answer]:
     shape, kinds = AutoConfig.from_pretrained(model_dir), ("weights", "gradients", "optimizer states")
 
     def count_gigabytes(num_parameters: float, num_processes: int, *shards: int, is_deepspeed: bool) -> float:
-        """States of a model of this size, by the bytes of a parameter of a small one."""
+        """Return GB of model states, scaled from the bytes per parameter of a small model."""
         layout = Layout("", num_processes, Held(*shards), is_deepspeed=is_deepspeed)
         held = sum(plan_memory(config, shape, layout).components[f"model, {kind}"] for kind in kinds)
         return held / compute_model_size(shape).total * num_parameters / 1e9
@@ -102,7 +102,7 @@ def build_llama(width: int, mlp: int, num_layers: int, heads: tuple[int, int], v
 
 
 class PublishedRun(NamedTuple):
-    """A run: model, context, tokens, GPU, its reported GPU hours, their source, and why the plan misses them."""
+    """A published run: its GPU hours with their source, and the reason of the plan's deviation."""
 
     name: str
     model: PretrainedConfig
@@ -119,7 +119,7 @@ CARD = "model card"
 LLAMA_8B = build_llama(4096, 14336, 32, (32, 8), 128_256)
 MISTRAL = build_llama(4096, 14336, 32, (32, 8), 32_000)
 NANOCHAT = GPT2Config(vocab_size=65_536, n_positions=2048, n_embd=1280, n_layer=20, n_head=10)
-"""Of the same matrices, but for positions."""
+"""A model with the same matrices, except for positions."""
 RUNS = (
     PublishedRun("Llama 2 7B", build_llama(4096, 11008, 32, (32, 32), 32_000), 4096, 2e12, "A100-80GB", 184_320,
                  "Touvron et al. 2023, table 2", "the share is of H100s, of half the bandwidth a FLOP/s"),
@@ -141,7 +141,7 @@ RUNS = (
 
 
 class PublishedSpeed(NamedTuple):
-    """A run: model, context, GPU, its reported tokens a second on each GPU and share of the peak, and their source."""
+    """A published run: tokens per second and GPU, MFU, and their source."""
 
     name: str
     model: PretrainedConfig
@@ -153,7 +153,7 @@ class PublishedSpeed(NamedTuple):
 
 
 def build_mpt(width: int, num_layers: int, num_heads: int) -> GPT2Config:
-    """MPT's matrices: as GPT-2's."""
+    """Build a model with the matrices of MPT, which are those of GPT-2."""
     return GPT2Config(vocab_size=50_368, n_embd=width, n_layer=num_layers, n_head=num_heads)
 
 
@@ -175,7 +175,7 @@ SPEEDS = (
 
 
 def build_qwen(width: int, mlp: int, num_layers: int, num_heads: int) -> Qwen2Config:
-    """The first Qwen: no grouped queries, and an output projection of its own."""
+    """Build a model of the shapes of the first Qwen: no grouped queries, untied output projection."""
     sizes = dict(zip(SIZES, (width, mlp, num_layers, num_heads, num_heads), strict=True))
     return Qwen2Config(vocab_size=151_936, **sizes, tie_word_embeddings=False)
 
@@ -201,7 +201,7 @@ MEASURED = {
 
 
 def plan_adapter(name: str, method: str, length: int) -> MemoryPlan:
-    """Plan such a run: rank 64, one row at a time, every layer computed twice."""
+    """Plan a run of ``MEASURED``: rank 64, one row per micro-batch, full activation checkpointing."""
     keys = {"lora_r": 64, "dtype": "bfloat16", "load_in_4bit": method == "QLoRA", "max_length": length}
     config = build_config("lora", per_device_train_batch_size=1, activation_checkpointing=True, **keys)
     return plan_memory(config, SHAPES[name], Layout("single_gpu"))
@@ -222,7 +222,7 @@ def describe_run(run: PublishedRun) -> str:
     )
 
 
-def test_the_planner_computes_what_was_published_and_the_page_shows_it(tiny_model_dir: Path) -> None:
+def test_published_figures_match_planner_and_page(tiny_model_dir: Path) -> None:
     page = PAGE.read_text(encoding="utf-8")
     for answer in list_answers(tiny_model_dir):
         assert answer.computed == pytest.approx(answer.published, rel=answer.tolerance), answer.what
@@ -231,14 +231,14 @@ def test_the_planner_computes_what_was_published_and_the_page_shows_it(tiny_mode
 
 
 @pytest.mark.parametrize("run", RUNS, ids=[run.name for run in RUNS])
-def test_hours_of_published_runs_are_on_the_page_with_what_the_plan_misses(run: PublishedRun) -> None:
+def test_page_shows_planned_hours_of_published_runs(run: PublishedRun) -> None:
     row = describe_run(run)
     assert row in PAGE.read_text(encoding="utf-8"), row
 
 
 @pytest.mark.parametrize("run", SPEEDS, ids=[f"{run.name} {run.length} {run.gpu}" for run in SPEEDS])
-def test_tokens_a_second_at_the_published_share_of_the_peak(run: PublishedSpeed) -> None:
-    """The planned operations of a token are those by which others count, attention over long rows included."""
+def test_tokens_per_second_match_published_mfu(run: PublishedSpeed) -> None:
+    """FLOPs per token agree with those of other libraries, including attention over long rows."""
     flops = compute_flops_per_token(run.model, run.length).total(1, 1)
     planned = choose_device(run.gpu).flops * run.share / flops
     ratio = planned / run.tokens
@@ -250,20 +250,23 @@ def test_tokens_a_second_at_the_published_share_of_the_peak(run: PublishedSpeed)
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    # A plan builds every layer: larger models take longer to show the same.
-    [pytest.param(*key, id=" ".join(key), marks=[] if key[0] == "Qwen 1.8B" else pytest.mark.slow) for key in MEASURED],
+    # Planning builds every layer, so larger models are slow.
+    [
+        pytest.param(*key, id=" ".join(key), marks=[] if key == ("Qwen 1.8B", "QLoRA") else pytest.mark.slow)
+        for key in MEASURED
+    ],
 )
-def test_memory_of_adapters_as_measured_on_an_a100(name: str, method: str) -> None:
+def test_planned_memory_of_adapters_matches_measurements(name: str, method: str) -> None:
     measured, planned = MEASURED[name, method], [count_gb(plan_adapter(name, method, length)) for length in LENGTHS]
     cells = (f"{value:.1f} / {plan:.1f}" for value, plan in zip(measured, planned, strict=True))
     row = f"| {name}, {method} | {' | '.join(cells)} |"
-    # Whole logits, which are a quarter of the smallest model's memory, are not planned: here they are made in chunks.
+    # Measured runs held full logits, a quarter of the smallest model's memory; the plan has chunks.
     assert planned == pytest.approx(measured, rel=0.27 if "1.8B" in name else 0.14)
     assert row in PAGE.read_text(encoding="utf-8"), row
 
 
-def test_qlora_of_65b_on_48_gb_as_published() -> None:
-    """Dettmers et al. page Adam's states out of the GPU; the plan of a run that does not is larger by them."""
+def test_qlora_of_65b_fits_48_gb_as_published() -> None:
+    """Dettmers et al. page the states of Adam to the host; the plan includes them."""
     plan = plan_adapter("LLaMA 65B", "QLoRA", 512)
     resident = count_gb(plan) - plan.components["model, optimizer states"] / 1e9
     assert resident < 48 < count_gb(plan)

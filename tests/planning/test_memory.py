@@ -1,4 +1,4 @@
-"""A process holds what closed forms say, by layout; of PPO, see ``tests/rl/test_memory.py``."""
+"""Planned memory by recipe and layout, compared with closed forms; of PPO in ``tests/rl/test_memory.py``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KEYS: dict[str, Any] = {
     "gradient_accumulation_steps": 3,
     "activation_checkpointing": True,
 }
-ALONE, COPIED, SHARED = Layout("single_gpu"), Layout("ddp", 4), Layout("fsdp2", 4, Held(4, 4, 4))
+SINGLE, REPLICATED, SHARDED = Layout("single_gpu"), Layout("ddp", 4), Layout("fsdp2", 4, Held(4, 4, 4))
 KEPT = "activations of a micro-batch"
 NARROW = "16-bit copies of the weights in a pass"
 GATHERED = "gathered: layers, embeddings and output projection"
@@ -48,7 +48,7 @@ def build(tiny_model_dir: Path):
     return build
 
 
-def test_a_critic_starts_from_the_named_model_in_the_revision_that_the_recipe_has_for_it(build) -> None:
+def test_critic_start_has_revision_of_named_model(build) -> None:
     """``model_revision`` is that of the policy, and ``reward_model_revision`` that of the reward model."""
     keys = {"model_name_or_path": "us/policy", "model_revision": "a", "reward_funcs": "m:f"}
     scored = keys | {"reward_model_name_or_path": "us/reward", "reward_model_revision": "b"}
@@ -62,21 +62,21 @@ def test_a_critic_starts_from_the_named_model_in_the_revision_that_the_recipe_ha
         assert find_critic_start(build("ppo", response_length=8, **given)) == (name, revision)
 
 
-def test_a_critic_is_planned_in_the_revision_of_its_reward_model(build, tiny_model_dir, monkeypatch) -> None:
-    asked = []
-    monkeypatch.setattr(memory, "find_shape", lambda model: asked.append(model.model_revision) or small)
+def test_critic_is_planned_with_revision_of_reward_model(build, tiny_model_dir, monkeypatch) -> None:
+    revisions = []
+    monkeypatch.setattr(memory, "find_shape", lambda model: revisions.append(model.model_revision) or small)
     small = AutoConfig.from_pretrained(tiny_model_dir)
     keys = {"reward_model_name_or_path": "us/reward", "reward_model_revision": "b", "response_length": 8}
     monkeypatch.setattr(memory, "find_adapter", lambda *_: None)
-    plan_memory(build("ppo", **keys), small, ALONE)
-    assert asked == ["b", "b"]
+    plan_memory(build("ppo", **keys), small, SINGLE)
+    assert revisions == ["b", "b"]
 
 
 @pytest.fixture
 def count(build, tiny_model_dir: Path):
-    """The components of a process, by name."""
+    """Return a function that plans a recipe, and returns the components of a process."""
 
-    def count(recipe: str, layout: Layout = ALONE, **changes: Any) -> Mapping[str, int]:
+    def count(recipe: str, layout: Layout = SINGLE, **changes: Any) -> Mapping[str, int]:
         return plan_memory(build(recipe, **changes), AutoConfig.from_pretrained(tiny_model_dir), layout).components
 
     return count
@@ -92,12 +92,12 @@ def num_parameters(tiny_model_dir: Path) -> int:
     [
         ("adamw_torch_fused", "float32", 4, 8),
         ("sgd", "float32", 4, 0),
-        # States have the type of the weights, but where an optimizer has its own.
+        # States have the dtype of the weights, except for optimizers with a fixed one.
         ("adamw_torch_fused", "bfloat16", 2, 4),
         ("adamw_8bit", "bfloat16", 2, 2.3),
     ],
 )
-def test_full_training_holds_weights_gradients_and_states(
+def test_full_training_counts_weights_gradients_and_states(
     count, num_parameters, optim, dtype, width, state_bytes
 ) -> None:
     terms = count("sft", optim=optim, dtype=dtype)
@@ -107,58 +107,58 @@ def test_full_training_holds_weights_gradients_and_states(
     assert "frozen base, weights" not in terms
 
 
-def test_processes_that_share_hold_their_share_and_those_that_do_not_sum_gradients(count, num_parameters) -> None:
-    copied, shared = count("sft", COPIED), count("sft", SHARED)
+def test_fsdp2_shards_states_and_ddp_adds_gradient_buckets(count, num_parameters) -> None:
+    copied, shared = count("sft", REPLICATED), count("sft", SHARDED)
     assert copied["buckets in which gradients are summed"] == copied["model, gradients"] == 4 * num_parameters
     for name in ("model, weights", "model, gradients", "model, optimizer states"):
         assert shared[name] == copied[name] // 4
-    # Two layers are the whole of this model, with the ends.
+    # This model has two layers, so that all of it is gathered.
     assert shared[GATHERED] == 2 * num_parameters
-    # FSDP2 casts the weights, so that hidden states have 16 bits too; under autocast they have those of the weights.
+    # Hidden states are in 16 bits if FSDP2 casts the weights, and in their dtype under autocast.
     assert shared[KEPT] < copied[KEPT] == count("sft")[KEPT]
     assert NARROW not in shared
 
 
-def test_an_adapter_leaves_its_trunk_frozen(count, num_parameters) -> None:
+def test_adapter_trains_low_rank_weights_on_frozen_base(count, num_parameters) -> None:
     terms = count("lora", lora_r=4, dtype="bfloat16")
-    # With what rotates positions.
+    # Plus buffers of rotary embeddings.
     assert terms["frozen base, weights"] == pytest.approx(2 * num_parameters, rel=1e-3)
     # Rank 4 on seven linear layers of two decoder layers: in and out features of each.
     features = 4 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
     assert terms["model, weights"] == 4 * features
     assert terms["model, optimizer states"] == 8 * features
-    # A reward model has a score for each feature, and no output projection over 512 tokens.
+    # A reward model has a score head instead of the output projection.
     scored = count("reward", lora_r=4, dtype="bfloat16", use_peft=True)["frozen base, weights"]
     assert scored == terms["frozen base, weights"] - 2 * 64 * (512 - 1)
 
 
-def test_a_trunk_in_few_bits_takes_as_many(count, tiny_model_dir) -> None:
+def test_quantized_base_counts_bits_of_linear_layers(count, tiny_model_dir) -> None:
     whole, quarter = (count("lora", lora_r=4, dtype="bfloat16", load_in_4bit=bits) for bits in (False, True))
     linear = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
     saved = whole["frozen base, weights"] - quarter["frozen base, weights"]
     assert saved == pytest.approx(2 * linear - (0.5 + (1 + 4 / 256) / 64) * linear, rel=1e-3)
 
 
-def test_who_is_read_beside_the_student_counts(count, tiny_model_dir, num_parameters) -> None:
+def test_teacher_and_live_reference_count(count, tiny_model_dir, num_parameters) -> None:
     size = pytest.approx(4 * num_parameters, rel=1e-3)
     assert count("distill", teacher_model_name_or_path=tiny_model_dir)["teacher, weights"] == size
     assert count("dpo", precompute_ref_log_probs=False)["reference, weights"] == size
     assert "reference, weights" not in count("dpo")
 
 
-def test_kwargs_of_checkpointing_say_what_is_recomputed(count) -> None:
+def test_checkpointing_kwargs_order_activation_memory(count) -> None:
     none, whole = count("sft", activation_checkpointing=False)[KEPT], count("sft")[KEPT]
     selective, half, offloaded = (
         count("sft", activation_checkpointing_kwargs=options)[KEPT]
         for options in ({"save_matmuls": True}, {"every_n_layers": 2}, {"offload": True})
     )
     assert offloaded < whole < selective < none
-    # Of two layers the first is recomputed, which is held once more in the backward pass.
+    # The first of two layers is recomputed, and held again during its backward pass.
     assert whole < half <= none + 2 * 64 * 64 * 4
 
 
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
-def test_auto_takes_the_fastest_checkpointing_that_leaves_a_tenth_of_the_device(build, tiny_model_dir, stage) -> None:
+def test_auto_checkpointing_is_fastest_mode_with_free_tenth(build, tiny_model_dir, stage) -> None:
     model_config = AutoConfig.from_pretrained(tiny_model_dir, num_hidden_layers=4)
     keys = {"reward_funcs": ["nothing:at_all"], "response_length": 16} if stage == "ppo" else {}
 
@@ -166,68 +166,68 @@ def test_auto_takes_the_fastest_checkpointing_that_leaves_a_tenth_of_the_device(
         config = build(stage, **keys).with_training(changes)
         return config, plan_memory(config, model_config, Layout("ddp"), device_bytes=1e9)
 
-    # By hand, each kind: what it holds is what the recipe that asks for it holds.
-    asked = {mode: plan(**list_keys(mode))[1] for mode in MODES}
+    # Reference: a separate plan of each mode.
+    explicit = {mode: plan(**list_keys(mode))[1] for mode in MODES}
     config, auto = plan(activation_checkpointing="auto")
-    sizes = {mode: one.place(80e9).peak for mode, one in asked.items()}
-    # Of PPO sampling holds more than an update of so small a model.
+    sizes = {mode: one.place(80e9).peak for mode, one in explicit.items()}
+    # In PPO, sampling needs more memory than updates of such a small model.
     assert stage == "ppo" or sizes["none"] > sizes["every 2nd layer"] > sizes["every layer"]
     for mode, size in sizes.items():
         device = size / 0.9 + 1
         chosen = auto.place(device)
-        fitting = [name for name in MODES if asked[name].place(device).peak <= 0.9 * device]
+        fitting = [name for name in MODES if explicit[name].place(device).peak <= 0.9 * device]
         assert chosen.checkpointing == fitting[0]
-        assert chosen.components == asked[fitting[0]].place(device).components
+        assert chosen.components == explicit[fitting[0]].place(device).components
         settled = resolve_checkpointing(config, chosen).training
         assert {key: settled[key] for key in list_keys(mode)} == list_keys(fitting[0])
-    # Where none fits it is the one that holds least, and the verdict is that of the device.
+    # If no mode fits, the one with least memory is chosen.
     assert auto.place(sizes["every layer"] - 1).checkpointing == "every layer"
     assert not auto.fits(sizes["every layer"] / 2)
-    told = "\n".join(auto.describe({"GPU": device}))
-    assert f"activation checkpointing: {chosen.checkpointing} (" in told
-    assert f"{chosen.checkpointing} {chosen.peak / 1e9:.1f} GB; {0.9 * device / 1e9:.1f} GB may be planned" in told
+    text = "\n".join(auto.describe({"GPU": device}))
+    assert f"activation checkpointing: {chosen.checkpointing} (" in text
+    assert f"{chosen.checkpointing} {chosen.peak / 1e9:.1f} GB; {0.9 * device / 1e9:.1f} GB may be planned" in text
 
 
-def test_attention_by_eager_and_layers_by_liger_change_what_is_kept(count) -> None:
+def test_eager_attention_and_liger_change_activations(count) -> None:
     by_kernel, by_eager, by_liger = (
         count("sft", activation_checkpointing=False, **keys)[KEPT]
         for keys in ({}, {"attn_implementation": "eager"}, {"use_liger_kernel": True})
     )
-    # Probabilities of 2 rows, 4 heads, 64 by 64 tokens, 2 layers; in both widths, without a sum of each row.
+    # 2 layers, 2 rows, 4 heads: probabilities of 64^2 tokens in 4 and 2 bytes, without log-sum-exp.
     assert by_eager - by_kernel >= 2 * (6 * 2 * 4 * 64**2 - 4 * 2 * 4 * 64)
     assert by_liger < 0.9 * by_kernel
 
 
 @pytest.mark.parametrize("recipe", ["sft", "lora"])
-def test_what_a_long_model_keeps_follows_from_two_short_ones(build, tiny_model_dir, recipe) -> None:
+def test_activations_of_deep_model_follow_from_three_layers(build, tiny_model_dir, recipe) -> None:
     model_config = AutoConfig.from_pretrained(tiny_model_dir, num_hidden_layers=5)
-    whole = count_kept(build(recipe), model_config, ALONE, num_built=5)
-    assert count_kept(build(recipe), model_config, ALONE) == whole
+    whole = count_kept(build(recipe), model_config, SINGLE, num_built=5)
+    assert count_kept(build(recipe), model_config, SINGLE) == whole
 
 
-def test_a_pair_is_two_rows(count) -> None:
+def test_preference_pair_counts_as_two_rows(count) -> None:
     one, two = (count("dpo", per_device_train_batch_size=rows)[KEPT] for rows in (1, 2))
     as_rows = count("sft", per_device_train_batch_size=2)[KEPT]
     assert one == as_rows
     assert two == pytest.approx(2 * one, rel=0.01)
 
 
-def test_nothing_of_it_takes_memory(build, tiny_model_dir) -> None:
+def test_planning_large_model_allocates_no_weights(build, tiny_model_dir) -> None:
     large = AutoConfig.from_pretrained(tiny_model_dir, hidden_size=65536, intermediate_size=262144, head_dim=16384)
-    assert plan_memory(build("sft"), large, ALONE).components["model, weights"] > 2e11
+    assert plan_memory(build("sft"), large, SINGLE).components["model, weights"] > 2e11
 
 
-def test_products_without_autocast_have_the_type_of_the_weights(count) -> None:
-    """16-bit weights without autocast keep as much as those that FSDP2 casts, and nothing is cast."""
-    by_cast, by_type = count("sft", SHARED), count("sft", dtype="bfloat16", bf16=False)
+def test_compute_dtype_without_autocast_is_that_of_weights(count) -> None:
+    """16-bit weights without autocast have the activations of weights cast by FSDP2, without copies."""
+    by_cast, by_type = count("sft", SHARDED), count("sft", dtype="bfloat16", bf16=False)
     assert by_type[KEPT] == by_cast[KEPT] < count("sft")[KEPT]
     assert by_type[KEPT] < 0.6 * count("sft", bf16=False)[KEPT]
     assert NARROW not in by_type
-    assert count("sft", SHARED, dtype="bfloat16", bf16=False)[GATHERED] == by_cast[GATHERED]
+    assert count("sft", SHARDED, dtype="bfloat16", bf16=False)[GATHERED] == by_cast[GATHERED]
 
 
-def test_each_state_is_divided_by_the_processes_that_share_it(count, num_parameters: int) -> None:
-    """The closed forms of ZeRO: states, gradients and weights divided one after the other."""
+def test_states_are_divided_by_zero_stage(count, num_parameters: int) -> None:
+    """ZeRO stages 1 to 3 shard states, then gradients, then weights."""
     for shards in (Held(1, 1, 4), Held(1, 4, 4), Held(4, 4, 4)):
         components = count("sft", Layout("", 4, shards))
         held = [components[f"model, {kind}"] for kind in KINDS]
@@ -241,8 +241,8 @@ def plan_pretraining(count):
     return partial(count, "pretrain", max_steps=4)
 
 
-def test_deepspeed_holds_weights_in_16_bits_and_on_the_host_no_states(plan_pretraining, num_parameters) -> None:
-    """For the shares of each stage of ZeRO see ``test_known_answers.py``."""
+def test_offloaded_zero_holds_16_bit_weights_only(plan_pretraining, num_parameters) -> None:
+    """Published sizes of each ZeRO stage are in ``test_known_answers.py``."""
     components = plan_pretraining(Layout("", 4, Held(4, 0, 0), is_deepspeed=True))
     held = sum(components.get(f"model, {kind}", 0) for kind in KINDS)
     assert held == pytest.approx(2 / 4 * num_parameters, abs=3)
@@ -250,28 +250,28 @@ def test_deepspeed_holds_weights_in_16_bits_and_on_the_host_no_states(plan_pretr
     assert components["bucket in which gradients are reduced"] == 2 * num_parameters
 
 
-def test_tensor_parallel_ranks_hold_their_part_of_all_but_norms(plan_pretraining, num_parameters) -> None:
+def test_tensor_parallelism_shards_all_weights_except_norms(plan_pretraining, num_parameters) -> None:
     components = plan_pretraining(Layout("", tensor=2), activation_checkpointing=False)
     norms = 5 * 64
     assert components["model, weights"] == 4 * ((num_parameters - norms) // 2 + norms)
-    # What is neither attention nor MLP is whole on each rank.
+    # Activations outside of attention and MLP are replicated.
     whole = plan_pretraining(Layout(""), activation_checkpointing=False)[KEPT]
     assert whole / 2 < components[KEPT] < whole
 
 
-def test_pipeline_stages_hold_their_layers_and_one_end(plan_pretraining, num_parameters) -> None:
+def test_pipeline_stage_has_its_layers_and_one_embedding(plan_pretraining, num_parameters) -> None:
     whole, stage = (plan_pretraining(Layout("", pipeline_stages=stages, in_flight=stages)) for stages in (1, 2))
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
-    # Of embedding and projection, 512 tokens each, a pipeline stage has one.
+    # A stage has either the embedding or the projection of 512 tokens.
     assert stage["model, weights"] == whole["model, weights"] - 4 * (layer + 512 * 64)
-    # As many micro-batches as stages, each of its part of the layers: the inputs of all layers, and one anew.
+    # As many micro-batches as stages, each with its share of layers: inputs of all layers, and one recomputed.
     kept = [components[KEPT] for components in (whole, stage)]
     assert kept[0] <= kept[1] < 2 * kept[0]
     sharded = plan_pretraining(Layout("", 4, Held(4, 4, 4), pipeline_stages=2, in_flight=2))
     assert sharded[GATHERED] == 2 * stage["model, weights"] // 4
 
 
-def test_context_parallel_ranks_keep_their_tokens_and_gather_keys_and_values(plan_pretraining) -> None:
+def test_context_parallel_ranks_keep_their_tokens_and_gathered_keys(plan_pretraining) -> None:
     shards = Held(4, 4, 4)
     whole, by_heads, gathering = (
         plan_pretraining(Layout("", 4, shards, context=context, gathers_keys=gathers), activation_checkpointing=False)
@@ -285,7 +285,7 @@ def test_context_parallel_ranks_keep_their_tokens_and_gather_keys_and_values(pla
 
 
 class Loss:
-    """A chunk of a vocabulary loss: hidden states, output projection and targets, all far smaller than its logits."""
+    """Inputs of a vocabulary loss, far smaller than its logits."""
 
     num_tokens, vocabulary, width = 1024, 4096, 8
 
@@ -318,7 +318,7 @@ DISTILLED = {"teacher_model_name_or_path": "owner/teacher"}
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("is_half", [False, True], ids=["single", "half"])
+@pytest.mark.parametrize("is_half", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("recipe", "keys"),
     [
@@ -330,7 +330,7 @@ DISTILLED = {"teacher_model_name_or_path": "owner/teacher"}
         ("distill stored", DISTILLED | {"teacher_top_k": 4}),
     ],
 )
-def test_a_loss_holds_so_many_bytes_of_each_logit(
+def test_logit_bytes_match_allocations_of_losses(
     recipe: str, keys: dict[str, Any], is_half: bool, softcap: float | None
 ) -> None:
     config = build_config(recipe.split()[0], bf16=is_half, **keys)

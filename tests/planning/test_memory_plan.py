@@ -1,4 +1,4 @@
-"""A plan on a GPU: what is held at once, chunks of logits that grow with its memory, and the verdict."""
+"""MemoryPlan: peaks of phases, chunks of logits by GPU size, and whether a plan fits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recipes_lib.planning.memory_plan import CONTEXT, LOGITS, RESERVE, Layout, M
 COMPONENTS = {"weights": 5, "cache": 3, "gradients": 1, "activations": 1}
 
 
-def test_what_no_phase_names_is_held_in_each() -> None:
+def test_components_outside_phases_are_held_in_all() -> None:
     phases = {"sampling": ["cache", "absent"], "update": ["gradients", "activations"]}
     plan = MemoryPlan(Layout("ddp"), "", COMPONENTS, phases)
     assert plan.peaks == {"sampling": 8, "update": 7}
@@ -20,19 +20,19 @@ def test_what_no_phase_names_is_held_in_each() -> None:
 
 
 @pytest.mark.parametrize("size", [16e9, 24e9, 80e9, 192e9])
-def test_logits_are_those_of_the_chunk_that_training_makes_on_such_a_gpu(size, monkeypatch) -> None:
-    """An H100 computes 1 GiB of logits at once, eight times what a CPU does."""
+def test_logit_chunk_is_that_of_training_on_same_gpu(size, monkeypatch) -> None:
+    """Chunks grow with GPU memory: 1 GiB of logits on an H100."""
     vocabulary = 128_256
     monkeypatch.setattr("recipes_lib.losses.projection.find_chunk_bytes", lambda _: choose_chunk_bytes(size))
     chunk = build_projection(torch.ones(1, 2), torch.ones(vocabulary, 2)).chunk_size
     plan = MemoryPlan(Layout("ddp"), "", {"weights": 5}, {}, 10**9, vocabulary)
     assert plan.place(size).components[LOGITS] == 6 * vocabulary * chunk
     assert (size >= 80e9) == (plan.place(size).components[LOGITS] > 1.6e9)
-    # Of fewer tokens than a chunk has, those.
+    # Fewer tokens than a chunk.
     assert MemoryPlan(Layout("ddp"), "", {}, {}, 7, vocabulary, 8).place(size).components[LOGITS] == 8 * vocabulary * 7
 
 
-def test_what_cuda_takes_and_fragmentation_count_towards_the_verdict() -> None:
+def test_fit_includes_cuda_context_and_fragmentation() -> None:
     plan = MemoryPlan(Layout("ddp"), "", {"weights": 60_000_000_000, CONTEXT: 1_000_000_000}, {}).place(80e9)
     assert plan.components[RESERVE] == 3_000_000_000
     assert plan.peak == 64_000_000_000

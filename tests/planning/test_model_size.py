@@ -1,4 +1,4 @@
-"""Sizes of models against what was published."""
+"""Parameter counts, compared with published ones and closed forms; errors of invalid sizes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ LLAMA_405B = {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_laye
         (MixtralConfig(), 46_702_792_704, 12_879_925_248),
     ],
 )
-def test_the_size_is_the_published_one(config: PretrainedConfig, total: int, active: int) -> None:
+def test_size_matches_published_count(config: PretrainedConfig, total: int, active: int) -> None:
     size = compute_model_size(config)
 
     assert (size.total, size.active) == (total, active)
 
 
-def test_of_many_experts_few_are_active() -> None:
+def test_active_parameters_count_selected_experts() -> None:
     size = compute_model_size(DeepseekV3Config())  # DeepSeek-V3: 671B, of which 37B are active
     assert (round(size.total / 1e9), round(size.active / 1e9)) == (671, 38)
 
@@ -43,7 +43,7 @@ def test_of_many_experts_few_are_active() -> None:
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_embeddings_are_both_tables_and_a_shared_one_is_counted_once(is_tied: bool) -> None:
+def test_tied_embeddings_are_counted_once(is_tied: bool) -> None:
     size = compute_model_size(LlamaConfig(**SMALL, tie_word_embeddings=is_tied))
     layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96 + 2 * 64
 
@@ -51,14 +51,14 @@ def test_embeddings_are_both_tables_and_a_shared_one_is_counted_once(is_tied: bo
     assert size.total == size.active == size.non_embedding + (1 if is_tied else 2) * 160 * 64
 
 
-def test_positions_that_are_looked_up_are_embeddings() -> None:
+def test_learned_positions_count_as_embeddings() -> None:
     sizes = [compute_model_size(GPT2Config(n_positions=n, n_embd=64, n_layer=1, n_head=4)) for n in (128, 256)]
 
     assert sizes[1].total - sizes[0].total == 128 * 64
     assert sizes[1].non_embedding == sizes[0].non_embedding == 12 * 64 * 64 + 13 * 64 + 2 * 64
 
 
-def test_nothing_has_memory_while_it_is_counted() -> None:
+def test_counting_405b_parameters_allocates_no_weights() -> None:
     import resource
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -69,19 +69,19 @@ def test_nothing_has_memory_while_it_is_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [LlamaConfig(**SMALL, hidden_act="unheard of"), GPT2Config(n_layer=1, n_embd=64, n_head=5)]
+    "config", [LlamaConfig(**SMALL, hidden_act="unknown"), GPT2Config(n_layer=1, n_embd=64, n_head=5)]
 )
-def test_sizes_that_contradict_each_other_are_the_users_mistake(config: PretrainedConfig) -> None:
+def test_inconsistent_sizes_raise(config: PretrainedConfig) -> None:
     with pytest.raises(ConfigError, match="cannot be built"):
         compute_model_size(config)
 
 
 @pytest.mark.parametrize(("key", "size"), [("num_hidden_layers", 0), ("num_hidden_layers", -1), ("vocab_size", 0)])
-def test_a_model_of_nothing_is_refused_before_it_is_planned(key: str, size: int) -> None:
+def test_model_config_with_size_below_one_raises(key: str, size: int) -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 100} | {key: size}
     architecture = json.dumps({"model_type": "llama", **sizes})
     keys = {"tokenizer_name_or_path": "a/b", "dataset_name": "a/c", "output_dir": "o", "max_length": 64, "max_steps": 4}
-    given = (keys | {"model_config": architecture}).items()
-    config = load_config("pretrain", [f"--{name}={value}" for name, value in given])
+    settings = (keys | {"model_config": architecture}).items()
+    config = load_config("pretrain", [f"--{name}={value}" for name, value in settings])
     with pytest.raises(ConfigError, match=f"`{key}` is {size}"):
         find_planned_model(config)

@@ -1,4 +1,4 @@
-"""The plan of a run: its length in any unit, its batch, its phases."""
+"""Plan of a pretraining run: length in steps, tokens or epochs; phases; errors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from recipes_lib.planning.pretraining import count_run_tokens, plan_pretraining
 
 
 def build(**keys):
-    usual = {"max_length": 128, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-    return build_config("pretrain", **usual | keys)
+    defaults = {"max_length": 128, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    return build_config("pretrain", **defaults | keys)
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_the_length_of_a_run_is_the_same_in_every_unit(world_size) -> None:
+def test_length_in_steps_tokens_and_epochs_gives_same_plan(world_size) -> None:
     batch = 2 * 4 * world_size * 128
     by_steps = plan_pretraining(build(max_steps=10), world_size)
     by_tokens = plan_pretraining(build(max_tokens=10 * batch), world_size)
@@ -31,7 +31,7 @@ def test_the_length_of_a_run_is_the_same_in_every_unit(world_size) -> None:
     assert count_run_tokens(build(num_train_epochs=3), world_size) is None
 
 
-def test_phases_begin_with_whole_rows() -> None:
+def test_phases_start_at_whole_rows() -> None:
     mixture = "--dataset_mixture=[{name: a/b}, {name: c/d}]"
     curriculum = "--dataset_curriculum=[{start_tokens: 0, weights: [1, 0]}, {start_tokens: 129, weights: [1, 3]}]"
     keys = ["--model_name_or_path=a/b", "--output_dir=o", "--max_length=128", "--max_steps=9", mixture, curriculum]
@@ -39,6 +39,6 @@ def test_phases_begin_with_whole_rows() -> None:
     assert plan.phases == [(0, [1, 0]), (2, [1, 3])]
 
 
-def test_a_schedule_that_does_not_fit_is_refused() -> None:
+def test_schedule_longer_than_run_raises() -> None:
     with pytest.raises(ConfigError, match="longer than the run"):
         plan_pretraining(build(max_tokens=1024, warmup_tokens=1000, lr_scheduler_type="warmup_stable_decay"), 1)

@@ -1,4 +1,4 @@
-"""An iteration takes what rooflines say, by engine, answers, passes and models; it is an estimate."""
+"""Estimated duration of RL iterations, compared with roofline closed forms."""
 
 from __future__ import annotations
 
@@ -29,14 +29,19 @@ def estimate(
     device: Device = DEVICE,
     **keys: Any,
 ) -> Iteration:
-    usual = {"reward_funcs": '["a.b:c"]', "max_length": 768, "response_length": 512, "per_device_eval_batch_size": 32}
-    config = build_config(recipe, **usual | {"activation_checkpointing": False} | keys)
+    defaults = {
+        "reward_funcs": '["a.b:c"]',
+        "max_length": 768,
+        "response_length": 512,
+        "per_device_eval_batch_size": 32,
+    }
+    config = build_config(recipe, **defaults | {"activation_checkpointing": False} | keys)
     return estimate_iteration(config, SHAPE, answers, passes, layout or Layout("ddp", gpus), device, 989e12, 0.3)
 
 
-def test_an_engine_reads_weights_and_keys_at_the_bandwidth_of_the_memory() -> None:
+def test_engine_decoding_is_bound_by_memory_bandwidth() -> None:
     found = estimate(**VLLM)
-    # Keys and values of 8 layers, 4 heads of 64, in 2 bytes, over a row of 256 + 512 / 2 tokens on average.
+    # 2-byte keys and values of 8 layers, 4 heads of 64, and on average 256 + 512 / 2 tokens.
     rows = 64 * 2 * 8 * 4 * 64 * 2 * (256 + 512 / 2)
     decoding = 512 * (2 * compute_model_size(SHAPE).total + rows) / 3.35e12
     prefill = found.scoring * 256 / 768
@@ -44,7 +49,7 @@ def test_an_engine_reads_weights_and_keys_at_the_bandwidth_of_the_memory() -> No
     assert found.sampling == pytest.approx(decoding + prefill, rel=1e-3)
 
 
-def test_generate_waits_for_the_host_batch_by_batch() -> None:
+def test_generate_is_bound_by_host_and_batches_are_sequential() -> None:
     one, two = (estimate(answers=answers) for answers in (32, 64))
     assert two.num_batches == 2 * one.num_batches == 2
     assert two.sampling == pytest.approx(2 * one.sampling)
@@ -52,53 +57,54 @@ def test_generate_waits_for_the_host_batch_by_batch() -> None:
     assert estimate(answers=64, gpus=2).sampling == pytest.approx(one.sampling)
 
 
-def test_passes_and_models_are_learnt_from_and_read() -> None:
+def test_updates_scale_with_epochs_and_scoring_with_models() -> None:
     once, twice = estimate(beta=0), estimate(passes=2, beta=0.1)
-    # Forward and backward are three passes of one; a reference is read as the policy is.
+    # Forward and backward cost three forward passes; a reference adds one.
     assert once.updates == pytest.approx(3 * once.scoring)
     assert (twice.updates, twice.scoring) == pytest.approx((2 * once.updates, 2 * once.scoring))
     ppo = estimate("ppo")
     assert (ppo.updates, ppo.scoring) == pytest.approx((2 * once.updates, 3 * once.scoring))
 
 
-def test_recomputation_is_of_updates_alone_whose_share_it_lowers() -> None:
+def test_recomputation_affects_updates_only() -> None:
     plain, recomputed = estimate(), estimate(activation_checkpointing=True)
-    # At the same share of training, reading has none of what is repeated.
+    # At equal MFU of updates, forward passes are faster by the recomputed pass.
     assert recomputed.updates == plain.updates
     assert recomputed.scoring == pytest.approx(plain.scoring * 3 / 4)
 
 
-def test_a_server_that_is_ahead_samples_during_the_updates() -> None:
+def test_asynchronous_server_overlaps_sampling_with_updates() -> None:
     found = estimate(use_vllm=True, vllm_mode="server", max_staleness=1)
     assert found.seconds == max(found.sampling, found.scoring + found.updates)
     assert dataclasses.replace(found, is_overlapped=False).seconds > found.seconds
 
 
 SLOW = dataclasses.replace(DEVICE, link=1e6)
-"""Traffic over it takes longer than anything else."""
-SHARED = Layout("fsdp2", 2, Held(2, 2, 2))
+"""A device whose link is the bottleneck."""
+SHARDED = Layout("fsdp2", 2, Held(2, 2, 2))
 
 
-def test_an_iteration_waits_for_traffic_that_takes_longer_than_its_products() -> None:
+def test_slow_link_bounds_updates_and_scoring() -> None:
     size = compute_model_size(SHAPE).total
     keys = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "beta": 0.1, **VLLM}
     fast = estimate(gpus=2, **keys)
-    whole, shared = (estimate(layout=layout, device=SLOW, **keys) for layout in (Layout("ddp", 2), SHARED))
-    # 64 answers by steps of 2 x 4 x 2: four all-reduces of 32-bit gradients, each sends its size on two ranks.
+    whole, shared = (estimate(layout=layout, device=SLOW, **keys) for layout in (Layout("ddp", 2), SHARDED))
+    # 64 answers in steps of 2 x 4 x 2: four all-reduces of 32-bit gradients; on two ranks each sends its size.
     assert whole.updates == pytest.approx(4 * 4 * size / 1e6)
     assert (whole.sampling, whole.scoring) == (fast.sampling, fast.scoring)
     # Each of two micro-batches gathers half of the 16-bit weights twice and reduces half of the gradients.
     assert shared.updates == pytest.approx(4 * 2 * (2 + 2) * size / 1e6)
-    # Policy and reference are gathered for the one batch that a GPU reads, the policy once to be sampled from.
+    # Policy and reference are gathered for the one batch of a GPU, the policy also once for sampling.
     assert shared.scoring == pytest.approx(2 * size / 1e6)
     assert shared.sampling == pytest.approx(fast.sampling + size / 1e6)
-    # By NVLink all of it is hidden but the gathering before sampling.
-    near = estimate(layout=SHARED, **keys)
+    # NVLink hides all traffic except gathering before sampling.
+    near = estimate(layout=SHARDED, **keys)
     assert (near.updates, near.scoring) == (fast.updates, fast.scoring)
-    # What the host keeps travels to it in every step.
-    assert estimate(layout=dataclasses.replace(SHARED, shards=Held(0, 0, 0)), **keys).updates > near.updates
+    # Offloading adds host traffic to each step.
+    assert estimate(layout=dataclasses.replace(SHARDED, shards=Held(0, 0, 0)), **keys).updates > near.updates
 
 
-def test_the_models_that_read_answers_are_named() -> None:
+def test_readers_are_models_with_forward_passes() -> None:
     assert list_readers(build_config("grpo", reward_funcs="[a.b:c]", beta=0)) == ["policy"]
     assert list_readers(build_config("ppo", reward_funcs="[a.b:c]")) == ["policy", "critic", "reference"]
+    assert list_readers(build_config("ppo", reward_funcs="[a.b:c]", kl_coef=0)) == ["policy", "critic"]

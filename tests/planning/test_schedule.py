@@ -1,4 +1,4 @@
-"""Learning rates against closed forms and transformers, at every step of a run."""
+"""Learning-rate schedules, compared with closed forms and transformers at every step."""
 
 import functools
 import math
@@ -18,11 +18,11 @@ from recipes_lib.planning.schedule import agree_until, build_schedule, compute_l
 PEAK, STEPS, WARMUP = 3e-4, 100, 10
 
 
-def test_a_schedule_that_reacts_to_the_run_is_not_predicted():
+def test_metric_dependent_schedule_is_not_predicted():
     assert compute_learning_rates(PEAK, {"lr_scheduler_type": "reduce_lr_on_plateau"}, STEPS, WARMUP, [0]) is None
 
 
-# Pretraining. Rows of 4 tokens, 8 of them a step, unless said otherwise.
+# Pretraining schedules, by default with 8 rows of 4 tokens per step.
 
 LENGTH, ROWS = 4, 8
 KINDS = ("constant", "linear", "cosine", "inverse_sqrt", "warmup_stable_decay")
@@ -30,7 +30,7 @@ DECAYS = ("linear", "cosine", "1-sqrt", "exponential")
 
 
 def build(kind, num_steps=STEPS, *, warmup_steps=WARMUP, accumulation=1, **keys):
-    """The schedule of a run, with a ramp where ``batch_ramp_tokens`` asks for one."""
+    """Build the schedule of a run, with a batch ramp if ``batch_ramp_tokens`` is given."""
     schedule = ScheduleConfig(**keys)
     starts = compute_row_starts(
         max_length=LENGTH,
@@ -48,27 +48,27 @@ def build(kind, num_steps=STEPS, *, warmup_steps=WARMUP, accumulation=1, **keys)
     return build_schedule(schedule, training, starts, LENGTH)
 
 
-def falls_linearly(p, r):
+def decay_linear(p, r):
     return r + (1 - p) * (1 - r)
 
 
-def falls_as_a_cosine(p, r):
+def decay_cosine(p, r):
     return r + (1 - r) * math.cos(math.pi * p / 2) ** 2
 
 
-def falls_as_one_minus_sqrt(p, r):
+def decay_one_minus_sqrt(p, r):
     return r + (1 - r) * (1 - p**0.5)
 
 
-def falls_exponentially(p, r):
+def decay_exponential(p, r):
     return math.exp(p * math.log(r))
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.5])
-@pytest.mark.parametrize(("kind", "falls"), [("linear", falls_linearly), ("cosine", falls_as_a_cosine)])
-def test_it_rises_to_the_peak_and_falls_to_the_floor_with_the_run(kind, falls, ratio):
+@pytest.mark.parametrize(("kind", "decay_factor"), [("linear", decay_linear), ("cosine", decay_cosine)])
+def test_warmup_and_decay_match_closed_forms(kind, decay_factor, ratio):
     rises = [(step + 1) / WARMUP for step in range(WARMUP)]
-    expected = rises + [falls((step - WARMUP) / (STEPS - WARMUP), ratio) for step in range(WARMUP, STEPS + 1)]
+    expected = rises + [decay_factor((step - WARMUP) / (STEPS - WARMUP), ratio) for step in range(WARMUP, STEPS + 1)]
     schedule = build(kind, min_lr_ratio=ratio)
     assert schedule.factors(range(STEPS + 1)) == pytest.approx(expected, abs=1e-12)
     assert [schedule(STEPS + past) for past in (0, 1, 1000)] == pytest.approx([ratio] * 3)
@@ -76,34 +76,34 @@ def test_it_rises_to_the_peak_and_falls_to_the_floor_with_the_run(kind, falls, r
 
 @pytest.mark.parametrize("ratio", [0.1, 0.5])
 @pytest.mark.parametrize(
-    ("decay", "falls"),
+    ("decay", "decay_factor"),
     [
-        ("linear", falls_linearly),
-        ("cosine", falls_as_a_cosine),
-        ("1-sqrt", falls_as_one_minus_sqrt),
-        ("exponential", falls_exponentially),
+        ("linear", decay_linear),
+        ("cosine", decay_cosine),
+        ("1-sqrt", decay_one_minus_sqrt),
+        ("exponential", decay_exponential),
     ],
 )
 @pytest.mark.parametrize("decay_steps", [20, 0.2])
-def test_a_stable_phase_keeps_the_peak_until_the_decay(decay, falls, decay_steps, ratio):
+def test_stable_phase_keeps_peak_until_decay(decay, decay_factor, decay_steps, ratio):
     schedule = build("warmup_stable_decay", min_lr_ratio=ratio, decay_steps=decay_steps, decay_type=decay)
-    expected = [1.0] * (80 - WARMUP) + [falls((step - 80) / 20, ratio) for step in range(80, STEPS + 1)]
+    expected = [1.0] * (80 - WARMUP) + [decay_factor((step - 80) / 20, ratio) for step in range(80, STEPS + 1)]
     assert schedule.factors(range(WARMUP, STEPS + 1)) == pytest.approx(expected, abs=1e-12)
     assert schedule.factors([STEPS + 1, 10**6]) == pytest.approx([ratio] * 2)
     assert schedule.first_decay_step == 80
 
 
-def test_the_inverse_square_root_goes_on_past_the_end_and_stops_at_the_floor():
+def test_inverse_sqrt_continues_past_end_down_to_floor():
     schedule = build("inverse_sqrt", min_lr_ratio=0.1)
     for step in (WARMUP, 40, STEPS, 4 * STEPS):
         assert schedule(step) == pytest.approx(max(0.1, (WARMUP / step) ** 0.5))
     assert schedule(100 * WARMUP) == pytest.approx(0.1)
     assert schedule(101 * WARMUP) == 0.1
-    at_once = build("inverse_sqrt", warmup_steps=0, min_lr_ratio=0.0)
-    assert at_once.factors([0, 1, 4, 9]) == pytest.approx([1, 1, 1 / 2, 1 / 3])
+    without_warmup = build("inverse_sqrt", warmup_steps=0, min_lr_ratio=0.0)
+    assert without_warmup.factors([0, 1, 4, 9]) == pytest.approx([1, 1, 1 / 2, 1 / 3])
 
 
-def test_a_constant_rate_stays_at_the_peak_for_ever():
+def test_constant_rate_stays_at_peak():
     assert build("constant").factors([WARMUP - 1, WARMUP, STEPS, 10 * STEPS]).tolist() == [1.0] * 4
 
 
@@ -125,20 +125,20 @@ def test_a_constant_rate_stays_at_the_peak_for_ever():
         ),
     ],
 )
-def test_after_the_warmup_it_is_transformers_and_in_it_one_step_ahead(kind, options, keys):
+def test_schedules_match_transformers_after_warmup(kind, options, keys):
     ours = build({"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}.get(kind, kind), **keys)
     training = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": options}
     theirs = np.array(compute_learning_rates(PEAK, training, STEPS, WARMUP, range(STEPS + 1))) / PEAK
     assert ours.factors(range(WARMUP, STEPS + 1)) == pytest.approx(theirs[WARMUP:], abs=1e-12)
     if "min_lr_ratio" not in options:
-        # Theirs spends the first step at a rate of 0; with a stable phase, theirs rises from the floor instead.
+        # transformers is one step behind: its first rate is 0. With a floor, its warm-up starts there.
         assert ours.factors(range(WARMUP - 1)) == pytest.approx(theirs[1:WARMUP], abs=1e-12)
 
 
 @pytest.mark.parametrize(
     ("warmup", "num_warmup_steps"), [({"warmup_steps": 0.1}, 10), ({"warmup_steps": 7}, 7), ({"warmup_steps": 0}, 0)]
 )
-def test_the_warmup_is_a_share_or_a_number_of_steps(warmup, num_warmup_steps):
+def test_warmup_is_share_or_number_of_steps(warmup, num_warmup_steps):
     schedule = build("cosine", **warmup)
     assert schedule.num_warmup_steps == num_warmup_steps
     assert schedule.factors(range(num_warmup_steps)).tolist() == pytest.approx(
@@ -146,8 +146,8 @@ def test_the_warmup_is_a_share_or_a_number_of_steps(warmup, num_warmup_steps):
     )
 
 
-def test_the_warmup_of_gpt_3_is_counted_in_tokens():
-    """375 million of 300 billion tokens, while the batch grows from 32 thousand to 3.2 million tokens."""
+def test_warmup_of_gpt_3_in_tokens():
+    """Warm-up over 375 million of 300 billion tokens, during the batch ramp."""
     keys = {"batch_ramp_tokens": 12 * 10**9, "batch_ramp_start": 0.01, "batch_ramp_lr": "constant"}
     schedule = ScheduleConfig(warmup_tokens=375 * 10**6, **keys)
     run = {"max_length": 2048, "rows_per_micro_step": 16, "accumulation": 100, "num_tokens": 300 * 10**9}
@@ -163,7 +163,7 @@ def test_the_warmup_of_gpt_3_is_counted_in_tokens():
 
 
 @pytest.mark.parametrize(("follows", "exponent"), [("constant", 0), ("sqrt", 0.5), ("linear", 1)])
-def test_on_the_ramp_the_rate_follows_the_batch(follows, exponent):
+def test_rate_scales_with_batch_on_ramp(follows, exponent):
     ramp = {"batch_ramp_tokens": 1000, "batch_ramp_start": 0.25, "accumulation": 8, "warmup_steps": 0}
     schedule = build("constant", batch_ramp_lr=follows, **ramp)
     batches = np.diff(schedule.token_starts) / (LENGTH * ROWS)
@@ -172,7 +172,7 @@ def test_on_the_ramp_the_rate_follows_the_batch(follows, exponent):
     assert schedule.factors(range(STEPS)) == pytest.approx(batches**exponent)
 
 
-def test_a_run_that_ends_on_the_ramp_knows_the_full_batch():
+def test_full_batch_is_known_if_run_ends_on_ramp():
     ramp = {"batch_ramp_tokens": 10**6, "batch_ramp_start": 0.3, "batch_ramp_lr": "linear", "accumulation": 8}
     short, long = (build("constant", num_steps, **ramp) for num_steps in (20, 2000))
     assert short(15) == pytest.approx(3 / 8)
@@ -197,7 +197,7 @@ shapes = st.tuples(
 
 
 @given(shape=shapes, num_steps=st.integers(20, 150))
-def test_it_rises_then_falls_within_the_peak_and_the_floor(shape, num_steps):
+def test_factors_rise_then_fall_between_floor_and_one(shape, num_steps):
     kind, keys = shape
     schedule = build(kind, num_steps, **keys)
     factors = schedule.factors(range(num_steps + 20))
@@ -213,14 +213,14 @@ def test_it_rises_then_falls_within_the_peak_and_the_floor(shape, num_steps):
 
 
 @given(shape=shapes, num_steps=st.integers(20, 100), more=st.integers(1, 100))
-def test_a_stable_phase_does_not_know_how_long_it_is(shape, num_steps, more):
+def test_stable_phase_does_not_depend_on_run_length(shape, num_steps, more):
     keys = shape[1] | {"warmup_steps": 5}
     short, long = (build("warmup_stable_decay", length, **keys) for length in (num_steps, num_steps + more))
     stable = min(short.first_decay_step, long.first_decay_step)
     assert agree_until(short, long, stable + 1)
 
 
-def test_a_run_with_a_stable_phase_is_extended_and_one_with_a_cosine_is_not():
+def test_stable_schedules_agree_until_decay_and_cosine_does_not():
     short, long = (build("warmup_stable_decay", length, decay_steps=20) for length in (100, 150))
     assert short.first_decay_step == 80
     assert agree_until(short, long, 81)
@@ -229,8 +229,8 @@ def test_a_run_with_a_stable_phase_is_extended_and_one_with_a_cosine_is_not():
     assert not agree_until(*(build("constant", length, warmup_steps=0.1) for length in (100, 150)), 1)
 
 
-def test_a_checkpoint_holds_the_rate_of_its_next_step_and_nothing_else_of_the_schedule():
-    """Why schedules must agree on one step more than a checkpoint has taken, and a longer run then follows its own."""
+def test_checkpoint_holds_rate_of_next_step_only():
+    """Therefore schedules must agree on one step more than a checkpoint has made."""
     short, long = (build("warmup_stable_decay", length, decay_steps=20) for length in (100, 150))
     optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK) for _ in range(2)]
     before, after = (LambdaLR(one, functools.partial(by)) for one, by in zip(optimizers, (short, long), strict=True))
@@ -248,7 +248,7 @@ def test_a_checkpoint_holds_the_rate_of_its_next_step_and_nothing_else_of_the_sc
     assert after.get_last_lr() == pytest.approx([PEAK * long(90)])
 
 
-def test_it_travels_to_another_process():
+def test_schedule_survives_pickling():
     schedule = build("cosine", batch_ramp_tokens=500, accumulation=4)
     copied = pickle.loads(pickle.dumps(schedule))
     assert agree_until(schedule, copied, STEPS + 5)
@@ -263,12 +263,12 @@ def test_it_travels_to_another_process():
         ("warmup_stable_decay", {"decay_steps": STEPS - WARMUP + 1}),
     ],
 )
-def test_what_does_not_fit_in_the_run_is_refused(kind, keys):
+def test_warmup_and_decay_longer_than_run_raise(kind, keys):
     with pytest.raises(ConfigError, match="longer than the run"):
         build(kind, **keys)
 
 
-def test_what_just_fits_in_the_run_is_not():
+def test_warmup_and_decay_as_long_as_run_are_accepted():
     assert build("warmup_stable_decay", decay_steps=STEPS - WARMUP).first_decay_step == WARMUP
     assert build("linear", warmup_steps=STEPS).factors([STEPS - 1, STEPS]) == pytest.approx([1.0, 0.1])
     assert build("cosine", 1, warmup_steps=0.01)(0) == 1

@@ -1,9 +1,8 @@
-"""A search keeps the method's batch, and prefers what is fastest of what fits."""
+"""Plan search: equal global batch size, order of candidates, traffic closed forms."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from recipes_lib.planning.compute import read_shapes
 from recipes_lib.planning.devices import Device, choose_device
 from recipes_lib.planning.memory import count_kept
 from recipes_lib.planning.memory_plan import Held, Layout
-from recipes_lib.planning.search import Candidate, Traffic, _Counter, count_traffic, search, time_traffic
+from recipes_lib.planning.search import Candidate, Traffic, count_traffic, extrapolate_kept, search, time_traffic
 
-WHOLE, SHARED = Layout("ddp", 2), Layout("fsdp2", 2, Held(2, 2, 2))
+REPLICATED, SHARDED = Layout("ddp", 2), Layout("fsdp2", 2, Held(2, 2, 2))
 
 
 def build(model_dir: Path, recipe: str = "sft", **keys: object):
@@ -27,7 +26,7 @@ def build(model_dir: Path, recipe: str = "sft", **keys: object):
 
 @pytest.fixture(scope="module")
 def find(tiny_model_dir: Path):
-    def find(memory: float, rows: int = 8, layouts: Sequence[Layout] = (WHOLE, SHARED)) -> list[Candidate]:
+    def find(memory: float, rows: int = 8, layouts: Sequence[Layout] = (REPLICATED, SHARDED)) -> list[Candidate]:
         device: Device = dataclasses.replace(choose_device("H100"), memory=memory)
         config, model = build(tiny_model_dir), AutoConfig.from_pretrained(tiny_model_dir)
         return search(config, model, layouts, rows, device, 989e12)
@@ -35,19 +34,19 @@ def find(tiny_model_dir: Path):
     return find
 
 
-def test_every_candidate_has_the_batch_of_the_method(find) -> None:
+def test_every_candidate_has_requested_global_batch_size(find) -> None:
     for one in find(80e9):
         rows = one.keys["per_device_train_batch_size"] * one.keys["gradient_accumulation_steps"]
         assert rows * one.layout.num_processes == 8
     assert not find(80e9, rows=7)
 
 
-def test_the_first_is_the_fastest_that_fits(find) -> None:
+def test_first_candidate_is_fastest_that_fits(find) -> None:
     large = find(80e9)
     assert large[0].fits
     assert large[0].seconds == min(one.seconds for one in large)
     assert large[0].mode in ("none", "save_matmuls")
-    # With less memory than it takes, another one that is no faster.
+    # With less memory, another candidate that is not faster.
     middle = sorted(one.memory.peak for one in large)[4]
     small = find(middle)
     assert small[0].fits
@@ -55,7 +54,7 @@ def test_the_first_is_the_fastest_that_fits(find) -> None:
     assert small[0].seconds >= large[0].seconds
     fits = [one.fits for one in small]
     assert fits == sorted(fits, reverse=True)
-    # Where nothing fits, the nearest comes first.
+    # If none fits, by peak memory.
     none = find(1e9)
     assert not any(one.fits for one in none)
     assert none[0].memory.peak == min(one.memory.peak for one in none)
@@ -64,43 +63,42 @@ def test_the_first_is_the_fastest_that_fits(find) -> None:
 @pytest.mark.parametrize(
     ("shape", "recipe", "keys"),
     [
-        (LlamaConfig, "sft", {"bf16": False, "fp16": True}),
+        pytest.param(LlamaConfig, "sft", {"bf16": False, "fp16": True}, marks=pytest.mark.slow),
         (LlamaConfig, "dpo", {"use_liger_kernel": True}),
         (Gemma3TextConfig, "lora", {}),
-        # Of one row alone, eager attention makes fewer copies.
+        # Eager attention makes fewer copies of a single row.
         (Gemma3TextConfig, "sft", {"attn_implementation": "eager"}),
     ],
 )
-def test_activations_of_many_rows_follow_from_those_of_few(tiny_model_dir: Path, shape, recipe, keys) -> None:
+def test_extrapolated_activations_match_count(tiny_model_dir: Path, shape, recipe, keys) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "head_dim": 16}
     model = shape(vocab_size=300, **sizes, num_attention_heads=4, num_key_value_heads=2)
     config = build(tiny_model_dir, recipe, **keys)
-    counter = _Counter(config, model)
-    for layout, number in itertools.product((WHOLE, SHARED), (1, 7)):
+    for layout, number in ((REPLICATED, 7), (SHARDED, 1)):
         sized = config.with_training({"per_device_train_batch_size": number})
-        assert counter.count(layout, number) == count_kept(sized, model, layout)
+        assert extrapolate_kept(sized, model, layout) == count_kept(sized, model, layout)
 
 
-def test_traffic_is_that_of_rings(tiny_model_dir: Path) -> None:
-    """DDP sums gradients once a step; FSDP2 gathers weights twice and sums gradients for each micro-batch."""
+def test_traffic_matches_ring_collectives(tiny_model_dir: Path) -> None:
+    """DDP reduces gradients once per step; FSDP2 gathers weights twice and reduces gradients per micro-batch."""
     config, model = build(tiny_model_dir, gradient_accumulation_steps=3), AutoConfig.from_pretrained(tiny_model_dir)
-    assert count_traffic(config, model, 1000, WHOLE) == Traffic(model=0.5 * 2 * 4 * 1000)
-    assert count_traffic(config, model, 1000, SHARED) == Traffic(model=0.5 * 3 * (2 * 2 + 4) * 1000)
+    assert count_traffic(config, model, 1000, REPLICATED) == Traffic(model=0.5 * 2 * 4 * 1000)
+    assert count_traffic(config, model, 1000, SHARDED) == Traffic(model=0.5 * 3 * (2 * 2 + 4) * 1000)
     offloaded = Layout("fsdp2_offload", 2, Held(0, 0, 0))
     assert count_traffic(config, model, 1000, offloaded) == Traffic(0.5 * 3 * 8 * 1000, host=3 * 8 * 1000 / 2)
-    # Each of two nodes of two GPUs has the model: weights stay inside, gradients of a shard go to the other node.
+    # Two replicas of two shards: weights stay in a replica, gradients of a shard are reduced between them.
     hybrid = Layout("hsdp", 4, Held(2, 2, 2))
     assert count_traffic(config, model, 1000, hybrid) == Traffic(0.5 * 3 * 8 * 1000, replicas=4 * 1000 / 2)
     adapter = build(tiny_model_dir, "lora", gradient_accumulation_steps=3)
-    assert count_traffic(adapter, model, 1000, WHOLE) == Traffic()
+    assert count_traffic(adapter, model, 1000, REPLICATED) == Traffic()
 
 
-def test_beyond_a_machine_traffic_takes_the_network() -> None:
+def test_traffic_between_machines_uses_network() -> None:
     sent = Traffic(model=45e9, replicas=50e9, host=25e9)
     inside, across = Layout("fsdp2", 8, Held(8, 8, 8)), Layout("fsdp2", 16, Held(16, 16, 16))
     assert time_traffic(sent, inside, choose_device("H100"))[0] == pytest.approx(0.1)
     assert time_traffic(sent, across, choose_device("H100"))[0] == pytest.approx(0.9)
-    # Weights stay on a node, gradients of its shard leave it.
+    # Hybrid sharding: only gradients of a shard cross machines.
     hybrid = time_traffic(sent, Layout("hsdp", 16, Held(8, 8, 8)), choose_device("H100"))
     assert (hybrid.model, hybrid.replicas, hybrid.host) == pytest.approx((0.1, 1, 1))
     assert hybrid.overlapped == pytest.approx(1.1)
@@ -108,32 +106,32 @@ def test_beyond_a_machine_traffic_takes_the_network() -> None:
 
 SHAPE = LlamaConfig(hidden_size=64, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=8)
 TOKENS = 2 * 256 * 3
-"""Of an optimizer step, on each GPU."""
+"""Tokens per optimizer step and GPU."""
 
 
 @pytest.mark.parametrize(
     ("layout", "layers", "stages"),
     [
-        # Two all-reduces a layer in each pass, of 16-bit hidden states, and one outside of layers: each sends its size
-        # 2 (t - 1) / t times.
+        # Two all-reduces per layer and pass of 16-bit hidden states, and one outside of layers: each sends
+        # 2 (t - 1) / t of its size.
         (Layout("fsdp2_tp", tensor=4), 2 * (2 * 4 + 1) * 2 * 3 / 4 * TOKENS * 64 * 2, 0),
-        # Keys and values of three other ranks, and their gradients to them.
+        # Keys and values of three other ranks, and their gradients.
         (Layout("fsdp2_cp", context=4, gathers_keys=True), 2 * 4 * 3 * 2 * (TOKENS / 4 * 2 * 8) * 2, 0),
-        # Queries and outputs have 8 heads, keys and values 2: three quarters of them go to others.
+        # 8 heads of queries and outputs, 2 of keys and values; three quarters are sent.
         (Layout("zero3_sp", context=4), 2 * 4 * 3 / 4 * (TOKENS / 4 * (2 * 8 + 2 * 2) * 8) * 2, 0),
         (Layout("ddp", pipeline_stages=2), 0, 2 * TOKENS * 64 * 2),
     ],
 )
-def test_traffic_within_layers_and_between_stages(tiny_model_dir: Path, layout, layers, stages) -> None:
+def test_traffic_of_model_parallelism_matches_closed_forms(tiny_model_dir: Path, layout, layers, stages) -> None:
     keys = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2}
     found = count_traffic(build(tiny_model_dir, **keys), SHAPE, 0, layout)
     assert (found.layers, found.stages) == (pytest.approx(layers), stages)
-    # A layer that is recomputed sends its activations a third time.
+    # Recomputation is a third pass.
     again = count_traffic(build(tiny_model_dir, activation_checkpointing=True, **keys), SHAPE, 0, layout)
     assert again.layers == pytest.approx(1.5 * found.layers)
 
 
-def test_a_pipeline_takes_its_bubble_longer(tiny_model_dir: Path) -> None:
+def test_pipeline_bubble_is_added_to_compute(tiny_model_dir: Path) -> None:
     config, model = build(tiny_model_dir, "pretrain"), AutoConfig.from_pretrained(tiny_model_dir)
     layouts = [Layout("ddp", pipeline_stages=2, in_flight=2)]
     found = search(config, model, layouts, 8, choose_device("H100"), 989e12)
@@ -143,15 +141,16 @@ def test_a_pipeline_takes_its_bubble_longer(tiny_model_dir: Path) -> None:
     assert min(found, key=lambda one: one.seconds).num_rows == 1
 
 
-LLAMA = AutoConfig.for_model(**{**read_shapes()["meta-llama/Llama-3.1-8B"], "vocab_size": 32_000})
-"""A smaller vocabulary is counted faster."""
+SHAPE_OF_8B = read_shapes()["meta-llama/Llama-3.1-8B"] | {"vocab_size": 32_000, "num_hidden_layers": 4}
+LLAMA = AutoConfig.for_model(**SHAPE_OF_8B)
+"""The layers of Llama 3.1 8B; fewer of them, and a smaller vocabulary, are counted faster."""
 
 
-def test_a_long_sequence_fits_by_context_parallelism_alone(tiny_model_dir: Path) -> None:
-    """Eight rows of 131,072 tokens, eight GPUs, an 8B model: each GPU has a row by FSDP2, an eighth of each by CP."""
+def test_long_sequence_fits_only_with_context_parallelism(tiny_model_dir: Path) -> None:
+    """Eight rows of 524,288 tokens on eight GPUs: a GPU has one row with FSDP2, an eighth of each with CP."""
     shards = Held(8, 8, 8)
     layouts = [Layout("fsdp2", 8, shards), Layout("fsdp2_cp", 1, shards, context=8, gathers_keys=True)]
-    config = build(tiny_model_dir, max_length=131_072)
+    config = build(tiny_model_dir, max_length=524_288)
     found = search(config, LLAMA, layouts, 8, choose_device("H100"), 989e12)
     best = {one.layout.launch_file: one for one in reversed(found)}
     assert found[0].layout.launch_file == "fsdp2_cp"
@@ -159,19 +158,19 @@ def test_a_long_sequence_fits_by_context_parallelism_alone(tiny_model_dir: Path)
     assert not best["fsdp2"].fits
 
 
-def test_fewer_rows_than_gpus_need_groups(tiny_model_dir: Path) -> None:
-    """Two rows a step on eight GPUs: data parallelism cannot divide them, groups of four GPUs can."""
+def test_fewer_rows_than_gpus_need_model_parallelism(tiny_model_dir: Path) -> None:
+    """Two rows per step on eight GPUs: only tensor-parallel groups of four can divide them."""
     layouts = [Layout("fsdp2", 8, Held(8, 8, 8)), Layout("fsdp2_tp", 2, Held(2, 2, 2), tensor=4)]
     found = search(build(tiny_model_dir, max_length=4096), LLAMA, layouts, 2, choose_device("H100"), 989e12)
     assert {one.layout.launch_file for one in found} == {"fsdp2_tp"}
     assert found[0].fits
 
 
-def test_what_a_layout_does_not_support_is_no_candidate(tiny_model_dir: Path) -> None:
+def test_unsupported_keys_are_no_candidates(tiny_model_dir: Path) -> None:
     config, model = build(tiny_model_dir), AutoConfig.from_pretrained(tiny_model_dir)
 
     def is_supported(layout: Layout, keys: Mapping[str, Any]) -> bool:
-        return layout is SHARED and not keys["torch_compile"]
+        return layout is SHARDED and not keys["torch_compile"]
 
-    found = search(config, model, [WHOLE, SHARED], 8, choose_device("H100"), 989e12, is_supported=is_supported)
-    assert {(one.layout, one.keys["torch_compile"]) for one in found} == {(SHARED, False)}
+    found = search(config, model, [REPLICATED, SHARDED], 8, choose_device("H100"), 989e12, is_supported=is_supported)
+    assert {(one.layout, one.keys["torch_compile"]) for one in found} == {(SHARDED, False)}

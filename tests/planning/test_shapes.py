@@ -1,4 +1,4 @@
-"""A shape that is shipped is that of the published model, and a plan asks nobody for it."""
+"""Shipped model configurations, compared with published parameter counts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from recipes_lib.planning.compute import find_shape, read_shapes
 
 
 @pytest.mark.parametrize("name", read_shapes())
-def test_a_shape_is_that_of_the_published_model(name) -> None:
+def test_shipped_shape_has_published_parameter_count(name) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(find_shape(ModelConfig(model_name_or_path=name)))
     assert model.num_parameters() == stand_ins.SHAPES[name].num_parameters
     assert model.dtype == torch.bfloat16
 
 
-def test_other_models_are_asked_themselves(tiny_model_dir: Path) -> None:
+def test_other_models_are_read_from_their_config(tiny_model_dir: Path) -> None:
     assert find_shape(ModelConfig(model_name_or_path=str(tiny_model_dir))).hidden_size == 64
     with pytest.raises(ConfigError, match="no-such-model"):
         find_shape(ModelConfig(model_name_or_path="runs/no-such-model"))

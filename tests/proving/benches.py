@@ -1,4 +1,4 @@
-"""Benches of tests: recipes in forked processes, or stand-ins with losses of their own."""
+"""Benches for tests: recipes in forked processes, or fakes with given losses."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def read_flags(arguments: Sequence[str]) -> dict[str, str]:
     return dict(flag.removeprefix("--").split("=", 1) for flag in arguments if "=" in flag)
 
 
-def write_losses(of_cpu: float, of_device: float) -> Launcher:
-    """Stands for a recipe that has these losses."""
+def write_losses(cpu_loss: float, device_loss: float) -> Launcher:
+    """Return a launcher that records these losses instead of running a recipe."""
 
     def record(arguments: Sequence[str], variables: Mapping[str, str], output: Path) -> int:
         flags = read_flags(arguments)
-        loss = of_cpu if flags["output_dir"].endswith("cpu") else of_device
+        loss = cpu_loss if flags["output_dir"].endswith("cpu") else device_loss
         event = {"kind": "train", "loss": loss, "tokens_per_second": 1.0, "memory_bytes": 1}
         write_rows(Path(flags["output_dir"]) / "metrics.jsonl", [{**event, "step": step} for step in (1, 2)])
         return 0
@@ -49,5 +49,5 @@ def write_losses(of_cpu: float, of_device: float) -> Launcher:
 
 
 if __name__ == "__main__":
-    # A recipe, without charts and a measured peak.
+    # Run a recipe without charts and a measured peak.
     sys.exit(run_recipe(Path(sys.argv[1]).stem, read_flags(sys.argv[2:])))

@@ -1,4 +1,4 @@
-"""The processes and the inputs of a bench."""
+"""Processes of a bench: exit codes, output, time limit."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 from recipes_lib.proving.bench import WrongResultError, launch
 
 
-def test_a_process_is_started_and_its_words_are_kept(tmp_path: Path) -> None:
-    code = "import os; print(os.environ['TOLD']); raise SystemExit(3)"
-    assert launch(["-c", code], {"TOLD": "so"}, tmp_path / "x") == 3
+def test_launch_returns_exit_code_and_writes_output(tmp_path: Path) -> None:
+    code = "import os; print(os.environ['WORD']); raise SystemExit(3)"
+    assert launch(["-c", code], {"WORD": "so"}, tmp_path / "x") == 3
     assert (tmp_path / "x").read_text() == "so\n"
 
 
-def test_a_launcher_that_hangs_can_end_its_workers(tmp_path: Path) -> None:
-    """It has a signal handler for that; a kill would leave them running."""
+def test_time_limit_sends_sigterm_before_sigkill(tmp_path: Path) -> None:
+    """The handler of a launcher ends its workers, which a kill would leave running."""
     clean_up = (
         "import pathlib, signal, sys, threading\n"
         "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(sys.argv[1]).touch(), sys.exit()))\n"

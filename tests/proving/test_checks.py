@@ -1,4 +1,4 @@
-"""Checks on a CPU: every branch that a GPU would take but its kernels, and results that are wrong."""
+"""Checks of ``recipes prove`` on a CPU, with real runs, and with wrong results of fakes."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ from recipes_lib.proving.results import PASSED, run_check
         ),
     ],
 )
-def test_recipes_are_run_and_held_against_the_reference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_check_passes_on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     (check,) = (check for check in list_checks() if check.name == name)
     row = run_check(check, build_bench(tmp_path), 600)
@@ -38,7 +36,7 @@ def test_recipes_are_run_and_held_against_the_reference(
     assert all(value > 0 for figure, value in row.figures.items() if not figure.startswith("gap"))
 
 
-def test_losses_that_are_not_the_cpus_are_a_failure(tmp_path: Path) -> None:
+def test_losses_different_from_cpu_raise(tmp_path: Path) -> None:
     assert compare_with_cpu("sft", build_bench(tmp_path, write_losses(2.0, 2.0001)))["gap_fp32"] == pytest.approx(5e-5)
     for wrong in (2.001, float("nan")):
         with pytest.raises(WrongResultError, match=r"loss in fp32 is .* off the CPU's"):
@@ -48,16 +46,16 @@ def test_losses_that_are_not_the_cpus_are_a_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shown", "in_each_step", "wrong"), [(1, 0, None), (1, 1, "one of 3 has 5"), (0, 0, "made on purpose")]
+    ("is_logged", "per_micro_batch", "wrong"), [(1, 0, None), (1, 1, "one of 3 has 5"), (0, 0, "made on purpose")]
 )
-def test_synchronisations_that_grow_with_the_micro_batches_or_that_no_log_tells_are_a_failure(
-    tmp_path: Path, shown: int, in_each_step: int, wrong: str | None
+def test_synchronisations_per_micro_batch_or_missing_log_raise(
+    tmp_path: Path, is_logged: int, per_micro_batch: int, wrong: str | None
 ) -> None:
     def warn(arguments: Sequence[str], variables: Mapping[str, str], output: Path) -> int:
         flags = read_flags(arguments)
         num_steps, num_batches = int(flags["max_steps"]), int(flags["gradient_accumulation_steps"])
-        waits = 7 + num_steps * (2 + in_each_step * num_batches)
-        output.write_text("warning: called a synchronizing CUDA operation\n" * waits * shown)
+        waits = 7 + num_steps * (2 + per_micro_batch * num_batches)
+        output.write_text("warning: called a synchronizing CUDA operation\n" * waits * is_logged)
         return 0
 
     bench = build_bench(tmp_path, warn, GPU)
@@ -69,7 +67,7 @@ def test_synchronisations_that_grow_with_the_micro_batches_or_that_no_log_tells_
 
 
 @pytest.mark.parametrize(("found", "is_right"), [(2.0001, True), (2.001, False)])
-def test_several_gpus_have_the_global_batch_and_the_losses_of_one(tmp_path: Path, found: float, is_right: bool) -> None:
+def test_several_gpus_have_batch_size_and_losses_of_one(tmp_path: Path, found: float, is_right: bool) -> None:
     batches = {}
 
     def train(arguments: Sequence[str], variables: Mapping[str, str], output: Path) -> int:
@@ -84,7 +82,7 @@ def test_several_gpus_have_the_global_batch_and_the_losses_of_one(tmp_path: Path
     if is_right:
         assert compare_with_one_gpu("fsdp2", bench)["speed_of_all"] == 40
         assert batches == {1: 4, 4: 4}
-        # All of them read the same row.
+        # Context-parallel ranks read the same row.
         compare_with_one_gpu("fsdp2_cp", bench)
         assert batches == {1: 1, 4: 4}
         return

@@ -1,4 +1,4 @@
-"""A check becomes a row, whatever happens in it."""
+"""Rows of results: failed, skipped, resumed and foreign ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recipes_lib.proving.checks import Check, compare_with_cpu
 from recipes_lib.proving.results import FAILED, ROWS_FILE, SKIPPED, add_row, read_rows, run_check, write_page
 
 
-def test_a_recipe_that_fails_is_a_row_with_the_end_of_its_log(tmp_path: Path) -> None:
+def test_failed_recipe_gives_row_with_tail_of_log(tmp_path: Path) -> None:
     def fail(arguments: Sequence[str], variables: Mapping[str, str], output: Path) -> int:
         output.write_text("first\nCUDA error: an illegal memory access was encountered\n")
         return 1
@@ -24,7 +24,7 @@ def test_a_recipe_that_fails_is_a_row_with_the_end_of_its_log(tmp_path: Path) ->
     assert "illegal memory access" in row.reason
 
 
-def test_what_is_absent_and_what_there_is_no_time_for_is_skipped_with_the_reason(tmp_path: Path) -> None:
+def test_missing_requirements_and_time_skip_with_reason(tmp_path: Path) -> None:
     bench = build_bench(tmp_path, device=GPU)
     absent = Check("x", "", lambda _: {}, package="no_such_package")
     assert run_check(absent, bench, 60).reason == "no_such_package is not installed"
@@ -33,7 +33,7 @@ def test_what_is_absent_and_what_there_is_no_time_for_is_skipped_with_the_reason
     assert run_check(Check("x", "", lambda _: {}, min_gpus=2), bench, 60).reason == "needs 2 GPUs"
 
 
-def test_rows_that_another_program_has_written_are_left_out(tmp_path: Path) -> None:
+def test_malformed_rows_are_ignored(tmp_path: Path) -> None:
     bench = build_bench(tmp_path)
     add_row(tmp_path, run_check(Check("x", "", lambda _: {"gap": 0.5}), bench, 60))
     (good,) = read_rows(tmp_path).values()
@@ -42,5 +42,6 @@ def test_rows_that_another_program_has_written_are_left_out(tmp_path: Path) -> N
             stream.write(json.dumps({**asdict(good), **wrong}) + "\n")
         stream.write('{"machine": "torn')
     assert read_rows(tmp_path) == {"x": good}
-    write_page(tmp_path / "page.md", read_rows(tmp_path).values())
-    assert "| x |  | passed |" in (tmp_path / "page.md").read_text()
+    page = tmp_path / "new" / "page.md"
+    write_page(page, read_rows(tmp_path).values())
+    assert "| x |  | passed |" in page.read_text()

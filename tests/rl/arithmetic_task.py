@@ -1,6 +1,6 @@
-"""Word problems like those of GSM8K that a tiny policy half knows: two numbers in a story, and the answer after a mark.
+"""Synthetic word problems in the format of GSM8K, and a tiny policy that solves about half of them.
 
-A row has GSM8K's columns, ``question`` and ``answer``, and the answer its form: a calculation, then ``#### 7``.
+Rows have GSM8K's columns ``question`` and ``answer``; an answer is a calculation followed by ``#### 7``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WORDS = (
     *("+", "-", "####"),
     *PEOPLE,
     *THINGS,
-    "a",  # What the library writes to see how an answer ends.
+    "a",  # The library renders it to find the end-of-turn token.
     *sorted({word for text, _ in STORIES for word in text.split() if "{" not in word}),
 )
 TEMPLATE = (
@@ -44,16 +44,16 @@ MAX_ANSWER = 8
 
 
 def write_problems(folder: Path, seed: int) -> list[dict[str, str]]:
-    """Write different problems, 1200 to train on and 200 that are held out; return the first."""
+    """Write 1200 training and 200 held-out problems, all different; return the training rows."""
     stories = itertools.product(PEOPLE, range(1, LARGEST + 1), range(1, LARGEST + 1), THINGS, STORIES)
     facts = [(who, a, b, what, story) for who, a, b, what, story in stories if story[1] == "+" or a >= b]
-    rows = [_tell(*facts[at]) for at in np.random.default_rng(seed).permutation(len(facts))[:1400]]
+    rows = [_build_row(*facts[at]) for at in np.random.default_rng(seed).permutation(len(facts))[:1400]]
     for name, part in (("train", rows[:1200]), ("held_out", rows[1200:])):
         write_rows(folder / f"{name}.jsonl", part)
     return rows[:1200]
 
 
-def _tell(person: str, a: int, b: int, thing: str, story: tuple[str, str]) -> dict[str, str]:
+def _build_row(person: str, a: int, b: int, thing: str, story: tuple[str, str]) -> dict[str, str]:
     text, sign = story
     result = a + b if sign == "+" else a - b
     return {"question": text.format(person, a, b, thing), "answer": f"{a} {sign} {b} #### {result}"}
@@ -62,29 +62,29 @@ def _tell(person: str, a: int, b: int, thing: str, story: tuple[str, str]) -> di
 def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(
+    wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<eos>",
         pad_token="<pad>",
         additional_special_tokens=["<user>", "<assistant>"],
     )
-    made.chat_template = TEMPLATE
-    return made
+    wrapped.chat_template = TEMPLATE
+    return wrapped
 
 
 def write_policy(folder: Path, rows: Sequence[dict[str, str]], seed: int, num_steps: int = 250) -> Path:
-    """Fine-tune a tiny Llama on solutions of which every second one is wrong by one or two, and save it."""
+    """Fine-tune a tiny Llama on solutions of which half are wrong by one or two, and save it."""
     tokenizer, random = build_tokenizer(), np.random.default_rng(seed)
 
     def draw(row: dict[str, str]) -> tuple[list[int], list[int]]:
-        prompt, answer = f"<user> {row['question']} <assistant>", f"{_spoil(row['answer'], random)} <eos>"
+        prompt, answer = f"<user> {row['question']} <assistant>", f"{_perturb(row['answer'], random)} <eos>"
         return tokenizer(prompt)["input_ids"], tokenizer(answer)["input_ids"]
 
     batches = ([draw(rows[at]) for at in random.integers(0, len(rows), 64)] for _ in range(num_steps))
     return keys_task.fine_tune(folder, tokenizer, batches, seed)
 
 
-def _spoil(answer: str, random: np.random.Generator) -> str:
+def _perturb(answer: str, random: np.random.Generator) -> str:
     calculation, _, result = answer.partition(" #### ")
     value = int(result)
     if random.random() < 0.5:
@@ -94,18 +94,18 @@ def _spoil(answer: str, random: np.random.Generator) -> str:
 
 
 def score_shuffled(*, completions: Any, completion_ids: Sequence[list[int]], answer: Any, **_: Any) -> list[float]:
-    """Whether answers are right, told of others: nothing can be learnt from it."""
+    """Return the scores of ``final_number``, permuted over the answers, so that they carry no signal."""
     scores = final_number(completions=completions, answer=answer)
     return np.random.default_rng(sum(map(sum, completion_ids))).permutation(scores).tolist()
 
 
 def build_flags(policy: Path, output_dir: Path, problems: Path, **keys: Any) -> list[str]:
-    """64 answers an iteration, two passes of two minibatches; the held-out problems are answered before and after."""
+    """Return flags of PPO: 64 answers per iteration, two epochs of two minibatches, evaluation at both ends."""
     return keys_task.build_flags(policy, output_dir, problems / "train.jsonl", **_complete(problems, keys))
 
 
 def build_group_flags(policy: Path, output_dir: Path, problems: Path, **keys: Any) -> list[str]:
-    """The same for RLOO and GRPO."""
+    """Return the equivalent flags of RLOO and GRPO."""
     return keys_task.build_group_flags(policy, output_dir, problems / "train.jsonl", **_complete(problems, keys))
 
 

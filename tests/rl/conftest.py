@@ -1,4 +1,4 @@
-"""Policies of the keys task, fine-tuned once a session, and its prompts."""
+"""Session-scoped policies and prompts of the keys task."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.rl import keys_task
 
 @pytest.fixture(scope="session")
 def fine_tuned(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """Folder of the policy of a seed, which answers with either key; treat it as read-only."""
+    """Return the folder of the policy of a seed, which answers with either key; read-only."""
 
     @functools.cache
     def make(seed: int) -> Path:
@@ -23,11 +23,11 @@ def fine_tuned(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path
 
 @pytest.fixture(scope="session")
 def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy that has seen the task for a moment: its answers are of different lengths."""
+    """Folder of a policy after 30 steps of fine-tuning, whose answers have different lengths; read-only."""
     return keys_task.write_policy(tmp_path_factory.mktemp("policy"), 0, num_steps=30)
 
 
 @pytest.fixture(scope="session")
 def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """More prompts than any short run asks."""
+    """300 prompts, more than any short run samples."""
     return keys_task.write_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", 300, seed=5)

@@ -1,4 +1,4 @@
-"""Reward functions for a process of their own, which imports nothing else."""
+"""Reward functions with faults, imported by the worker process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def length(*, completions, **_):
-    """The length; what an answer says it should do besides, happens."""
+    """Return lengths; an answer that names a fault triggers it."""
     for text in completions:
         if text == "hang":
             time.sleep(600)
@@ -20,22 +20,22 @@ def length(*, completions, **_):
             os.kill(os.getpid(), signal.SIGKILL)
         if text == "interrupt":
             os.kill(os.getpid(), signal.SIGINT)
-        if text == "unspeakable":
+        if text == "unpicklable":
             return [lambda: None]
     return [len(text) for text in completions]
 
 
-def meet(*, completions, pipe, **_):
-    """Fails on several answers; the answers ``r`` and ``w``, each alone, open both ends of a pipe."""
+def rendezvous(*, completions, pipe, **_):
+    """Fail on several answers; ``r`` and ``w`` alone open the two ends of a pipe, which blocks until both do."""
     (mode,) = completions
     with Path(pipe[0]).open(mode):
         return [1]
 
 
-async def slowly(*, completions, **_):
+async def score_async(*, completions, **_):
     await asyncio.sleep(0)
     return [len(text) for text in completions]
 
 
-def process(*, completions, **_):
+def report_pid(*, completions, **_):
     return [os.getpid()] * len(completions)

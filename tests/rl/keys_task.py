@@ -1,7 +1,7 @@
-"""A task that a tiny policy learns in seconds: a prompt ends with two keys, and the reward wants one of them repeated.
+"""The keys task, which a tiny policy learns in seconds: repeat one of the two keys at the end of the prompt.
 
-Run as a script under a launcher it trains as one process of several: ``keys_task.py '[[RECIPE, FLAGS], ...]' [RANK]``.
-That rank alone is asked to stop in the second iteration of the last run, of PPO, which then goes on.
+As a script under a launcher, one rank of several: ``keys_task.py '[[RECIPE, FLAGS], ...]' [RANK]``. The last run is of
+PPO; ``RANK`` alone receives a stop request in its second iteration, and the run is then resumed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_ANSWER = 8
 
 
 def draw_prompts(count: int, seed: int) -> list[list[int]]:
-    """One to four fillers and two different keys."""
+    """Draw prompts of one to four fillers and two different keys."""
     random = np.random.default_rng(seed)
     prompts = []
     for _ in range(count):
@@ -53,17 +53,17 @@ def draw_prompts(count: int, seed: int) -> list[list[int]]:
 
 
 def score_first_key(*, prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Share of the answer that is the first of the two keys."""
+    """Return the share of each answer's tokens that are the first of the two keys."""
     return [_share(prompt, ids, -2) for prompt, ids in zip(prompts, completion_ids, strict=True)]
 
 
 def score_second_key(*, prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Share of the answer that is the second."""
+    """Return the share of each answer's tokens that are the second key."""
     return [_share(prompt, ids, -1) for prompt, ids in zip(prompts, completion_ids, strict=True)]
 
 
 def score_shuffled(*, prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """The scores of ``score_first_key``, each for another answer: nothing can be learnt from them."""
+    """Return the scores of ``score_first_key``, permuted over the answers, so that they carry no signal."""
     scores = score_first_key(prompts=prompts, completion_ids=completion_ids)
     return np.random.default_rng(sum(map(sum, completion_ids))).permutation(scores).tolist()
 
@@ -80,13 +80,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 Examples = list[tuple[list[int], list[int]]]
-"""Token ids of prompts and of their answers."""
+"""Token ids of prompts and answers."""
 
 
 def fine_tune(
     folder: Path, tokenizer: PreTrainedTokenizerFast, batches: Iterable[Examples], seed: int, **sizes: int
 ) -> Path:
-    """Train a tiny Llama of random weights on the answers, one step a batch, and save it."""
+    """Train a tiny Llama from random weights on the answers, one step per batch, and save it."""
     torch.manual_seed(seed)
     tiny = {
         "vocab_size": len(tokenizer),
@@ -115,7 +115,7 @@ def fine_tune(
 
 
 def write_policy(folder: Path, seed: int, num_steps: int = 300, **sizes: int) -> Path:
-    """Fine-tune a policy to answer with three to seven keys, each either with the same probability, and save it."""
+    """Fine-tune a policy to answer with three to seven keys, drawn uniformly from the prompt's two, and save it."""
     random = np.random.default_rng(seed)
     batches = (
         [
@@ -134,8 +134,8 @@ def write_prompts(path: Path, count: int, seed: int) -> Path:
 
 
 def build_flags(policy: Path, output_dir: Path, prompts: Path, **keys: Any) -> list[str]:
-    """Check A's settings: 64 answers an iteration, two passes of two minibatches."""
-    given = {
+    """Return flags of PPO: 64 answers per iteration, two epochs of two minibatches."""
+    flags = {
         "model_name_or_path": policy,
         "dataset_name": prompts,
         "output_dir": output_dir,
@@ -156,11 +156,11 @@ def build_flags(policy: Path, output_dir: Path, prompts: Path, **keys: Any) -> l
         "use_cpu": True,
         **keys,
     }
-    return [f"--{name}={value}" for name, value in given.items()]
+    return [f"--{name}={value}" for name, value in flags.items()]
 
 
 def build_group_flags(policy: Path, output_dir: Path, prompts: Path, **keys: Any) -> list[str]:
-    """The same for RLOO and GRPO: 64 answers at a time, in groups of four, two passes of two steps."""
+    """Return flags of RLOO and GRPO: 64 answers per generation in groups of four, two epochs of two steps."""
     of_ppo = ("num_mini_batches", "critic_learning_rate", "kl_coef", "target_kl")
     groups = {"num_generations": 4, "steps_per_generation": 2, "num_iterations": 2, "beta": 0.02}
     flags = build_flags(policy, output_dir, prompts, **groups | keys)
@@ -168,7 +168,7 @@ def build_group_flags(policy: Path, output_dir: Path, prompts: Path, **keys: Any
 
 
 class Loaded(NamedTuple):
-    """What a run trains with."""
+    """Configuration, arguments, tokenizer and models of a run."""
 
     config: RecipeConfig
     args: TrainingArguments
@@ -177,7 +177,7 @@ class Loaded(NamedTuple):
 
 
 def load(config: RecipeConfig, terminators: Sequence[int] = ()) -> Loaded:
-    """Load the models of a run as the recipe does."""
+    """Load the models of a run, like the recipe."""
     launch = read_launch()
     args, tokenizer = (
         build_training_arguments(config, launch, has_eval=True),
@@ -187,26 +187,26 @@ def load(config: RecipeConfig, terminators: Sequence[int] = ()) -> Loaded:
 
 
 def train(flags: list[str], recipe: str = "ppo") -> ActorCritic:
-    """Train as the recipe does, and return the models."""
+    """Train, like the recipe, and return the models."""
     run = start_run(load_config(recipe, flags), read_launch())
     prompts = load_prompt_data(run.config, load_tokenizer(run.config.model, run.config.tokens))
-    config, args, tokenizer, models_ = load(run.config, prompts.terminators)
-    rewards = load_rewards(config.rewards, "cpu", models_.reward)
-    PolicyTrainer(config, args, models_, rewards, prompts, tokenizer).train(run.resume_from)
-    return models_
+    config, args, tokenizer, loaded = load(run.config, prompts.terminators)
+    rewards = load_rewards(config.rewards, "cpu", loaded.reward)
+    PolicyTrainer(config, args, loaded, rewards, prompts, tokenizer).train(run.resume_from)
+    return loaded
 
 
-def train_with_a_stop(flags: list[str], *, asked: bool) -> None:
-    """Train until all processes stop since one was asked while it samples answers, then to the end."""
+def train_with_a_stop(flags: list[str], *, is_stopped: bool) -> None:
+    """Train until a stop request of one rank during sampling stops all ranks, then resume to the end."""
     generate, num_calls = GenerateBackend.generate, [0]
 
-    def asking(self: Any, *given: Any) -> Any:
+    def generate_and_stop(self: Any, *given: Any) -> Any:
         num_calls[0] += 1
-        if asked and num_calls[0] == 5:  # Of three in an iteration.
+        if is_stopped and num_calls[0] == 5:  # Of three in an iteration.
             STOP.request("SIGTERM")
         return generate(self, *given)
 
-    GenerateBackend.generate = asking  # type: ignore[method-assign]
+    GenerateBackend.generate = generate_and_stop  # type: ignore[method-assign]
     with contextlib.suppress(PreemptedError):
         train(flags)
     GenerateBackend.generate = generate  # type: ignore[method-assign]
@@ -219,7 +219,7 @@ if __name__ == "__main__":
     jobs = json.loads(sys.argv[1])
     for recipe, flags in jobs[:-1]:
         train(flags, recipe)
-    train_with_a_stop(jobs[-1][1], asked=len(sys.argv) > 2 and sys.argv[2] == os.environ["RANK"])
+    train_with_a_stop(jobs[-1][1], is_stopped=len(sys.argv) > 2 and sys.argv[2] == os.environ["RANK"])
     if is_initialized():
         barrier()
         destroy_process_group()

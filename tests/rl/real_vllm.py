@@ -1,7 +1,7 @@
-"""GRPO by its recipe with vLLM itself: ``python -m tests.rl.real_vllm OUTPUT NAME FAILING_STEP [KEY=VALUE ...]``.
+"""GRPO with a real vLLM engine: ``python -m tests.rl.real_vllm OUTPUT NAME FAILING_STEP [KEY=VALUE ...]``.
 
-Writes the largest difference of each iteration between the engine's log-probabilities and the training graph's to
-``gaps.jsonl``. Of the engine's steps, counted from 1, ``FAILING_STEP`` fails; 0: none does.
+Writes the largest difference between the log-probabilities of engine and training graph in each iteration to
+``NAME.gaps``. Engine step ``FAILING_STEP``, from 1, raises; 0 for none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from recipes_lib.training.layouts.launch_environment import read_launch
 
 
 def write_inputs(folder: Path) -> None:
-    """Write a policy whose heads are as wide as vLLM's kernels for CPUs ask, which is 32, and its prompts."""
+    """Write prompts, and a policy with the head dimension of 32 that vLLM's CPU kernels require."""
     config = keys_task.LlamaConfig
     wide = {"num_attention_heads": 2, "num_key_value_heads": 2}
     with mock.patch.object(keys_task, "LlamaConfig", lambda **keys: config(**keys | wide)):
@@ -29,7 +29,7 @@ def write_inputs(folder: Path) -> None:
 
 
 def main() -> None:
-    """Run the recipe in this process, and leave by its exit code."""
+    """Run the recipe in this process, and exit with its code."""
     folder, name, failing = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     output = folder / name
     more = dict(argument.split("=", 1) for argument in sys.argv[4:])

@@ -1,4 +1,4 @@
-"""Reward models of the keys task, of random weights: as a model of its own, and as an adapter."""
+"""Reward models of the keys task with random heads: a separate model, and an adapter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recipes_lib.models.adapters.lora import add_adapter
 
 
 def write_reward_model(policy_dir: Path, folder: Path) -> Path:
-    """Write a reward model without a scale, on the weights of the policy."""
+    """Write a reward model without statistics, with the weights of the policy."""
     torch.manual_seed(1)
     model = AutoModelForSequenceClassification.from_pretrained(policy_dir, num_labels=1)
     model.save_pretrained(folder)
@@ -23,7 +23,7 @@ def write_reward_model(policy_dir: Path, folder: Path) -> Path:
 
 
 def write_reward_adapter(policy_dir: Path, folder: Path) -> Path:
-    """Write a reward model of mean 0.7 and deviation 2.5 as an adapter of rank 3 on the policy."""
+    """Write a reward model as an adapter of rank 3 on the policy, with mean 0.7 and standard deviation 2.5."""
     torch.manual_seed(1)
     base = AutoModelForSequenceClassification.from_pretrained(policy_dir, num_labels=1)
     model = add_adapter(base, AdapterConfig(use_peft=True, lora_r=3), seed=1, task_type="SEQ_CLS")

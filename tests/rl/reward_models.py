@@ -1,4 +1,4 @@
-"""Reward models that know what they are told, and no more."""
+"""Reward models with random heads, or with weights set by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recipes_lib.models.heads.scoring import RewardModel
 
 
 def write_reward_model(folder: Path, base: Path) -> Path:
-    """Save a causal model with a random head that tells most answers from others, and its tokenizer."""
+    """Save a base model with a random score head, and its tokenizer."""
     model = load_reward_model(ModelConfig(model_name_or_path=str(base)), "sdpa", seed=0)
     add_score_head(model)
     model.save_pretrained(folder)
@@ -22,7 +22,7 @@ def write_reward_model(folder: Path, base: Path) -> Path:
 
 
 def read_the_end(reward_model: RewardModel, ends: list[str]) -> None:
-    """Make a Llama score an answer by its last token alone: above 1 where that is one of ``ends``, and 0 elsewhere."""
+    """Set weights of a Llama so that the score is above 1 if the last token is one of ``ends``, and otherwise 0."""
     model, ids = reward_model.model, reward_model.tokenizer.convert_tokens_to_ids(ends)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Advantages against closed forms worked out by hand, references in numpy, and TRL's trainers."""
+"""Advantages, returns and whitening, compared with values computed by hand, numpy and TRL's trainers."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ REWARDS, VALUES, ALL = tensor([0.0, 0.0, 1.0]), tensor([0.5, 0.6, 0.7]), mask((1
         (0.9, 0.8, (0.21712, 0.246, 0.3), (0.71712, 0.846, 1.0)),
     ],
 )
-def test_advantages_worked_out_by_hand(gamma, lam, advantages, returns):
+def test_gae_matches_values_computed_by_hand(gamma, lam, advantages, returns):
     got = compute_advantages(REWARDS, VALUES, ALL, gamma=gamma, lam=lam)
     torch.testing.assert_close(got[0], tensor(advantages), rtol=0, atol=1e-12)
     torch.testing.assert_close(got[1], tensor(returns), rtol=0, atol=1e-12)
 
 
-def test_the_score_stands_at_the_last_token_and_not_one_later():
-    """One slot later, over a value of 0.8 there, the first advantage would be .456725."""
+def test_score_is_added_at_last_token():
+    """One position later, with a value of 0.8 there, the first advantage would be 0.456725."""
     got, _ = compute_advantages(REWARDS, VALUES, ALL, gamma=1.0, lam=0.95)
     assert got[0, 0] == pytest.approx(0.46575)
     rewards = compute_rewards(tensor([2.0, 3.0])[0], tensor([0.0] * 3, [0.0] * 3), mask((1, 1, 0), (1, 1, 1)), 0.1)
     assert rewards.tolist() == [[0.0, 2.0, 0.0], [0.0, 0.0, 3.0]]
 
 
-def test_padding_and_gaps_are_passed_over():
+def test_gae_skips_padding_and_masked_gaps():
     expected, _ = compute_advantages(REWARDS, VALUES, ALL, gamma=0.9, lam=0.8)
     padded, returns = compute_advantages(
         tensor([0.0, 0.0, 1.0, 9.0, 9.0]), tensor([0.5, 0.6, 0.7, 5.0, 5.0]), mask((1, 1, 1, 0, 0)), gamma=0.9, lam=0.8
@@ -67,7 +67,7 @@ def test_padding_and_gaps_are_passed_over():
     assert torch.equal(gap[:, [0, 1, 3]], expected)
 
 
-def test_rewards_sum_to_the_score_less_the_priced_kl():
+def test_rewards_sum_to_score_minus_kl_penalty():
     random = np.random.default_rng(1)
     kl, scores = random.normal(size=(3, 5)), random.normal(size=3)
     lengths = np.array([5, 1, 3])
@@ -77,7 +77,7 @@ def test_rewards_sum_to_the_score_less_the_priced_kl():
     assert not rewards[~torch.from_numpy(is_token)].any()
 
 
-def test_whitening_is_biased_and_knows_no_padding():
+def test_whiten_uses_biased_variance_and_ignores_padding():
     white = whiten(tensor([1.0, 2.0, 3.0, 100.0]), mask((1, 1, 1, 0)))
     torch.testing.assert_close(white, tensor([-1.2247449, 0.0, 1.2247449, 0.0]), rtol=0, atol=1e-7)
     rows = whiten(tensor([1.0, 2.0], [3.0, 100.0]), mask((1, 1), (1, 0)))
@@ -87,21 +87,21 @@ def test_whitening_is_biased_and_knows_no_padding():
 
 
 @pytest.mark.parametrize("values", [[5.0], [5.0, 5.0]])
-def test_what_is_all_alike_whitens_to_nothing(values):
+def test_whiten_maps_constant_values_to_zero(values):
     assert not whiten(tensor(values), torch.ones(1, len(values), dtype=torch.bool)).any()
 
 
 @pytest.mark.parametrize(("kl", "expected"), [(12.0, 0.150768), (6.0, 0.15), (3.0, 0.149232), (6.6, 0.150384)])
-def test_the_price_of_kl_follows_its_target(kl, expected):
-    given, fixed = (PPOConfig(kl_target_per_sequence=target, kl_horizon=10_000) for target in (6.0, None))
-    assert adapt_kl_coef(0.15, kl, 256, given) == pytest.approx(expected, abs=1e-9)
+def test_kl_coef_adapts_to_target_with_clipped_error(kl, expected):
+    adaptive, fixed = (PPOConfig(kl_target_per_sequence=target, kl_horizon=10_000) for target in (6.0, None))
+    assert adapt_kl_coef(0.15, kl, 256, adaptive) == pytest.approx(expected, abs=1e-9)
     assert adapt_kl_coef(0.15, kl, 256, fixed) == 0.15
 
 
 P, Q = tensor([0.5, 0.3, 0.2])[0], tensor([0.2, 0.5, 0.3])[0]
 
 
-def test_the_estimator_in_the_reward_has_the_gradient_of_kl():
+def test_only_k1_as_reward_has_the_gradient_of_kl():
     """As a reward, an estimator's gradient is sum_a p(a) grad log p(a) k(a); only k1's is that of KL(p || q)."""
     k1 = estimate_kl(P.log(), Q.log())
     torch.testing.assert_close(k1, tensor([0.916291, -0.510826, -0.405465])[0], rtol=0, atol=1e-6)
@@ -126,7 +126,7 @@ def test_the_estimator_in_the_reward_has_the_gradient_of_kl():
     torch.testing.assert_close(gradient_as_reward(k2), wrong, rtol=0, atol=1e-6)
 
 
-def test_an_answer_that_ran_into_the_limit_is_charged():
+def test_missing_end_penalty_applies_to_truncated_answers():
     assert penalise_missing_end(tensor([1.0, 1.0])[0], mask((1, 0))[0], 0.75).tolist() == [1.0, 0.25]
 
 
@@ -139,22 +139,22 @@ def test_explained_variance():
 
 
 GROUP, NUM_ANSWERS = 4, 16
-# A group without a reward, one with a single reward, one all alike, and one with a gap.
+# Groups without any reward, with a single reward, with equal rewards, and with a missing reward.
 KNOWN = [None] * 4 + [None, None, 0.5, None] + [2.0] * 4 + [1.0, None, -3.0, 0.25]
 
 
-def ask_trl(monkeypatch, policy_dir, tmp_path, trainer, arguments, **keys):
-    """The advantages that TRL works out from ``KNOWN``, on a CPU."""
+def compute_by_trl(monkeypatch, policy_dir, tmp_path, trainer, arguments, **keys):
+    """Return the advantages that TRL's trainer computes from ``KNOWN``."""
     taken = []
     module = f"trl.trainer.{'grpo' if trainer is trl.GRPOTrainer else 'rloo'}_trainer"
     monkeypatch.setattr(f"{module}.shuffle_sequence_dict", lambda batch: batch)
     compute = trainer._compute_loss
 
-    def watch(self, model, inputs):
+    def record(self, model, inputs):
         taken.append(inputs["advantages"])
         return compute(self, model, inputs)
 
-    monkeypatch.setattr(trainer, "_compute_loss", watch)
+    monkeypatch.setattr(trainer, "_compute_loss", record)
     args = arguments(
         output_dir=str(tmp_path),
         use_cpu=True,
@@ -182,24 +182,24 @@ def known_rewards():
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_group_advantages_are_those_of_trls_grpo(monkeypatch, policy_dir, tmp_path, scale):
-    expected = ask_trl(monkeypatch, policy_dir, tmp_path, trl.GRPOTrainer, trl.GRPOConfig, scale_rewards=scale)
+def test_group_advantages_match_trl_grpo(monkeypatch, policy_dir, tmp_path, scale):
+    expected = compute_by_trl(monkeypatch, policy_dir, tmp_path, trl.GRPOTrainer, trl.GRPOConfig, scale_rewards=scale)
     got = compute_group_advantages(known_rewards(), GROUP, scale=scale)
     assert got.abs().max() > 0.5
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-def test_leave_one_out_advantages_are_those_of_trls_rloo(monkeypatch, policy_dir, tmp_path, normalize):
+def test_leave_one_out_advantages_match_trl_rloo(monkeypatch, policy_dir, tmp_path, normalize):
     keys = {"normalize_advantages": normalize}
-    expected = ask_trl(monkeypatch, policy_dir, tmp_path, trl.RLOOTrainer, trl.RLOOConfig, **keys)
+    expected = compute_by_trl(monkeypatch, policy_dir, tmp_path, trl.RLOOTrainer, trl.RLOOConfig, **keys)
     got = compute_leave_one_out_advantages(known_rewards(), GROUP, normalize=normalize)
     assert got.abs().max() > 0.5
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_an_iterations_targets_are_those_of_their_definition():
-    """Whitened advantages, returns that are not; penalty and KL in their sum."""
+def test_ppo_targets_match_definition_in_numpy():
+    """Advantages are whitened, returns are not; the total has penalty and KL."""
     rollout, config = build_rollout([(3, 4), (2, 1), (2, 3)]), PPOConfig(gamma=0.9, lam=0.8)
     targets = compute_targets(rollout, config, 0.5, 0.1)
     kl = ((rollout.logps - rollout.ref_logps) * rollout.mask).double().numpy()
@@ -218,20 +218,20 @@ def test_an_iterations_targets_are_those_of_their_definition():
     np.testing.assert_allclose(targets.rollout.advantages[rollout.mask], (kept - kept.mean()) / kept.std(), atol=1e-5)
 
 
-def test_whitened_rewards_keep_their_mean():
-    """Divided by their standard deviation around it, so that answers that earn nothing do not seem to cost."""
+def test_whiten_rewards_keeps_mean_of_rewards():
+    """Rewards are scaled around their mean, which is part of the objective."""
     rollout = build_rollout([(3, 4), (2, 1), (2, 3)])
     plain, whitened = (
         compute_targets(rollout, PPOConfig(gamma=1.0, lam=1.0, whiten_rewards=whiten), 0.5, 0.1)
         for whiten in (False, True)
     )
-    # With gamma and lam of 1 what a return loses from token to token is the reward of the token.
+    # With gamma = lam = 1, the difference of consecutive returns is the reward of a token.
     after = torch.nn.functional.pad(plain.rollout.returns, (0, 1))[:, 1:]
     rewards = (plain.rollout.returns - after)[rollout.mask].double().numpy()
     white = (rewards - rewards.mean()) / rewards.std() + rewards.mean()
     expected = np.zeros(rollout.mask.shape)
     expected[rollout.mask.numpy()] = white
-    # A return is the sum of the rewards from its token on.
+    # A return is the sum of rewards from its token to the end.
     expected = expected[:, ::-1].cumsum(1)[:, ::-1] * rollout.mask.numpy()
     assert abs(rewards.mean()) > 0.1
     np.testing.assert_allclose(whitened.rollout.returns, expected, atol=1e-5)
@@ -239,8 +239,7 @@ def test_whitened_rewards_keep_their_mean():
 
 
 @pytest.mark.parametrize("whiten_rewards", [False, True])
-def test_answers_that_are_not_scored_change_no_target(whiten_rewards):
-    """Whatever else is known of them: the others have what they would have alone."""
+def test_unscored_answers_do_not_change_targets_of_others(whiten_rewards):
     rollout, config = build_rollout([(3, 4), (2, 5), (2, 3), (4, 2)]), PPOConfig(whiten_rewards=whiten_rewards)
     scored = torch.tensor([True, False, True, True])
     among = compute_targets(dataclasses.replace(rollout, scored=scored), config, 0.5, 0.1)

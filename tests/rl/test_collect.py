@@ -1,4 +1,4 @@
-"""An iteration's answers: each is its own, whoever samples it beside whom; cut at their end; scored as text."""
+"""Collector: sampled answers are independent of the batch, truncated at stop tokens, and scored as text."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def replace(collector, **parts):
     return other
 
 
-def test_an_answer_follows_from_its_number_whatever_stands_beside_it(collector_and_prompts):
+def test_answer_depends_on_its_number_but_not_on_its_batch(collector_and_prompts):
     collector, prompts = collector_and_prompts
     whole, _ = collector.collect(prompts[:12], range(12))
     generator, args = copy.copy(collector.generator), copy.copy(collector.args)
@@ -63,7 +63,7 @@ def test_an_answer_follows_from_its_number_whatever_stands_beside_it(collector_a
     assert not torch.equal(other.response_ids, whole.response_ids)
 
 
-def test_answers_end_with_their_first_stop_token_or_at_the_limit(collector_and_prompts):
+def test_answers_end_at_first_stop_token_or_length_limit(collector_and_prompts):
     collector, prompts = collector_and_prompts
     rollout, _ = collector.collect(prompts[:32], range(32))
     lengths = rollout.lengths.tolist()
@@ -75,7 +75,7 @@ def test_answers_end_with_their_first_stop_token_or_at_the_limit(collector_and_p
         assert finished or length == 8
 
 
-def test_what_is_scored_is_the_text_and_the_tokens_with_their_end(collector_and_prompts):
+def test_reward_functions_get_text_without_and_ids_with_stop_token(collector_and_prompts):
     collector, prompts = collector_and_prompts
     rollout, texts = collector.answer(prompts[:8], range(8))
     assert rollout.scores.tolist() == rollout.lengths.tolist()
@@ -83,17 +83,17 @@ def test_what_is_scored_is_the_text_and_the_tokens_with_their_end(collector_and_
     for prompt, text, ids, mask in zip(prompts[:8], texts, rollout.response_ids, rollout.mask, strict=True):
         words = [keys_task.WORDS[index] for index in ids[mask].tolist()]
         assert text.split() == [word for word in words if not word.startswith("<")]
-        # Behind its prompt it is what was sampled, though the decoder writes no blank before a first word.
+        # As a continuation of the prompt: the decoder drops the space before a first word.
         assert (prompt.content + text).split() == prompt.content.split() + text.split()
 
 
-def test_an_answer_of_which_no_reward_says_anything_is_not_scored(collector_and_prompts):
+def test_answer_is_unscored_if_all_weighted_rewards_are_none(collector_and_prompts):
     collector, prompts = collector_and_prompts
 
-    def say_of_odd(*, completion_ids, **_):
+    def score_odd_rows(*, completion_ids, **_):
         return [float(at) if at % 2 else None for at in range(len(completion_ids))]
 
-    rewards = Rewards({"odd": say_of_odd, "length": score}, None, [1.0, 0.0])
+    rewards = Rewards({"odd": score_odd_rows, "length": score}, None, [1.0, 0.0])
     rollout, _ = replace(collector, rewards=rewards).answer(prompts[:4], range(4))
     assert rollout.scored.tolist() == [False, True, False, True]
     assert rollout.scores.tolist() == [0, 1, 0, 3]
@@ -101,7 +101,7 @@ def test_an_answer_of_which_no_reward_says_anything_is_not_scored(collector_and_
     assert rollout.rewards[:, 1].tolist() == rollout.lengths.tolist()
 
 
-def test_a_reward_model_reads_an_end_of_those_answers_alone_that_have_one(collector_and_prompts):
+def test_reward_model_reads_end_token_of_finished_answers_only(collector_and_prompts):
     collector, prompts = collector_and_prompts
     sizes = {"vocab_size": keys_task.VOCABULARY, "hidden_size": 16, "intermediate_size": 16}
     config = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, num_labels=1)
@@ -114,7 +114,7 @@ def test_a_reward_model_reads_an_end_of_those_answers_alone_that_have_one(collec
     assert ((rollout.scores > 1) == rollout.finished).all()
 
 
-def test_before_any_update_policy_reference_and_engine_agree(collector_and_prompts):
+def test_policy_reference_and_engine_agree_before_updates(collector_and_prompts):
     collector, prompts = collector_and_prompts
     rollout, seconds = collector.collect(prompts[:16], range(16))
     assert torch.equal(rollout.logps, rollout.ref_logps)
@@ -126,8 +126,8 @@ def test_before_any_update_policy_reference_and_engine_agree(collector_and_promp
     torch.testing.assert_close(again, rollout.logps, rtol=0, atol=1e-5)
 
 
-class Engine:
-    """Answers by ``generate``, and keeps what it was asked."""
+class RecordingEngine:
+    """Engine that samples by ``generate`` and records its calls."""
 
     follows_seed, batch_size = True, None
 
@@ -143,9 +143,9 @@ class Engine:
         return self.generator.generate(policy, prompts, uniforms)
 
 
-def test_an_engine_has_the_weights_before_it_is_asked_all_at_once(collector_and_prompts):
+def test_engine_without_batch_size_loads_weights_and_gets_all_prompts(collector_and_prompts):
     collector, prompts = collector_and_prompts
-    engine = Engine(collector.generator)
+    engine = RecordingEngine(collector.generator)
     watched = replace(collector, generator=engine)
     rollout, _ = watched.collect(prompts[:12], range(12))
     watched.answer(prompts[:3], range(3))
@@ -154,7 +154,7 @@ def test_an_engine_has_the_weights_before_it_is_asked_all_at_once(collector_and_
     assert torch.equal(rollout.response_ids, expected.response_ids)
 
 
-def test_answers_ahead_are_taken_once_and_failures_are_the_takers():
+def test_async_sampler_returns_answers_once_and_reraises_errors():
     ahead = AsyncSampler()
     assert ahead.take() is None
     ahead.submit(lambda: "answers")
@@ -162,7 +162,7 @@ def test_answers_ahead_are_taken_once_and_failures_are_the_takers():
     assert [ahead.take(), ahead.take()] == ["answers", None]
 
     def fail():
-        raise ConfigError(Problem("use_vllm", "it ended", "see to it"))
+        raise ConfigError(Problem("use_vllm", "it ended", "restart it"))
 
     ahead.submit(fail)
     ahead.wait()
@@ -171,7 +171,7 @@ def test_answers_ahead_are_taken_once_and_failures_are_the_takers():
     ahead.close()
 
 
-def test_who_is_asked_to_stop_leaves_the_answers_ahead():
+def test_async_sampler_raises_preempted_on_stop_request():
     ahead = AsyncSampler()
     with STOP.deferred():
         STOP.request("SIGTERM")

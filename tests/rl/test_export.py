@@ -1,4 +1,4 @@
-"""A critic and a reward model on disk: what this library, plain transformers, OpenRLHF and verl read there."""
+"""Saved critics and reward models, read by this library, transformers, OpenRLHF and verl."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POSITIONS = {"position_ids": torch.arange(IDS.shape[1])[None]}
 
 
 class RegressionModel(LlamaPreTrainedModel):
-    """As ``get_llm_for_sequence_regression`` of OpenRLHF builds it: a model, and a head under ``value_head_prefix``."""
+    """Model as built by OpenRLHF's ``get_llm_for_sequence_regression``."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -53,7 +53,7 @@ def read_values(critic):
 
 @pytest.fixture
 def saved(load, tmp_path):
-    """Folder of a critic that has learnt, bias included, and its values."""
+    """Folder of a critic with a random head and a bias, and its values."""
     models, tokenizer = load()
     critic = models.critic
     nn.init.normal_(critic.score.weight)
@@ -62,13 +62,13 @@ def saved(load, tmp_path):
     return tmp_path / "critic", read_values(critic)
 
 
-def test_another_run_goes_on_from_it(saved, load):
+def test_saved_critic_initialises_critic_of_another_run(saved, load):
     folder, values = saved
     models, _ = load(critic_model_name_or_path=folder)
     torch.testing.assert_close(read_values(models.critic), values)
 
 
-def test_plain_transformers_reads_it(saved):
+def test_saved_critic_loads_in_transformers(saved):
     folder, values = saved
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_plain_transformers_reads_it(saved):
     torch.testing.assert_close((logit - model.config.reward_mean) / model.config.reward_std, values[-1])
 
 
-def test_openrlhf_reads_it(saved):
+def test_saved_critic_loads_in_openrlhf(saved):
     folder, values = saved
     model, report = RegressionModel.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"]
@@ -85,7 +85,7 @@ def test_openrlhf_reads_it(saved):
         torch.testing.assert_close(model.compute_values(IDS)[0], values)
 
 
-def test_verl_reads_it_but_for_a_constant(saved):
+def test_saved_critic_loads_in_verl_without_its_bias(saved):
     folder, values = saved
     config = AutoConfig.from_pretrained(folder)
     config.num_labels, config.classifier_dropout = 1, 0.0
@@ -94,7 +94,7 @@ def test_verl_reads_it_but_for_a_constant(saved):
         torch.testing.assert_close(model(input_ids=IDS).logits[0, :, 0] + 0.75, values)
 
 
-def test_a_reward_model_is_read_by_openrlhf_with_its_scale(load, tmp_path):
+def test_reward_model_statistics_are_read_by_openrlhf(load, tmp_path):
     models, tokenizer = load()
     critic = models.critic
     nn.init.normal_(critic.score.weight)

@@ -1,4 +1,4 @@
-"""Nothing is learnt from what is not a number, wherever it came from, and who looks finds the answers."""
+"""UpdateGuard: non-finite rollouts and steps raise before an update, with a dump of the answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def guard(tmp_path):
     return UpdateGuard(tmp_path, lambda number: 100 + number)
 
 
-def test_answers_that_are_made_of_numbers_pass(guard, tmp_path):
+def test_finite_rollout_passes_without_dump(guard, tmp_path):
     guard.check_rollout(build_rollout(LENGTHS), step=5)
     assert not list(tmp_path.iterdir())
 
@@ -38,7 +38,7 @@ def test_answers_that_are_made_of_numbers_pass(guard, tmp_path):
     ],
 )
 @pytest.mark.parametrize("number", ["nan", "inf"])
-def test_an_answer_that_is_not_stops_the_run_and_is_put_down(guard, tmp_path, name, words, number):
+def test_non_finite_value_raises_and_dumps_its_answer(guard, tmp_path, name, words, number):
     rollout = build_rollout(LENGTHS)
     values = getattr(rollout, name).clone()
     values[(2, 1) if values.dim() == 2 else 2] = float(number)
@@ -52,7 +52,7 @@ def test_an_answer_that_is_not_stops_the_run_and_is_put_down(guard, tmp_path, na
     assert not torch.isfinite(tensors[f"micro_batch_1.{name}"]).all()
 
 
-def test_behind_an_answer_anything_may_stand(guard):
+def test_non_finite_value_outside_mask_is_ignored(guard):
     rollout = build_rollout(LENGTHS)
     values = rollout.values.clone()
     values[1, 1:] = float("nan")
@@ -60,7 +60,7 @@ def test_behind_an_answer_anything_may_stand(guard):
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(float("nan"), 1.0), (1.0, float("inf"))])
-def test_a_step_passes_only_with_a_loss_and_a_norm(guard, tmp_path, loss, norm):
+def test_step_raises_unless_loss_and_norm_are_finite(guard, tmp_path, loss, norm):
     rollout, weight = build_rollout(LENGTHS), torch.ones(2)
     weight.grad = torch.tensor([1.0, norm])
     critic = SimpleNamespace(name="critic", parameters={"w": weight}, learning_rate=0.5)

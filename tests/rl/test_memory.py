@@ -1,4 +1,4 @@
-"""What a plan counts without memory is what real models hold."""
+"""Planned memory of PPO and its engines, compared with real models and closed forms."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from recipes_lib.rl.rewards import load_rewards
 
 ROWS = {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 5, "max_length": 24, "response_length": 8}
 LAYOUTS = {
-    "models": {},
-    "half adapters": {"use_peft": True, "lora_r": 5, "dtype": "bfloat16"},
-    "whole trunk": {"use_peft": True, "lora_r": 5, "use_dora": True},
+    "separate_models": {},
+    "adapters_16_bit": {"use_peft": True, "lora_r": 5, "dtype": "bfloat16"},
+    "adapters_shared_reward": {"use_peft": True, "lora_r": 5, "use_dora": True},
 }
 
 
@@ -44,7 +44,7 @@ LAYOUTS = {
 def configure(policy_dir, prompts_file, tmp_path):
     def configure(name, **keys):
         reward = tmp_path / "reward"
-        if name == "whole trunk":
+        if name == "adapters_shared_reward":
             write_reward_adapter(policy_dir, reward)
         else:
             write_reward_model(policy_dir, reward)
@@ -57,13 +57,13 @@ def configure(policy_dir, prompts_file, tmp_path):
 KINDS = (", weights", ", gradients", ", optimizer states")
 
 
-def shared_by(number):
+def shard_by(number):
     return Layout("", number, Held(number, number, number))
 
 
 def plan(config, num_shards=1, is_half=False):
     config = config.with_training({"bf16": is_half})
-    return plan_memory(config, load_model_config(config.model)[0], shared_by(num_shards))
+    return plan_memory(config, load_model_config(config.model)[0], shard_by(num_shards))
 
 
 def load(config):
@@ -82,13 +82,13 @@ def total(terms, kind):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_weights_gradients_and_states_are_those_of_the_models_that_training_loads(configure, name):
+def test_planned_weights_gradients_and_states_match_loaded_models(configure, name):
     config = configure(name)
     models, rewards = load(config)
     held = (models.policy, models.critic, models.own_reference, rewards.model.model)
     everything = [t for module in held if module is not None for t in (*module.parameters(), *module.buffers())]
     terms = plan(config).components
-    # A rotary embedding keeps its frequencies twice, as one tensor; and each linear layer one number or none.
+    # Rotary embeddings register their frequencies twice, and each adapted layer has a scalar buffer.
     assert total(terms, ", weights") == pytest.approx(count(everything), rel=2e-3)
     trained = {"policy": models.policy_parameters(), "critic": models.critic_parameters()}
     for learner, parameters in trained.items():
@@ -103,7 +103,7 @@ def test_weights_gradients_and_states_are_those_of_the_models_that_training_load
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("is_half", [False, True], ids=["single", "half"])
-def test_activations_and_cache_are_those_of_real_passes(configure, name, is_half):
+def test_planned_activations_and_cache_match_real_passes(configure, name, is_half):
     config = configure(name)
     models, _ = load(config)
     rows, length, answer = 3, 24, 8
@@ -111,7 +111,7 @@ def test_activations_and_cache_are_those_of_real_passes(configure, name, is_half
     kept = []
 
     def keep(tensor):
-        # By another object than the tensor: only what the graph holds to the end counts.
+        # A view, so that only tensors that the graph holds to the end stay alive.
         held = tensor.view_as(tensor)
         if tensor.untyped_storage().data_ptr() not in own:
             kept.append(weakref.ref(held))
@@ -127,8 +127,8 @@ def test_activations_and_cache_are_those_of_real_passes(configure, name, is_half
     assert output.logps.requires_grad
     terms = plan(config, is_half=is_half).components
     planned = terms["activations of a micro-batch"] + terms.get(COPIES, 0)
-    # Autocast keeps copies of all adapters' weights while it lasts, the graph not all of them.
-    tolerance = 0.07 if is_half and name != "models" else 0.02
+    # Autocast caches copies of all adapter weights, of which the graph holds some.
+    tolerance = 0.07 if is_half and name != "separate_models" else 0.02
     assert planned == pytest.approx(count([t for t in (held() for held in kept) if t is not None]), rel=tolerance)
 
     with torch.no_grad(), models.as_policy() as policy, precision:
@@ -136,18 +136,20 @@ def test_activations_and_cache_are_those_of_real_passes(configure, name, is_half
     assert terms["KV cache of a batch"] == count([t for layer in cache.layers for t in (layer.keys, layer.values)])
 
 
-def test_recomputing_keeps_the_inputs_of_layers_and_one_layer(configure):
-    config = configure("models")
+def test_checkpointing_keeps_layer_inputs_and_one_layer(configure):
+    config = configure("separate_models")
     kept = plan(config).components["activations of a micro-batch"]
-    recomputed = plan(configure("models", activation_checkpointing=True)).components["activations of a micro-batch"]
+    recomputed = plan(configure("separate_models", activation_checkpointing=True)).components[
+        "activations of a micro-batch"
+    ]
     hidden = 3 * 24 * 64 * 4
-    layer = plan(configure("models", per_device_eval_batch_size=3)).components["a layer of a batch"]
-    # The first layer has the rotary table besides.
+    layer = plan(configure("separate_models", per_device_eval_batch_size=3)).components["a layer of a batch"]
+    # The first layer also holds the rotary table.
     assert kept - recomputed == pytest.approx(2 * layer - (2 * hidden + layer), rel=0.02)
 
 
-def test_a_phase_is_what_is_held_at_once(configure):
-    config = configure("models")
+def test_phase_peaks_are_sums_of_components(configure):
+    config = configure("separate_models")
     alone, shared = plan(config), plan(config, num_shards=4)
     weights, states = (total(alone.components, kind) for kind in (", weights", ", optimizer states"))
     terms = alone.components
@@ -163,7 +165,7 @@ def test_a_phase_is_what_is_held_at_once(configure):
     # Gradients of a layer, or of embeddings and projection, before they are reduced.
     layer = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
     assert shared.components[UNREDUCED] == 4 * max(layer, 2 * 32 * 64 + 64)
-    # Gathered in the type of products: for sampling all of the policy, for reading two layers and the projection.
+    # Gathered in the compute dtype: the policy for sampling, two layers and the projection for forward passes.
     narrow = plan(config, num_shards=4, is_half=True).components
     assert narrow["gathered for sampling"] * 2 == shared.components["gathered for sampling"]
     assert shared.components["gathered for a layer"] == 4 * (2 * layer + 32 * 64)
@@ -172,20 +174,27 @@ def test_a_phase_is_what_is_held_at_once(configure):
     assert not alone.fits(0.99 * alone.peak)
 
 
-def test_a_reward_model_that_is_not_there_yet_is_taken_for_one_like_the_policy(configure, tmp_path):
-    config = configure("models")
-    there = plan(config).components
-    absent = configure("models", reward_model_name_or_path="runs/not-yet")
-    assert plan(absent).components == there
-    without = configure("models", reward_model_name_or_path="null", critic_model_name_or_path=tmp_path / "reward")
+def test_missing_reward_model_is_planned_like_the_policy(configure, tmp_path):
+    config = configure("separate_models")
+    present = plan(config).components
+    absent = configure("separate_models", reward_model_name_or_path="runs/not-yet")
+    assert plan(absent).components == present
+    without = configure(
+        "separate_models", reward_model_name_or_path="null", critic_model_name_or_path=tmp_path / "reward"
+    )
     assert plan(without).components == {
         name: size if name != RESERVE else plan(without).components[RESERVE]
-        for name, size in there.items()
+        for name, size in present.items()
         if "reward" not in name
     }
 
 
-def test_sampling_makes_of_a_logit_what_is_planned():
+def test_kl_coef_of_zero_plans_no_reference(configure):
+    assert "reference, weights" in plan(configure("separate_models")).components
+    assert "reference, weights" not in plan(configure("separate_models", kl_coef=0)).components
+
+
+def test_sampling_bytes_per_logit_match_allocations():
     scores = torch.randn(8, 20_000)
     sample = SampleByUniforms(torch.rand(8, 1, dtype=torch.float64), build_sampling(0.7))
     with LiveTensors() as live:
@@ -207,7 +216,7 @@ LLAMA_3_8B = LlamaConfig(
 
 @pytest.fixture(scope="module")
 def shipped():
-    """The shipped run, counted: four models, also shared by 8; adapters, also with a shared reward model."""
+    """Plans of the shipped run: four models, alone and sharded by 8; adapters, also with a shared reward model."""
     config = load_config("ppo", ["--config", "recipes/configs/llama3-8b/ppo.yaml"])
     whole = dataclasses.replace(
         config,
@@ -215,14 +224,14 @@ def shipped():
         model=dataclasses.replace(config.model, dtype="float32"),
     )
     runs = [(whole, 1), (whole, 8), (config, 1)]
-    plans = [plan_memory(run, LLAMA_3_8B, shared_by(number)) for run, number in runs]
+    plans = [plan_memory(run, LLAMA_3_8B, shard_by(number)) for run, number in runs]
     adapters = plans[-1].components
     on_base = {**adapters, "reward model, weights": adapters["critic, weights"]}
     return [*plans, dataclasses.replace(plans[-1], components=on_base)]
 
 
 @pytest.mark.slow
-def test_llama_3_8b_by_hand(shipped):
+def test_llama_3_8b_matches_closed_forms(shipped):
     whole, counted = shipped[0].components, shipped[2].components
     size = 8_030_261_248
     assert whole["policy, weights"] == pytest.approx(4 * size, rel=1e-6)
@@ -239,7 +248,7 @@ def test_llama_3_8b_by_hand(shipped):
 
 
 @pytest.mark.slow
-def test_the_documentation_shows_what_is_counted(shipped):
+def test_table_in_ppo_docs_matches_plans(shipped):
     page = (Path(__file__).parents[2] / "docs" / "ppo.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (?:four models, `|the same, |adapters, ).*?((?: \| [\d.]+){6}) \|$", page, re.MULTILINE)
     for planned, row in zip(shipped, rows, strict=True):
@@ -250,14 +259,13 @@ def test_the_documentation_shows_what_is_counted(shipped):
         )
 
 
-def test_an_engine_has_its_share_of_the_device_but_while_it_sleeps(configure):
-    """Of vLLM: weights of the policy in products' type, and whatever its share leaves for keys and values."""
+def test_colocated_engine_holds_its_share_unless_asleep(configure):
     device = 1e10
-    alone = plan(configure("models", use_vllm=True), is_half=True).place(device)
-    asleep = plan(configure("models", use_vllm=True, vllm_enable_sleep_mode=True), is_half=True).place(device)
-    server = plan(configure("models", use_vllm=True, vllm_mode="server"), is_half=True).place(device)
-    usual = plan(configure("models"), is_half=True).place(device)
-    policy, _ = load(configure("models"))
+    alone = plan(configure("separate_models", use_vllm=True), is_half=True).place(device)
+    asleep = plan(configure("separate_models", use_vllm=True, vllm_enable_sleep_mode=True), is_half=True).place(device)
+    server = plan(configure("separate_models", use_vllm=True, vllm_mode="server"), is_half=True).place(device)
+    usual = plan(configure("separate_models"), is_half=True).place(device)
+    policy, _ = load(configure("separate_models"))
     weights = sum(parameter.numel() for parameter in policy.policy.parameters()) * 2
     assert alone.components["vLLM's weights"] == weights
     assert alone.components["vLLM's KV cache"] == round(0.3 * device) - weights
@@ -270,7 +278,7 @@ def test_an_engine_has_its_share_of_the_device_but_while_it_sleeps(configure):
         assert peaks[0][phase] == size + round(0.3 * device)
         assert peaks[1][phase] == size + (round(0.3 * device) if phase == "sampling" else 0)
         assert (size < peaks[3][phase]) == (phase == "sampling")
-    # On another device it is that one's share; one that has no room for a row beside the weights does not start.
+    # The share is that of the device; an engine without memory for one row does not fit.
     smaller = alone.place(device / 2)
     assert smaller.components["vLLM's KV cache"] == round(0.15 * device) - weights
     assert alone.fits(device)
@@ -279,16 +287,19 @@ def test_an_engine_has_its_share_of_the_device_but_while_it_sleeps(configure):
     assert any("vllm_gpu_memory_utilization x GPU" in line for line in alone.describe({"10 GB": device}, explains=True))
 
 
-def test_beside_a_sharded_policy_vllm_needs_no_second_one(configure):
-    sharded = plan(configure("models", use_vllm=True, vllm_mode="server"), num_shards=8, is_half=True)
+def test_vllm_needs_no_gathered_policy_under_sharding(configure):
+    sharded = plan(configure("separate_models", use_vllm=True, vllm_mode="server"), num_shards=8, is_half=True)
     assert "gathered for sampling" not in sharded.components
-    assert "gathered for sampling" in plan(configure("models"), num_shards=8, is_half=True).components
+    assert "gathered for sampling" in plan(configure("separate_models"), num_shards=8, is_half=True).components
 
 
-def test_continuous_batching_keeps_a_copy_where_it_computes_in_another_type(configure):
+def test_continuous_batching_copies_weights_if_compute_dtype_differs(configure):
     keys = {"use_transformers_continuous_batching": True}
-    plans = [plan(configure(name, **keys), is_half=is_half) for name, is_half in (("models", True), ("models", False))]
+    plans = [
+        plan(configure(name, **keys), is_half=is_half)
+        for name, is_half in (("separate_models", True), ("separate_models", False))
+    ]
     weights = plans[0].components["policy, weights"]
     assert plans[0].components["16-bit copy that answers"] == weights // 2
     assert "16-bit copy that answers" not in plans[1].components
-    assert "16-bit copy that answers" not in plan(configure("half adapters", **keys), is_half=True).components
+    assert "16-bit copy that answers" not in plan(configure("adapters_16_bit", **keys), is_half=True).components

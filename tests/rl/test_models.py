@@ -1,4 +1,4 @@
-"""The layouts: what is trained by whom, where the critic starts, and what is refused."""
+"""Loading of policy, critic, reference and reward model: trained parameters, initialisation, errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def reward_adapter_dir(policy_dir, tmp_path):
     return write_reward_adapter(policy_dir, tmp_path / "reward adapter")
 
 
-def test_four_models_of_their_own(load):
+def test_separate_models_share_no_parameters(load):
     models = load()
     assert not models.is_shared
     assert models.stop_ids == [keys_task.EOS, 7]
@@ -51,7 +51,14 @@ def test_four_models_of_their_own(load):
         assert not critic(**INPUTS).scores.any()
 
 
-def test_two_adapters_on_one_trunk(load):
+@pytest.mark.parametrize("keys", [{}, {"use_peft": True}])
+def test_kl_coef_of_zero_loads_no_reference(load, keys):
+    models = load(kl_coef=0, **keys)
+    assert models.own_reference is None
+    assert not models.has_reference
+
+
+def test_adapters_share_one_base(load):
     models = load(use_peft=True, lora_r=4)
     assert models.is_shared
     policy, critic = models.policy_parameters(), models.critic_parameters()
@@ -65,7 +72,7 @@ def test_two_adapters_on_one_trunk(load):
 
 
 @pytest.mark.parametrize("key", ["reward_model_name_or_path", "critic_model_name_or_path"])
-def test_a_critic_from_a_reward_model_says_its_score_everywhere(load, reward_model_dir, key):
+def test_critic_from_reward_model_has_its_score_at_every_position(load, reward_model_dir, key):
     folder, reward_model = reward_model_dir
     models = load(**{key: folder})
     with torch.no_grad(), models.as_critic() as critic:
@@ -75,7 +82,7 @@ def test_a_critic_from_a_reward_model_says_its_score_everywhere(load, reward_mod
     assert values.std() > 0
 
 
-def test_a_critic_from_a_reward_model_with_a_scale_says_its_rewards(load, reward_model_dir):
+def test_critic_from_reward_model_applies_its_statistics(load, reward_model_dir):
     folder, reward_model = reward_model_dir
     store_reward_statistics(reward_model, RewardStatistics(mean=0.7, std=2.5))
     reward_model.save_pretrained(folder)
@@ -85,7 +92,7 @@ def test_a_critic_from_a_reward_model_with_a_scale_says_its_rewards(load, reward
     assert float(value) == pytest.approx((raw - 0.7) / 2.5, abs=1e-6)
 
 
-def test_of_four_models_the_critic_does_not_start_from_an_adapter(load, reward_adapter_dir, policy_dir):
+def test_separate_critic_cannot_start_from_adapter(load, reward_adapter_dir, policy_dir):
     with pytest.raises(ConfigError, match="which is an adapter"):
         load(reward_model_name_or_path=reward_adapter_dir)
     models = load(reward_model_name_or_path=reward_adapter_dir, critic_model_name_or_path=policy_dir)
@@ -95,8 +102,7 @@ def test_of_four_models_the_critic_does_not_start_from_an_adapter(load, reward_a
 ANSWERS = [("w10 w11 k0 k1", "k0 k0"), ("w12 k3 k2", "k3 k2 k3 k2"), ("k5 k4", "k4")]
 
 
-def test_a_reward_model_that_is_an_adapter_stands_on_the_trunk(load, reward_adapter_dir, policy_dir):
-    """Its scores are those of a model of its own; of the trunk there is one."""
+def test_reward_adapter_shares_base_and_keeps_its_scores(load, reward_adapter_dir, policy_dir):
     alone = RewardModel.load(reward_adapter_dir)
     models = load(use_peft=True, lora_r=4, reward_model_name_or_path=reward_adapter_dir)
     expected = alone.score(ANSWERS)
@@ -110,14 +116,14 @@ def test_a_reward_model_that_is_an_adapter_stands_on_the_trunk(load, reward_adap
         assert not torch.allclose(policy(input_ids=IDS).logits, before)
     assert models.reward.score(ANSWERS) == pytest.approx(expected, abs=1e-5)
 
-    # Counted by what is held in memory: the trunk, three adapters, two heads.
+    # Parameters in memory: the base, three adapters, two heads.
     held = {
         p.untyped_storage().data_ptr(): p
         for m in (models.policy, models.critic, models.reward.model)
         for p in m.parameters()
     }
     trunk = {id(p): p for p in AutoModelForCausalLM.from_pretrained(policy_dir).parameters()}
-    ranks = 4 + 2 * 3  # The policy's own; reward model and the critic that starts from it.
+    ranks = 4 + 2 * 3  # The policy's; those of the reward model and of the critic initialised from it.
     widths = sum(4 * (64 + 64) + 3 * (64 + 128) for _ in range(2))
     assert sum(p.numel() for p in held.values()) == sum(p.numel() for p in trunk.values()) + ranks * widths + 2 * 65
     assert not {id(p) for p in models.critic_parameters().values()} & {
@@ -126,7 +132,7 @@ def test_a_reward_model_that_is_an_adapter_stands_on_the_trunk(load, reward_adap
     assert not any(f".{REWARD}." in name for name in {**models.policy_parameters(), **models.critic_parameters()})
 
 
-def test_on_one_trunk_the_critic_says_the_rewards_or_0_at_first(load, reward_adapter_dir, policy_dir):
+def test_shared_critic_starts_with_rewards_or_zero(load, reward_adapter_dir, policy_dir):
     alone = RewardModel.load(reward_adapter_dir)
     (raw,) = alone.compute_raw_scores([IDS[0].tolist()])
     adapters = {"use_peft": True, "lora_r": 4}
@@ -140,8 +146,7 @@ def test_on_one_trunk_the_critic_says_the_rewards_or_0_at_first(load, reward_ada
         assert not critic(**INPUTS).scores.any()
 
 
-def test_its_own_tokenizer_stays_its_own(load, reward_adapter_dir):
-    """Another template than the policy's: what is scored is rendered by it."""
+def test_shared_reward_model_uses_its_own_chat_template(load, reward_adapter_dir):
     tokenizer = AutoTokenizer.from_pretrained(reward_adapter_dir)
     tokenizer.chat_template = "{% for m in messages %}{{ 'w20 ' + m['content'] + ' <eos>' }}{% endfor %}"
     tokenizer.save_pretrained(reward_adapter_dir)
@@ -153,7 +158,7 @@ def test_its_own_tokenizer_stays_its_own(load, reward_adapter_dir):
     assert models.reward.score([chat]) == pytest.approx([(raw - 0.7) / 2.5], abs=1e-5)
 
 
-def test_a_reward_model_on_another_base_is_a_model_of_its_own(load, reward_adapter_dir, reward_model_dir, tmp_path):
+def test_reward_model_on_another_base_is_loaded_separately(load, reward_adapter_dir, reward_model_dir, tmp_path):
     folder, _ = reward_model_dir
     assert load(use_peft=True, reward_model_name_or_path=folder).reward is None
     settings = json.loads((reward_adapter_dir / "adapter_config.json").read_text())
@@ -167,13 +172,13 @@ def test_a_reward_model_on_another_base_is_a_model_of_its_own(load, reward_adapt
         load(use_peft=True, critic_model_name_or_path=folder)
 
 
-def test_an_adapter_without_its_scale_is_refused(load, reward_adapter_dir):
+def test_reward_adapter_without_statistics_raises(load, reward_adapter_dir):
     (reward_adapter_dir / "reward_scale.json").unlink()
     with pytest.raises(ConfigError, match=r"has no valid reward_scale\.json"):
         load(use_peft=True, reward_model_name_or_path=reward_adapter_dir)
 
 
-def test_a_critic_that_reads_other_tokens_is_refused(load, tmp_path):
+def test_critic_with_another_vocabulary_raises(load, tmp_path):
     config = LlamaConfig(
         vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
     )
@@ -184,7 +189,7 @@ def test_a_critic_that_reads_other_tokens_is_refused(load, tmp_path):
 
 
 @pytest.mark.parametrize("keys", [{}, {"use_peft": True}])
-def test_activation_checkpointing_changes_no_gradient(load, keys):
+def test_activation_checkpointing_preserves_gradients(load, keys):
     gradients = []
     for is_on in (False, True):
         models = load(activation_checkpointing=is_on, **keys)

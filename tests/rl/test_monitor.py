@@ -1,9 +1,10 @@
-"""The figures of an iteration against numpy, and the checks before the first update."""
+"""Metrics of an iteration, compared with numpy; checks before the first update; warnings about answers."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from math import nan
 
 import numpy as np
@@ -27,7 +28,7 @@ from recipes_lib.rl.policy_loss import PolicyObjective
 LENGTHS = [(3, 5), (7, 1), (1, 4), (4, 2)]
 
 
-def test_figures_are_means_over_answers_or_tokens_and_know_no_padding():
+def test_rollout_metrics_match_numpy_and_ignore_padding():
     rollout, total = build_rollout(LENGTHS), torch.tensor([1.0, 2.0, 3.0, 6.0])
     figures = describe_rollout(rollout, ["only"], total, PolicyObjective())
     mask = rollout.mask.numpy()
@@ -47,7 +48,7 @@ def test_figures_are_means_over_answers_or_tokens_and_know_no_padding():
     assert describe_rollout(two, ["one", "other"], total, PolicyObjective())["objective/score/other"] == 2
 
 
-def test_figures_of_scores_are_of_the_answers_that_have_them_and_the_others_of_all():
+def test_score_metrics_use_scored_answers_only():
     scored = torch.tensor([True, False, True, False])
     rewards = torch.tensor([[1.0, 2.0], [nan, nan], [nan, 4.0], [nan, nan]])
     rollout, total = build_rollout(LENGTHS), torch.tensor([1.0, 9.0, 3.0, 9.0])
@@ -63,20 +64,20 @@ def test_figures_of_scores_are_of_the_answers_that_have_them_and_the_others_of_a
     expected = describe_values(rollout.take([0, 2]))
     assert describe_values(some) == pytest.approx(expected, abs=1e-6)
     nothing = dataclasses.replace(some, scored=scored & False, rewards=rewards * nan)
-    told = describe_rollout(nothing, ["one", "other"], total, PolicyObjective())
-    assert not any("score" in name or "reward" in name for name in told)
-    assert told["objective/kl_seq"] == figures["objective/kl_seq"]
+    unscored = describe_rollout(nothing, ["one", "other"], total, PolicyObjective())
+    assert not any("score" in name or "reward" in name for name in unscored)
+    assert unscored["objective/kl_seq"] == figures["objective/kl_seq"]
     assert describe_values(nothing) == {}
 
 
-def test_the_critics_figures():
+def test_explained_variance_of_perfect_critic_is_one():
     rollout = build_rollout(LENGTHS)
-    foreseen = dataclasses.replace(rollout, returns=rollout.values)
-    assert describe_values(foreseen)["value/explained_var"] == 1
-    assert describe_values(foreseen)["value/return_mean"] == pytest.approx(float(rollout.values[rollout.mask].mean()))
+    perfect = dataclasses.replace(rollout, returns=rollout.values)
+    assert describe_values(perfect)["value/explained_var"] == 1
+    assert describe_values(perfect)["value/return_mean"] == pytest.approx(float(rollout.values[rollout.mask].mean()))
 
 
-def test_steps_are_averaged_and_those_without_an_update_are_not_counted():
+def test_average_steps_counts_updates_only():
     steps = [
         {"loss": 1.0, "approx_kl": 0.0, "ratio_max": 1.5, "lr": 2.0, "grad_norm": 3.0},
         {"loss": 3.0, "approx_kl": 1.0, "ratio_max": 1.2, "lr": 1.0},
@@ -85,7 +86,7 @@ def test_steps_are_averaged_and_those_without_an_update_are_not_counted():
     assert average_steps("policy", steps) == {f"policy/{name}": value for name, value in expected.items()}
 
 
-def test_a_ratio_that_is_not_1_before_any_update_stops_the_run():
+def test_ratio_other_than_one_at_first_minibatch_raises():
     verify_first_minibatch(1e-8, torch.float32)
     verify_first_minibatch(1e-4, torch.bfloat16)
     with pytest.raises(DivergedError, match="before the first update"):
@@ -94,7 +95,7 @@ def test_a_ratio_that_is_not_1_before_any_update_stops_the_run():
         verify_first_minibatch(float("nan"), torch.float32)
 
 
-def test_a_reference_that_is_not_the_policy_stops_the_run():
+def test_reference_other_than_initial_policy_raises():
     rollout = build_rollout(LENGTHS)
     same = dataclasses.replace(rollout, ref_logps=rollout.logps)
     assert "differ by 0.0e+00" in verify_first_rollout(same, torch.float32)
@@ -102,42 +103,52 @@ def test_a_reference_that_is_not_the_policy_stops_the_run():
         verify_first_rollout(rollout, torch.float32)
 
 
-def look_at(*iterations):
-    """Entropy, length and correlation of each iteration; half of them by a watch that was resumed."""
-    told = []
-    watch = AnswerWatch(told.append)
+def watch_answers(*iterations):
+    """Return the warnings for iterations of (entropy, length, correlation); the watch is resumed before each."""
+    warnings = []
+    watch = AnswerWatch(warnings.append)
     for step, (entropy, length, correlation) in enumerate(iterations, start=1):
         exported = json.loads(json.dumps(watch.state))
-        watch = AnswerWatch(told.append)
+        watch = AnswerWatch(warnings.append)
         watch.state |= exported
-        given = {
+        figures = {
             "policy/entropy": entropy,
             "objective/length": length,
             "objective/score_length_correlation": correlation,
         }
-        watch.check({name: value for name, value in given.items() if value is not None}, step)
-    return told
+        watch.check({name: value for name, value in figures.items() if value is not None}, step)
+    return warnings
 
 
-def test_entropy_that_collapses_is_told_once():
-    assert look_at((2.0, 5, 0), (0.21, 5, 0), (None, 5, None)) == []
-    (line,) = look_at((2.0, 5, 0), (0.19, 5, 0), (0.1, 5, 0))
+def test_entropy_collapse_warns_once():
+    assert watch_answers((2.0, 5, 0), (0.21, 5, 0), (None, 5, None)) == []
+    (line,) = watch_answers((2.0, 5, 0), (0.19, 5, 0), (0.1, 5, 0))
     assert line.startswith("warning: step 2: the entropy fell from 2 to 0.19 nats per token")
 
 
-def test_length_that_grows_and_is_what_earns_is_told_once():
-    assert look_at((1, 10, 0.9), (1, 14, 0.9), (1, 16, 0.4), (1, 16, None)) == []
-    (line,) = look_at((1, 10, 0.0), (1, 16, 0.6), (1, 20, 0.7))
+def test_rewarded_growth_of_length_warns_once():
+    assert watch_answers((1, 10, 0.9), (1, 14, 0.9), (1, 16, 0.4), (1, 16, None)) == []
+    (line,) = watch_answers((1, 10, 0.0), (1, 16, 0.6), (1, 20, 0.7))
     assert "step 2: answers grew from 10 to 16 tokens, and longer ones earn more" in line
 
 
-def test_correlation_of_a_constant_is_0():
+def test_correlation_with_constant_is_zero():
     assert correlate(torch.ones(3), torch.tensor([1.0, 2.0, 3.0])) == 0
     assert correlate(torch.tensor([1.0, 2.0]), torch.tensor([-1.0, -2.0])) == pytest.approx(-1)
 
 
-def test_variety_counts_sequences_of_four_that_come_once():
+def test_unique_grams_is_share_of_4_grams_that_occur_once():
     rollout = build_rollout([(1, 5), (1, 5), (1, 2)])
     ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 4, 9], [7, 7, 0, 0, 0]])
     assert measure_unique_grams(dataclasses.replace(rollout, response_ids=ids)) == 0.5
     assert measure_unique_grams(build_rollout([(1, 3)])) == 1
+    # Four different tokens, so that many 4-grams repeat.
+    random = build_rollout([(1, length) for length in range(1, 60)])
+    random = dataclasses.replace(random, response_ids=random.response_ids % 4)
+    grams = Counter(
+        tuple(ids[start : start + 4])
+        for ids, length in zip(random.response_ids.tolist(), random.lengths.tolist(), strict=True)
+        for start in range(length - 3)
+    )
+    expected = sum(count == 1 for count in grams.values()) / grams.total()
+    assert 0 < measure_unique_grams(random) == pytest.approx(expected)

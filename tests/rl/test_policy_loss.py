@@ -1,4 +1,4 @@
-"""Losses against closed forms worked out by hand, and against TRL's own GRPO and RLOO, gradients included."""
+"""Policy and value losses with gradients, compared with values computed by hand and TRL's GRPO and RLOO."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ def policy_loss(ratio: float, advantage: float, **options) -> tuple[float, float
         (5.0, -1.0, 5.0, 1.0),
     ],
 )
-def test_the_clipped_loss_and_its_slope(ratio, advantage, loss, slope):
+def test_clipped_loss_and_slope_match_values_computed_by_hand(ratio, advantage, loss, slope):
     assert policy_loss(ratio, advantage) == pytest.approx((loss, slope))
 
 
-def test_the_dual_clip_bounds_the_loss_of_a_bad_token_alone():
+def test_dual_clip_bounds_loss_at_negative_advantages_only():
     assert policy_loss(5.0, -1.0, delta=3.0) == pytest.approx((3.0, 0.0))
     assert policy_loss(1.5, -1.0, delta=3.0) == pytest.approx((1.5, 1.0))
     assert policy_loss(0.5, 1.0, delta=3.0) == pytest.approx((-0.5, -1.0))
 
 
-def test_the_policys_figures_count_tokens():
+def test_policy_metrics_are_sums_over_tokens():
     logps = tensor([np.log(1.5), np.log(0.5), np.log(1.1), np.log(9.0)])
     advantages, is_token = tensor([1.0, -1.0, 1.0, 1.0]), mask((1, 1, 1, 0))
     _, got = compute_policy_loss(logps, torch.zeros_like(logps), advantages, is_token, PolicyObjective(), normaliser=3)
@@ -78,7 +78,7 @@ def test_the_policys_figures_count_tokens():
         ({"clip_max": 4.0, "clip_min": 0.5}, [4 / 3, 3.0, 0.5]),
         ({"clip_max": None}, [4 / 3, 3.0, 0.25]),
         ({"mode": "token_mask", "clip_min": 0.5}, [4 / 3, 0.0, 0.0]),
-        # Of the whole answer the ratio is 1, which is within, and not below 1.
+        # The ratio of the whole answer is 1.
         ({"mode": "sequence_truncate"}, [1.0, 1.0, 1.0]),
         ({"mode": "sequence_truncate", "clip_max": 0.5}, [0.5, 0.5, 0.5]),
         ({"mode": "sequence_mask"}, [1.0, 1.0, 1.0]),
@@ -86,7 +86,7 @@ def test_the_policys_figures_count_tokens():
         ({"correction": False}, [1.0, 1.0, 1.0]),
     ],
 )
-def test_weights_of_the_engine_are_bounded_and_without_gradient(keys, expected):
+def test_importance_weights_are_bounded_and_detached(keys, expected):
     objective = PolicyObjective(**{f"vllm_importance_sampling_{name}": value for name, value in keys.items()})
     logps = tensor([*np.log([4 / 3, 3.0, 0.25]), 5.0]).requires_grad_()
     weights = compute_importance_weights(logps, torch.zeros_like(logps), mask((1, 1, 1, 0)), objective)
@@ -94,14 +94,14 @@ def test_weights_of_the_engine_are_bounded_and_without_gradient(keys, expected):
     assert not weights.requires_grad
 
 
-def test_weights_multiply_the_surrogate():
+def test_importance_weights_multiply_surrogate():
     assert policy_loss(1.0, 2.0, engine_logps=tensor([np.log(2.0)])) == pytest.approx((-1.0, -1.0))
 
 
 @pytest.mark.parametrize(
     ("value", "old", "target", "loss"), [(1.0, 0.5, 0.9, 0.02), (0.6, 0.5, 0.9, 0.045), (0.2, 0.5, 0.4, 0.02)]
 )
-def test_the_clipped_value_loss(value, old, target, loss):
+def test_clipped_value_loss_matches_values_computed_by_hand(value, old, target, loss):
     loss_, got = compute_value_loss(
         tensor([value]), tensor([old]), tensor([target]), mask((1,)), cliprange=0.2, num_tokens=1
     )
@@ -113,8 +113,8 @@ def test_the_clipped_value_loss(value, old, target, loss):
     assert free.item() == pytest.approx(0.5 * (value - target) ** 2)
 
 
-def test_the_mean_is_over_the_tokens_of_the_step_however_it_is_cut():
-    """Rows (4) and (1, 1, 1): 1.75 by tokens; 2.5 by rows, or by parts of a row each, would be wrong."""
+def test_loss_is_token_mean_independent_of_micro_batches():
+    """Rows (4) and (1, 1, 1): the mean over tokens is 1.75, over rows 2.5."""
     advantages, is_token = tensor([-4.0, 9.0, 9.0], [-1.0, -1.0, -1.0]), mask((1, 0, 0), (1, 1, 1))
     zeros = torch.zeros_like(advantages)
 
@@ -130,7 +130,7 @@ def test_the_mean_is_over_the_tokens_of_the_step_however_it_is_cut():
 
 @pytest.fixture(scope="module")
 def upstream(policy_dir, tmp_path_factory):
-    """TRL's trainers around one model each, on a CPU in float32."""
+    """TRL's GRPO and RLOO trainers, on a CPU in float32."""
 
     def build(trainer, arguments):
         args = arguments(
@@ -156,7 +156,7 @@ def upstream(policy_dir, tmp_path_factory):
     }
 
 
-def test_names_and_defaults_are_the_recipes_and_so_trls():
+def test_objective_has_names_and_defaults_of_grpo_keys():
     theirs = {name: key.default for name, key in load_table("grpo").keys.items()}
     assert all(theirs[field.name] == field.default for field in dataclasses.fields(PolicyObjective))
 
@@ -182,8 +182,8 @@ CASES = [
 ]
 
 
-def record(trainer, seed=0):
-    """Recorded answers of four lengths, log-probabilities near the policy's own, and advantages of both signs."""
+def build_batch(trainer, seed=0):
+    """Answers of four lengths, log-probabilities close to the policy's, advantages of both signs."""
     random = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 20, (4, PROMPT + MAX_LENGTH), generator=random)
     is_token = torch.arange(MAX_LENGTH)[None] < torch.tensor([9, 1, 4, 6])[:, None]
@@ -191,7 +191,7 @@ def record(trainer, seed=0):
     with torch.no_grad():
         now = read_logps(trainer.model, ids, attention)
     old, ref = (now + scale * torch.randn(now.shape, generator=random) for scale in (0.3, 0.5))
-    # At the first token of the last answer the policy has not moved at all.
+    # One token with a ratio of exactly 1.
     old[3, 0] = now[3, 0]
     return ids, is_token, attention, old, ref, torch.tensor([1.2, -0.7, -1.5, 0.4])
 
@@ -207,8 +207,9 @@ def differentiate(model, loss):
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-def compare(trainer, inputs, objective, normaliser, **given):
-    ids, is_token, attention, old, ref, advantages = record(trainer)
+def assert_matches_trl(trainer, inputs, objective, normaliser, **options):
+    """Compare loss and gradients with those of a TRL trainer."""
+    ids, is_token, attention, old, ref, advantages = build_batch(trainer)
     trainer.model.train()
     batch = {
         "prompt_ids": ids[:, :PROMPT],
@@ -223,7 +224,7 @@ def compare(trainer, inputs, objective, normaliser, **given):
     expected_gradient = differentiate(trainer.model, expected)
     logps = read_logps(trainer.model, ids, attention)
     loss, _ = compute_policy_loss(
-        logps, old, advantages[:, None], is_token, objective, normaliser=normaliser, ref_logps=ref, **given
+        logps, old, advantages[:, None], is_token, objective, normaliser=normaliser, ref_logps=ref, **options
     )
     gradient = differentiate(trainer.model, loss)
     assert expected_gradient.abs().max() > 1e-3
@@ -233,7 +234,7 @@ def compare(trainer, inputs, objective, normaliser, **given):
 
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("options", CASES, ids=lambda options: "-".join(map(str, options.values())))
-def test_every_objective_is_that_of_trls_grpo(upstream, monkeypatch, options, is_weighted):
+def test_objective_matches_trl_grpo(upstream, monkeypatch, options, is_weighted):
     trainer, objective = upstream["grpo"], PolicyObjective(**options)
     for name in ("loss_type", "beta", "importance_sampling_level", "off_policy_mask_threshold"):
         monkeypatch.setattr(trainer, name, getattr(objective, name))
@@ -241,16 +242,16 @@ def test_every_objective_is_that_of_trls_grpo(upstream, monkeypatch, options, is
     monkeypatch.setattr(trainer, "epsilon_high", objective.highest)
     for field in dataclasses.fields(objective):
         monkeypatch.setattr(trainer.args, field.name, getattr(objective, field.name))
-    # Engine log-probabilities, which TRL has with vLLM alone.
+    # TRL has engine log-probabilities only with vLLM.
     monkeypatch.setattr(trainer, "use_vllm", is_weighted)
     monkeypatch.setattr(trainer, "current_gradient_accumulation_steps", 1, raising=False)
     monkeypatch.setattr(trainer.args, "steps_per_generation", 2)
-    _, is_token, _, old, _, advantages = record(trainer)
+    _, is_token, _, old, _, advantages = build_batch(trainer)
     num_generation_tokens = 50
-    # The engine finds one of the two bad answers likelier than the policy that moved, and the other less likely.
+    # Of the two negative advantages, the engine probability is above the policy's for one, and below for the other.
     engine = old + torch.where(advantages == advantages.min(), 1.0, -1.0)[:, None]
     engine += torch.randn(old.shape, generator=torch.Generator().manual_seed(1))
-    # As TRL's ``token_truncate``, which has 1 behind an answer.
+    # TRL's ``token_truncate``, with 1 at padding.
     ratio = torch.where(is_token, (old - engine).exp(), 1.0).clamp(max=2.0)
     inputs = {
         "old_per_token_logps": old,
@@ -259,23 +260,23 @@ def test_every_objective_is_that_of_trls_grpo(upstream, monkeypatch, options, is
     }
     counts = {"num_answers": 4, "num_tokens": int(is_token.sum()), "mean_tokens": num_generation_tokens / 2}
     normaliser = compute_normaliser(objective.loss_type, **counts, max_length=MAX_LENGTH)
-    given = {"engine_logps": engine} if is_weighted else {}
-    compare(trainer, inputs, objective, normaliser, **given)
+    weighting = {"engine_logps": engine} if is_weighted else {}
+    assert_matches_trl(trainer, inputs, objective, normaliser, **weighting)
 
 
 @pytest.mark.parametrize("options", [{"epsilon": 0.2}, {"epsilon": 0.02, "epsilon_high": 0.5}])
-def test_the_ratio_of_whole_answers_is_that_of_trls_rloo(upstream, monkeypatch, options):
+def test_answer_level_ratio_matches_trl_rloo(upstream, monkeypatch, options):
     trainer = upstream["rloo"]
     objective = PolicyObjective("grpo", "answer", **options)
     monkeypatch.setattr(trainer, "epsilon_low", objective.epsilon)
     monkeypatch.setattr(trainer, "epsilon_high", objective.highest)
-    _, is_token, _, old, _, _ = record(trainer)
-    compare(trainer, {"old_logps": (old * is_token).sum(1)}, objective, 4)
+    _, is_token, _, old, _, _ = build_batch(trainer)
+    assert_matches_trl(trainer, {"old_logps": (old * is_token).sum(1)}, objective, 4)
 
 
-def test_the_kl_to_the_reference_is_a_figure(upstream):
+def test_kl_ref_metric_is_sum_of_k3(upstream):
     trainer, objective = upstream["grpo"], PolicyObjective(beta=0.1, use_bias_correction_kl=False)
-    ids, is_token, attention, old, ref, advantages = record(trainer)
+    ids, is_token, attention, old, ref, advantages = build_batch(trainer)
     logps = read_logps(trainer.model, ids, attention).detach()
     _, got = compute_policy_loss(logps, old, advantages[:, None], is_token, objective, normaliser=1, ref_logps=ref)
     k3 = ((ref - logps).exp() - (ref - logps) - 1)[is_token]

@@ -1,4 +1,4 @@
-"""A reward function that hangs, raises or kills its process costs the answer, and the run nothing."""
+"""Reward functions in a worker process: faults cost single answers, not the run; imports and TRL's functions."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def isolated():
     return IsolatedFunction(f"{FAULTY}:length", 0.5)
 
 
-def test_answers_are_scored_in_one_process_that_is_not_this_one():
-    function = IsolatedFunction(f"{FAULTY}:process", 60)
+def test_answers_are_scored_in_one_separate_process():
+    function = IsolatedFunction(f"{FAULTY}:report_pid", 60)
     first, second = (function(completions=["a", "b"]) for _ in range(2))
     assert first == second
     assert os.getpid() not in first
@@ -35,23 +35,23 @@ def test_answers_are_scored_in_one_process_that_is_not_this_one():
         ("hang", "it took more than 0.5 s"),
         ("raise", "ValueError: no number"),
         ("kill", "its process ended with -9"),
-        ("unspeakable", "Error: "),
+        ("unpicklable", "Error: "),
     ],
 )
-def test_the_answer_on_which_it_fails_alone_is_not_scored(isolated, capfd, fault, words):
+def test_faulty_answer_is_unscored_and_others_are_scored(isolated, capfd, fault, words):
     assert isolated(completions=["a", fault, "abc"]) == [1, None, 3]
-    told = capfd.readouterr().err
-    assert told.count("gave 1 of 3 answers no score") == 1
-    assert words in told
+    printed = capfd.readouterr().err
+    assert printed.count("gave 1 of 3 answers no score") == 1
+    assert words in printed
     assert isolated(completions=["ab"]) == [2]
 
 
-def test_ctrl_c_which_reaches_every_process_of_a_terminal_costs_no_answer(isolated, capfd):
+def test_worker_ignores_sigint(isolated, capfd):
     assert isolated(completions=["a", "interrupt"]) == [1, 9]
     assert capfd.readouterr().err == ""
 
 
-def test_a_process_that_cannot_be_started_is_told_as_such(isolated, monkeypatch, capfd):
+def test_failed_process_start_is_reported(isolated, monkeypatch, capfd):
     def fail(*_, **__):
         raise OSError("no memory")
 
@@ -60,17 +60,17 @@ def test_a_process_that_cannot_be_started_is_told_as_such(isolated, monkeypatch,
     assert "its process did not start: no memory" in capfd.readouterr().err
 
 
-def test_answers_after_a_failure_are_scored_side_by_side_and_each_tells_of_progress(monkeypatch, tmp_path):
-    """Each of two answers waits until the other is being scored."""
+def test_answers_after_failure_are_scored_concurrently_with_heartbeats(monkeypatch, tmp_path):
+    # Each call blocks until the other one has opened its end of the pipe.
     beats = []
     os.mkfifo(pipe := tmp_path / "pipe")
     monkeypatch.setattr(reward_worker, "_NUM_WORKERS", 2)
     monkeypatch.setattr(WATCHDOG, "beat", lambda: beats.append(1))
-    assert IsolatedFunction(f"{FAULTY}:meet", 60)(completions=["r", "w"], pipe=[str(pipe)] * 2) == [1, 1]
+    assert IsolatedFunction(f"{FAULTY}:rendezvous", 60)(completions=["r", "w"], pipe=[str(pipe)] * 2) == [1, 1]
     assert len(beats) == 2
 
 
-def test_answers_that_hang_cost_no_more_than_so_many_limits(monkeypatch, capfd):
+def test_total_time_of_hanging_answers_is_limited(monkeypatch, capfd):
     monkeypatch.setattr(reward_worker, "_NUM_WORKERS", 1)
     monkeypatch.setattr(reward_worker, "MAX_LIMITS", 1)
     found = IsolatedFunction(f"{FAULTY}:length", 0.5)(completions=["a", "hang", "hang", "b"])
@@ -78,21 +78,21 @@ def test_answers_that_hang_cost_no_more_than_so_many_limits(monkeypatch, capfd):
     assert "gave 3 of 4 answers no score" in capfd.readouterr().err
 
 
-def test_a_function_that_fails_on_all_answers_ends_the_run(isolated):
+def test_failure_on_all_answers_raises(isolated):
     rewards = Rewards({"length": isolated}, None, [1.0])
     with pytest.raises(ConfigError, match="length failed on 2 answers: RuntimeError: ValueError: no number"):
         rewards.score(TEXTS[:2], ["raise", "raise"], [[1], [1]], [True, True])
 
 
-def test_one_that_cannot_be_imported_there_says_why():
+def test_failed_import_in_worker_reports_reason():
     with pytest.raises(RuntimeError, match="has no attribute 'absent'"):
         IsolatedFunction(f"{FAULTY}:absent", 60)(completions=["a", "b"])
 
 
-def test_one_that_is_async_is_waited_for_here_and_there():
-    function = find_function(f"{FAULTY}:slowly")
+def test_async_function_is_awaited_in_process_and_worker():
+    function = find_function(f"{FAULTY}:score_async")
     assert call(function, {"completions": ["a", "ab"]}) == [1, 2]
-    assert IsolatedFunction(f"{FAULTY}:slowly", 60)(completions=["a", "ab"]) == [1, 2]
+    assert IsolatedFunction(f"{FAULTY}:score_async", 60)(completions=["a", "ab"]) == [1, 2]
 
 
 ANSWERS = ["<think>\nSum.\n</think>\n" + r"$\boxed{\frac{1}{3}}$", r"$\boxed{\frac{1}{2}}$"]
@@ -101,39 +101,39 @@ ANSWERS = ["<think>\nSum.\n</think>\n" + r"$\boxed{\frac{1}{3}}$", r"$\boxed{\fr
 @pytest.mark.parametrize(
     ("seconds", "form"), [(None, str), (60, lambda text: [{"role": "assistant", "content": text}])]
 )
-def test_rewards_of_trl_score_texts_and_chats(form, seconds):
+def test_trl_reward_functions_score_texts_and_chats(form, seconds):
     paths = [
         "trl.rewards:think_format_reward",
         "trl.rewards:get_soft_overlong_punishment(max_completion_len=8, soft_punish_cache=4)",
     ]
     functions = load_reward_functions(paths, seconds)
     assert list(functions) == ["think_format_reward", "get_soft_overlong_punishment"]
-    given = {
+    columns = {
         "completions": [form(text) for text in ANSWERS],
         "completion_ids": [[1] * 6, [1] * 9],
         "prompts": ["a", "b"],
     }
-    assert [list(function(**given)) for function in functions.values()] == [[1.0, 0.0], [-0.5, -1.0]]
+    assert [list(function(**columns)) for function in functions.values()] == [[1.0, 0.0], [-0.5, -1.0]]
 
 
-def test_mathematical_answers_are_compared_by_their_value():
+def test_accuracy_reward_compares_mathematical_values():
     pytest.importorskip("math_verify")
     function = find_function("trl.rewards:accuracy_reward")
     assert function(completions=ANSWERS, solution=[r"$\frac{2}{6}$"] * 2) == [1.0, 0.0]
 
 
-def test_without_math_verify_the_reward_says_what_to_install(monkeypatch):
+def test_missing_math_verify_error_names_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"accuracy_reward cannot be imported: .* pip install 'recipes-lib\[math\]'"):
         load_reward_functions(["trl.rewards:accuracy_reward"])
 
 
 @pytest.mark.parametrize("arguments", ["(4)", "(**{})", "(size=len('a'))", "(size=1", "(size=1)(b=2)"])
-def test_a_factory_takes_constants_by_name(arguments):
+def test_factory_accepts_only_constants_by_name(arguments):
     with pytest.raises((ValueError, SyntaxError)):
         find_function(f"{FAULTY}:length{arguments}")
 
 
-def test_with_a_limit_every_function_is_isolated():
+def test_time_limit_isolates_functions():
     (function,) = load_reward_functions([f"{FAULTY}:length"], 5.0).values()
     assert isinstance(function, IsolatedFunction)

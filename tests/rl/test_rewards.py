@@ -1,9 +1,12 @@
-"""Rewards: the interface of TRL's GRPO, their weighted sum, and what a broken one says."""
+"""Rewards: the call interface of TRL's GRPO, weighted sums, errors of user functions, and reward models."""
 
 from __future__ import annotations
 
+import code
 import copy
+import re
 import sys
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -24,7 +27,7 @@ TEXTS = [PromptRow("here", [1], f"{n}: ", {}) for n in range(3)]
 
 
 def exact(*, prompts, completions, solution, **_):
-    """As a user of TRL writes it: chats come as lists of messages, other columns by name."""
+    """Reward function in the style of TRL: chats are lists of messages, other columns are passed by name."""
     assert prompts[0][0]["role"] == "user"
     return [float(c[0]["content"] == s) for c, s in zip(completions, solution, strict=True)]
 
@@ -37,7 +40,7 @@ def whole(*, prompts, completions, **_):
     return [len(prompt + completion) for prompt, completion in zip(prompts, completions, strict=True)]
 
 
-def test_the_score_is_the_weighted_sum():
+def test_score_is_weighted_sum():
     rewards = Rewards({"exact": exact, "length": length}, None, [2.0, -0.5])
     scores = rewards.score(CHATS, ["0", "x", "2"], [[5], [5, 6], []], ENDED)
     assert scores.parts == {"exact": [1.0, 0.0, 1.0], "length": [1.0, 2.0, None]}
@@ -45,10 +48,10 @@ def test_the_score_is_the_weighted_sum():
     assert Rewards({"whole": whole}, None, [1.0]).score(TEXTS, ["a", "", "abc"], [[1]] * 3, ENDED).total == [4, 3, 6]
 
 
-def test_an_answer_of_which_no_reward_says_anything_is_worth_nothing_that_is_known():
+def test_answer_is_unscored_if_all_weighted_rewards_are_none():
     ids = [[5], [5, 6], []]
     assert Rewards({"length": length}, None, [2.0]).score(CHATS, ["a"] * 3, ids, ENDED).total == [2.0, 4.0, None]
-    # What is measured and not learnt from makes no difference to what is learnt.
+    # A reward of weight 0 does not change the total.
     measured = Rewards({"length": length, "exact": exact}, None, [2.0, 0.0]).score(CHATS, ["0"] * 3, ids, ENDED)
     assert measured.total == [2.0, 4.0, None]
     assert measured.parts["exact"] == [1.0, 0.0, 0.0]
@@ -67,31 +70,43 @@ def test_an_answer_of_which_no_reward_says_anything_is_worth_nothing_that_is_kno
         (lambda **_: None, "None for 3 answers"),
         (lambda **_: torch.tensor([1.0, torch.nan, 1.0]), "nan"),
         (lambda **_: np.ones((3, 1)), r"\[1.0\]"),
+        (lambda **_: [Decimal("NaN")] * 3, "nan"),
+        (lambda **_: (score for score in [1.0]), r"\[1.0\] for 3 answers"),
+        (lambda **_: "abc", "'a' for the answer 'a'"),
         (lambda *, nowhere, **_: nowhere, "prompts, completions, completion_ids"),
     ],
 )
-def test_a_broken_function_is_named_with_what_it_returned(function, words):
+def test_invalid_result_error_names_function_and_value(function, words):
     with pytest.raises(ConfigError, match=words) as caught:
         Rewards({"mine": function}, None, [1.0]).score(CHATS, ["a", "b", "c"], [[1]] * 3, ENDED)
     assert "mine" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "convert", [np.array, torch.tensor, tuple, lambda scores: [torch.tensor(float(score)) for score in scores]]
+    "convert",
+    [
+        np.array,
+        torch.tensor,
+        tuple,
+        iter,
+        lambda scores: [torch.tensor(float(score)) for score in scores],
+        lambda scores: map(Decimal, scores),
+    ],
+    ids=["array", "tensor", "tuple", "iterator", "tensors", "decimals"],
 )
-def test_scores_may_come_as_an_array(convert):
+def test_arrays_tensors_iterators_and_decimals_are_accepted_as_scores(convert):
     rewards = Rewards({"array": lambda *, completions, **_: convert([len(text) for text in completions])}, None, [1.0])
     assert rewards.score(TEXTS, ["a", "", "abc"], [[1]] * 3, ENDED).total == [1, 0, 3]
 
 
-def test_columns_of_the_dataset_do_not_take_the_place_of_the_answers():
+def test_dataset_columns_do_not_replace_reserved_arguments():
     columns = {"prompts": "their", "completions": "their own", "completion_ids": [7]}
     prompts = [PromptRow("here", [1], f"{n}: ", columns) for n in range(3)]
     assert Rewards({"whole": whole}, None, [1.0]).score(prompts, ["a", "", "abc"], [[1]] * 3, ENDED).total == [4, 3, 6]
     assert Rewards({"length": length}, None, [1.0]).score(prompts, ["a"] * 3, [[1, 2]] * 3, ENDED).total == [2, 2, 2]
 
 
-def test_functions_are_imported_by_their_path_and_all_that_cannot_be_are_told():
+def test_functions_are_named_and_all_failed_imports_are_reported():
     assert list(load_reward_functions([f"{__name__}:exact", "json:loads", "pickle:loads"])) == [
         "exact",
         "loads",
@@ -102,14 +117,21 @@ def test_functions_are_imported_by_their_path_and_all_that_cannot_be_are_told():
     assert len(caught.value.problems) == 3
 
 
-def test_a_function_is_found_in_the_working_directory(tmp_path, monkeypatch):
+@pytest.mark.parametrize("path", ["rewards_of_mine:always", "rewards_of_mine.py:always"])
+def test_function_is_imported_from_working_directory(tmp_path, monkeypatch, path):
     (tmp_path / "rewards_of_mine.py").write_text(
         "def always(**columns):\n    return [1.0] * len(columns['completions'])\n"
     )
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
-    functions = load_reward_functions(["rewards_of_mine:always"])
+    functions = load_reward_functions([path])
     assert Rewards(functions, None, [1.0]).score(TEXTS, ["a"] * 3, [[1]] * 3, ENDED).total == [1, 1, 1]
+
+
+def test_missing_attribute_error_names_file_of_shadowing_module():
+    """A ``code.py`` in the working directory is shadowed by the standard library's."""
+    with pytest.raises(ConfigError, match=rf"module 'code' \({re.escape(code.__file__)}\) has no attribute 'always'"):
+        load_reward_functions(["code:always"])
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +147,7 @@ def reward_model_dir(tiny_tokenizer_dir, tmp_path_factory):
     return folder
 
 
-def test_a_reward_model_scores_by_its_own_template_and_tokenizer(reward_model_dir):
+def test_reward_model_uses_its_own_template_and_tokenizer(reward_model_dir):
     config = RewardsConfig(
         reward_funcs=[f"{__name__}:length"], reward_model_name_or_path=str(reward_model_dir), reward_weights=[0.0, 3.0]
     )
@@ -138,7 +160,7 @@ def test_a_reward_model_scores_by_its_own_template_and_tokenizer(reward_model_di
     assert rewards.score(TEXTS, texts, [[1]] * 3, ENDED).parts["reward_model"] == pytest.approx(plain)
 
 
-def test_a_reward_models_score_is_bounded(reward_model_dir):
+def test_reward_model_score_is_clipped(reward_model_dir):
     rewards = load_rewards(RewardsConfig(reward_model_name_or_path=str(reward_model_dir)), "cpu")
     assert rewards.model is not None
     with torch.no_grad():
@@ -147,20 +169,19 @@ def test_a_reward_models_score_is_bounded(reward_model_dir):
     assert {abs(score) for score in scores} == {MAX_MODEL_SCORE}
 
 
-def test_an_answer_that_ran_into_the_limit_is_scored_without_an_end(reward_model_dir):
-    """By a model that knows nothing but whether the last token is an end."""
+def test_truncated_answer_is_scored_without_end_token(reward_model_dir):
     rewards = load_rewards(RewardsConfig(reward_model_name_or_path=str(reward_model_dir)), "cpu")
     assert rewards.model is not None
     read_the_end(rewards.model, ["<|im_end|>", "<|endoftext|>"])
     finished = [True, False, True]
     for prompts in (CHATS, TEXTS):
         first, second, third = rewards.score(prompts, ["Four.", "Fi", "No"], [[1]] * 3, finished).total
-        # Rows of different padding: their sums may be added up in another order, over at most 64 products.
+        # Padding can change the order of summation, over at most 64 products.
         assert first == pytest.approx(third, rel=64 * torch.finfo(torch.float32).eps)
         assert (first > 1, second) == (True, 0)
 
 
-def test_an_answer_too_long_for_the_reward_model_is_named_by_its_prompt(reward_model_dir):
+def test_answer_too_long_for_reward_model_error_names_prompt(reward_model_dir):
     rewards = load_rewards(RewardsConfig(reward_model_name_or_path=str(reward_model_dir)), "cpu")
     assert rewards.model is not None
     rewards.model.model.config.max_position_embeddings = 40
@@ -170,13 +191,13 @@ def test_an_answer_too_long_for_the_reward_model_is_named_by_its_prompt(reward_m
     assert len(caught.value.problems) == 1
 
 
-def test_positions_are_compared_with_the_longest_answer_in_the_same_tokens(tiny_tokenizer):
+def test_too_few_positions_raise_with_same_vocabulary_and_warn_otherwise(tiny_tokenizer):
     few, any_number = LlamaConfig(max_position_embeddings=100), BloomConfig()
     for config, length in ((few, 100), (any_number, 10**6)):
         assert verify_positions(config, tiny_tokenizer, tiny_tokenizer, length) == ""
     with pytest.raises(ConfigError, match="has 100 positions, and the longest prompt with its answer 101 tokens"):
         verify_positions(few, tiny_tokenizer, copy.deepcopy(tiny_tokenizer), 101)
-    # Another tokenizer may need fewer, or more: that is not known before.
+    # With another tokenizer the number of tokens is unknown.
     assert verify_positions(few, keys_task.build_tokenizer(), tiny_tokenizer, 101).startswith(
         "warning: the reward model"
     )

@@ -1,4 +1,4 @@
-"""How answers are laid out: which state predicts which token, and that neighbours and padding change nothing."""
+"""Rollout tensors: positions of predictions and values, independence of padding and batch, slicing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VOCABULARY = 40
 
 
 def build_rollout(lengths: list[tuple[int, int]], seed: int = 0) -> Rollout:
-    """Random prompts and answers of these lengths; all other numbers are random too."""
+    """Build a rollout of random values, from the lengths of prompts and answers."""
     random = np.random.default_rng(seed)
     prompts = [PromptRow("here", random.integers(1, VOCABULARY, p).tolist(), "", {}) for p, _ in lengths]
     width = max(t for _, t in lengths)
@@ -44,24 +44,25 @@ def build_rollout(lengths: list[tuple[int, int]], seed: int = 0) -> Rollout:
 LENGTHS = [(3, 5), (7, 1), (1, 4), (4, 2)]
 
 
-def test_a_token_is_valued_and_predicted_one_place_before_where_it_stands():
-    """A critic that says its position, and a policy whose likeliest next token is the one that follows."""
+def test_token_is_predicted_and_valued_at_previous_position():
     rollout = build_rollout(LENGTHS)
     sequences = lay_out(rollout, CPU)
 
-    def say_position(*, last_positions, position_ids, **_):
+    # A critic whose value is the position.
+    def return_positions(*, last_positions, position_ids, **_):
         return SimpleNamespace(scores=position_ids.flatten()[last_positions].float())
 
-    values = compute_response_values(say_position, sequences)
+    values = compute_response_values(return_positions, sequences)
     for row, (num_prompt, num_answer) in enumerate(LENGTHS):
         assert values[row, :num_answer].tolist() == [num_prompt - 1 + t for t in range(num_answer)]
         assert not values[row, num_answer:].any()
 
-    def know_the_next(*, input_ids, predictors, targets, **_):
+    # A policy whose log-probability is 0 at the true next token.
+    def predict_next(*, input_ids, predictors, targets, **_):
         following = input_ids.roll(-1, dims=1).flatten()[predictors]
         return SimpleNamespace(logps=torch.where(following == targets, 0.0, -1.0), entropy=None)
 
-    logps, _ = compute_response_logps(know_the_next, sequences, temperature=1.0)
+    logps, _ = compute_response_logps(predict_next, sequences, temperature=1.0)
     assert not logps.any()
 
 
@@ -72,7 +73,7 @@ def build_policy(kind: str):
     elif kind == "gemma2":
         sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
         heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "attn_implementation": "eager"}
-        # A cap that bends the logits of this model.
+        # Low enough to change the logits of this model.
         model = Gemma2ForCausalLM(Gemma2Config(**sizes, **heads, final_logit_softcapping=0.5))
     else:
         config = LlamaConfig(
@@ -84,7 +85,7 @@ def build_policy(kind: str):
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probabilities_are_those_of_each_answer_alone(kind, temperature):
+def test_logps_and_entropy_match_unbatched_forward_pass(kind, temperature):
     rollout, policy = build_rollout(LENGTHS), build_policy(kind)
     with torch.no_grad():
         expected = torch.zeros(rollout.mask.shape)
@@ -103,7 +104,7 @@ def test_log_probabilities_are_those_of_each_answer_alone(kind, temperature):
     torch.testing.assert_close(entropy, entropies, rtol=0, atol=1e-5)
 
 
-def test_values_are_those_of_each_answer_alone():
+def test_values_match_unbatched_forward_pass():
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
@@ -119,7 +120,7 @@ def test_values_are_those_of_each_answer_alone():
             torch.testing.assert_close(together[row, :num_answer], alone[0], rtol=0, atol=1e-5)
 
 
-def test_a_part_has_the_rows_asked_for_and_no_more_width_than_they_need():
+def test_take_selects_rows_and_truncates_width():
     rollout = dataclasses.replace(build_rollout(LENGTHS), advantages=torch.arange(20.0).reshape(4, 5), returns=None)
     part = rollout.take([3, 1])
     assert part.response_ids.tolist() == rollout.response_ids[[3, 1], :2].tolist()
@@ -130,13 +131,13 @@ def test_a_part_has_the_rows_asked_for_and_no_more_width_than_they_need():
     assert part.num_tokens == 3
 
 
-def test_targets_are_the_tokens_of_answers_that_are_scored():
+def test_loss_mask_has_tokens_of_scored_answers():
     rollout = dataclasses.replace(build_rollout(LENGTHS), scored=torch.tensor([True, False, True, False]))
     assert rollout.loss_mask.sum(dim=1).tolist() == [5, 0, 4, 0]
     assert (rollout.num_targets, rollout.num_tokens) == (9, 12)
 
 
-def test_parts_hold_every_answer_once_those_of_like_length_together():
+def test_cut_yields_each_row_once_sorted_by_length():
     rollout = build_rollout([(2, n) for n in (1, 9, 2, 8, 3, 7, 4)])
     parts = list(rollout.cut(3))
     assert parts == [[1, 3, 5], [6, 4, 2], [0]]

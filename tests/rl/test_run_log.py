@@ -1,4 +1,4 @@
-"""What a run tells, it tells once, whatever it was stopped in."""
+"""RunLog: contents of ``metrics.jsonl``, and rewinding of log files on resume."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def read(tmp_path):
     return steps("metrics.jsonl"), steps("samples.jsonl")
 
 
-def tell(log, state):
+def write_all(log, state):
     log.write("train", state, {"loss": 1.0})
     log.write_sample(state.step, Sample("a", "b", None, stopped=True, num_tokens=1), 0.5)
     log.write("eval", state, {"eval_reward": 0.5})
 
 
-def test_figures_stand_beside_the_counts_of_their_state(log, tmp_path):
+def test_metrics_are_written_with_counts_of_state(log, tmp_path):
     log.begin(PPOState(), 8)
     log.write("train", PPOState(iteration=2, step=4, num_answers=12, num_tokens=7), {"objective/score": float("nan")})
     (event,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
@@ -45,12 +45,12 @@ def test_figures_stand_beside_the_counts_of_their_state(log, tmp_path):
     [
         (PPOState(), [], []),
         (PPOState(step=4, evaluated_step=4), [0, 0, 4, 4], [0, 4]),
-        # Stopped where samples were due: they will be answered.
+        # Interrupted evaluation: its samples will be written again.
         (PPOState(step=4), [0, 0, 4], [0]),
     ],
 )
-def test_what_was_told_after_a_state_is_dropped(log, tmp_path, state, metrics, samples):
+def test_resume_drops_records_after_state(log, tmp_path, state, metrics, samples):
     for step in (0, 4, 8):
-        tell(log, PPOState(step=step))
+        write_all(log, PPOState(step=step))
     log.begin(state, 8)
     assert read(tmp_path) == (metrics, samples)

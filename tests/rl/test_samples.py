@@ -1,4 +1,4 @@
-"""Fixed prompts answered as training goes on: the answers, and what each reward says of them."""
+"""Sample answers: records of ``samples.jsonl`` and evaluation metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def build(rewards):
     return dataclasses.replace(answers, finished=finished, scored=scored, scores=rewards.nansum(1), rewards=rewards)
 
 
-def test_answers_are_written_with_their_rewards():
+def test_samples_have_rewards_and_mean_metrics():
     answers = build([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     assert describe_samples(answers, ["right", "short"]) == {
         "eval_reward": pytest.approx(4 / 3),
@@ -30,15 +30,15 @@ def test_answers_are_written_with_their_rewards():
         "eval_mean_sample_tokens": 3.0,
     }
     tokenizer = SimpleNamespace(decode=lambda ids: f"prompt {ids[0]}")
-    asked = [f"prompt {prompt.input_ids[0]}" for prompt in answers.prompts]
+    expected_prompts = [f"prompt {prompt.input_ids[0]}" for prompt in answers.prompts]
     read = list(read_samples(answers, ["a", "b", "c"], tokenizer))
     assert [(sample.prompt, sample.completion, reward) for sample, reward in read] == [
-        *zip(asked, "abc", [1.0, 1.0, 2.0], strict=True)
+        *zip(expected_prompts, "abc", [1.0, 1.0, 2.0], strict=True)
     ]
     assert [(sample.stopped, sample.num_tokens) for sample, _ in read] == [(True, 2), (False, 4), (True, 3)]
 
 
-def test_an_answer_that_no_reward_scores_is_written_without_one_and_counts_in_no_mean():
+def test_unscored_sample_has_no_reward_and_is_excluded_from_means():
     answers = build([[1.0, nan], [nan, nan], [0.0, 2.0]])
     tokenizer = SimpleNamespace(decode=str)
     assert [reward for _, reward in read_samples(answers, "abc", tokenizer)] == [1.0, None, 2.0]
@@ -47,5 +47,5 @@ def test_an_answer_that_no_reward_scores_is_written_without_one_and_counts_in_no
     assert figures["eval_stop_rate"] == pytest.approx(2 / 3)
 
 
-def test_one_reward_is_not_told_twice():
+def test_single_reward_has_no_separate_metric():
     assert "eval_reward/right" not in describe_samples(build([[1.0], [0.0], [1.0]]), ["right"])

@@ -1,4 +1,4 @@
-"""What PPO does with sharded models, and that a model that no process shares is run as ever."""
+"""Sharded models of PPO on one process: placement, gathering, stop requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def configure(tmp_path):
 
 @pytest.fixture
 def sharded():
-    """Two layers, sharded over one process."""
+    """Two linear layers, sharded by FSDP2 over one process."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
@@ -45,19 +45,19 @@ def sharded():
         distributed.destroy_process_group()
 
 
-def test_deepspeed_is_refused_by_the_recipe_before_anything_is_loaded(tmp_path, capsys):
+def test_deepspeed_launch_raises_before_loading(tmp_path, capsys):
     keys = {"model_name_or_path": "nowhere", "dataset_name": "nothing", "output_dir": tmp_path / "out"}
     keys["reward_funcs"] = "[nothing:at_all]"
     with mock.patch.dict(os.environ, {"ACCELERATE_USE_DEEPSPEED": "true"}):
         assert recipes.run_recipe("ppo", keys) == 2
-    told = capsys.readouterr().err
-    assert "recipes/ppo.py and a launch with DeepSpeed: DeepSpeed supports one model; these recipes" in told
-    assert "accelerate_configs/fsdp2.yaml" in told
+    printed = capsys.readouterr().err
+    assert "recipes/ppo.py and a launch with DeepSpeed: DeepSpeed supports one model; these recipes" in printed
+    assert "accelerate_configs/fsdp2.yaml" in printed
     assert not (tmp_path / "out").exists()
 
 
-def test_a_launch_that_is_not_what_was_asked_for_is_refused(configure, tmp_path):
-    """accelerate makes DDP of FSDP on CPUs, in silence."""
+def test_fsdp_launch_that_accelerate_ignores_raises(configure, tmp_path):
+    """accelerate silently replaces FSDP by DDP on CPUs."""
     args = build_training_arguments(configure(), Launch(0, 0, 1, ""), has_eval=True)
     model = nn.Linear(2, 2)
     assert choose_placement(args, Launch(0, 0, 1, ""))(model) is model
@@ -66,7 +66,7 @@ def test_a_launch_that_is_not_what_was_asked_for_is_refused(configure, tmp_path)
         choose_placement(args, Launch(0, 0, 1, "FSDP"))
 
 
-def test_within_all_weights_are_there_and_behind_none(sharded):
+def test_weights_are_gathered_inside_context_only(sharded):
     expected = sharded(torch.ones(1, 3))
     with gathered_weights(sharded):
         assert not any(hasattr(parameter, "device_mesh") for parameter in sharded.parameters())
@@ -74,25 +74,25 @@ def test_within_all_weights_are_there_and_behind_none(sharded):
             torch.testing.assert_close(sharded(torch.ones(1, 3)), expected)
             assert not any(hasattr(parameter, "device_mesh") for parameter in sharded.parameters())
     assert all(hasattr(parameter, "device_mesh") for parameter in sharded.parameters())
-    # After it a layer lets go of its weights again.
+    # Layers are resharded after a forward pass again.
     sharded(torch.ones(1, 3))
     assert hasattr(sharded[0].weight, "device_mesh")
 
 
-def test_who_comes_to_the_end_agrees_with_those_who_left(sharded, monkeypatch):
-    meetings = []
-    monkeypatch.setattr(sharding, "stop_if_agreed", lambda: meetings.append(1))
+def test_ranks_agree_on_stop_at_end_of_gathered_context(sharded, monkeypatch):
+    collectives = []
+    monkeypatch.setattr(sharding, "stop_if_agreed", lambda: collectives.append(1))
     with pytest.raises(StopPendingError), gathered_weights(sharded):
         raise StopPendingError
-    assert meetings == []
+    assert collectives == []
     with gathered_weights(sharded):
         pass
     with gathered_weights(nn.Linear(2, 2)), gathered_weights(None):
         pass
-    assert meetings == [1]
+    assert collectives == [1]
 
 
-def test_one_who_is_asked_leaves_alone_where_no_other_takes_part(sharded, monkeypatch):
+def test_stop_request_is_local_if_replicated_and_collective_if_sharded(sharded, monkeypatch):
     monkeypatch.setattr(STOP, "reason", "SIGTERM")
     monkeypatch.setattr(STOP, "_is_closed", False)
     with pytest.raises(StopPendingError), STOP.deferred():

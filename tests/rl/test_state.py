@@ -1,4 +1,4 @@
-"""A checkpoint brings everything back, is not what is not trained, and refuses what it was not saved from."""
+"""Checkpoints of learners: exact restoration, consistency of asynchronous saves, verification, errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def save(tmp_path, state, learner):
     saver.finish()
 
 
-def test_a_learner_goes_on_where_it_was(tmp_path):
+def test_restored_learner_makes_identical_steps(tmp_path):
     model, learner = build(tmp_path, 0)
     step(model, learner, 3)
     state = PPOState(iteration=2, step=3, num_answers=64, kl_coef=0.123456789012345, seconds=1.5, evaluated_step=3)
@@ -56,8 +56,7 @@ def test_a_learner_goes_on_where_it_was(tmp_path):
     assert torch.equal(model.bias, other_model.bias)
 
 
-def test_what_is_saved_is_of_the_moment_at_which_it_was_put_together(tmp_path):
-    """Training goes on while a thread writes."""
+def test_saved_state_is_that_of_staging(tmp_path):
     model, learner = build(tmp_path, 0)
     step(model, learner, 3)
     state, before = PPOState(step=3), model.weight.detach().clone()
@@ -74,7 +73,7 @@ def test_what_is_saved_is_of_the_moment_at_which_it_was_put_together(tmp_path):
     assert find_damage(tmp_path / "checkpoint-3") is None
 
 
-def test_one_bit_is_seen(tmp_path):
+def test_verification_detects_one_flipped_bit(tmp_path):
     model, learner = build(tmp_path, 0)
     step(model, learner, 3)
     staged = stage_state(build_saver(tmp_path), PPOState(step=3), {"policy": learner}, compares=True)
@@ -90,7 +89,7 @@ def test_one_bit_is_seen(tmp_path):
         staged.verify()
 
 
-def test_weights_that_are_not_finite_are_never_saved(tmp_path):
+def test_non_finite_weights_are_not_saved(tmp_path):
     model, learner = build(tmp_path, 0)
     with torch.no_grad():
         model.weight[0, 0] = float("nan")
@@ -99,7 +98,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path):
     assert find_last_complete(tmp_path) is None
 
 
-def test_other_weights_are_refused(tmp_path):
+def test_checkpoint_with_other_parameters_raises(tmp_path):
     _, learner = build(tmp_path, 0)
     save(tmp_path, PPOState(step=1), learner)
     other = build(tmp_path, 0)[1]

@@ -1,4 +1,4 @@
-"""The loop: what an iteration learns from, what it reports, and that a stopped run goes on as if it had not been."""
+"""PolicyTrainer: metrics, events, critic warm-up, guards, and bit-identical resumption after stops and crashes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints.manifest import list_checkpoints
 from recipes_lib.training.layouts.launch_environment import plan_launch
 
-# Eight answers a step, two steps an epoch, two epochs: three iterations are twelve steps.
+# 8 answers per step, 2 steps per epoch, 2 epochs per iteration: 12 steps are 3 iterations.
 SHORT = {
     "max_steps": 12,
     "per_device_train_batch_size": 8,
@@ -46,95 +46,99 @@ CLOCKS = ("time/", "_per_s", "seconds", "memory")
 
 
 def score_by_chance(*, completions, **_):
-    """A reward that draws from numpy's global generator, as users' do."""
+    """Reward from numpy's global generator, as user functions may have."""
     return np.random.random(len(completions)).tolist()  # noqa: NPY002
 
 
-def compare(one, other):
-    for mine, theirs in zip(one, other, strict=True):
-        assert {k: v for k, v in mine.items() if not any(part in k for part in CLOCKS)} == {
-            k: v for k, v in theirs.items() if not any(part in k for part in CLOCKS)
+def assert_equal_events(one, other):
+    """Compare events without durations and memory."""
+    for first, second in zip(one, other, strict=True):
+        assert {k: v for k, v in first.items() if not any(part in k for part in CLOCKS)} == {
+            k: v for k, v in second.items() if not any(part in k for part in CLOCKS)
         }
 
 
-def test_checkpoints_and_samples_come_after_each_epoch_of_prompts(policy_dir, tmp_path):
-    """Eight of twenty prompts an iteration: the third and the fifth end an epoch."""
+def test_epoch_strategies_save_and_evaluate_after_each_epoch_of_prompts(policy_dir, tmp_path):
+    """8 of 20 prompts per iteration: iterations 3 and 5 end an epoch."""
     prompts = keys_task.write_prompts(tmp_path / "prompts.jsonl", 20, seed=5)
     keys = {"save_strategy": "epoch", "eval_strategy": "epoch", "num_train_epochs": 2, "num_sample_prompts": 2}
     batch = {"per_device_train_batch_size": 8, "num_mini_batches": 1, "num_ppo_epochs": 1}
     keys_task.train(keys_task.build_flags(policy_dir, tmp_path / "run", prompts, **keys, **batch))
     assert sorted(step for step, _ in list_checkpoints(tmp_path / "run")) == [3, 5]
-    # Also at the start (`eval_on_start`).
+    # Step 0 by `eval_on_start`.
     assert sorted({row["step"] for row in read_rows(tmp_path / "run" / "samples.jsonl")}) == [0, 3, 5]
-
-
-@pytest.mark.parametrize("keys", [{}, {"use_peft": True}], ids=["own models", "adapters"])
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(policy_dir, prompts_file, tmp_path, keys, monkeypatch):
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    keys_task.train(keys_task.build_flags(policy_dir, straight, prompts_file, **SHORT, **keys))
-
-    def die_in_the_third(self, iteration, run=PolicyTrainer._run_iteration):
-        if iteration == 2:
-            raise KeyboardInterrupt
-        return run(self, iteration)
-
-    flags = keys_task.build_flags(policy_dir, stopped, prompts_file, **SHORT, **keys)
-    with monkeypatch.context() as patch:
-        patch.setattr(PolicyTrainer, "_run_iteration", die_in_the_third)
-        with pytest.raises(KeyboardInterrupt):
-            keys_task.train(flags)
-    # Something else happens to the process's random numbers meanwhile.
-    torch.rand(3)
-    np.random.random(3)  # noqa: NPY002
-    keys_task.train(flags)
-
-    for name in ("policy", "critic"):
-        weights = [load_file(folder / "checkpoint-12" / f"{name}.safetensors") for folder in (straight, stopped)]
-        first = load_file(straight / "checkpoint-4" / f"{name}.safetensors")
-        assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
-        assert any(not torch.equal(weights[0][key], first[key]) for key in first)
-        states = [
-            torch.load(folder / "checkpoint-12" / f"{name}_optimizer.pt", weights_only=True)
-            for folder in (straight, stopped)
-        ]
-        moments = [state["state"][0]["exp_avg"] for state in states]
-        assert torch.equal(*moments)
-    for kind in ("train", "eval"):
-        compare(read_events(straight, kind), read_events(stopped, kind))
-    samples = [(folder / "samples.jsonl").read_text() for folder in (straight, stopped)]
-    assert samples[0] == samples[1]
-    counts = [json.loads((folder / "checkpoint-12" / "ppo_state.json").read_text()) for folder in (straight, stopped)]
-    assert counts[0]["kl_coef"] == counts[1]["kl_coef"] != 0.02
-
-
-@pytest.fixture(autouse=True)
-def nobody_asked(monkeypatch):
-    monkeypatch.setattr(STOP, "reason", None)
-    monkeypatch.setattr(STOP, "_is_closed", False)
-
-
-def ask_in(monkeypatch, owner, name, call):
-    """Be asked to stop before one call of a function, counted from 1."""
-    function, calls = getattr(owner, name), []
-
-    def asking(*args, **kwargs):
-        calls.append(name)
-        if len(calls) == call:
-            STOP.request("SIGTERM")
-        return function(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, asking)
 
 
 @pytest.fixture(scope="module")
 def straight(policy_dir, prompts_file, tmp_path_factory):
-    """The output of a run that nobody stops: three iterations of four steps, samples after the second and third."""
+    """Output of an uninterrupted run: three iterations of four steps, samples after the second and third."""
     folder = tmp_path_factory.mktemp("straight")
     keys_task.train(keys_task.build_flags(policy_dir, folder, prompts_file, **SHORT))
     return folder
 
 
-def test_a_checkpoint_is_as_large_as_is_told_before_the_run(straight, policy_dir, prompts_file, tmp_path):
+def assert_same_run(expected, run):
+    """Compare weights, optimizer states, KL coefficients, events and samples of two runs of ``SHORT``, bit by bit."""
+    for learner in ("policy", "critic"):
+        weights = [load_file(folder / "checkpoint-12" / f"{learner}.safetensors") for folder in (expected, run)]
+        assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+        states = [
+            torch.load(folder / "checkpoint-12" / f"{learner}_optimizer.pt", weights_only=True)
+            for folder in (expected, run)
+        ]
+        assert torch.equal(*(state["state"][0]["exp_avg"] for state in states))
+    for kind in ("train", "eval"):
+        assert_equal_events(read_events(expected, kind), read_events(run, kind))
+    assert (expected / "samples.jsonl").read_text() == (run / "samples.jsonl").read_text()
+    counts = [json.loads((folder / "checkpoint-12" / "ppo_state.json").read_text()) for folder in (expected, run)]
+    assert counts[0]["kl_coef"] == counts[1]["kl_coef"] != 0.02
+
+
+@pytest.mark.parametrize("keys", [{}, {"use_peft": True}], ids=["separate_models", "adapters"])
+def test_crashed_run_resumes_bit_identically(straight, policy_dir, prompts_file, tmp_path, keys, monkeypatch):
+    if keys:
+        straight = tmp_path / "straight"
+        keys_task.train(keys_task.build_flags(policy_dir, straight, prompts_file, **SHORT, **keys))
+
+    def crash_in_third(self, iteration, run=PolicyTrainer._run_iteration):
+        if iteration == 2:
+            raise KeyboardInterrupt
+        return run(self, iteration)
+
+    flags = keys_task.build_flags(policy_dir, tmp_path / "crashed", prompts_file, **SHORT, **keys)
+    with monkeypatch.context() as patch:
+        patch.setattr(PolicyTrainer, "_run_iteration", crash_in_third)
+        with pytest.raises(KeyboardInterrupt):
+            keys_task.train(flags)
+    # The state of global generators must not matter.
+    torch.rand(3)
+    np.random.random(3)  # noqa: NPY002
+    keys_task.train(flags)
+    assert_same_run(straight, tmp_path / "crashed")
+    first, last = (load_file(straight / f"checkpoint-{step}" / "policy.safetensors") for step in (4, 12))
+    assert any(not torch.equal(first[key], last[key]) for key in first)
+
+
+@pytest.fixture(autouse=True)
+def no_stop_request(monkeypatch):
+    monkeypatch.setattr(STOP, "reason", None)
+    monkeypatch.setattr(STOP, "_is_closed", False)
+
+
+def stop_at_call(monkeypatch, owner, name, call):
+    """Send a stop request before one call of a function, counted from 1."""
+    function, calls = getattr(owner, name), []
+
+    def stopping(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == call:
+            STOP.request("SIGTERM")
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, stopping)
+
+
+def test_checkpoint_size_matches_plan_of_check(straight, policy_dir, prompts_file, tmp_path):
     flags = keys_task.build_flags(policy_dir, tmp_path, prompts_file, **SHORT)
     inspection = PPOInspection(load_config("ppo", flags), plan_launch(None, 1), Console(quiet=True))
     inspection.check_model(lambda line: None)
@@ -146,65 +150,65 @@ def test_a_checkpoint_is_as_large_as_is_told_before_the_run(straight, policy_dir
 
 
 STOPS = {
-    # What is left at once loses nothing but itself; an update is finished.
+    # Phase: owner and name of a function, call at which to stop, step of the checkpoint. Sampling, scoring and forward
+    # passes are abandoned; updates are finished.
     "sampling": (sampling.GenerateBackend, "generate", 3, 4),
     "scoring": (Rewards, "score", 3, 4),
-    "reading": (collect, "lay_out", 4, 4),
-    "the policy's update": (Updater, "_compute_policy_loss", 6, 8),
-    "the critic's update": (Updater, "_compute_value_loss", 6, 8),
+    "log-probabilities": (collect, "lay_out", 4, 4),
+    "policy update": (Updater, "_compute_policy_loss", 6, 8),
+    "critic update": (Updater, "_compute_value_loss", 6, 8),
     "evaluation": (samples_module, "Sample", 3, 8),
     "saving": (trainer_module, "stage_state", 2, 8),
-    "the last save": (trainer_module, "stage_state", 3, 12),
+    "last save": (trainer_module, "stage_state", 3, 12),
 }
 
 
-@pytest.mark.parametrize("phase", STOPS)
-def test_who_is_asked_to_stop_saves_the_last_iteration_and_goes_on(
+ABANDONED = {"sampling": (2, 2), "log-probabilities": (3, 3)}
+"""Numbers of scored rollouts and of log-probability passes when a stop request ends the second iteration at once.
+
+Samples and the first iteration are scored; the first iteration has one pass each of policy and reference.
+"""
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [
+        pytest.param(phase, marks=[pytest.mark.slow] * (phase in ("scoring", "critic update", "saving")))
+        for phase in STOPS
+    ],
+)
+def test_stop_request_saves_last_iteration_and_resumes_bit_identically(
     straight, policy_dir, prompts_file, tmp_path, monkeypatch, phase
 ):
     owner, name, call, step = STOPS[phase]
     flags = keys_task.build_flags(policy_dir, tmp_path, prompts_file, **SHORT | {"save_steps": 8})
+    calls, score, compute_logps = [], Rewards.score, collect.compute_response_logps
     with monkeypatch.context() as patch:
-        ask_in(patch, owner, name, call)
+        patch.setattr(Rewards, "score", lambda *given: (calls.append("score"), score(*given))[1])
+        patch.setattr(
+            collect,
+            "compute_response_logps",
+            lambda *given, **more: (calls.append(""), compute_logps(*given, **more))[1],
+        )
+        stop_at_call(patch, owner, name, call)
         with pytest.raises(PreemptedError, match=f"SIGTERM: stopped after step {step}; checkpoint-{step} is complete"):
             keys_task.train(flags)
+    num_scored = calls.count("score")
+    assert (num_scored, len(calls) - num_scored) == ABANDONED.get(phase, (num_scored, len(calls) - num_scored))
     assert list_checkpoints(tmp_path)[0][0] == step
     STOP.reason, STOP._is_closed = None, False
     keys_task.train(flags)
-    for learner in ("policy", "critic"):
-        weights = [load_file(folder / "checkpoint-12" / f"{learner}.safetensors") for folder in (straight, tmp_path)]
-        assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
-    for kind in ("train", "eval"):
-        compare(read_events(straight, kind), read_events(tmp_path, kind))
-    assert (straight / "samples.jsonl").read_text() == (tmp_path / "samples.jsonl").read_text()
+    assert_same_run(straight, tmp_path)
 
 
-@pytest.mark.parametrize(("phase", "num_scored"), [("sampling", 2), ("reading", 3)])
-def test_what_would_be_made_again_is_left_at_once(policy_dir, prompts_file, tmp_path, monkeypatch, phase, num_scored):
-    """Samples and the first iteration are scored; asked while it samples, the second one is not, nor is it read."""
-    owner, name, call, _ = STOPS[phase]
-    scored, read = [], []
-    score, logps = Rewards.score, collect.compute_response_logps
-    monkeypatch.setattr(Rewards, "score", lambda *given: (scored.append(1), score(*given))[1])
-    monkeypatch.setattr(
-        collect, "compute_response_logps", lambda *given, **more: (read.append(1), logps(*given, **more))[1]
-    )
-    ask_in(monkeypatch, owner, name, call)
-    with pytest.raises(PreemptedError):
-        keys_task.train(keys_task.build_flags(policy_dir, tmp_path, prompts_file, **SHORT))
-    assert len(scored) == num_scored
-    # Policy and reference of the first iteration, and in the second the one batch at which it was asked.
-    assert len(read) == 2 + (phase == "reading")
-
-
-def test_asked_before_anything_was_learnt_nothing_is_saved(policy_dir, prompts_file, tmp_path, monkeypatch):
-    ask_in(monkeypatch, Rewards, "score", 1)
+def test_stop_request_before_first_update_saves_nothing(policy_dir, prompts_file, tmp_path, monkeypatch):
+    stop_at_call(monkeypatch, Rewards, "score", 1)
     with pytest.raises(PreemptedError, match="stopped after step 0; there was nothing to save yet"):
         keys_task.train(keys_task.build_flags(policy_dir, tmp_path, prompts_file, **SHORT))
     assert list_checkpoints(tmp_path) == []
 
 
-def test_while_the_critic_warms_up_the_policy_stands_still(policy_dir, prompts_file, tmp_path):
+def test_critic_warmup_leaves_policy_unchanged(policy_dir, prompts_file, tmp_path):
     flags = keys_task.build_flags(policy_dir, tmp_path, prompts_file, **SHORT, critic_warmup_iterations=2)
     keys_task.train(flags)
     policy, critic = (
@@ -218,7 +222,7 @@ def test_while_the_critic_warms_up_the_policy_stands_still(policy_dir, prompts_f
     for one, other in itertools.pairwise(critic):
         assert any(not torch.equal(one[key], other[key]) for key in one)
     events = read_events(tmp_path)
-    # Its distance to itself is 0, which is not for the price to follow; its schedule begins with its first step.
+    # The KL divergence is 0 meanwhile, and must not change the coefficient; the policy's schedule starts after it.
     assert [event["objective/kl_coef"] for event in events] == [0.02] * 3
     assert events[0]["loss"] is None
     assert "policy/num_updates" not in events[1]
@@ -226,12 +230,13 @@ def test_while_the_critic_warms_up_the_policy_stands_still(policy_dir, prompts_f
     assert events[2]["policy/lr"] == pytest.approx(1e-3 / 4)
 
 
-def say_nothing(*, completions, **_):
+def score_none(*, completions, **_):
     return [None] * len(completions)
 
 
-def test_from_answers_that_no_reward_scores_nothing_is_learnt(policy_dir, prompts_file, tmp_path, capsys):
-    functions = "[tests.rl.test_trainer:say_nothing]"
+def test_unscored_answers_change_no_weights(policy_dir, prompts_file, tmp_path, capsys):
+    functions = "[tests.rl.test_trainer:score_none]"
+    # At one and at two rollouts in a row there is a warning, at three there is none.
     flags = keys_task.build_flags(policy_dir, tmp_path, prompts_file, **SHORT | {"reward_funcs": functions})
     models = keys_task.train(flags)
     given = load_file(policy_dir / "model.safetensors")
@@ -244,20 +249,16 @@ def test_from_answers_that_no_reward_scores_nothing_is_learnt(policy_dir, prompt
     assert not any("eval_reward" in event for event in read_events(tmp_path, "eval"))
     samples = read_rows(tmp_path / "samples.jsonl")
     assert {sample["reward"] for sample in samples} == {None}
-    told = [line for line in capsys.readouterr().err.splitlines() if "such rewards give no signal" in line]
-    # The first time, and when there are twice as many in a row.
-    assert ["none of the 16 answers has a reward" in line for line in told] == [True, True]
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "such rewards give no signal" in line]
+    assert ["none of the 16 answers has a reward" in line for line in warnings] == [True, True]
 
 
-def score_alike(*, completions, **_):
+def score_constant(*, completions, **_):
     return [0.1] * len(completions)
 
 
-def test_rewards_that_tell_no_answers_apart_are_told_at_once_and_end_the_run(
-    policy_dir, prompts_file, tmp_path, capsys
-):
-    """Also after a resumption: what went before counts."""
-    keys = {**SHORT, "reward_funcs": "[tests.rl.test_trainer:score_alike]", "missing_eos_penalty": 0}
+def test_constant_rewards_warn_and_end_the_run_also_after_resume(policy_dir, prompts_file, tmp_path, capsys):
+    keys = {**SHORT, "reward_funcs": "[tests.rl.test_trainer:score_constant]", "missing_eos_penalty": 0}
     flags = keys_task.build_flags(policy_dir, tmp_path, prompts_file, **keys, max_zero_std_rollouts=2)
     with pytest.raises(
         DivergedError, match=r"step 5 was .*: the rewards of 2 rollouts in a row had no signal; in this"
@@ -271,26 +272,29 @@ def test_rewards_that_tell_no_answers_apart_are_told_at_once_and_end_the_run(
     assert [event["step"] for event in read_events(tmp_path)] == [4, 8, 12]
 
 
-def test_the_penalty_of_answers_without_an_end_tells_them_apart(policy_dir, prompts_file, tmp_path):
-    keys = {**SHORT, "reward_funcs": "[tests.rl.test_trainer:score_alike]", "max_zero_std_rollouts": 1}
-    keys_task.train(keys_task.build_flags(policy_dir, tmp_path, prompts_file, **keys))
+def test_missing_eos_penalty_gives_signal_to_constant_rewards(policy_dir, prompts_file, tmp_path):
+    keys = {**SHORT, "reward_funcs": "[tests.rl.test_trainer:score_constant]", "max_zero_std_rollouts": 1}
+    keys_task.train(keys_task.build_flags(policy_dir, tmp_path, prompts_file, **keys | {"max_steps": 4, "kl_coef": 0}))
+    (event,) = read_events(tmp_path)
+    assert event["policy/num_updates"] == 4
+    # Without a reference model there is no KL divergence to log.
+    assert [name for name in event if name.startswith("objective/kl")] == ["objective/kl_coef"]
 
 
-def test_entropy_is_worked_out_where_it_is_written(policy_dir, prompts_file, tmp_path, monkeypatch):
-    asked, compute = [], update.compute_response_logps
+def test_entropy_is_computed_only_when_logged(policy_dir, prompts_file, tmp_path, monkeypatch):
+    requested, compute = [], update.compute_response_logps
     monkeypatch.setattr(
         update,
         "compute_response_logps",
-        lambda *given, **more: (asked.append(more["with_entropy"]), compute(*given, **more))[1],
+        lambda *given, **more: (requested.append(more["with_entropy"]), compute(*given, **more))[1],
     )
     keys_task.train(keys_task.build_flags(policy_dir, tmp_path, prompts_file, **SHORT, logging_steps=12))
-    assert asked == [True] * 4 + [False] * 4 + [True] * 4
+    assert requested == [True] * 4 + [False] * 4 + [True] * 4
     assert [(event["step"], "policy/entropy" in event) for event in read_events(tmp_path)] == [(4, True), (12, True)]
 
 
-def test_it_reports_what_is_promised(policy_dir, prompts_file, tmp_path):
-    keys_task.train(keys_task.build_flags(policy_dir, tmp_path, prompts_file, **SHORT))
-    train, evaluations = read_events(tmp_path), read_events(tmp_path, "eval")
+def test_logged_metrics_are_complete_and_consistent(straight):
+    train, evaluations = read_events(straight), read_events(straight, "eval")
     assert [event["step"] for event in train] == [4, 8, 12]
     assert [event["num_answers"] for event in train] == [16, 32, 48]
     assert [event["step"] for event in evaluations] == [0, 8, 12]
@@ -313,7 +317,7 @@ def test_it_reports_what_is_promised(policy_dir, prompts_file, tmp_path):
         assert 0 < event["objective/finish_rate"] < 1
         costs = 1.0 - event["objective/finish_rate"] + event["objective/kl_coef"] * event["objective/kl_seq"]
         assert event["objective/reward_total"] == pytest.approx(event["objective/score"] - costs, abs=1e-5)
-    samples = read_rows(tmp_path / "samples.jsonl")
+    samples = read_rows(straight / "samples.jsonl")
     assert [sample["step"] for sample in samples] == [0, 0, 8, 8, 12, 12]
     assert samples[0]["prompt"] == samples[2]["prompt"]
     assert samples[0].keys() >= {"completion", "reward", "stopped", "num_tokens"}

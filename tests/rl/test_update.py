@@ -1,4 +1,4 @@
-"""The updates: how the batch is cut changes nothing, every minibatch is a step, and what must stop them does."""
+"""Updater: independence of micro-batches, step counts, early stopping by KL, and guards before updates."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from recipes_lib.training.monitoring.progress import TrainingProgress
 
 CPU = torch.device("cpu")
 LENGTHS = [(3, 5), (7, 1), (1, 4), (4, 2), (2, 8), (3, 3), (5, 6), (2, 1)]
-WHOLE = {"num_ppo_epochs": 1, "num_mini_batches": 1, "target_kl": "null"}
+ONE_STEP = {"num_ppo_epochs": 1, "num_mini_batches": 1, "target_kl": "null"}
 
 
 @pytest.fixture
 def build(policy_dir, prompts_file, tmp_path):
-    """An updater and answers as its policy and critic read them."""
+    """Build an updater, and a rollout with log-probabilities and values of its models."""
 
     def build_updater(ppo, batch_size=8, **keys):
         keys = {"max_steps": 8, "per_device_train_batch_size": 8 // ppo["num_mini_batches"], "seed": 0, **ppo, **keys}
@@ -60,25 +60,25 @@ def build(policy_dir, prompts_file, tmp_path):
     return build_updater
 
 
-def keep_gradients(monkeypatch):
-    """Let steps leave their gradients here, by the name of the learner, instead of updating."""
+def capture_gradients(monkeypatch):
+    """Replace optimizer steps: gradients are stored in the returned mapping by learner, without an update."""
     gradients = {}
 
-    def keep(learner, judge):
+    def capture(learner, check):
         gradients[learner.name] = [p.grad.clone() for p in learner.parameters.values()]
         learner.discard()
         return 0.0
 
-    monkeypatch.setattr(Learner, "step", keep)
+    monkeypatch.setattr(Learner, "step", capture)
     return gradients
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.5])
-def test_tokens_are_weighed_by_the_policy_that_answered_and_not_by_the_one_that_learns(build, monkeypatch, factor):
-    """However far the policy has moved: what the engine finds as likely as that policy did has a weight of 1."""
+def test_importance_weight_uses_sampling_policy_not_current_policy(build, monkeypatch, factor):
+    """An engine that agrees with the sampling policy gives weight 1, however far the current policy has moved."""
     monkeypatch.setattr(update, "verify_first_minibatch", lambda *_: None)
-    updater, rollout = build(WHOLE)
-    keep_gradients(monkeypatch)
+    updater, rollout = build(ONE_STEP)
+    capture_gradients(monkeypatch)
     now, old, mask = rollout.logps, rollout.logps - 0.1 * rollout.mask, rollout.loss_mask
     engine = old - math.log(factor) * mask
     (figures,) = updater.update_policy(dataclasses.replace(rollout, logps=old, engine_logps=engine), 0)
@@ -91,35 +91,34 @@ def test_tokens_are_weighed_by_the_policy_that_answered_and_not_by_the_one_that_
         normaliser=rollout.num_targets,
     )
     assert figures["loss"] == pytest.approx(factor * unweighted.item(), rel=1e-4, abs=1e-6)
-    # k3 a token of a policy that finds every token more likely by 0.1 nats.
+    # k3 per token for a log-ratio of 0.1.
     assert figures["approx_kl"] == pytest.approx(math.exp(0.1) - 1.1, rel=1e-3)
 
 
 @pytest.mark.parametrize("keys", [{}, {"use_peft": True}])
 @pytest.mark.parametrize("batch_size", [1, 3, 4])
-def test_how_a_minibatch_is_cut_changes_no_gradient(build, monkeypatch, batch_size, keys):
+def test_micro_batch_size_does_not_change_gradients(build, monkeypatch, batch_size, keys):
     found = []
     for size in (8, batch_size):
-        updater, rollout = build(WHOLE, batch_size=size, **keys)
-        gradients = keep_gradients(monkeypatch)
+        updater, rollout = build(ONE_STEP, batch_size=size, **keys)
+        gradients = capture_gradients(monkeypatch)
         figures = [updater.update_policy(rollout, 0)[0], updater.update_critic(rollout, 0)[0]]
         found.append((gradients, figures))
     for name in ("policy", "critic"):
         for one, other in zip(found[0][0][name], found[1][0][name], strict=True):
-            # Summed over the micro-batches in another order: an entry of 0 is one of terms up to about 1.
+            # Summed in another order; entries near 0 are sums of terms up to about 1.
             torch.testing.assert_close(one, other, rtol=1e-4, atol=8 * torch.finfo(torch.float32).eps)
     for one, other in zip(found[0][1], found[1][1], strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
 
 
-def test_what_is_not_scored_changes_no_gradient_and_no_figure(build, monkeypatch):
-    """Other answers than the scored ones make no step another than the scored ones alone make."""
+def test_unscored_answers_change_neither_gradients_nor_metrics(build, monkeypatch):
     kept, found = [0, 2, 3, 6], []
     for with_others in (True, False):
-        updater, rollout = build(WHOLE, batch_size=3)
+        updater, rollout = build(ONE_STEP, batch_size=3)
         scored = torch.tensor([row in kept for row in range(8)])
         rollout = dataclasses.replace(rollout, scored=scored) if with_others else rollout.take(kept)
-        gradients = keep_gradients(monkeypatch)
+        gradients = capture_gradients(monkeypatch)
         found.append((gradients, [updater.update_policy(rollout, 0)[0], updater.update_critic(rollout, 0)[0]]))
     for name in ("policy", "critic"):
         for among, alone in zip(found[0][0][name], found[1][0][name], strict=True):
@@ -130,7 +129,7 @@ def test_what_is_not_scored_changes_no_gradient_and_no_figure(build, monkeypatch
 
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.filterwarnings("error:Detected call")
-def test_a_minibatch_of_which_nothing_is_scored_is_a_step_without_an_update(build, number):
+def test_minibatch_of_unscored_answers_is_a_step_without_update(build, number):
     updater, rollout = build({"num_ppo_epochs": 1, "num_mini_batches": 4, "target_kl": "null"})
     unscored = [*updater._minibatches(8, 0)][number]
     some = dataclasses.replace(rollout, scored=torch.tensor([row not in unscored for row in range(8)]))
@@ -140,17 +139,16 @@ def test_a_minibatch_of_which_nothing_is_scored_is_a_step_without_an_update(buil
         assert learner.scheduler.last_epoch == 4
 
 
-def test_the_first_ratio_is_exactly_1_in_batches_of_the_same_shape(build, monkeypatch):
-    """Scored and learnt from as one batch, in the same order: not a digit differs."""
+def test_first_ratio_is_exactly_one_in_batches_of_same_shape(build, monkeypatch):
     monkeypatch.setattr(update.Updater, "_share", lambda _, batch: iter([batch]))
     monkeypatch.setattr(update.Updater, "_minibatches", lambda *_: iter([range(8)]))
-    updater, rollout = build(WHOLE)
+    updater, rollout = build(ONE_STEP)
     (figures,) = updater.update_policy(rollout, 0)
     assert (figures["ratio_max"], figures["approx_kl"]) == (1.0, 0.0)
     assert figures["clipfrac_low"] == figures["clipfrac_high"] == 0
 
 
-def test_every_minibatch_of_every_epoch_is_a_step_of_both(build):
+def test_every_minibatch_of_every_epoch_updates_both_learners(build):
     ppo = {"num_ppo_epochs": 2, "num_mini_batches": 4, "target_kl": "null"}
     updater, rollout = build(ppo)
     steps = updater.update_policy(rollout, 0), updater.update_critic(rollout, 0)
@@ -162,7 +160,7 @@ def test_every_minibatch_of_every_epoch_is_a_step_of_both(build):
     assert steps[0][-1]["ratio_max"] > 1.001
 
 
-def test_minibatches_hold_every_answer_once_an_epoch_and_are_shuffled_anew(build):
+def test_minibatches_are_a_new_permutation_in_every_epoch(build):
     ppo = {"num_ppo_epochs": 2, "num_mini_batches": 4}
     updater, _ = build(ppo)
     batches = list(updater._minibatches(8, 0))
@@ -173,16 +171,16 @@ def test_minibatches_hold_every_answer_once_an_epoch_and_are_shuffled_anew(build
     assert list(updater._minibatches(8, 1)) != batches
 
 
-def test_processes_share_a_minibatch_out(build):
-    updater, rollout = build(WHOLE, batch_size=3)
+def test_minibatch_is_partitioned_over_processes(build):
+    updater, rollout = build(ONE_STEP, batch_size=3)
     places = [SimpleNamespace(process_index=rank, world_size=2, per_device_train_batch_size=3) for rank in (0, 1)]
     shares = [list(dataclasses.replace(updater, args=args)._share(rollout)) for args in places]
     assert [[len(part) for part in share] for share in shares] == [[3, 1], [3, 1]]
-    asked = [id(prompt) for share in shares for part in share for prompt in part.prompts]
-    assert sorted(asked) == sorted(id(prompt) for prompt in rollout.prompts)
+    assigned = [id(prompt) for share in shares for part in share for prompt in part.prompts]
+    assert sorted(assigned) == sorted(id(prompt) for prompt in rollout.prompts)
 
 
-def test_the_policys_updates_end_before_one_that_goes_too_far(build):
+def test_target_kl_ends_policy_updates_and_keeps_schedule(build):
     ppo = {"num_ppo_epochs": 4, "num_mini_batches": 2, "target_kl": 1e-6}
     updater, rollout = build(ppo)
     steps = updater.update_policy(rollout, 0)
@@ -191,14 +189,14 @@ def test_the_policys_updates_end_before_one_that_goes_too_far(build):
     assert all(step["approx_kl"] <= 1.5e-6 for step in steps[:-1])
     assert steps[-1]["approx_kl"] > 1.5e-6
     assert {int(state["step"]) for state in updater.learners["policy"].optimizer.state.values()} == {len(steps) - 1}
-    # Length and learning rate of the run do not depend on it.
+    # The schedule also counts the skipped steps.
     assert updater.learners["policy"].scheduler.last_epoch == 8
     assert len(updater.update_critic(rollout, 0)) == 8
 
 
 @pytest.mark.parametrize(("multiple", "num_updates"), [(1.4, 2), (1.6, 1)])
-def test_updates_end_above_one_and_a_half_times_the_target(build, multiple, num_updates):
-    """The second of two minibatches, with a target of which its KL divergence is such a multiple."""
+def test_target_kl_threshold_is_one_and_a_half_times_target(build, multiple, num_updates):
+    """The KL divergence of the second minibatch is ``multiple`` times the target."""
     ppo = {"num_ppo_epochs": 1, "num_mini_batches": 2, "target_kl": "null"}
     updater, rollout = build(ppo)
     _, second = updater.update_policy(rollout, 0)
@@ -206,8 +204,8 @@ def test_updates_end_above_one_and_a_half_times_the_target(build, multiple, num_
     assert sum("grad_norm" in step for step in updater.update_policy(rollout, 0)) == num_updates
 
 
-def test_a_policy_that_is_not_the_one_that_answered_stops_the_run_before_an_update(build):
-    updater, rollout = build(WHOLE)
+def test_other_policy_than_sampled_raises_before_update(build):
+    updater, rollout = build(ONE_STEP)
     before = [p.clone() for p in updater.learners["policy"].parameters.values()]
     wrong = dataclasses.replace(rollout, logps=rollout.logps - 0.1 * rollout.mask)
     with pytest.raises(DivergedError, match="before the first update"):
@@ -217,8 +215,8 @@ def test_a_policy_that_is_not_the_one_that_answered_stops_the_run_before_an_upda
     )
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_before_an_update(build, tmp_path):
-    updater, rollout = build(WHOLE)
+def test_non_finite_gradient_raises_before_update(build, tmp_path):
+    updater, rollout = build(ONE_STEP)
     assert rollout.returns is not None
     before = [p.clone() for p in updater.learners["critic"].parameters.values()]
     next(iter(updater.learners["critic"].parameters.values())).register_hook(lambda grad: grad * float("nan"))
@@ -228,13 +226,13 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_an_update(build, tmp
         torch.equal(one, p) for one, p in zip(before, updater.learners["critic"].parameters.values(), strict=True)
     )
     facts = json.loads((tmp_path / "diverged" / "step-3" / "rank-0.json").read_text())
-    # Judged before they are clipped, which would have spread it to all of them.
+    # Checked before clipping, which would make all gradients non-finite.
     assert len(facts["non_finite_gradients"]) == 1
     assert sorted(facts["row_ids"][0]) == list(range(8))
 
 
-def test_a_loss_that_is_not_finite_is_told_with_its_answers_and_not_as_another_policy(build, tmp_path):
-    updater, rollout = build(WHOLE, batch_size=2)
+def test_non_finite_loss_raises_with_dump_of_its_answers(build, tmp_path):
+    updater, rollout = build(ONE_STEP, batch_size=2)
     advantages = rollout.advantages.clone()
     advantages[3, 0] = float("inf")
     before = [p.clone() for p in updater.learners["policy"].parameters.values()]

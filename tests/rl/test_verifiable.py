@@ -1,8 +1,8 @@
-"""PPO, RLOO and GRPO raise a reward that can be checked from where fine-tuning left it, on other problems.
+"""PPO, RLOO and GRPO raise held-out accuracy under a verifiable reward.
 
-The policy is fine-tuned on solutions of which every second one is wrong, so that it is right less than half of the
-time; the reward is the exact match of the final number; what is judged are sampled answers to 200 held-out problems, at
-the same random numbers before and after. By luck alone, two such shares differ by 0.2 once in twenty thousand times.
+The policy is fine-tuned on solutions of which half are wrong. The reward is the exact match of the final number.
+Accuracy is that of answers to 200 held-out problems, sampled with the same random numbers before and after; by chance,
+a difference of 0.2 has a probability of 1 in 20,000.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SHUFFLED = {"reward_funcs": "[tests.rl.arithmetic_task:score_shuffled]"}
 
 @pytest.fixture
 def run(tmp_path):
-    """Share of right answers before and after, and the share of answers that end."""
+    """Train; return accuracy before and after, and the share of finished answers."""
 
     def train(recipe, seed, **keys):
         rows = arithmetic_task.write_problems(tmp_path, seed)
@@ -29,11 +29,11 @@ def run(tmp_path):
     return train
 
 
-@pytest.mark.slow  # Every test run sees PPO learn in check A of test_learning, RLOO and GRPO in test_methods.
+@pytest.mark.slow  # The default tier covers PPO by test_learning, RLOO and GRPO by test_methods.
 @pytest.mark.parametrize(
     ("recipe", "seed", "least"), [*(("ppo", seed, 0.75) for seed in range(5)), ("rloo", 0, 0.0), ("grpo", 0, 0.0)]
 )
-def test_the_verifiable_reward_rises(run, recipe, seed, least):
+def test_held_out_accuracy_rises(run, recipe, seed, least):
     before, after, finished = run(recipe, seed)
     assert 0.2 < before < 0.55
     assert after > max(before + 0.2, least)
@@ -42,6 +42,6 @@ def test_the_verifiable_reward_rises(run, recipe, seed, least):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "most"), [("ppo", 0.05), ("rloo", 0.1), ("grpo", 0.1)])
-def test_it_does_not_rise_when_the_reward_is_told_of_others(run, recipe, most):
+def test_held_out_accuracy_does_not_rise_with_shuffled_rewards(run, recipe, most):
     before, after, _ = run(recipe, 0, **SHUFFLED)
     assert after < before + most

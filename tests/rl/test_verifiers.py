@@ -1,4 +1,4 @@
-"""Verifiable rewards: which answers are right, however they are written."""
+"""Verifiable rewards: exact match, final numbers, programs with tests."""
 
 from decimal import Decimal
 
@@ -14,43 +14,43 @@ GOLD = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72"
     ("text", "is_right"),
     [("48 + 24 = <<48+24=72>>72\n#### 72", True), ("It is $72.00", True), ("#### -72", False), ("", False)],
 )
-def test_the_number_that_an_answer_ends_on_decides(text, is_right):
+def test_final_number_compares_last_number_of_texts_and_chats(text, is_right):
     assert final_number(completions=[text], answer=[GOLD], question=["?"]) == [float(is_right)]
     chat = [{"role": "assistant", "content": text}]
     assert final_number(completions=[chat], answer=[GOLD]) == [float(is_right)]
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted", "is_right"),
+    ("completion", "answer", "reward"),
     [(".5", "#### 0.5", 1.0), (".5", "#### 5", 0.0), ("\u22125", "#### 5", 0.0), ("\u22125", "#### -5", 1.0)],
 )
-def test_a_number_counts_by_its_value(given, wanted, is_right):
-    assert final_number(completions=[given], answer=[wanted]) == [is_right]
+def test_final_number_compares_values_of_written_forms(completion, answer, reward):
+    assert final_number(completions=[completion], answer=[answer]) == [reward]
 
 
 @pytest.mark.parametrize("wanted", [72, 72.0, Decimal("72.0")])
-def test_a_column_may_hold_numbers(wanted):
+def test_columns_of_numbers_are_accepted(wanted):
     assert final_number(completions=["72", "It is 7"], answer=[wanted] * 2) == [1.0, 0.0]
     assert exact_match(completions=[f" {wanted}"], solution=[wanted]) == [1.0]
     assert final_number(completions=["100000000000000000000", "20"], answer=[1e20] * 2) == [1.0, 0.0]
 
 
-def test_blank_columns_reward_no_empty_answer():
+def test_blank_columns_give_none():
     assert exact_match(completions=["", "a"], solution=["", " \n"]) == [None, None]
     assert python_tests(completions=["a = 1"] * 4, tests=["", " \n", [], [""]]) == [None] * 4
 
 
-def test_of_rows_without_a_number_or_an_answer_nothing_is_said():
-    given = {"completions": ["1,234 in all", "1234.0", "5", "5"], "answer": ["#### 1234", "#### 1,234", "none", None]}
-    assert final_number(**given) == [1.0, 1.0, None, None]
+def test_final_number_is_none_for_rows_without_number():
+    columns = {"completions": ["1,234 in all", "1234.0", "5", "5"], "answer": ["#### 1234", "#### 1,234", "none", None]}
+    assert final_number(**columns) == [1.0, 1.0, None, None]
 
 
 RIGHT = "def double(x):\n    return 2 * x\n"
 TESTS = ["assert double(2) == 4", "assert double(0) == 0"]
 
 
-def test_a_program_is_right_where_it_passes_the_tests_of_its_row(tmp_path, monkeypatch):
-    """What hangs, takes memory, leaves early, changes files or defines the comparison away passes nothing."""
+def test_python_tests_rewards_only_programs_that_pass(tmp_path, monkeypatch):
+    """Wrong programs hang, exhaust memory, exit early, write files or start processes."""
     monkeypatch.setattr(verifiers, "SECONDS_TO_RUN", 2.0)
     kept = tmp_path / "kept.txt"
     kept.write_text("kept")
@@ -70,15 +70,15 @@ def test_a_program_is_right_where_it_passes_the_tests_of_its_row(tmp_path, monke
     assert kept.read_text() == "kept"
 
 
-def test_the_last_block_is_the_program():
+def test_read_program_returns_last_fenced_block():
     assert read_program("```\na = 1\n```\nbetter:\n```py\na = 2\n```") == "a = 2\n"
     assert read_program("a = 3") == "a = 3"
-    # A block of another language is one too: what stands between two blocks is no program.
+    # Blocks of other languages count as blocks; text between two blocks is no program.
     assert read_program("```json\n{}\n```\nHence:\n```python\na = 4\n```") == "a = 4\n"
     assert read_program("```python3\na = 5\n```\nDone.") == "a = 5\n"
 
 
-def test_an_exact_match_is_one_but_for_blanks_at_its_ends():
+def test_exact_match_ignores_surrounding_white_space():
     chats = [[{"role": "assistant", "content": text}] for text in (" It is.\n", "It  is.", "it is.")]
     assert exact_match(completions=chats, solution=["It is."] * 3) == [1.0, 0.0, 0.0]
     assert exact_match(completions=["a", "b", "c"], solution=["a ", "a", None]) == [1.0, 0.0, None]

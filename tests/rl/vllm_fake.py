@@ -1,8 +1,8 @@
-"""An engine with the methods of vLLM's ``LLMEngine`` that are called, and a transformers model behind them.
+"""Fake of vLLM's ``LLMEngine`` around a transformers model.
 
-It holds weights of its own, as vLLM does, and refuses what vLLM refuses: to answer while it sleeps, and to take over
-weights before it is woken up. Run as a script it is ``tests.distributed.sharding`` with such an engine in each process,
-or with the stub of a server in the first.
+It has its own weights, and asserts the preconditions of vLLM: no sampling while asleep, no weight update before
+``wake_up``. As a script, ``tests.distributed.sharding`` with such an engine in each process, or with a stub server in
+the first.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from recipes_lib.rl.engines.vllm_colocated import ColocatedVLLM
 from recipes_lib.stopping import STOP
 
 ASKED_AT = "ASKED_AT"
-"""The step of its engine at which the last process is asked to stop, once."""
+"""Environment variable: engine step at which the last process receives a stop request, once."""
 
 
 class FakeEngine:
-    """Answers a token of every request at a step, as continuous batching would.
+    """Samples one token of every request per step, like continuous batching.
 
     Attributes:
-        model: What answers.
-        calls: Names of the methods that were called, but for ``step`` and ``add_request``.
-        fails_at: The number of the step that fails; ``None``: none does.
+        model: Model that samples.
+        calls: Names of the called methods, except ``step`` and ``add_request``.
+        fails_at: Number of the step that raises; ``None`` for none.
     """
 
     def __init__(self, model: Any) -> None:
@@ -56,7 +56,7 @@ class FakeEngine:
                 parameter.fill_(float("nan"))
 
     def wake_up(self, tags: list[str]) -> None:
-        assert set(tags) <= self._asleep, "mapping memory twice ends vLLM"
+        assert set(tags) <= self._asleep, "mapping memory twice crashes vLLM"
         self.calls.append(f"wake {tags[0]}")
         self._asleep -= set(tags)
 
@@ -64,10 +64,10 @@ class FakeEngine:
         assert method == "reload_weights"
         assert "weights" not in self._asleep
         self.calls.append("reload")
-        # It keeps what it was given until the last one is there.
-        given = dict(kwargs["weights_iterator"])
-        self.model.load_state_dict(given, strict=False)
-        assert not {name for name, _ in self.model.named_parameters()} - set(given)
+        # All tensors are collected before the first is loaded, like in vLLM.
+        weights = dict(kwargs["weights_iterator"])
+        self.model.load_state_dict(weights, strict=False)
+        assert not {name for name, _ in self.model.named_parameters()} - set(weights)
 
     def reset_prefix_cache(self) -> None:
         self.calls.append("reset")
@@ -111,7 +111,7 @@ class FakeEngine:
 
 
 def build_fake(engine: FakeEngine, sampling: Sampling, *, sleeps: bool = False) -> ColocatedVLLM:
-    """What ``start`` builds around vLLM, around ``engine``."""
+    """Build the backend around ``engine``, as ``start`` does around vLLM."""
     parameters = SimpleNamespace(
         temperature=sampling.temperature, max_tokens=sampling.response_length, stop_token_ids=sampling.stop_ids
     )
@@ -120,12 +120,12 @@ def build_fake(engine: FakeEngine, sampling: Sampling, *, sleeps: bool = False) 
 
 @contextlib.contextmanager
 def colocated(engine: FakeEngine | None = None) -> Iterator[None]:
-    """Let runs that ask for a colocated engine have this one, or one each that begins with other weights."""
+    """Replace the colocated engine of runs by ``engine``, or by fakes with other weights than the policy's."""
     original = vllm_colocated.start
 
     def start(config: Any, args: Any, sampling: Sampling, max_length: int) -> ColocatedVLLM:
-        own = engine or FakeEngine(load_other(config.model.model_name_or_path))
-        return build_fake(own, sampling, sleeps=config.engine.vllm_enable_sleep_mode)
+        fake = engine or FakeEngine(load_other(config.model.model_name_or_path))
+        return build_fake(fake, sampling, sleeps=config.engine.vllm_enable_sleep_mode)
 
     vllm_colocated.start = start
     try:
@@ -135,7 +135,7 @@ def colocated(engine: FakeEngine | None = None) -> Iterator[None]:
 
 
 def load_other(folder: str) -> Any:
-    """The model of a folder with the signs of its weights turned."""
+    """Load the model of a folder with negated weights."""
     model = LlamaForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -144,11 +144,11 @@ def load_other(folder: str) -> Any:
 
 
 def main() -> None:
-    """Run jobs as ``tests.distributed.sharding`` does; ``SERVER``: folder and port of a server's model."""
+    """Run the jobs of ``tests.distributed.sharding``; ``SERVER`` has folder and port of a server's model."""
     server = os.environ.get("SERVER", "").split()
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        # No process may have the policy whole beside its shards.
+        # No process may gather the full policy.
         patch.setattr(models, "gathered", None)
         stack.enter_context(colocated())
         if server:

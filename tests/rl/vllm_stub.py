@@ -1,4 +1,4 @@
-"""A server that speaks those requests of vLLM's that TRL's client makes, with a transformers model behind them."""
+"""Stub of a vLLM server for TRL's client, around a transformers model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from trl.generation import vllm_client
 
 
 class Stub(ThreadingHTTPServer):
-    """Answers on loopback; the weights come by a transport that stands in for NCCL.
+    """HTTP server on loopback; weights are passed in memory instead of NCCL.
 
     Attributes:
-        model: What answers.
+        model: Model that samples.
         requests: Path and body of each request.
-        settings: What ``/server_info`` says.
-        statuses: Of a path, where that is an error.
-        errors: What failed here while a request was answered, on purpose or because the client had left.
+        settings: Response of ``/server_info``.
+        statuses: HTTP error status by path.
+        errors: Exceptions of request handlers, injected or because the client disconnected.
     """
 
     def __init__(self, model: Any, port: int = 0) -> None:
@@ -43,11 +43,11 @@ class Stub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Keep the error, which the base class would print with its traceback."""
+        """Record the error instead of printing its traceback."""
         self.errors.append(sys.exception())
 
     def receive(self, iterator: Any, trainer_args: Any) -> None:
-        """What ``trainer_send_weights`` does over NCCL."""
+        """Load the weights that ``trainer_send_weights`` would send over NCCL."""
         self.model.load_state_dict({name: tensor.clone() for name, tensor in iterator}, strict=False)
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def serving(model: Any, monkeypatch: Any, port: int = 0) -> Iterator[Stub]:
-    """Serve ``model``, and let TRL's client find vLLM installed, with the stub's transport instead of NCCL."""
+    """Serve ``model``, and patch TRL's client: vLLM counts as installed, and weights go to the stub."""
     stub = Stub(model, port)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(vllm_client, "is_vllm_available", lambda *_, **__: True)

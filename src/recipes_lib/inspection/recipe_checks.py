@@ -297,7 +297,7 @@ class PPOInspection(Inspection):
         from recipes_lib.rl.rollout_schedule import compute_schedule
 
         plan = compute_schedule(len(self._data.train), self.config, self.launch.world_size)
-        self.num_steps = plan.num_steps
+        self.num_steps, self.num_epochs = plan.num_steps, plan.num_epochs
         report(
             f"{plan.num_iterations:,} iterations of {plan.answers_per_iteration:,} answers and "
             f"{plan.steps_per_iteration:,} steps of {plan.answers_per_step:,} answers: {plan.num_steps:,} steps, every "
@@ -321,7 +321,7 @@ class GroupInspection(PPOInspection):
 
         plan = plan_groups(len(self._data.train), self.config, self.launch.world_size)
         steps = plan.steps
-        self.num_steps = steps.num_steps
+        self.num_steps, self.num_epochs = steps.num_steps, steps.num_epochs
         report(
             f"{plan.answers_per_generation:,} answers to {plan.prompts_per_generation:,} prompts at a time, "
             f"{steps.rows_per_step:,} a step: {steps.num_steps:,} steps, {steps.num_epochs:.3g} epochs"

@@ -67,6 +67,7 @@ class Inspection(ABC):
         self._data: Any = None  # Prepared by `check_data`; None if that failed.
         self.num_parameters = 0
         self.num_steps = 0
+        self.num_epochs: float | None = None
         self.launched_precision = "no"
 
     def run(self) -> None:
@@ -260,7 +261,7 @@ class Inspection(ABC):
         from recipes_lib.planning.schedule import compute_steps
 
         plan = compute_steps(num_rows, self.config.training, self.launch.data_size)
-        self.num_steps = plan.num_steps
+        self.num_steps, self.num_epochs = plan.num_steps, plan.num_epochs or None
         report(f"{plan.num_steps:,} steps, {plan.num_epochs:.2f} epochs, {plan.num_warmup_steps:,} steps of warm-up")
         self.report_rates(report, plan.num_warmup_steps)
         return plan.rows_per_step
@@ -309,6 +310,7 @@ class Inspection(ABC):
             self.config.training,
             keep_every=keep_every,
             num_learners=self.num_learners,
+            num_epochs=self.num_epochs,
         )
         report(
             f"{plan.num_checkpoints} checkpoints of {plan.checkpoint_bytes / 1e9:.2f} GB and the model: "

@@ -127,6 +127,11 @@ def has_live_reference(config: RecipeConfig) -> bool:
     return config.recipe == "dpo" and not config.read("precompute_ref_log_probs")
 
 
+def has_policy_reference(config: RecipeConfig) -> bool:
+    """Return whether a run of reinforcement learning has a reference model: its KL coefficient is not 0."""
+    return bool(config.ppo.kl_coef if config.recipe == "ppo" else config.read("beta"))
+
+
 def has_live_teacher(config: RecipeConfig) -> bool:
     """Return whether each step of distillation runs the teacher, instead of reading its stored log-probabilities."""
     return config.recipe == "distill" and config.distillation.teacher_top_k is None

@@ -87,14 +87,16 @@ def find_device(name: str) -> Device | None:
     """
     # A MIG instance has sevenths of the multiprocessors, and of the bandwidth the share of its memory.
     part = re.search(r"\b(\d)g\.(\d+)gb\b", name, re.IGNORECASE)
-    # A dot before the number is that of a MIG profile, whose memory is the instance's.
-    memory_gb = re.search(r"(?<!\.)\b(\d+) ?GB\b", name, re.IGNORECASE)
+    # Names of clouds have underscores, which are word characters.
+    text = name.replace("_", " ")
+    # A dot beside the number is that of a MIG profile, whose memory is the instance's.
+    memory_gb = re.search(r"(?<!\.)\b(\d+) ?Gi?B?\b(?!\.)", text, re.IGNORECASE)
     # The first match counts: devices.yaml lists longer names before those that they contain.
     for known, row in _read_devices().items():
-        if re.search(rf"\b{_loosen(row.get('pattern', known))}\b", name, re.IGNORECASE):
+        if re.search(rf"\b{_loosen(row.get('pattern', known))}\b", text, re.IGNORECASE):
             memory, flops, bandwidth = row["memory"], row["flops"], row["bandwidth"]
             # A100-80 has no GB. In the name of a GH200, the number may be the memory of its CPU.
-            if (size := memory_gb or re.search(r"[-: ](\d{2,3})$", name)) and not known.startswith("GH200"):
+            if (size := memory_gb or re.search(r"[-: ](\d{2,3})$", text)) and not known.startswith("GH200"):
                 memory = float(size[1])
             if part:
                 flops, bandwidth = flops * int(part[1]) / 7, bandwidth * int(part[2]) / memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ def compute_disk(
     *,
     keep_every: int | None = None,
     num_learners: int = 1,
+    num_epochs: float | None = None,
 ) -> DiskPlan:
     """Compute the disk space of a run from the number of trained parameters; frozen ones are not saved.
 
@@ -66,10 +68,12 @@ def compute_disk(
         training: Keys of ``TrainingArguments``.
         keep_every: ``save_keep_steps``.
         num_learners: Learners of that size in a checkpoint, each with optimizer states; 2 with a critic.
+        num_epochs: As for ``plan_disk``.
     """
     weights = num_trained * weight_bytes
     states = round(num_trained * count_state_bytes(training, weight_bytes))
-    return plan_disk(num_learners * (weights + states), weights, num_steps, training, keep_every=keep_every)
+    size = num_learners * (weights + states)
+    return plan_disk(size, weights, num_steps, training, keep_every=keep_every, num_epochs=num_epochs)
 
 
 def plan_disk(
@@ -80,6 +84,7 @@ def plan_disk(
     *,
     keep_every: int | None = None,
     num_protected: int = 0,
+    num_epochs: float | None = None,
 ) -> DiskPlan:
     """Compute the disk space of a run from the size of a checkpoint.
 
@@ -90,9 +95,10 @@ def plan_disk(
         training: Keys of ``TrainingArguments``.
         keep_every: ``save_keep_steps``.
         num_protected: Number of checkpoints that are kept in addition to ``save_total_limit``.
+        num_epochs: Epochs of the run; ``None`` for ``num_train_epochs``, or 1 if ``max_steps`` ends the run.
     """
     limit = training.get("save_total_limit")
-    num_checkpoints = _count_saves(num_steps, training)
+    num_checkpoints = _count_saves(num_steps, training, num_epochs)
     if limit is not None:
         num_best = 1 if training.get("metric_for_best_model") or training.get("load_best_model_at_end") else 0
         num_forever = num_steps // keep_every if keep_every else 0
@@ -131,12 +137,15 @@ def count_state_bytes(training: Mapping[str, Any], weight_bytes: int) -> float:
     return size * weight_bytes / 4 if optim in _LIKE_WEIGHTS else size
 
 
-def _count_saves(num_steps: int, training: Mapping[str, Any]) -> int:
+def _count_saves(num_steps: int, training: Mapping[str, Any], num_epochs: float | None) -> int:
     strategy = str(read_training(training, "save_strategy"))
     if strategy == "no":
         return 0
     if strategy != "steps":
-        return max(1, round(read_training(training, "num_train_epochs")))
+        if num_epochs is None:
+            num_epochs = 1 if read_training(training, "max_steps") > 0 else read_training(training, "num_train_epochs")
+        # An incomplete last epoch is saved too.
+        return min(num_steps, max(1, math.ceil(num_epochs)))
     every = read_training(training, "save_steps")
     return -(-num_steps // max(1, round(every if every >= 1 else every * num_steps)))
 

@@ -48,12 +48,15 @@ from recipes_lib.planning.compute import (
     find_shape,
     has_live_reference,
     has_live_teacher,
+    has_policy_reference,
     read_shapes,
     reads_teacher,
 )
 from recipes_lib.planning.disk import count_state_bytes
 from recipes_lib.planning.memory_plan import KINDS, PHASES, Held, Layout, MemoryPlan, shorten
 
+_COUNTED: Final[dict[tuple[object, ...], Activations]] = {}
+"""Counted activations, which are equal in most layouts and candidates of a plan, and take most of its time."""
 _BUCKET_SIZE: Final = 500_000_000
 """Elements of a bucket: DeepSpeed's default ``reduce_bucket_size``."""
 
@@ -321,17 +324,21 @@ def count_kept(
     # The first layer is built too: below the first adapter there are no gradients, so that it saves less.
     shortened = shorten(model_config, min(num_layers, num_built))
     batch, kernel = Batch.of(config, layout), "eager" if config.model.attn_implementation == "eager" else CAUSAL
-    with torch.device("meta"):
-        # Hidden states have the dtype of the weights under autocast, the compute dtype under FSDP2 and ZeRO.
-        dtype = "bfloat16" if is_half and layout.casts_weights else config.model.dtype
-        model = _build(AutoModelForCausalLM, shortened, dtype, kernel)
-        add_loss_head(model)
-        if config.adapter.use_peft:
-            model = add_adapter(model, config.adapter, seed=0)
-    with on_fakes(model, is_half=is_half):
-        if config.training.get("use_liger_kernel"):
-            fuse_as_liger(model)
-        return count_activations(model, *batch).extend(num_layers)
+    # Hidden states have the dtype of the weights under autocast, the compute dtype under FSDP2 and ZeRO.
+    dtype = "bfloat16" if is_half and layout.casts_weights else config.model.dtype
+    uses_liger = bool(config.training.get("use_liger_kernel"))
+    key = (type(shortened), shortened.to_json_string(), dtype, kernel, repr(config.adapter), is_half, uses_liger, batch)
+    if key not in _COUNTED:
+        with torch.device("meta"):
+            model = _build(AutoModelForCausalLM, shortened, dtype, kernel)
+            add_loss_head(model)
+            if config.adapter.use_peft:
+                model = add_adapter(model, config.adapter, seed=0)
+        with on_fakes(model, is_half=is_half):
+            if uses_liger:
+                fuse_as_liger(model)
+            _COUNTED[key] = count_activations(model, *batch)
+    return _COUNTED[key].extend(num_layers)
 
 
 def _name_phases(config: RecipeConfig) -> dict[str, Sequence[str]]:
@@ -392,7 +399,7 @@ def _build_rl(config: RecipeConfig, model_config: PreTrainedConfig, _layout: Lay
     if is_ppo:
         own = _list_role(policy, add_critic(policy, folder), CRITIC) if shares else _build_critic(config, model_config)
         models["critic"] = _count_trained(own, config)
-    if not shares and (is_ppo or config.read("beta")):
+    if not shares and has_policy_reference(config):
         models["reference"] = Held(base)
     about = "adapters of policy and critic on one trunk" if shares else "models of their own"
     if folder is not None:

@@ -56,34 +56,35 @@ PHASES: Final[Mapping[str, Sequence[str]]] = {
 }
 """Phases of an iteration of PPO with their temporary components; components in no phase are held in all of them."""
 FORMULAS: Final[Mapping[str, str]] = {
-    "weights": "parameters x bytes of their type / processes that share them",
-    "gradients": "as weights, of what is trained",
-    "optimizer states": "parameters trained x bytes of a state / processes that share them; by ZeRO 4 more, of a copy",
-    BUCKETS: "gradients once more (DDP)",
-    ZERO_BUCKET: "bytes of a product x min(500,000,000, parameters trained) (reduce_bucket_size)",
-    GATHERED_LAYERS: "bytes of a product x (2 layers, of a pipeline stage all, + embeddings + output projection)",
-    UNREDUCED: "4 x parameters of the largest layer; of a pipeline stage all layers",
-    COPIES: "2 x parameters in 32 bits (autocast)",
-    ACTIVATIONS: "tensors saved for the backward pass; of layers that are recomputed their inputs, products by "
+    "weights": "parameters x bytes of their dtype / processes that shard them",
+    "gradients": "as weights, for trained parameters",
+    "optimizer states": "trained parameters x bytes of a state / processes that shard them; ZeRO: also a 32-bit copy",
+    BUCKETS: "a second copy of the gradients (DDP)",
+    ZERO_BUCKET: "compute bytes x min(500,000,000, trained parameters) (reduce_bucket_size)",
+    GATHERED_LAYERS: "compute bytes x (2 layers, or all of a pipeline stage, + embeddings + output projection)",
+    UNREDUCED: "4 x parameters of the largest layer, or of all layers of a pipeline stage",
+    COPIES: "2 x float32 parameters (autocast)",
+    ACTIVATIONS: "tensors saved for the backward pass; of recomputed layers the inputs, products with "
     "`save_matmuls`, and one whole layer",
-    OTHER_KEYS: "2 x bytes of a product x tokens of other ranks x key-value features x layers kept",
-    LOGITS: "bytes of a logit and of what the loss computes from it x vocabulary x tokens of a chunk: float32 logits "
-    "of a 64th of the GPU, at most 1 GiB, beside a teacher a quarter",
-    HEAD_GRADIENT: "4 x parameters of the output projection: a sum over chunks, beside the gradients of earlier passes",
-    CACHE: "rows x what the model caches of the longest row",
+    OTHER_KEYS: "2 x compute bytes x tokens of other ranks x key-value features x layers that are not recomputed",
+    LOGITS: "bytes per logit, with temporaries of the loss, x vocabulary x tokens of a chunk, whose float32 logits are "
+    "a 64th of the GPU, at most 1 GiB; with a teacher, a quarter of that",
+    HEAD_GRADIENT: "4 x parameters of the output projection: the sum over chunks, before it is accumulated",
+    CACHE: "rows x KV cache of the longest row",
     SAMPLED: f"{SAMPLING_BYTES} x rows x vocabulary",
-    LAYER: "tensors of the largest layer, of all rows",
-    ENGINE: "bytes of a product x parameters of the policy",
-    ENGINE_CACHE: "the rest of vllm_gpu_memory_utilization x GPU; one row, at least",
+    LAYER: "activations of the largest layer, of all rows",
+    ENGINE: "compute bytes x parameters of the policy",
+    ENGINE_CACHE: "the rest of vllm_gpu_memory_utilization x GPU, at least one row",
     ENGINE_COPY: "2 x parameters of the policy (use_transformers_continuous_batching)",
-    GATHERED.format("sampling"): "bytes of a product x parameters of the policy",
+    GATHERED.format("sampling"): "compute bytes x parameters of the policy",
     GATHERED.format("scoring"): "weights of the reward model",
-    GATHERED.format("a layer"): "bytes of a product x (2 layers + output projection)",
-    CONTEXT: "what a process takes of a GPU before it computes",
-    COMMUNICATION: "channels and process groups of several GPUs",
-    RESERVE: f"{_RESERVED:.0%} of the above, but for CUDA's and NCCL's",
+    GATHERED.format("a layer"): "compute bytes x (2 layers + output projection)",
+    CONTEXT: "an estimate for one process",
+    COMMUNICATION: "an estimate, with several GPUs",
+    RESERVE: f"{_RESERVED:.0%} of the above, without CUDA and NCCL",
 }
-"""Formula of each component by its name; of a model's components, by the part of the name after the model."""
+"""Formula of each component by its name, for models by the part after the model; "compute bytes" are those of an
+element of the compute dtype."""
 
 
 class Held(NamedTuple):

@@ -16,6 +16,7 @@ from recipes_lib.planning.compute import (
     compute_hours,
     compute_model_size,
     count_features,
+    has_policy_reference,
 )
 from recipes_lib.planning.devices import Device, find_overhead
 from recipes_lib.planning.memory import Batch
@@ -67,11 +68,10 @@ class Iteration:
 
 def list_readers(config: RecipeConfig) -> list[str]:
     """Return the names of the models that run a forward pass over each answer."""
-    is_ppo = config.recipe == "ppo"
     models = {
         "policy": True,
-        "critic": is_ppo,
-        "reference": is_ppo or config.read("beta"),
+        "critic": config.recipe == "ppo",
+        "reference": has_policy_reference(config),
         "reward model": config.rewards.reward_model_name_or_path,
     }
     return [name for name, reads in models.items() if reads]

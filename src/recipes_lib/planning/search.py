@@ -80,7 +80,7 @@ def search(
     Raises:
         ConfigError: The adapter does not fit the model, or the teacher's configuration cannot be loaded.
     """
-    found, counter = list[Candidate](), _Counter(config, model_config)
+    found = list[Candidate]()
     whole = {"per_device_train_batch_size": num_rows, "gradient_accumulation_steps": 1}
     num_flops = count_step(config.with_training(whole), model_config, 1).num_flops
     size = compute_model_size(model_config).total
@@ -100,7 +100,7 @@ def search(
             if memory is None:
                 plain = sized.with_training(list_keys("none"))
                 memory = plan_memory(plain, model_config, layout, device_bytes=device.memory)
-            options = list(_list_modes(sized, counter, number, memory, device))
+            options = list(_list_modes(sized, model_config, memory, device))
             for mode, placed in options:
                 for choice in compiled:
                     keys = {**batch, **list_keys(mode), "torch_compile": choice}
@@ -125,36 +125,23 @@ def _rank(one: Candidate) -> tuple[bool, float, int, int]:
     return not one.fits, float(f"{one.seconds:.3g}") if one.fits else one.memory.peak, groups, -one.num_rows
 
 
-class _Counter:
-    """Activations of micro-batches, counted once for all layouts whose processes compute the same part."""
-
-    def __init__(self, config: RecipeConfig, model_config: PreTrainedConfig) -> None:
-        self._config, self.model_config = config, model_config
-        self._counted: dict[tuple[object, ...], Activations] = {}
-
-    def count(self, layout: Layout, number: int) -> Activations:
-        """Return the activations of ``per_device_train_batch_size: number``.
-
-        They are linear in rows from two rows on; of a single row, some operations make no copy.
-        """
-        if number > 3:
-            return self.count(layout, 2).extrapolate(self.count(layout, 3), number - 2)
-        key = (number, layout.tensor, layout.context, layout.pipeline_stages, layout.casts_weights)
-        if key not in self._counted:
-            sized = self._config.with_training({"per_device_train_batch_size": number})
-            narrowed = layout.narrow(self.model_config)
-            self._counted[key] = count_kept(sized, narrowed, layout)
-        return self._counted[key]
+def extrapolate_kept(config: RecipeConfig, narrowed: PreTrainedConfig, layout: Layout) -> Activations:
+    """Return the result of ``count_kept``, extrapolated from those of two and three rows, beyond which it is linear."""
+    number = config.read("per_device_train_batch_size")
+    sizes = (number,) if number <= 3 else (2, 3)
+    counted = [
+        count_kept(config.with_training({"per_device_train_batch_size": size}), narrowed, layout) for size in sizes
+    ]
+    return counted[0].extrapolate(counted[-1], number - 2)
 
 
 def _list_modes(
-    config: RecipeConfig, counter: _Counter, number: int, memory: MemoryPlan, device: Device
+    config: RecipeConfig, model_config: PreTrainedConfig, memory: MemoryPlan, device: Device
 ) -> Iterator[tuple[str, MemoryPlan]]:
     """Yield each kind of activation checkpointing, and the memory of a process with it."""
-    layout, kept = memory.layout, counter.count(memory.layout, number)
+    layout, narrowed = memory.layout, memory.layout.narrow(model_config)
     kinds = {mode: checkpointing for mode, (checkpointing, _) in MODES.items()}
-    narrowed = layout.narrow(counter.model_config)
-    choices = count_choices(config, narrowed, layout, kept, kinds)
+    choices = count_choices(config, narrowed, layout, extrapolate_kept(config, narrowed, layout), kinds)
     num_predicted = 0 if config.recipe == "reward" else Batch.of(config, layout).num_targets
     for mode, sizes in choices.items():
         components = {**memory.components, **sizes}

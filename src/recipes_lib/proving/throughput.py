@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from recipes_lib.config.loader import load_config
-from recipes_lib.files import read_record
+from recipes_lib.files import atomic_folder, read_record, replace_text
 from recipes_lib.planning.compute import find_planned_model
 from recipes_lib.planning.memory import plan_memory
 from recipes_lib.planning.memory_plan import Layout
@@ -143,8 +143,8 @@ def _write_large_inputs(bench: Bench, length: int) -> tuple[Path, Path]:
         text = ("river stone light paper window garden " * (length // 38 + 1))[: length - 40]
         chats = [[{"role": "user", "content": f"{n:04}"}, {"role": "assistant", "content": text}] for n in range(128)]
         lines = [json.dumps({"messages": chat}) for chat in chats]
-        rows.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    if not (model / "config.json").exists():
+        replace_text(rows, "\n".join(lines) + "\n")
+    if not model.is_dir():
         shape = {**SHAPE, "vocab_size": 320} if bench.is_small else _SHAPE_OF_8B
         free = shutil.disk_usage(inputs).free
         if not bench.is_small and free < 20e9:
@@ -154,8 +154,10 @@ def _write_large_inputs(bench: Bench, length: int) -> tuple[Path, Path]:
         with torch.device(bench.device):
             config = LlamaConfig(**shape, **ids)
             built: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
-        tokenizer.save_pretrained(model)
-        built.save_pretrained(model)
+        # Atomic, because a run that is interrupted here resumes with what it finds.
+        with atomic_folder(model) as folder:
+            tokenizer.save_pretrained(folder)
+            built.save_pretrained(folder)
     return model, rows
 
 
@@ -189,9 +191,10 @@ def measure_engine(keys: Mapping[str, Any], bench: Bench) -> Figures:
     """Measure a generation engine in GRPO on a policy of 124M: sampling, weight transfer, and the whole iteration."""
     count, length = (2, 12) if bench.is_small else (64, 256)
     model = bench.write_inputs() / "124M"
-    if not (model / "config.json").exists():
-        AutoTokenizer.from_pretrained(model.parent / "model").save_pretrained(model)
-        _build_model(bench).save_pretrained(model)
+    if not model.is_dir():
+        with atomic_folder(model) as folder:
+            AutoTokenizer.from_pretrained(model.parent / "model").save_pretrained(folder)
+            _build_model(bench).save_pretrained(folder)
     given = {**bench.set_up("grpo"), "model_name_or_path": model, "response_length": length, "max_steps": 12, **keys}
     given |= {"per_device_train_batch_size": count, "per_device_eval_batch_size": 4 * count}
     given |= {"bf16": str(bench.is_cuda).lower()}

@@ -33,6 +33,7 @@ from recipes_lib.models.heads.scoring import (
 )
 from recipes_lib.models.inference import disable_dropout, unwrap_adapter
 from recipes_lib.models.loading import load_model_config
+from recipes_lib.planning.compute import has_policy_reference
 from recipes_lib.planning.memory import find_critic_start
 from recipes_lib.training.guards.preemption import raise_if_stop_pending, stop_if_agreed
 from recipes_lib.training.layouts.fsdp import gathered, is_sharded, reshard, set_precision, shard, shard_head
@@ -205,7 +206,7 @@ def load_actor_critic(
     place = choose_placement(args, launch)
     critic = own_reference = reward = None
     has_critic = config.recipe == "ppo"
-    has_reference = has_critic or bool(config.read("beta"))
+    has_reference = has_policy_reference(config)
     if config.adapter.use_peft:
         if has_critic:
             critic, reward = _add_scorers(config, args, policy)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -23,6 +22,7 @@ Figures = dict[str, float]
 TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 """Rounding tolerance in nats per token between two passes of one model over the same answers, in other batches."""
 _GRAM: Final = 4
+_HASH_BASE: Final = 0x5851F42D4C957F2D
 
 
 def describe_rollout(
@@ -194,12 +194,16 @@ def correlate(first: Tensor, second: Tensor) -> float:
 
 def measure_unique_grams(rollout: Rollout) -> float:
     """Return the share of 4-grams of an iteration's answers that occur once; 1 without any."""
-    grams = Counter(
-        tuple(ids[start : start + _GRAM])
-        for ids, length in zip(rollout.response_ids.tolist(), rollout.lengths.tolist(), strict=True)
-        for start in range(length - _GRAM + 1)
-    )
-    return sum(count == 1 for count in grams.values()) / grams.total() if grams else 1.0
+    ids, width = rollout.response_ids, rollout.response_ids.shape[1] - _GRAM + 1
+    if width < 1:
+        return 1.0
+    # Polynomial hashes in wrapping int64, (B, width): tuples of millions of tokens would take gigabytes.
+    keys = torch.zeros_like(ids[:, :width])
+    for place in range(_GRAM):
+        keys = keys * _HASH_BASE + ids[:, place : place + width]
+    keys = keys[torch.arange(width) <= rollout.lengths[:, None] - _GRAM]
+    _, counts = torch.unique(keys, return_counts=True)
+    return float((counts == 1).sum()) / len(keys) if len(keys) else 1.0
 
 
 def read_samples(

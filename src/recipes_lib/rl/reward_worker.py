@@ -17,8 +17,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from queue import SimpleQueue
@@ -58,7 +59,13 @@ def find_function(path: str) -> Callable[..., Any]:
     module_name, _, name = target.partition(":")
     if (module_name, name) in _NEED_MATH_VERIFY and importlib.util.find_spec("math_verify") is None:
         raise ImportError("it needs math-verify: pip install 'recipes-lib[math]'")
-    found: Callable[..., Any] = getattr(importlib.import_module(module_name), name)
+    # `rewards.py:score` is the function of a file in the working directory.
+    module = importlib.import_module(module_name.removesuffix(".py"))
+    if not hasattr(module, name):
+        # With the file, because a module of the same name may be installed.
+        file = getattr(module, "__file__", "built-in")
+        raise AttributeError(f"module {module.__name__!r} ({file}) has no attribute {name!r}")
+    found: Callable[..., Any] = getattr(module, name)
     if opened:
         found = found(**read_constants(f"f({arguments}"))
     if not callable(found):
@@ -72,13 +79,18 @@ def _ask_with_chats(function: Callable[..., Any], *, completions: Sequence[Any],
 
 
 def call(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-    """Call a function with keyword arguments, await it if it is ``async``, and convert arrays and tensors to lists."""
+    """Call a function with keyword arguments, await it if it is ``async``, and convert its result to a list of numbers.
+
+    Arrays, tensors, iterators such as generators, and numbers of their own types are converted.
+    """
     result = function(**given)
     if inspect.iscoroutine(result):
         result = asyncio.run(result)
     # By methods of arrays and tensors, because the worker imports neither numpy nor torch.
     result = result.tolist() if hasattr(result, "tolist") else result
-    return [one.item() if hasattr(one, "item") else one for one in result] if isinstance(result, list) else result
+    if not isinstance(result, list | tuple | Iterator):
+        return result
+    return [one.item() if hasattr(one, "item") else float(one) if isinstance(one, Decimal) else one for one in result]
 
 
 class _LostError(Exception):

@@ -263,6 +263,9 @@ class PolicyTrainer:
         # During critic warm-up the policy equals the reference, so its KL divergence must not change the coefficient.
         kl, ppo = figures["objective/kl_seq"], self._config.ppo
         next_kl_coef = adapt_kl_coef(kl_coef, kl, len(rollout), ppo) if is_warm else kl_coef
+        if not self._models.has_reference:
+            # The policy itself stands in for the reference, so that they would always be 0.
+            figures = {name: value for name, value in figures.items() if not name.startswith("objective/kl_")}
         self.state = dataclasses.replace(
             state,
             iteration=iteration + 1,

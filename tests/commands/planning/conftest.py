@@ -1,4 +1,4 @@
-"""Planning commands as a user gives them, without a network."""
+"""Fixtures that run planning commands in-process, without a network."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ import yaml
 from recipes_lib.cli import main
 
 
-def unwrap(told: str) -> str:
-    """What was told, each row on one line; lines of a curve stay."""
-    return re.sub(r"\n {16}(?=[^ ▁-█])", " ", told)
+def unwrap(output: str) -> str:
+    """Return output with each row on one line; lines of curves are kept."""
+    return re.sub(r"\n {16}(?=[^ ▁-█])", " ", output)
 
 
 @pytest.fixture
-def tell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Give a command, and return what it tells; it fails if it asks the network for anything."""
+def run_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Run a command and return its output; network connections fail."""
 
     def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("a plan needs no network")
+        raise AssertionError("planning needs no network")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
-    def tell(*words: object, code: int = 0) -> str:
+    def run_command(*words: object, code: int = 0) -> str:
         assert main([*map(str, words)]) == code
-        told = capsys.readouterr()
-        assert "Traceback" not in told.err
-        return unwrap(told.err if code else told.out)
+        output = capsys.readouterr()
+        assert "Traceback" not in output.err
+        return unwrap(output.err if code else output.out)
 
-    return tell
+    return run_command
 
 
 @pytest.fixture
-def plan_recipe(tell, tiny_model_dir: Path, tmp_path: Path):
-    """Write a configuration of a recipe, plan it, and return what was told."""
+def plan_recipe(run_command, tiny_model_dir: Path, tmp_path: Path):
+    """Write a configuration of a recipe, plan it, and return the output."""
 
     def plan_recipe(recipe: str, *flags: object, code: int = 0, **keys: Any) -> str:
-        named = {"model_name_or_path": str(tiny_model_dir), "dataset_name": "a/b", "output_dir": "out", **keys}
+        settings = {"model_name_or_path": str(tiny_model_dir), "dataset_name": "a/b", "output_dir": "out", **keys}
         path = tmp_path / f"{recipe}.yaml"
-        path.write_text(yaml.safe_dump({key: value for key, value in named.items() if value is not None}))
-        return tell("plan", "--config", path, *flags, code=code)
+        path.write_text(yaml.safe_dump({key: value for key, value in settings.items() if value is not None}))
+        return run_command("plan", "--config", path, *flags, code=code)
 
     return plan_recipe

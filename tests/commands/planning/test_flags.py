@@ -1,4 +1,4 @@
-"""Flags are read before anything heavy is imported, and hand on what was asked."""
+"""Flags of planning commands: errors without importing torch, amounts with units."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from recipes_lib.commands.planning.flags import _build_plan_parser
+from recipes_lib.commands.planning.flags import _build_plan_parser, _build_scale_parser
 
 CODE = """
 import sys
@@ -21,21 +21,48 @@ sys.exit(code)
 @pytest.mark.parametrize(
     "typed",
     [["plan", "--recipe", "stf"], ["scale", "predict", "--parameters", "many"], ["scale", "fit"]],
-    ids=["a recipe that is none", "no number", "no runs"],
+    ids=["unknown_recipe", "not_a_number", "no_runs"],
 )
-def test_a_wrong_flag_is_told_without_torch(typed: list[str]) -> None:
+def test_invalid_flag_does_not_import_torch(typed: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", CODE, *typed], capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
 
 
 @pytest.mark.parametrize(
-    ("typed", "number"), [("500", 500), ("500USD", 500), ("$500", 500), ("12h", 12), (" 1e3 ", 1000)]
+    ("flag", "text", "value"),
+    [
+        ("budget", "500", 500),
+        ("budget", "$500", 500),
+        ("budget", "500USD", 500),
+        ("budget", "500 eur", 500),
+        ("budget", "€0.5k", 500),
+        ("budget", " 1,000 ", 1000),
+        ("deadline", "12", 12),
+        ("deadline", "12h", 12),
+        ("deadline", "2 days", 48),
+        ("deadline", "90min", 1.5),
+        ("mfu", "0.4", 0.4),
+        ("mfu", "40%", 0.4),
+        ("num_rows", "1e4", 10_000),
+        ("price_per_gpu_hour", "$2.50", 2.5),
+    ],
 )
-def test_an_amount_may_have_its_unit(typed: str, number: float) -> None:
-    assert _build_plan_parser().parse_args(["--budget", typed, "--deadline", typed]).budget == number
+def test_quantity_of_plan_has_optional_unit(flag: str, text: str, value: float) -> None:
+    assert getattr(_build_plan_parser().parse_args([f"--{flag}", text]), flag) == pytest.approx(value)
 
 
-def test_an_amount_is_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+def test_counts_of_scale_have_optional_suffix() -> None:
+    options = _build_scale_parser().parse_args(["predict", "--parameters", "7B", "--tokens", "1_000.5M"])
+    assert (options.parameters, options.tokens) == (7e9, 1000.5e6)
+    assert _build_scale_parser().parse_args(["plan", "--flops", "5.76e23"]).flops == 5.76e23
+
+
+@pytest.mark.parametrize(
+    ("flag", "text"), [("budget", "much"), ("deadline", "2 fortnights"), ("mfu", "1k"), ("mfu", "")]
+)
+def test_quantity_without_number_or_with_unknown_unit_is_an_error(
+    flag: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        _build_plan_parser().parse_args(["--budget", "much"])
-    assert "--budget" in capsys.readouterr().err
+        _build_plan_parser().parse_args([f"--{flag}", text])
+    assert f"argument --{flag}: {text!r} is not a number" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Reinforcement learning is planned by layout: memory, time and launch of each, and the hours of the run."""
+"""``recipes plan`` of RL recipes: layouts, time of an iteration, hours and cost."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ def plan(plan_recipe):
     return lambda *flags, **keys: plan_recipe("grpo", *flags, **KEYS, **keys)
 
 
-def test_the_fastest_layout_is_chosen_of_those_that_fit(plan, tmp_path: Path) -> None:
-    told = plan("--gpus", "2xH100", "--write", tmp_path / "plan")
-    layouts = dict(re.findall(r"(\w+) [\d.]+ GB, ([\d.e-]+) s", re.search(r"^layouts +(.*)$", told, re.MULTILINE)[1]))
+def test_fastest_fitting_layout_is_chosen_and_written(plan, tmp_path: Path) -> None:
+    output = plan("--gpus", "2xH100", "--write", tmp_path / "plan")
+    layouts = dict(re.findall(r"(\w+) [\d.]+ GB, ([\d.e-]+) s", re.search(r"^layouts +(.*)$", output, re.MULTILINE)[1]))
     assert {"ddp", "fsdp2"} <= layouts.keys()
     fastest = min(layouts, key=lambda name: float(layouts[name]))
-    assert f"--hardware {fastest} --num_processes 2" in told
+    assert f"--hardware {fastest} --num_processes 2" in output
     assert yaml.safe_load((tmp_path / "plan" / "accelerate.yaml").read_text())["num_processes"] == 2
-    assert re.search(rf"time +{re.escape(layouts[fastest])} s an iteration, an estimate for {fastest}", told)
+    assert re.search(rf"time +{re.escape(layouts[fastest])} s an iteration, an estimate for {fastest}", output)
 
 
-def test_a_run_as_long_as_its_data_has_hours_and_cost_for_a_thousand_iterations(plan) -> None:
-    told = plan("--gpu", "H100", "--price_per_gpu_hour", 3)
-    seconds = float(re.search(r"time +([\d.e-]+) s an iteration", told)[1])
-    assert f"{seconds * 1000 / 3600:.1f} hours for 1,000 iterations" in told
-    assert re.search(r"cost +[\d.]+ for 1,000 iterations, at 3 for a GPU hour", told)
-    assert "forward passes of policy\n" in told
+def test_run_in_epochs_has_cost_of_thousand_iterations(plan) -> None:
+    output = plan("--gpu", "H100", "--price_per_gpu_hour", 3)
+    seconds = float(re.search(r"time +([\d.e-]+) s an iteration", output)[1])
+    assert f"{seconds * 1000 / 3600:.1f} hours for 1,000 iterations" in output
+    assert re.search(r"cost +[\d.]+ for 1,000 iterations, at 3 for a GPU hour", output)
+    assert "forward passes of policy\n" in output
 
 
 @pytest.mark.parametrize(
@@ -49,9 +49,9 @@ def test_a_run_as_long_as_its_data_has_hours_and_cost_for_a_thousand_iterations(
         (["--gpus", "2x4090", "--max_length", 4_000_000], "in no layout"),
     ],
 )
-def test_what_cannot_be_is_told(plan, flags, words) -> None:
+def test_impossible_plan_raises(plan, flags, words) -> None:
     assert words in plan(*flags, code=2)
 
 
-def test_one_mig_instance_is_planned_as_a_gpu(plan) -> None:
+def test_single_mig_instance_is_planned(plan) -> None:
     assert "fits H100 MIG 1g.10gb" in plan("--gpu", "H100 MIG 1g.10gb")

@@ -1,14 +1,15 @@
-"""``recipes plan --gpus`` prints candidates, keys and hours, writes them, and says what would fit."""
+"""``recipes plan --gpus``: candidates, written plans that pass ``recipes check``, and errors with remedies."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import json
 import math
 import re
 import shlex
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from tests.rows import write_rows
 from transformers import AutoConfig
 
 from recipes_lib.cli import main
-from recipes_lib.commands.planning.plan_search import describe_misfit, list_starts, write_plan
+from recipes_lib.commands.planning.plan import _read_gpus
+from recipes_lib.commands.planning.plan_search import describe_misfit, list_starts, verify_limits, write_plan
+from recipes_lib.commands.planning.planned_hardware import Hardware
 from recipes_lib.errors import ConfigError
 from recipes_lib.planning.compute import read_shapes
 from recipes_lib.planning.devices import choose_device
@@ -31,77 +34,123 @@ KEYS = {"max_length": 256, "per_device_train_batch_size": 2, "gradient_accumulat
 
 @pytest.fixture
 def search_plan(plan_recipe):
-    """Search for a recipe with changes, and return what was told."""
+    """Search a plan of SFT with changes, and return the output."""
     return lambda *flags, code=0, **changes: plan_recipe("sft", "--gpus", *flags, code=code, **KEYS | changes)
 
 
-def test_the_best_is_told_with_its_keys_and_written(search_plan, tmp_path: Path) -> None:
-    told = search_plan("2xH100", "--num_rows", 1600, "--price-per-gpu-hour", 3, "--write", tmp_path / "plan")
-    assert "batch           16 rows an optimizer step" in told
-    assert told.count("fastest that fits") == 1
-    # Three epochs.
-    assert "300 steps" in told
-    assert re.search(r"cost +0.0\d, at 3 for a GPU hour", told)
+@pytest.mark.parametrize(
+    ("text", "number", "name"),
+    [
+        ("8xH100", 8, "H100"),
+        (" 8X H100 SXM ", 8, "H100 SXM"),
+        ("8*A100-80GB", 8, "A100-80GB"),
+        ("2 x 4090", 2, "4090"),
+        ("4 × RTX 4090", 4, "RTX 4090"),
+        ("8 H100", 8, "H100"),
+        ("A100-80GB:8", 8, "A100-80GB"),
+        ("2x8xH100", 16, "H100"),
+        ("1xH100 MIG 1g.10gb", 1, "H100 MIG 1g.10gb"),
+    ],
+)
+def test_number_and_name_of_gpus_are_read(text, number, name) -> None:
+    assert _read_gpus(text) == (number, name)
+
+
+@pytest.mark.parametrize("text", ["H100", "0xH100", "-1xH100", "8x", "xH100", "1.5xH100", "99999999xH100", ""])
+def test_invalid_number_of_gpus_raises(text) -> None:
+    with pytest.raises(ConfigError, match="write it as 8xH100"):
+        _read_gpus(text)
+
+
+def test_best_plan_is_printed_and_written(search_plan, tmp_path: Path) -> None:
+    output = search_plan("2xH100", "--num_rows", 1600, "--price-per-gpu-hour", 3, "--write", tmp_path / "plan")
+    assert "batch           16 rows an optimizer step" in output
+    assert output.count("fastest that fits") == 1
+    # By default, three epochs.
+    assert "300 steps" in output
+    assert re.search(r"cost +0.0\d, at 3 for a GPU hour", output)
     keys = yaml.safe_load((tmp_path / "plan" / "keys.yaml").read_text())
-    # What is printed is what a shell reads as the keys.
-    words = shlex.split(re.search(r"^keys +(.*)$", told, re.MULTILINE)[1])
+    # The printed keys can be copied to a shell.
+    words = shlex.split(re.search(r"^keys +(.*)$", output, re.MULTILINE)[1])
     assert dict(zip(words[::2], map(json.loads, words[1::2]), strict=True)) == {f"--{key}": keys[key] for key in keys}
     assert keys["per_device_train_batch_size"] * keys["gradient_accumulation_steps"] * 2 == 16
     launch = yaml.safe_load((tmp_path / "plan" / "accelerate.yaml").read_text())
     assert launch["num_processes"] == 2
-    # Written for eight processes, the recipe asks for four times the batch.
-    assert "batch           64 rows" in search_plan("2xH100", "--num_processes", 8)
 
 
 @pytest.mark.parametrize(
     ("flags", "changes", "words"),
     [
-        (["H100"], {}, "write it as 8xH100"),
         (["3xH100", "--num_processes", 1], {}, "cannot be divided among 3 processes"),
-        (["2xH100", "--deadline", 1], {}, "needs the length of the run"),
-        (["2xH100", "--budget", 1, "--num_rows", 100], {}, "write --price_per_gpu_hour"),
-        (["2xH100", "--deadline", 1e-9, "--num_rows", 100], {}, "more than 1e-09"),
+        (["1xH100", "--num_processes", 1, "--deadline", 1], {}, "--deadline: needs the length of the run"),
         (["2x1GB"], {}, "is not known"),
         pytest.param(["2xL4"], {"max_length": 16_000_000}, "max_length: ", marks=pytest.mark.slow),
         (["2xT4"], {"fp16": True}, "`mixed_precision: bf16`"),
     ],
 )
-def test_what_cannot_be_is_told_with_what_would(search_plan, flags, changes, words) -> None:
+def test_impossible_search_raises_with_remedy(search_plan, flags, changes, words) -> None:
     assert words in search_plan(*flags, code=2, **changes)
 
 
-@pytest.mark.parametrize(("gigabytes", "words"), [(24, "16-bit weights"), (12, "`load_in_4bit: true`")])
-def test_the_nearest_change_is_an_adapter_on_as_many_bits_as_fit(gigabytes, words) -> None:
-    """Fine-tuning of 8B on two small GPUs: no shorter row helps."""
-    shape = AutoConfig.for_model(**{**read_shapes()["meta-llama/Llama-3.1-8B"], "vocab_size": 32_000})
+@pytest.mark.parametrize(
+    ("limit", "hours", "price", "words"),
+    [
+        ({"deadline": 10}, 0, None, "--deadline: needs the length of the run"),
+        ({"budget": 10}, 1, None, "--budget: needs a price\n.*write --price_per_gpu_hour"),
+        ({"deadline": 10}, 11, None, "--deadline: .* takes 11.0, more than 10\n.*or name more GPUs"),
+        ({"budget": 40}, 11, 2, "--budget: .* takes 44.0, more than 40\n"),
+        ({"budget": 44, "deadline": 11}, 11, 2, None),
+    ],
+)
+def test_limits_are_compared_with_hours_and_cost_of_all_gpus(limit, hours, price, words) -> None:
+    options = argparse.Namespace(**{"deadline": None, "budget": None, **limit})
+    hardware = Hardware(choose_device("H100"), 2, 989e12, 0.5, "a test", None, None, price, 1.0, None)
+    with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
+        verify_limits(options, hours, hardware)
+
+
+@pytest.mark.parametrize(("gigabytes", "words"), [(7, "16-bit weights"), (4.6, "`load_in_4bit: true`")])
+def test_misfit_suggests_adapter_with_largest_precision_that_fits(gigabytes, words) -> None:
+    """Full fine-tuning of four layers of an 8B model on two small GPUs, where shorter rows do not help."""
+    shape = AutoConfig.for_model(
+        **read_shapes()["meta-llama/Llama-3.1-8B"] | {"vocab_size": 32_000, "num_hidden_layers": 4}
+    )
     device = dataclasses.replace(choose_device("RTX 4090"), memory=gigabytes * 1e9)
     assert words in describe_misfit(build_config(**KEYS), shape, "2x4090", device, 2, 80.0).remedy
 
 
-def test_a_flag_that_the_plan_changes_is_not_repeated(search_plan, tmp_path: Path) -> None:
+def test_plan_that_cannot_be_written_is_an_error(search_plan, tmp_path: Path) -> None:
+    (tmp_path / "plan" / "keys.yaml").mkdir(parents=True)
+    words = "name another folder after --write"
+    assert words in search_plan("1xH100", "--num_processes", 1, "--write", tmp_path / "plan", code=2)
+
+
+def test_launch_command_repeats_no_flag(search_plan, tmp_path: Path) -> None:
+    """The batch is that of the keys for the number of processes that they are written for."""
     flags = ["--per_device_train_batch_size=2", "--gradient-accumulation-steps", 4, "--seed", 7]
-    search_plan("1xH100", "--num_processes", 1, *flags, "--write", tmp_path / "plan")
+    output = search_plan("1xH100", "--num_processes", 8, *flags, "--write", tmp_path / "plan")
+    assert "batch           64 rows an optimizer step, the recipe's for 8 processes" in output
     words = shlex.split((tmp_path / "plan" / "launch.sh").read_text())
     names = [word.partition("=")[0].replace("-", "_") for word in words if word.startswith("--")]
     assert len(names) == len(set(names))
     assert words[words.index("--seed") + 1] == "7"
 
 
-def test_groups_are_searched_and_what_is_not_possible_is_told(search_plan, tmp_path: Path) -> None:
-    """A row a step on two GPUs: data parallelism cannot divide it."""
+def test_model_parallel_layouts_are_searched_and_impossible_ones_listed(search_plan, tmp_path: Path) -> None:
+    """One row per step on two GPUs, which data parallelism cannot divide."""
     keys = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
-    told = search_plan("2xH100", "--num_processes", 1, "--write", tmp_path / "plan", **keys)
-    assert re.search(r"fsdp2_[ct]p [ct]p 2 .*fastest that fits", told)
-    assert re.search(r"not possible +ddp stages 2, fsdp2 stages 2: .*only pretraining supports", told)
+    output = search_plan("2xH100", "--num_processes", 1, "--write", tmp_path / "plan", **keys)
+    assert re.search(r"fsdp2_[ct]p [ct]p 2 .*fastest that fits", output)
+    assert re.search(r"not possible +ddp stages 2, fsdp2 stages 2: .*only pretraining supports", output)
     document = yaml.safe_load((tmp_path / "plan" / "accelerate.yaml").read_text())
     sizes = document["parallelism_config"]
     assert sizes["parallelism_config_tp_size"] * sizes["parallelism_config_cp_size"] == 2
     assert document["num_processes"] == 2
-    # torch.compile is not proved there.
+    # torch.compile is not supported there.
     assert "--torch_compile false" in (tmp_path / "plan" / "launch.sh").read_text()
 
 
-def test_meshes_fill_the_gpus_and_stay_in_their_machines(tiny_model_dir) -> None:
+def test_meshes_use_all_gpus_and_stay_within_machines(tiny_model_dir) -> None:
     starts, refused = list_starts(AutoConfig.from_pretrained(tiny_model_dir), 16)
     for layout, start in starts.items():
         sizes = start.launch.layout.sizes
@@ -111,7 +160,7 @@ def test_meshes_fill_the_gpus_and_stay_in_their_machines(tiny_model_dir) -> None
         assert start.document["num_machines"] == 2
     (hybrid,) = (layout for layout in starts if layout.launch_file == "hsdp")
     assert (hybrid.shards.weights, hybrid.replicas) == (8, 2)
-    # Two layers and four heads.
+    # The model has two layers and four heads.
     assert refused["ddp stages 4"].found == "2 layers cannot be split into 4 equal chunks"
     assert "no multiple of 8 tensor-parallel ranks" in refused["fsdp2_tp tp 8"].found
 
@@ -128,7 +177,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "ppo": ("ppo", REWARDED),
     "grpo": ("grpo", REWARDED),
 }
-"""Recipe and keys of each stage."""
+"""Recipe and keys of each case."""
 PAIR = {"prompt": "a b c", "chosen": "d e f", "rejected": "f e d"}
 QUESTION = {"prompt": "1 + 1", "answer": "2"}
 ROWS: dict[str, dict[str, str]] = {
@@ -140,7 +189,7 @@ ROWS: dict[str, dict[str, str]] = {
 
 @pytest.fixture
 def keys_of(tiny_model_dir: Path, tmp_path: Path):
-    """Keys of a stage, with rows of its data."""
+    """Return the keys of a case, and write its data."""
 
     def keys_of(stage: str) -> dict[str, Any]:
         recipe, changes = SHAPES[stage]
@@ -154,19 +203,19 @@ def keys_of(tiny_model_dir: Path, tmp_path: Path):
 
 
 def check(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Hold what was written against `recipes check`."""
+    """Run ``recipes check`` on a written plan."""
     recipes, launch, *words = shlex.split((folder / "launch.sh").read_text())
     assert (recipes, launch) == ("recipes", "launch")
     code = main(["check", *words])
-    told = capsys.readouterr()
-    assert code == 0, f"{words}\n{told.out}{told.err}"
+    output = capsys.readouterr()
+    assert code == 0, f"{words}\n{output.out}{output.err}"
 
 
 @pytest.mark.parametrize(
-    ("recipe", "least"), [pytest.param("sft", 6, marks=pytest.mark.slow), ("pretrain", 8), ("dpo", 3)]
+    ("recipe", "least"),
+    [pytest.param("sft", 6, marks=pytest.mark.slow), ("pretrain", 8), pytest.param("dpo", 3, marks=pytest.mark.slow)],
 )
-def test_the_plan_of_every_layout_passes_the_check(recipe, least, keys_of, tiny_model_dir, tmp_path, capsys) -> None:
-    """The law of ``--write``: what it writes is what `recipes check` accepts."""
+def test_written_plan_of_every_layout_passes_check(recipe, least, keys_of, tiny_model_dir, tmp_path, capsys) -> None:
     keys = keys_of(recipe)
     config, model = build_config(recipe, **keys), AutoConfig.from_pretrained(tiny_model_dir)
     starts, _ = list_starts(model, 2)
@@ -187,7 +236,7 @@ def test_the_plan_of_every_layout_passes_the_check(recipe, least, keys_of, tiny_
 
 
 FAST = {("lora 4 bit", "2x4090"), ("grpo", "8xH100"), ("distill", "16xH100")}
-"""The short form: every stage on every machine is in the slow tier."""
+"""Cases of the default tier; all others are slow."""
 
 
 @pytest.mark.parametrize(
@@ -197,8 +246,7 @@ FAST = {("lora 4 bit", "2x4090"), ("grpo", "8xH100"), ("distill", "16xH100")}
         for case in itertools.product(SHAPES, ["2x4090", "8xH100", "1xA100-40GB", "16xH100"])
     ],
 )
-def test_what_the_search_writes_passes_the_check(stage, gpus, keys_of, plan_recipe, tmp_path, capsys) -> None:
-    """The law of ``--write`` for every stage, from one GPU to two machines: the files as a user has them."""
+def test_written_plan_of_every_recipe_passes_check(stage, gpus, keys_of, plan_recipe, tmp_path, capsys) -> None:
     is_rl = SHAPES[stage][1] == REWARDED
     batch = {} if is_rl else {"gradient_accumulation_steps": 16}
     written = () if is_rl else ("--num_processes", 1)

@@ -1,4 +1,4 @@
-"""Hours become cost, energy and CO2 by what is known of price, power and grid."""
+"""Cost, energy and CO2 of a plan; calibration by records of finished runs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import pytest
 from tests.planning.runs import build_config
 from tests.rows import write_rows
 
-from recipes_lib.commands.planning.planned_hardware import UNLABELLED, Hardware, calibrate, format_rows
+from recipes_lib.commands.planning.planned_hardware import UNLABELLED, Hardware, calibrate, format_rows, read_proof
 from recipes_lib.config.schema import flatten_config
-from recipes_lib.errors import DataError
+from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.planning.devices import Kind, choose_device
+from recipes_lib.proving.results import PASSED, Row, add_row
 
 
 def build(price: float | None = None, pue: float = 1.0, grid: float | None = None, gpu: str = "H100") -> Hardware:
-    return Hardware(choose_device(gpu), 8, 989e12, 0.5, "told", None, None, price, pue, grid)
+    return Hardware(choose_device(gpu), 8, 989e12, 0.5, "a test", None, None, price, pue, grid)
 
 
-def test_the_bill_is_hours_times_gpus_times_price_and_power() -> None:
+def test_bill_is_gpu_hours_times_price_and_power() -> None:
     assert build().compute_hours(8 * 989e12 * 0.5 * 3600) == 1
     rows = dict(build(2.5, 1.2, 400).describe_bill(10))
     assert rows["cost"].startswith("200.00, at 2.5 for a GPU hour")
@@ -29,11 +30,11 @@ def test_the_bill_is_hours_times_gpus_times_price_and_power() -> None:
 
 
 @pytest.mark.parametrize(("gpu", "names"), [("H100", ["energy"]), ("GH200", [])])
-def test_what_is_not_known_is_not_told(gpu, names) -> None:
+def test_unknown_power_or_price_gives_no_row(gpu, names) -> None:
     assert [name for name, _ in build(gpu=gpu).describe_bill(10)] == names
 
 
-def test_rows_have_names_in_a_column_and_are_as_wide_as_the_terminal_but_for_flags(
+def test_rows_are_wrapped_to_terminal_except_flags(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lines = format_rows([("time", "3 s"), ("", "more"), (UNLABELLED, "xx")])
@@ -47,7 +48,7 @@ def test_rows_have_names_in_a_column_and_are_as_wide_as_the_terminal_but_for_fla
 
 
 def write_run(folder: Path, *mfu: float | None, recipe: str = "sft", gpu: str = "NVIDIA H100 80GB HBM3", **keys: Any):
-    """Write the record of a finished run with these MFU."""
+    """Write records of a finished run with these values of MFU."""
     config = build_config(recipe, output_dir=folder, **keys)
     record: dict[str, Any] = {"stage": recipe, "status": "done", "hardware": {"device": gpu}}
     record |= {"config": flatten_config(config), "provenance": dict(config.provenance)}
@@ -70,17 +71,15 @@ def write_run(folder: Path, *mfu: float | None, recipe: str = "sft", gpu: str = 
         ({"recipe": "lora", "activation_checkpointing": True, "load_in_4bit": True}, (False, True), 3 / 2 / 0.75),
     ],
 )
-def test_finished_runs_give_the_median_mfu_of_their_class_as_if_nothing_was_recomputed(
-    tmp_path: Path, keys, kind, factor
-) -> None:
-    """The first logged step compiles, and is left out; of several runs of a class the median counts."""
+def test_calibration_is_median_mfu_by_class_without_recomputation(tmp_path: Path, keys, kind, factor) -> None:
+    """The first logged step, which compiles, is excluded."""
     folders = [write_run(tmp_path / str(mfu), 0.01, mfu, mfu + 0.01, mfu - 0.01, **keys) for mfu in (0.2, 0.3, 0.32)]
     measured = calibrate(folders, choose_device("H100"))
     assert measured.shares == {Kind(*kind): pytest.approx(0.3 * factor)}
     assert measured.source == "3 finished runs"
 
 
-def test_runs_on_another_gpu_or_without_mfu_are_refused_together(tmp_path: Path) -> None:
+def test_all_unsuitable_runs_are_reported_together(tmp_path: Path) -> None:
     refused = [
         write_run(tmp_path / "other", 0.3, 0.3, gpu="NVIDIA A100-SXM4-80GB"),
         write_run(tmp_path / "cpu", 0.3, 0.3, gpu="Intel Xeon"),
@@ -90,12 +89,21 @@ def test_runs_on_another_gpu_or_without_mfu_are_refused_together(tmp_path: Path)
     ]
     with pytest.raises(DataError) as caught:
         calibrate(refused, choose_device("H100"))
-    told = {Path(problem.where).name: problem.found for problem in caught.value.problems}
-    assert [*told] == [folder.name for folder in refused]
-    assert told["other"] == "trained on 'NVIDIA A100-SXM4-80GB', and the plan is for 'H100'"
-    assert "'Intel Xeon'" in told["cpu"]
-    assert told["unknown"] == told["short"]
-    assert "reference model" in told["pairs"]
+    found = {Path(problem.where).name: problem.found for problem in caught.value.problems}
+    assert [*found] == [folder.name for folder in refused]
+    assert found["other"] == "trained on 'NVIDIA A100-SXM4-80GB', and the plan is for 'H100'"
+    assert "'Intel Xeon'" in found["cpu"]
+    assert found["unknown"] == found["short"]
+    assert "reference model" in found["pairs"]
+
+
+def test_proof_is_used_for_the_measured_gpu_only(tmp_path: Path) -> None:
+    figures = {"eager_mfu": 0.3, "compiled_mfu": 0.4}
+    add_row(tmp_path, Row("NVIDIA A100-SXM4-80GB, full sizes, torch 2", "throughput-124M", "", PASSED, 1.0, figures))
+    shares = read_proof(tmp_path, choose_device("A100-80GB")).shares
+    assert shares == {Kind(compiles=False, uses_adapter=False): 0.3, Kind(compiles=True, uses_adapter=False): 0.4}
+    with pytest.raises(ConfigError, match="was measured on 'NVIDIA A100-SXM4-80GB', and the plan is for 'H100'"):
+        read_proof(tmp_path, choose_device("H100"))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +115,7 @@ def test_runs_on_another_gpu_or_without_mfu_are_refused_together(tmp_path: Path)
         ({"status": "running"}, "is not a finished run"),
     ],
 )
-def test_a_damaged_or_unfinished_record_is_refused_in_words(tmp_path: Path, changes, words) -> None:
+def test_damaged_or_unfinished_record_raises(tmp_path: Path, changes, words) -> None:
     folder = write_run(tmp_path / "run", 0.3, 0.3)
     record = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps(record | changes))

@@ -1,4 +1,4 @@
-"""``recipes scale`` fits the records of runs, names both published laws, and refuses what it cannot know."""
+"""``recipes scale``: fits to records of runs, published laws, sweeps, predictions, errors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from recipes_lib.commands.planning.scale import read_scaling_run
 from recipes_lib.config.loader import load_config
 from recipes_lib.pipelines.pipeline import load_pipeline
+from recipes_lib.planning import scaling
 from recipes_lib.planning.compute import compute_model_size, find_planned_model
 from recipes_lib.planning.scaling import PUBLISHED
 
@@ -21,7 +22,7 @@ LAW = PUBLISHED["Besiroglu et al. 2024"]
 
 
 def write_run(folder: Path, config: PretrainedConfig, num_tokens: int) -> None:
-    """Write the record of a run of the known law: its model by its ``config.json`` alone."""
+    """Write records of a run whose loss follows ``LAW``; the model is a ``config.json`` only."""
     config.save_pretrained(folder)
     (folder / "run.json").write_text(json.dumps({"status": "done", "config": {}}))
     loss = LAW.compute_loss(compute_model_size(config).total, num_tokens)
@@ -35,7 +36,7 @@ def write_run(folder: Path, config: PretrainedConfig, num_tokens: int) -> None:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
-    """Records of twelve runs."""
+    """Folders of twelve runs."""
     folders = []
     for width in (32, 64, 128):
         sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -47,11 +48,13 @@ def runs(tmp_path: Path) -> list[Path]:
 
 
 @pytest.fixture
-def scale(tell):
-    return lambda *flags, code=0: tell("scale", *flags, code=code)
+def scale(run_command, monkeypatch):
+    """Run ``recipes scale``, with a coarse grid of starts; ``tests/planning/test_scaling.py`` uses the full grid."""
+    monkeypatch.setattr(scaling, "_STARTS", scaling._STARTS[::12])
+    return lambda *flags, code=0: run_command("scale", *flags, code=code)
 
 
-def test_a_run_is_its_parameters_tokens_and_last_held_out_loss(runs) -> None:
+def test_run_has_parameters_tokens_and_last_evaluation_loss(runs) -> None:
     run = read_scaling_run(runs[0])
     assert run.num_tokens == 10 * run.num_parameters
     assert run.loss == LAW.compute_loss(run.num_parameters, run.num_tokens)
@@ -59,13 +62,13 @@ def test_a_run_is_its_parameters_tokens_and_last_held_out_loss(runs) -> None:
     assert run.num_parameters - without.num_parameters == 2 * 512 * 32
 
 
-def test_a_fit_predicts_what_the_law_says_and_refuses_far_runs_without_an_interval(runs, scale, tmp_path) -> None:
+def test_fit_recovers_law_and_limits_extrapolation_without_interval(runs, scale, tmp_path) -> None:
     law = tmp_path / "law.json"
-    told = scale("fit", *runs, "--resamples", 0, "--output", law)
-    assert float(re.search(r"size exponent +([\d.]+)", told)[1]) == pytest.approx(0.3478, abs=0.003)
+    output = scale("fit", *runs, "--resamples", 0, "--output", law)
+    assert float(re.search(r"size exponent +([\d.]+)", output)[1]) == pytest.approx(0.3478, abs=0.003)
     size = read_scaling_run(runs[-1]).num_parameters
-    told = scale("predict", "--parameters", 2 * size, "--tokens", 100 * size, "--fit", law)
-    assert float(re.search(r"loss +([\d.]+)", told)[1]) == pytest.approx(
+    output = scale("predict", "--parameters", 2 * size, "--tokens", 100 * size, "--fit", law)
+    assert float(re.search(r"loss +([\d.]+)", output)[1]) == pytest.approx(
         LAW.compute_loss(2 * size, 100 * size), rel=0.002
     )
     assert "fit again with --resamples 200" in scale("plan", "--flops", 1e18, "--fit", law, code=2)
@@ -73,8 +76,8 @@ def test_a_fit_predicts_what_the_law_says_and_refuses_far_runs_without_an_interv
     assert "(90 %: " in scale("plan", "--flops", 1e18, "--fit", law)
 
 
-def test_every_unusable_run_is_told_at_once(runs, scale, tmp_path) -> None:
-    """Files as strange metrics leave them: no record, another stage, losses that are no numbers."""
+def test_all_unusable_runs_are_reported_together(runs, scale, tmp_path) -> None:
+    """A missing folder, damaged files, another recipe, and losses that are not finite."""
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "run.json").write_text('{"status": "done"')
     (tmp_path / "torn" / "metrics.jsonl").write_bytes(b"\xff\xfe\n[1, 2]\n")
@@ -84,20 +87,23 @@ def test_every_unusable_run_is_told_at_once(runs, scale, tmp_path) -> None:
         {"kind": "eval", "step": 4, "eval_loss": "inf"},
     ]
     write_rows(runs[1] / "metrics.jsonl", events)
-    told = scale("fit", tmp_path / "nowhere", tmp_path / "torn", *runs, "--output", tmp_path / "law.json", code=2)
+    events = [{"kind": "train", "step": 4, "loss": 2.0, "num_tokens": "nan"}]
+    write_rows(runs[2] / "metrics.jsonl", events)
+    output = scale("fit", tmp_path / "nowhere", tmp_path / "torn", *runs, "--output", tmp_path / "law.json", code=2)
     for folder, words in {
         "nowhere": "has neither run.json",
         "torn": "is not a finished run",
         runs[0].name: "is a run of sft",
         runs[1].name: "has no finite loss",
+        runs[2].name: "has no `num_tokens`",
     }.items():
-        assert re.search(f"{folder}: .*{words}", told)
+        assert re.search(f"{folder}: .*{words}", output)
     assert not (tmp_path / "law.json").exists()
 
 
-def test_the_published_laws_are_both_named_and_disagree(scale) -> None:
-    told = scale("plan", "--flops", 5.76e23)
-    first, second = told.split("Hoffmann et al. 2022, as printed")
+def test_both_published_laws_are_reported(scale) -> None:
+    output = scale("plan", "--flops", 5.76e23)
+    first, second = output.split("Hoffmann et al. 2022, as printed")
     assert "Besiroglu et al. 2024" in first
     assert "18.4 per parameter" in first
     assert "92.6 per parameter" in second
@@ -105,8 +111,8 @@ def test_the_published_laws_are_both_named_and_disagree(scale) -> None:
 
 RECIPE = {
     "model_config": {"model_type": "llama", "vocab_size": 512, "hidden_size": 32, "tie_word_embeddings": True},
-    "tokenizer_name_or_path": "nobody/nothing",
-    "dataset_name": "nobody/nothing",
+    "tokenizer_name_or_path": "owner/missing",
+    "dataset_name": "owner/missing",
     "output_dir": "out",
     "max_length": 64,
     "max_steps": 1000,
@@ -122,9 +128,9 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_sweep_has_the_sizes_and_tokens_asked_for_and_its_runs_are_fitted(recipe, scale, tmp_path) -> None:
+def test_sweep_has_requested_sizes_and_its_runs_are_fitted(recipe, scale, tmp_path) -> None:
     sizes = ["--depths", 3, 1, 2, 2, "--ratios", 5, 20, 80]
-    told = scale("sweep", "--config", recipe, "--output", tmp_path / "a sweep", *sizes)
+    output = scale("sweep", "--config", recipe, "--output", tmp_path / "a sweep", *sizes)
     *stages, law = load_pipeline(tmp_path / "a sweep" / "pipeline.yaml").stages
     found = []
     for stage in stages:
@@ -135,7 +141,7 @@ def test_a_sweep_has_the_sizes_and_tokens_asked_for_and_its_runs_are_fitted(reci
         rate = 0.3118 * max(6 * size * num_tokens, 1e17) ** -0.125  # Bi et al. 2024, equation 1.
         assert config.training["learning_rate"] == pytest.approx(rate, rel=2e-3)
         assert (config.training["warmup_steps"], config.training["seed"], config.read("max_steps")) == (0.05, 7, -1)
-        assert f"{size:,} parameters, {num_tokens:,} tokens" in told
+        assert f"{size:,} parameters, {num_tokens:,} tokens" in output
         write_run(stage.output, model, num_tokens)
     assert found == [(depth, 64 * depth, ratio) for depth in (1, 2, 3) for ratio in (5, 20, 80)]
     fitted = scale(*law.words[law.words.index("scale") + 1 :], "--resamples", 0)
@@ -143,10 +149,10 @@ def test_a_sweep_has_the_sizes_and_tokens_asked_for_and_its_runs_are_fitted(reci
     assert law.output.is_file()
 
 
-def test_a_target_is_predicted_before_it_is_trained_and_compared_after(recipe, scale, tmp_path) -> None:
+def test_target_is_predicted_before_and_compared_after_training(recipe, scale, tmp_path) -> None:
     folder = tmp_path / "sweep"
     sizes = ["--depths", 1, 2, 3, "--ratios", 5, 20, 80, "--head_dim", 16, "--target", 4, 90]
-    told = scale("sweep", "--config", recipe, "--output", folder, *sizes)
+    output = scale("sweep", "--config", recipe, "--output", folder, *sizes)
     stages = {stage.name: stage for stage in load_pipeline(folder / "pipeline.yaml").stages}
     assert [*stages][-4:] == ["law", "predicted", "target", "compared"]
     assert "predicted" in stages["target"].needs
@@ -163,23 +169,23 @@ def test_a_target_is_predicted_before_it_is_trained_and_compared_after(recipe, s
             if stage.name != "target":
                 write_run(stage.output, built, num_tokens)
     ratio = sizes[-1] / max(sizes[:-1])
-    assert f"{ratio:.1f} times the operations of the largest run" in told
+    assert f"{ratio:.1f} times the operations of the largest run" in output
     run = {name: stage.words[stage.words.index("scale") + 1 :] for name, stage in stages.items() if stage.command}
     scale(*run["law"], "--resamples", 3)
-    told = scale(*run["predicted"])
-    assert f"to {ratio:,.1f} times the operations" in told
+    output = scale(*run["predicted"])
+    assert f"to {ratio:,.1f} times the operations" in output
     before = json.loads((folder / "runs" / "predicted.json").read_text())
     assert "measured" not in before
     write_run(stages["target"].output, model, target.pretraining.max_tokens)
-    told = scale(*run["compared"])
+    output = scale(*run["compared"])
     after = json.loads((folder / "runs" / "compared.json").read_text())
     assert after["predicted"] == pytest.approx(before["predicted"], rel=1e-3)
     assert after["error"] == pytest.approx(0, abs=5e-3)
-    assert re.search(r"measured +[\d.]+: error of the prediction [+-]0\.\d\d%, (in|outside of) the interval", told)
+    assert re.search(r"measured +[\d.]+: error of the prediction [+-]0\.\d\d%, (in|outside of) the interval", output)
 
 
 @pytest.mark.parametrize("counts", [True, False])
-def test_a_prediction_counts_parameters_as_its_law_does(runs, scale, tmp_path, counts) -> None:
+def test_prediction_counts_embeddings_like_its_law(runs, scale, tmp_path, counts) -> None:
     law, found = tmp_path / "new" / "law.json", tmp_path / "other" / "found.json"
     scale("fit", *runs, "--resamples", 0, "--output", law, *([] if counts else ["--no_count_embeddings"]))
     scale("predict", "--run", runs[0], "--fit", law, "--output", found)
@@ -198,16 +204,18 @@ def test_a_prediction_counts_parameters_as_its_law_does(runs, scale, tmp_path, c
         ({"warmup_steps": 0.5, "decay_steps": 0.9, "lr_scheduler_type": "warmup_stable_decay"}, [], "decay"),
     ],
 )
-def test_a_sweep_that_gives_no_law_is_refused_before_anything_is_written(
-    recipe, scale, tmp_path, changes, flags, words
-) -> None:
+def test_invalid_sweep_writes_no_configuration(recipe, scale, tmp_path, changes, flags, words) -> None:
     recipe.write_text(yaml.safe_dump(RECIPE | changes))
     assert words in scale("sweep", "--config", recipe, "--output", tmp_path / "sweep", *flags, code=2)
     assert not list((tmp_path / "sweep").glob("*.yaml"))
 
 
-def test_a_file_where_the_folder_of_a_sweep_goes_is_told(recipe, scale) -> None:
+def test_file_in_output_path_is_an_error(runs, recipe, scale, tmp_path) -> None:
     assert "name another --output" in scale("sweep", "--config", recipe, "--output", recipe, code=2)
+    law = tmp_path / "law.json"
+    scale("fit", *runs, "--resamples", 0, "--output", law)
+    predict = ["predict", "--run", runs[0], "--fit", law, "--output", recipe / "loss.json"]
+    assert "name another --output" in scale(*predict, code=2)
 
 
 @pytest.mark.parametrize(
@@ -222,5 +230,5 @@ def test_a_file_where_the_folder_of_a_sweep_goes_is_told(recipe, scale) -> None:
         (["plan", "--flops", "1e18", "--fit", "no-law.json"], "no-law.json"),
     ],
 )
-def test_what_makes_no_sense_is_refused(scale, flags, words) -> None:
+def test_invalid_flags_are_errors(scale, flags, words) -> None:
     assert words in scale(*flags, code=2)

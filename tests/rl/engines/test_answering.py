@@ -1,4 +1,4 @@
-"""What answers prompts, built from a run's settings: the same answers for a policy alone as for one with a critic."""
+"""Collector built from a configuration: sampling keys, precision, positions of the reward model."""
 
 from __future__ import annotations
 
@@ -26,27 +26,19 @@ def build(policy_dir, prompts_file, tmp_path):
         if rewards.model is not None:
             rewards.model.model.config.max_position_embeddings = num_positions
 
-        def collect(models):
-            return Collector(config, args, models, rewards, tokenizer, TrainingProgress(), prompts.max_length)
-
-        return collect(models), collect(ActorCritic(models.policy, None, None, models.stop_ids)), prompts.train
+        alone = ActorCritic(models.policy, None, None, models.stop_ids)
+        collector = Collector(config, args, alone, rewards, tokenizer, TrainingProgress(), prompts.max_length)
+        return collector, prompts.train
 
     return load
 
 
-def test_a_policy_alone_answers_as_it_does_in_training(build):
-    collector, alone, prompts = build()
-    (first, first_texts), (second, second_texts) = (each.answer(prompts[:8], range(8)) for each in (collector, alone))
-    assert first_texts == second_texts
-    assert torch.equal(first.scores, second.scores)
-
-
-def test_a_reward_model_without_positions_for_the_longest_answer_is_refused_at_the_start(build, policy_dir, tmp_path):
+def test_reward_model_with_too_few_positions_raises(build, policy_dir, tmp_path):
     reward_model = {
         "reward_model_name_or_path": write_reward_model(policy_dir, tmp_path / "reward"),
         "reward_funcs": "null",
     }
-    _, _, prompts = build(**reward_model)
+    _, prompts = build(**reward_model)
     longest = max(len(prompt.input_ids) for prompt in prompts) + 8
     build(num_positions=longest, **reward_model)
     with pytest.raises(
@@ -55,15 +47,15 @@ def test_a_reward_model_without_positions_for_the_longest_answer_is_refused_at_t
         build(num_positions=longest - 1, **reward_model)
 
 
-def test_settings_reach_the_sampler(build):
-    _, alone, prompts = build(response_length=3, seed=7, per_device_eval_batch_size=5)
-    assert (alone.args.per_device_eval_batch_size, alone.args.seed) == (5, 7)
-    answers, _ = alone.answer(prompts[:8], range(8))
+def test_sampling_keys_reach_sampler(build):
+    collector, prompts = build(response_length=3, seed=7, per_device_eval_batch_size=5)
+    assert (collector.args.per_device_eval_batch_size, collector.args.seed) == (5, 7)
+    answers, _ = collector.answer(prompts[:8], range(8))
     assert int(answers.lengths.max()) == 3
 
 
 @pytest.mark.parametrize(("bf16", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
-def test_products_have_the_precision_of_the_run(build, bf16, dtype):
-    _, alone, _ = build(bf16=bf16)
-    with alone.precision():
+def test_autocast_follows_bf16(build, bf16, dtype):
+    collector, _ = build(bf16=bf16)
+    with collector.precision():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype

@@ -1,4 +1,4 @@
-"""Continuous batching: samples and log-probabilities are the policy's, in the precision of the training graph."""
+"""Continuous batching by transformers, compared with the training graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recipes_lib.models.generation import mask_answers
 from recipes_lib.rl.engines import engine as continuous_batching
 from recipes_lib.rl.engines.engine import ContinuousBatchingBackend
 
-# A cache as small as these answers need; by itself it takes most of the memory.
+# By default the cache takes most of the memory.
 SMALL = {"num_blocks": 64, "page_size": 16, "max_batch_tokens": 64}
 
 
@@ -25,7 +25,7 @@ def build_engine(dtype=torch.float32, temperature=1.0, **options) -> ContinuousB
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_its_log_probabilities_are_those_of_the_training_graph(temperature):
+def test_logps_match_training_graph(temperature):
     policy = build_policy("llama")
     beats = []
     engine = build_engine(temperature=temperature, beat=lambda: beats.append(1))
@@ -38,18 +38,18 @@ def test_its_log_probabilities_are_those_of_the_training_graph(temperature):
     assert not policy.training
 
 
-def test_its_samples_are_distributed_as_the_policy_says():
+def test_samples_follow_distribution_of_policy():
     policy, engine, count = build_policy("llama"), build_engine(response_length=1), 4000
     engine.load(policy)
     chosen = engine.generate(policy, [PROMPTS[0]] * count, draw(1)).response_ids[:, 0]
     with torch.no_grad():
         expected = policy(input_ids=torch.tensor(PROMPTS[:1])).logits[0, -1].softmax(0)
     shares = torch.bincount(chosen, minlength=len(expected)) / count
-    # Five standard deviations of each share.
+    # Within five standard deviations of each share.
     assert ((shares - expected).abs() < 5 * (expected * (1 - expected) / count).sqrt()).all()
 
 
-def test_it_answers_for_the_adapter_that_is_on_and_for_weights_as_they_are_now():
+def test_active_adapter_and_current_weights_are_used():
     policy = add_adapter(build_policy("llama"), AdapterConfig(use_peft=True), seed=0)
     engine = build_engine()
     for factor in (0.0, 0.5):
@@ -62,7 +62,7 @@ def test_it_answers_for_the_adapter_that_is_on_and_for_weights_as_they_are_now()
         assert measure_gap(policy, PROMPTS, answers, 1.0) < 1e-5
 
 
-def test_a_policy_kept_in_float32_answers_in_bfloat16_and_stays_as_it_is():
+def test_float32_policy_samples_by_bfloat16_copy_and_is_unchanged():
     policy, engine = build_policy("llama"), build_engine(torch.bfloat16)
     half = functools.partial(torch.autocast, "cpu", torch.bfloat16)
     before = {name: value.clone() for name, value in policy.state_dict().items()}
@@ -80,7 +80,7 @@ def test_a_policy_kept_in_float32_answers_in_bfloat16_and_stays_as_it_is():
     assert all(value.dtype == torch.float32 for value in rotary)
 
 
-def test_an_engine_that_fails_is_no_answer():
+def test_engine_failure_raises():
     policy, engine = build_policy("llama"), build_engine()
     engine.load(policy)
 
@@ -92,13 +92,13 @@ def test_an_engine_that_fails_is_no_answer():
         engine.generate(policy, PROMPTS, draw(4))
 
 
-def test_who_leaves_while_it_samples_does_not_wait_for_the_answers(monkeypatch):
+def test_interrupt_does_not_wait_for_answers(monkeypatch):
     monkeypatch.setattr(continuous_batching, "_SECONDS_TO_WAIT", 0.0)
 
     def leave():
         raise KeyboardInterrupt
 
-    # No token of this vocabulary ends an answer.
+    # Stop token 99 is not in the vocabulary.
     policy, engine = build_policy("llama"), build_engine(beat=leave, response_length=200, stop_ids=[99])
     engine.load(policy)
     steps = []
@@ -109,7 +109,7 @@ def test_who_leaves_while_it_samples_does_not_wait_for_the_answers(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{"pages": 3}, {"seed": 3}, {"return_logprobs": False}])
-def test_settings_that_it_has_not_or_that_are_not_the_users_are_refused(options):
+def test_unknown_or_reserved_options_raise(options):
     with pytest.raises(ConfigError, match=next(iter(options))) as refused:
         ContinuousBatchingBackend(build_sampling(), dtype=torch.float32, options=options)
     assert refused.value.problems[0].where == "transformers_continuous_batching_config"

@@ -1,4 +1,4 @@
-"""Which engine answers, and what is said and done when its log-probabilities are not the policy's."""
+"""Choice of the engine, and EngineGuard's comparison of log-probabilities."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def build(**keys):
     return build_generator(config, ARGS, build_sampling(), precision=contextlib.nullcontext, max_length=32)
 
 
-def test_the_engine_is_the_one_that_was_asked_for(monkeypatch):
+def test_engine_keys_select_engine(monkeypatch):
     assert isinstance(build(), GenerateBackend)
     assert isinstance(build(use_transformers_continuous_batching=True), ContinuousBatchingBackend)
     for mode in ("colocate", "server"):
@@ -41,52 +41,40 @@ def test_the_engine_is_the_one_that_was_asked_for(monkeypatch):
     assert build(use_vllm=True) == 32
 
 
-def judge(*gaps, engine=EXACT, dtype=torch.float32, **keys):
-    """What is told in iterations in which the engine's log-probabilities are too high by ``gaps``."""
-    rollout, told = build_rollout([(3, 5), (2, 2)]), []
-    guard = EngineGuard(engine, PolicyObjective(**keys), dtype, told.append)
+def check_gaps(*gaps, engine=EXACT, dtype=torch.float32, **keys):
+    """Return the lines printed in iterations whose engine log-probabilities are too high by ``gaps``."""
+    rollout, lines = build_rollout([(3, 5), (2, 2)]), []
+    guard = EngineGuard(engine, PolicyObjective(**keys), dtype, lines.append)
     for step, gap in enumerate(gaps, 1):
         guard.check(dataclasses.replace(rollout, engine_logps=rollout.logps + gap), step=step)
-    return told
+    return lines
 
 
-def test_an_engine_is_held_against_the_training_graph():
-    assert judge(0.0) == ["exact and the policy differ by 0.0e+00 nats per token"]
-    # What stands behind an answer does not count.
-    assert "0.0e+00" in judge(9.0 * ~build_rollout([(3, 5), (2, 2)]).mask)[0]
-    assert "weighted" not in judge(0.01, dtype=torch.bfloat16)[0]
-    assert "depend on more than the seed" in judge(0.0, engine=OTHER)[0]
+def test_first_iteration_reports_gap_to_training_graph():
+    assert check_gaps(0.0) == ["exact and the policy differ by 0.0e+00 nats per token"]
+    # Values outside the mask do not count.
+    assert "0.0e+00" in check_gaps(9.0 * ~build_rollout([(3, 5), (2, 2)]).mask)[0]
+    assert "corrected" not in check_gaps(0.01, dtype=torch.bfloat16)[0]
+    assert "depend on more than the seed" in check_gaps(0.0, engine=OTHER)[0]
 
 
-def test_it_is_so_in_every_iteration_and_told_once():
-    assert judge(0.0, 0.0005, 0.01, 0.0, 0.02)[1:] == [
+def test_gap_is_checked_in_every_iteration_and_warns_once():
+    assert check_gaps(0.0, 0.0005, 0.01, 0.0, 0.02)[1:] == [
         "warning: step 3: exact and the policy differ by 1.0e-02 nats per token, above the rounding tolerance of "
-        "0.001: tokens are weighted by the ratio, up to 2"
+        "0.001: corrected by importance weights"
     ]
-    assert len(judge(0.01, 0.01)) == 1
+    assert len(check_gaps(0.01, 0.01)) == 1
     for wrong in (1.5, float("nan")):
         with pytest.raises(DivergedError, match=r"before step 3 .* does not have the policy's weights"):
-            judge(0.0, 0.0, wrong, dtype=torch.bfloat16)
+            check_gaps(0.0, 0.0, wrong, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"clip_max": 3.5}, "tokens are weighted by the ratio, up to 3.5"),
-        ({"clip_max": None}, "tokens are weighted by the ratio"),
-        (
-            {"mode": "sequence_mask", "clip_max": 3.0},
-            "answers are weighted by the ratio, up to 3; those above are masked",
-        ),
-        ({"correction": False}, "not corrected (`vllm_importance_sampling_correction: false`)"),
-    ],
-)
-def test_what_is_told_of_the_correction_is_what_the_objective_says(keys, words):
-    told = judge(0.01, **{f"vllm_importance_sampling_{name}": value for name, value in keys.items()})
-    assert told[0].endswith(f": {words}")
+@pytest.mark.parametrize(("corrects", "words"), [(True, "0.001: corrected by"), (False, "0.001: not corrected by")])
+def test_large_gap_reports_whether_it_is_corrected(corrects, words):
+    assert words in check_gaps(0.01, vllm_importance_sampling_correction=corrects)[0]
 
 
-def test_a_run_with_another_engine_learns_from_answers_that_are_the_policys_own(policy_dir, prompts_file, tmp_path):
+def test_run_with_continuous_batching_has_no_engine_gap(policy_dir, prompts_file, tmp_path):
     keys = {
         "use_transformers_continuous_batching": True,
         "transformers_continuous_batching_config": "{num_blocks: 64, page_size: 16, max_batch_tokens: 128}",

@@ -1,4 +1,4 @@
-"""What goes from a policy to an engine: the weights of a sharded policy are those of a whole one, a layer at a time."""
+"""Weight transfer to engines: sharded policies give the weights of replicated ones, one layer at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from recipes_lib.rl.engines.link import check_vllm, engine_errors, iterate_polic
 
 @pytest.fixture
 def shard():
-    """Shards each layer and the rest of a model, over one process."""
+    """Return a function that shards each layer, and the rest of a model, over one process."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
 
     def apply(model, dtype=None):
@@ -34,11 +34,11 @@ def shard():
 
 @pytest.mark.parametrize("is_adapted", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "tied"])
-def test_a_sharded_policy_has_the_weights_of_a_whole_one(shard, kind, is_adapted):
+def test_sharded_policy_gives_weights_of_replicated_policy(shard, kind, is_adapted):
     whole = adapt(build_model(kind)) if is_adapted else build_model(kind)
     sharded = shard(copy.deepcopy(whole))
     expected, shards = dict(iterate_policy(whole)), {n: v.full_tensor() for n, v in sharded.state_dict().items()}
-    # What a receiver keeps outlives the layer that it was gathered in.
+    # Tensors that a receiver keeps stay valid after resharding.
     got = dict(iterate_policy(sharded))
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -46,7 +46,7 @@ def test_a_sharded_policy_has_the_weights_of_a_whole_one(shard, kind, is_adapted
     assert all(torch.equal(value.full_tensor(), shards[name]) for name, value in sharded.state_dict().items())
 
 
-def test_no_more_than_one_layer_is_whole_at_a_time(shard):
+def test_at_most_one_layer_is_gathered_at_a_time(shard):
     sharded = shard(build_model("llama"))
     most = 0
     for _ in iterate_policy(sharded):
@@ -57,18 +57,18 @@ def test_no_more_than_one_layer_is_whole_at_a_time(shard):
     assert all(hasattr(value, "device_mesh") for value in sharded.parameters())
 
 
-def test_they_go_over_in_the_type_of_products(shard):
+def test_weights_are_sent_in_compute_dtype(shard):
     sharded = shard(build_model("llama"), torch.bfloat16)
     assert {tensor.dtype for _, tensor in iterate_policy(sharded)} == {torch.bfloat16}
 
 
-def test_a_failure_is_told_in_one_line_with_its_key():
+def test_engine_error_is_one_line_with_key():
     with pytest.raises(ConfigError) as refused, engine_errors("sampling answers"):
         raise RuntimeError("out of\n blocks")
     (problem,) = refused.value.problems
     assert (problem.where, problem.found) == ("use_vllm", "vLLM failed at sampling answers: out of blocks")
 
 
-def test_without_vllm_the_run_is_refused():
+def test_missing_vllm_raises():
     with pytest.raises(ConfigError, match="vLLM is not installed"):
         check_vllm()

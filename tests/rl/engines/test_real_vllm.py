@@ -1,4 +1,4 @@
-"""vLLM itself, colocated with GRPO on a CPU: ``make test-vllm`` makes its environment and runs this."""
+"""GRPO with a real colocated vLLM engine on a CPU: ``make test-vllm`` creates the environment and runs this."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ def read_gaps(folder, name):
     return [float(line) for line in (folder / f"{name}.gaps").read_text().splitlines()]
 
 
-def test_an_engine_that_ends_costs_its_iteration_and_each_iteration_has_its_weights(folder):
-    """Twenty iterations; the engine ends in the third, and the same command resumes behind the second."""
+def test_engine_failure_loses_one_iteration_and_weights_stay_current(folder):
+    """Twenty iterations; the engine fails in the third, and the same command resumes after the second."""
     keys = {"num_sample_prompts": 0, "max_steps": 80}
     ended = run(folder, "run", failing=2 * 8 + 3, **keys)
     assert ended.returncode == 2, ended.stderr[-3000:]
-    told = ended.stderr.split("use_vllm: ")[1]
-    assert told.startswith("vLLM failed at sampling answers: EngineCore encountered an issue.\n")
-    assert "run the same command to resume" in told
-    assert "Traceback" not in told
+    message = ended.stderr.split("use_vllm: ")[1]
+    assert message.startswith("vLLM failed at sampling answers: EngineCore encountered an issue.\n")
+    assert "run the same command to resume" in message
+    assert "Traceback" not in message
     resumed = run(folder, "run", **keys)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert json.loads((folder / "run" / "run.json").read_text())["resumed_from"] == "checkpoint-8"
@@ -69,21 +69,21 @@ def test_an_engine_that_ends_costs_its_iteration_and_each_iteration_has_its_weig
     assert len(gaps) == 20
     assert max(gaps) < 1e-3
     assert [event["step"] for event in read_events(folder / "run")] == list(range(4, 84, 4))
-    # A policy that had not moved would have these log-probabilities with any weights that it ever had.
+    # The policy must have moved, or stale weights would give equal log-probabilities.
     assert read_events(folder / "run")[-1]["kl"] > 0.01
 
 
 @pytest.mark.parametrize(
     ("name", "keys"), [("adapter", {"use_peft": True, "learning_rate": 1e-2}), ("bf16", {"bf16": True})]
 )
-def test_adapters_are_in_the_engine_and_half_precision_is_corrected(folder, name, keys):
+def test_engine_has_merged_adapter_or_bf16_weights(folder, name, keys):
     done = run(folder, name, **keys)
     assert done.returncode == 0, done.stderr[-3000:]
     assert max(read_gaps(folder, name)) < (1e-3 if name == "adapter" else 0.2)
 
 
 @pytest.mark.parametrize("engine", ["", "FSDP"])
-def test_two_processes_have_an_engine_each(folder, engine):
+def test_each_of_two_processes_has_an_engine(folder, engine):
     variables = {}
     if engine:
         from tests.test_accelerate_configs import read_environment

@@ -1,4 +1,4 @@
-"""vLLM in the process that trains, over a fake of its engine; ``make test-vllm`` has the real one."""
+"""Colocated vLLM backend with a fake engine; ``make test-vllm`` uses the real one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from recipes_lib.training.guards.preemption import StopPendingError
 
 @pytest.fixture
 def engine():
-    """With other weights than the policy's."""
+    """Fake engine with other weights than the policy's."""
     other = copy.deepcopy(build_policy("llama"))
     with torch.no_grad():
         for parameter in other.parameters():
@@ -30,7 +30,7 @@ def engine():
 
 
 @pytest.mark.parametrize(("temperature", "sleeps"), [(1.0, False), (0.7, True)])
-def test_it_answers_by_the_weights_as_they_are_now_with_their_log_probabilities(engine, temperature, sleeps):
+def test_samples_with_current_weights_and_their_logps(engine, temperature, sleeps):
     policy, beats = build_policy("llama"), []
     backend = build_fake(engine, build_sampling(temperature, beat=lambda: beats.append(1)), sleeps=sleeps)
     for _ in range(2):
@@ -46,14 +46,14 @@ def test_it_answers_by_the_weights_as_they_are_now_with_their_log_probabilities(
     assert engine.calls == (["sleep", *once, *once] if sleeps else ["reload", "reset"] * 2)
 
 
-def test_it_answers_for_the_adapter_that_is_on(engine):
+def test_adapter_is_merged_into_engine_weights(engine):
     policy = adapt(build_policy("llama"))
     backend = build_fake(engine, build_sampling())
     backend.load(policy)
     assert measure_gap(policy, PROMPTS, backend.generate(policy, PROMPTS, draw(4)), 1.0) < 1e-5
 
 
-def test_the_same_seed_has_the_same_answers_and_moves_no_generator_of_training(engine):
+def test_seed_determines_answers_and_global_generators_are_preserved(engine):
     policy, backend = build_policy("llama"), build_fake(engine, build_sampling())
     backend.load(policy)
     before = RandomStates.read()
@@ -63,7 +63,7 @@ def test_the_same_seed_has_the_same_answers_and_moves_no_generator_of_training(e
     assert torch.equal(before._torch, RandomStates.read()._torch)
 
 
-def test_who_leaves_while_it_samples_does_not_wait_for_the_answers(engine):
+def test_stop_request_aborts_unfinished_requests(engine):
     def leave():
         raise StopPendingError
 
@@ -75,32 +75,32 @@ def test_who_leaves_while_it_samples_does_not_wait_for_the_answers(engine):
     assert not engine.has_unfinished_requests()
 
 
-def test_an_engine_that_ends_is_told_with_the_way_to_go_on(engine):
+def test_engine_failure_error_says_how_to_resume(engine):
     backend = build_fake(engine, build_sampling(response_length=200, stop_ids=[99]))
     backend.load(build_policy("llama"))
     engine.fails_at = 3
-    with pytest.raises(ConfigError, match=r"use_vllm: vLLM failed at sampling answers: EngineCore encountered") as told:
+    with pytest.raises(
+        ConfigError, match=r"use_vllm: vLLM failed at sampling answers: EngineCore encountered"
+    ) as caught:
         backend.generate(None, PROMPTS, draw(4))
-    assert "run the same command to resume" in told.value.problems[0].remedy
+    assert "run the same command to resume" in caught.value.problems[0].remedy
 
 
 @pytest.fixture
-def flags(tmp_path):
-    policy = keys_task.write_policy(tmp_path / "policy", seed=0, num_steps=30)
-    prompts = keys_task.write_prompts(tmp_path / "prompts.jsonl", 32, seed=1)
-
+def flags(policy_dir, prompts_file, tmp_path):
     def build(**keys):
         keys = {"use_vllm": True, "max_steps": 12, "save_strategy": "steps", "save_steps": 4, **keys}
-        return keys_task.build_group_flags(policy, tmp_path / "out", prompts, **keys)
+        keys["per_device_train_batch_size"] = 8
+        return keys_task.build_group_flags(policy_dir, tmp_path / "out", prompts_file, **keys)
 
     return build
 
 
-def test_a_run_of_grpo_ends_with_its_engine_and_resumes_behind_the_last_checkpoint(flags, tmp_path):
-    """Three iterations of four steps; the engine ends in the second."""
+def test_grpo_run_resumes_from_checkpoint_after_engine_failure(flags, policy_dir, tmp_path):
+    """Three iterations of four steps; the engine fails in the second."""
 
     def run(fails_in=None):
-        engine = FakeEngine(LlamaForCausalLM.from_pretrained(tmp_path / "policy"))
+        engine = FakeEngine(LlamaForCausalLM.from_pretrained(policy_dir))
         engine.fails_at = None if fails_in is None else (fails_in - 1) * keys_task.MAX_ANSWER + 2
         with colocated(engine):
             keys_task.train(flags(vllm_enable_sleep_mode=True), "grpo")

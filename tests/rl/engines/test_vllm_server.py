@@ -1,4 +1,4 @@
-"""vLLM behind TRL's client: weights before answers, the policy's log-probabilities, and what must be refused."""
+"""vLLM server backend with a stub server: weight transfer, log-probabilities, errors, asynchronous sampling."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHORT = {"tokens": ["token_id:9"], "token_logprobs": [0.0], "top_logprobs": [Non
 
 @pytest.fixture
 def stub(monkeypatch):
-    """A server with other weights than the policy's."""
+    """Stub server with other weights than the policy's."""
     other = build_policy("llama")
     with torch.no_grad():
         for parameter in other.parameters():
@@ -36,16 +36,16 @@ def stub(monkeypatch):
         yield server
 
 
-def reach(url, temperature=1.0, is_main=True, **options):
+def connect_to(url, temperature=1.0, is_main=True, **options):
     engine = EngineConfig(use_vllm=True, vllm_mode="server", vllm_server_timeout=0.0, vllm_server_base_url=url)
     args = SimpleNamespace(device=CPU, process_index=0 if is_main else 1)
     return connect(SimpleNamespace(engine=engine), args, build_sampling(temperature, **options))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_it_answers_by_the_policys_weights_with_their_log_probabilities(stub, temperature):
+def test_samples_with_sent_weights_and_their_logps(stub, temperature):
     policy, beats = build_policy("llama"), []
-    engine = reach(stub.url, temperature, beat=lambda: beats.append(1))
+    engine = connect_to(stub.url, temperature, beat=lambda: beats.append(1))
     engine.load(policy)
     prompts = [*PROMPTS, *PROMPTS[::-1]]
     answers = engine.generate(policy, prompts, draw(8))
@@ -57,58 +57,58 @@ def test_it_answers_by_the_policys_weights_with_their_log_probabilities(stub, te
     assert (body["temperature"], body["max_tokens"], body["stop_token_ids"]) == (temperature, 9, STOPS)
 
 
-def test_more_prompts_than_requests_come_back_in_their_order(stub, monkeypatch):
+def test_answers_keep_order_of_prompts_over_several_requests(stub, monkeypatch):
     monkeypatch.setattr("recipes_lib.rl.engines.vllm_server.REQUESTS", 3)
-    policy, engine = build_policy("llama"), reach(stub.url)
+    policy, engine = build_policy("llama"), connect_to(stub.url)
     engine.load(policy)
     prompts = [[*prompt, 20 + at] for at, prompt in enumerate(PROMPTS * 2)]
     assert measure_gap(policy, prompts, engine.generate(policy, prompts, draw(8)), 1.0) < 1e-5
     assert [len(body["prompt"]) for path, body in stub.requests if path == "/v1/completions"].count(3) == 2
 
 
-def test_only_the_main_process_sends_weights(stub):
-    engine = reach(stub.url, is_main=False)
+def test_only_main_process_sends_weights(stub):
+    engine = connect_to(stub.url, is_main=False)
     engine.load(build_policy("llama"))
     assert not stub.requests
     assert not hasattr(stub, "is_open")
 
 
-def test_a_server_that_fails_is_told_with_the_way_to_go_on(stub, monkeypatch):
-    # TRL's client repeats a failed request after waits that add up to a minute.
+def test_server_failure_error_says_how_to_resume(stub, monkeypatch):
+    # TRL's client retries failed requests for a minute.
     monkeypatch.setattr(Retry, "sleep", lambda *_: None)
-    policy, engine = build_policy("llama"), reach(stub.url)
+    policy, engine = build_policy("llama"), connect_to(stub.url)
     engine.load(policy)
     stub.complete = None
-    with pytest.raises(ConfigError, match="use_vllm: vLLM failed at sampling answers") as told:
+    with pytest.raises(ConfigError, match="use_vllm: vLLM failed at sampling answers") as caught:
         engine.generate(policy, PROMPTS, draw(4))
-    assert "run the same command to resume" in told.value.problems[0].remedy
+    assert "run the same command to resume" in caught.value.problems[0].remedy
 
 
-def test_a_server_that_is_not_there_or_not_what_is_needed_is_refused(stub, monkeypatch):
+def test_unreachable_or_misconfigured_server_raises(stub, monkeypatch):
     stub.settings["model_config"]["logprobs_mode"] = "raw_logprobs"
     with pytest.raises(ConfigError, match="before the temperature"):
-        reach(stub.url)
+        connect_to(stub.url)
     stub.settings["model_config"]["logprobs_mode"] = "processed_logprobs"
     monkeypatch.undo()
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(vllm_client, "is_vllm_available", lambda *_, **__: True)
     with pytest.raises(ConfigError, match="can't be reached") as refused:
-        reach("http://127.0.0.1:9")
+        connect_to("http://127.0.0.1:9")
     assert "vllm serve" in refused.value.problems[0].remedy
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/server_info"])
-def test_a_server_of_another_kind_is_refused_with_its_status(stub, path):
+def test_server_without_required_endpoint_error_has_status(stub, path):
     stub.statuses[path] = 404
     with pytest.raises(ConfigError, match="vllm_server_base_url: http://127") as refused:
-        reach(stub.url)
+        connect_to(stub.url)
     assert "404" in str(refused.value) or "VLLM_SERVER_DEV_MODE" in str(refused.value)
 
 
-def test_a_server_of_another_version_is_refused_in_words(stub):
+def test_server_of_unsupported_version_raises(stub):
     del stub.settings["model_config"]["logprobs_mode"]
     with pytest.raises(ConfigError, match=r"another form than expected \(KeyError: 'logprobs_mode'\)"):
-        reach(stub.url)
+        connect_to(stub.url)
 
 
 @pytest.mark.parametrize(
@@ -119,18 +119,18 @@ def test_a_server_of_another_version_is_refused_in_words(stub):
         ({"token_ids": [9], "logprobs": SHORT}, "after 1 of 9 tokens"),
     ],
 )
-def test_answers_of_another_form_or_cut_short_end_the_run_as_the_servers_fault(stub, monkeypatch, broken, words):
-    policy, engine = build_policy("llama"), reach(stub.url)
+def test_malformed_or_truncated_answers_raise(stub, monkeypatch, broken, words):
+    policy, engine = build_policy("llama"), connect_to(stub.url)
     engine.load(policy)
     answer = stub._answer
     monkeypatch.setattr(stub, "_answer", lambda prompt, body: answer(prompt, body) | broken)
-    with pytest.raises(ConfigError, match="use_vllm: vLLM failed at sampling answers") as told:
+    with pytest.raises(ConfigError, match="use_vllm: vLLM failed at sampling answers") as caught:
         engine.generate(policy, PROMPTS, draw(4))
-    assert words in told.value.problems[0].found
+    assert words in caught.value.problems[0].found
 
 
-def test_who_is_asked_to_stop_does_not_wait_for_answers(stub, monkeypatch):
-    """The first request is answered, and the others not before this process has left."""
+def test_stop_request_does_not_wait_for_answers(stub, monkeypatch):
+    """The server answers the first request, and blocks the others until this process has left."""
     has_left, complete = threading.Event(), stub.complete
     count = iter(range(len(PROMPTS)))
 
@@ -141,7 +141,7 @@ def test_who_is_asked_to_stop_does_not_wait_for_answers(stub, monkeypatch):
     def leave():
         raise StopPendingError
 
-    engine = reach(stub.url, beat=leave)
+    engine = connect_to(stub.url, beat=leave)
     engine.load(build_policy("llama"))
     monkeypatch.setattr(stub, "complete", answer)
     with pytest.raises(StopPendingError):
@@ -150,13 +150,13 @@ def test_who_is_asked_to_stop_does_not_wait_for_answers(stub, monkeypatch):
     has_left.set()
 
 
-def test_the_next_answers_are_sampled_while_some_are_learnt_from(policy_dir, prompts_file, tmp_path, monkeypatch):
-    """An update ends when the server has been asked for what comes next, and weights come when it has nothing to do."""
-    asked, num_asked, update = threading.Event(), [0], Updater.update_policy
+def test_next_answers_are_sampled_during_updates(policy_dir, prompts_file, tmp_path, monkeypatch):
+    """Updates wait until the server has the next request; weights are sent only while the server is idle."""
+    requested, num_pending, update = threading.Event(), [0], Updater.update_policy
 
     def learn(self, rollout, iteration, **given):
-        # Before, of the first iteration, it was asked for its own answers.
-        assert iteration != 1 or asked.wait(60), "nothing was asked for beside the update"
+        # In the first iteration, `requested` is set by its own answers.
+        assert iteration != 1 or requested.wait(60), "no request was sent during the update"
         return update(self, rollout, iteration, **given)
 
     monkeypatch.setattr(Updater, "update_policy", learn)
@@ -164,15 +164,15 @@ def test_the_next_answers_are_sampled_while_some_are_learnt_from(policy_dir, pro
         complete, receive = stub.complete, stub.receive
 
         def answer(body):
-            num_asked[0] += 1
-            asked.set()
+            num_pending[0] += 1
+            requested.set()
             answers = complete(body)
-            num_asked[0] -= 1
+            num_pending[0] -= 1
             return answers
 
         def take(*given, **named):
-            assert not num_asked[0], "weights came while answers were sampled"
-            asked.clear()
+            assert not num_pending[0], "weights were sent during sampling"
+            requested.clear()
             receive(*given, **named)
 
         monkeypatch.setattr(stub, "complete", answer)

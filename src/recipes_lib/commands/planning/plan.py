@@ -7,6 +7,7 @@ time of an iteration. All recipes: GPU memory.
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import re
 import sys
@@ -68,10 +69,10 @@ def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str]) -> N
     """
     config = load_for_command(recipe, overrides, options.config)
     # With --gpus, --num_processes is the number of processes that the batch keys of the recipe are written for.
-    batch_processes = options.num_processes
+    written = copy.copy(options)
     if options.gpus:
         options.num_processes, options.gpu = _read_gpus(options.gpus)
-    if problems := list(_find_problems(config, options, batch_processes)):
+    if problems := list(_find_problems(config, options, written)):
         raise ConfigError(*problems)
     num_processes, num_gpus, layouts = _choose_layouts(config, options)
     hardware = _choose_hardware(config, options, num_gpus)
@@ -79,7 +80,7 @@ def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str]) -> N
     flags = ["--recipe", recipe, *(["--config", options.config] if options.config else []), *overrides]
     if options.gpus and recipe not in RL_RECIPES:
         assert hardware is not None
-        print_rows(search_plan(config, model_config, options, flags, hardware, batch_processes or num_gpus))
+        print_rows(search_plan(config, model_config, options, flags, hardware, written.num_processes or num_gpus))
         return
     launch, plans = list[Row](), list[MemoryPlan]()
     if options.gpus:
@@ -149,10 +150,13 @@ def _print_memory(plans: Sequence[MemoryPlan], options: argparse.Namespace, num_
 
 
 def _read_gpus(text: str) -> tuple[int, str]:
-    number, _, name = (part.strip() for part in text.partition("x"))
-    if not re.fullmatch("[1-9][0-9]{0,5}", number) or not name:
+    """Return number and name of GPUs from ``8xH100``, ``8 * H100``, ``8 H100``, ``H100:8`` or ``2x8xH100``."""
+    pattern = r"((?:\d+\s*[x*×]\s*|\d+\s+(?=[a-z]))+)(\S.*)|(.+):\s*(\d+)"
+    found = re.fullmatch(pattern, text.strip(), re.IGNORECASE)
+    number = math.prod(map(int, re.findall(r"\d+", found[1] or found[4]))) if found else 0
+    if not found or not 0 < number < 1_000_000:
         raise ConfigError(Problem("--gpus", f"{text!r} is not a number of GPUs", "write it as 8xH100"))
-    return int(number), name
+    return number, found[2] or found[3].strip()
 
 
 def _choose_layouts(config: RecipeConfig, options: argparse.Namespace) -> tuple[int, int, list[Layout]]:
@@ -197,7 +201,7 @@ def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus
         failures = Failures(mean_seconds, options.save_seconds, options.restart_seconds)
     device, measured = choose_device(options.gpu), None
     if options.proof or options.calibrate:
-        measured = read_proof(options.proof) if options.proof else calibrate(options.calibrate, device)
+        measured = read_proof(options.proof, device) if options.proof else calibrate(options.calibrate, device)
     share, source = find_efficiency(config, measured)
     if options.mfu is not None:
         share, source = options.mfu, "--mfu"
@@ -300,8 +304,11 @@ _LOWEST: Final = {
 """Flag -> its lowest value; a power usage effectiveness of 1 is the ideal."""
 
 
-def _find_problems(config: RecipeConfig, options: argparse.Namespace, batch_processes: int | None) -> Iterator[Problem]:
+def _find_problems(config: RecipeConfig, options: argparse.Namespace, written: argparse.Namespace) -> Iterator[Problem]:
+    """Yield problems of the flags; ``written`` are those before ``--gpus`` sets processes and GPU."""
     recipe = config.recipe
+    if options.num_rows is not None and recipe in ("pretrain", *RL_RECIPES):
+        yield Problem("--num_rows", "is only for fine-tuning", "write `max_steps`")
     if recipe == "pretrain" and config.pretraining.max_tokens is None and config.read("max_steps") < 1:
         found = "the length of the run is in epochs, and planning reads no data"
         yield Problem("max_tokens", found, "write `max_tokens: ...` or `max_steps: ...`")
@@ -314,12 +321,7 @@ def _find_problems(config: RecipeConfig, options: argparse.Namespace, batch_proc
     if recipe != "pretrain" and options.schedule is not None:
         yield Problem("--schedule", "is only for pretraining", "remove it")
     yield from _find_mfu_problems(options)
-    if recipe in RL_RECIPES and options.gpus and batch_processes:
-        found = f"the batch of {recipe} is per process, and there is one for each of --gpus"
-        yield Problem("--num_processes", found, "remove it")
-    for flag in ("budget", "deadline", "write"):
-        if getattr(options, flag) is not None and options.gpus is None:
-            yield Problem(f"--{flag}", "is only for the search", "name the GPUs: --gpus 8xH100")
+    yield from _find_search_problems(recipe, written)
     for flag, least in _LOWEST.items():
         value = getattr(options, flag)
         if value is not None and not least <= value < math.inf:
@@ -327,16 +329,29 @@ def _find_problems(config: RecipeConfig, options: argparse.Namespace, batch_proc
     yield from _find_failure_problems(recipe, options)
 
 
+def _find_search_problems(recipe: str, written: argparse.Namespace) -> Iterator[Problem]:
+    if written.gpus is None:
+        for flag in (flag for flag in ("budget", "deadline", "write") if getattr(written, flag) is not None):
+            yield Problem(f"--{flag}", "is only for the search", "name the GPUs: --gpus 8xH100")
+        return
+    unused = ("gpu", "num_gpus", "hardware", "schedule", "save_seconds")
+    for flag in (flag for flag in unused if getattr(written, flag) is not None):
+        yield Problem(f"--{flag}", "has no effect on the search by --gpus", "remove one of them")
+    if recipe in RL_RECIPES and written.num_processes:
+        found = f"the batch of {recipe} is per process, and there is one for each of --gpus"
+        yield Problem("--num_processes", found, "remove it")
+
+
 def _find_mfu_problems(options: argparse.Namespace) -> Iterator[Problem]:
     if options.mfu is not None and not 0 < options.mfu <= 1:
-        yield Problem("--mfu", f"is {options.mfu}", "write a number above 0 and at most 1, usually 0.3 to 0.4")
+        yield Problem("--mfu", f"is {options.mfu}", "write a share such as 0.4 or 40%, usually 0.3 to 0.4")
     given = [f"--{name}" for name in ("mfu", "proof", "calibrate") if getattr(options, name) is not None]
     for flag in given[1:]:
         yield Problem(flag, f"{given[0]} sets the MFU too", "keep one of them")
     if options.mfu is not None and options.gpus:
         yield Problem("--mfu", "the search compares runs of different MFU", "write --proof or --calibrate")
-    if options.calibrate and options.gpu is None:
-        yield Problem("--calibrate", "needs a GPU", "name that of the runs: --gpu H100")
+    if given and options.gpu is None:
+        yield Problem(given[0], "needs a GPU", "name it: --gpu H100")
 
 
 def _find_failure_problems(recipe: str, options: argparse.Namespace) -> Iterator[Problem]:

@@ -338,8 +338,8 @@ def write_plan(folder: Path, recipe: Sequence[str], keys: Mapping[str, Any], lay
     """
     with explain_write_errors(folder, "name another folder after --write"):
         folder.mkdir(parents=True, exist_ok=True)
-    for name, content in (("accelerate.yaml", dict(start.document)), ("keys.yaml", dict(keys))):
-        replace_text(folder / name, yaml.safe_dump(content, sort_keys=False))
-    flags = compose_flags(start, layout, shlex.quote(str(folder / "accelerate.yaml")))
-    words = ["recipes launch", shlex.join(drop_flags(recipe, keys)), _join_keys(keys), flags]
-    replace_text(folder / "launch.sh", " ".join(filter(None, words)) + "\n")
+        for name, content in (("accelerate.yaml", dict(start.document)), ("keys.yaml", dict(keys))):
+            replace_text(folder / name, yaml.safe_dump(content, sort_keys=False))
+        flags = compose_flags(start, layout, shlex.quote(str(folder / "accelerate.yaml")))
+        words = ["recipes launch", shlex.join(drop_flags(recipe, keys)), _join_keys(keys), flags]
+        replace_text(folder / "launch.sh", " ".join(filter(None, words)) + "\n")

@@ -118,18 +118,21 @@ def print_rows(rows: Iterable[Row]) -> None:
     sys.stdout.write("".join([f"{line}\n" for line in format_rows(rows)]))
 
 
-def read_proof(folder: Path) -> Measured:
+def read_proof(folder: Path, device: Device) -> Measured:
     """Return the MFU that ``recipes prove`` has measured.
 
     Raises:
-        ConfigError: The folder has no measured MFU.
+        ConfigError: The folder has no measured MFU, or that of another GPU.
     """
-    rows = [row for row in read_rows(folder).values() if row.status == PASSED]
-    figures = [row.figures for row in rows if row.figures.get("compiled_mfu")]
-    if not figures:
+    rows = [row for row in read_rows(folder).values() if row.status == PASSED and row.figures.get("compiled_mfu")]
+    if not rows:
         raise ConfigError(Problem("--proof", f"{folder} has no throughput of a GPU", "run `recipes prove` there"))
+    name = rows[-1].machine.partition(",")[0]
+    if (used := find_device(name)) is None or _identify(used) != _identify(device):
+        found = f"{folder} was measured on {name!r}, and the plan is for {device.name!r}"
+        raise ConfigError(Problem("--proof", found, "run `recipes prove` on the planned GPU"))
     names = {Kind(compiles, uses_adapter=False): name for name, compiles in (("eager", False), ("compiled", True))}
-    return Measured({kind: float(figures[-1][f"{name}_mfu"]) for kind, name in names.items()}, "recipes prove")
+    return Measured({kind: float(rows[-1].figures[f"{name}_mfu"]) for kind, name in names.items()}, "recipes prove")
 
 
 def calibrate(folders: Sequence[Path], device: Device) -> Measured:

@@ -20,7 +20,7 @@ from recipes_lib.commands.reproduce import restore_keys
 from recipes_lib.config.loader import check_text, load_config
 from recipes_lib.config.schema import RecipeConfig, flatten_config
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems
-from recipes_lib.files import explain_write_errors, read_record, replace_record, replace_text
+from recipes_lib.files import explain_write_errors, parse_number, read_record, replace_record, replace_text
 from recipes_lib.models.loading import explained
 from recipes_lib.planning.compute import TOKENS_PER_PARAMETER, compute_model_size, find_planned_model
 from recipes_lib.planning.pretraining import count_run_tokens, plan_pretraining
@@ -85,8 +85,8 @@ def read_scaling_run(folder: Path, *, counts_embeddings: bool = True) -> Run:
     if not losses:
         found = "metrics.jsonl has no finite loss at the end of the run"
         raise DataError(Problem(str(folder), found, "train it again"))
-    num_tokens = float(run.train[-1].get("num_tokens") or 0)
-    if not num_tokens:
+    num_tokens = parse_number(run.train[-1].get("num_tokens")) or 0.0
+    if not 0 < num_tokens < math.inf:
         raise DataError(Problem(str(folder), "has no `num_tokens` in metrics.jsonl", "train it again"))
     number = size.total if counts_embeddings else size.non_embedding
     return Run(float(number), num_tokens, sum(losses) / len(losses))
@@ -278,8 +278,9 @@ def _predict_run(options: argparse.Namespace) -> Iterator[Row]:
         if options.output:
             # Of a predicted run the loss is NaN.
             del record["loss"]
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            replace_record(options.output, record | ({"measured": run.loss} if options.run else {}))
+            with explain_write_errors(options.output, "name another --output"):
+                options.output.parent.mkdir(parents=True, exist_ok=True)
+                replace_record(options.output, record | ({"measured": run.loss} if options.run else {}))
             yield "written to", str(options.output)
 
 

@@ -180,7 +180,7 @@ class EngineGuard:
 
         Args:
             generator: Engine that samples.
-            objective: Policy objective, which determines the importance weights.
+            objective: Policy objective, for whether importance weights are used.
             dtype: Compute dtype.
             say: Prints a line for the user.
         """
@@ -210,21 +210,12 @@ class EngineGuard:
         line = f"{name} and the policy differ by {gap:.1e} nats per token"
         is_large = gap > TOLERANCE[self._dtype]
         if is_large:
-            line += f", above the rounding tolerance of {TOLERANCE[self._dtype]:g}: {self._describe_correction()}"
+            is_corrected = self._objective.vllm_importance_sampling_correction
+            treatment = f"{'' if is_corrected else 'not '}corrected by importance weights"
+            line += f", above the rounding tolerance of {TOLERANCE[self._dtype]:g}: {treatment}"
         if not self._has_reported:
             end = "; its answers depend on more than the seed, so a resumed run gives other weights"
             self._say(line if self._generator.follows_seed else line + end)
         elif is_large and not self._has_warned and not is_stale:
             self._say(f"warning: step {step}: {line}")
         self._has_reported, self._has_warned = True, self._has_warned or (is_large and not is_stale)
-
-    def _describe_correction(self) -> str:
-        objective = self._objective
-        if not objective.vllm_importance_sampling_correction:
-            return "not corrected (`vllm_importance_sampling_correction: false`)"
-        level, _, treatment = objective.vllm_importance_sampling_mode.partition("_")
-        weighted = "answers are" if level == "sequence" else "tokens are"
-        if (highest := objective.vllm_importance_sampling_clip_max) is None:
-            return f"{weighted} weighted by the ratio"
-        beyond = "; those above are masked" if treatment == "mask" else ""
-        return f"{weighted} weighted by the ratio, up to {highest:g}{beyond}"
