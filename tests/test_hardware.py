@@ -110,9 +110,6 @@ def test_gpu_obstacle_is_the_reason_of_torch(
     def fail() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nPlease update it.")
 
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", fail)
     monkeypatch.setattr(torch.version, "cuda", build)
@@ -120,6 +117,6 @@ def test_gpu_obstacle_is_the_reason_of_torch(
     (tmp_path / "nvidiactl").touch()
     if has_device:
         (tmp_path / "nvidia0").touch()
-    found = hardware.find_gpu_obstacle()
+    found = hardware.find_gpu_obstacle({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     assert found.endswith(expected)
     assert bool(found) == bool(expected)

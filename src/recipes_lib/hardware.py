@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sysconfig
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -27,9 +27,13 @@ def supports_bf16() -> bool:
     return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 
-def find_gpu_obstacle() -> str:
-    """Return why torch cannot use this machine's NVIDIA GPU; empty if it can, or if there is none or it is hidden."""
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+def find_gpu_obstacle(environment: Mapping[str, str]) -> str:
+    """Return why torch cannot use this machine's NVIDIA GPU; empty if it can, or if there is none or it is hidden.
+
+    Args:
+        environment: Variables of the process, of which ``CUDA_VISIBLE_DEVICES`` may hide all GPUs.
+    """
+    is_hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if torch.cuda.is_available() or is_hidden or not any(_DEVICES.glob("nvidia[0-9]*")):
         return ""
     if torch.version.cuda is None:

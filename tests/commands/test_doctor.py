@@ -150,7 +150,7 @@ def test_attention_matches_training_choice(
 
 def test_gpu_that_torch_cannot_use_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(hardware, "find_gpu_obstacle", lambda: "the driver is too old")
+    monkeypatch.setattr(hardware, "find_gpu_obstacle", lambda _: "the driver is too old")
     finding = find(doctor._probe_torch(), "gpu")
     assert finding.verdict == "broken"
     assert "the driver is too old" in finding.detail

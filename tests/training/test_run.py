@@ -539,6 +539,6 @@ def test_each_process_reports_rank_and_host_at_start(tmp_path, capsys, monkeypat
 def test_run_on_cpu_beside_unusable_gpu_warns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], use_cpu: bool, warns: bool
 ) -> None:
-    monkeypatch.setattr(run_module, "find_gpu_obstacle", lambda: "the driver is too old")
+    monkeypatch.setattr(run_module, "find_gpu_obstacle", lambda _: "the driver is too old")
     start_run(make_config(tmp_path / "run", use_cpu=use_cpu), ONE)
     assert ("torch cannot use the GPU: the driver is too old" in capsys.readouterr().err) == warns

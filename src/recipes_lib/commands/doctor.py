@@ -148,6 +148,7 @@ def _probe_torch() -> Iterator[Finding]:
         yield _core_package("torch", "broken", _first_line(error))
         return
     from recipes_lib.hardware import INSTALL_CUDA, find_gpu_obstacle
+    from recipes_lib.training.layouts.launch_environment import read_environment
 
     yield Finding("torch", "ok", torch.__version__, is_core=True)
     threads = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads (OMP_NUM_THREADS sets them)"
@@ -156,7 +157,7 @@ def _probe_torch() -> Iterator[Finding]:
         for index in range(torch.cuda.device_count()):
             device = torch.cuda.get_device_properties(index)
             yield Finding(f"gpu {index}", "ok", f"{device.name}, {device.total_memory / 1e9:.0f} GB")
-    elif obstacle := find_gpu_obstacle():
+    elif obstacle := find_gpu_obstacle(read_environment()):
         yield Finding("gpu", "broken", f"torch cannot use it: {obstacle}", INSTALL_CUDA)
     else:
         yield Finding("gpu", "missing", "no CUDA device; recipes run on the CPU")

@@ -83,7 +83,7 @@ class RunLog:
         """
         is_evaluated = state.is_evaluated
         self._metrics.rewind(state.step, is_evaluated=is_evaluated)
-        self._samples.rewind(state.step if is_evaluated else state.step - 1)
+        self._samples.rewind(state.step, is_evaluated=is_evaluated)
         self.progress.start(num_steps, state.step)
         self._trackers.begin(num_steps, state.step)
 

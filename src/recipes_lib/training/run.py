@@ -63,6 +63,7 @@ from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import (
     Launch,
+    read_environment,
     verify_accelerator,
     verify_expected,
     verify_rendezvous,
@@ -349,7 +350,7 @@ def _verify_devices(config: RecipeConfig, launch: Launch) -> None:
     on_cpus = config.training.get("use_cpu") or launch.layout.uses_cpu
     num_gpus = 0 if on_cpus else torch.cuda.device_count()
     verify_accelerator(launch, is_available=torch.accelerator.is_available(), num_gpus=num_gpus)
-    if not on_cpus and launch.rank == 0 and (obstacle := find_gpu_obstacle()):
+    if not on_cpus and launch.rank == 0 and (obstacle := find_gpu_obstacle(read_environment())):
         sys.stderr.write(f"warning: training on the CPU, for torch cannot use the GPU: {obstacle}; {INSTALL_CUDA}\n")
 
 
