@@ -1,4 +1,4 @@
-"""Shared fixtures: an offline, single-threaded process and a tiny tokenizer and model, built once a session."""
+"""Shared fixtures: an offline, single-threaded process; a tiny tokenizer and model, built once per session."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from transformers import PreTrainedTokenizerFast
 torch.set_num_threads(1)
 spare_flushes()
 
-# How long an example takes says what else the machine does.
+# The duration of an example depends on the load of the machine.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is imported by now out of collections: upstream's trainer makes a full one at the end of every run."""
+    """Exclude imported modules from garbage collection: transformers' trainer runs a full one at the end of a run."""
     gc.collect()
     gc.freeze()
 
@@ -63,14 +63,14 @@ def tiny_model_dir(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: py
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch):
-    """A Hub on loopback for this process and those that it starts, with a token that may write."""
+    """A fake Hub on loopback for this process and its children, with a write token."""
     import huggingface_hub
     from huggingface_hub import constants
     from huggingface_hub.utils._http import default_client_factory
     from tests.publish.hub_server import open_hub
 
     with open_hub() as hub:
-        # Large files by the calls of LFS: the service behind Xet speaks a protocol of its own.
+        # Large files use LFS: Xet has a protocol of its own, which the fake Hub does not implement.
         settings = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
         for name, value in {**settings, "HF_TOKEN": "hf_" + "x" * 34}.items():
             monkeypatch.setenv(name, value)
@@ -86,12 +86,12 @@ def hub(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Seconds that would have been waited for between requests: ``upstream``'s own and ``ours``."""
+    """Record sleeps between requests instead of sleeping: those of huggingface_hub (``upstream``) and ``ours``."""
     from huggingface_hub.utils import _http
 
     from recipes_lib.publish import access
 
-    waited = SimpleNamespace(upstream=[], ours=[])
-    for module, notes in ((_http, waited.upstream), (access, waited.ours)):
-        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=notes.append, monotonic=time.monotonic))
-    return waited
+    slept = SimpleNamespace(upstream=[], ours=[])
+    for module, seconds in ((_http, slept.upstream), (access, slept.ours)):
+        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=seconds.append, monotonic=time.monotonic))
+    return slept

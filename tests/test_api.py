@@ -1,4 +1,4 @@
-"""The library from Python does what the recipes do, and tells what is wrong by exceptions."""
+"""Python API, compared with the recipes: results, errors, and the state of the calling process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def keys(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def test_train_returns_the_run_with_its_metrics_and_its_model(keys: dict[str, Any], tmp_path: Path) -> None:
+def test_train_returns_finished_run(keys: dict[str, Any], tmp_path: Path) -> None:
     assert check("sft", keys) == []
     run = train("sft", keys, learning_rate=1e-3)
     losses = [event["loss"] for event in run.metrics if event["kind"] == "train"]
@@ -44,7 +44,7 @@ def test_train_returns_the_run_with_its_metrics_and_its_model(keys: dict[str, An
     assert load_run(str(tmp_path / "run")).metrics == run.metrics
 
 
-def test_a_file_and_overrides_are_as_on_the_command_line(keys: dict[str, Any], tmp_path: Path) -> None:
+def test_config_file_and_overrides_match_command_line(keys: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "sft.yaml"
     path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items()))
     assert check("lora", path, lora_target_modules=["q_proj"], max_steps=3) == []
@@ -56,7 +56,7 @@ def test_a_file_and_overrides_are_as_on_the_command_line(keys: dict[str, Any], t
         train("sfd", path)
 
 
-def test_values_of_python_are_those_that_they_mean(keys: dict[str, Any], tmp_path: Path) -> None:
+def test_python_and_numpy_values_are_converted(keys: dict[str, Any], tmp_path: Path) -> None:
     values = {**keys, "output_dir": tmp_path / "run", "learning_rate": np.float32(2e-5), "max_steps": np.int64(3)}
     assert check("sft", values) == []
     loaded = _load("sft", values, {"bf16": None, "packing": False})
@@ -66,7 +66,7 @@ def test_values_of_python_are_those_that_they_mean(keys: dict[str, Any], tmp_pat
     assert (loaded.training["bf16"], loaded.tokens.packing) == (None, False)
 
 
-def test_importing_the_library_loads_nothing_heavy() -> None:
+def test_import_of_package_does_not_import_torch() -> None:
     script = "import sys, recipes_lib; recipes_lib.train; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -1,7 +1,7 @@
-"""Runs a recipe that waits where a test wants it: ``python paused.py FOLDER PHASE CALL [RANK] RECIPE ARGUMENTS...``.
+"""Runs a recipe that waits in a given phase: ``python paused.py FOLDER PHASE CALL RANK RECIPE ARGUMENTS...``.
 
-At the given call of what the phase consists of, that rank touches ``FOLDER/reached`` and goes on when ``FOLDER/go`` is
-there. A test that has sent a signal in between knows what it has hit, and nobody had to guess a time.
+Before the given call of the function of the phase, this rank touches ``FOLDER/reached`` and waits for ``FOLDER/go``, so
+that a test can send a signal in this phase without a race.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 WHERE = {
-    # Not ``compute_loss``, by which the checks at the start compute a few losses of their own.
+    # Not ``compute_loss``, which the initial checks call too.
     "step": ("recipes_lib.training.trainers.recipe_trainer:RecipeTrainer", "training_step"),
     "pairs": ("recipes_lib.training.trainers.recipe_trainer:RecipeTrainer", "training_step"),
     "evaluation": ("recipes_lib.training.evaluation.held_out:EvaluateLoss", "_score"),
@@ -37,7 +37,7 @@ WHERE = {
 
 
 def act_at(phase: str, call: int, act: Callable[[], object]) -> None:
-    """Do something before one call of a function, counted from 1."""
+    """Call ``act`` before one call of the function of a phase, counted from 1."""
     module, _, kind = WHERE[phase][0].partition(":")
     owner, name = importlib.import_module(module), WHERE[phase][1]
     owner = getattr(owner, kind) if kind else owner
@@ -55,7 +55,7 @@ def act_at(phase: str, call: int, act: Callable[[], object]) -> None:
 
 
 def pause_at(folder: Path, phase: str, call: int) -> None:
-    """Let one call of a function wait."""
+    """Wait before one call of the function of a phase."""
 
     def wait() -> None:
         (folder / "reached").touch()
@@ -66,7 +66,7 @@ def pause_at(folder: Path, phase: str, call: int) -> None:
 
 
 def main() -> None:
-    """Parse the arguments as the recipe's own first lines do, wait as asked, and be the recipe."""
+    """Install the pause on its rank, and run the recipe."""
     folder, phase, call, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
     sys.argv = sys.argv[5:]
     if os.environ.get("RANK", "0") == rank:

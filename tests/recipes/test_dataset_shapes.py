@@ -1,4 +1,4 @@
-"""The layouts of public datasets, by their columns and keys with texts of our own: each loads, and trains."""
+"""Layouts of public datasets (columns and keys, own texts): each loads and trains on the expected answers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def say(content: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **more}
 
 
-# a row, the answers that are trained on, the keys that it takes
-SHAPES: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
+# Name -> (row, trained answers, further keys).
+LAYOUTS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
     "question and answer": ({"question": ASKED, "answer": GOOD}, [GOOD + TURN], {}),
     "Dolly": (
         {"instruction": "Add.", "context": "{n} and {n}", "response": GOOD, "category": "closed_qa"},
@@ -49,12 +49,12 @@ SHAPES: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
         [GOOD + TURN],
         {"dataset_columns": {"question": "query", "answer": "reply"}},
     ),
-    "a label that judges nothing": (
+    "ignored label": (
         {"prompt": ASKED, "completion": GOOD, "label": False},
         [GOOD + TEXT],
         {"dataset_columns": {"label": None}},
     ),
-    "tool calls without words": (
+    "tool calls without content": (
         {
             "messages": [
                 USER,
@@ -68,12 +68,12 @@ SHAPES: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
         TOOLS_TEMPLATE,
     ),
     "hh-rlhf": ({"chosen": f"{DIALOGUE} {GOOD}", "rejected": f"{DIALOGUE} {BAD}"}, [f" {GOOD}{TEXT}"], {}),
-    "texts that begin alike": (
+    "texts with common prefix": (
         {"chosen": f"{ASKED}\nYes: {GOOD}", "rejected": f"{ASKED}\nNo: {BAD}"},
         [f"Yes: {GOOD}{TEXT}"],
         {},
     ),
-    "chats that begin alike": ({"chosen": [USER, say(GOOD)], "rejected": [USER, say(BAD)]}, [GOOD + TURN], {}),
+    "chats with common prefix": ({"chosen": [USER, say(GOOD)], "rejected": [USER, say(BAD)]}, [GOOD + TURN], {}),
     "orca": ({"system": "Be kind.", "question": ASKED, "chosen": GOOD, "rejected": BAD}, [GOOD + TURN], {}),
     "LLaMA-Factory, objects": (
         {
@@ -102,7 +102,7 @@ SHAPES: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
 }
 RUNS = [
     (recipe, shape)
-    for shape, (row, _, keys) in SHAPES.items()
+    for shape, (row, _, keys) in LAYOUTS.items()
     for recipe in ("sft", "dpo")
     if recipe == "sft" or "rejected" in {*row, *keys.get("dataset_columns", ())}
 ]
@@ -122,9 +122,11 @@ def recipes():
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(("name", "shape"), RUNS, ids=[f"{shape} in {recipe}" for recipe, shape in RUNS])
-def test_a_common_shape_trains_on_its_answers(tmp_path, tiny_model_dir, tiny_tokenizer, recipes, name, shape) -> None:
-    row, answers, keys = SHAPES[shape]
+@pytest.mark.parametrize(("recipe", "layout"), RUNS, ids=[f"{shape} in {recipe}" for recipe, shape in RUNS])
+def test_public_dataset_layout_trains_on_its_answers(
+    tmp_path, tiny_model_dir, tiny_tokenizer, recipes, name, shape
+) -> None:
+    row, answers, keys = LAYOUTS[shape]
     data = write_rows(tmp_path / "rows.jsonl", [fill(row, number) for number in range(4)])
     config = write_config(tmp_path, tiny_model_dir, data, max_length=512, per_device_train_batch_size=2, **keys)
     assert run_here(recipes[name], config, recipe=name) == 0

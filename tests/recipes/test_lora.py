@@ -1,4 +1,4 @@
-"""The recipe as a user runs it: an adapter that a stranger loads with plain PEFT, and that merges into a model."""
+"""The LoRA recipe end to end: adapters in plain PEFT, merging, resume, two ranks, 4-bit base."""
 
 import json
 
@@ -39,14 +39,12 @@ def run_lora(tmp_path, tiny_model_dir, chats, *, output="a run", num_processes=N
     return done.stderr
 
 
-def test_an_adapter_learns_chats_and_a_stranger_gets_the_answers_from_it_and_from_the_merged_model(
-    tmp_path, tiny_model_dir, chats
-):
+def test_adapter_and_merged_model_answer_in_plain_peft(tmp_path, tiny_model_dir, chats):
     keys = {"max_steps": 60, "lora_r": 32, "lora_modules_to_save": "[norm]", "loraplus_lr_ratio": 4}
-    told = run_lora(tmp_path, tiny_model_dir, chats, **keys)
+    printed = run_lora(tmp_path, tiny_model_dir, chats, **keys)
     output = tmp_path / "a run"
     for line in ("changes no logit", "33 trained tensors have a gradient", "frozen tensors are unchanged"):
-        assert line in told
+        assert line in printed
     answers = ask(tiny_model_dir, output, QUESTIONS[:4])
     assert [(answer["text"], answer["stopped"]) for answer in answers] == [(answer, True) for answer in ANSWERS[:4]]
     names = {path.name for path in output.iterdir()}
@@ -61,7 +59,7 @@ def test_an_adapter_learns_chats_and_a_stranger_gets_the_answers_from_it_and_fro
     assert ask(tmp_path / "m m", tmp_path / "m m", QUESTIONS[:4]) == answers
 
 
-def test_a_run_that_was_killed_resumes_to_the_very_same_adapter(inputs, tmp_path):
+def test_resumed_run_reproduces_adapter(inputs, tmp_path):
     keys = {"max_steps": 6, "lora_dropout": 0.1}
     for name in ("straight", "killed"):
         given = recipe_runs.make_keys(inputs, "lora", **keys, output_dir=tmp_path / name)
@@ -75,7 +73,7 @@ def test_a_run_that_was_killed_resumes_to_the_very_same_adapter(inputs, tmp_path
 
 
 @pytest.mark.multiprocess
-def test_two_processes_leave_the_adapter_that_one_leaves(tmp_path, tiny_model_dir, chats):
+def test_two_processes_train_adapter_of_one_process(tmp_path, tiny_model_dir, chats):
     keys = {"packing": "false", "num_sample_prompts": 2, "optim": "sgd", "learning_rate": 1}
     run_lora(tmp_path, tiny_model_dir, chats, output="one", **keys)
     run_lora(tmp_path, tiny_model_dir, chats, output="two", num_processes=2, per_device_train_batch_size=2, **keys)
@@ -84,7 +82,7 @@ def test_two_processes_leave_the_adapter_that_one_leaves(tmp_path, tiny_model_di
     assert json.loads((tmp_path / "two" / "run.json").read_text())["num_processes"] == 2
 
 
-def test_a_second_run_goes_on_with_the_adapter_of_the_first(inputs, tmp_path, capsys):
+def test_second_run_continues_adapter_of_first(inputs, tmp_path, capsys):
     first, second = tmp_path / "first", tmp_path / "second"
     keys = recipe_runs.make_keys(inputs, "lora", max_steps=4, output_dir=first)
     assert sharding.run_recipe("lora", keys) == 0
@@ -95,8 +93,8 @@ def test_a_second_run_goes_on_with_the_adapter_of_the_first(inputs, tmp_path, ca
     assert read_events(second)[0]["loss"] < read_events(first)[0]["loss"]
 
 
-def test_an_adapter_learns_on_few_bits(tmp_path, tiny_model_dir, chats):
-    told = run_lora(tmp_path, tiny_model_dir, chats, load_in_4bit="true", optim="paged_adamw_8bit", max_steps=6)
-    assert "28 trained tensors have a gradient" in told
+def test_adapter_learns_on_4_bit_base(tmp_path, tiny_model_dir, chats):
+    output = run_lora(tmp_path, tiny_model_dir, chats, load_in_4bit="true", optim="paged_adamw_8bit", max_steps=6)
+    assert "28 trained tensors have a gradient" in output
     events = read_events(tmp_path / "a run")
     assert events[-1]["loss"] < events[0]["loss"]

@@ -1,4 +1,4 @@
-"""The PPO recipe from end to end, as a user runs it: stopped and gone on with, in both layouts, with a reward model."""
+"""The PPO recipe end to end: model, adapter, reward model, failing reward function."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def finished(tiny_model_dir, folder):
     return folder / "out put"
 
 
-def test_it_leaves_a_model_its_record_and_a_report(finished):
+def test_run_writes_model_record_and_report(finished):
     record = json.loads((finished / "run.json").read_text())
     assert record["status"] == "done"
     assert record["stage"] == "ppo"
@@ -74,7 +74,7 @@ def test_it_leaves_a_model_its_record_and_a_report(finished):
     assert not (finished / "training_args.bin").exists()
 
 
-def test_an_adapter_is_left_without_the_critics(finished, tiny_model_dir, folder):
+def test_adapter_is_saved_without_critic(finished, tiny_model_dir, folder):
     out = folder / "adapter"
     done = run(tiny_model_dir, folder, output_dir=out, use_peft=True, max_steps=4)
     assert done.returncode == 0, done.stderr
@@ -84,7 +84,7 @@ def test_an_adapter_is_left_without_the_critics(finished, tiny_model_dir, folder
     assert any(parameter.any() for name, parameter in adapted.named_parameters() if "lora_B" in name)
 
 
-def test_a_reward_model_scores_and_begins_the_critic(tiny_model_dir, folder):
+def test_reward_model_scores_and_initialises_critic(tiny_model_dir, folder):
     reward_model = folder / "reward model"
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(tiny_model_dir, num_labels=1)
@@ -99,7 +99,7 @@ def test_a_reward_model_scores_and_begins_the_critic(tiny_model_dir, folder):
     assert event["value/mean"] != 0
 
 
-def test_a_reward_that_fails_is_the_users_to_mend(tiny_model_dir, folder):
+def test_failing_reward_function_is_user_error(tiny_model_dir, folder):
     (folder / "broken.py").write_text("def score(**_):\n    raise KeyError('solution')\n")
     done = run(tiny_model_dir, folder, output_dir=folder / "broken", reward_funcs="[broken:score]")
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""A run that is asked to stop saves, ends with 75, and goes on by the same command to the very weights and figures."""
+"""Preempted runs: exit code 75, saved checkpoint, exact resume; failures of ranks and launchers."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ NUM_STEPS = 6
 
 @pytest.fixture(scope="module")
 def keys(inputs):
-    """A run of six steps on a few chats; three rounds of evaluation before the first and after every third step."""
+    """Keys of a run of six steps; six evaluation batches before the first step and after every third one."""
     sizes = {"gradient_accumulation_steps": 1, "per_device_eval_batch_size": 1, "sample_max_new_tokens": 16}
     steps = {"max_steps": NUM_STEPS, "save_steps": 100, "eval_steps": 3}
     return recipe_runs.make_keys(inputs, "sft", packing="false", **sizes, **steps)
 
 
 def start(keys, output_dir, *, pause=None, **more):
-    """Start the recipe in a forked process; ``pause`` is (phase, call, rank)."""
+    """Start the recipe in a forked process; ``pause`` is (phase, call, rank) of ``paused.py``."""
     return Launch(*write_command(keys, output_dir, pause, more))
 
 
 def launch(keys, output_dir, *, pause=None, env=None, **more):
-    """Start the recipe by torch's launcher on two processes."""
+    """Start the recipe by torchrun on two ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += map(str, write_command(keys, output_dir, pause, more))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -49,14 +49,14 @@ def write_command(keys, output_dir, pause, more):
 
 
 def wait_for(process, file):
-    """Wait until a run has made a file."""
+    """Wait until a run has created a file."""
     while not file.exists():
         assert process.poll() is None, finish(process)[1][-3000:]
         time.sleep(0.05)
 
 
 def find_rank(launcher_pid, rank):
-    """Return the process of a rank under a launcher."""
+    """Return the process id of a rank under a launcher."""
     children = Path(f"/proc/{launcher_pid}/task/{launcher_pid}/children").read_text().split()
     return next(
         int(pid) for pid in children if f"\0RANK={rank}\0" in "\0" + Path(f"/proc/{pid}/environ").read_text() + "\0"
@@ -64,16 +64,16 @@ def find_rank(launcher_pid, rank):
 
 
 def finish(process):
-    """Return the exit code, and what was told."""
+    """Return the exit code and the output."""
     if isinstance(process, Launch):
         done = process.finish()
         return done.returncode, done.stdout + done.stderr
-    told, _ = process.communicate(timeout=400)
-    return process.returncode, told
+    output, _ = process.communicate(timeout=400)
+    return process.returncode, output
 
 
 def read_figures(output_dir):
-    """Loss and norm of every training event, loss and samples of every evaluation, in the order they were written."""
+    """Return the metrics of every training step and evaluation, in order."""
     names = ("loss", "grad_norm", "learning_rate", "num_target_tokens", "eval_loss", "eval_stop_rate")
     return [
         (event["kind"], event["step"], *(event.get(name) for name in names))
@@ -95,15 +95,15 @@ def assert_same_run(one, other):
 
 @pytest.fixture(scope="module")
 def straight(keys, tmp_path_factory):
-    """The run that nobody stopped."""
+    """The run without preemption."""
     run = tmp_path_factory.mktemp("straight") / "run"
-    code, told = finish(start(keys, run))
-    assert code == 0, told[-3000:]
+    code, output = finish(start(keys, run))
+    assert code == 0, output[-3000:]
     return run
 
 
 def stop_at(keys, run, pause):
-    """Start a run, signal it where it waits, and return the exit code and what it told."""
+    """Start a run, send SIGTERM at a pause, and return its exit code and output."""
     process = start(keys, run, pause=pause)
     wait_for(process, run.parent / "reached")
     process.send_signal(signal.SIGTERM)
@@ -111,13 +111,13 @@ def stop_at(keys, run, pause):
     return finish(process)
 
 
-def test_a_run_asked_to_stop_saves_and_goes_on_as_if_nothing_had_been(keys, straight, tmp_path):
-    """In every phase of every recipe: ``tests/faults/kills.py``."""
+def test_preempted_run_resumes_to_identical_weights(keys, straight, tmp_path):
+    """One phase of SFT; ``tests/faults/kills.py`` covers every phase of every recipe."""
     run = tmp_path / "run"
-    code, told = stop_at(keys, run, ("evaluation", 9, 0))
-    assert code == 75, told[-3000:]
-    assert "Traceback" not in told
-    line = told.splitlines()[-1]
+    code, output = stop_at(keys, run, ("evaluation", 9, 0))
+    assert code == 75, output[-3000:]
+    assert "Traceback" not in output
+    line = output.splitlines()[-1]
     assert "SIGTERM" in line
     assert "checkpoint-3 is complete" in line
     assert "same command" in line
@@ -127,17 +127,17 @@ def test_a_run_asked_to_stop_saves_and_goes_on_as_if_nothing_had_been(keys, stra
     assert_same_run(straight, run)
 
 
-def test_before_there_is_anything_to_save_a_run_leaves_at_once_and_the_prepared_data_stay_whole(keys, tmp_path):
+def test_preemption_during_preparation_leaves_no_partial_set(keys, tmp_path):
     run = tmp_path / "run"
-    code, told = stop_at(keys | {"prepared_dir": tmp_path / "prepared"}, run, ("preparation", 1, 0))
-    assert code == 75, told[-3000:]
-    assert told.splitlines()[-1].startswith("SIGTERM: stopped with nothing to save; run the same command")
+    code, output = stop_at(keys | {"prepared_dir": tmp_path / "prepared"}, run, ("preparation", 1, 0))
+    assert code == 75, output[-3000:]
+    assert output.splitlines()[-1].startswith("SIGTERM: stopped with nothing to save; run the same command")
     assert json.loads((run / "run.json").read_text())["status"] == "preempted"
     assert [path for path in (tmp_path / "prepared").iterdir() if not path.name.endswith(".lock")] == []
 
 
 @pytest.mark.slow
-def test_the_workers_that_read_data_outlive_a_signal_to_the_whole_group(keys, straight, tmp_path):
+def test_data_loader_workers_survive_signal_to_process_group(keys, straight, tmp_path):
     run = tmp_path / "run"
     more = {"dataloader_num_workers": 1}
     process = start(keys, run, pause=("step", 3, 0), **more)
@@ -147,10 +147,10 @@ def test_the_workers_that_read_data_outlive_a_signal_to_the_whole_group(keys, st
     for pid in (process.pid, *map(int, workers)):
         os.kill(pid, signal.SIGTERM)
     (tmp_path / "go").touch()
-    code, told = finish(process)
-    assert code == 75, told[-3000:]
-    assert "checkpoint-3 is complete" in told
-    # Their parent has ended: until init takes note of it, those that ended are zombies.
+    code, output = finish(process)
+    assert code == 75, output[-3000:]
+    assert "checkpoint-3 is complete" in output
+    # Their parent has ended: until init reaps them, ended workers are zombies.
     states = [Path(f"/proc/{pid}/status") for pid in workers]
     assert [path for path in states if path.exists() and "State:\tZ" not in path.read_text()] == []
     assert finish(start(keys, run, **more))[0] == 0
@@ -158,29 +158,29 @@ def test_the_workers_that_read_data_outlive_a_signal_to_the_whole_group(keys, st
 
 
 @pytest.mark.slow
-def test_a_launcher_that_dies_stops_its_run(keys, tmp_path):
+def test_death_of_launcher_preempts_run(keys, tmp_path):
     run = tmp_path / "run"
-    # So many steps that it is looked for in time.
+    # Enough steps for the poll that detects it.
     process = launch(keys | {"max_steps": 2000, "eval_steps": 5000}, run, pause=("step", 3, 0))
     wait_for(process, tmp_path / "reached")
-    process.send_signal(signal.SIGUSR1)  # By default the end of torchrun, and of nothing else.
+    process.send_signal(signal.SIGUSR1)  # Ends torchrun only, which does not handle it.
     assert process.wait(timeout=60) == -signal.SIGUSR1
     (tmp_path / "go").touch()
-    told = process.communicate(timeout=400)[0]  # Its processes still hold the pipe.
-    assert "the launcher is gone" in told
+    output = process.communicate(timeout=400)[0]  # Its ranks keep the pipe open.
+    assert "the launcher is gone" in output
     assert json.loads((run / "run.json").read_text())["status"] == "preempted"
 
 
 @pytest.mark.multiprocess
-def test_a_killed_rank_ends_the_run_and_no_traceback_of_another_hides_it(keys, tmp_path):
+def test_killed_rank_ends_run_and_is_named_by_others(keys, tmp_path):
     run = tmp_path / "run"
     process = launch(keys, run, pause=("step", 2, 1))
     wait_for(process, tmp_path / "reached")
     os.kill(find_rank(process.pid, 1), signal.SIGKILL)
-    code, told = finish(process)
+    code, output = finish(process)
     assert code == 1
-    assert "recipe_trainer.py" not in told
-    assert "rank 0 exits: process 1 of this machine ended: no error was recorded, so it was killed" in told
+    assert "recipe_trainer.py" not in output
+    assert "rank 0 exits: process 1 of this machine ended: no error was recorded, so it was killed" in output
     record = json.loads((run / "run.json").read_text())
     assert record["status"] == "failed"
     assert "process 1" in record["error"]
@@ -189,16 +189,16 @@ def test_a_killed_rank_ends_the_run_and_no_traceback_of_another_hides_it(keys, t
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_exception_on_one_rank_is_told_first_and_by_all(keys, tmp_path, rank):
+def test_exception_on_one_rank_is_reported_first(keys, tmp_path, rank):
     (tmp_path / "scores.py").write_text(METRIC.format(rank=rank))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     run = tmp_path / "run"
-    code, told = finish(launch(keys | {"metrics": "[scores:Failing]"}, run, env=environment))
+    code, output = finish(launch(keys | {"metrics": "[scores:Failing]"}, run, env=environment))
     assert code == 1
     reason = "Failing failed on 1 samples: ValueError: not on this rank"
-    assert told.index(reason) < told.index(f"rank {1 - rank} exits: process {rank} of this machine ended: Config")
-    assert told.index("Root Cause") < told.rindex(reason)
-    assert "recipe_trainer.py" not in told
+    assert output.index(reason) < output.index(f"rank {1 - rank} exits: process {rank} of this machine ended: Config")
+    assert output.index("Root Cause") < output.rindex(reason)
+    assert "recipe_trainer.py" not in output
     assert json.loads((run / "run.json").read_text())["status"] == ("refused" if rank == 0 else "failed")
 
 
