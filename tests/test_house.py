@@ -155,7 +155,7 @@ def bare_copy(tmp_path: Path) -> Path:
     return folder
 
 
-def make_install(folder: Path, programs: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+def make_install(folder: Path, programs: Mapping[str, str], **variables: str) -> subprocess.CompletedProcess[str]:
     """Run ``make install`` with a ``PATH`` that has basic tools and ``programs`` (name -> shell script) only."""
     tools = folder / "tools"
     tools.mkdir(exist_ok=True)
@@ -167,7 +167,12 @@ def make_install(folder: Path, programs: Mapping[str, str]) -> subprocess.Comple
         tools.joinpath(name).chmod(0o755)
     command = [str(shutil.which("make")), "install"]
     return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, check=False, env={**os.environ, "PATH": str(tools)}
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PATH": str(tools), **variables},
     )
 
 
@@ -175,7 +180,7 @@ FAKE_PYTHON = r"""
 case "$1 $2" in
     "-c "*) exit 0 ;;
     "-m venv")
-        rm -rf .venv; mkdir -p .venv/bin; cat "$0" > .venv/bin/python; chmod +x .venv/bin/python; echo venv >> log ;;
+        rm -rf "$4"; mkdir -p "$4/bin"; cat "$0" > "$4/bin/python"; chmod +x "$4/bin/python"; echo venv >> log ;;
     "-m pip") case "$3" in install) echo install >> log; [ ! -e broken ] ;; esac ;;
 esac
 """
@@ -192,6 +197,17 @@ def test_make_install_takes_first_python_that_is_new_enough(bare_copy: Path) -> 
     done = make_install(bare_copy, {"python3.11": "exit 127", "python3.12": FAKE_PYTHON, "python3": "exit 1"})
     assert done.returncode == 0, done.stderr
     assert "with python3.12" in done.stdout
+
+
+def test_make_install_reads_python_and_venv_from_environment(bare_copy: Path) -> None:
+    programs = {"python3.11": FAKE_PYTHON, "mine": FAKE_PYTHON}
+    done = make_install(bare_copy, programs, PYTHON="mine", VENV="elsewhere")
+    assert done.returncode == 0, done.stderr
+    assert "Creating elsewhere with mine" in done.stdout
+    assert (bare_copy / "elsewhere" / ".installed").exists()
+    assert not (bare_copy / ".venv").exists()
+    done = make_install(bare_copy, programs, PYTHON="python3.99")
+    assert "tried: python3.99" in done.stderr
 
 
 def test_make_install_is_up_to_date_until_lock_file_changes(bare_copy: Path) -> None:

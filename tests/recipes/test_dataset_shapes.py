@@ -101,8 +101,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
     ),
 }
 RUNS = [
-    (recipe, shape)
-    for shape, (row, _, keys) in LAYOUTS.items()
+    (recipe, layout)
+    for layout, (row, _, keys) in LAYOUTS.items()
     for recipe in ("sft", "dpo")
     if recipe == "sft" or "rejected" in {*row, *keys.get("dataset_columns", ())}
 ]
@@ -122,24 +122,24 @@ def recipes():
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(("recipe", "layout"), RUNS, ids=[f"{shape} in {recipe}" for recipe, shape in RUNS])
+@pytest.mark.parametrize(("recipe", "layout"), RUNS, ids=[f"{layout} in {recipe}" for recipe, layout in RUNS])
 def test_public_dataset_layout_trains_on_its_answers(
-    tmp_path, tiny_model_dir, tiny_tokenizer, recipes, name, shape
+    tmp_path, tiny_model_dir, tiny_tokenizer, recipes, recipe, layout
 ) -> None:
-    row, answers, keys = LAYOUTS[shape]
+    row, answers, keys = LAYOUTS[layout]
     data = write_rows(tmp_path / "rows.jsonl", [fill(row, number) for number in range(4)])
     config = write_config(tmp_path, tiny_model_dir, data, max_length=512, per_device_train_batch_size=2, **keys)
-    assert run_here(recipes[name], config, recipe=name) == 0
+    assert run_here(recipes[recipe], config, recipe=recipe) == 0
     assert read_events(tmp_path / "a run")[-1]["step"] == 2
 
-    loaded = load_config(name, ["--config", str(config)])
+    loaded = load_config(recipe, ["--config", str(config)])
     expected = [fill(answer, number) for number in range(4) for answer in answers]
-    if name == "dpo":
+    if recipe == "dpo":
         pairs = prepare_pairs(loaded, lambda _: pytest.fail("tokenised again")).train
         trained = [tiny_tokenizer.decode(pair["chosen_ids"]) for pair in pairs]
         rejected = [tiny_tokenizer.decode(pair["rejected_ids"]) for pair in pairs]
         end = TURN if answers[0].endswith(TURN) else TEXT
-        assert all(said.endswith(fill(BAD, number) + end) for number, said in enumerate(rejected))
+        assert all(text.endswith(fill(BAD, number) + end) for number, text in enumerate(rejected))
     else:
         trained = []
         for pack in prepare(loaded, lambda _: pytest.fail("tokenised again")).train:
