@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import gc
+import itertools
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,21 @@ spare_flushes()
 # The duration of an example depends on the load of the machine.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put modules with multi-process tests at the beginning of each half of the tests.
+
+    ``-n 2 --dist worksteal`` gives each worker one half, and an idle worker takes tests from the end of the other's. So
+    only short tests are left at the end, and module fixtures of several launches are set up by one worker.
+    """
+    modules = [list(group) for _, group in itertools.groupby(items, lambda item: item.path)]
+    is_heavy = [any(item.get_closest_marker("multiprocess") for item in module) for module in modules]
+    heavy = list(itertools.compress(modules, is_heavy))
+    light = [item for module, skip in zip(modules, is_heavy, strict=True) if not skip for item in module]
+    first, second = (list(itertools.chain(*heavy[start::2])) for start in (0, 1))
+    num_light = max(0, len(items) // 2 - len(first))
+    items[:] = [*first, *light[:num_light], *second, *light[num_light:]]
 
 
 def pytest_collection_finish() -> None:

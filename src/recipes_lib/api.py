@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import runpy
 import sys
 from collections.abc import Mapping
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,11 +24,12 @@ if TYPE_CHECKING:
     from recipes_lib.config.schema import RecipeConfig
     from recipes_lib.report.run_files import RunFiles
 
+Config = str | os.PathLike[str] | Mapping[str, Any] | None
 _MAIN: Final = {"rloo": "grpo", "lora": "sft"}
 """Recipe -> the recipe whose script defines its main function."""
 
 
-def train(recipe: str, config: str | Path | Mapping[str, Any] | None = None, **overrides: Any) -> RunFiles:
+def train(recipe: str, config: Config = None, **overrides: Any) -> RunFiles:
     """Train a recipe in this process, and return the finished run.
 
     Equivalent to ``python recipes/RECIPE.py --config F --key value``: an existing ``output_dir`` is resumed, and a
@@ -54,7 +57,7 @@ def train(recipe: str, config: str | Path | Mapping[str, Any] | None = None, **o
     return load_run(Path(loaded.training["output_dir"]))
 
 
-def check(recipe: str, config: str | Path | Mapping[str, Any] | None = None, **overrides: Any) -> list[Problem]:
+def check(recipe: str, config: Config = None, **overrides: Any) -> list[Problem]:
     """Return every problem that ``recipes check`` finds for a run on one process; an empty list if it can train.
 
     Args:
@@ -88,18 +91,41 @@ def load_run(folder: str | Path) -> RunFiles:
     return read_run(Path(folder))
 
 
-def _load(recipe: str, config: str | Path | Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> RecipeConfig:
+def _load(recipe: str, config: Config, overrides: Mapping[str, Any]) -> RecipeConfig:
     if recipe not in RECIPE_NAMES:
         raise ConfigError(
             Problem("recipe", f"there is no recipe {recipe!r}", f"write one of {', '.join(RECIPE_NAMES)}")
         )
-    keys = {**(config if isinstance(config, Mapping) else {}), **overrides}
-    argv = ["--config", str(config)] if isinstance(config, str | Path) else []
-    for key, value in keys.items():
-        # Only what JSON spells as YAML does is dumped: a path or a NumPy scalar would become a quoted string.
-        is_json = isinstance(value, bool | int | float | list | tuple | dict | None)
-        argv.append(f"--{key}={json.dumps(value, default=str) if is_json else value}")
-    return load_config(recipe, argv)
+    argv, keys = [], dict(overrides)
+    if isinstance(config, Mapping):
+        keys = {**config, **overrides}
+    elif isinstance(config, str | os.PathLike):
+        argv = ["--config", str(config)]
+    elif config is not None:
+        found = f"is of type {type(config).__name__}"
+        raise ConfigError(Problem("config", found, "give the path of a YAML file, or a mapping of keys to values"))
+    return load_config(recipe, [*argv, *(f"--{key}={_format_value(value)}" for key, value in keys.items())])
+
+
+def _format_value(value: Any) -> str:
+    """Return a Python value as the text of a flag: JSON, except strings."""
+    plain = _simplify(value)
+    return plain if isinstance(plain, str) else json.dumps(plain, default=_simplify)
+
+
+def _simplify(value: Any) -> Any:
+    """Return an enum, NumPy value, set, mapping, function or path as a value that JSON supports."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if hasattr(value, "__qualname__"):  # A reward function, which is configured by its name.
+        return f"{value.__module__}:{value.__qualname__}"
+    return value if isinstance(value, bool | int | float | str | list | tuple | None) else str(value)
 
 
 @contextmanager

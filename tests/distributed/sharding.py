@@ -37,8 +37,13 @@ def take_cpus_for_gpus() -> None:
     """Let accelerate shard on CPUs, where it would silently replace FSDP by DDP."""
     os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
     os.environ["DS_ACCELERATOR"] = "cpu"
-    # DeepSpeed needs ninja, which is beside Python if the environment is not activated.
+    # DeepSpeed's CPU Adam is compiled with ninja, which is beside Python if the environment is not activated.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    if read_launch().engine == "DEEPSPEED":
+        import deepspeed
+
+        # No shared-memory collectives, which replace those of gloo and take minutes to compile.
+        deepspeed.ops.__compatible_ops__ = {}
     import torch
     from accelerate import PartialState
     from accelerate.utils import DistributedType

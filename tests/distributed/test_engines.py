@@ -19,9 +19,8 @@ from tests.test_accelerate_configs import read_environment
 RATE = {"learning_rate": 1e-3, "use_vllm": True}
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("engines")
+def run_jobs(folder: Path, names: Collection[str]) -> tuple[Path, dict[str, Any]]:
+    """Run jobs on two ranks beside a fake server; return the folder of the runs and their exit codes."""
     policy = keys_task.write_policy(folder / "policy", 0, num_steps=30)
     keys_task.write_prompts(folder / "prompts.jsonl", 100, seed=5)
     port = find_free_port()
@@ -38,6 +37,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
         # An iteration generates at most eight tokens: step 12 is in the second one.
         "preempted": {**build(num_sample_prompts=0), "variables": {ASKED_AT: "12"}},
     }
+    jobs = {name: jobs[name] for name in names}
     of_file = read_environment(ROOT / "accelerate_configs" / "fsdp2.yaml", "--num_processes=2", *FULL_PRECISION)
     _, *arguments = sharding.prepare_jobs(jobs, folder / "two")
     variables = {**of_file, "SERVER": f"{policy} {port}"}
@@ -45,10 +45,26 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     return folder / "two", sharding.read_end(folder / "two", output)["codes"]
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    return run_jobs(tmp_path_factory.mktemp("runs"), ("colocated", "ahead", "preempted"))
+
+
+@pytest.fixture(scope="module")
+def more_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    return run_jobs(tmp_path_factory.mktemp("more_runs"), ("adapter", "server"))
+
+
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", ["colocated", "adapter", "server"])
-def test_engine_has_weights_of_each_iteration(runs: tuple[Path, dict[str, Any]], name: str) -> None:
-    folder, codes = runs
+@pytest.mark.parametrize(
+    ("fixture", "name"),
+    [
+        ("runs", "colocated"),
+        *(pytest.param("more_runs", name, marks=pytest.mark.slow) for name in ("adapter", "server")),
+    ],
+)
+def test_engine_has_weights_of_each_iteration(request: pytest.FixtureRequest, fixture: str, name: str) -> None:
+    folder, codes = request.getfixturevalue(fixture)
     assert codes[name] == 0
     events = read_events(folder / name)
     assert [event["step"] for event in events] == [4, 8]

@@ -34,16 +34,16 @@ def reports(tiny_model_dir, tmp_path_factory):
     return output_dir, json.loads((output_dir / "reports.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def sharded_reports(tiny_model_dir, tmp_path_factory):
-    """Rollbacks under FSDP2, to a checkpoint and to the beginning."""
-    output_dir = tmp_path_factory.mktemp("sharded")
-    cells = {f"spike, {steps}": TWO | {"guards": {"max_rollbacks": 1}, "save_steps": steps} for steps in (5, 1000)}
-    cells["without skipped rows"] = CELLS["without skipped rows"]
+def run_sharded(model_dir, output_dir, save_steps):
+    """Run a rollback under FSDP2, and a run without the skipped rows; return the reports of both ranks."""
+    cells = {
+        "spike": TWO | {"guards": {"max_rollbacks": 1}, "save_steps": save_steps},
+        "without skipped rows": CELLS["without skipped rows"] | {"save_strategy": "no"},
+    }
     file = str(ROOT / "accelerate_configs" / "fsdp2.yaml")
     variables = read_environment(file, "--num_processes=2", *FULL_PRECISION)
-    run_forked("tests.training.spiking", tiny_model_dir, output_dir, json.dumps(cells), variables=variables)
-    return output_dir, json.loads((output_dir / "reports.json").read_text())
+    run_forked("tests.training.spiking", model_dir, output_dir, json.dumps(cells), variables=variables)
+    return json.loads((output_dir / "reports.json").read_text())
 
 
 @pytest.mark.multiprocess
@@ -59,15 +59,16 @@ def test_rollback_is_exact_and_matches_one_process(reports, tiny_model_dir, tmp_
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("save_steps", [5, 1000], ids=["to_checkpoint", "to_beginning"])
-def test_rollback_of_sharded_weights_is_exact(sharded_reports, save_steps):
-    output_dir, ranks = sharded_reports
-    cell = f"spike, {save_steps}"
-    for report in ranks:
-        assert report[cell]["checksums"] == report["without skipped rows"]["checksums"]
-    (made,) = read_rollbacks(output_dir / cell).made
-    assert made.back_to == (25 if save_steps == 5 else 0)
-    assert (output_dir / cell / "checkpoint-36" / "optimizer_shards").is_dir()
+@pytest.mark.parametrize(
+    ("save_steps", "back_to"),
+    [pytest.param(5, 25, id="to_checkpoint"), pytest.param(1000, 0, id="to_beginning", marks=pytest.mark.slow)],
+)
+def test_rollback_of_sharded_weights_is_exact(tiny_model_dir, tmp_path, save_steps, back_to):
+    for report in run_sharded(tiny_model_dir, tmp_path, save_steps):
+        assert report["spike"]["checksums"] == report["without skipped rows"]["checksums"]
+    (made,) = read_rollbacks(tmp_path / "spike").made
+    assert made.back_to == back_to
+    assert (tmp_path / "spike" / "checkpoint-36" / "optimizer_shards").is_dir()
 
 
 @pytest.mark.multiprocess

@@ -16,7 +16,6 @@ from tests.distributed.cells import (
     assert_same_run,
     build_jobs,
     measure_gaps,
-    needs_compiler,
 )
 from tests.rows import write_rows
 
@@ -66,8 +65,8 @@ def test_table_lists_reasons_of_incompatible_cells() -> None:
     "layout",
     [
         pytest.param(matrix.LAYOUTS["FSDP2 offload, 2"], id="FSDP2 offload", marks=pytest.mark.slow),
-        pytest.param(matrix.LAYOUTS["ZeRO-3, 2"], id="ZeRO-3", marks=needs_compiler),
-        pytest.param(matrix.share("zero3_sp", "sp", 1), id="ZeRO-3 x SP", marks=[needs_compiler, pytest.mark.slow]),
+        pytest.param(matrix.LAYOUTS["ZeRO-3, 2"], id="ZeRO-3"),
+        pytest.param(matrix.share("zero3_sp", "sp", 1), id="ZeRO-3 x SP", marks=pytest.mark.slow),
     ],
 )
 def test_layout_matches_one_process(layout: matrix.Layout, inputs: Path, alone: Path, tmp_path: Path) -> None:

@@ -15,12 +15,11 @@ from tests.distributed.cells import (
     build_jobs,
     measure_gaps,
     measure_weight_gap,
-    needs_compiler,
 )
 from tests.distributed.matrix import share
 
 # `make test` runs one cell of these, in test_matrix.py.
-pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, needs_compiler]
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 CHOSEN = {name: CELLS[name] for name in ("sft packed", "pretrain tied", "lora padded", "reward")}
 
 

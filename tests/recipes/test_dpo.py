@@ -78,7 +78,13 @@ def test_trained_model_prefers_chosen_answers_in_plain_transformers(recipe, tmp_
     assert set(json.loads((output / "generation_config.json").read_text())["eos_token_id"]) == {0, 3}
 
 
-@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+# Losses without reference, with smoothing, and over unpaired answers; tests/losses covers the values of all.
+QUICK_LOSSES = ("sigmoid", "simpo", "orpo", "exo_pair", "aot_unpaired")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK_LOSSES else pytest.param(name, marks=pytest.mark.slow) for name in PREFERENCE_LOSSES]
+)
 def test_every_loss_trains(recipe, tmp_path, tiny_model_dir, data, monkeypatch, name):
     needs_none = name in ("simpo", "orpo", "sft")
     if needs_none:
@@ -178,8 +184,17 @@ def test_initial_loss_other_than_ln_2_ends_with_exit_code_3(
     assert run_here(recipe, write_config(tmp_path, tmp_path / "dropping", data)) == 0
 
 
-@pytest.mark.parametrize("keys", [{"bf16": True}, {"activation_checkpointing": True}, {"attn_implementation": "eager"}])
-@pytest.mark.parametrize("is_stored", [True, False])
+@pytest.mark.parametrize(
+    ("keys", "is_stored"),
+    [
+        ({"bf16": True}, True),
+        ({"activation_checkpointing": True}, False),
+        ({"attn_implementation": "eager"}, False),
+        pytest.param({"bf16": True}, False, marks=pytest.mark.slow),
+        pytest.param({"activation_checkpointing": True}, True, marks=pytest.mark.slow),
+        pytest.param({"attn_implementation": "eager"}, True, marks=pytest.mark.slow),
+    ],
+)
 def test_initial_loss_is_ln_2_for_precision_kernel_and_checkpointing(
     recipe, tmp_path, tiny_model_dir, data, keys, is_stored
 ):
