@@ -6,8 +6,9 @@ Each rule is a function from sources to violations; planted violations show that
 from __future__ import annotations
 
 import ast
+import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import pytest
 from tests.forked import ROOT
@@ -92,15 +93,16 @@ SHARED_MAINS = {("rloo.py", "grpo"), ("lora.py", "sft")}
 """(recipe, recipe whose main function it imports): the recipe in the configuration distinguishes them."""
 
 
-def imported_modules(source: str) -> Iterator[tuple[int, str]]:
-    """Yield ``(line, dotted name)`` of every import, also inside functions and ``TYPE_CHECKING`` blocks."""
+@functools.cache
+def imported_modules(source: str) -> list[tuple[int, str]]:
+    """Return ``(line, dotted name)`` of every import, also inside functions and ``TYPE_CHECKING`` blocks."""
+    found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                yield node.lineno, f"{node.module}.{alias.name}"
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return found
 
 
 def room_of(path: str) -> str:

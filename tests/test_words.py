@@ -74,16 +74,18 @@ PREFIXES: Final = ("src/", "recipes/", "docs/", "README.md", "accelerate_configs
 SUFFIXES: Final = (".py", ".md", ".jinja", ".yaml", ".sh")
 GENERATED: Final = "docs/configs"
 """Generated pages, which quote the help texts of other libraries."""
-_PATTERNS = {
-    # A phrase may be broken over two lines of a paragraph or of a comment.
-    banned: re.compile(r"(?i)(?<![\w-])(?:" + banned.replace(" ", r"\s+(?:#\s+)?") + r")(?![\w-])")
-    for banned in BANNED
-}
+_BOUNDED: Final = r"(?i)(?<![\w-])(?:{})(?![\w-])"
+# A phrase may be broken over two lines of a paragraph or of a comment.
+_PHRASES: Final = {banned: banned.replace(" ", r"\s+(?:#\s+)?") for banned in BANNED}
+_PATTERNS: Final = {banned: re.compile(_BOUNDED.format(phrase)) for banned, phrase in _PHRASES.items()}
+_ANY: Final = re.compile(_BOUNDED.format("|".join(_PHRASES.values())))
 
 
 def find_paraphrases(path: str, text: str) -> list[str]:
     """Return the locations of banned paraphrases in a file of the project."""
     if not path.startswith(PREFIXES) or not path.endswith(SUFFIXES) or path.startswith(GENERATED):
+        return []
+    if not _ANY.search(text):  # One pass over most files, instead of one per paraphrase.
         return []
     return [
         f"{path}:{text[: found.start()].count(chr(10)) + 1}: {found.group()!r}: write {BANNED[banned][0]}"

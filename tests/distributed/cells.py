@@ -27,7 +27,7 @@ LEFT_OUT = ("seconds", "per_second", "tokens_per_s", "runtime", "time", "mfu", "
 WEIGHT_METRICS = {"parameter_norm", "update_ratio"}
 """Metrics that a run under DeepSpeed does not log."""
 TIED = json.dumps({"model_type": "llama", "tie_word_embeddings": True} | recipe_runs.SIZES)
-EVERY = {"max_steps": 3, "save_steps": 2, "eval_steps": 2}
+EVERY = {"max_steps": 3, "save_steps": 2, "eval_steps": 3}
 UNEVEN = {"test_split_size": 40, "packing": "false"}
 """19 of 59 chats are left to train on: an epoch has two steps of eight rows and one of three."""
 MUON_TOLERANCE = 2e-4
@@ -45,6 +45,7 @@ LAYERS: dict[str, Any] = {
 """All hidden-state and attention losses."""
 REINFORCED: dict[str, Any] = {
     "max_steps": 6,
+    "eval_steps": 2,
     "reward_funcs": "[tests.faults.recipe_runs:measure_shortness]",
 }
 """Three iterations of two steps (GRPO: two of four), with rewards that do not depend on the world size."""

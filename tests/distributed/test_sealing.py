@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -36,29 +37,35 @@ def test_fault_on_one_rank_fails_all_and_publishes_nothing(fault, message, tmp_p
     assert find_damage(tmp_path / "checkpoint-1") is None
 
 
-def test_each_rank_verifies_weights_that_it_wrote(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Folder of two checkpoints without a fault, and the output of the ranks."""
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, run_forked(sealing.__name__, folder, "none")
+
+
+def test_each_rank_verifies_weights_that_it_wrote(saved: tuple[Path, str]) -> None:
     """Tensors of other ranks may be written on another machine; rank 0 verifies only their headers."""
-    output = run_forked(sealing.__name__, tmp_path, "none")
+    folder, output = saved
     assert "ended:" not in output
     read = set(re.findall(r"process (\d) reads shard-(\d+)-", output))
     assert read == {("0", "00001"), ("1", "00002")}
-    for _, checkpoint in list_checkpoints(tmp_path):
+    for _, checkpoint in list_checkpoints(folder):
         assert find_damage(checkpoint) is None
         files = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*.*") if path.is_file()}
         assert json.loads((checkpoint / "COMPLETE.json").read_text())["files"].keys() == files - {"COMPLETE.json"}
 
 
-def test_shards_are_snapshots_while_training_continues(tmp_path: Path) -> None:
+def test_shards_are_snapshots_while_training_continues(saved: tuple[Path, str]) -> None:
     """The script adds 1 to a weight before any shard is written."""
-    run_forked(sealing.__name__, tmp_path, "none")
-    first, second = (read_whole_weights(tmp_path / f"checkpoint-{step}") for step in (1, 2))
+    first, second = (read_whole_weights(saved[0] / f"checkpoint-{step}") for step in (1, 2))
     torch.testing.assert_close(second["0.weight"], first["0.weight"] + 1)
     assert first["0.weight"].abs().max() < 0.5
     assert torch.equal(second["1.weight"], first["1.weight"])
 
 
-def test_flipped_bit_in_shard_selects_previous_checkpoint(tmp_path: Path) -> None:
-    run_forked(sealing.__name__, tmp_path, "none")
+def test_flipped_bit_in_shard_selects_previous_checkpoint(saved: tuple[Path, str], tmp_path: Path) -> None:
+    shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
     (shard,) = (tmp_path / "checkpoint-2" / "model_shards").glob("shard-00002-*")
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1

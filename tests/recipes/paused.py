@@ -69,7 +69,12 @@ def main() -> None:
     """Install the pause on its rank, and run the recipe."""
     folder, phase, call, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
     sys.argv = sys.argv[5:]
-    if os.environ.get("RANK", "0") == rank:
+    own_rank = os.environ.get("RANK", "0")
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ and "RANK" in os.environ:
+        # As torchrun does: a folder per rank, through which ranks detect the death of others.
+        (folder / own_rank).mkdir()
+        os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / own_rank / "error.json")
+    if own_rank == rank:
         pause_at(folder, phase, call)
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -172,11 +172,18 @@ def test_death_of_launcher_preempts_run(keys, tmp_path):
 
 
 @pytest.mark.multiprocess
-def test_killed_rank_ends_run_and_is_named_by_others(keys, tmp_path):
-    run = tmp_path / "run"
-    process = launch(keys, run, pause=("step", 2, 1))
-    wait_for(process, tmp_path / "reached")
-    os.kill(find_rank(process.pid, 1), signal.SIGKILL)
+@pytest.mark.parametrize("launcher", ["forked", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_killed_rank_ends_run_and_is_named_by_others(keys, tmp_path, launcher):
+    run, pause = tmp_path / "run", ("step", 2, 1)
+    if launcher == "torchrun":
+        process = launch(keys, run, pause=pause)
+        wait_for(process, tmp_path / "reached")
+        os.kill(find_rank(process.pid, 1), signal.SIGKILL)
+    else:
+        process = Launch(*write_command(keys, run, pause, {}), num_processes=2)
+        wait_for(process, tmp_path / "reached")
+        process.processes[1].kill()
+        process.processes[0].join(60)
     code, output = finish(process)
     assert code == 1
     assert "recipe_trainer.py" not in output
