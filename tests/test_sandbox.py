@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from recipes_lib import sandbox
 from recipes_lib.sandbox import MAX_STDERR, run_program
 
 
@@ -25,6 +27,11 @@ IMPORTS = "import collections, datetime, functools, hashlib, heapq, itertools, m
         "print('x' * 100_000)",
         "if __name__ == '__main__':\n    assert True\nelse:\n    raise ValueError",
         "import numpy\nassert (numpy.ones((9, 9)) @ numpy.ones(9)).sum() == 81",
+        "\ufeffassert True",
+        "import pickle\nclass A: pass\nassert isinstance(pickle.loads(pickle.dumps(A())), A)",
+        "import asyncio\nasync def f(): return 1\nassert asyncio.run(f()) == 1",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self): pass\n"
+        "assert unittest.main(exit=False).result.testsRun == 1",
         "import os, shutil, tempfile\nwith tempfile.TemporaryDirectory() as folder:\n    open(folder + '/x', 'w')",
     ],
 )
@@ -46,6 +53,7 @@ def test_program_that_reaches_last_line_passes(source: str) -> None:
         ("import os; os.system('true')", "os.system is not allowed"),
         ("import ctypes; ctypes.CDLL(None)", "ctypes.dlopen is not allowed"),
         ("import socket; socket.create_connection(('127.0.0.1', 9))", "socket."),
+        ("import socket; socket.socket(socket.AF_UNIX).bind('x')", "socket.bind is not allowed"),
         ("import urllib.request; urllib.request.urlopen('http://127.0.0.1:9')", "socket."),
         ("open('file', 'wb').write(b'0' * (1 << 25))", "File too large"),
         ("import os; os.kill(os.getppid(), 9)", "os.kill is not allowed"),
@@ -144,6 +152,16 @@ def test_endless_programs_time_out() -> None:
         run_program("import time\ntry:\n    time.sleep(99)\nfinally:\n    time.sleep(99)", seconds=0.5).outcome
         == "timed out"
     )
+
+
+def test_deep_folders_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with sandbox._temporary_folder() as folder:
+        place = Path(folder)
+        for _ in range(1200):
+            place /= "d"
+            place.mkdir()
+    assert not list(tmp_path.iterdir())
 
 
 def test_environment_variables_are_not_passed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import random
 import runpy
 import sys
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -33,7 +34,8 @@ def train(recipe: str, config: Config = None, **overrides: Any) -> RunFiles:
     """Train a recipe in this process, and return the finished run.
 
     Equivalent to ``python recipes/RECIPE.py --config F --key value``: an existing ``output_dir`` is resumed, and a
-    finished run returns immediately. Use ``recipes launch`` to train with several processes.
+    finished run returns immediately. Use ``recipes launch`` to train with several processes. Random states and torch's
+    defaults (dtype, device, gradient mode) of the caller have no effect on the run, and are restored after it.
 
     Args:
         recipe: Name of the recipe, such as ``sft``, ``dpo`` or ``grpo``.
@@ -48,12 +50,18 @@ def train(recipe: str, config: Config = None, **overrides: Any) -> RunFiles:
         ConfigError: A key, a value or a combination of keys is invalid; lists every problem.
         DataError: The data are invalid.
         DivergedError: A guard stopped the run before a bad update.
+        PreemptedError: The file ``STOP`` in ``output_dir`` stopped the run; the same call resumes it. A ``SystemExit``.
 
     Source: ``tests/test_api.py``.
     """
+    from recipes_lib.training.run import release_output_dirs
+
     loaded = _load(recipe, config, overrides)
-    with _importing_recipe(_MAIN.get(recipe, recipe)) as main:
-        main(loaded)
+    try:
+        with _importing_recipe(_MAIN.get(recipe, recipe)) as main, _preserving_state():
+            main(loaded)
+    finally:
+        release_output_dirs()
     return load_run(Path(loaded.training["output_dir"]))
 
 
@@ -74,7 +82,8 @@ def check(recipe: str, config: Config = None, **overrides: Any) -> list[Problem]
         loaded = _load(recipe, config, overrides)
     except ConfigError as error:
         return list(error.problems)
-    return check_run(loaded, plan_launch(None), Console(file=io.StringIO()))
+    with _preserving_state():
+        return check_run(loaded, plan_launch(None), Console(file=io.StringIO()))
 
 
 def load_run(folder: str | Path) -> RunFiles:
@@ -126,6 +135,27 @@ def _simplify(value: Any) -> Any:
     if hasattr(value, "__qualname__"):  # A reward function, which is configured by its name.
         return f"{value.__module__}:{value.__qualname__}"
     return value if isinstance(value, bool | int | float | str | list | tuple | None) else str(value)
+
+
+@contextmanager
+def _preserving_state() -> Iterator[None]:
+    """Run the block with torch's defaults, and restore the caller's random states and defaults after it."""
+    # A package that is not imported yet has no state. This module must not import torch: see ``FREE_OF_TORCH``.
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    with ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        if numpy is not None:
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
+        if torch is not None:
+            gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+            stack.enter_context(torch.random.fork_rng(gpus))
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(torch.float32)
+            if torch.get_default_device().type != "cpu":
+                stack.enter_context(torch.device("cpu"))
+            stack.enter_context(torch.inference_mode(mode=False))
+            stack.enter_context(torch.enable_grad())
+        yield
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import pytest
 from tests.forked import run_forked
 from tests.training import resumptions
 
-RECIPE_NAMES = ("sft", "dpo", "pretrain")
 STEP = 3
 
 
@@ -37,27 +36,29 @@ def assert_continues(straight: list[dict[str, Any]], resumed: list[dict[str, Any
 
 
 @pytest.mark.multiprocess
+@pytest.mark.parametrize("recipes", [("sft", "pretrain"), pytest.param(("dpo",), marks=pytest.mark.slow)])
 def test_other_world_size_keeps_batch_and_row_order(
     tiny_model_dir: Path,
     tiny_tokenizer_dir: Path,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
+    recipes: tuple[str, ...],
 ) -> None:
     places = tiny_model_dir, tiny_tokenizer_dir
-    one = {recipe: resumptions.run(recipe, tmp_path / recipe / "one", *places, 4) for recipe in RECIPE_NAMES}
-    for recipe in RECIPE_NAMES:
+    one = {recipe: resumptions.run(recipe, tmp_path / recipe / "one", *places, 4) for recipe in recipes}
+    for recipe in recipes:
         resumptions.cut(tmp_path / recipe / "one", tmp_path / recipe / "one to two", STEP, damaged=2 * STEP)
     # Accumulation 4, as in the run of one process, becomes 2 on two ranks.
-    runs = [(recipe, f"{recipe}/one to two", 4) for recipe in RECIPE_NAMES] + [
-        (recipe, f"{recipe}/two", 2) for recipe in RECIPE_NAMES
+    runs = [(recipe, f"{recipe}/one to two", 4) for recipe in recipes] + [
+        (recipe, f"{recipe}/two", 2) for recipe in recipes
     ]
     output = run_forked(resumptions.__name__, *places, tmp_path, json.dumps(runs))
-    assert output.count("2 processes instead of 1: gradient_accumulation_steps is 2") == len(RECIPE_NAMES)
+    assert output.count("2 processes instead of 1: gradient_accumulation_steps is 2") == len(recipes)
     # Each rank verifies some files; rank 0 logs what any of them found, and both resume from the same checkpoint.
-    assert output.count("checkpoint-6 is damaged: optimizer.pt does not match its SHA-256") == len(RECIPE_NAMES)
+    assert output.count("checkpoint-6 is damaged: optimizer.pt does not match its SHA-256") == len(recipes)
     ranks = [json.loads((tmp_path / f"reports-{rank}.json").read_text()) for rank in (0, 1)]
-    for number, recipe in enumerate(RECIPE_NAMES):
-        resumed, two = ([rank[number + offset] for rank in ranks] for offset in (0, len(RECIPE_NAMES)))
+    for number, recipe in enumerate(recipes):
+        resumed, two = ([rank[number + offset] for rank in ranks] for offset in (0, len(recipes)))
         assert_continues([one[recipe]], resumed, f"{recipe}, from one to two")
         resumptions.cut(tmp_path / recipe / "two", tmp_path / recipe / "two to one", STEP, damaged=2 * STEP)
         capfd.readouterr()

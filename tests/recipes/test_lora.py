@@ -1,6 +1,8 @@
 """The LoRA recipe end to end: adapters in plain PEFT, merging, resume, two ranks, 4-bit base."""
 
 import json
+import runpy
+import sys
 
 import pytest
 import torch
@@ -97,6 +99,14 @@ def test_second_run_continues_adapter_of_first(straight, tmp_path, capsys):
     # Logged for a new adapter, whose B matrices are 0.
     assert "changes no logit" not in capsys.readouterr().err
     assert read_events(tmp_path)[0]["loss"] < read_events(first)[0]["loss"]
+
+
+@pytest.mark.parametrize(("recipe", "other"), [("lora", "sft"), ("rloo", "grpo")])
+def test_recipe_that_imports_another_runs_as_module(monkeypatch, recipe, other):
+    folder = str(ROOT / "recipes")
+    monkeypatch.setattr(sys, "path", [str(ROOT), *(place for place in sys.path if place != folder)])
+    monkeypatch.delitem(sys.modules, other, raising=False)
+    assert runpy.run_module(f"recipes.{recipe}")["main"].__module__ == other
 
 
 def test_adapter_learns_on_4_bit_base(tmp_path, tiny_model_dir, chats):

@@ -21,7 +21,12 @@ from recipes_lib.planning.memory_plan import Layout
 LENGTH, ANSWER = 128, 64
 # With one micro-batch, gradients do not exist yet at the peak of activations, and the plan counts both.
 ROWS = {"max_length": LENGTH, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
-SAMPLED = {"response_length": ANSWER, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 16}
+SAMPLED = {
+    "num_sample_prompts": 0,
+    "response_length": ANSWER,
+    "per_device_train_batch_size": 8,
+    "per_device_eval_batch_size": 16,
+}
 KEYS: dict[str, dict[str, Any]] = {
     "pretrain": ROWS,
     "sft": ROWS,
