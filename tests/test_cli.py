@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from recipes_lib import __version__, cli
+from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import ConfigError, Problem
 
 HEAVY = ("torch", "transformers", "trl", "datasets", "accelerate", "peft", "numpy", "rich", "yaml")
@@ -30,7 +31,7 @@ def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cli.COMMANDS, "echo", cli.Command("echo_command:main", "print the arguments"))
 
 
-@pytest.mark.parametrize("flag", ["-h", "--help"])
+@pytest.mark.parametrize("flag", ["-h", "--help", "help"])
 def test_help_lists_every_command(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([flag]) == 0
     output = capsys.readouterr().out
@@ -46,8 +47,9 @@ def test_missing_command_prints_help_and_fails(capsys: pytest.CaptureFixture[str
     assert captured.err == cli.format_help()
 
 
-def test_version_is_package_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--version"]) == 0
+@pytest.mark.parametrize("flag", ["-V", "--version"])
+def test_version_is_package_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([flag]) == 0
     assert capsys.readouterr().out == f"recipes {__version__}\n"
 
 
@@ -57,6 +59,7 @@ def test_version_is_package_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("chekc", "did you mean `recipes check`?"),
         ("docter", "did you mean `recipes doctor`?"),
         ("xyz", "the commands are: "),
+        ("sft", "start a recipe by `recipes launch --config F`"),
     ],
 )
 def test_unknown_command_suggests_nearest_name(typed: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,6 +92,15 @@ def test_arguments_and_exit_code_are_passed_through(echo: None, capsys: pytest.C
     assert cli.main(["echo", "--config", "a b.yaml"]) == 0
     assert capsys.readouterr().out == "['--config', 'a b.yaml']\n"
     assert cli.main(["echo", "preempt"]) == 75
+
+
+def test_help_of_command_is_that_of_its_flag(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["help", "echo"]) == 0
+    assert capsys.readouterr().out == "['--help']\n"
+
+
+def test_names_of_recipes_are_known() -> None:
+    assert set(cli.RECIPES) == {"train", *RECIPE_NAMES}
 
 
 def test_command_error_is_printed_with_exit_code_2(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
