@@ -17,12 +17,12 @@ ARG PIP_EXTRA_INDEX_URL
 RUN --mount=type=cache,target=/tmp/pip \
     /opt/venv/bin/pip install -c constraints.txt ".[track,corpus,eval]"
 
-# The default build of torch brings its own CUDA libraries; the host needs the driver and the container toolkit only.
+# torch's default build includes the CUDA libraries; the host needs only the driver and the container toolkit.
 FROM build AS build-cuda
 RUN --mount=type=cache,target=/tmp/pip \
     /opt/venv/bin/pip install -c constraints.txt ".[track,corpus,eval,gpu,deepspeed]"
 
-# A compiler stays in the image: torch.compile and DeepSpeed build kernels while they run.
+# The image needs a compiler: torch.compile and DeepSpeed build kernels at run time.
 FROM python:3.11.14-slim-bookworm AS runtime
 RUN --mount=type=cache,target=/var/cache/apt,sharing=locked \
     --mount=type=cache,target=/var/lib/apt,sharing=locked \
@@ -32,7 +32,7 @@ RUN --mount=type=cache,target=/var/cache/apt,sharing=locked \
     && mkdir /cache /data \
     && chown recipes /cache /data \
     && chmod 1777 /cache
-# Whoever it runs as keeps models, prepared rows and kernels in /cache: `--user` may name somebody without a home or a name.
+# Any user stores models, prepared rows and kernels in /cache: that of `--user` may have no home and no name.
 ENV PATH=/opt/venv/bin:$PATH HOME=/cache USER=recipes HF_HOME=/cache HF_HUB_DISABLE_TELEMETRY=1 PYTHONUNBUFFERED=1
 WORKDIR /app
 COPY LICENSE ./
@@ -41,7 +41,7 @@ COPY recipes recipes
 COPY --chmod=755 docker/entrypoint.sh /usr/local/bin/recipes-entrypoint
 VOLUME /cache
 WORKDIR /data
-# By number, so that a cluster can see that it is not root.
+# By number: Kubernetes' runAsNonRoot cannot verify a name.
 USER 1000
 ENTRYPOINT ["recipes-entrypoint"]
 CMD ["--help"]

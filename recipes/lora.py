@@ -9,12 +9,15 @@ recipes/sft.py.
 """
 
 import sys
+from pathlib import Path
 
 from recipes_lib.boundary import parse_or_exit, run_command
 
 if __name__ == "__main__":
     CONFIG = parse_or_exit("lora", sys.argv[1:])  # Before torch is imported: errors appear at once.
 
+# Also as a module: `python -m recipes.lora`.
+sys.path.insert(0, str(Path(__file__).parent))
 from sft import main
 
 if __name__ == "__main__":

@@ -8,12 +8,15 @@ a stopped run. The code is that of recipes/grpo.py: only the baseline differs.
 """
 
 import sys
+from pathlib import Path
 
 from recipes_lib.boundary import parse_or_exit, run_command
 
 if __name__ == "__main__":
     CONFIG = parse_or_exit("rloo", sys.argv[1:])  # Before torch is imported: errors appear at once.
 
+# Also as a module: `python -m recipes.rloo`.
+sys.path.insert(0, str(Path(__file__).parent))
 from grpo import main
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Shared fixtures: an offline, single-threaded process and a tiny tokenizer and model, built once a session."""
+"""Shared fixtures: an offline, single-threaded process; a tiny tokenizer and model, built once per session."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import gc
+import itertools
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,13 +25,28 @@ from transformers import PreTrainedTokenizerFast
 torch.set_num_threads(1)
 spare_flushes()
 
-# How long an example takes says what else the machine does.
+# The duration of an example depends on the load of the machine.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put modules with multi-process tests at the beginning of each half of the tests.
+
+    ``-n 2 --dist worksteal`` gives each worker one half, and an idle worker takes tests from the end of the other's. So
+    only short tests are left at the end, and module fixtures of several launches are set up by one worker.
+    """
+    modules = [list(group) for _, group in itertools.groupby(items, lambda item: item.path)]
+    is_heavy = [any(item.get_closest_marker("multiprocess") for item in module) for module in modules]
+    heavy = list(itertools.compress(modules, is_heavy))
+    light = [item for module, skip in zip(modules, is_heavy, strict=True) if not skip for item in module]
+    first, second = (list(itertools.chain(*heavy[start::2])) for start in (0, 1))
+    num_light = max(0, len(items) // 2 - len(first))
+    items[:] = [*first, *light[:num_light], *second, *light[num_light:]]
+
+
 def pytest_collection_finish() -> None:
-    """Leave what is imported by now out of collections: upstream's trainer makes a full one at the end of every run."""
+    """Exclude imported modules from garbage collection: transformers' trainer runs a full one at the end of a run."""
     gc.collect()
     gc.freeze()
 
@@ -63,14 +79,14 @@ def tiny_model_dir(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: py
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch):
-    """A Hub on loopback for this process and those that it starts, with a token that may write."""
+    """A fake Hub on loopback for this process and its children, with a write token."""
     import huggingface_hub
     from huggingface_hub import constants
     from huggingface_hub.utils._http import default_client_factory
     from tests.publish.hub_server import open_hub
 
     with open_hub() as hub:
-        # Large files by the calls of LFS: the service behind Xet speaks a protocol of its own.
+        # Large files use LFS: Xet has a protocol of its own, which the fake Hub does not implement.
         settings = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
         for name, value in {**settings, "HF_TOKEN": "hf_" + "x" * 34}.items():
             monkeypatch.setenv(name, value)
@@ -86,12 +102,12 @@ def hub(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Seconds that would have been waited for between requests: ``upstream``'s own and ``ours``."""
+    """Record sleeps between requests instead of sleeping: those of huggingface_hub (``upstream``) and ``ours``."""
     from huggingface_hub.utils import _http
 
     from recipes_lib.publish import access
 
-    waited = SimpleNamespace(upstream=[], ours=[])
-    for module, notes in ((_http, waited.upstream), (access, waited.ours)):
-        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=notes.append, monotonic=time.monotonic))
-    return waited
+    slept = SimpleNamespace(upstream=[], ours=[])
+    for module, seconds in ((_http, slept.upstream), (access, slept.ours)):
+        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=seconds.append, monotonic=time.monotonic))
+    return slept

@@ -1,4 +1,7 @@
-"""Processes of a launch, forked from one that has imported the packages of others: most of what a short run costs."""
+"""Launches whose processes are forked from a server that has imported torch, transformers and the other packages.
+
+Imports take most of the time of a short run.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +37,20 @@ PACKAGES = (
     "trl.trainer.reward_trainer",
     "trl.trainer.sft_trainer",
 )
-"""None of this project, whose state belongs to a process, nor DeepSpeed, which looks for its hardware when imported."""
+"""Preloaded by the fork server. Not this project, whose state is per process, nor DeepSpeed, which probes hardware."""
 FORKING = multiprocessing.get_context("forkserver")
 FORKING.set_forkserver_preload(list(PACKAGES))
 
 
 class Launch:
-    """The processes of a launch, as ``subprocess.Popen`` has the one that it starts.
+    """Processes of one launch, with the interface of ``subprocess.Popen`` for the first of them.
 
     Args:
-        main: A module, run as ``python -m`` would, or a script.
-        arguments: Of its command line.
-        variables: Of the environment, besides those of torch's launcher.
-        num_processes: Of the launch; ``None`` is one, by itself.
-        paths: Where modules are looked for besides.
+        main: A module, run as by ``python -m``, or the path of a script.
+        arguments: Command-line arguments.
+        variables: Environment variables, in addition to those of torch's launcher.
+        num_processes: World size; ``None`` starts one process without a launcher's variables.
+        paths: Further entries of ``sys.path``.
     """
 
     def __init__(
@@ -74,23 +77,23 @@ class Launch:
 
     @property
     def pid(self) -> int:
-        """The number of the first process."""
+        """Process id of the first process."""
         return int(self.processes[0].pid or 0)
 
     def poll(self) -> int | None:
-        """Return the exit code of the first process; ``None`` while it runs."""
+        """Return the exit code of the first process, or ``None`` while it runs."""
         return self.processes[0].exitcode
 
     def send_signal(self, number: int) -> None:
-        """Send the first process a signal, if it has not ended."""
+        """Send a signal to the first process, unless it has ended."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
     def finish(self, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-        """Wait until all have ended, or one has failed or the time is up, which kills the others.
+        """Wait until all processes have ended; kill the others when one fails or the time is up.
 
         Args:
-            timeout: Seconds without the end of a process.
+            timeout: Seconds in which at least one process must end.
         """
         alive, codes = self.processes, []
         while alive and not any(codes) and connection.wait([process.sentinel for process in alive], timeout):
@@ -99,48 +102,48 @@ class Launch:
         for process in self.processes:
             process.kill()
             process.join()
-        codes += [process.exitcode for process in self.processes]  # A failure of its own comes before a kill.
-        told = [file.read_text(encoding="utf-8", errors="replace") for file in self._files]
+        codes += [process.exitcode for process in self.processes]  # The first failure precedes the kills.
+        output = [file.read_text(encoding="utf-8", errors="replace") for file in self._files]
         self._folder.cleanup()
-        return subprocess.CompletedProcess(self._args, next(filter(None, codes), 0), *told)
+        return subprocess.CompletedProcess(self._args, next(filter(None, codes), 0), *output)
 
 
 @atexit.register
-def _end_those_left() -> None:
-    """Kill what a failed test has left running, for which Python would wait."""
+def _kill_remaining() -> None:
+    """Kill processes that a failed test left running: Python would wait for them at exit."""
     for process in multiprocessing.active_children():
         process.kill()
 
 
 def run_script(script: Path, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a script as ``python SCRIPT`` would, with the options of ``Launch``, and return its end and what it told."""
+    """Run a script as ``python SCRIPT`` does, with the options of ``Launch``; return its exit code and output."""
     return Launch(script, *arguments, **options).finish()
 
 
 def run_forked(module: str, *arguments: object, num_processes: int | None = 2, **options: Any) -> str:
-    """Run a module as the processes of a launch, to its good end, and return what they told."""
+    """Run a module in the processes of a launch, assert that all succeed, and return their output."""
     done = Launch(module, *arguments, num_processes=num_processes, **options).finish(600)
     assert not done.returncode, f"it ended with {done.returncode}:\n{(done.stdout + done.stderr)[-8000:]}"
     return done.stdout + done.stderr
 
 
 def spare_flushes() -> None:
-    """Have files not wait for the disk: what survives a power cut no test can see, and flushing takes half of a run.
+    """Replace ``os.fsync`` by a no-op: no test can observe a power failure, and flushing takes half of a short run.
 
-    That files are flushed, and in which order, is seen by who replaces ``os.fsync``.
+    Tests of flushing and its order replace ``os.fsync`` themselves.
     """
     os.fsync = lambda fd: None
 
 
 def name_processes(num_processes: int) -> list[dict[str, str]]:
-    """Return the variables by which processes of one launch on this machine find each other."""
+    """Return the environment variables of torch's launcher for each rank of a launch on this machine."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "OMP_NUM_THREADS": "1"}
     common |= {name: str(num_processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     return [common | {name: str(rank) for name in ("RANK", "LOCAL_RANK")} for rank in range(num_processes)]
 
 
 def find_free_port() -> int:
-    """Return a port that nobody listens to."""
+    """Return an unused port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
@@ -154,18 +157,18 @@ def _become(
     outputs: Sequence[Path],
     paths: Sequence[str],
 ) -> None:
-    """Run a module, or a script, as this process's own; what it tells goes to two files."""
+    """Run a module or script in this forked process, with stdout and stderr redirected to two files."""
     import torch
 
     spare_flushes()
-    gc.freeze()  # What is imported is left out of collections: upstream's trainer makes a full one at its end.
+    gc.freeze()  # As in tests/conftest.py: full collections at the end of a run skip imported modules.
     for stream, output in enumerate(outputs, start=1):
         os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), stream)
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(environment)
     if "OMP_NUM_THREADS" in environment:
-        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # It is read when torch is loaded.
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # torch has read the server's value.
     sys.argv = list(args)
     if isinstance(main, Path):
         sys.path[:0] = [str(main.parent), *paths]

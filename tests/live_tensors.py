@@ -1,4 +1,4 @@
-"""Bytes of the tensors that are alive while code runs."""
+"""Dispatch mode that measures the bytes of live tensor storages."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveTensors(TorchDispatchMode):
-    """Counts the storages that operators see, from the first time until each is freed.
+    """Counts the bytes of storages that operators read or return, from the first use until each is freed.
 
-    What an operator allocates and frees within itself is not seen.
+    Temporaries inside an operator are not counted.
     """
 
     def __init__(self) -> None:
@@ -25,11 +25,11 @@ class LiveTensors(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs, output)):
             if isinstance(leaf, torch.Tensor):
-                self._see(leaf.untyped_storage())
+                self._count(leaf.untyped_storage())
         return output
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        # Of a storage PyTorch makes one Python object as long as it lives, by this address.
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        # PyTorch keeps one Python object per storage while it lives; ``_cdata`` is its address.
         key = storage._cdata
         if key not in self._sizes:
             self._sizes[key] = storage.nbytes()

@@ -1,11 +1,11 @@
-"""Two checkouts compute the same numbers: every recipe is run by both, and what each has logged is compared.
+"""Compare the logged metrics of every recipe between two checkouts.
 
     python -m tests.same_numbers ../before . build/same            # ../before is a worktree of an older commit
     python -m tests.same_numbers ../before . build/same --recipes sft dpo
 
-For every recipe: the logged figures of both, to the last digit; and a run that the first checkout has stopped in the
-middle, resumed by the second, against the whole run of the first. Only commands, keys and file formats are relied on:
-modules may move between the two commits. Both run by this interpreter.
+For every recipe, two runs of the second checkout are compared exactly with one of the first: a whole run, and one that
+resumes the first checkout's run from its second checkpoint. Relies on commands, keys and file formats only: modules may
+move between the two commits. Both checkouts use this interpreter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.faults import recipe_runs
 
 NUM_STEPS = 6
 MEASURED = ("seconds", "per_second", "per_s", "memory", "mfu", "time", "_ms")
-"""What names of figures contain that a clock or the machine decides."""
+"""Parts of the names of metrics that depend on the clock or the machine."""
 _GROUPS: Mapping[str, Any] = {
     "num_generations": 2,
     "response_length": 8,
@@ -38,24 +38,24 @@ MORE: Mapping[str, Mapping[str, Any]] = {
     "rloo": _GROUPS | {"dataset_name": "prompts.jsonl"},
     "distill": {"dataset_name": "chats.jsonl", "teacher_model_name_or_path": "teacher", "feature_weight": 0.5},
 }
-"""Recipes into which no faults are injected."""
+"""Keys of the recipes that ``tests/faults`` does not run."""
 RECIPE_NAMES = (*recipe_runs.RECIPE_NAMES, *MORE)
 
 
 def write_inputs(folder: Path) -> None:
-    """Write model, teacher, tokenizer and data of all recipes, and a module with their reward function."""
+    """Write models, tokenizer and data of all recipes, and a module with the reward function."""
     from tests import tiny
 
     folder.mkdir(parents=True, exist_ok=True)
     recipe_runs.write_inputs(folder)
-    # Of no checkout's tests: between two commits these may move.
+    # A copy, because modules of tests may move between two commits.
     source = "\n\n".join(map(inspect.getsource, (recipe_runs.prefer_short, recipe_runs.measure_shortness)))
     (folder / "rewards.py").write_text(f"import random\nfrom typing import Any\n\n\n{source}", encoding="utf-8")
     tiny.save_model(folder / "teacher", tiny.build_tokenizer(), seed=1)
 
 
 def make_keys(inputs: Path, recipe: str) -> dict[str, Any]:
-    """Return the flags of a run but for its ``output_dir``."""
+    """Return the keys of a run without ``output_dir``."""
     short = {"max_steps": NUM_STEPS, "save_steps": 2, "save_total_limit": 9, "prepared_dir": inputs / "prepared"}
     if recipe not in MORE:
         keys = recipe_runs.make_keys(inputs, recipe) | short
@@ -69,10 +69,10 @@ def make_keys(inputs: Path, recipe: str) -> dict[str, Any]:
 
 
 def run(checkout: Path, recipe: str, keys: Mapping[str, Any], output: Path) -> None:
-    """Run a recipe of a checkout to its end.
+    """Run a recipe of a checkout.
 
     Raises:
-        SystemExit: It fails.
+        SystemExit: The run failed.
     """
     flags = [f"--{name}={value}" for name, value in {**keys, "output_dir": output}.items()]
     paths = os.pathsep.join(str(path) for path in (checkout / "src", output.parents[1] / "inputs"))
@@ -83,8 +83,8 @@ def run(checkout: Path, recipe: str, keys: Mapping[str, Any], output: Path) -> N
         sys.exit(f"{recipe} at {checkout} ended with {done.returncode}\n{done.stderr}")
 
 
-def stop_in_the_middle(whole: Path, output: Path) -> None:
-    """Make of a finished run what is left of one that was killed after its second checkpoint."""
+def copy_as_killed(whole: Path, output: Path) -> None:
+    """Copy a finished run as if it had been killed after its second checkpoint."""
     shutil.copytree(whole, output)
     middle = sorted(output.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))[1]
     step = int(middle.name.rpartition("-")[2])
@@ -94,12 +94,12 @@ def stop_in_the_middle(whole: Path, output: Path) -> None:
     for path in (*output.glob("*.safetensors"), output / "report.html"):
         path.unlink(missing_ok=True)
     record = json.loads((output / "run.json").read_text(encoding="utf-8"))
-    told = {"status": "running", "config": record["config"] | {"output_dir": str(output)}}
-    (output / "run.json").write_text(json.dumps(record | told), encoding="utf-8")
+    running = {"status": "running", "config": record["config"] | {"output_dir": str(output)}}
+    (output / "run.json").write_text(json.dumps(record | running), encoding="utf-8")
 
 
 def read_figures(output: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return what a run has logged by kind and step, the last word on each, without what is measured."""
+    """Return the last event of each kind and step, without measured metrics such as throughput."""
     events = {}
     for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         event = json.loads(line)
@@ -110,9 +110,9 @@ def read_figures(output: Path) -> dict[tuple[str, int], dict[str, Any]]:
 
 
 def compare(before: Path, after: Path) -> Iterator[str]:
-    """Yield each figure that two runs have otherwise."""
+    """Yield a line for each metric that differs between two runs."""
     ours, theirs = read_figures(before), read_figures(after)
-    yield from (f"{kind} of step {step} only once" for kind, step in sorted(ours.keys() ^ theirs.keys()))
+    yield from (f"{kind} of step {step} is in one run only" for kind, step in sorted(ours.keys() ^ theirs.keys()))
     for at in sorted(ours.keys() & theirs.keys()):
         for name in sorted(ours[at].keys() | theirs[at].keys()):
             if ours[at].get(name) != theirs[at].get(name):
@@ -120,7 +120,7 @@ def compare(before: Path, after: Path) -> Iterator[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the comparison and print a line a recipe."""
+    """Run the comparison and print one line per recipe and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
@@ -135,7 +135,7 @@ def main(argv: Sequence[str]) -> int:
         shutil.rmtree(place, ignore_errors=True)
         run(before, recipe, keys, place / "before")
         run(after, recipe, keys, place / "after")
-        stop_in_the_middle(place / "before", place / "resumed")
+        copy_as_killed(place / "before", place / "resumed")
         run(after, recipe, keys, place / "resumed")
         num_figures = sum(map(len, read_figures(place / "before").values()))
         for name in ("after", "resumed"):

@@ -1,9 +1,9 @@
-"""An accelerator that is none: tensors with a device of their own, computed on the CPU, that refuse the CPU's tensors.
+"""Simulated accelerator: tensors of their own device, computed by CPU kernels, that cannot be mixed with CPU tensors.
 
-Where a GPU would stop a run since tensors of two devices meet, or since numpy was to read its memory, this device does.
-It says nothing of kernels, of speed or of what only CUDA takes: ``torch.cuda`` is as absent as before.
+It raises where a GPU does: for tensors of two devices in one operation, and for access by numpy. It does not simulate
+kernels, speed or CUDA: ``torch.cuda`` stays unavailable.
 
-A process that has called ``install`` keeps it; ``SIMULATED`` chooses it for accelerate and upstream's trainer.
+``install`` lasts for the process; the environment variables ``SIMULATED`` select the device in accelerate and Trainer.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 NAME: Final = "simulated"
 SIMULATED: Final = {"ACCELERATE_TORCH_DEVICE": f"{NAME}:0"}
-"""Variables of the environment that choose the device."""
+"""Environment variables that select the device."""
 ATEN: Final = torch.ops.aten
-# On a GPU too these take indices from the host, and no scalar of it, which arithmetic does.
+# As on a GPU, these accept index tensors on the CPU; arithmetic accepts only CPU scalars.
 INDEXED: Final = {ATEN.index, ATEN.index_put, ATEN.index_put_, ATEN._index_put_impl_, ATEN._unsafe_index}
 JOINING: Final = {ATEN.cat, ATEN.stack}
-# Upstream makes these by resizing what was empty, which a tensor that stands for another one cannot be.
+# torch implements these by resizing an empty tensor, and a wrapper tensor cannot be resized.
 FACTORIES: Final = ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace", "randperm")
 _REGISTERED: list[torch.library.Library] = []
 WAITING: Final = {
@@ -40,23 +40,23 @@ WAITING: Final = {
     ATEN._unique2,
     ATEN.equal,
 }
-"""What the host learns something from, and so waits for on a GPU, besides copies to it."""
+"""Operations that synchronise the host with a GPU, besides copies to the host."""
 FREE: Final = {
     *(ATEN.empty, ATEN.empty_like, ATEN.empty_strided, ATEN.new_empty, ATEN.new_empty_strided),
     *(ATEN._unsafe_view, ATEN.lift_fresh, ATEN.set_, ATEN.is_same_size),
 }
-"""What starts no kernel, besides views."""
+"""Operations without a kernel, besides views."""
 
 
 @dataclasses.dataclass
 class Work:
-    """What the device was asked to do.
+    """Counts of the work of the device.
 
     Attributes:
-        kernels: Operations that would be at least one kernel on a GPU, by name.
-        waits: Of the host for the device, by the line that waits.
-        copies: To the device from memory that is not pinned, by the line.
-        is_counting: Whether what is asked counts.
+        kernels: Operations that launch at least one kernel on a GPU, by name.
+        waits: Synchronisations of the host with the device, by source line.
+        copies: Copies to the device from memory that is not pinned, by source line.
+        is_counting: Whether work is counted.
     """
 
     kernels: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -65,7 +65,7 @@ class Work:
     is_counting: bool = True
 
     def add(self, func: Any, args: Sequence[Any]) -> None:
-        """Count an operation but a copy."""
+        """Count an operation that is not a copy."""
         if not self.is_counting:
             return
         packet = func.overloadpacket
@@ -85,11 +85,11 @@ class Work:
 
 
 WORK: Final = Work()
-"""Of this process."""
+"""Work of this process."""
 
 
 def _find_line() -> str:
-    """The innermost line that is neither torch's nor this module's."""
+    """Return the innermost source line outside torch and this module."""
     frame = sys._getframe(1)
     while frame.f_back is not None and ("/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
         frame = frame.f_back
@@ -97,7 +97,7 @@ def _find_line() -> str:
 
 
 class SimulatedTensor(Tensor):
-    """A tensor of the device; ``held`` is the same one on the CPU."""
+    """A tensor of the device; ``held`` is its data, a CPU tensor."""
 
     held: Tensor
 
@@ -134,7 +134,7 @@ class SimulatedTensor(Tensor):
         WORK.add_copy(to_host=True, is_awaited=True)
         return self.held.detach().tolist()
 
-    # What is compared or written is the memory behind it.
+    # Comparisons and serialisation use the memory of the CPU tensor.
     def untyped_storage(self) -> Any:
         return self.held.untyped_storage()
 
@@ -155,10 +155,10 @@ class SimulatedTensor(Tensor):
 
 
 def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Compute an operation that has a tensor of the device among its arguments.
+    """Compute an operation with at least one tensor of the device.
 
     Raises:
-        RuntimeError: Another one is on the CPU, where a GPU would not take it.
+        RuntimeError: Another argument is on the CPU, and a GPU would reject it.
     """
     if func is ATEN._to_copy.default:
         return _copy(args[0], **kwargs)
@@ -194,7 +194,7 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     def present(value: Any) -> Any:
         if not isinstance(value, Tensor) or not is_ours:
             return value
-        # What was changed in place is what was given.
+        # An in-place operation returns its own argument.
         return known[id(value)] if id(value) in known else SimulatedTensor(value)
 
     return pytree.tree_map(present, result)
@@ -215,14 +215,14 @@ def _copy(value: Tensor, device: Any = None, non_blocking: bool = False, **optio
 
 
 class Stream(torch.cpu.Stream):
-    """What is asked of it is done at once."""
+    """A stream that executes synchronously."""
 
     def synchronize(self) -> None:
-        """Wait for nothing."""
+        """Return immediately."""
 
 
 class DeviceModule:
-    """What ``torch.simulated`` is: as ``torch.cpu``, with several devices."""
+    """The module ``torch.simulated``: that of ``torch.cpu``, with eight devices."""
 
     Stream = Stream
 
@@ -250,7 +250,7 @@ class DeviceModule:
         return torch.zeros(1, dtype=torch.uint8)
 
     def do_nothing(self, *_: Any) -> None:
-        """Of what has no meaning here."""
+        """Do nothing: for functions that have no meaning on this device."""
 
     set_device = manual_seed = manual_seed_all = set_rng_state = empty_cache = synchronize = do_nothing
 
@@ -259,7 +259,7 @@ class DeviceModule:
 
 
 def install() -> None:
-    """Make the device known to torch, in this process."""
+    """Register the device with torch in this process."""
     if _REGISTERED:
         return
     _setup_privateuseone_for_python_backend(NAME, backend_module=DeviceModule())
@@ -288,11 +288,11 @@ def install() -> None:
     for name, kernel in kernels.items():
         library.impl(name, kernel, "PrivateUse1")
     _REGISTERED.append(library)
-    # A parameter that is moved stays the one that others are tied to.
+    # ``Module.to`` must keep tied parameters tied.
     torch.__future__.set_swap_module_params_on_conversion(True)
     Tensor.pin_memory = lambda tensor, *_: tensor
 
 
 def is_chosen() -> bool:
-    """Whether this process is to compute on the device."""
+    """Return whether the environment selects the device for this process."""
     return os.environ.get("ACCELERATE_TORCH_DEVICE") == SIMULATED["ACCELERATE_TORCH_DEVICE"]

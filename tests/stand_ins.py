@@ -1,4 +1,4 @@
-"""Stand-ins for the models and data of the shipped recipes: their shapes without weights, and models of their kind."""
+"""Replacements for models and datasets of the shipped configurations: shapes without weights, small random models."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from recipes_lib.planning.compute import read_shapes
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model's page says.
+    """Facts of a model card.
 
     Attributes:
-        num_parameters: Each shared one counted once.
-        template: Of TRL's ``chat_templates``, where its tokenizer has one; else the model is a base model.
+        num_parameters: Parameters, shared ones counted once.
+        template: Name in TRL's ``chat_templates``; ``None`` for a base model.
     """
 
     num_parameters: int
@@ -53,7 +53,7 @@ SHAPES: Mapping[str, Shape] = {
     "HuggingFaceTB/SmolLM3-3B-Base": Shape(3_075_098_624),
     "google/gemma-3-1b-it": Shape(999_885_952, "gemma3"),
 }
-"""Hub id -> what is known beside its sizes, which ``planning/shapes.yaml`` has."""
+"""Hub id -> facts beside its sizes, which are in ``planning/shapes.yaml``."""
 
 
 def build_config(name: str, **changes: Any) -> Any:
@@ -79,7 +79,7 @@ TOKENS: Mapping[str, tuple[tuple[str, ...], str, str | None]] = {
     "smol": (("<|im_start|>",), "<|im_end|>", None),
     "gemma": (("<bos>", "<start_of_turn>", "<end_of_turn>"), "<eos>", "<pad>"),
 }
-"""Family -> special tokens, what ends a text, and what pads."""
+"""Family -> special tokens, end-of-text token, padding token."""
 SMALL = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -91,7 +91,7 @@ SMALL = {
 
 
 def find_family(name: str) -> str:
-    """Return the family whose tokens the tokenizer of ``name`` has."""
+    """Return the tokenizer family of the model ``name``, a key of ``TOKENS``."""
     names = {
         "Llama": "llama",
         "Qwen": "qwen",
@@ -123,7 +123,7 @@ def build_tokenizer(name: str) -> PreTrainedTokenizerFast:
 
 
 def _add_image_token(tokenizer: PreTrainedTokenizerFast, token_id: int) -> None:
-    """Add the token that stands for an image, which models that read text alone have no embedding for."""
+    """Add the image placeholder token, for which text-only models have no embedding."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     vocabulary = state["model"]["vocab"]
     vocabulary |= {token["content"]: token["id"] for token in state["added_tokens"]} | {"<image_soft_token>": token_id}
@@ -132,7 +132,7 @@ def _add_image_token(tokenizer: PreTrainedTokenizerFast, token_id: int) -> None:
 
 
 def save_shape(name: str, folder: Path) -> Path:
-    """Write configuration and tokenizer of the model ``name``, in its full size and without weights."""
+    """Write the full-size configuration and the tokenizer of the model ``name``, without weights."""
     tokenizer = build_tokenizer(name)
     build_config(name, **_ids(tokenizer)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -140,7 +140,7 @@ def save_shape(name: str, folder: Path) -> Path:
 
 
 def save_small(name: str, folder: Path, *, is_scorer: bool = False) -> Path:
-    """Write a random model of the kind of ``name``, small, with its tokenizer; with one score, if it is to judge."""
+    """Write a small random model of the architecture of ``name`` and its tokenizer; a reward model if ``is_scorer``."""
     tokenizer = build_tokenizer(name)
     sizes = SMALL | {key: 8 for key in ("head_dim",) if key in read_shapes()[name]}
     config = build_config(name, **sizes, vocab_size=len(tokenizer), dtype="float32", **_ids(tokenizer))
@@ -161,12 +161,12 @@ def _ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int | None]:
 
 
 def make_rows(dataset: str, num_rows: int, *, offset: int = 0) -> list[dict[str, Any]]:
-    """Make rows with the columns of a dataset of the Hub."""
+    """Make rows with the columns of a Hub dataset."""
     return [_ROWS[dataset](number + offset) for number in range(num_rows)]
 
 
 def write_rows(dataset: str, folder: Path) -> tuple[Path, Path]:
-    """Write rows to train on, and rows that are held out, and return both files."""
+    """Write a training and a held-out file with the columns of a Hub dataset, and return both paths."""
     paths = []
     for name, num_rows, offset in (("train", 24, 0), ("test", 4, 100)):
         path = folder / f"{dataset.replace('/', '--')}_{name}.jsonl"

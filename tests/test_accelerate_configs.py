@@ -1,4 +1,4 @@
-"""The launch files: keys that the installed accelerate knows, hardware only, and launches that are what they say."""
+"""Launch files in ``accelerate_configs/``: keys known to the installed accelerate, hardware only, actual launches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = [file.stem for file in FILES]
 REPORT = """
 import json, pathlib, sys
 from accelerate import PartialState
-state = PartialState(cpu=True)  # as TrainingArguments(use_cpu=True) makes it
+state = PartialState(cpu=True)  # as TrainingArguments(use_cpu=True) creates it
 if state.is_main_process:
     report = [state.num_processes, state.distributed_type.value, state.device.type]
     pathlib.Path(sys.argv[1]).write_text(json.dumps(report))
@@ -34,7 +34,7 @@ state.destroy_process_group()
 
 
 def find_unknown_keys(document: Mapping[str, Any]) -> list[str]:
-    """Nested keys are options of ``accelerate launch``; accelerate takes any key and ignores what it does not know."""
+    """Return keys that accelerate would silently ignore; nested ones must be options of ``accelerate launch``."""
     options = {action.dest for action in launch_command_parser()._actions}
     top = set(document) - set(ClusterConfig.__dataclass_fields__)
     nested = {
@@ -43,31 +43,31 @@ def find_unknown_keys(document: Mapping[str, Any]) -> list[str]:
     return sorted(top | nested)
 
 
-def test_every_kind_of_hardware_has_its_file() -> None:
+def test_launch_files_cover_every_kind_of_hardware() -> None:
     on_one_gpu, by_deepspeed = {"single_gpu", "fp8"}, {"zero1", "zero2", "zero3", "zero3_offload", "zero3_sp"}
     by_torch = {"ddp", "fsdp2", "fsdp2_cp", "fsdp2_offload", "fsdp2_tp", "hsdp"}
     assert set(NAMES) == {"cpu", "cpu_ddp"} | by_torch | on_one_gpu | by_deepspeed
 
 
 @pytest.mark.parametrize("file", FILES, ids=NAMES)
-def test_accelerate_knows_every_key(file: Path) -> None:
+def test_launch_file_keys_are_known_to_accelerate(file: Path) -> None:
     assert find_unknown_keys(yaml.safe_load(file.read_text())) == []
     assert load_config_from_file(str(file)).num_processes >= 1
 
 
-def test_a_key_that_accelerate_would_ignore_is_found() -> None:
+def test_find_unknown_keys_reports_keys_that_accelerate_ignores() -> None:
     assert find_unknown_keys({"distributed_type": "FSDP", "fsdp_config": {"fsdp_reshard": True}}) == ["fsdp_reshard"]
     assert find_unknown_keys({"distributed": "NO"}) == ["distributed"]
 
 
 def read_environment(file: Path, *flags: str) -> dict[str, str]:
-    """What accelerate itself hands to the processes of a launch."""
+    """Return the environment variables that accelerate itself sets for the processes of a launch."""
     arguments = ["--config_file", str(file), "--main_process_port", "0", *flags, "recipe.py"]
     args, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
     if args.use_deepspeed:
         args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
         command, environment = prepare_deepspeed_cmd_env(args)
-        assert command is None, "processes of several machines would be started over ssh by the first of them"
+        assert command is None, "the first machine would start the processes of all machines over ssh"
         return environment
     return prepare_multi_gpu_env(args)
 
@@ -101,7 +101,7 @@ ZERO3 = {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "ACCELERATE_DEEPSPEED_ZERO3_SAV
         ),
     ],
 )
-def test_the_processes_are_told_what_the_file_says(
+def test_launch_file_sets_environment_of_processes(
     name: str, expected: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
@@ -115,22 +115,22 @@ def test_the_processes_are_told_what_the_file_says(
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "zero3_offload", "zero3_sp"])
-def test_each_of_several_machines_starts_its_own_processes(name: str) -> None:
-    """By torch's launcher; left alone, DeepSpeed on each of them would start processes on a list of hosts."""
-    told = ("--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "127.0.0.1")
-    assert read_environment(FOLDER / f"{name}.yaml", *told)["ACCELERATE_USE_DEEPSPEED"] == "true"
+def test_deepspeed_multi_node_launch_uses_torch_launcher(name: str) -> None:
+    """By default, accelerate starts DeepSpeed's own launcher, which needs a host file and ssh."""
+    flags = ("--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "127.0.0.1")
+    assert read_environment(FOLDER / f"{name}.yaml", *flags)["ACCELERATE_USE_DEEPSPEED"] == "true"
 
 
 @pytest.mark.parametrize("file", FILES, ids=NAMES)
-def test_three_lines_say_what_and_how(file: Path) -> None:
+def test_launch_file_begins_with_three_comment_lines(file: Path) -> None:
     header = [line for line in file.read_text().splitlines() if line.startswith("#")]
     assert file.read_text().splitlines()[:3] == header
     assert f"--config_file accelerate_configs/{file.name} " in header[1]
 
 
 @pytest.mark.parametrize("file", FILES, ids=NAMES)
-def test_the_method_stays_in_the_recipe(file: Path) -> None:
-    """What both could say, the launch file leaves to the recipe."""
+def test_launch_file_sets_no_training_hyperparameter(file: Path) -> None:
+    """Settings that both could define are left to the recipe (``auto`` for DeepSpeed)."""
     document = yaml.safe_load(file.read_text())
     nested = document.get("deepspeed_config", {})
     assert all(nested.get(key, "auto") == "auto" for key in ("gradient_clipping", "gradient_accumulation_steps"))
@@ -147,7 +147,7 @@ def test_the_method_stays_in_the_recipe(file: Path) -> None:
     ("name", "expected"),
     [pytest.param("cpu", [1, "NO", "cpu"], marks=pytest.mark.slow), ("cpu_ddp", [2, "MULTI_CPU", "cpu"])],
 )
-def test_a_launch_on_cpus_is_what_the_file_says(name: str, expected: list[object], tmp_path: Path) -> None:
+def test_cpu_launch_has_the_declared_processes(name: str, expected: list[object], tmp_path: Path) -> None:
     script = tmp_path / "report.py"
     script.write_text(REPORT)
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]

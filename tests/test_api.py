@@ -1,23 +1,29 @@
-"""The library from Python does what the recipes do, and tells what is wrong by exceptions."""
+"""Python API, compared with the recipes: results, errors, and the state of the calling process."""
 
 from __future__ import annotations
 
 import json
 import math
+import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 from tests.faults import recipe_runs
+from transformers import IntervalStrategy
 
 import recipes_lib
 from recipes_lib import check, load_run, train
-from recipes_lib.api import _load
+from recipes_lib.api import _format_value, _load
 from recipes_lib.errors import ConfigError
+from recipes_lib.report.run_files import RunFiles
 
 
 @pytest.fixture
@@ -30,7 +36,7 @@ def keys(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def test_train_returns_the_run_with_its_metrics_and_its_model(keys: dict[str, Any], tmp_path: Path) -> None:
+def test_train_returns_finished_run(keys: dict[str, Any], tmp_path: Path) -> None:
     assert check("sft", keys) == []
     run = train("sft", keys, learning_rate=1e-3)
     losses = [event["loss"] for event in run.metrics if event["kind"] == "train"]
@@ -44,7 +50,35 @@ def test_train_returns_the_run_with_its_metrics_and_its_model(keys: dict[str, An
     assert load_run(str(tmp_path / "run")).metrics == run.metrics
 
 
-def test_a_file_and_overrides_are_as_on_the_command_line(keys: dict[str, Any], tmp_path: Path) -> None:
+def test_train_is_independent_of_state_of_caller(keys: dict[str, Any], tmp_path: Path) -> None:
+    """From a thread, with other defaults of torch; states are restored, and the output directory is unlocked."""
+    expected = [event["loss"] for event in train("sft", keys).metrics if event["kind"] == "train"]
+
+    def train_again() -> tuple[RunFiles, object]:
+        # Inference mode and default device are per thread.
+        with torch.inference_mode(), torch.device("meta"):
+            run = train("sft", keys, output_dir=tmp_path / "again")
+            return run, torch.get_default_device()
+
+    states = random.getstate(), torch.get_rng_state(), np.random.get_state()[1]  # noqa: NPY002
+    torch.set_default_dtype(torch.float64)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            run, device = pool.submit(train_again).result()
+        assert (torch.get_default_dtype(), device) == (torch.float64, torch.device("meta"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [event["loss"] for event in run.metrics if event["kind"] == "train"] == expected
+    after = random.getstate(), torch.get_rng_state(), np.random.get_state()[1]  # noqa: NPY002
+    assert states[0] == after[0]
+    assert torch.equal(states[1], after[1])
+    assert np.array_equal(states[2], after[2])
+    lock = run.path / "_lock"
+    code = f"from recipes_lib.files import try_lock; print(try_lock(open({str(lock)!r}, 'a'), of_process=True))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True\n"
+
+
+def test_config_file_and_overrides_match_command_line(keys: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "sft.yaml"
     path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items()))
     assert check("lora", path, lora_target_modules=["q_proj"], max_steps=3) == []
@@ -56,7 +90,7 @@ def test_a_file_and_overrides_are_as_on_the_command_line(keys: dict[str, Any], t
         train("sfd", path)
 
 
-def test_values_of_python_are_those_that_they_mean(keys: dict[str, Any], tmp_path: Path) -> None:
+def test_python_and_numpy_values_are_converted(keys: dict[str, Any], tmp_path: Path) -> None:
     values = {**keys, "output_dir": tmp_path / "run", "learning_rate": np.float32(2e-5), "max_steps": np.int64(3)}
     assert check("sft", values) == []
     loaded = _load("sft", values, {"bf16": None, "packing": False})
@@ -66,7 +100,35 @@ def test_values_of_python_are_those_that_they_mean(keys: dict[str, Any], tmp_pat
     assert (loaded.training["bf16"], loaded.tokens.packing) == (None, False)
 
 
-def test_importing_the_library_loads_nothing_heavy() -> None:
+def score(**_: Any) -> list[float]:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (IntervalStrategy.STEPS, "steps"),
+        ({"v_proj", "q_proj"}, '["q_proj", "v_proj"]'),
+        ([np.float32(0.5), np.int64(2)], "[0.5, 2]"),
+        (np.array([1, 2]), "[1, 2]"),
+        (MappingProxyType({"path": Path("a b")}), '{"path": "a b"}'),
+        ([score], f'["{__name__}:score"]'),
+        ("1e-5", "1e-5"),
+        (None, "null"),
+        (True, "true"),
+    ],
+    ids=repr,
+)
+def test_python_value_is_formatted_as_flag(value: Any, text: str) -> None:
+    assert _format_value(value) == text
+
+
+def test_config_of_other_type_is_rejected() -> None:
+    (problem,) = check("sft", ["--learning_rate", "1e-5"])  # type: ignore[arg-type]
+    assert (problem.where, problem.found) == ("config", "is of type list")
+
+
+def test_import_of_package_does_not_import_torch() -> None:
     script = "import sys, recipes_lib; recipes_lib.train; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

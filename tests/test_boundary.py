@@ -1,4 +1,4 @@
-"""Every way a command can end has its exit code and its words."""
+"""Command boundary: exit code and message of every way in which a command can end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from recipes_lib.stopping import STOP, StopRequest
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> list[StopRequest]:
-    """Whose handlers were installed: none, in the process of the tests."""
+    """Record calls of ``StopRequest.install``, which would install signal handlers in the process of the tests."""
     calls: list[StopRequest] = []
     monkeypatch.setattr(StopRequest, "install", lambda self: calls.append(self))
     monkeypatch.setattr(STOP, "_is_closed", False)
@@ -34,28 +34,28 @@ def raising(error: BaseException):
 
 
 @pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (75, 75)])
-def test_what_a_command_returns_is_the_exit_code(returned: int | None, code: int) -> None:
+def test_exit_code_is_return_value_of_command(returned: int | None, code: int) -> None:
     assert run_command(lambda: returned) == code
 
 
 @pytest.mark.parametrize("kind", [ConfigError, DataError])
-def test_every_problem_of_a_user_error_is_told_without_a_traceback(kind, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_error_prints_every_problem_without_traceback(kind, capsys: pytest.CaptureFixture[str]) -> None:
     problems = [Problem("sft.yaml:3", "unknown key", "write learning_rate"), Problem("--seed", "not a number")]
     assert run_command(raising(kind(*problems))) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err == "sft.yaml:3: unknown key\n    write learning_rate\n--seed: not a number\n"
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "sft.yaml:3: unknown key\n    write learning_rate\n--seed: not a number\n"
 
 
 @pytest.mark.parametrize(("error", "code"), [(DivergedError("loss is nan at step 7"), 3), (KeyboardInterrupt(), 130)])
-def test_a_stopped_run_says_why_without_a_traceback(error, code, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stopped_run_prints_reason_without_traceback(error, code, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(raising(error)) == code
-    told = capsys.readouterr().err
-    assert (str(error) or "interrupted") in told
-    assert "Traceback" not in told
+    errors = capsys.readouterr().err
+    assert (str(error) or "interrupted") in errors
+    assert "Traceback" not in errors
 
 
-def test_only_the_main_process_tells_that_the_run_was_stopped(
+def test_preemption_is_printed_by_rank_0_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stopped = raising(PreemptedError("SIGTERM: stopped after step 3; run the same command to resume"))
@@ -66,13 +66,13 @@ def test_only_the_main_process_tells_that_the_run_was_stopped(
     assert capsys.readouterr().err == ""
 
 
-def test_who_ends_because_of_another_says_so_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lost_peer_is_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(raising(LostPeerError("process 1 of this machine ended: it was killed"))) == 1
     assert capsys.readouterr().err == "rank 0 exits: process 1 of this machine ended: it was killed\n"
 
 
 @pytest.mark.parametrize(("error", "code"), [(DivergedError("nan"), 3), (PreemptedError("SIGTERM"), 75)])
-def test_one_of_several_processes_leaves_without_waiting_for_the_others(error, code, monkeypatch) -> None:
+def test_failed_rank_exits_without_interpreter_shutdown(error, code, monkeypatch) -> None:
     class StopPendingError(BaseException):
         pass
 
@@ -86,25 +86,25 @@ def test_one_of_several_processes_leaves_without_waiting_for_the_others(error, c
     assert run_command(lambda: None) == 0
 
 
-def test_anything_else_is_a_bug_and_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unexpected_exception_is_reported_as_bug_with_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(raising(IndexError("list index out of range"))) == 1
-    told = capsys.readouterr().err
-    assert "Traceback" in told
-    assert "IndexError: list index out of range" in told
-    assert "This is a bug" in told.splitlines()[-1]
+    error = capsys.readouterr().err
+    assert "Traceback" in error
+    assert "IndexError: list index out of range" in error
+    assert "This is a bug" in error.splitlines()[-1]
 
 
-def test_what_the_machine_refuses_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_disk_is_not_reported_as_bug(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out/metrics.jsonl"))) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("out/metrics.jsonl: the disk is full")
-    assert "Traceback" not in told
-    assert "bug" not in told
+    error = capsys.readouterr().err
+    assert error.startswith("out/metrics.jsonl: the disk is full")
+    assert "Traceback" not in error
+    assert "bug" not in error
 
 
 @contextmanager
 def opened_broken(kind: str):
-    """A descriptor that no write goes to: the reader is gone, the disk is full, or the terminal is closed."""
+    """Open a descriptor whose writes fail: a pipe without reader, a full disk, or a closed terminal."""
     if kind == "full disk":
         yield os.open("/dev/full", os.O_WRONLY)
         return
@@ -114,7 +114,7 @@ def opened_broken(kind: str):
     os.close(writer)
 
 
-TALK = """
+WRITE_TO_BOTH_STREAMS = """
 import logging, sys, warnings
 from recipes_lib.boundary import run_command
 from recipes_lib.training.monitoring.progress import LiveProgress, PlainProgress
@@ -142,27 +142,36 @@ sys.exit(run_command(work))
 
 
 @pytest.mark.parametrize("flags", [(), ("-u",)], ids=["buffered", "unbuffered"])
-@pytest.mark.parametrize("kind", ["gone reader", "full disk", "closed terminal"])
-def test_output_that_goes_nowhere_ends_nothing(kind: str, flags: tuple[str, ...], tmp_path: Path) -> None:
-    """Progress, logs, warnings and what is left in the buffers at the end, on both streams."""
+@pytest.mark.parametrize("kind", ["closed pipe", "full disk", "closed terminal"])
+def test_unwritable_output_does_not_end_command(kind: str, flags: tuple[str, ...], tmp_path: Path) -> None:
+    """Covers progress displays, logging, warnings, tqdm and buffered text on both streams."""
     if kind == "full disk" and not Path("/dev/full").exists():
         pytest.skip("the operating system has no /dev/full")
-    command = [sys.executable, *flags, "-c", TALK, str(tmp_path / "done")]
+    command = [sys.executable, *flags, "-c", WRITE_TO_BOTH_STREAMS, str(tmp_path / "done")]
     with opened_broken(kind) as broken:
-        # Rich draws as on a terminal.
+        # rich draws as on a terminal.
         environment = os.environ | {"FORCE_COLOR": "1"}
         assert subprocess.run(command, stdout=broken, stderr=broken, check=False, env=environment).returncode == 0
     assert (tmp_path / "done").read_text() == "done"
 
 
-def test_output_that_was_closed_from_the_start_ends_nothing(tmp_path: Path) -> None:
-    shell = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-c", TALK, str(tmp_path / "done")]
+def test_closed_descriptors_do_not_end_command(tmp_path: Path) -> None:
+    shell = [
+        "sh",
+        "-c",
+        'exec "$@" >&- 2>&-',
+        "sh",
+        sys.executable,
+        "-c",
+        WRITE_TO_BOTH_STREAMS,
+        str(tmp_path / "done"),
+    ]
     assert subprocess.run(shell, check=False).returncode == 0
     assert (tmp_path / "done").read_text() == "done"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_a_character_that_the_locale_lacks_is_escaped(encoding: str) -> None:
+def test_characters_outside_locale_encoding_are_escaped(encoding: str) -> None:
     code = (
         "from recipes_lib.boundary import run_command; raise SystemExit(run_command(lambda: print('\\u2265 \\udcff')))"
     )
@@ -172,7 +181,7 @@ def test_a_character_that_the_locale_lacks_is_escaped(encoding: str) -> None:
     assert done.stdout == shown + b" \\udcff\n"
 
 
-def test_upstream_does_not_open_every_run_with_the_same_lines() -> None:
+def test_expected_warnings_of_libraries_are_suppressed() -> None:
     code = (
         "import logging, sys; from recipes_lib.boundary import run_command\n"
         "def work():\n"
@@ -186,7 +195,7 @@ def test_upstream_does_not_open_every_run_with_the_same_lines() -> None:
     assert done.stdout.splitlines() == ["another of DeepSpeed", "another of transformers.trainer_utils"]
 
 
-def test_a_parser_may_exit_by_itself() -> None:
+def test_system_exit_propagates() -> None:
     with pytest.raises(SystemExit) as exit_:
         run_command(raising(SystemExit(0)))
     assert exit_.value.code == 0
@@ -194,7 +203,7 @@ def test_a_parser_may_exit_by_itself() -> None:
 
 @pytest.fixture
 def recipe(tiny_model_dir: Path, tmp_path: Path) -> list[str]:
-    """Arguments of a sound recipe."""
+    """Arguments of a valid SFT run."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "a row"}\n')
     return [
@@ -204,7 +213,7 @@ def recipe(tiny_model_dir: Path, tmp_path: Path) -> list[str]:
     ]
 
 
-def test_a_sound_recipe_is_parsed_and_from_then_on_requests_are_heard(
+def test_parse_or_exit_returns_config_and_installs_signal_handlers(
     recipe: list[str], installed: list[StopRequest]
 ) -> None:
     config = parse_or_exit("sft", [*recipe, "--learning_rate", "1e-3"])
@@ -213,18 +222,18 @@ def test_a_sound_recipe_is_parsed_and_from_then_on_requests_are_heard(
     assert config.training["learning_rate"] == 1e-3
 
 
-def test_a_wrong_recipe_exits_with_every_problem(recipe: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_parse_or_exit_prints_every_problem(recipe: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         parse_or_exit("sft", [*recipe, "--learning_rte", "1e-3", "--num_train_epochs", "many"])
     assert exit_.value.code == 2
-    told = capsys.readouterr().err
-    assert "learning_rte" in told
-    assert "num_train_epochs" in told
-    assert "Traceback" not in told
+    error = capsys.readouterr().err
+    assert "learning_rte" in error
+    assert "num_train_epochs" in error
+    assert "Traceback" not in error
 
 
 @pytest.mark.parametrize("flag", ["--help", "--print-config"])
-def test_a_question_is_answered_and_nothing_runs(
+def test_help_and_print_config_exit_with_code_0(
     flag: str, recipe: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
@@ -233,7 +242,7 @@ def test_a_question_is_answered_and_nothing_runs(
     assert "learning_rate" in capsys.readouterr().out
 
 
-def test_nothing_slow_is_imported_for_help_an_error_or_a_sound_recipe(recipe: list[str]) -> None:
+def test_parse_or_exit_does_not_import_torch(recipe: list[str]) -> None:
     code = (
         "import contextlib, io, json, sys; from recipes_lib.boundary import parse_or_exit\n"
         "for more in (['--help'], ['--print-config'], ['--config', '/gone'], ['--learning_rte', '1'], []):\n"

@@ -1,4 +1,4 @@
-"""The ``recipes`` command finds its subcommands, and pays only for the one that was asked for."""
+"""The ``recipes`` command: dispatch to subcommands, help, exit codes, imports on demand."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from recipes_lib import __version__, cli
+from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import ConfigError, Problem
 
 HEAVY = ("torch", "transformers", "trl", "datasets", "accelerate", "peft", "numpy", "rich", "yaml")
@@ -18,7 +19,7 @@ HEAVY = ("torch", "transformers", "trl", "datasets", "accelerate", "peft", "nump
 
 @pytest.fixture
 def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A subcommand ``echo`` that prints its arguments, and does as they say."""
+    """Register a subcommand ``echo`` that prints its arguments; ``fail`` raises, ``preempt`` returns 75."""
     (tmp_path / "echo_command.py").write_text(
         "from recipes_lib.errors import ConfigError, Problem\n"
         "def main(arguments):\n"
@@ -30,13 +31,13 @@ def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cli.COMMANDS, "echo", cli.Command("echo_command:main", "print the arguments"))
 
 
-@pytest.mark.parametrize("flag", ["-h", "--help"])
+@pytest.mark.parametrize("flag", ["-h", "--help", "help"])
 def test_help_lists_every_command(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([flag]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for name, command in cli.COMMANDS.items():
-        assert f"  {name} " in told
-        assert command.summary in told
+        assert f"  {name} " in output
+        assert command.summary in output
 
 
 def test_help_command_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,42 +60,44 @@ def test_help_into_closed_pipe_ends_without_message(flag: str) -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_no_command_shows_the_help_and_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_command_prints_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err == cli.format_help()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == cli.format_help()
 
 
-def test_version_is_the_package_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--version"]) == 0
+@pytest.mark.parametrize("flag", ["-V", "--version"])
+def test_version_is_package_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([flag]) == 0
     assert capsys.readouterr().out == f"recipes {__version__}\n"
 
 
 @pytest.mark.parametrize(
-    ("typed", "told"),
+    ("typed", "message"),
     [
         ("chekc", "did you mean `recipes check`?"),
         ("docter", "did you mean `recipes doctor`?"),
         ("xyz", "the commands are: "),
+        ("sft", "start a recipe by `recipes launch --config F`"),
     ],
 )
-def test_an_unknown_command_names_the_nearest(typed: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command_suggests_nearest_name(typed: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([typed]) == 2
     error = capsys.readouterr().err
     assert repr(typed) in error
-    assert told in error
+    assert message in error
 
 
-def test_no_command_imports_what_is_slow_to_answer_its_help() -> None:
+def test_help_of_commands_does_not_import_torch() -> None:
     code = (
         "import contextlib, io, json, sys\n"
         "from recipes_lib import cli\n"
         "slow = []\n"
         "for name in json.loads(sys.argv[1]):\n"
-        "    with contextlib.redirect_stdout(io.StringIO()) as told, contextlib.suppress(SystemExit):\n"
+        "    with contextlib.redirect_stdout(io.StringIO()) as stdout, contextlib.suppress(SystemExit):\n"
         "        cli.main([name, '--help'])\n"
-        "    assert 'usage' in told.getvalue(), name\n"
+        "    assert 'usage' in stdout.getvalue(), name\n"
         "    if {'torch', 'transformers', 'datasets', 'pyarrow', 'scipy', 'matplotlib'} & sys.modules.keys():\n"
         "        slow.append(name)\n"
         "        break\n"
@@ -105,7 +108,7 @@ def test_no_command_imports_what_is_slow_to_answer_its_help() -> None:
     assert json.loads(done.stdout) == []
 
 
-def test_arguments_and_exit_code_pass_through(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_and_exit_code_are_passed_through(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["echo", "--config", "a b.yaml"]) == 0
     assert capsys.readouterr().out == "['--config', 'a b.yaml']\n"
     assert cli.main(["echo", "preempt"]) == 75
@@ -116,12 +119,21 @@ def test_flags_may_have_dashes(echo: None, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == "['--dry_run', '--a_b=c-d', 'x-y', '-z-', '--', '--k-v']\n"
 
 
-def test_a_command_runs_inside_the_boundary(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_command_is_that_of_its_flag(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["help", "echo"]) == 0
+    assert capsys.readouterr().out == "['--help']\n"
+
+
+def test_names_of_recipes_are_known() -> None:
+    assert set(cli.RECIPES) == {"train", *RECIPE_NAMES}
+
+
+def test_command_error_is_printed_with_exit_code_2(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["echo", "fail"]) == 2
     assert capsys.readouterr().err == str(ConfigError(Problem("here", "wrong"))) + "\n"
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_help_does_not_import_heavy_packages() -> None:
     code = (
         "import json, sys; from recipes_lib.cli import main; code = main(['--help']);"
         f"print(json.dumps([code, [name for name in {HEAVY!r} if name in sys.modules]]))"
@@ -130,11 +142,11 @@ def test_help_imports_nothing_heavy() -> None:
     assert json.loads(done.stdout.splitlines()[-1]) == [0, []]
 
 
-def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
-    (tmp_path / "talkative.py").write_text("def main(arguments):\n    print('word ' * 100_000)\n")
+def test_closed_pipe_ends_command_without_message(tmp_path: Path) -> None:
+    (tmp_path / "verbose_command.py").write_text("def main(arguments):\n    print('word ' * 100_000)\n")
     code = (
         "import sys; from recipes_lib import cli;"
-        "cli.COMMANDS['talk'] = cli.Command('talkative:main', ''); sys.exit(cli.main(['talk']))"
+        "cli.COMMANDS['verbose'] = cli.Command('verbose_command:main', ''); sys.exit(cli.main(['verbose']))"
     )
     reader, writer = os.pipe()
     os.close(reader)
@@ -154,5 +166,5 @@ def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
         assert done.stderr.startswith(b"standard output: cannot be written: No space left on device")
 
 
-def test_every_command_stands_under_one_heading_of_the_help() -> None:
+def test_every_command_is_in_one_group_of_help() -> None:
     assert sorted(name for names in cli.GROUPS.values() for name in names) == sorted(cli.COMMANDS)

@@ -1,6 +1,7 @@
-"""The image, without an engine: what its file names exists, and its very instructions build the CPU target in a folder.
+"""Dockerfile, compose file and entrypoint, tested without a container engine.
 
-Each law of the file is a function from a text to faults, so that a planted fault can show that it is able to fail.
+The rules are functions from the text of a Dockerfile to violations; planted violations show that they can fail. A slow
+test executes the instructions of the CPU target in a folder.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ INSTRUCTIONS = {
 
 
 def read_instructions(text: str) -> list[tuple[str, str]]:
-    """``(instruction, its arguments)`` in order, continued lines joined, without comments."""
+    """Return ``(instruction, arguments)`` in order, with continued lines joined and comments removed."""
     lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     joined = re.sub(r"\\\n\s*", "", lines)
     return [(line.split()[0], line.split(maxsplit=1)[1]) for line in joined.splitlines() if line.strip()]
 
 
 def read_stages(text: str) -> dict[str, list[tuple[str, str]]]:
-    """The instructions of each stage, the first of which says what it is built from."""
+    """Return the instructions of each build stage; the first one is its FROM."""
     stages: dict[str, list[tuple[str, str]]] = {}
     for name, arguments in read_instructions(text):
         if name == "FROM":
@@ -44,71 +45,71 @@ def read_stages(text: str) -> dict[str, list[tuple[str, str]]]:
     return stages
 
 
-def find_faults(text: str) -> Iterator[str]:
+def find_violations(text: str) -> Iterator[str]:
     instructions = read_instructions(text)
-    yield from (f"no such instruction as {name}" for name, _ in instructions if name not in INSTRUCTIONS)
-    yield from _find_image_faults(text)
+    yield from (f"unknown instruction {name}" for name, _ in instructions if name not in INSTRUCTIONS)
+    yield from _find_image_violations(text)
     allowed = (ROOT / ".dockerignore").read_text().splitlines()
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for name, arguments in instructions:
         words = [word for word in shlex.split(arguments) if not word.startswith("--")]
         if name == "COPY" and "--from" not in arguments:
-            yield from (f"{path} is not there" for path in words[:-1] if not (ROOT / path).exists())
-            yield from (f"{path} is kept out by .dockerignore" for path in words[:-1] if f"!{path}" not in allowed)
+            yield from (f"{path} does not exist" for path in words[:-1] if not (ROOT / path).exists())
+            yield from (f"{path} is excluded by .dockerignore" for path in words[:-1] if f"!{path}" not in allowed)
         if name == "RUN" and "pip install" in arguments:
             if "-c constraints.txt" not in arguments or "type=cache" not in arguments:
-                yield f"not locked, or not cached: {arguments}"
+                yield f"not locked or not cached: {arguments}"
             named = {extra for found in re.findall(r"\.\[([\w,]+)\]", arguments) for extra in found.split(",")}
-            yield from (f"there is no extra {extra}" for extra in named - set(extras))
+            yield from (f"unknown extra {extra}" for extra in named - set(extras))
         is_lean = "--no-install-recommends" in arguments and "target=/var/lib/apt" in arguments
         if name == "RUN" and "apt-get install" in arguments and not is_lean:
-            yield f"leaves lists and recommended packages behind: {arguments}"
+            yield f"keeps package lists or installs recommended packages: {arguments}"
         if name in ("ARG", "ENV") and re.search(r"TOKEN|SECRET|PASSWORD|KEY", arguments):
-            yield f"a secret would stay in the image: {arguments}"
+            yield f"a secret would be stored in the image: {arguments}"
 
 
-def _find_image_faults(text: str) -> Iterator[str]:
+def _find_image_violations(text: str) -> Iterator[str]:
     stages = read_stages(text)
     for name, instructions in stages.items():
         base = instructions[0][1].split()[0]
         if base not in stages and not re.fullmatch(r"[\w./-]+:\d+\.\d+\.\d+-[\w.-]+", base):
-            yield f"{name} is built from {base}, which is no fixed version"
+            yield f"{name} is built from {base}, which is not a fixed version"
     inherited = [name for stage in ("runtime", "cpu") for name, _ in stages.get(stage, ())]
     for needed in ("USER", "HEALTHCHECK", "ENTRYPOINT", "LABEL"):
         if needed not in inherited:
-            yield f"there is no {needed}"
+            yield f"missing {needed}"
     users = [arguments for name, arguments in stages.get("runtime", ()) if name == "USER"]
     if not all(user.isdigit() and int(user) > 0 for user in users):
-        yield "it runs as root, or as somebody that a cluster cannot tell from root"
+        yield "runs as root, or as a user name, which Kubernetes cannot verify as non-root"
 
 
-def test_the_file_keeps_its_laws():
-    assert list(find_faults(DOCKERFILE)) == []
+def test_dockerfile_keeps_rules():
+    assert list(find_violations(DOCKERFILE)) == []
     assert list(read_stages(DOCKERFILE))[-2:] == ["cpu", "cuda"]
 
 
 @pytest.mark.parametrize(
-    ("sound", "planted", "words"),
+    ("original", "planted", "message"),
     [
-        ("python:3.11.14-slim-bookworm AS build", "python:latest AS build", "no fixed version"),
-        ("python:3.11.14-slim-bookworm AS build", "python:3.11-slim AS build", "no fixed version"),
-        ("USER 1000", "USER root", "it runs as root"),
-        ("USER 1000\n", "", "there is no USER"),
-        ("COPY src src", "COPY sources src", "sources is not there"),
-        ("COPY src src", "COPY tests tests", "tests is kept out"),
-        ("[track,corpus,eval,gpu,deepspeed]", "[track,gpus]", "there is no extra gpus"),
+        ("python:3.11.14-slim-bookworm AS build", "python:latest AS build", "not a fixed version"),
+        ("python:3.11.14-slim-bookworm AS build", "python:3.11-slim AS build", "not a fixed version"),
+        ("USER 1000", "USER root", "runs as root"),
+        ("USER 1000\n", "", "missing USER"),
+        ("COPY src src", "COPY sources src", "sources does not exist"),
+        ("COPY src src", "COPY tests tests", "tests is excluded"),
+        ("[track,corpus,eval,gpu,deepspeed]", "[track,gpus]", "unknown extra gpus"),
         ("-c constraints.txt ", "", "not locked"),
-        ("ARG VERSION=unknown", "ARG HF_TOKEN", "a secret would stay"),
+        ("ARG VERSION=unknown", "ARG HF_TOKEN", "a secret would be stored"),
         ("--no-install-recommends ", "", "recommended packages"),
-        ("VOLUME", "VOLUMES", "no such instruction"),
+        ("VOLUME", "VOLUMES", "unknown instruction"),
     ],
 )
-def test_a_planted_fault_is_found(sound, planted, words):
-    assert sound in DOCKERFILE
-    assert any(words in fault for fault in find_faults(DOCKERFILE.replace(sound, planted)))
+def test_planted_violation_is_found(original, planted, message):
+    assert original in DOCKERFILE
+    assert any(message in violation for violation in find_violations(DOCKERFILE.replace(original, planted)))
 
 
-def test_the_compose_file_fits_the_image():
+def test_compose_file_matches_dockerfile():
     compose = yaml.safe_load(COMPOSE.read_text())
     service = compose["services"]["train"]
     assert service["build"]["target"] in read_stages(DOCKERFILE)
@@ -147,7 +148,7 @@ STUB = '#!/bin/sh\necho "$(basename "$0") $*"\n'
         ([], {}, "recipes "),
     ],
 )
-def test_the_entry_point_takes_a_stage_or_a_command(tmp_path, arguments, launch, expected):
+def test_entrypoint_runs_recipe_or_command(tmp_path, arguments, launch, expected):
     for name in ("python", "accelerate", "recipes"):
         (tmp_path / name).write_text(STUB)
         (tmp_path / name).chmod(0o755)
@@ -159,8 +160,8 @@ def test_the_entry_point_takes_a_stage_or_a_command(tmp_path, arguments, launch,
 
 
 @pytest.mark.slow
-def test_the_instructions_of_the_cpu_target_make_a_working_image(tmp_path):
-    """In a folder in the place of ``/``, without root, with the packages that are installed here as the index."""
+def test_instructions_of_cpu_target_build_working_image(tmp_path):
+    """``/`` is a folder, commands that need root are stubs, and the installed packages replace the package index."""
     image, context, tools = tmp_path / "image", tmp_path / "context", tmp_path / "tools"
     shutil.copytree(ROOT, context, ignore=shutil.ignore_patterns(".git", ".venv*", "*_cache", "build", "runs"))
     tools.mkdir()
@@ -175,28 +176,28 @@ def test_the_instructions_of_the_cpu_target_make_a_working_image(tmp_path):
     for name, arguments in [*stages["build"], *stages["runtime"], *stages["cpu"]]:
         place = run_instruction(name, arguments, place, image, context, environment)
         if "venv /opt" in arguments:
-            # The lock is what is installed here: what is missing or of another version would be asked of an index.
+            # A package that is not installed here in the locked version would need an index, and fails.
             found = next((image / "opt" / "venv" / "lib").glob("python*/site-packages"))
             (found / "here.pth").write_text("\n".join(site.getsitepackages()))
-            # Of the interpreter, and too old to build with; an engine would fetch another one for that.
+            # The interpreter's setuptools is too old to build with.
             shutil.rmtree(found / "setuptools", ignore_errors=True)
             for old in found.glob("setuptools-*"):
                 shutil.rmtree(old)
             environment["PIP_NO_INDEX"] = "1"
     venv = image / "opt" / "venv" / "bin"
     entry = (image / "usr" / "local" / "bin" / "recipes-entrypoint").read_text().replace("/app/", f"{image}/app/")
-    for words, told in ((["doctor"], "packages"), (["sft", "--help"], "--config"), (["plan", "--help"], "usage")):
+    for words, expected in ((["doctor"], "packages"), (["sft", "--help"], "--config"), (["plan", "--help"], "usage")):
         environment["PATH"] = f"{venv}{os.pathsep}/usr/bin{os.pathsep}/bin"
         command = ["sh", "-c", entry, "recipes-entrypoint", *words]
         done = subprocess.run(command, cwd=image / "data", capture_output=True, text=True, check=False, env=environment)
-        assert told in done.stdout, (words, done.stdout, done.stderr)
+        assert expected in done.stdout, (words, done.stdout, done.stderr)
     where = [str(venv / "python"), "-c", "import recipes_lib; print(recipes_lib.__file__)"]
     done = subprocess.run(where, cwd=image, capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.startswith(str(image))
 
 
 def run_instruction(name, arguments, place, image, context, environment):
-    """Do what an engine would do, with ``image`` for ``/``; return the working directory."""
+    """Execute an instruction with ``image`` as ``/``, and return the working directory."""
     inside = re.sub(r"(?<![\w.:/])/(opt|build|app|cache|data|tmp/pip|usr/local/bin)\b", rf"{image}/\1", arguments)
     words = [word for word in shlex.split(inside) if not word.startswith("--")]
     if name == "WORKDIR":

@@ -1,6 +1,6 @@
-"""What the documentation names exists: links, paths, make targets, commands and their configuration files.
+"""Documentation: links, paths, make targets, commands and configuration files exist; pages follow their template.
 
-Each check is a function from a text to faults, so that a planted fault can show that it is able to fail.
+Each check is a function from a text to faults; planted faults show that it can fail.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *so
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 TOP_FOLDERS = ("src", "recipes", "docs", "tests", "accelerate_configs", "benchmarks")
 USERS_OWN = re.compile(r"mine|old|chats|RECIPE|\bF\b|[<*{]|\.\.\.|-N")
-"""File names that stand for the reader's own, and patterns."""
+"""Placeholders and patterns in the place of file names."""
 
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
@@ -40,7 +40,7 @@ def read_targets() -> set[str]:
 
 
 def read_commands(text: str) -> Iterator[str]:
-    """Yield every command: the lines of console fences, and code that begins like one."""
+    """Yield every command: lines of console blocks, and inline code that begins with a known program."""
     for _, language, body in FENCE.findall(text):
         if language in {"console", "bash", "sh"}:
             yield from (line.strip().removeprefix("$ ") for line in body.splitlines() if line.strip())
@@ -59,7 +59,7 @@ def find_dead_links(page: Path, text: str) -> list[str]:
 
 
 def find_missing_paths(text: str) -> list[str]:
-    """Code that begins with a folder of the project is a path in it."""
+    """Return paths that do not exist; inline code that begins with a folder of the project is a path."""
     codes = [word for code in CODE.findall(FENCE.sub("", text)) for word in code.split()]
     words = [word for command in read_commands(text) for word in command.split()]
     named = {word for word in [*codes, *words] if word.split("/")[0] in TOP_FOLDERS and "/" in word}
@@ -87,13 +87,13 @@ def _find_faults(command: str) -> Iterator[str]:
             yield f"no such file as {value}"
 
 
-STAGE_PAGES = {
+RECIPE_PAGES = {
     "pretraining": "pretrain",
     "evaluation": "eval",
     "synthesize": "synthesize",
     **{name: name for name in ("corpus", "sft", "lora", "reward", "dpo", "ppo", "grpo", "distill")},
 }
-"""Page of a stage: the recipe of its example."""
+"""Page -> recipe of its example."""
 TEMPLATE = (
     *("When to use", "Run it", "Data", "Keys you will touch"),
     *("A healthy run", "Troubleshooting", "Method", "Internals"),
@@ -102,53 +102,53 @@ MAX_EXAMPLE_LINES = 12
 
 
 def find_template_faults(text: str) -> list[str]:
-    """Ways in which a stage page differs from the template: sections, and the example under "Run it"."""
+    """Return differences of a recipe page from the template: sections, and the example under "Run it"."""
     parts = re.split(r"^## (.*)$", FENCE.sub(lambda fence: fence[0].replace("\n#", "\n"), text), flags=re.MULTILINE)
     headings, bodies = tuple(parts[1::2]), parts[2::2]
     if headings != TEMPLATE:
         return [f"sections are {headings}, not {TEMPLATE}"]
-    faults = [f"nothing under {name!r}" for name, body in zip(headings, bodies, strict=True) if not body.strip()]
+    faults = [f"section {name!r} is empty" for name, body in zip(headings, bodies, strict=True) if not body.strip()]
     fences = [
         (language, body) for _, language, body in FENCE.findall(dict(zip(headings, bodies, strict=True))["Run it"])
     ]
     if [language for language, _ in fences[:2]] != ["yaml", "console"]:
-        return [*faults, "no YAML and then its command under 'Run it'"]
+        return [*faults, "'Run it' does not begin with a YAML block and its commands"]
     if len(fences[0][1].splitlines()) > MAX_EXAMPLE_LINES:
-        faults.append(f"an example of more than {MAX_EXAMPLE_LINES} lines")
+        faults.append(f"example has more than {MAX_EXAMPLE_LINES} lines")
     if "recipes check --config" not in fences[1][1]:
         faults.append("no `recipes check` of the example")
     return faults
 
 
 def load_example(page: str, text: str, folder: Path) -> object:
-    """Parse the example of a stage page as its recipe does."""
+    """Parse the example of a recipe page as its recipe does."""
     config = folder / "example.yaml"
     config.write_text(FENCE.search(text)[3])  # type: ignore[index]
-    recipe, argv = STAGE_PAGES[page], ["--config", str(config)]
+    recipe, argv = RECIPE_PAGES[page], ["--config", str(config)]
     commands = {"corpus": parse_corpus_command, "eval": parse_eval_command, "synthesize": parse_synthesis_command}
     return commands[recipe](argv) if recipe in commands else load_config(recipe, argv)
 
 
-@pytest.mark.parametrize("page", STAGE_PAGES)
-def test_a_stage_page_follows_the_template(page: str) -> None:
+@pytest.mark.parametrize("page", RECIPE_PAGES)
+def test_recipe_page_follows_template(page: str) -> None:
     assert find_template_faults((ROOT / "docs" / f"{page}.md").read_text()) == []
 
 
-@pytest.mark.parametrize("page", STAGE_PAGES)
-def test_the_example_of_a_stage_page_is_a_valid_configuration(page: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", RECIPE_PAGES)
+def test_example_of_recipe_page_is_valid(page: str, tmp_path: Path) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text()
     load_example(page, text, tmp_path)
     with pytest.raises(ConfigError, match="output_dirr"):
         load_example(page, text.replace("output_dir:", "output_dirr:", 1), tmp_path)
 
 
-@pytest.mark.parametrize("page", STAGE_PAGES)
-def test_the_keys_of_a_stage_page_are_those_that_its_reference_begins_with(page: str) -> None:
+@pytest.mark.parametrize("page", RECIPE_PAGES)
+def test_keys_of_recipe_page_are_common_keys_of_reference(page: str) -> None:
     section = (ROOT / "docs" / f"{page}.md").read_text().split("## Keys you will touch")[1].split("\n## ")[0]
     named = {key for row in section.splitlines() if row.startswith("| `") for key in CODE.findall(row.split("|")[1])}
     named = {key.split(":")[0] for key in named}
     assert named
-    assert sorted(named - set(read_common(STAGE_PAGES[page]))) == []
+    assert sorted(named - set(read_common(RECIPE_PAGES[page]))) == []
 
 
 @pytest.mark.parametrize(
@@ -163,47 +163,47 @@ def test_the_keys_of_a_stage_page_are_those_that_its_reference_begins_with(page:
         ("## Method\n", "## Method\n\n## Internals\n"),
     ],
 )
-def test_a_page_beside_the_template_is_found(old: str, new: str) -> None:
+def test_find_template_faults_finds_planted_fault(old: str, new: str) -> None:
     text = (ROOT / "docs" / "sft.md").read_text()
     assert old in text
     assert find_template_faults(text.replace(old, new, 1))
 
 
-def test_the_documentation_is_there() -> None:
+def test_pages_are_found() -> None:
     expected = {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/index.md", "docs/design.md", "docs/quickstart.md"}
     assert expected <= set(NAMES)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     assert find_dead_links(page, page.read_text()) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_every_path_exists(page: Path) -> None:
+def test_paths_exist(page: Path) -> None:
     assert find_missing_paths(page.read_text()) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_every_command_exists(page: Path) -> None:
+def test_commands_exist(page: Path) -> None:
     assert find_wrong_commands(page.read_text()) == []
 
 
 @pytest.mark.parametrize("config", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda path: path.name)
-def test_every_command_in_the_head_of_a_recipe_exists(config: Path) -> None:
+def test_commands_in_config_headers_exist(config: Path) -> None:
     lines = [line.lstrip("# ") for line in config.read_text().splitlines() if line.startswith("#")]
     text = "```console\n" + "\n".join(line for line in lines if line.startswith(("accelerate ", "python "))) + "\n```\n"
     assert find_missing_paths(text) == []
     assert find_wrong_commands(text) == []
 
 
-def test_every_page_is_reached_from_the_index() -> None:
+def test_index_links_to_every_page() -> None:
     index = ROOT / "docs" / "index.md"
     linked = {(index.parent / link).resolve() for link in LINK.findall(index.read_text())}
     assert sorted(set((ROOT / "docs").rglob("*.md")) - linked - {index}) == []
 
 
-def test_the_site_has_every_page_once() -> None:
+def test_site_navigation_has_every_page_once() -> None:
     def flatten(nav: list[Any]) -> Iterator[str]:
         for entry in nav:
             yield from [entry] if isinstance(entry, str) else flatten(*entry.values())
@@ -212,14 +212,14 @@ def test_the_site_has_every_page_once() -> None:
     assert sorted(pages) == sorted(page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md"))
 
 
-def test_every_diagram_is_drawn_where_pages_are_read() -> None:
-    """The site asks the network for nothing, and so draws no Mermaid."""
+def test_pages_have_no_mermaid_diagrams() -> None:
+    """The site loads nothing from the network, so it cannot draw Mermaid diagrams."""
     languages = {language for page in PAGES for _, language, _ in FENCE.findall(page.read_text(encoding="utf-8"))}
     assert "console" in languages
     assert "mermaid" not in languages
 
 
-def test_the_site_has_every_file_that_its_pages_link_to() -> None:
+def test_site_contains_linked_files() -> None:
     carried = re.search(r"^SITE_FILES := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert carried
     docs, files = ROOT / "docs", [ROOT / name for name in carried[1].split()]
@@ -231,15 +231,15 @@ def test_the_site_has_every_file_that_its_pages_link_to() -> None:
     assert [path for path in outside if not any(path.is_relative_to(file) for file in files)] == []
 
 
-def test_the_readme_promises_no_exit_code_that_does_not_exist() -> None:
+def test_exit_codes_of_readme_match_errors() -> None:
     from recipes_lib import errors
 
     codes = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
-    told = re.findall(r"^\| (\d+) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert {int(code) for code in told} == codes
+    listed = re.findall(r"^\| (\d+) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert {int(code) for code in listed} == codes
 
 
-def test_the_design_page_says_of_every_room_what_it_may_import() -> None:
+def test_design_page_lists_imports_of_every_package() -> None:
     table = (ROOT / "docs" / "design.md").read_text().split("Allowed imports:")[1].split("\n\n")[1]
     rooms = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     folders = {path.parent.name for path in (ROOT / "src" / "recipes_lib").glob("*/__init__.py")}
@@ -247,7 +247,7 @@ def test_the_design_page_says_of_every_room_what_it_may_import() -> None:
 
 
 @pytest.mark.parametrize("text", ["[here](missing.md)", "[here](missing.md#part)", "![curve](images/missing.png)"])
-def test_a_dead_link_is_found(text: str) -> None:
+def test_find_dead_links_finds_planted_link(text: str) -> None:
     assert len(find_dead_links(ROOT / "README.md", text)) == 1
     assert find_dead_links(ROOT / "README.md", "[a](https://example.org) [b](#part) [c](docs/index.md#part)") == []
 
@@ -256,7 +256,7 @@ def test_a_dead_link_is_found(text: str) -> None:
     "text",
     ["see `src/recipes_lib/absent.py`", "`python recipes/absent.py`", "```console\n$ python recipes/absent.py\n```\n"],
 )
-def test_a_missing_path_is_found(text: str) -> None:
+def test_find_missing_paths_finds_planted_path(text: str) -> None:
     assert len(find_missing_paths(text)) == 1
     assert find_missing_paths("`recipes/configs/<model>/<recipe>.yaml` and `docs/index.md`") == []
 
@@ -274,13 +274,13 @@ def test_a_missing_path_is_found(text: str) -> None:
         "1. Indented:\n\n   ```console\n   $ make absent\n   ```\n",
     ],
 )
-def test_a_wrong_command_is_found(text: str) -> None:
+def test_find_wrong_commands_finds_planted_command(text: str) -> None:
     assert len(find_wrong_commands(text)) == 1
     assert find_wrong_commands("`make check` `recipes check --config F` `recipes --help`") == []
 
 
 def list_anchors(page: str) -> set[str]:
-    """Anchors of a page: of its headings, as GitHub makes them, and those that it names."""
+    """Return the anchors of a page: GitHub's for its headings, and explicit ones."""
     headings = re.findall(
         r"^#+ (.*)$", re.sub(r"^ *```.*?^ *```", "", page, flags=re.MULTILINE | re.DOTALL), re.MULTILINE
     )
@@ -290,7 +290,7 @@ def list_anchors(page: str) -> set[str]:
 
 
 def find_dead_anchors(path: Path, text: str) -> list[str]:
-    """Links to a heading that its page does not have; in code, pages are named from the root of the project."""
+    """Return links to missing headings; in code, paths of pages are relative to the project."""
     links = re.findall(r"\]\(([\w./-]*)#([\w-]+)\)", text) if path.suffix == ".md" else []
     places = [((path.parent / name) if name else path, anchor) for name, anchor in links]
     if path.suffix != ".md":
@@ -298,14 +298,14 @@ def find_dead_anchors(path: Path, text: str) -> list[str]:
     return [f"{path}: {page.name}#{anchor}" for page, anchor in places if anchor not in list_anchors(page.read_text())]
 
 
-def test_every_link_to_a_heading_finds_it() -> None:
+def test_heading_links_resolve() -> None:
     folders = (ROOT / name for name in ("docs", "src", "recipes"))
     named = {path for folder in folders for path in folder.rglob("*") if path.suffix in (".md", ".py", ".yaml")}
     read = {path: path.read_text() for path in sorted(named | set(ROOT.glob("*.md")))}
     assert [dead for path, text in read.items() for dead in find_dead_anchors(path, text)] == []
 
 
-def test_a_dead_anchor_is_found(tmp_path: Path) -> None:
+def test_find_dead_anchors_finds_planted_anchor(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# The [`Title`](x.md), in *two* words\n\n```sh\n# no heading\n```\n")
     alive, dead = "[a](#the-title-in-two-words) [b](page.md#the-title-in-two-words)", "[c](page.md#no-heading)"

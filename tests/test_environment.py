@@ -1,4 +1,4 @@
-"""Versions and the commit of the code, as they are told of a run."""
+"""Package versions and Git commit that a run records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recipes_lib import environment
 from recipes_lib.environment import read_git_commit, read_versions
 
 
-def test_versions_are_those_that_are_imported(monkeypatch):
+def test_versions_match_imported_packages(monkeypatch):
     # The wheels of PyPI have their build tag (+cu130) in the module alone.
     assert Version(read_versions()["torch"]).public == Version(torch.__version__).public
 
@@ -22,10 +22,12 @@ def test_versions_are_those_that_are_imported(monkeypatch):
         return "1.0"
 
     monkeypatch.setattr(environment.importlib.metadata, "version", find)
+    environment._read_version.cache_clear()
     assert read_versions()["peft"] == "not installed"
+    environment._read_version.cache_clear()
 
 
-def test_a_commit_says_when_files_differ_from_it(tmp_path, monkeypatch):
+def test_git_commit_marks_modified_files_as_dirty(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert read_git_commit() is None

@@ -1,4 +1,4 @@
-"""What a user reads when something is wrong: where, what, and the way out."""
+"""Error messages: location, finding and remedy; merging of similar problems; exhausted system resources."""
 
 import errno
 import threading
@@ -19,19 +19,19 @@ from recipes_lib.errors import (
 )
 
 
-def test_a_problem_reads_as_place_finding_and_remedy():
+def test_problem_text_is_location_finding_and_remedy():
     problem = Problem("sft.yaml:3", "`learning_rat` is no key", "did you mean `learning_rate`?")
     assert str(problem) == "sft.yaml:3: `learning_rat` is no key\n    did you mean `learning_rate`?"
     assert str(Problem("--seed", "is missing")) == "--seed: is missing"
 
 
-def test_an_error_tells_every_problem_it_carries():
+def test_error_message_lists_every_problem():
     first, second = Problem("a", "one"), Problem("b", "two")
     assert str(ConfigError(first, second)) == "a: one\nb: two"
     assert DataError(first, second).problems == (first, second)
 
 
-def test_exit_codes_are_those_of_the_contract():
+def test_exit_codes():
     assert UserError().exit_code == ConfigError().exit_code == DataError().exit_code == 2
     assert DivergedError("nan").exit_code == 3
 
@@ -40,7 +40,7 @@ def long_row(line: int, tokens: int, file: str = "a.jsonl") -> Problem:
     return Problem(f"{file}:{line}", f"{tokens:,} tokens, max_length is 512", "cut it", size=tokens)
 
 
-def test_the_same_problem_of_many_rows_is_one_with_count_share_first_place_and_worst_case():
+def test_merge_alike_counts_similar_problems_and_names_worst():
     lengths = {3: 600, 7: 12_000, 12: 513, 40: 9_000, 77: 700}
     (merged,) = merge_alike([long_row(*row) for row in lengths.items()], 200)
     assert merged == Problem(
@@ -52,7 +52,7 @@ def test_the_same_problem_of_many_rows_is_one_with_count_share_first_place_and_w
     )
 
 
-def test_problems_that_differ_in_more_than_numbers_stay_apart():
+def test_merge_alike_keeps_different_problems_separate():
     apart = [
         long_row(3, 600),
         long_row(3, 600, file="b.jsonl"),
@@ -61,10 +61,10 @@ def test_problems_that_differ_in_more_than_numbers_stay_apart():
         Problem("a.jsonl:6", "600 tokens, max_length is 512", "split it"),
     ]
     assert merge_alike(apart, 9) == apart
-    assert merge_alike([apart[0]] * 3, 9) == apart[:1], "one row is one row, however often it is told"
+    assert merge_alike([apart[0]] * 3, 9) == apart[:1], "repeated problems of one row count once"
 
 
-def test_problems_of_the_data_are_collected_and_others_are_raised() -> None:
+def test_collect_problems_catches_data_errors_only() -> None:
     problems: list[Problem] = []
     for where in ("first", "second"):
         with collect_problems(problems):
@@ -75,7 +75,7 @@ def test_problems_of_the_data_are_collected_and_others_are_raised() -> None:
     assert len(problems) == 2
 
 
-def test_problems_beyond_the_limit_are_counted():
+def test_problems_beyond_limit_are_counted():
     raise_problems([], "nothing")
     with pytest.raises(DataError) as caught:
         raise_problems([Problem(f"file {number}", "broken") for number in range(26)], "data")
@@ -84,7 +84,7 @@ def test_problems_beyond_the_limit_are_counted():
 
 
 class OutOfMemoryError(RuntimeError):
-    """Named as torch's."""
+    """Has the name of torch's error, which is recognised by name."""
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ class OutOfMemoryError(RuntimeError):
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "host memory: [Errno 12] Cannot allocate memory"),
     ],
 )
-def test_what_the_machine_refuses_is_told_as_that(error, words):
+def test_explain_refusal_recognises_system_errors(error, words):
     wrapped = ValueError("while saving")
     wrapped.__cause__ = error
     for raised in (error, wrapped):
@@ -130,12 +130,12 @@ def test_what_the_machine_refuses_is_told_as_that(error, words):
     "error",
     [FileNotFoundError(errno.ENOENT, "No such file", "a"), OSError("odd"), PermissionError("ours"), KeyError("x")],
 )
-def test_what_the_machine_has_no_part_in_is_not(error):
+def test_explain_refusal_ignores_other_errors(error):
     assert explain_refusal(error) is None
 
 
-def test_a_thread_that_cannot_start_is_told_as_python_raises_it():
-    """The words are Python's own: 2**62 bytes of stack are more than any machine has."""
+def test_explain_refusal_recognises_thread_limit_of_python():
+    """Raised by Python itself: no machine can allocate a stack of 2**62 bytes."""
     before = threading.stack_size()
     try:
         threading.stack_size(2**62)
@@ -154,5 +154,5 @@ def test_a_thread_that_cannot_start_is_told_as_python_raises_it():
         ("nothing like it", "`{}`", "write one of train, test"),
     ],
 )
-def test_a_near_name_is_suggested_and_else_what_to_do(name: str, shown: str, remedy: str) -> None:
+def test_suggest_returns_nearest_name_or_fallback(name: str, shown: str, remedy: str) -> None:
     assert suggest(name, ["train", "test"], "write one of train, test", shown) == remedy

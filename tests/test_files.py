@@ -1,4 +1,4 @@
-"""Records are replaced whole or not at all, and whatever stands in their place is refused in words."""
+"""File I/O: atomic replacement, locks, hashes, and JSON records read as untrusted input."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from recipes_lib.files import (
         (b'{"a": true}', "`a` is a boolean"),
     ],
 )
-def test_what_is_no_such_record_is_refused_with_its_path(tmp_path, content, found) -> None:
+def test_read_record_rejects_invalid_record_with_path(tmp_path, content, found) -> None:
     path = tmp_path / "record.json"
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
@@ -57,7 +57,7 @@ def test_what_is_no_such_record_is_refused_with_its_path(tmp_path, content, foun
     assert problem.remedy == "put it back"
 
 
-def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path) -> None:
+def test_read_record_rejects_non_regular_files_without_blocking(tmp_path) -> None:
     pipe, sparse, loop = tmp_path / "pipe", tmp_path / "sparse", tmp_path / "loop"
     os.mkfifo(pipe)
     with sparse.open("wb") as file:
@@ -69,13 +69,13 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path) -> None
     assert list(read_lines(pipe)) == []
 
 
-def test_a_field_may_be_left_out_where_its_type_says_so(tmp_path) -> None:
+def test_optional_field_may_be_missing(tmp_path) -> None:
     path = tmp_path / "record.json"
     path.write_text('{"a": 1}')
     assert read_record(path, {"a": int, "b": str | None}) == {"a": 1}
 
 
-def test_torn_lines_are_told_apart(tmp_path) -> None:
+def test_read_lines_yields_none_for_invalid_lines(tmp_path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_bytes(b'{"step": 1}\n\n{"text": "a\xe2\x80\xa8b"}\n[1]\n{"step": \xff\n' + b"[" * 100_000 + b'\n{"step"')
     assert list(read_lines(path)) == [{"step": 1}, {"text": "a\u2028b"}, None, None, None, None]
@@ -84,7 +84,7 @@ def test_torn_lines_are_told_apart(tmp_path) -> None:
     assert list(read_lines(path)) == [{"step": 1}, {"step": 2}]
 
 
-def test_lines_come_from_a_file_of_any_size_and_a_line_without_end_fills_no_memory(tmp_path, monkeypatch) -> None:
+def test_read_lines_bounds_line_length_not_file_size(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("recipes_lib.files.MAX_BYTES", 32)
     path = tmp_path / "lines.jsonl"
     path.write_text('{"step": 1}\n' * 10 + "x" * 100 + '\n{"step": 2}\n')
@@ -93,14 +93,20 @@ def test_lines_come_from_a_file_of_any_size_and_a_line_without_end_fills_no_memo
         read_record(path)
 
 
-def test_numbers_that_json_has_not_are_read_back(tmp_path) -> None:
-    told = {"loss": float("nan"), "losses": [float("-inf"), 1.5], "norms": {"a": float("inf")}, "step": 3, "name": "x"}
-    text = json.dumps(spell_numbers(told), allow_nan=False)
+def test_non_finite_numbers_round_trip(tmp_path) -> None:
+    record = {
+        "loss": float("nan"),
+        "losses": [float("-inf"), 1.5],
+        "norms": {"a": float("inf")},
+        "step": 3,
+        "name": "x",
+    }
+    text = json.dumps(spell_numbers(record), allow_nan=False)
     assert text == '{"loss": "nan", "losses": ["-inf", 1.5], "norms": {"a": "inf"}, "step": 3, "name": "x"}'
     assert parse_number(json.loads(text)["losses"][0]) == float("-inf")
 
 
-def test_a_record_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch) -> None:
+def test_replace_record_is_atomic(tmp_path, monkeypatch) -> None:
     path = tmp_path / "record.json"
     replace_record(path, {"a": "ü", "path": tmp_path, "name": "\udcff"})
     assert json.loads(path.read_text(encoding="utf-8")) == {"a": "ü", "path": str(tmp_path), "name": "\udcff"}
@@ -117,25 +123,25 @@ def test_a_record_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch) -> None
 
 
 @pytest.mark.parametrize("of_process", [False, True])
-def test_a_lock_keeps_others_out_until_its_holder_ends(tmp_path, of_process) -> None:
+def test_exclusive_lock_blocks_other_process_until_closed(tmp_path, of_process) -> None:
     path = tmp_path / "lock"
     program = (
         "import sys; from pathlib import Path; from recipes_lib.files import try_lock\n"
         f"print(try_lock(Path({str(path)!r}).open('a'), of_process={of_process}))"
     )
 
-    def ask_another_process() -> str:
+    def lock_in_other_process() -> str:
         return subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, check=True
         ).stdout.strip()
 
     with path.open("a") as file:
         assert try_lock(file, of_process=of_process) is True
-        assert ask_another_process() == "False"
-    assert ask_another_process() == "True"
+        assert lock_in_other_process() == "False"
+    assert lock_in_other_process() == "True"
 
 
-def test_a_shared_lock_allows_others_and_no_owner(tmp_path) -> None:
+def test_shared_lock_excludes_exclusive_lock(tmp_path) -> None:
     path = tmp_path / "lock"
     with path.open("a") as first, path.open() as second, path.open("a") as third:
         assert try_lock(first, is_shared=True) is True
@@ -143,7 +149,7 @@ def test_a_shared_lock_allows_others_and_no_owner(tmp_path) -> None:
         assert try_lock(third) is False
 
 
-def test_a_file_system_without_locks_is_told_apart(tmp_path, monkeypatch) -> None:
+def test_try_lock_returns_none_without_lock_support(tmp_path, monkeypatch) -> None:
     def refuse(file, operation) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -152,7 +158,7 @@ def test_a_file_system_without_locks_is_told_apart(tmp_path, monkeypatch) -> Non
         assert try_lock(file) is None
 
 
-def test_a_file_is_hashed_by_its_path_or_open(tmp_path) -> None:
+def test_hash_file_accepts_path_and_open_file(tmp_path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"bytes")
     with path.open("rb") as file:
@@ -163,12 +169,12 @@ def test_a_file_is_hashed_by_its_path_or_open(tmp_path) -> None:
     ("name", "inside"),
     [("model.safetensors", True), ("a/b.pt", True), ("../x", False), ("a/../../x", False), ("/dev/zero", False)],
 )
-def test_names_that_leave_the_folder_are_told_apart(name, inside) -> None:
+def test_is_inside_rejects_paths_outside_folder(name, inside) -> None:
     assert is_inside(name) is inside
     assert not is_inside(7)
 
 
-def test_a_file_is_replaced_when_its_block_ends_well_and_not_before(tmp_path):
+def test_atomic_file_replaces_after_successful_block_only(tmp_path):
     path = tmp_path / "a"
     path.write_text("old")
     with atomic_file(path) as first, atomic_file(tmp_path / "b") as second:
@@ -184,12 +190,12 @@ def test_a_file_is_replaced_when_its_block_ends_well_and_not_before(tmp_path):
     assert (path.read_text(), path.stat().st_ino) == ("new", inode)
     with atomic_file(path) as partial:
         partial.write_text("newer")
-    # Another file under the same name: whoever has the old one open reads it to its end.
+    # A new inode: a reader that has the old file open reads it to its end.
     assert path.stat().st_ino != inode
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "b"]
 
 
-def test_a_folder_is_built_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_atomic_folder_is_renamed_after_successful_block_only(tmp_path: Path) -> None:
     folder = tmp_path / "made" / "model"
     with suppress(ValueError), atomic_folder(folder) as staging:
         (staging / "weights").write_text("half")

@@ -1,4 +1,4 @@
-"""Forked processes are told what those of torch's launcher are, and one that fails ends the others."""
+"""Forked launches: environment variables of torch's launcher, failure handling, equality with ``python SCRIPT``."""
 
 import json
 import os
@@ -11,22 +11,24 @@ from tests.forked import Launch, run_forked, run_script
 
 
 @pytest.mark.multiprocess
-def test_each_is_told_which_it_is(tmp_path):
+def test_forked_processes_have_launcher_environment(tmp_path):
     run_forked("tests.test_forked", tmp_path, variables={"ACCELERATE_MIXED_PRECISION": "no"})
     names = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS", "ACCELERATE_MIXED_PRECISION")
-    told = [json.loads((tmp_path / f"told-{rank}").read_text()) for rank in "01"]
-    assert [[each[name] for name in names] for each in told] == [["2", rank, "127.0.0.1", "1", "no"] for rank in "01"]
-    assert told[0]["MASTER_PORT"] == told[1]["MASTER_PORT"]
+    variables = [json.loads((tmp_path / f"environment-{rank}").read_text()) for rank in "01"]
+    assert [[each[name] for name in names] for each in variables] == [
+        ["2", rank, "127.0.0.1", "1", "no"] for rank in "01"
+    ]
+    assert variables[0]["MASTER_PORT"] == variables[1]["MASTER_PORT"]
 
 
 @pytest.mark.multiprocess
-def test_one_that_fails_ends_the_others_and_is_told(tmp_path):
-    with pytest.raises(AssertionError, match="the last one fails"):
+def test_failed_process_ends_others_and_is_reported(tmp_path):
+    with pytest.raises(AssertionError, match="rank 1 fails"):
         run_forked("tests.test_forked", tmp_path, "fail")
     assert not Path("/proc", (tmp_path / "waiting").readlink()).exists()
 
 
-def test_a_script_is_told_what_python_tells_it_and_its_end_is_returned(tmp_path):
+def test_run_script_matches_python_command(tmp_path):
     (tmp_path / "beside.py").write_text("word = 'beside'")
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "further.py").write_text("word = 'further'")
@@ -45,16 +47,16 @@ def test_a_script_is_told_what_python_tells_it_and_its_end_is_returned(tmp_path)
 
 
 def main():
-    """Write what this process, one of several, was told; or fail as the last one while the others wait."""
+    """Write the environment of this rank; with ``fail``, rank 1 raises while rank 0 sleeps."""
     folder, rank = Path(sys.argv[1]), os.environ["RANK"]
-    (folder / f"told-{rank}").write_text(json.dumps(dict(os.environ)))
+    (folder / f"environment-{rank}").write_text(json.dumps(dict(os.environ)))
     if sys.argv[2:] == ["fail"]:
         if rank == "0":
             (folder / "waiting").symlink_to(str(os.getpid()))
             time.sleep(600)
         while not (folder / "waiting").is_symlink():
             time.sleep(0.01)
-        raise ValueError("the last one fails")
+        raise ValueError("rank 1 fails")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the hardware probes say, against what the operating system says."""
+"""Hardware probes, compared with what the operating system reports."""
 
 from __future__ import annotations
 
@@ -16,28 +16,26 @@ CPUINFO = Path("/proc/cpuinfo")
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="the accelerator answers, not the CPU")
 @pytest.mark.skipif(not CPUINFO.exists(), reason="the operating system has no /proc/cpuinfo")
-def test_bf16_on_a_cpu_is_what_the_kernel_reports() -> None:
+def test_bf16_support_of_cpu_matches_cpuinfo() -> None:
     flags = set(CPUINFO.read_text().split())
     assert supports_bf16() == bool(flags & {"amx_bf16", "avx512_bf16", "bf16"})
 
 
 @pytest.mark.parametrize("is_supported", [True, False])
-def test_bf16_on_a_gpu_is_what_the_gpu_has_without_emulation(
-    is_supported: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
+def test_bf16_support_of_gpu_excludes_emulation(is_supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = []
 
     def is_bf16_supported(*, including_emulation: bool = True) -> bool:
-        asked.append(including_emulation)
+        arguments.append(including_emulation)
         return is_supported or including_emulation
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
     assert supports_bf16() is is_supported
-    assert asked == [False]
+    assert arguments == [False]
 
 
-def test_a_build_with_cuda_asks_the_cpu_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_support_of_cuda_build_without_gpu_is_that_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def find_device(check_available: bool = False) -> torch.device | None:
         return None if check_available else torch.device("cuda")
 
@@ -47,20 +45,20 @@ def test_a_build_with_cuda_asks_the_cpu_where_there_is_no_gpu(monkeypatch: pytes
     assert supports_bf16()
 
 
-def test_the_measured_peak_is_the_best_product(monkeypatch) -> None:
+def test_measured_flops_are_those_of_fastest_product(monkeypatch) -> None:
     clock = iter([0.0, 9.0, 9.5, 9.5, 9.6, 9.6, 10.6])
     monkeypatch.setattr(hardware, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     assert hardware.measure_matmul_flops(torch.float32, size=10, repeats=3) == pytest.approx(2 * 10**3 / 0.1)
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="the operating system has no /proc/meminfo")
-def test_the_free_memory_is_some_of_the_machines() -> None:
+def test_free_memory_is_at_most_total_memory() -> None:
     total = next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in line)
     assert 0 < read_free_memory() <= total * 1024
 
 
 @pytest.mark.parametrize(("limit", "left"), [("1000", [450]), ("500", [0]), ("max", []), (None, [])])
-def test_a_limit_on_the_container_counts_but_for_cached_files(tmp_path, limit, left) -> None:
+def test_container_limit_excludes_page_cache(tmp_path, limit, left) -> None:
     if limit is not None:
         (tmp_path / "memory.max").write_text(f"{limit}\n")
         (tmp_path / "memory.current").write_text("600\n")
@@ -68,7 +66,7 @@ def test_a_limit_on_the_container_counts_but_for_cached_files(tmp_path, limit, l
     assert hardware._read_container_memory(tmp_path) == left
 
 
-def test_the_memory_of_an_accelerator_is_its_own(monkeypatch) -> None:
+def test_device_memory_is_that_of_first_device(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert hardware.read_device_memory() is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

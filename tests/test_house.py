@@ -1,4 +1,4 @@
-"""The build files agree with each other and with the code: dependencies, lock, Makefile, CI, hooks, image."""
+"""Build files, compared with each other and with the code: dependencies, lock files, Makefile, CI, hooks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tests.forked import ROOT
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-PROVED_EXTRAS = ("corpus", "dev", "eval", "track")
+TESTED_EXTRAS = ("corpus", "dev", "eval", "track")
 MODULE_OF = {"scikit-learn": "sklearn", "pyyaml": "yaml", "fasttext-predict": "fasttext"}
-"""Distributions whose module has another name."""
+"""Distribution -> its module, if the names differ."""
 
 
 def read_lock(name: str = "constraints.txt") -> dict[str, Version]:
@@ -35,7 +35,7 @@ def read_lock(name: str = "constraints.txt") -> dict[str, Version]:
 
 
 def find_undeclared(sources: Mapping[str, str], declared: set[str]) -> list[str]:
-    """Imports of third parties that the project does not declare, and so has only by luck."""
+    """Return imports of third-party packages that are not declared dependencies."""
     known = declared | set(sys.stdlib_module_names) | {"recipes_lib"} | {Path(path).stem for path in sources}
     return sorted(
         f"{path}: {name}" for path, source in sources.items() for name in _imports(source) if name not in known
@@ -60,7 +60,7 @@ def _read(folder: str) -> dict[str, str]:
 
 
 def _closure(requirements: list[str]) -> dict[str, Requirement]:
-    """Return every distribution that installing these brings on this machine."""
+    """Return all distributions that these requirements install on this machine."""
     found: dict[str, Requirement] = {}
     waiting = [Requirement(line) for line in requirements]
     while waiting:
@@ -77,31 +77,31 @@ def _closure(requirements: list[str]) -> dict[str, Requirement]:
     return found
 
 
-# A benchmark may use what stands in for a service in the tests.
+# Benchmarks may import the tests' fake services.
 @pytest.mark.parametrize(("folder", "own"), [("src", set()), ("recipes", set()), ("benchmarks", {"tests"})])
-def test_every_import_is_a_declared_dependency(folder: str, own: set[str]) -> None:
-    # The extras `corpus` and `eval` stay in their rooms: tests/test_layers.py.
-    # vLLM is installed first, and this project behind it: docs/testing.md.
+def test_imports_are_declared_dependencies(folder: str, own: set[str]) -> None:
+    # tests/test_layers.py restricts the extras `corpus` and `eval` to their packages.
+    # vLLM is installed before this project and not declared: docs/testing.md.
     declared = _modules(PROJECT["dependencies"] + EXTRAS["corpus"] + EXTRAS["eval"]) | own | {"vllm"}
     assert find_undeclared(_read(folder), declared) == []
 
 
-def test_an_undeclared_import_is_found() -> None:
+def test_find_undeclared_finds_planted_import() -> None:
     source = "import os\nimport numpy.linalg\ndef f():\n    from scipy import stats"
     assert find_undeclared({"a.py": source}, {"numpy"}) == ["a.py: scipy"]
 
 
-def test_the_lock_pins_all_that_is_installed_and_as_it_is_installed() -> None:
-    requirements = PROJECT["dependencies"] + [line for extra in PROVED_EXTRAS for line in EXTRAS[extra]]
+def test_lock_file_matches_installed_versions() -> None:
+    requirements = PROJECT["dependencies"] + [line for extra in TESTED_EXTRAS for line in EXTRAS[extra]]
     closure = _closure(requirements)
     lock = read_lock()
     assert sorted(set(closure) - set(lock)) == []
     installed = {name: Version(importlib.metadata.version(name)) for name in closure}
-    # torch's build tag (+cpu, +cu130) is the index's choice, not the lock's.
+    # torch's build tag (+cpu, +cu130) depends on the index, not on the lock file.
     assert {name: version.public for name, version in installed.items()} == {name: str(lock[name]) for name in closure}
 
 
-def test_the_lock_is_inside_every_declared_range() -> None:
+def test_lock_file_satisfies_declared_ranges() -> None:
     lock = read_lock()
     for extra, lines in {"": PROJECT["dependencies"], **EXTRAS}.items():
         for requirement in map(Requirement, lines):
@@ -109,9 +109,9 @@ def test_the_lock_is_inside_every_declared_range() -> None:
                 assert lock[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
 
-def test_the_lowest_versions_that_are_tried_are_those_declared() -> None:
+def test_lower_bounds_match_minimum_lock_file() -> None:
     lock = read_lock("constraints-min.txt")
-    requirements = [*PROJECT["dependencies"], *(line for extra in PROVED_EXTRAS for line in EXTRAS[extra])]
+    requirements = [*PROJECT["dependencies"], *(line for extra in TESTED_EXTRAS for line in EXTRAS[extra])]
     lowest = {
         canonicalize_name(requirement.name): Version(specifier.version)
         for requirement in map(Requirement, requirements)
@@ -122,7 +122,7 @@ def test_the_lowest_versions_that_are_tried_are_those_declared() -> None:
     assert {name: lock[name] for name in lowest} == lowest
 
 
-def test_no_build_file_names_a_package_index() -> None:
+def test_build_files_name_no_package_index() -> None:
     for name in (
         "pyproject.toml",
         "constraints.txt",
@@ -135,17 +135,19 @@ def test_no_build_file_names_a_package_index() -> None:
         assert not re.search(r"index-url |--find-links|https?://\S*(simple|whl|pypi)", (ROOT / name).read_text()), name
 
 
-def test_every_make_target_is_explained_and_the_default_prints_them() -> None:
+def test_make_help_lists_every_target() -> None:
     makefile = (ROOT / "Makefile").read_text()
     (phony,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
-    told = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert [line.split()[1] for line in told.splitlines()] == phony.split()
+    output = subprocess.run(
+        ["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert [line.split()[1] for line in output.splitlines()] == phony.split()
     assert {"install", "check", "test", "test-slow", "demo", "bench", "docs", "clean"} <= set(phony.split())
 
 
 @pytest.fixture
 def bare_copy(tmp_path: Path) -> Path:
-    """The files that `make install` reads, in a folder whose name has a space."""
+    """A folder whose name has a space, with the files that ``make install`` reads."""
     folder = tmp_path / "a copy"
     folder.mkdir()
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
@@ -153,8 +155,8 @@ def bare_copy(tmp_path: Path) -> Path:
     return folder
 
 
-def make_install(folder: Path, programs: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run ``make install`` on a machine that has the shell, and of Python only ``programs`` (name -> script)."""
+def make_install(folder: Path, programs: Mapping[str, str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run ``make install`` with a ``PATH`` that has basic tools and ``programs`` (name -> shell script) only."""
     tools = folder / "tools"
     tools.mkdir(exist_ok=True)
     for name in ("sh", "touch", "rm", "mkdir", "cat", "chmod"):
@@ -165,7 +167,12 @@ def make_install(folder: Path, programs: Mapping[str, str]) -> subprocess.Comple
         tools.joinpath(name).chmod(0o755)
     command = [str(shutil.which("make")), "install"]
     return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, check=False, env={**os.environ, "PATH": str(tools)}
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PATH": str(tools), **variables},
     )
 
 
@@ -173,26 +180,37 @@ FAKE_PYTHON = r"""
 case "$1 $2" in
     "-c "*) exit 0 ;;
     "-m venv")
-        rm -rf .venv; mkdir -p .venv/bin; cat "$0" > .venv/bin/python; chmod +x .venv/bin/python; echo venv >> log ;;
+        rm -rf "$4"; mkdir -p "$4/bin"; cat "$0" > "$4/bin/python"; chmod +x "$4/bin/python"; echo venv >> log ;;
     "-m pip") case "$3" in install) echo install >> log; [ ! -e broken ] ;; esac ;;
 esac
 """
-"""Does what the Makefile asks of Python, and writes down that it was asked."""
+"""Shell script in place of Python: imitates the commands of the Makefile and logs them."""
 
 
-def test_without_a_usable_python_the_installation_says_what_to_do(bare_copy: Path) -> None:
+def test_make_install_without_python_prints_remedy(bare_copy: Path) -> None:
     done = make_install(bare_copy, {"python3": "exit 1"})
     assert done.returncode != 0
     assert "No Python >= 3.11" in done.stderr
 
 
-def test_the_first_python_that_is_new_enough_is_taken(bare_copy: Path) -> None:
+def test_make_install_takes_first_python_that_is_new_enough(bare_copy: Path) -> None:
     done = make_install(bare_copy, {"python3.11": "exit 127", "python3.12": FAKE_PYTHON, "python3": "exit 1"})
     assert done.returncode == 0, done.stderr
     assert "with python3.12" in done.stdout
 
 
-def test_a_second_installation_does_nothing_until_the_lock_changes(bare_copy: Path) -> None:
+def test_make_install_reads_python_and_venv_from_environment(bare_copy: Path) -> None:
+    programs = {"python3.11": FAKE_PYTHON, "mine": FAKE_PYTHON}
+    done = make_install(bare_copy, programs, PYTHON="mine", VENV="elsewhere")
+    assert done.returncode == 0, done.stderr
+    assert "Creating elsewhere with mine" in done.stdout
+    assert (bare_copy / "elsewhere" / ".installed").exists()
+    assert not (bare_copy / ".venv").exists()
+    done = make_install(bare_copy, programs, PYTHON="python3.99")
+    assert "tried: python3.99" in done.stderr
+
+
+def test_make_install_is_up_to_date_until_lock_file_changes(bare_copy: Path) -> None:
     make_install(bare_copy, {"python3": FAKE_PYTHON})
     make_install(bare_copy, {})
     assert (bare_copy / "log").read_text().split() == ["venv", "install"]
@@ -202,7 +220,7 @@ def test_a_second_installation_does_nothing_until_the_lock_changes(bare_copy: Pa
     assert (bare_copy / "log").read_text().split() == ["venv", "install", "install"]
 
 
-def test_an_interrupted_installation_is_begun_anew(bare_copy: Path) -> None:
+def test_make_install_restarts_interrupted_installation(bare_copy: Path) -> None:
     (bare_copy / "broken").touch()
     assert make_install(bare_copy, {"python3": FAKE_PYTHON}).returncode != 0
     (bare_copy / "broken").unlink()
@@ -210,14 +228,16 @@ def test_an_interrupted_installation_is_begun_anew(bare_copy: Path) -> None:
     assert (bare_copy / "log").read_text().split() == ["venv", "install", "venv", "install"]
 
 
-def test_the_lowest_versions_have_an_environment_of_their_own(bare_copy: Path) -> None:
+def test_make_test_min_uses_separate_environment(bare_copy: Path) -> None:
     shutil.copy(ROOT / "constraints-min.txt", bare_copy)
-    told = subprocess.run(["make", "-n", "test-min"], cwd=bare_copy, capture_output=True, text=True, check=True).stdout
-    assert re.findall(r"(\S+) -m pip install .* -c (\S+)", told) == [(".venv-min/bin/python", "constraints-min.txt")]
-    assert re.findall(r"(\S+) -m pytest", told) == [".venv-min/bin/python"]
+    output = subprocess.run(
+        ["make", "-n", "test-min"], cwd=bare_copy, capture_output=True, text=True, check=True
+    ).stdout
+    assert re.findall(r"(\S+) -m pip install .* -c (\S+)", output) == [(".venv-min/bin/python", "constraints-min.txt")]
+    assert re.findall(r"(\S+) -m pytest", output) == [".venv-min/bin/python"]
 
 
-def test_ci_runs_what_contributors_run_and_stops_at_the_first_failure() -> None:
+def test_ci_script_runs_make_targets_and_stops_at_first_failure() -> None:
     script = (ROOT / ".ci" / "run").read_text()
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
     assert "set -euo pipefail" in script
@@ -225,7 +245,7 @@ def test_ci_runs_what_contributors_run_and_stops_at_the_first_failure() -> None:
     assert script.splitlines()[-1] == "make test"
 
 
-def test_the_hooks_use_the_locked_tools() -> None:
+def test_pre_commit_hooks_use_locked_tools() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     assert {"ruff-check", "ruff-format", "mypy", "laws"} == {hook["id"] for hook in hooks}
     assert all(hook["entry"].startswith(".venv/bin/python -m ") for hook in hooks)
@@ -233,14 +253,14 @@ def test_the_hooks_use_the_locked_tools() -> None:
         assert (ROOT / path).exists()
 
 
-def test_the_licence_is_the_one_that_is_declared() -> None:
+def test_license_matches_declared_one() -> None:
     text = (ROOT / "LICENSE").read_text()
     assert PROJECT["license"] == "Apache-2.0"
     assert "Apache License" in text
     assert "END OF TERMS AND CONDITIONS" in text
 
 
-def test_every_file_that_is_not_code_is_in_the_package() -> None:
+def test_package_data_includes_every_data_file() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     package = ROOT / "src" / "recipes_lib"
     packed = {path for pattern in setuptools["package-data"]["recipes_lib"] for path in package.glob(pattern)}
@@ -248,7 +268,7 @@ def test_every_file_that_is_not_code_is_in_the_package() -> None:
     assert sorted(others - packed) == []
 
 
-def test_the_entry_point_exists() -> None:
+def test_entry_point_exists() -> None:
     from recipes_lib import cli
 
     assert PROJECT["scripts"] == {"recipes": f"{cli.__name__}:{cli.main.__name__}"}

@@ -1,4 +1,4 @@
-"""A Hub that is out of reach is told at once; one that answers is asked again as upstream does."""
+"""Unreachable Hub: errors without retries; a reachable Hub keeps the retries of huggingface_hub."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODEL = ModelConfig(model_name_or_path="nobody/nothing")
 
 @pytest.fixture
 def unreachable(monkeypatch):
-    """An address where nobody listens; waiting for it fails the test."""
+    """Set the Hub's address to an unused port; a retry fails the test."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -30,7 +30,7 @@ def unreachable(monkeypatch):
         monkeypatch.setattr(constants, name, value)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(_http.time, "sleep", lambda _: pytest.fail("waits to ask again"))
+    monkeypatch.setattr(_http.time, "sleep", lambda _: pytest.fail("retries"))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def unreachable(monkeypatch):
     ids=["tokenizer", "configuration", "data"],
 )
 @pytest.mark.usefixtures("unreachable")
-def test_what_is_not_in_the_cache_is_refused_without_waiting(load):
+def test_unreachable_hub_fails_without_retries(load):
     with pytest.raises(UserError, match=r"nobody/(nothing|rows)") as caught:
         load()
     (problem,) = caught.value.problems
@@ -51,7 +51,7 @@ def test_what_is_not_in_the_cache_is_refused_without_waiting(load):
     assert constants.HF_HUB_OFFLINE
 
 
-def test_a_path_asks_nobody_and_a_hub_that_answers_stays_on_line(unreachable, tmp_path, monkeypatch):
+def test_offline_mode_is_unchanged_for_paths_and_reachable_hub(unreachable, tmp_path, monkeypatch):
     go_offline_unless_reachable(str(tmp_path))
     assert not constants.HF_HUB_OFFLINE
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -1,13 +1,14 @@
-"""The layering laws: who may import whom, at the top of a module or inside a function, and which library stays where.
+"""Import rules: between packages of the library, of third-party packages, and of recipes; also inside functions.
 
-Each law is a function from sources to violations, so that a planted violation can show that it is able to fail.
+Each rule is a function from sources to violations; planted violations show that it can fail.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import pytest
 from tests.forked import ROOT
@@ -45,7 +46,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "stopping": {"errors", "processes"},
     "losses": set(),
     "config": {"errors", "shipped"},
-    # Rooms. Data and models never meet.
+    # Packages; data and models do not import each other.
     "data": {"config", "environment", "errors", "files", "shipped"},
     "models": {"config", "environment", "errors", "files", "losses", "shipped"},
     "planning": {"config", "errors", "losses", "models"},
@@ -59,13 +60,13 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "publish": {"config", "errors", "models", "files", "planning", "processes", "report", "training"},
     "demo": {"errors", "files", "models", "pipelines", "report", "shipped"},
     "proving": {"config", "data", "environment", "files", "losses", "models", "planning", "shipped", "training"},
-    # Commands join the rooms.
+    # Commands may import every package.
     "boundary": {"config", "errors", "processes", "stopping"},
     "cli": {"", "boundary", "errors"},
     "inspection": ROOMS | FOUNDATION,
     "commands": ROOMS | FOUNDATION | {"cli", "inspection", "proving"},
 }
-"""Room or top-level module -> the rooms and modules it may import; the empty name is the package itself."""
+"""Package or top-level module -> packages and modules that it may import; '' is ``recipes_lib`` itself."""
 
 FENCES: Mapping[str, tuple[str, ...]] = {
     "peft": ("models/adapters/", "publish/", "proving/scripts.py"),
@@ -83,28 +84,29 @@ FREE_OF_TORCH = (
     *("__init__.py", "api.py", "boundary.py", "cli.py", "environment.py", "errors.py", "processes.py", "shipped.py"),
     *("stopping.py", "config/"),
 )
-"""What answers before torch is imported: ``--help`` and a configuration error. The generator is run by hand."""
+"""Modules that ``--help`` and configuration errors import, which must not import torch."""
 NEEDS_TORCH = ("config/generate.py",)
 SLOW_TO_IMPORT = {"torch", "transformers", "trl", "accelerate", "peft", "datasets", "evaluate"}
 
 MAX_MAIN_LINES = 40
 SHARED_MAINS = {("rloo.py", "grpo"), ("lora.py", "sft")}
-"""(recipe, recipe that it imports): one method under two names, told apart by the recipe in the configuration."""
+"""(recipe, recipe whose main function it imports): the recipe in the configuration distinguishes them."""
 
 
-def imported_modules(source: str) -> Iterator[tuple[int, str]]:
-    """Yield ``(line, dotted name)`` of every import, those inside functions and ``TYPE_CHECKING`` blocks too."""
+@functools.cache
+def imported_modules(source: str) -> list[tuple[int, str]]:
+    """Return ``(line, dotted name)`` of every import, also inside functions and ``TYPE_CHECKING`` blocks."""
+    found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                yield node.lineno, f"{node.module}.{alias.name}"
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return found
 
 
 def room_of(path: str) -> str:
-    """Return the room or top-level module of a path inside the library: ``data/chat.py`` -> ``data``."""
+    """Return the package or top-level module of a path inside the library: ``data/chat.py`` -> ``data``."""
     first = path.split("/", maxsplit=1)[0].removesuffix(".py")
     return "" if first == "__init__" else first
 
@@ -114,10 +116,10 @@ def room_of_name(name: str) -> str:
     return parts[1] if len(parts) > 1 and not parts[1].startswith("__") else ""
 
 
-def find_forbidden_arrows(path: str, source: str) -> list[str]:
+def find_forbidden_imports(path: str, source: str) -> list[str]:
     room = room_of(path)
     if room not in MAY_IMPORT:
-        return [f"{path}: {room!r} is not a room of the house; name it and its arrows in tests/test_layers.py"]
+        return [f"{path}: {room!r} is not a known package; add it with its allowed imports to tests/test_layers.py"]
     allowed = MAY_IMPORT[room] | {room, ""}
     return [
         f"{path}:{line}: {room or LIBRARY} may not import {name}"
@@ -128,7 +130,7 @@ def find_forbidden_arrows(path: str, source: str) -> list[str]:
 
 def find_fence_breaches(path: str, source: str) -> list[str]:
     return [
-        f"{path}:{line}: {name.split('.')[0]} stays in {', '.join(FENCES[name.split('.')[0]])}"
+        f"{path}:{line}: {name.split('.')[0]} may only be imported in {', '.join(FENCES[name.split('.')[0]])}"
         for line, name in imported_modules(source)
         if name.split(".")[0] in FENCES and not path.startswith(FENCES[name.split(".")[0]])
     ]
@@ -138,14 +140,14 @@ def find_slow_imports(path: str, source: str) -> list[str]:
     if not path.startswith(FREE_OF_TORCH) or path in NEEDS_TORCH:
         return []
     return [
-        f"{path}:{line}: {name} is too slow for a module that answers at once"
+        f"{path}:{line}: {name} must not be imported by --help and configuration errors"
         for line, name in imported_modules(source)
         if name.split(".")[0] in SLOW_TO_IMPORT
     ]
 
 
 def find_recipe_faults(path: str, source: str) -> list[str]:
-    """A recipe imports the library and the standard library; its ``main`` fits on one screen."""
+    """Return violations of a recipe: imports besides the library and the standard library, a long ``main``."""
     faults = [
         f"{path}:{line}: a recipe imports {LIBRARY} and the standard library only, not {name}"
         for line, name in imported_modules(source)
@@ -169,16 +171,16 @@ def read_recipes() -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted((ROOT / "recipes").glob("*.py"))}
 
 
-def test_the_library_is_there() -> None:
+def test_library_sources_are_found() -> None:
     assert {"errors.py", "config/schema.py", "data/masking.py", "losses/next_token.py"} <= set(read_library())
 
 
-@pytest.mark.parametrize("law", [find_forbidden_arrows, find_fence_breaches, find_slow_imports])
-def test_the_library_keeps_the_law(law) -> None:
-    assert [fault for path, source in read_library().items() for fault in law(path, source)] == []
+@pytest.mark.parametrize("rule", [find_forbidden_imports, find_fence_breaches, find_slow_imports])
+def test_library_keeps_import_rules(rule) -> None:
+    assert [fault for path, source in read_library().items() for fault in rule(path, source)] == []
 
 
-def test_the_recipes_keep_the_law() -> None:
+def test_recipes_keep_import_rules() -> None:
     assert [fault for path, source in read_recipes().items() for fault in find_recipe_faults(path, source)] == []
 
 
@@ -197,13 +199,13 @@ def test_the_recipes_keep_the_law() -> None:
         ("report/html.py", "from recipes_lib.training.monitoring.metrics import read"),
         ("cli.py", "def f():\n    from recipes_lib.commands.check import main"),
         ("check.py", "from recipes_lib.commands.doctor import main"),
-        ("commands/check.py", "import recipes_lib.unheard_of"),
+        ("commands/check.py", "import recipes_lib.unknown"),
         ("errors.py", "from recipes_lib.config.schema import DataConfig"),
         ("newroom/thing.py", "import os"),
     ],
 )
-def test_a_planted_arrow_is_found(path: str, source: str) -> None:
-    assert len(find_forbidden_arrows(path, source)) == 1
+def test_find_forbidden_imports_finds_planted_import(path: str, source: str) -> None:
+    assert len(find_forbidden_imports(path, source)) == 1
 
 
 @pytest.mark.parametrize(
@@ -215,8 +217,8 @@ def test_a_planted_arrow_is_found(path: str, source: str) -> None:
         ("cli.py", "from recipes_lib import __version__"),
     ],
 )
-def test_an_allowed_arrow_is_not(path: str, source: str) -> None:
-    assert find_forbidden_arrows(path, source) == []
+def test_find_forbidden_imports_accepts_allowed_import(path: str, source: str) -> None:
+    assert find_forbidden_imports(path, source) == []
 
 
 @pytest.mark.parametrize(
@@ -228,13 +230,13 @@ def test_an_allowed_arrow_is_not(path: str, source: str) -> None:
         ("models/heads.py", "from trl import SFTTrainer"),
     ],
 )
-def test_a_library_outside_its_fence_is_found(path: str, source: str) -> None:
+def test_find_fence_breaches_finds_planted_import(path: str, source: str) -> None:
     assert len(find_fence_breaches(path, source)) == 1
     assert find_fence_breaches("models/adapters/lora.py", "import peft") == []
 
 
 @pytest.mark.parametrize("path", ["cli.py", "config/loader.py"])
-def test_a_slow_import_is_found(path: str) -> None:
+def test_find_slow_imports_finds_planted_import(path: str) -> None:
     assert len(find_slow_imports(path, "def f():\n    import torch.nn as nn")) == 1
     assert find_slow_imports("models/heads.py", "import torch") == []
 
@@ -242,12 +244,12 @@ def test_a_slow_import_is_found(path: str) -> None:
 @pytest.mark.parametrize(
     "source", ["import sft", "from dpo import main", "import torch", "from transformers import Trainer"]
 )
-def test_a_recipe_that_imports_anything_else_is_found(source: str) -> None:
+def test_find_recipe_faults_finds_planted_import(source: str) -> None:
     assert len(find_recipe_faults("pretrain.py", source)) == 1
     assert find_recipe_faults("lora.py", "import sys\nfrom recipes_lib.training.run import Run") == []
 
 
 @pytest.mark.parametrize(("num_lines", "num_faults"), [(40, 0), (41, 1)])
-def test_a_long_main_is_found(num_lines: int, num_faults: int) -> None:
+def test_find_recipe_faults_limits_length_of_main(num_lines: int, num_faults: int) -> None:
     source = "def main():\n" + "    pass\n" * (num_lines - 1)
     assert len(find_recipe_faults("sft.py", source)) == num_faults

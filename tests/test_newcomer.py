@@ -1,7 +1,7 @@
-"""A newcomer: a fresh clone, an environment of its own, and every command of the README, in its order.
+"""Every command of the README, in order, in a fresh clone with a new environment.
 
-Models and datasets of the Hub are small ones of their kind on disk, and a training makes two steps; what a launch file
-for GPUs says to a machine without any is read, and the same recipe is then launched on two processes of its CPU.
+Hub models and datasets are replaced by small ones on disk, and trainings make two steps. Commands with a launch file
+for GPUs must fail with the message for machines without one, and are then launched on two CPU processes.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ GPT2: Mapping[str, Any] = {
     "warmup_steps": 1,
     "bf16": "false",
 }
-"""Instead of what trains for days: the newcomer's own tokenizer and texts, and a model that they suffice for."""
+"""Keys that replace those of the GPT-2 pretraining: a small model, the trained tokenizer and local texts."""
 CONFIG = re.compile(r"--config recipes/configs/(\S+)\.yaml")
 
 
 def read_commands() -> Iterator[str]:
-    """The lines behind a prompt in the README."""
+    """Yield the command lines of the README's console blocks."""
     for _, language, body in FENCE.findall(README):
         if language == "console":
             yield from (line.removeprefix("$ ") for line in body.splitlines() if line.startswith("$ "))
 
 
 def write_corpus(folder: Path) -> None:
-    """Texts that every Python comes with, enough of them for the README's vocabulary."""
+    """Copy Python's standard library as texts, which suffice for the README's vocabulary."""
     folder.mkdir()
     for source in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
         if not {"site-packages", "test", "idlelib"} & set(source.parts) and "test" not in source.stem:
@@ -60,13 +60,13 @@ def write_corpus(folder: Path) -> None:
 
 
 def shrink(command: str, stand_in_folder: Path) -> str:
-    """Add the keys that let a laptop without network finish a command; what is not trained stays as it is."""
+    """Add keys with which a command finishes on a laptop without network; other commands are unchanged."""
     found = CONFIG.search(command)
     if found is None or command.startswith("recipes plan"):
         return command
     name = found[1]
     if name == "gpt2-124m/pretrain":
-        # A flag is given once.
+        # Repeated flags are errors.
         given = "|".join(GPT2)
         return f"{re.sub(rf' --({given}) [^ ]+', '', command)} {_spell(GPT2)}"
     ((_, job),) = build_jobs(stand_in_folder, [name])
@@ -84,30 +84,30 @@ def run(command: str, clone: Path, environment: Mapping[str, str]) -> subprocess
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the newcomer's laptop has no GPU, and is told so")
-def test_every_command_of_the_readme_does_what_it_says_in_its_order(tmp_path) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the message for machines without a GPU")
+def test_commands_of_readme_run_in_order(tmp_path) -> None:
     clone = tmp_path / "a clone"
     subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
     write_corpus(clone / "corpus")
     environment = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONPATH")}
     environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path)}
-    activated = ""
+    activation = ""
     commands = list(read_commands())
     assert len(commands) > 10
     for command in commands:
-        # The clone is made above; `make test` is what runs this, and what CI runs.
+        # The clone exists already, and `make test` would run the whole suite.
         if command.startswith(("git clone ", "cd ")) or command == "make test":
             continue
         if "activate" in command:
-            # Of the shell that all later commands are typed into.
-            activated = f"{command} && "
+            # Activation applies to the shell of all later commands.
+            activation = f"{command} && "
             continue
-        told = shrink(command, tmp_path / "stand-ins")
+        runnable = shrink(command, tmp_path / "stand-ins")
         if "/fsdp2.yaml" in command:
-            done = run(activated + command, clone, environment)
+            done = run(activation + command, clone, environment)
             assert done.returncode != EXIT_DONE
             assert "finds no GPU" in done.stderr, done.stderr[-3000:]
-        told = re.sub(r"accelerate_configs/\w+\.yaml", "accelerate_configs/cpu_ddp.yaml", told)
-        done = run(activated + told, clone, environment)
+        runnable = re.sub(r"accelerate_configs/\w+\.yaml", "accelerate_configs/cpu_ddp.yaml", runnable)
+        done = run(activation + runnable, clone, environment)
         sys.stdout.write(f"{done.returncode} {command}\n")
         assert done.returncode == EXIT_DONE, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"

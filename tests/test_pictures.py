@@ -1,4 +1,4 @@
-"""Pictures of the documentation: they show what the tables say."""
+"""Images of the documentation, compared with the tables that they show."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from recipes_lib.report.run_files import read_run
 @pytest.mark.parametrize(
     ("name", "draw"), [("benchmarks", pictures.draw_benchmarks), ("forgetting", pictures.draw_forgetting)]
 )
-def test_the_committed_pictures_are_of_the_committed_tables(name, draw):
+def test_committed_images_match_committed_tables(name, draw):
     found = (pictures.IMAGES / f"{name}.svg").read_text(encoding="utf-8")
     assert found == draw(pictures.RESULTS.read_text(encoding="utf-8")), "run make pictures"
 
 
-def test_a_point_lies_where_its_medians_are():
+def test_point_is_at_its_medians():
     figures = {
         "a": "1 / 2 / 3 | 0.1 / 0.2 / 0.3",
         "`b: 1`": "3 / 4 / 5 | 0.3 / 0.4 / 0.5",
@@ -40,7 +40,7 @@ def test_a_point_lies_where_its_medians_are():
         pictures.read_points("\n## Forgetting\n\nnothing\n")
 
 
-def test_a_bar_is_as_long_as_its_median_and_its_whisker_reaches_from_minimum_to_maximum():
+def test_bar_shows_median_and_whisker_shows_range():
     svg = ET.fromstring(pictures.draw([pictures.Bar("a < b", 1.0, 2.0, 4.0), pictures.Bar("c", 1.0, 1.0, 1.0)], ["x"]))
     name = "{http://www.w3.org/2000/svg}"
     widths = [float(bar.get("width")) for bar in svg.iter(f"{name}rect")]
@@ -60,34 +60,34 @@ def test_a_bar_is_as_long_as_its_median_and_its_whisker_reaches_from_minimum_to_
         pictures.Place("Other", "a", "ours / this"),
     ],
 )
-def test_a_table_that_has_changed_is_noticed(place):
+def test_read_bar_rejects_changed_table(place):
     text = "\n## Training\n\n| variant | ours / this |\n|---|---|\n| a | 1 / 2 / 3 |\n\n## Other\n"
     assert pictures.read_bar(text, "x", pictures.Place("Training", "a", "ours / this")) == ("x", 1, 2, 3)
     with pytest.raises(KeyError):
         pictures.read_bar(text, "x", place)
 
 
-def test_screenshots_need_a_finished_demo(tmp_path):
+def test_screenshots_require_finished_demo(tmp_path):
     with pytest.raises(SystemExit, match=r"make demo|no Chromium"):
         pictures.take_screenshots(tmp_path, tmp_path)
 
 
-def test_each_note_of_a_healthy_run_stands_in_its_picture(tmp_path):
+def test_notes_of_healthy_run_are_drawn(tmp_path):
     events = [{"kind": "train", "step": step, "loss": 2 / step} for step in range(1, 41)]
     events += [{"kind": "eval", "step": step, "eval_loss": 2.0} for step in (1, 40)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     notes = [healthy.Note(0.1, "a < b", 10, 10), healthy.Note(1.0, "the end", 0, -10)]
     svg = ET.fromstring(healthy.draw(read_run(tmp_path), [healthy.Panel("loss", "eval_loss", notes)], tmp_path))
-    told = ["".join(text.itertext()).strip() for text in svg.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"a < b", "the end", "loss", "eval_loss"} <= set(told)
+    output = ["".join(text.itertext()).strip() for text in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"a < b", "the end", "loss", "eval_loss"} <= set(output)
 
 
 @pytest.mark.parametrize("recipe", healthy.HEALTHY)
-def test_a_page_shows_the_notes_of_its_recipe(recipe):
+def test_committed_image_has_notes_of_recipe(recipe):
     picture = pictures.IMAGES / f"healthy_{recipe}.svg"
-    told = picture.read_text(encoding="utf-8")
+    output = picture.read_text(encoding="utf-8")
     page = pictures.IMAGES.parent / f"{'pretraining' if recipe == 'pretrain' else recipe}.md"
     assert f"images/{picture.name}" in page.read_text(encoding="utf-8")
     for panel in healthy.HEALTHY[recipe]:
         for note in panel.notes:
-            assert all(escape(line) in told for line in note.words.split("\n")), "make demo && make pictures"
+            assert all(escape(line) in output for line in note.words.split("\n")), "make demo && make pictures"

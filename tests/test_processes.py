@@ -1,4 +1,4 @@
-"""Who is gone, and why: told by the folders that a launcher gives its processes."""
+"""Detection of dead processes by the folders that torch's launcher gives its processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recipes_lib.errors import ConfigError
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
-    """Folders of two processes, of which this one is the first."""
+    """Launcher folders of two processes; this process is the first."""
     for number in "01":
         (tmp_path / number).mkdir()
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
@@ -28,32 +28,32 @@ def run_as(folders, number, body):
     subprocess.run([sys.executable, "-c", f"from recipes_lib import processes; {body}"], check=True, env=environment)
 
 
-def test_a_process_that_left_in_order_is_not_missed(folders):
+def test_unregistered_process_is_not_dead(folders):
     processes.register_process()
     run_as(folders, "1", "processes.register_process(); processes.unregister_process()")
     assert processes.find_dead_process() is None
 
 
-def test_a_process_that_was_killed_is(folders):
+def test_killed_process_is_reported(folders):
     processes.register_process()
     run_as(folders, "1", "processes.register_process()")
     assert processes.find_dead_process() == "process 1 of this machine ended: no error was recorded, so it was killed"
 
 
-def test_a_process_that_failed_is_with_its_reason(folders):
+def test_failed_process_is_reported_with_reason(folders):
     run_as(
         folders,
         "1",
         "processes.register_process(); processes.record_failure(ValueError('no\\nmore'), is_unforeseen=True)",
     )
     assert processes.find_dead_process() == "process 1 of this machine ended: ValueError: no"
-    # As torch's own handler writes it, so that the launcher's summary has it.
+    # The format of torch's own handler, which the launcher's summary reads.
     message = json.loads((folders / "1" / "error.json").read_text())["message"]
     assert message["message"] == "ValueError: no\nmore"
     assert set(message["extraInfo"]) == {"py_callstack", "timestamp"}
 
 
-def test_a_full_disk_of_the_launcher_hides_nothing(folders, monkeypatch):
+def test_full_disk_of_launcher_is_ignored(folders, monkeypatch):
     def fail(*_, **__):
         raise OSError(28, "No space left on device")
 
@@ -66,7 +66,7 @@ def test_a_full_disk_of_the_launcher_hides_nothing(folders, monkeypatch):
     assert not (folders / "0" / "error.json").exists()
 
 
-def test_a_lost_connection_is_explained_by_who_is_gone(folders, monkeypatch):
+def test_lost_connection_names_dead_process(folders, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     run_as(folders, "1", "processes.register_process()")
     lost = processes.explain_lost_connection(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1"))
@@ -75,7 +75,7 @@ def test_a_lost_connection_is_explained_by_who_is_gone(folders, monkeypatch):
     assert processes.explain_lost_connection(RuntimeError("the shapes differ")) is None
 
 
-def test_without_a_launcher_there_is_nobody_to_miss(monkeypatch):
+def test_without_launcher_no_process_is_dead(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     processes.register_process()
     processes.record_failure(ValueError(), is_unforeseen=True)
@@ -85,7 +85,7 @@ def test_without_a_launcher_there_is_nobody_to_miss(monkeypatch):
 
 
 @pytest.mark.parametrize("world_size", [None, "1", "x"])
-def test_one_process_alone_loses_no_peer(world_size, monkeypatch):
+def test_single_process_has_no_lost_connection(world_size, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if world_size is not None:
         monkeypatch.setenv("WORLD_SIZE", world_size)
@@ -93,14 +93,14 @@ def test_one_process_alone_loses_no_peer(world_size, monkeypatch):
     assert processes.read_world_size() == 1
 
 
-def test_a_command_of_one_process_refuses_several(monkeypatch) -> None:
+def test_single_process_command_rejects_larger_world_size(monkeypatch) -> None:
     processes.verify_one_process("recipes synthesize")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="2 processes were started"):
         processes.verify_one_process("recipes synthesize")
 
 
-def test_the_key_of_endpoints_is_in_the_environment_alone(monkeypatch) -> None:
+def test_api_key_is_read_from_environment(monkeypatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "")
     assert processes.read_api_key() is None
     monkeypatch.setenv("OPENAI_API_KEY", "sk-1")

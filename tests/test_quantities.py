@@ -1,4 +1,4 @@
-"""Counts keep three digits, durations their two largest units."""
+"""Formats of counts (three digits) and durations (the two largest units)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recipes_lib.quantities import format_count, format_duration
         *((-12345, "-12.3k"), (999.4, "999"), (999.6, "1k"), (999_700, "1M")),
     ],
 )
-def test_counts_are_short(number: float, expected: str) -> None:
+def test_format_count(number: float, expected: str) -> None:
     assert format_count(number) == expected
 
 
@@ -30,5 +30,5 @@ def test_counts_are_short(number: float, expected: str) -> None:
         (float("nan"), "unknown time"),
     ],
 )
-def test_durations_have_their_two_largest_units(seconds: float, expected: str) -> None:
+def test_format_duration(seconds: float, expected: str) -> None:
     assert format_duration(seconds) == expected

@@ -1,4 +1,4 @@
-"""The README's matrix of methods and hardware says what the keys and the table of incompatible options say."""
+"""README: the matrix of methods and layouts, compared with the keys and the table of incompatible options."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read_matrix() -> dict[str, dict[str, bool]]:
 
 
 def is_possible(recipe: str, column: str) -> bool:
-    # Of fine-tuning, adapters have a recipe of their own, whose loss and data are the same.
+    # Adapters of SFT have their own recipe, with the same loss and data.
     recipe = "lora" if recipe == "sft" and column in ("LoRA", "QLoRA") else recipe
     if column in KEYS:
         return KEYS[column] in load_table(recipe).keys or (recipe, column) == ("lora", "LoRA")
@@ -53,12 +53,12 @@ def is_possible(recipe: str, column: str) -> bool:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_matrix_is_what_check_says(method: str) -> None:
+def test_method_matrix_matches_compatibility_rules(method: str) -> None:
     row = read_matrix()[method]
     assert row == {column: is_possible(METHODS[method], column) for column in row}
 
 
-def test_the_readme_links_to_pages_that_prove_its_claims() -> None:
+def test_comparison_rows_link_to_pages() -> None:
     table = README.split("## Why not")[1].split("\n## ")[0]
     rows = [line for line in table.splitlines() if line.startswith("| ") and "---" not in line][1:]
     assert rows

@@ -1,12 +1,14 @@
-"""What a program may not do in the sandbox, and that only its last line counts as its end."""
+"""Sandbox: denied operations, limits, and that a program passes only if it reaches its last line."""
 
 from __future__ import annotations
 
 import ctypes
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from recipes_lib import sandbox
 from recipes_lib.sandbox import MAX_STDERR, run_program
 
 
@@ -25,15 +27,20 @@ IMPORTS = "import collections, datetime, functools, hashlib, heapq, itertools, m
         "print('x' * 100_000)",
         "if __name__ == '__main__':\n    assert True\nelse:\n    raise ValueError",
         "import numpy\nassert (numpy.ones((9, 9)) @ numpy.ones(9)).sum() == 81",
+        "\ufeffassert True",
+        "import pickle\nclass A: pass\nassert isinstance(pickle.loads(pickle.dumps(A())), A)",
+        "import asyncio\nasync def f(): return 1\nassert asyncio.run(f()) == 1",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self): pass\n"
+        "assert unittest.main(exit=False).result.testsRun == 1",
         "import os, shutil, tempfile\nwith tempfile.TemporaryDirectory() as folder:\n    open(folder + '/x', 'w')",
     ],
 )
-def test_a_program_that_reaches_its_end_passes(source: str) -> None:
+def test_program_that_reaches_last_line_passes(source: str) -> None:
     assert run_program(source).outcome == "passed"
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "message"),
     [
         ("assert 1 == 2", "AssertionError"),
         ("def f(:", "SyntaxError"),
@@ -46,20 +53,21 @@ def test_a_program_that_reaches_its_end_passes(source: str) -> None:
         ("import os; os.system('true')", "os.system is not allowed"),
         ("import ctypes; ctypes.CDLL(None)", "ctypes.dlopen is not allowed"),
         ("import socket; socket.create_connection(('127.0.0.1', 9))", "socket."),
+        ("import socket; socket.socket(socket.AF_UNIX).bind('x')", "socket.bind is not allowed"),
         ("import urllib.request; urllib.request.urlopen('http://127.0.0.1:9')", "socket."),
         ("open('file', 'wb').write(b'0' * (1 << 25))", "File too large"),
         ("import os; os.kill(os.getppid(), 9)", "os.kill is not allowed"),
         ("import resource; resource.setrlimit(resource.RLIMIT_CPU, (1, 1))", "resource.setrlimit is not allowed"),
         ("assert '\ud800' == '\ud800'; raise KeyError('end')", "KeyError"),
-        # This process keeps none of what a program writes without end, on either stream.
+        # Unbounded output of a program must not fill the memory of this process.
         ("import sys\nwhile True: sys.stderr.write('x' * (1 << 20))", "xxxx"),
         ("import os\nfor at in range(3, 9):\n  try: os.write(at, b'x' * (1 << 25))\n  except OSError: pass", ""),
     ],
 )
-def test_what_fails_leaves_early_or_is_not_allowed_has_failed(source: str, told: str) -> None:
+def test_failing_early_exiting_and_forbidden_programs_fail(source: str, message: str) -> None:
     verdict = run_program(source, seconds=20)
     assert verdict.outcome == "failed"
-    assert told in verdict.stderr
+    assert message in verdict.stderr
     assert len(verdict.stderr) <= MAX_STDERR
 
 
@@ -80,7 +88,7 @@ def test_what_fails_leaves_early_or_is_not_allowed_has_failed(source: str, told:
         "import os; os.symlink({1!r}, 'link'); open('link/kept.txt', 'w')",
     ],
 )
-def test_files_elsewhere_stay(tmp_path: Path, change: str) -> None:
+def test_files_outside_folder_are_unchanged(tmp_path: Path, change: str) -> None:
     kept = tmp_path / "kept.txt"
     kept.write_text("kept")
     verdict = run_program(change.format(str(kept), str(tmp_path)))
@@ -96,49 +104,49 @@ def test_files_elsewhere_stay(tmp_path: Path, change: str) -> None:
     [
         "import os; os.mkfifo({0!r} + '/fifo')",
         "import os; os.mknod({0!r} + '/node')",
-        # A hook of Python's is in the hands of a program that wants it to be.
+        # A program can replace the functions that an audit hook in Python calls.
         "import os; os.path.realpath = lambda _: os.getcwd(); os.lstat = None; os.mkdir({0!r} + '/folder')",
         "import multiprocessing.util as u, os\npid = u.spawnv_passfds(b'/bin/true', [b'true'], ())\n"
         "assert not os.waitpid(pid, 0)[1]",
     ],
 )
-def test_the_kernel_refuses_what_python_does_not_tell(tmp_path: Path, change: str) -> None:
+def test_landlock_denies_calls_without_audit_event(tmp_path: Path, change: str) -> None:
     assert run_program(change.format(str(tmp_path))).outcome == "failed"
     assert not list(tmp_path.iterdir())
 
 
-LEAVE = """
-def say(found):
-    for one in found:
-        if isinstance(one, tuple):
-            say(one)
-        if callable(one) and hasattr(one, 'args'):
-            say(one.args)
-        if isinstance(one, bytes) and len(one) == 16:
-            for number in range(3, 20):
-                try: os.write(number, one)
+FORGE = """
+def forge(found):
+    for value in found:
+        if isinstance(value, tuple):
+            forge(value)
+        if callable(value) and hasattr(value, 'args'):
+            forge(value.args)
+        if isinstance(value, bytes) and len(value) == 16:
+            for descriptor in range(3, 20):
+                try: os.write(descriptor, value)
                 except OSError: pass
             os._exit(0)
 """
 
 
 @pytest.mark.parametrize(
-    "way",
+    "search",
     [
-        "import __main__; say(vars(__main__).values())",
-        "frame = sys._getframe()\nwhile frame:\n    say([*frame.f_globals.values(), *frame.f_locals.values()])\n"
+        "import __main__; forge(vars(__main__).values())",
+        "frame = sys._getframe()\nwhile frame:\n    forge([*frame.f_globals.values(), *frame.f_locals.values()])\n"
         "    frame = frame.f_back",
-        "import gc; say(gc.get_objects())",
-        "say([os.read(0, 99).strip()])",
+        "import gc; forge(gc.get_objects())",
+        "forge([os.read(0, 99).strip()])",
         "seen = open('/proc/self/mem', 'rb', 0)",
         "sys.settrace(lambda *_: None)",
     ],
 )
-def test_a_program_cannot_say_that_it_has_reached_its_end(way: str) -> None:
-    assert run_program(f"import os, sys{LEAVE}{way}\nraise AssertionError('the tests')").outcome == "failed"
+def test_program_cannot_forge_pass(search: str) -> None:
+    assert run_program(f"import os, sys{FORGE}{search}\nraise AssertionError('a failed test')").outcome == "failed"
 
 
-def test_an_endless_loop_is_ended() -> None:
+def test_endless_programs_time_out() -> None:
     assert run_program("while True: pass", seconds=0.5).outcome == "timed out"
     assert (
         run_program("import time\ntry:\n    time.sleep(99)\nfinally:\n    time.sleep(99)", seconds=0.5).outcome
@@ -146,6 +154,16 @@ def test_an_endless_loop_is_ended() -> None:
     )
 
 
-def test_nothing_of_this_process_s_environment_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deep_folders_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with sandbox._temporary_folder() as folder:
+        place = Path(folder)
+        for _ in range(1200):
+            place /= "d"
+            place.mkdir()
+    assert not list(tmp_path.iterdir())
+
+
+def test_environment_variables_are_not_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "x")
     assert run_program("import os; assert 'SECRET_TOKEN' not in os.environ").outcome == "passed"

@@ -1,4 +1,4 @@
-"""No pickle, no code of others, no secret: what of that can be seen in the sources."""
+"""Security rules of the sources: no pickles, no remote code, no secrets; and checkpoints that cannot run code."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.training.trajectories import make_packs, make_trainer
 
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 ALLOWED = {
-    # Writes the vocabulary that nanoGPT itself reads; the library never opens it.
+    # Writes the vocabulary file that nanoGPT reads; the library never opens it.
     "benchmarks/characters.py": {"import pickle"},
 }
 
 
 def find_faults(source: str) -> Iterator[str]:
-    """Yield what loads a pickle, or code, wherever it comes from."""
+    """Yield imports and calls that load pickles or run code from a file."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
@@ -46,7 +46,7 @@ def read_sources() -> dict[str, str]:
     return {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
 
 
-def test_no_source_loads_a_pickle_or_runs_code_of_others() -> None:
+def test_sources_load_no_pickle_and_no_remote_code() -> None:
     found = {path: set(find_faults(source)) - ALLOWED.get(path, set()) for path, source in read_sources().items()}
     assert {path: faults for path, faults in found.items() if faults} == {}
 
@@ -64,19 +64,19 @@ def test_no_source_loads_a_pickle_or_runs_code_of_others() -> None:
         "eval(text)",
     ],
 )
-def test_a_planted_fault_is_found(source: str) -> None:
+def test_planted_fault_is_found(source: str) -> None:
     assert list(find_faults(source))
 
 
 @pytest.mark.parametrize(
     "source", ["torch.load(path, weights_only=True)", "np.load(path)", "f(trust_remote_code=config.trust_remote_code)"]
 )
-def test_what_is_safe_is_not(source: str) -> None:
+def test_safe_call_is_accepted(source: str) -> None:
     assert list(find_faults(source)) == []
 
 
-class Malice:
-    """Runs code when it is unpickled."""
+class MaliciousPickle:
+    """Creates the file ``mark`` when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self._mark = mark
@@ -85,7 +85,7 @@ class Malice:
         return Path.touch, (self._mark,)
 
 
-def test_no_file_of_a_checkpoint_runs_code(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_checkpoint_files_do_not_run_code(tiny_model_dir: Path, tmp_path: Path) -> None:
     keys = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     make_trainer(tiny_model_dir, tmp_path / "run", make_packs(), **keys)[0].train()
     checkpoint, mark = tmp_path / "run" / "checkpoint-2", tmp_path / "mark"
@@ -93,11 +93,11 @@ def test_no_file_of_a_checkpoint_runs_code(tiny_model_dir: Path, tmp_path: Path)
     assert pickled
     for path in pickled:
         whole = path.read_bytes()
-        path.write_bytes(pickle.dumps(Malice(mark)))
+        path.write_bytes(pickle.dumps(MaliciousPickle(mark)))
         trainer, _ = make_trainer(tiny_model_dir, tmp_path / "again", make_packs(), **keys)
         with contextlib.suppress(Exception):  # Refused, or never opened.
             trainer.train(resume_from_checkpoint=str(checkpoint))
         assert not mark.exists(), path.name
         path.write_bytes(whole)
-    pickle.loads(pickle.dumps(Malice(mark)))
+    pickle.loads(pickle.dumps(MaliciousPickle(mark)))
     assert mark.exists()

@@ -1,4 +1,4 @@
-"""Files of the project are the working directory's where it has them, else the package's."""
+"""Location of recipes, configurations and launch files: the working directory first, then the package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.shipped import find_launch_file, find_recipe, find_shipped
 
 
-def test_outside_a_clone_the_packages_files_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_files_are_found_outside_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert find_launch_file("fsdp2") == ROOT / "accelerate_configs" / "fsdp2.yaml"
     assert find_recipe("sft") == ROOT / "recipes" / "sft.py"
@@ -19,7 +19,7 @@ def test_outside_a_clone_the_packages_files_are_found(tmp_path: Path, monkeypatc
     assert find_shipped(config) == ROOT / config
 
 
-def test_a_file_of_the_working_directory_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_working_directory_takes_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     mine = Path("accelerate_configs/fsdp2.yaml")
     mine.parent.mkdir()
@@ -27,12 +27,12 @@ def test_a_file_of_the_working_directory_comes_first(tmp_path: Path, monkeypatch
     assert find_launch_file("fsdp2") == mine
 
 
-def test_other_paths_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_paths_are_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for path in (Path("src/recipes_lib"), Path("recipes/none.yaml"), tmp_path / "recipes" / "sft.py"):
         assert find_shipped(path) == path
 
 
-def test_a_launch_file_that_is_not_there_is_told_with_those_that_are() -> None:
+def test_missing_launch_file_lists_available_ones() -> None:
     with pytest.raises(ConfigError, match=r"there is no launch file accelerate_configs/none.yaml\n.*fsdp2, fsdp2_cp"):
         find_launch_file("none")

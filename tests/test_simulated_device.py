@@ -1,4 +1,4 @@
-"""The simulated device takes what a GPU takes, refuses what a GPU refuses, and computes what the CPU computes."""
+"""Simulated device: accepts and rejects the operations that a GPU does, with the results of the CPU."""
 
 import operator
 
@@ -9,42 +9,42 @@ from tests.forked import run_forked
 
 from recipes_lib.training.layouts.context_rows import shard_batch
 
-REFUSED = {
+REJECTED = {
     "arithmetic": lambda ours, host: ours + host,
-    "a list of tensors": lambda ours, host: torch.cat([ours, host]),
-    "scalars in a list": lambda ours, host: torch.stack([ours[0], host[0]]),
-    "an index into the host's": lambda ours, host: host[(ours > 0).long()],
+    "concatenation": lambda ours, host: torch.cat([ours, host]),
+    "stack of scalars": lambda ours, host: torch.stack([ours[0], host[0]]),
+    "index into a CPU tensor": lambda ours, host: host[(ours > 0).long()],
     "numpy": lambda ours, _: ours.numpy(),
-    "in place": lambda ours, host: host.add_(ours),
-    "a layer": lambda ours, _: torch.nn.Linear(3, 2)(ours),
+    "in-place operation on a CPU tensor": lambda ours, host: host.add_(ours),
+    "layer on the CPU": lambda ours, _: torch.nn.Linear(3, 2)(ours),
 }
-TAKEN = {
-    "a number": lambda ours, _: ours + 2,
-    "a scalar of the host": lambda ours, host: ours * host[0],
-    "an index of the host": lambda ours, host: ours[host.long()],
-    "a copy there": lambda ours, host: ours + host.to(ours.device),
-    "a copy back": lambda ours, host: ours.cpu() + host,
-    "copied over": lambda ours, host: ours.clone().copy_(host),
-    "a layer": lambda ours, _: torch.nn.Linear(3, 2).to(ours.device)(ours).sum() * 0 + ours,
+ACCEPTED = {
+    "Python number": lambda ours, _: ours + 2,
+    "CPU scalar": lambda ours, host: ours * host[0],
+    "CPU index": lambda ours, host: ours[host.long()],
+    "copy to the device": lambda ours, host: ours + host.to(ours.device),
+    "copy to the CPU": lambda ours, host: ours.cpu() + host,
+    "copy_ from the CPU": lambda ours, host: ours.clone().copy_(host),
+    "layer on the device": lambda ours, _: torch.nn.Linear(3, 2).to(ours.device)(ours).sum() * 0 + ours,
 }
 
 
-def test_it_takes_and_refuses_what_a_gpu_does() -> None:
+def test_simulated_device_accepts_and_rejects_as_a_gpu() -> None:
     run_forked("tests.test_simulated_device", num_processes=None)
 
 
 def main() -> None:
-    """Try every case in this process, which has the device from then on."""
+    """Run every case in this process, in which the device stays registered."""
     simulated_device.install()
     host = torch.tensor([1.0, 2.0, 0.0])
     ours = host.to(simulated_device.NAME)
-    for name, compute in REFUSED.items():
+    for name, compute in REJECTED.items():
         with pytest.raises((RuntimeError, TypeError), match=f"{simulated_device.NAME}:0"):
-            raise AssertionError(f"{name} gave {compute(ours, host)}")
-    for name, compute in TAKEN.items():
+            raise AssertionError(f"{name} returned {compute(ours, host)}")
+    for name, compute in ACCEPTED.items():
         assert torch.equal(compute(ours, host).cpu(), compute(host, host)), name
 
-    # A batch that the loader has brought there is cut all the same.
+    # Context parallelism slices a batch on the device as one on the CPU.
     rows = {name: torch.arange(8).view(1, 8) for name in ("input_ids", "position_ids", "labels")}
     rows["num_tokens"] = torch.tensor(8)
     moved = {name: tensor.to(simulated_device.NAME) for name, tensor in rows.items()}
@@ -53,7 +53,7 @@ def main() -> None:
         for name, value in one.items():
             torch.testing.assert_close(other[name], value, msg=name)
 
-    # A layer learns as it does on the CPU, and what is tied stays so when it is moved.
+    # Training matches the CPU, and tied parameters stay tied when the model is moved.
     learnt = []
     for device in ("cpu", simulated_device.NAME):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The batch script that requeues itself, with SLURM's commands played by stubs."""
+"""The batch script ``docs/slurm_requeue.sh``, with stubs for SLURM's commands."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ echo "scontrol $*" >> "$LOG"
 
 @pytest.fixture
 def start(tmp_path):
-    """Start the script under SLURM's stubs; the run ends with that status, when it is asked to or at once."""
+    """Return a function that starts the script; the stub run ends with ``status``, at once or on a stop request."""
     for name, text in STUBS.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     out = tmp_path / "a run"
 
-    def start(status, *, ends="when asked", more=()):
+    def start(status, *, ends="on_request", more=()):
         out.mkdir(exist_ok=True)
         slurm = {"SLURM_JOB_ID": "77"}
         path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
         stubs = {"PATH": path, "OUT": str(out), "LOG": str(tmp_path / "log"), "STATUS": status, "ENDS": ends}
         command = ["bash", SCRIPT, "sft.yaml", out, *more]
-        return subprocess.Popen(command, env=os.environ | slurm | stubs, preexec_fn=listen)
+        return subprocess.Popen(command, env=os.environ | slurm | stubs, preexec_fn=reset_signals)
 
     return start
 
 
-def listen():
-    """Of a run that ended in this process signals are left ignored, and a shell cannot trap what it inherits so."""
+def reset_signals():
+    """Restore default signal handling: a shell cannot trap signals that it inherits as ignored."""
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
@@ -58,7 +58,7 @@ def read_calls(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_before_the_time_is_over_the_run_is_asked_to_stop_and_the_job_is_queued_again(start, tmp_path, number):
+def test_preempted_run_is_requeued(start, tmp_path, number):
     process = start("preempted")
     while not (tmp_path / "a run" / "started").exists():
         assert process.poll() is None
@@ -77,10 +77,8 @@ def test_before_the_time_is_over_the_run_is_asked_to_stop_and_the_job_is_queued_
     ("more", "hardware", "recipe"),
     [((), "ddp", "sft"), (("fsdp2",), "fsdp2", "sft"), (("hsdp", "reward"), "hsdp", "reward")],
 )
-def test_what_it_starts_on_a_node_is_the_launch_that_was_asked_for(
-    start, tmp_path, monkeypatch, capsys, more, hardware, recipe
-):
-    """The very words after `recipes launch`, read by it as the second of two nodes with eight GPUs."""
+def test_script_starts_requested_launch_on_node(start, tmp_path, monkeypatch, capsys, more, hardware, recipe):
+    """The arguments are parsed by ``recipes launch --dry_run`` on the second of two nodes with eight GPUs."""
     monkeypatch.setattr("recipes_lib.hardware.count_accelerators", lambda: 8)
     monkeypatch.chdir(SCRIPT.parents[1])
     start("done", ends="at_once", more=more).wait(timeout=30)
@@ -96,12 +94,12 @@ def test_what_it_starts_on_a_node_is_the_launch_that_was_asked_for(
 
 
 @pytest.mark.parametrize("status", ["done", "failed", "diverged", "refused", "running"])
-def test_a_run_that_ended_otherwise_is_not(start, tmp_path, status):
+def test_run_with_other_status_is_not_requeued(start, tmp_path, status):
     assert start(status, ends="at_once").wait(timeout=30) is not None
     assert len(read_calls(tmp_path)) == 1
 
 
-def test_what_an_earlier_job_left_is_not_taken_for_the_end_of_this_one(start, tmp_path):
+def test_status_of_earlier_job_is_ignored(start, tmp_path):
     (tmp_path / "a run").mkdir()
     (tmp_path / "a run" / "run.json").write_text('{"status": "preempted"}')
     os.utime(tmp_path / "a run" / "run.json", (1, 1))

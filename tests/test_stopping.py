@@ -1,4 +1,4 @@
-"""What a signal does: in real processes, since handlers belong to one."""
+"""Stop requests by signals, in real processes, because signal handlers are per process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recipes_lib.errors import PreemptedError
 from recipes_lib.stopping import STOP_SIGNALS, StopRequest
 
 IMPORTS = "import os, signal, sys, time\nfrom recipes_lib.stopping import STOP\n"
-# The tests may themselves be run under nohup.
+# pytest itself may run under nohup, which ignores SIGHUP.
 PRELUDE = IMPORTS + "signal.signal(signal.SIGHUP, signal.SIG_DFL)\nSTOP.install()\n"
 
 
@@ -26,8 +26,8 @@ def start(body, prelude=PRELUDE):
 
 
 def wait_for_line(process, line):
-    while (told := process.stdout.readline().strip()) != line:
-        assert told, process.communicate()
+    while (read := process.stdout.readline().strip()) != line:
+        assert read, process.communicate()
 
 
 def has_pending(pid, number):
@@ -38,17 +38,17 @@ def has_pending(pid, number):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
-def test_with_nothing_to_save_a_signal_unwinds_and_leaves(number):
+def test_signal_outside_deferred_block_unwinds_and_exits(number):
     process = start(
         "try:\n  print('ready'); time.sleep(60)\nexcept Exception: print('swallowed')\nfinally: print('clean')"
     )
     wait_for_line(process, "ready")
     process.send_signal(number)
-    told, _ = process.communicate(timeout=30)
-    assert (process.returncode, told) == (75, "clean\n")
+    output, _ = process.communicate(timeout=30)
+    assert (process.returncode, output) == (75, "clean\n")
 
 
-def test_a_deferred_signal_waits_for_the_end_of_the_block():
+def test_deferred_signal_exits_at_end_of_block():
     process = start(
         "with STOP.deferred():\n  print('ready')\n  while not STOP.reason: time.sleep(0.01)\n  print(STOP.reason)\n"
         "print('never')"
@@ -59,7 +59,7 @@ def test_a_deferred_signal_waits_for_the_end_of_the_block():
     assert process.returncode == 75
 
 
-def test_signals_in_quick_succession_are_one_request_and_a_later_one_leaves_at_once():
+def test_later_second_signal_exits_immediately():
     process = start("with STOP.deferred():\n  print('ready')\n  time.sleep(60)")
     wait_for_line(process, "ready")
     began = time.monotonic()
@@ -69,14 +69,14 @@ def test_signals_in_quick_succession_are_one_request_and_a_later_one_leaves_at_o
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)
     assert time.monotonic() - began >= 1.0
-    # The second SIGTERM, where this process was not scheduled for a second between the two.
+    # SIGTERM if this process was not scheduled for a second between the first two signals.
     again = signal.Signals(process.returncode - 128)
     assert again in (signal.SIGINT, signal.SIGTERM)
     assert f"{again.name} again: exits immediately" in process.communicate()[1]
 
 
-def test_a_second_signal_is_heard_where_the_main_thread_never_comes_back_from_c():
-    # A lock that nobody lets go stands for a collective operation that hangs.
+def test_second_signal_exits_while_main_thread_blocks_in_c():
+    # A mutex that is never unlocked simulates a collective operation that hangs.
     process = start(
         "import ctypes\n"
         "mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock\n"
@@ -99,14 +99,14 @@ HANG = (
 
 
 @pytest.mark.parametrize("ending", ["hang()", "STOP.close(); hang()"])
-def test_who_hangs_on_the_way_out_is_gone_in_time(ending):
+def test_process_that_hangs_at_exit_is_ended(ending):
     process = start(f"{HANG}try:\n  signal.raise_signal(signal.SIGTERM)\nfinally:\n  {ending}")
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 75
     assert "SIGTERM: exits immediately, with nothing to save" in errors
 
 
-def test_with_nothing_to_save_one_signal_is_enough_where_the_main_thread_never_comes_back_from_c():
+def test_one_signal_exits_while_main_thread_blocks_with_nothing_to_save():
     process = start(f"{HANG}hang()")
     wait_for_line(process, "ready")
     process.send_signal(signal.SIGTERM)
@@ -114,7 +114,7 @@ def test_with_nothing_to_save_one_signal_is_enough_where_the_main_thread_never_c
     assert process.returncode == 75
 
 
-def test_once_closed_nothing_is_heard():
+def test_closed_request_ignores_signals():
     process = start("STOP.close(); print('ready'); sys.stdin.readline(); print('done')")
     wait_for_line(process, "ready")
     for number in STOP_SIGNALS:
@@ -124,7 +124,7 @@ def test_once_closed_nothing_is_heard():
 
 
 @pytest.mark.parametrize("ending", ["", "STOP.close()\n"])
-def test_under_nohup_a_closed_terminal_is_no_request(ending):
+def test_ignored_sighup_stays_ignored(ending):
     body = f"{ending}print('ready'); sys.stdin.readline(); print(STOP.reason)"
     process = start(body, IMPORTS + "signal.signal(signal.SIGHUP, signal.SIG_IGN)\nSTOP.install()\n")
     wait_for_line(process, "ready")
@@ -134,13 +134,13 @@ def test_under_nohup_a_closed_terminal_is_no_request(ending):
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="workers are not forked there")
-def test_a_forked_child_leaves_signals_to_its_parent_and_obeys_it():
+def test_forked_child_obeys_only_its_parent():
     body = (
         "child = os.fork()\n"
         "if child == 0:\n  print('ready')\n  time.sleep(60); os._exit(1)\n"
         "sys.stdin.readline()\n"
         "assert os.waitpid(child, os.WNOHANG) == (0, 0), 'the child died'\n"
-        "assert STOP.reason is None, 'the child told its parent'\n"
+        "assert STOP.reason is None, 'the signal reached the parent'\n"
         "os.kill(child, signal.SIGTERM); print('status', os.waitpid(child, 0)[1])"
     )
     process = start(body)
@@ -148,14 +148,14 @@ def test_a_forked_child_leaves_signals_to_its_parent_and_obeys_it():
     (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     for number in STOP_SIGNALS:
         os.kill(int(child), number)
-    # One that is still waiting would be one with that of the parent.
+    # A pending signal would merge with that of the parent.
     while has_pending(int(child), signal.SIGTERM):
         time.sleep(0.01)
-    told, errors = process.communicate("go\n", timeout=30)
-    assert told == "status 0\n", errors
+    output, errors = process.communicate("go\n", timeout=30)
+    assert output == "status 0\n", errors
 
 
-def test_a_process_beside_that_failed_is_no_request(tmp_path):
+def test_signal_after_failure_of_peer_is_not_preemption(tmp_path):
     for number, pid in (("0", ""), ("1", "999999999")):
         (tmp_path / number).mkdir()
         (tmp_path / number / "pid").write_text(pid)
@@ -167,7 +167,7 @@ def test_a_process_beside_that_failed_is_no_request(tmp_path):
     assert process.wait(timeout=30) == 1
 
 
-def test_a_launcher_that_is_gone_is_noticed(monkeypatch):
+def test_launcher_is_gone_when_parent_changes(monkeypatch):
     stop = StopRequest()
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert not stop.launcher_is_gone()
@@ -175,7 +175,7 @@ def test_a_launcher_that_is_gone_is_noticed(monkeypatch):
     assert stop.launcher_is_gone()
 
 
-def test_who_asked_first_is_remembered_and_raised_at_the_end_of_the_block():
+def test_first_reason_is_raised_at_end_of_block():
     stop = StopRequest()
 
     def be_asked_twice() -> None:

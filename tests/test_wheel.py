@@ -1,4 +1,4 @@
-"""The wheel is enough: outside a clone, recipes, configurations, pipelines and launch files come with the package."""
+"""Installed wheel outside a clone: recipes, configurations, pipelines and launch files are in the package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.forked import ROOT
 
 
 @pytest.mark.slow
-def test_an_installed_wheel_checks_launches_and_runs_from_an_empty_folder(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_installed_wheel_runs_from_empty_folder(tmp_path: Path, tiny_model_dir: Path) -> None:
     clone, wheels, site, here = (tmp_path / name for name in ("clone", "wheels", "site", "empty"))
     here.mkdir()
     subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)

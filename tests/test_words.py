@@ -1,4 +1,4 @@
-"""Law of words: the code and its pages use the terms of the field, not paraphrases of them."""
+"""Terminology: code and documentation use standard terms, not paraphrases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TERMS: Final = (
     *("tensor parallel", "context parallel", "pipeline parallel", "pipeline stage", "gradient accumulation"),
     *("throughput", "hidden states", "forward hook", "dry run", "held-out", "world size", "preemption", "resume"),
 )
-"""What a reader of the code searches for; each occurs at least twice."""
+"""Standard terms; each must occur at least twice in the code."""
 
 BANNED: Final[Mapping[str, tuple[str, str]]] = {
     r"(?:go|goes|going|went|gone) on": ("resume, continue", "It goes on from the last checkpoint."),
@@ -68,22 +68,24 @@ BANNED: Final[Mapping[str, tuple[str, str]]] = {
     r"mend(?:s|ed|ing)?": ("fix", "Mend these first."),
     r"thereof|therein|thereupon|wherein|whence|hither|hence": ("modern English", "The folder and the parts thereof."),
 }
-"""Paraphrase, a regular expression between word boundaries -> (what to write, a sentence that violates the law)."""
+"""Banned paraphrase (a regular expression between word boundaries) -> (standard terms, a violating sentence)."""
 
 PREFIXES: Final = ("src/", "recipes/", "docs/", "README.md", "accelerate_configs/", "benchmarks/")
 SUFFIXES: Final = (".py", ".md", ".jinja", ".yaml", ".sh")
 GENERATED: Final = "docs/configs"
-"""Pages that quote the help texts of other libraries."""
-_PATTERNS = {
-    # A phrase may be broken over two lines of a paragraph or of a comment.
-    banned: re.compile(r"(?i)(?<![\w-])(?:" + banned.replace(" ", r"\s+(?:#\s+)?") + r")(?![\w-])")
-    for banned in BANNED
-}
+"""Generated pages, which quote the help texts of other libraries."""
+_BOUNDED: Final = r"(?i)(?<![\w-])(?:{})(?![\w-])"
+# A phrase may be broken over two lines of a paragraph or of a comment.
+_PHRASES: Final = {banned: banned.replace(" ", r"\s+(?:#\s+)?") for banned in BANNED}
+_PATTERNS: Final = {banned: re.compile(_BOUNDED.format(phrase)) for banned, phrase in _PHRASES.items()}
+_ANY: Final = re.compile(_BOUNDED.format("|".join(_PHRASES.values())))
 
 
 def find_paraphrases(path: str, text: str) -> list[str]:
-    """Where a text of the project says in other words what has a term."""
+    """Return the locations of banned paraphrases in a file of the project."""
     if not path.startswith(PREFIXES) or not path.endswith(SUFFIXES) or path.startswith(GENERATED):
+        return []
+    if not _ANY.search(text):  # One pass over most files, instead of one per paraphrase.
         return []
     return [
         f"{path}:{text[: found.start()].count(chr(10)) + 1}: {found.group()!r}: write {BANNED[banned][0]}"
@@ -97,12 +99,12 @@ def find_missing_terms(sources: Mapping[str, str]) -> list[str]:
     return [term for term in TERMS if text.count(term) < 2]
 
 
-def test_no_paraphrase_stands_for_a_term() -> None:
+def test_project_has_no_banned_paraphrase() -> None:
     assert [fault for path, text in read_project().items() for fault in find_paraphrases(path, text)] == []
 
 
 @pytest.mark.parametrize("banned", BANNED)
-def test_a_paraphrase_is_found(banned: str) -> None:
+def test_find_paraphrases_finds_planted_sentence(banned: str) -> None:
     planted = BANNED[banned][1]
     for text in (planted, planted.replace(" ", "\n    # ")):
         found = find_paraphrases("docs/planted.md", text)
@@ -110,11 +112,11 @@ def test_a_paraphrase_is_found(banned: str) -> None:
     assert find_paraphrases("tests/planted.py", planted) == []
 
 
-def test_the_terms_of_the_field_are_used() -> None:
+def test_library_uses_standard_terms() -> None:
     assert find_missing_terms(read_python("src/", "recipes/")) == []
 
 
-def test_a_missing_term_is_found() -> None:
+def test_find_missing_terms_finds_planted_gap() -> None:
     text = " and ".join(TERMS)
     assert find_missing_terms({"a.py": text, "b.py": text.title()}) == []
     assert find_missing_terms({"a.py": text, "b.py": text.replace("throughput", "speed")}) == ["throughput"]

@@ -1,4 +1,4 @@
-"""The tiny tokenizer and model of the tests: built from nothing in a second, the same each time."""
+"""The tiny tokenizer and model of the tests, built deterministically in a second."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CORPUS = [
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE of 512 entries that covers every byte, with a ChatML template."""
+    """Build a byte-level BPE of 512 entries that covers every byte, with a ChatML template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -57,12 +57,12 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def leave_ids_out(tokenizer: PreTrainedTokenizerFast, shift: int) -> PreTrainedTokenizerFast:
-    """The same tokens, the last of which has an id larger by ``shift``."""
-    spelled = json.loads(tokenizer.backend_tokenizer.to_str())
-    vocabulary = spelled["model"]["vocab"]
+    """Return a copy whose last token has an id larger by ``shift``, so that ids have a gap."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary = state["model"]["vocab"]
     vocabulary[max(vocabulary, key=vocabulary.__getitem__)] += shift
     sparse = copy.deepcopy(tokenizer)
-    sparse._tokenizer = Tokenizer.from_str(json.dumps(spelled))
+    sparse._tokenizer = Tokenizer.from_str(json.dumps(state))
     return sparse
 
 

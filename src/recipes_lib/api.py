@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import random
 import runpy
 import sys
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,15 +25,17 @@ if TYPE_CHECKING:
     from recipes_lib.config.schema import RecipeConfig
     from recipes_lib.report.run_files import RunFiles
 
+Config = str | os.PathLike[str] | Mapping[str, Any] | None
 _MAIN: Final = {"rloo": "grpo", "lora": "sft"}
 """Recipe -> the recipe whose script defines its main function."""
 
 
-def train(recipe: str, config: str | Path | Mapping[str, Any] | None = None, **overrides: Any) -> RunFiles:
+def train(recipe: str, config: Config = None, **overrides: Any) -> RunFiles:
     """Train a recipe in this process, and return the finished run.
 
     Equivalent to ``python recipes/RECIPE.py --config F --key value``: an existing ``output_dir`` is resumed, and a
-    finished run returns immediately. Use ``recipes launch`` to train with several processes.
+    finished run returns immediately. Use ``recipes launch`` to train with several processes. Random states and torch's
+    defaults (dtype, device, gradient mode) of the caller have no effect on the run, and are restored after it.
 
     Args:
         recipe: Name of the recipe, such as ``sft``, ``dpo`` or ``grpo``.
@@ -45,16 +50,22 @@ def train(recipe: str, config: str | Path | Mapping[str, Any] | None = None, **o
         ConfigError: A key, a value or a combination of keys is invalid; lists every problem.
         DataError: The data are invalid.
         DivergedError: A guard stopped the run before a bad update.
+        PreemptedError: The file ``STOP`` in ``output_dir`` stopped the run; the same call resumes it. A ``SystemExit``.
 
     Source: ``tests/test_api.py``.
     """
+    from recipes_lib.training.run import release_output_dirs
+
     loaded = _load(recipe, config, overrides)
-    with _importing_recipe(_MAIN.get(recipe, recipe)) as main:
-        main(loaded)
+    try:
+        with _importing_recipe(_MAIN.get(recipe, recipe)) as main, _preserving_state():
+            main(loaded)
+    finally:
+        release_output_dirs()
     return load_run(Path(loaded.training["output_dir"]))
 
 
-def check(recipe: str, config: str | Path | Mapping[str, Any] | None = None, **overrides: Any) -> list[Problem]:
+def check(recipe: str, config: Config = None, **overrides: Any) -> list[Problem]:
     """Return every problem that ``recipes check`` finds for a run on one process; an empty list if it can train.
 
     Args:
@@ -71,7 +82,8 @@ def check(recipe: str, config: str | Path | Mapping[str, Any] | None = None, **o
         loaded = _load(recipe, config, overrides)
     except ConfigError as error:
         return list(error.problems)
-    return check_run(loaded, plan_launch(None), Console(file=io.StringIO()))
+    with _preserving_state():
+        return check_run(loaded, plan_launch(None), Console(file=io.StringIO()))
 
 
 def load_run(folder: str | Path) -> RunFiles:
@@ -88,18 +100,62 @@ def load_run(folder: str | Path) -> RunFiles:
     return read_run(Path(folder))
 
 
-def _load(recipe: str, config: str | Path | Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> RecipeConfig:
+def _load(recipe: str, config: Config, overrides: Mapping[str, Any]) -> RecipeConfig:
     if recipe not in RECIPE_NAMES:
         raise ConfigError(
             Problem("recipe", f"there is no recipe {recipe!r}", f"write one of {', '.join(RECIPE_NAMES)}")
         )
-    keys = {**(config if isinstance(config, Mapping) else {}), **overrides}
-    argv = ["--config", str(config)] if isinstance(config, str | Path) else []
-    for key, value in keys.items():
-        # Only what JSON spells as YAML does is dumped: a path or a NumPy scalar would become a quoted string.
-        is_json = isinstance(value, bool | int | float | list | tuple | dict | None)
-        argv.append(f"--{key}={json.dumps(value, default=str) if is_json else value}")
-    return load_config(recipe, argv)
+    argv, keys = [], dict(overrides)
+    if isinstance(config, Mapping):
+        keys = {**config, **overrides}
+    elif isinstance(config, str | os.PathLike):
+        argv = ["--config", str(config)]
+    elif config is not None:
+        found = f"is of type {type(config).__name__}"
+        raise ConfigError(Problem("config", found, "give the path of a YAML file, or a mapping of keys to values"))
+    return load_config(recipe, [*argv, *(f"--{key}={_format_value(value)}" for key, value in keys.items())])
+
+
+def _format_value(value: Any) -> str:
+    """Return a Python value as the text of a flag: JSON, except strings."""
+    plain = _simplify(value)
+    return plain if isinstance(plain, str) else json.dumps(plain, default=_simplify)
+
+
+def _simplify(value: Any) -> Any:
+    """Return an enum, NumPy value, set, mapping, function or path as a value that JSON supports."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if hasattr(value, "__qualname__"):  # A reward function, which is configured by its name.
+        return f"{value.__module__}:{value.__qualname__}"
+    return value if isinstance(value, bool | int | float | str | list | tuple | None) else str(value)
+
+
+@contextmanager
+def _preserving_state() -> Iterator[None]:
+    """Run the block with torch's defaults, and restore the caller's random states and defaults after it."""
+    # A package that is not imported yet has no state. This module must not import torch: see ``FREE_OF_TORCH``.
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    with ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        if numpy is not None:
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
+        if torch is not None:
+            gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+            stack.enter_context(torch.random.fork_rng(gpus))
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(torch.float32)
+            if torch.get_default_device().type != "cpu":
+                stack.enter_context(torch.device("cpu"))
+            stack.enter_context(torch.inference_mode(mode=False))
+            stack.enter_context(torch.enable_grad())
+        yield
 
 
 @contextmanager

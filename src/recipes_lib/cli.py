@@ -78,6 +78,8 @@ GROUPS = {
 """Heading in ``recipes --help`` -> its commands."""
 RETIRED = {"distill-chain": "write a stage for each teacher, as in recipes/pipelines/teaching_assistants.yaml"}
 """Removed command -> its replacement."""
+RECIPES = ("train", "pretrain", "sft", "lora", "reward", "dpo", "ppo", "rloo", "grpo", "distill")
+"""Names that are typed instead of ``launch``: all recipes are started by it."""
 EXAMPLES = (
     "recipes check --config recipes/configs/qwen3-0.6b/sft.yaml",
     "recipes launch --config recipes/configs/qwen3-0.6b/sft.yaml --learning_rate 1e-5",
@@ -102,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name, rest = rest[0], ["--help"]
     if name in ("-h", "--help", "help"):
         return run_command(lambda: _print(format_help()))
-    if name == "--version":
+    if name in ("-V", "--version"):
         return run_command(lambda: _print(f"recipes {__version__}\n"))
     if name not in COMMANDS:
         sys.stderr.write(_describe_unknown(name))
@@ -115,6 +117,8 @@ def _describe_unknown(name: str) -> str:
         return format_help()
     if name in RETIRED:
         return f"recipes: the command {name!r} was removed\n    {RETIRED[name]}\n"
+    if name in RECIPES:
+        return f"recipes: there is no command {name!r}\n    start a recipe by `recipes launch --config F`\n"
     remedy = suggest(name, COMMANDS, f"the commands are: {', '.join(COMMANDS)}", "`recipes {}`")
     return f"recipes: there is no command {name!r}\n    {remedy}\n"
 

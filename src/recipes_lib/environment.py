@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import platform
 import subprocess
@@ -13,13 +14,15 @@ _PACKAGES: Final = ("torch", "transformers", "trl", "accelerate", "datasets", "t
 
 def read_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that affect numerical results."""
-    versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
+    return {"python": platform.python_version(), **{name: _read_version(name) for name in _PACKAGES}}
+
+
+@functools.cache
+def _read_version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def read_git_commit() -> str | None:

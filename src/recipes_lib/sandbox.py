@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
@@ -52,7 +54,7 @@ for kind, limit in (
     (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NPROC, 0),
 ):
     resource.setrlimit(kind, (limit, limit))
-with open("program.py", encoding="utf-8") as file:
+with open("program.py", encoding="utf-8-sig") as file:
     code = compile(file.read(), "program.py", "exec")
 def build_hook():
     home, isdir, realpath = os.path.realpath(os.getcwd()) + os.sep, os.path.isdir, os.path.realpath
@@ -67,6 +69,8 @@ def build_hook():
     )
     writing = 3 | os.O_CREAT | os.O_TRUNC
     def refuse(event, arguments):
+        if event == "socket.__new__" and arguments[1] == 1:
+            return  # AF_UNIX, for the socket pair of an event loop; `socket.connect` and `socket.bind` are refused.
         if event.startswith(refused):
             raise PermissionError(event + " is not allowed here")
         named = [os.fsdecode(one) for one in arguments if isinstance(one, (str, bytes))]
@@ -86,11 +90,27 @@ def build_hook():
 sys.argv[:], said, sys.stdout = ["program.py"], os.dup(1), open(os.devnull, "w")
 os.dup2(sys.stdout.fileno(), 1)
 sys.addaudithook(build_hook())
+# `unittest.main` and pickle look names up in `sys.modules["__main__"]`.
+launcher, sys.modules["__main__"] = sys.modules["__main__"], type(sys)("__main__")
+vars(sys.modules["__main__"])["__builtins__"] = __builtins__
 list(map(lambda step: step(), (
-    functools.partial(exec, code, {"__name__": "__main__", "__builtins__": __builtins__}),
+    functools.partial(exec, code, vars(sys.modules["__main__"])),
     functools.partial(os.write, said, os.read(0, 64)),
 )))
 """
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[str]:
+    """Yield an empty folder, and delete it whatever the program left in it."""
+    folder = tempfile.mkdtemp(prefix="program-")
+    try:
+        yield folder
+    finally:
+        try:
+            shutil.rmtree(folder)
+        except (OSError, RecursionError):  # Before Python 3.13, `rmtree` is recursive and limited to 1,000 levels.
+            subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL, check=False)
 
 
 class Verdict(NamedTuple):
@@ -116,7 +136,7 @@ def run_program(source: str, *, seconds: float = 10.0) -> Verdict:
     word = secrets.token_hex(8).encode()
     # Output goes to files, not pipes: RLIMIT_FSIZE bounds a file, while a pipe would have to be drained into memory.
     with (
-        tempfile.TemporaryDirectory(prefix="program-") as folder,
+        _temporary_folder() as folder,
         tempfile.TemporaryFile() as stdout,
         tempfile.TemporaryFile() as stderr,
     ):

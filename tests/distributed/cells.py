@@ -1,4 +1,4 @@
-"""What is trained in every layout, and how far two runs are from being the same one."""
+"""Runs that are compared between layouts (cells), and measures of the difference of two runs."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from recipes_lib.training.forgetting.fisher import Fisher, write_fisher
 from recipes_lib.training.trainers.reference import hash_weights
 
 LEFT_OUT = ("seconds", "per_second", "tokens_per_s", "runtime", "time", "mfu", "memory", "epoch", "flos")
-OF_WEIGHTS = {"parameter_norm", "update_ratio"}
-"""Figures that a run under DeepSpeed has not."""
+WEIGHT_METRICS = {"parameter_norm", "update_ratio"}
+"""Metrics that a run under DeepSpeed does not log."""
 TIED = json.dumps({"model_type": "llama", "tie_word_embeddings": True} | recipe_runs.SIZES)
-EVERY = {"max_steps": 3, "save_steps": 2, "eval_steps": 2}
+EVERY = {"max_steps": 3, "save_steps": 2, "eval_steps": 3}
 UNEVEN = {"test_split_size": 40, "packing": "false"}
-"""What is left of 59 chats makes an epoch of two steps of eight rows and one of three."""
+"""19 of 59 chats are left to train on: an epoch has two steps of eight rows and one of three."""
 MUON_TOLERANCE = 2e-4
-"""Muon iterates in bf16, which makes more of the order of a sum."""
+"""Muon iterates in bf16, which amplifies differences in summation order."""
 HOST_ADAM_TOLERANCE = 5e-5
-"""DeepSpeed's Adam for hosts rounds otherwise than torch's, by which a weight is 1e-7 off, and a reward 1e-5."""
+"""DeepSpeed's CPU Adam rounds differently from torch's: weights differ by 1e-7, rewards by 1e-5."""
 LAYERS: dict[str, Any] = {
     "feature_weight": 0.5,
     "attention_weight": 3.0,
@@ -42,20 +42,21 @@ LAYERS: dict[str, Any] = {
     "angle_weight": 0.7,
     "attn_implementation": "eager",
 }
-"""Every part of the loss that compares layers."""
+"""All hidden-state and attention losses."""
 REINFORCED: dict[str, Any] = {
     "max_steps": 6,
+    "eval_steps": 2,
     "reward_funcs": "[tests.faults.recipe_runs:measure_shortness]",
 }
-"""Three iterations of two steps, of GRPO two of four, whose rewards are the same on any number of processes."""
+"""Three iterations of two steps (GRPO: two of four), with rewards that do not depend on the world size."""
 ADAPTER: dict[str, Any] = {"use_peft": "true", "lora_r": 4}
 FULL_PRECISION = ("--mixed_precision", "no")
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None or " " in sys.prefix,
     reason="DeepSpeed compiles its collectives, for which it needs g++ and an environment in a path without spaces",
 )
-"""What starts DeepSpeed is marked by it."""
-# Those that the tests of single layouts take; the matrix takes all.
+"""Mark of tests that start DeepSpeed."""
+# Cells of the tests of single layouts; the matrix runs all.
 CELLS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "sft packed": ("sft", 4, {}),
     "pretrain tied": ("pretrain", 1, {"model_config": TIED}),
@@ -111,7 +112,7 @@ def write_inputs(folder: Path) -> None:
 
 
 def build_jobs(inputs: Path, cells: Mapping[str, Any], num_processes: int) -> dict[str, sharding.Job]:
-    """Eight rows a step, however many processes take them."""
+    """Build the jobs of cells with eight rows per step, for any world size."""
     jobs = {}
     for name, (recipe, wanted, more) in cells.items():
         accumulation = min(wanted, 8 // num_processes)
@@ -134,35 +135,36 @@ def build_jobs(inputs: Path, cells: Mapping[str, Any], num_processes: int) -> di
 
 
 def in_bf16(job: sharding.Job) -> sharding.Job:
-    """Return a job whose products are in bf16."""
+    """Return the job with bf16 autocast."""
     return {**job, "keys": {**job["keys"], "bf16": "true"}}
 
 
 def read_weights(run: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of all safetensors files of a folder."""
     return {name: tensor for file in run.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def measure_gaps(one: Path, two: Path) -> dict[str, float]:
-    """Return the largest difference of each figure, held-out ones and the weights included.
+    """Return the largest difference of each metric between two finished runs, and of their ``weights``.
 
-    Relative where a figure is above 1, absolute below, as ``pytest.approx`` has it; infinite where one is not a number.
-    ``answers`` is 1 where a sampled answer is another one, 0 where all are the same.
+    Differences are relative above 1 and absolute below; NaN counts as infinite. ``answers`` is 1 if a sampled answer
+    differs, else 0.
 
     Args:
-        one: A finished run.
-        two: Another.
+        one: Folder of the reference run.
+        two: Folder of the other run.
     """
     events = [read_rows(run / "metrics.jsonl") for run in (one, two)]
     assert len(events[0]) == len(events[1]) >= 3 + 2, (one, two)
     losses = [event["loss"] for event in events[0] if event["kind"] == "train"]
-    assert len(set(losses)) >= 2, "a run that stands still proves nothing"
+    assert len(set(losses)) >= 2, "the loss does not change"
     gaps: dict[str, float] = {}
     for expected, got in zip(*events, strict=True):
-        assert expected.keys() - OF_WEIGHTS <= got.keys() <= expected.keys()
+        assert expected.keys() - WEIGHT_METRICS <= got.keys() <= expected.keys()
         for figure, value in expected.items():
             if figure in got and isinstance(value, int | float) and not any(part in figure for part in LEFT_OUT):
                 gap = abs(got[figure] - value) / max(abs(value), 1)
-                # Of a gap that is not a number nobody can say that it is the largest.
+                # ``max`` ignores NaN or not, depending on the order.
                 gaps[figure] = max(gaps.get(figure, 0.0), math.inf if math.isnan(gap) else gap)
     if (one / "samples.jsonl").exists():
         answers = [(run / "samples.jsonl").read_text() for run in (one, two)]
@@ -172,8 +174,20 @@ def measure_gaps(one: Path, two: Path) -> dict[str, float]:
 
 
 def measure_weight_gap(one: Path, two: Path) -> float:
-    """Return the largest difference of a weight of two finished runs; infinite where one is not a number."""
+    """Return the largest difference of a weight between two finished runs; infinite for NaN."""
     weights = [read_weights(run) for run in (one, two)]
     assert weights[0].keys() == weights[1].keys() != set()
     gaps = (weights[1][name].sub(tensor).abs().nan_to_num(nan=math.inf) for name, tensor in weights[0].items())
     return max(float(gap.max()) for gap in gaps)
+
+
+def assert_same_run(expected: Path, run: Path, tolerance: float = 1e-5) -> None:
+    """Assert that metrics, samples and weights of two finished runs differ by at most ``tolerance``."""
+    wrong = {name: gap for name, gap in measure_gaps(expected, run).items() if not gap <= tolerance}
+    assert not wrong, (run, wrong)
+
+
+def assert_resumed(expected: Path, run: Path, tolerance: float = 0.0) -> None:
+    """Assert that a run was resumed from step 2, and that its weights differ by at most ``tolerance``."""
+    assert json.loads((run / "run.json").read_text())["resumed_from"] == "checkpoint-2"
+    assert measure_weight_gap(expected, run) <= tolerance

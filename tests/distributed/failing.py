@@ -1,4 +1,4 @@
-"""Runs a recipe of which the last process fails where a test wants it: ``failing.py PLACE RECIPE ARGUMENTS...``."""
+"""Runs a recipe whose last rank fails at a given place: ``failing.py PLACE RECIPE ARGUMENTS...``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def fail() -> None:
 
 
 class FailingBackward(torch.autograd.Function):
-    """The identity, whose gradient cannot be had."""
+    """Identity whose backward pass raises."""
 
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor) -> torch.Tensor:
@@ -32,9 +32,9 @@ class FailingBackward(torch.autograd.Function):
 
 
 def fail_at(place: str) -> None:
-    """Fail in the second step, in the first layer's ``forward`` or ``backward`` or in the ``update``; or in a check.
+    """Raise in the second step, in ``forward`` or ``backward`` of the first layer or in ``update``; or in ``scores``.
 
-    ``scores`` are the first ones of preferences: what one process holds against its reference is its own rows.
+    ``scores`` is the check of the initial preference scores, which each rank makes for its own rows.
     """
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -71,7 +71,7 @@ def fail_at(place: str) -> None:
 
 
 def main() -> None:
-    """Be the recipe, as the only one in this process."""
+    """Run the recipe in this process."""
     place = sys.argv[1]
     sys.argv = sys.argv[2:]
     take_cpus_for_gpus()

@@ -1,6 +1,6 @@
-"""Host memory of each process from the loading of a checkpoint to the first step: ``docs/results.md``'s table.
+"""Host memory of each process from loading a checkpoint to the first step: the table of ``docs/results.md``.
 
-The CPUs stand in for GPUs here, so that what a process keeps of a model is in the same memory.
+On CPUs, the part of the model that a GPU would hold is in host memory too.
 
 python -m tests.distributed.loading FOLDER
 """
@@ -34,11 +34,11 @@ LAYOUTS: Final[Mapping[str, tuple[Layout, Mapping[str, str]]]] = {
     "TP": (matrix.LAYOUTS["TP, 2"], {}),
     "pipeline": (matrix.LAYOUTS["DDP, 2"], name_pipeline(2, "gpipe")),
 }
-"""How two processes hold a model, and variables of theirs."""
+"""Layouts of two processes, with further environment variables."""
 
 
 def write_inputs(folder: Path, shape: Mapping[str, int] = SHAPE) -> int:
-    """Write documents and a checkpoint in many files; return the bytes of its weights."""
+    """Write documents and a checkpoint of several files; return the bytes of its weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     recipe_runs.write_inputs(folder)
@@ -48,13 +48,11 @@ def write_inputs(folder: Path, shape: Mapping[str, int] = SHAPE) -> int:
 
 
 def measure(folder: Path, layout: str) -> list[tuple[int, int]]:
-    """Return by how many bytes the memory of each process rose at most, files that are mapped left out.
-
-    While the model was loaded, and by the first step.
+    """Return the peak increase of anonymous memory of each process: (while loading the model, until the first step).
 
     Args:
-        folder: Where ``write_inputs`` has written.
-        layout: Of ``LAYOUTS``.
+        folder: Folder of ``write_inputs``.
+        layout: Key of ``LAYOUTS``.
     """
     how, variables = LAYOUTS[layout]
     keys = recipe_runs.make_keys(folder, "pretrain", model_name_or_path=folder / "large")
@@ -66,16 +64,16 @@ def measure(folder: Path, layout: str) -> list[tuple[int, int]]:
 
 
 def read_memory() -> int:
-    """Return the bytes of this process that are in no file."""
+    """Return the anonymous resident memory of this process in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) * 1024
-    raise AssertionError("Linux tells")
+    raise AssertionError("/proc/self/status has no RssAnon")
 
 
 @contextlib.contextmanager
 def watching() -> Iterator[list[int]]:
-    """While it lasts, keep in a list of one by how many bytes the memory of this process has risen at most."""
+    """Yield a list whose single value is the peak increase of this process's memory during the block, in bytes."""
     before, is_over = read_memory(), threading.Event()
     peak = [0]
 
@@ -94,7 +92,7 @@ def watching() -> Iterator[list[int]]:
 
 
 def load(folder: Path, job: Mapping[str, Any]) -> None:
-    """Run a recipe in this process, one of several, up to where its training begins."""
+    """Run a recipe in this process, one rank of several, until training begins."""
     os.environ.update(job["variables"])
     if read_launch().engine:
         sharding.take_cpus_for_gpus()
@@ -130,7 +128,7 @@ def load(folder: Path, job: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    """Measure every layout and print; or be one of the processes of one, for which there is a job."""
+    """Measure every layout and print the table; with ``--job``, run one rank of a layout."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--job", type=json.loads)

@@ -1,7 +1,7 @@
-"""Every recipe under every launch file that a CPU can stand in for, against one process: ``docs/results.md``'s table.
+"""Every recipe in every layout that runs on CPUs, compared with one process: the table of ``docs/results.md``.
 
-A cell is the largest difference of a loss, a gradient norm, a held-out figure or a weight over three steps. Below stand
-runs that are broken on purpose, which must be far away.
+A cell is the largest difference of a loss, a gradient norm, an evaluation metric or a weight over three steps. The last
+rows are deliberately broken runs, whose differences must be large.
 
 python -m tests.distributed.matrix FOLDER [--cells NAME ...] [--layouts NAME ...]
 """
@@ -36,14 +36,14 @@ from recipes_lib.training.layouts.launch_environment import Launch, name_variabl
 
 
 class Layout(NamedTuple):
-    """How processes share a run.
+    """Layout of a launch.
 
     Attributes:
-        file: Launch file.
-        num_processes: Over all machines.
-        data_size: Those of them, or groups that share tensors or rows, that take rows of their own.
-        sizes: Of ``parallelism_config``, where they are not the file's.
-        num_machines: Each with a launcher of its own.
+        file: Name of the launch file.
+        num_processes: World size over all machines.
+        data_size: Number of data-parallel ranks.
+        sizes: Sizes in ``parallelism_config`` that differ from those of the file.
+        num_machines: Number of machines, each with its own launcher.
     """
 
     file: str
@@ -53,7 +53,7 @@ class Layout(NamedTuple):
     num_machines: int = 1
 
     def read(self) -> Launch:
-        """What the main process is told, in full precision."""
+        """Return the launch as the main process reads it, in full precision."""
         document = read_launch_file(ROOT / "accelerate_configs" / f"{self.file}.yaml")
         document |= {"mixed_precision": "no"}
         document["parallelism_config"] = (document.get("parallelism_config") or {}) | self._name_sizes()
@@ -62,20 +62,20 @@ class Layout(NamedTuple):
     def run(
         self, jobs: Mapping[str, sharding.Job], output_dir: Path, variables: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        """Run recipes laid out so, in full precision, in processes that are told what the launcher would tell them."""
+        """Run recipes in this layout, in full precision, in forked processes with the environment of the launcher."""
         options, size = self._list_options(), self.num_processes
         return sharding.run_jobs(jobs, output_dir, self.file, *options, num_processes=size, variables=variables)
 
     def launch_jobs(self, jobs: Mapping[str, sharding.Job], output_dir: Path) -> dict[str, Any]:
-        """As ``run``, by the launcher itself: of each machine one."""
+        """Run recipes like ``run``, but with ``accelerate launch``, once per machine."""
         return sharding.read_end(output_dir, self.launch(*sharding.prepare_jobs(jobs, output_dir)))
 
     def launch(self, module: str, *arguments: str) -> str:
-        """Run a module in processes of the launcher, to its good end, and return what they told."""
+        """Run a module with ``accelerate launch``, assert that all processes succeed, and return their output."""
         command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
         command += ["--config_file", str(ROOT / "accelerate_configs" / f"{self.file}.yaml")]
         command += ["--num_processes", str(self.num_processes), "--num_machines", str(self.num_machines)]
-        # Of several machines all must know the port beforehand.
+        # All machines must know the port in advance.
         command += ["--main_process_ip", "127.0.0.1"] if self.num_machines > 1 else []
         command += ["--main_process_port", str(find_free_port() if self.num_machines > 1 else 0)]
         command += self._list_options()
@@ -89,7 +89,7 @@ class Layout(NamedTuple):
                 outputs = list(pool.map(lambda machine: machine.communicate(timeout=900)[0], machines))
         finally:
             for machine in machines:
-                # To a launcher, which ends its processes; to one that has ended it means nothing.
+                # A launcher that still runs ends its processes.
                 machine.terminate()
         assert not any(machine.returncode for machine in machines), "\n".join(output[-8000:] for output in outputs)
         return "".join(outputs)
@@ -102,7 +102,7 @@ class Layout(NamedTuple):
 
 
 def share(file: str, kind: str, data_size: int, num_machines: int = 1) -> Layout:
-    """The layout of ``data_size`` groups of two processes, which share what ``kind`` of ``parallelism_config`` says."""
+    """Return the layout of ``data_size`` groups of two ranks with ``kind`` parallelism: ``tp``, ``cp`` or ``sp``."""
     return Layout(file, 2 * data_size, data_size, {"dp_shard": data_size, kind: 2}, num_machines)
 
 
@@ -122,21 +122,21 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
 }
 ALL_CELLS: Final = CELLS | FURTHER_CELLS
 RESUMED: Final = "resumed from the layout before"
-"""The row of weights at the end of the first cell, from its checkpoint in the layout to the left."""
+"""Row of the first cell resumed from its checkpoint in the previous layout (difference of the weights)."""
 CONTROLS: Final = ("mean of means", "forgotten sync", "shifted shard")
-"""Faults of ``sharding.break_something``, each in the first cell under DDP."""
+"""Faults of ``sharding.inject``, each in the first cell under DDP."""
 
 
 def is_of_deepspeed(layout: str) -> bool:
-    """Whether DeepSpeed shards it; its checkpoints no other engine reads."""
+    """Return whether DeepSpeed shards the model; other engines cannot read its checkpoints."""
     return LAYOUTS[layout].file.startswith("zero")
 
 
 def find_reason(cell: str, layout: str) -> str | None:
-    """Return why a cell is refused in a layout; ``None`` where it runs."""
+    """Return why a cell is incompatible with a layout; ``None`` if it runs."""
     job = build_jobs(Path("inputs"), {cell: ALL_CELLS[cell]}, 1)[cell]
-    # Nothing is read: the names of the Hub stand for what would be.
-    keys = {name: "of/nobody" if isinstance(value, Path) else value for name, value in job["keys"].items()}
+    # Nothing is loaded: paths are replaced by a Hub id.
+    keys = {name: "owner/name" if isinstance(value, Path) else value for name, value in job["keys"].items()}
     config = load_config(job["stage"], [f"--{name}={value}" for name, value in keys.items()] + ["--output_dir=out"])
     try:
         verify_combination(config, LAYOUTS[layout].read())
@@ -151,14 +151,14 @@ def list_cells(layout: str) -> dict[str, Any]:
 
 
 def measure(folder: Path, cells: Sequence[str], layouts: Sequence[str] = ()) -> dict[str, dict[str, float]]:
-    """Return the largest difference from one process: cell -> layout, and fault -> the layout it is in.
+    """Return the largest difference from one process: cell or fault -> layout -> difference.
 
-    It is infinite where the checks of the start or the guards have stopped a run.
+    It is infinite if a check or a guard has stopped the run.
 
     Args:
-        folder: Where runs go; made if it is not there.
-        cells: Of ``ALL_CELLS``; the first is the one that faults are in, and that goes on in the next layout: of those
-            that run in every one.
+        folder: Output folder, created if missing.
+        cells: Keys of ``ALL_CELLS``. The first must run in every layout: it is resumed across layouts, with faults.
+        layouts: Keys of ``LAYOUTS``; empty for all.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_inputs(folder)
@@ -172,7 +172,7 @@ def measure(folder: Path, cells: Sequence[str], layouts: Sequence[str] = ()) -> 
             continue
         here = {name: cell for name, cell in list_cells(layout).items() if name in chosen}
         jobs = build_jobs(folder, here, how.data_size)
-        if layout == next(iter(LAYOUTS)):  # the faults are those of DDP
+        if layout == next(iter(LAYOUTS)):  # Faults are injected under DDP.
             jobs |= {fault: {**jobs[first], "fault": fault} for fault in CONTROLS}
         elif before is not None and not is_of_deepspeed(layout):
             jobs[RESUMED] = {**jobs[first], "copy_of": before / first, "step": 2}
@@ -190,14 +190,14 @@ def measure(folder: Path, cells: Sequence[str], layouts: Sequence[str] = ()) -> 
 
 
 def format_table(table: Mapping[str, Mapping[str, float]]) -> str:
-    """Return the table in Markdown, and below it why a run is refused in a layout."""
+    """Return the table in Markdown, followed by the reasons of incompatible cells."""
     letters: dict[str, str] = {}
     lines = [f"| run | {' | '.join(LAYOUTS)} |", f"|---|{'---|' * len(LAYOUTS)}"]
     for name, gaps in table.items():
         cells = []
         for layout in LAYOUTS:
             reason = find_reason(name, layout) if name in ALL_CELLS else None
-            # Where a row is neither refused nor run it has no place.
+            # A cell that is compatible but was not measured is empty.
             letter = letters.setdefault(reason, "abcdefghijklmnop"[len(letters)]) if reason else ""
             cells.append(_format(gaps[layout]) if layout in gaps else letter)
         lines.append(f"| {name} | {' | '.join(cells)} |")
@@ -205,11 +205,11 @@ def format_table(table: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _format(gap: float) -> str:
-    return "stopped by its own checks" if gap == math.inf else f"{gap:.0e}"
+    return "stopped by a check" if gap == math.inf else f"{gap:.0e}"
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--cells", nargs="+", choices=ALL_CELLS, default=list(ALL_CELLS))

@@ -1,4 +1,4 @@
-"""Pretraining runs in stages, and those of one process that they are held against."""
+"""Pretraining runs with pipeline parallelism, and the single-process runs with which they are compared."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from recipes_lib.training.layouts.launch_environment import name_pipeline
 LAYERS = recipe_runs.SIZES | {"num_hidden_layers": 4}
 UNTIED = json.dumps({"model_type": "llama"} | LAYERS)
 TIED = json.dumps({"model_type": "llama", "tie_word_embeddings": True} | LAYERS)
-# Name -> schedule, and what the recipe says; documents of unlike lengths make micro-batches of unlike many targets.
+# Name -> schedule, keys of the recipe. Documents differ in length, so micro-batches differ in their number of targets.
 CELLS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "packed": ("1f1b", {"model_config": UNTIED}),
     "tied": ("gpipe", {"model_config": TIED, "cross_document_attention": "true"}),
-    "in turns": ("interleaved", {"model_config": UNTIED, "max_grad_norm": 0.1}),
+    "interleaved": ("interleaved", {"model_config": UNTIED, "max_grad_norm": 0.1}),
 }
 SLOW_CELLS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "tied packed": ("1f1b", {"model_config": TIED}),
-    "tied in turns": ("interleaved", {"model_config": TIED}),
+    "tied interleaved": ("interleaved", {"model_config": TIED}),
     "recomputed": ("1f1b", {"model_config": UNTIED, "activation_checkpointing": "true"}),
     "muon": ("1f1b", {"model_config": UNTIED, "optim": "muon"}),
 }
-MUON_TOLERANCE = 2e-4
 
 
 def build_job(inputs: Path, cell: str, num_stages: int = 1, num_replicas: int = 1, **besides: Any) -> dict[str, Any]:
-    """Eight rows a step, in four micro-batches of a pipeline or two of each of two; ``besides`` are further keys."""
+    """Build a job with eight rows per step: four micro-batches of each pipeline; ``besides`` are further keys."""
     schedule, more = (CELLS | SLOW_CELLS)[cell]
     batch = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2 // num_replicas}
     keys = {**recipe_runs.make_keys(inputs, "pretrain"), **EVERY, "num_sample_prompts": 0, **batch, **more, **besides}
@@ -39,11 +38,12 @@ def build_job(inputs: Path, cell: str, num_stages: int = 1, num_replicas: int = 
 
 
 def build_rollback(inputs: Path, num_stages: int, num_replicas: int = 1, *, save_steps: int) -> dict[str, Any]:
-    """A run that goes back from a spike at step 3, and the one that never saw the rows that the first one skips."""
+    """Build a run that rolls back from a spike at step 3, and one without the rows that the former skips."""
     keys = {"max_steps": 5, "save_steps": save_steps, "max_rollbacks": 1}
     job = build_job(inputs, "tied", num_stages, num_replicas, **keys)
-    return {name: job | {"fault": name} for name in ("spike", "never saw it")}
+    return {name: job | {"fault": name} for name in ("spike", "without skipped rows")}
 
 
 def resume(job: dict[str, Any], run: Path) -> dict[str, Any]:
+    """Return the job resumed from step 2 of a finished run."""
     return {**job, "copy_of": run, "step": 2}

@@ -1,4 +1,4 @@
-"""Two processes that share a small model save it, and one of them is broken where a test wants it: ``FOLDER FAULT``."""
+"""Saves a small sharded model on two ranks, with a fault on one of them: ``FOLDER FAULT``."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ MOMENTS = {
     "seal": (checkpoint_saver, "write_complete", 0),
     "name": (checkpoint_saver, "publish", 0),
 }
-"""Before which a process can be killed, and which one."""
+"""Moment of a save -> (module, function, rank that is killed before the call)."""
 
 
 def kill_at(moment: str) -> None:
-    """Let one process die before it does that for the second checkpoint."""
+    """Kill one rank before this moment of the second save."""
     owner, name, rank = MOMENTS[moment]
     original = getattr(owner, name)
 
@@ -54,23 +54,23 @@ def kill_at(moment: str) -> None:
 
 
 def spoil(folder: Path, fault: str) -> None:
-    """Break the file of the second process."""
+    """Corrupt the shard of rank 1."""
     (file,) = (folder / "model_shards").glob("shard-00002-*")
     content = bytearray(file.read_bytes())
-    # The last tensor's first number becomes none; or the file ends too early.
+    # The last number becomes NaN; or the file is truncated.
     content[-4:] = torch.tensor(float("nan")).numpy().tobytes()
     file.write_bytes(content if fault == "nan" else content[:-8])
 
 
 def pretend_to_see_more() -> None:
-    """Have this process tell of a file that the other one does not see, as on a disk of this machine alone."""
+    """Let this rank report a file that the other does not see, as on a disk that is not shared."""
     flush = checkpoint_saver.flush_files
     unseen = {"rng_state_3.pth": {"size": 1, "sha256": ""}}
     checkpoint_saver.flush_files = lambda *args: {**flush(*args), **unseen}
 
 
-class Telling:
-    """A safetensors file that tells which process reads a tensor of it."""
+class LoggedFile:
+    """A safetensors file that prints which rank reads a tensor."""
 
     def __init__(self, file: Path, **options: Any) -> None:
         self._file, self._opened = file, safe_open(file, **options)
@@ -90,7 +90,7 @@ class Telling:
 
 
 def build() -> tuple[Any, torch.optim.Optimizer]:
-    """Build a model in shards, and an optimizer that has made a step."""
+    """Build a sharded model, and an optimizer after one step."""
     model: Any = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -100,12 +100,12 @@ def build() -> tuple[Any, torch.optim.Optimizer]:
 
 
 def wait_for(event: threading.Event) -> None:
-    """Write no shard before training has gone on."""
-    assert event.wait(60), "training waits for the checkpoint"
+    """Wait until the training loop has changed a weight, before any shard is written."""
+    assert event.wait(60), "training waits for the save"
 
 
 def copy_shards(folder: Path, model: Any, optimizer: torch.optim.Optimizer, saver: CheckpointSaver) -> list[Task]:
-    """Copy what the processes share, and return what writes it."""
+    """Copy the shards of model and optimizer, and return the tasks that write them."""
     saver.decide_to_copy(lambda: (read_trained_state(model), dict(optimizer.state)), is_shared=True)
     parameters = dict(model.named_parameters())
     return [
@@ -115,20 +115,20 @@ def copy_shards(folder: Path, model: Any, optimizer: torch.optim.Optimizer, save
 
 
 def choose(output_dir: Path) -> None:
-    """Tell which checkpoint each process goes on from."""
+    """Print the checkpoint that each rank resumes from."""
     checkpoint = agree_on_checkpoint(find_last_complete(output_dir), read_launch(), 1, print)
     sys.stdout.write(f"process {distributed.get_rank()} chooses {checkpoint and checkpoint.name}\n")
 
 
 def main() -> None:
-    """Save two checkpoints, the second one with the fault, and tell what went wrong; or ``choose`` one."""
+    """Save two checkpoints, the second with the fault, and print errors; or ``choose`` a checkpoint."""
     output_dir, fault = Path(sys.argv[1]), sys.argv[2]
     args = TrainingArguments(output_dir=str(output_dir), use_cpu=True, report_to="none")
     if fault == "choose":
         choose(output_dir)
         return
     model, optimizer = build()
-    sharded_states.safe_open = Telling
+    sharded_states.safe_open = LoggedFile
     saver, shapes = (
         CheckpointSaver(args, print, engine="FSDP"),
         {name: tensor.shape for name, tensor in read_trained_state(model).items()},
@@ -136,11 +136,11 @@ def main() -> None:
     if fault in MOMENTS:
         kill_at(fault)
     for step in (1, 2):
-        folder, goes_on = saver.open(step), threading.Event()
+        folder, continued = saver.open(step), threading.Event()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"rng_state_{args.process_index}.pth").write_bytes(bytes(100))
         distributed.barrier()
-        tasks = [partial(wait_for, goes_on), *copy_shards(folder, model, optimizer, saver)]
+        tasks = [partial(wait_for, continued), *copy_shards(folder, model, optimizer, saver)]
         if step == 2 and args.process_index == 1:
             if fault in ("nan", "short"):
                 tasks.append(partial(spoil, folder, fault))
@@ -150,7 +150,7 @@ def main() -> None:
             saver.save(Staged(folder, step, tasks, partial(verify_shards, folder, shapes), is_shared=True))
             with torch.no_grad():
                 model[0].weight.add_(1)
-            goes_on.set()
+            continued.set()
             saver.finish()
         except Exception as error:
             sys.stdout.write(f"process {args.process_index} ended: {error}\n")

@@ -1,4 +1,4 @@
-"""Recipes, one after the other in one launch, on processes whose CPUs stand in for GPUs where models are sharded."""
+"""Runs recipes one after the other in one launch of gloo processes, with FSDP2 and DeepSpeed on CPUs."""
 
 from __future__ import annotations
 
@@ -22,34 +22,39 @@ from recipes_lib.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_PREEMPTED
 from recipes_lib.training.layouts.launch_environment import read_launch
 
 Job = Mapping[str, Any]
-"""``stage``; ``keys`` of the configuration; and, where they are wanted, ``fault``, ``copy_of`` and ``step``, and
-``variables`` of the environment.
+"""``stage`` (the recipe) and ``keys`` of its configuration. Optional: ``fault`` (see ``inject``), ``copy_of`` and
+``step`` (resume from a checkpoint of another run), ``variables`` (environment).
 
-A run that is asked to stop goes on by the same command.
+A preempted run is resumed by the same command.
 """
 
 SPIKE_STEP = 3
-LEFT_OUT = (8, 40)
+SKIPPED_ROWS = (8, 40)
 """Rows of steps 2 to 5, of eight each, which a rollback from step 3 skips."""
 
 
 def take_cpus_for_gpus() -> None:
-    """Have accelerate shard on CPUs; left alone it would make DDP of FSDP there, in silence."""
+    """Let accelerate shard on CPUs, where it would silently replace FSDP by DDP."""
     os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
     os.environ["DS_ACCELERATOR"] = "cpu"
-    # DeepSpeed compiles by ninja, which lies beside Python where no environment is active.
+    # DeepSpeed's CPU Adam is compiled with ninja, which is beside Python if the environment is not activated.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    if read_launch().engine == "DEEPSPEED":
+        import deepspeed
+
+        # No shared-memory collectives, which replace those of gloo and take minutes to compile.
+        deepspeed.ops.__compatible_ops__ = {}
     import torch
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
-    # What is offloaded is pinned, for a device that there is none of.
+    # Offloaded tensors are pinned, which needs a GPU.
     torch.Tensor.pin_memory = lambda tensor, *_: tensor
     original = PartialState.__init__
 
     def initialise(self: PartialState, cpu: bool = False, **kwargs: Any) -> None:
         original(self, cpu=False, **kwargs)
-        self.backend = "gloo"  # By which accelerate knows how tensors are gathered.
+        self.backend = "gloo"  # accelerate gathers tensors according to the backend.
 
     PartialState.__init__ = initialise
     backend = f"cpu:gloo,{simulated_device.NAME}:gloo" if simulated_device.is_chosen() else "gloo"
@@ -64,42 +69,42 @@ def run_jobs(
     num_processes: int = 2,
     variables: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Run recipes in processes of their own and return the exit code of each.
+    """Run recipes in one launch, and return their exit ``codes`` and the ``output`` of all processes.
 
     Args:
-        jobs: By their name, which is also their folder's under ``output_dir``.
-        output_dir: Where they go.
-        file: The users' launch file that says how; ``None`` is one process, without a launcher.
-        options: Of the launcher, after those of the file.
-        num_processes: Told by the launch file.
-        variables: Of the environment besides: ``SIMULATED`` has them compute on a device that is not the CPU.
+        jobs: Name -> job; the output directory of a job is ``output_dir / name``.
+        output_dir: Parent of the output directories.
+        file: Name of a launch file in ``accelerate_configs/``; ``None``: one process without a launcher.
+        options: Options of ``accelerate launch``, which override the file.
+        num_processes: World size.
+        variables: Further environment variables, such as ``SIMULATED``.
     """
-    arguments, given = prepare_jobs(jobs, output_dir), f"--num_processes={num_processes}"
+    arguments, size = prepare_jobs(jobs, output_dir), f"--num_processes={num_processes}"
     if file is None:
-        told = run_forked(*arguments, variables=variables, num_processes=None)
+        output = run_forked(*arguments, variables=variables, num_processes=None)
     else:
-        # Not for the processes that it starts.
+        # Imports pytest, which the started processes do not need.
         from tests.test_accelerate_configs import read_environment
 
-        of_file = read_environment(ROOT / "accelerate_configs" / f"{file}.yaml", given, *options)
-        told = run_forked(*arguments, variables={**of_file, **(variables or {})}, num_processes=num_processes)
-    return read_end(output_dir, told)
+        of_file = read_environment(ROOT / "accelerate_configs" / f"{file}.yaml", size, *options)
+        output = run_forked(*arguments, variables={**of_file, **(variables or {})}, num_processes=num_processes)
+    return read_end(output_dir, output)
 
 
 def prepare_jobs(jobs: Mapping[str, Job], output_dir: Path) -> list[str]:
-    """Return the module that runs them and its arguments."""
+    """Return the module that runs the jobs, and its arguments."""
     output_dir.mkdir(parents=True, exist_ok=True)
     return ["tests.distributed.sharding", str(output_dir), json.dumps(jobs, default=str)]
 
 
-def read_end(output_dir: Path, told: str) -> dict[str, Any]:
-    """Return the exit codes of jobs, and what their processes told."""
+def read_end(output_dir: Path, output: str) -> dict[str, Any]:
+    """Return the exit codes of the jobs, and the output of their processes."""
     codes: dict[str, Any] = json.loads((output_dir / "codes.json").read_text())
-    return {"codes": codes, "told": told}
+    return {"codes": codes, "output": output}
 
 
 def cut(source: Path, target: Path, step: int) -> None:
-    """Copy a finished run as if it had been killed after a step."""
+    """Copy a finished run as if it had been killed after this step."""
     shutil.copytree(source / f"checkpoint-{step}", target / f"checkpoint-{step}")
     record = json.loads((source / "run.json").read_text())
     record["config"]["output_dir"] = str(target)
@@ -107,29 +112,29 @@ def cut(source: Path, target: Path, step: int) -> None:
 
 
 def run_recipe(recipe: str, keys: Mapping[str, Any]) -> int:
-    """Run a recipe to its end in this process, without charts and a measured peak, and return its exit code."""
+    """Run a recipe in this process, without report and FLOPs measurement, and return its exit code."""
     sys.argv = [str(ROOT / "recipes" / f"{recipe}.py"), *(f"--{name}={value}" for name, value in keys.items())]
 
     def leave(code: int) -> None:
         raise SystemExit(code)
 
     try:
-        # By which one process of several leaves without waiting for the others.
+        # A failed rank exits by ``os._exit``.
         with (
             mock.patch("os._exit", leave),
-            mock.patch("sys.path", [str(ROOT / "recipes"), *sys.path]),  # As of a script: one recipe is another's main.
+            mock.patch("sys.path", [str(ROOT / "recipes"), *sys.path]),  # As for a script: recipes import each other.
             mock.patch("recipes_lib.publish.final_model.build_report"),
             mock.patch("recipes_lib.training.evaluation.build.measure_matmul_flops", return_value=1e9),
         ):
             runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as end:
         return int(end.code or 0)
-    raise AssertionError("a recipe ends by its exit code")
+    raise AssertionError("a recipe must exit")
 
 
 @contextlib.contextmanager
-def break_something(fault: str | None) -> Iterator[None]:
-    """Break what ``fault`` says while it lasts."""
+def inject(fault: str | None) -> Iterator[None]:
+    """Inject a fault, a key of ``patches``, during the block."""
     from torch.nn.parallel import DistributedDataParallel
 
     from recipes_lib.data.tokens.dataset import RowOrder
@@ -141,14 +146,14 @@ def break_something(fault: str | None) -> Iterator[None]:
     from recipes_lib.training.trainers.recipe_trainer import RunSampler
 
     compute, run, order = SFTTrainer.compute_loss, DistributedDataParallel.forward, RunSampler.__iter__
-    run_step, locate, judged = PipelineTrainer._run_step, RowOrder.locate, []
+    run_step, locate, losses = PipelineTrainer._run_step, RowOrder.locate, []
 
     def spoil(self: Any, *args: Any, **kwargs: Any) -> Any:
         loss = compute(self, *args, **kwargs)
         return loss + float("nan") if self.state.global_step == 1 and self.args.process_index else loss
 
     def average_means(self: Any, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-        # Without the number of all, it is divided by the number of its own.
+        # Without the global number of targets, the loss is the mean of the micro-batch.
         num_means = self.current_gradient_accumulation_steps * self.accelerator.num_processes
         return compute(self, model, inputs) / num_means
 
@@ -166,27 +171,27 @@ def break_something(fault: str | None) -> Iterator[None]:
             self.model.get_input_embeddings().weight.grad[0, 0] = float("nan")
         return shares
 
-    def judge_a_spike(self: Any, loss: float, *_: Any) -> Spike | None:
-        judged.append(loss)
-        return Spike("loss", loss, 0.0, 0.0) if len(judged) == SPIKE_STEP else None
+    def report_spike(self: Any, loss: float, *_: Any) -> Spike | None:
+        losses.append(loss)
+        return Spike("loss", loss, 0.0, 0.0) if len(losses) == SPIKE_STEP else None
 
-    def leave_out(self: Any, rows: Any) -> Any:
-        return locate(self, np.delete(np.arange(1000), range(*LEFT_OUT))[rows])
+    def skip_rows(self: Any, rows: Any) -> Any:
+        return locate(self, np.delete(np.arange(1000), range(*SKIPPED_ROWS))[rows])
 
     patches: dict[str, tuple[Any, str, Any]] = {
-        # On the last process alone.
+        # On the last rank only.
         "nan loss": (SFTTrainer, "compute_loss", spoil),
-        "asked in an evaluation": (GenerateBackend, "generate", _ask_in(GenerateBackend.generate, call=5)),
-        "asked while sampling": (GenerateBackend, "generate", _ask_in(GenerateBackend.generate, call=7)),
+        "preempted in evaluation": (GenerateBackend, "generate", _preempt_in(GenerateBackend.generate, call=5)),
+        "preempted while sampling": (GenerateBackend, "generate", _preempt_in(GenerateBackend.generate, call=7)),
         "mean of means": (SFTTrainer, "compute_loss", average_means),
         "forgotten sync": (DistributedDataParallel, "forward", forget),
         "shifted shard": (RunSampler, "__iter__", shift),
         "nan in the first stage": (PipelineTrainer, "_run_step", spoil_first_stage),
         "no sums over stages": (Pipeline, "reduce_gradients", lambda _: None),
-        "spike": (SpikeMonitor, "find_spike", judge_a_spike),
-        "never saw it": (RowOrder, "locate", leave_out),
-        "told reads": (hashlib, "file_digest", _tell(hashlib.file_digest)),
-        # As accelerate would have it.
+        "spike": (SpikeMonitor, "find_spike", report_spike),
+        "without skipped rows": (RowOrder, "locate", skip_rows),
+        "logged hashes": (hashlib, "file_digest", _log_hashes(hashlib.file_digest)),
+        # The mixed precision policy of accelerate.
         "narrow sums": (recipe_trainer, "set_precision", lambda *_: None),
     }
     with contextlib.nullcontext() if fault is None else mock.patch.object(*patches[fault]):
@@ -194,13 +199,13 @@ def break_something(fault: str | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def written_by_one() -> Iterator[None]:
-    """Fail where another process than the first saves a model: it would be late now and then, and find no folder."""
+def saving_on_rank_0_only() -> Iterator[None]:
+    """Raise if another rank saves a model, which would be a race for the folder."""
     from peft import PeftModel
     from transformers import PreTrainedModel
 
     def fail(*_: Any, **__: Any) -> None:
-        raise AssertionError("a process that is not the first saves a model")
+        raise AssertionError("a rank other than 0 saves a model")
 
     with contextlib.ExitStack() as patches:
         if int(os.environ.get("RANK", "0")):
@@ -210,15 +215,15 @@ def written_by_one() -> Iterator[None]:
 
 
 def is_last_process() -> bool:
-    """Whether this is the last process of the launch."""
+    """Return whether this is the last rank of the launch."""
     return int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
 
 
-def _ask_in(generate: Callable[..., Any], call: int) -> Callable[..., Any]:
-    """Sample answers, and ask the last process to stop in one of its calls, counted from 1."""
+def _preempt_in(generate: Callable[..., Any], call: int) -> Callable[..., Any]:
+    """Return ``generate`` that requests a stop on the last rank in the given call, counted from 1."""
     calls: list[int] = []
 
-    def asking(*args: Any, **kwargs: Any) -> Any:
+    def stopping(*args: Any, **kwargs: Any) -> Any:
         from recipes_lib.stopping import STOP
 
         calls.append(1)
@@ -226,22 +231,22 @@ def _ask_in(generate: Callable[..., Any], call: int) -> Callable[..., Any]:
             STOP.request("SIGTERM")
         return generate(*args, **kwargs)
 
-    return asking
+    return stopping
 
 
-def _tell(digest: Callable[..., Any]) -> Callable[..., Any]:
-    """Hash a file, and print which process did."""
+def _log_hashes(digest: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``digest`` that prints the rank and the file."""
 
-    def telling(file: Any, *args: Any) -> Any:
+    def logging(file: Any, *args: Any) -> Any:
         sys.stdout.write(f"process {os.environ['RANK']} hashes {file.name}\n")
         sys.stdout.flush()
         return digest(file, *args)
 
-    return telling
+    return logging
 
 
 def main() -> None:
-    """Run the jobs in this process, one of several: ``OUTPUT JSON_JOBS``."""
+    """Run the jobs in this process, one rank of several: ``OUTPUT JSON_JOBS``."""
     output_dir, jobs = Path(sys.argv[1]), json.loads(sys.argv[2])
     rank, is_alone = int(os.environ.get("RANK", "0")), "WORLD_SIZE" not in os.environ
     if simulated_device.is_chosen():
@@ -256,7 +261,7 @@ def main() -> None:
             cut(Path(job["copy_of"]), output_dir / name, job["step"])
         if distributed.is_initialized():
             distributed.barrier()
-        with break_something(job.get("fault")), written_by_one(), mock.patch.dict(os.environ, job.get("variables", {})):
+        with inject(job.get("fault")), saving_on_rank_0_only(), mock.patch.dict(os.environ, job.get("variables", {})):
             codes[name] = run_recipe(job["stage"], {**job["keys"], "output_dir": output_dir / name})
         if codes[name] == EXIT_PREEMPTED:
             from recipes_lib.stopping import STOP
@@ -265,7 +270,7 @@ def main() -> None:
             codes[name] = [EXIT_PREEMPTED, run_recipe(job["stage"], {**job["keys"], "output_dir": output_dir / name})]
             continue
         if codes[name] != EXIT_DONE and not (codes[name] == EXIT_DIVERGED and "fault" in job):
-            # The others may be waiting for this process; all of them diverge together where they were made to.
+            # Exit at once: other ranks may wait for this one. An injected divergence ends all ranks alike.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(codes[name])

@@ -1,4 +1,4 @@
-"""How a batch is cut, over micro-batches or processes, changes nothing."""
+"""Training trajectories are independent of gradient accumulation and world size."""
 
 import json
 
@@ -24,7 +24,7 @@ def run_on_two_processes(model_dir, output_dir, **training):
 
 
 @pytest.mark.multiprocess
-def test_eight_by_one_and_two_by_four_and_two_processes_give_one_trajectory(tiny_model_dir, tmp_path):
+def test_trajectory_is_independent_of_accumulation_and_world_size(tiny_model_dir, tmp_path):
     reference = run_here(tiny_model_dir, tmp_path / "8x1", **EIGHT_BY_ONE)
     others = {
         "2x4": run_here(tiny_model_dir, tmp_path / "2x4", **TWO_BY_FOUR),

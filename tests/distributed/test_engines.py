@@ -1,8 +1,9 @@
-"""Engines beside a policy that FSDP2 shards over two processes: its weights every iteration, and never a whole copy."""
+"""Generation engines beside a policy sharded by FSDP2 over two ranks: weights of every iteration, without gathering."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,8 @@ from tests.test_accelerate_configs import read_environment
 RATE = {"learning_rate": 1e-3, "use_vllm": True}
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("engines")
+def run_jobs(folder: Path, names: Collection[str]) -> tuple[Path, dict[str, Any]]:
+    """Run jobs on two ranks beside a fake server; return the folder of the runs and their exit codes."""
     policy = keys_task.write_policy(folder / "policy", 0, num_steps=30)
     keys_task.write_prompts(folder / "prompts.jsonl", 100, seed=5)
     port = find_free_port()
@@ -35,32 +35,49 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
         "adapter": build(use_peft=True, learning_rate=3e-3),
         "server": build(**served),
         "ahead": build(**served, max_staleness=1, max_steps=12),
-        # The answers of an iteration take eight steps at most: it is the second one.
-        "asked": {**build(num_sample_prompts=0), "variables": {ASKED_AT: "12"}},
+        # An iteration generates at most eight tokens: step 12 is in the second one.
+        "preempted": {**build(num_sample_prompts=0), "variables": {ASKED_AT: "12"}},
     }
+    jobs = {name: jobs[name] for name in names}
     of_file = read_environment(ROOT / "accelerate_configs" / "fsdp2.yaml", "--num_processes=2", *FULL_PRECISION)
     _, *arguments = sharding.prepare_jobs(jobs, folder / "two")
     variables = {**of_file, "SERVER": f"{policy} {port}"}
-    told = run_forked("tests.rl.vllm_fake", *arguments, variables=variables, num_processes=2)
-    return folder / "two", sharding.read_end(folder / "two", told)["codes"]
+    output = run_forked("tests.rl.vllm_fake", *arguments, variables=variables, num_processes=2)
+    return folder / "two", sharding.read_end(folder / "two", output)["codes"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    return run_jobs(tmp_path_factory.mktemp("runs"), ("colocated", "ahead", "preempted"))
+
+
+@pytest.fixture(scope="module")
+def more_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    return run_jobs(tmp_path_factory.mktemp("more_runs"), ("adapter", "server"))
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", ["colocated", "adapter", "server"])
-def test_an_engine_has_the_weights_of_each_iteration(runs: tuple[Path, dict[str, Any]], name: str) -> None:
-    folder, codes = runs
+@pytest.mark.parametrize(
+    ("fixture", "name"),
+    [
+        ("runs", "colocated"),
+        *(pytest.param("more_runs", name, marks=pytest.mark.slow) for name in ("adapter", "server")),
+    ],
+)
+def test_engine_has_weights_of_each_iteration(request: pytest.FixtureRequest, fixture: str, name: str) -> None:
+    folder, codes = request.getfixturevalue(fixture)
     assert codes[name] == 0
     events = read_events(folder / name)
     assert [event["step"] for event in events] == [4, 8]
     for event in events:
         assert abs(event["rollout/engine_mismatch_kl"]) < 1e-5
         assert event["rollout/is_weight_max"] == pytest.approx(1, abs=1e-4)
-    # The weights of the first iteration would not do for the second.
+    # The weights have changed, so those of the first iteration would be detected in the second.
     assert events[-1]["kl"] > 1e-3
 
 
 @pytest.mark.multiprocess
-def test_both_sample_ahead(runs: tuple[Path, dict[str, Any]]) -> None:
+def test_asynchronous_sampling_is_off_policy_by_one_iteration(runs: tuple[Path, dict[str, Any]]) -> None:
     folder, codes = runs
     assert codes["ahead"] == 0
     events = read_events(folder / "ahead")
@@ -69,8 +86,8 @@ def test_both_sample_ahead(runs: tuple[Path, dict[str, Any]]) -> None:
 
 
 @pytest.mark.multiprocess
-def test_one_who_is_asked_while_it_samples_stops_with_the_others(runs: tuple[Path, dict[str, Any]]) -> None:
+def test_preemption_of_one_rank_while_sampling_stops_all(runs: tuple[Path, dict[str, Any]]) -> None:
     folder, codes = runs
-    assert codes["asked"] == [75, 0]
-    assert json.loads((folder / "asked" / "run.json").read_text())["resumed_from"] == "checkpoint-4"
-    assert [event["step"] for event in read_events(folder / "asked")] == [4, 8]
+    assert codes["preempted"] == [75, 0]
+    assert json.loads((folder / "preempted" / "run.json").read_text())["resumed_from"] == "checkpoint-4"
+    assert [event["step"] for event in read_events(folder / "preempted")] == [4, 8]

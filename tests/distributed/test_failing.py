@@ -1,4 +1,4 @@
-"""A process fails in the middle of a sharded step: the others, who wait for its shards, end at once and say why."""
+"""Failure of one rank in a sharded step: the others, which wait for its shards, exit at once with the reason."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.faults import recipe_runs
         ("scores", "dpo", f"DivergedError: {failing.WORDS}"),
     ],
 )
-def test_a_process_that_fails_in_a_sharded_step_ends_all_and_is_told_first(place, recipe, reason, tmp_path) -> None:
-    """The launcher would kill the other one after 30 seconds; it could not say then why it ended."""
+def test_failure_of_one_rank_in_sharded_step_ends_all(place, recipe, reason, tmp_path) -> None:
+    """Otherwise the launcher would kill the other rank after 30 seconds, without a reason."""
     recipe_runs.write_inputs(tmp_path)
     keys = recipe_runs.make_keys(tmp_path, recipe, 2, max_steps=3)
     keys["output_dir"] = tmp_path / "run"
@@ -31,13 +31,13 @@ def test_a_process_that_fails_in_a_sharded_step_ends_all_and_is_told_first(place
     command += ["--mixed_precision", "no", "--module", failing.__name__, place, str(ROOT / "recipes" / f"{recipe}.py")]
     command += [f"--{name}={value}" for name, value in keys.items()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=ROOT)
-    told = done.stderr + done.stdout
-    assert done.returncode == 1, told
+    output = done.stderr + done.stdout
+    assert done.returncode == 1, output
     ends_too = f"rank 0 exits: process 1 of this machine ended: {reason}"
-    assert ends_too in told, told
-    before = told[: told.index(ends_too)]
+    assert ends_too in output, output
+    before = output[: output.index(ends_too)]
     assert failing.WORDS in before
-    # A traceback of what nobody foresaw, and of no process but that one.
+    # Only an unexpected exception has a traceback, and only on its rank.
     assert before.count("Traceback") == before.count(", in fail\n") == (recipe == "sft")
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (record["status"], failing.WORDS in record["error"]) == ("failed", True)

@@ -1,4 +1,4 @@
-"""Two processes stop together, go back together, and the one whose machine makes mistakes is named."""
+"""Guards on two ranks: rollbacks, stops before a bad update, and the rank of a hardware error."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from recipes_lib.training.guards.replay_check import read_rollbacks
 
 TWO = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
 ONE = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
-LEFT = [row for row in range(180) if not 100 <= row < 116]
+REMAINING = [row for row in range(180) if not 100 <= row < 116]
 CHECKED = {"max_steps": 6, "save_strategy": "no", "guards": {"verify_steps": 2}}
 CELLS: dict[str, dict[str, Any]] = {
     "spike": TWO | {"guards": {"max_rollbacks": 1}},
-    "never saw it": TWO | {"rows": LEFT},
+    "without skipped rows": TWO | {"rows": REMAINING},
     "sound": TWO | CHECKED,
     "nan loss": TWO | {"fault": "nan loss", "max_steps": 6, "save_steps": 1},
     "flipped bit": TWO | CHECKED | {"fault": "flipped bit"},
@@ -34,24 +34,24 @@ def reports(tiny_model_dir, tmp_path_factory):
     return output_dir, json.loads((output_dir / "reports.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def sharded_reports(tiny_model_dir, tmp_path_factory):
-    """The same under FSDP2, with checkpoints to go back to and without any but the first."""
-    output_dir = tmp_path_factory.mktemp("sharded")
-    cells = {f"spike, {steps}": TWO | {"guards": {"max_rollbacks": 1}, "save_steps": steps} for steps in (5, 1000)}
-    cells["never saw it"] = CELLS["never saw it"]
+def run_sharded(model_dir, output_dir, save_steps):
+    """Run a rollback under FSDP2, and a run without the skipped rows; return the reports of both ranks."""
+    cells = {
+        "spike": TWO | {"guards": {"max_rollbacks": 1}, "save_steps": save_steps},
+        "without skipped rows": CELLS["without skipped rows"] | {"save_strategy": "no"},
+    }
     file = str(ROOT / "accelerate_configs" / "fsdp2.yaml")
     variables = read_environment(file, "--num_processes=2", *FULL_PRECISION)
-    run_forked("tests.training.spiking", tiny_model_dir, output_dir, json.dumps(cells), variables=variables)
-    return output_dir, json.loads((output_dir / "reports.json").read_text())
+    run_forked("tests.training.spiking", model_dir, output_dir, json.dumps(cells), variables=variables)
+    return json.loads((output_dir / "reports.json").read_text())
 
 
 @pytest.mark.multiprocess
-def test_a_rollback_on_two_processes_is_exact_and_that_of_one(reports, tiny_model_dir, tmp_path):
+def test_rollback_is_exact_and_matches_one_process(reports, tiny_model_dir, tmp_path):
     output_dir, ranks = reports
     for report in ranks:
-        assert report["spike"]["checksums"] == report["never saw it"]["checksums"]
-    assert ranks[0]["spike"]["steps"][-11:] == ranks[0]["never saw it"]["steps"][-11:]
+        assert report["spike"]["checksums"] == report["without skipped rows"]["checksums"]
+    assert ranks[0]["spike"]["steps"][-11:] == ranks[0]["without skipped rows"]["steps"][-11:]
     one = spiking.run_cell(tiny_model_dir, tmp_path, ONE | {"guards": {"max_rollbacks": 1}})
     assert read_rollbacks(tmp_path).made[0].skipped == read_rollbacks(output_dir / "spike").made[0].skipped
     for expected, got in zip(one["steps"], ranks[0]["spike"]["steps"], strict=True):
@@ -59,19 +59,20 @@ def test_a_rollback_on_two_processes_is_exact_and_that_of_one(reports, tiny_mode
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("save_steps", [5, 1000], ids=["to a checkpoint", "to the beginning"])
-def test_a_rollback_of_sharded_weights_is_exact(sharded_reports, save_steps):
-    output_dir, ranks = sharded_reports
-    cell = f"spike, {save_steps}"
-    for report in ranks:
-        assert report[cell]["checksums"] == report["never saw it"]["checksums"]
-    (made,) = read_rollbacks(output_dir / cell).made
-    assert made.back_to == (25 if save_steps == 5 else 0)
-    assert (output_dir / cell / "checkpoint-36" / "optimizer_shards").is_dir()
+@pytest.mark.parametrize(
+    ("save_steps", "back_to"),
+    [pytest.param(5, 25, id="to_checkpoint"), pytest.param(1000, 0, id="to_beginning", marks=pytest.mark.slow)],
+)
+def test_rollback_of_sharded_weights_is_exact(tiny_model_dir, tmp_path, save_steps, back_to):
+    for report in run_sharded(tiny_model_dir, tmp_path, save_steps):
+        assert report["spike"]["checksums"] == report["without skipped rows"]["checksums"]
+    (made,) = read_rollbacks(tmp_path / "spike").made
+    assert made.back_to == back_to
+    assert (tmp_path / "spike" / "checkpoint-36" / "optimizer_shards").is_dir()
 
 
 @pytest.mark.multiprocess
-def test_a_loss_that_is_none_on_one_process_stops_both_before_the_update(reports):
+def test_nan_loss_on_one_rank_stops_all_before_update(reports):
     output_dir, ranks = reports
     ends = {report["nan loss"]["end"] for report in ranks}
     assert len(ends) == 1
@@ -80,22 +81,22 @@ def test_a_loss_that_is_none_on_one_process_stops_both_before_the_update(reports
     folder = output_dir / "nan loss" / "diverged" / "step-4"
     facts = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     assert [fact["bad_micro_batches"] for fact in facts] == [[], [0, 1]]
-    # Together the rows of the step, each on one process.
+    # Together, the ranks record the rows of the step.
     assert sorted(row for fact in facts for ids in fact["row_ids"] for row in ids) == [12, 13, 14, 15]
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("cell", "words"),
+    ("cell", "message"),
     [
         ("flipped bit", "rank 1 differs in model.layers.1.mlp.up_proj.weight. "),
         ("wrong product", "rank 1 differs in the loss of micro-batch 2"),
     ],
 )
-def test_the_machine_that_makes_mistakes_is_named(reports, cell, words):
+def test_hardware_error_names_its_rank(reports, cell, message):
     _, ranks = reports
     assert [report["sound"]["end"] for report in ranks] == ["", ""]
     for report in ranks:
         assert "step 4" in report[cell]["end"]
-        assert words in report[cell]["end"]
+        assert message in report[cell]["end"]
         assert len(report[cell]["steps"]) == 3

@@ -1,4 +1,4 @@
-"""A checkpoint is in the memory of a host no more often than it must be."""
+"""Host memory of loading a checkpoint in several layouts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from tests.distributed import loading
 
 
-def test_a_peak_is_what_was_held() -> None:
+def test_watching_measures_peak_of_allocated_pages() -> None:
     size = 64 << 20
     with loading.watching() as peak:
-        # Fresh pages: an allocator may have some left that the process holds already.
+        # New pages: an allocator might reuse pages that the process has already.
         held = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for page in range(0, size, mmap.PAGESIZE):
             held[page] = 1
@@ -21,8 +21,8 @@ def test_a_peak_is_what_was_held() -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_of_a_sharded_model_no_process_holds_the_whole(tmp_path: Path) -> None:
-    """DDP, which must, shows that it would be seen."""
+def test_sharded_loading_holds_no_whole_model(tmp_path: Path) -> None:
+    """DDP, which holds the whole model, is the control."""
     num_bytes = loading.write_inputs(tmp_path)
     peaks = {
         layout: [[peak / num_bytes for peak in of_process] for of_process in loading.measure(tmp_path, layout)]

@@ -1,4 +1,4 @@
-"""Two processes train on pairs as one does: in the last, smaller step of an epoch, on held-out pairs, after a stop."""
+"""Preference training on two ranks, compared with one process: uneven last step, held-out pairs, resume."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.forked import run_forked
 from tests.training import pairs
 
-# Thirteen pairs are a step of eight and one of five, which two processes with batches of one cannot share evenly.
+# Thirteen pairs are a step of eight and one of five, which two ranks with batches of one cannot divide evenly.
 STORED: dict[str, Any] = {
     "name": "stored",
     "num_pairs": 13,
@@ -30,13 +30,13 @@ RUNS: list[dict[str, Any]] = [
     STORED,
     RPO | {"name": "live", "num_pairs": 13, "logging_steps": 2},
     RPO | {"name": "whole steps", "num_pairs": 16, "precompute_ref_log_probs": True},
-    # The second epoch goes on before its smaller step.
+    # Resumes in the second epoch, before its smaller step.
     STORED | {"resume_from": "checkpoint-3", "save_strategy": "no"},
     STORED | {"name": "stored again", "learning_rate": 2e-3, "max_steps": 1, "save_strategy": "no"},
 ]
 ONE: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 TWO: dict[str, Any] = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
-# The epoch is counted in batches, of which a process may repeat one; the others are measured.
+# ``epoch`` is counted in batches, one of which may be repeated; the others are measured.
 LEFT_OUT = ("epoch", "seconds", "runtime", "per_second", "flos")
 
 
@@ -53,13 +53,13 @@ def assert_same_logs(expected: list[dict[str, float]], got: list[dict[str, float
         assert one.keys() == other.keys()
         is_equal = abs(one.get("rewards/margins", one.get("eval_rewards/margins", 1.0))) < 1e-5
         for name in one:
-            # Which of two equal rewards is the larger is a matter of rounding.
+            # Rounding decides which of two equal rewards is larger.
             if not any(part in name for part in LEFT_OUT) and not (is_equal and "accuracies" in name):
                 assert other[name] == pytest.approx(one[name], rel=1e-5, abs=2e-6), f"{what}, log {number}: {name}"
 
 
 @pytest.mark.multiprocess
-def test_two_processes_train_on_pairs_as_one_does(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_two_processes_train_on_pairs_as_one(tiny_model_dir: Path, tmp_path: Path) -> None:
     two = run_on_two_processes(tiny_model_dir, tmp_path / "two", [run | TWO for run in RUNS])
     for run, report in zip(RUNS, two, strict=True):
         keys = {key: value for key, value in (run | ONE).items() if key != "name"}
@@ -67,7 +67,7 @@ def test_two_processes_train_on_pairs_as_one_does(tiny_model_dir: Path, tmp_path
         losses = [log["loss"] for log in one["logs"] if "loss" in log]
         assert len(set(losses)) == len(losses) > 0
         assert_same_logs(one["logs"], report["logs"], run["name"])
-        # What the reference says is found again by both, and by neither twice.
+        # Stored reference log-probabilities are reused, which is logged once.
         for lines in (one["lines"], report["lines"]):
             assert sum("they are used" in line for line in lines) == (run["name"] == "stored again")
 

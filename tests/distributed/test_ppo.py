@@ -1,4 +1,4 @@
-"""Two processes of uneven answers train as one does, whole or sharded, and stop together: an epoch, and the run."""
+"""PPO, RLOO and GRPO on two ranks with answers of unequal length, replicated and sharded, compared with one process."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ SHORT: dict[str, Any] = {
     "learning_rate": 3e-4,
 }
 RUNS: dict[str, dict[str, Any]] = {
-    "models": SHORT | {"kl_target_per_sequence": 0.5, "kl_horizon": 100},
-    "adapters": SHORT | {"use_peft": True},
-    # A target that only some minibatches keep.
-    "early_stop": SHORT | {"target_kl": 1e-4, "num_ppo_epochs": 3, "max_steps": 12},
-    # Groups of three, of which any number is sampled again.
+    # An adaptive KL coefficient, and a limit of the KL divergence that only some minibatches stay below.
+    "models": SHORT | {"kl_target_per_sequence": 0.5, "kl_horizon": 100, "target_kl": 1e-4, "num_ppo_epochs": 3},
+    "adapters": SHORT | {"use_peft": True, "max_steps": 8},
+    # Groups of three; uninformative groups are sampled again.
     "dynamic": SHORT
     | {"num_generations": 3, "steps_per_generation": 3, "num_iterations": 1, "max_steps": 6, "save_steps": 3}
     | {"reward_funcs": "[tests.rl.test_methods:score_half]", "max_num_gen_batches": 10},
@@ -46,7 +45,7 @@ CLOCKS = ("time/", "_per_s", "seconds", "memory")
 
 
 @pytest.mark.multiprocess
-def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
+def test_two_processes_match_one(tmp_path: Path) -> None:
     policy = keys_task.write_policy(tmp_path / "policy", 0, num_steps=30)
     prompts = keys_task.write_prompts(tmp_path / "prompts.jsonl", 100, seed=5)
 
@@ -75,19 +74,19 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
             weights = [load_file(run / f"checkpoint-{last}" / f"{learner}.safetensors") for run in (one, two)]
             for key, value in weights[0].items():
                 torch.testing.assert_close(weights[1][key], value, rtol=1e-3, atol=1e-5)
-    # The second rank alone was asked, in the second iteration: the first one was saved, and no digit is another.
+    # Rank 1 alone was preempted in the second iteration, after the checkpoint of the first; the resume is exact.
     stopped, two = (tmp_path / place / "adapters" for place in ("stopped", "two"))
     assert json.loads((stopped / "run.json").read_text())["resumed_from"] == "checkpoint-4"
     for learner in ("policy", "critic"):
-        weights = [load_file(run / "checkpoint-12" / f"{learner}.safetensors") for run in (two, stopped)]
+        weights = [load_file(run / "checkpoint-8" / f"{learner}.safetensors") for run in (two, stopped)]
         assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
     batches = [event["rollout/num_gen_batches"] for event in read_events(tmp_path / "one" / "dynamic")]
     assert max(batches) > 1
-    updates = [event["policy/num_updates"] for event in read_events(tmp_path / "one" / "early_stop")]
+    updates = [event["policy/num_updates"] for event in read_events(tmp_path / "one" / "models")]
     assert 0 < min(updates) < 6
 
 
-# Sixteen answers of different lengths an iteration, in batches of three, to prompts of three to six tokens.
+# Sixteen answers of unequal length per iteration, in batches of three, to prompts of three to six tokens.
 SHARDED: dict[str, Any] = SHORT | {
     "max_steps": 8,
     "eval_steps": 4,
@@ -101,6 +100,7 @@ SHARDED: dict[str, Any] = SHORT | {
 
 
 def build_sharded(inputs: Path, num_processes: int, **more: Any) -> sharding.Job:
+    """Build a PPO job with the same answers per iteration for any world size."""
     batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4 // num_processes}
     reward = {"reward_model_name_or_path": inputs / "reward"}
     flags = keys_task.build_flags(
@@ -111,7 +111,7 @@ def build_sharded(inputs: Path, num_processes: int, **more: Any) -> sharding.Job
 
 
 def build_groups(inputs: Path, num_processes: int, recipe: str, **more: Any) -> sharding.Job:
-    """The same answers, in groups of four; what only PPO has is left out."""
+    """Build a job of RLOO or GRPO with groups of four answers."""
     batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4 // num_processes}
     own = ("kl_target_per_sequence", "kl_horizon", "save_critic", "reward_weights")
     flags = keys_task.build_group_flags(
@@ -124,13 +124,13 @@ def build_groups(inputs: Path, num_processes: int, recipe: str, **more: Any) -> 
 
 
 def list_groups(inputs: Path, num_processes: int, names: Iterable[str]) -> dict[str, sharding.Job]:
-    """The jobs of some of ``OF_GROUPS``."""
-    chosen = {name: OF_GROUPS[name] for name in names}
+    """Build the named jobs of ``GROUP_JOBS``."""
+    chosen = {name: GROUP_JOBS[name] for name in names}
     return {name: build_groups(inputs, num_processes, recipe, **more) for name, (recipe, more) in chosen.items()}
 
 
 def write_other_reward_model(policy: Path, folder: Path) -> Path:
-    """Write a reward model that reads the policy's tokens and is of another architecture."""
+    """Write a reward model of another architecture with the tokens of the policy."""
     torch.manual_seed(1)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = MistralConfig(vocab_size=keys_task.VOCABULARY, num_key_value_heads=2, num_labels=1, **sizes)
@@ -140,19 +140,19 @@ def write_other_reward_model(policy: Path, folder: Path) -> Path:
     return folder
 
 
-OF_GROUPS: dict[str, tuple[str, dict[str, Any]]] = {
+GROUP_JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "rloo": ("rloo", {}),
     "grpo": ("grpo", {}),
     "grpo adapter": ("grpo", {"use_peft": True, "learning_rate": 3e-3}),
     "grpo 4-bit": ("grpo", {"use_peft": True, "load_in_4bit": True, "learning_rate": 3e-3}),
 }
-QUICK = ("grpo", "grpo 4-bit")
-"""What is sharded and learns as an adapter on few bits is one more way to be an adapter; RLOO is GRPO's loop."""
+QUICK = ("grpo",)
+"""RLOO shares the loop of GRPO; adapters are covered by PPO."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Policy, reward model, reward adapter and prompts."""
+    """Folder with policy, reward model, reward adapter and prompts."""
     folder = tmp_path_factory.mktemp("sharded")
     policy = keys_task.write_policy(folder / "policy", 0, num_steps=30)
     write_other_reward_model(policy, folder / "reward")
@@ -161,33 +161,37 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def build_adapter_keys(models: Path) -> dict[str, Any]:
+    """The reward model is a third adapter of the trunk. A critic with its large weights would amplify rounding."""
+    rates = {"learning_rate": 3e-3, "critic_learning_rate": 3e-3}
+    places = {"critic_model_name_or_path": "policy", "reward_model_name_or_path": "reward adapter"}
+    return {"use_peft": True, "save_critic": False, **rates, **{key: models / name for key, name in places.items()}}
+
+
 @pytest.fixture(scope="module")
 def sharded(models: Path) -> tuple[Path, dict[str, Any]]:
     job = build_sharded(models, 2)
-    jobs: dict[str, sharding.Job] = {"ppo": job, "asked while sampling": {**job, "fault": "asked while sampling"}}
+    jobs: dict[str, sharding.Job] = {
+        "ppo": job,
+        "preempted while sampling": {**job, "fault": "preempted while sampling"},
+    }
     alone = {"ppo": build_sharded(models, 1)} | list_groups(models, 1, QUICK)
     jobs |= list_groups(models, 2, QUICK)
-    # The reward model is a third adapter of the trunk. A critic of its large weights would make much of a rounding.
-    of_adapters = {"use_peft": True, "save_critic": False, "learning_rate": 3e-3, "critic_learning_rate": 3e-3}
-    of_adapters |= {
-        "critic_model_name_or_path": models / "policy",
-        "reward_model_name_or_path": models / "reward adapter",
-    }
-    alone["ppo adapters"] = build_sharded(models, 1, **of_adapters)
-    jobs["ppo adapters"] = build_sharded(models, 2, **of_adapters)
+    adapter_keys = build_adapter_keys(models)
+    alone["ppo adapters"] = build_sharded(models, 1, **adapter_keys)
+    jobs["ppo adapters"] = build_sharded(models, 2, **adapter_keys)
     killed = {"copy_of": models / "two" / "ppo adapters", "step": 4}
     jobs["ppo adapters killed"] = {**jobs["ppo adapters"], **killed}
     two = sharding.run_jobs(jobs, models / "two", "fsdp2", *FULL_PRECISION)
-    alone["ppo adapters killed"] = {**alone["ppo adapters"], **killed}
     sharding.run_jobs(alone, models / "one")
     return models, two["codes"]
 
 
 @pytest.fixture(scope="module")
 def more_sharded(sharded: tuple[Path, dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
-    """Runs that repeat what those of ``sharded`` show by other recipes."""
+    """The runs of ``sharded`` with other recipes."""
     folder, codes = sharded
-    names = [name for name in OF_GROUPS if name not in QUICK]
+    names = [name for name in GROUP_JOBS if name not in QUICK]
     jobs = list_groups(folder, 2, names) | {
         "grpo killed": {**list_groups(folder, 2, QUICK)["grpo"], "copy_of": folder / "two" / "grpo", "step": 4},
         "killed": {**build_sharded(folder, 2), "copy_of": folder / "two" / "ppo", "step": 4},
@@ -206,8 +210,8 @@ def assert_same_figures(one: Path, two: Path, *, tolerance: float) -> None:
 
 
 @pytest.mark.multiprocess
-def test_sharded_models_learn_what_whole_ones_do(sharded: tuple[Path, dict[str, Any]]) -> None:
-    """The same answers, rewards, losses, gradient norms and weights."""
+def test_sharded_models_match_one_process(sharded: tuple[Path, dict[str, Any]]) -> None:
+    """Answers, rewards, losses, gradient norms and weights."""
     folder, _ = sharded
     one, two = folder / "one" / "ppo", folder / "two" / "ppo"
     assert_same_figures(one, two, tolerance=1e-5)
@@ -226,11 +230,9 @@ def test_sharded_models_learn_what_whole_ones_do(sharded: tuple[Path, dict[str, 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "recipe",
-    [*QUICK, "ppo adapters", *(pytest.param(name, marks=pytest.mark.slow) for name in OF_GROUPS if name not in QUICK)],
+    [*QUICK, "ppo adapters", *(pytest.param(name, marks=pytest.mark.slow) for name in GROUP_JOBS if name not in QUICK)],
 )
-def test_a_sharded_policy_learns_from_groups_or_as_an_adapter_what_a_whole_one_does(
-    request: pytest.FixtureRequest, recipe: str
-) -> None:
+def test_sharded_groups_and_adapters_match_one_process(request: pytest.FixtureRequest, recipe: str) -> None:
     is_quick = recipe in (*QUICK, "ppo adapters")
     folder, _ = request.getfixturevalue("sharded" if is_quick else "more_sharded")
     one, two = folder / "one" / recipe, folder / "two" / recipe
@@ -240,27 +242,34 @@ def test_a_sharded_policy_learns_from_groups_or_as_an_adapter_what_a_whole_one_d
         torch.testing.assert_close(read_weights(two)[name], tensor, rtol=0, atol=1e-5, msg=name)
 
 
+def assert_adapters_resumed(straight: Path, resumed: Path, tolerance: float) -> None:
+    """Compare weights and ``value/explained_var``, which shows that the critic was resumed too."""
+    assert json.loads((resumed / "run.json").read_text())["resumed_from"] == "checkpoint-4"
+    for name, tensor in read_weights(straight).items():
+        torch.testing.assert_close(read_weights(resumed)[name], tensor, rtol=0, atol=tolerance)
+    values = [read_events(run)[-1]["value/explained_var"] for run in (straight, resumed)]
+    assert values[1] == pytest.approx(values[0], rel=tolerance, abs=tolerance)
+
+
 @pytest.mark.multiprocess
-def test_adapters_on_a_sharded_trunk_go_on_to_the_very_weights_and_in_one_process(
-    sharded: tuple[Path, dict[str, Any]],
-) -> None:
-    """The values of the critic say that it too is as it was."""
-    folder, codes = sharded
-    assert codes["ppo adapters killed"] == 0
-    straight = folder / "two" / "ppo adapters"
-    for place in ("one", "two"):
-        resumed = folder / place / "ppo adapters killed"
-        assert json.loads((resumed / "run.json").read_text())["resumed_from"] == "checkpoint-4"
-        is_same = place == "two"
-        for name, tensor in read_weights(straight).items():
-            torch.testing.assert_close(read_weights(resumed)[name], tensor, rtol=0, atol=0 if is_same else 1e-5)
-        values = [read_events(run)[-1]["value/explained_var"] for run in (straight, resumed)]
-        assert values[1] == (values[0] if is_same else pytest.approx(values[0], rel=1e-5, abs=1e-5))
+def test_sharded_adapters_resume_exactly(sharded: tuple[Path, dict[str, Any]]) -> None:
+    two = sharded[0] / "two"
+    assert sharded[1]["ppo adapters killed"] == 0
+    assert_adapters_resumed(two / "ppo adapters", two / "ppo adapters killed", 0.0)
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_sharded_run_of_groups_goes_on_to_the_very_weights(more_sharded: tuple[Path, dict[str, Any]]) -> None:
+def test_sharded_adapters_resume_on_one_process(sharded: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    straight = sharded[0] / "two" / "ppo adapters"
+    job = build_sharded(sharded[0], 1, **build_adapter_keys(sharded[0]))
+    sharding.run_jobs({"killed": {**job, "copy_of": straight, "step": 4}}, tmp_path)
+    assert_adapters_resumed(straight, tmp_path / "killed", 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_resumed_sharded_groups_reproduce_weights(more_sharded: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = more_sharded
     straight, resumed = folder / "two" / "grpo", folder / "two" / "grpo killed"
     assert json.loads((resumed / "run.json").read_text())["resumed_from"] == "checkpoint-4"
@@ -269,7 +278,7 @@ def test_a_sharded_run_of_groups_goes_on_to_the_very_weights(more_sharded: tuple
 
 
 @pytest.mark.multiprocess
-def test_what_is_left_is_whole_and_loads_anywhere(sharded: tuple[Path, dict[str, Any]]) -> None:
+def test_final_models_are_whole_and_load_in_transformers(sharded: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = sharded
     run = folder / "two" / "ppo"
     for auto, place in ((AutoModelForCausalLM, run), (AutoModelForSequenceClassification, run / "critic")):
@@ -280,7 +289,7 @@ def test_what_is_left_is_whole_and_loads_anywhere(sharded: tuple[Path, dict[str,
 
 
 @pytest.mark.multiprocess
-def test_a_checkpoint_holds_the_shards_of_both_learners(sharded: tuple[Path, dict[str, Any]]) -> None:
+def test_checkpoint_contains_shards_of_both_learners(sharded: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = sharded
     checkpoint = folder / "two" / "ppo" / "checkpoint-4"
     assert json.loads((checkpoint / "COMPLETE.json").read_text())["engine"] == "FSDP"
@@ -293,7 +302,7 @@ def test_a_checkpoint_holds_the_shards_of_both_learners(sharded: tuple[Path, dic
         assert [shard.shape for shard in shards] == [(rows // 2, columns)] * 2
 
 
-def assert_went_on(straight: Path, stopped: Path) -> None:
+def assert_resumed_exactly(straight: Path, stopped: Path) -> None:
     assert json.loads((stopped / "run.json").read_text())["resumed_from"] == "checkpoint-4"
     for place in (".", "critic"):
         weights, expected = read_weights(stopped / place), read_weights(straight / place)
@@ -306,35 +315,35 @@ def assert_went_on(straight: Path, stopped: Path) -> None:
 @pytest.mark.parametrize(
     ("runs", "name", "code"),
     [
-        ("sharded", "asked while sampling", [75, 0]),
+        ("sharded", "preempted while sampling", [75, 0]),
         pytest.param("more_sharded", "killed", 0, marks=pytest.mark.slow),
     ],
 )
-def test_a_sharded_run_goes_on_to_the_very_weights(
+def test_resumed_sharded_run_reproduces_weights(
     request: pytest.FixtureRequest, runs: str, name: str, code: object
 ) -> None:
-    """Who is asked is the second process alone, between two tokens."""
+    """Rank 1 alone is preempted, between two tokens."""
     folder, codes = request.getfixturevalue(runs)
     assert codes[name] == code
-    assert_went_on(folder / "two" / "ppo", folder / "two" / name)
+    assert_resumed_exactly(folder / "two" / "ppo", folder / "two" / name)
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_stop_in_an_evaluation_half_precision_and_another_number_of_processes(
+def test_preemption_in_evaluation_bf16_and_other_world_size(
     sharded: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     folder, _ = sharded
-    asked = {**build_sharded(folder, 2), "fault": "asked in an evaluation"}
+    preempted = {**build_sharded(folder, 2), "fault": "preempted in evaluation"}
     half = {n: build_sharded(folder, n, bf16=True, max_steps=4) for n in (1, 2)}
-    told = sharding.run_jobs({"asked": asked, "bf16": half[2]}, tmp_path / "two", "fsdp2", *FULL_PRECISION)
+    result = sharding.run_jobs({"preempted": preempted, "bf16": half[2]}, tmp_path / "two", "fsdp2", *FULL_PRECISION)
     fewer = {**build_sharded(folder, 1), "copy_of": folder / "two" / "ppo", "step": 4}
     sharding.run_jobs({"fewer": fewer, "bf16": half[1]}, tmp_path / "one")
-    assert told["codes"]["asked"] == [75, 0]
-    assert_went_on(folder / "two" / "ppo", tmp_path / "two" / "asked")
+    assert result["codes"]["preempted"] == [75, 0]
+    assert_resumed_exactly(folder / "two" / "ppo", tmp_path / "two" / "preempted")
     for name, tensor in read_weights(folder / "two" / "ppo").items():
         torch.testing.assert_close(read_weights(tmp_path / "one" / "fewer")[name], tensor, rtol=0, atol=1e-5)
-    # Products of shards are those of autocast, but for rounding.
+    # FSDP2's bf16 matches autocast up to rounding.
     one, two = (read_events(tmp_path / n / "bf16")[0] for n in ("one", "two"))
     for figure in ("objective/score", "value/loss", "policy/entropy"):
         assert two[figure] == pytest.approx(one[figure], rel=0.005), figure
@@ -347,7 +356,7 @@ def test_a_stop_in_an_evaluation_half_precision_and_another_number_of_processes(
     [("fsdp2_offload", 2, ()), ("hsdp", 4, ("--parallelism_config_dp_shard_size=2",))],
     ids=["offload", "HSDP"],
 )
-def test_so_do_models_that_wait_on_the_host_or_are_there_twice(
+def test_offload_and_hsdp_match_one_process(
     sharded: tuple[Path, dict[str, Any]], tmp_path: Path, file: str, num_processes: int, options: tuple[str, ...]
 ) -> None:
     folder, _ = sharded

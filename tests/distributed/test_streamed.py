@@ -1,4 +1,4 @@
-"""A streamed run of SFT: the same steps by one loader or several, on one process or two, in one go or resumed."""
+"""Streamed SFT runs: the same steps on two ranks, and resumed with several loader processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEFT_OUT = ("test_split_size", "prepared_dir", "eval_steps", "per_device_eval_ba
 
 
 @pytest.mark.multiprocess
-def test_a_stream_gives_the_same_steps_however_it_is_read(tmp_path: Path) -> None:
+def test_streamed_steps_are_independent_of_loaders_and_world_size(tmp_path: Path) -> None:
     recipe_runs.write_inputs(tmp_path)
 
     def build(num_processes: int = 1, **more: Any) -> dict[str, Any]:
@@ -31,14 +31,14 @@ def test_a_stream_gives_the_same_steps_however_it_is_read(tmp_path: Path) -> Non
         return {"stage": "sft", "keys": {key: value for key, value in keys.items() if key not in LEFT_OUT}}
 
     one, two = tmp_path / "one", tmp_path / "two"
-    resumed = {**build(), "copy_of": one / "whole", "step": 2}
-    jobs = {"whole": build(), "by workers": build(dataloader_num_workers=2), "resumed": resumed}
+    resumed = {**build(dataloader_num_workers=2), "copy_of": one / "straight", "step": 2}
+    jobs = {"straight": build(), "resumed by two workers": resumed}
     assert not any(sharding.run_jobs(jobs, one)["codes"].values())
-    assert not any(sharding.run_jobs({"whole": build(2)}, two, "cpu_ddp")["codes"].values())
-    weights = read_weights(one / "whole")
-    for name in ("by workers", "resumed"):
-        assert all(torch.equal(tensor, weights[key]) for key, tensor in read_weights(one / name).items()), name
-    assert measure_weight_gap(one / "whole", two / "whole") < 1e-5
-    losses = [[event["loss"] for event in read_rows(run / "whole" / "metrics.jsonl")] for run in (one, two)]
+    assert not any(sharding.run_jobs({"straight": build(2)}, two, "cpu_ddp")["codes"].values())
+    weights = read_weights(one / "straight")
+    resumed = read_weights(one / "resumed by two workers")
+    assert all(torch.equal(tensor, weights[key]) for key, tensor in resumed.items())
+    assert measure_weight_gap(one / "straight", two / "straight") < 1e-5
+    losses = [[event["loss"] for event in read_rows(run / "straight" / "metrics.jsonl")] for run in (one, two)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert len(set(losses[0])) == KEYS["max_steps"]

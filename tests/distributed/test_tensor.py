@@ -1,20 +1,20 @@
-"""Tensors cut over two processes by the users' launch file: the numbers, checkpoints and models of one process."""
+"""Tensor parallelism on two ranks by the public launch file, compared with one process."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from safetensors import safe_open
 from tests.distributed import sharding
 from tests.distributed.cells import (
     CELLS,
+    assert_resumed,
+    assert_same_run,
     build_jobs,
     in_bf16,
-    measure_gaps,
+    measure_weight_gap,
     read_weights,
 )
 from tests.distributed.matrix import LAYOUTS
@@ -24,43 +24,40 @@ from recipes_lib.commands.weights.export import export_checkpoint
 
 pytestmark = pytest.mark.multiprocess
 LAYOUT = LAYOUTS["TP, 2"]
-OURS = {name: CELLS[name] for name in ("sft packed", "pretrain tied")}
+PACKED, TIED = "sft packed", "pretrain tied"
 
 
 @pytest.fixture(scope="module")
-def runs(inputs: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def jobs(inputs: Path) -> dict[str, sharding.Job]:
+    return build_jobs(inputs, {name: CELLS[name] for name in (PACKED, TIED)}, LAYOUT.data_size)
+
+
+@pytest.fixture(scope="module")
+def runs(alone: Path, jobs: dict[str, sharding.Job], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the runs on two ranks."""
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "one").symlink_to(alone)
-    jobs = build_jobs(inputs, OURS, LAYOUT.data_size)
-    first = jobs["sft packed"]
-    jobs["bf16"] = in_bf16(first)
-    jobs["resumed"] = {**first, "copy_of": folder / "two" / "sft packed", "step": 2}
-    jobs["from one"] = {**first, "copy_of": alone / "sft packed", "step": 2}
-    jobs["nan"] = {**first, "fault": "nan loss"}
-    two = LAYOUT.run(jobs, folder / "two")
-    back = {**build_jobs(inputs, OURS, 1)["sft packed"], "copy_of": folder / "two" / "sft packed", "step": 2}
-    sharding.run_jobs({"from two": back}, folder / "back")
-    return folder, two
+    resumed = {
+        "resumed": {**jobs[PACKED], "copy_of": folder / PACKED, "step": 2},
+        "from one": {**jobs[TIED], "copy_of": alone / TIED, "step": 2},
+    }
+    LAYOUT.run({**jobs, **resumed}, folder)
+    return folder
 
 
-@pytest.mark.parametrize("cell", OURS)
-def test_cut_tensors_give_the_numbers_of_one_process(runs: tuple[Path, dict[str, Any]], cell: str) -> None:
-    """Counts of tokens among them: rows that two processes both compute count once."""
-    folder, _ = runs
-    gaps = measure_gaps(folder / "one" / cell, folder / "two" / cell)
-    assert not {what: gap for what, gap in gaps.items() if not gap <= 1e-5}
+@pytest.mark.parametrize("cell", [PACKED, TIED])
+def test_tensor_parallel_run_matches_one_process(runs: Path, alone: Path, cell: str) -> None:
+    """Token counts included: rows that both ranks compute count once."""
+    assert_same_run(alone / cell, runs / cell)
 
 
-def test_no_process_has_a_whole_matrix(runs: tuple[Path, dict[str, Any]]) -> None:
-    folder, _ = runs
-    checkpoint = folder / "two" / "sft packed" / "checkpoint-2"
-    whole = read_weights(folder / "two" / "sft packed")
+def test_checkpoint_files_contain_half_of_every_matrix(runs: Path) -> None:
+    checkpoint, whole = runs / PACKED / "checkpoint-2", read_weights(runs / PACKED)
     for states in ("model_shards", "optimizer_shards"):
         files = sorted((checkpoint / states).glob("*.safetensors"))
         assert [file.name[:11] for file in files] == ["shard-00001", "shard-00002"]
         for file in files:
             with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (it is not a mapping)
+                for name in tensors.keys():  # noqa: SIM118 (not a mapping)
                     parameter = whole[name.rpartition(" of ")[2]]
                     if tensors.get_tensor(name).ndim > 1:
                         assert 2 * tensors.get_tensor(name).numel() == parameter.numel(), name
@@ -69,51 +66,39 @@ def test_no_process_has_a_whole_matrix(runs: tuple[Path, dict[str, Any]]) -> Non
     assert whole["lm_head.weight"].shape == (512, 64)
 
 
-def test_a_run_that_goes_on_gets_the_very_weights(runs: tuple[Path, dict[str, Any]]) -> None:
-    folder, _ = runs
-    straight, resumed = (read_weights(folder / "two" / name) for name in ("sft packed", "resumed"))
-    assert all(torch.equal(resumed[name], tensor) for name, tensor in straight.items())
-    assert json.loads((folder / "two" / "resumed" / "run.json").read_text())["resumed_from"] == "checkpoint-2"
+def test_resumed_run_reproduces_weights(runs: Path) -> None:
+    assert_resumed(runs / PACKED, runs / "resumed")
 
 
-@pytest.mark.parametrize("resumed", ["back/from two", "two/from one"])
-def test_a_checkpoint_goes_on_in_the_other_layout(runs: tuple[Path, dict[str, Any]], resumed: str) -> None:
-    folder, _ = runs
-    straight, got = read_weights(folder / "one" / "sft packed"), read_weights(folder / resumed)
-    assert json.loads((folder / resumed / "run.json").read_text())["resumed_from"] == "checkpoint-2"
-    assert straight.keys() == got.keys()
-    for name, tensor in straight.items():
-        torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-5)
+def test_checkpoint_is_resumed_in_other_layout(runs: Path, alone: Path, inputs: Path, tmp_path: Path) -> None:
+    assert_resumed(alone / TIED, runs / "from one", 1e-5)
+    job = build_jobs(inputs, {PACKED: CELLS[PACKED]}, 1)[PACKED]
+    sharding.run_jobs({"back": {**job, "copy_of": runs / PACKED, "step": 2}}, tmp_path)
+    assert_resumed(alone / PACKED, tmp_path / "back", 1e-5)
 
 
-@pytest.mark.parametrize("cell", ["sft packed", "pretrain tied"])
-def test_an_exported_checkpoint_is_the_model_of_one_process(
-    runs: tuple[Path, dict[str, Any]], cell: str, tmp_path: Path
+@pytest.mark.parametrize("cell", [PACKED, TIED])
+def test_exported_checkpoint_matches_one_process(runs: Path, alone: Path, cell: str, tmp_path: Path) -> None:
+    export_checkpoint(runs / cell / "checkpoint-2", tmp_path / "out")
+    assert measure_weight_gap(alone / cell / "checkpoint-2", tmp_path / "out") <= 1e-5
+
+
+@pytest.mark.slow
+def test_bf16_run_matches_one_process_up_to_rounding(
+    jobs: dict[str, sharding.Job], alone: Path, tmp_path: Path
 ) -> None:
-    folder, _ = runs
-    export_checkpoint(folder / "two" / cell / "checkpoint-2", tmp_path / "out")
-    expected, got = read_weights(folder / "one" / cell / "checkpoint-2"), read_weights(tmp_path / "out")
-    assert expected.keys() == got.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def test_in_bf16_sums_over_processes_are_rounded_and_no_more(runs: tuple[Path, dict[str, Any]]) -> None:
-    folder, _ = runs
-    expected, got = (
-        [
-            event[name]
-            for event in read_rows(folder / place / "bf16" / "metrics.jsonl")
-            for name in ("loss", "eval_loss")
-            if name in event
-        ]
-        for place in ("one", "two")
+    LAYOUT.run({"bf16": in_bf16(jobs[PACKED])}, tmp_path)
+    expected, losses = (
+        [event[name] for event in read_rows(run / "metrics.jsonl") for name in ("loss", "eval_loss") if name in event]
+        for run in (alone / "bf16", tmp_path / "bf16")
     )
-    assert got == pytest.approx(expected, rel=2e-3)
+    assert losses == pytest.approx(expected, rel=2e-3)
 
 
-def test_a_loss_that_is_none_on_one_process_stops_both_before_the_update(runs: tuple[Path, dict[str, Any]]) -> None:
-    folder, two = runs
-    assert [code for code in two["codes"].values() if code] == [two["codes"]["nan"]] == [3]
-    assert two["told"].count("step 2 was stopped before its update: the loss of micro-batch 1 of rank 1 is nan") == 2
-    assert len(read_events(folder / "two" / "nan")) == 1
+@pytest.mark.slow
+def test_nan_loss_on_one_rank_stops_all_before_update(jobs: dict[str, sharding.Job], tmp_path: Path) -> None:
+    ended = LAYOUT.run({"nan": {**jobs[PACKED], "fault": "nan loss"}}, tmp_path)
+    assert ended["codes"] == {"nan": 3}
+    message = "step 2 was stopped before its update: the loss of micro-batch 1 of rank 1 is nan"
+    assert ended["output"].count(message) == 2
+    assert len(read_events(tmp_path / "nan")) == 1

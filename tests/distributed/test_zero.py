@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO by the users' launch files over gloo: what it shares out gives the numbers of one process."""
+"""DeepSpeed ZeRO-3 on two gloo ranks by the public launch files, compared with one process."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tests.distributed import sharding
 from tests.distributed.cells import (
     CELLS,
     FULL_PRECISION,
+    assert_same_run,
     build_jobs,
     measure_gaps,
     measure_weight_gap,
-    needs_compiler,
 )
 from tests.distributed.matrix import share
 
-# Every test run does one of these, in test_matrix.
-pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, needs_compiler]
+# `make test` runs one cell of these, in test_matrix.py.
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 CHOSEN = {name: CELLS[name] for name in ("sft packed", "pretrain tied", "lora padded", "reward")}
 
 
@@ -34,39 +34,38 @@ def runs(inputs: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("cell", CHOSEN)
-def test_shares_of_zero_3_give_the_numbers_of_one_process(runs: tuple[Path, dict[str, Any]], cell: str) -> None:
-    """Random weights and a fresh reward head among them, and the checks of the start, which run before the engine."""
+def test_zero3_run_matches_one_process(runs: tuple[Path, dict[str, Any]], cell: str) -> None:
+    """Includes random weights, a new reward head, and the initial checks, which run before the engine is built."""
     folder, ended = runs
     assert not ended["codes"][cell]
     gaps = measure_gaps(folder / "one" / cell, folder / "zero3" / cell)
-    assert not {what: gap for what, gap in gaps.items() if not gap <= 1e-5}
+    assert not {name: gap for name, gap in gaps.items() if not gap <= 1e-5}
     assert {"loss", "grad_norm", "eval_loss", "weights"} <= gaps.keys()
 
 
-def test_so_do_rows_that_two_processes_share(inputs: Path, alone: Path, tmp_path: Path) -> None:
-    """Each attends with half of the heads to all that are packed into a row."""
+def test_zero3_sequence_parallel_run_matches_one_process(inputs: Path, alone: Path, tmp_path: Path) -> None:
+    """Ulysses: each rank computes half of the attention heads for whole rows."""
     jobs = build_jobs(inputs, {name: CELLS[name] for name in ("sft packed", "pretrain tied")}, 1)
     share("zero3_sp", "sp", 1).run(jobs, tmp_path)
     for name in jobs:
-        gaps = measure_gaps(alone / name, tmp_path / name)
-        assert not {what: gap for what, gap in gaps.items() if not gap <= 1e-5}, name
+        assert_same_run(alone / name, tmp_path / name)
 
 
-def test_a_run_goes_on_from_its_shares(runs: tuple[Path, dict[str, Any]]) -> None:
+def test_resumed_run_matches_one_process(runs: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = runs
     assert json.loads((folder / "zero3" / "resumed" / "run.json").read_text())["resumed_from"] == "checkpoint-2"
     assert measure_weight_gap(folder / "one" / "sft packed", folder / "zero3" / "resumed") < 1e-5
 
 
-def test_a_loss_that_is_none_stops_both_behind_the_update(runs: tuple[Path, dict[str, Any]]) -> None:
+def test_nan_loss_stops_all_after_update(runs: tuple[Path, dict[str, Any]]) -> None:
     _, ended = runs
     assert [code for code in ended["codes"].values() if code] == [ended["codes"]["nan"]] == [3]
-    assert ended["told"].count("step 2 was stopped after its update, which DeepSpeed makes first: ") == 2
+    assert ended["output"].count("step 2 was stopped after its update, which DeepSpeed makes first: ") == 2
 
 
-def test_no_figure_is_told_that_deepspeed_hides(runs: tuple[Path, dict[str, Any]]) -> None:
-    """Weights have been updated, and are empty, by the time that their change could be measured."""
+def test_metrics_unavailable_under_deepspeed_are_absent(runs: tuple[Path, dict[str, Any]]) -> None:
+    """DeepSpeed updates and partitions the weights before their change could be measured."""
     folder, ended = runs
     assert "update_ratio" in (folder / "one" / "pretrain tied" / "metrics.jsonl").read_text()
     assert "update_ratio" not in (folder / "zero3" / "pretrain tied" / "metrics.jsonl").read_text()
-    assert "is deprecated. Please use" not in ended["told"]
+    assert "is deprecated. Please use" not in ended["output"]

@@ -1,4 +1,4 @@
-"""Threads of one process in the place of processes, where what they tell each other is all that is tested."""
+"""Collective operations over threads of one process, for tests of communication alone."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor, distributed
 
 
 def run_together(tasks: Sequence[Callable[[], Any]], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Run each task in a thread of its own, as the process of that rank, and return what they returned.
+    """Run each task in its own thread, as the rank of its index, and return the results.
 
-    Sums, extremes, gathering, scattering and exchange over all processes go over all threads.
+    Replaces all-reduce, all-gather, reduce-scatter and all-to-all of ``torch.distributed`` by exchanges of threads.
     """
     barrier, given, own = threading.Barrier(len(tasks), timeout=60), {}, threading.local()
     total = distributed.ReduceOp.SUM
@@ -24,9 +24,9 @@ def run_together(tasks: Sequence[Callable[[], Any]], monkeypatch: pytest.MonkeyP
     def exchange(tensor: Tensor) -> list[Tensor]:
         given[own.rank] = tensor.detach().clone()
         barrier.wait()
-        everyones = [given[rank] for rank in range(len(tasks))]
+        tensors = [given[rank] for rank in range(len(tasks))]
         barrier.wait()
-        return everyones
+        return tensors
 
     def all_reduce(tensor: Tensor, op: Any = total, group: Any = None) -> None:
         tensor.copy_(kinds[op](torch.stack(exchange(tensor)), dim=0))

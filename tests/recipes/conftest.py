@@ -1,4 +1,4 @@
-"""Data and model of tiny runs."""
+"""Fixtures of the recipe tests: inputs, the DPO script, and runs without report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.recipes.preferences import load_recipe
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of one module with what ``recipe_runs.make_keys`` names."""
+    """Folder with the models and data that ``recipe_runs.make_keys`` names; one per module."""
     folder = tmp_path_factory.mktemp("inputs")
     recipe_runs.write_inputs(folder)
     return folder
@@ -20,12 +20,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def recipe() -> ModuleType:
-    """The script of DPO."""
+    """The script of DPO as a module."""
     return load_recipe()
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, recipe: ModuleType) -> None:
-    """Runs in this process without what takes the time and is proved elsewhere."""
+    """Skip the report and the FLOPs measurement, which take most of the time of a short run in this process."""
     monkeypatch.setattr("recipes_lib.publish.final_model.finish_run", lambda run: None)
     monkeypatch.setattr("recipes_lib.training.evaluation.build.measure_matmul_flops", lambda dtype: 1e9)

@@ -1,4 +1,4 @@
-"""The recipe of preference training on a file of pairs, in this process and without the report."""
+"""Recipe scripts run in this process, and a dataset of preference pairs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RECIPE = ROOT / "recipes" / "dpo.py"
 
 
 def load_recipe(recipe: str = "dpo") -> ModuleType:
-    """The script of a recipe as a module."""
+    """Return the script of a recipe as a module."""
     spec = importlib.util.spec_from_file_location(
         f"{recipe}_recipe", RECIPE.with_stem({"rloo": "grpo", "lora": "sft"}.get(recipe, recipe))
     )
@@ -29,7 +29,7 @@ def load_recipe(recipe: str = "dpo") -> ModuleType:
 
 
 def make_rows(num_rows: int = 12) -> list[dict[str, Any]]:
-    """Chats of which either answer may be the longer, in more than one script."""
+    """Make pairs in several writing systems; either answer may be the longer one."""
     return [
         {
             "prompt": [{"role": "user", "content": f"What is {n} times {n + 3}? Größe, 漢字 🙂 " * (1 + n % 3)}],
@@ -41,7 +41,7 @@ def make_rows(num_rows: int = 12) -> list[dict[str, Any]]:
 
 
 def write_config(folder: Path, model_dir: Path, data: Path, *, output: str = "a run", **keys: Any) -> Path:
-    """Write a short run in full precision, without samples and checkpoints."""
+    """Write the configuration of a short fp32 run without samples and checkpoints."""
     keys = {
         "model_name_or_path": str(model_dir),
         "dataset_name": str(data),
@@ -61,11 +61,11 @@ def write_config(folder: Path, model_dir: Path, data: Path, *, output: str = "a 
 
 
 def run_here(script: ModuleType, config: Path, *flags: str, recipe: str = "dpo") -> int:
-    """Run the recipe in this process and return its exit code."""
+    """Run a recipe in this process and return its exit code."""
     return run_command(lambda: script.main(load_config(recipe, ["--config", str(config), *flags])))
 
 
 def read_record(output_dir: Path) -> dict[str, Any]:
-    """The run's record."""
+    """Return ``run.json`` of a run."""
     record: dict[str, Any] = json.loads((output_dir / "run.json").read_text())
     return record

@@ -1,6 +1,6 @@
-"""Asks a folder as a stranger would, with plain transformers and PEFT and nothing of ours: ``BASE FOLDER QUESTIONS``.
+"""Generates answers with plain transformers and PEFT, without this library: ``BASE FOLDER QUESTIONS``.
 
-Prints for each question the token ids of its prompt, the answer, and whether it came to an end.
+Prints, for each question, the token ids of its prompt, the answer, and whether it ended with a stop token.
 """
 
 import json
@@ -12,7 +12,7 @@ QUESTIONS = ["capital of France", "days in a week", "two plus two", "the sky", "
 
 
 def write_chats(path, number):
-    """Write the first of the questions with their answers."""
+    """Write the first ``number`` questions with their answers."""
     from tests.rows import write_rows
 
     pairs = zip(QUESTIONS[:number], ANSWERS[:number], strict=True)
@@ -26,7 +26,7 @@ def write_chats(path, number):
 
 
 def ask(base, folder, questions):
-    """Ask in a process of its own the model in ``folder``, or the adapter there on another base."""
+    """Generate answers in a new process with the model in ``folder``, or with the adapter in it on another base."""
     from tests.forked import run_script
 
     done = run_script(Path(__file__), base, folder, json.dumps(questions))

@@ -1,4 +1,4 @@
-"""The model that a run leaves is its best saved one by the stated figure, and every record tells of that one."""
+"""``load_best_model_at_end``: the final model, records, report and card are those of the best checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from recipes_lib.report.overview import describe_result
 from recipes_lib.report.page import find_problems
 from recipes_lib.report.run_files import read_run
 
-# At this rate losses go up and down.
+# At this learning rate losses are not monotonic.
 KEYS = {"learning_rate": 0.6, "lr_scheduler_type": "constant", "load_best_model_at_end": "true", "save_total_limit": 9}
 
 
@@ -35,32 +35,32 @@ def hash_weights(folder: Path) -> str:
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
-def test_an_earlier_checkpoint_is_the_model_and_its_figures_are_reported(inputs: Path, tmp_path: Path) -> None:
+def test_best_checkpoint_is_final_model_in_every_record(inputs: Path, tmp_path: Path) -> None:
     keys = {"eval_steps": 2, "save_steps": 4, "max_steps": 12}
     events = run(inputs, "dpo", tmp_path / "run", **keys)
     curve = dict(read_curve(events, "eval_loss"))
     best = min((4, 8, 12), key=curve.__getitem__)
     assert best < 12
     assert hash_weights(tmp_path / "run") == hash_weights(tmp_path / "run" / f"checkpoint-{best}")
-    told = {"kind": "best", "step": 12, "metric": "eval_loss", "best": curve[best], "best_step": best}
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["best_model"] == told == events[-1]
+    event = {"kind": "best", "step": 12, "metric": "eval_loss", "best": curve[best], "best_step": best}
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["best_model"] == event == events[-1]
     files, card = read_run(tmp_path / "run"), (tmp_path / "run" / "README.md").read_text()
     assert files.find_figures()["eval_loss"] == curve[best]
     assert files.find_figures(12)["eval_loss"] == curve[12]
     assert f"| eval_loss | {curve[best]:.4f} |" in card.replace("\\", "")
     assert f"| weights | of step {best} of 12, the best by eval_loss |" in card.replace("\\", "")
     assert f"{files.held_out[-1]['eval_rewards/accuracies']:.4g}, 12 steps" in describe_result(files)
-    # Killed after a checkpoint, one of them the last, and the folder renamed: the same model.
+    # Resumed in another folder after a kill, before and after the last checkpoint: the same model.
     for step in (8, 12):
         for kept in {best, step}:
             sharding.cut(tmp_path / "run", tmp_path / f"killed at {step}", kept)
         again = run(inputs, "dpo", tmp_path / f"killed at {step}", **keys)
-        assert again[-1] == told
+        assert again[-1] == event
         assert hash_weights(tmp_path / f"killed at {step}") == hash_weights(tmp_path / "run")
 
 
 @pytest.mark.parametrize(("name", "figure"), [("sft", "perplexity"), ("pretrain", "bits_per_byte")])
-def test_less_is_better_of_figures_besides_losses(inputs: Path, tmp_path: Path, name: str, figure: str) -> None:
+def test_lower_is_better_for_perplexity_and_bits_per_byte(inputs: Path, tmp_path: Path, name: str, figure: str) -> None:
     keys = {"eval_steps": 1, "save_steps": 1, "max_steps": 4, "metric_for_best_model": figure}
     keys |= {"lr_scheduler_type": None} if name == "pretrain" else {}
     curve = read_curve(run(inputs, name, tmp_path, **keys), f"eval_{figure}")[1:]
@@ -68,7 +68,7 @@ def test_less_is_better_of_figures_besides_losses(inputs: Path, tmp_path: Path, 
     assert (best["best_step"], best["best"]) == min(curve, key=lambda point: point[1])
 
 
-def test_a_run_that_stops_before_it_saves_says_which_weights_are_left(
+def test_run_without_evaluated_checkpoint_reports_last_weights(
     inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(inputs, "sft", tmp_path, eval_steps=1, save_steps=6, early_stopping_patience=2)
@@ -77,12 +77,12 @@ def test_a_run_that_stops_before_it_saves_says_which_weights_are_left(
     assert any("load_best_model_at_end" in problem for problem in find_problems(read_run(tmp_path)))
 
 
-def test_a_step_is_evaluated_once_where_an_epoch_ends_at_it(inputs: Path, tmp_path: Path) -> None:
-    """Else it would count twice against ``early_stopping_patience``."""
+def test_step_at_end_of_epoch_is_evaluated_once(inputs: Path, tmp_path: Path) -> None:
+    """A second evaluation would count against ``early_stopping_patience``."""
     tasks = write_tasks(tmp_path)
-    asked = {"eval_tasks": "[local_choice]", "eval_tasks_include_path": f"[{tasks}]", "eval_tasks_limit": 4}
+    benchmarks = {"eval_tasks": "[local_choice]", "eval_tasks_include_path": f"[{tasks}]", "eval_tasks_limit": 4}
     strategies = dict.fromkeys(("eval_strategy", "save_strategy"), "epoch")
     unset = dict.fromkeys(("eval_steps", "save_steps", "max_steps"))
     epochs = {"num_train_epochs": 2, "per_device_train_batch_size": 8, "test_split_size": 27}
-    events = run(inputs, "sft", tmp_path / "run", **strategies, **unset, **epochs, **asked, eval_tasks_steps=1)
+    events = run(inputs, "sft", tmp_path / "run", **strategies, **unset, **epochs, **benchmarks, eval_tasks_steps=1)
     assert [step for step, _ in read_curve(events, "eval_loss")] == [0, 1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""The layouts of public datasets, by their columns and keys with texts of our own: each loads, and trains."""
+"""Layouts of public datasets (columns and keys, own texts): the prepared rows train on the expected answers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.recipes.preferences import ROOT, load_recipe, run_here, write_config
-from tests.rows import read_events, write_rows
+from tests.recipes.preferences import ROOT, write_config
+from tests.rows import write_rows
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.packed.prepared_set import prepare
 from recipes_lib.data.pairs.preference_sets import prepare_pairs
+from recipes_lib.models import loading
 
 ASKED, GOOD, BAD = "What is {n} plus {n}?", "It is {twice}.", "It is not {twice}, or is it?"
 TURN, TEXT = "<|im_end|>", "<|endoftext|>"
@@ -26,8 +27,8 @@ def say(content: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **more}
 
 
-# a row, the answers that are trained on, the keys that it takes
-SHAPES: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
+# Name -> (row, trained answers, further keys).
+LAYOUTS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
     "question and answer": ({"question": ASKED, "answer": GOOD}, [GOOD + TURN], {}),
     "Dolly": (
         {"instruction": "Add.", "context": "{n} and {n}", "response": GOOD, "category": "closed_qa"},
@@ -49,12 +50,12 @@ SHAPES: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
         [GOOD + TURN],
         {"dataset_columns": {"question": "query", "answer": "reply"}},
     ),
-    "a label that judges nothing": (
+    "ignored label": (
         {"prompt": ASKED, "completion": GOOD, "label": False},
         [GOOD + TEXT],
         {"dataset_columns": {"label": None}},
     ),
-    "tool calls without words": (
+    "tool calls without content": (
         {
             "messages": [
                 USER,
@@ -68,12 +69,12 @@ SHAPES: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
         TOOLS_TEMPLATE,
     ),
     "hh-rlhf": ({"chosen": f"{DIALOGUE} {GOOD}", "rejected": f"{DIALOGUE} {BAD}"}, [f" {GOOD}{TEXT}"], {}),
-    "texts that begin alike": (
+    "texts with common prefix": (
         {"chosen": f"{ASKED}\nYes: {GOOD}", "rejected": f"{ASKED}\nNo: {BAD}"},
         [f"Yes: {GOOD}{TEXT}"],
         {},
     ),
-    "chats that begin alike": ({"chosen": [USER, say(GOOD)], "rejected": [USER, say(BAD)]}, [GOOD + TURN], {}),
+    "chats with common prefix": ({"chosen": [USER, say(GOOD)], "rejected": [USER, say(BAD)]}, [GOOD + TURN], {}),
     "orca": ({"system": "Be kind.", "question": ASKED, "chosen": GOOD, "rejected": BAD}, [GOOD + TURN], {}),
     "LLaMA-Factory, objects": (
         {
@@ -101,8 +102,8 @@ SHAPES: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
     ),
 }
 RUNS = [
-    (recipe, shape)
-    for shape, (row, _, keys) in SHAPES.items()
+    (recipe, layout)
+    for layout, (row, _, keys) in LAYOUTS.items()
     for recipe in ("sft", "dpo")
     if recipe == "sft" or "rejected" in {*row, *keys.get("dataset_columns", ())}
 ]
@@ -116,31 +117,28 @@ def fill(value: Any, number: int) -> Any:
     return [fill(item, number) for item in value] if isinstance(value, list) else value
 
 
-@pytest.fixture(scope="module")
-def recipes():
-    return {recipe: load_recipe(recipe) for recipe in ("sft", "dpo")}
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(("name", "shape"), RUNS, ids=[f"{shape} in {recipe}" for recipe, shape in RUNS])
-def test_a_common_shape_trains_on_its_answers(tmp_path, tiny_model_dir, tiny_tokenizer, recipes, name, shape) -> None:
-    row, answers, keys = SHAPES[shape]
+@pytest.mark.parametrize(("recipe", "layout"), RUNS, ids=[f"{layout} in {recipe}" for recipe, layout in RUNS])
+def test_public_dataset_layout_is_prepared_with_its_answers(
+    tmp_path, tiny_model_dir, tiny_tokenizer, recipe, layout
+) -> None:
+    row, answers, keys = LAYOUTS[layout]
     data = write_rows(tmp_path / "rows.jsonl", [fill(row, number) for number in range(4)])
-    config = write_config(tmp_path, tiny_model_dir, data, max_length=512, per_device_train_batch_size=2, **keys)
-    assert run_here(recipes[name], config, recipe=name) == 0
-    assert read_events(tmp_path / "a run")[-1]["step"] == 2
-
-    loaded = load_config(name, ["--config", str(config)])
+    config = write_config(tmp_path, tiny_model_dir, data, max_length=512, **keys)
+    loaded = load_config(recipe, ["--config", str(config)])
     expected = [fill(answer, number) for number in range(4) for answer in answers]
-    if name == "dpo":
-        pairs = prepare_pairs(loaded, lambda _: pytest.fail("tokenised again")).train
+
+    def load_tokenizer(config):
+        return loading.load_tokenizer(config.model, config.tokens)
+
+    if recipe == "dpo":
+        pairs = prepare_pairs(loaded, load_tokenizer).train
         trained = [tiny_tokenizer.decode(pair["chosen_ids"]) for pair in pairs]
         rejected = [tiny_tokenizer.decode(pair["rejected_ids"]) for pair in pairs]
         end = TURN if answers[0].endswith(TURN) else TEXT
-        assert all(said.endswith(fill(BAD, number) + end) for number, said in enumerate(rejected))
+        assert all(text.endswith(fill(BAD, number) + end) for number, text in enumerate(rejected))
     else:
         trained = []
-        for pack in prepare(loaded, lambda _: pytest.fail("tokenised again")).train:
+        for pack in prepare(loaded, load_tokenizer).train:
             targets = np.flatnonzero(pack["loss_mask"])
             runs = np.split(targets, np.flatnonzero(np.diff(targets) > 1) + 1)
             trained += [tiny_tokenizer.decode(pack["input_ids"][run]) for run in runs]

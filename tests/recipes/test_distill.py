@@ -1,4 +1,4 @@
-"""The recipe of distillation as a user runs it: from a file to a student that answers, or to one clear refusal."""
+"""The distillation recipe end to end: files of a finished run, and a vocabulary mismatch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RECIPE = ROOT / "recipes" / "distill.py"
 
 @pytest.fixture
 def write(tmp_path: Path, tiny_model_dir: Path) -> Callable[..., Path]:
-    """Write a run of a few steps in full precision."""
+    """Return a function that writes the configuration of a run of a few steps in fp32."""
     rows = [{"prompt": f"What is {n} and {n}?", "completion": f" It is {2 * n}."} for n in range(20)]
     data = write_rows(tmp_path / "rows.jsonl", rows)
     student = save_student(tmp_path / "student", tiny_model_dir)
@@ -28,7 +28,7 @@ def write(tmp_path: Path, tiny_model_dir: Path) -> Callable[..., Path]:
     return lambda **keys: write_config(tmp_path, student, data, **{**usual, **teacher, **keys})
 
 
-def test_a_run_leaves_a_student_its_figures_and_a_report(tmp_path, write) -> None:
+def test_run_writes_student_metrics_and_report(tmp_path, write) -> None:
     config = write(feature_weight=0.5, similarity_weight=1.0)
     done = run_script(RECIPE, "--config", config)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -48,22 +48,22 @@ def test_a_run_leaves_a_student_its_figures_and_a_report(tmp_path, write) -> Non
     assert record["status"] == "done"
     student, info = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True)
     assert student.config.num_hidden_layers == 1
-    assert not any(info.values()), "what compared the layers is no part of the student"
+    assert not any(info.values()), "projections are saved with the student"
     page = (output / "report.html").read_text()
     assert "Hidden-state loss" in page
     assert "Similarity loss" in page
     assert "step 0: loss on labels in nats: student" in done.stderr
 
 
-def test_another_vocabulary_is_refused_before_any_weight_is_loaded(tmp_path, write, capsys) -> None:
+def test_vocabulary_mismatch_is_rejected_before_weights_are_loaded(tmp_path, write, capsys) -> None:
     config, student = write(), tmp_path / "student"
     tokenizer = AutoTokenizer.from_pretrained(student)
     tokenizer.add_tokens(["<new>"])
     tokenizer.save_pretrained(student)
     (student / "model.safetensors").unlink()
     assert run_here(load_recipe("distill"), config, recipe="distill") == 2
-    told = capsys.readouterr().err
-    assert f"{config}:" in told
-    assert "the teacher has no token '<new>'" in told
-    assert "distill-write" in told
+    error = capsys.readouterr().err
+    assert f"{config}:" in error
+    assert "the teacher has no token '<new>'" in error
+    assert "distill-write" in error
     assert json.loads((tmp_path / "a run" / "run.json").read_text())["status"] == "refused"

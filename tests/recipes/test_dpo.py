@@ -1,4 +1,4 @@
-"""The recipe as a user runs it: from a file of pairs to a model that answers, by every loss, whatever the input."""
+"""The DPO recipe end to end: every loss, references, adapters, prompt sharing, precision."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from recipes_lib.losses.preference import PREFERENCE_LOSSES
 from recipes_lib.training.trainers.reference import ReferenceLogps
 
 
-def score_as_a_stranger(folder):
-    """Log-probabilities of both answers of each row, by plain transformers; what ends an answer is the last token."""
+def score_in_plain_transformers(folder):
+    """Return the log-probabilities of both answers of each row; an answer ends with its end-of-turn token."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
 
     def score(prompt, answer):
@@ -40,9 +40,7 @@ def data(tmp_path):
     return write_rows(tmp_path / "pairs, größer.jsonl", make_rows())
 
 
-def test_a_run_leaves_a_model_that_a_stranger_finds_to_prefer_the_chosen_answers(
-    recipe, tmp_path, tiny_model_dir, data
-):
+def test_trained_model_prefers_chosen_answers_in_plain_transformers(recipe, tmp_path, tiny_model_dir, data):
     write_rows(data, make_rows()[:9])
     held_out = write_rows(tmp_path / "held out.jsonl", make_rows()[9:])
     keys = {"max_steps": 30, "beta": 0.5, "dataset_test_split": str(held_out), "sample_max_new_tokens": 4}
@@ -71,16 +69,22 @@ def test_a_run_leaves_a_model_that_a_stranger_finds_to_prefer_the_chosen_answers
     assert (evaluations[0]["step"], evaluations[-1]["step"]) == (0, 30)
     assert {"eval_loss", "eval_rewards/margins", "eval_rewards/accuracies_stderr"} <= evaluations[0].keys()
 
-    trained, before = (torch.tensor(score_as_a_stranger(folder)) for folder in (output, tiny_model_dir))
+    trained, before = (torch.tensor(score_in_plain_transformers(folder)) for folder in (output, tiny_model_dir))
     log_ratios = trained - before
     assert (log_ratios[:, 0] - log_ratios[:, 1] > 2).sum() >= 9
-    # What the run said of the held-out pairs at its end is what a stranger finds.
+    # The last logged margins of the held-out pairs match plain transformers.
     margins = 0.5 * (log_ratios[:, 0] - log_ratios[:, 1])
     assert evaluations[-1]["eval_rewards/margins"] == pytest.approx(margins[9:].mean().item(), rel=1e-4)
     assert set(json.loads((output / "generation_config.json").read_text())["eos_token_id"]) == {0, 3}
 
 
-@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+# Losses without reference, with smoothing, and over unpaired answers; tests/losses covers the values of all.
+QUICK_LOSSES = ("sigmoid", "simpo", "orpo", "exo_pair", "aot_unpaired")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK_LOSSES else pytest.param(name, marks=pytest.mark.slow) for name in PREFERENCE_LOSSES]
+)
 def test_every_loss_trains(recipe, tmp_path, tiny_model_dir, data, monkeypatch, name):
     needs_none = name in ("simpo", "orpo", "sft")
     if needs_none:
@@ -94,7 +98,7 @@ def test_every_loss_trains(recipe, tmp_path, tiny_model_dir, data, monkeypatch, 
     assert (tmp_path / "a run" / "reference").exists() == (not needs_none)
 
 
-def test_weights_of_several_losses_act(recipe, tmp_path, tiny_model_dir, data):
+def test_loss_weights_scale_losses(recipe, tmp_path, tiny_model_dir, data):
     losses = {}
     for weights in ([1.0, 0.0], [0.0, 1.0], [0.25, 3.0]):
         keys = {"loss_type": ["sigmoid", "sft"], "loss_weights": weights, "train_sampling_strategy": "sequential"}
@@ -106,7 +110,7 @@ def test_weights_of_several_losses_act(recipe, tmp_path, tiny_model_dir, data):
     assert both == pytest.approx(0.25 * dpo + 3 * sft, rel=1e-6)
 
 
-def test_a_reference_of_its_own_is_what_the_policy_is_held_against(recipe, tmp_path, tiny_model_dir, data):
+def test_separate_reference_model_is_used(recipe, tmp_path, tiny_model_dir, data):
     other = perturb_model(tiny_model_dir, tmp_path / "another model")
     losses = []
     for is_stored in (True, False):
@@ -119,7 +123,7 @@ def test_a_reference_of_its_own_is_what_the_policy_is_held_against(recipe, tmp_p
 
 
 @pytest.mark.parametrize("is_fresh", [True, False])
-def test_an_adapter_is_trained_and_saved_alone(recipe, tmp_path, tiny_model_dir, data, is_fresh):
+def test_adapter_is_trained_and_saved_without_base(recipe, tmp_path, tiny_model_dir, data, is_fresh):
     keys = {"lora_r": 4} if is_fresh else {"adapter_name_or_path": str(train_adapter(tiny_model_dir, tmp_path / "sft"))}
     config = write_config(tmp_path, tiny_model_dir, data, use_peft=True, test_split_size=2, **keys)
     assert run_here(recipe, config) == 0
@@ -135,32 +139,32 @@ def test_an_adapter_is_trained_and_saved_alone(recipe, tmp_path, tiny_model_dir,
 
 @pytest.fixture
 def bloom(tmp_path, tiny_model_dir):
-    """A model that counts on places and takes no positions."""
+    """A BLOOM model (ALiBi), which takes no ``position_ids``."""
     config = BloomConfig(vocab_size=512, hidden_size=32, n_layer=1, n_head=2, bos_token_id=None, eos_token_id=0)
     BloomForCausalLM(config).save_pretrained(tmp_path / "bloom")
     AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(tmp_path / "bloom")
     return tmp_path / "bloom"
 
 
-def test_prompts_that_cannot_be_shared_are_not_and_the_record_says_why(recipe, tmp_path, bloom, data):
+def test_unsupported_prompt_sharing_falls_back_and_is_recorded(recipe, tmp_path, bloom, data):
     assert run_here(recipe, write_config(tmp_path, bloom, data)) == 0
     pairs = read_record(tmp_path / "a run")["pairs"]
     assert (pairs["layout"], pairs["packing"]) == ("separate", False)
     assert "a bloom model takes no position_ids" in pairs["reason"]
 
 
-def test_asking_to_share_them_all_the_same_is_one_error(recipe, tmp_path, bloom, data, capsys):
+def test_explicit_unsupported_prompt_sharing_is_rejected(recipe, tmp_path, bloom, data, capsys):
     config = write_config(tmp_path, bloom, data, shared_prompt=True)
     assert run_here(recipe, config) == 2
     line = next(number for number, text in enumerate(config.read_text().splitlines(), 1) if "shared_prompt" in text)
-    said = capsys.readouterr().err
-    assert said.count("cannot be shared") == 1
-    assert f"{config}:{line}: prompts cannot be shared: a bloom model" in said
-    assert "Traceback" not in said
+    error = capsys.readouterr().err
+    assert error.count("cannot be shared") == 1
+    assert f"{config}:{line}: prompts cannot be shared: a bloom model" in error
+    assert "Traceback" not in error
     assert read_record(tmp_path / "a run")["status"] == "refused"
 
 
-def test_a_first_step_that_is_not_ln_2_ends_with_exit_code_three(
+def test_initial_loss_other_than_ln_2_ends_with_exit_code_3(
     recipe, tmp_path, tiny_model_dir, data, capsys, monkeypatch
 ):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attention_dropout=0.3)
@@ -168,21 +172,30 @@ def test_a_first_step_that_is_not_ln_2_ends_with_exit_code_three(
     AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(tmp_path / "dropping")
     monkeypatch.setattr("recipes_lib.training.trainers.trained_model.disable_dropout", lambda model: 0)
     assert run_here(recipe, write_config(tmp_path, tmp_path / "dropping", data)) == 3
-    said = capsys.readouterr().err
-    assert "before the first update the loss is" in said
-    assert "Traceback" not in said
+    error = capsys.readouterr().err
+    assert "before the first update the loss is" in error
+    assert "Traceback" not in error
     output = tmp_path / "a run"
     assert read_record(output)["status"] == "diverged"
     assert not (output / "model.safetensors").exists()
-    # The same command begins anew, and with the fault mended it ends.
+    # Without the fault, the same command starts again and succeeds.
     monkeypatch.undo()
     monkeypatch.setattr("recipes_lib.publish.final_model.finish_run", lambda run: None)
     assert run_here(recipe, write_config(tmp_path, tmp_path / "dropping", data)) == 0
 
 
-@pytest.mark.parametrize("keys", [{"bf16": True}, {"activation_checkpointing": True}, {"attn_implementation": "eager"}])
-@pytest.mark.parametrize("is_stored", [True, False])
-def test_precision_kernel_and_checkpointing_keep_the_first_step(
+@pytest.mark.parametrize(
+    ("keys", "is_stored"),
+    [
+        ({"bf16": True}, True),
+        ({"activation_checkpointing": True}, False),
+        ({"attn_implementation": "eager"}, False),
+        pytest.param({"bf16": True}, False, marks=pytest.mark.slow),
+        pytest.param({"activation_checkpointing": True}, True, marks=pytest.mark.slow),
+        pytest.param({"attn_implementation": "eager"}, True, marks=pytest.mark.slow),
+    ],
+)
+def test_initial_loss_is_ln_2_for_precision_kernel_and_checkpointing(
     recipe, tmp_path, tiny_model_dir, data, keys, is_stored
 ):
     config = write_config(tmp_path, tiny_model_dir, data, precompute_ref_log_probs=is_stored, **keys)

@@ -1,4 +1,4 @@
-"""What a user gets wrong is one clear answer, and nothing is left behind that the next start would trip over."""
+"""Invalid data and references of the DPO recipe: one error each, and no effect on the next start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 
 def change(number, **columns):
-    """Sound rows but for one, of which the columns that are ``None`` are missing."""
+    """Return valid rows of which one has other columns; columns that are ``None`` are removed."""
     rows = make_rows()
     rows[number] = {name: value for name, value in (rows[number] | columns).items() if value is not None}
     return rows
@@ -25,41 +25,39 @@ LONG = [{"role": "user", "content": "on and on " * 200}]
 BAD_DATA = {
     "empty file": ("", "", "check how it was written"),
     "blank lines": ("\n\n", "", "check how it was written"),
-    "broken JSON": (json.dumps(make_rows()[0]) + "\n{oops\n", ":2", "write one JSON object a line"),
+    "invalid JSON": (json.dumps(make_rows()[0]) + "\n{oops\n", ":2", "write one JSON object a line"),
     "no rejected answer": (change(3, rejected=None), ":4", "fill it or remove the row"),
-    "no rejected answers at all": ([{"prompt": "a", "chosen": "b"}], ":1", "rename the columns"),
-    "the same answer twice": (change(5, rejected=SAME), ":6", "remove the row"),
-    "an empty answer": (change(2, chosen=[{"role": "assistant", "content": ""}]), ":3", "write the answer"),
+    "no rejected column": ([{"prompt": "a", "chosen": "b"}], ":1", "rename the columns"),
+    "equal answers": (change(5, rejected=SAME), ":6", "remove the row"),
+    "empty answer": (change(2, chosen=[{"role": "assistant", "content": ""}]), ":3", "write the answer"),
     "no prompt": ([{"prompt": "", "chosen": " a", "rejected": " b"}], ":1", "write a prompt"),
-    "rows of another recipe": ([{"messages": [{"role": "user", "content": "a"}]}], ":1", "rename the columns"),
-    "a prompt longer than max_length": (change(7, prompt=LONG), ":8", "raise max_length, or set overlong to drop"),
+    "rows of SFT": ([{"messages": [{"role": "user", "content": "a"}]}], ":1", "rename the columns"),
+    "prompt longer than max_length": (change(7, prompt=LONG), ":8", "raise max_length, or set overlong to drop"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_DATA)
-def test_bad_data_are_named_with_the_way_out_and_the_next_start_is_a_fresh_one(
-    recipe, tmp_path, tiny_model_dir, capsys, name
-):
+def test_invalid_data_are_reported_and_next_start_is_fresh(recipe, tmp_path, tiny_model_dir, capsys, name):
     content, line, remedy = BAD_DATA[name]
     data = tmp_path / "pairs of answers.jsonl"
     data.write_text(content) if isinstance(content, str) else write_rows(data, content)
     config = write_config(tmp_path, tiny_model_dir, data, max_length=256)
     assert run_here(recipe, config) == 2
-    said = capsys.readouterr().err
-    assert f"{data}{line}: " in said
-    assert remedy in said
-    assert said.count("\n    ") == 1
-    assert "Traceback" not in said
+    error = capsys.readouterr().err
+    assert f"{data}{line}: " in error
+    assert remedy in error
+    assert error.count("\n    ") == 1
+    assert "Traceback" not in error
     assert read_record(tmp_path / "a run")["status"] == "refused"
 
-    if name == "broken JSON":
+    if name == "invalid JSON":
         write_rows(data, make_rows())
         assert run_here(recipe, config) == 0
         assert read_record(tmp_path / "a run")["status"] == "done"
         assert len(read_events(tmp_path / "a run")) == 2
 
 
-def test_rows_that_are_too_long_can_be_left_out_and_are_counted(recipe, tmp_path, tiny_model_dir, capsys):
+def test_overlong_rows_are_dropped_and_counted(recipe, tmp_path, tiny_model_dir, capsys):
     data = write_rows(tmp_path / "pairs.jsonl", change(7, prompt=LONG))
     keys = {"max_length": 256, "overlong": "drop"}
     assert run_here(recipe, write_config(tmp_path, tiny_model_dir, data, max_truncated_fraction=0.01, **keys)) == 2
@@ -69,46 +67,46 @@ def test_rows_that_are_too_long_can_be_left_out_and_are_counted(recipe, tmp_path
     assert (record["train"]["num_pairs"], record["dropped"]["train"]["num_overlong"]) == (11, 1)
 
 
-def test_held_out_rows_that_are_trained_on_are_named_on_both_sides(recipe, tmp_path, tiny_model_dir, capsys):
+def test_train_eval_overlap_names_both_rows(recipe, tmp_path, tiny_model_dir, capsys):
     data = write_rows(tmp_path / "pairs.jsonl", make_rows())
     held_out = write_rows(tmp_path / "held out.jsonl", make_rows()[6:8])
     config = write_config(tmp_path, tiny_model_dir, data, dataset_test_split=str(held_out))
     assert run_here(recipe, config) == 2
-    said = capsys.readouterr().err
-    assert f"{data}:7 = {held_out}:1" in said
-    assert f"{data}:8 = {held_out}:2" in said
-    assert "allow_eval_overlap: true" in said
+    error = capsys.readouterr().err
+    assert f"{data}:7 = {held_out}:1" in error
+    assert f"{data}:8 = {held_out}:2" in error
+    assert "allow_eval_overlap: true" in error
     assert run_here(recipe, config, "--allow_eval_overlap", "true") == 0
     assert read_events(tmp_path / "a run", "eval")[-1]["eval_num_pairs"] == 2
 
 
 @pytest.mark.parametrize("num_rows", [1, 2])
-def test_hardly_any_rows_are_enough(recipe, tmp_path, tiny_model_dir, num_rows):
+def test_one_or_two_rows_train(recipe, tmp_path, tiny_model_dir, num_rows):
     data = write_rows(tmp_path / "pairs.jsonl", make_rows(num_rows))
     assert run_here(recipe, write_config(tmp_path, tiny_model_dir, data)) == 0
     assert len(read_events(tmp_path / "a run")) == 2
 
 
-def test_a_reference_that_reads_other_tokens_is_refused(recipe, tmp_path, tiny_model_dir, capsys):
+def test_reference_with_other_vocabulary_is_rejected(recipe, tmp_path, tiny_model_dir, capsys):
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=600, **shape)).save_pretrained(tmp_path / "other")
     data = write_rows(tmp_path / "pairs.jsonl", make_rows())
     config = write_config(tmp_path, tiny_model_dir, data, ref_model_name_or_path=str(tmp_path / "other"))
     assert run_here(recipe, config) == 2
     line = next(number for number, text in enumerate(config.read_text().splitlines(), 1) if "ref_model" in text)
-    said = capsys.readouterr().err
-    assert said.startswith(
+    error = capsys.readouterr().err
+    assert error.startswith(
         f"{config}:{line}: {tmp_path / 'other'} has a vocabulary of 600 tokens and the policy one of 512"
     )
 
 
-def test_a_reference_that_is_no_whole_model_is_refused_by_its_own_key(recipe, tmp_path, tiny_model_dir, capsys):
+def test_unreadable_reference_is_rejected_at_its_key(recipe, tmp_path, tiny_model_dir, capsys):
     other = perturb_model(tiny_model_dir, tmp_path / "other")
     (other / "model.safetensors").write_bytes(b"")
     data = write_rows(tmp_path / "pairs.jsonl", make_rows())
     config = write_config(tmp_path, tiny_model_dir, data, ref_model_name_or_path=str(other))
     assert run_here(recipe, config) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"{config}:")
-    assert str(other) in said
-    assert "Traceback" not in said
+    error = capsys.readouterr().err
+    assert error.startswith(f"{config}:")
+    assert str(other) in error
+    assert "Traceback" not in error

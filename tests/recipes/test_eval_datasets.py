@@ -1,4 +1,4 @@
-"""Held-out sets by name: each recipe scores them as it scores its own, and they decide what is best."""
+"""``eval_datasets``: metrics equal those of the same rows as held-out set; selection of the best model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(inputs: Path, folder: Path, recipe: str, **keys: Any) -> list[dict[str, Any]]:
-    if recipe == "distill":  # As fine-tuning, of which it reads the rows.
+    if recipe == "distill":  # Reads the rows of SFT.
         recipe, keys = "sft", keys | {"teacher_model_name_or_path": inputs / "model"}
     data = recipe_runs.DATA[recipe]
     sets = json.dumps({"web": str(inputs / f"{data} web.jsonl"), "own": {"name": str(inputs / f"{data} web.jsonl")}})
@@ -55,9 +55,7 @@ def run(inputs: Path, folder: Path, recipe: str, **keys: Any) -> list[dict[str, 
         pytest.param("distill", marks=pytest.mark.slow),
     ],
 )
-def test_a_set_has_by_its_name_the_figures_that_it_has_as_the_held_out_set(
-    inputs: Path, tmp_path: Path, recipe: str
-) -> None:
+def test_named_dataset_has_metrics_of_held_out_set(inputs: Path, tmp_path: Path, recipe: str) -> None:
     own = str(inputs / f"{recipe_runs.DATA.get(recipe, 'chats')} web.jsonl")
     events = run(inputs, tmp_path, recipe, dataset_test_split=own)
     assert len(events) >= 2
@@ -72,7 +70,7 @@ def test_a_set_has_by_its_name_the_figures_that_it_has_as_the_held_out_set(
     assert record["data"]["eval_datasets"].keys() == {"web", "own"}
 
 
-def test_sets_by_name_alone_decide_which_model_is_best(inputs: Path, tmp_path: Path) -> None:
+def test_named_datasets_alone_select_best_model(inputs: Path, tmp_path: Path) -> None:
     keys = {"load_best_model_at_end": "true", "metric_for_best_model": "web_loss", "learning_rate": 0.5}
     events = run(inputs, tmp_path, "sft", test_split_size="null", max_steps=3, save_total_limit=9, **keys)
     assert [event["eval_loss"] for event in events] == [pytest.approx(event["eval_web_loss"]) for event in events]

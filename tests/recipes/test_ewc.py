@@ -1,4 +1,4 @@
-"""Elastic weight consolidation from command to run: ``recipes fisher``, then a stage that is held to it."""
+"""Elastic weight consolidation end to end: ``recipes fisher``, then runs with its penalty."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from recipes_lib.cli import main as run_recipes
 
 STEPS = 4
 COEFFICIENT = 1e5
-"""So large that it shows in the weights after few steps."""
+"""Large enough to change the weights within a few steps."""
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data and model, with the Fisher information of documents beside the latter."""
+    """Folder with data and a model, and the Fisher information of documents beside the model."""
     folder = tmp_path_factory.mktemp("inputs")
     recipe_runs.write_inputs(folder)
     shutil.copytree(folder / "model", folder / "earlier")
@@ -47,7 +47,7 @@ def train(inputs: Path, folder: Path, name: str, **keys: Any) -> tuple[list[dict
 
 
 @pytest.mark.parametrize("name", ["pretrain", "dpo"])
-def test_the_logged_penalty_is_that_of_the_weights_before_the_step(inputs: Path, tmp_path: Path, name: str) -> None:
+def test_logged_penalty_matches_weights_before_step(inputs: Path, tmp_path: Path, name: str) -> None:
     fisher, reference = (load_file(inputs / "earlier" / f"{file}.safetensors") for file in ("fisher", "model"))
 
     def compute_penalty(weights: dict[str, torch.Tensor]) -> float:

@@ -1,4 +1,4 @@
-"""The recipes of RLOO and GRPO from end to end, as a user runs them."""
+"""The RLOO and GRPO recipes end to end."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ KEYS = {
 
 
 @pytest.mark.multiprocess
-def test_two_processes_answer_the_groups_of_a_step_between_them(inputs, tmp_path):
-    # Three prompts a process and a step of the fourteen: the last ones of an epoch make no step.
+def test_groups_of_step_are_divided_over_ranks(inputs, tmp_path):
+    # Three of the fourteen prompts per rank and step: the last two of an epoch are dropped.
     keys = recipe_runs.make_keys(inputs, "grpo", **KEYS | {"test_split_size": 46, "num_iterations": 1})
     jobs = {
         name: {"stage": "grpo", "keys": keys | {"per_device_train_batch_size": size}}
-        for name, size in (("three", 12), ("one", 4))
+        for name, size in (("three groups", 12), ("one group", 4))
     }
     sharding.run_jobs(jobs, tmp_path, "cpu_ddp")
-    for name, num_answers in (("three", 24), ("one", 8)):
+    for name, num_answers in (("three groups", 24), ("one group", 8)):
         record = json.loads((tmp_path / name / "run.json").read_text())
-        told = [record[key] for key in ("status", "num_processes", "answers_per_generation")]
-        assert told == ["done", 2, num_answers]
+        recorded = [record[key] for key in ("status", "num_processes", "answers_per_generation")]
+        assert recorded == ["done", 2, num_answers]
         assert [event["step"] for event in read_events(tmp_path / name)] == [1, 2, 3, 4]
 
 
-def test_it_leaves_a_model_its_record_and_a_report(inputs, tmp_path):
+def test_rloo_run_writes_model_record_and_report(inputs, tmp_path):
     out = tmp_path / "out put"
     keys = recipe_runs.make_keys(inputs, "rloo", **KEYS, output_dir=out)
     done = run_script(ROOT / "recipes" / "rloo.py", *(f"--{name}={value}" for name, value in keys.items()))
@@ -48,7 +48,7 @@ def test_it_leaves_a_model_its_record_and_a_report(inputs, tmp_path):
     assert (record["status"], record["stage"], record["answers_per_generation"]) == ("done", "rloo", 4)
     assert [event["step"] for event in read_events(out, "eval")] == [0, 2, 4]
     first = read_events(out)[0]
-    # RLOO's reward is less the penalty of an answer that does not end, and the KL.
+    # RLOO subtracts the KL penalty, and that of answers without a stop token.
     assert first["reward"] <= first["objective/score"] + 1e-6
     assert "After training, step 4" in (out / "report.html").read_text()
     tokenizer = AutoTokenizer.from_pretrained(out)

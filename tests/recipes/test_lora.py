@@ -1,6 +1,8 @@
-"""The recipe as a user runs it: an adapter that a stranger loads with plain PEFT, and that merges into a model."""
+"""The LoRA recipe end to end: adapters in plain PEFT, merging, resume, two ranks, 4-bit base."""
 
 import json
+import runpy
+import sys
 
 import pytest
 import torch
@@ -39,14 +41,12 @@ def run_lora(tmp_path, tiny_model_dir, chats, *, output="a run", num_processes=N
     return done.stderr
 
 
-def test_an_adapter_learns_chats_and_a_stranger_gets_the_answers_from_it_and_from_the_merged_model(
-    tmp_path, tiny_model_dir, chats
-):
+def test_adapter_and_merged_model_answer_in_plain_peft(tmp_path, tiny_model_dir, chats):
     keys = {"max_steps": 60, "lora_r": 32, "lora_modules_to_save": "[norm]", "loraplus_lr_ratio": 4}
-    told = run_lora(tmp_path, tiny_model_dir, chats, **keys)
+    printed = run_lora(tmp_path, tiny_model_dir, chats, **keys)
     output = tmp_path / "a run"
     for line in ("changes no logit", "33 trained tensors have a gradient", "frozen tensors are unchanged"):
-        assert line in told
+        assert line in printed
     answers = ask(tiny_model_dir, output, QUESTIONS[:4])
     assert [(answer["text"], answer["stopped"]) for answer in answers] == [(answer, True) for answer in ANSWERS[:4]]
     names = {path.name for path in output.iterdir()}
@@ -61,21 +61,28 @@ def test_an_adapter_learns_chats_and_a_stranger_gets_the_answers_from_it_and_fro
     assert ask(tmp_path / "m m", tmp_path / "m m", QUESTIONS[:4]) == answers
 
 
-def test_a_run_that_was_killed_resumes_to_the_very_same_adapter(inputs, tmp_path):
-    keys = {"max_steps": 6, "lora_dropout": 0.1}
-    for name in ("straight", "killed"):
-        given = recipe_runs.make_keys(inputs, "lora", **keys, output_dir=tmp_path / name)
-        assert sharding.run_recipe("lora", given) == 0
-        if name == "straight":
-            sharding.cut(tmp_path / "straight", tmp_path / "killed", 3)
-    one, other = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("straight", "killed"))
+@pytest.fixture(scope="module")
+def straight(inputs, tmp_path_factory):
+    """A finished run with dropout, and its keys."""
+    output = tmp_path_factory.mktemp("straight")
+    keys = recipe_runs.make_keys(inputs, "lora", max_steps=6, lora_dropout=0.1, output_dir=output)
+    assert sharding.run_recipe("lora", keys) == 0
+    return output, keys
+
+
+def test_resumed_run_reproduces_adapter(straight, tmp_path):
+    output, keys = straight
+    sharding.cut(output, tmp_path / "killed", 3)
+    assert sharding.run_recipe("lora", keys | {"output_dir": tmp_path / "killed"}) == 0
+    one, other = (load_file(run / "adapter_model.safetensors") for run in (output, tmp_path / "killed"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert json.loads((tmp_path / "killed" / "run.json").read_text())["resumed_from"] == "checkpoint-3"
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
-def test_two_processes_leave_the_adapter_that_one_leaves(tmp_path, tiny_model_dir, chats):
+def test_two_processes_train_adapter_of_one_process(tmp_path, tiny_model_dir, chats):
     keys = {"packing": "false", "num_sample_prompts": 2, "optim": "sgd", "learning_rate": 1}
     run_lora(tmp_path, tiny_model_dir, chats, output="one", **keys)
     run_lora(tmp_path, tiny_model_dir, chats, output="two", num_processes=2, per_device_train_batch_size=2, **keys)
@@ -84,19 +91,26 @@ def test_two_processes_leave_the_adapter_that_one_leaves(tmp_path, tiny_model_di
     assert json.loads((tmp_path / "two" / "run.json").read_text())["num_processes"] == 2
 
 
-def test_a_second_run_goes_on_with_the_adapter_of_the_first(inputs, tmp_path, capsys):
-    first, second = tmp_path / "first", tmp_path / "second"
-    keys = recipe_runs.make_keys(inputs, "lora", max_steps=4, output_dir=first)
-    assert sharding.run_recipe("lora", keys) == 0
-    assert "changes no logit" in capsys.readouterr().err
-    del keys["lora_r"]
-    assert sharding.run_recipe("lora", keys | {"output_dir": second, "adapter_name_or_path": first}) == 0
+def test_second_run_continues_adapter_of_first(straight, tmp_path, capsys):
+    first, keys = straight
+    more = {"output_dir": tmp_path, "adapter_name_or_path": first, "max_steps": 2}
+    keys = {name: value for name, value in keys.items() if name not in ("lora_r", "lora_dropout")}
+    assert sharding.run_recipe("lora", keys | more) == 0
+    # Logged for a new adapter, whose B matrices are 0.
     assert "changes no logit" not in capsys.readouterr().err
-    assert read_events(second)[0]["loss"] < read_events(first)[0]["loss"]
+    assert read_events(tmp_path)[0]["loss"] < read_events(first)[0]["loss"]
 
 
-def test_an_adapter_learns_on_few_bits(tmp_path, tiny_model_dir, chats):
-    told = run_lora(tmp_path, tiny_model_dir, chats, load_in_4bit="true", optim="paged_adamw_8bit", max_steps=6)
-    assert "28 trained tensors have a gradient" in told
+@pytest.mark.parametrize(("recipe", "other"), [("lora", "sft"), ("rloo", "grpo")])
+def test_recipe_that_imports_another_runs_as_module(monkeypatch, recipe, other):
+    folder = str(ROOT / "recipes")
+    monkeypatch.setattr(sys, "path", [str(ROOT), *(place for place in sys.path if place != folder)])
+    monkeypatch.delitem(sys.modules, other, raising=False)
+    assert runpy.run_module(f"recipes.{recipe}")["main"].__module__ == other
+
+
+def test_adapter_learns_on_4_bit_base(tmp_path, tiny_model_dir, chats):
+    output = run_lora(tmp_path, tiny_model_dir, chats, load_in_4bit="true", optim="paged_adamw_8bit", max_steps=6)
+    assert "28 trained tensors have a gradient" in output
     events = read_events(tmp_path / "a run")
     assert events[-1]["loss"] < events[0]["loss"]

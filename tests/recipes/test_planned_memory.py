@@ -1,4 +1,4 @@
-"""The memory that is planned for a run is what its tensors take at their peak, for every recipe."""
+"""Planned memory of every recipe, compared with the peak of live tensors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ from recipes_lib.planning.memory import plan_memory
 from recipes_lib.planning.memory_plan import Layout
 
 LENGTH, ANSWER = 128, 64
-# Of a step of one micro-batch, gradients are not there yet when activations are most: the plan counts both.
+# With one micro-batch, gradients do not exist yet at the peak of activations, and the plan counts both.
 ROWS = {"max_length": LENGTH, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
-SAMPLED = {"response_length": ANSWER, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 16}
+SAMPLED = {
+    "num_sample_prompts": 0,
+    "response_length": ANSWER,
+    "per_device_train_batch_size": 8,
+    "per_device_eval_batch_size": 16,
+}
 KEYS: dict[str, dict[str, Any]] = {
     "pretrain": ROWS,
     "sft": ROWS,
@@ -38,17 +43,17 @@ KEYS: dict[str, dict[str, Any]] = {
 UNUSED = {"save_steps", "save_total_limit", "eval_steps", "sample_max_new_tokens", "model_config"}
 
 
-def say(start: int, num_words: int) -> str:
+def make_words(start: int, num_words: int) -> str:
     return " ".join(f"{(start * 7 + index * 13) % 97:02d}" for index in range(num_words))
 
 
 def make_chat(role: str, *text: Any) -> list[dict[str, str]]:
-    return [{"role": role, "content": say(*text)}]
+    return [{"role": role, "content": make_words(*text)}]
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data whose rows are as long as may be, and a model of which tensors take far more than the smallest of them."""
+    """Folder with rows of maximum length, and a model large enough that its tensors dominate the peak."""
     folder = tmp_path_factory.mktemp("inputs")
     recipe_runs.write_inputs(folder)
     stop = tiny.build_tokenizer().eos_token_id
@@ -63,7 +68,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pad_token_id=stop,
     )
     LlamaForCausalLM(shape).save_pretrained(folder / "model")
-    write_rows(folder / "documents.jsonl", ({"text": say(n, 400)} for n in range(40)))
+    write_rows(folder / "documents.jsonl", ({"text": make_words(n, 400)} for n in range(40)))
     chats = ([*make_chat("user", n, 1), *make_chat("assistant", n, 36)] for n in range(80))
     write_rows(folder / "chats.jsonl", ({"messages": chat} for chat in chats))
     pairs = (
@@ -89,7 +94,7 @@ def build_flags(inputs: Path, name: str, output_dir: Path) -> Iterator[tuple[str
 @pytest.mark.parametrize(
     "name", [name if name in ("sft", "grpo") else pytest.param(name, marks=pytest.mark.slow) for name in KEYS]
 )
-def test_a_run_takes_the_memory_that_is_planned(inputs: Path, tmp_path: Path, name: str) -> None:
+def test_planned_memory_matches_peak_of_live_tensors(inputs: Path, tmp_path: Path, name: str) -> None:
     keys = dict(build_flags(inputs, name, tmp_path / "run"))
     recipe = name.split()[0]
     with LiveTensors() as live:

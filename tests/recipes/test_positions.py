@@ -1,4 +1,4 @@
-"""Every recipe and its check refuse a row longer than the positions of a model, before weights are loaded."""
+"""Rows longer than the positions of a model: every recipe and its check reject them before weights are loaded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS: dict[str, dict[str, Any]] = {
 ROWS |= {"lora": ROWS["sft"], "distill": ROWS["sft"], "reward": ROWS["dpo"], "grpo": ROWS["ppo"], "rloo": ROWS["ppo"]}
 KEYS: dict[str, dict[str, Any]] = {
     "distill": {"teacher_model_name_or_path": "model"},
-    "lora": {"max_length": 256},  # Room for several rows: what matters is the longest of them.
+    "lora": {"max_length": 256},  # Several rows fit: the longest row counts, not the pack.
     "ppo": {"reward_funcs": "[tests.rl.keys_task:score_first_key]", "response_length": 16},
     "pretrain": {"max_length": 128, "max_tokens": 1024},
 }
@@ -38,7 +38,7 @@ POSITIONS = 24
 
 @pytest.fixture
 def folder(tmp_path: Path, tiny_model_dir: Path) -> Path:
-    """A model of few positions, without its weights: nothing may want them."""
+    """Folder with a model of few positions, without weights: loading them would fail."""
     model = tmp_path / "model"
     shutil.copytree(tiny_model_dir, model, ignore=lambda *_: ["model.safetensors"])
     limit_positions(model)
@@ -63,14 +63,14 @@ def build_run(folder: Path, recipe: str, **keys: Any) -> Any:
 
 
 def train(recipe: str, config: Any) -> list[str]:
-    """The problems that the recipe's recipe refuses to train for."""
+    """Return the problems of the error that a recipe raises."""
     with pytest.raises(UserError) as caught:
         load_recipe(recipe).main(config)
     return [str(problem) for problem in caught.value.problems]
 
 
 @pytest.mark.parametrize("recipe", ROWS)
-def test_training_refuses_what_its_check_refuses(folder, recipe) -> None:
+def test_training_and_check_reject_rows_longer_than_positions(folder, recipe) -> None:
     config = build_run(folder, recipe)
     checked = [str(problem) for problem in check(config, plan_launch(None, 1), Console(quiet=True))]
     found = [problem for problem in checked if f"more than the {POSITIONS} positions of the model" in problem]
@@ -79,7 +79,7 @@ def test_training_refuses_what_its_check_refuses(folder, recipe) -> None:
 
 
 @pytest.mark.parametrize("overlong", ["truncate", "drop"])
-def test_rows_that_are_cut_to_the_positions_fit(folder, overlong) -> None:
+def test_truncated_or_dropped_rows_fit_positions(folder, overlong) -> None:
     short = {"messages": [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "Yes."}]}
     config = build_run(folder, "sft", max_length=POSITIONS, overlong=overlong, max_truncated_fraction=1)
     with (folder / "rows.jsonl").open("a") as rows:
@@ -88,7 +88,7 @@ def test_rows_that_are_cut_to_the_positions_fit(folder, overlong) -> None:
     assert not [problem for problem in checked if "positions of the model" in problem]
 
 
-def test_a_teacher_of_fewer_positions_is_refused(folder, tiny_model_dir) -> None:
+def test_teacher_with_fewer_positions_is_rejected(folder, tiny_model_dir) -> None:
     config = build_run(folder, "distill", model_name_or_path=tiny_model_dir)
     checked = [str(problem) for problem in check(config, plan_launch(None, 1), Console(quiet=True))]
     assert len(checked) == 1

@@ -1,13 +1,13 @@
-"""The PPO recipe from end to end, as a user runs it: stopped and gone on with, in both layouts, with a reward model."""
+"""The PPO recipe end to end: model, adapter, reward model, failing reward function."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from tests.distributed import sharding
 from tests.forked import run_script
 from tests.rows import read_events, write_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -22,8 +22,8 @@ def prefer_short(*, prompts, completions, completion_ids, answer, **_):
 """
 
 
-def run(model_dir: Path, folder: Path, **keys: object) -> subprocess.CompletedProcess[str]:
-    given = {
+def make_keys(model_dir: Path, folder: Path, **keys: object) -> dict[str, object]:
+    return {
         "model_name_or_path": model_dir,
         "dataset_name": folder / "prompts.jsonl",
         "output_dir": folder / "out put",
@@ -39,7 +39,6 @@ def run(model_dir: Path, folder: Path, **keys: object) -> subprocess.CompletedPr
         "save_steps": 4,
         **keys,
     }
-    return run_script(RECIPE, *(f"--{name}={value}" for name, value in given.items()), paths=[folder])
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +50,18 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def finished(tiny_model_dir, folder):
-    done = run(tiny_model_dir, folder)
+@pytest.fixture
+def run_here(tiny_model_dir, folder, monkeypatch):
+    """Return a function that runs the recipe in this process, without report, and returns its exit code."""
+    monkeypatch.syspath_prepend(folder)
+    return lambda **keys: sharding.run_recipe("ppo", make_keys(tiny_model_dir, folder, **keys))
+
+
+def test_run_writes_model_record_and_report(tiny_model_dir, folder):
+    keys = make_keys(tiny_model_dir, folder)
+    done = run_script(RECIPE, *(f"--{name}={value}" for name, value in keys.items()), paths=[folder])
     assert done.returncode == 0, done.stderr
-    return folder / "out put"
-
-
-def test_it_leaves_a_model_its_record_and_a_report(finished):
+    finished = folder / "out put"
     record = json.loads((finished / "run.json").read_text())
     assert record["status"] == "done"
     assert record["stage"] == "ppo"
@@ -74,35 +77,33 @@ def test_it_leaves_a_model_its_record_and_a_report(finished):
     assert not (finished / "training_args.bin").exists()
 
 
-def test_an_adapter_is_left_without_the_critics(finished, tiny_model_dir, folder):
+def test_adapter_is_saved_without_critic(run_here, folder):
     out = folder / "adapter"
-    done = run(tiny_model_dir, folder, output_dir=out, use_peft=True, max_steps=4)
-    assert done.returncode == 0, done.stderr
+    assert run_here(output_dir=out, use_peft=True, max_steps=4) == 0
     assert (out / "adapter_model.safetensors").exists()
     assert not (out / "critic").exists()
     adapted = AutoModelForCausalLM.from_pretrained(out)
     assert any(parameter.any() for name, parameter in adapted.named_parameters() if "lora_B" in name)
 
 
-def test_a_reward_model_scores_and_begins_the_critic(tiny_model_dir, folder):
+def test_reward_model_scores_and_initialises_critic(run_here, tiny_model_dir, folder):
     reward_model = folder / "reward model"
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(tiny_model_dir, num_labels=1)
     model.save_pretrained(reward_model)
     AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(reward_model)
     keys = {"reward_model_name_or_path": reward_model, "reward_weights": "[1.0, 0.5]", "max_steps": 4}
-    done = run(tiny_model_dir, folder, output_dir=folder / "with model", **keys)
-    assert done.returncode == 0, done.stderr
+    assert run_here(output_dir=folder / "with model", **keys) == 0
     (event,) = read_events(folder / "with model", "train")
     parts = [event[f"objective/score/{name}"] for name in ("prefer_short", "reward_model")]
     assert event["objective/score"] == pytest.approx(parts[0] + 0.5 * parts[1], abs=1e-5)
     assert event["value/mean"] != 0
 
 
-def test_a_reward_that_fails_is_the_users_to_mend(tiny_model_dir, folder):
-    (folder / "broken.py").write_text("def score(**_):\n    raise KeyError('solution')\n")
-    done = run(tiny_model_dir, folder, output_dir=folder / "broken", reward_funcs="[broken:score]")
-    assert done.returncode == 2
-    assert "score failed on" in done.stderr
-    assert "KeyError: 'solution'" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_failing_reward_function_is_user_error(run_here, folder, capsys):
+    (folder / "broken_rewards.py").write_text("def score(**_):\n    raise KeyError('solution')\n")
+    assert run_here(output_dir=folder / "broken", reward_funcs="[broken_rewards:score]") == 2
+    error = capsys.readouterr().err
+    assert "score failed on" in error
+    assert "KeyError: 'solution'" in error
+    assert "Traceback" not in error

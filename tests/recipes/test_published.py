@@ -1,4 +1,4 @@
-"""An adapter trained on a base of the Hub, published while it is trained, and loaded from what is there."""
+"""An adapter of a Hub model, published during training, and loaded from the Hub."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 from tests.forked import ROOT
 from tests.rows import write_rows
 
-# What a stranger does: plain transformers and PEFT, by name and revision.
+# Plain transformers and PEFT, by name and revision.
 READ_BACK = """
 import sys
 from peft import PeftConfig, PeftModel
@@ -29,7 +29,7 @@ for revision in revisions:
 
 
 @pytest.mark.slow
-def test_every_checkpoint_of_an_adapter_can_be_loaded_from_the_hub(hub, tiny_model_dir, tmp_path, monkeypatch):
+def test_published_adapter_checkpoints_load_from_hub(hub, tiny_model_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     files = {path.name: path.read_bytes() for path in tiny_model_dir.iterdir()}
     base = hub.add("owner/base", private=False, files=files).find("main").oid

@@ -1,4 +1,4 @@
-"""The recipes of real models, offline: checked and planned on their models' shapes, run on small ones of their kind."""
+"""Shipped configurations, offline: checked and planned with the shapes of their models, run on small models."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CONFIGS = {
     path.relative_to(FOLDER).with_suffix("").as_posix(): path
     for path in sorted(FOLDER.rglob("*.yaml"))
     if path.parent.name != "demo"
-    and path.stem.split("_")[0] in RECIPE_NAMES  # not eval, corpus and synthesize, which do not train
+    and path.stem.split("_")[0] in RECIPE_NAMES  # eval, corpus and synthesize do not train
     and "model_name_or_path" in read(path)
 }
 TRAINED = {
@@ -84,9 +84,8 @@ FEW_OF_RECIPE: dict[str, dict[str, Any]] = {
     },
 }
 NOT_OF_RECIPE = {"pretrain": ("max_steps",), "reward": ("num_sample_prompts",)}
-# Bits need a package that need not be here, and so does vLLM; answers of a random model are never right, and nothing is
-# learnt from that.
-INSTEAD = {
+# bitsandbytes and vLLM may not be installed; a random model earns no reward by the shipped functions.
+REPLACED = {
     "load_in_4bit": "false",
     "use_bnb_nested_quant": "true",
     "optim": "adamw_torch",
@@ -102,7 +101,7 @@ def find_recipe(name: str) -> str:
 
 
 def build_jobs(folder: Path, names: list[str]) -> Iterator[tuple[str, sharding.Job]]:
-    """Yield each recipe as a job: its own file, with a small model and rows of the same columns."""
+    """Yield each configuration as a job, with a small model and rows of the same columns."""
     for name in names:
         values, recipe = read(CONFIGS[name]), find_recipe(name)
         keys: dict[str, Any] = {"config": CONFIGS[name], "prepared_dir": folder / "prepared", **FEW}
@@ -120,12 +119,12 @@ def build_jobs(folder: Path, names: list[str]) -> Iterator[tuple[str, sharding.J
                 if not place.exists():
                     stand_ins.save_small(known, place, is_scorer=kind == "reward")
                 keys |= {key: place, key.replace("name_or_path", "revision"): "null"}
-        keys |= {key: value for key, value in INSTEAD.items() if key in values}
+        keys |= {key: value for key, value in REPLACED.items() if key in values}
         yield name, {"stage": recipe, "keys": keys | replace_data(values, folder)}
 
 
 def replace_data(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the keys of the data, with files in the place of datasets."""
+    """Return the keys that replace Hub datasets by files."""
     if "dataset_mixture" in values:
         parts = [
             {"name": str(stand_ins.write_rows(part["name"], folder)[0]), "weight": part["weight"]}
@@ -141,8 +140,8 @@ def replace_data(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
-def tell_plan(name: str) -> str:
-    """What ``recipes plan`` says of a recipe on the launch file and the processes of its own command, in one line."""
+def describe_plan(name: str) -> str:
+    """Return the plan of a configuration for the launch of its own command, in one line."""
     head = CONFIGS[name].read_text(encoding="utf-8").split("\n\n")[0]
     command = next(line for line in head.splitlines() if str(CONFIGS[name].relative_to(ROOT)) in line)
     launch = re.search(r"accelerate_configs/(\w+)\.yaml", command)
@@ -151,15 +150,15 @@ def tell_plan(name: str) -> str:
     processes = number[1] if number else "1" if layout == "single_gpu" or find_recipe(name) == "ppo" else "8"
     if find_recipe(name) == "ppo":
         layout = "single_gpu" if processes == "1" else "ddp"
-    # A narrow terminal has narrow lines.
+    # The width of the terminal breaks lines.
     with mock.patch.dict(os.environ, COLUMNS="200"), contextlib.redirect_stdout(io.StringIO()) as stream:
         assert main(["plan", "--config", str(CONFIGS[name]), "--num_processes", processes, "--gpu", "H100"]) == 0
-    told = stream.getvalue()
-    memory = re.search(r"([\d.]+) GB (?:with all|at most)", told[told.index(f"accelerate_configs/{layout}.yaml") :])
+    output = stream.getvalue()
+    memory = re.search(r"([\d.]+) GB (?:with all|at most)", output[output.index(f"accelerate_configs/{layout}.yaml") :])
     assert memory
-    time = re.search(r"^time +([\d.e-]+) s a step.*\n +([\d.]+) hours for 1,000,000,000", told, re.MULTILINE)
-    iteration = re.search(r"^time +([\d.]+) s an iteration", told, re.MULTILINE)
-    whole = re.search(r"^time +([\d.,]+) hours", told, re.MULTILINE)
+    time = re.search(r"^time +([\d.e-]+) s a step.*\n +([\d.]+) hours for 1,000,000,000", output, re.MULTILINE)
+    iteration = re.search(r"^time +([\d.]+) s an iteration", output, re.MULTILINE)
+    whole = re.search(r"^time +([\d.,]+) hours", output, re.MULTILINE)
     line = f"{memory[1]} GB on each GPU"
     if time:
         line += f"; {time[1]} s a step, {time[2]} hours for a billion tokens"
@@ -167,13 +166,13 @@ def tell_plan(name: str) -> str:
         line += f"; {iteration[1]} s an iteration"
     if whole:
         line += f"; {whole[1]} hours"
-    if share := re.search(r"^share of peak +([\d.]+)", told, re.MULTILINE):
+    if share := re.search(r"^share of peak +([\d.]+)", output, re.MULTILINE):
         line += f", at {float(share[1]):.0%} of the peak".replace("%", " %")
     return f"{line}."
 
 
-def tell_kernels(name: str) -> str:
-    """What a run of a recipe uses on an H100, in one line, by the choices that training makes."""
+def describe_kernels(name: str) -> str:
+    """Return the kernels of a run on an H100, by the functions that training uses, in one line."""
     config = load_config(find_recipe(name), ["--config", str(TRAINED[name])])
     device = torch.device("cuda")
     args: Any = SimpleNamespace(bf16=True, fp16=False, mixed_precision="bf16", device=device)
@@ -198,7 +197,7 @@ def tell_kernels(name: str) -> str:
 
 
 def choose_implementation(config: Any, model_config: Any, args: Any) -> str:
-    """The attention of a run, as its recipe chooses it."""
+    """Return the attention implementation that a recipe chooses."""
     if config.recipe in ("dpo", "reward"):
         length = config.tokens.max_length or 1024
         return choose_pair_attention(config, model_config, args, max_length=length).implementation
@@ -208,31 +207,28 @@ def choose_implementation(config: Any, model_config: Any, args: Any) -> str:
     return choice.implementation
 
 
-QUICK = ["qwen3-0.6b/sft", "qwen3-0.6b/dpo", "smollm2-135m/lora", "smollm2-1.7b/pretrain_continued"]
-# Every recipe and every kind of model; the others are in the slow tier.
-OF_EACH_KIND = [
-    *("gemma3-1b/sft", "smollm3-3b/sft", "mistral-7b/sft", "llama3-70b/lora_4bit", "smollm2-1.7b/pretrain_continued"),
-    *("llama3-8b/reward", "qwen3-0.6b/dpo", "qwen3-8b/ppo_rlvr", "llama3-1b/distill"),
-]
+QUICK = ["qwen3-0.6b/sft", "smollm2-1.7b/pretrain_continued"]
+# Architectures and recipes pairwise; the others are slow.
+REPRESENTATIVE = ["gemma3-1b/sft", "llama3-8b/reward", "qwen3-0.6b/dpo", "llama3-1b/distill", "smollm3-3b/sft"]
 
 
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
 )
-def test_the_header_tells_what_the_planner_says(name) -> None:
+def test_planned_header_matches_planner(name) -> None:
     found = PLANNED.search(CONFIGS[name].read_text(encoding="utf-8"))
     assert found, "write `# Planned for H100: ...` below the hardware"
-    assert found[1] == tell_plan(name), "run python -m tests.recipes.planned_headers"
+    assert found[1] == describe_plan(name), "run python -m tests.recipes.planned_headers"
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_the_header_tells_attention_kernels_compilation_and_checkpointing(name) -> None:
+def test_kernels_header_matches_choices_of_training(name) -> None:
     found = USED.search(TRAINED[name].read_text(encoding="utf-8"))
     assert found, "run python -m tests.recipes.planned_headers"
-    assert found[1] == tell_kernels(name), "run python -m tests.recipes.planned_headers"
+    assert found[1] == describe_kernels(name), "run python -m tests.recipes.planned_headers"
 
 
-def test_the_page_lists_every_recipe_with_what_its_header_plans() -> None:
+def test_page_lists_every_config_with_its_plan() -> None:
     rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if "](" in line]
     assert len([row for row in rows if row.startswith("| [")]) == len(CONFIGS)
     for name, path in CONFIGS.items():
@@ -242,11 +238,11 @@ def test_the_page_lists_every_recipe_with_what_its_header_plans() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in OF_EACH_KIND else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
+    "name", [name if name in REPRESENTATIVE else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
 )
-def test_it_is_checked_offline_on_the_shape_of_its_model(name, tmp_path, monkeypatch, capsys) -> None:
+def test_config_passes_check_on_shape_of_its_model(name, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(ROOT)
-    # Weights of 70B do not have to fit the disk of who checks.
+    # Weights of 70B need not fit on this disk.
     monkeypatch.setattr("recipes_lib.planning.disk.shutil.disk_usage", lambda _: SimpleNamespace(free=10**14))
     values, keys = read(CONFIGS[name]), {}
     for key in STAND_INS:
@@ -259,18 +255,18 @@ def test_it_is_checked_offline_on_the_shape_of_its_model(name, tmp_path, monkeyp
     if find_recipe(name) == "pretrain":
         keys["test_split_size"] = 2
     if find_recipe(name) == "grpo":
-        # 24 prompts are fewer than it answers at a time.
+        # The configuration answers more than these 24 prompts per iteration.
         keys |= FEW_OF_RECIPE["grpo"] | {"gradient_accumulation_steps": 1}
-        keys |= {key: value for key, value in INSTEAD.items() if "vllm" in key and key in values}
+        keys |= {key: value for key, value in REPLACED.items() if "vllm" in key and key in values}
     flags = [f"--{key}={value}" for key, value in keys.items()]
     code = main(["check", "--config", str(CONFIGS[name]), "--recipe", find_recipe(name), *flags])
-    told = capsys.readouterr()
-    assert code == 0, told.out + told.err
-    assert "ready to train" in told.out
+    captured = capsys.readouterr()
+    assert code == 0, captured.out + captured.err
+    assert "ready to train" in captured.out
 
 
-@pytest.mark.parametrize("names", [OF_EACH_KIND, pytest.param(list(CONFIGS), marks=pytest.mark.slow)], ids=len)
-def test_it_runs_two_steps_on_a_small_model_of_its_kind(names, tmp_path) -> None:
+@pytest.mark.parametrize("names", [REPRESENTATIVE, pytest.param(list(CONFIGS), marks=pytest.mark.slow)], ids=len)
+def test_configs_train_two_steps_on_small_models(names, tmp_path) -> None:
     jobs = dict(build_jobs(tmp_path, names))
     ended = sharding.run_jobs(jobs, tmp_path / "out")
     assert ended["codes"] == dict.fromkeys(names, 0)
@@ -282,7 +278,7 @@ def test_it_runs_two_steps_on_a_small_model_of_its_kind(names, tmp_path) -> None
 
 
 def group_by_launch() -> dict[tuple[str, str], list[str]]:
-    """The recipes of a launch file and a recipe share a launch; those for one GPU are run by DDP."""
+    """Group configurations by launch file and recipe; those for one GPU run under DDP."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, path in CONFIGS.items():
         layout = "fsdp2" if "fsdp2.yaml" in path.read_text(encoding="utf-8") else "ddp"
@@ -293,7 +289,7 @@ def group_by_launch() -> dict[tuple[str, str], list[str]]:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("group", group_by_launch().items(), ids=lambda group: "-".join(group[0]))
-def test_they_run_on_two_processes_by_their_launch_file(group, tmp_path) -> None:
+def test_configs_train_on_two_processes_by_launch_file(group, tmp_path) -> None:
     (layout, _), names = group
     jobs = dict(build_jobs(tmp_path, names))
     ended = sharding.run_jobs(jobs, tmp_path / "out", layout, "--mixed_precision", "no")

@@ -1,4 +1,4 @@
-"""The reward recipe from end to end, as a user runs it, and the model that it leaves, as others load it."""
+"""The reward recipe end to end; scores of the saved model and adapter, compared with plain transformers and PEFT."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def folder(tiny_model_dir, tmp_path_factory):
     return folder
 
 
-def test_it_leaves_a_model_a_verdict_and_a_report(folder):
+def test_run_writes_model_verdict_and_report(folder):
     out = folder / "out put"
     record = json.loads((out / "run.json").read_text())
     verdict = json.loads((out / "reward_report.json").read_text())
@@ -67,7 +67,7 @@ def test_it_leaves_a_model_a_verdict_and_a_report(folder):
     assert all("eval_rewards/accuracies" in event for event in evaluations)
 
 
-def test_plain_transformers_reads_the_same_scores(folder):
+def test_scores_match_plain_transformers(folder):
     out = folder / "out put"
     reward_model = RewardModel.load(out)
     tokenizer = AutoTokenizer.from_pretrained(out)
@@ -85,14 +85,14 @@ def test_plain_transformers_reads_the_same_scores(folder):
     assert reward_model.score(chats) == pytest.approx(expected.tolist(), abs=1e-4)
 
 
-def test_an_adapter_is_a_reward_model_too(tiny_model_dir, tmp_path):
+def test_adapter_scores_match_plain_peft(tiny_model_dir, tmp_path):
     write_rows(tmp_path / "pairs.jsonl", make_rows(24))
     done = run(tiny_model_dir, tmp_path, use_peft=True, lora_r=4, shared_prompt=False)
     assert done.returncode == 0, done.stderr
     assert "LOAD REPORT" not in done.stdout + done.stderr
     assert "Warning" not in done.stdout + done.stderr
     out = tmp_path / "out put"
-    # Where prompts are not shared, answers share rows all the same.
+    # Answers are packed although prompts are not shared.
     pairs = json.loads((out / "run.json").read_text())["pairs"]
     assert pairs == {"implementation": "sdpa", "layout": "separate", "packing": True, "reason": ""}
     reward_model = RewardModel.load(out)

@@ -1,4 +1,4 @@
-"""Secrets of the environment are nowhere afterwards: not in what is told, nor in any file that a run leaves."""
+"""Secrets in environment variables appear neither in the output nor in any file of a run."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def run(inputs, tmp_path, *flags):
     return run_script(ROOT / "recipes" / "sft.py", *flags, variables=variables)
 
 
-def find_leaks(folder: Path, *told: str) -> list[str]:
-    """Where a secret stands, in a file's name or bytes or in a text; half of one is one too."""
-    texts = [("what was told", text.encode()) for text in told]
+def find_leaks(folder: Path, *output: str) -> list[str]:
+    """Return where the first half of a secret occurs: in file names, file contents or texts."""
+    texts = [("output", text.encode()) for text in output]
     texts += [(str(path), str(path).encode() + path.read_bytes()) for path in folder.rglob("*") if path.is_file()]
     return [
         where for where, text in texts for secret in SECRETS.values() if secret[: len(secret) // 2].encode() in text
@@ -34,10 +34,10 @@ def find_leaks(folder: Path, *told: str) -> list[str]:
 
 
 @pytest.mark.parametrize("ending", ["done", "failed", "refused"])
-def test_no_secret_is_told_or_written(inputs, tmp_path, ending):
+def test_secrets_are_neither_printed_nor_written(inputs, tmp_path, ending):
     flags = {
         "done": [],
-        # Arguments that only the trainer can know to be wrong end in a traceback.
+        # An argument that only the scheduler can reject ends in a traceback.
         "failed": ['--lr_scheduler_kwargs={"num_cycles": "many"}'],
         "refused": [f"--run_name={SECRETS['WANDB_API_KEY']}"],
     }[ending]
@@ -50,4 +50,4 @@ def test_no_secret_is_told_or_written(inputs, tmp_path, ending):
         assert (tmp_path / "run" / "README.md").exists()
         assert list((tmp_path / "tracker").rglob("events.*"))
         (tmp_path / "run" / "note.txt").write_text(SECRETS["HF_TOKEN"])
-        assert len(find_leaks(tmp_path)) == 1  # What is looked for can be found.
+        assert len(find_leaks(tmp_path)) == 1  # Control: a planted secret is found.

@@ -1,4 +1,4 @@
-"""The recipe as a user runs it: in a process of its own, from a file and flags to a model that answers."""
+"""The SFT recipe end to end: answers in plain transformers, files of a run, prepared sets, errors."""
 
 import json
 
@@ -33,7 +33,7 @@ def write(tmp_path, tiny_model_dir, chats):
     return lambda **keys: write_config(tmp_path, tiny_model_dir, chats, **SHORT | keys)
 
 
-def test_eight_chats_are_learned_and_a_stranger_gets_the_exact_answers(write, tmp_path):
+def test_memorised_chats_are_answered_in_plain_transformers(write, tmp_path):
     keys = {"max_steps": 150, "lr_scheduler_type": "linear", "max_length": 64, "save_strategy": "no"}
     config = write(**keys)
     done = run_script(RECIPE, "--config", config)
@@ -53,7 +53,7 @@ def test_eight_chats_are_learned_and_a_stranger_gets_the_exact_answers(write, tm
     assert [answer["prompt_ids"] for answer in answers] == [prefixes[row] for row in range(8)]
 
 
-def test_a_run_leaves_what_the_contract_says_and_the_same_command_again_does_nothing(write, tmp_path):
+def test_run_writes_documented_files_and_rerun_changes_nothing(write, tmp_path):
     config = write(test_split_size=2)
     first = run_script(RECIPE, "--config", config)
     assert first.returncode == 0, first.stderr[-3000:]
@@ -63,7 +63,7 @@ def test_a_run_leaves_what_the_contract_says_and_the_same_command_again_does_not
     assert {"tokenizer.json", "chat_template.jinja", "generation_config.json", "report.html", "checkpoint-8"} <= names
     assert not {path.suffix for path in output.iterdir() if path.is_file()} & {".bin", ".pt", ".pkl"}
     assert (output / "checkpoint-8" / "COMPLETE.json").exists()
-    # Who may read the folder may read the model, of which safetensors 0.8 gives the owner alone the right.
+    # safetensors 0.8 creates files with mode 600; the model inherits the read permissions of the folder.
     assert (output / "model.safetensors").stat().st_mode & 0o044 == output.stat().st_mode & 0o044
     assert json.loads((output / "config.json").read_text())["use_cache"]
     record = read_record(tmp_path / "a run")
@@ -92,7 +92,7 @@ def test_a_run_leaves_what_the_contract_says_and_the_same_command_again_does_not
 
 
 @pytest.mark.multiprocess
-def test_two_processes_train_on_a_prepared_set_and_tokenise_nothing(write, tmp_path, tiny_model_dir):
+def test_two_processes_reuse_prepared_set(write, tmp_path, tiny_model_dir):
     config = write(test_split_size=2, max_steps=2)
     from transformers import AutoTokenizer
 
@@ -108,7 +108,7 @@ def test_two_processes_train_on_a_prepared_set_and_tokenise_nothing(write, tmp_p
     assert record["status"] == "done"
 
 
-def test_a_wrong_key_is_answered_before_anything_is_imported_or_written(write, tmp_path):
+def test_unknown_key_is_rejected_before_anything_is_written(write, tmp_path):
     config = write(learning_rat=1e-5)
     done = run_script(RECIPE, "--config", config)
     assert done.returncode == 2
@@ -118,7 +118,7 @@ def test_a_wrong_key_is_answered_before_anything_is_imported_or_written(write, t
 
 
 @pytest.mark.parametrize("damage", ["row", "file"])
-def test_broken_data_end_with_exit_code_two_and_the_place(write, tmp_path, chats, damage):
+def test_invalid_data_exit_with_code_2_and_location(write, tmp_path, chats, damage):
     if damage == "row":
         chats.write_text(chats.read_text() + '{"messages": "oops"}\n')
     else:

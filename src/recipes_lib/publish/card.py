@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -12,7 +13,7 @@ from typing import Any, Final
 import yaml
 from huggingface_hub import EvalResult
 from huggingface_hub.repocard_data import eval_results_to_model_index
-from jinja2 import Environment
+from jinja2 import Environment, Template
 
 from recipes_lib.config.paths import looks_local
 from recipes_lib.config.settings import is_local
@@ -151,13 +152,17 @@ def write_merge_card(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def _render(*, base: str | None, datasets: Sequence[str] = (), **values: Any) -> str:
+    # The Hub rejects metadata with paths instead of repository ids.
+    ids = [name for name in dict.fromkeys(datasets) if not _is_path(name)]
+    return _load_template().render(values, base=None if _is_path(base) else base, datasets=ids)
+
+
+@functools.cache
+def _load_template() -> Template:
     # No autoescape, which is for HTML: untrusted text passes through the filters ``plain`` or ``json``.
     environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     environment.filters |= {"json": json.dumps, "plain": _escape}
-    template = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
-    # The Hub rejects metadata with paths instead of repository ids.
-    ids = [name for name in dict.fromkeys(datasets) if not _is_path(name)]
-    return environment.from_string(template).render(values, base=None if _is_path(base) else base, datasets=ids)
+    return environment.from_string(Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8"))
 
 
 def format_model_index(name: str, record: Record) -> str:

@@ -333,6 +333,12 @@ def _claim(output_dir: Path) -> None:
     _CLAIMS.append(file)
 
 
+def release_output_dirs() -> None:
+    """Unlock the output directories of this process, which are locked until it ends otherwise."""
+    while _CLAIMS:
+        _CLAIMS.pop().close()
+
+
 def fingerprint_config(config: RecipeConfig, world_size: int = 1) -> str:
     """Return a hash of the keys that affect the result, 16 hex digits; of batch keys, only the global size counts."""
     flat = {name: value for name, value in flatten_config(config).items() if name not in BATCH_KEYS}
