@@ -111,7 +111,7 @@ class DataConfig:
     dataset_name: str | None = None
     """Hub id, or path of a file or folder (JSON, JSONL, CSV, Parquet, Arrow, text, ``save_to_disk``)."""
     dataset_config: str | None = None
-    """Configuration of a Hub dataset."""
+    """Configuration of a Hub dataset, or of a folder with a dataset card."""
     dataset_revision: str | None = None
     """Commit, tag or branch of a Hub dataset; a commit makes the run reproducible."""
     dataset_train_split: str = "train"
