@@ -117,7 +117,6 @@ def score(**_: Any) -> list[float]:
         (None, "null"),
         (True, "true"),
     ],
-    ids=repr,
 )
 def test_python_value_is_formatted_as_flag(value: Any, text: str) -> None:
     assert _format_value(value) == text
