@@ -151,8 +151,9 @@ def test_explain_refusal_recognises_thread_limit_of_python():
     [
         ("traim", "`{}`", "did you mean `train`?"),
         ("traim", "{}", "did you mean train?"),
+        ("tra", "{}", "did you mean tra_in?"),
         ("nothing like it", "`{}`", "write one of train, test"),
     ],
 )
 def test_suggest_returns_nearest_name_or_fallback(name: str, shown: str, remedy: str) -> None:
-    assert suggest(name, ["train", "test"], "write one of train, test", shown) == remedy
+    assert suggest(name, ["train", "test", "tra_in"], "write one of train, test", shown) == remedy

@@ -94,7 +94,10 @@ def suggest(name: object, known: Iterable[str], otherwise: str, shown: str = "`{
     """
     import difflib  # Needed for errors only.
 
-    near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
+    known = list(known)
+    # A name that was cut off, such as `adamw`, rather than one with as many equal letters, such as `grokadamw`.
+    longer = [candidate for candidate in known if candidate.startswith(f"{name}_")]
+    near = longer or difflib.get_close_matches(str(name), known, n=1, cutoff=cutoff)
     return f"did you mean {shown.replace('{}', near[0])}?" if near else otherwise
 
 

@@ -41,6 +41,17 @@ def test_scheduler_kwargs_error_lists_accepted_options(problems_of) -> None:
     assert problem.remedy == "write num_cycles"
 
 
+@pytest.mark.parametrize("value", ["x", "-4", "true", "[1]", ".nan", ".inf"])
+def test_scheduler_kwargs_are_numbers_that_are_not_negative(problems_of, value: str) -> None:
+    (problem,) = problems_of(f"lr_scheduler_type: polynomial\nlr_scheduler_kwargs: {{lr_end: {value}}}\n")
+    assert problem.remedy == "write a number, 0 or more"
+
+
+def test_scheduler_kwargs_take_texts_and_null(problems_of) -> None:
+    options = "{num_decay_steps: 4, num_stable_steps: null, decay_type: linear}"
+    assert not problems_of(f"lr_scheduler_type: warmup_stable_decay\nlr_scheduler_kwargs: {options}\n")
+
+
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - NEEDED.keys()))
 def test_warmup_is_refused_iff_upstream_scheduler_has_none(problems_of, write, minimal_text: str, kind: str) -> None:
     rates = []

@@ -83,6 +83,11 @@ def test_missing_optional_package_is_warning(tmp_path, tiny_tokenizer_dir, monke
     assert "warning: optim: adamw_torch_8bit needs the package torchao" in text
 
 
+def test_options_that_optimizer_does_not_take_are_problem(tmp_path, tiny_tokenizer_dir) -> None:
+    problems, _ = run_check(build_config(tmp_path, tiny_tokenizer_dir, optim_args="momentom=0.9"))
+    assert [problem.where for problem in problems] == ["optim_args"]
+
+
 @pytest.mark.parametrize("name", ["pretrain.yaml", "mine.yaml"])
 def test_recipe_is_inferred_from_file_name(tmp_path, tiny_tokenizer_dir, name, capsys) -> None:
     documents = write_documents(tmp_path / "documents.jsonl")

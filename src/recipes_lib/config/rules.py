@@ -45,6 +45,8 @@ _NEEDED_OPTIONS: Final = {
     "cosine_warmup_with_min_lr": {"min_lr", "min_lr_rate"},
 }
 """Schedule of transformers -> options of ``lr_scheduler_kwargs``, of which it requires exactly one."""
+_TEXT_OPTIONS = frozenset({"mode", "threshold_mode", "warmup_type", "decay_type", "smooth"})
+"""Options of ``lr_scheduler_kwargs`` that are no numbers."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 Rule = Callable[[Settings], Iterator[Problem]]
 
@@ -215,11 +217,19 @@ def check_schedule_options(settings: Settings) -> Iterator[Problem]:
         yield settings.problem("lr_scheduler_type", found, f"write lr_scheduler_kwargs: {{{min(needed)}: ...}}")
     # Keyword arguments of the schedule: an unknown one is a TypeError only after the model was loaded.
     taken = _TABLES["schedule_options"].get(kind, "").split()
-    for name in options:
+    for name, value in options.items():
+        if name in taken and name not in _TEXT_OPTIONS and not _is_amount(value):
+            found = f"`lr_scheduler_kwargs` has {name}: {str(value)[:60]!r}"
+            yield settings.problem("lr_scheduler_kwargs", found, "write a number, 0 or more")
         if name not in taken and not settings.broken("lr_scheduler_type"):
             found = f"`lr_scheduler_kwargs` has {str(name)[:60]!r}, which `lr_scheduler_type: {kind}` does not take"
             remedy = f"write {' or '.join(taken)}" if taken else "delete it, or choose another schedule"
             yield settings.problem("lr_scheduler_kwargs", found, remedy)
+
+
+def _is_amount(value: object) -> bool:
+    """Return whether an option is a number that is not negative, or is unset."""
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf)
 
 
 def check_shape(settings: Settings) -> Iterator[Problem]:

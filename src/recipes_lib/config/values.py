@@ -245,8 +245,16 @@ class Reader:
             value = self._read_scalar(name, node, schema)
             # An entry of a mixture may be a name instead of a mapping.
             return {"name": value} if "properties" in schema and isinstance(value, str) else value
-        found = "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
-        return self._refuse(node, f"`{name}` is {found}", f"write {describe(schema)}")
+        found, remedy = "a list" if isinstance(node, yaml.SequenceNode) else "a mapping", f"write {describe(schema)}"
+        if (
+            isinstance(node, yaml.MappingNode)
+            and node.value
+            and "name" in schema.get("items", {}).get("properties", {})
+        ):
+            # As in alignment-handbook's dataset_mixer: {a/b: 0.5}; or an entry that is not in a list.
+            keys = [key.value for key, _ in node.value]
+            remedy += " around it" if "name" in keys else f", each with its name: [{{name: {keys[0]:.60}, ...}}]"
+        return self._refuse(node, f"`{name}` is {found}", remedy)
 
     def _read_scalar(self, name: str, node: yaml.ScalarNode, schema: Schema) -> Any:
         kinds, text, plain = schema["type"], node.value, node.style is None

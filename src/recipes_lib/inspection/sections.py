@@ -277,13 +277,14 @@ class Inspection(ABC):
         report(f"learning rate at 0, 25, 50, 75, 100 %: {shown}")
 
     def check_packages(self, report: Report) -> None:
-        """Report the parameter groups, and warn of missing optional packages.
+        """Verify the options of the optimizer, report the parameter groups, and warn of missing optional packages.
 
         Missing packages are not errors, because the machine of the run may have them.
         """
         from recipes_lib.training.monitoring.callbacks import verify_trackers
         from recipes_lib.training.optim.optimizers import format_group, plan_groups, verify_optimizer
 
+        verify_optimizer(self.config, is_installed=True)
         if self.model_config is not None and not self.config.adapter.use_peft:
             for row in plan_groups(_build_on_meta(self.model_config), self.config):
                 report(format_group(row))

@@ -380,8 +380,12 @@ def plan_groups(model: nn.Module, config: RecipeConfig) -> list[GroupRow]:
     return [replace(row, optimizer=optim) for row in describe_groups(optimizer, model)]
 
 
-def verify_optimizer(config: RecipeConfig) -> None:
+def verify_optimizer(config: RecipeConfig, *, is_installed: bool = False) -> None:
     """Raise for an optimizer that is not installed, or that is incompatible with other keys.
+
+    Args:
+        config: The recipe.
+        is_installed: Whether to assume that its package is installed, as on the machine of the run.
 
     Raises:
         ConfigError: A package is missing; the optimizer requires another key or ignores one; its state cannot be
@@ -390,8 +394,15 @@ def verify_optimizer(config: RecipeConfig) -> None:
     # Pretraining has its own schedule; upstream's warm-up is disabled there.
     training = {**config.training, **({"warmup_steps": 0} if config.recipe == "pretrain" else {})}
     optim = str(read_training(training, "optim"))
-    if problems := list(_find_problems(optim, training)):
+    problems = [] if is_installed else [*_find_missing_packages(optim)]
+    if problems := [*problems, *_find_problems(optim, training)]:
         raise ConfigError(*problems)
+
+
+def _find_missing_packages(optim: str) -> Iterator[Problem]:
+    for module, command, names in _PACKAGES:
+        if optim in names.split() and importlib.util.find_spec(module) is None:
+            yield Problem("optim", f"{optim} needs the package {module}, which is not installed", command)
 
 
 def _find_problems(optim: str, training: Mapping[str, Any]) -> Iterator[Problem]:
@@ -399,9 +410,6 @@ def _find_problems(optim: str, training: Mapping[str, Any]) -> Iterator[Problem]
         found = f"{optim} updates weights during the backward pass, before accumulation, clipping and the guards"
         yield Problem("optim", found, "use adafactor or an 8-bit optimizer to save memory")
         return
-    for module, command, names in _PACKAGES:
-        if optim in names.split() and importlib.util.find_spec(module) is None:
-            yield Problem("optim", f"{optim} needs the package {module}, which is not installed", command)
     if optim.startswith(_WITHOUT_RESUME) and read_training(training, "save_strategy") != "no":
         found = f"a run with {optim} cannot resume from a checkpoint"
         yield Problem("optim", found, "write save_strategy: 'no', or use another optimizer")
