@@ -30,6 +30,13 @@ STEP = {
 }
 
 
+@pytest.fixture(autouse=True)
+def environment():
+    """Restore the environment variables, which the command sets for the process that it becomes."""
+    with mock.patch.dict(os.environ):
+        yield
+
+
 @pytest.fixture
 def compose(monkeypatch, capsys):
     """Return the accelerate command on a machine with eight GPUs, parsed by accelerate itself."""
