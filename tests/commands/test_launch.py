@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
