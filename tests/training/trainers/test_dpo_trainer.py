@@ -37,6 +37,15 @@ FRESH = Setting(adapter=AdapterConfig(use_peft=True, lora_r=4))
 STARTS = ["full", "fresh adapter", "saved adapter"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen_objects():
+    """Hide the objects of earlier tests from ``Census``: searching millions of them at every step takes seconds."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="module")
 def saved_adapter(tiny_model_dir, tmp_path_factory):
     return train_adapter(tiny_model_dir, tmp_path_factory.mktemp("adapter"))
