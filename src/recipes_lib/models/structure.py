@@ -53,6 +53,14 @@ def list_layer_configs(text_config: PreTrainedConfig) -> Sequence[Any]:
     return layers
 
 
+def find_head_dim(layer_config: Any) -> int:
+    """Return the dimension of the attention heads of a layer; without the key, the hidden size divided by the heads."""
+    head_dim: int = getattr(layer_config, "head_dim", None) or (
+        layer_config.hidden_size // layer_config.num_attention_heads
+    )
+    return head_dim
+
+
 def find_sliding_window(text_config: PreTrainedConfig) -> int | None:
     """Return the smallest sliding window of all layers in tokens; ``None`` without one, or for 0, as in Qwen2 MoE."""
     windows = (getattr(layer, "sliding_window", None) for layer in list_layer_configs(text_config))

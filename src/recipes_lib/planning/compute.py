@@ -19,7 +19,7 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.architecture import find_model_config
 from recipes_lib.models.loading import choose_teacher, load_model_config, load_tokenizer
 from recipes_lib.models.quantization import check_checkpoint_bits
-from recipes_lib.models.structure import list_layer_configs
+from recipes_lib.models.structure import find_head_dim, list_layer_configs
 
 FORWARD_AND_BACKWARD = 3
 """FLOPs of a forward and a backward pass over those of the forward pass; the backward pass takes two products, for the
@@ -165,15 +165,10 @@ def _count_active_weights(parameters: Sequence[nn.Parameter], config: Any) -> fl
 def count_features(model_config: PretrainedConfig) -> tuple[float, float]:
     """Return the number of query features, and of key features, per token, as the mean over the layers."""
     layers = list_layer_configs(model_config.get_text_config())
-    queries = [layer.num_attention_heads * _find_head_dim(layer) for layer in layers]
+    queries = [layer.num_attention_heads * find_head_dim(layer) for layer in layers]
     key_heads = [getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads for layer in layers]
-    keys = [number * _find_head_dim(layer) for number, layer in zip(key_heads, layers, strict=True)]
+    keys = [number * find_head_dim(layer) for number, layer in zip(key_heads, layers, strict=True)]
     return sum(queries) / len(layers), sum(keys) / len(layers)
-
-
-def _find_head_dim(layer: Any) -> int:
-    head_dim: int = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-    return head_dim
 
 
 def _count_attention(config: Any, sequence_length: int) -> float:
@@ -189,7 +184,7 @@ def _count_attention(config: Any, sequence_length: int) -> float:
     for layer, layer_type in zip(layers if len(layers) > 1 else layers * len(layer_types), layer_types, strict=True):
         windowed = min(sequence_length, getattr(layer, "sliding_window", None) or sequence_length)
         num_keys = {"full_attention": sequence_length, "sliding_attention": windowed}.get(layer_type, 0)
-        head_dim = _find_head_dim(layer)
+        head_dim = find_head_dim(layer)
         score_dim, value_dim = (getattr(layer, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
         flops += 2.0 * num_keys * layer.num_attention_heads * (score_dim + value_dim)
     return flops

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from recipes_lib.losses.projection import choose_chunk_bytes, count_chunk_tokens
 from recipes_lib.models.parallel.pipeline_part import PipelinePart
 from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
+from recipes_lib.models.structure import find_head_dim
 
 SAMPLING_BYTES: Final = 28
 """Bytes per logit while a token is sampled: 4 of the model, 24 of the sampler, which sums in double precision."""
@@ -160,7 +161,7 @@ class Layout:
         text = narrowed.get_text_config()
         if self.tensor > 1:
             verify_tensor_parallel(model_config, self.tensor)
-            text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+            text.head_dim = find_head_dim(text)
             for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
                 setattr(text, name, getattr(text, name) // self.tensor)
         if self.pipeline_stages > 1:

@@ -109,9 +109,10 @@ def test_dataset_card_agrees_with_datasets(config: str, splits: list[str], card_
         (("", ""), "mian", "no configuration `mian`"),
         (("main/train-*", "main/part-*"), "main", "no data file matches `main/part-\\*`"),
         (("main/train-*", "../*"), "main", r"no data file matches `\.\./\*`"),
+        (("main/train-*", "main/**.jsonl"), "main", "Invalid pattern"),
         (("data_dir: named", "data_dir: /etc"), "named", "`data_dir` outside of the folder"),
     ],
-    ids=["no default", "unknown", "missing file", "file outside", "folder outside"],
+    ids=["no default", "unknown", "missing file", "file outside", "invalid pattern", "folder outside"],
 )
 def test_dataset_card_problem_is_located(
     change: tuple[str, str], config: str | None, words: str, card_folder: Path

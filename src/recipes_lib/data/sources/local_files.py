@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import yaml
+from fsspec.utils import glob_translate
 
 from recipes_lib.config.paths import expand_home
 from recipes_lib.data.sources.readers import (
@@ -66,8 +67,6 @@ SPLIT_WORDS: Final = {
 }
 _CARD: Final = re.compile(r"---[ \t]*\n(.*?)\n---[ \t]*(\n|$)", re.DOTALL)
 """Metadata of a dataset card, in YAML at its beginning."""
-_GLOB: Final = re.compile(r"(\*\*/|\*\*|\*|\?|\[[^]]*\])")
-_WILDCARDS: Final = {"**/": "(.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 _SHARD: Final = re.compile(r"data/(?P<split>[^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]+")
 
 
@@ -258,17 +257,16 @@ def _find_card_splits(folder: Path, name: str, card: Mapping[str, Any], split: s
     for entry in entries:
         paths = entry.get("path") if str(entry.get("split")) == split else []
         for pattern in map(str, paths if isinstance(paths, list) else [paths]):
-            wildcards = re.compile("".join(_WILDCARDS.get(part) or _translate(part) for part in _GLOB.split(pattern)))
-            matching = [file for relative, file in files.items() if wildcards.fullmatch(relative)]
+            try:
+                matches = re.compile(glob_translate(pattern)).match
+            except ValueError as error:  # Such as `**` within a name.
+                raise DataError(Problem(name, f"its README.md has `{pattern}`: {error}", "correct README.md")) from None
+            matching = [file for relative, file in files.items() if matches(relative)]
             if not matching:
                 raise DataError(Problem(name, f"no data file matches `{pattern}` of its README.md", "download it"))
             splits[split] += matching
     _refuse_mixed_kinds(splits.get(split, ()), folder, name)
     return splits
-
-
-def _translate(part: str) -> str:
-    return part.replace("[!", "[^") if part.startswith("[") else re.escape(part)
 
 
 def _list_files(folder: Path, name: str) -> list[Path]:

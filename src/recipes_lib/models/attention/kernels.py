@@ -27,7 +27,7 @@ from recipes_lib.models.parallel.context_parallel import (
     register_context_parallel,
     verify_context_parallel,
 )
-from recipes_lib.models.structure import list_layer_configs
+from recipes_lib.models.structure import find_head_dim, list_layer_configs
 
 Layout = Literal["rows", "flat"]
 """``rows``: documents in the rows of a ``(B, L)`` batch, separated by restarting positions. ``flat``: all documents in
@@ -214,7 +214,7 @@ def _refusal(name: str, config: PreTrainedConfig, device: torch.device, compute_
     # Without a GPU, as when planning a launch, the capability is assumed to suffice.
     capability = torch.cuda.get_device_capability(device) if is_cuda and torch.cuda.is_available() else (9, 0)
     is_capable = capability[0] == 9 if is_for_hopper else capability >= (8, 0)
-    head_dim = _find_head_dim(config)
+    head_dim = _find_max_head_dim(config)
     is_from_hub = name.startswith(_HUB)
     absent = f"needs the package kernels, {KERNELS_MIN_VERSION} or later" if is_from_hub else "is not installed"
     reasons = {
@@ -231,16 +231,12 @@ def _refusal(name: str, config: PreTrainedConfig, device: torch.device, compute_
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
-def _find_head_dim(config: PreTrainedConfig) -> int:
+def _find_max_head_dim(config: PreTrainedConfig) -> int:
     """Return the largest dimension of an attention head, 0 if no layer has attention heads."""
-    dims = [0]
-    for layer in list_layer_configs(config):
-        # Multi-head latent attention has another dimension for values.
-        own = [getattr(layer, name, None) or 0 for name in ("head_dim", "qk_head_dim", "v_head_dim")]
-        if not any(own) and (num_heads := getattr(layer, "num_attention_heads", None)):
-            own = [layer.hidden_size // num_heads]
-        dims += own
-    return max(dims)
+    layers = [layer for layer in list_layer_configs(config) if getattr(layer, "num_attention_heads", None)]
+    # Multi-head latent attention has one dimension for queries and keys, and another one for values.
+    latent = [getattr(layer, name, None) or 0 for layer in layers for name in ("qk_head_dim", "v_head_dim")]
+    return max([*map(find_head_dim, layers), *latent], default=0)
 
 
 def _is_supported(name: str, config: PreTrainedConfig) -> bool:
