@@ -12,6 +12,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import gc
 import itertools
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,6 +50,17 @@ def pytest_collection_finish() -> None:
     """Exclude imported modules from garbage collection: transformers' trainer runs a full one at the end of a run."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_signal_handlers() -> Iterator[None]:
+    """Keep recipes that run in this process from installing their signal handlers.
+
+    Some tests send SIGTERM to this process, which would then exit a few seconds later.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recipes_lib.stopping.StopRequest.install", lambda self: None)
+        yield
 
 
 @pytest.fixture(scope="session")

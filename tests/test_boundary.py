@@ -19,7 +19,7 @@ from recipes_lib.stopping import STOP, StopRequest
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> list[StopRequest]:
-    """Record calls of ``StopRequest.install``, which would install signal handlers in the process of the tests."""
+    """Record calls of ``StopRequest.install``."""
     calls: list[StopRequest] = []
     monkeypatch.setattr(StopRequest, "install", lambda self: calls.append(self))
     monkeypatch.setattr(STOP, "_is_closed", False)

@@ -522,6 +522,8 @@ def test_slurm_jobs_depend_on_the_previous_stage(planted, tmp_path, slurm):
     assert len((slurm / "calls").read_text().splitlines()) == 2 * len(calls)
     with pytest.raises(ConfigError, match="executor_options"):
         make_corpus(replace(config, output_dir=str(tmp_path / "b"), executor_options={"queue": "x"}))
+    with pytest.raises(ConfigError, match=r"output_dir: .*contains a space"):
+        make_corpus(replace(config, output_dir=str(tmp_path / "an out")))
     (slurm / "sbatch").write_text("#!/bin/sh\nexit 3\n")
     with pytest.raises(ConfigError, match="sbatch failed with exit code 3"):
         make_corpus(replace(config, output_dir=str(tmp_path / "c")))

@@ -9,6 +9,7 @@ import inspect
 import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -444,6 +445,10 @@ def _submit(jobs: Sequence[Job], config: CorpusConfig, submitted: Path) -> None:
         DataError: Tasks failed on Ray.
     """
     is_slurm = config.executor == "slurm"
+    # datatrove's Slurm scripts do not quote paths (0.10.1, `SlurmPipelineExecutor.launch_job`).
+    if is_slurm and " " in str(jobs[0].folder):
+        found = f"{str(jobs[0].folder)!r} contains a space, which datatrove's Slurm scripts do not allow"
+        raise ConfigError(Problem("output_dir", found, "write a folder without spaces"))
     previous: Any = None
     for job in jobs:
         options = {"pipeline": list(job.pipeline), "tasks": job.num_tasks, "logging_dir": str(job.folder)}
@@ -487,7 +492,7 @@ def choose_options(job: Job, config: CorpusConfig) -> dict[str, Any]:
         options["mem_per_cpu_gb"] = math.ceil(memory)
     if config.executor == "slurm":
         # Jobs run in this Python environment by default.
-        environment = {"env_command": f"export PATH={Path(sys.executable).parent}:$PATH"}
+        environment = {"env_command": f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"}
         options |= {} if given.keys() & {"env_command", "condaenv", "venv_path"} else environment
         # Without this option, jobs stay queued forever after a job that they depend on has failed.
         options["sbatch_args"] = {"kill-on-invalid-dep": "yes", **given.pop("sbatch_args", {})}
