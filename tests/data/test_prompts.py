@@ -58,6 +58,8 @@ def load(tmp_path, tiny_tokenizer):
         {"problem": "What is 2 plus 2?", "answer": "4"},
         {"messages": [*QUESTION, FOUR], "chosen": [*QUESTION, FOUR], "rejected": [*QUESTION, FIVE]},
         {"prompt": json.dumps(QUESTION)},
+        {"prompt": "What is 2 plus 2?", "completion": [FOUR]},
+        {"input": QUESTION, "output": "Four."},
     ],
 )
 def test_chat_prompt_is_rendered_with_generation_prompt(load, tiny_tokenizer, row):
@@ -149,11 +151,6 @@ def test_trained_line_break_is_no_terminator(load, tiny_tokenizer, monkeypatch):
 def test_max_length_includes_held_out_prompts(load):
     data = load([{"prompt": "Once"}], [{"prompt": "Once upon a time there was a king"}])
     assert data.max_length == len(data.eval[0].input_ids) + 10 > len(data.train[0].input_ids) + 10
-
-
-def test_text_prompt_with_chat_completion_is_refused(load):
-    with pytest.raises(DataError, match="`prompt` is a string, `completion` is a list"):
-        load([{"prompt": "What is 2 plus 2?", "completion": [FOUR]}])
 
 
 def test_split_separates_equal_prompts_from_training(load):

@@ -357,8 +357,8 @@ def read_documents(entries: Iterable[Entry], label: str) -> Iterator[Document | 
             continue
         try:
             if row_format is None:
-                row_format = detect_format(entry.columns, "auto", where=entry.where)
-            row = canonicalize(entry.columns, row_format, entry.source, entry.index, entry.index_name)
+                row_format = detect_format(entry)
+            row = canonicalize(entry, row_format)
             yield _to_document(row, entry, label, row_format)
         except DataError as error:
             yield error.problems[0]

@@ -161,14 +161,13 @@ def _read(mixture: Mixture, data: DataConfig) -> Iterator[_Read | Problem]:
 
 def _take_prompt(raw: RawRow, data: DataConfig) -> tuple[Row, dict[str, Any]]:
     others = {name: value for name, value in raw.columns.items() if name != "prompt"}
-    place: dict[str, Any] = {"source": raw.source, "index": raw.index, "index_name": raw.index_name}
     chat: list[Message] | None = None
     try:
         columns = {name: parse_chat(value, name) for name, value in raw.columns.items() if value is not None}
         prompt = columns.get("prompt")
         is_chat = any(isinstance(columns.get(name), list | tuple) for name in _TURNS)
         if isinstance(prompt, str) and not is_chat:
-            return Row(**place, prompt=check_text(prompt, "`prompt`")), others
+            return Row(where=raw.where, prompt=check_text(prompt, "`prompt`")), others
         if prompt is not None and not isinstance(prompt, str):
             chat = clean_messages(prompt, "prompt")
         elif prompt is None and not any(map(columns.get, _CHATS)):
@@ -176,12 +175,12 @@ def _take_prompt(raw: RawRow, data: DataConfig) -> tuple[Row, dict[str, Any]]:
     except RowError as error:
         raise DataError(Problem(raw.where, error.found, error.remedy)) from None
     if chat is not None:
-        return Row(**place, messages=chat, num_prompt_messages=len(chat)), others
+        return Row(where=raw.where, messages=chat, num_prompt_messages=len(chat)), others
     # Pairs often have columns of other layouts too, with the same prompt.
     is_pair = {"chosen", "rejected"} <= columns.keys()
     declared = "preference" if is_pair and data.dataset_format == "auto" else data.dataset_format
-    row_format = detect_format(raw.columns, declared, where=raw.where)
-    row = canonicalize(raw.columns, row_format, raw.source, raw.index, raw.index_name, needs_answer=False)
+    row_format = detect_format(raw, declared)
+    row = canonicalize(raw, row_format, needs_answer=False)
     if row.prompt is not None:
         return dataclasses.replace(row, completion=None, rejected=None), others
     if row.messages is None:

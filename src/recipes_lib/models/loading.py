@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -399,6 +400,11 @@ def _explain(name: str, error: Exception) -> tuple[str, str]:
         applies = kind in str(error) if isinstance(kind, str) else any(isinstance(cause, kind) for cause in causes)
         if applies:
             return f"{name} {found}", remedy.format(name=name)
+    for path in sorted(Path(name).glob("*.json")):
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as damage:
+            return f"{path} cannot be read: {_first_line(damage)}", "save it as JSON in UTF-8 without a byte order mark"
     remedy = "check that it is a complete model folder or Hub repository"
     return f"{name} cannot be loaded: {_first_line(error)}", remedy
 

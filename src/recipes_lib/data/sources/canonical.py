@@ -179,7 +179,7 @@ def detect_source_format(source: Source, declared_format: DatasetFormat = "auto"
     for entry in islice(source.rows(), _MAX_WITHOUT_LAYOUT):
         try:
             if isinstance(entry, RawRow):
-                return detect_format(entry.columns, declared_format, where=entry.where)
+                return detect_format(entry, declared_format)
             raise DataError(entry)
         except DataError as error:
             first = first or error.problems[0]
@@ -203,9 +203,9 @@ def read_entries(source: Source, declared_format: DatasetFormat) -> Iterator[Row
             continue
         try:
             if row_format is None:
-                row_format = detect_format(entry.columns, declared_format, where=entry.where)
+                row_format = detect_format(entry, declared_format)
                 yield from without_layout
-            yield canonicalize(entry.columns, row_format, entry.source, entry.index, entry.index_name)
+            yield canonicalize(entry, row_format)
         except DataError as error:
             if row_format is not None:
                 yield error.problems[0]

@@ -96,7 +96,7 @@ class HubSource:
             batches = self.dataset.with_format(None).iter(batch_size=_BATCH_ROWS)
             rows = (zip(batch, row, strict=True) for batch in batches for row in zip(*batch.values(), strict=True))
             for index, row in enumerate(rows):
-                yield RawRow(self.name, index, "row", spell_as_json(dict(row)))
+                yield RawRow(f"{self.name} row {index}", index, spell_as_json(dict(row)))
         except Exception as error:  # Any error of the library, the network or the cache.
             raise _describe_failure(self.name, error) from None
 

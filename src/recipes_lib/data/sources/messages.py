@@ -251,6 +251,8 @@ def _clean_extras(message: dict[str, Any], place: str) -> None:
     for key, value in message.items():
         if isinstance(value, str):
             check_text(value, f"{place}.{key}")
+        else:
+            check_json(value, f"{place}.{key}", allow_nan=True)
 
 
 def _join_parts(parts: Sequence[object], place: str) -> str:
@@ -311,14 +313,14 @@ def parse_tools(value: object) -> list[Any] | None:
     return check_json(tools, "`tools`") or None
 
 
-def check_json(value: Json, place: str) -> Json:
-    """Return ``value`` if templates can write it as JSON.
+def check_json(value: Json, place: str, *, allow_nan: bool = False) -> Json:
+    """Return ``value`` if templates can write it as JSON, or, with ``allow_nan``, need not write it.
 
     Raises:
         RowError: ``value`` contains something that JSON cannot represent, or an unpaired surrogate.
     """
     try:
-        check_text(json.dumps(value, ensure_ascii=False, allow_nan=False), place)
+        check_text(json.dumps(value, ensure_ascii=False, allow_nan=allow_nan), place)
     except (TypeError, ValueError, RecursionError) as error:
         raise RowError(f"{place} cannot be written as JSON: {error}", "use strings, numbers, lists, objects") from None
     return value

@@ -52,8 +52,8 @@ def compute_row_digest(row: Row) -> bytes:
     try:
         text = _ENCODER.encode(_strip(content)).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise DataError(_name_unwritable(row, reason)) from None
+        found = f"the row cannot be written as JSON: {error}"
+        raise DataError(Problem(row.where, found, "write it as text, or leave it out")) from None
     return hashlib.blake2b(text, digest_size=16).digest()
 
 
@@ -169,18 +169,6 @@ def _count_test_rows(num_rows: int, test_split_size: float | int) -> int:
         found = f"of {num_rows:,} rows, {num_test:,} would be held out and {max(num_rows - num_test, 0):,} trained on"
         raise DataError(Problem(where, found, "choose a size that leaves rows on both sides"))
     return num_test
-
-
-def _name_unwritable(row: Row, reason: str) -> Problem:
-    for column, turns in (("messages", row.messages), ("rejected", row.rejected)):
-        for number, turn in enumerate(turns if isinstance(turns, list | tuple) else ()):
-            for key, value in turn.items():
-                try:
-                    _ENCODER.encode(value).encode()
-                except (TypeError, ValueError, RecursionError):
-                    found = f"{column}[{number}].{key} cannot be written as JSON: {reason}"
-                    return Problem(row.where, found, "write it as text, or leave it out")
-    return Problem(row.where, f"the row cannot be written as JSON: {reason}", "write it as text, or leave it out")
 
 
 def _strip(value: Any) -> Any:
