@@ -273,7 +273,8 @@ FOLDERS: dict[str, tuple[dict[str, bytes], str]] = {
     "two meanings": ({"train-test.jsonl": GOOD}, "belongs to test and train"),
     "a broken file": ({"a.jsonl": GOOD, "b.jsonl": GOOD + b"{\n"}, "b.jsonl:2: invalid JSON"),
     "tests alone": ({"test.jsonl": GOOD}, "no split `train`; found `test`"),
-    "an empty saved dataset": ({"state.json": b"{}", "dataset_info.json": b"{}"}, "saved dataset"),
+    "an empty saved dataset": ({"state.json": b"{}", "dataset_info.json": b"{}"}, "`_data_files` is missing"),
+    "a saved dataset of other files": ({"state.json": b'{"_data_files": [{"filename": "a.txt"}]}'}, "no Arrow file"),
 }
 
 

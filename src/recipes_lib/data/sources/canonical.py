@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -166,7 +166,8 @@ def read_rows(
     Raises:
         DataError: The source has no rows, or too many broken ones; raised after the last row, with all problems.
     """
-    return BrokenRows(tokens, is_stream=source.streaming).read(read_entries(source, declared_format), source.name)
+    entries = read_entries(source.rows(), source.name, declared_format)
+    return BrokenRows(tokens, is_stream=source.streaming).read(entries, source.name)
 
 
 def detect_source_format(source: Source, declared_format: DatasetFormat = "auto") -> RowFormat:
@@ -183,11 +184,16 @@ def detect_source_format(source: Source, declared_format: DatasetFormat = "auto"
             raise DataError(entry)
         except DataError as error:
             first = first or error.problems[0]
-    raise DataError(first or _no_rows(source))
+    raise DataError(first or _no_rows(source.name))
 
 
-def read_entries(source: Source, declared_format: DatasetFormat) -> Iterator[Row | Problem]:
+def read_entries(entries: Iterable[Entry], name: str, declared_format: DatasetFormat) -> Iterator[Row | Problem]:
     """Yield each row in canonical form, or a ``Problem`` in place of a broken one.
+
+    Args:
+        entries: Rows and problems of a source.
+        name: Name of the source in errors.
+        declared_format: Value of ``dataset_format``.
 
     Raises:
         DataError: The source has no rows, none of the leading ones has a known layout, or it cannot be read further;
@@ -196,7 +202,7 @@ def read_entries(source: Source, declared_format: DatasetFormat) -> Iterator[Row
     row_format: RowFormat | None = None
     without_layout: list[Problem] = []
     is_empty = True
-    for entry in source.rows():
+    for entry in entries:
         is_empty = False
         if isinstance(entry, Problem):
             yield entry
@@ -216,14 +222,13 @@ def read_entries(source: Source, declared_format: DatasetFormat) -> Iterator[Row
             else:
                 break
     if is_empty:
-        raise DataError(_no_rows(source))
+        raise DataError(_no_rows(name))
     if row_format is None and without_layout:
         raise DataError(without_layout[0])
 
 
-def _no_rows(source: Source) -> Problem:
-    found = "no rows: it is empty, has only blank lines, or is an empty list"
-    return Problem(source.name, found, "check how it was written")
+def _no_rows(name: str) -> Problem:
+    return Problem(name, "no rows: it is empty, has only blank lines, or is an empty list", "check how it was written")
 
 
 def _refuse_missing_path(path: Path, name: str) -> None:

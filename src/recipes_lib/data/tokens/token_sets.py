@@ -77,7 +77,7 @@ class Corpus:
         Raises:
             DataError: The source cannot be read further; raised after the last document.
         """
-        return read_entries(self.source, self.format)
+        return read_entries(self.source.rows(), self.source.name, self.format)
 
     def rows(self) -> Iterator[Row]:
         """Yield the valid documents.
