@@ -342,7 +342,7 @@ GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
     "medical-o1": ("question_answer", {"Question": "What is 2 + 2?", "Complex_CoT": "?", "Response": "4"}, CHAT),
     "Alpaca in upper case": (
         "alpaca",
-        {"Instruction": "Add.", "Input": "2 + 2", "Output": "4", "Text": "Add. 2 + 2 4", "ID": 1},
+        {"Instruction": "Add.", "Input ": "2 + 2", "OUTPUT": "4", "Text": "Add. 2 + 2 4", "ID": 1},
         {"messages": [ADD, ANSWER]},
     ),
 }
@@ -458,8 +458,9 @@ def test_format_description_lists_read_and_ignored_columns() -> None:
 
 def test_answer_beside_solution_is_ambiguous() -> None:
     raw = {"problem": "What is 2 + 2?", "solution": "Add: 4", "answer": "4"}  # NuminaMath 1.5
-    with pytest.raises(DataError, match="each of `answer`, `solution` may be the answer to train on"):
-        detect(raw)
+    for columns in (raw, {name.title(): value for name, value in raw.items()}):
+        with pytest.raises(DataError, match="each of `answer`, `solution` may be the answer to train on"):
+            detect(columns)
     assert detect({"question": "2 + 2?", "answer": "4"}).name == "question_answer"
 
 

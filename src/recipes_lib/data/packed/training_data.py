@@ -120,10 +120,10 @@ class _Windows:
         Raises:
             DataError: Too many rows are broken, or rows are too long.
         """
-        encoder = build_encoder(self.config, self.tokenizer)
-        end_tokens = find_end_tokens(self.tokenizer)
         tokens, capacity = self.config.tokens, self.config.tokens.max_length
         assert capacity is not None
+        encoder = build_encoder(self.config, self.tokenizer, capacity)
+        end_tokens = find_end_tokens(self.tokenizer)
         (held_out, places), name = self._read_held_out(), self.mixture.name
         broken = BrokenRows(tokens, is_stream=True)
 

@@ -86,9 +86,10 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
             matches = _match(renamed.get(column, column) for column in present)
     renamed = _find_renamed(present, {"system_prompt": "system"}) | renamed
     if declared == "auto":
-        matches = _drop_lesser({renamed.get(column, column): value for column, value in raw.items()}, matches)
+        named = {renamed.get(column, column): value for column, value in raw.items() if value is not None}
+        matches = _drop_lesser(named, matches)
         if matches == ["question_answer"]:
-            _refuse_several_answers(present, where)
+            _refuse_several_answers(list(named), where)
     else:
         if declared not in matches:
             missing = [column for column in _LAYOUTS[declared].required if column not in present]
@@ -118,7 +119,8 @@ def _match(columns: Iterable[str]) -> list[DatasetFormat]:
 
 def _find_renamed(present: Sequence[str], spellings: Mapping[str, str]) -> dict[str, str]:
     """Return the columns that have another spelling or case of a layout's column, if no other has the same meaning."""
-    names = {column: spellings.get(column.lower(), column.lower()) for column in present}
+    plain = {column: column.strip().lower() for column in present}
+    names = {column: spellings.get(name, name) for column, name in plain.items()}
     meanings = Counter(names.values())
     return {
         column: name for column, name in names.items() if name != column and name in COLUMNS and meanings[name] == 1

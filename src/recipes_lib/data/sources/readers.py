@@ -328,7 +328,7 @@ def read_csv(file: BufferedReader, name: str, *, delimiter: str) -> Iterator[Ent
         elif not cells:  # a blank line
             pass
         elif columns is None:
-            columns = [cell.strip() or f"Unnamed: {at}" for at, cell in enumerate(cells)]
+            columns = [cell or f"Unnamed: {at}" for at, cell in enumerate(cells)]
             _check_header(columns, f"{name}:{number}")
         elif len(cells) == len(columns):
             yield RawRow(f"{name}:{number}", number, dict(zip(columns, cells, strict=True)))
