@@ -81,12 +81,11 @@ def test_plain_text_prompt_is_not_rendered(load, tiny_tokenizer):
 
 
 def test_question_includes_system_prompt_and_context(load):
-    row = {"system_prompt": "Be brief.", "question": "How many?", "context": "Four rivers.", "answer": "4"}
-    (prompt,) = load([row]).train
-    assert prompt.content == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "How many?\nFour rivers."},
-    ]
+    question = {"question": "How many?", "context": "Four rivers.", "answer": "4"}
+    turn = {"role": "user", "content": "How many?\nFour rivers."}
+    for asked in (question, {"prompt": [turn]}):
+        (prompt,) = load([{"system_prompt": "Be brief.", **asked}]).train
+        assert prompt.content == [{"role": "system", "content": "Be brief."}, turn]
 
 
 def test_chat_ending_with_user_turn_is_used_whole(load):
@@ -138,7 +137,8 @@ def test_terminators_cover_every_template_in_use(load, tiny_tokenizer, monkeypat
     )
     chat = [*QUESTION, FOUR]
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    data = load([{"messages": chat}, {"messages": chat, "tools": tools}])
+    # Tools beside a prompt of messages are rendered too.
+    data = load([{"messages": chat}, {"prompt": QUESTION, "tools": tools}])
     assert data.terminators == sorted(map(tiny_tokenizer.convert_tokens_to_ids, ends.values()))
 
 

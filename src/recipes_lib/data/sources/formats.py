@@ -220,16 +220,24 @@ def _read_messages(raw: Raw, *, column: str) -> dict[str, Any]:
     return {"messages": _put_system_first(raw, messages), **_read_chat_extras(raw)}
 
 
-def read_question(raw: Raw) -> list[Message] | None:
-    """Return the chat up to a row's question, under any of its names; ``None`` if there is no such column.
+def read_question(raw: Raw) -> dict[str, Any] | None:
+    """Return the fields of a chat up to its question: a ``prompt`` of messages, or a question under any of its names.
+
+    ``None`` if there is no such column.
 
     Raises:
         RowError: The question, or a column that belongs to it, is invalid.
     """
     present = [column for column, value in raw.items() if value is not None]
     renamed = _find_renamed(present, {**_SPELLINGS, "system_prompt": "system"})
-    raw = {renamed.get(column, column): value for column, value in raw.items()}
-    return _read_question(raw, "question", "context") if isinstance(raw.get("question"), (str, list, tuple)) else None
+    named, prompt = {renamed.get(column, column): value for column, value in raw.items()}, raw.get("prompt")
+    if prompt is not None and not isinstance(prompt, str):
+        turns = _put_system_first(named, clean_messages(prompt, "prompt"))
+    elif isinstance(named.get("question"), (str, list, tuple)):
+        turns = _read_question(named, "question", "context")
+    else:
+        return None
+    return {"messages": turns, "num_prompt_messages": len(turns), **_read_chat_extras(named)}
 
 
 def _read_answer(raw: Raw, *, question: tuple[str, ...], answer: str) -> dict[str, Any]:
