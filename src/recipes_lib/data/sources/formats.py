@@ -78,10 +78,12 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
     present = [column for column, value in raw.items() if value is not None]
     matches, renamed = _match(present), {}
     # Names in another case first, then other names.
-    for spellings in ({}, _SPELLINGS | (_CALL_SPELLINGS if "tools" in present else {})):
+    others = _SPELLINGS | (_CALL_SPELLINGS if "tools" in present else {})
+    for spellings in (dict[str, str](), others):
         if not matches:
             renamed = _find_renamed(present, spellings)
-            if "role" in present or len(renamed) > 1:  # The content of a message, or beside a question or answer.
+            # The content of a message, or beside a question, an answer or a chat, is no text.
+            if "role" in present or {*renamed.values()} & {*spellings.values()} - {"text"}:
                 renamed.pop("content", None)
             matches = _match(renamed.get(column, column) for column in present)
     renamed = _find_renamed(present, {"system_prompt": "system"}) | renamed
