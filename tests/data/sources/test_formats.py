@@ -295,7 +295,7 @@ GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
     ),
     "pairs of chats in cells": (
         "preference",
-        {"chosen": json.dumps([USER, ANSWER]), "rejected": json.dumps([USER, WRONG])},
+        {"chosen": json.dumps([USER, ANSWER]), "rejected": json.dumps([USER, WRONG], indent=2)},
         pair(USER),
     ),
     "messages as an object of lists": (

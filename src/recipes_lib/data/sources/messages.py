@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from types import NoneType, UnionType
@@ -32,6 +33,9 @@ TRAIN: Final = "train"
 
 _MARKS: Final = ("weight", "train", "training")
 """Keys that include a turn in the loss or exclude it: OpenAI's ``weight``, 0 or 1, and axolotl's booleans."""
+
+_CHAT: Final = re.compile(r"""\s*\[\s*\{\s*(["'])""")
+"""Beginning of a list of objects, in JSON or in Python's notation."""
 
 _PARTIAL_MARKS: Final = ("train_detail", "training_detail")
 
@@ -332,9 +336,10 @@ def parse_chat(value: object, column: str) -> object:
     Raises:
         RowError: The string has turns in Python's notation, as written by ``to_csv`` of pandas and ``datasets``.
     """
-    if not isinstance(value, str) or value[:3] not in ('[{"', "[{'"):
+    start = _CHAT.match(value) if isinstance(value, str) else None
+    if start is None:
         return value
-    quote = value[2]
+    value, quote = start.string, start[1]
     if not any(all(f"{quote}{key}{quote}:" in value for key in keys) for keys in (("role", "content"), _KEYS)):
         return value
     if quote == "'":
