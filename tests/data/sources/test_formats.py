@@ -62,7 +62,12 @@ GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
     "tools as JSON": ("messages", {**CHAT, "tools": '[{"name": "add"}]'}, {**CHAT, "tools": [{"name": "add"}]}),
     "function calls as the answer, as in xlam": (
         "question_answer",
-        {"id": 1, "query": "What is 2 + 2?", "answers": json.dumps([WRITTEN_CALL]), "tools": '[{"name": "add"}]'},
+        {
+            "id": 1,
+            "query": "What is 2 + 2?",
+            "answers": json.dumps([WRITTEN_CALL], indent=1),
+            "tools": '[{"name": "add"}]',
+        },
         {"messages": [USER, CALLED], "tools": [{"name": "add"}]},
     ),
     "no tools": ("messages", {**CHAT, "tools": "[]"}, CHAT),

@@ -14,6 +14,7 @@ import numpy as np
 from recipes_lib.config.schema import DatasetFormat
 from recipes_lib.data.sources.messages import (
     FUNCTION_CALL,
+    OBJECTS,
     ROLES,
     RowError,
     are_columns,
@@ -244,7 +245,7 @@ def read_question(raw: Raw) -> dict[str, Any] | None:
 
 def _read_answer(raw: Raw, *, question: tuple[str, ...], answer: str) -> dict[str, Any]:
     prompt, value = _read_question(raw, *question), _take(raw, answer)
-    if raw.get("tools") and (isinstance(value, (list, tuple)) or str(value).lstrip()[:2] == "[{"):
+    if raw.get("tools") and (isinstance(value, (list, tuple)) or OBJECTS.match(str(value))):
         answers = clean_messages([{"role": FUNCTION_CALL, "content": value}], answer)
     else:
         answers = [_build_answer(check_answer(value, f"`{answer}`"))]

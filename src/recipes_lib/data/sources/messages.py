@@ -34,7 +34,7 @@ TRAIN: Final = "train"
 _MARKS: Final = ("weight", "train", "training")
 """Keys that include a turn in the loss or exclude it: OpenAI's ``weight``, 0 or 1, and axolotl's booleans."""
 
-_CHAT: Final = re.compile(r"""\s*\[\s*\{\s*(["'])""")
+OBJECTS: Final = re.compile(r"""\s*\[\s*\{\s*(["'])""")
 """Beginning of a list of objects, in JSON or in Python's notation."""
 
 _PARTIAL_MARKS: Final = ("train_detail", "training_detail")
@@ -336,7 +336,7 @@ def parse_chat(value: object, column: str) -> object:
     Raises:
         RowError: The string has turns in Python's notation, as written by ``to_csv`` of pandas and ``datasets``.
     """
-    start = _CHAT.match(value) if isinstance(value, str) else None
+    start = OBJECTS.match(value) if isinstance(value, str) else None
     if start is None:
         return value
     value, quote = start.string, start[1]
