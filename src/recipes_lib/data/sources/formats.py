@@ -77,25 +77,23 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
     """
     raw, where = entry.columns, entry.where
     present = [column for column, value in raw.items() if value is not None]
-    matches, renamed = _match(present), {}
-    # Names in another case first, then other names.
-    others = _SPELLINGS | (_CALL_SPELLINGS if "tools" in present else {})
-    for spellings in (dict[str, str](), others):
-        if not matches:
-            renamed = _find_renamed(present, spellings)
-            # The content of a message, or beside a question, an answer or a chat, is no text.
-            if "role" in present or {*renamed.values()} & {*spellings.values()} - {"text"}:
-                renamed.pop("content", None)
-            matches = _match(renamed.get(column, column) for column in present)
-    renamed = _find_renamed(present, {"system_prompt": "system"}) | renamed
+    cased = _find_cased(present)
+    plain = list(cased.values())
+    matches, renamed = _match(plain), {}
+    if not matches:
+        renamed = _find_renamed(plain, _SPELLINGS | (_CALL_SPELLINGS if "tools" in plain else {}))
+        if "role" in plain or len(renamed) > 1:  # The content of a message, or beside a question or answer.
+            renamed.pop("content", None)
+        matches = _match(renamed.get(name, name) for name in plain)
+    renamed |= _find_renamed(plain, {"system_prompt": "system"})
+    named = {column: renamed.get(name, name) for column, name in cased.items()}
     if declared == "auto":
-        named = {renamed.get(column, column): value for column, value in raw.items() if value is not None}
-        matches = _drop_lesser(named, matches)
+        matches = _drop_lesser({name: raw[column] for column, name in named.items()}, matches)
         if matches == ["question_answer"]:
-            _refuse_several_answers(list(named), where)
+            _refuse_several_answers(list(named.values()), where)
     else:
         if declared not in matches:
-            missing = [column for column in _LAYOUTS[declared].required if column not in present]
+            missing = [column for column in _LAYOUTS[declared].required if column not in plain]
             found = f"the `{declared}` layout needs {_quote(missing)}; found {_quote(present)}"
             raise DataError(Problem(where, found, f"rename the columns, or change `dataset_format: {declared}`"))
         matches = [declared]
@@ -108,10 +106,10 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
         remedy = f"rename them, or map them with `dataset_columns`, to one of: {known}"
         raise DataError(Problem(where, f"the columns match no layout: {_quote(present)}", remedy))
     layout = _LAYOUTS[matches[0]]
-    written = {name: column for column, name in renamed.items()}
+    written = {name: column for column, name in named.items()}
     meant = [written.get(name, name) for name in (*layout.required, *layout.optional)]
     read = tuple(column for column in meant if column in raw)
-    renamed = {column: name for column, name in renamed.items() if column in read}
+    renamed = {column: name for column, name in named.items() if column in read and column != name}
     return RowFormat(matches[0], read, tuple(column for column in raw if column not in read), renamed)
 
 
@@ -120,14 +118,17 @@ def _match(columns: Iterable[str]) -> list[DatasetFormat]:
     return [name for name, layout in _LAYOUTS.items() if present.issuperset(layout.required)]
 
 
-def _find_renamed(present: Sequence[str], spellings: Mapping[str, str]) -> dict[str, str]:
-    """Return the columns that have another spelling or case of a layout's column, if no other has the same meaning."""
+def _find_cased(present: Sequence[str]) -> dict[str, str]:
+    """Return each column with its name, in lower case and without blanks around if that is a layout's column."""
     plain = {column: column.strip().lower() for column in present}
-    names = {column: spellings.get(name, name) for column, name in plain.items()}
-    meanings = Counter(names.values())
-    return {
-        column: name for column, name in names.items() if name != column and name in COLUMNS and meanings[name] == 1
-    }
+    counts = Counter(plain.values())
+    return {column: name if name in COLUMNS and counts[name] == 1 else column for column, name in plain.items()}
+
+
+def _find_renamed(present: Sequence[str], spellings: Mapping[str, str]) -> dict[str, str]:
+    """Return the columns that have another spelling of a layout's column, if no other column has the same meaning."""
+    meanings = Counter(spellings.get(column, column) for column in present)
+    return {column: spellings[column] for column in present if column in spellings and meanings[spellings[column]] == 1}
 
 
 def _drop_lesser(raw: Raw, matches: list[DatasetFormat]) -> list[DatasetFormat]:
@@ -231,9 +232,9 @@ def read_question(raw: Raw) -> dict[str, Any] | None:
     Raises:
         RowError: The question, or a column that belongs to it, is invalid.
     """
-    present = [column for column, value in raw.items() if value is not None]
-    renamed = _find_renamed(present, {**_SPELLINGS, "system_prompt": "system"})
-    named, prompt = {renamed.get(column, column): value for column, value in raw.items()}, raw.get("prompt")
+    cased, prompt = _find_cased([column for column, value in raw.items() if value is not None]), raw.get("prompt")
+    renamed = _find_renamed(list(cased.values()), {**_SPELLINGS, "system_prompt": "system"})
+    named = {renamed.get(name, name): raw[column] for column, name in cased.items()}
     if prompt is not None and not isinstance(prompt, str):
         turns = _put_system_first(named, clean_messages(prompt, "prompt"))
     elif isinstance(named.get("question"), (str, list, tuple)):
