@@ -213,7 +213,7 @@ def _refuse_labelled(raw: Raw, *, is_answer: bool) -> None:
     """
     columns = ("label", "kto_tag") if is_answer or raw.get("completion") is not None else ("kto_tag",)
     # As text, since in a table every cell is one.
-    if label := next((column for column in columns if str(raw.get(column)).lower() in ("true", "false")), None):
+    if label := next((name for name in columns if name in raw and str(raw[name]).lower() in ("true", "false")), None):
         found = f"the boolean `{label}` says which answers are good, and all of them would be trained on"
         hidden = f"`dataset_columns: {{{label}: null}}`"
         raise RowError(found, f"keep the rows where it is true; or write {hidden} if it has another meaning")

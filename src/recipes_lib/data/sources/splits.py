@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -174,8 +174,7 @@ def _count_test_rows(num_rows: int, test_split_size: float | int) -> int:
 def _strip(value: Any) -> Any:
     if isinstance(value, str):
         return value.strip()
-    if isinstance(value, Mapping):
+    # Types of parsed JSON: the abstract `Mapping` would take half of the time.
+    if isinstance(value, dict):
         return {key: _strip(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strip(item) for item in value]
-    return value
+    return [_strip(item) for item in value] if isinstance(value, (list, tuple)) else value
