@@ -295,23 +295,20 @@ def _read_preference(raw: Raw) -> dict[str, Any]:
     if values["chosen"] == values["rejected"]:
         raise RowError("`chosen` and `rejected` are the same", "remove the row: it has no preference")
     _check_same_kind(**values)
-    prompt = raw.get("prompt")
-    if isinstance(values["chosen"], str):
-        # A string `prompt` with string answers is plain text, not a chat.
-        shared = None if isinstance(prompt, str) else _read_shared_prompt(raw)
-        if shared is None:
-            _refuse_chat_columns(raw)
-            return {**_read_text_pair(raw, prompt, **values), **_read_margin(raw)}
+    prompt, are_texts = raw.get("prompt"), isinstance(values["chosen"], str)
     chosen, rejected = (_read_turns(value, column) for column, value in values.items())
-    if not isinstance(values["chosen"], str):
-        # Answers of several turns are complete chats; they include the prompt, which a text column may repeat.
-        is_whole = not isinstance(prompt, (list, tuple)) and max(len(chosen), len(rejected)) > 1
-        shared = None if is_whole else _read_shared_prompt(raw)
-        if shared is None:
-            shared, chosen, rejected = _split_prompt(chosen, rejected)
-            shared = _put_system_first(raw, shared)
-        elif chosen[: len(shared)] == shared == rejected[: len(shared)]:
-            chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
+    # A string `prompt` with string answers is plain text. Answers of several turns are complete chats; they include the
+    # prompt, which a text column may repeat.
+    is_whole = not isinstance(prompt, (list, tuple)) and max(len(chosen), len(rejected)) > 1
+    shared = None if is_whole or (are_texts and isinstance(prompt, str)) else _read_shared_prompt(raw)
+    if shared is None and are_texts:
+        _refuse_chat_columns(raw)
+        return {**_read_text_pair(raw, prompt, **values), **_read_margin(raw)}
+    if shared is None:
+        shared, chosen, rejected = _split_prompt(chosen, rejected)
+        shared = _put_system_first(raw, shared)
+    elif chosen[: len(shared)] == shared == rejected[: len(shared)]:
+        chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
     _check_pair(chosen=chosen, rejected=rejected)
     extras = {**_read_chat_extras(raw), **_read_margin(raw)}
     return {"messages": [*shared, *chosen], "num_prompt_messages": len(shared), "rejected": rejected, **extras}
