@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -100,7 +100,9 @@ def load_prompt_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -
         rows, held_out = [rows[at] for at in split.train], [rows[at] for at in split.test]
     elif held_out and not data.allow_eval_overlap:
         overlap = find_overlap([read.digest for read in rows], [read.digest for read in held_out])
-        refuse_overlap(overlap, _name(rows), _name(held_out), relation="ask what held-out rows ask")
+        train_places, eval_places = ([read.row.where for read in side] for side in (rows, held_out))
+        relation = "ask what held-out rows ask"
+        refuse_overlap(overlap, train_places.__getitem__, eval_places.__getitem__, relation=relation)
     overlong: list[Problem] = []
     train, eval_ = (list(_encode(side, encoder, config, broken, overlong)) for side in (rows, held_out))
     if config.tokens.overlong == "error":
@@ -250,7 +252,3 @@ def _find_terminators(rows: Sequence[Row], encoder: RowEncoder, end_tokens: Coll
     encoded = encoder.encode(list(answered.values()))
     answers = [row.input_ids[row.loss_mask] for row in encoded]
     return sorted({int(ids[count_before_end(ids, end_tokens)]) for ids in answers})
-
-
-def _name(rows: Sequence[_Read]) -> Callable[[int], str]:
-    return lambda position: rows[position].row.where

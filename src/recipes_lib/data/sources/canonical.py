@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-from recipes_lib.config.paths import expand_home
+from recipes_lib.config.paths import expand_home, suggest_sibling
 from recipes_lib.config.schema import DatasetFormat, TokensConfig
 from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.formats import COLUMNS, RowFormat, canonicalize, detect_format
@@ -236,6 +236,5 @@ def _refuse_missing_path(path: Path, name: str) -> None:
     is_path = name.startswith(("/", ".", "~")) or "\\" in name or name.count("/") > 1 or find_suffix(path) in READERS
     if name.strip() and not is_path:
         return
-    siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
-    remedy = suggest(path.name, siblings, f"paths start from {Path.cwd()}", f"`{path.parent / '{}'}`")
+    remedy = suggest_sibling(str(path)) or f"paths start from {Path.cwd()}"
     raise DataError(Problem(name or "dataset_name", "no such file or folder", remedy))
