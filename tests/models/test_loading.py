@@ -114,8 +114,11 @@ def test_wrong_type_in_config_and_missing_tokenizer_files_are_explained(model_di
 def test_byte_order_mark_in_tokenizer_file_is_located(model_dir: Path, name: str) -> None:
     (model_dir / name).write_bytes(b"\xef\xbb\xbf" + (model_dir / name).read_bytes())
     _, found, remedy = catch_problem(lambda: load_tokenizer(config_for(model_dir), TokensConfig()))
-    assert found.startswith(f"{model_dir / name} cannot be read: ")
-    assert "without a byte order mark" in remedy
+    assert found == f"{model_dir / name} begins with a byte order mark"
+    assert "without one" in remedy
+    (model_dir / name).write_text("{")
+    found = catch_problem(lambda: load_tokenizer(config_for(model_dir), TokensConfig()))[1]
+    assert found.startswith(f"{model_dir / name} is not JSON: ")
 
 
 def test_pickled_weights_are_never_opened(model_dir: Path) -> None:
