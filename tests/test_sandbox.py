@@ -154,6 +154,14 @@ def test_endless_programs_time_out() -> None:
     )
 
 
+@pytest.mark.parametrize("content", ["b'0' * (1 << 22)", "b''"], ids=["large files", "many files"])
+def test_program_that_fills_folder_is_killed(content: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_MAX_FOLDER_BYTES", 1 << 23)
+    source = f"import itertools\nfor at in itertools.count():\n    open(str(at), 'wb').write({content})"
+    verdict = run_program(source, seconds=30)
+    assert (verdict.outcome, "its files take more than 8,388,608 bytes" in verdict.stderr) == ("failed", True)
+
+
 def test_deep_folders_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with sandbox._temporary_folder() as folder:

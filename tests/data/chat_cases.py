@@ -45,15 +45,15 @@ def answer(content: Any, **more: Any) -> dict[str, Any]:
 
 
 def chat(*messages: dict[str, Any], **options: Any) -> Row:
-    return Row(source="train.jsonl", index=17, index_name="line", messages=messages, **options)
+    return Row(where="train.jsonl:17", messages=messages, **options)
 
 
 def plain(prompt: str, completion: str) -> Row:
-    return Row(source="train.jsonl", index=17, index_name="line", prompt=prompt, completion=completion)
+    return Row(where="train.jsonl:17", prompt=prompt, completion=completion)
 
 
 def text_row(text: str) -> Row:
-    return Row(source="train.jsonl", index=17, index_name="line", text=text)
+    return Row(where="train.jsonl:17", text=text)
 
 
 def runs(mask: npt.ArrayLike) -> list[tuple[int, int]]:

@@ -190,7 +190,11 @@ ROWS: dict[str, tuple[dict[str, object], str]] = {
     "text is a boolean": ({"text": True}, "`text` is a boolean, not a string"),
     "empty completion": ({"prompt": "a", "completion": ""}, "`completion` is empty"),
     "prompt is a number": ({"prompt": 1, "completion": "a"}, "`prompt` is a number"),
-    "prompt text, completion chat": ({"prompt": "a", "completion": [assistant()]}, "both"),
+    "system prompt of a text": ({"prompt": "a", "completion": "b", "system": "c"}, "`system` is part of a chat"),
+    "history of a pair of texts": (
+        {"prompt": "a", "chosen": "b", "rejected": "c", "history": [["d", "e"]]},
+        "dataset_columns: {question: prompt}",
+    ),
     "completion of the user": ({"prompt": [user()], "completion": [user()]}, "no assistant"),
     "unknown sharegpt role": ({"conversations": [{"from": "x", "value": "a"}]}, "role 'x'"),
     "sharegpt value is null": ({"conversations": [{"from": "gpt", "value": None}]}, "missing"),
@@ -245,10 +249,6 @@ ROWS: dict[str, tuple[dict[str, object], str]] = {
         {"chosen": [user(), assistant()], "rejected": [user()]},
         "`rejected` does not continue",
     ),
-    "pair that repeats its prompt": (
-        {"prompt": [user()], "chosen": [user(), assistant("a")], "rejected": [user(), assistant("b")]},
-        "`chosen` repeats `prompt`",
-    ),
 }
 FILES |= {kind: ("d.jsonl", line(row), ":1", words) for kind, (row, words) in ROWS.items()}
 
@@ -273,7 +273,8 @@ FOLDERS: dict[str, tuple[dict[str, bytes], str]] = {
     "two meanings": ({"train-test.jsonl": GOOD}, "belongs to test and train"),
     "a broken file": ({"a.jsonl": GOOD, "b.jsonl": GOOD + b"{\n"}, "b.jsonl:2: invalid JSON"),
     "tests alone": ({"test.jsonl": GOOD}, "no split `train`; found `test`"),
-    "an empty saved dataset": ({"state.json": b"{}", "dataset_info.json": b"{}"}, "saved dataset"),
+    "an empty saved dataset": ({"state.json": b"{}", "dataset_info.json": b"{}"}, "`_data_files` is missing"),
+    "a saved dataset of other files": ({"state.json": b'{"_data_files": [{"filename": "a.txt"}]}'}, "no Arrow file"),
 }
 
 

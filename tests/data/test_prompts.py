@@ -58,6 +58,8 @@ def load(tmp_path, tiny_tokenizer):
         {"problem": "What is 2 plus 2?", "answer": "4"},
         {"messages": [*QUESTION, FOUR], "chosen": [*QUESTION, FOUR], "rejected": [*QUESTION, FIVE]},
         {"prompt": json.dumps(QUESTION)},
+        {"prompt": "What is 2 plus 2?", "completion": [FOUR]},
+        {"input": QUESTION, "output": "Four."},
     ],
 )
 def test_chat_prompt_is_rendered_with_generation_prompt(load, tiny_tokenizer, row):
@@ -79,12 +81,11 @@ def test_plain_text_prompt_is_not_rendered(load, tiny_tokenizer):
 
 
 def test_question_includes_system_prompt_and_context(load):
-    row = {"system_prompt": "Be brief.", "question": "How many?", "context": "Four rivers.", "answer": "4"}
-    (prompt,) = load([row]).train
-    assert prompt.content == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "How many?\nFour rivers."},
-    ]
+    question = {"question": "How many?", "context": "Four rivers.", "answer": "4"}
+    turn = {"role": "user", "content": "How many?\nFour rivers."}
+    for asked in (question, {"prompt": [turn]}):
+        (prompt,) = load([{"system_prompt": "Be brief.", **asked}]).train
+        assert prompt.content == [{"role": "system", "content": "Be brief."}, turn]
 
 
 def test_chat_ending_with_user_turn_is_used_whole(load):
@@ -136,7 +137,8 @@ def test_terminators_cover_every_template_in_use(load, tiny_tokenizer, monkeypat
     )
     chat = [*QUESTION, FOUR]
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    data = load([{"messages": chat}, {"messages": chat, "tools": tools}])
+    # Tools beside a prompt of messages are rendered too.
+    data = load([{"messages": chat}, {"prompt": QUESTION, "tools": tools}])
     assert data.terminators == sorted(map(tiny_tokenizer.convert_tokens_to_ids, ends.values()))
 
 
@@ -149,11 +151,6 @@ def test_trained_line_break_is_no_terminator(load, tiny_tokenizer, monkeypatch):
 def test_max_length_includes_held_out_prompts(load):
     data = load([{"prompt": "Once"}], [{"prompt": "Once upon a time there was a king"}])
     assert data.max_length == len(data.eval[0].input_ids) + 10 > len(data.train[0].input_ids) + 10
-
-
-def test_text_prompt_with_chat_completion_is_refused(load):
-    with pytest.raises(DataError, match="`prompt` is a string, `completion` is a list"):
-        load([{"prompt": "What is 2 plus 2?", "completion": [FOUR]}])
 
 
 def test_split_separates_equal_prompts_from_training(load):

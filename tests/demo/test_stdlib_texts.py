@@ -9,6 +9,7 @@ import zipfile
 import pytest
 
 from recipes_lib.data.sources.formats import canonicalize, detect_format
+from recipes_lib.data.sources.rows import RawRow
 from recipes_lib.demo import stdlib_texts
 from recipes_lib.demo.stdlib_texts import (
     QUESTIONS,
@@ -149,9 +150,10 @@ def ask_about(source):
 
 def test_chats_have_messages_layout(chats):
     for number, chat in enumerate([*chats.train[:200], *chats.held_out]):
-        row_format = detect_format(chat.row, where="demo")
+        entry = RawRow("demo", number, chat.row)
+        row_format = detect_format(entry)
         assert row_format.name == "messages"
-        messages = canonicalize(chat.row, row_format, "demo", number).messages
+        messages = canonicalize(entry, row_format).messages
         assert [message["content"] for message in messages] == [chat.prompt, chat.answer]
 
 

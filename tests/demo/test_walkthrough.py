@@ -20,6 +20,7 @@ from recipes_lib.config.loader import parse_command
 from recipes_lib.corpus.decontamination import Index
 from recipes_lib.data.sources.canonical import load_source, read_rows
 from recipes_lib.data.sources.formats import canonicalize, detect_format
+from recipes_lib.data.sources.rows import RawRow
 from recipes_lib.demo import stdlib_texts
 from recipes_lib.demo import walkthrough as run
 from recipes_lib.demo.stdlib_texts import QUESTIONS, Chat, build_chats, parse_module
@@ -275,9 +276,10 @@ def test_rejected_answer_is_answer_to_same_question_kind(chats):
     right = {chat.prompt: chat for chat in chats.held_out}
     answers = {(chat.question, chat.answer) for chat in chats.held_out}
     rows = list(build_pairs(chats.held_out))
-    row_format = detect_format(rows[0], where="demo")
+    entries = [RawRow("demo", number, row) for number, row in enumerate(rows)]
+    row_format = detect_format(entries[0])
     assert row_format.name == "preference"
-    assert all(canonicalize(row, row_format, "demo", number).rejected for number, row in enumerate(rows))
+    assert all(canonicalize(entry, row_format).rejected for entry in entries)
     pairs = [texts_of(row) for row in rows]
     assert len({prompt for prompt, _, _ in pairs}) == len(pairs) > 0.9 * len(chats.held_out)
     for prompt, chosen, rejected in pairs:

@@ -180,7 +180,7 @@ def read_text(folder: Path) -> None:
     config = read_config(folder)
     chat = [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "So."}]
     build_encoder(config, load_tokenizer(config.model, TokensConfig())).encode(
-        [Row(source="chats.jsonl", index=0, messages=chat)]
+        [Row(where="chats.jsonl row 0", messages=chat)]
     )
 
 

@@ -110,6 +110,17 @@ def test_wrong_type_in_config_and_missing_tokenizer_files_are_explained(model_di
     assert "expected int" in found
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_byte_order_mark_in_tokenizer_file_is_located(model_dir: Path, name: str) -> None:
+    (model_dir / name).write_bytes(b"\xef\xbb\xbf" + (model_dir / name).read_bytes())
+    _, found, remedy = catch_problem(lambda: load_tokenizer(config_for(model_dir), TokensConfig()))
+    assert found == f"{model_dir / name} begins with a byte order mark"
+    assert "without one" in remedy
+    (model_dir / name).write_text("{")
+    found = catch_problem(lambda: load_tokenizer(config_for(model_dir), TokensConfig()))[1]
+    assert found.startswith(f"{model_dir / name} is not JSON: ")
+
+
 def test_pickled_weights_are_never_opened(model_dir: Path) -> None:
     (model_dir / "model.safetensors").unlink()
     canary = model_dir / "opened"

@@ -229,4 +229,4 @@ def load_text_scorer(path: str) -> Callable[[str], float | None]:
     scorer = load_row_scorer(
         load_for_command("sft", [f"--{key}={value}" for key, value in given.items()]), read_launch()
     )
-    return lambda text: scorer.score([Row(source=path, index=0, text=text)])[0].bits_per_byte
+    return lambda text: scorer.score([Row(where=path, text=text)])[0].bits_per_byte

@@ -286,7 +286,7 @@ def _verify_template(settings: dict[str, Any], name: str | None) -> ChatTemplate
 
     tokenizer = train_tokenizer([], vocab_size=0, **settings)
     try:
-        RowEncoder(tokenizer).encode([Row(source=name, index=0, messages=_TRIAL)])
+        RowEncoder(tokenizer).encode([Row(where=name, messages=_TRIAL)])
     except UserError as error:
         problems = (Problem(f"--chat_template {name}", one.found, one.remedy) for one in error.problems)
         raise ConfigError(*problems) from error

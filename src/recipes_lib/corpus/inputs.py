@@ -357,8 +357,8 @@ def read_documents(entries: Iterable[Entry], label: str) -> Iterator[Document | 
             continue
         try:
             if row_format is None:
-                row_format = detect_format(entry.columns, "auto", where=entry.where)
-            row = canonicalize(entry.columns, row_format, entry.source, entry.index, entry.index_name)
+                row_format = detect_format(entry)
+            row = canonicalize(entry, row_format)
             yield _to_document(row, entry, label, row_format)
         except DataError as error:
             yield error.problems[0]
@@ -409,49 +409,25 @@ def read_page(path: Path, label: str) -> Document | Problem:
     return Document(text=decode_file(data), id=label, metadata={HTML: True})
 
 
-@dataclass(frozen=True)
-class SpreadSource:
-    """Source that is read at several positions in turn, so that its first rows are representative.
-
-    Attributes:
-        source: The source that is read.
-    """
-
-    source: Source
-
-    @property
-    def name(self) -> str:
-        """Name of the source."""
-        return self.source.name
-
-    @property
-    def streaming(self) -> bool:
-        """Whether the source is streamed."""
-        return self.source.streaming
-
-    def fingerprint(self) -> str:
-        """Return the fingerprint of the source."""
-        return self.source.fingerprint()
-
-    def rows(self) -> Iterator[Entry]:
-        """Yield rows and problems from several parts in turn; an exhausted part is replaced by the next one."""
-        # Fewer for a stream, where each part is a file on the network.
-        places = 4 if self.streaming else _PLACES
-        size = sum(part.num_bytes or 0 for part in split_source(self.source, self.name, sys.maxsize))
-        parts = [part.source or self.source for part in split_source(self.source, self.name, -(-size // places) or 1)]
-        # Every stride-th part first, so that the first rows come from all parts of the source.
-        stride = -(-len(parts) // places)
-        waiting = [parts[at].rows() for first in range(stride) for at in range(first, len(parts), stride)]
-        while waiting:
-            active, waiting = waiting[:places], waiting[places:]
-            while active:
-                for rows in list(active):
-                    try:
-                        yield next(rows)
-                        continue
-                    except StopIteration:
-                        pass
-                    except DataError as error:
-                        yield from error.problems
-                    active.remove(rows)
-                    active += [waiting.pop(0)] if waiting else []
+def interleave_rows(source: Source) -> Iterator[Entry]:
+    """Yield rows and problems from several parts of a source in turn, so that the first ones are representative."""
+    # Fewer for a stream, where each part is a file on the network.
+    places = 4 if source.streaming else _PLACES
+    size = sum(part.num_bytes or 0 for part in split_source(source, source.name, sys.maxsize))
+    parts = [part.source or source for part in split_source(source, source.name, -(-size // places) or 1)]
+    # Every stride-th part first, so that the first rows come from all parts of the source.
+    stride = -(-len(parts) // places)
+    waiting = [parts[at].rows() for first in range(stride) for at in range(first, len(parts), stride)]
+    while waiting:
+        active, waiting = waiting[:places], waiting[places:]
+        while active:
+            for rows in list(active):
+                try:
+                    yield next(rows)
+                    continue
+                except StopIteration:
+                    pass
+                except DataError as error:
+                    yield from error.problems
+                active.remove(rows)
+                active += [waiting.pop(0)] if waiting else []

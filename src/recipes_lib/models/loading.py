@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import logging
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -36,7 +37,7 @@ from transformers.utils.hub import cached_file
 from recipes_lib.config.schema import ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.environment import go_offline_unless_reachable
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, list_first
-from recipes_lib.files import read_record
+from recipes_lib.files import read_json, read_record
 from recipes_lib.models.model_files import find_damage
 from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
 from recipes_lib.models.parallel.zero3 import register_gather_hooks
@@ -399,6 +400,14 @@ def _explain(name: str, error: Exception) -> tuple[str, str]:
         applies = kind in str(error) if isinstance(kind, str) else any(isinstance(cause, kind) for cause in causes)
         if applies:
             return f"{name} {found}", remedy.format(name=name)
+    # The tokenizers library does not name the file that it cannot read.
+    for path in () if ".json" in str(error) else sorted(Path(name).glob("*.json")):
+        try:
+            read_json(path)
+        except DataError as damage:
+            return f"{path} {damage.problems[0].found}", "write or download it again"
+        if path.read_bytes().startswith(codecs.BOM_UTF8):
+            return f"{path} begins with a byte order mark", "save it in UTF-8 without one"
     remedy = "check that it is a complete model folder or Hub repository"
     return f"{name} cannot be loaded: {_first_line(error)}", remedy
 

@@ -112,7 +112,7 @@ def row(name: str, shape: str) -> Row:
     messages = CHATS[shape]
     if name in PARTS:
         messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
-    return Row(source="chats", index=0, messages=messages, tools=TOOLS if shape == "tools" else None)
+    return Row(where="chats row 0", messages=messages, tools=TOOLS if shape == "tools" else None)
 
 
 @pytest.fixture(autouse=True)

@@ -92,10 +92,10 @@ def test_lone_surrogate_is_row_error() -> None:
 def test_encoder_reports_every_bad_row() -> None:
     encoder = RowEncoder(build_byte_level(source("spaced_prompt")))
     rows = [
-        Row(source="s", index=0, messages=[user("hi"), answer("Paris")]),
-        Row(source="s", index=1, text="fine"),
-        Row(source="s", index=2, text="\ud83d"),
-        Row(source="s", index=3, messages=[user("hi"), {"role": "assistant"}]),
+        Row(where="s row 0", messages=[user("hi"), answer("Paris")]),
+        Row(where="s row 1", text="fine"),
+        Row(where="s row 2", text="\ud83d"),
+        Row(where="s row 3", messages=[user("hi"), {"role": "assistant"}]),
     ]
     with pytest.raises(DataError) as refused:
         encoder.encode(rows)

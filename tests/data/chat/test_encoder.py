@@ -32,7 +32,7 @@ from recipes_lib.config.schema import LossOn
 from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.chat.templates import TEMPLATE_DATE
 from recipes_lib.data.sources.formats import canonicalize, detect_format
-from recipes_lib.data.sources.rows import Remark, Row
+from recipes_lib.data.sources.rows import RawRow, Remark, Row
 from recipes_lib.errors import DataError
 
 
@@ -128,8 +128,8 @@ def test_shipped_template_renders_tools_calls_and_results(
     tools = [{"type": "function", "function": {"name": name, "description": f"{name}."}} for name in ("a", "b")]
     call = {"role": "assistant", **content, "tool_calls": CALLS}
     messages = [*system, user("Rain?"), call, {"role": "tool", "content": "no"}, answer("It is dry.")]
-    raw = {"messages": messages, "tools": tools}
-    row = canonicalize(raw, detect_format(raw, where=""), "train.jsonl", 17, "line")
+    entry = RawRow("train.jsonl:17", 17, {"messages": messages, "tools": tools})
+    row = canonicalize(entry, detect_format(entry))
     encoder = RowEncoder(tokenizer)
     (encoded,) = encoder.encode([row])
     rendered = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)

@@ -21,7 +21,7 @@ PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
 def row(*contents: Any, **options: Any) -> Row:
     roles = ("user", "assistant")
     messages = [{"role": roles[at % 2], "content": content} for at, content in enumerate(contents)]
-    return Row(source="rows", index=3, messages=messages, **options)
+    return Row(where="rows row 3", messages=messages, **options)
 
 
 def find(template: str, chat: Row, *trained: int, eos_token: str | None = None) -> list[tuple[int, str]]:
@@ -61,7 +61,7 @@ def test_eos_after_loop_that_repeats_turn_end_is_error() -> None:
 def test_chat_starting_with_answer_is_trained() -> None:
     guard = "{% if messages[0].role is undefined %}{{ raise_exception('empty') }}{% endif %}"
     messages = [{"role": "assistant", "content": "hello"}, {"role": "user", "content": "a"}]
-    chat = Row(source="rows", index=3, messages=messages)
+    chat = Row(where="rows row 3", messages=messages)
     assert find(guard + LOOP + "{{ '' }}" + PROMPT, chat, 0) == [(0, "hello<|im_end|>")]
 
 

@@ -28,7 +28,7 @@ from recipes_lib.errors import DataError, Problem
 
 @pytest.fixture
 def encode(tmp_path):
-    """Encode the rows of a run; return them, the problems, and the number of rows of each chunk."""
+    """Encode the rows of a run; return them, the problems, and the totals of rows and tokens after each chunk."""
     with TokenFile(tmp_path) as file:
 
         def encode(config, tokenizer):
@@ -38,7 +38,7 @@ def encode(tmp_path):
             def encode_rows(rows, row_ids):
                 return encode_chunk(encoder, rows, row_ids), {"row_ids": np.array(row_ids, np.int64)}
 
-            encoded = encode_mixture(encode_rows, mixture, broken, counts.append, file)
+            encoded = encode_mixture(encode_rows, mixture, broken, lambda *pair: counts.append(pair), file)
             assert encoded.columns["row_ids"].tolist() == encoded.examples.row_ids.tolist()
             return encoded, broken.list_problems(mixture.name), counts
 
@@ -53,7 +53,8 @@ def test_encoding_is_independent_of_chunk_size(build_config, encode, tiny_tokeni
     rows = list(load_train_data(config.data).rows())
     expected = RowEncoder(tiny_tokenizer).encode(rows)
     assert not problems
-    assert sum(counts) == len(rows) == len(encoded.examples)
+    assert counts[-1] == (len(rows), encoded.examples.lengths.sum())
+    assert len(rows) == len(encoded.examples)
     assert encoded.examples.input_ids.tolist() == [token for row in expected for token in row.input_ids.tolist()]
     assert encoded.examples.loss_mask.tolist() == [flag for row in expected for flag in row.loss_mask.tolist()]
     assert encoded.examples.row_ids.tolist() == list(range(len(rows)))
@@ -115,11 +116,11 @@ def test_row_without_tokens_is_refused():
             return [EncodedRow(np.zeros(0, np.uint32), np.zeros(0, np.bool_)) for _ in rows]
 
     with pytest.raises(DataError, match="data row 5: the row has no token"):
-        encode_chunk(Silent(), [Row(source="data", index=5, text="x")], [0])
+        encode_chunk(Silent(), [Row(where="data row 5", text="x")], [0])
 
 
 def test_rows_before_broken_row_are_kept():
-    rows = [Row(source="data", index=number, text="x") for number in range(3)]
+    rows = [Row(where=f"data row {number}", text="x") for number in range(3)]
 
     def read():
         yield from rows

@@ -192,11 +192,11 @@ def test_encode_reports_every_broken_row_of_chunk() -> None:
         pair_of(answer("4"), answer("half a \ud800 pair")),
         chat(user("a"), answer("b"), num_prompt_messages=1, rejected=[answer("e"), user("f")]),
     ]
-    rows = [replace(row, index=number) for number, row in enumerate(rows, start=1)]
+    rows = [replace(row, where=f"train.jsonl:{number}") for number, row in enumerate(rows, start=1)]
     with pytest.raises(DataError) as refused:
         encoder.encode(rows)
     assert sorted(problem.where for problem in refused.value.problems) == ["train.jsonl:2", "train.jsonl:3"]
-    rows = [replace(rows[0], index=index, messages=[*TURNS, answer("4<|im_end|>")]) for index in (5, 7)]
+    rows = [replace(rows[0], where=f"train.jsonl:{line}", messages=[*TURNS, answer("4<|im_end|>")]) for line in (5, 7)]
     with pytest.raises(DataError) as refused:
         encoder.encode([rows[0], pair_of(answer("4"), answer("5")), rows[1]])
     assert [problem.where for problem in refused.value.problems] == ["train.jsonl:5", "train.jsonl:7"]

@@ -159,7 +159,7 @@ def test_endless_stream_of_broken_rows_stops(monkeypatch):
 
 
 def test_rows_after_first_error_are_counted_not_encoded():
-    rows = [Row(source="d", index=number, text="x") for number in range(4)]
+    rows = [Row(where=f"d row {number}", text="x") for number in range(4)]
     entries = [rows[0], Problem("d row 9", "broken"), rows[1], rows[2], Problem("d row 10", "broken"), rows[3]]
     refused, dropped = BrokenRows(), BrokenRows(TokensConfig(broken_rows="drop"))
     assert [entry.where for entry in refused.skip_after_error(entries)] == ["d row 0", "d row 9", "d row 10"]
@@ -168,7 +168,7 @@ def test_rows_after_first_error_are_counted_not_encoded():
 
 
 def test_encode_valid_drops_only_failing_rows():
-    rows = [Row(source="d", index=number, text="bad" if number % 3 else "good") for number in range(9)]
+    rows = [Row(where=f"d row {number}", text="bad" if number % 3 else "good") for number in range(9)]
 
     def encode(chunk, row_ids):
         bad = [Problem(row.where, "bad") for row in chunk if row.text == "bad"]

@@ -116,8 +116,10 @@ def test_missing_path_is_not_looked_up_on_hub(name: str) -> None:
 
 def test_misspelt_path_suggests_nearest(tmp_path: Path) -> None:
     write_rows(tmp_path / "train.jsonl", CHATS)
-    with pytest.raises(DataError, match=r"did you mean `.*/train\.jsonl`"):
+    with pytest.raises(DataError, match=r"did you mean .*/train\.jsonl\?"):
         load_source(str(tmp_path / "trian.jsonl"))
+    with pytest.raises(DataError, match="patterns are not expanded: name the folder"):
+        load_source(str(tmp_path / "*.jsonl"))
 
 
 @pytest.mark.parametrize("name", ["", " ", "a" * 5000, "a\0b"])

@@ -16,8 +16,8 @@ from trl.data_utils import extract_prompt, maybe_convert_to_chatml
 from recipes_lib.config.schema import DatasetFormat
 from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.pairs.pair_encoding import PairEncoder
-from recipes_lib.data.sources.formats import canonicalize, detect_format
-from recipes_lib.data.sources.rows import Row
+from recipes_lib.data.sources.formats import RowFormat, canonicalize, detect_format
+from recipes_lib.data.sources.rows import RawRow, Row
 from recipes_lib.errors import DataError
 
 USER = {"role": "user", "content": "What is 2 + 2?"}
@@ -43,8 +43,12 @@ def pair(*prompt: dict[str, Any]) -> dict[str, Any]:
 
 
 def convert(raw: dict[str, Any], declared: DatasetFormat = "auto") -> Row:
-    row_format = detect_format(raw, declared, where="data.jsonl:1")
-    return canonicalize(raw, row_format, "data.jsonl", 1, "line")
+    entry = RawRow("data.jsonl:1", 1, raw)
+    return canonicalize(entry, detect_format(entry, declared))
+
+
+def detect(raw: dict[str, Any], declared: DatasetFormat = "auto") -> RowFormat:
+    return detect_format(RawRow("data.jsonl:1", 1, raw), declared)
 
 
 # case -> layout, row of the dataset, fields of the canonical row
@@ -58,7 +62,12 @@ GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
     "tools as JSON": ("messages", {**CHAT, "tools": '[{"name": "add"}]'}, {**CHAT, "tools": [{"name": "add"}]}),
     "function calls as the answer, as in xlam": (
         "question_answer",
-        {"id": 1, "query": "What is 2 + 2?", "answers": json.dumps([WRITTEN_CALL]), "tools": '[{"name": "add"}]'},
+        {
+            "id": 1,
+            "query": "What is 2 + 2?",
+            "answers": json.dumps([WRITTEN_CALL], indent=1),
+            "tools": '[{"name": "add"}]',
+        },
         {"messages": [USER, CALLED], "tools": [{"name": "add"}]},
     ),
     "no tools": ("messages", {**CHAT, "tools": "[]"}, CHAT),
@@ -105,6 +114,16 @@ GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
     "prompt and completion as chats": (
         "prompt_completion",
         {"prompt": [SYSTEM, USER], "completion": [ANSWER]},
+        {**BRIEF, "num_prompt_messages": 2},
+    ),
+    "prompt as a chat and completion as text": (
+        "prompt_completion",
+        {"prompt": [SYSTEM, USER], "completion": "4"},
+        {**BRIEF, "num_prompt_messages": 2},
+    ),
+    "prompt as text and completion as a chat": (
+        "prompt_completion",
+        {"prompt": "What is 2 + 2?", "completion": [ANSWER], "system_prompt": "Be brief."},
         {**BRIEF, "num_prompt_messages": 2},
     ),
     "text": ("text", {"text": " To be, or not to be \n"}, {"text": " To be, or not to be \n"}),
@@ -281,7 +300,7 @@ GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
     ),
     "pairs of chats in cells": (
         "preference",
-        {"chosen": json.dumps([USER, ANSWER]), "rejected": json.dumps([USER, WRONG])},
+        {"chosen": json.dumps([USER, ANSWER]), "rejected": json.dumps([USER, WRONG], indent=2)},
         pair(USER),
     ),
     "messages as an object of lists": (
@@ -310,6 +329,27 @@ GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         {"prompt": "What is 2 + 2?", "chosen": [USER, ANSWER], "rejected": [USER, WRONG]},
         pair(USER),
     ),
+    "preference with the prompt inside and as a chat": (
+        "preference",
+        {"prompt": [USER], "chosen": [USER, ANSWER], "rejected": [USER, WRONG]},
+        pair(USER),
+    ),
+    "preference with the prompt inside and its system prompt beside it": (
+        "preference",
+        {"system": "Be brief.", "chosen": [USER, ANSWER], "rejected": [USER, WRONG]},
+        pair(SYSTEM, USER),
+    ),
+    "Nemotron": (
+        "question_answer",
+        {"input": [USER], "output": "4", "system_prompt": "Be brief.", "reasoning": "off"},
+        BRIEF,
+    ),
+    "medical-o1": ("question_answer", {"Question": "What is 2 + 2?", "Complex_CoT": "?", "Response": "4"}, CHAT),
+    "Alpaca in upper case": (
+        "alpaca",
+        {"Instruction": "Add.", "Input ": "2 + 2", "OUTPUT": "4", "Text": "Add. 2 + 2 4", "ID": 1},
+        {"messages": [ADD, ANSWER]},
+    ),
 }
 
 
@@ -317,8 +357,8 @@ GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
 def test_layout_is_detected_and_converted(kind: str) -> None:
     layout, raw, fields = GOLDEN[kind]
     untouched = copy.deepcopy(raw)
-    assert detect_format(raw, where="here").name == layout
-    assert convert(raw) == Row(source="data.jsonl", index=1, index_name="line", **fields)
+    assert detect(raw).name == layout
+    assert convert(raw) == Row(where="data.jsonl:1", **fields)
     assert convert(raw, layout) == convert(raw)
     assert raw == untouched
 
@@ -415,23 +455,24 @@ def test_text_column_without_instruction_is_ambiguous() -> None:
 
 def test_format_description_lists_read_and_ignored_columns() -> None:
     raw = {"id": 7, "messages": [USER, ANSWER], "tools": None, "source": "web"}
-    assert str(detect_format(raw, where="here")) == "`messages` layout, from messages, tools; ignored: id, source"
+    assert str(detect(raw)) == "`messages` layout, from messages, tools; ignored: id, source"
     raw = {"query": "a", "response": "b", "system_prompt": None, "n": 1}
     expected = "`question_answer` layout, from query as question, response as answer; ignored: system_prompt, n"
-    assert str(detect_format(raw, where="here")) == expected
+    assert str(detect(raw)) == expected
 
 
 def test_answer_beside_solution_is_ambiguous() -> None:
     raw = {"problem": "What is 2 + 2?", "solution": "Add: 4", "answer": "4"}  # NuminaMath 1.5
-    with pytest.raises(DataError, match="each of `answer`, `solution` may be the answer to train on"):
-        detect_format(raw, where="data.jsonl:1")
-    assert detect_format({"question": "2 + 2?", "answer": "4"}, where="here").name == "question_answer"
+    for columns in (raw, {name.title(): value for name, value in raw.items()}):
+        with pytest.raises(DataError, match="each of `answer`, `solution` may be the answer to train on"):
+            detect(columns)
+    assert detect({"question": "2 + 2?", "answer": "4"}).name == "question_answer"
 
 
 def test_content_column_of_message_or_question_is_no_text() -> None:
     for raw in ({"role": "user", "content": "Hi."}, {"content": "Hi.", "query": "What?"}):
         with pytest.raises(DataError, match="the columns match no layout"):
-            detect_format(raw, where="data.jsonl:1")
+            detect(raw)
 
 
 def test_chat_in_unknown_column_beside_answers_is_refused() -> None:
@@ -459,14 +500,14 @@ def test_boolean_label_is_refused(label: bool | str) -> None:
 def test_ambiguous_columns_need_dataset_format() -> None:
     raw = {"messages": [USER, ANSWER], "text": "plain"}
     with pytest.raises(DataError, match="`dataset_format: messages` or `dataset_format: text`"):
-        detect_format(raw, where="data.jsonl:1")
+        detect(raw)
     assert convert(raw, "text").text == "plain"
     assert convert(raw, "messages").messages == [USER, ANSWER]
 
 
 def test_declared_layout_mismatch_names_missing_columns() -> None:
     with pytest.raises(DataError, match=r"`prompt_completion` layout needs `completion`; found `prompt`, `text`"):
-        detect_format({"prompt": "a", "text": "b"}, "prompt_completion", where="data.jsonl:1")
+        detect({"prompt": "a", "text": "b"}, "prompt_completion")
 
 
 @pytest.mark.parametrize("margin", ["large", "nan", "1e999", True, float("nan"), float("inf"), 10**39, 10**400, [1.0]])

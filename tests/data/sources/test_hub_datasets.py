@@ -32,7 +32,7 @@ def test_saved_dataset_is_read_in_order_for_any_format(tmp_path: Path) -> None:
     entries = [entry for entry in source.rows() if isinstance(entry, RawRow)]
     assert [entry.columns["text"] for entry in entries] == [row["text"] for row in ROWS]
     assert [entry.columns.get("extra") for entry in entries] == [row["extra"] for row in ROWS]
-    assert entries[7].where == "saved row 7"
+    assert entries[7].where == "saved/data-00000-of-00003.arrow row 7"
 
 
 def test_saved_dataset_dict_has_splits(tmp_path: Path) -> None:

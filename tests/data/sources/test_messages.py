@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+from decimal import Decimal
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,6 +59,15 @@ def test_parallel_sharegpt_calls_share_one_turn() -> None:
         {"name": "f", "arguments": {}},
         {"name": "g", "arguments": {"x": None}},
     ]
+
+
+@pytest.mark.parametrize(
+    "value", [b"png", Decimal("0.5"), {"a": {"b": b"png"}}, [datetime(2024, 5, 1)], {"a": "\ud83d"}]
+)
+def test_value_that_is_not_json_is_located(value: object) -> None:
+    with pytest.raises(RowError, match=r"turns\[0\]\.extra (cannot be written as JSON|holds half a surrogate)"):
+        clean_messages([{**ANSWER, "extra": value}], "turns")
+    assert clean_messages([{**ANSWER, "extra": [float("nan")]}], "turns")[0]["extra"]
 
 
 ANSWER = {"role": "assistant", "content": "4"}

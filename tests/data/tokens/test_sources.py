@@ -55,7 +55,7 @@ WITHOUT_CHANGE = {
 DECIDED_ELSEWHERE = {
     # The source and its location.
     *("dataset_name", "dataset_config", "dataset_revision", "dataset_train_split", "dataset_test_split"),
-    # Tested below.
+    # Tested below, and in `packed/test_keys.py`.
     *("dataset_mixture", "dataset_curriculum", "dataset_streaming", "chat_template_path"),
     # Refused in pretraining, and not read here.
     *("loss_on", "overlong", "max_truncated_fraction", "packing"),
@@ -88,14 +88,6 @@ def test_source_key_is_independent_of_mixture(build_config, texts):
 def test_seed_changes_key_only_if_used(build_config, texts):
     keys = [keys_of(build_config(dataset_name=texts["a"], test_split_size=0.5, seed=seed)) for seed in (0, 1)]
     assert keys[0] != keys[1]
-
-
-def test_template_is_keyed_by_content(build_config, texts, tmp_path):
-    keys = []
-    for name, text in (("x", "one"), ("y", "one"), ("z", "two")):
-        (tmp_path / name).write_text(text)
-        keys += keys_of(build_config(dataset_name=texts["a"], chat_template_path=str(tmp_path / name)))
-    assert keys[0] == keys[1] != keys[2]
 
 
 def test_stream_budget_changes_key(build_config, texts):

@@ -10,7 +10,7 @@ import os
 import pytest
 from rich.console import Console
 
-from recipes_lib.data.tokens import token_data
+from recipes_lib.data.packed import encoding
 from recipes_lib.data.tokens.token_data import prepare_tokens
 from recipes_lib.errors import DataError
 
@@ -186,8 +186,8 @@ def test_record_is_json_with_sources(build, load_tokenizer):
 def test_progress_is_shown_only_on_terminal(build, load_tokenizer, capfd, monkeypatch):
     prepare_tokens(build(), load_tokenizer)
     assert capfd.readouterr().err == ""
-    monkeypatch.setattr(token_data, "Console", functools.partial(Console, force_terminal=True, width=200))
+    monkeypatch.setattr(encoding, "Console", functools.partial(Console, force_terminal=True, width=200))
     prepare_tokens(build(test_split_size=4), load_tokenizer)
     shown = capfd.readouterr().err
-    assert "40 documents" in shown
+    assert "40 rows" in shown
     assert "tokens/s" in shown

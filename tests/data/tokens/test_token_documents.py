@@ -20,7 +20,7 @@ TEXTS = [f"{number} bakers weigh flour" * (number % 5 + 1) for number in range(4
 
 
 def make_rows(texts=TEXTS) -> list[Row]:
-    return [Row(source="d.txt", index=line, index_name="line", text=text) for line, text in enumerate(texts, start=1)]
+    return [Row(where=f"d.txt:{line}", text=text) for line, text in enumerate(texts, start=1)]
 
 
 def encode(rows, tokenizer, hold_out=None):
@@ -33,11 +33,11 @@ def test_chunk_is_bounded_by_characters_for_any_layout(tiny_tokenizer, monkeypat
     monkeypatch.setattr(encoding, "CHARACTERS_PER_CHUNK", 20)
     turns = [{"role": "user", "content": "Ten chars."}, {"role": "assistant", "content": "Ten more.."}]
     rows = [
-        Row(source="d", index=0, text="twenty characters...and more"),
-        Row(source="d", index=1, messages=turns),
-        Row(source="d", index=2, prompt="nine chars", completion="nine more.."),
-        Row(source="d", index=3, text="few"),
-        Row(source="d", index=4, text="few"),
+        Row(where="d row 0", text="twenty characters...and more"),
+        Row(where="d row 1", messages=turns),
+        Row(where="d row 2", prompt="nine chars", completion="nine more.."),
+        Row(where="d row 3", text="few"),
+        Row(where="d row 4", text="few"),
     ]
     chunks, _ = encode(rows, tiny_tokenizer)
     assert [len(chunk.lengths) for chunk in chunks] == [1, 1, 1, 2]
@@ -46,7 +46,7 @@ def test_chunk_is_bounded_by_characters_for_any_layout(tiny_tokenizer, monkeypat
 def test_reading_is_bounded_by_pending_work(tiny_tokenizer, monkeypatch):
     monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", 2)
     num_read = itertools.count(1)
-    rows = (Row(source="endless", index=next(num_read), text="text") for _ in itertools.repeat(None))
+    rows = (Row(where=f"endless row {next(num_read)}", text="text") for _ in itertools.repeat(None))
     chunks = encode_documents(RowEncoder(tiny_tokenizer, loss_on="all"), rows, HoldOut(), BrokenRows())
     for _ in range(5):
         next(chunks)

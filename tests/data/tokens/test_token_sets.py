@@ -43,10 +43,10 @@ def make(build_config, write_rows, tiny_tokenizer):
     texts = [{"text": f"Text {number}: " + "the baker opens " * (number % 7)} for number in range(NUM_ROWS)]
     path = write_rows("texts.jsonl", texts)
 
-    def run(root: Path, num_tokens=None, on_documents=lambda *_: None, path=path, **options):
+    def run(root: Path, num_tokens=None, on_rows=lambda *_: None, path=path, **options):
         (corpus,) = load_corpora(build_config(dataset_name=str(path), **options))
         corpus = dataclasses.replace(corpus, num_tokens=num_tokens)
-        return make_token_set(root, KEY, identify(corpus), corpus, load_encoder, on_documents)
+        return make_token_set(root, KEY, identify(corpus), corpus, load_encoder, on_rows)
 
     make = run
     make.rows = lambda **options: list(load_corpora(build_config(**options))[0].rows())
@@ -90,7 +90,7 @@ def test_only_set_remains_in_folder(make, tmp_path):
 
 def test_progress_reports_documents_and_tokens(make, tmp_path):
     counts = []
-    prepared = make(tmp_path / "root", on_documents=lambda *pair: counts.append(pair), test_split_size=0.3)
+    prepared = make(tmp_path / "root", on_rows=lambda *pair: counts.append(pair), test_split_size=0.3)
     sides = [prepared.manifest[side] for side in ("train", "eval")]
     assert counts[0] == (0, 0)
     assert counts == sorted(counts)
@@ -159,7 +159,7 @@ def test_dropped_rows_are_counted_alike_after_resume(make, write_rows, tmp_path,
 def test_full_shards_are_not_tokenised_again(make, tmp_path, tokenized):
     kill_at_call(lambda: make(tmp_path / "root"), token_sets._Sides, "append", 13)
     before, counts = sum(tokenized), []
-    make(tmp_path / "root", on_documents=lambda *pair: counts.append(pair))
+    make(tmp_path / "root", on_rows=lambda *pair: counts.append(pair))
     assert counts[0][0] == 48, "each chunk fills a shard, so that all of them are kept"
     assert sum(tokenized) - before == NUM_ROWS - 48
 
@@ -255,7 +255,7 @@ class Stream:
             if [index] == self.breaks:
                 self.breaks.clear()
                 raise DataError(Problem(self.name, "the connection broke off"))
-            yield RawRow(self.name, index, "row", {"text": f"text {index} of the baker"})
+            yield RawRow(f"{self.name} row {index}", index, {"text": f"text {index} of the baker"})
 
 
 def test_interrupted_stream_resumes_from_full_shards(tmp_path, tiny_tokenizer, tokenized):
@@ -281,7 +281,7 @@ def test_data_changed_during_preparation_is_refused(make, write_rows, tmp_path):
                 file.write('{"text": "one more"}\n')
 
     with pytest.raises(DataError, match=r"changing\.jsonl: the data changed while they were prepared"):
-        make(tmp_path / "root", path=path, on_documents=grow)
+        make(tmp_path / "root", path=path, on_rows=grow)
     assert [path for path in (tmp_path / "root").iterdir() if not path.name.endswith(".lock")] == []
 
 
@@ -293,7 +293,7 @@ def test_set_written_by_two_processes_is_refused(make, tmp_path):
                 file.write(b"theirs")
 
     with pytest.raises(DataError, match="two processes have written the same set"):
-        make(tmp_path / "root", on_documents=intrude)
+        make(tmp_path / "root", on_rows=intrude)
     assert [path for path in (tmp_path / "root").iterdir() if not path.name.endswith(".lock")] == []
     assert make(tmp_path / "root").is_new
 

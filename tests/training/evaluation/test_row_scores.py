@@ -38,7 +38,7 @@ def build(tiny_model_dir, tmp_path_factory):
 
 
 def make_rows(texts):
-    return [Row(source="d", index=index, text=text) for index, text in enumerate(texts)]
+    return [Row(where=f"d row {index}", text=text) for index, text in enumerate(texts)]
 
 
 def compute_expected(model, tokenizer, text):

@@ -345,7 +345,7 @@ class SpanFinder:
         """End tokens of answers: ``end_tokens``, and those that the template adds to the last and to earlier turns."""
         # Two answers, because templates can end the last turn in another way than earlier ones.
         roles = ("user", "assistant", "user", "assistant")
-        row = Row(source="", index=0, messages=[{"role": role, "content": PLACEHOLDER} for role in roles])
+        row = Row(where="", messages=[{"role": role, "content": PLACEHOLDER} for role in roles])
         try:
             text, spans, _ = self._targets(row, self._render(row), (1, 3))
         except (TemplateError, DataError):  # The template does not accept this chat, but may accept others.

@@ -11,7 +11,7 @@ import tempfile
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import chain, islice
@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from rich.console import Console
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.text import Text
 
 from recipes_lib.config.paths import expand_home
 from recipes_lib.config.schema import RecipeConfig
@@ -147,8 +150,16 @@ def read_seed(config: RecipeConfig) -> int:
     return int(config.training.get("seed") or 0)
 
 
-def build_encoder(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> RowEncoder:
+def build_encoder(
+    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, max_length: int | None = None
+) -> RowEncoder:
     """Build the encoder of a run.
+
+    Args:
+        config: Configuration of the run.
+        tokenizer: Tokenizer of the run.
+        max_length: Number of tokens above which rows are handled by ``overlong``; texts that certainly have more are
+            not tokenised whole. ``None`` if all tokens are needed.
 
     Raises:
         ConfigError: The tokenizer is not a fast one, does not have the ``eos_token``, or the chat template cannot be
@@ -158,7 +169,17 @@ def build_encoder(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> R
     from recipes_lib.data.chat.encoder import RowEncoder
 
     tokens, template = config.tokens, read_chat_template(config)
-    return RowEncoder(tokenizer, loss_on=tokens.loss_on, chat_template=template, eos_token=tokens.eos_token)
+    # The share of lost targets is that of whole rows.
+    if tokens.overlong == "split" or (tokens.overlong != "error" and tokens.max_truncated_fraction is not None):
+        max_length = None
+    return RowEncoder(
+        tokenizer,
+        loss_on=tokens.loss_on,
+        chat_template=template,
+        eos_token=tokens.eos_token,
+        max_length=max_length,
+        cuts=tokens.overlong != "error",
+    )
 
 
 def split_chunks(
@@ -212,7 +233,7 @@ def encode_chunk(encoder: RowEncoder, rows: Sequence[Row], row_ids: Sequence[int
 
 
 def encode_mixture(
-    encode: Encode, mixture: Mixture, broken: BrokenRows, on_rows: Callable[[int], None], file: TokenFile
+    encode: Encode, mixture: Mixture, broken: BrokenRows, on_rows: Callable[[int, int], None], file: TokenFile
 ) -> EncodedMixture:
     """Tokenise all valid rows of a mixture.
 
@@ -220,7 +241,7 @@ def encode_mixture(
         encode: Function that encodes the rows of a chunk; called by several threads.
         mixture: The rows.
         broken: Receives the counts and problems of broken rows, which the caller raises.
-        on_rows: Called with the number of rows of each finished chunk.
+        on_rows: Called after each chunk with the total number of rows and of tokens.
         file: File for the tokens, which several mixtures can share; memory has only a few numbers per row.
 
     Raises:
@@ -231,15 +252,32 @@ def encode_mixture(
         examples, columns = encode(rows, row_ids)
         return examples, {"digests": compute_digests(rows), **columns}
 
-    parts, columns = [], defaultdict(list)
+    parts, columns, num_rows, num_tokens = [], defaultdict(list), 0, 0
     # The empty first chunk determines the dtypes, in case no row is valid.
     for examples, chunk in chain([encode_all([], [])], map_chunks(mixture.entries(), encode_all, broken)):
         parts.append(file.keep(examples))
         for name, column in chunk.items():
             columns[name].append(column)
-        on_rows(len(examples))
+        num_rows, num_tokens = num_rows + len(examples), num_tokens + int(examples.lengths.sum())
+        on_rows(num_rows, num_tokens)
     whole = {name: np.concatenate(chunks) for name, chunks in columns.items()}
     return EncodedMixture(mixture, concatenate_examples(parts), whole.pop("digests"), whole)
+
+
+@contextmanager
+def show_progress(name: str) -> Iterator[Callable[[int, int], None]]:
+    """Show the number of tokenised rows and tokens, if stderr is a terminal; yields the function that updates them."""
+    console = Console(stderr=True)
+    columns = SpinnerColumn(), TextColumn("tokenising {task.description}:"), _Figures()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(name, total=None, rows=0)
+        yield lambda rows, tokens: progress.update(task, completed=tokens, rows=rows)
+
+
+class _Figures(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        """Return rows, tokens, and tokens per second."""
+        return Text(f"{task.fields['rows']:,} rows, {task.completed:,.0f} tokens, {task.speed or 0:,.0f} tokens/s")
 
 
 def map_chunks(

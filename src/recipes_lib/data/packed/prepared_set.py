@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
 from recipes_lib.config.schema import RecipeConfig
@@ -29,6 +26,7 @@ from recipes_lib.data.packed.encoding import (
     encode_chunk,
     encode_mixture,
     read_seed,
+    show_progress,
     verify_unchanged,
 )
 from recipes_lib.data.packed.packing import Bins, Examples, IntArray
@@ -157,7 +155,7 @@ def _build(
     config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, identity: SetIdentity, file: TokenFile
 ) -> tuple[dict[str, pa.RecordBatchReader], dict[str, Any]]:
     """Return the packs of each split, and the entries of the manifest other than ``key`` and ``inputs``."""
-    encoder = build_encoder(config, tokenizer)
+    encoder = build_encoder(config, tokenizer, config.tokens.max_length)
     sides, broken = encode_sides(
         config,
         identity,
@@ -215,11 +213,10 @@ def encode_sides(
     """
     mixtures = {"train": identity.train} | ({} if identity.test is None else {"eval": identity.test})
     broken = {name: BrokenRows(config.tokens) for name in mixtures}
-    with _show_progress() as watch:
-        sides = {
-            name: encode_mixture(encode, mixture, broken[name], watch(mixture), file)
-            for name, mixture in mixtures.items()
-        }
+    sides = {}
+    for name, mixture in mixtures.items():
+        with show_progress(mixture.name) as on_rows:
+            sides[name] = encode_mixture(encode, mixture, broken[name], on_rows, file)
     for mixture, fingerprint in zip(mixtures.values(), identity.inputs["sources"].values(), strict=True):
         verify_unchanged(mixture, fingerprint)
     limit = config.tokens.max_length
@@ -363,24 +360,6 @@ def read_batches(num_rows: int, read: Callable[[slice], pa.RecordBatch]) -> pa.R
     slices = (slice(start, min(start + _ROWS_PER_RECORD_BATCH, num_rows)) for start in starts)
     # An empty batch has the schema of all batches.
     return pa.RecordBatchReader.from_batches(read(slice(0, 0)).schema, map(read, slices))
-
-
-@contextmanager
-def _show_progress() -> Iterator[Callable[[Mixture], Callable[[int], None]]]:
-    """Show the number of tokenised rows, if stderr is a terminal.
-
-    Yields:
-        Function that adds a line for a mixture, and returns the function that advances it by a number of rows.
-    """
-    console = Console(stderr=True)
-    columns = SpinnerColumn(), TextColumn("{task.description}: {task.completed:,.0f} rows")
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-
-        def watch(mixture: Mixture) -> Callable[[int], None]:
-            task = progress.add_task(f"tokenising {mixture.name}", total=None)
-            return lambda rows: progress.advance(task, rows)
-
-        yield watch
 
 
 def derive_max_length(longest: int) -> int:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from recipes_lib.config.schema import TokensConfig
 from recipes_lib.config.token_ids import NUM_OF_END
 from recipes_lib.data.packed.packing import Bins, Examples, LengthCounts, choose_bins, fit_to_length
-from recipes_lib.data.sources.rows import RemarkBits, find_remarked
+from recipes_lib.data.sources.rows import Remark, RemarkBits, find_remarked
 from recipes_lib.errors import DataError, Problem
 
 MAX_FRACTION_WITHOUT_TARGET = 0.01
@@ -31,7 +31,7 @@ class SplitAudit:
         num_rows_without_target: Rows without target tokens.
         num_duplicates: Rows with the same content as an earlier row.
         num_tokens: Tokens of all rows.
-        stop_fraction: Share of rows whose last targets include an end token, among rows with targets.
+        stop_fraction: Share of rows whose last targets include an end token, or were cut off, among rows with targets.
         terminators: Ids of these end tokens, ascending.
         length_p5: 5th percentile of the lengths of rows, in tokens.
         length_p50: Median length, in tokens.
@@ -154,6 +154,8 @@ def compute_split_audit(
         num_duplicates: Number of rows with the same content as an earlier row.
     """
     num_with_target = num_stopped = 0
+    # The end of a cut text is not tokenised.
+    is_cut = np.isin(np.arange(len(examples)), find_remarked(examples.remarks).get(Remark.CUT, ()))
     terminators: set[int] = set()
     for block in examples.iterate_blocks():
         # (NUM_OF_END, rows with targets), from the last target backwards. Templates can train on a line break after
@@ -163,7 +165,8 @@ def compute_split_audit(
         stops = np.logical_or.reduce(is_end, axis=0)
         # `argmax` finds the first True, which is the last end token of each row.
         ends = np.take_along_axis(last_targets, is_end.argmax(axis=0)[None], axis=0)[0][stops]
-        num_with_target, num_stopped = num_with_target + len(stops), num_stopped + int(stops.sum())
+        num_with_target += len(stops)
+        num_stopped += int((stops | is_cut[block][examples.num_targets[block] > 0]).sum())
         terminators.update(ends.tolist())
     return SplitAudit(
         num_rows=len(examples),

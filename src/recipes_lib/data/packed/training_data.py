@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
@@ -120,10 +120,10 @@ class _Windows:
         Raises:
             DataError: Too many rows are broken, or rows are too long.
         """
-        encoder = build_encoder(self.config, self.tokenizer)
-        end_tokens = find_end_tokens(self.tokenizer)
         tokens, capacity = self.config.tokens, self.config.tokens.max_length
         assert capacity is not None
+        encoder = build_encoder(self.config, self.tokenizer, capacity)
+        end_tokens = find_end_tokens(self.tokenizer)
         (held_out, places), name = self._read_held_out(), self.mixture.name
         broken = BrokenRows(tokens, is_stream=True)
 
@@ -136,7 +136,8 @@ class _Windows:
             if encoded is None or broken.exceeds_limit:
                 break
             examples, rows, digests = encoded
-            refuse_overlap(find_overlap(digests, held_out), _name_place(rows), places.__getitem__)
+            train_places = [row.where for row in rows]
+            refuse_overlap(find_overlap(digests, held_out), train_places.__getitem__, places.__getitem__)
             too_long = np.flatnonzero(examples.lengths > capacity).tolist()
             if too_long and tokens.overlong == "error":
                 lengths = examples.lengths.tolist()
@@ -161,10 +162,6 @@ class _Windows:
                 digests.append(compute_row_digest(row))
                 places.append(row.where)
         return np.array(digests, "S16"), places
-
-
-def _name_place(rows: Sequence[Row]) -> Callable[[int], str]:
-    return lambda at: rows[at].where
 
 
 def _name_places(rows: Sequence[Row]) -> FindPlaces:

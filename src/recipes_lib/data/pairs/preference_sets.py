@@ -145,7 +145,9 @@ def _build(
     from recipes_lib.data.pairs.pair_encoding import PairEncoder
 
     assert config.tokens.overlong in ("error", "drop"), "half an answer cannot be preferred to another"
-    encoder = PairEncoder(build_encoder(config, tokenizer), tokenizer)
+    # Of a cut text, the answer could be lost, so that only an error can be found early.
+    limit = config.tokens.max_length if config.tokens.overlong == "error" else None
+    encoder = PairEncoder(build_encoder(config, tokenizer, limit), tokenizer)
     read, broken = encode_sides(
         config,
         identity,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-from recipes_lib.config.paths import expand_home
+from recipes_lib.config.paths import expand_home, suggest_sibling
 from recipes_lib.config.schema import DatasetFormat, TokensConfig
 from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.formats import COLUMNS, RowFormat, canonicalize, detect_format
@@ -166,7 +166,8 @@ def read_rows(
     Raises:
         DataError: The source has no rows, or too many broken ones; raised after the last row, with all problems.
     """
-    return BrokenRows(tokens, is_stream=source.streaming).read(read_entries(source, declared_format), source.name)
+    entries = read_entries(source.rows(), source.name, declared_format)
+    return BrokenRows(tokens, is_stream=source.streaming).read(entries, source.name)
 
 
 def detect_source_format(source: Source, declared_format: DatasetFormat = "auto") -> RowFormat:
@@ -179,15 +180,20 @@ def detect_source_format(source: Source, declared_format: DatasetFormat = "auto"
     for entry in islice(source.rows(), _MAX_WITHOUT_LAYOUT):
         try:
             if isinstance(entry, RawRow):
-                return detect_format(entry.columns, declared_format, where=entry.where)
+                return detect_format(entry, declared_format)
             raise DataError(entry)
         except DataError as error:
             first = first or error.problems[0]
-    raise DataError(first or _no_rows(source))
+    raise DataError(first or _no_rows(source.name))
 
 
-def read_entries(source: Source, declared_format: DatasetFormat) -> Iterator[Row | Problem]:
+def read_entries(entries: Iterable[Entry], name: str, declared_format: DatasetFormat) -> Iterator[Row | Problem]:
     """Yield each row in canonical form, or a ``Problem`` in place of a broken one.
+
+    Args:
+        entries: Rows and problems of a source.
+        name: Name of the source in errors.
+        declared_format: Value of ``dataset_format``.
 
     Raises:
         DataError: The source has no rows, none of the leading ones has a known layout, or it cannot be read further;
@@ -196,16 +202,16 @@ def read_entries(source: Source, declared_format: DatasetFormat) -> Iterator[Row
     row_format: RowFormat | None = None
     without_layout: list[Problem] = []
     is_empty = True
-    for entry in source.rows():
+    for entry in entries:
         is_empty = False
         if isinstance(entry, Problem):
             yield entry
             continue
         try:
             if row_format is None:
-                row_format = detect_format(entry.columns, declared_format, where=entry.where)
+                row_format = detect_format(entry, declared_format)
                 yield from without_layout
-            yield canonicalize(entry.columns, row_format, entry.source, entry.index, entry.index_name)
+            yield canonicalize(entry, row_format)
         except DataError as error:
             if row_format is not None:
                 yield error.problems[0]
@@ -216,14 +222,13 @@ def read_entries(source: Source, declared_format: DatasetFormat) -> Iterator[Row
             else:
                 break
     if is_empty:
-        raise DataError(_no_rows(source))
+        raise DataError(_no_rows(name))
     if row_format is None and without_layout:
         raise DataError(without_layout[0])
 
 
-def _no_rows(source: Source) -> Problem:
-    found = "no rows: it is empty, has only blank lines, or is an empty list"
-    return Problem(source.name, found, "check how it was written")
+def _no_rows(name: str) -> Problem:
+    return Problem(name, "no rows: it is empty, has only blank lines, or is an empty list", "check how it was written")
 
 
 def _refuse_missing_path(path: Path, name: str) -> None:
@@ -231,6 +236,5 @@ def _refuse_missing_path(path: Path, name: str) -> None:
     is_path = name.startswith(("/", ".", "~")) or "\\" in name or name.count("/") > 1 or find_suffix(path) in READERS
     if name.strip() and not is_path:
         return
-    siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
-    remedy = suggest(path.name, siblings, f"paths start from {Path.cwd()}", f"`{path.parent / '{}'}`")
+    remedy = suggest_sibling(str(path)) or f"paths start from {Path.cwd()}"
     raise DataError(Problem(name or "dataset_name", "no such file or folder", remedy))

@@ -14,6 +14,7 @@ import numpy as np
 from recipes_lib.config.schema import DatasetFormat
 from recipes_lib.data.sources.messages import (
     FUNCTION_CALL,
+    OBJECTS,
     ROLES,
     RowError,
     are_columns,
@@ -28,7 +29,7 @@ from recipes_lib.data.sources.messages import (
     parse_tools,
     split_marks,
 )
-from recipes_lib.data.sources.rows import Message, Row
+from recipes_lib.data.sources.rows import Message, RawRow, Row
 from recipes_lib.errors import DataError, Problem
 
 Raw = Mapping[str, Any]
@@ -63,33 +64,36 @@ class _Layout:
     read: Callable[[Raw], dict[str, Any]]
 
 
-def detect_format(raw: Raw, declared: DatasetFormat = "auto", *, where: str) -> RowFormat:
+def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
     """Return the layout of a row, determined by its columns; columns with null values do not count.
 
     Args:
-        raw: The row.
+        entry: The row.
         declared: Value of ``dataset_format``; a layout other than ``auto`` is only verified.
-        where: Location of the row in errors.
 
     Raises:
         DataError: The columns match no layout, several layouts, or not the declared one; or it is ambiguous which
             column is the answer.
     """
+    raw, where = entry.columns, entry.where
     present = [column for column, value in raw.items() if value is not None]
-    matches, renamed = _match(present), {}
+    cased = _find_cased(present)
+    plain = list(cased.values())
+    matches, renamed = _match(plain), {}
     if not matches:
-        renamed = _find_renamed(present, _SPELLINGS | (_CALL_SPELLINGS if "tools" in present else {}))
-        if "role" in present or len(renamed) > 1:  # The content of a message, or beside a question or answer.
+        renamed = _find_renamed(plain, _SPELLINGS | (_CALL_SPELLINGS if "tools" in plain else {}))
+        if "role" in plain or len(renamed) > 1:  # The content of a message, or beside a question or answer.
             renamed.pop("content", None)
-        matches = _match(renamed.get(column, column) for column in present)
-    renamed |= _find_renamed(present, {"system_prompt": "system"})
+        matches = _match(renamed.get(name, name) for name in plain)
+    renamed |= _find_renamed(plain, {"system_prompt": "system"})
+    named = {column: renamed.get(name, name) for column, name in cased.items()}
     if declared == "auto":
-        matches = _drop_lesser(raw, matches)
+        matches = _drop_lesser({name: raw[column] for column, name in named.items()}, matches)
         if matches == ["question_answer"]:
-            _refuse_several_answers(present, where)
+            _refuse_several_answers(list(named.values()), where)
     else:
         if declared not in matches:
-            missing = [column for column in _LAYOUTS[declared].required if column not in present]
+            missing = [column for column in _LAYOUTS[declared].required if column not in plain]
             found = f"the `{declared}` layout needs {_quote(missing)}; found {_quote(present)}"
             raise DataError(Problem(where, found, f"rename the columns, or change `dataset_format: {declared}`"))
         matches = [declared]
@@ -102,16 +106,23 @@ def detect_format(raw: Raw, declared: DatasetFormat = "auto", *, where: str) -> 
         remedy = f"rename them, or map them with `dataset_columns`, to one of: {known}"
         raise DataError(Problem(where, f"the columns match no layout: {_quote(present)}", remedy))
     layout = _LAYOUTS[matches[0]]
-    written = {name: column for column, name in renamed.items()}
+    written = {name: column for column, name in named.items()}
     meant = [written.get(name, name) for name in (*layout.required, *layout.optional)]
     read = tuple(column for column in meant if column in raw)
-    renamed = {column: name for column, name in renamed.items() if column in read}
+    renamed = {column: name for column, name in named.items() if column in read and column != name}
     return RowFormat(matches[0], read, tuple(column for column in raw if column not in read), renamed)
 
 
 def _match(columns: Iterable[str]) -> list[DatasetFormat]:
     present = set(columns)
     return [name for name, layout in _LAYOUTS.items() if present.issuperset(layout.required)]
+
+
+def _find_cased(present: Sequence[str]) -> dict[str, str]:
+    """Return each column with its name, in lower case and without blanks around if that is a layout's column."""
+    plain = {column: column.strip().lower() for column in present}
+    counts = Counter(plain.values())
+    return {column: name if name in COLUMNS and counts[name] == 1 else column for column, name in plain.items()}
 
 
 def _find_renamed(present: Sequence[str], spellings: Mapping[str, str]) -> dict[str, str]:
@@ -150,17 +161,12 @@ def _ends_answered(conversations: object) -> bool:
     return ROLES.get(str(role).lower()) == "assistant"
 
 
-def canonicalize(
-    raw: Raw, row_format: RowFormat, source: str, index: int, index_name: str = "row", *, needs_answer: bool = True
-) -> Row:
+def canonicalize(entry: RawRow, row_format: RowFormat, *, needs_answer: bool = True) -> Row:
     """Convert a row to canonical form, and validate it.
 
     Args:
-        raw: The row.
+        entry: The row.
         row_format: Layout of the dataset, from ``detect_format``.
-        source: File, folder or Hub id of the row.
-        index: Line or row number.
-        index_name: Kind of ``index``: ``line`` or ``row``.
         needs_answer: Whether a chat without an assistant turn is an error; it can still be a prompt.
 
     Raises:
@@ -171,19 +177,19 @@ def canonicalize(
     """
     try:
         # The `read` functions of the layouts know only the layouts' own column names.
-        raw = {row_format.renamed.get(column, column): parse_chat(value, column) for column, value in raw.items()}
+        renamed = row_format.renamed
+        raw = {renamed.get(column, column): parse_chat(value, column) for column, value in entry.columns.items()}
         if row_format.name != "preference":
-            _refuse_labelled(raw, is_answer=bool(row_format.renamed))
+            _refuse_labelled(raw, is_answer="answer" in renamed.values())
         fields = _LAYOUTS[row_format.name].read(raw)
         if "messages" in fields:
             _refuse_media(raw, fields["messages"])
             if needs_answer:
                 check_answered(fields["messages"], _LAYOUTS[row_format.name].required[0])
             fields["messages"], fields["untrained"] = split_marks(fields["messages"])
-        return Row(source=source, index=index, index_name=index_name, **fields)
+        return Row(where=entry.where, **fields)
     except RowError as error:
-        where = Row(source=source, index=index, index_name=index_name).where
-        raise DataError(Problem(where, error.found, error.remedy)) from None
+        raise DataError(Problem(entry.where, error.found, error.remedy)) from None
 
 
 def _refuse_media(raw: Raw, messages: Sequence[Message]) -> None:
@@ -207,7 +213,7 @@ def _refuse_labelled(raw: Raw, *, is_answer: bool) -> None:
     """
     columns = ("label", "kto_tag") if is_answer or raw.get("completion") is not None else ("kto_tag",)
     # As text, since in a table every cell is one.
-    if label := next((column for column in columns if str(raw.get(column)).lower() in ("true", "false")), None):
+    if label := next((name for name in columns if name in raw and str(raw[name]).lower() in ("true", "false")), None):
         found = f"the boolean `{label}` says which answers are good, and all of them would be trained on"
         hidden = f"`dataset_columns: {{{label}: null}}`"
         raise RowError(found, f"keep the rows where it is true; or write {hidden} if it has another meaning")
@@ -218,21 +224,29 @@ def _read_messages(raw: Raw, *, column: str) -> dict[str, Any]:
     return {"messages": _put_system_first(raw, messages), **_read_chat_extras(raw)}
 
 
-def read_question(raw: Raw) -> list[Message] | None:
-    """Return the chat up to a row's question, under any of its names; ``None`` if there is no such text column.
+def read_question(raw: Raw) -> dict[str, Any] | None:
+    """Return the fields of a chat up to its question: a ``prompt`` of messages, or a question under any of its names.
+
+    ``None`` if there is no such column.
 
     Raises:
         RowError: The question, or a column that belongs to it, is invalid.
     """
-    present = [column for column, value in raw.items() if value is not None]
-    renamed = _find_renamed(present, {**_SPELLINGS, "system_prompt": "system"})
-    raw = {renamed.get(column, column): value for column, value in raw.items()}
-    return _read_question(raw, "question", "context") if isinstance(raw.get("question"), str) else None
+    cased, prompt = _find_cased([column for column, value in raw.items() if value is not None]), raw.get("prompt")
+    renamed = _find_renamed(list(cased.values()), {**_SPELLINGS, "system_prompt": "system"})
+    named = {renamed.get(name, name): raw[column] for column, name in cased.items()}
+    if prompt is not None and not isinstance(prompt, str):
+        turns = _put_system_first(named, clean_messages(prompt, "prompt"))
+    elif isinstance(named.get("question"), (str, list, tuple)):
+        turns = _read_question(named, "question", "context")
+    else:
+        return None
+    return {"messages": turns, "num_prompt_messages": len(turns), **_read_chat_extras(named)}
 
 
 def _read_answer(raw: Raw, *, question: tuple[str, ...], answer: str) -> dict[str, Any]:
     prompt, value = _read_question(raw, *question), _take(raw, answer)
-    if raw.get("tools") and (isinstance(value, (list, tuple)) or str(value).lstrip()[:2] == "[{"):
+    if raw.get("tools") and (isinstance(value, (list, tuple)) or OBJECTS.match(str(value))):
         answers = clean_messages([{"role": FUNCTION_CALL, "content": value}], answer)
     else:
         answers = [_build_answer(check_answer(value, f"`{answer}`"))]
@@ -240,7 +254,9 @@ def _read_answer(raw: Raw, *, question: tuple[str, ...], answer: str) -> dict[st
 
 
 def _read_question(raw: Raw, column: str, *contexts: str) -> list[Message]:
-    """The chat up to a question in a column, followed by the text of optional further columns."""
+    """The chat up to a question in a column, followed by the text of optional further columns; or that of messages."""
+    if isinstance(_take(raw, column), (list, tuple, Mapping)):
+        return _put_system_first(raw, clean_messages(raw[column], column))
     columns = [column, *(context for context in contexts if raw.get(context) is not None)]
     question = "\n".join(filter(None, (check_text(_take(raw, name), f"`{name}`") for name in columns)))
     if not question:
@@ -252,11 +268,26 @@ def _read_question(raw: Raw, column: str, *contexts: str) -> list[Message]:
 def _read_prompt_completion(raw: Raw) -> dict[str, Any]:
     prompt, completion = _take(raw, "prompt"), _take(raw, "completion")
     if isinstance(prompt, str) and isinstance(completion, str):
+        _refuse_chat_columns(raw)
         return {"prompt": check_text(prompt, "`prompt`"), "completion": check_answer(completion, "`completion`")}
-    _check_same_kind(prompt=prompt, completion=completion)
-    prompt, completion = clean_messages(prompt, "prompt"), clean_messages(completion, "completion")
-    check_answered(completion, "completion")
-    return {"messages": [*prompt, *completion], "num_prompt_messages": len(prompt), **_read_chat_extras(raw)}
+    turns, answer = _read_question(raw, "prompt"), _read_turns(completion, "completion")
+    check_answered(answer, "completion")
+    return {"messages": [*turns, *answer], "num_prompt_messages": len(turns), **_read_chat_extras(raw)}
+
+
+def _read_turns(value: object, column: str) -> list[Message]:
+    """The turns of an answer: a text, a single turn, or a list of turns."""
+    if isinstance(value, str):
+        return [_build_answer(check_answer(value, f"`{column}`"))]
+    return clean_messages([value] if isinstance(value, Mapping) and not are_columns(value) else value, column)
+
+
+def _refuse_chat_columns(raw: Raw) -> None:
+    """Raise for a system prompt or history beside a prompt that is plain text, which would be ignored."""
+    if column := next((name for name in ("system", "history") if str(raw.get(name) or "").strip()), None):
+        found = f"`{column}` is part of a chat, and a string `prompt` is plain text"
+        remedy = "make turns of it: `dataset_columns: {question: prompt}`, and `answer: completion` without `chosen`"
+        raise RowError(found, f"{remedy}; or ignore the column: `dataset_columns: {{{column}: null}}`")
 
 
 def _read_preference(raw: Raw) -> dict[str, Any]:
@@ -264,25 +295,20 @@ def _read_preference(raw: Raw) -> dict[str, Any]:
     if values["chosen"] == values["rejected"]:
         raise RowError("`chosen` and `rejected` are the same", "remove the row: it has no preference")
     _check_same_kind(**values)
-    prompt = raw.get("prompt")
-    if isinstance(values["chosen"], str):
-        # A string `prompt` with string answers is plain text, not a chat.
-        shared = None if isinstance(prompt, str) else _read_shared_prompt(raw)
-        if shared is None:
-            return {**_read_text_pair(raw, prompt, **values), **_read_margin(raw)}
-        chosen, rejected = ([_build_answer(check_answer(text, f"`{column}`"))] for column, text in values.items())
-    else:
-        chosen, rejected = (
-            clean_messages([turns] if isinstance(turns, Mapping) and not are_columns(turns) else turns, column)
-            for column, turns in values.items()
-        )
-        # Answers of several turns are complete chats; they include the prompt, which a text column may repeat.
-        is_whole = not isinstance(prompt, (list, tuple)) and max(len(chosen), len(rejected)) > 1
-        shared = None if is_whole else _read_shared_prompt(raw)
-        if shared is None:
-            shared, chosen, rejected = _split_prompt(chosen, rejected)
-        elif chosen[: len(shared)] == shared:
-            raise RowError("`chosen` repeats `prompt`", "leave the prompt out of the answers, or drop the column")
+    prompt, are_texts = raw.get("prompt"), isinstance(values["chosen"], str)
+    chosen, rejected = (_read_turns(value, column) for column, value in values.items())
+    # A string `prompt` with string answers is plain text. Answers of several turns are complete chats; they include the
+    # prompt, which a text column may repeat.
+    is_whole = not isinstance(prompt, (list, tuple)) and max(len(chosen), len(rejected)) > 1
+    shared = None if is_whole or (are_texts and isinstance(prompt, str)) else _read_shared_prompt(raw)
+    if shared is None and are_texts:
+        _refuse_chat_columns(raw)
+        return {**_read_text_pair(raw, prompt, **values), **_read_margin(raw)}
+    if shared is None:
+        shared, chosen, rejected = _split_prompt(chosen, rejected)
+        shared = _put_system_first(raw, shared)
+    elif chosen[: len(shared)] == shared == rejected[: len(shared)]:
+        chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
     _check_pair(chosen=chosen, rejected=rejected)
     extras = {**_read_chat_extras(raw), **_read_margin(raw)}
     return {"messages": [*shared, *chosen], "num_prompt_messages": len(shared), "rejected": rejected, **extras}
@@ -290,10 +316,7 @@ def _read_preference(raw: Raw) -> dict[str, Any]:
 
 def _read_shared_prompt(raw: Raw) -> list[Message] | None:
     """The chat that both answers continue, from separate columns; ``None`` if the row has no such column."""
-    prompt = raw.get("prompt")
-    if isinstance(prompt, (list, tuple)):
-        return clean_messages(prompt, "prompt")
-    if prompt is not None:
+    if raw.get("prompt") is not None:
         return _read_question(raw, "prompt")
     if raw.get("conversations") is not None:
         turns = clean_messages(raw["conversations"], "conversations")
@@ -441,7 +464,8 @@ def _put_system_first(raw: Raw, turns: list[Message]) -> list[Message]:
     if system and turns[0] == system[0]:
         return turns
     if system and turns[0]["role"] == "system":
-        raise RowError("the row has a `system` column and a system turn", "keep one of the two")
+        remedy = "keep one of the two, as by `dataset_columns: {system: null, system_prompt: null}`"
+        raise RowError("the row has a `system` column and a system turn", remedy)
     return [*system, *turns]
 
 
@@ -492,7 +516,7 @@ _CHAT_EXTRAS = ("tools", "chat_template_kwargs")
 _QUESTION_EXTRAS = ("system", "history", *_CHAT_EXTRAS)
 _LAYOUTS: Final[Mapping[DatasetFormat, _Layout]] = {
     "messages": _Layout(("messages",), ("system", *_CHAT_EXTRAS), partial(_read_messages, column="messages")),
-    "prompt_completion": _Layout(("prompt", "completion"), _CHAT_EXTRAS, _read_prompt_completion),
+    "prompt_completion": _Layout(("prompt", "completion"), _QUESTION_EXTRAS, _read_prompt_completion),
     "text": _Layout(("text",), (), _read_text),
     "sharegpt": _Layout(("conversations",), ("system", *_CHAT_EXTRAS), partial(_read_messages, column="conversations")),
     "alpaca": _Layout(
@@ -530,6 +554,6 @@ _FALLBACKS: Final[tuple[DatasetFormat, ...]] = ("dolly", "question_answer")
 
 COLUMNS: Final = frozenset(
     {column for layout in _LAYOUTS.values() for column in (*layout.required, *layout.optional)}
-    | {"label", "kto_tag", "role", *_MEDIA}
+    | {"label", "kto_tag", "role", "system_prompt", *_MEDIA, *_SPELLINGS}
 )
 """All columns that have a meaning: the valid keys of ``dataset_columns``."""

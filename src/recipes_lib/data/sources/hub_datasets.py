@@ -9,59 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from recipes_lib.data.sources.local_files import compute_digest
-from recipes_lib.data.sources.readers import read_batches, spell_as_json
+from recipes_lib.data.sources.local_files import FileSource
+from recipes_lib.data.sources.readers import spell_as_json
 from recipes_lib.data.sources.rows import Entry, RawRow
 from recipes_lib.environment import go_offline_unless_reachable
 from recipes_lib.errors import DataError, Problem
+from recipes_lib.files import read_record
 
 _BATCH_ROWS: Final = 1000
 _DICT_FILE: Final = "dataset_dict.json"
 _STATE_FILE: Final = "state.json"
-
-
-@dataclass(frozen=True)
-class SavedSource:
-    """The rows of a ``Dataset`` saved with ``save_to_disk``.
-
-    Attributes:
-        name: Folder, as configured.
-        folder: Folder of the split.
-    """
-
-    name: str
-    folder: Path
-    streaming = False
-
-    def rows(self) -> Iterator[Entry]:
-        """Yield the rows from the start.
-
-        Raises:
-            DataError: The folder is damaged.
-        """
-        import datasets
-
-        try:
-            # `save_to_disk` stores the format; that of torch or numpy would give tensors in place of lists.
-            dataset = datasets.load_from_disk(str(self.folder)).with_format("arrow")
-            yield from read_batches(dataset.iter(batch_size=_BATCH_ROWS), dataset.data.schema, self.name)
-        except Exception as error:  # Any error of the library on a damaged folder.
-            found = f"cannot be read as a saved dataset: {_first_line(error)}"
-            raise DataError(Problem(self.name, found, "write it again with `save_to_disk`")) from None
-
-    def fingerprint(self) -> str:
-        """Return the SHA-256 of the Arrow files and of ``state.json``, which lists them in order.
-
-        Raises:
-            DataError: A file cannot be read.
-        """
-        digest = hashlib.sha256()
-        try:
-            for path in [self.folder / _STATE_FILE, *sorted(self.folder.glob("*.arrow"))]:
-                digest.update(compute_digest(path))
-        except OSError as error:
-            raise DataError(Problem(self.name, f"cannot be read: {error.strerror}", "check its files")) from None
-        return digest.hexdigest()
+_SAVE_AGAIN: Final = "write it again with `save_to_disk`"
 
 
 @dataclass(frozen=True)
@@ -96,7 +54,7 @@ class HubSource:
             batches = self.dataset.with_format(None).iter(batch_size=_BATCH_ROWS)
             rows = (zip(batch, row, strict=True) for batch in batches for row in zip(*batch.values(), strict=True))
             for index, row in enumerate(rows):
-                yield RawRow(self.name, index, "row", spell_as_json(dict(row)))
+                yield RawRow(f"{self.name} row {index}", index, spell_as_json(dict(row)))
         except Exception as error:  # Any error of the library, the network or the cache.
             raise _describe_failure(self.name, error) from None
 
@@ -110,11 +68,11 @@ def is_saved(folder: Path) -> bool:
     return (folder / _DICT_FILE).is_file() or (folder / _STATE_FILE).is_file()
 
 
-def load_saved(folder: Path, name: str, split: str) -> SavedSource:
+def load_saved(folder: Path, name: str, split: str) -> FileSource:
     """Open a split of a saved ``DatasetDict``; a saved ``Dataset`` has only the split ``train``.
 
     Raises:
-        DataError: The folder has no such split.
+        DataError: The folder has no such split, or is damaged.
     """
     if not (folder / _DICT_FILE).is_file():
         splits = {"train": folder}
@@ -123,7 +81,13 @@ def load_saved(folder: Path, name: str, split: str) -> SavedSource:
     if split not in splits:
         found = f"no split `{split}`; found {', '.join(f'`{found}`' for found in splits)}"
         raise DataError(Problem(name, found, "name one of these, or hold rows out with `test_split_size`"))
-    return SavedSource(name, splits[split])
+    # The folder can have files of an earlier save, and of the cache of `map`.
+    state = read_record(splits[split] / _STATE_FILE, {"_data_files": list}, remedy=_SAVE_AGAIN)
+    listed = [str(entry.get("filename")) for entry in state["_data_files"] if isinstance(entry, dict)]
+    if wrong := [file for file in listed if not file.endswith(".arrow")]:
+        raise DataError(Problem(name, f"{_STATE_FILE} lists `{wrong[0]}`, which is no Arrow file", _SAVE_AGAIN))
+    files = [splits[split] / Path(file).name for file in listed]
+    return FileSource(name, {f"{name.rstrip('/')}/{file.relative_to(folder)}": file for file in files})
 
 
 def load_hub(name: str, config: str | None, revision: str | None, split: str, streaming: bool) -> HubSource:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from types import NoneType, UnionType
@@ -32,6 +33,9 @@ TRAIN: Final = "train"
 
 _MARKS: Final = ("weight", "train", "training")
 """Keys that include a turn in the loss or exclude it: OpenAI's ``weight``, 0 or 1, and axolotl's booleans."""
+
+OBJECTS: Final = re.compile(r"""\s*\[\s*\{\s*(["'])""")
+"""Beginning of a list of objects, in JSON or in Python's notation."""
 
 _PARTIAL_MARKS: Final = ("train_detail", "training_detail")
 
@@ -251,6 +255,8 @@ def _clean_extras(message: dict[str, Any], place: str) -> None:
     for key, value in message.items():
         if isinstance(value, str):
             check_text(value, f"{place}.{key}")
+        else:
+            check_json(value, f"{place}.{key}", allow_nan=True)
 
 
 def _join_parts(parts: Sequence[object], place: str) -> str:
@@ -311,14 +317,14 @@ def parse_tools(value: object) -> list[Any] | None:
     return check_json(tools, "`tools`") or None
 
 
-def check_json(value: Json, place: str) -> Json:
-    """Return ``value`` if templates can write it as JSON.
+def check_json(value: Json, place: str, *, allow_nan: bool = False) -> Json:
+    """Return ``value`` if templates can write it as JSON, or, with ``allow_nan``, need not write it.
 
     Raises:
         RowError: ``value`` contains something that JSON cannot represent, or an unpaired surrogate.
     """
     try:
-        check_text(json.dumps(value, ensure_ascii=False, allow_nan=False), place)
+        check_text(json.dumps(value, ensure_ascii=False, allow_nan=allow_nan), place)
     except (TypeError, ValueError, RecursionError) as error:
         raise RowError(f"{place} cannot be written as JSON: {error}", "use strings, numbers, lists, objects") from None
     return value
@@ -330,9 +336,10 @@ def parse_chat(value: object, column: str) -> object:
     Raises:
         RowError: The string has turns in Python's notation, as written by ``to_csv`` of pandas and ``datasets``.
     """
-    if not isinstance(value, str) or value[:3] not in ('[{"', "[{'"):
+    start = OBJECTS.match(value) if isinstance(value, str) else None
+    if start is None:
         return value
-    quote = value[2]
+    value, quote = start.string, start[1]
     if not any(all(f"{quote}{key}{quote}:" in value for key in keys) for keys in (("role", "content"), _KEYS)):
         return value
     if quote == "'":

@@ -235,7 +235,8 @@ class Mixture:
             raise DataError(Problem(part.source.name, found, f"raise the {key}, or remove it from the mixture"))
         for number in range(math.ceil(num_passes)):
             is_whole = number < math.floor(num_passes)
-            for index, entry in enumerate(read_entries(part.source, part.format)):
+            entries = read_entries(part.source.rows(), part.source.name, part.format)
+            for index, entry in enumerate(entries):
                 # A file that grows has more rows than `drawn`; `verify_unchanged` raises at the end.
                 is_drawn = is_whole or (index < len(drawn) and drawn[index])
                 # A broken row is reported in the first pass only, whether or not it is drawn.

@@ -107,7 +107,7 @@ def read_text(file: BufferedReader, name: str, documents: TextDocuments = "line"
             yield text.problem
         elif text and not text.isspace():
             text = text if documents == "file" else text.rstrip("\r\n")
-            yield RawRow(name, number, "line", {"text": text})
+            yield RawRow(f"{name}:{number}", number, {"text": text})
 
 
 def _join_lines(lines: Iterator[tuple[int, str]], *, ends_at_blank: bool) -> Iterator[tuple[int, str]]:
@@ -180,7 +180,7 @@ def _read_lines(lines: Iterable[Line], name: str) -> Iterator[Entry]:
             column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
             yield Problem(f"{name}:{number}", f"invalid JSON{column}: {_explain(error)}", _LINE_REMEDY)
         else:
-            yield _to_entry(value, name, number, "line")
+            yield _to_entry(value, f"{name}:{number}", number)
 
 
 def _read_document(lines: Iterable[Line], name: str) -> Iterator[Entry]:
@@ -198,7 +198,7 @@ def _read_document(lines: Iterable[Line], name: str) -> Iterator[Entry]:
     wrapped = [key for key in WRAPPERS if isinstance(value, dict) and isinstance(value.get(key), list)]
     rows = value[wrapped[0]] if len(wrapped) == 1 else [value]
     for index, row in enumerate(rows):
-        yield _to_entry(row, name, index, "row")
+        yield _to_entry(row, f"{name} row {index}", index)
 
 
 def _read_array(file: BufferedReader, name: str) -> Iterator[Entry]:
@@ -224,7 +224,7 @@ def _read_array(file: BufferedReader, name: str) -> Iterator[Entry]:
             value, at = _DECODER.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
             fail(f"invalid JSON: {_explain(error)}", error.pos if isinstance(error, json.JSONDecodeError) else at)
-        yield _to_entry(value, name, index, "row")
+        yield _to_entry(value, f"{name} row {index}", index)
         at, index = skip_blank(at), index + 1
         if text[at : at + 1] == "]":
             break
@@ -258,10 +258,9 @@ def _is_document(head: list[Line]) -> bool:
     return len(filled) == 1
 
 
-def _to_entry(value: object, name: str, index: int, index_name: str) -> Entry:
+def _to_entry(value: object, where: str, index: int) -> Entry:
     if isinstance(value, dict):
-        return RawRow(name, index, index_name, value)
-    where = RawRow(name, index, index_name, {}).where
+        return RawRow(where, index, value)
     return Problem(where, f"the row is {describe(value)}, not an object", "write each row as {column: value}")
 
 
@@ -332,7 +331,7 @@ def read_csv(file: BufferedReader, name: str, *, delimiter: str) -> Iterator[Ent
             columns = [cell or f"Unnamed: {at}" for at, cell in enumerate(cells)]
             _check_header(columns, f"{name}:{number}")
         elif len(cells) == len(columns):
-            yield RawRow(name, number, "line", dict(zip(columns, cells, strict=True)))
+            yield RawRow(f"{name}:{number}", number, dict(zip(columns, cells, strict=True)))
         else:
             yield Problem(f"{name}:{number}", f"{len(cells)} cells under {len(columns)} columns", _QUOTING)
         number = reader.line_num + 1
@@ -375,7 +374,7 @@ def read_parquet(file: BufferedReader, name: str, groups: range | None = None) -
         index = sum(table.metadata.row_group(at).num_rows for at in range(groups.start))
         for batch in table.iter_batches(batch_size=_BATCH_ROWS, row_groups=list(groups)):
             for columns in batch.to_pylist():
-                yield RawRow(name, index, "row", spell_as_json(columns))
+                yield RawRow(f"{name} row {index}", index, spell_as_json(columns))
                 index += 1
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         found = f"not a whole Parquet file: {str(error).partition(chr(10))[0]}"
@@ -413,7 +412,7 @@ def read_batches(batches: Iterable[pa.RecordBatch | pa.Table], schema: pa.Schema
         batch.validate(full=True)
         for start in range(0, batch.num_rows, _BATCH_ROWS):
             for columns in batch.slice(start, _BATCH_ROWS).to_pylist():
-                yield RawRow(name, index, "row", spell_as_json(decode(columns)))
+                yield RawRow(f"{name} row {index}", index, spell_as_json(decode(columns)))
                 index += 1
 
 

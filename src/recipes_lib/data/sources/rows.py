@@ -21,9 +21,7 @@ class Row:
     """One example in canonical form: either a chat, or a plain prompt and completion, or a plain text.
 
     Attributes:
-        source: File, folder or Hub id, as configured.
-        index: 1-based line number in line-based files, otherwise 0-based row number.
-        index_name: Kind of ``index``: ``line`` or ``row``.
+        where: Name of the row in errors: ``train.jsonl:17`` or ``folder row 17``.
         messages: The chat. For ``prompt``/``completion`` and preference rows in chat form: prompt then (chosen) answer.
         untrained: Indices of messages that the dataset excludes from the loss, for every ``loss_on``.
         num_prompt_messages: Number of leading messages that are the prompt; ``None`` if the layout has no separate one.
@@ -36,9 +34,7 @@ class Row:
         template_kwargs: Additional variables of the chat template (``chat_template_kwargs`` column).
     """
 
-    source: str
-    index: int
-    index_name: str = "row"
+    where: str
     messages: Sequence[Message] | None = None
     untrained: Collection[int] = frozenset()
     num_prompt_messages: int | None = None
@@ -49,11 +45,6 @@ class Row:
     rejected: Sequence[Message] | str | None = None
     margin: float | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def where(self) -> str:
-        """Name of the row in errors: ``train.jsonl:17`` or ``folder row 17``."""
-        return f"{self.source}:{self.index}" if self.index_name == "line" else f"{self.source} row {self.index}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +67,14 @@ class RawRow:
     """A row as the dataset has it, with its location.
 
     Attributes:
-        source: File or Hub id.
+        where: Name of the row in errors: ``train.jsonl:17`` or ``folder row 17``.
         index: 1-based line number in line-based files, otherwise 0-based row number.
-        index_name: Kind of ``index``: ``line`` or ``row``.
         columns: Values by column name.
     """
 
-    source: str
+    where: str
     index: int
-    index_name: str
     columns: dict[str, Any]
-
-    @property
-    def where(self) -> str:
-        """Name of the row in errors: ``train.jsonl:17`` or ``folder row 17``."""
-        return Row(source=self.source, index=self.index, index_name=self.index_name).where
 
 
 Entry = RawRow | Problem
@@ -126,6 +110,7 @@ _OTHER_TEMPLATE: Final = "use a template that writes it (chat_template_path), or
 class Remark(Enum):
     """A remark on a row, for a warning of the audit: ``N rows {found}``, and a possible remedy."""
 
+    CUT = "have so many characters beyond max_length that only their beginning was tokenised and counted", ""
     LOST_BESIDE_CALL = "say something beside a tool call that the chat template does not write", _OTHER_TEMPLATE
     PYTHON_ARGUMENTS = (
         "call tools with arguments that the chat template writes as Python does, not as JSON",

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.console import Console
-from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.table import Table
-from rich.text import Text
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.token_ids import count_ids
-from recipes_lib.data.packed.encoding import TokenizerLoader, build_encoder
+from recipes_lib.data.packed.encoding import TokenizerLoader, build_encoder, show_progress
 from recipes_lib.data.sources.mixtures import compute_weights
 from recipes_lib.data.sources.replay_dataset import find_replayed
 from recipes_lib.data.sources.splits import compute_row_digest, find_overlap, refuse_overlap
@@ -179,31 +176,14 @@ def _prepare(
             parts.append(_Part(corpus, wait_for_set(root, key)))
             continue
         try:
-            with _show_progress(corpus.name) as on_documents:
-                parts.append(_Part(corpus, make_token_set(root, key, inputs, corpus, load_encoder, on_documents)))
+            with show_progress(corpus.name) as on_rows:
+                parts.append(_Part(corpus, make_token_set(root, key, inputs, corpus, load_encoder, on_rows)))
         except DataError as error:
             if isinstance(error.__cause__, OSError):  # A full disk also fails the next set.
                 raise
             problems += error.problems
     raise_problems(problems, "dataset_mixture")
     return parts
-
-
-@contextmanager
-def _show_progress(name: str) -> Iterator[Callable[[int, int], None]]:
-    """Show the number of documents and tokens, if stderr is a terminal; yields the function that updates them."""
-    console = Console(stderr=True)
-    columns = SpinnerColumn(), TextColumn("tokenising {task.description}:"), _Figures()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(name, total=None, documents=0)
-        yield lambda documents, tokens: progress.update(task, completed=tokens, documents=documents)
-
-
-class _Figures(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        """Return documents, tokens, and tokens per second."""
-        documents, tokens, speed = task.fields["documents"], task.completed, task.speed or 0
-        return Text(f"{documents:,} documents, {tokens:,.0f} tokens, {speed:,.0f} tokens/s")
 
 
 def _open_train(parts: Sequence[_Part], max_length: int) -> list[TokenSource]:

@@ -77,7 +77,7 @@ class Corpus:
         Raises:
             DataError: The source cannot be read further; raised after the last document.
         """
-        return read_entries(self.source, self.format)
+        return read_entries(self.source.rows(), self.source.name, self.format)
 
     def rows(self) -> Iterator[Row]:
         """Yield the valid documents.
@@ -320,7 +320,7 @@ def make_token_set(
     inputs: Mapping[str, Any],
     corpus: Corpus,
     load_encoder: Callable[[], tuple[RowEncoder, int]],
-    on_documents: Callable[[int, int], None],
+    on_rows: Callable[[int, int], None],
 ) -> PreparedSet:
     """Find the token set of a corpus, or build it; after an interruption, resume from the last full shard.
 
@@ -330,7 +330,7 @@ def make_token_set(
         inputs: Inputs of the key from ``Corpus.collect_inputs``.
         corpus: The documents.
         load_encoder: Function that returns the encoder and the size of its vocabulary; called only to build the set.
-        on_documents: Called after each chunk with the total number of documents and of tokens.
+        on_rows: Called after each chunk with the total number of rows and of tokens.
 
     Raises:
         ConfigError: The tokenizer cannot be used.
@@ -340,7 +340,7 @@ def make_token_set(
     def build(staging: Path) -> dict[str, Any]:
         encoder, num_ids = load_encoder()
         with explain_disk_errors(root):
-            return _write(staging, corpus, inputs["sources"]["documents"], encoder, num_ids, on_documents)
+            return _write(staging, corpus, inputs["sources"]["documents"], encoder, num_ids, on_rows)
 
     prepared = make_set(root, key, inputs, build, resumes=True)
     if prepared.is_new:
@@ -354,20 +354,20 @@ def _write(
     fingerprint: str,
     encoder: RowEncoder,
     num_ids: int,
-    on_documents: Callable[[int, int], None],
+    on_rows: Callable[[int, int], None],
 ) -> dict[str, Any]:
     """Write the shards of both sides, resuming an earlier attempt, and return their description for the manifest."""
     hold_out = build_hold_out(BrokenRows(corpus.tokens).filter_valid(corpus.entries()), corpus.test_size, corpus.seed)
     with _Sides(staging, num_ids, corpus.num_tokens) as sides:
         broken = BrokenRows(corpus.tokens, is_stream=corpus.source.streaming, **sides.counts)
-        on_documents(sides.num_documents, sides.num_tokens)
+        on_rows(sides.num_documents, sides.num_tokens)
         # On resume, rows that have been written are read again, since sources have no random access, but not tokenised.
         entries = () if sides.are_enough else islice(corpus.entries(), broken.num_rows, None)
         for chunk in encode_documents(encoder, entries, hold_out, broken):
             if broken.fatal or (broken.num_broken and not broken.are_dropped):
                 continue  # The set will not be published; the remaining rows are only checked.
             sides.append(chunk, broken.count())
-            on_documents(sides.num_documents, sides.num_tokens)
+            on_rows(sides.num_documents, sides.num_tokens)
             if sides.are_enough:
                 break
         sides.save()
