@@ -11,7 +11,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import gc
 import itertools
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,6 +51,13 @@ def pytest_collection_finish() -> None:
     """Exclude imported modules from garbage collection: transformers' trainer runs a full one at the end of a run."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """Fail a test that leaves ``StopRequest.install`` in this process, which would end after a later test's signal."""
+    yield
+    assert signal.set_wakeup_fd(-1) == -1, "run what installs signal handlers in another process"
 
 
 @pytest.fixture(scope="session")

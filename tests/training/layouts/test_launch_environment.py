@@ -102,6 +102,25 @@ def test_incomplete_rendezvous_is_refused(variables, words, monkeypatch):
     verify_rendezvous(launch())
 
 
+@pytest.mark.parametrize("variables", [{"RANK": "1"}, {"RANK": "3", "WORLD_SIZE": "1"}, {"LOCAL_RANK": "1"}])
+def test_rank_of_single_process_is_refused(variables, monkeypatch):
+    """The process would take itself for one of several, and write neither model nor records."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    name, rank = next(iter(variables.items()))
+    with pytest.raises(ConfigError, match=f"{name}: is {rank}, and WORLD_SIZE is 1 or not set"):
+        verify_rendezvous(read_launch())
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE"])
+@pytest.mark.parametrize("text", ["-1", "", "one"])
+def test_rank_that_is_no_number_is_refused(name, text):
+    with pytest.raises(ConfigError, match=f"{name}: '{text}' is not a whole number from"):
+        read_launch({name: text})
+
+
 def test_invalid_number_of_threads_is_refused_before_processes_start(monkeypatch):
     """accelerate's launcher reads the variable too, and fails with a traceback."""
     monkeypatch.setenv("OMP_NUM_THREADS", "4,2")

@@ -363,6 +363,11 @@ def verify_rendezvous(launch: Launch) -> None:
     if launch.world_size == 1:
         if "WORLD_SIZE" not in os.environ:
             _verify_single_process()
+        # Such a process would take itself for one of several, and write nothing.
+        for name, rank in (("RANK", launch.rank), ("LOCAL_RANK", launch.local_rank)):
+            if rank:
+                remedy = f"unset {name} for one process, or start several by `recipes launch` or torchrun"
+                raise ConfigError(Problem(name, f"is {rank}, and WORLD_SIZE is 1 or not set", remedy))
         return
     problems = []
     # Without LOCAL_RANK, accelerate would not join the processes of a GPU run.
