@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import platform
 import shutil
@@ -84,8 +85,8 @@ def examine(*, is_online: bool = False) -> list[Finding]:
     ]
     # In parallel, because each of these imports takes seconds.
     with ThreadPoolExecutor() as pool:
-        imports = pool.map(_try_import, compiled, compiled.values())
-        return [*(finding for name, probe in probes for finding in _run_probe(name, probe)), *imports]
+        imports = pool.map(lambda name: _run_probe(name, lambda: [_try_import(name, compiled[name])]), compiled)
+        return list(itertools.chain(*(_run_probe(*probe) for probe in probes), *imports))
 
 
 def _run_probe(name: str, probe: Callable[[], Iterable[Finding]]) -> list[Finding]:
