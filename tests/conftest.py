@@ -11,6 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import gc
 import itertools
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,15 +53,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def no_signal_handlers() -> Iterator[None]:
-    """Keep recipes that run in this process from installing their signal handlers.
-
-    Some tests send SIGTERM to this process, which would then exit a few seconds later.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recipes_lib.stopping.StopRequest.install", lambda self: None)
-        yield
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """Fail a test that leaves ``StopRequest.install`` in this process, which would end after a later test's signal."""
+    yield
+    assert signal.set_wakeup_fd(-1) == -1, "run what installs signal handlers in another process"
 
 
 @pytest.fixture(scope="session")

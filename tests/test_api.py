@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -18,12 +19,14 @@ import torch
 from safetensors.torch import load_file
 from tests.faults import recipe_runs
 from transformers import IntervalStrategy
+from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
 import recipes_lib
 from recipes_lib import check, load_run, train
 from recipes_lib.api import _format_value, _load
 from recipes_lib.errors import ConfigError
 from recipes_lib.report.run_files import RunFiles
+from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
 
 
 @pytest.fixture
@@ -76,6 +79,27 @@ def test_train_is_independent_of_state_of_caller(keys: dict[str, Any], tmp_path:
     lock = run.path / "_lock"
     code = f"from recipes_lib.files import try_lock; print(try_lock(open({str(lock)!r}, 'a'), of_process=True))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True\n"
+
+
+def test_train_is_independent_of_working_directory_and_restores_progress_bars(
+    keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    train_step = SFTTrainer.training_step
+
+    def leave(self: Any, *arguments: Any) -> Any:
+        os.chdir(tmp_path / "elsewhere")  # As a reward function or callback may do.
+        return train_step(self, *arguments)
+
+    monkeypatch.setattr(SFTTrainer, "training_step", leave)
+    enable_progress_bar()
+    run = train("sft", keys, output_dir="run", save_strategy="steps", save_steps=1)
+    assert is_progress_bar_enabled()
+    assert run.path == tmp_path / "run"
+    assert run.facts["config"]["output_dir"] == "run", "a record names no folder of this machine"
+    assert {"model.safetensors", "checkpoint-2", "report.html"} <= {path.name for path in run.path.iterdir()}
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_config_file_and_overrides_match_command_line(keys: dict[str, Any], tmp_path: Path) -> None:

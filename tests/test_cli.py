@@ -119,6 +119,13 @@ def test_flags_may_have_dashes(echo: None, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == "['--dry_run', '--a_b=c-d', 'x-y', '-z-', '--', '--k-v']\n"
 
 
+def test_repeated_config_is_refused(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """argparse, by which most commands read ``--config``, would silently use the last one."""
+    assert cli.main(["echo", "--config", "a.yaml", "--config=b.yaml"]) == 2
+    assert capsys.readouterr().err == "--config: is repeated\n    keep one of the two\n"
+    assert cli.main(["echo", "--config", "a.yaml", "--", "--config", "b.yaml"]) == 0
+
+
 def test_help_of_command_is_that_of_its_flag(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["help", "echo"]) == 0
     assert capsys.readouterr().out == "['--help']\n"

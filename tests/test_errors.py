@@ -59,6 +59,8 @@ def test_merge_alike_keeps_different_problems_separate():
         Problem("a.jsonl:4", "unknown role 'x'", "cut it"),
         Problem("a.jsonl:5", "unknown role 'y'", "cut it"),
         Problem("a.jsonl:6", "600 tokens, max_length is 512", "split it"),
+        Problem("a.jsonl:7", "no beta1", "cut it"),
+        Problem("a.jsonl:8", "no beta2", "cut it"),
     ]
     assert merge_alike(apart, 9) == apart
     assert merge_alike([apart[0]] * 3, 9) == apart[:1], "repeated problems of one row count once"
@@ -111,6 +113,7 @@ class OutOfMemoryError(RuntimeError):
         (OSError(errno.EROFS, "Read-only file system", "out/_lock"), "out/_lock: not permitted: Read-only"),
         (FileExistsError(errno.EEXIST, "File exists", "runs/mine"), "runs/mine: a file of this name is in the way"),
         (RuntimeError("can't start new thread"), "threads: no more threads can be started"),
+        (RuntimeError("failed to listen. port: 29500, name: EADDRINUSE"), "MASTER_PORT: another process uses the port"),
         (OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"), "lower per_device_train_batch_size"),
         (MemoryError(), "host memory: an allocation failed"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "host memory: [Errno 12] Cannot allocate memory"),

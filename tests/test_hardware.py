@@ -93,6 +93,7 @@ def test_compiler_obstacle_names_what_is_missing(
     [
         ("13.0", None, True, "The NVIDIA driver on your system is too old (found version 12040)."),
         (None, None, True, "is a build without CUDA"),
+        ("13.0", "GPU-x", True, "CUDA_VISIBLE_DEVICES is 'GPU-x': unset it if it names no GPU"),
         ("13.0", "", True, ""),
         ("13.0", None, False, ""),
     ],

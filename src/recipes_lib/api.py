@@ -57,12 +57,14 @@ def train(recipe: str, config: Config = None, **overrides: Any) -> RunFiles:
     from recipes_lib.training.run import release_output_dirs
 
     loaded = _load(recipe, config, overrides)
+    # A reward function or callback may change the working directory.
+    output_dir = Path(loaded.training["output_dir"]).absolute()
     try:
         with _importing_recipe(_MAIN.get(recipe, recipe)) as main, _preserving_state():
             main(loaded)
     finally:
         release_output_dirs()
-    return load_run(Path(loaded.training["output_dir"]))
+    return load_run(output_dir)
 
 
 def check(recipe: str, config: Config = None, **overrides: Any) -> list[Problem]:
@@ -139,11 +141,13 @@ def _simplify(value: Any) -> Any:
 
 @contextmanager
 def _preserving_state() -> Iterator[None]:
-    """Run the block with torch's defaults, and restore the caller's random states and defaults after it."""
+    """Run the block with torch's defaults; restore the caller's random states, defaults and progress bars after it."""
     # A package that is not imported yet has no state. This module must not import torch: see ``FREE_OF_TORCH``.
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     with ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
+        if (logging := sys.modules.get("transformers.utils.logging")) and logging.is_progress_bar_enabled():
+            stack.callback(logging.enable_progress_bar)
         if numpy is not None:
             stack.callback(numpy.random.set_state, numpy.random.get_state())
         if torch is not None:

@@ -168,16 +168,12 @@ def parse_or_exit(recipe: str, arguments: Sequence[str]) -> RecipeConfig:
         SystemExit: The configuration is invalid, or ``--help`` or ``--print-config`` was given.
     """
     # Not at module level: `recipes --help` imports this module and does not need PyYAML.
-    from recipes_lib.config.loader import parse_command
+    from recipes_lib.config.loader import load_for_command
 
     parsed: list[RecipeConfig] = []
 
     def parse() -> None:
-        outcome = parse_command(recipe, arguments)
-        if isinstance(outcome, str):
-            sys.stdout.write(f"{outcome}\n")
-        else:
-            parsed.append(outcome)
+        parsed.append(load_for_command(recipe, arguments))
 
     code = run_command(parse)
     if not parsed:

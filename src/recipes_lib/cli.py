@@ -124,10 +124,16 @@ def _describe_unknown(name: str) -> str:
 
 
 def _spell_flags(arguments: Sequence[str]) -> list[str]:
-    """Return arguments with flags in one spelling: ``--dry-run`` is ``--dry_run``, as for keys of recipes."""
+    """Return arguments with flags in one spelling: ``--dry-run`` is ``--dry_run``, as for keys of recipes.
+
+    Raises:
+        ConfigError: ``--config`` is repeated: argparse would silently use the last one.
+    """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     parts = [word.partition("=") for word in arguments[:end]]
     flags = [f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name for name, _, _ in parts]
+    if flags.count("--config") > 1:
+        raise ConfigError(Problem("--config", "is repeated", "keep one of the two"))
     return [*(flag + equals + text for flag, (_, equals, text) in zip(flags, parts, strict=True)), *arguments[end:]]
 
 

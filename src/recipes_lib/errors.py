@@ -43,6 +43,20 @@ _FILE_ERRORS: Final = {
     errno.EMFILE: ("the limit of this process is reached", "raise the limit: `ulimit -n 65536`"),
 }
 """``errno`` of an ``OSError`` with a file name -> what is wrong, and the remedy."""
+_PHRASES: Final = {
+    "can't start new thread": (
+        "threads",
+        "no more threads can be started",
+        "raise the limit on processes and threads (`ulimit -u`, or that of the container) and run the same command, or "
+        "lower dataloader_num_workers",
+    ),
+    "EADDRINUSE": (
+        "MASTER_PORT",
+        "another process uses the port",
+        "set MASTER_PORT to a free port, the same for every process",
+    ),
+}
+"""Part of the message of Python or torch -> location, what is wrong, and the remedy."""
 
 
 def escape_controls(text: object) -> str:
@@ -70,7 +84,8 @@ class Problem:
         return f"{self.where}: {self.found}" + (f"\n    {self.remedy}" if self.remedy else "")
 
 
-_NUMBER: Final = re.compile(r"\d+(?:[.,]\d+)*")
+_NUMBER: Final = re.compile(r"(?<!\w)\d+(?:[.,]\d+)*")
+"""A number that is not part of a name, such as that of a key."""
 _LAST_NUMBER: Final = re.compile(r"\d+$")
 _NUM_NEXT: Final = 3
 """Number of locations listed after the first one."""
@@ -101,14 +116,14 @@ def suggest(name: object, known: Iterable[str], otherwise: str, shown: str = "`{
     return f"did you mean {shown.replace('{}', near[0])}?" if near else otherwise
 
 
-def merge_alike(problems: Sequence[Problem], num_rows: int) -> list[Problem]:
-    """Merge similar problems of many rows into one: the first, with count, share, and the worst.
+def merge_alike(problems: Sequence[Problem], num_rows: int | None = None) -> list[Problem]:
+    """Merge similar problems of many rows or lines into one: the first, with count, share, and the worst.
 
     Two problems are similar if they differ only in numbers, and their locations only in the last number.
 
     Args:
         problems: Problems of single rows, ordered by row; repeated problems of the same kind and row count once.
-        num_rows: Number of rows read.
+        num_rows: Number of rows read; ``None`` for problems of lines in a configuration.
     """
     kinds: dict[tuple[str, str, str], dict[str, Problem]] = {}
     for problem in problems:
@@ -117,12 +132,13 @@ def merge_alike(problems: Sequence[Problem], num_rows: int) -> list[Problem]:
     return [_merge(list(alike.values()), num_rows) for alike in kinds.values()]
 
 
-def _merge(alike: Sequence[Problem], num_rows: int) -> Problem:
+def _merge(alike: Sequence[Problem], num_rows: int | None) -> Problem:
     first, *others = alike
     if not others:
         return first
     places = ", ".join(problem.where for problem in others[:_NUM_NEXT]) + (", ..." if len(others) > _NUM_NEXT else "")
-    found = f"{first.found}; so in {len(alike):,} of {num_rows:,} rows ({len(alike) / num_rows:.1%}), next {places}"
+    share = f" of {num_rows:,} rows ({len(alike) / num_rows:.1%})" if num_rows else " places"
+    found = f"{first.found}; so in {len(alike):,}{share}, next {places}"
     worst = max(alike, key=lambda problem: problem.size)
     if worst.size > first.size:
         found += f"; the worst is {worst.where}: {worst.found}"
@@ -228,7 +244,7 @@ def explain_refusal(error: BaseException) -> Problem | None:
     """Return the exhausted resource or missing permission behind ``error``; ``None`` for other errors.
 
     Recognises full disks and quotas, out of memory (device and host), limits on threads and on the size and number of
-    files, invalid paths, and files without read or write permission.
+    files, invalid paths, files without read or write permission, and a used rendezvous port.
     """
     # Libraries wrap system errors in their own: take the first known one along the chain, from the outermost.
     chain: BaseException | None = error
@@ -249,12 +265,9 @@ def explain_refusal(error: BaseException) -> Problem | None:
         if code in _FILE_ERRORS and getattr(chain, "filename", None) is not None:
             found, remedy = _FILE_ERRORS[code]
             return Problem(where[:120], f"{found}: {os.strerror(code)}", remedy)
-        if "can't start new thread" in words:
-            remedy = (
-                "raise the limit on processes and threads (`ulimit -u`, or that of the container) and run the same "
-                "command, or lower dataloader_num_workers"
-            )
-            return Problem("threads", f"no more threads can be started: {words}", remedy)
+        for phrase, (place, found, remedy) in _PHRASES.items():
+            if phrase in words:
+                return Problem(place, f"{found}: {words}", remedy)
         is_host = isinstance(chain, MemoryError) or code == errno.ENOMEM
         # torch's error of a device, by name: this module must not import torch.
         if is_host or type(chain).__name__ == "OutOfMemoryError":

@@ -33,16 +33,17 @@ def find_gpu_obstacle(environment: Mapping[str, str]) -> str:
     Args:
         environment: Variables of the process, of which ``CUDA_VISIBLE_DEVICES`` may hide all GPUs.
     """
-    is_hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if torch.cuda.is_available() or is_hidden or not any(_DEVICES.glob("nvidia[0-9]*")):
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if torch.cuda.is_available() or visible in ("", "-1") or not any(_DEVICES.glob("nvidia[0-9]*")):
         return ""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is a build without CUDA"
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
+        found = "torch finds no CUDA device"
     except (RuntimeError, AssertionError) as error:  # Such as a driver that is older than the CUDA version of torch.
-        return str(error).partition("\n")[0]
-    return "torch finds no CUDA device"
+        found = str(error).partition("\n")[0]
+    return found if visible is None else f"{found}; CUDA_VISIBLE_DEVICES is {visible!r}: unset it if it names no GPU"
 
 
 def find_compiler_obstacle() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from unittest import mock
@@ -138,6 +139,27 @@ def test_default_launch_file_depends_on_accelerators(num, name, monkeypatch):
     monkeypatch.setattr("recipes_lib.hardware.count_accelerators", lambda: num)
     assert launching.choose_for_this_machine() == name
     assert launching.choose_for_this_machine(2) == ("ddp" if num else "cpu_ddp")
+
+
+def test_default_of_cpus_beside_unusable_gpu_warns(monkeypatch, capsys):
+    monkeypatch.setattr("recipes_lib.hardware.count_accelerators", lambda: 0)
+    monkeypatch.setattr("recipes_lib.hardware.find_gpu_obstacle", lambda _: "the driver is too old")
+    assert launching.choose_for_this_machine() == "cpu"
+    assert "warning: CPUs are used, for torch cannot use the GPU: the driver is too old" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("rank", "is_refused"), [(0, True), (1, False)])
+def test_used_port_of_first_machine_is_refused(rank, is_refused, monkeypatch):
+    """accelerate raises a traceback there, and takes a free port on a single machine."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("os.execv", lambda *_: (_ for _ in ()).throw(InterruptedError))
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+        machines = ["--num_machines", "2", "--machine_rank", str(rank), "--main_process_ip", "localhost"]
+        flags = ["--hardware", "cpu_ddp", *machines, "--main_process_port", str(port)]
+        expected = pytest.raises(ConfigError, match=f"--main_process_port: another process uses port {port}")
+        with expected if is_refused else pytest.raises(InterruptedError):
+            launching.main(["--config", CONFIG, *flags])
 
 
 @pytest.mark.parametrize(

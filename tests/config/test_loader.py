@@ -62,6 +62,21 @@ def test_all_problems_are_reported_in_file_order(write) -> None:
     assert caught.value.exit_code == 2
 
 
+def test_unknown_keys_beyond_limit_are_counted(problems_of) -> None:
+    """A file of another program is not searched for similar names key by key, which took a second for 1,000 keys."""
+    problems = problems_of("".join(f"key{number}: 1\n" for number in range(1000)))
+    assert [problem.where for problem in problems] == [f"recipe.yaml:{line}" for line in range(5, 56)]
+    assert problems[-1].found == "950 more unknown keys"
+    assert "docs/configs/sft.md" in problems[-1].remedy
+
+
+def test_similar_problems_are_one(problems_of) -> None:
+    entries = "".join(f"  - {{name: a/b, weight: -{number}}}\n" for number in range(1, 101))
+    (problem,) = problems_of(f"adam_beta1: x\nadam_beta2: x\ndataset_mixture:\n{entries}")[2:]
+    assert problem.where == "recipe.yaml:8"
+    assert problem.found.startswith("`dataset_mixture[0].weight` is -1; so in 100 places, next ")
+
+
 @pytest.mark.parametrize(
     ("typed", "left"),
     [

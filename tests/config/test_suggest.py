@@ -101,9 +101,12 @@ def test_remedy_names_no_refused_key(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["sft", "dpo", "ppo"])
 def test_suggested_name_is_a_key_of_the_recipe(problems_of, recipe: str) -> None:
     known = sorted(read_known(recipe))
-    for problem in problems_of(flags=[part for key in known for part in (f"--{key}x", "1")], recipe=recipe):
-        for name in re.findall(r"did you mean `(\w+)`", problem.remedy):
-            assert name in load_table(recipe).keys
+    # In parts, because only so many unknown keys are explained.
+    for start in range(0, len(known), 50):
+        flags = [part for key in known[start : start + 50] for part in (f"--{key}x", "1")]
+        for problem in problems_of(flags=flags, recipe=recipe):
+            for name in re.findall(r"did you mean `(\w+)`", problem.remedy):
+                assert name in load_table(recipe).keys
 
 
 @pytest.mark.parametrize("value", ["all-linear", "[all-linear]"])

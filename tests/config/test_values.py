@@ -71,6 +71,11 @@ def test_value_is_converted_to_declared_type(line: str, value: Any) -> None:
         ("learning_rate: [1e-5]", "number"),
         ("max_steps: 1.5", "whole number"),
         ("max_steps: 1e3", "1000"),
+        ("max_steps: 10B", "write 10000000000"),
+        ("max_steps: 2.3 m", "write 2300000"),
+        ("warmup_steps: 1,000", "write 1000"),
+        ("warmup_steps: 1k", "write 1000"),
+        ("packing: 1k", "write true or false"),
         ("max_steps: 99999999999999999999", "whole number"),
         ("warmup_steps: 3%", "write 0.03"),
         ("seed: 007", "7"),
@@ -87,6 +92,7 @@ def test_value_is_converted_to_declared_type(line: str, value: Any) -> None:
         ("report_to: [wandbb]", "did you mean wandb"),
         ("dataset_mixture: a/b", "a list of mappings"),
         ("lr_scheduler_kwargs: 3", "mapping"),
+        ("lr_scheduler_kwargs: '{\"num_cycles\": 1}'", "delete the quotes"),
         ("dataset_mixture: {name: a/b}", "write a list of mappings or null around it"),
         ("dataset_mixture: {a/b: 0.5, c/d: 0.5}", "each with its name: [{name: a/b, ...}]"),
         ("dataset_mixture: [{id: a/b}]", "write `name`"),
@@ -96,7 +102,6 @@ def test_value_is_converted_to_declared_type(line: str, value: Any) -> None:
         ("max_length: 4", "at least 8"),
         ("adam_beta2: 1", "below 1"),
         ("weight_decay: 2", "at most 1"),
-        ("seed: !!python/object:os.system 1", "tag"),
     ],
 )
 def test_value_of_wrong_type_is_refused_with_remedy(line: str, remedy: str) -> None:

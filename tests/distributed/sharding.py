@@ -122,6 +122,8 @@ def run_recipe(recipe: str, keys: Mapping[str, Any]) -> int:
         # A failed rank exits by ``os._exit``.
         with (
             mock.patch("os._exit", leave),
+            # Signal handlers belong to the process, which the tests may share.
+            mock.patch("recipes_lib.stopping.StopRequest.install"),
             mock.patch("sys.path", [str(ROOT / "recipes"), *sys.path]),  # As for a script: recipes import each other.
             mock.patch("recipes_lib.publish.final_model.build_report"),
             mock.patch("recipes_lib.training.evaluation.build.measure_matmul_flops", return_value=1e9),

@@ -203,7 +203,8 @@ def test_stage_identity_does_not_depend_on_paths(tmp_path: Path) -> None:
         ("stages: {pipeline.json: {run: x}}", "pipeline.json, which belongs to the pipeline"),
         ("stages: {a: {run: x, output: '${output_dir}/index.html'}}", "index.html, which belongs to the pipeline"),
         ("stages: {a: {run: x}}\nenvironment: {DATA: '${here}/data'}", "environment.DATA: is '${here}/data'"),
-        ("stages: {a: {run: !!python/none x}}", "is not plain YAML"),
+        ("stages: {a: {run: !!python/none x}}", "p.yaml:1: the value has the YAML tag !!python/none"),
+        ("stages: {a: {run: 2026-99-99}}", "is not plain YAML"),
         ("stages: {[a]: {run: x}}", "a key is a list"),
     ],
 )

@@ -27,7 +27,8 @@ from recipes_lib.training.run import RECORDED, Run, describe_process, fingerprin
 @pytest.fixture(autouse=True)
 def rendezvous(monkeypatch):
     """Set the rendezvous variables of a launcher, which runs of two processes need."""
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
 
 

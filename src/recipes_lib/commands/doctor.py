@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import platform
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -63,14 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def examine(*, is_online: bool = False) -> list[Finding]:
     """Return the findings of every probe; a failing probe is a finding, not an error."""
-    trials = [
-        _Trial("flash-attn", "flash_attn", f"{_extra('flash')} --no-build-isolation"),
-        *(_Trial(name, name.replace("-", "_"), _extra("gpu")) for name in ("bitsandbytes", "liger-kernel", "torchao")),
-        _Trial("deepspeed", "deepspeed", _extra("deepspeed")),
-        _Trial("datatrove", "datatrove", _extra("corpus")),
-    ]
-    # Started together and waited for at the end, because each of these imports takes seconds.
-    started = [(trial, trial.start()) for trial in trials]
+    compiled = {
+        "flash-attn": f"{_extra('flash')} --no-build-isolation",
+        **dict.fromkeys(("bitsandbytes", "liger-kernel", "torchao"), _extra("gpu")),
+        "deepspeed": _extra("deepspeed"),
+        "datatrove": _extra("corpus"),
+    }
     probes: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
         ("python", _probe_python),
         ("packages", _probe_packages),
@@ -82,9 +82,11 @@ def examine(*, is_online: bool = False) -> list[Finding]:
         ("hub login", lambda: [_probe_hub_login(is_online)]),
         ("disk", _probe_disk),
         ("launch default", _probe_launch_default),
-        ("compiled packages", lambda: [trial.finish(process) for trial, process in started]),
     ]
-    return [finding for name, probe in probes for finding in _run_probe(name, probe)]
+    # In parallel, because each of these imports takes seconds.
+    with ThreadPoolExecutor() as pool:
+        imports = pool.map(lambda name: _run_probe(name, lambda: [_try_import(name, compiled[name])]), compiled)
+        return list(itertools.chain(*(_run_probe(*probe) for probe in probes), *imports))
 
 
 def _run_probe(name: str, probe: Callable[[], Iterable[Finding]]) -> list[Finding]:
@@ -188,35 +190,23 @@ def _probe_attention() -> Iterator[Finding]:
     yield Finding("attention", "missing" if chosen == "sdpa" else "ok", f"packed rows use {reason}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """Import of a compiled package in a subprocess, so that a crash or a hang is contained."""
-
-    name: str
-    module: str
-    remedy: str
-
-    def start(self) -> subprocess.Popen[str] | None:
-        """Start the import; ``None`` if the package is not installed."""
-        if importlib.util.find_spec(self.module) is None:
-            return None
-        command = [sys.executable, "-c", f"import {self.module}"]
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
-
-    def finish(self, process: subprocess.Popen[str] | None) -> Finding:
-        """Wait for the import and return its finding."""
-        if process is None:
-            return Finding(self.name, "missing", "not installed", self.remedy)
-        try:
-            output = process.communicate(timeout=TRIAL_SECONDS)[1].strip()
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output = f"its import did not end within {TRIAL_SECONDS} s"
-        if process.wait() != 0:
-            detail = output.splitlines()[-1] if output else f"its import ended with code {process.returncode}"
-            return Finding(self.name, "broken", detail, self.remedy)
-        # Importable without metadata: a source tree on the path, or a build under another distribution name.
-        return Finding(self.name, "ok", _find_version(self.name) or "of unknown version")
+def _try_import(name: str, remedy: str) -> Finding:
+    """Import a compiled package in a subprocess, so that a crash or a hang is contained."""
+    module = name.replace("-", "_")
+    if importlib.util.find_spec(module) is None:
+        return Finding(name, "missing", "not installed", remedy)
+    command = [sys.executable, "-c", f"import {module}"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=TRIAL_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(name, "broken", f"its import did not end within {TRIAL_SECONDS} s", remedy)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"its import ended with code {done.returncode}"]
+        return Finding(name, "broken", lines[-1], remedy)
+    # Importable without metadata: a source tree on the path, or a build under another distribution name.
+    return Finding(name, "ok", _find_version(name) or "of unknown version")
 
 
 def _probe_compile() -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from recipes_lib.config.loader import parse_command, split_recipe
+from recipes_lib.config.loader import add_recipe_flags, parse_command, split_recipe
 from recipes_lib.config.table import RECIPE_NAMES, TABLES
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
 from recipes_lib.shipped import RECIPES, find_launch_file, find_shipped
@@ -128,8 +128,7 @@ def main(argv: Sequence[str]) -> int:
             with the recipe, or needs GPUs that this machine lacks; or the address of machine 0 is unknown.
     """
     parser = argparse.ArgumentParser(prog="recipes launch", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--recipe", "--stage", help="recipe to run (default: what the file's name begins with, or sft)")
-    parser.add_argument("--config", metavar="F", help="the recipe; further --key value flags override it")
+    add_recipe_flags(parser)
     parser.add_argument("--hardware", help="file of accelerate_configs/, or path (default: what this machine has)")
     parser.add_argument("--num_processes", type=int, help="on all machines together (default: one per GPU)")
     add_pipeline_flags(parser)
@@ -164,10 +163,26 @@ def main(argv: Sequence[str]) -> int:
     sys.stderr.write(f"{machines.source}, {num_processes} process{'es' * (num_processes != 1)} by {file}:\n{line}\n")
     if options.dry_run:
         return EXIT_DONE
+    _verify_port(machines)
     kind = document["distributed_type"]
     expect_launch(num_processes, kind if kind in ENGINES else "", pipeline)
     _execute(command, is_alone=kind == "NO")
     raise AssertionError("exec replaced the process")
+
+
+def _verify_port(machines: Machines) -> None:
+    """Raise if the port of machine 0 is in use; on a single machine, accelerate takes another one.
+
+    Raises:
+        ConfigError: This is machine 0 of several, and another process uses the port.
+    """
+    if machines.num_machines == 1 or machines.machine_rank > 0:
+        return
+    from accelerate.utils.other import is_port_in_use
+
+    if is_port_in_use(machines.main_process_port):
+        found, remedy = f"another process uses port {machines.main_process_port}", "write another one, on every machine"
+        raise ConfigError(Problem("--main_process_port", found, remedy))
 
 
 def find_recipe_name(argv: Sequence[str]) -> str:
@@ -241,9 +256,14 @@ def _resolve_machines(options: argparse.Namespace, detected: Machines) -> Machin
 
 
 def choose_for_this_machine(num_machines: int = 1) -> str:
-    """Return the name of the default launch file for ``num_machines`` machines with the accelerators of this one."""
-    from recipes_lib.hardware import count_accelerators
+    """Return the name of the default launch file for ``num_machines`` machines with the accelerators of this one.
 
+    Warns if torch cannot use the GPU of this machine: the launch file for CPUs would hide it.
+    """
+    from recipes_lib.hardware import INSTALL_CUDA, count_accelerators, find_gpu_obstacle
+
+    if obstacle := find_gpu_obstacle(read_environment()):
+        sys.stderr.write(f"warning: CPUs are used, for torch cannot use the GPU: {obstacle}; {INSTALL_CUDA}\n")
     one, several = {0: ("cpu", "cpu_ddp"), 1: ("single_gpu", "ddp")}.get(count_accelerators(), ("ddp", "ddp"))
     return one if num_machines == 1 else several
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Required, TypedDict, get_args
 
-from recipes_lib.config.loader import parse_keys
+from recipes_lib.config.loader import CommandConfig, parse_keys
 from recipes_lib.config.paths import check_exists, looks_local
 from recipes_lib.config.settings import Settings
 from recipes_lib.errors import Problem
@@ -219,14 +219,8 @@ class MixtureKeys:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CorpusConfig(InputKeys, TextKeys, PrivacyKeys, DuplicateKeys, MixtureKeys):
-    """Configuration of a corpus.
-
-    Attributes:
-        path: The YAML file; ``None`` when everything came from flags.
-    """
-
-    path: Path | None = None
+class CorpusConfig(InputKeys, TextKeys, PrivacyKeys, DuplicateKeys, MixtureKeys, CommandConfig):
+    """Configuration of a corpus."""
 
 
 CORPUS_SECTIONS: Final[Mapping[str, type]] = {
@@ -247,11 +241,6 @@ _MODELS: Final = ("language_model_path", "classifier_path", "toxicity_classifier
 _PATHS: Final = ("output_dir", "tokenizer_name_or_path", *_MODELS)
 
 
-def list_values(config: CorpusConfig) -> dict[str, Any]:
-    """Return every key with its value as JSON types, without ``path``."""
-    return {name: value for name, value in asdict(config).items() if name != "path"}
-
-
 def parse_corpus_command(argv: Sequence[str]) -> CorpusConfig | str:
     """Parse the arguments into the configuration, or return the text of ``--help`` or ``--print-config``.
 
@@ -259,8 +248,7 @@ def parse_corpus_command(argv: Sequence[str]) -> CorpusConfig | str:
         ConfigError: The file, a flag or a combination of keys is invalid; lists every problem.
     """
     paths = (*_PATHS, "toxic_words", "duplicates_of", "benchmarks_of", "sources", "benchmarks")
-    required = {"sources": "write sources: [{name: ...}]", "output_dir": "name a folder for the corpus"}
-    return parse_keys("corpus", argv, CorpusConfig, paths, _find_problems, **required)
+    return parse_keys("corpus", argv, CorpusConfig, paths, _find_problems)
 
 
 def _find_problems(config: CorpusConfig, settings: Settings) -> Iterator[Problem]:

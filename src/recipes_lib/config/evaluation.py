@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from recipes_lib.config.loader import parse_keys
+from recipes_lib.config.loader import CommandConfig, parse_keys
 from recipes_lib.config.paths import check_folders, check_reference
 from recipes_lib.config.settings import Settings, is_local
 from recipes_lib.errors import Problem
@@ -78,14 +78,8 @@ class EvaluationOutputKeys:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig(EvaluatedModelKeys, TaskKeys, EvaluationOutputKeys):
-    """Configuration of an evaluation.
-
-    Attributes:
-        path: The YAML file; ``None`` when everything came from flags.
-    """
-
-    path: Path | None = None
+class EvalConfig(EvaluatedModelKeys, TaskKeys, EvaluationOutputKeys, CommandConfig):
+    """Configuration of an evaluation."""
 
     @property
     def folder(self) -> Path:
@@ -113,11 +107,7 @@ def parse_eval_command(argv: Sequence[str]) -> EvalConfig | str:
     Raises:
         ConfigError: The file, a flag or a combination of keys is invalid; lists every problem.
     """
-    required = {
-        "model_name_or_path": "name a folder or a Hub id",
-        "tasks": "write tasks: [core], or --tasks '[arc_easy]'",
-    }
-    return parse_keys("eval", argv, EvalConfig, _PATHS, _find_contradictions, **required)
+    return parse_keys("eval", argv, EvalConfig, _PATHS, _find_contradictions)
 
 
 def read_evaluated_tasks(path: str) -> EvalConfig:
@@ -126,7 +116,7 @@ def read_evaluated_tasks(path: str) -> EvalConfig:
     Raises:
         ConfigError: The file cannot be read, has an unknown key, or names no task.
     """
-    config = parse_keys("eval", ["--config", path], EvalConfig, _PATHS, lambda *_: (), tasks="write tasks: [core]")
+    config = parse_keys("eval", ["--config", path], EvalConfig, _PATHS, lambda *_: (), required=["tasks"])
     assert not isinstance(config, str)
     return config
 

@@ -63,12 +63,11 @@ _SECTIONS = dict.fromkeys(RECIPE_NAMES, our_schema.SECTIONS) | {
 
 def main() -> None:
     """Write all generated files."""
-    for path, text in build_tables().items():
-        path.write_text(text, encoding="utf-8")
-    # The documents are built from the tables that were just written.
-    load_table.cache_clear()
-    for path, text in build_documents().items():
-        path.write_text(text, encoding="utf-8")
+    for build in (build_tables, build_documents):
+        # The documents are built from the tables that were just written.
+        load_table.cache_clear()
+        for path, text in build().items():
+            path.write_text(text, encoding="utf-8")
 
 
 def build_tables() -> dict[Path, str]:
@@ -204,7 +203,9 @@ def _describe_key(name: str, hint: Any, items: Any, choices: Any = None) -> dict
     if "enum" in schema and "null" in schema["type"]:
         schema["enum"].append(None)
     if items is not None:
-        schema["items"] |= _describe_entry(items)
+        schema.setdefault("items" if "array" in schema["type"] else "additionalProperties", {}).update(
+            _describe_entry(items)
+        )
     return {**schema, **read_bounds().get(name, {})}
 
 

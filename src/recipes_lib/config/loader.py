@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, TypeVar
 import yaml
 
 from recipes_lib.config.paths import PATH_KEYS, expand_home
-from recipes_lib.config.recipes import read_known
+from recipes_lib.config.recipes import read_known, read_lists
 from recipes_lib.config.rules import RULES, check_given
 from recipes_lib.config.schema import SECTIONS, RecipeConfig, list_sections
 from recipes_lib.config.settings import ABSENT, DECISIONS, Settings
@@ -36,10 +36,12 @@ from recipes_lib.config.values import (
     refuse_secret_key,
     refuse_secret_value,
 )
-from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, escape_controls
+from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, escape_controls, merge_alike
 from recipes_lib.shipped import find_recipe, find_shipped
 
 _HELP_WIDTH: Final = 100
+_MAX_EXPLAINED: Final = 50
+"""Unknown keys that are explained; others are counted, because the search for similar keys is slow."""
 
 _LOOK_ALIKES: Final = str.maketrans("аеорсхуіѕјАЕОРСХУІЅЈ", "aeopcxyisjAEOPCXYISJ")
 """Cyrillic letters -> Latin letters of the same shape."""
@@ -342,10 +344,13 @@ def _read_settings(
     # Flags come last and override the file.
     given = {entry.key: entry for entry in entries}
     # An unknown key counts as the key that it was meant as, so that this one is not reported as missing too.
-    meant, values = dict[str, Entry](), dict[str, Any]()
+    meant, values, unknown = dict[str, Entry](), dict[str, Any](), list[Entry]()
     for key, entry in given.items():
         if key not in table.keys:
-            problems.append(explain_unknown(entry, table, set(given)))
+            is_known = key in read_known(table.recipe)
+            if is_known or len(unknown) < _MAX_EXPLAINED:
+                problems.append(explain_unknown(entry, table, set(given)))
+            unknown += [] if is_known else [entry]
             meant |= dict.fromkeys(_find_meant(entry, table), entry)
         # Before parsing: a message about the value would repeat the secret.
         elif secret := refuse_secret_value(entry.where, key, entry.node):
@@ -354,6 +359,9 @@ def _read_settings(
             value = Reader(entry.locate, problems).read(key, entry.node, table.keys[key].schema)
             if value is not INVALID:
                 values[key] = adapt(key, value)
+    if more := unknown[_MAX_EXPLAINED:]:
+        remedy = f"is it a file for recipe {table.recipe}? see docs/configs/{table.recipe}.md"
+        problems.append(Problem(more[0].where, f"{len(more):,} more unknown keys", remedy))
     return Settings(table, str(path or "command line, without --config"), meant | given, values)
 
 
@@ -361,9 +369,8 @@ def _adapt(key: str, value: Any) -> Any:
     if key == "lora_target_modules" and value == ["all-linear"]:
         # The spelling of TRL and PEFT for all linear layers, which is the default here.
         return None
-    if key == "eval_datasets" and isinstance(value, dict):
-        # Invalid entries are reported by `check_eval_datasets`.
-        return {name: expand_paths({"name": one} if isinstance(one, str) else one) for name, one in value.items()}
+    if key == "eval_datasets" and value is not None:
+        return {name: expand_paths(entry) for name, entry in value.items()}
     return expand_paths(value) if key in (*PATH_KEYS, "eval_tasks_include_path", "dataset_mixture") else value
 
 
@@ -388,20 +395,20 @@ def _assemble(path: Path | None, settings: Settings) -> RecipeConfig:
 
 
 def _in_order(problems: Sequence[Problem], path: Path | None) -> list[Problem]:
-    """Sort the problems of the file by line; those of flags and missing keys follow in their order."""
+    """Merge similar problems, and sort those of the file by line; those of flags and missing keys follow in order."""
 
     def line(problem: Problem) -> tuple[int, int]:
         # `rpartition`: a path may contain colons.
         name, _, number = problem.where.rpartition(":")
         return (0, int(number)) if name == str(path) and number.isdigit() else (1, 0)
 
-    return sorted(problems, key=line)
+    return merge_alike(sorted(problems, key=line))
 
 
 @functools.cache
 def read_synonyms() -> Mapping[str, str]:
     """Return a mapping of key names in other programs to our key of at least one recipe."""
-    names = yaml.safe_load(Path(__file__).with_name("synonyms.yaml").read_text(encoding="utf-8"))
+    names = read_lists(Path(__file__).with_name("synonyms.yaml"))
     return {name: key for key, synonyms in names.items() for name in synonyms.split()}
 
 
@@ -478,6 +485,21 @@ def expand_paths(value: Any) -> Any:
     return expand_home(value) if isinstance(value, str) else value
 
 
+@dataclass(frozen=True, kw_only=True)
+class CommandConfig:
+    """Configuration of a command that has keys of its own; their sections are further base classes.
+
+    Attributes:
+        path: The YAML file; ``None`` when everything came from flags.
+    """
+
+    path: Path | None = None
+
+    def list_values(self) -> dict[str, Any]:
+        """Return every key with its value as JSON types, without ``path``."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "path"}
+
+
 Parsed = TypeVar("Parsed")
 
 
@@ -487,7 +509,7 @@ def parse_keys(
     kind: Callable[..., Parsed],
     paths: Collection[str],
     find_problems: Callable[[Parsed, Settings], Iterable[Problem]],
-    **required: str,
+    required: Sequence[str] | None = None,
 ) -> Parsed | str:
     """Parse the arguments of a command into its configuration, or return the text of ``--help`` or ``--print-config``.
 
@@ -497,7 +519,7 @@ def parse_keys(
         kind: Configuration class; called with the keys that were set and ``path``, the YAML file.
         paths: Keys whose value is or contains paths, in which ``~/`` is expanded.
         find_problems: Function that yields problems of the configuration as a whole.
-        required: Key without a default -> remedy if it is missing.
+        required: Keys that must be set; ``None``: those of the key table.
 
     Raises:
         ConfigError: The file, a flag or a combination of keys is invalid; lists every problem.
@@ -510,8 +532,8 @@ def parse_keys(
     settings = _read_settings(
         command.config, entries, table, problems, lambda key, value: expand_paths(value) if key in paths else value
     )
-    for key, remedy in required.items():
-        problems += check_given(settings, key, remedy)
+    for key in table.required if required is None else required:
+        problems += check_given(settings, key)
     config = kind(path=command.config, **settings.values)
     problems += find_problems(config, settings)
     if problems:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Final
 import yaml
 
 from recipes_lib.config.settings import Settings, is_local
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, Problem, suggest
 from recipes_lib.shipped import find_shipped
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -58,6 +57,8 @@ def check_paths(settings: Settings) -> Iterator[Problem]:
     for index, entry in enumerate(settings["dataset_mixture"] or []):
         where = _locate_entry(settings, index)
         yield from check_reference(where, f"dataset_mixture[{index}].name", entry["name"])
+    for name, entry in (settings["eval_datasets"] or {}).items():
+        yield from check_reference(settings.where("eval_datasets"), f"eval_datasets.{name}", entry["name"])
     for key in ("replay_from", "dataset_test_split", "chat_template_path"):
         if settings.gives(key) and (key != "dataset_test_split" or names_path(settings[key])):
             yield from check_exists(settings.where(key), key, settings[key])
@@ -108,13 +109,12 @@ def check_folders(key: str, settings: Settings) -> Iterator[Problem]:
             yield settings.problem(key, f"there is no folder {folder[:120]!r}", "correct the path")
 
 
-def suggest_sibling(text: str) -> str | None:
-    """Return the remedy for a path that does not exist: the nearest file beside it, or ``None``."""
+def suggest_sibling(text: str) -> str:
+    """Return the remedy for a path that does not exist: the nearest file beside it, or an empty text."""
     path = Path(text)
     if "*" in text:
         return "patterns are not expanded: name the folder, or list the files in `dataset_mixture`"
     try:
-        near = difflib.get_close_matches(path.name, [sibling.name for sibling in path.parent.iterdir()], n=1)
+        return suggest(path.name, [sibling.name for sibling in path.parent.iterdir()], "", f"{path.parent / '{}'}")
     except (OSError, ValueError):
-        return None
-    return f"did you mean {path.parent / near[0]}?" if near else None
+        return ""

@@ -9,16 +9,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 from recipes_lib.config.paths import check_folders, check_paths
 from recipes_lib.config.recipes import read_lists
-from recipes_lib.config.schema import AdapterConfig, DatasetFormat, QuantizationConfig
+from recipes_lib.config.schema import AdapterConfig, QuantizationConfig
 from recipes_lib.config.settings import DECISIONS, Settings, is_local
-from recipes_lib.config.table import load_table
+from recipes_lib.config.table import describe, load_table
 from recipes_lib.errors import Problem
 
-_EVAL_KEYS: Final = {**dict.fromkeys(("name", "config", "revision", "split", "format"), str), "columns": dict | None}
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """Import path of a reward function or metric: ``module:name``."""
 
@@ -248,8 +247,9 @@ def check_shape(settings: Settings) -> Iterator[Problem]:
         yield settings.problem("batch_ramp_tokens", found, remedy)
 
 
-def check_given(settings: Settings, key: str, remedy: str) -> Iterator[Problem]:
+def check_given(settings: Settings, key: str) -> Iterator[Problem]:
     """Yield a problem if a required key is missing, or its value is a blank text or an empty list."""
+    remedy = f"write `{key}: ...` ({describe(settings.table.keys[key].schema)})"
     if key not in settings.given:
         yield Problem(settings.name, f"`{key}` is missing", remedy)
     elif settings.gives(key) and (not settings[key] or str(settings[key]).isspace()):
@@ -260,7 +260,7 @@ def check_given(settings: Settings, key: str, remedy: str) -> Iterator[Problem]:
 def check_required(settings: Settings) -> Iterator[Problem]:
     """Required keys and a dataset are set."""
     for key in settings.table.required:
-        yield from check_given(settings, key, f"write `{key}: ...`")
+        yield from check_given(settings, key)
     if not any(settings.gives(key) or settings.broken(key) for key in ("dataset_name", "dataset_mixture")):
         yield Problem(settings.name, "`dataset_name` is missing", "write `dataset_name: ...`, or `dataset_mixture`")
 
@@ -316,22 +316,11 @@ def are_shares(entries: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def check_eval_datasets(settings: Settings) -> Iterator[Problem]:
-    """Names of held-out sets are valid in metric names, and each set is a path, a Hub id or a valid mapping."""
-    for name, entry in (settings["eval_datasets"] or {}).items():
+    """Names of held-out sets are valid in metric names, which have the name before the metric."""
+    for name in settings["eval_datasets"] or {}:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
             found = f"`eval_datasets` has the name {name!r}, which becomes part of metric names"
             yield settings.problem("eval_datasets", found, "use letters, digits, dots and hyphens")
-        unknown = entry.keys() - _EVAL_KEYS if isinstance(entry, dict) else set()
-        if unknown or not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
-            found = f"`eval_datasets: {name}` is not a dataset{f': it has {sorted(unknown)[0]!r}' if unknown else ''}"
-            yield settings.problem("eval_datasets", found, "write a path or a Hub id, or {name: ..., split: ...}")
-            continue
-        wrong = [key for key, value in entry.items() if not isinstance(value, _EVAL_KEYS[key])]
-        if wrong or entry.get("format", "auto") not in get_args(DatasetFormat):
-            key = wrong[0] if wrong else "format"
-            found = f"`eval_datasets: {name}` has `{key}: {entry[key]}`"
-            choices = {"format": f"one of {', '.join(get_args(DatasetFormat))}", "columns": "{prompt: question, ...}"}
-            yield settings.problem("eval_datasets", found, f"write {choices.get(key, 'a text')}")
     # Upstream puts the name before the metric, `eval_web_loss`; older versions of this project put it last.
     if old := re.fullmatch(r"(eval_)?(loss|bits_per_byte)_(.+)", settings["metric_for_best_model"] or ""):
         prefix, figure, name = old.groups(default="")

@@ -74,15 +74,11 @@ LossOn = Literal["assistant", "last_assistant", "completion", "all"]
 Overlong = Literal["error", "truncate", "drop", "split"]
 
 
-class MixtureEntry(TypedDict, total=False):
-    """One dataset of ``dataset_mixture``."""
+class EvalEntry(TypedDict, total=False):
+    """One dataset of ``eval_datasets``."""
 
     name: Required[str]
     """Hub id or path, like ``dataset_name``."""
-    weight: float
-    """Share of the mixture relative to the sum of weights: of rows in fine-tuning, of tokens in pretraining."""
-    repeat: float
-    """Passes over the rows, instead of ``weight``: 0.5 takes a random half, 2 takes each row twice. Default 1."""
     config: str
     """Like ``dataset_config``."""
     revision: str
@@ -93,6 +89,15 @@ class MixtureEntry(TypedDict, total=False):
     """Like ``dataset_format``."""
     columns: dict[str, Any]
     """Like ``dataset_columns``."""
+
+
+class MixtureEntry(EvalEntry, total=False):
+    """One dataset of ``dataset_mixture``."""
+
+    weight: float
+    """Share of the mixture relative to the sum of weights: of rows in fine-tuning, of tokens in pretraining."""
+    repeat: float
+    """Passes over the rows, instead of ``weight``: 0.5 takes a random half, 2 takes each row twice. Default 1."""
 
 
 class CurriculumPhase(TypedDict):
@@ -120,7 +125,7 @@ class DataConfig:
     """Name of the held-out split, or a path with ``/`` or a suffix (``./test``). Unset: see ``test_split_size``."""
     test_split_size: float | int | None = None
     """Share (below 1) or number (from 1) of rows to hold out, instead of ``dataset_test_split``."""
-    eval_datasets: dict[str, Any] | None = None
+    eval_datasets: dict[str, Any] | None = field(default=None, metadata={"items": EvalEntry})
     """Additional held-out sets, each with its own metrics, ``eval_NAME_loss``: ``{web: path, chat: {name: x, split:
     test}}``, with the keys of a mixture's entry except ``weight`` and ``repeat``."""
     dataset_mixture: list[dict[str, Any]] | None = field(default=None, metadata={"items": MixtureEntry})

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from recipes_lib.config.loader import parse_keys
+from recipes_lib.config.loader import CommandConfig, parse_keys
 from recipes_lib.config.paths import check_exists, looks_local
 from recipes_lib.config.settings import Settings
 from recipes_lib.errors import Problem
@@ -136,18 +135,8 @@ class SynthesisOutputKeys:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SynthesisConfig(WriterKeys, RequestKeys, MethodKeys, QualityKeys, SynthesisOutputKeys):
-    """Configuration of ``recipes synthesize``.
-
-    Attributes:
-        path: The YAML file; ``None`` when everything came from flags.
-    """
-
-    path: Path | None = field(default=None)
-
-    def list_values(self) -> dict[str, Any]:
-        """Return every key with its value as JSON types, without ``path``."""
-        return {name: value for name, value in asdict(self).items() if name != "path"}
+class SynthesisConfig(WriterKeys, RequestKeys, MethodKeys, QualityKeys, SynthesisOutputKeys, CommandConfig):
+    """Configuration of ``recipes synthesize``."""
 
 
 SYNTHESIS_SECTIONS: Final[Mapping[str, type]] = {
@@ -168,12 +157,7 @@ def parse_synthesis_command(argv: Sequence[str]) -> SynthesisConfig | str:
     Raises:
         ConfigError: The file, a flag or a combination of keys is invalid; lists every problem.
     """
-    required = {
-        "model_name_or_path": "name a folder, a Hub id, or with base_url the endpoint's model",
-        "dataset_name": "name seeds, prompts or documents",
-        "output_dir": "name a folder for the rows",
-    }
-    return parse_keys("synthesize", argv, SynthesisConfig, _PATHS, _find_contradictions, **required)
+    return parse_keys("synthesize", argv, SynthesisConfig, _PATHS, _find_contradictions)
 
 
 def _find_contradictions(config: SynthesisConfig, settings: Settings) -> Iterator[Problem]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +14,7 @@ import yaml
 
 from recipes_lib.config.recipes import read_renames
 from recipes_lib.config.table import Schema, describe
-from recipes_lib.errors import Problem, suggest
+from recipes_lib.errors import Problem, escape_controls, suggest
 
 _MAX_DEPTH = 12
 _MAX_BYTES = 1 << 20
@@ -47,14 +46,14 @@ _NAMES = re.compile(r"[\w.-]+(?:\s*,\s*[\w.-]+)+")
 """Names or numbers separated by commas, which other programs accept as a list."""
 _HOLDS_SENTENCES = frozenset({"sample_prompts"})
 """Keys whose list items may contain commas, so that a text is one item."""
-_CORE_TAG = re.compile(r"tag:yaml\.org,2002:(str|int|float|bool|null|seq|map|timestamp|merge|value)")
+_SCALE = re.compile(r"(?<=\d) ?([kmbt])$", re.IGNORECASE)
+_EXPONENTS = {"k": "e3", "m": "e6", "b": "e9", "t": "e12"}
 _BOUNDS: Final[Mapping[str, tuple[str, Callable[[float, float], bool]]]] = {
     "minimum": ("at least", lambda value, bound: value >= bound),
     "exclusiveMinimum": ("above", lambda value, bound: value > bound),
     "maximum": ("at most", lambda value, bound: value <= bound),
     "exclusiveMaximum": ("below", lambda value, bound: value < bound),
 }
-_ReadPairs = Callable[[yaml.MappingNode], Sequence[tuple[yaml.Node, yaml.Node]]]
 INVALID: Final = object()
 """Sentinel for an invalid value, whose reason is in the problems."""
 
@@ -90,11 +89,11 @@ def read_text(path: Path, problems: list[Problem]) -> str | None:
             # "utf-8-sig" skips a byte-order mark.
             return content.decode("utf-8-sig")
         found = f"is larger than {_MAX_BYTES >> 20} MiB, so it is not a configuration"
-        problems.append(Problem(str(path), found, "give the path of a recipe's YAML file"))
+        problems.append(Problem(str(path), found, "give the path of a YAML file"))
     except FileNotFoundError:
-        problems.append(Problem(str(path), "there is no such file", "give the path of a recipe's YAML file"))
+        problems.append(Problem(str(path), "there is no such file", "give the path of a YAML file"))
     except IsADirectoryError:
-        problems.append(Problem(str(path), "is a folder", "give the path of a recipe's YAML file"))
+        problems.append(Problem(str(path), "is a folder", "give the path of a YAML file"))
     except UnicodeDecodeError as error:
         # ``error.start`` counts from the beginning of ``error.object``, which has no byte-order mark.
         line = error.object.count(b"\n", 0, error.start) + 1
@@ -123,14 +122,13 @@ def read_entries(text: str, name: str, problems: list[Problem]) -> list[Entry]:
         found = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
         problems.append(Problem(locate(root), f"the file is {found}", "write one `key: value` a line"))
         return []
-    return [
-        Entry(key_node.value, node, locate(key_node), locate, key_node=key_node)
-        for key_node, node in unique_pairs(root, locate, problems)
-    ]
+    return [Entry(key.value, node, locate(key), locate, key_node=key) for key, node in root.value]
 
 
 def compose(text: str, name: str, problems: list[Problem], syntax_remedy: str = "") -> yaml.Node | None:
     """Return the root node of a YAML text, or ``None`` (an empty text included) with any reason in ``problems``.
+
+    Keys of mappings are scalars and distinct; others are left out, with a problem each.
 
     Args:
         text: YAML text of a file or a flag.
@@ -157,28 +155,10 @@ def compose(text: str, name: str, problems: list[Problem], syntax_remedy: str = 
         # PyYAML passes escapes such as "\\U99999999" to `chr` unchecked.
         line, found, remedy = loader.get_mark().line, "an escape that is not a character", "correct or quote the value"
     else:
+        problems += [Problem(f"{name}:{key.line + 1}", key.found, key.remedy) for key in loader.refused_keys]
         return node
     problems.append(Problem(f"{name}:{line + 1}", found, remedy))
     return None
-
-
-def unique_pairs(
-    node: yaml.MappingNode, locate: Callable[[yaml.Node], str], problems: list[Problem]
-) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
-    """Return the pairs of a mapping; append to ``problems`` for keys that are not scalars or are repeated."""
-    seen: dict[str, str] = {}
-    pairs = []
-    for key, value in node.value:
-        if not isinstance(key, yaml.ScalarNode):
-            problems.append(Problem(locate(key), "a key is a list or a mapping", "write a plain name"))
-        # PyYAML would silently keep the last one.
-        elif key.value in seen:
-            found = f"`{key.value}` is repeated; it is already set at {seen[key.value]}"
-            problems.append(Problem(locate(key), found, "keep one of the two"))
-        else:
-            seen[key.value] = locate(key)
-            pairs.append((key, value))
-    return pairs
 
 
 class _RefusedError(Exception):
@@ -190,31 +170,54 @@ class _RefusedError(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that rejects aliases, deep nesting and unpaired surrogates, and joins surrogate pairs."""
+    """YAML loader that joins surrogate pairs; rejects aliases, merge keys, tags, deep nesting, unpaired surrogates."""
 
-    depth = 0
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.depth, self.refused_keys = 0, list[_RefusedError]()
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Compose a mapping with distinct scalar keys; others are left out and added to ``refused_keys``."""
+        node, kept = super().compose_mapping_node(anchor), dict[str, tuple[yaml.Node, yaml.Node]]()
+        for key, value in node.value:
+            line = int(key.start_mark.line)
+            if not isinstance(key, yaml.ScalarNode):
+                self.refused_keys.append(_RefusedError("a key is a list or a mapping", "write a plain name", line))
+            # PyYAML would silently keep the last one.
+            elif key.value in kept:
+                first = kept[key.value][0].start_mark
+                found = f"`{escape_controls(key.value[:60])}` is repeated; it is already set in line {first.line + 1}"
+                self.refused_keys.append(_RefusedError(found, "keep one of the two", line))
+            else:
+                kept[key.value] = (key, value)
+        node.value = list(kept.values())
+        return node
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Compose one node; raise for features that configurations do not support."""
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        line = int(event.start_mark.line)
         # Nested aliases expand exponentially ("billion laughs"), and deep nesting raises RecursionError.
-        if self.check_event(yaml.AliasEvent):
-            raise _RefusedError("the value is an alias (*name)", "write the value itself", self._line_of_event())
+        if isinstance(event, yaml.AliasEvent):
+            raise _RefusedError("the value is an alias (*name)", "write the value itself", line)
+        if event.tag is not None:
+            tag = event.tag.replace("tag:yaml.org,2002:", "!!")
+            raise _RefusedError(f"the value has the YAML tag {tag[:40]}", "delete the tag; quote a text", line)
         if self.depth > _MAX_DEPTH:
-            raise _RefusedError(f"more than {_MAX_DEPTH} levels deep", "nest it less", self._line_of_event())
+            raise _RefusedError(f"more than {_MAX_DEPTH} levels deep", "nest it less", line)
         self.depth += 1
         node: yaml.Node | None = super().compose_node(parent, index)
         self.depth -= 1
         if isinstance(node, yaml.ScalarNode):
+            if node.tag == "tag:yaml.org,2002:merge":
+                raise _RefusedError("a merge key (<<)", "write its keys themselves", line)
             try:
                 # JSON escapes characters beyond U+FFFF as surrogate pairs; YAML decodes each half separately.
                 node.value = node.value.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
             except UnicodeDecodeError as error:
                 found, remedy = "an escape is an unpaired surrogate", "write the character itself"
-                raise _RefusedError(found, remedy, int(node.start_mark.line)) from error
+                raise _RefusedError(found, remedy, line) from error
         return node
-
-    def _line_of_event(self) -> int:
-        return int(self.peek_event().start_mark.line)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,16 +234,20 @@ class Reader:
 
     def read(self, name: str, node: yaml.Node, schema: Schema) -> Any:
         """Return the value of ``node`` converted to the type of ``schema``, or ``INVALID``."""
-        if not _CORE_TAG.fullmatch(node.tag):
-            return self._refuse(node, f"`{name}` has the YAML tag {node.tag[:40]}", "delete the tag")
         # Lists first: a scalar value of a list key is a list of one item.
         if "array" in schema["type"] and (children := _list_items(name, node, schema)) is not None:
             items = [self.read(label, item, schema["items"]) for label, item in children]
-            return INVALID if any(item is INVALID for item in items) else items
+            return INVALID if INVALID in items else items
         if isinstance(node, yaml.MappingNode) and "object" in schema["type"]:
             if "properties" in schema:
                 return self._read_properties(name, node, schema)
-            return plain_value(node, lambda mapping: unique_pairs(mapping, self.locate, self.problems))
+            if "additionalProperties" in schema:
+                entries = {
+                    key.value: self.read(f"{name}.{key.value}", value, schema["additionalProperties"])
+                    for key, value in node.value
+                }
+                return INVALID if INVALID in entries.values() else entries
+            return plain_value(node)
         if isinstance(node, yaml.ScalarNode):
             value = self._read_scalar(name, node, schema)
             # An entry of a mixture may be a name instead of a mapping.
@@ -296,21 +303,21 @@ class Reader:
     def _read_properties(self, name: str, node: yaml.MappingNode, schema: Schema) -> Any:
         properties = schema["properties"]
         entry, unknown = {}, []
-        for key, value in unique_pairs(node, self.locate, self.problems):
+        for key, value in node.value:
             if key.value in properties:
                 entry[key.value] = self.read(f"{name}.{key.value}", value, properties[key.value])
             else:
                 unknown.append(key)
         for key in unknown:
-            near = difflib.get_close_matches(key.value, properties, n=1)
-            better = read_renames().mixture.get(key.value) or (near[0] if near else None)
-            remedy = f"write `{better}`" if better else f"write one of {', '.join(properties)}"
+            better = read_renames().mixture.get(key.value)
+            known = suggest(key.value, properties, f"write one of {', '.join(properties)}")
+            remedy = f"write `{better}`" if better else known
             self._refuse(key, f"`{key.value[:60]}` is not a key of an entry of `{name}`", remedy)
         # An unknown key may be a misspelt required one: report it alone.
         missing = [key for key in schema["required"] if key not in entry]
         if missing and not unknown:
             return self._refuse(node, f"`{name}` has no `{missing[0]}`", f"write its `{missing[0]}`")
-        return INVALID if unknown or missing or any(value is INVALID for value in entry.values()) else entry
+        return INVALID if unknown or missing or INVALID in entry.values() else entry
 
     def _refuse(self, node: yaml.Node, found: str, remedy: str) -> Any:
         self.problems.append(Problem(self.locate(node), found, remedy))
@@ -333,17 +340,12 @@ def _list_items(name: str, node: yaml.Node, schema: Schema) -> list[tuple[str, y
     return [(name, yaml.ScalarNode(node.tag, part, node.start_mark, node.end_mark, node.style)) for part in parts]
 
 
-def plain_value(node: yaml.Node, read_pairs: _ReadPairs = lambda mapping: mapping.value) -> Any:
-    """Return the plain value of a node without a schema: scalars are resolved as in YAML 1.2.
-
-    Args:
-        node: Scalar, sequence or mapping.
-        read_pairs: Function that returns the pairs of a mapping at any level; by default all, the last one wins.
-    """
+def plain_value(node: yaml.Node) -> Any:
+    """Return the plain value of a node without a schema: scalars are resolved as in YAML 1.2."""
     if isinstance(node, yaml.SequenceNode):
-        return [plain_value(item, read_pairs) for item in node.value]
+        return [plain_value(item) for item in node.value]
     if isinstance(node, yaml.MappingNode):
-        return {str(key.value): plain_value(value, read_pairs) for key, value in read_pairs(node)}
+        return {key.value: plain_value(value) for key, value in node.value}
     assert isinstance(node, yaml.ScalarNode)
     text: str = node.value
     if node.style is not None:
@@ -369,16 +371,20 @@ def _read_number(text: str, kinds: Collection[str]) -> float | None:
 
 
 def _explain(text: str, schema: Schema) -> str:
-    # `1,000` and `1 000` are meant as 1000.
-    number = _read_number(re.sub(r"(?<=\d)[ ,](?=\d{3}(?!\d))", "", text), ("number",))
+    # `1,000`, `1 000` and `1k` are meant as 1000.
+    digits = re.sub(r"(?<=\d)[ ,](?=\d{3}(?!\d))", "", text)
+    number = _read_number(_SCALE.sub(lambda found: _EXPONENTS[found[1].lower()], digits), ("number",))
     # Above 2**53 a float is rounded, and the suggestion would be a different number.
-    if number is not None and "integer" in schema["type"] and number == int(number) and abs(number) < 2**53:
+    is_number = {"integer", "number"} & {*schema["type"]}
+    if number is not None and is_number and number == int(number) and abs(number) < 2**53:
         return f"write {int(number)}"
     share = _read_number(text[:-1], ("number",)) if text.endswith("%") and "number" in schema["type"] else None
     if share is not None:
         return f"write {share / 100:g}"
     if "array" in schema["type"]:
         return f"write {describe(schema)}, such as [{text[:40]}]"
+    if "object" in schema["type"] and text.startswith("{"):
+        return "delete the quotes around the mapping"
     return f"write {describe(schema)}"
 
 

@@ -36,7 +36,6 @@ from recipes_lib.config.corpus_keys import (
     CorpusConfig,
     DuplicateKeys,
     label_entry,
-    list_values,
 )
 from recipes_lib.corpus.corpus_manifest import MANIFEST, Finish, read_versions
 from recipes_lib.corpus.decontamination import Decontamination, open_benchmark
@@ -191,7 +190,7 @@ def build_jobs(
         ConfigError: Thresholds are invalid, or the model of a step cannot be loaded.
         DataError: A file that a step reads is missing.
     """
-    values = list_values(config)
+    values = config.list_values()
     jobs = [_build_cleaning(config, source, work, load_scorer) for source in sources]
     folders = [HashFolder(job.folder, job.num_tasks, source.label) for job, source in zip(jobs, sources, strict=True)]
     names = [folder.path.name for folder in folders]
@@ -252,7 +251,7 @@ def _describe_step(step: Step, config: CorpusConfig, kind: str) -> list[Any]:
     name = step.name
     # The keys of a step begin with its name. Paths are excluded: the hash of the file's content replaces them below.
     settings = {
-        key: value for key, value in list_values(config).items() if key.startswith(name) and not key.endswith("_path")
+        key: value for key, value in config.list_values().items() if key.startswith(name) and not key.endswith("_path")
     }
     settings |= {"quality_thresholds": choose_thresholds(kind, config.quality_thresholds)} if name == "quality" else {}
     paths: Mapping[str, Sequence[str | None]] = {

@@ -17,7 +17,7 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from recipes_lib import __version__
-from recipes_lib.config.corpus_keys import CorpusConfig, list_values
+from recipes_lib.config.corpus_keys import CorpusConfig
 from recipes_lib.corpus.documents import Ledger, quote, read_shard
 from recipes_lib.corpus.duplicates import describe_hashes
 from recipes_lib.corpus.inputs import CorpusInput
@@ -146,7 +146,7 @@ class Finish(PipelineStep):  # type: ignore[misc]
             "mixture": mixture,
             "notes": ledger.notes,
             "shards": list(placed),
-            "config": list_values(self.config),
+            "config": self.config.list_values(),
             "hashes": describe_hashes(self.config),
             "work": {
                 "clean": [

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import yaml
 
 from recipes_lib.config.table import RECIPE_NAMES, TABLES
-from recipes_lib.config.values import compose, read_text, unique_pairs
+from recipes_lib.config.values import compose, read_text
 from recipes_lib.errors import ConfigError, Problem, suggest
 from recipes_lib.shipped import find_launch_file, find_recipe, find_shipped
 
@@ -143,16 +143,8 @@ def load_pipeline(path: Path, output_dir: str | None = None) -> Pipeline:
 def _read_document(path: Path, problems: list[Problem]) -> Any:
     """Return the document of a YAML file; duplicate keys, of which PyYAML silently keeps the last, are problems."""
     text = read_text(path, problems)
-    node = None if text is None else compose(text, str(path), problems)
-    # The node tree, because the loaded document no longer has the duplicates.
-    nodes = [] if node is None else [node]
-    while nodes:
-        one = nodes.pop()
-        if isinstance(one, yaml.MappingNode):
-            pairs = unique_pairs(one, lambda place: f"{path}:{place.start_mark.line + 1}", problems)
-            nodes += [value for _, value in pairs]
-        elif isinstance(one, yaml.SequenceNode):
-            nodes += one.value
+    if text is not None:
+        compose(text, str(path), problems)
     if text is None or problems:
         return None
     try:

@@ -227,9 +227,11 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     verify_optimizer(config)
     # Upstream's progress bars for loading and saving, one per process, would interrupt the progress line.
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    output_dir = _open(Path(config.training["output_dir"]), launch)
-    resume_from = find_last_complete(output_dir)
     effective = flatten_config(config)
+    # Absolute, because a reward function or callback may change the working directory.
+    output_dir = _open(Path(config.training["output_dir"]).absolute(), launch)
+    config = config.with_training({"output_dir": str(output_dir)})
+    resume_from = find_last_complete(output_dir)
     previous = _fill_in(_read_previous(output_dir, resume_from), effective)
     finished = previous.get("status") == "done"
     differing = _find_differences(previous, effective, launch) if resume_from or finished else []

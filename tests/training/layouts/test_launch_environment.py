@@ -102,6 +102,36 @@ def test_incomplete_rendezvous_is_refused(variables, words, monkeypatch):
     verify_rendezvous(launch())
 
 
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"RANK": "1"}, "RANK: is 1, and WORLD_SIZE is 1 or not set"),
+        ({"RANK": "3", "WORLD_SIZE": "1"}, "RANK: is 3, and WORLD_SIZE is 1 or not set"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK: is 1, and WORLD_SIZE is 1 or not set"),
+        ({"LOCAL_RANK": "0", "RANK": "0"}, "LOCAL_RANK: is set, and WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not"),
+    ],
+)
+def test_rank_of_single_process_is_refused(variables, words, monkeypatch):
+    """The process would take itself for one of several and write nothing, or accelerate would fail to join others."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=words):
+        verify_rendezvous(read_launch())
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    verify_rendezvous(read_launch())
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE"])
+@pytest.mark.parametrize("text", ["-1", "", "one"])
+def test_rank_that_is_no_number_is_refused(name, text):
+    with pytest.raises(ConfigError, match=f"{name}: '{text}' is not a whole number from"):
+        read_launch({name: text})
+
+
 def test_invalid_number_of_threads_is_refused_before_processes_start(monkeypatch):
     """accelerate's launcher reads the variable too, and fails with a traceback."""
     monkeypatch.setenv("OMP_NUM_THREADS", "4,2")

@@ -51,6 +51,8 @@ _VARIABLES: Final = {
 }
 """Environment variable of the launched processes, with its former names -> default."""
 
+_START: Final = "start by `recipes launch`, `accelerate launch` or torchrun"
+
 _Number = TypeVar("_Number", int, float)
 
 
@@ -361,14 +363,13 @@ def verify_rendezvous(launch: Launch) -> None:
         ConfigError: ``srun`` or ``mpirun`` started several processes that do not know each other.
     """
     if launch.world_size == 1:
-        if "WORLD_SIZE" not in os.environ:
-            _verify_single_process()
+        _verify_single_process(launch)
         return
     problems = []
     # Without LOCAL_RANK, accelerate would not join the processes of a GPU run.
     if missing := [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
         found = f"is {launch.world_size}, and {', '.join(missing)} is not set"
-        remedy = "start by `recipes launch`, `accelerate launch` or torchrun, or unset WORLD_SIZE for one process"
+        remedy = f"{_START}, or unset WORLD_SIZE for one process"
         problems.append(Problem("WORLD_SIZE", found, remedy))
     elif launch.rank >= launch.world_size:
         found = f"is {launch.rank}, and the ranks of {launch.world_size} processes end at {launch.world_size - 1}"
@@ -386,7 +387,18 @@ def _verify_counts() -> None:
         _read_number(os.environ, name, 1)
 
 
-def _verify_single_process() -> None:
+def _verify_single_process(launch: Launch) -> None:
+    # A process of another rank would take itself for one of several, and write nothing.
+    for name, rank in (("RANK", launch.rank), ("LOCAL_RANK", launch.local_rank)):
+        if rank:
+            raise ConfigError(Problem(name, f"is {rank}, and WORLD_SIZE is 1 or not set", f"unset {name}, or {_START}"))
+    # With LOCAL_RANK, accelerate joins a process group.
+    missing = [name for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if "LOCAL_RANK" in os.environ and missing:
+        found = f"is set, and {', '.join(missing)} is not"
+        raise ConfigError(Problem("LOCAL_RANK", found, f"unset LOCAL_RANK, or {_START}"))
+    if "WORLD_SIZE" in os.environ:
+        return
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if (size := os.environ.get(name, "")).isdecimal() and int(size) > 1:
             found = f"{size} processes were started without WORLD_SIZE: each would train its own model"
