@@ -26,7 +26,7 @@ from recipes_lib.models.generation import (
     Sampling,
     mask_answers,
     read_continuation,
-    set_stop_tokens,
+    read_stop_ids,
 )
 from recipes_lib.models.heads.scoring import encode_answers, read_positions
 from recipes_lib.models.loading import find_commit, load_causal_lm, load_model_config, load_tokenizer
@@ -180,7 +180,7 @@ def load_local_model(
     # Weights come from the base that the adapter names; the tokenizer is the one saved with the adapter.
     base = named if adapter is None else replace(named, **read_base(adapter)._asdict())
     tokenizer = load_tokenizer(named, TokensConfig())
-    settings, _ = load_model_config(base)
+    settings, generation = load_model_config(base)
     device = torch.device("cuda" if torch.cuda.is_available() and not use_cpu else "cpu")
     kernel = choose_kernel(settings, None, device=device, compute_dtype=torch.float32, packing=False)
     identity = {
@@ -192,7 +192,6 @@ def load_local_model(
     model: Any = None
     if start is None:
         model = load_causal_lm(base, kernel.implementation)
-        stop_ids = set_stop_tokens(model, tokenizer, _find_terminators(tokenizer))
         if adapter is not None:
             model = load_adapter(model, str(adapter))
         model = model.to(device).eval()
@@ -200,9 +199,7 @@ def load_local_model(
     elif adapter is not None:
         remedy = "merge it by `recipes merge`, or answer with transformers"
         raise ConfigError(Problem("engine", "this engine does not support adapters", remedy))
-    else:
-        # The engine loads the model: its generation configuration, which lists stop tokens, is not available here.
-        stop_ids = sorted({*_find_terminators(tokenizer), tokenizer.eos_token_id} - {None})
+    stop_ids = sorted({*read_stop_ids(generation), *_find_terminators(tokenizer), tokenizer.eos_token_id} - {None})
     # Padding is masked by position (`mask_answers`), so that any id will do for a tokenizer without a padding token.
     sampling = Sampling(stop_ids, tokenizer.pad_token_id or 0, max_new_tokens, max(temperature, GREEDY))
     positions = read_positions(settings)

@@ -49,7 +49,7 @@ _HELD_OUT = {
     "eval_num_pairs": ("", ""),
     **{f"eval_rewards/{name}": ("", "") for name in ("chosen", "rejected", "accuracies_stderr")},
     **{f"eval_logps/{name}": ("", "") for name in ("chosen", "rejected", "chosen_per_token", "rejected_per_token")},
-    "eval_seconds": ("", ""),
+    **{f"eval_{name}": ("", "") for name in ("seconds", "runtime", "samples_per_second", "steps_per_second")},
 }
 """Evaluation metric -> label and format; an empty label hides it."""
 _RL_METRICS = {
@@ -359,7 +359,8 @@ def _check_held_out(run: RunFiles) -> Iterator[str]:
                 f"{last_step}: train for fewer epochs, or keep the earlier checkpoint."
             )
     if run.config.get("load_best_model_at_end") and not run.best and run.facts.get("status") == "done":
-        yield "load_best_model_at_end found no checkpoint of an evaluated step: the model is of the last step."
+        found = "no checkpoint of a step whose evaluation is finite"
+        yield f"load_best_model_at_end found {found}: the model is of the last step."
 
 
 def _check_training(run: RunFiles) -> Iterator[str]:

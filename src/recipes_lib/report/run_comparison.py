@@ -33,7 +33,7 @@ _CURVES: Final[Sequence[tuple[str, str, Kind]]] = (
 )
 """Metric, its unit, and the kind of its curve."""
 _LOSSES: Final = ("eval_loss", "loss")
-_OMITTED: Final = ("eval_seconds", "eval_num_")
+_OMITTED: Final = ("eval_seconds", "eval_num_", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
 _UNIMPORTANT: Final = ("output_dir", "prepared_dir", "run_name")
 
 
