@@ -235,6 +235,25 @@ def test_watch_exports_sharded_checkpoint_and_stops_on_error(tmp_path: Path, mon
     assert run_recipes(["eval", "watch", str(run)]) == 2
 
 
+def test_watch_evaluates_finished_export_of_deleted_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded, run = RecordedCommands(), tmp_path / "run"
+
+    def run_and_delete(words: Sequence[Any], **_: Any) -> subprocess.CompletedProcess[str]:
+        done = recorded(words)
+        if words[3] == "export":
+            (run / "checkpoint-2" / "COMPLETE.json").unlink()
+        return done
+
+    monkeypatch.setattr("subprocess.run", run_and_delete)
+    write_status(run, "done")
+    tiny.build_tokenizer().save_pretrained(tokenizer := tmp_path / "tokenizer")
+    write_model_checkpoint(run / "checkpoint-2", build("untied"), tokenizer)
+    assert run_recipes(["eval", "watch", str(run)]) == 0
+    assert recorded.commands == [["export"], ["eval"]]
+
+
 def test_watch_skips_checkpoint_deleted_while_linking(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

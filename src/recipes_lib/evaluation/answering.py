@@ -90,20 +90,25 @@ class LocalModel:
     def answer(self, chats: Sequence[Chat], numbers: Sequence[int]) -> list[Reply]:
         """Answer each chat once, in the model's chat template; without one, a chat of one turn is a plain prompt.
 
-        A chat that leaves no room for an answer gets a reply with ``error``.
+        A chat that the template refuses, or that leaves no room for an answer, gets a reply with ``error``.
 
         Raises:
             ConfigError: The model has no chat template, and a chat has several turns.
         """
-        prompts = [encode_chat(self.tokenizer, chat) for chat in chats]
-        length = self.sampling.response_length
-        # Too long a prompt is an error of its own reply only: one long row must not end a run of thousands.
-        fitting = [at for at, prompt in enumerate(prompts) if len(prompt) + length <= self.positions]
-        reason = f"tokens leave no room for {length:,}"
-        replies = [Reply("", is_finished=False, error=f"{len(prompt):,} {reason}") for prompt in prompts]
-        answers = self.write([prompts[at] for at in fitting], [numbers[at] for at in fitting])
-        for at, answer in zip(fitting, answers, strict=True):
-            replies[at] = Reply(answer.text.strip(), answer.has_ended, len(prompts[at]), answer.num_tokens)
+        length, prompts, replies = self.sampling.response_length, dict[int, list[int]](), list[Reply]()
+        for at, chat in enumerate(chats):
+            # An error of its own reply only: one row must not end a run of thousands.
+            try:
+                prompt = encode_chat(self.tokenizer, chat)
+                error = f"{len(prompt):,} tokens leave no room for {length:,}"
+                if len(prompt) + length <= self.positions:
+                    prompts[at] = prompt
+            except DataError as refusal:
+                error = refusal.problems[0].found
+            replies.append(Reply("", is_finished=False, error=error))
+        answers = self.write(list(prompts.values()), [numbers[at] for at in prompts])
+        for (at, prompt), answer in zip(prompts.items(), answers, strict=True):
+            replies[at] = Reply(answer.text.strip(), answer.has_ended, len(prompt), answer.num_tokens)
         return replies
 
     def write(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int]) -> list[Written]:
@@ -137,6 +142,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[int]:
 
     Raises:
         ConfigError: The tokenizer has no chat template, and the chat has several turns.
+        DataError: The chat template refuses the chat, such as its system message.
     """
     if tokenizer.chat_template is None:
         if len(chat) > 1:
@@ -146,7 +152,10 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[int]:
         return plain
     messages = [dict(message) for message in chat]
     # In two steps: the template writes the special tokens, so that encoding must not add a second BOS.
-    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    try:
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # A template is a program, which can raise anything.
+        raise DataError(Problem("chat_template", f"the chat template fails: {error}")) from error
     return list(tokenizer.encode(rendered, add_special_tokens=False))
 
 

@@ -118,6 +118,10 @@ def _build_patient(name: str, options: Mapping[str, Any]) -> Any:
                 await asyncio.sleep(_read_pause(error))
                 raise
 
+        def parse_logprobs(self, outputs: Any, tokens: Any = None, **kwargs: Any) -> Any:
+            _verify_logprobs(outputs if isinstance(outputs, list) else [outputs], tokens)
+            return super().parse_logprobs(outputs=outputs, tokens=tokens, **kwargs)
+
         def parse_generations(self, outputs: Any, **kwargs: Any) -> Any:
             for reply in outputs if isinstance(outputs, list) else [outputs]:
                 # lm-eval 0.4.13 reads a chat reply without choices, or with a choice without `index`, as an empty
@@ -127,6 +131,21 @@ def _build_patient(name: str, options: Mapping[str, Any]) -> Any:
             return super().parse_generations(outputs, **kwargs)
 
     return PatientClient(**options, max_retries=_NUM_ATTEMPTS)
+
+
+def _verify_logprobs(replies: Sequence[Any], prompts: Sequence[Sequence[int]]) -> None:
+    """Verify that replies have a log-probability for each token of their prompts, and one for the generated token.
+
+    lm-eval 0.4.13 adds up those that it finds: without ``echo``, every choice would have the log-probability 0.
+
+    Raises:
+        ValueError: They have another number.
+    """
+    choices = sorted((choice for reply in replies for choice in reply["choices"]), key=lambda choice: choice["index"])
+    found = [len(choice["logprobs"]["token_logprobs"]) for choice in choices]
+    expected = [len(prompt) + 1 for prompt in prompts]
+    if found != expected:
+        raise ValueError(f"log-probabilities of {found} tokens instead of {expected}")
 
 
 def _read_status(error: BaseException) -> tuple[int | None, Mapping[str, str]]:
