@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace

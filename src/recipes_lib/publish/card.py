@@ -37,7 +37,7 @@ def write_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, fl
 
 
 def add_scores(folder: Path, evaluation: Record) -> None:
-    """Add benchmark scores to ``run.json`` and the card of a recipe's model; do nothing for other models.
+    """Add benchmark scores to ``run.json``, report and card of a recipe's model; do nothing for other models.
 
     Args:
         folder: Folder of the model.
@@ -49,6 +49,10 @@ def add_scores(folder: Path, evaluation: Record) -> None:
     record = {**run.facts, "scores": {**(run.facts.get("scores") or {}), **_list_scored(evaluation)}}
     replace_record(folder / "run.json", record)
     replace_text(folder / "README.md", build_card(folder, record, run.find_figures()))
+    # Imported here, because it imports matplotlib, which `recipes publish --help` does not need.
+    from recipes_lib.report.page import build_report
+
+    build_report(folder)
 
 
 def _list_scored(evaluation: Record) -> dict[str, dict[str, Any]]:
