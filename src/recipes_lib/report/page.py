@@ -325,7 +325,7 @@ def find_problems(run: RunFiles) -> list[str]:
 
 def _check_completion(run: RunFiles) -> Iterator[str]:
     if (status := run.facts.get("status", "done")) != "done":
-        yield f"The run did not finish: its status is “{status}”."
+        yield f"The run has not finished: its status is “{status}”."
     if not run.train:
         yield "No training step was logged."
     # `rollbacks` of an untrusted record may have any type.

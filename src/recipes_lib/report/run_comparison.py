@@ -66,7 +66,7 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
     runs = {str(folder): read_run(folder) for folder in folders}
     if len(runs) < len(folders):
         raise ConfigError(Problem("--compare", "a run is named twice", "name each once"))
-    recipes = {str(run.facts.get("stage", "?")) for run in runs.values()}
+    recipes = {str(run.facts.get("stage", "unknown recipe")) for run in runs.values()}
     images = path.with_suffix("")
     with explain_write_errors(path, "name another --output"):
         images.mkdir(parents=True, exist_ok=True)

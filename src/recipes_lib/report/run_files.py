@@ -79,7 +79,7 @@ def read_run(run_dir: Path) -> RunFiles:
         DataError: The directory has none of ``run.json``, ``metrics.jsonl`` and ``trainer_state.json``.
     """
     if not is_run(run_dir):
-        found = f"has none of run.json, metrics.jsonl and {_STATE}"
+        found = f"has neither run.json nor metrics.jsonl nor {_STATE}"
         raise DataError(Problem(str(run_dir), found, "give the output_dir of a run"))
     lines = read_lines(run_dir / "metrics.jsonl")
     state = _find_state(run_dir)

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
         DataError: Questions or answers cannot be read, or the judge gave no verdict on a model.
     """
     options = _build_parser().parse_args(list(argv))
-    lowest = {**dict.fromkeys(("limit", "batch_size", "max_new_tokens", "judge_tokens"), 1), "temperature": 0, "seed": 0}
+    lowest = {"limit": 1, "batch_size": 1, "max_new_tokens": 1, "judge_tokens": 1, "temperature": 0, "seed": 0}
     values = {**vars(options), "judge_tokens": options.judge_max_new_tokens}
     problems = [
         Problem(f"--{flag}", f"is {values[flag]}", f"write {least} or more")
