@@ -270,8 +270,8 @@ def compute_divergence(teacher_logps: Tensor, student_logps: Tensor, beta: float
     if beta == 1:
         # Reverse KL: sum q (log q - log p). The term q * 1 of its derivative is omitted: log-softmax maps it to 0.
         return Divergence((student * gap).sum(dim=-1), student.mul_(gap))
-    # log(q / m) and log(p / m), which vanish with beta and 1 - beta, from log(q / p): as a difference of log q and log m
-    # they would be rounding error, divided by beta.
+    # log(q / m) and log(p / m), which vanish with beta and 1 - beta, from log(q / p): differences to log m would be
+    # rounding error, divided by beta.
     odds = math.log(beta) - math.log1p(-beta)
     to_student = functional.softplus(odds - gap).add_(math.log1p(-beta)).neg_()
     to_teacher = functional.softplus(gap - odds).add_(math.log(beta)).neg_()

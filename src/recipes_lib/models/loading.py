@@ -117,7 +117,7 @@ def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedToken
             problems.append(Problem("chat_template_path", found, "name a Jinja file in UTF-8"))
     elif isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
         found = f"the tokenizer of {name} has chat templates without a default: {', '.join(tokenizer.chat_template)}"
-        problems.append(Problem("chat_template_path", found, "write one of them to a file, and name that"))
+        problems.append(Problem("chat_template_path", found, "name a file with one of them, or save the tokenizer with it alone"))
     if problems:
         raise ConfigError(*problems)
     if tokenizer.pad_token is None:
