@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from accelerate.utils import send_to_device
 from transformers import PreTrainedConfig, TrainerCallback, TrainingArguments
 
 from recipes_lib.config.schema import RecipeConfig
@@ -128,7 +129,7 @@ class OnPolicyAnswers:
         Source: ``tests/distillation/test_on_policy.py``.
         """
         # Tokens are read and rows are built on the host; the trainer moves the result to the device again.
-        batch = {name: part.cpu() if isinstance(part, torch.Tensor) else part for name, part in batch.items()}
+        batch = send_to_device(batch, "cpu")
         room = math.inf if self.max_length is None else self.max_length - self.response_length
         questions = [question for question in read_questions(batch) if len(question.prompt) <= room]
         try:
