@@ -233,9 +233,7 @@ def test_watch_exports_sharded_checkpoint_and_stops_on_error(tmp_path: Path, mon
     assert run_recipes(["eval", "watch", str(run)]) == 2
 
 
-def test_watch_evaluates_finished_export_of_deleted_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watch_evaluates_finished_export_of_deleted_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded, run = RecordedCommands(), tmp_path / "run"
 
     def run_and_delete(words: Sequence[Any], **_: Any) -> subprocess.CompletedProcess[str]:
