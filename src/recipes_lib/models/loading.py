@@ -126,7 +126,8 @@ def _set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None, nam
         except (OSError, UnicodeDecodeError) as error:
             found = f"{path} cannot be read: {_first_line(error)}"
     elif isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
-        found = f"the tokenizer of {name} has chat templates without a default: {', '.join(tokenizer.chat_template)}"
+        names = ", ".join(sorted(tokenizer.chat_template))
+        found = f"the tokenizer of {name} has chat templates without a default: {names}"
         remedy = "name a file with one of them, or save the tokenizer with it alone"
     if found:
         yield Problem("chat_template_path", found, remedy)

@@ -6,6 +6,7 @@ Of a run of transformers' Trainer or of TRL it reads ``trainer_state.json``.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -145,14 +146,20 @@ def read_curve(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
 
     Sums and axis limits of larger values, which only a broken file has, would overflow.
     """
-    pairs = ((record["step"], read_number(record, name)) for record in records if name in record)
-    return [(step, value) for step, value in pairs if value is not None and abs(value) < 1e300]
+    return [(step, value) for step, value in _iterate_numbers(records, name) if abs(value) < 1e300]
 
 
 def find_non_finite_steps(records: Sequence[Record], name: str) -> list[int]:
     """Return the steps at which a metric was NaN or infinite."""
-    pairs = ((record["step"], read_number(record, name)) for record in records if name in record)
-    return [step for step, value in pairs if value is not None and not math.isfinite(value)]
+    return [step for step, value in _iterate_numbers(records, name) if not math.isfinite(value)]
+
+
+def _iterate_numbers(records: Sequence[Record], name: str) -> Iterator[tuple[int, float]]:
+    for record in records:
+        # Floats first: nearly all values of a run, which may have a million steps, are floats or absent.
+        value = record.get(name)
+        if type(value) is float or (value is not None and (value := read_number(record, name)) is not None):
+            yield record["step"], value
 
 
 def _find_state(folder: Path) -> Path | None:
@@ -184,10 +191,15 @@ def _read_history(state: Path) -> Iterator[dict[str, Any] | None]:
 
 def _split_valid(lines: Iterable[dict[str, Any] | None]) -> tuple[list[dict[str, Any]], int]:
     """Return the valid records, and the number of other lines."""
-    parsed = list(lines)
-    # A step above 2**53 is invalid, and not exact as a float of a chart.
-    records = [record for record in parsed if record and type(step := record.get("step")) is int and abs(step) < 2**53]
-    return records, len(parsed) - len(records)
+    records, num_torn = list[dict[str, Any]](), 0
+    for record in lines:
+        # A step above 2**53 is invalid, and not exact as a float of a chart.
+        if record and type(step := record.get("step")) is int and abs(step) < 2**53:
+            # Interned: the names in each line would take as much memory as the values.
+            records.append({sys.intern(name): value for name, value in record.items()})
+        else:
+            num_torn += 1
+    return records, num_torn
 
 
 def _keep_last(records: Sequence[Record], *names: str) -> list[Record]:
