@@ -166,7 +166,8 @@ def test_feature_losses_are_independent_of_accumulation_and_checkpointing(
     assert len(logs[0]) == 4
     for expected, got in zip(*logs, strict=True):
         for name in ("loss", "grad_norm", *(f"distillation/{part}" for part in WEIGHTS)):
-            assert got[name] == pytest.approx(expected[name], rel=1e-4), name
+            # Absolute: the divergence of attention, 5e-5, is a difference of terms of order 1 in float32.
+            assert got[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-7), name
 
 
 KEYS: dict[str, Any] = ALL | {"projection_learning_rate": 0.02, "weight_decay": 0.1, "per_device_train_batch_size": 2}

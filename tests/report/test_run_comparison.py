@@ -67,6 +67,14 @@ def test_losses_of_different_recipes_are_omitted(folders: list[Path], tmp_path: 
     assert "eval_loss" not in page.text
 
 
+def test_unrecorded_configurations_are_not_called_equal(folders: list[Path], tmp_path: Path) -> None:
+    (folders[0] / "run.json").unlink()
+    (folders[1] / "run.json").unlink()
+    out = tmp_path / "c.html"
+    assert run_recipes(["report", *map(str, folders), "--compare", "--output", str(out)]) == 0
+    assert "A run has no record of its configuration." in Page(out.read_text()).text
+
+
 @pytest.mark.parametrize("names", [["a"], ["a", "a"], ["a", "b", "c", "d", "e"]])
 def test_number_of_compared_runs_is_limited(folders: list[Path], names: list[str], tmp_path: Path) -> None:
     assert run_recipes(["report", *(str(tmp_path / name) for name in names), "--compare"]) == 2

@@ -79,6 +79,7 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
             charts=draw_overlays(runs, images, is_one_recipe=len(recipes) == 1),
             figures=compare_figures(list(runs.values()), is_one_recipe=len(recipes) == 1),
             keys=compare_keys(list(runs.values())),
+            is_recorded=all(run.config for run in runs.values()),
         )
 
 
