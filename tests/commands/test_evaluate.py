@@ -56,7 +56,6 @@ def test_scores_are_in_record_card_and_reports(evaluated: Path) -> None:
     card, listed = read_card(evaluated / "one")
     assert (listed["local_choice"]["name"], listed["local_choice"]["value"]) == ("acc", acc)
     assert f"local_choice | acc | {acc:.4f}" in card
-    assert run_recipes(["report", str(evaluated / "one")]) == 0
     assert "local_choice, acc" in (evaluated / "one" / "report.html").read_text()
     assert "local_choice" in (evaluated / "one" / "eval" / "report.html").read_text()
 
@@ -81,7 +80,6 @@ def test_card_lists_groups_and_marks_limited_scores(evaluated: Path) -> None:
     assert listed["local_group"]["value"] == score["value"]
     assert listed["local_group"]["args"] == {"stderr": score["stderr"]}
     assert list_figures(folder)["local_group.acc"] == score["value"]
-    assert run_recipes(["report", str(folder)]) == 0
     assert "local_group, acc" in (folder / "report.html").read_text()
     assert "local_group" in (folder / "eval" / "report.html").read_text()
 
@@ -233,6 +231,23 @@ def test_watch_exports_sharded_checkpoint_and_stops_on_error(tmp_path: Path, mon
     (run / "eval" / "checkpoint-2" / "eval.json").unlink()
     recorded.code = 2
     assert run_recipes(["eval", "watch", str(run)]) == 2
+
+
+def test_watch_evaluates_finished_export_of_deleted_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded, run = RecordedCommands(), tmp_path / "run"
+
+    def run_and_delete(words: Sequence[Any], **_: Any) -> subprocess.CompletedProcess[str]:
+        done = recorded(words)
+        if words[3] == "export":
+            (run / "checkpoint-2" / "COMPLETE.json").unlink()
+        return done
+
+    monkeypatch.setattr("subprocess.run", run_and_delete)
+    write_status(run, "done")
+    tiny.build_tokenizer().save_pretrained(tokenizer := tmp_path / "tokenizer")
+    write_model_checkpoint(run / "checkpoint-2", build("untied"), tokenizer)
+    assert run_recipes(["eval", "watch", str(run)]) == 0
+    assert recorded.commands == [["export"], ["eval"]]
 
 
 def test_watch_skips_checkpoint_deleted_while_linking(

@@ -23,6 +23,7 @@ from recipes_lib.errors import ConfigError, PreemptedError
 from recipes_lib.losses.distillation import compute_divergence
 from recipes_lib.models.generation import GenerateBackend
 from recipes_lib.stopping import STOP
+from recipes_lib.training.guards.watchdog import WATCHDOG
 
 KEYS: dict[str, Any] = {"lmbda": 0.5, "distillation_beta": 1.0, "response_length": 6}
 STOPS = list(range(40))
@@ -94,6 +95,7 @@ def test_prompt_is_text_before_last_answer(layout: Any) -> None:
 
 def test_completions_are_sampled_from_student_up_to_stop_token(student_dir: Path) -> None:
     student, batch = load(student_dir, is_teacher=False).train(), PackedCollator(pad_token_id=1)(list(make_packs(6)))
+    phase = WATCHDOG.phase
     answered = build_answers(max_length=20).replace(student, batch, 3)
     asked = [question.prompt.tolist() for question in read_questions(batch)]
     documents = read_documents(answered)
@@ -107,6 +109,7 @@ def test_completions_are_sampled_from_student_up_to_stop_token(student_dir: Path
         assert len(answer) <= 6
         assert is_finished or len(answer) == 6
     assert student.training
+    assert WATCHDOG.phase == phase, "the phase of sampling ends with it"
     assert answered["row_ids"].tolist() == batch["row_ids"].tolist()
     # ``num_tokens`` limits the sampled ids.
     again = build_answers(max_length=20, num_tokens=50).replace(student, batch, 3)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,3 +87,24 @@ def test_model_with_nan_weights_is_refused(tiny_model_dir: Path, tmp_path: Path)
     AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(tmp_path)
     with pytest.raises(DataError, match="its logits are not finite"):
         load(tmp_path)
+
+
+def test_every_engine_stops_at_tokens_of_generation_config(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """A model may end its turns with one of several tokens, which neither template nor tokenizer name."""
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
+    started = load(folder, start=lambda sampling, _: SimpleNamespace(name="engine"))
+    assert {5, 7} < set(started.sampling.stop_ids)
+    assert started.sampling.stop_ids == load(folder).sampling.stop_ids
+
+
+def test_chat_that_template_refuses_is_an_error_of_its_row(tiny_model_dir: Path) -> None:
+    engine = load(tiny_model_dir)
+    engine.tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    refused = [{"role": "system", "content": "Be brief."}, *CHATS[0]]
+    first, second = engine.answer([refused, CHATS[0]], [0, 1])
+    assert first.error == "the chat template fails: no system message"
+    assert second == engine.answer([CHATS[0]], [1])[0]

@@ -212,7 +212,9 @@ def test_unpaired_surrogate_in_reply_is_replaced() -> None:
 
 def test_requests_per_minute_paces_requests(waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: 100.0))
-    answer_all(ChatEndpoint(echo), requests_per_minute=30, num_concurrent=1)
+    endpoint = Endpoint(ChatEndpoint(echo).url, "m", requests_per_minute=30, num_concurrent=1)
+    for part in (CHATS[:3], CHATS[3:]):
+        endpoint.answer(part, range(len(part)))
     assert waits == pytest.approx([0, 2, 4, 6])
 
 

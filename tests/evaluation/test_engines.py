@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -62,8 +63,10 @@ class ServedModel:
             status, text = BROKEN[self.broken]
             return status, kind, text
         reply = self.answer(asked)
-        if self.broken == "nan":
-            reply["choices"][0]["logprobs"]["token_logprobs"] = [math.nan] * 200
+        for choice in reply["choices"]:
+            if self.broken in ("nan", "no echo"):
+                known = choice["logprobs"]["token_logprobs"]
+                choice["logprobs"]["token_logprobs"] = [math.nan] * len(known) if self.broken == "nan" else known[-1:]
         return 200, kind, json.dumps(reply)
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -143,6 +146,7 @@ def test_endpoint_counts_truncated_questions(served: ServedModel, model: Path, t
         ("garbage", "gave no usable answer"),
         ("empty", "gave no usable answer: KeyError: 'choices'"),
         ("nan", "its logits are not finite"),
+        ("no echo", r"log-probabilities of \[1\] tokens instead of \[\d+\].*of the prompt \(echo\)"),
         ("gone", "gave no usable answer.*run the same command to resume"),
     ],
 )
@@ -279,6 +283,21 @@ def test_resume_reuses_answers_of_every_rank(
     assert record is not None
     assert record["tasks"]["local_choice"]["num_questions"] == 4
     assert calls == [8, 8]
+
+
+def test_fingerprint_of_hub_tokenizer_is_its_commit(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--owner--tokenizer"
+    (repository / "refs").mkdir(parents=True)
+    config = EvalConfig(model_name_or_path=str(model), model_revision="v1", tokenizer_name_or_path="owner/tokenizer")
+    for commit in ("a" * 40, "b" * 40):
+        shutil.copytree(model, repository / "snapshots" / commit)
+        (repository / "refs" / "main").write_text(commit)
+        assert describe_model(config)["tokenizer_fingerprint"] == commit
+        # A folder: lm-eval would load the tokenizer at the revision of the model.
+        assert engines._list_options(config, {})["tokenizer"] == str(repository / "snapshots" / commit)
 
 
 @pytest.mark.parametrize("way", ["adapter", "base", "tokenizer"])

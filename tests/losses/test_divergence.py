@@ -65,3 +65,18 @@ def test_divergence_of_near_zero_probabilities_is_finite(beta: float) -> None:
     values, slopes = compute_divergence(teacher, student, beta)
     assert values.isfinite().all()
     assert slopes.isfinite().all()
+
+
+@pytest.mark.parametrize("beta", [1e-30, 1e-7, 1e-4, 1 - 1e-4, 1 - 1e-7])
+def test_divergence_near_beta_0_and_1_is_exact_to_rounding(beta: float) -> None:
+    """Reference: the limits, from which the divergence differs by as much as beta does."""
+    logits = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(1))
+    teacher, student = logits.log_softmax(-1)
+    values, slopes = compute_divergence(teacher, student, beta)
+    expected, limits = compute_divergence(teacher, student, float(round(beta)))
+    torch.testing.assert_close(values, expected, rtol=3e-3, atol=1e-6)
+
+    def project(slopes: Tensor) -> Tensor:  # To the derivative with respect to logits.
+        return slopes - student.exp() * slopes.sum(-1, keepdim=True)
+
+    torch.testing.assert_close(project(slopes), project(limits), rtol=3e-3, atol=3e-4)

@@ -269,6 +269,18 @@ def test_bos_token_may_be_any_of_models_list(tiny_tokenizer_dir: Path) -> None:
     assert check_agreement(config, starts, tokenizer) == []
 
 
+def test_chat_templates_without_a_default_are_refused(tiny_tokenizer_dir: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
+    tokenizer.chat_template = {"rag": "a", "tool_use": "b"}
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="has chat templates without a default: rag, tool_use") as caught:
+        load_tokenizer(config_for(tmp_path), TokensConfig())
+    assert caught.value.problems[0].where == "chat_template_path"
+    (tmp_path / "own.jinja").write_text("c")
+    chosen = TokensConfig(chat_template_path=str(tmp_path / "own.jinja"))
+    assert load_tokenizer(config_for(tmp_path), chosen).chat_template == "c"
+
+
 def test_model_revision_is_not_applied_to_other_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

@@ -41,12 +41,13 @@ def test_card_is_written_atomically(tmp_path, monkeypatch):
 
 def test_names_are_escaped(tmp_path):
     hostile = "x\n# Evil <script>alert(1)</script> | [a](http://b) `c`"
-    write_card(tmp_path, record(output_dir=hostile, dataset_name=hostile, model_name_or_path=hostile), {hostile: 1.5})
+    names = dict.fromkeys(("output_dir", "dataset_name", "model_name_or_path", "```\n# Evil"), hostile)
+    write_card(tmp_path, record(**names), {hostile: 1.5})
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.base_model == hostile
     assert card.data.datasets == [hostile]
     prose = card.text.partition("```yaml")[0]
-    assert "\n# Evil" not in prose
+    assert "\n# Evil" not in card.text
     assert re.search(r"(?<!\\)(<script|\[a\]|`c)", prose) is None
     assert r"| x\\n# Evil \<script\>alert(1)\</script\> \| \[a\](http://b) \`c\` | 1.5000 |" in prose
 

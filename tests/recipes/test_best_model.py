@@ -72,7 +72,7 @@ def test_run_without_evaluated_checkpoint_reports_last_weights(
     inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(inputs, "sft", tmp_path, eval_steps=1, save_steps=6, early_stopping_patience=2)
-    assert "no evaluated step has a checkpoint; the last weights are the result" in capsys.readouterr().err
+    assert "no checkpoint is of a step with a finite eval_loss; the last weights" in capsys.readouterr().err
     assert json.loads((tmp_path / "run.json").read_text())["best_model"] is None
     assert any("load_best_model_at_end" in problem for problem in find_problems(read_run(tmp_path)))
 

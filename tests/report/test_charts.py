@@ -228,3 +228,9 @@ def test_healthy_range_matches_docs_and_is_shaded_in_view(recipe: str, name: str
     page = (ROOT / "docs" / f"{recipe}.md").read_text(encoding="utf-8")
     (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}") and "|" in line[2:]][:1]
     assert {least, largest} <= set(re.findall(r"\d(?:\.\d+)?", row))
+
+
+def test_ticks_of_a_narrow_range_differ(tmp_path: Path) -> None:
+    train = [{"step": step, "loss": 20_000.0 + step} for step in range(9)]
+    (chart,) = draw_charts(build_run(train), tmp_path)
+    assert {"20002", "20004"} <= set(re.findall(r">([\d.e+]+)</text>", chart.svg))

@@ -60,6 +60,15 @@ def test_eval_page_limits_number_of_questions(tmp_path: Path) -> None:
     assert page.count("<article") == MAX_QUESTIONS
 
 
+def test_eval_page_is_bounded_for_many_tasks_and_long_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes_lib.report.html_pages.MAX_SHOWN", 2)
+    long = "x" * (MAX_TEXT + 1)
+    page = write(tmp_path, [{"prompt": "q", "doc_id": at, "answers": [long], "target": long} for at in range(4)])
+    assert page.count("<article") == 2
+    assert "The first 2 of each task" in page
+    assert long not in page
+
+
 @pytest.mark.parametrize(
     ("scores", "verdict"),
     [({"acc": 1.0}, "right"), ({"em": 0}, "wrong"), ({"bpb": 1.3}, ""), ({"f1": 0.5, "em": 1}, "right")],

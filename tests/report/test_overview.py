@@ -49,6 +49,12 @@ def test_list_entries_finds_nested_runs_but_not_checkpoints(tmp_path: Path) -> N
     ]  # fmt: skip
 
 
+def test_sparkline_of_reward_is_labelled_as_such(tmp_path: Path) -> None:
+    events = [{"kind": "train", "step": step, "loss": 0.0, "objective/score": 0.1 * step} for step in (1, 2)]
+    write_run(tmp_path / "ppo", events, stage="ppo")
+    assert "reward over 2 steps" in write_overview(tmp_path).read_text()
+
+
 def test_overview_lists_pipeline_stages_in_order(tmp_path: Path) -> None:
     write_run(tmp_path / "z", SFT)
     (tmp_path / "z" / "report.html").write_text("")

@@ -309,7 +309,7 @@ def test_healthy_run_has_no_problems() -> None:
         ({"facts": {"status": "diverged"}}, "“diverged”"),
         ({"facts": {"rollbacks": [ROLLBACK]}}, "rolled back to step 25 and skipped the rows of steps 26 to 29"),
         ({"train": []}, "No training step"),
-        ({"facts": {"status": "done", "config": BEST}}, "found no checkpoint of an evaluated step"),
+        ({"facts": {"status": "done", "config": BEST}}, "found no checkpoint of a step whose evaluation is finite"),
         ({"train": [{"step": 3, "loss": "nan"}, {"step": 4, "loss": 1.0}]}, "loss was not finite at step 3."),
         ({"train": [{"step": n, "grad_norm": "inf"} for n in range(7)]}, "at steps 0, 1, 2, 3, 4 and 2 more"),
         ({"evaluations": build_losses(3.0, 2.0, 2.5)}, "lowest at step 10 (2) and rose to 2.5 by step 20"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,9 @@ def test_comparison_page_overlays_runs(folders: list[Path], tmp_path: Path) -> N
     html = out.read_text()
     page = Page(html)
     assert page.elements.count("script") == 1
+    # Only in the legend: a tooltip has its text in that colour.
+    rules = re.findall(r"(.*)\.first \{ background: var\(--first\)", html)
+    assert rules == [".legend "]
     assert f"eval_loss: {folders[0]} from 5 at step 0 to 2 at step 30; {folders[1]} from 5" in html
     assert (out.with_suffix("") / "loss.png").is_file()
 
@@ -61,6 +65,14 @@ def test_losses_of_different_recipes_are_omitted(folders: list[Path], tmp_path: 
     assert "Losses of different recipes" in page.text
     assert "figure" not in page.elements
     assert "eval_loss" not in page.text
+
+
+def test_unrecorded_configurations_are_not_called_equal(folders: list[Path], tmp_path: Path) -> None:
+    (folders[0] / "run.json").unlink()
+    (folders[1] / "run.json").unlink()
+    out = tmp_path / "c.html"
+    assert run_recipes(["report", *map(str, folders), "--compare", "--output", str(out)]) == 0
+    assert "A run has no record of its configuration." in Page(out.read_text()).text
 
 
 @pytest.mark.parametrize("names", [["a"], ["a", "a"], ["a", "b", "c", "d", "e"]])

@@ -129,10 +129,12 @@ def _evaluate_checkpoint(checkpoint: Path, folder: Path, flags: Sequence[str]) -
             for file in checkpoint.iterdir():
                 if file.is_file() and file.suffix not in _STATES:
                     _link(file, model / file.name)
+            is_whole = is_complete(checkpoint)
         else:
             code = subprocess.run([*recipes, "export", checkpoint, model], check=False).returncode
-        # After linking: the run may have deleted the checkpoint file by file meanwhile.
-        if not is_complete(checkpoint):
+            is_whole = not code or is_complete(checkpoint)
+        # The run may have deleted the checkpoint file by file meanwhile; a finished export has been verified.
+        if not is_whole:
             raise FileNotFoundError
         command = [*recipes, "eval", str(model), *flags, "--output_dir", str(folder)]
         return code or subprocess.run(command, check=False).returncode

@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from accelerate.utils import send_to_device
 from transformers import PreTrainedConfig, TrainerCallback, TrainingArguments
 
 from recipes_lib.config.schema import RecipeConfig
@@ -127,13 +128,13 @@ class OnPolicyAnswers:
 
         Source: ``tests/distillation/test_on_policy.py``.
         """
-        WATCHDOG.enter("sampling answers")
         # Tokens are read and rows are built on the host; the trainer moves the result to the device again.
-        batch = {name: part.cpu() if isinstance(part, torch.Tensor) else part for name, part in batch.items()}
+        batch = send_to_device(batch, "cpu")
         room = math.inf if self.max_length is None else self.max_length - self.response_length
         questions = [question for question in read_questions(batch) if len(question.prompt) <= room]
         try:
-            answers, num_finished = self._answer(student, questions, step)
+            with WATCHDOG.during("sampling answers"):
+                answers, num_finished = self._answer(student, questions, step)
         # Sampling needs no collective, so that a rank can stop it alone; the step is then not made.
         except StopPendingError:
             answers, num_finished = [], 0
@@ -153,7 +154,7 @@ class OnPolicyAnswers:
         Raises:
             StopPendingError: A stop request is pending.
         """
-        stop_ids = read_stop_ids(student)
+        stop_ids = read_stop_ids(student.generation_config)
         sampling = Sampling(stop_ids, 0, self.response_length, self.temperature, raise_if_stop_pending, self.num_tokens)
         backend = GenerateBackend(sampling, batch_size=self.batch_size, precision=self.precision)
         # Sorted by length to reduce padding; an answer does not depend on its batch.

@@ -26,7 +26,7 @@ from recipes_lib.models.generation import (
     Sampling,
     mask_answers,
     read_continuation,
-    set_stop_tokens,
+    read_stop_ids,
 )
 from recipes_lib.models.heads.scoring import encode_answers, read_positions
 from recipes_lib.models.loading import find_commit, load_causal_lm, load_model_config, load_tokenizer
@@ -90,20 +90,25 @@ class LocalModel:
     def answer(self, chats: Sequence[Chat], numbers: Sequence[int]) -> list[Reply]:
         """Answer each chat once, in the model's chat template; without one, a chat of one turn is a plain prompt.
 
-        A chat that leaves no room for an answer gets a reply with ``error``.
+        A chat that the template refuses, or that leaves no room for an answer, gets a reply with ``error``.
 
         Raises:
             ConfigError: The model has no chat template, and a chat has several turns.
         """
-        prompts = [encode_chat(self.tokenizer, chat) for chat in chats]
-        length = self.sampling.response_length
-        # Too long a prompt is an error of its own reply only: one long row must not end a run of thousands.
-        fitting = [at for at, prompt in enumerate(prompts) if len(prompt) + length <= self.positions]
-        reason = f"tokens leave no room for {length:,}"
-        replies = [Reply("", is_finished=False, error=f"{len(prompt):,} {reason}") for prompt in prompts]
-        answers = self.write([prompts[at] for at in fitting], [numbers[at] for at in fitting])
-        for at, answer in zip(fitting, answers, strict=True):
-            replies[at] = Reply(answer.text.strip(), answer.has_ended, len(prompts[at]), answer.num_tokens)
+        length, prompts, replies = self.sampling.response_length, dict[int, list[int]](), list[Reply]()
+        for at, chat in enumerate(chats):
+            # An error of its own reply only: one row must not end a run of thousands.
+            try:
+                prompt = encode_chat(self.tokenizer, chat)
+                error = f"{len(prompt):,} tokens leave no room for {length:,}"
+                if len(prompt) + length <= self.positions:
+                    prompts[at] = prompt
+            except DataError as refusal:
+                error = refusal.problems[0].found
+            replies.append(Reply("", is_finished=False, error=error))
+        answers = self.write(list(prompts.values()), [numbers[at] for at in prompts])
+        for (at, prompt), answer in zip(prompts.items(), answers, strict=True):
+            replies[at] = Reply(answer.text.strip(), answer.has_ended, len(prompt), answer.num_tokens)
         return replies
 
     def write(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int]) -> list[Written]:
@@ -137,6 +142,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[int]:
 
     Raises:
         ConfigError: The tokenizer has no chat template, and the chat has several turns.
+        DataError: The chat template refuses the chat, such as its system message.
     """
     if tokenizer.chat_template is None:
         if len(chat) > 1:
@@ -146,7 +152,10 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[int]:
         return plain
     messages = [dict(message) for message in chat]
     # In two steps: the template writes the special tokens, so that encoding must not add a second BOS.
-    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    try:
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # A template is a program, which can raise anything.
+        raise DataError(Problem("chat_template", f"the chat template fails: {error}")) from error
     return list(tokenizer.encode(rendered, add_special_tokens=False))
 
 
@@ -180,7 +189,7 @@ def load_local_model(
     # Weights come from the base that the adapter names; the tokenizer is the one saved with the adapter.
     base = named if adapter is None else replace(named, **read_base(adapter)._asdict())
     tokenizer = load_tokenizer(named, TokensConfig())
-    settings, _ = load_model_config(base)
+    settings, generation = load_model_config(base)
     device = torch.device("cuda" if torch.cuda.is_available() and not use_cpu else "cpu")
     kernel = choose_kernel(settings, None, device=device, compute_dtype=torch.float32, packing=False)
     identity = {
@@ -192,7 +201,6 @@ def load_local_model(
     model: Any = None
     if start is None:
         model = load_causal_lm(base, kernel.implementation)
-        stop_ids = set_stop_tokens(model, tokenizer, _find_terminators(tokenizer))
         if adapter is not None:
             model = load_adapter(model, str(adapter))
         model = model.to(device).eval()
@@ -200,9 +208,7 @@ def load_local_model(
     elif adapter is not None:
         remedy = "merge it by `recipes merge`, or answer with transformers"
         raise ConfigError(Problem("engine", "this engine does not support adapters", remedy))
-    else:
-        # The engine loads the model: its generation configuration, which lists stop tokens, is not available here.
-        stop_ids = sorted({*_find_terminators(tokenizer), tokenizer.eos_token_id} - {None})
+    stop_ids = sorted({*read_stop_ids(generation), *_find_terminators(tokenizer), tokenizer.eos_token_id} - {None})
     # Padding is masked by position (`mask_answers`), so that any id will do for a tokenizer without a padding token.
     sampling = Sampling(stop_ids, tokenizer.pad_token_id or 0, max_new_tokens, max(temperature, GREEDY))
     positions = read_positions(settings)

@@ -97,6 +97,23 @@ class Answerer(Protocol):
         ...
 
 
+@dataclass
+class _Pace:
+    """Evenly spaced times of requests, over all calls."""
+
+    next: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self, interval: float) -> float:
+        """Return the seconds until the next free time, which is then taken."""
+        # Times are assigned under the lock, and awaited without it, so that threads wait concurrently.
+        with self.lock:
+            now = time.monotonic()
+            begin = max(now, self.next)
+            self.next = begin + interval
+        return begin - now
+
+
 @dataclass(frozen=True)
 class Endpoint:
     """An OpenAI-compatible chat endpoint, which is sent several requests at a time.
@@ -118,6 +135,7 @@ class Endpoint:
             ... seconds, or later if the server's ``Retry-After`` says so.
         request: Additional fields of each request; ``None`` removes a field that is sent by default.
         tally: Number of answered (``True``) and refused (``False``) requests of this process.
+        pace: Time of the next request.
 
     Source: ``tests/evaluation/test_endpoint.py``.
     """
@@ -133,6 +151,7 @@ class Endpoint:
     num_attempts: int = 6
     request: Mapping[str, Any] = field(default_factory=dict)
     tally: Counter[bool] = field(default_factory=Counter, compare=False)
+    pace: _Pace = field(default_factory=_Pace, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Verify the attributes, which come from flags, configurations and reward functions.
@@ -230,7 +249,6 @@ class _Connection:
 
     def __post_init__(self) -> None:
         self._url, self._key = self.endpoint.url, read_key()
-        self._pace, self._next = threading.Lock(), 0.0
         self._open: Callable[..., Any] = urllib.request.build_opener(_NoRedirects).open
 
     def ask(self, chat: Chat, number: int) -> Reply:
@@ -252,7 +270,8 @@ class _Connection:
         # `None` removes a field: newer OpenAI models refuse `max_tokens`.
         sent = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
         for attempt in range(endpoint.num_attempts):
-            self._wait_for_turn()
+            if endpoint.requests_per_minute is not None:
+                self.pause(endpoint.pace.take(60 / endpoint.requests_per_minute))
             wait = min(2.0**attempt, MAX_WAIT)
             try:
                 return _read_reply(self._post(sent))
@@ -303,16 +322,6 @@ class _Connection:
             if time.monotonic() > deadline:
                 raise TimeoutError("the response was not complete in time")
         return bytes(received)
-
-    def _wait_for_turn(self) -> None:
-        if self.endpoint.requests_per_minute is None:
-            return
-        # Time slots are assigned under the lock, and awaited without it, so that threads wait concurrently.
-        with self._pace:
-            now = time.monotonic()
-            begin = max(now, self._next)
-            self._next = begin + 60 / self.endpoint.requests_per_minute
-        self.pause(begin - now)
 
     def pause(self, seconds: float) -> bool:
         """Wait until ``seconds`` have passed or another request ends the call; return True for the latter."""

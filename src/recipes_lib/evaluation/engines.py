@@ -20,6 +20,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 from accelerate import PartialState
+from huggingface_hub import snapshot_download
 from lm_eval.api.model import CacheHook, CachingLM
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
@@ -42,6 +43,7 @@ _NUM_ATTEMPTS: Final = 6
 """Attempts per request to an endpoint, as for ``Endpoint``; lm-eval limits each to 300 seconds."""
 _REQUEST_METHODS: Final = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 """Methods of lm-eval's models that answer requests."""
+_TOKENIZER_FILES: Final = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 _LENGTHS: Final = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the longest answer in generation settings, in lm-eval's order of precedence."""
 
@@ -84,10 +86,10 @@ def _build_endpoint(config: EvalConfig) -> Any:
     options |= {"num_concurrent": config.num_concurrent, "batch_size": config.batch_size or 1}
     if config.is_chat_endpoint:
         return _build_patient("local-chat-completions", options)
-    positions = None
+    positions, tokenizer = None, str(find_tokenizer(str(config.tokenizer_name_or_path)))
     with suppress(ConfigError):  # The folder may contain a tokenizer only.
-        positions, _ = load_model_config(ModelConfig(model_name_or_path=config.tokenizer_name_or_path))
-    options |= {"tokenizer": config.tokenizer_name_or_path, "tokenizer_backend": "huggingface"}
+        positions, _ = load_model_config(ModelConfig(model_name_or_path=tokenizer))
+    options |= {"tokenizer": tokenizer, "tokenizer_backend": "huggingface"}
     return _build_patient("local-completions", options | {"max_length": resolve_max_length(positions)})
 
 
@@ -116,6 +118,10 @@ def _build_patient(name: str, options: Mapping[str, Any]) -> Any:
                 await asyncio.sleep(_read_pause(error))
                 raise
 
+        def parse_logprobs(self, outputs: Any, tokens: Any = None, **kwargs: Any) -> Any:
+            _verify_logprobs(outputs if isinstance(outputs, list) else [outputs], tokens)
+            return super().parse_logprobs(outputs=outputs, tokens=tokens, **kwargs)
+
         def parse_generations(self, outputs: Any, **kwargs: Any) -> Any:
             for reply in outputs if isinstance(outputs, list) else [outputs]:
                 # lm-eval 0.4.13 reads a chat reply without choices, or with a choice without `index`, as an empty
@@ -125,6 +131,21 @@ def _build_patient(name: str, options: Mapping[str, Any]) -> Any:
             return super().parse_generations(outputs, **kwargs)
 
     return PatientClient(**options, max_retries=_NUM_ATTEMPTS)
+
+
+def _verify_logprobs(replies: Sequence[Any], prompts: Sequence[Sequence[int]]) -> None:
+    """Verify that replies have a log-probability for each token of their prompts, and one for the generated token.
+
+    lm-eval 0.4.13 adds up those that it finds: without ``echo``, every choice would have the log-probability 0.
+
+    Raises:
+        ValueError: They have another number.
+    """
+    choices = sorted((choice for reply in replies for choice in reply["choices"]), key=lambda choice: choice["index"])
+    found = [len(choice["logprobs"]["token_logprobs"]) for choice in choices]
+    expected = [len(prompt) + 1 for prompt in prompts]
+    if found != expected:
+        raise ValueError(f"log-probabilities of {found} tokens instead of {expected}")
 
 
 def _read_status(error: BaseException) -> tuple[int | None, Mapping[str, str]]:
@@ -165,6 +186,17 @@ def _build_checked(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
     return model
 
 
+def find_tokenizer(name: str) -> Path:
+    """Return the folder of a tokenizer, downloaded if it is on the Hub.
+
+    Raises:
+        ConfigError: It cannot be downloaded.
+    """
+    # lm-eval would load it from the Hub at the revision of the model.
+    with explained("tokenizer_name_or_path", name):
+        return Path(name if Path(name).is_dir() else snapshot_download(name, allow_patterns=_TOKENIZER_FILES))
+
+
 def _find_place(config: EvalConfig) -> str:
     """Return the local folder of an adapter, downloaded if it is on the Hub; for another model its name."""
     # lm-eval would load an adapter and its tokenizer from the Hub at the revision of the base model.
@@ -173,13 +205,14 @@ def _find_place(config: EvalConfig) -> str:
 
 def _list_options(config: EvalConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
     has_gpu, place = torch.cuda.is_available() and not config.use_cpu, _find_place(config)
+    given = config.tokenizer_name_or_path
     model = settings.get("base", config.model_name_or_path)
     # PEFT saves an adapter without a tokenizer, but trainers write one to the same folder.
     has_tokenizer = "base" not in settings or (Path(place) / "tokenizer_config.json").is_file()
     return {
         "pretrained": model,
         "revision": settings.get("base_revision", config.model_revision) or "main",
-        "tokenizer": config.tokenizer_name_or_path or (place if has_tokenizer else model),
+        "tokenizer": str(find_tokenizer(given)) if given else place if has_tokenizer else model,
         "dtype": config.dtype,
         "trust_remote_code": config.trust_remote_code,
         "batch_size": config.batch_size or ("auto" if has_gpu else _CPU_BATCH),

@@ -22,7 +22,7 @@ from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.environment import read_versions
 from recipes_lib.errors import ConfigError, DataError, Problem, list_first
-from recipes_lib.evaluation.engines import CachedModel, build_engine, is_cut
+from recipes_lib.evaluation.engines import CachedModel, build_engine, find_tokenizer, is_cut
 from recipes_lib.evaluation.suites import load_tasks
 from recipes_lib.files import (
     atomic_file,
@@ -209,10 +209,16 @@ def describe_model(config: EvalConfig) -> dict[str, Any]:
 
 
 def _describe_tokenizer(config: EvalConfig) -> dict[str, Any]:
-    """Return the fingerprint of a separate tokenizer; the model's own is part of the model's fingerprint."""
-    if config.tokenizer_name_or_path is None:
+    """Return the fingerprint of a separate tokenizer; the model's own is part of the model's fingerprint.
+
+    Raises:
+        ConfigError: The tokenizer cannot be found.
+    """
+    if (name := config.tokenizer_name_or_path) is None:
         return {}
-    return {"tokenizer_fingerprint": _fingerprint(Path(config.tokenizer_name_or_path), None)}
+    folder = find_tokenizer(name)
+    # A snapshot of the Hub is named by its commit; it may also hold files of the model.
+    return {"tokenizer_fingerprint": _fingerprint(folder, None) if Path(name).is_dir() else folder.name}
 
 
 def _fingerprint(folder: Path, settings: Any) -> str:

@@ -270,11 +270,12 @@ def compute_divergence(teacher_logps: Tensor, student_logps: Tensor, beta: float
     if beta == 1:
         # Reverse KL: sum q (log q - log p). The term q * 1 of its derivative is omitted: log-softmax maps it to 0.
         return Divergence((student * gap).sum(dim=-1), student.mul_(gap))
-    # log(beta p + (1 - beta) q).
-    mixture_logps = torch.logaddexp(teacher_logps + math.log(beta), student_logps + math.log1p(-beta))
-    to_student = student_logps - mixture_logps
-    values = (student * to_student).sum(dim=-1) / beta
-    values += (teacher_logps.exp() * (teacher_logps - mixture_logps)).sum(dim=-1) / (1 - beta)
+    # log(q / m) and log(p / m), which vanish with beta and 1 - beta, from log(q / p): differences to log m would be
+    # rounding error, divided by beta.
+    odds = math.log(beta) - math.log1p(-beta)
+    to_student = functional.softplus(odds - gap).add_(math.log1p(-beta)).neg_()
+    to_teacher = functional.softplus(gap - odds).add_(math.log(beta)).neg_()
+    values = (student * to_student).sum(dim=-1) / beta + (teacher_logps.exp() * to_teacher).sum(dim=-1) / (1 - beta)
     # q log(q / m) / beta: the other terms of the derivative cancel, since beta p + (1 - beta) q = m.
     return Divergence(values, student.mul_(to_student).div_(beta))
 

@@ -186,7 +186,7 @@ def set_stop_tokens(
     Source: transformers ``GenerationConfig.eos_token_id``; see ``tests/models/test_stop_tokens.py``.
     """
     # A tokenizer may have no EOS token; set_stop_tokens keeps what there is.
-    stops = {*read_stop_ids(model), tokenizer.eos_token_id, *terminators} - {None}
+    stops = {*read_stop_ids(model.generation_config), tokenizer.eos_token_id, *terminators} - {None}
     model.generation_config.eos_token_id = sorted(stops)
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     _make_valid(model.generation_config)
@@ -212,9 +212,9 @@ def _make_valid(generation: GenerationConfig) -> None:
             raise ConfigError(Problem("model_name_or_path", found, remedy)) from error
 
 
-def read_stop_ids(model: PreTrainedModel) -> list[int]:
-    """Return the stop tokens of ``model.generate``, as set by ``set_stop_tokens``."""
-    configured = model.generation_config.eos_token_id
+def read_stop_ids(generation: GenerationConfig) -> list[int]:
+    """Return the stop tokens of a generation config, such as that of a model, as set by ``set_stop_tokens``."""
+    configured = generation.eos_token_id
     # Checkpoints also have null, -1 or strings there, by which generate never stops.
     token_ids = configured if isinstance(configured, list) else [configured]
     return sorted({token_id for token_id in token_ids if isinstance(token_id, int) and token_id >= 0})

@@ -110,17 +110,28 @@ def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedToken
             setattr(tokenizer, kind, token)
     if tokenizer.eos_token is None and tokens.eos_token is None:
         problems.append(Problem("eos_token", f"the tokenizer of {name} has no end-of-text token", "set eos_token"))
-    if tokens.chat_template_path is not None:
-        try:
-            tokenizer.chat_template = find_shipped(Path(tokens.chat_template_path)).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            found = f"{tokens.chat_template_path} cannot be read: {_first_line(error)}"
-            problems.append(Problem("chat_template_path", found, "name a Jinja file in UTF-8"))
+    problems += _set_chat_template(tokenizer, tokens.chat_template_path, name)
     if problems:
         raise ConfigError(*problems)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None, name: str) -> Iterator[Problem]:
+    """Set the chat template in a file, if one is configured; yield the problem if no template can be used."""
+    found, remedy = "", "name a Jinja file in UTF-8"
+    if path is not None:
+        try:
+            tokenizer.chat_template = find_shipped(Path(path)).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            found = f"{path} cannot be read: {_first_line(error)}"
+    elif isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
+        names = ", ".join(sorted(tokenizer.chat_template))
+        found = f"the tokenizer of {name} has chat templates without a default: {names}"
+        remedy = "name a file with one of them, or save the tokenizer with it alone"
+    if found:
+        yield Problem("chat_template_path", found, remedy)
 
 
 def load_model_config(config: ModelConfig) -> tuple[PreTrainedConfig, GenerationConfig]:

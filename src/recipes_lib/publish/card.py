@@ -10,16 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-from huggingface_hub import EvalResult
-from huggingface_hub.repocard_data import eval_results_to_model_index
+from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, Template
 
 from recipes_lib.config.paths import looks_local
 from recipes_lib.config.settings import is_local
 from recipes_lib.errors import DataError, Problem, escape_controls
 from recipes_lib.files import read_lines, read_record, replace_record, replace_text
-from recipes_lib.report.run_files import list_scores, read_run
+from recipes_lib.report.run_files import Score, list_scores, read_run
 
 Record = Mapping[str, Any]
 Row = tuple[str, ...]
@@ -39,7 +37,7 @@ def write_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, fl
 
 
 def add_scores(folder: Path, evaluation: Record) -> None:
-    """Add benchmark scores to ``run.json`` and the card of a recipe's model; do nothing for other models.
+    """Add benchmark scores to ``run.json``, report and card of a recipe's model; do nothing for other models.
 
     Args:
         folder: Folder of the model.
@@ -51,6 +49,10 @@ def add_scores(folder: Path, evaluation: Record) -> None:
     record = {**run.facts, "scores": {**(run.facts.get("scores") or {}), **_list_scored(evaluation)}}
     replace_record(folder / "run.json", record)
     replace_text(folder / "README.md", build_card(folder, record, run.find_figures()))
+    # Imported here, because it imports matplotlib, which `recipes publish --help` does not need.
+    from recipes_lib.report.page import build_report
+
+    build_report(folder)
 
 
 def _list_scored(evaluation: Record) -> dict[str, dict[str, Any]]:
@@ -108,11 +110,7 @@ def _build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, f
         datasets=datasets,
         adapter=adapter,
         figures=[(name, _number(value)) for name, value in figures.items()],
-        scores=[
-            (one.task, one.metric, f"{one.value:.4f}", "" if one.stderr is None else f"{one.stderr:.4f}", one.about)
-            for one in list_scores(record)
-        ],
-        model_index=format_model_index(name, record),
+        scores=list(list_scores(record)),
         curve=list_curve(events),
         chart=CHART,
         has_chart=(folder / CHART).is_file(),
@@ -151,10 +149,12 @@ def write_merge_card(folder: Path, record: Mapping[str, Any]) -> None:
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
-def _render(*, base: str | None, datasets: Sequence[str] = (), **values: Any) -> str:
-    # The Hub rejects metadata with paths instead of repository ids.
-    ids = [name for name in dict.fromkeys(datasets) if not _is_path(name)]
-    return _load_template().render(values, base=None if _is_path(base) else base, datasets=ids)
+def _render(*, scores: Sequence[Score] = (), **values: Any) -> str:
+    rows = [
+        (one.task, one.metric, f"{one.value:.4f}", "" if one.stderr is None else f"{one.stderr:.4f}", one.about)
+        for one in scores
+    ]
+    return _load_template().render(values, scores=rows, metadata=_format_metadata(values, scores))
 
 
 @functools.cache
@@ -165,8 +165,8 @@ def _load_template() -> Template:
     return environment.from_string(Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8"))
 
 
-def format_model_index(name: str, record: Record) -> str:
-    """Return the card's ``model-index`` as YAML, from which the Hub shows benchmark scores; empty without scores.
+def _format_metadata(values: Record, scores: Sequence[Score]) -> str:
+    """Return the metadata of a card as YAML, with the ``model-index`` from which the Hub shows benchmark scores.
 
     Scores on a subset of the questions are omitted, because the Hub would show them as those of the whole benchmark.
     """
@@ -181,12 +181,22 @@ def format_model_index(name: str, record: Record) -> str:
             metric_value=score.value,
             metric_args=None if score.stderr is None else {"stderr": score.stderr},
         )
-        for score in list_scores(record)
+        for score in scores
         if score.is_whole
     ]
-    if not results:
-        return ""
-    return yaml.safe_dump({"model-index": eval_results_to_model_index(name, results)}, sort_keys=False).strip()
+    # The Hub rejects metadata with paths instead of repository ids.
+    base = None if _is_path(values["base"]) else values["base"]
+    datasets = [name for name in dict.fromkeys(values.get("datasets", ())) if not _is_path(name)]
+    metadata = ModelCardData(
+        library_name="peft" if values.get("adapter") else "transformers",
+        tags=["recipes-lib", values["recipe"]],
+        base_model=base,
+        base_model_relation="adapter" if base and values.get("adapter") else None,
+        datasets=datasets or None,
+        model_name=values["name"] if results else None,
+        eval_results=results or None,
+    )
+    return str(metadata.to_yaml())
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:

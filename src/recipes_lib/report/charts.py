@@ -171,7 +171,8 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
     in_bytes = bool(held_out("bits_per_byte").curve)
     rate = train("target_tokens_per_second")
     has_targets = any(value for _, value in rate.curve)
-    unit = "a pair" if is_pairs else "nats per target token"
+    # Without a record, as of another program's run, the unit of the loss is unknown.
+    unit = "a pair" if is_pairs else "nats per target token" if run.facts else ""
     parts = {
         "clipped surrogate, 0 on average": is_rl,
         "divergence and cross-entropy mixed": is_distilled,
@@ -344,7 +345,8 @@ def _finish(axes: Axes, plan: Plan, num_ticks: int) -> None:
     if plan.name == "throughput":
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     else:
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
+        # Ticks are round numbers, so that digits appear only where the range needs them.
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.6g}")
     if axes.get_yscale() == "linear":
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=_TICK_STEPS))
     axes.xaxis.set_major_locator(MaxNLocator(num_ticks, integer=True, steps=_TICK_STEPS, min_n_ticks=1))

@@ -17,8 +17,10 @@ Record = Mapping[str, Any]
 
 MAX_QUESTIONS: Final = 500
 """Maximum questions per task on the page of an evaluation; ``samples.jsonl`` has all."""
+MAX_SHOWN: Final = 5000
+"""Maximum questions on the page of an evaluation, divided over its tasks: a group such as MMLU has 57."""
 MAX_TEXT: Final = 1500
-"""Maximum characters of a prompt, from its end (the question follows the few-shot examples), and of a row."""
+"""Maximum characters of a prompt, from its end (the question follows the few-shot examples), an answer and a row."""
 NUM_EXTREMES: Final = 20
 """Number of rows with the highest and with the lowest loss on a page of row scores."""
 _NUM_BARS: Final = 40
@@ -68,6 +70,7 @@ def write_corpus_report(folder: Path, manifest: Record, samples: Mapping[str, Se
         name=folder.resolve().name,
         start=next(iter(manifest["steps"].values())),
         removals=list_removals(manifest),
+        found={step: tally["found"] for step, tally in manifest["steps"].items() if tally["found"]},
         samples=samples,
     )
 
@@ -91,10 +94,15 @@ def write_eval_report(folder: Path) -> Path:
     """
     record = read_record(folder / "eval.json", {"model": dict, "tasks": dict, "groups": dict})
     samples: dict[str, list[dict[str, Any]]] = {}
+    shown = max(1, min(MAX_QUESTIONS, MAX_SHOWN // max(1, len(record["tasks"]))))
     for row in read_lines(folder / "samples.jsonl"):
-        if row is not None and len(rows := samples.setdefault(str(row["task"]), [])) < MAX_QUESTIONS:
-            rows.append(row | {"prompt": row["prompt"][-MAX_TEXT:], "verdict": classify_answer(row)})
-    return write_page(folder / "report.html", "eval", record=record, samples=samples, shown=MAX_QUESTIONS)
+        if row is not None and len(rows := samples.setdefault(str(row["task"]), [])) < shown:
+            # Not those of choices, which are log-probabilities.
+            answers = [answer[:MAX_TEXT] if isinstance(answer, str) else answer for answer in row["answers"]]
+            prompt, target = row["prompt"][-MAX_TEXT:], str(row["target"])[:MAX_TEXT]
+            changed = {"prompt": prompt, "answers": answers, "target": target, "verdict": classify_answer(row)}
+            rows.append(row | changed)
+    return write_page(folder / "report.html", "eval", record=record, samples=samples, shown=shown)
 
 
 def classify_answer(row: Record) -> str:

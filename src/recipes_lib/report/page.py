@@ -49,7 +49,7 @@ _HELD_OUT = {
     "eval_num_pairs": ("", ""),
     **{f"eval_rewards/{name}": ("", "") for name in ("chosen", "rejected", "accuracies_stderr")},
     **{f"eval_logps/{name}": ("", "") for name in ("chosen", "rejected", "chosen_per_token", "rejected_per_token")},
-    "eval_seconds": ("", ""),
+    **{f"eval_{name}": ("", "") for name in ("seconds", "runtime", "samples_per_second", "steps_per_second")},
 }
 """Evaluation metric -> label and format; an empty label hides it."""
 _RL_METRICS = {
@@ -325,7 +325,7 @@ def find_problems(run: RunFiles) -> list[str]:
 
 def _check_completion(run: RunFiles) -> Iterator[str]:
     if (status := run.facts.get("status", "done")) != "done":
-        yield f"The run did not finish: its status is “{status}”."
+        yield f"The run has not finished: its status is “{status}”."
     if not run.train:
         yield "No training step was logged."
     # `rollbacks` of an untrusted record may have any type.
@@ -359,7 +359,8 @@ def _check_held_out(run: RunFiles) -> Iterator[str]:
                 f"{last_step}: train for fewer epochs, or keep the earlier checkpoint."
             )
     if run.config.get("load_best_model_at_end") and not run.best and run.facts.get("status") == "done":
-        yield "load_best_model_at_end found no checkpoint of an evaluated step: the model is of the last step."
+        found = "no checkpoint of a step whose evaluation is finite"
+        yield f"load_best_model_at_end found {found}: the model is of the last step."
 
 
 def _check_training(run: RunFiles) -> Iterator[str]:

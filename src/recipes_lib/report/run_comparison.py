@@ -33,7 +33,7 @@ _CURVES: Final[Sequence[tuple[str, str, Kind]]] = (
 )
 """Metric, its unit, and the kind of its curve."""
 _LOSSES: Final = ("eval_loss", "loss")
-_OMITTED: Final = ("eval_seconds", "eval_num_")
+_OMITTED: Final = ("eval_seconds", "eval_num_", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
 _UNIMPORTANT: Final = ("output_dir", "prepared_dir", "run_name")
 
 
@@ -66,7 +66,7 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
     runs = {str(folder): read_run(folder) for folder in folders}
     if len(runs) < len(folders):
         raise ConfigError(Problem("--compare", "a run is named twice", "name each once"))
-    recipes = {str(run.facts.get("stage", "?")) for run in runs.values()}
+    recipes = {str(run.facts.get("stage", "unknown recipe")) for run in runs.values()}
     images = path.with_suffix("")
     with explain_write_errors(path, "name another --output"):
         images.mkdir(parents=True, exist_ok=True)
@@ -79,6 +79,7 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
             charts=draw_overlays(runs, images, is_one_recipe=len(recipes) == 1),
             figures=compare_figures(list(runs.values()), is_one_recipe=len(recipes) == 1),
             keys=compare_keys(list(runs.values())),
+            is_recorded=all(run.config for run in runs.values()),
         )
 
 

@@ -1,18 +1,23 @@
-"""Reads the files of a run's output directory, tolerating missing, truncated and untrusted ones."""
+"""Reads the files of a run's output directory, tolerating missing, truncated and untrusted ones.
+
+Of a run of transformers' Trainer or of TRL it reads ``trainer_state.json``.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import parse_number, read_lines, read_record
 
 Record = Mapping[str, Any]
+_STATE: Final = "trainer_state.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,19 +69,25 @@ class RunFiles:
 
 def is_run(folder: Path) -> bool:
     """Return whether a folder is the output directory of a run."""
-    return any((folder / name).is_file() for name in ("run.json", "metrics.jsonl"))
+    names = ("run.json", "metrics.jsonl")
+    return any((folder / name).is_file() for name in names) or _find_state(folder) is not None
 
 
 def read_run(run_dir: Path) -> RunFiles:
-    """Read ``run.json``, ``metrics.jsonl`` and ``samples.jsonl`` of a run directory.
+    """Read ``run.json``, ``metrics.jsonl`` and ``samples.jsonl`` of a run directory, or ``trainer_state.json``.
 
     Raises:
-        DataError: The directory has neither ``run.json`` nor ``metrics.jsonl``.
+        DataError: The directory has none of ``run.json``, ``metrics.jsonl`` and ``trainer_state.json``.
     """
     if not is_run(run_dir):
-        raise DataError(Problem(str(run_dir), "has neither run.json nor metrics.jsonl", "give the output_dir of a run"))
-    events, torn_events = _read_lines(run_dir / "metrics.jsonl")
-    samples, torn_samples = _read_lines(run_dir / "samples.jsonl")
+        found = f"has neither run.json nor metrics.jsonl nor {_STATE}"
+        raise DataError(Problem(str(run_dir), found, "give the output_dir of a run"))
+    lines = read_lines(run_dir / "metrics.jsonl")
+    state = _find_state(run_dir)
+    if state is not None and not (run_dir / "metrics.jsonl").is_file():
+        lines = _read_history(state)
+    events, torn_events = _split_valid(lines)
+    samples, torn_samples = _split_valid(read_lines(run_dir / "samples.jsonl"))
     facts: Record = {}
     with suppress(DataError):
         facts = read_record(run_dir / "run.json")
@@ -135,21 +146,60 @@ def read_curve(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
 
     Sums and axis limits of larger values, which only a broken file has, would overflow.
     """
-    pairs = ((record["step"], read_number(record, name)) for record in records)
-    return [(step, value) for step, value in pairs if value is not None and abs(value) < 1e300]
+    return [(step, value) for step, value in _iterate_numbers(records, name) if abs(value) < 1e300]
 
 
 def find_non_finite_steps(records: Sequence[Record], name: str) -> list[int]:
     """Return the steps at which a metric was NaN or infinite."""
-    pairs = ((record["step"], read_number(record, name)) for record in records)
-    return [step for step, value in pairs if value is not None and not math.isfinite(value)]
+    return [step for step, value in _iterate_numbers(records, name) if not math.isfinite(value)]
 
 
-def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    parsed = list(read_lines(path))
-    # A step above 2**53 is invalid, and not exact as a float of a chart.
-    records = [record for record in parsed if record and type(step := record.get("step")) is int and abs(step) < 2**53]
-    return records, len(parsed) - len(records)
+def _iterate_numbers(records: Sequence[Record], name: str) -> Iterator[tuple[int, float]]:
+    for record in records:
+        # Floats first: nearly all values of a run, which may have a million steps, are floats or absent.
+        value = record.get(name)
+        if type(value) is float or (value is not None and (value := read_number(record, name)) is not None):
+            yield record["step"], value
+
+
+def _find_state(folder: Path) -> Path | None:
+    """Return the newest ``trainer_state.json`` of an output directory: its own, else that of its last checkpoint."""
+    if (folder / _STATE).is_file() and not folder.name.startswith("checkpoint-"):
+        return folder / _STATE
+    numbers = ((path.parent.name.removeprefix("checkpoint-"), path) for path in folder.glob(f"checkpoint-*/{_STATE}"))
+    return max(((int(number), path) for number, path in numbers if number.isdecimal()), default=(0, None))[1]
+
+
+def _read_history(state: Path) -> Iterator[dict[str, Any] | None]:
+    """Yield the events that transformers' Trainer has logged, as in ``metrics.jsonl``; ``None`` for an invalid file.
+
+    Those of one step, as of several held-out sets, are merged.
+    """
+    history: Any = [None]
+    with suppress(DataError):
+        history = read_record(state, {"log_history": list})["log_history"]
+    merged: dict[str, dict[str, Any]] = {}
+    for event in history:
+        if not isinstance(event, dict):
+            yield None
+            continue
+        # The last event is a summary of the run.
+        kind = "train" if "loss" in event else "eval" if any(name.startswith("eval_") for name in event) else "end"
+        merged.setdefault(f"{kind} {event.get('step')}", {"kind": kind}).update(event)
+    yield from merged.values()
+
+
+def _split_valid(lines: Iterable[dict[str, Any] | None]) -> tuple[list[dict[str, Any]], int]:
+    """Return the valid records, and the number of other lines."""
+    records, num_torn = list[dict[str, Any]](), 0
+    for record in lines:
+        # A step above 2**53 is invalid, and not exact as a float of a chart.
+        if record and type(step := record.get("step")) is int and abs(step) < 2**53:
+            # Interned: the names in each line would take as much memory as the values.
+            records.append({sys.intern(name): value for name, value in record.items()})
+        else:
+            num_torn += 1
+    return records, num_torn
 
 
 def _keep_last(records: Sequence[Record], *names: str) -> list[Record]:

@@ -145,6 +145,7 @@ def test_endpoint_is_compared_with_answer_file(folder: Path) -> None:
         ("b.jsonl", ("--judge", "http://h/v1"), "http://h/v1#NAME"),
         ("b.jsonl", ("--judge", "no/such-reward-model-here"), "no/such-reward-model-here"),
         *(("b.jsonl", (f"--{flag}", 0), "is 0") for flag in ("limit", "judge_tokens", "num_concurrent", "timeout")),
+        *(("b.jsonl", (f"--{flag}", -1), "is -1") for flag in ("temperature", "seed")),
     ],
 )
 def test_invalid_input_is_rejected(folder: Path, capsys, other: str, flags: Any, message: str) -> None:

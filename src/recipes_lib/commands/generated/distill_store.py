@@ -92,6 +92,7 @@ def build_compute(
 ) -> ComputeTop:
     """Return the function that computes top-k log-probabilities of the teacher, in the precision of the run."""
     import torch
+    from accelerate.utils import send_to_device
 
     from recipes_lib.distillation.teacher_store import ask_teacher, read_targets
     from recipes_lib.training.trainers.arguments import get_compute_dtype
@@ -101,7 +102,7 @@ def build_compute(
     def compute(rows: Sequence[Any]) -> Any:
         # Keys for the trainer, which the model does not accept.
         batch = {name: value for name, value in collate(list(rows)).items() if name not in ("num_tokens", "row_ids")}
-        inputs = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+        inputs = send_to_device(batch, device)
         labels = inputs.pop("labels")
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             temperature = config.distillation.distillation_temperature

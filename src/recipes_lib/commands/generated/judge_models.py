@@ -51,11 +51,12 @@ def main(argv: Sequence[str]) -> None:
         DataError: Questions or answers cannot be read, or the judge gave no verdict on a model.
     """
     options = _build_parser().parse_args(list(argv))
-    lengths = {"max_new_tokens": options.max_new_tokens, "judge_tokens": options.judge_max_new_tokens}
+    lowest = {"limit": 1, "batch_size": 1, "max_new_tokens": 1, "judge_tokens": 1, "temperature": 0, "seed": 0}
+    values = {**vars(options), "judge_tokens": options.judge_max_new_tokens}
     problems = [
-        Problem(f"--{flag}", f"is {value}", "write 1 or more")
-        for flag, value in {"limit": options.limit, "batch_size": options.batch_size, **lengths}.items()
-        if value is not None and value < 1
+        Problem(f"--{flag}", f"is {values[flag]}", f"write {least} or more")
+        for flag, least in lowest.items()
+        if values[flag] is not None and not values[flag] >= least  # Negated, so that NaN is refused, too.
     ]
     if len(options.models) < 2:
         problems.append(Problem("recipes eval compare", "there is one model", "name two or more"))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from accelerate.utils import send_to_device
 from torch import Tensor, distributed, nn
 
 from recipes_lib.errors import DataError, Problem
@@ -170,8 +171,7 @@ class EvaluateLoss(_HeldOutEvaluation):
         return sums
 
     def _score(self, model: nn.Module, batch: Batch) -> Mapping[str, float]:
-        device = find_device(model)
-        inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+        inputs = send_to_device(batch, find_device(model))
         scored = model(**{name: inputs[name] for name in inputs.keys() - {"num_tokens", "row_ids"}}, loss_head=True)
         num_bytes = 0
         if self.byte_lengths is not None:

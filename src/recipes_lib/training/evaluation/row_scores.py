@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from accelerate.utils import send_to_device
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.chat.encoder import RowEncoder
@@ -113,7 +114,7 @@ class RowScorer:
         owners = np.repeat(np.arange(len(windows)), sizes)
         places = (labels >= 0).nonzero().flatten()
         targets, device = labels[places], find_device(self.model)
-        moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+        moved = send_to_device(inputs, device)
         del moved["num_tokens"]
         with self.autocast():
             # The first token of a window is never a target, so ``places - 1`` is in the same window.

@@ -176,7 +176,7 @@ def generate_samples(
     Source: transformers ``GenerationMixin.generate``; ``tests/training/evaluation/test_samples.py``.
     """
     unwrapped: Any = extract_model_from_parallel(model, keep_torch_compile=False)
-    stop_ids = sorted({*read_stop_ids(unwrapped), tokenizer.eos_token_id} - {None})
+    stop_ids = sorted({*read_stop_ids(unwrapped.generation_config), tokenizer.eos_token_id} - {None})
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     input_ids, attention_mask = pad_left([prompt.input_ids for prompt in prompts], pad_id)
     device = find_device(unwrapped)
