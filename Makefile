@@ -15,6 +15,8 @@ USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 # On few cores, a second intra-op thread makes models of test size slower, not faster.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
+# Otherwise every process of the tests and of the demo would compile the library.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 SOAK_MINUTES ?= 60

@@ -28,6 +28,9 @@ PACKAGES = (
     "matplotlib.backends.backend_svg",
     "matplotlib.figure",
     "peft",
+    "recipes_lib.publish.final_model",
+    "recipes_lib.rl.trainer",
+    "recipes_lib.training.trainers.dpo_trainer",
     "scipy.stats",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
@@ -37,7 +40,7 @@ PACKAGES = (
     "trl.trainer.reward_trainer",
     "trl.trainer.sft_trainer",
 )
-"""Preloaded by the fork server. Not this project, whose state is per process, nor DeepSpeed, which probes hardware."""
+"""Preloaded by the fork server; not DeepSpeed, which probes hardware."""
 FORKING = multiprocessing.get_context("forkserver")
 FORKING.set_forkserver_preload(list(PACKAGES))
 
@@ -160,6 +163,9 @@ def _become(
     """Run a module or script in this forked process, with stdout and stderr redirected to two files."""
     import torch
 
+    from recipes_lib.stopping import STOP
+
+    STOP._parent = os.getppid()  # Read when the module was imported, in the server.
     spare_flushes()
     gc.freeze()  # As in tests/conftest.py: full collections at the end of a run skip imported modules.
     for stream, output in enumerate(outputs, start=1):

@@ -170,7 +170,7 @@ def find_long_functions(path: str, source: str) -> list[str]:
     """Count lines of code: without docstring, blank lines and comments."""
     functions = [node for node in ast.walk(parse(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     # Tokenising is slow, so only for candidates.
-    spans = [(node, set(range(node.lineno, (node.end_lineno or 0) + 1))) for node in functions]
+    spans = [(node, range(node.lineno, (node.end_lineno or 0) + 1)) for node in functions]
     spans = [(node, lines) for node, lines in spans if len(lines) > MAX_FUNCTION_LINES]
     if not spans:
         return []
@@ -179,7 +179,7 @@ def find_long_functions(path: str, source: str) -> list[str]:
     for node, lines in spans:
         docstring = node.body[0] if ast.get_docstring(node) is not None else None
         skipped = range(docstring.lineno, (docstring.end_lineno or 0) + 1) if docstring else ()
-        if (count := len(lines & code - set(skipped))) > MAX_FUNCTION_LINES:
+        if (count := len(code.intersection(lines).difference(skipped))) > MAX_FUNCTION_LINES:
             faults.append(f"{path}:{node.lineno}: {node.name} has {count} lines, at most {MAX_FUNCTION_LINES}")
     return faults
 

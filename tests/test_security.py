@@ -1,17 +1,15 @@
-"""Security rules of the sources: no pickles, no remote code, no secrets; and checkpoints that cannot run code."""
+"""Security rules of the sources: no pickles and no remote code.
+
+That checkpoints cannot run code is tested in ``tests/training/checkpoints/test_checkpointing.py``.
+"""
 
 from __future__ import annotations
 
 import ast
-import contextlib
-import pickle
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.forked import ROOT
-from tests.training.trajectories import make_packs, make_trainer
 
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 ALLOWED = {
@@ -73,31 +71,3 @@ def test_planted_fault_is_found(source: str) -> None:
 )
 def test_safe_call_is_accepted(source: str) -> None:
     assert list(find_faults(source)) == []
-
-
-class MaliciousPickle:
-    """Creates the file ``mark`` when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self._mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self._mark,)
-
-
-def test_checkpoint_files_do_not_run_code(tiny_model_dir: Path, tmp_path: Path) -> None:
-    keys = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    make_trainer(tiny_model_dir, tmp_path / "run", make_packs(), **keys)[0].train()
-    checkpoint, mark = tmp_path / "run" / "checkpoint-2", tmp_path / "mark"
-    pickled = [path for path in checkpoint.iterdir() if path.suffix in {".pt", ".pth", ".bin", ".pkl"}]
-    assert pickled
-    for path in pickled:
-        whole = path.read_bytes()
-        path.write_bytes(pickle.dumps(MaliciousPickle(mark)))
-        trainer, _ = make_trainer(tiny_model_dir, tmp_path / "again", make_packs(), **keys)
-        with contextlib.suppress(Exception):  # Refused, or never opened.
-            trainer.train(resume_from_checkpoint=str(checkpoint))
-        assert not mark.exists(), path.name
-        path.write_bytes(whole)
-    pickle.loads(pickle.dumps(MaliciousPickle(mark)))
-    assert mark.exists()

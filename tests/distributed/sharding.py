@@ -9,6 +9,7 @@ import os
 import runpy
 import shutil
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 from tests import simulated_device
 from tests.forked import ROOT, run_forked
 
-from recipes_lib.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_PREEMPTED
+from recipes_lib.errors import EXIT_BUG, EXIT_DIVERGED, EXIT_DONE, EXIT_PREEMPTED
 from recipes_lib.training.layouts.launch_environment import read_launch
 
 Job = Mapping[str, Any]
@@ -74,11 +75,14 @@ def run_jobs(
     Args:
         jobs: Name -> job; the output directory of a job is ``output_dir / name``.
         output_dir: Parent of the output directories.
-        file: Name of a launch file in ``accelerate_configs/``; ``None``: one process without a launcher.
+        file: Name of a launch file in ``accelerate_configs/``; ``None``: no launcher, and without ``variables`` this
+            process, whose output is not returned.
         options: Options of ``accelerate launch``, which override the file.
         num_processes: World size.
         variables: Further environment variables, such as ``SIMULATED``.
     """
+    if file is None and variables is None:
+        return {"codes": run_in_turn(jobs, output_dir), "output": ""}
     arguments, size = prepare_jobs(jobs, output_dir), f"--num_processes={num_processes}"
     if file is None:
         output = run_forked(*arguments, variables=variables, num_processes=None)
@@ -247,17 +251,11 @@ def _log_hashes(digest: Callable[..., Any]) -> Callable[..., Any]:
     return logging
 
 
-def main() -> None:
-    """Run the jobs in this process, one rank of several: ``OUTPUT JSON_JOBS``."""
-    output_dir, jobs = Path(sys.argv[1]), json.loads(sys.argv[2])
-    rank, is_alone = int(os.environ.get("RANK", "0")), "WORLD_SIZE" not in os.environ
-    if simulated_device.is_chosen():
-        simulated_device.install()
-    if read_launch().engine or (simulated_device.is_chosen() and not is_alone):
-        take_cpus_for_gpus()
+def run_in_turn(jobs: Mapping[str, Job], output_dir: Path) -> dict[str, Any]:
+    """Run the jobs in this process, one rank of several or the only one, and return their exit codes."""
     from torch import distributed
 
-    codes: dict[str, Any] = {}
+    rank, codes = int(os.environ.get("RANK", "0")), {}
     for name, job in jobs.items():
         if "copy_of" in job and rank == 0:
             cut(Path(job["copy_of"]), output_dir / name, job["step"])
@@ -271,14 +269,31 @@ def main() -> None:
             STOP.reason, STOP._is_closed = None, False
             codes[name] = [EXIT_PREEMPTED, run_recipe(job["stage"], {**job["keys"], "output_dir": output_dir / name})]
             continue
-        if codes[name] != EXIT_DONE and not (codes[name] == EXIT_DIVERGED and "fault" in job):
-            # Exit at once: other ranks may wait for this one. An injected divergence ends all ranks alike.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(codes[name])
-    if rank == 0:
+        # An injected divergence ends all ranks alike.
+        assert codes[name] == EXIT_DONE or (codes[name] == EXIT_DIVERGED and "fault" in job), name
+    return codes
+
+
+def main() -> None:
+    """Run the jobs in this process, one rank of several: ``OUTPUT JSON_JOBS``."""
+    output_dir, jobs = Path(sys.argv[1]), json.loads(sys.argv[2])
+    is_alone = "WORLD_SIZE" not in os.environ
+    if simulated_device.is_chosen():
+        simulated_device.install()
+    if read_launch().engine or (simulated_device.is_chosen() and not is_alone):
+        take_cpus_for_gpus()
+    try:
+        codes = run_in_turn(jobs, output_dir)
+    except AssertionError:
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_BUG)  # At once: other ranks may wait for this one.
+    if os.environ.get("RANK", "0") == "0":
         (output_dir / "codes.json").write_text(json.dumps(codes))
     if not is_alone:
+        from torch import distributed
+
         distributed.barrier()
         distributed.destroy_process_group()
 

@@ -44,7 +44,8 @@ def test_recipes_match_cpu(inputs, tmp_path, cells) -> None:
         verify_equal(tmp_path / "cpu" / cell, tmp_path / "device" / cell)
 
 
-@pytest.mark.parametrize("recipe", ["ppo", pytest.param("grpo", marks=pytest.mark.slow)])
+@pytest.mark.slow  # PPO runs on the device in `tests/training/test_device_work.py` too.
+@pytest.mark.parametrize("recipe", ["ppo", "grpo"])
 def test_rl_recipe_matches_cpu(tmp_path, recipe) -> None:
     policy = keys_task.write_policy(tmp_path / "policy", 0, num_steps=30)
     prompts = keys_task.write_prompts(tmp_path / "prompts.jsonl", 100, seed=5)

@@ -158,7 +158,7 @@ def test_endpoint_failure_is_one_error(
         served.server.shutdown()
         served.server.server_close()
     flags = [*served.flags, "--limit", 2]
-    for _ in range(2):
+    for _ in range(2 if broken == "nan" else 1):  # A wrong answer must not be cached.
         assert run_eval("name", tasks, tmp_path / "served", *flags, names="local_choice") == 2
         error = capsys.readouterr().err
         assert re.search(message, error.replace("\n", " "))

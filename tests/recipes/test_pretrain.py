@@ -42,33 +42,31 @@ def test_run_writes_model_that_transformers_loads(inputs, tmp_path):
     assert "max_length was 32" in other.stderr
 
 
-BATCHES = {None: {"8x1": (8, 1)}, "cpu_ddp": {"1x4 on two": (1, 4)}}
+EPOCHS = {"max_steps": None, "num_train_epochs": 1.5}
+TWO_RANKS = [pytest.mark.slow, pytest.mark.multiprocess]
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    "length",
+    ("length", "file", "batch"),
     [
-        pytest.param({"max_steps": 8}, id="steps", marks=pytest.mark.slow),
-        pytest.param({"max_steps": None, "num_train_epochs": 1.5}, id="epochs"),
+        pytest.param(EPOCHS, None, (2, 4), id="epochs"),
+        pytest.param(EPOCHS, "cpu_ddp", (1, 4), id="epochs on two ranks", marks=TWO_RANKS),
+        pytest.param({"max_steps": 8}, "cpu_ddp", (1, 4), id="steps on two ranks", marks=TWO_RANKS),
     ],
 )
-def test_losses_and_learning_rates_are_independent_of_micro_batches(inputs, tmp_path, length):
+def test_losses_and_learning_rates_are_independent_of_micro_batches(inputs, tmp_path, length, file, batch):
     keys = make_keys(inputs, save_strategy="no", save_steps=None, save_total_limit=None, warmup_steps=2, **length)
-    for file, batches in BATCHES.items():
-        batches = {
-            name: {"per_device_train_batch_size": size, "gradient_accumulation_steps": number}
-            for name, (size, number) in batches.items()
-        }
-        jobs = {name: {"stage": "pretrain", "keys": keys | batch} for name, batch in batches.items()}
-        sharding.run_jobs(jobs, tmp_path / "runs", file)
-    runs = {name: read_events(tmp_path / "runs" / name) for batches in BATCHES.values() for name in batches}
-    num_steps = len(runs["8x1"])
+    runs = []
+    for launch, (size, number) in ((None, (8, 1)), (file, batch)):
+        micro_batches = {"per_device_train_batch_size": size, "gradient_accumulation_steps": number}
+        sharding.run_jobs({str(size): {"stage": "pretrain", "keys": keys | micro_batches}}, tmp_path, launch)
+        runs.append(read_events(tmp_path / str(size)))
+    num_steps = len(runs[0])
     assert num_steps > 4
-    for steps in runs.values():
-        for figure in ("loss", "grad_norm"):
-            expected = [step[figure] for step in runs["8x1"]]
-            assert [step[figure] for step in steps] == pytest.approx(expected, rel=2e-5)
+    for figure in ("loss", "grad_norm"):
+        one, other = ([step[figure] for step in steps] for steps in runs)
+        assert other == pytest.approx(one, rel=2e-5)
+    for steps in runs:
         for number, step in enumerate(steps):
             progress = (number - 2) / (num_steps - 2)
             cosine = 0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2

@@ -37,11 +37,10 @@ def find_b(model, layer=0):
         ("default", {"warmup_steps": 2}),
         ("default", {"activation_checkpointing": True, "activation_checkpointing_kwargs": "{save_matmuls: true}"}),
         ("orthogonal", {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
-        ("pissa", {}),
         ("pissa", {"bf16": True}),
         ("olora", {}),
     ],
-    ids=["warmup", "selective", "accumulation", "pissa", "pissa in bf16", "olora"],
+    ids=["warmup", "selective", "accumulation", "pissa in bf16", "olora"],
 )
 def test_valid_run_passes_and_logs_each_check_once(make_run, init, keys):
     trainer, recorder, lines = make_run(adapter={"init_lora_weights": init}, max_steps=5, **keys)
@@ -78,9 +77,7 @@ def _detach_input(forward, hidden, *args, **kwargs):
     return forward(hidden.detach(), *args, **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("factor", "fault"), [(0.0, "zero"), (float("nan"), "not finite"), (float("inf"), "not finite")]
-)
+@pytest.mark.parametrize(("factor", "fault"), [(0.0, "zero"), (float("nan"), "not finite")])
 def test_invalid_gradient_is_named(make_run, factor, fault, monkeypatch):
     trainer, _, _ = make_run(max_grad_norm=0)
     # Otherwise the step guard would stop a non-finite gradient first.

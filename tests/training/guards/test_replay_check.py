@@ -51,13 +51,13 @@ def scale_losses(trainer):
     trainer.accelerator.unscale_gradients = unscale
 
 
-@pytest.mark.parametrize(("dropout", "is_scaled"), [(0.0, False), (0.2, False), (0.2, True)])
-def test_replay_does_not_change_training(tiny_model_dir, tmp_path, dropout, is_scaled):
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_replay_does_not_change_training(tiny_model_dir, tmp_path, is_scaled):
     runs = []
     for guards in (GuardsConfig(), CHECKED):
         trainer, recorder = make_guarded(tiny_model_dir, tmp_path, make_spiking_packs(20), guards=guards, **KEYS)
         for layer in trainer.model.model.layers:
-            layer.self_attn.attention_dropout = dropout
+            layer.self_attn.attention_dropout = 0.2
         if is_scaled:
             scale_losses(trainer)
         trainer.train()

@@ -41,9 +41,7 @@ STARTS = ["full", "fresh adapter", "saved adapter"]
 def frozen_objects():
     """Hide the objects of earlier tests from ``Census``: searching millions of them at every step takes seconds."""
     gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+    gc.freeze()  # For good: `gc.unfreeze` would also return the imported modules, which `tests/conftest.py` has frozen.
 
 
 @pytest.fixture(scope="module")

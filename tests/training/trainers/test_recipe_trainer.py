@@ -38,14 +38,13 @@ def test_evaluation_hooks_run_at_start_every_n_steps_and_end(tiny_model_dir, tmp
     assert logged == [1.0] * len(expected)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_resumed_run_is_bit_identical(tiny_model_dir, tmp_path, dropout):
+def test_resumed_run_is_bit_identical(tiny_model_dir, tmp_path):
     def trainer_in(folder, **training):
         trainer, recorder = make_trainer(
             tiny_model_dir, tmp_path / folder, make_packs(), max_steps=6, per_device_train_batch_size=4, **training
         )
         for layer in trainer.model.model.layers:
-            layer.self_attn.attention_dropout = dropout
+            layer.self_attn.attention_dropout = 0.1
         return trainer, recorder
 
     straight, recorder = trainer_in("straight", save_strategy="steps", save_steps=3)
