@@ -112,6 +112,12 @@ def test_batch_script_requests_cores_and_memory(write, flags, expected):
         expected = ALL_OF_A_NODE  # Of the documented script.
 
 
+def test_derived_name_begins_with_letter(write):
+    """Names of JobSets are labels of RFC 1035."""
+    document = yaml.safe_load(write("kubernetes", *CLOUD, "--output_dir", "runs/7B_sft"))
+    assert document["metadata"]["name"] == "run-7b-sft"
+
+
 def test_batch_script_without_secret_does_not_start(write, tmp_path):
     (tmp_path / "job.sh").write_text(write("slurm", "--secret", "HF_TOKEN", "--output_dir", str(tmp_path / "out")))
     environment = {name: value for name, value in os.environ.items() if name != "HF_TOKEN"}
@@ -304,6 +310,7 @@ def test_hf_job_is_accepted_by_hf_cli(write):
         ("kubernetes", [*CLOUD, "--cpus_per_gpu", "8"], "not supported for"),
         ("slurm", ["--secret", "hf_abc=1"], "its name, never its value"),
         ("slurm", ["--name", "My Job"], "is not a valid job name"),
+        ("slurm", ["--name", "7b"], "'7b' is not a valid job name"),
         ("slurm", ["--gpu", "a\n#SBATCH --wrap=id"], r"--gpu: 'a\n#SBATCH --wrap=id' has other characters"),
         ("kubernetes", [*CLOUD, "--image", "me/x; id"], "--image: 'me/x; id' has other characters"),
         ("hf-jobs", [*CLOUD, "--volume", "$(id)"], "--volume: '$(id)' has other characters"),

@@ -207,7 +207,7 @@ CLOUD_FLAGS = ("--image", "me/recipes", "--volume", "runs", "--gpu", "H100", "--
 
 @pytest.mark.parametrize(
     ("executor", "submit"),
-    [("kubernetes", "apply -f"), ("skypilot", "jobs launch --yes -d --secret HF_TOKEN")],
+    [("kubernetes", "create -f"), ("skypilot", "jobs launch --yes -d --secret HF_TOKEN")],
 )
 def test_cloud_job_runs_all_stages(cloud: Cluster, capsys, executor: str, submit: str) -> None:
     assert cloud.run("--executor", executor, *CLOUD_FLAGS) == 0

@@ -95,20 +95,27 @@ class Checkpointing(NamedTuple):
     keeps_products: bool = False
     offloads: bool = False
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any] | None) -> Checkpointing:
+        """Return the layers by ``activation_checkpointing_kwargs``; ``None`` for no activation checkpointing."""
+        if options is None:
+            return cls()
+        return cls(options.get("every_n_layers") or 1, bool(options.get("save_matmuls")), bool(options.get("offload")))
 
-MODES: Final[Mapping[str, tuple[Checkpointing, Mapping[str, Any] | None]]] = {
-    "none": (Checkpointing(), None),
-    "save_matmuls": (Checkpointing(1, keeps_products=True), {"save_matmuls": True}),
-    "every 2nd layer": (Checkpointing(2), {"every_n_layers": 2}),
-    "every layer": (Checkpointing(1), {}),
+
+MODES: Final[Mapping[str, Mapping[str, Any] | None]] = {
+    "none": None,
+    "save_matmuls": {"save_matmuls": True},
+    "every 2nd layer": {"every_n_layers": 2},
+    "every layer": {},
 }
-"""Kinds of activation checkpointing by name, the fastest first, with their ``activation_checkpointing_kwargs``."""
+"""Kinds of activation checkpointing by name, the fastest first: their ``activation_checkpointing_kwargs``."""
 AUTO: Final = "auto"
 
 
 def list_keys(mode: str) -> dict[str, Any]:
     """Return the keys of a recipe for one of ``MODES``."""
-    _, options = MODES[mode]
+    options = MODES[mode]
     return {"activation_checkpointing": options is not None, "activation_checkpointing_kwargs": options or None}
 
 
