@@ -268,6 +268,8 @@ def test_skypilot_task_is_valid_and_sets_machine_rank(image, write, monkeypatch,
     assert find_faults(document, SKY) == []
     assert document["resources"]["accelerators"] == "H100:8"
     assert document["secrets"] == {"HF_TOKEN": None}
+    # The only mode of a bucket with all write operations: metrics are appended, checkpoints renamed.
+    assert document["file_mounts"] == {"/data": {"source": "runs", "mode": "MOUNT_CACHED"}}
     assert ("workdir" in document) is not image
     shell = f"{document['run'][document['run'].index('export') :]}".split("began=")[0] + "env"
     sky = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}

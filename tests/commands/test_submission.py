@@ -77,6 +77,13 @@ def test_stages_are_jobs_with_dependencies(cluster: Cluster, capsys: pytest.Capt
     assert "three: already done" in capsys.readouterr().out
 
 
+def test_percent_sign_in_path_of_output_is_escaped(cluster: Cluster) -> None:
+    """`sbatch` replaces patterns such as %j in its `--output`."""
+    cluster.output_dir = cluster.folder / "100%u"
+    assert cluster.run("--until", "one") == 0
+    assert f"--output={cluster.folder}/100%%u/jobs/one-%j.out " in cluster.read_calls()[0]
+
+
 def test_failed_stage_and_dependents_are_resubmitted(cluster: Cluster) -> None:
     (cluster.output_dir / "two").mkdir(parents=True)
     assert cluster.run() == 0

@@ -298,12 +298,14 @@ def _submit(options: argparse.Namespace, pipeline: Pipeline, stage: Stage, neede
     folder = pipeline.output_dir / JOBS
     script = folder / f"{stage.name}.sh"
     script.write_text(write_job("slurm", _describe(options, pipeline, stage)), encoding="utf-8")
-    words = [*CLUSTERS["slurm"].submit, f"--output={folder / f'{stage.name}-%j.out'}", "--kill-on-invalid-dep=yes"]
+    # In `--output`, %j is the id of the job, and %% a percent sign.
+    output = f"{folder / stage.name}".replace("%", "%%")
+    words = [*CLUSTERS["slurm"].submit, f"--output={output}-%j.out", "--kill-on-invalid-dep=yes"]
     words += [f"--dependency=afterok:{':'.join(needed)}"] if needed else []
-    output = _run_command([*words, str(script)])
+    printed = _run_command([*words, str(script)])
     # `sbatch --parsable` prints "ID" or "ID;CLUSTER".
-    if not (found := re.fullmatch(r"(\d+)(;\S*)?", output.strip())):
-        raise ConfigError(Problem(shlex.join(words), f"printed {output[:200]!r} instead of a job id", "see `squeue`"))
+    if not (found := re.fullmatch(r"(\d+)(;\S*)?", printed.strip())):
+        raise ConfigError(Problem(shlex.join(words), f"printed {printed[:200]!r} instead of a job id", "see `squeue`"))
     return found[1]
 
 
