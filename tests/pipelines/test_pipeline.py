@@ -121,9 +121,8 @@ def test_values_are_passed_as_yaml(tmp_path: Path) -> None:
 def test_home_folder_is_expanded_as_in_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The files of a stage are hashed, and its output is verified, where the recipe reads and writes them."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "p.yaml").write_text(
-        "output_dir: ~/runs\nstages: {a: {recipe: sft, config: ~/sft.yaml}, b: {run: [show, '${a.output}'], output: ~/b}}"
-    )
+    stages = "{a: {recipe: sft, config: ~/sft.yaml}, b: {run: [show, '${a.output}'], output: ~/b}}"
+    (tmp_path / "p.yaml").write_text(f"output_dir: ~/runs\nstages: {stages}")
     first, second = load_pipeline(tmp_path / "p.yaml").stages
     assert first.files == (tmp_path / "sft.yaml",)
     assert first.output == tmp_path / "runs" / "a"

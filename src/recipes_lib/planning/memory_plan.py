@@ -248,8 +248,9 @@ class MemoryPlan:
         """Yield the plan with each kind of activation checkpointing, up to the first that leaves ``_MARGIN`` free."""
         for name, sizes in (self.choices or {"": {}}).items():
             plan = dataclasses.replace(self, components={**self.components, **sizes}, checkpointing=name)
-            yield (placed := plan._place(device_bytes))
-            if placed.peak <= (1 - _MARGIN) * device_bytes:
+            plan = plan._place(device_bytes)
+            yield plan
+            if plan.peak <= (1 - _MARGIN) * device_bytes:
                 return
 
     def _place(self, device_bytes: float) -> MemoryPlan:

@@ -175,8 +175,9 @@ def fit_law(runs: Sequence[Run], num_resamples: int = 200, *, seed: int = 0) -> 
     pairs, sizes, tokens = ({run[:2] for run in runs}, *({run[column] for run in runs} for column in (0, 1)))
     # Repeated runs and other seeds reduce noise, but determine nothing.
     if len(pairs) < _MIN_RUNS or min(len(sizes), len(tokens)) < FEWEST:
-        found = f"{len(pairs)} different runs of {len(sizes)} sizes and {len(tokens)} numbers of tokens determine no law"
-        raise DataError(Problem("runs", found, f"train {_MIN_RUNS} or more, of three sizes and three lengths at least"))
+        counts = f"{len(pairs)} different runs of {len(sizes)} sizes and {len(tokens)} numbers of tokens"
+        remedy = f"train {_MIN_RUNS} or more, of three sizes and three lengths at least"
+        raise DataError(Problem("runs", f"{counts} determine no law", remedy))
     logs = np.log(np.array(runs, dtype=np.float64))
     best = min((_solve(logs, np.array(start, dtype=np.float64)) for start in _STARTS), key=lambda found: found[1])[0]
     random = np.random.default_rng(seed)
