@@ -85,11 +85,11 @@ def read_scaling_run(folder: Path, *, counts_embeddings: bool = True) -> Run:
     with explained("runs", str(folder)):
         config = AutoConfig.from_pretrained(folder)
     size = compute_model_size(config)
-    last = [value for _, value in read_curve(run.train[-max(len(run.train) // 20, 1) :], "loss")]
     # Not an earlier evaluation if the last one is NaN.
-    loss = read_number(run.find_figures(), "eval_loss")
+    loss = read_number(run.evaluations[-1], "eval_loss") if run.evaluations else None
     if loss is None:
-        loss = statistics.fmean(last or [math.nan])
+        last = read_curve(run.train[-max(len(run.train) // 20, 1) :], "loss")
+        loss = statistics.fmean([value for _, value in last] or [math.nan])
     if not 0 < loss < math.inf:
         found = "metrics.jsonl has no finite loss at the end of the run"
         raise DataError(Problem(str(folder), found, "train it again"))
