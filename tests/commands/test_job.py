@@ -30,7 +30,8 @@ def write(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
 
     def write(to: str, *flags: str, code: int = 0) -> str:
-        assert main(["job", "--to", to, "--config", CONFIG, *flags]) == code
+        config = () if "--config" in flags else ("--config", CONFIG)
+        assert main(["job", "--to", to, *config, *flags]) == code
         captured = capsys.readouterr()
         return captured.err if code else captured.out
 
