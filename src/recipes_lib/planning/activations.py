@@ -52,7 +52,11 @@ class AutocastAsOnCuda(TorchFunctionMode):
     ) -> Any:
         """Call ``func``, with 16-bit tensors cast to ``float32`` if autocast on CUDA would cast them."""
         given: Any = (args, kwargs or {})
-        if getattr(func, "__name__", "").strip("_") in FLOAT32_ON_CUDA and torch.is_autocast_enabled("cpu"):
+        name = getattr(func, "__name__", "").strip("_")
+        # The product of experts has kernels for every dtype, but is defined for fake tensors in bfloat16 alone.
+        if name == "grouped_mm" and args[0].dtype != torch.bfloat16:
+            return torch.ops.transformers.grouped_mm_fallback(*args[:2], given[1]["offs"])
+        if name in FLOAT32_ON_CUDA and torch.is_autocast_enabled("cpu"):
             half = (torch.bfloat16, torch.float16)
             given = tree_map_only(Tensor, lambda tensor: tensor.float() if tensor.dtype in half else tensor, given)
         return func(*given[0], **given[1])

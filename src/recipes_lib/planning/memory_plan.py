@@ -177,8 +177,9 @@ def shorten(model_config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig
     shortened = copy.deepcopy(model_config)
     settings = shortened.get_text_config()
     settings.num_hidden_layers = num_layers
-    if getattr(settings, "layer_types", None):
-        settings.layer_types = settings.layer_types[:num_layers]
+    # Some architectures derive them from the number of layers.
+    if len(layer_types := getattr(settings, "layer_types", None) or []) > num_layers:
+        settings.layer_types = layer_types[:num_layers]
     return shortened
 
 
