@@ -167,17 +167,17 @@ def fit_law(runs: Sequence[Run], num_resamples: int = 200, *, seed: int = 0) -> 
         seed: Seed of the resampling.
 
     Raises:
-        DataError: There are too few runs, sizes or numbers of tokens.
+        DataError: There are too few runs, sizes, numbers of tokens or losses.
 
     Source: Hoffmann et al. 2022, section D.2. Besiroglu et al. 2024: the objective is summed, not averaged, and solved
     to the end, or it stops early; ``tests/planning/test_scaling.py``.
     """
-    pairs, sizes, tokens = ({run[:2] for run in runs}, *({run[column] for run in runs} for column in (0, 1)))
     # Repeated runs and other seeds reduce noise, but determine nothing.
-    if len(pairs) < _MIN_RUNS or min(len(sizes), len(tokens)) < FEWEST:
-        counts = f"{len(pairs)} different runs of {len(sizes)} sizes and {len(tokens)} numbers of tokens"
+    pairs, *counts = (len(set(values)) for values in ((run[:2] for run in runs), *zip(*runs, strict=True)))
+    if pairs < _MIN_RUNS or min(counts) < FEWEST:
+        found = f"{pairs} different runs of {counts[0]} sizes, {counts[1]} numbers of tokens and {counts[2]} losses"
         remedy = f"train {_MIN_RUNS} or more, of three sizes and three lengths at least"
-        raise DataError(Problem("runs", f"{counts} determine no law", remedy))
+        raise DataError(Problem("runs", f"{found} determine no law", remedy))
     logs = np.log(np.array(runs, dtype=np.float64))
     best = min((_solve(logs, np.array(start, dtype=np.float64)) for start in _STARTS), key=lambda found: found[1])[0]
     random = np.random.default_rng(seed)

@@ -112,7 +112,7 @@ def test_all_unusable_runs_are_reported_together(runs, scale, tmp_path) -> None:
 def test_repeated_runs_determine_no_law(runs, scale, tmp_path) -> None:
     three = [runs[0], runs[5], runs[10]]
     output = scale("fit", *three, *three, *three, "--output", tmp_path / "law.json", code=2)
-    assert "3 different runs of 3 sizes and 3 numbers of tokens determine no law" in output
+    assert "3 different runs of 3 sizes, 3 numbers of tokens and 3 losses determine no law" in output
 
 
 LAW_VALUES = dict.fromkeys(("size_factor", "token_factor", "size_exponent", "token_exponent"), 0.5)
