@@ -128,7 +128,7 @@ def test_misfit_of_quantized_checkpoint_suggests_no_other_bits() -> None:
         quantization_config=bits,
     )
     config = build_config("lora", **KEYS, load_in_8bit=True)
-    device = dataclasses.replace(choose_device("RTX 4090"), memory=2.5e9)
+    device = dataclasses.replace(choose_device("RTX 4090"), memory=4.4e9)
     assert "-bit weights" not in describe_misfit(config, shape, "2x4090", device, 2, 80.0).remedy
     del shape.quantization_config
     assert "4-bit weights" in describe_misfit(config, shape, "2x4090", device, 2, 80.0).remedy
