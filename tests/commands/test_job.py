@@ -30,7 +30,8 @@ def write(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
 
     def write(to: str, *flags: str, code: int = 0) -> str:
-        assert main(["job", "--to", to, "--config", CONFIG, *flags]) == code
+        config = () if "--config" in flags else ("--config", CONFIG)
+        assert main(["job", "--to", to, *config, *flags]) == code
         captured = capsys.readouterr()
         return captured.err if code else captured.out
 
@@ -110,6 +111,12 @@ def test_batch_script_requests_cores_and_memory(write, flags, expected):
         requested = set(re.findall("^#SBATCH (--(?:exclusive|mem|cpus).*)", script, re.MULTILINE))
         assert requested == expected
         expected = ALL_OF_A_NODE  # Of the documented script.
+
+
+def test_derived_name_begins_with_letter(write):
+    """Names of JobSets are labels of RFC 1035."""
+    document = yaml.safe_load(write("kubernetes", *CLOUD, "--output_dir", "runs/7B_sft"))
+    assert document["metadata"]["name"] == "run-7b-sft"
 
 
 def test_batch_script_without_secret_does_not_start(write, tmp_path):
@@ -262,6 +269,8 @@ def test_skypilot_task_is_valid_and_sets_machine_rank(image, write, monkeypatch,
     assert find_faults(document, SKY) == []
     assert document["resources"]["accelerators"] == "H100:8"
     assert document["secrets"] == {"HF_TOKEN": None}
+    # The only mode of a bucket with all write operations: metrics are appended, checkpoints renamed.
+    assert document["file_mounts"] == {"/data": {"source": "runs", "mode": "MOUNT_CACHED"}}
     assert ("workdir" in document) is not image
     shell = f"{document['run'][document['run'].index('export') :]}".split("began=")[0] + "env"
     sky = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
@@ -304,6 +313,7 @@ def test_hf_job_is_accepted_by_hf_cli(write):
         ("kubernetes", [*CLOUD, "--cpus_per_gpu", "8"], "not supported for"),
         ("slurm", ["--secret", "hf_abc=1"], "its name, never its value"),
         ("slurm", ["--name", "My Job"], "is not a valid job name"),
+        ("slurm", ["--name", "7b"], "'7b' is not a valid job name"),
         ("slurm", ["--gpu", "a\n#SBATCH --wrap=id"], r"--gpu: 'a\n#SBATCH --wrap=id' has other characters"),
         ("kubernetes", [*CLOUD, "--image", "me/x; id"], "--image: 'me/x; id' has other characters"),
         ("hf-jobs", [*CLOUD, "--volume", "$(id)"], "--volume: '$(id)' has other characters"),

@@ -196,7 +196,7 @@ def test_invalid_launch_is_rejected_before_start(flags, words, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("recipes_lib.hardware.count_accelerators", lambda: 0)
     with pytest.raises(ConfigError, match=words):
-        launching.main(["--config", CONFIG, "--dry_run", *flags])
+        launching.main([*([] if "--config" in flags else ["--config", CONFIG]), "--dry_run", *flags])
 
 
 def test_processes_verify_expected_launch(monkeypatch):

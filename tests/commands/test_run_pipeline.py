@@ -79,9 +79,11 @@ def test_folder_with_name_of_shipped_pipeline_is_not_opened(
         assert message in capfd.readouterr().err
 
 
-def test_only_excludes_from_and_until(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_contradicting_flags_are_rejected(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_recipes(["run", str(path), "--only", "one", "--until", "two"]) == 2
     assert "--only: excludes --from and --until" in capfd.readouterr().err
+    assert run_recipes(["run", str(path), "--gpus_per_node", "8"]) == 2
+    assert "--gpus_per_node: has no effect on stages that run here" in capfd.readouterr().err
     with pytest.raises(SystemExit):
         run_recipes(["run", str(path), "--launcher", "'srun"])
     assert "argument --launcher: invalid" in capfd.readouterr().err
@@ -239,6 +241,19 @@ def test_plan_hours_of_rl_match_recipes_plan(tmp_path: Path, capsys) -> None:
     total_cost = re.search(r"cost +([\d,.]+),", capsys.readouterr().out)
     assert total_cost is not None
     assert cost == pytest.approx(float(total_cost[1].replace(",", "")), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("stage", "keys"),
+    [("base", {"max_tokens": None, "num_train_epochs": 2}), ("sft", {"max_steps": -1}), ("sft", {"max_length": None})],
+)
+def test_plan_of_unknown_length_has_no_hours(stage: str, keys: dict[str, object], tmp_path: Path) -> None:
+    path = write_pipeline(tmp_path)
+    document = json.loads(path.read_text())
+    document["stages"][stage]["set"] |= keys
+    path.write_text(json.dumps(document))
+    *_, note = plan_stages(path, "H100", 2, None)
+    assert note == f"without the time of {stage}, scores"
 
 
 def test_plan_reports_invalid_keys(tmp_path: Path) -> None:

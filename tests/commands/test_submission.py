@@ -77,6 +77,13 @@ def test_stages_are_jobs_with_dependencies(cluster: Cluster, capsys: pytest.Capt
     assert "three: already done" in capsys.readouterr().out
 
 
+def test_percent_sign_in_path_of_output_is_escaped(cluster: Cluster) -> None:
+    """`sbatch` replaces patterns such as %j in its `--output`."""
+    cluster.output_dir = cluster.folder / "100%u"
+    assert cluster.run("--until", "one") == 0
+    assert f"--output={cluster.folder}/100%%u/jobs/one-%j.out " in cluster.read_calls()[0]
+
+
 def test_failed_stage_and_dependents_are_resubmitted(cluster: Cluster) -> None:
     (cluster.output_dir / "two").mkdir(parents=True)
     assert cluster.run() == 0
@@ -207,7 +214,7 @@ CLOUD_FLAGS = ("--image", "me/recipes", "--volume", "runs", "--gpu", "H100", "--
 
 @pytest.mark.parametrize(
     ("executor", "submit"),
-    [("kubernetes", "apply -f"), ("skypilot", "jobs launch --yes -d --secret HF_TOKEN")],
+    [("kubernetes", "create -f"), ("skypilot", "jobs launch --yes -d --secret HF_TOKEN")],
 )
 def test_cloud_job_runs_all_stages(cloud: Cluster, capsys, executor: str, submit: str) -> None:
     assert cloud.run("--executor", executor, *CLOUD_FLAGS) == 0

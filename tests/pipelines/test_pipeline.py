@@ -118,6 +118,18 @@ def test_values_are_passed_as_yaml(tmp_path: Path) -> None:
     assert stage.words == ["x", "true", "null", "1", "2024-01-31"]
 
 
+def test_home_folder_is_expanded_as_in_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of a stage are hashed, and its output is verified, where the recipe reads and writes them."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    stages = "{a: {recipe: sft, config: ~/sft.yaml}, b: {run: [show, '${a.output}'], output: ~/b}}"
+    (tmp_path / "p.yaml").write_text(f"output_dir: ~/runs\nstages: {stages}")
+    first, second = load_pipeline(tmp_path / "p.yaml").stages
+    assert first.files == (tmp_path / "sft.yaml",)
+    assert first.output == tmp_path / "runs" / "a"
+    assert second.words == ["show", str(first.output)]
+    assert second.output == tmp_path / "b"
+
+
 def test_output_dir_of_set_is_output_of_recipe(tmp_path: Path) -> None:
     text = "stages: {a: {recipe: sft, set: {output_dir: '${output_dir}/x'}}, b: {run: 'show ${a.output}'}}"
     first, second = read(tmp_path, text).stages

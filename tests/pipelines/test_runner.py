@@ -97,6 +97,18 @@ def test_finished_stages_are_skipped_and_changed_ones_rerun_with_dependents(proj
     assert len((project.folder / "out" / "b" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
+def test_changed_output_leaves_files_at_its_place(tmp_path: Path) -> None:
+    """What is there was not written by the earlier configuration of the stage."""
+    own = tmp_path / "own.txt"
+    own.write_text("mine")
+    for entry in ({"run": "true"}, {"run": "true", "output": str(own)}):
+        (tmp_path / "p.yaml").write_text(json.dumps({"stages": {"a": entry}}))
+        pipeline = load_pipeline(tmp_path / "p.yaml", str(tmp_path / "out"))
+        assert run_pipeline(pipeline, pipeline.stages, lambda _: None) == 0
+    assert own.read_text() == "mine"
+    assert not list(tmp_path.glob("*.replaced-*"))
+
+
 def test_failing_stage_ends_pipeline_and_resumes(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAIL_b", "75")
     assert project.go() == 75

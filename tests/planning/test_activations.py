@@ -7,7 +7,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.planning.activations import (
@@ -113,6 +120,24 @@ def test_eager_attention_keeps_quadratic_probabilities() -> None:
     """Probabilities in 32 and 16 bits, without the log-sum-exp of each row."""
     more = count_layer((64, 256, 4, 4, 2, 48), kernel="eager").total - count_layer((64, 256, 4, 4, 2, 48)).total
     assert more == 6 * 2 * 4 * 48**2 - 4 * 2 * 4 * 48
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_of_experts_match_those_of_real_tensors(dtype) -> None:
+    """Weights in ``float32`` are the default of training, and their product is undefined for fake tensors."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = MixtralConfig(vocab_size=32, **sizes, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
+
+    def build() -> MixtralForCausalLM:
+        model = MixtralForCausalLM._from_config(config, dtype=dtype, attn_implementation=CAUSAL)
+        add_loss_head(model)
+        return model
+
+    expected = count_activations(build(), 2, 16, 15).layers[1]
+    with torch.device("meta"):
+        model = build()
+    with on_fakes(model, is_half=False):
+        assert count_activations(model, 2, 16, 15).layers[1].total == pytest.approx(expected.total, rel=1e-3)
 
 
 def test_checkpointing_modes_count_kept_and_recomputed_bytes() -> None:

@@ -27,7 +27,7 @@ def test_peak_is_known_for_16_bit_products_only() -> None:
     assert peak_flops("48GB", torch.bfloat16) is None
 
 
-@pytest.mark.parametrize("name", ["Intel(R) Xeon(R) Platinum", "AMD EPYC 9B14", "Abacus", ""])
+@pytest.mark.parametrize("name", ["Intel(R) Xeon(R) Platinum", "AMD EPYC 9B14", "Abacus", "0GB", ""])
 def test_other_names_are_no_gpu(name: str) -> None:
     assert find_device(name) is None
     assert peak_flops(name, torch.bfloat16) is None
@@ -62,6 +62,7 @@ def test_peak_of_run_is_that_of_its_compute_dtype(name, training, dtype, expecte
         ("NVIDIA H100 NVL", 94, 835, 3900, 300, 400),
         ("H100NVL", 94, ..., ..., ..., ...),
         ("H100 MIG 1g.10gb", 10, ..., ..., ..., ...),
+        ("H100 0GB MIG 1g.10gb", 10, ..., ..., ..., ...),
         ("H100 SXM", 80, 989, ..., ..., ...),
         ("NVIDIA_H100_80GB", 80, 989, ..., ..., ...),
         ("nvidia-h100-mega-80gb", 80, 989, ..., ..., ...),

@@ -205,6 +205,18 @@ def test_activations_of_deep_model_follow_from_three_layers(build, tiny_model_di
     assert count_kept(build(recipe), model_config, SINGLE) == whole
 
 
+def test_equal_activations_are_counted_once_in_bounded_cache(build, tiny_model_dir) -> None:
+    model_config = AutoConfig.from_pretrained(tiny_model_dir)
+    memory._count_once.cache_clear()
+    # The placement of replicated weights makes no difference.
+    for layout in (SINGLE, REPLICATED, SINGLE):
+        count_kept(build("sft"), model_config, layout)
+    count_kept(build("sft"), model_config, SHARDED)
+    found = memory._count_once.cache_info()
+    assert (found.hits, found.misses) == (2, 2)
+    assert found.maxsize is not None
+
+
 def test_preference_pair_counts_as_two_rows(count) -> None:
     one, two = (count("dpo", per_device_train_batch_size=rows)[KEPT] for rows in (1, 2))
     as_rows = count("sft", per_device_train_batch_size=2)[KEPT]

@@ -4,9 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import Gemma3TextConfig, LlamaConfig, MambaConfig
 
 from recipes_lib.losses.projection import build_projection, choose_chunk_bytes
-from recipes_lib.planning.memory_plan import CONTEXT, LOGITS, RESERVE, Layout, MemoryPlan
+from recipes_lib.planning.memory_plan import CONTEXT, LOGITS, RESERVE, Layout, MemoryPlan, shorten
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Gemma3TextConfig(num_hidden_layers=4, layer_types=["sliding_attention", *["full_attention"] * 3]),
+        # Derives them from the number of layers.
+        MambaConfig(num_hidden_layers=4),
+        LlamaConfig(num_hidden_layers=4),
+    ],
+)
+def test_shortened_model_has_first_layers(config) -> None:
+    shortened = shorten(config, 2)
+    assert shortened.num_hidden_layers == 2
+    kinds = getattr(config, "layer_types", None)
+    assert getattr(shortened, "layer_types", None) == (kinds and kinds[:2])
+
 
 COMPONENTS = {"weights": 5, "cache": 3, "gradients": 1, "activations": 1}
 

@@ -73,9 +73,17 @@ def test_extrapolation_beyond_tenfold_needs_interval() -> None:
     Fit(BESIROGLU, [BESIROGLU], 1e20).verify_reach(2e21)
 
 
-def test_too_few_sizes_raise() -> None:
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [Run(1e6, 10.0**power, 3.0 - power / 10) for power in range(7, 14)],
+        # Equal losses, as of runs that learnt nothing.
+        [Run(size, tokens, 3.0) for size in (1e6, 1e7, 1e8) for tokens in (1e7, 1e8, 1e9)],
+    ],
+)
+def test_too_few_sizes_or_losses_raise(runs) -> None:
     with pytest.raises(DataError, match="determine no law"):
-        fit_law([Run(1e6, 10.0**power, 3.0) for power in range(7, 14)])
+        fit_law(runs)
 
 
 def test_isoflop_exponent_matches_law() -> None:

@@ -98,6 +98,9 @@ def test_traffic_between_machines_uses_network() -> None:
     inside, across = Layout("fsdp2", 8, Held(8, 8, 8)), Layout("fsdp2", 16, Held(16, 16, 16))
     assert time_traffic(sent, inside, choose_device("H100"))[0] == pytest.approx(0.1)
     assert time_traffic(sent, across, choose_device("H100"))[0] == pytest.approx(0.9)
+    # Tensor-parallel groups of two are among the eight GPUs.
+    tensor = Layout("fsdp2_tp", 4, Held(4, 4, 4), tensor=2)
+    assert time_traffic(sent, tensor, choose_device("H100")).model == pytest.approx(0.1)
     # Hybrid sharding: only gradients of a shard cross machines.
     hybrid = time_traffic(sent, Layout("hsdp", 16, Held(8, 8, 8)), choose_device("H100"))
     assert (hybrid.model, hybrid.replicas, hybrid.host) == pytest.approx((0.1, 1, 1))

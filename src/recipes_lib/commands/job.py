@@ -19,7 +19,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from recipes_lib.commands.launch import PORT, find_recipe_name
-from recipes_lib.config.loader import parse_command
+from recipes_lib.config.loader import StoreOnce, parse_command
 from recipes_lib.errors import (
     EXIT_BUG,
     EXIT_DIVERGED,
@@ -80,7 +80,7 @@ class Cluster(NamedTuple):
 
 CLUSTERS: Final = {
     "slurm": Cluster("slurm.sh", (), ("image", "volume"), ("sbatch", "--parsable")),
-    "kubernetes": Cluster("kubernetes.yaml", ("image", "volume"), ("cpus_per_gpu",), ("kubectl", "apply", "-f")),
+    "kubernetes": Cluster("kubernetes.yaml", ("image", "volume"), ("cpus_per_gpu",), ("kubectl", "create", "-f")),
     "skypilot": Cluster(
         "skypilot.yaml", ("gpu", "volume"), ("cpus_per_gpu", "hours"), ("sky", "jobs", "launch", "--yes", "-d")
     ),
@@ -98,7 +98,8 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="recipes job", description=_ABOUT, allow_abbrev=False)
     parser.add_argument("--to", required=True, choices=CLUSTERS, help="type of the cluster")
     parser.add_argument("--recipe", "--stage", help="recipe to run (default: what the file's name begins with, or sft)")
-    parser.add_argument("--config", metavar="F", required=True, help="configuration; further flags override its keys")
+    text = "configuration; further flags override its keys"
+    parser.add_argument("--config", metavar="F", required=True, action=StoreOnce, help=text)
     parser.add_argument("--hardware", help="file of accelerate_configs/ (default: single_gpu, or ddp on several GPUs)")
     add_machine_flags(parser)
     parser.add_argument("--gpu", help="GPU type as the cluster names it, such as H100; on HF Jobs the flavor, a100x8")
@@ -154,9 +155,10 @@ def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> dict[
     if options.to != "slurm" and not Path(output_dir).is_absolute():
         output_dir = f"{DATA}/{output_dir}"
     name = options.name or _derive_name(Path(output_dir).name)
-    if not re.fullmatch("[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", name):
+    # Names of JobSets, and of the clusters of SkyPilot, begin with a letter.
+    if not re.fullmatch("[a-z]([a-z0-9-]{0,40}[a-z0-9])?", name):
         found = f"{name!r} is not a valid job name"
-        remedy = "write --name with up to 42 lower-case letters, digits and hyphens"
+        remedy = "write --name with up to 42 lower-case letters, digits and hyphens, a letter first"
         raise ConfigError(Problem("--name", found, remedy))
     num_processes = options.num_nodes * options.gpus_per_node
     if options.hardware:
@@ -171,7 +173,8 @@ def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> dict[
 
 
 def _derive_name(text: str) -> str:
-    return re.sub("[^a-z0-9]+", "-", text.lower()).strip("-")
+    name = re.sub("[^a-z0-9]+", "-", text.lower()).strip("-")
+    return f"run-{name}" if name[:1].isdigit() else name
 
 
 def write_job(to: str, job: Mapping[str, Any]) -> str:
@@ -295,12 +298,14 @@ def _submit(options: argparse.Namespace, pipeline: Pipeline, stage: Stage, neede
     folder = pipeline.output_dir / JOBS
     script = folder / f"{stage.name}.sh"
     script.write_text(write_job("slurm", _describe(options, pipeline, stage)), encoding="utf-8")
-    words = [*CLUSTERS["slurm"].submit, f"--output={folder / f'{stage.name}-%j.out'}", "--kill-on-invalid-dep=yes"]
+    # In `--output`, %j is the id of the job, and %% a percent sign.
+    output = f"{folder / stage.name}".replace("%", "%%")
+    words = [*CLUSTERS["slurm"].submit, f"--output={output}-%j.out", "--kill-on-invalid-dep=yes"]
     words += [f"--dependency=afterok:{':'.join(needed)}"] if needed else []
-    output = _run_command([*words, str(script)])
+    printed = _run_command([*words, str(script)])
     # `sbatch --parsable` prints "ID" or "ID;CLUSTER".
-    if not (found := re.fullmatch(r"(\d+)(;\S*)?", output.strip())):
-        raise ConfigError(Problem(shlex.join(words), f"printed {output[:200]!r} instead of a job id", "see `squeue`"))
+    if not (found := re.fullmatch(r"(\d+)(;\S*)?", printed.strip())):
+        raise ConfigError(Problem(shlex.join(words), f"printed {printed[:200]!r} instead of a job id", "see `squeue`"))
     return found[1]
 
 

@@ -30,6 +30,8 @@ from recipes_lib.shipped import RECIPES, find_launch_file, find_shipped
 
 _SHOWN = ("eval_loss", "eval_rewards/accuracies", "eval_reward", "loss")
 """Metrics of the table, in order of preference: a stage shows the first that it has."""
+_OF_EXECUTORS = ("num_nodes", "gpus_per_node", "cpus_per_gpu", "hours", "image", "volume")
+"""Flags that describe the machines of an executor."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,7 +40,8 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: The pipeline file, one of its stages or a flag is invalid.
     """
-    options = _build_parser().parse_args(list(argv))
+    parser = _build_parser()
+    options = parser.parse_args(list(argv))
     options.pipeline = find_pipeline(options.pipeline)
     if options.only is not None and (options.first is not None or options.last is not None):
         raise ConfigError(Problem("--only", "excludes --from and --until", "write one or the other"))
@@ -64,6 +67,10 @@ def main(argv: Sequence[str]) -> int:
         check_stages(options.pipeline, pipeline, [])
         submit_stages(options, pipeline, chosen)
         return EXIT_DONE
+    unused = [f"--{flag}" for flag in _OF_EXECUTORS if getattr(options, flag) != parser.get_default(flag)]
+    if unused:
+        found = "has no effect on stages that run here"
+        raise ConfigError(Problem(unused[0], found, "name an --executor, or remove it"))
     code = run_pipeline(
         pipeline,
         chosen,
@@ -267,8 +274,8 @@ def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | 
     """Return a table of memory, hours and cost of every stage, and their sum, line by line.
 
     A model that a stage will write is assumed to have the shape of the model that the stage starts from. Hours are
-    estimated for pretraining, and for other training if ``max_steps`` is set; not for commands, corpora and
-    evaluations.
+    estimated for training whose length does not depend on its data (``max_steps``, ``max_tokens``); not for commands,
+    corpora and evaluations.
 
     Args:
         path: The pipeline file.
@@ -284,38 +291,32 @@ def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | 
     with _using_placeholders(path) as (placeholder, put_output):
         for stage in placeholder.stages:
             is_placeholder = put_output(stage)
+            plans[stage.name] = StagePlan(0)
             if stage.recipe in RECIPE_NAMES:
                 with _naming_problems(stage.name, problems):
                     plans[stage.name] = _plan(stage, gpu, num_processes, writes_config=is_placeholder)
     if problems:
         raise ConfigError(*problems)
-    for stage in placeholder.stages:
-        plan = plans.get(stage.name, StagePlan(0))
+    for name, plan in plans.items():
         memory = "" if plan.memory is None else f"{plan.memory / 1e9:.1f}"
         cost = "" if price is None or plan.hours is None else f"{plan.hours * plan.num_gpus * price:,.2f}"
         hours = "" if plan.hours is None else f"{plan.hours:.2f}"
-        rows.append((stage.name, str(plan.num_gpus or ""), memory, hours, cost))
+        rows.append((name, str(plan.num_gpus or ""), memory, hours, cost))
     known = [plan for plan in plans.values() if plan.hours is not None]
     total = sum(plan.hours or 0 for plan in known)
     spent = sum((plan.hours or 0) * plan.num_gpus for plan in known)
     rows.append(("in all", "", "", f"{total:.2f}", "" if price is None else f"{spent * price:,.2f}"))
-    unknown = [stage.name for stage in placeholder.stages if plans.get(stage.name, StagePlan(0)).hours is None]
+    unknown = [name for name, plan in plans.items() if plan.hours is None]
     note = [f"without the time of {', '.join(unknown)}"] if unknown else []
     return [*format_rows(rows), f"planned for {gpu} with published efficiencies, not measured", *note]
 
 
 def _plan(stage: Stage, gpu: str, num_processes: int | None, *, writes_config: bool) -> StagePlan:
     from recipes_lib.commands.planning.plan_rollouts import plan_iteration
-    from recipes_lib.planning.compute import (
-        RL_RECIPES,
-        compute_flops_per_token,
-        compute_hours,
-        count_step,
-        find_planned_model,
-    )
+    from recipes_lib.planning.compute import RL_RECIPES, compute_hours, count_step, find_planned_model
     from recipes_lib.planning.devices import choose_device, find_efficiency, find_peak
     from recipes_lib.planning.memory import plan_memory, resolve_checkpointing
-    from recipes_lib.planning.pretraining import plan_pretraining
+    from recipes_lib.planning.pretraining import count_run_tokens
     from recipes_lib.training.layouts.launch_environment import plan_launch
     from recipes_lib.training.layouts.memory_layout import build_layout
 
@@ -326,21 +327,20 @@ def _plan(stage: Stage, gpu: str, num_processes: int | None, *, writes_config: b
     if writes_config:
         # The placeholder of its output has a model of this shape, for the plans of later stages.
         model_config.save_pretrained(stage.output)
+    num_steps, gpus, is_rl = config.read("max_steps"), launch.world_size, stage.recipe in RL_RECIPES
+    if config.tokens.max_length is None and not is_rl:
+        return StagePlan(gpus)
     layout = build_layout(launch, stage.launch or "single_gpu", config.read("gradient_accumulation_steps"))
     plan = plan_memory(config, model_config, layout, device_bytes=choose_device(gpu).memory)
-    config, memory = resolve_checkpointing(config, plan), plan.peak
-    num_steps, gpus = config.read("max_steps"), launch.world_size
+    config, hours = resolve_checkpointing(config, plan), None
     peak, mfu = find_peak(gpu, config), find_efficiency(config)[0]
-    if stage.recipe == "pretrain":
-        tokens = plan_pretraining(config, launch.data_size)
-        flops = compute_flops_per_token(model_config, tokens.max_length).total(tokens.num_tokens, tokens.num_tokens)
-    elif num_steps < 1:
-        return StagePlan(gpus, memory)
-    elif stage.recipe in RL_RECIPES:
+    if not is_rl:
+        step = count_step(config, model_config, launch.data_size)
+        is_pretraining = stage.recipe == "pretrain"
+        tokens = count_run_tokens(config, launch.data_size) if is_pretraining else num_steps * step.num_tokens
+        if tokens is not None and tokens > 0:
+            hours = compute_hours(step.num_flops * tokens / step.num_tokens, gpus, peak, mfu)
+    elif num_steps > 0:
         one, schedule = plan_iteration(config, model_config, layout, choose_device(gpu), peak, mfu)
-        return StagePlan(gpus, memory, one.seconds * schedule.num_iterations / 3600)
-    elif config.tokens.max_length is None:
-        return StagePlan(gpus, memory)
-    else:
-        flops = num_steps * count_step(config, model_config, launch.data_size).num_flops
-    return StagePlan(gpus, memory, compute_hours(flops, gpus, peak, mfu))
+        hours = one.seconds * schedule.num_iterations / 3600
+    return StagePlan(gpus, plan.peak, hours)

@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import yaml
 
+from recipes_lib.config.paths import expand_home
 from recipes_lib.config.table import RECIPE_NAMES, TABLES
 from recipes_lib.config.values import compose, read_text
 from recipes_lib.errors import ConfigError, Problem, suggest
@@ -122,7 +123,7 @@ def load_pipeline(path: Path, output_dir: str | None = None) -> Pipeline:
     if isinstance(document, Mapping) and isinstance(document.get("stages"), Mapping) and document["stages"]:
         reader = _Reader(path, problems)
         if reader.has_shape(str(path), document, _KEYS):
-            folder = Path(output_dir or document.get("output_dir") or "runs")
+            folder = Path(expand_home(output_dir or document.get("output_dir") or "runs"))
             stages = reader.read(document["stages"], folder)
             environment = {str(name): _write(value) for name, value in (document.get("environment") or {}).items()}
             for name, value in environment.items():
@@ -390,7 +391,9 @@ class _Reader:
         if any("${" in part.text for part in parts[::2]):
             self._refuse(where, f"{text!r:.80} has a `${{` without its `}}`", "write ${sft.output}, without spaces")
         texts, symbols, stages = zip(*parts, strict=True)
-        return _Known("".join(texts), "".join(symbols), tuple(dict.fromkeys(itertools.chain(*stages))))
+        # As recipes do: the files of a stage are hashed, and its output is verified, where it reads and writes them.
+        text = expand_home("".join(texts))
+        return _Known(text, "".join(symbols), tuple(dict.fromkeys(itertools.chain(*stages))))
 
     def _find_known(self, where: str, name: str) -> _Known:
         if name not in self.known:

@@ -128,17 +128,19 @@ class _Progress:
         self.entries = read_state(self.path)
         self.prints = fingerprint(pipeline, root)
         self.stages = {stage.name: stage for stage in pipeline.stages}
-        folder = self.path.parent
         self.about = [
             {
                 "name": stage.name,
                 "recipe": stage.recipe or stage.command,
                 "about": stage.about or " ".join(f"{key}={value}" for key, value in stage.swept.items()),
-                "output": os.path.relpath(root / stage.output, folder),
+                "output": self._name_output(stage),
             }
             for stage in pipeline.stages
         ]
         """Description of each stage for the overview; outputs are relative to the folder of ``pipeline.json``."""
+
+    def _name_output(self, stage: Stage) -> str:
+        return os.path.relpath(self.root / stage.output, self.path.parent)
 
     def is_done(self, stage: Stage) -> bool:
         """Return whether a stage is done with the same command and inputs, and its output is complete."""
@@ -168,13 +170,15 @@ class _Progress:
         """Run a stage and return its exit code."""
         before = self.entries.get(stage.name) or {}
         is_same = before.get("fingerprint") == self.prints[stage.name]
-        if before and not is_same:
+        place = self._name_output(stage)
+        # Another `output` is not that of the earlier configuration, and may hold the user's own files.
+        if before and not is_same and before.get("output", place) == place:
             _move_aside(self.root / stage.output, stage.name, say)
         missing = find_missing_file(self.root / stage.output, before.get("files", {}))
         if is_same and before.get("status") == "done" and missing:
             say(f"{stage.name}: {missing}")
         spent = (parse_number(before.get("seconds")) or 0.0) if is_same else 0.0
-        entry: dict[str, Any] = {"fingerprint": self.prints[stage.name]}
+        entry: dict[str, Any] = {"fingerprint": self.prints[stage.name], "output": place}
         # Wall-clock time, which modification times of files are compared with.
         began = time.time()
         # Before the start: after a kill, the record shows that the output is of this command and can be resumed.

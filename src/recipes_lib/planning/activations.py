@@ -52,7 +52,11 @@ class AutocastAsOnCuda(TorchFunctionMode):
     ) -> Any:
         """Call ``func``, with 16-bit tensors cast to ``float32`` if autocast on CUDA would cast them."""
         given: Any = (args, kwargs or {})
-        if getattr(func, "__name__", "").strip("_") in FLOAT32_ON_CUDA and torch.is_autocast_enabled("cpu"):
+        name = getattr(func, "__name__", "").strip("_")
+        # The product of experts has kernels for every dtype, but is defined for fake tensors in bfloat16 alone.
+        if name == "grouped_mm" and args[0].dtype != torch.bfloat16:
+            return torch.ops.transformers.grouped_mm_fallback(*args[:2], given[1]["offs"])
+        if name in FLOAT32_ON_CUDA and torch.is_autocast_enabled("cpu"):
             half = (torch.bfloat16, torch.float16)
             given = tree_map_only(Tensor, lambda tensor: tensor.float() if tensor.dtype in half else tensor, given)
         return func(*given[0], **given[1])
@@ -95,20 +99,27 @@ class Checkpointing(NamedTuple):
     keeps_products: bool = False
     offloads: bool = False
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any] | None) -> Checkpointing:
+        """Return the layers by ``activation_checkpointing_kwargs``; ``None`` for no activation checkpointing."""
+        if options is None:
+            return cls()
+        return cls(options.get("every_n_layers") or 1, bool(options.get("save_matmuls")), bool(options.get("offload")))
 
-MODES: Final[Mapping[str, tuple[Checkpointing, Mapping[str, Any] | None]]] = {
-    "none": (Checkpointing(), None),
-    "save_matmuls": (Checkpointing(1, keeps_products=True), {"save_matmuls": True}),
-    "every 2nd layer": (Checkpointing(2), {"every_n_layers": 2}),
-    "every layer": (Checkpointing(1), {}),
+
+MODES: Final[Mapping[str, Mapping[str, Any] | None]] = {
+    "none": None,
+    "save_matmuls": {"save_matmuls": True},
+    "every 2nd layer": {"every_n_layers": 2},
+    "every layer": {},
 }
-"""Kinds of activation checkpointing by name, the fastest first, with their ``activation_checkpointing_kwargs``."""
+"""Kinds of activation checkpointing by name, the fastest first: their ``activation_checkpointing_kwargs``."""
 AUTO: Final = "auto"
 
 
 def list_keys(mode: str) -> dict[str, Any]:
     """Return the keys of a recipe for one of ``MODES``."""
-    _, options = MODES[mode]
+    options = MODES[mode]
     return {"activation_checkpointing": options is not None, "activation_checkpointing_kwargs": options or None}
 
 

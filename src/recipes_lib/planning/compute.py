@@ -24,6 +24,8 @@ from recipes_lib.models.structure import find_head_dim, list_layer_configs
 FORWARD_AND_BACKWARD = 3
 """FLOPs of a forward and a backward pass over those of the forward pass; the backward pass takes two products, for the
 gradients of inputs and of weights."""
+FLOPS_PER_TOKEN: Final = 2 * FORWARD_AND_BACKWARD
+"""Training FLOPs per parameter and token, as in ``C = 6 N D``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +195,6 @@ def _count_attention(config: Any, sequence_length: int) -> float:
 TOKENS_PER_PARAMETER: Final = 20.0
 """Compute-optimal number of training tokens per parameter: Hoffmann et al. 2022 (Chinchilla), table 3."""
 
-_FORWARD_FLOPS: Final = 2
-_SECONDS_PER_HOUR: Final = 3600
-
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
@@ -242,7 +241,7 @@ def compute_training_flops(num_parameters: float, num_tokens: float) -> float:
     Source: Kaplan et al. 2020, section 2.1; compared with published values of GPT-3 and Llama 3 405B in
     ``tests/planning/test_known_answers.py``.
     """
-    return FORWARD_AND_BACKWARD * _FORWARD_FLOPS * num_parameters * num_tokens
+    return FLOPS_PER_TOKEN * num_parameters * num_tokens
 
 
 def compute_hours(num_flops: float, num_gpus: int, peak: float, mfu: float) -> float:
@@ -256,7 +255,7 @@ def compute_hours(num_flops: float, num_gpus: int, peak: float, mfu: float) -> f
 
     Source: Narayanan et al. 2021 (Megatron), equation 4; its training days in ``tests/planning/test_known_answers.py``.
     """
-    return num_flops / (num_gpus * peak * mfu * _SECONDS_PER_HOUR)
+    return num_flops / (num_gpus * peak * mfu * 3600)
 
 
 @functools.cache

@@ -90,7 +90,7 @@ def find_device(name: str) -> Device | None:
     # Names of clouds have underscores, which are word characters.
     text = name.replace("_", " ")
     # A dot beside the number is that of a MIG profile, whose memory is the instance's.
-    memory_gb = re.search(r"(?<!\.)\b(\d+) ?Gi?B?\b(?!\.)", text, re.IGNORECASE)
+    memory_gb = re.search(r"(?<!\.)\b([1-9]\d*) ?Gi?B?\b(?!\.)", text, re.IGNORECASE)
     # The first match counts: devices.yaml lists longer names before those that they contain.
     for known, row in _read_devices().items():
         if re.search(rf"\b{_loosen(row.get('pattern', known))}\b", text, re.IGNORECASE):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -55,8 +56,6 @@ from recipes_lib.planning.compute import (
 from recipes_lib.planning.disk import count_state_bytes
 from recipes_lib.planning.memory_plan import KINDS, PHASES, Held, Layout, MemoryPlan, shorten
 
-_COUNTED: Final[dict[tuple[object, ...], Activations]] = {}
-"""Counted activations, which are equal in most layouts and candidates of a plan, and take most of its time."""
 _BUCKET_SIZE: Final = 500_000_000
 """Elements of a bucket: DeepSpeed's default ``reduce_bucket_size``."""
 
@@ -106,7 +105,8 @@ def plan_memory(
         numbers = max(several(layers) + ends for layers, ends in parts)
         temporary[memory_plan.GATHERED_LAYERS] = numbers * _count_width(config, narrowed)
     is_auto = config.read("activation_checkpointing") == AUTO
-    kinds = {name: kind for name, (kind, _) in MODES.items()} if is_auto else {"": read_checkpointing(config)}
+    modes = {name: Checkpointing.of(options) for name, options in MODES.items()}
+    kinds = modes if is_auto else {"": read_checkpointing(config)}
     choices = count_choices(config, narrowed, layout, kept, kinds)
     # With `auto`, `place` below replaces these by those of the chosen kind.
     temporary |= next(reversed(choices.values()))
@@ -187,12 +187,8 @@ class Batch(NamedTuple):
 
 def read_checkpointing(config: RecipeConfig) -> Checkpointing:
     """Return the activation checkpointing of a run, from ``activation_checkpointing`` (not ``auto``) and its kwargs."""
-    if not config.read("activation_checkpointing"):
-        return Checkpointing()
     options = config.training.get("activation_checkpointing_kwargs") or {}
-    return Checkpointing(
-        options.get("every_n_layers") or 1, bool(options.get("save_matmuls")), bool(options.get("offload"))
-    )
+    return Checkpointing.of(options if config.read("activation_checkpointing") else None)
 
 
 def resolve_checkpointing(config: RecipeConfig, plan: MemoryPlan) -> RecipeConfig:
@@ -328,7 +324,8 @@ def count_kept(
     dtype = "bfloat16" if is_half and layout.casts_weights else config.model.dtype
     uses_liger = bool(config.training.get("use_liger_kernel"))
     key = (type(shortened), shortened.to_json_string(), dtype, kernel, repr(config.adapter), is_half, uses_liger, batch)
-    if key not in _COUNTED:
+
+    def count() -> Activations:
         with torch.device("meta"):
             model = _build(AutoModelForCausalLM, shortened, dtype, kernel)
             add_loss_head(model)
@@ -337,8 +334,23 @@ def count_kept(
         with on_fakes(model, is_half=is_half):
             if uses_liger:
                 fuse_as_liger(model)
-            _COUNTED[key] = count_activations(model, *batch)
-    return _COUNTED[key].extend(num_layers)
+            return count_activations(model, *batch)
+
+    return _count_once(_Counting(key, count)).extend(num_layers)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Counting:
+    """A count of activations, with all that it depends on as a key: configurations are not hashable."""
+
+    key: tuple[object, ...]
+    run: Callable[[], Activations] = dataclasses.field(compare=False)
+
+
+# Equal in most layouts and candidates of a plan, and most of its time.
+@functools.lru_cache(maxsize=128)
+def _count_once(counting: _Counting) -> Activations:
+    return counting.run()
 
 
 def _name_phases(config: RecipeConfig) -> dict[str, Sequence[str]]:

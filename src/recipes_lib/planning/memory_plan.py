@@ -177,8 +177,9 @@ def shorten(model_config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig
     shortened = copy.deepcopy(model_config)
     settings = shortened.get_text_config()
     settings.num_hidden_layers = num_layers
-    if getattr(settings, "layer_types", None):
-        settings.layer_types = settings.layer_types[:num_layers]
+    # Some architectures derive them from the number of layers.
+    if len(layer_types := getattr(settings, "layer_types", None) or []) > num_layers:
+        settings.layer_types = layer_types[:num_layers]
     return shortened
 
 
@@ -241,14 +242,17 @@ class MemoryPlan:
 
         ``auto`` becomes the fastest kind of activation checkpointing that leaves ``_MARGIN`` free, or else the last.
         """
-        if not self.choices:
-            return self._place(device_bytes)
-        for name, sizes in self.choices.items():
+        *_, plan = self._try_choices(device_bytes)
+        return plan
+
+    def _try_choices(self, device_bytes: float) -> Iterator[MemoryPlan]:
+        """Yield the plan with each kind of activation checkpointing, up to the first that leaves ``_MARGIN`` free."""
+        for name, sizes in (self.choices or {"": {}}).items():
             plan = dataclasses.replace(self, components={**self.components, **sizes}, checkpointing=name)
             plan = plan._place(device_bytes)
+            yield plan
             if plan.peak <= (1 - _MARGIN) * device_bytes:
-                break
-        return plan
+                return
 
     def _place(self, device_bytes: float) -> MemoryPlan:
         chunk_bytes = choose_chunk_bytes(device_bytes) // self.chunk_part
@@ -265,12 +269,7 @@ class MemoryPlan:
 
     def explain_choice(self, device_bytes: float) -> str:
         """Return the memory of each kind of activation checkpointing on a device of this size, up to the chosen one."""
-        parts = []
-        for name, sizes in self.choices.items():
-            one = dataclasses.replace(self, choices={name: sizes}).place(device_bytes)
-            parts.append(f"{name} {one.peak / 1e9:.1f} GB")
-            if one.peak <= (1 - _MARGIN) * device_bytes:
-                break
+        parts = [f"{one.checkpointing} {one.peak / 1e9:.1f} GB" for one in self._try_choices(device_bytes)]
         return f"{', '.join(parts)}; {(1 - _MARGIN) * device_bytes / 1e9:.1f} GB may be planned"
 
     def fits(self, device_bytes: float) -> bool:

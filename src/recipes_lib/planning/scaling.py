@@ -12,14 +12,14 @@ import numpy as np
 from scipy.optimize import minimize
 
 from recipes_lib.errors import ConfigError, DataError, Problem
-from recipes_lib.planning.compute import FORWARD_AND_BACKWARD
+from recipes_lib.planning.compute import FLOPS_PER_TOKEN, compute_training_flops
 
-FLOPS_PER_TOKEN: Final = 2 * FORWARD_AND_BACKWARD
-"""Training FLOPs per parameter and token, as in ``C = 6 N D``."""
 MAX_EXTRAPOLATION: Final = 10.0
 """Largest extrapolation of a law without an interval, in FLOPs of the largest run."""
 _INTERVAL: Final = (5.0, 95.0)
 _DELTA: Final = 1e-3
+FEWEST: Final = 3
+"""Number of model sizes, and of numbers of tokens, that a law needs."""
 _MIN_RUNS: Final = 6
 _BOUNDS: Final = (*((None, None),) * 3, *((0, None),) * 2)
 """Bounds of the fit: no negative exponents, with which noise of few runs would reverse an extrapolation."""
@@ -122,7 +122,7 @@ class Run(NamedTuple):
     @property
     def num_flops(self) -> float:
         """Training FLOPs, ``6 N D``."""
-        return FLOPS_PER_TOKEN * self.num_parameters * self.num_tokens
+        return compute_training_flops(self.num_parameters, self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,20 +162,22 @@ def fit_law(runs: Sequence[Run], num_resamples: int = 200, *, seed: int = 0) -> 
     """Fit a law to runs: Huber loss of log losses, summed, by L-BFGS-B from a grid of starts.
 
     Args:
-        runs: At least six runs, of three sizes and three numbers of tokens or more.
+        runs: Runs of at least six pairs of size and tokens, of three sizes and three numbers of tokens or more.
         num_resamples: Number of bootstrap fits, each initialised with the best fit to all runs.
         seed: Seed of the resampling.
 
     Raises:
-        DataError: There are too few runs, sizes or numbers of tokens.
+        DataError: There are too few runs, sizes, numbers of tokens or losses.
 
     Source: Hoffmann et al. 2022, section D.2. Besiroglu et al. 2024: the objective is summed, not averaged, and solved
     to the end, or it stops early; ``tests/planning/test_scaling.py``.
     """
-    sizes, tokens = ({run[column] for run in runs} for column in (0, 1))
-    if len(runs) < _MIN_RUNS or len(sizes) < 3 or len(tokens) < 3:
-        found = f"{len(runs)} runs of {len(sizes)} sizes and {len(tokens)} numbers of tokens determine no law"
-        raise DataError(Problem("runs", found, f"train {_MIN_RUNS} or more, of three sizes and three lengths at least"))
+    # Repeated runs and other seeds reduce noise, but determine nothing.
+    pairs, *counts = (len(set(values)) for values in ((run[:2] for run in runs), *zip(*runs, strict=True)))
+    if pairs < _MIN_RUNS or min(counts) < FEWEST:
+        found = f"{pairs} different runs of {counts[0]} sizes, {counts[1]} numbers of tokens and {counts[2]} losses"
+        remedy = f"train {_MIN_RUNS} or more, of three sizes and three lengths at least"
+        raise DataError(Problem("runs", f"{found} determine no law", remedy))
     logs = np.log(np.array(runs, dtype=np.float64))
     best = min((_solve(logs, np.array(start, dtype=np.float64)) for start in _STARTS), key=lambda found: found[1])[0]
     random = np.random.default_rng(seed)
@@ -242,5 +244,5 @@ def fit_isoflops(runs: Sequence[Run]) -> tuple[float, list[Optimum]]:
         minima.append(Optimum(size, flops / FLOPS_PER_TOKEN / size, float(start - slope**2 / (4 * curve))))
     if len(minima) < 2:
         raise DataError(Problem("runs", "fewer than two budgets have three runs", "train three sizes at two budgets"))
-    at = [math.log(FLOPS_PER_TOKEN * one.num_parameters * one.num_tokens) for one in minima]
+    at = [math.log(compute_training_flops(one.num_parameters, one.num_tokens)) for one in minima]
     return float(np.polyfit(at, np.log([one.num_parameters for one in minima]), 1)[0]), minima

@@ -288,16 +288,18 @@ def agree_until(first: Schedule, second: Schedule, step: int) -> bool:
 def _count_warmup_tokens(schedule: ScheduleConfig, training: Mapping[str, Any], token_starts: _Tokens) -> int:
     if schedule.warmup_tokens is not None:
         return schedule.warmup_tokens
-    num_steps = len(token_starts) - 1
-    num_warmup_steps = compute_warmup_steps(read_training(training, "warmup_steps"), num_steps)
-    # A warm-up longer than the run gets more tokens than the run has, which `build_schedule` refuses.
-    return int(token_starts[num_warmup_steps] if num_warmup_steps <= num_steps else token_starts[-1] + 1)
+    return _count_tokens(read_training(training, "warmup_steps"), token_starts)
 
 
 def _count_decay_tokens(schedule: ScheduleConfig, token_starts: _Tokens) -> int:
-    num_steps, end = len(token_starts) - 1, token_starts[-1]
-    num_decay_steps = compute_warmup_steps(schedule.decay_steps, num_steps)
-    return int(end - token_starts[num_steps - num_decay_steps] if num_decay_steps <= num_steps else end + 1)
+    return _count_tokens(schedule.decay_steps, token_starts[-1] - token_starts[::-1])
+
+
+def _count_tokens(steps: float, tokens: _Tokens) -> int:
+    """Return the tokens of a number or share of steps, from those of 0, 1, 2 ... steps."""
+    number = compute_warmup_steps(steps, len(tokens) - 1)
+    # More steps than the run has get more tokens, which `build_schedule` refuses.
+    return int(tokens[number] if number < len(tokens) else tokens[-1] + 1)
 
 
 def _count_full_tokens(schedule: ScheduleConfig, training: Mapping[str, Any], token_starts: _Tokens) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 from transformers import PreTrainedConfig
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.planning.activations import MODES, Activations, list_keys
+from recipes_lib.planning.activations import MODES, Activations, Checkpointing, list_keys
 from recipes_lib.planning.compute import compute_hours, compute_model_size, count_features, count_step
 from recipes_lib.planning.devices import Device, Measured, find_efficiency
 from recipes_lib.planning.memory import Batch, count_choices, count_kept, plan_memory, read_checkpointing
@@ -140,7 +140,7 @@ def _list_modes(
 ) -> Iterator[tuple[str, MemoryPlan]]:
     """Yield each kind of activation checkpointing, and the memory of a process with it."""
     layout, narrowed = memory.layout, memory.layout.narrow(model_config)
-    kinds = {mode: checkpointing for mode, (checkpointing, _) in MODES.items()}
+    kinds = {mode: Checkpointing.of(options) for mode, options in MODES.items()}
     choices = count_choices(config, narrowed, layout, extrapolate_kept(config, narrowed, layout), kinds)
     num_predicted = 0 if config.recipe == "reward" else Batch.of(config, layout).num_targets
     for mode, sizes in choices.items():
@@ -197,9 +197,10 @@ def time_traffic(traffic: Traffic, layout: Layout, device: Device) -> Traffic:
         rate = rate if num_ranks <= GPUS_OF_A_MACHINE else min(rate, NETWORK_BYTES)
         return num_bytes / rate if rate else 0.0
 
-    sharded = layout.shards.weights if layout.replicas > 1 else layout.num_gpus // layout.pipeline_stages
+    is_hybrid = layout.replicas > 1
+    spanned = layout.tensor * layout.shards.weights if is_hybrid else layout.num_gpus // layout.pipeline_stages
     return Traffic(
-        model=time(traffic.model, layout.tensor * sharded),
+        model=time(traffic.model, spanned),
         replicas=time(traffic.replicas, layout.num_gpus),
         layers=time(traffic.layers, layout.tensor * layout.context),
         stages=time(traffic.stages, layout.num_gpus),

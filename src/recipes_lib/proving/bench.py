@@ -124,6 +124,11 @@ class Bench:
     num_gpus: int = 0
 
     @property
+    def num_steps(self) -> int:
+        """Optimizer steps of a run."""
+        return 3 if self.is_small else 20
+
+    @property
     def is_cuda(self) -> bool:
         """Whether the device is a GPU."""
         return self.device.type == "cuda"
@@ -135,8 +140,7 @@ class Bench:
 
     def set_up(self, recipe: str, **keys: Any) -> dict[str, Any]:
         """Return the configuration of a short run without data and model; ``keys`` take precedence."""
-        num_steps = 3 if self.is_small else 20
-        batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": num_steps}
+        batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": self.num_steps}
         of_model = {"model_config": _SMALL_MODEL} if recipe == "pretrain" else {}
         # The reward recipe generates no samples, and refuses the key.
         quiet = _QUIET if recipe == "reward" else {**_QUIET, "num_sample_prompts": 0}

@@ -52,8 +52,8 @@ def measure_pretraining(shape: str, bench: Bench) -> Figures:
     if bench.is_small:
         sizes, num_rows, length = (*SHAPE.values(), 320), 2, 32
     model = json.dumps({"model_type": "llama", **dict(zip(_SIZES, sizes, strict=True)), "tie_word_embeddings": True})
-    common = {**bench.set_up("pretrain"), **_size_batch(bench, num_rows), "max_length": length, "model_config": model}
-    common |= {"cross_document_attention": "true"}
+    keys = {"per_device_train_batch_size": num_rows, "max_length": length, "model_config": model}
+    common = bench.set_up("pretrain", **keys, cross_document_attention="true")
     figures: dict[str, Any] = {}
     for name, variant in _VARIANTS.items():
         is_fp8 = name == "fp8"
@@ -75,18 +75,13 @@ def measure_finetuning(method: str, bench: Bench) -> Figures:
     num_rows, length = (2, 64) if bench.is_small else (2, 2048)
     model, rows = _write_large_inputs(bench, length)
     recipe, keys = FINETUNING[method]
-    given = {**bench.set_up(recipe), **_size_batch(bench, num_rows), "max_length": length, "bf16": "true"}
-    given |= {"model_name_or_path": model, "dataset_name": rows, "dtype": "bfloat16", **keys}
+    inputs = {"model_name_or_path": model, "dataset_name": rows, "max_length": length, **keys}
+    given = bench.set_up(recipe, per_device_train_batch_size=num_rows, bf16="true", dtype="bfloat16", **inputs)
     figures = {**_measure_ours(bench, recipe, "ours", f"finetune-8B-{method}", **given)}
     peer = {"path": str(model), "adapter": recipe == "lora", "four_bit": "load_in_4bit" in keys}
     peer |= {"optim": keys.get("optim", "adamw_torch_fused"), "compile": False}
     figures |= _measure_peer(bench, "trl", f"finetune-8B-{method}", num_rows, length, peer)
     return figures | _compare_with_peer(figures, "trl")
-
-
-def _size_batch(bench: Bench, num_rows: int) -> dict[str, Any]:
-    num_steps = 3 if bench.is_small else 20
-    return {"per_device_train_batch_size": num_rows, "gradient_accumulation_steps": 2, "max_steps": num_steps}
 
 
 def _measure_ours(bench: Bench, recipe: str, name: str, run: str, *, by: Sequence[str] = (), **keys: Any) -> Figures:
@@ -109,8 +104,7 @@ def _measure_peer(
     """Return the figures of another trainer on full rows of random tokens, or that it is out of memory."""
     output = bench.folder / "runs" / f"{run}-{name}"
     output.mkdir(parents=True, exist_ok=True)
-    steps = _size_batch(bench, num_rows)["max_steps"]
-    given = {**given, "rows": num_rows, "length": length, "steps": steps, "cpu": not bench.is_cuda}
+    given = {**given, "rows": num_rows, "length": length, "steps": bench.num_steps, "cpu": not bench.is_cuda}
     command = ["-m", "recipes_lib.proving.scripts", json.dumps({**given, "output": str(output)})]
     log = output.with_suffix(".log")
     # Without a launcher, transformers' trainer would use all visible GPUs by nn.DataParallel.

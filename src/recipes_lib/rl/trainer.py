@@ -381,6 +381,7 @@ class PolicyTrainer:
             lambda folder: stage_state(self._saver, self.state, self._learners, folder, compares=True),
             lambda: count_bytes(*((learner.parameters, learner.optimizer.state_dict()) for learner in learners)),
             num_steps=self.schedule.num_steps,
+            num_epochs=self.schedule.num_epochs,
             model_bytes=count_bytes(self._learners["policy"].parameters),
         )
 

@@ -398,7 +398,10 @@ def test_too_large_batch_fits_no_gpu(plan_other) -> None:
     rows = {"per_device_eval_batch_size": 10_000_000}
     assert "does not fit 24 GB, 48 GB, 80 GB, 141 GB, 192 GB" in plan_other("ppo", **rows)
     # Scripts read the exit code.
-    assert "the run does not fit H100" in plan_other("ppo", "--gpu", "H100", code=2, **rows)
+    error = plan_other("ppo", "--gpu", "H100 SXM", code=2, **rows)
+    assert "the run does not fit H100 SXM" in error
+    # Can be copied to a shell.
+    assert "`recipes plan --gpus '1xH100 SXM'`" in error
     assert "fits NVIDIA A100-SXM4-80GB" in plan_other("ppo", "--gpu", "NVIDIA A100-SXM4-80GB")
 
 

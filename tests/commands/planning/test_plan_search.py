@@ -83,6 +83,8 @@ def test_best_plan_is_printed_and_written(search_plan, tmp_path: Path) -> None:
     [
         (["3xH100", "--num_processes", 1], {}, "cannot be divided among 3 processes"),
         (["1xH100", "--num_processes", 1, "--deadline", 1], {}, "--deadline: needs the length of the run"),
+        (["1xH100", "--num_processes", -1], {}, "--num_processes: is -1"),
+        ([""], {}, "--gpus: '' is not a number of GPUs"),
         (["2x1GB"], {}, "is not known"),
         pytest.param(["2xL4"], {"max_length": 16_000_000}, "max_length: ", marks=pytest.mark.slow),
         (["2xT4"], {"fp16": True}, "`mixed_precision: bf16`"),
@@ -117,6 +119,19 @@ def test_misfit_suggests_adapter_with_largest_precision_that_fits(gigabytes, wor
     )
     device = dataclasses.replace(choose_device("RTX 4090"), memory=gigabytes * 1e9)
     assert words in describe_misfit(build_config(**KEYS), shape, "2x4090", device, 2, 80.0).remedy
+
+
+def test_misfit_of_quantized_checkpoint_suggests_no_other_bits() -> None:
+    bits = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    shape = AutoConfig.for_model(
+        **read_shapes()["meta-llama/Llama-3.1-8B"] | {"vocab_size": 32_000, "num_hidden_layers": 4},
+        quantization_config=bits,
+    )
+    config = build_config("lora", **KEYS, load_in_8bit=True)
+    device = dataclasses.replace(choose_device("RTX 4090"), memory=4.4e9)
+    assert "-bit weights" not in describe_misfit(config, shape, "2x4090", device, 2, 80.0).remedy
+    del shape.quantization_config
+    assert "4-bit weights" in describe_misfit(config, shape, "2x4090", device, 2, 80.0).remedy
 
 
 def test_plan_that_cannot_be_written_is_an_error(search_plan, tmp_path: Path) -> None:

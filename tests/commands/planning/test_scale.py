@@ -89,6 +89,13 @@ def test_all_unusable_runs_are_reported_together(runs, scale, tmp_path) -> None:
     write_rows(runs[1] / "metrics.jsonl", events)
     events = [{"kind": "train", "step": 4, "loss": 2.0, "num_tokens": "nan"}]
     write_rows(runs[2] / "metrics.jsonl", events)
+    # Diverged after the evaluation at step 2.
+    events = [
+        {"kind": "train", "step": 4, "loss": 2.0, "num_tokens": 9},
+        {"kind": "eval", "step": 2, "eval_loss": 8.0},
+        {"kind": "eval", "step": 4, "eval_loss": "nan"},
+    ]
+    write_rows(runs[3] / "metrics.jsonl", events)
     output = scale("fit", tmp_path / "nowhere", tmp_path / "torn", *runs, "--output", tmp_path / "law.json", code=2)
     for folder, words in {
         "nowhere": "has neither run.json",
@@ -96,9 +103,38 @@ def test_all_unusable_runs_are_reported_together(runs, scale, tmp_path) -> None:
         runs[0].name: "is a run of sft",
         runs[1].name: "has no finite loss",
         runs[2].name: "has no `num_tokens`",
+        runs[3].name: "has no finite loss",
     }.items():
         assert re.search(f"{folder}: .*{words}", output)
     assert not (tmp_path / "law.json").exists()
+
+
+def test_repeated_runs_determine_no_law(runs, scale, tmp_path) -> None:
+    three = [runs[0], runs[5], runs[10]]
+    output = scale("fit", *three, *three, *three, "--output", tmp_path / "law.json", code=2)
+    assert "3 different runs of 3 sizes, 3 numbers of tokens and 3 losses determine no law" in output
+
+
+LAW_VALUES = dict.fromkeys(("size_factor", "token_factor", "size_exponent", "token_exponent"), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("law", "resampled", "code"),
+    [
+        ({"irreducible": 1.5}, [], 0),
+        # As non-finite values are stored.
+        ({"irreducible": 1.5}, [LAW_VALUES | {"irreducible": "inf"}], 0),
+        ({"irreducible": "much"}, [], 2),
+        ({"irreducible": None}, [], 2),
+        ({}, [], 2),
+        ({"irreducible": 1.5}, [[1.5]], 2),
+    ],
+)
+def test_file_of_law_is_read_or_refused(law, resampled, code, scale, tmp_path) -> None:
+    path = tmp_path / "law.json"
+    path.write_text(json.dumps({"law": LAW_VALUES | law, "resampled": resampled, "max_flops": 1e18}))
+    output = scale("plan", "--flops", 1e18, "--fit", path, code=code)
+    assert ("is not a scaling law" in output) is (code == 2)
 
 
 def test_both_published_laws_are_reported(scale) -> None:

@@ -103,6 +103,14 @@ def test_dry_run_changes_neither_training_nor_disk(tiny_model_dir, tmp_path):
     assert "opened again in" in reports[0]
 
 
+def test_dry_run_counts_epochs_that_max_steps_allow(tiny_model_dir, tmp_path):
+    keys = {"save_strategy": "epoch", "per_device_train_batch_size": 8, "max_steps": 5}
+    _, _, lines = train(tiny_model_dir, tmp_path, **keys)
+    # Two steps of 8 of 16 rows are an epoch; an incomplete one is saved too.
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 3
+    assert "up to 3 of them" in next(line for line in lines if line.startswith("checkpoints: "))
+
+
 def test_checkpoint_due_at_first_step_is_saved(tiny_model_dir, tmp_path):
     train(tiny_model_dir, tmp_path, save_steps=1, max_steps=1)
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]

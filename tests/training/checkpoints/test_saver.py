@@ -113,7 +113,7 @@ def dry_run(saver, state, compare=lambda _: None):
         staged = stage(saver, 1, state, folder)
         return replace(staged, tasks=[*staged.tasks, lambda: compare(staged.folder)])
 
-    saver.dry_run(stage_and_compare, lambda: 12, num_steps=4, model_bytes=12, num_protected=0)
+    saver.dry_run(stage_and_compare, lambda: 12, num_steps=4, num_epochs=None, model_bytes=12)
 
 
 @pytest.mark.parametrize("free", [10, 40], ids=["before writing", "after writing"])

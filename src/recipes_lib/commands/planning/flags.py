@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from recipes_lib.commands.clean import plan as plan_corpus
-from recipes_lib.config.loader import add_recipe_flags, split_recipe
+from recipes_lib.config.loader import StoreOnce, add_recipe_flags, split_recipe
 from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.planning.failures import GPU_HOURS_BETWEEN_FAILURES
 from recipes_lib.training.layouts.launch_environment import add_pipeline_flags
@@ -91,8 +91,7 @@ def _build_plan_parser() -> argparse.ArgumentParser:
     parser.add_argument("--proof", type=Path, help="folder of `recipes prove`, for the MFU measured on this GPU")
     text = "output directories of finished runs on this GPU, for their MFU"
     parser.add_argument("--calibrate", type=Path, nargs="+", metavar="RUN", help=text)
-    flags = ("--price_per_gpu_hour", "--price-per-gpu-hour")
-    parser.add_argument(*flags, type=_read_amount, help="default: `device_hour_price`")
+    parser.add_argument("--price_per_gpu_hour", type=_read_amount, help="default: `device_hour_price`")
     parser.add_argument("--pue", type=float, default=1.0, help="power usage effectiveness of the data centre (1)")
     parser.add_argument("--grid_gco2", type=float, help="grams of CO2 per kWh, for the emissions of the run")
     parser.add_argument("--schedule", type=Path, metavar="PNG", help="pretraining: plot learning rate and batch size")
@@ -120,7 +119,7 @@ def _build_scale_parser() -> argparse.ArgumentParser:
     text = "write small runs, and a pipeline that fits a law to them"
     sweep = commands.add_parser("sweep", help=text, allow_abbrev=False)
     text = "pretraining configuration: data, batch, schedule, vocabulary"
-    sweep.add_argument("--config", type=Path, required=True, help=text)
+    sweep.add_argument("--config", type=Path, required=True, action=StoreOnce, help=text)
     sweep.add_argument("--output", type=Path, required=True, help="folder of the configurations and the pipeline")
     text = "numbers of layers, which are also numbers of heads (default: 2 3 4 6)"
     sweep.add_argument("--depths", type=int, nargs="+", default=[2, 3, 4, 6], help=text)
@@ -143,7 +142,8 @@ def _build_scale_parser() -> argparse.ArgumentParser:
         "--parameters", type=count, help="parameters, such as 7B, as the law counts them; with --tokens"
     )
     predict.add_argument("--tokens", type=count, help="training tokens, such as 1.4T")
-    predict.add_argument("--config", type=Path, help="pretraining configuration, instead of both")
+    text = "pretraining configuration, instead of both"
+    predict.add_argument("--config", type=Path, action=StoreOnce, help=text)
     predict.add_argument("--run", type=Path, help="output directory of a finished run, whose loss is compared")
     predict.add_argument("--output", type=Path, help="file of the prediction, as JSON")
     for command in (best, predict):

@@ -10,6 +10,7 @@ import argparse
 import copy
 import math
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from recipes_lib.commands.planning.plan_search import search_plan
 from recipes_lib.commands.planning.planned_hardware import UNLABELLED, Hardware, Row, calibrate, print_rows, read_proof
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS, compute_weights, list_entries, share_tokens
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import read_record
@@ -70,7 +72,8 @@ def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str]) -> N
     config = load_for_command(recipe, overrides, options.config)
     # With --gpus, --num_processes is the number of processes that the batch keys of the recipe are written for.
     written = copy.copy(options)
-    if options.gpus:
+    # Not by truth: an empty text, of an unset shell variable, is no number of GPUs.
+    if options.gpus is not None:
         options.num_processes, options.gpu = _read_gpus(options.gpus)
     if problems := list(_find_problems(config, options, written)):
         raise ConfigError(*problems)
@@ -145,7 +148,7 @@ def _print_memory(plans: Sequence[MemoryPlan], options: argparse.Namespace, num_
     least = min(plan.place(memory).peak for plan in plans)
     if options.gpu and least > memory:
         found = f"the run does not fit {options.gpu}: {least / 1e9:.1f} GB at least, of {memory / 1e9:g} GB"
-        remedy = f"`recipes plan --gpus {num_gpus}x{options.gpu}` searches for what does"
+        remedy = f"`recipes plan --gpus {shlex.quote(f'{num_gpus}x{options.gpu}')}` searches for what does"
         raise ConfigError(Problem("--gpu", found, remedy))
 
 
@@ -296,6 +299,13 @@ def draw_curve(values: Sequence[float], height: int) -> list[str]:
     ]
 
 
+_FINETUNING: Final = tuple(recipe for recipe in RECIPE_NAMES if recipe not in ("pretrain", *RL_RECIPES))
+_ONLY_FOR: Final = {
+    "num_rows": (_FINETUNING, "is only for fine-tuning", "write `max_steps`"),
+    "num_gpus": (("pretrain",), "is only for pretraining; here each process has one GPU", "write --num_processes"),
+    **dict.fromkeys(("schedule", "save_seconds"), (("pretrain",), "is only for pretraining", "remove it")),
+}
+"""Flag -> recipes that it is for, and the problem of others."""
 _LOWEST: Final = {
     **dict.fromkeys(("num_processes", "num_gpus", "num_rows"), 1),
     **dict.fromkeys(("price_per_gpu_hour", "grid_gco2", "budget", "deadline"), 0),
@@ -307,26 +317,22 @@ _LOWEST: Final = {
 def _find_problems(config: RecipeConfig, options: argparse.Namespace, written: argparse.Namespace) -> Iterator[Problem]:
     """Yield problems of the flags; ``written`` are those before ``--gpus`` sets processes and GPU."""
     recipe = config.recipe
-    if options.num_rows is not None and recipe in ("pretrain", *RL_RECIPES):
-        yield Problem("--num_rows", "is only for fine-tuning", "write `max_steps`")
     if recipe == "pretrain" and config.pretraining.max_tokens is None and config.read("max_steps") < 1:
         found = "the length of the run is in epochs, and planning reads no data"
         yield Problem("max_tokens", found, "write `max_tokens: ...` or `max_steps: ...`")
-    if recipe not in ("pretrain", *RL_RECIPES) and config.tokens.max_length is None:
+    if recipe in _FINETUNING and config.tokens.max_length is None:
         found = "the row length depends on the data, and planning reads none"
         yield Problem("max_length", found, "write `max_length: ...`")
-    if recipe != "pretrain" and options.num_gpus is not None:
-        found = "is only for pretraining; here each process has one GPU"
-        yield Problem("--num_gpus", found, "write --num_processes, the number of GPUs")
-    if recipe != "pretrain" and options.schedule is not None:
-        yield Problem("--schedule", "is only for pretraining", "remove it")
+    for flag, (recipes, found, remedy) in _ONLY_FOR.items():
+        if getattr(options, flag) is not None and recipe not in recipes:
+            yield Problem(f"--{flag}", found, remedy)
     yield from _find_mfu_problems(options)
     yield from _find_search_problems(recipe, written)
     for flag, least in _LOWEST.items():
-        value = getattr(options, flag)
+        value = getattr(written, flag)
         if value is not None and not least <= value < math.inf:
             yield Problem(f"--{flag}", f"is {value:g}", f"write a finite number, at least {least}")
-    yield from _find_failure_problems(recipe, options)
+    yield from _find_failure_problems(options)
 
 
 def _find_search_problems(recipe: str, written: argparse.Namespace) -> Iterator[Problem]:
@@ -354,12 +360,10 @@ def _find_mfu_problems(options: argparse.Namespace) -> Iterator[Problem]:
         yield Problem(given[0], "needs a GPU", "name it: --gpu H100")
 
 
-def _find_failure_problems(recipe: str, options: argparse.Namespace) -> Iterator[Problem]:
+def _find_failure_problems(options: argparse.Namespace) -> Iterator[Problem]:
     if options.save_seconds is None:
         return
-    if recipe != "pretrain":
-        yield Problem("--save_seconds", "is only for pretraining", "remove it")
-    elif options.gpu is None:
+    if options.gpu is None:
         yield Problem("--save_seconds", "needs a GPU, to estimate hours", "name one: --gpu H100")
     for flag in ("save_seconds", "restart_seconds", "failure_hours"):
         if not 0 < (value := getattr(options, flag)) < math.inf:

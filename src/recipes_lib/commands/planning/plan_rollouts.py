@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from recipes_lib.commands.planning.plan_search import (
     compose_flags,
     describe_misfit,
+    is_supported,
     list_starts,
     verify_limits,
     write_plan,
@@ -24,7 +25,6 @@ from recipes_lib.planning.memory import plan_memory, resolve_checkpointing
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
 from recipes_lib.planning.rollouts import Iteration, estimate_iteration, list_readers
 from recipes_lib.rl.rollout_schedule import RolloutSchedule, compute_group_schedule, compute_schedule
-from recipes_lib.training.layouts.compatibility import verify_combination
 
 _MANY_PROMPTS: Final = 1_000_000_000
 """Placeholder for the number of prompts: planning reads no data, and the size of an iteration does not depend on it."""
@@ -57,10 +57,7 @@ def search_rollouts(
     tried, timed, verdicts = list[MemoryPlan](), dict[Layout, float](), list[str]()
     num_iterations = 0
     for layout, start in starts.items():
-        try:
-            verify_combination(config, start.launch, start.name)
-        except ConfigError as error:
-            refused.setdefault(start.name, error.problems[0])
+        if not is_supported(config, start, refused):
             continue
         plan = plan_memory(config, model_config, layout, device_bytes=device.memory)
         tried.append(plan.place(device.memory))

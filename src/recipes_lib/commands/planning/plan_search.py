@@ -20,6 +20,7 @@ from recipes_lib.config.loader import drop_flags
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.files import explain_write_errors, replace_text
+from recipes_lib.models.quantization import check_checkpoint_bits
 from recipes_lib.planning.compute import RL_RECIPES
 from recipes_lib.planning.devices import Device
 from recipes_lib.planning.memory import list_layouts, plan_memory
@@ -27,6 +28,7 @@ from recipes_lib.planning.memory_plan import KINDS, Held, Layout
 from recipes_lib.planning.pretraining import count_run_tokens
 from recipes_lib.planning.schedule import compute_steps
 from recipes_lib.planning.search import GPUS_OF_A_MACHINE, Candidate, search
+from recipes_lib.report.overview import format_rows
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import (
@@ -41,7 +43,6 @@ from recipes_lib.training.layouts.memory_layout import build_layout, verify_mode
 
 _HEADS: Final = ("layout", "rows", "recomputed", "compiled", "GB", "s/step", "verdict")
 """Columns of the table; ``rows``: micro-batch size x gradient accumulation of a data-parallel process."""
-_ALIGNED: Final = "<><<>><"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +89,10 @@ def search_plan(
     steps = _count_steps(config, options.num_rows, batch, num_processes)
     starts, refused = list_starts(model_config, number)
 
-    def is_supported(layout: Layout, keys: Mapping[str, Any]) -> bool:
-        start = starts[layout]
-        try:
-            verify_combination(config.with_training(keys), start.launch, start.name)
-        except ConfigError as error:
-            refused.setdefault(start.name, error.problems[0])
-            return False
-        return True
+    def supports(layout: Layout, keys: Mapping[str, Any]) -> bool:
+        return is_supported(config.with_training(keys), starts[layout], refused)
 
-    found = search(config, model_config, list(starts), batch, device, hardware.peak, hardware.measured, is_supported)
+    found = search(config, model_config, list(starts), batch, device, hardware.peak, hardware.measured, supports)
     if not found and refused:
         raise ConfigError(*refused.values())
     if not found:
@@ -117,7 +112,7 @@ def search_plan(
         (UNLABELLED, ""),
     ]
     candidates = [_describe(starts[one.layout].name, one, best) for one in _thin(found)]
-    rows += [(UNLABELLED, line) for line in _format_table([_HEADS, *candidates])]
+    rows += [(UNLABELLED, line) for line in format_rows([_HEADS, *candidates])]
     searched = {starts[one.layout].name for one in found}
     rows += [(UNLABELLED, ""), *_describe_refused({name: why for name, why in refused.items() if name not in searched})]
     return [*rows, *_describe_best(config, model_config, best, starts[best.layout], hardware, steps)]
@@ -164,6 +159,16 @@ def list_starts(model_config: PreTrainedConfig, number: int) -> tuple[dict[Layou
             # Pipeline parallelism needs at least as many micro-batches as stages.
             starts[build_layout(launch, file, stages)] = Start(name, document, launch)
     return starts, refused
+
+
+def is_supported(config: RecipeConfig, start: Start, refused: dict[str, Problem]) -> bool:
+    """Return whether a layout supports a run; if not, its problem is added to ``refused`` by its name."""
+    try:
+        verify_combination(config, start.launch, start.name)
+    except ConfigError as error:
+        refused.setdefault(start.name, error.problems[0])
+        return False
+    return True
 
 
 def _list_meshes(number: int) -> Iterator[tuple[str, dict[str, int], int]]:
@@ -256,14 +261,6 @@ def _describe(name: str, one: Candidate, best: Candidate) -> tuple[str, ...]:
     return name, rows, one.mode, compiled, f"{one.memory.peak / 1e9:.1f}", f"{one.seconds:.3g}", verdict
 
 
-def _format_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table with columns as wide as their widest cell; numbers are right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [f"{cell:{align}{width}}" for cell, align, width in zip(row, _ALIGNED, widths, strict=True)]
-        yield "  ".join(cells).rstrip()
-
-
 def describe_misfit(
     config: RecipeConfig, model_config: PreTrainedConfig, gpus: str, device: Device, number: int, least: float
 ) -> Problem:
@@ -292,12 +289,15 @@ def _find_change(config: RecipeConfig, model_config: PreTrainedConfig, memory: f
         if part
     ]
     if config.recipe in ("sft", "lora", "dpo", "reward", *RL_RECIPES):
-        adapter, model = dataclasses.replace(config.adapter, use_peft=True), config.model
-        frozen = dataclasses.replace(least, adapter=adapter, model=dataclasses.replace(model, dtype="bfloat16"))
-        quantized = dataclasses.replace(config.quantization, load_in_4bit=True, load_in_8bit=False)
-        packed = dataclasses.replace(frozen, quantization=quantized)
-        tried.append(("an adapter on 16-bit weights (`use_peft: true`, `dtype: bfloat16`)", frozen))
-        tried.append(("an adapter on 4-bit weights (`use_peft: true`, `load_in_4bit: true`)", packed))
+        adapter = dataclasses.replace(config.adapter, use_peft=True)
+        model = dataclasses.replace(config.model, dtype="bfloat16")
+        for bits, key in (("16", "dtype: bfloat16"), ("4", "load_in_4bit: true")):
+            change = f"an adapter on {bits}-bit weights (`use_peft: true`, `{key}`)"
+            quantized = dataclasses.replace(config.quantization, load_in_4bit=bits == "4", load_in_8bit=False)
+            # A quantised checkpoint cannot be loaded with other bits.
+            if not any(check_checkpoint_bits("", model_config, quantized)):
+                changed = dataclasses.replace(least, adapter=adapter, model=model, quantization=quantized)
+                tried.append((change, changed))
     counted = [(change, changed, number) for change, changed in tried]
     counted += [(f"{number * factor} of these GPUs", least, number * factor) for factor in (2, 4, 8, 16)]
     for change, changed, count in counted:

@@ -128,7 +128,7 @@ def read_proof(folder: Path, device: Device) -> Measured:
     if not rows:
         raise ConfigError(Problem("--proof", f"{folder} has no throughput of a GPU", "run `recipes prove` there"))
     name = rows[-1].machine.partition(",")[0]
-    if (used := find_device(name)) is None or _identify(used) != _identify(device):
+    if not _is_named(device, name):
         found = f"{folder} was measured on {name!r}, and the plan is for {device.name!r}"
         raise ConfigError(Problem("--proof", found, "run `recipes prove` on the planned GPU"))
     names = {Kind(compiles, uses_adapter=False): name for name, compiles in (("eager", False), ("compiled", True))}
@@ -155,7 +155,7 @@ def calibrate(folders: Sequence[Path], device: Device) -> Measured:
         curve = [mfu for _, mfu in read_curve(run.train, "mfu")]
         curve = curve[max(len(curve) // 10, 1) :]
         name = str(run.facts["hardware"].get("device"))
-        if (used := find_device(name)) is None or _identify(used) != _identify(device):
+        if not _is_named(device, name):
             found = f"trained on {name!r}, and the plan is for {device.name!r}"
             problems.append(Problem(str(folder), found, "name runs on the planned GPU"))
         elif run.facts.get("status") != "done" or run.facts["stage"] not in RECIPE_NAMES or not curve:
@@ -173,9 +173,10 @@ def calibrate(folders: Sequence[Path], device: Device) -> Measured:
     return Measured({kind: statistics.median(each) for kind, each in shares.items()}, source)
 
 
-def _identify(device: Device) -> tuple[float, float, float]:
-    # Not the name, of which a GPU has several: "H100" and "NVIDIA H100 80GB HBM3".
-    return device.flops, device.memory, device.bandwidth
+def _is_named(device: Device, name: str) -> bool:
+    """Return whether a GPU has this name, of which it has several: "H100" and "NVIDIA H100 80GB HBM3"."""
+    named = find_device(name)
+    return named is not None and dataclasses.replace(named, name=device.name, assumed=device.assumed) == device
 
 
 def _restore(run: RunFiles) -> RecipeConfig:

@@ -8,7 +8,8 @@ import json
 import math
 import operator
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,16 +21,20 @@ from recipes_lib.commands.reproduce import restore_keys
 from recipes_lib.config.loader import check_text, load_config
 from recipes_lib.config.schema import RecipeConfig, flatten_config
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems
-from recipes_lib.files import explain_write_errors, parse_number, read_record, replace_record, replace_text
+from recipes_lib.files import explain_write_errors, read_record, replace_record, replace_text
 from recipes_lib.models.loading import explained
-from recipes_lib.planning.compute import TOKENS_PER_PARAMETER, compute_model_size, find_planned_model
+from recipes_lib.planning.compute import (
+    FLOPS_PER_TOKEN,
+    TOKENS_PER_PARAMETER,
+    compute_model_size,
+    compute_training_flops,
+    find_planned_model,
+)
 from recipes_lib.planning.pretraining import count_run_tokens, plan_pretraining
-from recipes_lib.planning.scaling import FLOPS_PER_TOKEN, PUBLISHED, Fit, Law, Run, fit_isoflops, fit_law
-from recipes_lib.report.run_files import read_run
+from recipes_lib.planning.scaling import FEWEST, PUBLISHED, Fit, Law, Run, fit_isoflops, fit_law
+from recipes_lib.report.run_files import read_curve, read_number, read_run
 
 PIPELINE_FILE: Final = "pipeline.yaml"
-FEWEST: Final = 3
-"""Number of model sizes, and of token ratios, that a law needs."""
 _WARMUP: Final = 0.05
 """Default warm-up, as a share of the steps."""
 _LEAST_FLOPS: Final = 1e17
@@ -80,22 +85,19 @@ def read_scaling_run(folder: Path, *, counts_embeddings: bool = True) -> Run:
     with explained("runs", str(folder)):
         config = AutoConfig.from_pretrained(folder)
     size = compute_model_size(config)
-    last = run.train[-max(len(run.train) // 20, 1) :]
-    losses = _list_losses(run.evaluations, "eval_loss")[-1:] or _list_losses(last, "loss")
-    if not losses:
+    # Not an earlier evaluation if the last one is NaN.
+    loss = read_number(run.evaluations[-1], "eval_loss") if run.evaluations else None
+    if loss is None:
+        last = read_curve(run.train[-max(len(run.train) // 20, 1) :], "loss")
+        loss = statistics.fmean([value for _, value in last] or [math.nan])
+    if not 0 < loss < math.inf:
         found = "metrics.jsonl has no finite loss at the end of the run"
         raise DataError(Problem(str(folder), found, "train it again"))
-    num_tokens = parse_number(run.train[-1].get("num_tokens")) or 0.0
+    num_tokens = read_number(run.train[-1], "num_tokens") or 0.0
     if not 0 < num_tokens < math.inf:
         raise DataError(Problem(str(folder), "has no `num_tokens` in metrics.jsonl", "train it again"))
     number = size.total if counts_embeddings else size.non_embedding
-    return Run(float(number), num_tokens, sum(losses) / len(losses))
-
-
-def _list_losses(events: Iterable[Mapping[str, Any]], name: str) -> list[float]:
-    """Return the finite values of a metric; others are stored as strings, such as ``nan``."""
-    values = (event.get(name) for event in events)
-    return [float(value) for value in values if isinstance(value, int | float) and 0 < value < math.inf]
+    return Run(float(number), num_tokens, loss)
 
 
 def _write_sweep(options: argparse.Namespace) -> Iterator[Row]:
@@ -126,7 +128,7 @@ def _write_sweep(options: argparse.Namespace) -> Iterator[Row]:
         plan_pretraining(check_text("pretrain", text, path), 1)
         replace_text(path, text)
         stages[name] = {"recipe": "pretrain", "config": f"${{here}}/{path.name}"}
-        flops[name] = FLOPS_PER_TOKEN * size * keys["max_tokens"]
+        flops[name] = compute_training_flops(size, keys["max_tokens"])
         yield name, f"{size:,} parameters, {keys['max_tokens']:,} tokens, learning rate {keys['learning_rate']:g}"
     largest = max(value for name, value in flops.items() if name != _TARGET)
     law = "${output_dir}/scaling.json"
@@ -184,7 +186,7 @@ def _size_run(base: RecipeConfig, depth: int, ratio: int, head: int, output: Pat
     sized = dataclasses.replace(base, model=dataclasses.replace(base.model, model_config=architecture))
     size = compute_model_size(find_planned_model(sized)).total
     keys = {key: value for key, value in keys.items() if key not in ("max_steps", "num_train_epochs")}
-    rate = 0.3118 * max(FLOPS_PER_TOKEN * size * ratio * size, _LEAST_FLOPS) ** -0.125
+    rate = 0.3118 * max(compute_training_flops(size, ratio * size), _LEAST_FLOPS) ** -0.125
     return keys | {
         "model_config": architecture,
         "max_tokens": ratio * size,
@@ -308,9 +310,14 @@ def _list_fits(path: Path | None, num_flops: float) -> Iterator[tuple[str, Fit]]
         yield from ((name, Fit(law, [], num_flops)) for name, law in PUBLISHED.items())
         return
     record = read_record(path, {"law": dict, "resampled": list, "max_flops": float})
+
+    def build(values: Mapping[str, Any]) -> Law:
+        # Non-finite values are stored as strings.
+        return Law(**{name: float(value) for name, value in values.items()})
+
     try:
-        fit = Fit(Law(**record["law"]), [Law(**law) for law in record["resampled"]], record["max_flops"])
-    except TypeError as error:
+        fit = Fit(build(record["law"]), [build(law) for law in record["resampled"]], record["max_flops"])
+    except (AttributeError, TypeError, ValueError) as error:
         found = f"{path} is not a scaling law: {error}"
         raise ConfigError(Problem("--fit", found, "write it by `recipes scale fit`")) from error
     fit.verify_reach(num_flops)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -165,10 +166,13 @@ class CheckpointingTrainer(Trainer):
 
             return replace(staged, verify=verify)
 
+        num_epochs = self.state.num_train_epochs
         self._saver.dry_run(
             stage,
             lambda: count_bytes(self._list_trained(), self.optimizer.state_dict()),
             num_steps=self.state.max_steps,
+            # Upstream's value for a stream, whose number of epochs is unknown.
+            num_epochs=None if num_epochs == sys.maxsize else num_epochs,
             model_bytes=count_bytes(self._list_trained()),
             num_protected=len(self.list_protected_steps()),
         )

@@ -358,6 +358,7 @@ class CheckpointSaver:
         count: Callable[[], int],
         *,
         num_steps: int,
+        num_epochs: float | None,
         model_bytes: int,
         num_protected: int = 0,
     ) -> None:
@@ -367,6 +368,7 @@ class CheckpointSaver:
             stage: Stages a checkpoint in the given folder; its ``verify`` also compares files with the live state.
             count: Returns the expected bytes of a checkpoint, before one is written.
             num_steps: Number of optimizer steps of the run.
+            num_epochs: Epochs of the run; ``None`` if unknown, as with streaming.
             model_bytes: Size of the final model in bytes.
             num_protected: Number of checkpoints that are kept in addition to ``save_total_limit``.
 
@@ -381,6 +383,7 @@ class CheckpointSaver:
             plan_disk,
             model_bytes=model_bytes,
             num_steps=num_steps,
+            num_epochs=num_epochs,
             training=self._args.to_dict(),  # type: ignore[no-untyped-call]
             keep_every=self._keep_every,
             num_protected=num_protected,
