@@ -132,6 +132,8 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
     ],
     "ppo": [
         ("reward_weights: [1, 2]", 5, "2 numbers for 1 rewards"),
+        ("reward_weights: [0.0]", 5, "are all 0"),
+        ("kl_coef: 0\nkl_target_per_sequence: 6", 6, "no effect: `kl_coef` is 0"),
         ("reward_model_revision: main", 5, "no effect: `reward_model_name_or_path` is null"),
         ("response_length: 64\nmax_length: 64", 6, "no room for a prompt"),
         ("max_length: 1024\noverlong: truncate", 6, "truncate prompts"),

@@ -19,7 +19,7 @@ from tests.rl import keys_task
 from tests.rows import read_events
 from transformers import LlamaForCausalLM
 
-from recipes_lib.rl import advantages as targets
+from recipes_lib.rl import methods
 from recipes_lib.rl.advantages import whiten
 
 BETA = 1 / math.log(4)
@@ -64,7 +64,7 @@ def run_b(fine_tuned, tmp_path):
         before = read_logps(LlamaForCausalLM.from_pretrained(policy))
         models = keys_task.train(flags)
         models.set_training(training=False)
-        with models.as_policy() as policy:
+        with models.using("policy") as policy:
             return measure_tilt(read_logps(policy), before)
 
     return run
@@ -134,7 +134,7 @@ def test_ppo_does_not_learn_from_shuffled_rewards(run_a):
 
 @pytest.mark.slow
 def test_ppo_unlearns_with_flipped_advantages(run_a, monkeypatch):
-    monkeypatch.setattr(targets, "whiten", lambda values, mask, **options: -whiten(values, mask, **options))
+    monkeypatch.setattr(methods, "whiten", lambda values, mask, **options: -whiten(values, mask, **options))
     assert run_a(0)[0] < 0.1
 
 
@@ -145,7 +145,7 @@ def test_ppo_fails_with_score_at_first_token(run_a, monkeypatch):
         rewards[:, 0] += scores
         return rewards
 
-    monkeypatch.setattr(targets, "compute_rewards", misplace)
+    monkeypatch.setattr(methods, "compute_rewards", misplace)
     assert run_a(0)[0] < 0.75
 
 
@@ -189,5 +189,5 @@ def test_ppo_misses_optimum_of_another_kl_coef(run_b, factor):
     ids=["k3", "negated"],
 )
 def test_ppo_misses_optimum_with_other_kl_estimators(run_b, monkeypatch, estimate):
-    monkeypatch.setattr(targets, "estimate_kl", estimate)
+    monkeypatch.setattr(methods, "estimate_kl", estimate)
     assert not is_optimal(*run_b(0))

@@ -13,7 +13,7 @@ from trl.trainer.utils import nanstd
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
-from recipes_lib.rl.advantages import compute_group_advantages
+from recipes_lib.rl.advantages import compute_group_advantages, find_flat_groups
 from recipes_lib.rl.methods import Estimate, GroupMethod
 from recipes_lib.rl.rollout_schedule import choose_prompts
 
@@ -102,6 +102,21 @@ def test_rloo_subtracts_kl_of_whole_answers_from_rewards(build):
     kl = ((rollout.logps - rollout.ref_logps) * rollout.mask).sum(1)
     first, second = rollout.scores - 0.3 * kl
     torch.testing.assert_close(estimate.rollout.advantages[:, 0], torch.stack([first - second, second - first]))
+
+
+def test_group_of_excluded_answers_has_no_signal(build):
+    """Otherwise a run whose answers are all truncated would end without an update and without a word."""
+    rollout = build_rollout([(2, 2)] * 6)
+    rollout = dataclasses.replace(rollout, finished=torch.tensor([False, False, True, False, True, True]))
+    keys = {"num_generations": 2, "missing_eos_penalty": "null"}
+    masked, whole = (
+        build(mask_truncated_completions=is_masked, **keys).estimate(rollout, 0.0) for is_masked in (True, False)
+    )
+    assert find_flat_groups(masked.rewards).tolist() == [True, False, False]
+    assert find_flat_groups(whole.rewards).tolist() == [False] * 3
+    # A truncated answer still counts in the mean of its group.
+    assert torch.equal(masked.rollout.advantages, whole.rollout.advantages)
+    assert masked.rollout.loss_mask.any(dim=1).tolist() == [False, False, True, False, True, True]
 
 
 SAMPLED: list[str] = []
