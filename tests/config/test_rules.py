@@ -184,7 +184,7 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
     "rloo": [
         ("use_vllm: true\nvllm_structured_outputs_regex: a+", 6, "another distribution"),
         ("max_completion_length: 64", 5, "is `response_length` here"),
-        ("kl_coef: 0.1", 5, "is a key of PPO"),
+        ("kl_coef: 0.1", 5, "renamed to `beta`"),
         ("critic_learning_rate: 1e-5", 5, "there is no critic"),
         ("use_peft: true\nlora_dropout: 0.1", 6, "are compared"),
         ("loss_type: dapo", 5, "one loss"),
