@@ -72,11 +72,13 @@ def run_b(fine_tuned, tmp_path):
 
 def read_logps(model):
     """Return log-probabilities of the first answer token for 256 held-out prompts, ``(256, V)``."""
+    prompts = keys_task.draw_prompts(256, seed=999)
+    logits = torch.zeros(len(prompts), keys_task.VOCABULARY)
     with torch.no_grad():
-        rows = [
-            model(input_ids=torch.tensor([prompt])).logits[0, -1] for prompt in keys_task.draw_prompts(256, seed=999)
-        ]
-    return torch.stack(rows).double().log_softmax(-1)
+        for length in set(map(len, prompts)):
+            rows = [row for row, prompt in enumerate(prompts) if len(prompt) == length]
+            logits[rows] = model(input_ids=torch.tensor([prompts[row] for row in rows])).logits[:, -1]
+    return logits.double().log_softmax(-1)
 
 
 def measure_tilt(policy, reference):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
 import pytest
 import torch
@@ -180,7 +181,7 @@ def test_killed_run_resumes_to_identical_weights(policy_dir, prompts_file, tmp_p
         return keys_task.train(keys_task.build_group_flags(policy_dir, folder, prompts_file, **keys), recipe)
 
     whole = train(tmp_path / "whole")
-    train(tmp_path / "half")
+    shutil.copytree(tmp_path / "whole", tmp_path / "half")
     # As after a kill during the updates of the last generation.
     for step in (8, 10):
         (tmp_path / "half" / f"checkpoint-{step}" / "COMPLETE.json").unlink()
