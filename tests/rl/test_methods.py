@@ -105,6 +105,14 @@ def test_rloo_subtracts_kl_of_whole_answers_from_rewards(build):
     torch.testing.assert_close(estimate.rollout.advantages[:, 0], torch.stack([first - second, second - first]))
 
 
+def test_rloo_subtracts_no_kl_of_excluded_answers(build):
+    rollout = dataclasses.replace(build_rollout([(3, 4), (2, 1)]), finished=torch.tensor([False, True]))
+    keys = {"num_generations": 2, "beta": 0.3, "missing_eos_penalty": "null", "mask_truncated_completions": True}
+    total = build("rloo", **keys).estimate(rollout, 0.0).total
+    kl = ((rollout.logps - rollout.ref_logps) * rollout.mask).sum(1)
+    torch.testing.assert_close(total, rollout.scores - 0.3 * kl * rollout.finished)
+
+
 def test_group_of_excluded_answers_has_no_signal(build):
     """Otherwise a run whose answers are all truncated would end without an update and without a word."""
     rollout = build_rollout([(2, 2)] * 6)

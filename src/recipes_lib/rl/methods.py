@@ -114,13 +114,16 @@ class GroupMethod:
     def estimate(self, rollout: Rollout, kl_coef: float) -> Estimate:
         """Compute the advantage of each answer, the same at all of its tokens.
 
-        A truncated answer that ``mask_truncated_completions`` excludes from the loss still counts in its group's mean.
+        A truncated answer that ``mask_truncated_completions`` excludes from the loss still counts in its group's mean,
+        without its KL divergence, as in TRL.
         """
         read, group = self._config.read, self.schedule.group
         scores = penalise_missing_end(rollout.scores, rollout.finished, self._config.rewards.missing_eos_penalty or 0.0)
         scores = total = torch.where(rollout.scored, scores, torch.nan)
+        included = rollout.scored & rollout.finished if read("mask_truncated_completions") else rollout.scored
+        estimated = dataclasses.replace(rollout, scored=included)
         if self._is_rloo:
-            kl = torch.where(rollout.mask, estimate_kl(rollout.logps, rollout.ref_logps), 0.0)
+            kl = torch.where(estimated.loss_mask, estimate_kl(rollout.logps, rollout.ref_logps), 0.0)
             total = scores - read("beta") * kl.sum(dim=1)
             advantages = compute_leave_one_out_advantages(total, group, normalize=read("normalize_advantages"))
         else:
@@ -128,12 +131,9 @@ class GroupMethod:
             scale = {True: "group", False: "none"}.get(read("scale_rewards"), read("scale_rewards"))
             advantages = compute_group_advantages(scores, group, scale=scale)
         # (B, 1) * (B, T)
-        estimated = dataclasses.replace(rollout, advantages=advantages[:, None] * rollout.mask)
-        rewards = scores.view(-1, group)
-        if read("mask_truncated_completions"):
-            estimated = dataclasses.replace(estimated, scored=rollout.scored & rollout.finished)
-            # A group without an answer in the loss has no signal, whatever its rewards.
-            rewards = torch.where(estimated.scored.view(-1, group).any(dim=1, keepdim=True), rewards, torch.nan)
+        estimated = dataclasses.replace(estimated, advantages=advantages[:, None] * rollout.mask)
+        # A group without an answer in the loss has no signal, whatever its rewards.
+        rewards = torch.where(included.view(-1, group).any(dim=1, keepdim=True), scores.view(-1, group), torch.nan)
         return Estimate(estimated, rewards, total)
 
     def describe(self, estimate: Estimate, policy: Sequence[Figures], critic: Sequence[Figures]) -> Figures:
