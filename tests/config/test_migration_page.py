@@ -16,7 +16,7 @@ NAMED = {**read_renames().elsewhere, **read_renames().retired}
 def test_migration_page_row_describes_behaviour_of_migrate(key, write, minimal_text: str) -> None:
     retired = NAMED[key]
     fate = describe_fate(key, retired)
-    recipe = "sft" if retired.new is None or retired.new in load_table("sft").keys else "ppo"
+    recipe = next(name for name in ("sft", "ppo", "rloo") if retired.new in (None, *load_table(name).keys))
     text, changes, *_ = migrate(write(f"{minimal_text}{key}: some value of nobody's\n"), recipe)
     change = next(change for change in changes if change.line)
     lines = text.splitlines()

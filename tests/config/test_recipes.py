@@ -9,8 +9,16 @@ import pytest
 from transformers import TrainingArguments
 from trl import DPOConfig, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
 
-from recipes_lib.config.loader import load_config
-from recipes_lib.config.recipes import build_retired, read_bounds, read_choices, read_defaults, read_notes, read_refused
+from recipes_lib.config.loader import load_config, read_synonyms
+from recipes_lib.config.recipes import (
+    build_retired,
+    read_bounds,
+    read_choices,
+    read_defaults,
+    read_known,
+    read_notes,
+    read_refused,
+)
 from recipes_lib.config.rules import SHARE_OR_COUNT
 from recipes_lib.config.schema import SECTIONS
 from recipes_lib.config.table import RECIPE_NAMES, TABLES, load_table
@@ -52,6 +60,50 @@ def test_every_upstream_key_is_either_accepted_or_refused(recipe: str) -> None:
     assert not (UPSTREAM[recipe] | OURS) - honoured - refused - secret
     assert not honoured & refused
     assert refused <= {key for keys in UPSTREAM.values() for key in keys} | OURS
+
+
+REMOVED = {
+    # PPOConfig of TRL 0.8 to 1.12, without the keys that it inherited.
+    "ppo": """
+        accelerator_kwargs adap_kl_ctrl backward_batch_size batch_size cliprange cliprange_value compare_steps
+        dataset_num_proc ds3_gather_for_generation early_stopping exp_name forward_batch_size gamma
+        global_backward_batch_size global_batch_size horizon init_kl_coef is_encoder_decoder is_peft_model kl_coef
+        kl_estimator kl_penalty lam local_batch_size local_mini_batch_size local_rollout_forward_batch_size log_with
+        micro_batch_size mini_batch_size missing_eos_penalty model_adapter_name model_name num_mini_batches
+        num_ppo_epochs num_sample_generations num_total_batches optimize_cuda_cache optimize_device_cache ppo_epochs
+        project_kwargs push_to_hub_if_best_kwargs query_dataset ratio_threshold ref_adapter_name response_length
+        reward_model reward_model_path score_clip sft_model_path steps stop_token stop_token_id target target_kl
+        task_name temperature total_episodes tracker_kwargs tracker_project_name use_score_norm use_score_scaling
+        vf_coef whiten_rewards world_size
+    """,
+    # Keys that TRL's RLOOConfig and GRPOConfig lost before 1.16.
+    "rloo": """
+        cliprange exp_name kl_coef local_rollout_forward_batch_size max_prompt_length missing_eos_penalty
+        normalize_advantage normalize_reward num_mini_batches num_ppo_epochs reward_model_path rloo_k stop_token
+        token_level_kl total_episodes vllm_guided_decoding_regex wandb_log_unique_prompts whiten_rewards
+    """,
+    "grpo": """
+        max_prompt_length use_liger_loss vllm_device vllm_dtype vllm_enable_prefix_caching vllm_guided_decoding_regex
+        vllm_max_model_len wandb_log_unique_prompts
+    """,
+}
+
+
+@pytest.mark.parametrize(("recipe", "name"), [(recipe, name) for recipe in REMOVED for name in REMOVED[recipe].split()])
+def test_removed_trl_key_is_accepted_renamed_or_refused(recipe: str, name: str) -> None:
+    keys, known = load_table(recipe).keys, read_known(recipe)
+    assert name in keys or name in known or read_synonyms()[name] in keys
+
+
+def test_keys_of_former_rloo_are_renamed() -> None:
+    renamed = {
+        "rloo_k": "num_generations",
+        "kl_coef": "beta",
+        "num_ppo_epochs": "num_iterations",
+        "cliprange": "epsilon",
+    }
+    known = read_known("rloo")
+    assert {name: known[name].new for name in renamed} == renamed
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)

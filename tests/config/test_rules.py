@@ -133,6 +133,8 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
     ],
     "ppo": [
         ("reward_weights: [1, 2]", 5, "2 numbers for 1 rewards"),
+        ("reward_weights: [0.0]", 5, "are all 0"),
+        ("kl_coef: 0\nkl_target_per_sequence: 6", 6, "no effect: `kl_coef` is 0"),
         ("reward_model_revision: main", 5, "no effect: `reward_model_name_or_path` is null"),
         ("response_length: 64\nmax_length: 64", 6, "no room for a prompt"),
         ("max_length: 1024\noverlong: truncate", 6, "truncate prompts"),
@@ -183,7 +185,7 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
     "rloo": [
         ("use_vllm: true\nvllm_structured_outputs_regex: a+", 6, "another distribution"),
         ("max_completion_length: 64", 5, "is `response_length` here"),
-        ("kl_coef: 0.1", 5, "is a key of PPO"),
+        ("kl_coef: 0.1", 5, "renamed to `beta`"),
         ("critic_learning_rate: 1e-5", 5, "there is no critic"),
         ("use_peft: true\nlora_dropout: 0.1", 6, "are compared"),
         ("loss_type: dapo", 5, "one loss"),

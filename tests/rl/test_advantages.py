@@ -17,7 +17,6 @@ from recipes_lib.config.schema import PPOConfig
 from recipes_lib.rl.advantages import (
     adapt_kl_coef,
     compute_advantages,
-    compute_explained_variance,
     compute_group_advantages,
     compute_leave_one_out_advantages,
     compute_rewards,
@@ -98,6 +97,13 @@ def test_kl_coef_adapts_to_target_with_clipped_error(kl, expected):
     assert adapt_kl_coef(0.15, kl, 256, fixed) == 0.15
 
 
+@pytest.mark.parametrize(("kl", "expected"), [(0.0, 0.12), (60.0, 0.18)])
+def test_kl_coef_stays_positive_with_more_answers_than_horizon(kl, expected):
+    """With 8 times the horizon and without the bound, the first would be -0.09."""
+    config = PPOConfig(kl_target_per_sequence=6.0, kl_horizon=128)
+    assert adapt_kl_coef(0.15, kl, 1024, config) == pytest.approx(expected)
+
+
 P, Q = tensor([0.5, 0.3, 0.2])[0], tensor([0.2, 0.5, 0.3])[0]
 
 
@@ -128,14 +134,6 @@ def test_only_k1_as_reward_has_the_gradient_of_kl():
 
 def test_missing_end_penalty_applies_to_truncated_answers():
     assert penalise_missing_end(tensor([1.0, 1.0])[0], mask((1, 0))[0], 0.75).tolist() == [1.0, 0.25]
-
-
-def test_explained_variance():
-    returns, is_token = tensor([1.0, 2.0, 3.0, 50.0]), mask((1, 1, 1, 0))
-    assert compute_explained_variance(returns, returns, is_token) == 1
-    assert compute_explained_variance(torch.full_like(returns, 7.0), returns, is_token) == pytest.approx(0)
-    assert compute_explained_variance(-returns, returns, is_token) == pytest.approx(-3)
-    assert compute_explained_variance(returns, torch.ones_like(returns), is_token) == 0
 
 
 GROUP, NUM_ANSWERS = 4, 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.errors import ConfigError, PreemptedError, Problem
 from recipes_lib.models.heads.score_head import add_score_head
 from recipes_lib.models.heads.scoring import RewardModel
-from recipes_lib.rl.collect import AsyncSampler, Collector
+from recipes_lib.rl.collect import Collector
 from recipes_lib.rl.rewards import Rewards
 from recipes_lib.rl.rollout import compute_response_logps, lay_out
 from recipes_lib.stopping import STOP
@@ -121,7 +122,7 @@ def test_policy_reference_and_engine_agree_before_updates(collector_and_prompts)
     torch.testing.assert_close(rollout.engine_logps, rollout.logps, rtol=0, atol=1e-5)
     assert not rollout.values.any()
     assert seconds.keys() == {"time/sync", "time/generate", "time/score", "time/old_ref_value"}
-    with torch.no_grad(), collector.models.as_policy() as policy:
+    with torch.no_grad(), collector.models.using("policy") as policy:
         again, _ = compute_response_logps(policy, lay_out(rollout, torch.device("cpu")), temperature=1.0)
     torch.testing.assert_close(again, rollout.logps, rtol=0, atol=1e-5)
 
@@ -154,29 +155,48 @@ def test_engine_without_batch_size_loads_weights_and_gets_all_prompts(collector_
     assert torch.equal(rollout.response_ids, expected.response_ids)
 
 
-def test_async_sampler_returns_answers_once_and_reraises_errors():
-    ahead = AsyncSampler()
-    assert ahead.take() is None
-    ahead.submit(lambda: "answers")
-    ahead.wait()
-    assert [ahead.take(), ahead.take()] == ["answers", None]
+@pytest.fixture
+def ahead(collector_and_prompts):
+    """Collector that has requested answers from ``generate`` early, by a function that replaces the engine's."""
+    collector, prompts = collector_and_prompts
+    with ThreadPoolExecutor(max_workers=1) as pool:
 
+        def request(generate):
+            return replace(collector, _pool=pool, _request=pool.submit(generate))
+
+        yield request, prompts
+
+
+def test_early_answers_are_used_once(ahead, collector_and_prompts):
+    request, prompts = ahead
+    collector, _ = collector_and_prompts
+    early = collector._generate(collector.models.policy, prompts[:4], range(100, 104))
+    requested = request(lambda: early)
+    rollouts = [requested.collect(prompts[:4], range(4)) for _ in range(2)]
+    assert [figures["rollout/off_policy_share"] for _, figures in rollouts] == [1.0, 0.0]
+    width = min(rollouts[0][0].response_ids.shape[1], early.response_ids.shape[1])
+    mask = rollouts[0][0].mask[:, :width]
+    assert torch.equal(rollouts[0][0].response_ids[:, :width][mask], early.response_ids[:, :width][mask])
+    expected, _ = collector.collect(prompts[:4], range(4))
+    assert torch.equal(rollouts[1][0].response_ids, expected.response_ids)
+
+
+def test_error_of_early_answers_is_raised_where_they_are_taken(ahead):
     def fail():
         raise ConfigError(Problem("use_vllm", "it ended", "restart it"))
 
-    ahead.submit(fail)
-    ahead.wait()
+    request, prompts = ahead
+    requested = request(fail)
+    # An evaluation in between only waits.
+    requested.answer(prompts[:2], range(2))
     with pytest.raises(ConfigError, match="it ended"):
-        ahead.take()
-    ahead.close()
+        requested.collect(prompts[:4], range(4))
 
 
-def test_async_sampler_raises_preempted_on_stop_request():
-    ahead = AsyncSampler()
+def test_stop_request_during_early_sampling_raises_preempted(ahead):
+    request, prompts = ahead
     with STOP.deferred():
         STOP.request("SIGTERM")
-        ahead.submit(raise_if_stop_pending)
         with pytest.raises(PreemptedError):
-            ahead.take()
+            request(raise_if_stop_pending).collect(prompts[:4], range(4))
         STOP.reason = None
-    ahead.close()

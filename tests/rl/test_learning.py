@@ -19,7 +19,7 @@ from tests.rl import keys_task
 from tests.rows import read_events
 from transformers import LlamaForCausalLM
 
-from recipes_lib.rl import advantages as targets
+from recipes_lib.rl import methods
 from recipes_lib.rl.advantages import whiten
 
 BETA = 1 / math.log(4)
@@ -64,7 +64,7 @@ def run_b(fine_tuned, tmp_path):
         before = read_logps(LlamaForCausalLM.from_pretrained(policy))
         models = keys_task.train(flags)
         models.set_training(training=False)
-        with models.as_policy() as policy:
+        with models.using("policy") as policy:
             return measure_tilt(read_logps(policy), before)
 
     return run
@@ -72,11 +72,13 @@ def run_b(fine_tuned, tmp_path):
 
 def read_logps(model):
     """Return log-probabilities of the first answer token for 256 held-out prompts, ``(256, V)``."""
+    prompts = keys_task.draw_prompts(256, seed=999)
+    logits = torch.zeros(len(prompts), keys_task.VOCABULARY)
     with torch.no_grad():
-        rows = [
-            model(input_ids=torch.tensor([prompt])).logits[0, -1] for prompt in keys_task.draw_prompts(256, seed=999)
-        ]
-    return torch.stack(rows).double().log_softmax(-1)
+        for length in set(map(len, prompts)):
+            rows = [row for row, prompt in enumerate(prompts) if len(prompt) == length]
+            logits[rows] = model(input_ids=torch.tensor([prompts[row] for row in rows])).logits[:, -1]
+    return logits.double().log_softmax(-1)
 
 
 def measure_tilt(policy, reference):
@@ -134,7 +136,7 @@ def test_ppo_does_not_learn_from_shuffled_rewards(run_a):
 
 @pytest.mark.slow
 def test_ppo_unlearns_with_flipped_advantages(run_a, monkeypatch):
-    monkeypatch.setattr(targets, "whiten", lambda values, mask, **options: -whiten(values, mask, **options))
+    monkeypatch.setattr(methods, "whiten", lambda values, mask, **options: -whiten(values, mask, **options))
     assert run_a(0)[0] < 0.1
 
 
@@ -145,7 +147,7 @@ def test_ppo_fails_with_score_at_first_token(run_a, monkeypatch):
         rewards[:, 0] += scores
         return rewards
 
-    monkeypatch.setattr(targets, "compute_rewards", misplace)
+    monkeypatch.setattr(methods, "compute_rewards", misplace)
     assert run_a(0)[0] < 0.75
 
 
@@ -189,5 +191,5 @@ def test_ppo_misses_optimum_of_another_kl_coef(run_b, factor):
     ids=["k3", "negated"],
 )
 def test_ppo_misses_optimum_with_other_kl_estimators(run_b, monkeypatch, estimate):
-    monkeypatch.setattr(targets, "estimate_kl", estimate)
+    monkeypatch.setattr(methods, "estimate_kl", estimate)
     assert not is_optimal(*run_b(0))

@@ -122,7 +122,7 @@ def test_planned_activations_and_cache_match_real_passes(configure, name, is_hal
     inputs |= {"predictors": places, "targets": torch.randint(2, 30, (rows * answer,))}
     models.set_training(training=True)
     precision = torch.autocast("cpu", torch.bfloat16, enabled=is_half)
-    with models.as_policy() as policy, precision, saved_tensors_hooks(keep, lambda tensor: tensor):
+    with models.using("policy") as policy, precision, saved_tensors_hooks(keep, lambda tensor: tensor):
         output = policy(**inputs, with_statistics=True, token_logps=True)
     assert output.logps.requires_grad
     terms = plan(config, is_half=is_half).components
@@ -131,7 +131,7 @@ def test_planned_activations_and_cache_match_real_passes(configure, name, is_hal
     tolerance = 0.07 if is_half and name != "separate_models" else 0.02
     assert planned == pytest.approx(count([t for t in (held() for held in kept) if t is not None]), rel=tolerance)
 
-    with torch.no_grad(), models.as_policy() as policy, precision:
+    with torch.no_grad(), models.using("policy") as policy, precision:
         cache = policy(input_ids=torch.randint(2, 30, (5, length)), use_cache=True).past_key_values
     assert terms["KV cache of a batch"] == count([t for layer in cache.layers for t in (layer.keys, layer.values)])
 

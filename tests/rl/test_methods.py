@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from trl.trainer.utils import nanstd
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
-from recipes_lib.rl.advantages import compute_group_advantages
+from recipes_lib.rl.advantages import compute_group_advantages, find_flat_groups
 from recipes_lib.rl.methods import Estimate, GroupMethod
 from recipes_lib.rl.rollout_schedule import choose_prompts
 
@@ -104,6 +105,29 @@ def test_rloo_subtracts_kl_of_whole_answers_from_rewards(build):
     torch.testing.assert_close(estimate.rollout.advantages[:, 0], torch.stack([first - second, second - first]))
 
 
+def test_rloo_subtracts_no_kl_of_excluded_answers(build):
+    rollout = dataclasses.replace(build_rollout([(3, 4), (2, 1)]), finished=torch.tensor([False, True]))
+    keys = {"num_generations": 2, "beta": 0.3, "missing_eos_penalty": "null", "mask_truncated_completions": True}
+    total = build("rloo", **keys).estimate(rollout, 0.0).total
+    kl = ((rollout.logps - rollout.ref_logps) * rollout.mask).sum(1)
+    torch.testing.assert_close(total, rollout.scores - 0.3 * kl * rollout.finished)
+
+
+def test_group_of_excluded_answers_has_no_signal(build):
+    """Otherwise a run whose answers are all truncated would end without an update and without a word."""
+    rollout = build_rollout([(2, 2)] * 6)
+    rollout = dataclasses.replace(rollout, finished=torch.tensor([False, False, True, False, True, True]))
+    keys = {"num_generations": 2, "missing_eos_penalty": "null"}
+    masked, whole = (
+        build(mask_truncated_completions=is_masked, **keys).estimate(rollout, 0.0) for is_masked in (True, False)
+    )
+    assert find_flat_groups(masked.rewards).tolist() == [True, False, False]
+    assert find_flat_groups(whole.rewards).tolist() == [False] * 3
+    # A truncated answer still counts in the mean of its group.
+    assert torch.equal(masked.rollout.advantages, whole.rollout.advantages)
+    assert masked.rollout.loss_mask.any(dim=1).tolist() == [False, False, True, False, True, True]
+
+
 SAMPLED: list[str] = []
 
 
@@ -165,7 +189,7 @@ def test_killed_run_resumes_to_identical_weights(policy_dir, prompts_file, tmp_p
         return keys_task.train(keys_task.build_group_flags(policy_dir, folder, prompts_file, **keys), recipe)
 
     whole = train(tmp_path / "whole")
-    train(tmp_path / "half")
+    shutil.copytree(tmp_path / "whole", tmp_path / "half")
     # As after a kill during the updates of the last generation.
     for step in (8, 10):
         (tmp_path / "half" / f"checkpoint-{step}" / "COMPLETE.json").unlink()

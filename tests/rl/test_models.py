@@ -47,7 +47,7 @@ def test_separate_models_share_no_parameters(load):
     assert models.policy_parameters().keys() == dict(models.policy.named_parameters()).keys()
     assert not {id(p) for p in models.policy_parameters().values()} & {id(p) for p in models.own_reference.parameters()}
     assert not any(p.requires_grad for p in models.own_reference.parameters())
-    with torch.no_grad(), models.as_critic() as critic:
+    with torch.no_grad(), models.using("critic") as critic:
         assert not critic(**INPUTS).scores.any()
 
 
@@ -75,7 +75,7 @@ def test_adapters_share_one_base(load):
 def test_critic_from_reward_model_has_its_score_at_every_position(load, reward_model_dir, key):
     folder, reward_model = reward_model_dir
     models = load(**{key: folder})
-    with torch.no_grad(), models.as_critic() as critic:
+    with torch.no_grad(), models.using("critic") as critic:
         values = critic(**INPUTS).scores
         expected = reward_model.score(reward_model.model(input_ids=IDS).last_hidden_state)[0, :, 0]
     torch.testing.assert_close(values, expected)
@@ -86,7 +86,7 @@ def test_critic_from_reward_model_applies_its_statistics(load, reward_model_dir)
     folder, reward_model = reward_model_dir
     store_reward_statistics(reward_model, RewardStatistics(mean=0.7, std=2.5))
     reward_model.save_pretrained(folder)
-    with torch.no_grad(), load(reward_model_name_or_path=folder).as_critic() as critic:
+    with torch.no_grad(), load(reward_model_name_or_path=folder).using("critic") as critic:
         value = critic(**INPUTS).scores[-1]
     (raw,) = RewardModel.load(folder).compute_raw_scores([IDS[0].tolist()])
     assert float(value) == pytest.approx((raw - 0.7) / 2.5, abs=1e-6)
@@ -108,11 +108,11 @@ def test_reward_adapter_shares_base_and_keeps_its_scores(load, reward_adapter_di
     expected = alone.score(ANSWERS)
     assert models.reward.score(ANSWERS) == pytest.approx(expected, abs=1e-5)
     assert len({round(score, 2) for score in expected}) == len(ANSWERS)
-    with models.as_policy() as policy, torch.no_grad():
+    with models.using("policy") as policy, torch.no_grad():
         before = policy(input_ids=IDS).logits
     for parameter in models.policy_parameters().values():
         nn.init.normal_(parameter, std=0.1)
-    with models.as_policy() as policy, torch.no_grad():
+    with models.using("policy") as policy, torch.no_grad():
         assert not torch.allclose(policy(input_ids=IDS).logits, before)
     assert models.reward.score(ANSWERS) == pytest.approx(expected, abs=1e-5)
 
@@ -137,12 +137,12 @@ def test_shared_critic_starts_with_rewards_or_zero(load, reward_adapter_dir, pol
     (raw,) = alone.compute_raw_scores([IDS[0].tolist()])
     adapters = {"use_peft": True, "lora_r": 4}
     for keys in ({"reward_model_name_or_path": reward_adapter_dir}, {"critic_model_name_or_path": reward_adapter_dir}):
-        with torch.no_grad(), load(**adapters, **keys).as_critic() as critic:
+        with torch.no_grad(), load(**adapters, **keys).using("critic") as critic:
             values = critic(**INPUTS).scores
         assert float(values[-1]) == pytest.approx((raw - 0.7) / 2.5, abs=1e-5)
         assert values.std() > 0
     both = {"reward_model_name_or_path": reward_adapter_dir, "critic_model_name_or_path": policy_dir}
-    with torch.no_grad(), load(**adapters, **both).as_critic() as critic:
+    with torch.no_grad(), load(**adapters, **both).using("critic") as critic:
         assert not critic(**INPUTS).scores.any()
 
 
@@ -194,9 +194,9 @@ def test_activation_checkpointing_preserves_gradients(load, keys):
     for is_on in (False, True):
         models = load(activation_checkpointing=is_on, **keys)
         models.set_training(training=True)
-        with models.as_policy() as policy:
+        with models.using("policy") as policy:
             policy(input_ids=IDS, labels=IDS).loss.backward()
-        with models.as_critic() as critic:
+        with models.using("critic") as critic:
             ((critic(**INPUTS).scores - 1) ** 2).sum().backward()
         gradients.append([p.grad for p in [*models.policy_parameters().values(), *models.critic_parameters().values()]])
     for one, other in zip(*gradients, strict=True):

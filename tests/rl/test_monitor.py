@@ -70,11 +70,23 @@ def test_score_metrics_use_scored_answers_only():
     assert describe_values(nothing) == {}
 
 
-def test_explained_variance_of_perfect_critic_is_one():
-    rollout = build_rollout(LENGTHS)
-    perfect = dataclasses.replace(rollout, returns=rollout.values)
-    assert describe_values(perfect)["value/explained_var"] == 1
-    assert describe_values(perfect)["value/return_mean"] == pytest.approx(float(rollout.values[rollout.mask].mean()))
+@pytest.mark.parametrize(
+    ("values", "returns", "expected"),
+    [
+        ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], 1.0),
+        ([7.0, 7.0, 7.0], [1.0, 2.0, 3.0], 0.0),
+        ([-1.0, -2.0, -3.0], [1.0, 2.0, 3.0], -3.0),
+        ([1.0, 2.0, 3.0], [1.0, 1.0, 1.0], 0.0),
+    ],
+)
+def test_explained_variance_of_scored_answers(values, returns, expected):
+    rollout = dataclasses.replace(build_rollout([(1, 3), (1, 3)]), scored=torch.tensor([True, False]))
+    # Those of the second answer, which has no score, do not count.
+    values, returns = (torch.tensor([row, [50.0, 0.0, 9.0]]) for row in (values, returns))
+    figures = describe_values(dataclasses.replace(rollout, values=values, returns=returns))
+    assert figures["value/explained_var"] == pytest.approx(expected)
+    assert figures["value/mean"] == pytest.approx(float(values[0].mean()))
+    assert figures["value/return_mean"] == pytest.approx(float(returns[0].mean()))
 
 
 def test_average_steps_counts_updates_only():

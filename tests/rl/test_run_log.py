@@ -9,7 +9,6 @@ from transformers import TrainingArguments
 
 from recipes_lib.rl.state import PPOState
 from recipes_lib.rl.trainer import RunLog
-from recipes_lib.training.evaluation.samples import Sample
 
 
 @pytest.fixture
@@ -27,7 +26,7 @@ def read(tmp_path):
 
 def write_all(log, state):
     log.write("train", state, {"loss": 1.0})
-    log.write_sample(state.step, Sample("a", "b", None, stopped=True, num_tokens=1), 0.5)
+    log.samples.write({"step": state.step, "completion": "b"})
     log.write("eval", state, {"eval_reward": 0.5})
 
 

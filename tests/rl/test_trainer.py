@@ -274,6 +274,7 @@ def test_constant_rewards_warn_and_end_the_run_also_after_resume(policy_dir, pro
 
 def test_missing_eos_penalty_gives_signal_to_constant_rewards(policy_dir, prompts_file, tmp_path):
     keys = {**SHORT, "reward_funcs": "[tests.rl.test_trainer:score_constant]", "max_zero_std_rollouts": 1}
+    del keys["kl_target_per_sequence"], keys["kl_horizon"]
     keys_task.train(keys_task.build_flags(policy_dir, tmp_path, prompts_file, **keys | {"max_steps": 4, "kl_coef": 0}))
     (event,) = read_events(tmp_path)
     assert event["policy/num_updates"] == 4

@@ -51,9 +51,9 @@ def build(policy_dir, prompts_file, tmp_path):
         for prompt in rollout.prompts:
             prompt.input_ids[:] = [index % keys_task.VOCABULARY for index in prompt.input_ids]
         with torch.no_grad():
-            with models.as_policy() as model:
+            with models.using("policy") as model:
                 logps, _ = compute_response_logps(model, lay_out(rollout, CPU), temperature=1.0)
-            with models.as_critic() as model:
+            with models.using("critic") as model:
                 values = compute_response_values(model, lay_out(rollout, CPU))
         return updater, dataclasses.replace(rollout, logps=logps, engine_logps=logps, values=values)
 

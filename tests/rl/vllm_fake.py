@@ -21,8 +21,8 @@ from transformers import LlamaForCausalLM
 
 from recipes_lib.models.generation import Sampling
 from recipes_lib.rl import models
-from recipes_lib.rl.engines import vllm_colocated
-from recipes_lib.rl.engines.vllm_colocated import ColocatedVLLM
+from recipes_lib.rl.engines import vllm
+from recipes_lib.rl.engines.vllm import ColocatedVLLM
 from recipes_lib.stopping import STOP
 
 ASKED_AT = "ASKED_AT"
@@ -121,17 +121,17 @@ def build_fake(engine: FakeEngine, sampling: Sampling, *, sleeps: bool = False) 
 @contextlib.contextmanager
 def colocated(engine: FakeEngine | None = None) -> Iterator[None]:
     """Replace the colocated engine of runs by ``engine``, or by fakes with other weights than the policy's."""
-    original = vllm_colocated.start
+    original = vllm.start
 
     def start(config: Any, args: Any, sampling: Sampling, max_length: int) -> ColocatedVLLM:
         fake = engine or FakeEngine(load_other(config.model.model_name_or_path))
         return build_fake(fake, sampling, sleeps=config.engine.vllm_enable_sleep_mode)
 
-    vllm_colocated.start = start
+    vllm.start = start
     try:
         yield
     finally:
-        vllm_colocated.start = original
+        vllm.start = original
 
 
 def load_other(folder: str) -> Any:

@@ -133,6 +133,9 @@ def check_rewards(settings: Settings) -> Iterator[Problem]:
         found = f"`reward_weights` has {len(weights)} numbers for {num_rewards} rewards"
         remedy = f"write {num_rewards}: the functions in their order, then the reward model"
         yield settings.problem("reward_weights", found, remedy)
+    elif weights and not any(weights):
+        remedy = "write another number for one of them; a reward of weight 0 is logged but not trained on"
+        yield settings.problem("reward_weights", "`reward_weights` are all 0, so that no answer has a reward", remedy)
     length, room = settings["response_length"], settings["max_length"]
     if room is not None and room <= length:
         found = f"`max_length` ({room}) leaves no room for a prompt before `response_length` ({length})"

@@ -234,7 +234,7 @@ class PPOInspection(Inspection):
     def _check_engine(self, report: Report) -> None:
         engine = self.config.engine
         if engine.use_vllm:
-            from recipes_lib.rl.engines.link import check_vllm
+            from recipes_lib.rl.engines.vllm import check_vllm
 
             check_vllm()
             where = f"at {engine.vllm_server_base_url}" if engine.vllm_mode == "server" else "in each process"

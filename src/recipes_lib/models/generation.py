@@ -61,7 +61,7 @@ class Generated:
 
 
 class Generator(Protocol):
-    """Interface of generation engines.
+    """Interface of generation engines; the defaults are those of an engine of its own, which is given the weights.
 
     Attributes:
         name: Name for the log.
@@ -72,9 +72,9 @@ class Generator(Protocol):
     """
 
     name: str
-    follows_seed: bool
-    uses_policy: bool
-    batch_size: int | None
+    follows_seed: bool = False
+    uses_policy: bool = False
+    batch_size: int | None = None
 
     def load(self, policy: Any) -> None:
         """Load the current weights of the policy; a collective that every sampling process must enter."""
@@ -91,7 +91,7 @@ class Generator(Protocol):
         ...
 
 
-class GenerateBackend:
+class GenerateBackend(Generator):
     """Generation with transformers' ``generate``, for any model and device.
 
     When half of the answers of a batch have ended, generation continues with the other rows of the batch and of the KV
@@ -113,7 +113,7 @@ class GenerateBackend:
             batch_size: Prompts per batch.
             precision: Factory of the autocast context.
         """
-        self.batch_size: int | None = batch_size
+        self.batch_size = batch_size
         self._sampling = sampling
         self._precision: Any = precision
 

@@ -166,14 +166,6 @@ def _compute_deviation(values: Tensor) -> Tensor:
     return (squares / (count - 1)).sqrt()
 
 
-def compute_explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """Return the critic's explained variance: 1 is perfect, 0 equals a constant prediction, negative is worse."""
-    variance = returns[mask].var(unbiased=False)
-    if variance == 0:
-        return 0.0
-    return float(1 - (returns - values)[mask].var(unbiased=False) / variance)
-
-
 def adapt_kl_coef(kl_coef: float, kl_per_sequence: float, num_answers: int, config: PPOConfig) -> float:
     """Return the KL coefficient of the next iteration; unchanged without ``kl_target_per_sequence``.
 
@@ -183,9 +175,10 @@ def adapt_kl_coef(kl_coef: float, kl_per_sequence: float, num_answers: int, conf
         num_answers: Number of its answers.
         config: Target KL divergence, and the horizon of the controller in answers.
 
-    Source: Ziegler et al. 2019, section 2.2: a proportional controller; the relative error is clipped to 0.2.
+    Source: Ziegler et al. 2019, section 2.2: a proportional controller; the relative error is clipped to 0.2. More
+    answers than the horizon count as the horizon, because five times as many could make the coefficient negative.
     """
     if config.kl_target_per_sequence is None:
         return kl_coef
     error = min(max(kl_per_sequence / config.kl_target_per_sequence - 1, -0.2), 0.2)
-    return kl_coef * (1 + error * num_answers / config.kl_horizon)
+    return kl_coef * (1 + error * min(num_answers, config.kl_horizon) / config.kl_horizon)

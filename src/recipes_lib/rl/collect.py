@@ -7,8 +7,8 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext, suppress
-from functools import partial
+from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import PromptRow
+from recipes_lib.models.adapters.roles import Role
 from recipes_lib.models.generation import Generated, Sampling, mask_answers, read_continuation
 from recipes_lib.rl.engines.engine import build_generator
 from recipes_lib.rl.models import ActorCritic, beat_between, gathered_weights
@@ -25,53 +26,13 @@ from recipes_lib.rl.rewards import Rewards, verify_positions
 from recipes_lib.rl.rollout import Rollout, Sequences, compute_response_logps, compute_response_values, lay_out
 from recipes_lib.rl.rollout_schedule import Stream
 from recipes_lib.training.collectives import barrier
-from recipes_lib.training.guards.preemption import StopPendingError, raise_if_stop_pending, stop_if_agreed
+from recipes_lib.training.guards.preemption import agreeing_on_stop, raise_if_stop_pending
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.arguments import build_autocast
 
 OFF_POLICY_SHARE: Final = "rollout/off_policy_share"
 """Share of an iteration's answers that were sampled with weights before the last update."""
-
-
-class AsyncSampler:
-    """Asynchronous sampling: a thread requests the next batch of answers from a vLLM server during the updates.
-
-    Source: ``tests/rl/test_collect.py``.
-    """
-
-    def __init__(self) -> None:
-        """Start without a request."""
-        self._pool = ThreadPoolExecutor(max_workers=1)
-        self._request: Future[Generated] | None = None
-
-    def submit(self, generate: Callable[[], Generated]) -> None:
-        """Start sampling a batch."""
-        self._request = self._pool.submit(generate)
-
-    def wait(self) -> None:
-        """Wait until the engine is idle, so that its weights can be replaced."""
-        if self._request is not None:
-            self._request.exception()
-
-    def take(self) -> Generated | None:
-        """Wait for the requested answers and return them; ``None`` without a request. Every process must call.
-
-        Raises:
-            ConfigError: The engine failed.
-            PreemptedError: Any process has a stop request.
-        """
-        request, self._request, answers = self._request, None, None
-        if request is not None:
-            # Ranks that left on a stop request wait in this collective for those that have their answers.
-            with suppress(StopPendingError):
-                answers = request.result()
-            stop_if_agreed()
-        return answers
-
-    def close(self) -> None:
-        """Accept no more requests, without waiting."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class Collector:
@@ -85,7 +46,6 @@ class Collector:
         args: Batch size of forward passes, device, and the seed, which with the number of an answer determines its
             random numbers.
         precision: Builds the autocast context of forward passes.
-        ahead: Asynchronous sampler of the next answers during the updates; ``None`` for synchronous sampling.
     """
 
     def __init__(
@@ -114,10 +74,9 @@ class Collector:
         """
         self.models, self.rewards, self.tokenizer = models, rewards, tokenizer
         self.args, self._progress = args, progress
-        if rewards.model is not None:
-            own = rewards.model
-            if warning := verify_positions(own.model.config, own.tokenizer, tokenizer, max_length):
-                progress.say(warning)
+        own = rewards.model
+        if own and (warning := verify_positions(own.model.config, own.tokenizer, tokenizer, max_length)):
+            progress.say(warning)
         # FSDP2 gathers weights in the compute dtype.
         self.precision: Callable[[], Any] = nullcontext if models.is_sharded else build_autocast(args)
         self._sampling = Sampling(
@@ -128,14 +87,14 @@ class Collector:
             beat=raise_if_stop_pending,
         )
         self.generator = build_generator(config, args, self._sampling, precision=self.precision, max_length=max_length)
-        self.ahead = AsyncSampler() if config.engine.max_staleness else None
+        self._pool = ThreadPoolExecutor(max_workers=1) if config.engine.max_staleness else None
+        self._request: Future[Generated] | None = None
 
     def collect(
         self,
         prompts: Sequence[PromptRow],
         numbers: Sequence[int],
         *,
-        is_loaded: bool = False,
         following: tuple[Sequence[PromptRow], Sequence[int]] | None = None,
     ) -> tuple[Rollout, dict[str, float]]:
         """Sample answers to prompts, score them, and compute the log-probabilities and values that the updates need.
@@ -143,8 +102,8 @@ class Collector:
         Args:
             prompts: Prompts, at least one.
             numbers: Number of each answer in the run.
-            is_loaded: Whether the engine has the current weights of the policy.
-            following: Prompts and numbers of the next call, for ``ahead``; ``None`` if there is none.
+            following: Prompts and numbers of the next call, whose answers are requested with ``max_staleness`` before
+                the updates; ``None`` if there is none.
 
         Returns:
             The answers, and the seconds of weight transfer, sampling, scoring, and log-probabilities with values.
@@ -155,36 +114,30 @@ class Collector:
             PreemptedError: Any process has a stop request, and models are sharded or sampling is asynchronous.
         """
         self.models.set_training(training=False)
-        loading = time.perf_counter()
+        ends = [time.perf_counter()]
         # Before new weights are loaded, which would replace those that the server is sampling with.
-        early = None if self.ahead is None else self.ahead.take()
-        if not is_loaded:
-            self._load()
+        early = self._take()
+        self._load()
         # All ranks may use one server, which has the new weights only once the main process has sent them.
         barrier()
-        began = time.perf_counter()
+        ends.append(time.perf_counter())
         rollout = self._sample(list(prompts), numbers, early)
-        if self.ahead is not None and following is not None:
+        if self._pool is not None and following is not None:
             # Starts here and runs during scoring and the updates, one iteration behind the weights.
-            self.ahead.submit(partial(self._generate, None, *following))
-        sampled = time.perf_counter()
+            self._request = self._pool.submit(self._generate, None, *following)
+        ends.append(time.perf_counter())
         rollout, _ = self._score(rollout, numbers[0])
-        scored = time.perf_counter()
+        ends.append(time.perf_counter())
         rollout = self._compute_logps_and_values(rollout)
-        computed = time.perf_counter()
-        seconds = {
-            "sync": began - loading,
-            "generate": sampled - began,
-            "score": scored - sampled,
-            "old_ref_value": computed - scored,
-        }
-        share = {} if self.ahead is None else {OFF_POLICY_SHARE: float(early is not None)}
-        return rollout, {f"time/{name}": value for name, value in seconds.items()} | share
+        ends.append(time.perf_counter())
+        phases = zip(("sync", "generate", "score", "old_ref_value"), pairwise(ends), strict=True)
+        figures = {f"time/{name}": end - begin for name, (begin, end) in phases}
+        return rollout, figures if self._pool is None else {**figures, OFF_POLICY_SHARE: float(early is not None)}
 
     def close(self) -> None:
-        """Stop asynchronous sampling."""
-        if self.ahead is not None:
-            self.ahead.close()
+        """Stop asynchronous sampling, without waiting for unfinished answers."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
     def answer(self, prompts: Sequence[PromptRow], numbers: Sequence[int]) -> tuple[Rollout, list[str]]:
         """Sample and score answers; return them as tokens, and as texts without special tokens.
@@ -202,14 +155,25 @@ class Collector:
         self._load()
         return self._score(self._sample(list(prompts), numbers), numbers[0])
 
+    def _take(self) -> Generated | None:
+        """Wait for the answers that were requested early, and return them; ``None`` without a request. Collective."""
+        request, self._request = self._request, None
+        if request is None:
+            return None
+        with agreeing_on_stop():
+            return request.result()
+
     def _load(self) -> None:
-        if self.ahead is not None:
-            self.ahead.wait()
-        with self.models.as_policy() as policy:
+        # The engine must be idle before its weights are replaced; its error is raised where the answers are taken.
+        if self._request is not None:
+            self._request.exception()
+        with self.models.using("policy") as policy:
             self.generator.load(policy)
 
     def _generate(self, policy: Any, prompts: Sequence[PromptRow], numbers: Sequence[int]) -> Generated:
-        uniforms = torch.from_numpy(np.stack([self._draw(number) for number in numbers]))
+        # One stream per answer, so that it depends neither on the process that samples it nor on earlier draws.
+        streams = [np.random.default_rng([self.args.seed, Stream.ANSWER, number]) for number in numbers]
+        uniforms = torch.from_numpy(np.stack([stream.random(self._sampling.response_length) for stream in streams]))
         return self.generator.generate(policy, [prompt.input_ids for prompt in prompts], uniforms)
 
     def _sample(self, prompts: list[PromptRow], numbers: Sequence[int], early: Generated | None = None) -> Rollout:
@@ -222,7 +186,7 @@ class Collector:
         chunks = [order[start : start + size] for start in range(0, len(order), size)]
         ids = torch.zeros(len(prompts), self._sampling.response_length, dtype=torch.int64)
         logps = torch.zeros(ids.shape)
-        with self.models.as_policy() as policy, gathered_weights(policy, is_needed=self.generator.uses_policy):
+        with self.models.using("policy") as policy, gathered_weights(policy, is_needed=self.generator.uses_policy):
             for rows in self._progress.track(chunks, "sampling answers", len(chunks)):
                 batch = [prompts[row] for row in rows], [numbers[row] for row in rows]
                 answers = self._generate(policy, *batch) if early is None else early
@@ -231,7 +195,7 @@ class Collector:
                 ids[rows, :width], logps[rows, :width] = answers.response_ids, answers.engine_logps
         mask, finished = mask_answers(ids, self._sampling.stop_ids)
         # Placeholders until answers are scored, (B,), and read by the models, (B, T).
-        zeros, by_token = torch.zeros(len(prompts)), torch.zeros_like(logps)
+        zeros = torch.zeros(len(prompts))
         rollout = Rollout(
             prompts=prompts,
             numbers=torch.tensor(numbers),
@@ -242,16 +206,10 @@ class Collector:
             scores=zeros,
             rewards=zeros[:, None],
             engine_logps=torch.where(mask, logps, 0.0),
-            logps=by_token,
-            ref_logps=by_token,
-            values=by_token,
+            **dict.fromkeys(("logps", "ref_logps", "values"), torch.zeros_like(logps)),
         )
         # Truncated to the longest answer.
         return rollout.take(range(len(prompts)))
-
-    def _draw(self, number: int) -> Any:
-        # One stream per answer, so that it depends neither on the process that samples it nor on earlier draws.
-        return np.random.default_rng([self.args.seed, Stream.ANSWER, number]).random(self._sampling.response_length)
 
     def _score(self, rollout: Rollout, number: int) -> tuple[Rollout, list[str]]:
         WATCHDOG.enter("scoring answers")
@@ -259,7 +217,7 @@ class Collector:
         # not at the start, because a library may also draw numbers when it is loaded at its first use.
         set_seed((self.args.seed + 7919 * number) % 2**32)
         answers = [ids[mask].tolist() for ids, mask in zip(rollout.response_ids, rollout.mask, strict=True)]
-        texts = read_answers(self.tokenizer, rollout.prompts, answers)
+        texts = [self._read(prompt, ids) for prompt, ids in zip(rollout.prompts, answers, strict=True)]
         scorer = None if self.rewards.model is None else self.rewards.model.model
         # Gathered on every process, because each scores other answers, in a different number of batches.
         with gathered_weights(scorer if self.models.reward is None else self.models.policy):
@@ -271,42 +229,31 @@ class Collector:
         }
         return dataclasses.replace(rollout, **known), texts
 
+    def _read(self, prompt: PromptRow, answer: list[int]) -> str:
+        """Decode an answer without special tokens; that to a plain prompt as its continuation."""
+        if isinstance(prompt.content, str):
+            return read_continuation(self.tokenizer, prompt.input_ids, answer)
+        return str(self.tokenizer.decode(answer, skip_special_tokens=True))
+
     def _compute_logps_and_values(self, rollout: Rollout) -> Rollout:
         WATCHDOG.enter("computing log-probabilities")
 
         def compute_logps(model: Any, sequences: Sequences) -> Tensor:
             return compute_response_logps(model, sequences, temperature=self._sampling.temperature)[0]
 
-        with self.models.as_policy() as policy:
-            old = self._map(rollout, policy, compute_logps)
-        ref, values = old, torch.zeros_like(old)
-        if self.models.has_reference:
-            with self.models.as_reference() as reference:
-                ref = self._map(rollout, reference, compute_logps)
-        if self.models.critic is not None:
-            with self.models.as_critic() as critic:
-                values = self._map(rollout, critic, compute_response_values)
+        old = self._map(rollout, "policy", compute_logps)
+        ref = self._map(rollout, "reference", compute_logps) if self.models.has_reference else old
+        has_critic = self.models.critic is not None
+        values = self._map(rollout, "critic", compute_response_values) if has_critic else torch.zeros_like(old)
         return dataclasses.replace(rollout, logps=old, ref_logps=ref, values=values)
 
-    def _map(self, rollout: Rollout, model: Any, compute: Callable[[Any, Sequences], Tensor]) -> Tensor:
+    def _map(self, rollout: Rollout, name: Role, compute: Callable[[Any, Sequences], Tensor]) -> Tensor:
         """Apply a model to all answers without gradients; return ``float32 (B, T)`` on the CPU."""
         result = torch.zeros(rollout.mask.shape)
-        with torch.no_grad(), self.precision():
+        with self.models.using(name) as model, torch.no_grad(), self.precision():
             for rows in rollout.cut(self.args.per_device_eval_batch_size):
                 beat_between(self.models.policy)
                 # (rows, length of their longest answer); beyond it the result stays 0.
                 part = compute(model, lay_out(rollout.take(rows), self.args.device))
                 result[rows, : part.shape[1]] = part.float().cpu()
         return result
-
-
-def read_answers(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[PromptRow], answers: Sequence[list[int]]
-) -> list[str]:
-    """Decode answers without special tokens; the answer to a plain prompt is decoded as its continuation."""
-    return [
-        read_continuation(tokenizer, prompt.input_ids, ids)
-        if isinstance(prompt.content, str)
-        else str(tokenizer.decode(ids, skip_special_tokens=True))
-        for prompt, ids in zip(prompts, answers, strict=True)
-    ]

@@ -32,7 +32,8 @@ class Estimate:
 
     Attributes:
         rollout: The rollout with advantages, and with returns if there is a critic.
-        rewards: Rewards that ``RewardGuard`` checks, ``(groups, answers)``; NaN for answers without a score.
+        rewards: Rewards that ``RewardGuard`` checks, ``(groups, answers)``; NaN for answers without a score, and in
+            groups without an answer in the loss.
         total: Sum of each answer's rewards, penalties subtracted, ``(B,)``; without a score, NaN, or in PPO the
             penalties alone.
     """
@@ -113,15 +114,16 @@ class GroupMethod:
     def estimate(self, rollout: Rollout, kl_coef: float) -> Estimate:
         """Compute the advantage of each answer, the same at all of its tokens.
 
-        A truncated answer that ``mask_truncated_completions`` excludes from the loss still counts in its group's mean.
+        A truncated answer that ``mask_truncated_completions`` excludes from the loss still counts in its group's mean,
+        without its KL divergence, as in TRL.
         """
         read, group = self._config.read, self.schedule.group
-        penalty = self._config.rewards.missing_eos_penalty or 0.0
-        scores = penalise_missing_end(rollout.scores, rollout.finished, penalty)
-        scores = torch.where(rollout.scored, scores, torch.nan)
-        total = scores
+        scores = penalise_missing_end(rollout.scores, rollout.finished, self._config.rewards.missing_eos_penalty or 0.0)
+        scores = total = torch.where(rollout.scored, scores, torch.nan)
+        included = rollout.scored & rollout.finished if read("mask_truncated_completions") else rollout.scored
+        estimated = dataclasses.replace(rollout, scored=included)
         if self._is_rloo:
-            kl = torch.where(rollout.mask, estimate_kl(rollout.logps, rollout.ref_logps), 0.0)
+            kl = torch.where(estimated.loss_mask, estimate_kl(rollout.logps, rollout.ref_logps), 0.0)
             total = scores - read("beta") * kl.sum(dim=1)
             advantages = compute_leave_one_out_advantages(total, group, normalize=read("normalize_advantages"))
         else:
@@ -129,10 +131,10 @@ class GroupMethod:
             scale = {True: "group", False: "none"}.get(read("scale_rewards"), read("scale_rewards"))
             advantages = compute_group_advantages(scores, group, scale=scale)
         # (B, 1) * (B, T)
-        estimated = dataclasses.replace(rollout, advantages=advantages[:, None] * rollout.mask)
-        if read("mask_truncated_completions"):
-            estimated = dataclasses.replace(estimated, scored=rollout.scored & rollout.finished)
-        return Estimate(estimated, scores.view(-1, group), total)
+        estimated = dataclasses.replace(estimated, advantages=advantages[:, None] * rollout.mask)
+        # A group without an answer in the loss has no signal, whatever its rewards.
+        rewards = torch.where(included.view(-1, group).any(dim=1, keepdim=True), scores.view(-1, group), torch.nan)
+        return Estimate(estimated, rewards, total)
 
     def describe(self, estimate: Estimate, policy: Sequence[Figures], critic: Sequence[Figures]) -> Figures:
         """Return the metrics of an iteration, those that TRL logs under its names."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -127,28 +127,21 @@ class ActorCritic:
         """Whether each process holds a shard of each model, so that forward passes are collective."""
         return is_sharded(self.policy)
 
-    def as_policy(self) -> AbstractContextManager[Any]:
-        """Return a context that yields the policy."""
-        return self._as("policy", self.policy)
-
-    def as_critic(self) -> AbstractContextManager[Any]:
-        """Return a context that yields the critic."""
-        return self._as("critic", self.critic)
-
-    def as_reference(self) -> AbstractContextManager[Any]:
-        """Return a context that yields the reference model: the initial policy."""
-        return self._as("reference", self.policy if self.is_shared else self.own_reference)
-
     @contextmanager
-    def _as(self, name: Role, model: Any) -> Iterator[Any]:
-        """Activate a role, and reshard after it, because FSDP2 leaves some weights gathered after a forward pass."""
-        trunk = self.policy if self.is_shared else model
+    def using(self, name: Role) -> Iterator[Any]:
+        """Activate a role, yield its model, and reshard after it: FSDP2 leaves weights gathered after a forward pass.
+
+        Args:
+            name: ``policy``, ``critic`` or ``reference``, the initial policy.
+        """
+        reference = self.policy if self.is_shared else self.own_reference
+        model = {"policy": self.policy, "critic": self.critic, "reference": reference}[name]
         with role(self.policy, name) if self.is_shared else nullcontext():
             try:
                 yield model
             finally:
                 # Inside the role: the gathered parameters are those of the adapter that is active now.
-                reshard(trunk)
+                reshard(self.policy if self.is_shared else model)
 
     def policy_parameters(self) -> Mapping[str, nn.Parameter]:
         """Return the parameters of the policy's optimizer by name; of a sharded policy, its shards."""
@@ -161,9 +154,8 @@ class ActorCritic:
         }
 
     def critic_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Return the parameters of the critic's optimizer by name, like ``policy_parameters``; empty without one."""
-        if self.critic is None:
-            return {}
+        """Return the parameters of the critic's optimizer by name, like ``policy_parameters``."""
+        assert self.critic is not None
         reshard(self.critic)
         parameters = dict(self.critic.named_parameters())
         if self.is_shared:
@@ -296,12 +288,10 @@ def _load_critic(config: RecipeConfig, implementation: str, args: TrainingArgume
     critic = load_reward_model(source, implementation, seed=args.seed)
     architectures = load_model_config(source)[0].architectures or []
     head: Any = critic.score
-    if any(name.endswith("ForSequenceClassification") for name in architectures):
-        scale = read_reward_statistics(critic)
-        if scale is not None:
-            critic.score = _rescale(head, scale)
-    else:
+    if not any(name.endswith("ForSequenceClassification") for name in architectures):
         nn.init.zeros_(head.weight)
+    elif (scale := read_reward_statistics(critic)) is not None:
+        critic.score = _rescale(head, scale)
     add_score_head(critic)
     return critic
 

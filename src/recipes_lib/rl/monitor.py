@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Final
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.errors import DivergedError
-from recipes_lib.rl.advantages import compute_explained_variance, estimate_kl
+from recipes_lib.rl.advantages import estimate_kl
 from recipes_lib.rl.policy_loss import PolicyObjective, compute_importance_weights
 from recipes_lib.rl.rollout import Rollout
 from recipes_lib.training.evaluation.samples import Sample
@@ -44,9 +45,8 @@ def describe_rollout(
     prompt_lengths = [len(prompt.input_ids) for prompt in rollout.prompts]
     # The share of padding if all answers were one batch.
     longest = max(p + int(n) for p, n in zip(prompt_lengths, rollout.lengths, strict=True))
-    return {
+    figures = {
         **average_rewards("objective/score", rollout, reward_names),
-        **_describe_scores(rollout, total),
         "objective/kl_seq": float(kl.sum(dim=1).mean()),
         "objective/kl_token": float(kl.sum()) / num_tokens,
         "objective/finish_rate": float(rollout.finished.float().mean()),
@@ -57,6 +57,14 @@ def describe_rollout(
         "rollout/is_weight_max": float(weights.max()),
         "rollout/pad_fraction": 1 - (num_tokens + sum(prompt_lengths)) / (longest * len(rollout)),
     }
+    if (scored := rollout.scored).any():
+        scores = rollout.scores[scored]
+        figures |= {
+            "objective/score_std": float(scores.std(unbiased=False)),
+            "objective/reward_total": float(total[scored].mean()),
+            "objective/score_length_correlation": correlate(scores, lengths[scored]),
+        }
+    return figures
 
 
 def average_rewards(name: str, rollout: Rollout, reward_names: Collection[str]) -> Figures:
@@ -69,29 +77,18 @@ def average_rewards(name: str, rollout: Rollout, reward_names: Collection[str]) 
     return ({name: float(scores.mean())} if len(scores) else {}) | (parts if len(means) > 1 else {})
 
 
-def _describe_scores(rollout: Rollout, total: Tensor) -> Figures:
-    """Return further statistics of scored answers; empty without any."""
-    scored = rollout.scored
-    if not scored.any():
-        return {}
-    scores, lengths = rollout.scores[scored], rollout.lengths[scored].float()
-    return {
-        "objective/score_std": float(scores.std(unbiased=False)),
-        "objective/reward_total": float(total[scored].mean()),
-        "objective/score_length_correlation": correlate(scores, lengths),
-    }
-
-
 def describe_values(rollout: Rollout) -> Figures:
     """Return the explained variance of the critic's values in an iteration; empty if no answer is scored."""
     assert rollout.returns is not None
-    mask = rollout.loss_mask
-    if not mask.any():
+    values, returns = rollout.values[rollout.loss_mask], rollout.returns[rollout.loss_mask]
+    if not len(values):
         return {}
+    variance, errors = returns.var(unbiased=False), returns - values
     return {
-        "value/explained_var": compute_explained_variance(rollout.values, rollout.returns, mask),
-        "value/mean": float(rollout.values[mask].mean()),
-        "value/return_mean": float(rollout.returns[mask].mean()),
+        # 1 is perfect, 0 equals a constant prediction, negative is worse.
+        "value/explained_var": float(1 - errors.var(unbiased=False) / variance) if variance else 0.0,
+        "value/mean": float(values.mean()),
+        "value/return_mean": float(returns.mean()),
     }
 
 
@@ -114,13 +111,8 @@ def verify_first_minibatch(kl: float, dtype: torch.dtype) -> None:
     Raises:
         DivergedError: The policy's log-probabilities changed since they were computed for the rollout.
     """
-    # k3 of a small log-ratio d is d^2 / 2. A negated comparison, so that NaN fails.
-    shift = (2 * max(kl, 0.0)) ** 0.5
-    if not shift <= TOLERANCE[dtype]:
-        raise DivergedError(
-            f"before the first update of this iteration the policy's log-probabilities differ by {shift:.2g} nats per "
-            f"token from those of the rollout; rounding explains {TOLERANCE[dtype]:g}"
-        )
+    # k3 of a small log-ratio d is d^2 / 2.
+    _verify_shift((2 * max(kl, 0.0)) ** 0.5, dtype, "of this iteration the log-probabilities of policy and rollout")
 
 
 def verify_first_rollout(rollout: Rollout, dtype: torch.dtype) -> str:
@@ -130,12 +122,15 @@ def verify_first_rollout(rollout: Rollout, dtype: torch.dtype) -> str:
         DivergedError: They differ by more than rounding.
     """
     shift = float((rollout.logps - rollout.ref_logps)[rollout.mask].abs().mean())
-    if not shift <= TOLERANCE[dtype]:
-        raise DivergedError(
-            f"before the first update policy and reference differ by {shift:.2g} nats per token; rounding explains "
-            f"{TOLERANCE[dtype]:g}"
-        )
+    _verify_shift(shift, dtype, "policy and reference")
     return f"step 0: policy and reference differ by {shift:.1e} nats per token"
+
+
+def _verify_shift(shift: float, dtype: torch.dtype, what: str) -> None:
+    found = f"{what} differ by {shift:.2g} nats per token; rounding explains {TOLERANCE[dtype]:g}"
+    # A negated comparison, so that NaN fails.
+    if not shift <= TOLERANCE[dtype]:
+        raise DivergedError(f"before the first update {found}")
 
 
 COLLAPSED_ENTROPY: Final = 0.1
@@ -160,19 +155,16 @@ class AnswerWatch:
         self._say = say
         self.state: dict[str, Any] = {"first": {}, "told": []}
 
-    def check(self, figures: Mapping[str, float | None], step: int) -> None:
+    def check(self, figures: Mapping[str, Any], step: int) -> None:
         """Check the figures of a logged iteration, after ``step`` optimizer steps."""
-        entropy, length, first = figures.get("policy/entropy"), figures.get("objective/length"), self.state["first"]
-        for name, value in (("entropy", entropy), ("length", length)):
-            if value is not None:
-                first.setdefault(name, value)
-        if entropy is not None and entropy < COLLAPSED_ENTROPY * first["entropy"]:
+        length, entropy, first = figures["objective/length"], figures.get("policy/entropy"), self.state["first"]
+        first.setdefault("length", length)
+        if entropy is not None and entropy < COLLAPSED_ENTROPY * first.setdefault("entropy", entropy):
             found = f"the entropy fell from {first['entropy']:.3g} to {entropy:.3g} nats per token"
             remedy = "a lower learning_rate, a higher KL coefficient or epsilon_high keeps answers diverse"
             self._warn_once("entropy", step, found, remedy)
-        correlation = figures.get("objective/score_length_correlation")
-        is_rewarded = correlation is not None and correlation > REWARDED_LENGTH
-        if is_rewarded and length is not None and length > LONGER * first["length"]:
+        correlation = figures.get("objective/score_length_correlation", 0.0)
+        if correlation > REWARDED_LENGTH and length > LONGER * first["length"]:
             found = f"answers grew from {first['length']:.3g} to {length:.3g} tokens, and longer ones earn more"
             remedy = f"their correlation is {correlation:.2f}; look at the best samples, or punish length"
             self._warn_once("length", step, found, remedy)
@@ -206,24 +198,21 @@ def measure_unique_grams(rollout: Rollout) -> float:
     return float((counts == 1).sum()) / len(keys) if len(keys) else 1.0
 
 
-def read_samples(
-    answers: Rollout, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[Sample, float | None]]:
-    """Yield each answer as a record of ``samples.jsonl``, with its score; ``None`` without a score."""
-    for row, (prompt, text) in enumerate(zip(answers.prompts, texts, strict=True)):
-        sample = Sample(
-            prompt=str(tokenizer.decode(prompt.input_ids)),
-            completion=text,
-            reference=None,
-            stopped=bool(answers.finished[row]),
-            num_tokens=int(answers.lengths[row]),
-        )
-        yield sample, float(answers.scores[row]) if answers.scored[row] else None
+def describe_samples(
+    answers: Rollout, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, reward_names: Collection[str]
+) -> tuple[list[dict[str, Any]], Figures]:
+    """Return each answer as a record of ``samples.jsonl``, and the metrics of all.
 
-
-def describe_samples(answers: Rollout, reward_names: Collection[str]) -> Figures:
-    """Return the rewards as ``average_rewards`` does, ``eval_stop_rate`` and the mean length."""
-    return {
+    A record has the score of its answer as ``reward``, ``None`` without one. The metrics are the rewards as in
+    ``average_rewards``, ``eval_stop_rate`` and the mean length.
+    """
+    columns = (answers.finished, answers.lengths, answers.scores, answers.scored)
+    rows = zip(answers.prompts, texts, *(column.tolist() for column in columns), strict=True)
+    records = []
+    for prompt, text, stopped, length, score, is_scored in rows:
+        sample = Sample(str(tokenizer.decode(prompt.input_ids)), text, None, stopped=stopped, num_tokens=length)
+        records.append({**asdict(sample), "reward": score if is_scored else None})
+    return records, {
         **average_rewards("eval_reward", answers, reward_names),
         "eval_stop_rate": float(answers.finished.float().mean()),
         "eval_mean_sample_tokens": float(answers.lengths.float().mean()),

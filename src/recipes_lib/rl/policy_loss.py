@@ -13,8 +13,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-MAX_IMPORTANCE_WEIGHT: Final = 2.0
-"""Default upper bound of a token's importance weight: its probability by the policy over that by the engine."""
 MAX_LOG_RATIO: Final = 20.0
 """Bound of exponentiated log-ratios: ``exp`` would overflow, and beyond it the loss is clipped anyway."""
 MIN_VESPO_LOG_RATIO: Final = -18.420680743952367
@@ -68,7 +66,7 @@ class PolicyObjective:
     vespo_lambda_neg: float = 2.0
     vllm_importance_sampling_correction: bool = True
     vllm_importance_sampling_mode: str = "token_truncate"
-    vllm_importance_sampling_clip_max: float | None = MAX_IMPORTANCE_WEIGHT
+    vllm_importance_sampling_clip_max: float | None = 2.0
     vllm_importance_sampling_clip_min: float | None = None
 
     @property
@@ -173,13 +171,15 @@ def compute_policy_loss(
         # Of whole answers, (B, 1). Tokens are clamped one by one, so their sum can still overflow exp.
         total, is_mean = log_ratio.sum(dim=1, keepdim=True), objective.importance_sampling_level == "sequence"
         used = (total / lengths if is_mean else total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp()
-    losses, is_clipped = _compute_surrogate(logps, used, log_ratio, advantages, mask, objective, weights)
+    is_vespo = objective.loss_type == "vespo"
+    factor = _compute_vespo_weight(log_ratio.detach(), advantages, mask, objective, weights) if is_vespo else used
+    losses, is_clipped = _compute_surrogate(logps, factor, advantages, objective)
     if (threshold := objective.off_policy_mask_threshold) is not None:
         # Mean decrease of the answer's log-probability since sampling, (B, 1) in nats per token.
         drift = torch.where(mask, sampled - logps.detach(), 0.0).sum(dim=1, keepdim=True) / lengths
         losses = losses * ((advantages >= 0) | (drift <= threshold))
     # VESPO's weight includes the importance weights.
-    if objective.loss_type != "vespo":
+    if not is_vespo:
         losses = losses * weights
     if objective.beta:
         assert ref_logps is not None, "a KL penalty needs a reference"
@@ -206,15 +206,11 @@ def compute_policy_loss(
 
 
 def _compute_surrogate(
-    logps: Tensor,
-    ratio: Tensor,
-    log_ratio: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    objective: PolicyObjective,
-    weights: Tensor,
+    logps: Tensor, ratio: Tensor, advantages: Tensor, objective: PolicyObjective
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of each token, broadcastable to ``(B, T)``, and a mask of the tokens where clipping is active.
+
+    ``ratio`` is that of tokens or answers, in ``vespo`` the weight of each answer.
 
     Source: ``cispo``: MiniMax 2025, "MiniMax-M1"; ``sapo``: Gao et al. 2025, "Soft Adaptive Policy Optimization";
     ``vespo``: TRL's ``get_gamma_weights``.
@@ -229,8 +225,7 @@ def _compute_surrogate(
         soft = torch.sigmoid(temperatures * (ratio - 1)) * 4 / temperatures
         return -soft * advantages, torch.zeros_like(positive)
     if objective.loss_type == "vespo":
-        weight = _compute_vespo_weight(log_ratio.detach(), advantages, mask, objective, weights)
-        return -weight * advantages * logps, torch.zeros_like(mask)
+        return -ratio * advantages * logps, torch.zeros_like(advantages > 0)
     # The maximum of two losses is PPO's pessimistic bound, for either sign of the advantage.
     free = -advantages * (ratio if objective.delta is None else ratio.clamp(max=objective.delta))
     clipped = -advantages * ratio.clamp(1 - objective.epsilon, 1 + objective.highest)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import importlib
 import importlib.util
 import inspect
@@ -19,10 +18,11 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from decimal import Decimal
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, Final
 
 from recipes_lib.config.values import read_constants
@@ -32,9 +32,7 @@ from recipes_lib.training.guards.watchdog import WATCHDOG
 _SECONDS_TO_IMPORT: Final = 300.0
 _SECONDS_BETWEEN_LOOKS: Final = 5.0
 _OF_TRL: Final = "trl.rewards"
-_NEED_MATH_VERIFY: Final = {
-    (_OF_TRL, name) for name in ("accuracy_reward", "get_cosine_scaled_reward", "reasoning_accuracy_reward")
-}
+_NEED_MATH_VERIFY: Final = ("accuracy_reward", "get_cosine_scaled_reward", "reasoning_accuracy_reward")
 _NUM_WORKERS: Final = min(8, os.cpu_count() or 1)
 MAX_LIMITS: Final = 10
 """Time limit of scoring answers one by one, as a multiple of the limit of a call."""
@@ -57,7 +55,7 @@ def find_function(path: str) -> Callable[..., Any]:
         sys.path.append(str(Path.cwd()))
     target, opened, arguments = path.partition("(")
     module_name, _, name = target.partition(":")
-    if (module_name, name) in _NEED_MATH_VERIFY and importlib.util.find_spec("math_verify") is None:
+    if module_name == _OF_TRL and name in _NEED_MATH_VERIFY and importlib.util.find_spec("math_verify") is None:
         raise ImportError("it needs math-verify: pip install 'recipes-lib[math]'")
     # `rewards.py:score` is the function of a file in the working directory.
     module = importlib.import_module(module_name.removesuffix(".py"))
@@ -70,7 +68,7 @@ def find_function(path: str) -> Callable[..., Any]:
         found = found(**read_constants(f"f({arguments}"))
     if not callable(found):
         raise TypeError(f"{name} is not a function")
-    return functools.partial(_ask_with_chats, found) if module_name == _OF_TRL else found
+    return partial(_ask_with_chats, found) if module_name == _OF_TRL else found
 
 
 def _ask_with_chats(function: Callable[..., Any], *, completions: Sequence[Any], **given: Any) -> Any:
@@ -115,23 +113,21 @@ class IsolatedFunction:
             seconds: Time limit of a call.
         """
         self._path, self._seconds = path, seconds
-        self._workers = [_Worker(path, seconds) for _ in range(_NUM_WORKERS)]
+        # Each thread has a process of its own; a call gets an idle thread before another is started.
+        self._threads, self._own = ThreadPoolExecutor(_NUM_WORKERS), threading.local()
 
-    def __call__(self, **given: Sequence[Any]) -> Sequence[Any]:
+    def __call__(self, **given: Sequence[Any]) -> Any:
         """Score answers; arguments are lists with one element per answer.
 
         Raises:
             RuntimeError: All of several answers failed.
         """
-        try:
+        with suppress(_LostError):
             # One call for all answers, because some functions compare them or batch a model.
-            scores: Sequence[Any] = self._workers[0].ask(given)
-        except _LostError:
-            pass
-        else:
-            return scores
+            return self._threads.submit(self._ask, given).result()
         rows = range(len(given["completions"]))
-        found = self._ask_for_each([{name: [column[row]] for name, column in given.items()} for row in rows])
+        alone = [{name: [column[row]] for name, column in given.items()} for row in rows]
+        found = list(self._threads.map(partial(self._ask_before, time.monotonic() + MAX_LIMITS * self._seconds), alone))
         lost = [error for error in found if isinstance(error, _LostError)]
         if len(lost) == len(found) > 1:
             raise RuntimeError(str(lost[0]))
@@ -140,27 +136,22 @@ class IsolatedFunction:
             sys.stderr.write(f"{escape_controls(warning)}\n")
         return [score for scores in found for score in ([None] if isinstance(scores, _LostError) else scores)]
 
-    def _ask_for_each(self, alone: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Return the function's result for each answer, or the error of its failure."""
-        idle: SimpleQueue[_Worker] = SimpleQueue()
-        for worker in self._workers:
-            idle.put(worker)
-        end = time.monotonic() + MAX_LIMITS * self._seconds
+    def _ask(self, given: Mapping[str, Any]) -> Any:
+        """Return the function's result, from the process of this thread."""
+        if not hasattr(self._own, "worker"):
+            self._own.worker = _Worker(self._path, self._seconds)
+        return self._own.worker.ask(given)
 
-        def ask(given: Mapping[str, Any]) -> Any:
-            worker = idle.get()
-            try:
-                if time.monotonic() > end:
-                    raise _LostError(f"others took {MAX_LIMITS} times the {self._seconds:g} s of a call")
-                return worker.ask(given)
-            except _LostError as error:
-                return error
-            finally:
-                WATCHDOG.beat()
-                idle.put(worker)
-
-        with ThreadPoolExecutor(len(self._workers)) as pool:
-            return list(pool.map(ask, alone))
+    def _ask_before(self, end: float, given: Mapping[str, Any]) -> Any:
+        """Return the function's result for an answer, or the error of its failure; the latter after ``end``."""
+        try:
+            if time.monotonic() > end:
+                raise _LostError(f"others took {MAX_LIMITS} times the {self._seconds:g} s of a call")
+            return self._ask(given)
+        except _LostError as error:
+            return error
+        finally:
+            WATCHDOG.beat()
 
 
 class _Worker:
@@ -169,7 +160,7 @@ class _Worker:
     def __init__(self, path: str, seconds: float) -> None:
         self._path, self._seconds = path, seconds
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._connection: Any = None
 
     def ask(self, given: Mapping[str, Any]) -> Any:
         """Return the function's result for some answers.
@@ -178,24 +169,18 @@ class _Worker:
             _LostError: The function raised or exceeded the time limit, or its process ended.
         """
         try:
-            connection = self._connection or self._start()
-            connection.send(given)
-            if not connection.poll(self._seconds):
-                raise _LostError(f"it took more than {self._seconds:g} s")
-            is_done, result = connection.recv()
+            if self._process is None:
+                self._start()
+            self._connection.send(given)
+            is_done, result = self._receive(self._seconds)
         except (EOFError, OSError) as error:
-            if self._connection is None:
-                raise _LostError(f"its process did not start: {error}") from error
-            raise _LostError(f"its process ended with {self._end()}") from error
-        except _LostError:
-            self._end()
-            raise
+            raise _LostError(self._end(error)) from error
         if not is_done:
             raise _LostError(result)
         return result
 
-    def _start(self) -> Connection:
-        ours, theirs = Pipe()
+    def _start(self) -> None:
+        self._connection, theirs = Pipe()
         command = [sys.executable, "-m", __name__, self._path, str(theirs.fileno())]
         # Without standard input, so that the function cannot block on the terminal.
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
@@ -203,22 +188,23 @@ class _Worker:
         theirs.close()
         # Kills the worker when this object is collected, and at interpreter exit.
         weakref.finalize(self, self._process.kill)
-        self._connection = ours
-        if not ours.poll(_SECONDS_TO_IMPORT):
-            raise _LostError(f"it was not imported within {_SECONDS_TO_IMPORT:g} s")
-        is_done, reason = ours.recv()
+        is_done, reason = self._receive(_SECONDS_TO_IMPORT)
         if not is_done:
-            raise _LostError(reason)
-        return ours
+            raise ChildProcessError(reason)
 
-    def _end(self) -> int:
-        """End the process and return its exit code; the next call starts another."""
-        assert self._process is not None
-        assert self._connection is not None
+    def _receive(self, seconds: float) -> Any:
+        if not self._connection.poll(seconds):
+            raise TimeoutError(f"it took more than {seconds:g} s")
+        return self._connection.recv()
+
+    def _end(self, error: Exception) -> str:
+        """End the process, and return the reason of its failure; the next call starts another."""
+        if self._process is None:
+            return f"its process did not start: {error}"
         self._process.kill()
         self._connection.close()
-        code, self._process, self._connection = self._process.wait(), None, None
-        return code
+        code, self._process = self._process.wait(), None
+        return str(error) if isinstance(error, TimeoutError | ChildProcessError) else f"its process ended with {code}"
 
 
 def main(path: str, descriptor: int) -> None:

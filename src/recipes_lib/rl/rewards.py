@@ -134,15 +134,14 @@ def load_reward_functions(paths: Sequence[str], seconds: float | None = None) ->
     for path in paths:
         name = path.partition(":")[2].partition("(")[0]
         try:
-            function = find_function(path)
-            functions[path if name in functions else name] = (
-                function if seconds is None else IsolatedFunction(path, seconds)
-            )
+            function: RewardFunction = find_function(path)
+            if seconds is not None:
+                function = IsolatedFunction(path, seconds)
+            functions[path if name in functions else name] = function
         except (Exception, SystemExit) as error:  # Importing runs the user's code, which may raise anything.
             found = f"{path} cannot be imported: {type(error).__name__}: {error}"
-            problems.append(
-                Problem("reward_funcs", found, "run from its folder, install it, or put its folder on PYTHONPATH")
-            )
+            remedy = "run from its folder, install it, or put its folder on PYTHONPATH"
+            problems.append(Problem("reward_funcs", found, remedy))
     if problems:
         raise ConfigError(*problems)
     return functions
@@ -189,9 +188,8 @@ def _call(
         scores = call(function, given)
     except (Exception, SystemExit) as error:  # The function is the user's, and may raise anything.
         found = f"{name} failed on {len(texts)} answers: {type(error).__name__}: {error}"
-        raise ConfigError(
-            Problem("reward_funcs", found, f"it gets keyword arguments, all lists: {', '.join(given)}")
-        ) from error
+        remedy = f"it gets keyword arguments, all lists: {', '.join(given)}"
+        raise ConfigError(Problem("reward_funcs", found, remedy)) from error
     if not isinstance(scores, Sequence) or len(scores) != len(texts):
         found = f"{name} returned {scores!r:.80} for {len(texts)} answers"
         raise ConfigError(Problem("reward_funcs", found, "return a list of one number for each"))
@@ -203,7 +201,6 @@ def _call(
     return [None if score is None else float(score) for score in scores]
 
 
-KEY: Final = "max_zero_std_rollouts"
 _REMEDY: Final = (
     "Look at the answers (samples.jsonl), the columns that the rewards read, and response_length; take prompts that "
     "are neither always nor never solved, a higher temperature, or a reward that grades"
@@ -254,8 +251,8 @@ class RewardGuard:
         is_solved = best is not None and len(known) > 0 and float(known.min()) >= best - ROUNDING * abs(best)
         if self._limit is not None and num >= self._limit and not is_solved:
             raise DivergedError(
-                f"step {step} was stopped before its update: the rewards of {num} rollouts in a row "
-                f"had no signal; in this one {found}. {_REMEDY}. To continue regardless, raise {KEY} or set it to null"
+                f"step {step} was stopped before its update: the rewards of {num} rollouts in a row had no signal; in "
+                f"this one {found}. {_REMEDY}. To continue regardless, raise max_zero_std_rollouts or set it to null"
             )
         # Powers of two have one bit set.
         if num.bit_count() == 1:
@@ -267,7 +264,7 @@ class RewardGuard:
 def _describe(rewards: Tensor, known: Tensor) -> str:
     """Return a clause that describes the equal rewards of a rollout."""
     if not len(known):
-        return f"none of the {rewards.numel():,} answers has a reward"
+        return f"none of the {rewards.numel():,} answers has a reward that counts in the loss"
     if bool(known.max() - known.min() <= ROUNDING * known.abs().max()):
         return f"all {len(known):,} answers have the same reward, {float(known[0]):.4g}"
     return f"all answers to a prompt have the same reward, for each of {len(rewards):,} prompts"

@@ -109,8 +109,6 @@ def share(rollout: Rollout, world_size: int) -> Rollout:
 
     Every process must call, with the same number of answers.
     """
-    if world_size == 1:
-        return rollout
     # Gathered rank by rank, then reordered to that of the prompts, which were assigned round-robin.
     starts = range(0, len(rollout) * world_size, len(rollout))
     return join(gather_objects(rollout)).take([start + row for row in range(len(rollout)) for start in starts])

@@ -10,7 +10,7 @@ import numpy as np
 
 from recipes_lib.config.schema import RecipeConfig, read_training
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.planning.schedule import compute_warmup_steps, plan_groups
+from recipes_lib.planning.schedule import compute_steps, compute_warmup_steps, plan_groups
 
 
 class Stream(enum.IntEnum):
@@ -87,26 +87,24 @@ def compute_schedule(num_prompts: int, config: RecipeConfig, world_size: int) ->
         ConfigError: The critic warm-up covers the whole run, so that the policy would never train.
     """
     ppo, training = config.ppo, config.training
-    batch_size = read_training(training, "per_device_train_batch_size")
-    answers_per_step = batch_size * read_training(training, "gradient_accumulation_steps") * world_size
+    answers_per_step = compute_steps(None, training, world_size).rows_per_step
     answers_per_iteration = answers_per_step * ppo.num_mini_batches
-    steps_per_iteration, warmup = ppo.num_mini_batches * ppo.num_ppo_epochs, read_training(training, "warmup_steps")
-    max_steps = read_training(training, "max_steps")
-    if max_steps > 0:
-        num_iterations = math.ceil(max_steps / steps_per_iteration)
-    else:
-        num_iterations = math.ceil(read_training(training, "num_train_epochs") * num_prompts / answers_per_iteration)
+    steps_per_iteration, max_steps = ppo.num_mini_batches * ppo.num_ppo_epochs, read_training(training, "max_steps")
+    num_answers = read_training(training, "num_train_epochs") * num_prompts
+    length = max_steps / steps_per_iteration if max_steps > 0 else num_answers / answers_per_iteration
+    num_iterations = math.ceil(length)
     if num_iterations <= (warm := config.critic.critic_warmup_iterations) > 0:
         found = f"the critic warm-up has {warm} iterations, and the run has {num_iterations}"
         remedy = "lower it, or raise max_steps or num_train_epochs"
         raise ConfigError(Problem("critic_warmup_iterations", found, remedy))
+    num_steps = num_iterations * steps_per_iteration
     return RolloutSchedule(
         num_iterations=num_iterations,
         answers_per_step=answers_per_step,
         answers_per_iteration=answers_per_iteration,
         update_epochs=ppo.num_ppo_epochs,
-        num_steps=num_iterations * steps_per_iteration,
-        num_warmup_steps=compute_warmup_steps(warmup, num_iterations * steps_per_iteration),
+        num_steps=num_steps,
+        num_warmup_steps=compute_warmup_steps(read_training(training, "warmup_steps"), num_steps),
         num_epochs=num_iterations * answers_per_iteration / num_prompts,
     )
 

@@ -41,7 +41,8 @@ class PPOState:
         num_target_tokens: Tokens of scored answers, which contribute to the loss.
         seconds: Training time.
         rewards: ``RewardGuard.state``.
-        evaluated_step: Step of the last finished evaluation; -1 before the first.
+        evaluated_step: Step of the last finished evaluation, ``step`` if it was after this iteration; -1 before the
+            first.
         watch: ``AnswerWatch.state``.
     """
 
@@ -55,11 +56,6 @@ class PPOState:
     rewards: dict[str, Any] = field(default_factory=dict)
     evaluated_step: int = -1
     watch: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_evaluated(self) -> bool:
-        """Whether the evaluation of this state is finished."""
-        return self.evaluated_step == self.step
 
 
 def stage_state(

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,19 +19,11 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import PromptData, PromptRow
 from recipes_lib.errors import PreemptedError
 from recipes_lib.rl.advantages import adapt_kl_coef, find_flat_groups
-from recipes_lib.rl.collect import OFF_POLICY_SHARE, Collector
+from recipes_lib.rl.collect import Collector
 from recipes_lib.rl.engines.engine import EngineGuard
 from recipes_lib.rl.methods import Method, build_method
 from recipes_lib.rl.models import ActorCritic
-from recipes_lib.rl.monitor import (
-    AnswerWatch,
-    Figures,
-    average_steps,
-    describe_rollout,
-    describe_samples,
-    read_samples,
-    verify_first_rollout,
-)
+from recipes_lib.rl.monitor import AnswerWatch, Figures, describe_rollout, describe_samples, verify_first_rollout
 from recipes_lib.rl.rewards import RewardGuard, Rewards
 from recipes_lib.rl.rollout import Rollout, join, share
 from recipes_lib.rl.rollout_schedule import choose_prompts
@@ -40,8 +31,8 @@ from recipes_lib.rl.state import PPOState, load_state, stage_state
 from recipes_lib.rl.update import Learner, UpdateGuard, Updater
 from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, count_bytes
-from recipes_lib.training.evaluation.samples import SAMPLES_FILE, Sample
-from recipes_lib.training.guards.preemption import StopPendingError, close_preempted, stop_if_agreed
+from recipes_lib.training.evaluation.samples import SAMPLES_FILE
+from recipes_lib.training.guards.preemption import StopPendingError, agreeing_on_stop, close_preempted, stop_if_agreed
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.callbacks import Trackers
 from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter, read_peak_memory
@@ -56,6 +47,8 @@ class RunLog:
 
     Attributes:
         progress: Progress display of the terminal.
+        samples: Writer of ``samples.jsonl``.
+        trackers: Trackers of the run.
     """
 
     def __init__(
@@ -72,8 +65,8 @@ class RunLog:
         output_dir, is_main = Path(str(args.output_dir)), args.process_index == 0
         self.progress: TrainingProgress = build_progress(is_main=is_main)
         self._metrics = MetricsWriter(output_dir / METRICS_FILE, is_main=is_main)
-        self._samples = MetricsWriter(output_dir / SAMPLES_FILE, is_main=is_main)
-        self._trackers = Trackers(args, model, tokenizer)
+        self.samples = MetricsWriter(output_dir / SAMPLES_FILE, is_main=is_main)
+        self.trackers = Trackers(args, model, tokenizer)
         self._num_answers = num_answers
 
     def begin(self, state: PPOState, num_steps: int) -> None:
@@ -81,11 +74,10 @@ class RunLog:
 
         Samples of an interrupted evaluation are dropped too, because it runs again.
         """
-        is_evaluated = state.is_evaluated
-        self._metrics.rewind(state.step, is_evaluated=is_evaluated)
-        self._samples.rewind(state.step, is_evaluated=is_evaluated)
+        for writer in (self._metrics, self.samples):
+            writer.rewind(state.step, is_evaluated=state.evaluated_step == state.step)
         self.progress.start(num_steps, state.step)
-        self._trackers.begin(num_steps, state.step)
+        self.trackers.begin(num_steps, state.step)
 
     def write(self, kind: str, state: PPOState, figures: Mapping[str, Any]) -> None:
         """Write metrics of ``kind`` ``train`` or ``eval`` for a state."""
@@ -94,15 +86,7 @@ class RunLog:
         event = {"kind": kind, "step": state.step, **counts}
         self._metrics.write(event)
         self.progress.show(event)
-        self._trackers.log(state.step, counts)
-
-    def write_sample(self, step: int, sample: Sample, reward: float | None) -> None:
-        """Write a sample answer after ``step`` optimizer steps, with its score if there is one."""
-        self._samples.write({"step": step, **asdict(sample), "reward": reward})
-
-    def end(self) -> None:
-        """Close the trackers of a finished run."""
-        self._trackers.end()
+        self.trackers.log(state.step, counts)
 
 
 class PolicyTrainer:
@@ -144,21 +128,22 @@ class PolicyTrainer:
         self._dtype = get_compute_dtype(args)
         self.method: Method = build_method(config, len(prompts.train), self._world_size)
         self.schedule = self.method.schedule
+        # Positions in the training set of the prompts of a range of answers.
+        self._choose = functools.partial(choose_prompts, len(prompts.train), seed=args.seed, group=self.schedule.group)
         self.state = PPOState(kl_coef=config.ppo.kl_coef)
         self._log = RunLog(args, models.policy, tokenizer, num_answers=len(prompts.train) * self.schedule.group)
+        progress, say = self._log.progress, self._log.progress.say
         self._saved_step = 0
         self._output_dir = Path(str(args.output_dir))
-        self._saver = CheckpointSaver(args, self._log.progress.say, engine="FSDP" if models.is_sharded else "")
-        self._guard = UpdateGuard(self._output_dir, self._find_prompt)
-        self._watch = AnswerWatch(self._log.progress.say)
-        self._reward_guard = RewardGuard(config.rewards.max_zero_std_rollouts, self._log.progress.say)
+        self._saver = CheckpointSaver(args, say, engine="FSDP" if models.is_sharded else "")
+        self._guard = UpdateGuard(self._output_dir, lambda number: self._choose(number, 1)[0])
+        self._watch = AnswerWatch(say)
+        self._reward_guard = RewardGuard(config.rewards.max_zero_std_rollouts, say)
         self._learners = self._build_learners()
-        self._collector = Collector(config, args, models, rewards, tokenizer, self._log.progress, prompts.max_length)
-        self._engine_guard = EngineGuard(
-            self._collector.generator, self.method.objective, self._dtype, self._log.progress.say
-        )
+        self._collector = Collector(config, args, models, rewards, tokenizer, progress, prompts.max_length)
+        self._engine_guard = EngineGuard(self._collector.generator, self.method.objective, self._dtype, say)
         self._sample_prompts = list(prompts.eval or prompts.train)[: config.evaluation.num_sample_prompts]
-        precision, progress = self._collector.precision, self._log.progress
+        precision = self._collector.precision
         self._updater = Updater(models, self._learners, self.method, config, args, precision, self._guard, progress)
 
     def _build_learners(self) -> dict[str, Learner]:
@@ -199,7 +184,7 @@ class PolicyTrainer:
                 self._collector.close()
                 self._saver.settle()
                 self._log.progress.stop()
-        self._log.end()
+        self._log.trackers.end()
 
     def _begin(self, resume_from: Path | None) -> None:
         """Resume from a checkpoint, and run its evaluation if that was interrupted; or start the run."""
@@ -213,7 +198,7 @@ class PolicyTrainer:
         if last >= 0:
             is_due = self.schedule.is_strategy_due(args.eval_strategy, args.eval_steps or 1, last)
         self._log.begin(self.state, self.schedule.num_steps)
-        if is_due and not self.state.is_evaluated:
+        if is_due and self.state.evaluated_step != self.state.step:
             self._evaluate()
 
     def _run_iteration(self, iteration: int) -> None:
@@ -243,7 +228,7 @@ class PolicyTrainer:
         rollout, sampling, num_answers, num_tokens = self._collect()
         if iteration == 0 and self._models.has_reference:
             self._log.progress.say(verify_first_rollout(rollout, self._dtype))
-        self._engine_guard.check(rollout, step=state.step + 1, is_stale=bool(sampling.get(OFF_POLICY_SHARE)))
+        self._engine_guard.check(rollout, step=state.step + 1)
         kl_coef = state.kl_coef
         estimate = self.method.estimate(rollout, kl_coef)
         # Before the updates: a rollout without signal must not change the weights.
@@ -277,14 +262,14 @@ class PolicyTrainer:
             seconds=state.seconds + ended - began,
             rewards=dict(self._reward_guard.state),
         )
-        policy = average_steps("policy", policy_steps)
+        updates = self.method.describe(estimate, policy_steps, critic_steps)
         return {
-            "loss": policy.get("policy/loss"),
-            "learning_rate": policy.get("policy/lr"),
-            "grad_norm": policy.get("policy/grad_norm"),
+            "loss": updates.get("policy/loss"),
+            "learning_rate": updates.get("policy/lr"),
+            "grad_norm": updates.get("policy/grad_norm"),
             **figures,
             **({} if self._models.critic is None else {"objective/kl_coef": kl_coef}),
-            **self.method.describe(estimate, policy_steps, critic_steps),
+            **updates,
             **sampling,
             "time/update_policy": updated - updating,
             "time/update_critic": ended - updated,
@@ -305,7 +290,7 @@ class PolicyTrainer:
         seconds: Figures = {}
         while len(batches) < limit and (missing := count - group * is_flat.count(False)) > 0:
             first = self.state.num_answers + sum(map(len, batches))
-            batch, durations = self._sample(first, missing, is_loaded=bool(batches))
+            batch, durations = self._sample(first, missing)
             batches.append(batch)
             seconds = {name: value + seconds.get(name, 0.0) for name, value in durations.items()}
             if limit > 1:
@@ -322,18 +307,14 @@ class PolicyTrainer:
             rollout = rollout.take([number * group + place for number in chosen for place in range(group)])
         return rollout, figures, num_answers, num_tokens
 
-    def _sample(self, first: int, count: int, *, is_loaded: bool) -> tuple[Rollout, dict[str, float]]:
+    def _sample(self, first: int, count: int) -> tuple[Rollout, dict[str, float]]:
         """Return the answers of all processes to the next prompts, which do not depend on the sampling process."""
         prompts, numbers = self._choose_prompts(first, count)
         is_last = self.state.iteration + 1 == self.schedule.num_iterations
-        following = None if is_last or self._collector.ahead is None else self._choose_prompts(first + count, count)
-        collected = None
-        with suppress(StopPendingError):
-            collected = self._collector.collect(prompts, numbers, is_loaded=is_loaded, following=following)
-        # Collective. A rank that left by a stop request arrives at once, the others when they have their answers.
-        stop_if_agreed()
-        assert collected is not None, "a rank leaves only on a stop request, on which stop_if_agreed raises"
-        own, seconds = collected
+        following = None if is_last else self._choose_prompts(first + count, count)
+        # A rank that leaves by a stop request waits at the end for the others, until they have their answers.
+        with agreeing_on_stop():
+            own, seconds = self._collector.collect(prompts, numbers, following=following)
         rollout = share(own, self._world_size).take(range(count))
         # Here, because dynamic sampling may drop non-finite answers later.
         self._guard.check_rollout(rollout, step=self.state.step + 1)
@@ -341,45 +322,36 @@ class PolicyTrainer:
 
     def _choose_prompts(self, first: int, count: int) -> tuple[list[PromptRow], list[int]]:
         """Return prompts and numbers of this process's share of the ``count`` answers from number ``first``."""
-        chosen = choose_prompts(len(self._prompts.train), first, count, self._args.seed, self.schedule.group)
+        chosen = self._choose(first, count)
         # All ranks need equally many answers: if they are not divisible, some ranks repeat the last one.
         rounds = math.ceil(count / self._world_size)
         own = [min(row, count - 1) for row in range(self._rank, rounds * self._world_size, self._world_size)]
         return [self._prompts.train[chosen[row]] for row in own], [first + row for row in own]
 
-    def _find_prompt(self, number: int) -> int:
-        """Return the position of an answer's prompt in the training set."""
-        return choose_prompts(len(self._prompts.train), number, 1, self._args.seed, self.schedule.group)[0]
-
     def _evaluate(self) -> None:
         """Answer the sample prompts; an evaluation that a stop request interrupts runs again on resume."""
         WATCHDOG.enter("an evaluation")
-        with suppress(StopPendingError):
-            self._answer_samples()
-            self.state.evaluated_step = self.state.step
-        if self._models.is_sharded:
-            # Collective: ranks that left by a stop request stop together with those that finished.
-            stop_if_agreed()
-
-    def _answer_samples(self) -> None:
-        prompts = self._sample_prompts
-        # Forward passes of a sharded policy are collective; otherwise the main process samples alone.
-        if prompts and (self._rank == 0 or self._models.is_sharded):
-            # The same random numbers in each evaluation, so that only the policy changes.
-            answers, texts = self._collector.answer(prompts, range(len(prompts)))
-            for sample, reward in read_samples(answers, texts, self._tokenizer):
-                self._log.write_sample(self.state.step, sample, reward)
-            self._log.write("eval", self.state, describe_samples(answers, self._rewards.names))
+        prompts, step = self._sample_prompts, self.state.step
+        # Collective only if sharded: ranks that left by a stop request stop together with those that finished.
+        with agreeing_on_stop() if self._models.is_sharded else suppress(StopPendingError):
+            # Forward passes of a sharded policy are collective; otherwise the main process samples alone.
+            if prompts and (self._rank == 0 or self._models.is_sharded):
+                # The same random numbers in each evaluation, so that only the policy changes.
+                answers, texts = self._collector.answer(prompts, range(len(prompts)))
+                samples, figures = describe_samples(answers, texts, self._tokenizer, self._rewards.names)
+                for sample in samples:
+                    self._log.samples.write({"step": step, **sample})
+                self._log.write("eval", self.state, figures)
+            self.state.evaluated_step = step
 
     def _save(self) -> None:
         self._saver.save(stage_state(self._saver, self.state, self._learners))
         self._saved_step = self.state.step
 
     def _dry_run(self) -> None:
-        learners = self._learners.values()
         self._saver.dry_run(
             lambda folder: stage_state(self._saver, self.state, self._learners, folder, compares=True),
-            lambda: count_bytes(*((learner.parameters, learner.optimizer.state_dict()) for learner in learners)),
+            lambda: count_bytes(*((each.parameters, each.optimizer.state_dict()) for each in self._learners.values())),
             num_steps=self.schedule.num_steps,
             num_epochs=self.schedule.num_epochs,
             model_bytes=count_bytes(self._learners["policy"].parameters),

@@ -16,6 +16,7 @@ from torch import Tensor, distributed, nn
 from transformers import Trainer, TrainingArguments, get_scheduler
 
 from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.models.adapters.roles import Role
 from recipes_lib.rl.methods import Method
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import Figures, verify_first_minibatch
@@ -94,9 +95,7 @@ class UpdateGuard:
             return
         inputs, name = StepInputs(*self._describe(parts), losses=losses), learner.name
         facts = {"learner": name, "loss": loss, "grad_norm": norm, "learning_rate": learner.learning_rate}
-        dump_and_raise(
-            learner.parameters, inputs, step=step, output_dir=self.output_dir, facts=facts, why="", learner=name
-        )
+        dump_and_raise(learner.parameters, inputs, step=step, output_dir=self.output_dir, facts=facts, learner=name)
 
     def _describe(self, parts: Sequence[Rollout]) -> tuple[list[dict[str, Tensor]], list[list[int]]]:
         """Return all tensors of each micro-batch, its input ids among them, and the positions of its prompts."""
@@ -128,7 +127,7 @@ class Learner:
 
     def __init__(
         self,
-        name: str,
+        name: Role,
         model: nn.Module,
         parameters: Mapping[str, nn.Parameter],
         *,
@@ -185,7 +184,7 @@ class Learner:
             check: Called with the ``norm`` before the update; raises to prevent it.
         """
         parameters = list(self.parameters.values())
-        if not self.layout.is_shared:
+        if get_world_size() > 1 and not self.layout.is_shared:
             _sum_gradients(parameters)
         total = compute_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
         norm = float(total)
@@ -247,9 +246,8 @@ class Updater:
         Raises:
             DivergedError: As ``UpdateGuard.check_step`` and ``verify_first_minibatch``.
         """
-        with self.models.as_policy() as policy:
-            compute = partial(self._compute_policy_loss, policy, rollout, with_entropy)
-            return self._update(self.learners["policy"], rollout, iteration, compute)
+        compute = partial(self._compute_policy_loss, rollout, with_entropy)
+        return self._update(self.learners["policy"], rollout, iteration, compute)
 
     def update_critic(self, rollout: Rollout, iteration: int) -> list[Figures]:
         """Update the critic, if there is one, and return the metrics of each step.
@@ -259,55 +257,64 @@ class Updater:
         """
         if "critic" not in self.learners:
             return []
-        with self.models.as_critic() as critic:
-            compute = partial(self._compute_value_loss, critic)
-            return self._update(self.learners["critic"], rollout, iteration, compute)
+        return self._update(self.learners["critic"], rollout, iteration, self._compute_value_loss)
 
     def _update(
         self,
         learner: Learner,
         rollout: Rollout,
         iteration: int,
-        compute: Callable[[Rollout, Rollout], tuple[Tensor, Terms]],
+        compute: Callable[[Any, Rollout, Rollout], tuple[Tensor, Terms]],
     ) -> list[Figures]:
-        """Make the steps of an iteration; ``compute`` returns loss and metrics of a part, given minibatch and part."""
+        """Make the steps of an iteration.
+
+        Args:
+            learner: Policy or critic.
+            rollout: Answers of the iteration.
+            iteration: Number of the iteration, from 0.
+            compute: Returns loss and metrics of a part, given the model, the minibatch and the part.
+        """
         steps: list[Figures] = []
         is_over = False
         self.models.set_training(training=True)
-        for step, rows in self._steps(len(rollout), iteration, f"updating the {learner.name}"):
-            batch = rollout.take(rows)
-            if is_over or not batch.num_targets:
-                # All ranks have the same rollout, so all of them skip the step; the schedule keeps its length.
-                learner.discard()
-                continue
-            parts = list(self._share(batch))
-            terms = [self._accumulate(learner, *compute(batch, part)) for part in parts]
-            figures = {**_reduce(terms, batch.num_targets), "lr": learner.learning_rate}
-            # Only the policy's metrics have it. The guard below reports a non-finite loss, with a dump of the batch.
-            kl = figures.get("approx_kl") if math.isfinite(figures["loss"]) else None
-            if kl is not None and not steps:
-                verify_first_minibatch(kl, get_compute_dtype(self.args))
-            target = self.method.target_kl
-            # The metric is reduced over all processes, so that all of them decide alike.
-            is_over = kl is not None and target is not None and kl > EARLY_STOP_FACTOR * target
-            if is_over:
-                learner.discard()
-            else:
-                losses = [each["loss"] for each in terms]
-                check = partial(self.guard.check_step, learner, parts, losses, step=step, loss=figures["loss"])
-                figures["grad_norm"] = learner.step(check)
-            steps.append(figures)
-            WATCHDOG.finish_step()
+        first, last = (self.method.schedule.count_steps(done) for done in (iteration, iteration + 1))
+        minibatches = self._minibatches(len(rollout), iteration)
+        drawn = self.progress.track(minibatches, f"updating the {learner.name}", last - first)
+        with self.models.using(learner.name) as model:
+            # The last iteration may end before its last minibatch.
+            for step, rows in zip(range(first + 1, last + 1), drawn, strict=False):
+                WATCHDOG.enter("a step")
+                batch = rollout.take(rows)
+                if is_over or not batch.num_targets:
+                    # All ranks have the same rollout, so all of them skip the step; the schedule keeps its length.
+                    learner.discard()
+                    continue
+                parts, terms = list(self._share(batch)), []
+                for part in parts:
+                    WATCHDOG.beat()
+                    loss, sums = compute(model, batch, part)
+                    learner.backward(loss)
+                    terms.append({"loss": loss.detach(), **sums})
+                figures = {**_reduce(terms, batch.num_targets), "lr": learner.learning_rate}
+                # Only the policy's metrics have it. The guard below reports a non-finite loss, with a dump.
+                kl = figures.get("approx_kl") if math.isfinite(figures["loss"]) else None
+                if kl is not None and not steps:
+                    verify_first_minibatch(kl, get_compute_dtype(self.args))
+                target = self.method.target_kl
+                # The metric is reduced over all processes, so that all of them decide alike.
+                is_over = kl is not None and target is not None and kl > EARLY_STOP_FACTOR * target
+                if is_over:
+                    learner.discard()
+                else:
+                    losses = [each["loss"] for each in terms]
+                    check = partial(self.guard.check_step, learner, parts, losses, step=step, loss=figures["loss"])
+                    figures["grad_norm"] = learner.step(check)
+                steps.append(figures)
+                WATCHDOG.finish_step()
         return steps
 
-    def _accumulate(self, learner: Learner, loss: Tensor, terms: Terms) -> Terms:
-        """Add the gradients of a micro-batch, and return its metrics, the loss among them."""
-        WATCHDOG.beat()
-        learner.backward(loss)
-        return {"loss": loss.detach(), **terms}
-
     def _compute_policy_loss(
-        self, policy: Any, rollout: Rollout, with_entropy: bool, batch: Rollout, part: Rollout
+        self, rollout: Rollout, with_entropy: bool, policy: Any, batch: Rollout, part: Rollout
     ) -> tuple[Tensor, Terms]:
         assert part.advantages is not None
         objective, sampling = self.method.objective, self.config.rewards
@@ -338,15 +345,6 @@ class Updater:
         targets = (send(tensor, self.args.device) for tensor in (part.values, part.returns, part.loss_mask))
         cliprange = self.config.ppo.cliprange_value
         return compute_value_loss(values, *targets, cliprange=cliprange, num_tokens=batch.num_targets)
-
-    def _steps(self, num_answers: int, iteration: int, what: str) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield the number of each optimizer step, from 1, and the rows of its minibatch, equal on every process."""
-        schedule = self.method.schedule
-        first, last = schedule.count_steps(iteration), schedule.count_steps(iteration + 1)
-        drawn = self.progress.track(self._minibatches(num_answers, iteration), what, last - first)
-        for step, rows in zip(range(first + 1, last + 1), drawn, strict=False):
-            WATCHDOG.enter("a step")
-            yield step, rows
 
     def _minibatches(self, num_answers: int, iteration: int) -> Iterator[Sequence[int]]:
         schedule = self.method.schedule
@@ -385,8 +383,6 @@ def _reduce(parts: Sequence[Terms], num_tokens: int) -> Figures:
 
 
 def _sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    if get_world_size() == 1:
-        return
     for parameter in parameters:
         if parameter.grad is None:
             # Every rank must enter each all-reduce, also if its micro-batches gave this parameter no gradient.

@@ -53,12 +53,16 @@ def python_tests(
     The program is the last fenced block of the answer, or the whole answer without a block. Tests are code (a string or
     a list of lines such as assertions), appended to the program. Both run in the sandbox, with one process per core.
     """
-    programs = [
-        "\n".join([read_program(_read_text(completion)), *lines]) if any(map(str.strip, lines)) else None
-        for completion, lines in zip(completions, map(_list_lines, tests), strict=True)
-    ]
+
+    def score(pair: tuple[Completion, str | Sequence[str] | None]) -> float | None:
+        completion, lines = pair[0], [pair[1]] if isinstance(pair[1], str) else pair[1] or []
+        if not any(map(str.strip, lines)):
+            return None
+        program = "\n".join([read_program(_read_text(completion)), *lines])
+        return float(run_program(program, seconds=SECONDS_TO_RUN).outcome == "passed")
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(_run, programs))
+        return list(pool.map(score, zip(completions, tests, strict=True)))
 
 
 def read_program(text: str) -> str:
@@ -67,19 +71,11 @@ def read_program(text: str) -> str:
     return blocks[-1] if blocks else text
 
 
-def _list_lines(tests: str | Sequence[str] | None) -> Sequence[str]:
-    return [tests] if isinstance(tests, str) else tests or []
-
-
 def _write(value: str | float | None) -> str:
     """Return a column's value as text, numbers without exponent, because ``1e+20`` would be read as 20."""
     if value is None or isinstance(value, str):
         return value or ""
     return f"{Decimal(str(value)):f}"
-
-
-def _run(program: str | None) -> float | None:
-    return None if program is None else float(run_program(program, seconds=SECONDS_TO_RUN).outcome == "passed")
 
 
 def _read_text(completion: Completion) -> str:

@@ -25,7 +25,7 @@ from recipes_lib.config.synthesis_keys import SynthesisConfig
 from recipes_lib.data.packed.training_data import load_training_data
 from recipes_lib.models.generation import GenerateBackend
 from recipes_lib.models.loading import load_tokenizer
-from recipes_lib.rl.engines import vllm_colocated
+from recipes_lib.rl.engines import vllm
 
 
 def write(body: dict[str, Any]) -> str:
@@ -249,7 +249,7 @@ def test_vllm_engine_loads_checkpoint(folder: Path, tiny_model_dir: Path, monkey
         started.append(SimpleNamespace(config=config, model=model, length=max_length))
         return Engine(sampling, batch_size=4, precision=lambda: __import__("contextlib").nullcontext())
 
-    monkeypatch.setattr(vllm_colocated, "start", start)
+    monkeypatch.setattr(vllm, "start", start)
     keys = {"model_name_or_path": tiny_model_dir, "use_cpu": True, "num_answers": 4, "temperature": 1.5}
     assert synthesize(folder, engine="vllm", **keys) == 0
     assert started[0].config.engine.vllm_gpu_memory_utilization == 0.9

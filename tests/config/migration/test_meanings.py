@@ -26,6 +26,8 @@ def test_meaning_names_existing_keys(meaning) -> None:
         ("dpo", {"max_length"}, ["`overlong: drop`"]),
         ("reward", {"max_length"}, []),
         ("sft", {"loss_on", "packing", "gradient_accumulation_steps"}, []),
+        ("ppo", {"num_mini_batches", "overlong"}, ["`gradient_accumulation_steps`"]),
+        ("rloo", {"num_mini_batches", "overlong"}, []),
     ],
 )
 def test_undecided_meanings_are_reported(recipe, present, expected) -> None:

@@ -16,7 +16,7 @@ from tests.rows import read_events
 from recipes_lib.config.schema import EngineConfig
 from recipes_lib.errors import ConfigError, DivergedError
 from recipes_lib.models.generation import GenerateBackend
-from recipes_lib.rl.engines import vllm_colocated
+from recipes_lib.rl.engines import vllm
 from recipes_lib.rl.engines.engine import ContinuousBatchingBackend, EngineGuard, build_generator
 from recipes_lib.rl.policy_loss import PolicyObjective
 
@@ -37,7 +37,7 @@ def test_engine_keys_select_engine(monkeypatch):
     for mode in ("colocate", "server"):
         with pytest.raises(ConfigError, match="vLLM is not installed"):
             build(use_vllm=True, vllm_mode=mode)
-    monkeypatch.setattr(vllm_colocated, "start", lambda config, args, sampling, max_length: max_length)
+    monkeypatch.setattr(vllm, "start", lambda config, args, sampling, max_length: max_length)
     assert build(use_vllm=True) == 32
 
 

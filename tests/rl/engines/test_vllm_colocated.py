@@ -12,6 +12,7 @@ from tests.models.test_generation import PROMPTS, build_sampling, draw, measure_
 from tests.rl import keys_task
 from tests.rl.test_rollout import build_policy
 from tests.rl.vllm_fake import FakeEngine, build_fake, colocated
+from tests.rows import read_events
 from transformers import LlamaForCausalLM
 
 from recipes_lib.errors import ConfigError
@@ -116,3 +117,15 @@ def test_grpo_run_resumes_from_checkpoint_after_engine_failure(flags, policy_dir
     assert [*gaps] == [4, 8, 12]
     assert all(abs(gap) < 1e-5 for gap in gaps.values())
     assert all(row["rollout/is_weight_max"] < 1.001 for row in rows if "rollout/is_weight_max" in row)
+
+
+def test_weights_are_sent_before_each_batch_of_dynamic_sampling(flags, policy_dir, tmp_path):
+    """In sleep mode, the engine discards the weights after each batch."""
+    engine = FakeEngine(LlamaForCausalLM.from_pretrained(policy_dir))
+    keys = {"reward_funcs": "[tests.rl.test_methods:score_half]", "missing_eos_penalty": "null", "max_steps": 4}
+    with colocated(engine):
+        keys_task.train(flags(vllm_enable_sleep_mode=True, max_num_gen_batches=5, **keys), "grpo")
+    (event,) = read_events(tmp_path / "out")
+    assert event["rollout/num_gen_batches"] > 1
+    assert engine.calls.count("reload") == engine.calls.count("wake kv_cache") == event["rollout/num_gen_batches"]
+    assert abs(event["rollout/engine_mismatch_kl"]) < 1e-5

@@ -18,7 +18,7 @@ from urllib3.util.retry import Retry
 
 from recipes_lib.config.schema import EngineConfig
 from recipes_lib.errors import ConfigError
-from recipes_lib.rl.engines.vllm_server import connect
+from recipes_lib.rl.engines.vllm import connect
 from recipes_lib.rl.update import Updater
 from recipes_lib.training.guards.preemption import StopPendingError
 
@@ -58,7 +58,7 @@ def test_samples_with_sent_weights_and_their_logps(stub, temperature):
 
 
 def test_answers_keep_order_of_prompts_over_several_requests(stub, monkeypatch):
-    monkeypatch.setattr("recipes_lib.rl.engines.vllm_server.REQUESTS", 3)
+    monkeypatch.setattr("recipes_lib.rl.engines.vllm.REQUESTS", 3)
     policy, engine = build_policy("llama"), connect_to(stub.url)
     engine.load(policy)
     prompts = [[*prompt, 20 + at] for at, prompt in enumerate(PROMPTS * 2)]

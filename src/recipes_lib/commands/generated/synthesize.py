@@ -196,7 +196,7 @@ def load_writer(config: SynthesisConfig) -> Answerer:
 def _start_vllm(config: SynthesisConfig, sampling: Sampling, length: int) -> Generator:
     """Start colocated vLLM, as reinforcement learning does, with the weights of the checkpoint."""
     from recipes_lib.config.loader import load_for_command
-    from recipes_lib.rl.engines.vllm_colocated import start
+    from recipes_lib.rl.engines.vllm import start
     from recipes_lib.training.layouts.launch_environment import read_launch
     from recipes_lib.training.trainers.arguments import build_training_arguments
 

@@ -25,11 +25,10 @@ from recipes_lib.rl.policy_loss import PolicyObjective
 from recipes_lib.rl.rollout import Rollout
 from recipes_lib.training.trainers.arguments import get_compute_dtype
 
-KEY: Final = "transformers_continuous_batching_config"
 _SECONDS_TO_WAIT: Final = 1.0
 
 
-class ContinuousBatchingBackend:
+class ContinuousBatchingBackend(Generator):
     """Continuous batching by transformers: the policy's own modules with a paged KV cache, all prompts at once.
 
     Random numbers are drawn in an order that depends on scheduling, so equal seeds need not give equal answers. The
@@ -40,9 +39,7 @@ class ContinuousBatchingBackend:
     """
 
     name = "continuous batching"
-    follows_seed = False
     uses_policy = True
-    batch_size: int | None = None
 
     def __init__(self, sampling: Sampling, *, dtype: torch.dtype, options: Mapping[str, Any] | None) -> None:
         """Validate the options.
@@ -63,7 +60,6 @@ class ContinuousBatchingBackend:
         # top_k's default of 50 would sample from another distribution than that of the training graph.
         self._generation.update(do_sample=True, temperature=sampling.temperature, top_k=0)  # type: ignore[no-untyped-call]
         self._model: Any = None
-        self._is_copy = False
 
     def load(self, policy: Any) -> None:
         """Use the policy itself, or update the copy in the compute dtype."""
@@ -72,10 +68,10 @@ class ContinuousBatchingBackend:
             self._model = own
             return
         # A copy, because the engine's thread does not inherit autocast, and the KV cache has the dtype of the weights.
-        if not self._is_copy:
+        if self._model is None:
             # As the memo of deepcopy, so that it never copies the weights in their own dtype.
             casts = {id(weight): nn.Parameter(weight.detach().to(self._dtype), False) for weight in own.parameters()}
-            self._model, self._is_copy = copy.deepcopy(own, casts), True
+            self._model = copy.deepcopy(own, casts)
         with torch.no_grad():
             for target, source in zip(self._model.parameters(), own.parameters(), strict=True):
                 target.copy_(source)
@@ -126,7 +122,7 @@ class ContinuousBatchingBackend:
             return ContinuousBatchingConfig(**self._options, return_logprobs=True, seed=seed)
         except TypeError as error:
             remedy = "write fields of transformers' ContinuousBatchingConfig, or delete the line"
-            raise ConfigError(Problem(KEY, str(error), remedy)) from error
+            raise ConfigError(Problem("transformers_continuous_batching_config", str(error), remedy)) from error
 
 
 MAX_GAP: Final = 1.0
@@ -149,14 +145,12 @@ def build_generator(
         ConfigError: As ``ContinuousBatchingBackend``, ``connect`` and ``start``.
     """
     engine = config.engine
-    # Imported here, because both modules import vLLM if it is installed.
-    if engine.use_vllm and engine.vllm_mode == "server":
-        from recipes_lib.rl.engines.vllm_server import connect
-
-        return connect(config, args, sampling)
     if engine.use_vllm:
-        from recipes_lib.rl.engines.vllm_colocated import start
+        # Imported here, because it imports vLLM if that is installed.
+        from recipes_lib.rl.engines.vllm import connect, start
 
+        if engine.vllm_mode == "server":
+            return connect(config, args, sampling)
         return start(config, args, sampling, max_length)
     if engine.use_transformers_continuous_batching:
         options = engine.transformers_continuous_batching_config
@@ -187,18 +181,17 @@ class EngineGuard:
         self._generator, self._objective, self._dtype, self._say = generator, objective, dtype, say
         self._has_reported = self._has_warned = False
 
-    def check(self, rollout: Rollout, *, step: int, is_stale: bool = False) -> None:
+    def check(self, rollout: Rollout, *, step: int) -> None:
         """Check all answers of an iteration; the result of the first iteration is logged.
 
         Args:
             rollout: Answers before the updates.
             step: Number of the next optimizer step, from 1.
-            is_stale: Whether asynchronous sampling used earlier weights; then only ``MAX_GAP`` is checked.
 
         Raises:
             DivergedError: The mean difference is above ``MAX_GAP``: the engine has other weights than the policy.
         """
-        name = self._generator.name
+        name, tolerance = self._generator.name, TOLERANCE[self._dtype]
         gap = float((rollout.logps - rollout.engine_logps)[rollout.mask].abs().mean())
         # A negated comparison, so that NaN fails.
         if not gap <= MAX_GAP:
@@ -208,14 +201,12 @@ class EngineGuard:
                 "temperature"
             )
         line = f"{name} and the policy differ by {gap:.1e} nats per token"
-        is_large = gap > TOLERANCE[self._dtype]
-        if is_large:
-            is_corrected = self._objective.vllm_importance_sampling_correction
-            treatment = f"{'' if is_corrected else 'not '}corrected by importance weights"
-            line += f", above the rounding tolerance of {TOLERANCE[self._dtype]:g}: {treatment}"
+        if is_large := gap > tolerance:
+            negation = "" if self._objective.vllm_importance_sampling_correction else "not "
+            line += f", above the rounding tolerance of {tolerance:g}: {negation}corrected by importance weights"
         if not self._has_reported:
             end = "; its answers depend on more than the seed, so a resumed run gives other weights"
             self._say(line if self._generator.follows_seed else line + end)
-        elif is_large and not self._has_warned and not is_stale:
+        elif is_large and not self._has_warned:
             self._say(f"warning: step {step}: {line}")
-        self._has_reported, self._has_warned = True, self._has_warned or (is_large and not is_stale)
+        self._has_reported, self._has_warned = True, self._has_warned or is_large

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -47,7 +49,8 @@ class StopPendingError(Exception):
 def raise_if_stop_pending() -> None:
     """Report progress to the watchdog, and raise on a stop request; for computations without collectives.
 
-    The handler must call ``stop_if_agreed`` next, as the other processes do when they have finished.
+    The handler must call ``stop_if_agreed`` next, as the other processes do when they have finished: see
+    ``agreeing_on_stop``.
 
     Raises:
         StopPendingError: A stop request is pending during training.
@@ -55,6 +58,18 @@ def raise_if_stop_pending() -> None:
     WATCHDOG.beat()
     if STOP.is_deferred and STOP.reason is not None:
         raise StopPendingError
+
+
+@contextmanager
+def agreeing_on_stop() -> Iterator[None]:
+    """Context that a process may leave by ``StopPendingError``, and at whose end all processes agree whether to stop.
+
+    Raises:
+        PreemptedError: Any process has a stop request.
+    """
+    with suppress(StopPendingError):
+        yield
+    stop_if_agreed()
 
 
 def close_preempted(request: PreemptedError, *, step: int, saved_step: int) -> PreemptedError:

@@ -113,7 +113,7 @@ def dump_and_raise(
     step: int,
     output_dir: Path,
     facts: Mapping[str, Any],
-    why: str,
+    why: str = "",
     learner: str = "",
     is_updated: bool = False,
 ) -> None:

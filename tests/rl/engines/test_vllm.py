@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.inference import unwrap_adapter
-from recipes_lib.rl.engines.link import check_vllm, engine_errors, iterate_policy
+from recipes_lib.rl.engines.vllm import check_vllm, engine_errors, iterate_policy
 
 
 @pytest.fixture
