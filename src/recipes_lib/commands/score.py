@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from recipes_lib.commands.sampling import Counts, RowFile
-from recipes_lib.config.loader import StoreOnce, load_for_command
+from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--min_loss", type=float, default=-math.inf, help="drop rows with a lower loss")
     parser.add_argument("--max_loss", type=float, default=math.inf, help="drop rows with a higher loss")
     text = "SFT configuration; further --key value flags override it"
-    parser.add_argument("--config", metavar="F", action=StoreOnce, help=text)
+    parser.add_argument("--config", metavar="F", help=text)
     options, overrides = parser.parse_known_args(argv)
     if not options.min_loss <= options.max_loss:  # Also true for NaN.
         found = f"no loss is between {options.min_loss} and {options.max_loss}"

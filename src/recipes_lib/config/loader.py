@@ -115,25 +115,11 @@ def _format_values(table: KeyTable, values: Mapping[str, object], provenance: Ma
     return "\n".join(lines).strip()
 
 
-class StoreOnce(argparse.Action):
-    """Store the value of a flag; argparse itself would keep the last of several.
-
-    Raises:
-        ConfigError: The flag is repeated.
-    """
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        """Store ``values``."""
-        if (before := getattr(namespace, self.dest)) is not None:
-            raise ConfigError(Problem(f"--{self.dest}", f"is repeated: {before}, {values}", "keep one of the two"))
-        setattr(namespace, self.dest, values)
-
-
 def add_recipe_flags(parser: argparse.ArgumentParser) -> None:
     """Add ``--recipe`` and ``--config`` to a command."""
     parser.add_argument("--recipe", "--stage", help="recipe (default: the first word of the file's name, or sft)")
     about = "the recipe; further --key value flags override it (`python recipes/RECIPE.py --help` lists the keys)"
-    parser.add_argument("--config", metavar="F", action=StoreOnce, help=about)
+    parser.add_argument("--config", metavar="F", help=about)
 
 
 def split_recipe(argv: Sequence[str], recipes: Sequence[str] = RECIPE_NAMES) -> tuple[str, list[str]]:
@@ -147,13 +133,13 @@ def split_recipe(argv: Sequence[str], recipes: Sequence[str] = RECIPE_NAMES) -> 
         recipes: Recipes that the command supports; ``check`` and ``plan`` also support ``corpus``.
 
     Raises:
-        ConfigError: ``--recipe`` is not one of ``recipes``, or ``--config`` is repeated.
+        ConfigError: ``--recipe`` is not one of ``recipes``.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--recipe", "--stage")
     options, rest = parser.parse_known_args(argv)
     # Added after the first pass, so that --config stays in `rest`.
-    parser.add_argument("--config", type=Path, action=StoreOnce)
+    parser.add_argument("--config", type=Path)
     config = parser.parse_known_args(rest)[0].config
     named = config.stem.split("_")[0] if config else ""
     recipe = options.recipe or (named if named in recipes else _guess_recipe(config) if "corpus" in recipes else "sft")

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from recipes_lib.cli import main
 from recipes_lib.commands.planning.flags import _build_plan_parser, _build_scale_parser
 
 CODE = """
@@ -27,12 +26,6 @@ sys.exit(code)
 def test_invalid_flag_does_not_import_torch(typed: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", CODE, *typed], capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
-
-
-@pytest.mark.parametrize("typed", [["plan"], ["check"], ["launch"], ["scale", "predict"], ["job", "--to", "slurm"]])
-def test_repeated_config_is_an_error(typed: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*typed, "--config", "a.yaml", "--config=b.yaml"]) == 2
-    assert "--config: is repeated: a.yaml, b.yaml" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

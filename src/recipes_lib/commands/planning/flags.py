@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from recipes_lib.commands.clean import plan as plan_corpus
-from recipes_lib.config.loader import StoreOnce, add_recipe_flags, split_recipe
+from recipes_lib.config.loader import add_recipe_flags, split_recipe
 from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.planning.failures import GPU_HOURS_BETWEEN_FAILURES
 from recipes_lib.training.layouts.launch_environment import add_pipeline_flags
@@ -119,7 +119,7 @@ def _build_scale_parser() -> argparse.ArgumentParser:
     text = "write small runs, and a pipeline that fits a law to them"
     sweep = commands.add_parser("sweep", help=text, allow_abbrev=False)
     text = "pretraining configuration: data, batch, schedule, vocabulary"
-    sweep.add_argument("--config", type=Path, required=True, action=StoreOnce, help=text)
+    sweep.add_argument("--config", type=Path, required=True, help=text)
     sweep.add_argument("--output", type=Path, required=True, help="folder of the configurations and the pipeline")
     text = "numbers of layers, which are also numbers of heads (default: 2 3 4 6)"
     sweep.add_argument("--depths", type=int, nargs="+", default=[2, 3, 4, 6], help=text)
@@ -143,7 +143,7 @@ def _build_scale_parser() -> argparse.ArgumentParser:
     )
     predict.add_argument("--tokens", type=count, help="training tokens, such as 1.4T")
     text = "pretraining configuration, instead of both"
-    predict.add_argument("--config", type=Path, action=StoreOnce, help=text)
+    predict.add_argument("--config", type=Path, help=text)
     predict.add_argument("--run", type=Path, help="output directory of a finished run, whose loss is compared")
     predict.add_argument("--output", type=Path, help="file of the prediction, as JSON")
     for command in (best, predict):
