@@ -208,6 +208,19 @@ def test_preserve_training_state_restores_rngs_and_mode_after_error() -> None:
         states.restore()
 
 
+def test_compiled_layers_are_eager_outside_of_training() -> None:
+    torch._dynamo.reset()
+    layer, counters = nn.Linear(2, 2), torch._dynamo.utils.counters["stats"]
+    layer.compile(backend="eager")
+    before = counters["unique_graphs"]
+    with preserve_training_state(layer):
+        for length in (3, 5, 7):
+            layer(torch.ones(length, 2))
+    assert counters["unique_graphs"] == before
+    layer(torch.ones(9, 2))
+    assert counters["unique_graphs"] == before + 1
+
+
 def test_random_states_can_be_restored_repeatedly() -> None:
     states = RandomStates.read()
     draws = []
