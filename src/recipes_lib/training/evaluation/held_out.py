@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from accelerate.utils import send_to_device
 from torch import Tensor, distributed, nn
 
 from recipes_lib.errors import DataError, Problem
@@ -170,9 +171,8 @@ class EvaluateLoss(_HeldOutEvaluation):
         return sums
 
     def _score(self, model: nn.Module, batch: Batch) -> Mapping[str, float]:
-        device = find_device(model)
-        inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-        scored = model(**{name: inputs[name] for name in inputs.keys() - {"num_tokens", "row_ids"}}, loss_head=True)
+        inputs = {name: batch[name] for name in batch.keys() - {"num_tokens", "row_ids"}}
+        scored = model(**send_to_device(inputs, find_device(model)), loss_head=True)
         num_bytes = 0
         if self.byte_lengths is not None:
             labels: Tensor = batch["labels"].cpu()
