@@ -28,7 +28,7 @@ def test_job_exception_is_raised_once(method):
 def test_job_uses_the_gpu_of_its_process(monkeypatch):
     """A new thread has GPU 0 as its current device, on which torch's writer would open a context."""
     chosen = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda at: chosen.append((threading.current_thread().name, at)))
     writer = CheckpointWriter()
