@@ -226,8 +226,8 @@ def build_pair_collator(
     tokenizer: PreTrainedTokenizerBase, attention: PairAttention
 ) -> Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]:
     """Return the collator of the verified layout: ``PairCollator``, with the bounds of ``shared_flat``."""
-    layout, packing = attention.layout, attention.packing
-    return functools.partial(_collate, PairCollator(pad_token_id=tokenizer.pad_token_id, layout=layout, packing=packing))
+    collate = PairCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout, packing=attention.packing)
+    return functools.partial(_collate, collate)
 
 
 def _collate(collate: PairCollator, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
