@@ -258,6 +258,14 @@ class DeviceModule:
         return [torch.bfloat16]
 
 
+def pin_memory(tensor: Tensor, *_: Any) -> Tensor:
+    """Copy a tensor as torch does for a GPU: to memory of the same strides, which elements must not share.
+
+    Source: ``_pin_memory`` of torch's ``aten/src/ATen/native/Memory.cpp``.
+    """
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+
+
 def install() -> None:
     """Register the device with torch in this process."""
     if _REGISTERED:
@@ -290,7 +298,7 @@ def install() -> None:
     _REGISTERED.append(library)
     # ``Module.to`` must keep tied parameters tied.
     torch.__future__.set_swap_module_params_on_conversion(True)
-    Tensor.pin_memory = lambda tensor, *_: tensor
+    Tensor.pin_memory = pin_memory
 
 
 def is_chosen() -> bool:

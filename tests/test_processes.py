@@ -69,9 +69,9 @@ def test_full_disk_of_launcher_is_ignored(folders, monkeypatch):
 def test_lost_connection_names_dead_process(folders, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     run_as(folders, "1", "processes.register_process()")
-    lost = processes.explain_lost_connection(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1"))
-    assert lost is not None
-    assert "process 1" in lost
+    of_nccl = "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
+    for message in ("[gloo] Connection closed by peer [127.0.0.1]:1", of_nccl):
+        assert "process 1" in str(processes.explain_lost_connection(RuntimeError(message)))
     assert processes.explain_lost_connection(RuntimeError("the shapes differ")) is None
 
 

@@ -25,7 +25,7 @@ _CONNECTION_LOST: Final = (
     "Connection reset by peer",
     "Broken pipe",
     "Socket closed",
-    "remote process exited",
+    "remote process exiting",
     "Failed to recv, got 0 bytes",
 )
 

@@ -50,7 +50,7 @@ def take_cpus_for_gpus() -> None:
     from accelerate.utils import DistributedType
 
     # Offloaded tensors are pinned, which needs a GPU.
-    torch.Tensor.pin_memory = lambda tensor, *_: tensor
+    torch.Tensor.pin_memory = simulated_device.pin_memory
     original = PartialState.__init__
 
     def initialise(self: PartialState, cpu: bool = False, **kwargs: Any) -> None:

@@ -208,6 +208,22 @@ def test_preserve_training_state_restores_rngs_and_mode_after_error() -> None:
         states.restore()
 
 
+def test_compiled_layers_are_eager_outside_of_training() -> None:
+    class Layer(nn.Linear):
+        def forward(self, states):
+            return super().forward(states) + states
+
+    torch._dynamo.reset()
+    layer, graphs = Layer(2, 2), []
+    layer.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    with preserve_training_state(layer):
+        for length in (3, 5, 7):
+            layer(torch.ones(length, 2))
+    assert not graphs
+    layer(torch.ones(9, 2))
+    assert len(graphs) == 1
+
+
 def test_random_states_can_be_restored_repeatedly() -> None:
     states = RandomStates.read()
     draws = []

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tests.simulated_device import pin_memory
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -42,6 +43,14 @@ def build_rollout(lengths: list[tuple[int, int]], seed: int = 0) -> Rollout:
 
 
 LENGTHS = [(3, 5), (7, 1), (1, 4), (4, 2)]
+
+
+def test_model_input_can_be_pinned(monkeypatch):
+    """Tensors for a GPU are copied from pinned memory, in which no two elements may share an address."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    sequences = lay_out(build_rollout(LENGTHS), torch.device("meta"))
+    assert {tensor.shape for tensor in sequences.inputs.values()} == {(4, 8)}
+    assert all(tensor.is_meta for tensor in (*sequences.inputs.values(), *sequences[1:4]))
 
 
 def test_token_is_predicted_and_valued_at_previous_position():

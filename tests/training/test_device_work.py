@@ -35,6 +35,7 @@ JOBS: dict[str, dict[str, Any]] = {
     },
     "sft unpacked": {"attn_implementation": "varlen", "packing": "false"},
     "dpo": {},
+    "dpo flat": {"attn_implementation": "varlen"},
     "reward": {},
     "distill": {"attn_implementation": "varlen"},
     "ppo": {"num_mini_batches": 4, "max_steps": 4},

@@ -200,7 +200,10 @@ def preserve_random_states() -> Iterator[None]:
 def preserve_training_state(model: nn.Module) -> Iterator[None]:
     """Context of ``evaluating`` that also restores random states (``preserve_random_states``).
 
+    Layers that are compiled for training run eagerly: they would be compiled again for each new shape, and training for
+    dynamic shapes.
+
     Source: ``tests/models/test_inference.py``.
     """
-    with preserve_random_states(), evaluating(model):
+    with preserve_random_states(), evaluating(model), torch.compiler.set_stance("force_eager"):
         yield

@@ -31,7 +31,7 @@ from recipes_lib.models.heads.scoring import (
     read_adapter_statistics,
     read_reward_statistics,
 )
-from recipes_lib.models.inference import disable_dropout, unwrap_adapter
+from recipes_lib.models.inference import disable_dropout, preserve_random_states, unwrap_adapter
 from recipes_lib.models.loading import load_model_config
 from recipes_lib.planning.compute import has_policy_reference
 from recipes_lib.planning.memory import find_critic_start
@@ -250,7 +250,7 @@ def _add_scorers(config: RecipeConfig, args: TrainingArguments, policy: Any) -> 
             remedy = "name a reward model that is an adapter on the policy's model, or that model itself"
             raise ConfigError(Problem("critic_model_name_or_path", found, remedy))
     # Equal initial weights on every process, without advancing the run's own generator.
-    with torch.random.fork_rng():
+    with preserve_random_states():
         torch.manual_seed(args.seed)
         critic = add_critic(policy, start)
     if start is not None:

@@ -169,7 +169,8 @@ def lay_out(rollout: Rollout, device: torch.device) -> Sequences:
     first = torch.tensor([row * width + len(prompt) - 1 for row, prompt in enumerate(prompts)])
     # (B, 1) + (T,) -> (B, T), masked to (N,) row by row: the order of targets and places.
     predictors = (first[:, None] + torch.arange(rollout.mask.shape[1]))[rollout.mask]
-    inputs = {"input_ids": input_ids, "position_ids": torch.arange(width).expand(len(prompts), -1)}
+    # ``repeat`` rather than ``expand``: memory that elements share cannot be pinned.
+    inputs = {"input_ids": input_ids, "position_ids": torch.arange(width).repeat(len(prompts), 1)}
     return Sequences(
         {name: send(tensor, device) for name, tensor in inputs.items()},
         send(predictors, device),

@@ -11,11 +11,13 @@ from tests.models.adapter_models import INPUT_IDS, build_model, compute_logits, 
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError
+from recipes_lib.models.adapters import lora
 from recipes_lib.models.adapters.lora import (
     adapters_off,
     add_adapter,
     describe_adapter,
     has_changed_base,
+    load_fresh_base,
     read_adapter_state,
 )
 from recipes_lib.models.adapters.saved import convert_to_original_base
@@ -78,6 +80,24 @@ def test_adapter_init_depends_on_seed_only_and_keeps_global_rng_state(init):
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     if init != "olora":  # olora decomposes the weights and draws no random numbers.
         assert not all(torch.equal(states[0][name], states[2][name]) for name in states[0])
+
+
+def test_new_adapter_reads_no_random_states_of_unused_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert trained_of(adapt(build_model("llama")))
+
+
+def test_free_gpu_memory_includes_that_of_the_cache(monkeypatch, tmp_path):
+    build_model("llama").save_pretrained(tmp_path)
+    model, is_cached = adapt(load_model(tmp_path)), [True]
+    monkeypatch.setattr(lora, "find_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", is_cached.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0 if is_cached else 2**40, 2**40))
+    monkeypatch.setattr(lora.AutoModelForCausalLM, "from_pretrained", lambda *_, device_map, **__: device_map[""])
+    monkeypatch.setattr(lora, "keep_differentiable", lambda _: None)
+    assert load_fresh_base(model) == torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 2**40))
+    assert load_fresh_base(model) == torch.device("cpu")
 
 
 def test_init_that_changes_the_logits_is_refused(monkeypatch):

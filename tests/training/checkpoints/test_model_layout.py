@@ -4,11 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from recipes_lib.config.schema import AdapterConfig
+from recipes_lib.models.adapters.lora import add_adapter, read_adapter_state
+from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.training.checkpoints.model_layout import (
     ModelLayout,
@@ -112,3 +117,17 @@ def test_trained_parameters_load_across_layouts(mesh, tmp_path, writes, reads):
 def to_local(tensor):
     """Return the local shard, which in one process is the whole tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def test_adapter_is_saved_without_state_of_base(tmp_path, tiny_model_dir, monkeypatch):
+    """That of a 4-bit layer is large, and computed for each save."""
+    model = add_adapter(AutoModelForCausalLM.from_pretrained(tiny_model_dir), AdapterConfig(use_peft=True), seed=0)
+    expected = read_adapter_state(model)
+    monkeypatch.setattr(LlamaRMSNorm, "_save_to_state_dict", None)
+    saver = CheckpointSaver(TrainingArguments(output_dir=str(tmp_path)), say=lambda _: None)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    (write,) = ReplicatedLayout().save_model(tmp_path / "new", model, tokenizer, saver)
+    write()
+    saved = load_file(tmp_path / "new" / ADAPTER_WEIGHTS)
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], expected[name]) for name in saved)

@@ -1,5 +1,7 @@
 """``CheckpointWriter``, which raises errors of its thread, and ``HostCopy``, a consistent snapshot."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -21,6 +23,18 @@ def test_job_exception_is_raised_once(method):
         getattr(writer, method)()
     assert writer.settle() is None
     writer.wait()
+
+
+def test_job_uses_the_gpu_of_its_process(monkeypatch):
+    """A new thread has GPU 0 as its current device, on which torch's writer would open a context."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda at: chosen.append((threading.current_thread().name, at)))
+    writer = CheckpointWriter()
+    writer.submit(lambda: chosen.append("job"))
+    writer.wait()
+    assert chosen == [("checkpoint", 3), "job"]
 
 
 @pytest.fixture

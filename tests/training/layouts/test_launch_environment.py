@@ -11,6 +11,7 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.training.layouts.launch_environment import (
     Launch,
     Layout,
+    configure_vllm,
     disable_accelerate_parallelism,
     expect_launch,
     name_pipeline,
@@ -255,3 +256,21 @@ def test_accelerate_parallelism_is_disabled_for_own_layouts(engine, variable, sh
     disable_accelerate_parallelism(before)
     assert (os.environ[is_used], os.environ[is_meshed]) == (shards, "false")
     assert read_launch() == before
+
+
+@pytest.mark.parametrize(
+    ("allocator", "of_user", "expected"),
+    [
+        ("expandable_segments:True", None, "expandable_segments:True"),
+        ("expandable_segments:True", "max_split_size_mb:64", "max_split_size_mb:64"),
+        (None, None, None),
+    ],
+)
+def test_vllm_finds_allocator_settings_under_former_name(allocator, of_user, expected, monkeypatch):
+    variables = {"PYTORCH_ALLOC_CONF": allocator, "PYTORCH_CUDA_ALLOC_CONF": of_user}
+    for name in (*variables, "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS"):
+        monkeypatch.setenv(name, variables.get(name) or "")
+        if variables.get(name) is None:
+            monkeypatch.delenv(name)
+    configure_vllm()
+    assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == expected

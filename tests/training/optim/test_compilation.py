@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.training.trajectories import Narrator, make_packs, make_trainer
+from torch import distributed, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from recipes_lib.config.loader import load_config
@@ -183,6 +184,25 @@ def test_compiled_layers_equal_eager_on_packed_rows(kernel: str, checkpointed: b
         torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
     assert list(model.state_dict()) == names
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_layer_is_one_graph_under_ddp(monkeypatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
+    # More than DDP's first bucket of 1 MiB in each layer.
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    graphs = []
+    compile_layers(model, {"backend": lambda graph, _: graphs.append(graph) or graph.forward})
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        ids = torch.arange(16)[None]
+        nn.parallel.DistributedDataParallel(model)(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    finally:
+        distributed.destroy_process_group()
+    assert len(graphs) == 1
 
 
 def test_layers_are_compiled_by_the_trainer_and_fallback_is_logged(tiny_model_dir, tmp_path, monkeypatch) -> None:

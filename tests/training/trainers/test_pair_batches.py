@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import send_to_device
 from tests.training.pairs import make_pairs
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 
-from recipes_lib.data.pairs.collator import PairCollator
 from recipes_lib.models.attention.varlen import register_varlen
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.training.trainers.pair_batches import (
+    PairAttention,
     PairScores,
+    build_pair_collator,
     compute_answer_logps,
     compute_rounding,
     count_pairs,
@@ -28,6 +31,10 @@ NUM_PAIRS = 6
 @pytest.fixture(scope="module")
 def pairs():
     return make_pairs(NUM_PAIRS, seed=2)
+
+
+def collate(pairs, layout="shared", *, packing=True):
+    return build_pair_collator(SimpleNamespace(pad_token_id=1), PairAttention("", layout, packing=packing))(list(pairs))
 
 
 def load(model_dir, implementation):
@@ -65,7 +72,7 @@ def test_answer_logps_equal_transformers(
 ):
     model = load(tiny_model_dir, implementation)
     add_loss_head(model)
-    batch = PairCollator(pad_token_id=1, layout=layout, packing=packing)(list(pairs))
+    batch = collate(pairs, layout, packing=packing)
     with torch.no_grad():
         logps = compute_answer_logps(model, batch, ld_alpha=ld_alpha)
     expected = torch.zeros(2, NUM_PAIRS, dtype=torch.float64)
@@ -79,21 +86,29 @@ def test_answer_logps_equal_transformers(
 
 def test_model_inputs_by_layout(tiny_model_dir, pairs):
     model = load(tiny_model_dir, "sdpa")
-    shared = read_inputs(model, PairCollator(pad_token_id=1, layout="shared")(list(pairs)))
+    shared = read_inputs(model, collate(pairs, "shared"))
     assert shared.keys() == {"input_ids", "position_ids", "token_mask", "attention_mask"}
     assert shared["attention_mask"].dtype == torch.bool
     assert shared["attention_mask"].shape == (*shared["input_ids"].shape[:1], 1, *2 * shared["input_ids"].shape[1:])
-    separate = read_inputs(model, PairCollator(pad_token_id=1, layout="separate")(list(pairs)))
+    separate = read_inputs(model, collate(pairs, "separate"))
     assert separate.keys() == {"input_ids", "position_ids", "token_mask"}
-    flat = read_inputs(model, PairCollator(pad_token_id=1, layout="flat")(list(pairs)))
+    flat = read_inputs(model, collate(pairs, "flat"))
     bounds = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
     assert flat.keys() == {"input_ids", "position_ids", "token_mask", *bounds}
-    parts = read_inputs(model, PairCollator(pad_token_id=1, layout="shared_flat")(list(pairs)))
+    parts = read_inputs(model, collate(pairs, "shared_flat"))
     assert parts.keys() == {"input_ids", "position_ids", "token_mask", "shared_prompt_index", *bounds}
 
 
+@pytest.mark.parametrize("layout", ["shared", "shared_flat", "separate", "flat"])
+def test_inputs_are_built_without_reading_from_device(tiny_model_dir, pairs, layout):
+    """The host would wait for the device; from the meta device nothing can be read."""
+    model = load(tiny_model_dir, "sdpa").to("meta")
+    inputs = read_inputs(model, send_to_device(collate(pairs, layout), torch.device("meta")))
+    assert {value.device.type for value in inputs.values() if isinstance(value, torch.Tensor)} == {"meta"}
+
+
 def test_chosen_answers_precede_rejected_ones(pairs):
-    ids, num_chosen, num_rejected = split_sequences(PairCollator(pad_token_id=1)(list(pairs)), torch.device("cpu"))
+    ids, num_chosen, num_rejected = split_sequences(collate(pairs), torch.device("cpu"))
     assert num_chosen.tolist() == [len(pair["chosen_ids"]) for pair in pairs]
     assert num_rejected.tolist() == [len(pair["rejected_ids"]) for pair in pairs]
     assert torch.bincount(ids).tolist() == [*num_chosen.tolist(), *num_rejected.tolist()]

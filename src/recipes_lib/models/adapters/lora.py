@@ -42,7 +42,7 @@ from recipes_lib.models.adapters.saved import (
     read_commit,
 )
 from recipes_lib.models.heads.score_head import HEAD
-from recipes_lib.models.inference import compute_probe_logits, evaluating, find_device
+from recipes_lib.models.inference import compute_probe_logits, evaluating, find_device, preserve_random_states
 from recipes_lib.models.loading import explained, without_report
 from recipes_lib.models.quantization import keep_differentiable
 from recipes_lib.models.structure import find_outside_text, is_outside
@@ -104,7 +104,7 @@ def add_adapter(
         ensure_weight_tying=tied,
     )
     # Equal new weights on every process, without consuming the random state of the run.
-    with torch.random.fork_rng(), suppress_peft_deprecation():
+    with preserve_random_states(), suppress_peft_deprecation():
         torch.manual_seed(seed)
         adapted = get_peft_model(model, settings, revision=read_commit(model.config))
     # Named layers may have been converted to expert parameters by PEFT.
@@ -229,9 +229,12 @@ def load_fresh_base(model: PeftModel) -> PreTrainedModel:
     settings, base = model.peft_config[model.active_adapter], model.get_base_model()
     auto_class = AutoModelForSequenceClassification if settings.task_type == "SEQ_CLS" else AutoModelForCausalLM
     device = find_device(base)
-    # 20 % for activations of the verification.
-    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 1.2 * base.get_memory_footprint():
-        device = torch.device("cpu")
+    if device.type == "cuda":
+        # Memory that torch has cached does not count as free.
+        torch.cuda.empty_cache()
+        # 20 % for activations of the verification.
+        if torch.cuda.mem_get_info(device)[0] < 1.2 * base.get_memory_footprint():
+            device = torch.device("cpu")
     options = {"num_labels": base.config.num_labels} if settings.task_type == "SEQ_CLS" else {}
     with explained("model_name_or_path", str(settings.base_model_name_or_path)), without_report():
         fresh: PreTrainedModel = auto_class.from_pretrained(

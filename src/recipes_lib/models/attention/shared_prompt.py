@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedConfig
@@ -181,8 +182,8 @@ def _run_shared(model: Any, pairs: Sequence[Sequence[Tensor]]) -> dict[_Answer, 
         apart = build_shared_prompt_bounds(lengths.view(-1, 3))
     else:
         apart = {"attention_mask": build_shared_prompt_mask((numbers // 3)[None], (numbers % 3)[None], implementation)}
-    apart = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in apart.items()}
-    states = _run(model, torch.cat(parts), position_ids=torch.cat(positions)[None].to(device), **apart)
+    apart = send_to_device({**apart, "position_ids": torch.cat(positions)[None]}, device)
+    states = _run(model, torch.cat(parts), **apart)
     split = torch.split(states, lengths.tolist())
     return {
         (pair, branch): torch.cat([split[3 * pair], split[3 * pair + branch]])

@@ -173,7 +173,13 @@ class ReplicatedLayout(ModelLayout):
         if self._tokenizer is None:
             # Saving a fast tokenizer while another thread pads with it raises "Already borrowed".
             self._tokenizer = copy.deepcopy(tokenizer)
-        state = saver.take(model.state_dict(), unchanging=list_frozen(model))
+        if is_adapter(model):
+            # Without the base: a state dict of 4-bit layers holds further tensors, which would be copied each time.
+            named = model.named_parameters(remove_duplicate=False)
+            whole = {name: parameter.detach() for name, parameter in named if parameter.requires_grad}
+        else:
+            whole = model.state_dict()
+        state = saver.take(whole, unchanging=list_frozen(model))
         return [partial(self._write_model, folder, model, state)]
 
     def save_optimizer(

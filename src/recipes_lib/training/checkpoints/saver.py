@@ -58,8 +58,10 @@ class CheckpointWriter:
     def submit(self, job: Callable[[], None]) -> None:
         """Start a job in a background thread; the previous one must have been waited for."""
         assert self._thread is None, "one checkpoint is written at a time"
+        is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        device = torch.cuda.current_device() if is_on_gpu else None
         # A daemon thread, so that a hanging disk cannot block the exit of the process.
-        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(job, device), name="checkpoint", daemon=True)
         self._thread.start()
 
     def raise_failure(self) -> None:
@@ -80,8 +82,11 @@ class CheckpointWriter:
             self._thread = None
         return self._failure
 
-    def _run(self, job: Callable[[], None]) -> None:
+    def _run(self, job: Callable[[], None], device: int | None) -> None:
         try:
+            if device is not None:
+                # A new thread uses GPU 0, where torch's writer would allocate a CUDA context for every process.
+                torch.cuda.set_device(device)
             job()
         except BaseException as error:  # Raised in the training thread by ``raise_failure``.
             self._failure = error

@@ -171,8 +171,8 @@ class EvaluateLoss(_HeldOutEvaluation):
         return sums
 
     def _score(self, model: nn.Module, batch: Batch) -> Mapping[str, float]:
-        inputs = send_to_device(batch, find_device(model))
-        scored = model(**{name: inputs[name] for name in inputs.keys() - {"num_tokens", "row_ids"}}, loss_head=True)
+        inputs = {name: batch[name] for name in batch.keys() - {"num_tokens", "row_ids"}}
+        scored = model(**send_to_device(inputs, find_device(model)), loss_head=True)
         num_bytes = 0
         if self.byte_lengths is not None:
             labels: Tensor = batch["labels"].cpu()

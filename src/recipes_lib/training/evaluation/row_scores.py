@@ -113,14 +113,12 @@ class RowScorer:
         sizes = [width] * len(windows) if len(inputs["input_ids"]) > 1 else [len(one["input_ids"]) for one in windows]
         owners = np.repeat(np.arange(len(windows)), sizes)
         places = (labels >= 0).nonzero().flatten()
-        targets, device = labels[places], find_device(self.model)
-        moved = send_to_device(inputs, device)
-        del moved["num_tokens"]
+        targets = labels[places]
+        del inputs["num_tokens"]
+        # The first token of a window is never a target, so ``places - 1`` is in the same window.
+        inputs |= {"predictors": places - 1, "targets": targets}
         with self.autocast():
-            # The first token of a window is never a target, so ``places - 1`` is in the same window.
-            scored = self.model(
-                **moved, predictors=(places - 1).to(device), targets=targets.to(device), token_logps=True
-            )
+            scored = self.model(**send_to_device(inputs, find_device(self.model)), token_logps=True)
         num_bytes = np.zeros(len(targets)) if self.byte_lengths is None else self.byte_lengths[targets].numpy()
         figures = np.stack([-scored.logps.double().cpu().numpy(), np.ones(len(targets)), num_bytes], axis=1)
         sums = np.zeros((len(windows), figures.shape[1]))

@@ -127,8 +127,7 @@ def _score(
     model: nn.Module, batch: Mapping[str, Any], device: torch.device, generator: torch.Generator | None
 ) -> TokenSums:
     """Return the cross-entropy of a batch on its own targets, or on targets sampled with ``generator``."""
-    kept = {name: value for name, value in batch.items() if name not in ("num_tokens", "row_ids", "labels")}
-    inputs = send_to_device(kept, device)
+    inputs = send_to_device({name: batch[name] for name in batch.keys() - {"num_tokens", "row_ids", "labels"}}, device)
     successors = batch["labels"][:, 1:].to(device)
     is_target = successors >= 0
 

@@ -79,7 +79,7 @@ class AdapterChecks(TrainerCallback):
         faults = find_gradient_faults(kwargs["model"])
         if args.fp16:  # The loss scaler skips such a step while it is still lowering its scale.
             faults = {name: fault for name, fault in faults.items() if fault != NOT_FINITE}
-        if faulty := _describe((name for name, fault in faults.items() if fault), faults):
+        if faulty := [f"{name} ({fault})" for name, fault in faults.items() if fault]:
             raise DivergedError(
                 f"at step {state.global_step + 1} {len(faulty)} of {len(self._initial)} trained tensors would learn "
                 f"nothing: {list_first(faulty)}. Their gradients are lost in the backward pass: try "
@@ -364,17 +364,19 @@ def report_untrained(faults: Mapping[str, str | None], parameters: Mapping[str, 
     Raises:
         DivergedError: Another tensor has no gradient.
     """
-    expected = [name for name in faults if _ROUTED.search(name) or parameters[name].dim() < 2]
-    lost = [name for name in faults if name not in expected]
+    is_possible = {name: bool(_ROUTED.search(name)) or parameters[name].dim() < 2 for name in faults}
+    expected, lost = (
+        [f"{name} ({fault})" for name, fault in faults.items() if is_possible[name] is kind] for kind in (True, False)
+    )
     if lost:
         raise DivergedError(
             f"in the first {MAX_STEPS} steps {len(lost)} of {num_trained} trained tensors learnt nothing: "
-            f"{list_first(_describe(lost, faults))}. Freeze them, or find where their gradients are lost: try "
+            f"{list_first(lost)}. Freeze them, or find where their gradients are lost: try "
             "activation_checkpointing: false"
         )
     return (
         f"gradients: {len(expected)} of {num_trained} trained tensors had none in the first {MAX_STEPS} steps, which "
-        f"is possible for experts, routers and biases: {list_first(_describe(expected, faults))}"
+        f"is possible for experts, routers and biases: {list_first(expected)}"
     )
 
 
@@ -436,7 +438,3 @@ def _bound_balance_loss(config: Any) -> float:
     """Return twice the load-balancing loss of a mixture of experts at uniform routing."""
     coefficient = float(getattr(config, "router_aux_loss_coef", None) or 0.0)
     return 2 * coefficient * float(getattr(config, "num_experts_per_tok", None) or 0)
-
-
-def _describe(names: Iterable[str], faults: Mapping[str, str | None]) -> list[str]:
-    return [f"{name} ({faults[name]})" for name in names]

@@ -316,6 +316,9 @@ def configure_vllm() -> None:
     """Configure vLLM to run in this process and send no usage data; must precede its import."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    if allocator := os.environ.get("PYTORCH_ALLOC_CONF"):
+        # vLLM suspends expandable segments in the memory pools of its sleep mode, and reads the former name only.
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", allocator)
 
 
 def expect_launch(num_processes: int, engine: str, pipeline: Mapping[str, str] | None = None) -> None:

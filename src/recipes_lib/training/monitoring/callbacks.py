@@ -124,7 +124,7 @@ class MetricsCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Write which step's weights were loaded as the best ones, and close the progress display."""
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            name = _name_metric(args)
+            name = name_metric(args)
             best = {"metric": name, "best_step": state.best_global_step, "best": state.best_metric}
             self.writer.write({"kind": "best", "step": state.global_step, **best})
             self.progress.say(f"best model: {name} {state.best_metric:.4g} of step {state.best_global_step}")
@@ -189,14 +189,15 @@ class EarlyStopping(TrainerCallback):
 
     def _find_best(self, args: Any, state: TrainerState) -> dict[str, Any] | None:
         """Return the best evaluation if early stopping ends the run."""
-        name = _name_metric(args)
+        name = name_metric(args)
         rises = bool(args.metric_for_best_model and args.greater_is_better)
         values = [(int(event["step"]), event[name]) for event in state.log_history if name in event]
         best = find_exhausted(values, self._patience, self._threshold, rises=rises)
         return None if best is None else {"metric": name, "best_step": best[0], "best": best[1]}
 
 
-def _name_metric(args: Any) -> str:
+def name_metric(args: Any) -> str:
+    """Return the metric by which evaluations are compared, ``metric_for_best_model`` or else the loss, as logged."""
     return f"eval_{(args.metric_for_best_model or 'loss').removeprefix('eval_')}"
 
 

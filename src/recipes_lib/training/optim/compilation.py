@@ -108,6 +108,9 @@ def compile_layers(model: Any, options: Mapping[str, Any]) -> int:
         ConfigError: The layers are not in one ``nn.ModuleList``.
     """
     layers = find_layers(unwrap_adapter(model))
+    # Under DDP, torch would split each layer at the buckets of gradients, so that their reduction overlaps with the
+    # backward pass. It does without: the layers before are graphs of their own.
+    torch._dynamo.config.optimize_ddp = False
     for layer in layers:
         layer.compile(**options)
     return len(layers)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase, TrainingArguments
 
@@ -33,7 +35,7 @@ tokens. Different batch shapes select different kernels; values are three times 
 
 _INPUTS: Final = (
     *("input_ids", "position_ids", "token_mask"),
-    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "shared_prompt_index"),
 )
 
 Batch = Mapping[str, Any]
@@ -78,13 +80,10 @@ def read_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
 
     Args:
         model: A model with a loss or score head, which converts a ``bool`` mask (True: attends) for its kernel.
-        batch: From ``PairCollator``, on any device.
+        batch: From ``build_pair_collator``, on any device.
     """
     device = find_device(model)
-    inputs = {name: batch[name] for name in _INPUTS if name in batch}
-    if "part_lengths" in batch:
-        inputs |= build_shared_prompt_bounds(batch["part_lengths"].cpu())
-    inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    inputs: dict[str, Any] = send_to_device({name: batch[name] for name in _INPUTS if name in batch}, device)
     if "pair_ids" in batch:
         pair_ids, branch_ids = batch["pair_ids"].to(device), batch["branch_ids"].to(device)
         inputs["attention_mask"] = build_shared_prompt_mask(pair_ids, branch_ids, "sdpa")
@@ -223,9 +222,19 @@ def verify_pair_attention(
     return attention
 
 
-def build_pair_collator(tokenizer: PreTrainedTokenizerBase, attention: PairAttention) -> PairCollator:
-    """Build the collator of the verified layout."""
-    return PairCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout, packing=attention.packing)
+def build_pair_collator(
+    tokenizer: PreTrainedTokenizerBase, attention: PairAttention
+) -> Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]:
+    """Return the collator of the verified layout: ``PairCollator``, with the bounds of ``shared_flat``."""
+    collate = PairCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout, packing=attention.packing)
+    return functools.partial(_collate, collate)
+
+
+def _collate(collate: PairCollator, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    batch = collate(rows)
+    # Here, on the host: numbers that depend on tensors of the device would synchronise with it.
+    parts = batch.pop("part_lengths", None)
+    return batch if parts is None else batch | build_shared_prompt_bounds(parts)
 
 
 def _refuse(config: RecipeConfig, reason: str) -> ConfigError:

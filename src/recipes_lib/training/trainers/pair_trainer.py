@@ -29,7 +29,7 @@ class PairTrainer(RecipeTrainer):
         """Initialise the trainer.
 
         Args:
-            **kwargs: As ``RecipeTrainer``; ``data_collator`` is a ``PairCollator``.
+            **kwargs: As ``RecipeTrainer``; ``data_collator`` is that of ``build_pair_collator``.
         """
         super().__init__(**kwargs)
         self.figures = TermMetrics()

@@ -38,7 +38,7 @@ from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.context_rows import shard_batch
 from recipes_lib.training.layouts.fsdp import clip_gradients, compute_total_norm, has_shards, reshard, set_precision
 from recipes_lib.training.layouts.launch_environment import verify_engine
-from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY, Observer
+from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY, Observer, name_metric
 from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.optim.compilation import CompilationCheck, compile_layers, is_compiled
 from recipes_lib.training.optim.optimizers import describe_groups, format_group, get_decay_names, split_loraplus_groups
@@ -427,7 +427,7 @@ class RecipeTrainer(CheckpointingTrainer):
         for hook in self.observer.hooks:
             figures = hook(model, self.state.global_step)
             metrics |= {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
-        best = f"eval_{self.args.metric_for_best_model or 'loss'}".replace("eval_eval_", "eval_")
+        best = name_metric(self.args)
         if self.args.metric_for_best_model and best not in metrics:
             found = f"the evaluation of step {self.state.global_step} has no `{best}`, but {', '.join(sorted(metrics))}"
             remedy = "name one of them; benchmarks have scores at every evaluation where eval_tasks_steps is left out"

@@ -20,7 +20,7 @@ import recipes_lib.models
 from recipes_lib.data.pairs.preference_sets import PairData, PairRows
 from recipes_lib.data.store import choose_staging, compute_key, explain_disk_errors, find_set, hold_lock, publish_set
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.inference import find_device, preserve_training_state
+from recipes_lib.models.inference import evaluating, find_device, preserve_random_states
 from recipes_lib.training.collectives import broadcast_object, compute_on_main, get_rank, sum_tensor
 from recipes_lib.training.evaluation.held_out import count_rounds, share_rows
 from recipes_lib.training.monitoring.progress import TrainingProgress
@@ -132,7 +132,8 @@ class ReferenceLogps:
             batch_size: Pairs per batch on each process.
             progress: Displays the progress.
         """
-        with preserve_training_state(model):
+        # Not eagerly, if layers are compiled: the policy, which must agree up to rounding, is compiled too.
+        with preserve_random_states(), evaluating(model):
             for name, rows in self.rows.items():
                 num_rounds = count_rounds(len(rows), batch_size)
                 # Each pair is scored on one rank and 0 on the others: the sum over ranks is exact.
@@ -171,7 +172,7 @@ class ReferenceLogps:
         generator = np.random.default_rng(int(self._key[:8], 16))
         numbers = np.sort(generator.permutation(len(rows))[:NUM_CHECKED])
         differences, allowed = [], []
-        with preserve_training_state(model):
+        with preserve_random_states(), evaluating(model):
             for start in range(0, len(numbers), batch_size):
                 batch = numbers[start : start + batch_size].tolist()
                 pairs = [rows.rows[number] for number in batch]
