@@ -129,7 +129,7 @@ class MetricsCallback(TrainerCallback):
             self.writer.write({"kind": "best", "step": state.global_step, **best})
             self.progress.say(f"best model: {name} {state.best_metric:.4g} of step {state.best_global_step}")
         elif args.load_best_model_at_end:
-            found = f"no checkpoint is of a step with a finite {_name_metric(args)}"
+            found = f"no checkpoint is of a step with a finite {name_metric(args)}"
             self.progress.say(f"load_best_model_at_end: {found}; the last weights are the result")
         self.progress.stop()
 
