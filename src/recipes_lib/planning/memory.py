@@ -141,7 +141,7 @@ def count_logit_bytes(config: RecipeConfig, model_config: PreTrainedConfig) -> i
 
     Cross-entropy and log-probabilities of tokens turn float32 logits into their gradient in place; entropy also needs
     the exponentials. A divergence to a teacher also holds the teacher's logits, both log-probabilities and a gradient;
-    a Jensen-Shannon divergence also holds the mixture.
+    a Jensen-Shannon divergence also holds the log-ratios to the mixture.
 
     Source: counted in ``tests/planning/test_memory.py``.
     """
@@ -150,7 +150,7 @@ def count_logit_bytes(config: RecipeConfig, model_config: PreTrainedConfig) -> i
     slope = 4 if getattr(model_config, "final_logit_softcapping", None) else 0
     if reads_teacher(config):
         is_mixture = config.recipe == "distill" and config.distillation.distillation_beta not in (0, 1)
-        return (44 if is_mixture else 28) + 2 * (narrow + slope)
+        return (40 if is_mixture else 28) + 2 * (narrow + slope)
     if config.recipe == "distill":
         return 8 + narrow + slope
     return (8 if config.recipe in RL_RECIPES else 4) + narrow + 2 * slope
