@@ -49,8 +49,7 @@ class Recorder:
 def encode_pairs(tokenizer: PreTrainedTokenizerFast) -> list[dict[str, Any]]:
     rows = [
         Row(
-            source="pairs",
-            index=index,
+            where=f"pairs row {index}",
             messages=[{"role": "user", "content": prompt}, {"role": "assistant", "content": chosen}],
             num_prompt_messages=1,
             rejected=[{"role": "assistant", "content": rejected}],
