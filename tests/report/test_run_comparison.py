@@ -40,7 +40,7 @@ def test_percentage_requires_positive_base(base, value, words) -> None:
 
 def test_compare_keys_lists_meaningful_differences(folders: list[Path]) -> None:
     rows = compare_keys([read_run(folder) for folder in folders])
-    assert [(row.name, row.values[0]) for row in rows] == [("learning_rate", "1e-05"), ("git commit", "")]
+    assert [(row.name, row.values[0]) for row in rows] == [("learning_rate", "1e-05"), ("commit", "")]
 
 
 def test_comparison_page_overlays_runs(folders: list[Path], tmp_path: Path) -> None:

@@ -160,6 +160,6 @@ def compare_keys(runs: Sequence[RunFiles]) -> list[Row]:
         Row(name, [json.dumps(config[name], ensure_ascii=False) if name in config else "" for config in configs])
         for name in names
     ]
-    facts = ("stage", "num_processes", "rows_per_step", "git_commit")
-    rows += [Row(name.replace("_", " "), [str(run.facts.get(name, "")) for run in runs]) for name in facts]
+    facts = {"stage": "recipe", "num_processes": "processes", "rows_per_step": "rows per step", "git_commit": "commit"}
+    rows += [Row(title, [str(run.facts.get(name, "")) for run in runs]) for name, title in facts.items()]
     return [row for row in rows if len(set(row.values)) > 1]
