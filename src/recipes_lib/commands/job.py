@@ -98,8 +98,7 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="recipes job", description=_ABOUT, allow_abbrev=False)
     parser.add_argument("--to", required=True, choices=CLUSTERS, help="type of the cluster")
     parser.add_argument("--recipe", "--stage", help="recipe to run (default: what the file's name begins with, or sft)")
-    text = "configuration; further flags override its keys"
-    parser.add_argument("--config", metavar="F", required=True, help=text)
+    parser.add_argument("--config", metavar="F", required=True, help="configuration; further flags override its keys")
     parser.add_argument("--hardware", help="file of accelerate_configs/ (default: single_gpu, or ddp on several GPUs)")
     add_machine_flags(parser)
     parser.add_argument("--gpu", help="GPU type as the cluster names it, such as H100; on HF Jobs the flavor, a100x8")

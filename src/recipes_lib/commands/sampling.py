@@ -261,8 +261,7 @@ def main_pairs(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--output", type=Path, required=True, help="file of the pairs, JSON Lines")
     parser.add_argument("--num_answers", type=int, default=4, help="answers per prompt (default: 4)")
-    text = "PPO configuration; further --key value flags override it"
-    parser.add_argument("--config", metavar="F", help=text)
+    parser.add_argument("--config", metavar="F", help="PPO configuration; further --key value flags override it")
     options, overrides = parser.parse_known_args(argv)
     if options.num_answers < 2:
         raise ConfigError(Problem("--num_answers", f"is {options.num_answers}", "write 2 or more: a pair has two"))
@@ -396,8 +395,7 @@ def main_answers(argv: Sequence[str]) -> None:
     parser.add_argument("--output", type=Path, required=True, help="file of the rows, JSON Lines")
     text = "handling of <think> ... </think> (default: keep)"
     parser.add_argument("--reasoning", choices=("keep", "drop"), default="keep", help=text)
-    text = "distillation configuration; further flags override its keys"
-    parser.add_argument("--config", metavar="F", help=text)
+    parser.add_argument("--config", metavar="F", help="distillation configuration; further flags override its keys")
     options, overrides = parser.parse_known_args(argv)
     config = load_for_command("distill", overrides, options.config)
     sys.stdout.write(f"{options.output}: {write_answers(config, options.output, reasoning=options.reasoning)}\n")

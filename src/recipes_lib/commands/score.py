@@ -86,8 +86,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--prefix", default="", help="prefix of the names of the new columns, such as base_")
     parser.add_argument("--min_loss", type=float, default=-math.inf, help="drop rows with a lower loss")
     parser.add_argument("--max_loss", type=float, default=math.inf, help="drop rows with a higher loss")
-    text = "SFT configuration; further --key value flags override it"
-    parser.add_argument("--config", metavar="F", help=text)
+    parser.add_argument("--config", metavar="F", help="SFT configuration; further --key value flags override it")
     options, overrides = parser.parse_known_args(argv)
     if not options.min_loss <= options.max_loss:  # Also true for NaN.
         found = f"no loss is between {options.min_loss} and {options.max_loss}"
