@@ -259,11 +259,14 @@ class DeviceModule:
 
 
 def pin_memory(tensor: Tensor, *_: Any) -> Tensor:
-    """Copy a tensor as torch does for a GPU: to memory of the same strides, which elements must not share.
+    """Return the tensor, after the copy that torch makes for a GPU: elements that share memory cannot be written.
+
+    The tensor itself, because on a GPU a pinned one is not copied again, as FSDP2 relies on for offloaded weights.
 
     Source: ``_pin_memory`` of torch's ``aten/src/ATen/native/Memory.cpp``.
     """
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+    torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+    return tensor
 
 
 def install() -> None:
