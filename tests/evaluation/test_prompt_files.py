@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes_lib.errors import ConfigError
+from recipes_lib.errors import ConfigError, DataError, UserError
 from recipes_lib.evaluation.prompt_files import load_prompt_file, render_prompt
 
 FIELDS = {"user": str, "scale": list}
@@ -15,18 +15,18 @@ FIELDS = {"user": str, "scale": list}
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("user: [", "cannot be read"),
+        ("user: [", "is not YAML"),
         ("- a", "not a mapping"),
         ("", "not a mapping"),
-        ("user: 2026-13-45", "cannot be read"),
+        ("user: 2026-13-45", "is not YAML"),
         ("user: x\nusr: y", "unknown field `usr`"),
         ("user: 3", "`user` is a int"),
     ],
 )
-def test_invalid_prompt_file_is_a_config_error(tmp_path: Path, text: str, found: str) -> None:
+def test_invalid_prompt_file_is_refused(tmp_path: Path, text: str, found: str) -> None:
     path = tmp_path / "a prompt.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=found) as caught:
+    with pytest.raises(UserError, match=found) as caught:
         load_prompt_file(path, FIELDS)
     assert caught.value.problems[0].where == str(path)
 
@@ -34,7 +34,7 @@ def test_invalid_prompt_file_is_a_config_error(tmp_path: Path, text: str, found:
 def test_missing_prompt_fields_are_none(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text("user: é")
     assert load_prompt_file(tmp_path / "p.yaml", FIELDS) == {"user": "é", "scale": None}
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(DataError, match="cannot be read"):
         load_prompt_file(tmp_path / "absent.yaml", FIELDS)
 
 

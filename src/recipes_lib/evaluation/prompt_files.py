@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jinja2 import StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.files import read_yaml
 
 
 def load_prompt_file(path: Path, fields: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
@@ -22,13 +22,10 @@ def load_prompt_file(path: Path, fields: Mapping[str, type | tuple[type, ...]]) 
         fields: Allowed fields and their types.
 
     Raises:
-        ConfigError: The file cannot be read, is not YAML, or has unknown fields or fields of another type.
+        DataError: The file cannot be read, or is not YAML.
+        ConfigError: It has unknown fields or fields of another type.
     """
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or an impossible date.
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(Problem(str(path), f"cannot be read: {reason}", "name a YAML file")) from error
+    found = read_yaml(path, remedy="name a YAML file")
     if not isinstance(found, dict):
         raise ConfigError(Problem(str(path), "is not a mapping", f"write {', '.join(fields)}"))
     problems = [
