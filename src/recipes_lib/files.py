@@ -1,4 +1,4 @@
-"""File I/O: atomic replacement, fsync, locks, SHA-256, and records in JSON and YAML, which are read as untrusted."""
+"""File I/O: atomic replacement, fsync, locks, SHA-256, and JSON records, which are read as untrusted input."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import math
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from io import BufferedReader
@@ -19,8 +19,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import UnionType
 from typing import IO, Any, Final
-
-import yaml
 
 from recipes_lib.errors import ConfigError, DataError, Problem
 
@@ -41,27 +39,17 @@ def read_json(path: Path, *, remedy: str = "") -> Any:
     Raises:
         DataError: The file cannot be read, or is not valid JSON.
     """
-    return _parse(path, json.loads, "JSON", remedy)
-
-
-def read_yaml(path: Path, *, remedy: str) -> Any:
-    """Return the value in a YAML file, as ``read_json``."""
-    return _parse(path, yaml.safe_load, "YAML", remedy)
-
-
-def _parse(path: Path, parse: Callable[[bytes], Any], language: str, remedy: str) -> Any:
     try:
         with _open_regular(path) as file:
             if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
                 raise OSError(f"its size of {size:,} bytes exceeds the limit of {MAX_BYTES:,}")
-            return parse(file.read(MAX_BYTES))
+            return json.loads(file.read(MAX_BYTES))
     except OSError as error:
         raise _refuse(path, f"cannot be read: {error.strerror or error}", remedy) from error
     except RecursionError:
         raise _refuse(path, "is nested too deeply", remedy) from None
-    # ValueError: invalid JSON or UTF-8, a date that does not exist, or an integer above Python's limit of 4,300 digits.
-    except (ValueError, yaml.YAMLError) as error:
-        raise _refuse(path, f"is not {language}: {' '.join(str(error).split())}", remedy) from error
+    except ValueError as error:  # Invalid JSON or UTF-8, or an integer above Python's limit of 4,300 digits.
+        raise _refuse(path, f"is not JSON: {error}", remedy) from error
 
 
 def read_record(path: Path, fields: Fields | None = None, *, remedy: str = "") -> dict[str, Any]:

@@ -14,7 +14,7 @@ import yaml
 
 from recipes_lib.config.recipes import read_renames
 from recipes_lib.config.table import Schema, describe
-from recipes_lib.errors import Problem, escape_controls, suggest
+from recipes_lib.errors import ConfigError, Problem, escape_controls, suggest
 
 _MAX_DEPTH = 12
 _MAX_BYTES = 1 << 20
@@ -102,6 +102,24 @@ def read_text(path: Path, problems: list[Problem]) -> str | None:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         problems.append(Problem(str(path), f"cannot be read: {reason}", "check the path and its permissions"))
     return None
+
+
+def read_yaml(path: Path) -> Any:
+    """Return the value in a YAML file that ``compose`` accepts.
+
+    Raises:
+        ConfigError: The file cannot be read or has problems of syntax.
+    """
+    problems: list[Problem] = []
+    text = read_text(path, problems)
+    if text is not None:
+        compose(text, str(path), problems)
+    if text is None or problems:
+        raise ConfigError(*problems)
+    try:
+        return yaml.safe_load(text)
+    except ValueError as error:  # A date that does not exist, or an integer above Python's limit of 4,300 digits.
+        raise ConfigError(Problem(str(path), f"is not plain YAML: {error}", "quote the value")) from error
 
 
 def read_entries(text: str, name: str, problems: list[Problem]) -> list[Entry]:

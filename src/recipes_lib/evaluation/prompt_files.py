@@ -10,8 +10,8 @@ from typing import Any
 from jinja2 import StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 
+from recipes_lib.config.values import read_yaml
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.files import read_yaml
 
 
 def load_prompt_file(path: Path, fields: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
@@ -22,10 +22,9 @@ def load_prompt_file(path: Path, fields: Mapping[str, type | tuple[type, ...]]) 
         fields: Allowed fields and their types.
 
     Raises:
-        DataError: The file cannot be read, or is not YAML.
-        ConfigError: It has unknown fields or fields of another type.
+        ConfigError: As ``read_yaml``, or it has unknown fields or fields of another type.
     """
-    found = read_yaml(path, remedy="name a YAML file")
+    found = read_yaml(path)
     if not isinstance(found, dict):
         raise ConfigError(Problem(str(path), "is not a mapping", f"write {', '.join(fields)}"))
     problems = [

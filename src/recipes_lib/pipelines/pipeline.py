@@ -13,11 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import yaml
-
 from recipes_lib.config.paths import expand_home
 from recipes_lib.config.table import RECIPE_NAMES, TABLES
-from recipes_lib.config.values import compose, read_text
+from recipes_lib.config.values import read_yaml
 from recipes_lib.errors import ConfigError, Problem, suggest
 from recipes_lib.shipped import find_launch_file, find_recipe, find_shipped
 
@@ -119,7 +117,7 @@ def load_pipeline(path: Path, output_dir: str | None = None) -> Pipeline:
     """
     problems: list[Problem] = []
     path = find_shipped(path)
-    document = _read_document(path, problems)
+    document = read_yaml(path)
     if isinstance(document, Mapping) and isinstance(document.get("stages"), Mapping) and document["stages"]:
         reader = _Reader(path, problems)
         if reader.has_shape(str(path), document, _KEYS):
@@ -139,20 +137,6 @@ def load_pipeline(path: Path, output_dir: str | None = None) -> Pipeline:
         problems.append(Problem(str(path), "has no `stages`", f"write {_SHAPES['stages'][1]}"))
     # Once each: a stage of a loop is parsed once per round.
     raise ConfigError(*dict.fromkeys(problems))
-
-
-def _read_document(path: Path, problems: list[Problem]) -> Any:
-    """Return the document of a YAML file; duplicate keys, of which PyYAML silently keeps the last, are problems."""
-    text = read_text(path, problems)
-    if text is not None:
-        compose(text, str(path), problems)
-    if text is None or problems:
-        return None
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
-        problems.append(Problem(str(path), f"is not plain YAML: {error}", "write plain values"))
-        return None
 
 
 class _Known(NamedTuple):

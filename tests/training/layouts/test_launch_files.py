@@ -177,9 +177,10 @@ def test_recipe_as_launch_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("  : [", "is not YAML"),
-        ("fp16: " + "[" * 5000, "is nested too deeply"),
-        ("fp16: 2026-13-45", "is not YAML: month must be in 1..12"),
+        ("  : [", "mine.yaml:2"),
+        ("num_processes: 1\nnum_processes: 2", "`num_processes` is repeated"),
+        ("fp16: " + "[" * 5000, "levels deep"),
+        ("fp16: 2026-13-45", "is not plain YAML: month must be in 1..12"),
         ("num_processes: many", "num_processes: 'many' is not a number of processes"),
         ("num_processes: 0", "num_processes: 0 is not a number"),
         ("num_processes: true", "num_processes: True is not a number"),
@@ -189,7 +190,7 @@ def test_recipe_as_launch_file_is_refused(tmp_path: Path) -> None:
 def test_malformed_launch_file_is_refused(text: str, words: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(f"distributed_type: FSDP\n{text}\n")
-    with pytest.raises(UserError, match=r"mine\.yaml") as caught:
+    with pytest.raises(ConfigError, match=r"mine\.yaml") as caught:
         read_launch_file(file)
     assert words in str(caught.value)
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from recipes_lib.config.values import read_yaml
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.files import read_record, read_yaml, verify_fields
+from recipes_lib.files import read_record, verify_fields
 from recipes_lib.models.parallel.pipeline_part import PipelinePart
 from recipes_lib.shipped import LAUNCH_FILES
 
@@ -491,11 +492,10 @@ def read_launch_file(path: Path) -> dict[str, Any]:
     """Return the contents of a launch file.
 
     Raises:
-        DataError: It cannot be read, or is not YAML.
-        ConfigError: It is not a mapping, ``distributed_type`` or ``num_processes`` is missing or invalid,
-            or a section is not a mapping.
+        ConfigError: As ``read_yaml``; it is not a mapping, ``distributed_type`` or ``num_processes`` is missing or
+            invalid, or a section is not a mapping.
     """
-    document = read_yaml(path, remedy=f"start from one of {LAUNCH_FILES}/")
+    document = read_yaml(path)
     if not isinstance(document, dict) or "distributed_type" not in document:
         found = "has no `distributed_type`, so it is not a launch file of accelerate"
         raise ConfigError(Problem(str(path), found, f"start from one of {LAUNCH_FILES}/"))
