@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_model
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from recipes_lib.training.layouts.fsdp import (
     compute_total_norm,
+    gathered,
     prepare_frozen,
     set_precision,
     shard,
@@ -89,6 +90,19 @@ def prepare(sharder: str, mesh: Any) -> LlamaForCausalLM:
     return fsdp2_prepare_model(accelerator, model)
 
 
+class Collectives(TorchDispatchMode):
+    """Records the collectives that are called, with the shape of their first tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, torch.Size]] = []
+
+    def __torch_dispatch__(self, operator: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator.namespace == "c10d":
+            self.calls.append((str(operator), args[0].shape))
+        return operator(*args, **(kwargs or {}))
+
+
 class Casts(TorchDispatchMode):
     """Counts casts of hidden states to another dtype."""
 
@@ -121,6 +135,30 @@ def test_only_root_module_casts_output_to_float32(mesh: Any, sharder: str) -> No
         torch.testing.assert_close(found_gradients[name], gradient, rtol=0, atol=0)
     # Two casts forward and two backward, after the embedding and each layer.
     assert casts - found_casts >= 4 * (NUM_LAYERS + 1)
+
+
+@pytest.mark.parametrize("num_passes", [1, 3])
+def test_passes_over_gathered_weights_leave_later_collectives_unchanged(num_passes: int) -> None:
+    """Ranks sample different numbers of tokens; the next step must make the same collectives on each."""
+    distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh, calls, ids = init_device_mesh("cpu", (2,)), [], torch.arange(24).view(2, 12)
+        for number in (0, num_passes):
+            model = make_model()
+            head: list[nn.Module] = [model.model.norm, model.lm_head]
+            for unit in (model.model.embed_tokens, *model.model.layers, head, model):  # As accelerate's.
+                fully_shard(unit, mesh=mesh)
+            with gathered(model), torch.no_grad():
+                for _ in range(number):
+                    model(input_ids=ids, use_cache=False)
+            with Collectives() as collectives:
+                model(input_ids=ids, use_cache=False).logits.square().mean().backward()
+            calls.append(collectives.calls)
+        # Every unit is gathered for each pass, and its gradient reduced.
+        assert len(calls[0]) > 2 * NUM_LAYERS
+        assert calls[0] == calls[1]
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_frozen_model_is_not_registered_for_checkpoints():

@@ -129,6 +129,10 @@ def gathered(model: nn.Module) -> Iterator[None]:
         # ``set_reshard_after_forward`` changes this attribute, and torch has no getter for the previous value.
         for group, mesh_info in zip(groups, mesh_infos, strict=True):
             group.post_forward_mesh_info = mesh_info
+            # FSDP2 records forward passes, also those without gradients, and prefetches by that order in the next
+            # backward pass: after different numbers of passes, ranks would gather different weights and deadlock.
+            getattr(group.comm_ctx, "post_forward_order", []).clear()  # Missing before the first pass.
+            group._post_forward_indices.clear()
         reshard(model)
 
 
