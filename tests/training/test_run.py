@@ -20,7 +20,7 @@ from recipes_lib.processes import explain_lost_connection
 from recipes_lib.training import run as run_module
 from recipes_lib.training.checkpoints.manifest import write_complete
 from recipes_lib.training.guards.watchdog import WATCHDOG
-from recipes_lib.training.layouts.launch_environment import Launch
+from recipes_lib.training.layouts.launch_environment import Launch, Layout
 from recipes_lib.training.run import RECORDED, Run, describe_process, fingerprint_config, start_run
 
 
@@ -543,3 +543,16 @@ def test_run_on_cpu_beside_unusable_gpu_warns(
     monkeypatch.setattr(run_module, "find_gpu_obstacle", lambda _: "the driver is too old")
     start_run(make_config(tmp_path / "run", use_cpu=use_cpu), ONE)
     assert ("torch cannot use the GPU: the driver is too old" in capsys.readouterr().err) == warns
+
+
+def test_launch_file_for_cpus_is_kept_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would choose the GPU for batches, and accelerate the CPU for the model."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
+    one = Launch(rank=0, local_rank=0, world_size=1, engine="", layout=Layout(uses_cpu=True))
+    run = start_run(make_config(tmp_path / "run"), one)
+    record = json.loads((run.output_dir / "run.json").read_text())
+    assert run.config.training["use_cpu"] is True
+    assert "use_cpu" not in record["config"], "a run of the recipe without a GPU can be resumed"
+    assert "H100" not in record["hardware"]["device"]
+    assert record["planned"] is None
