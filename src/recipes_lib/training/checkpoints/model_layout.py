@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Final
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME
 
@@ -188,7 +189,10 @@ class ReplicatedLayout(ModelLayout):
         """Copy the optimizer states."""
         if not saver.is_main:
             return ()
-        return [partial(write_state, saver.take(optimizer.state_dict()), folder / OPTIMIZER_NAME)]
+        # torch.save writes attributes of tensors. bitsandbytes would take a state that resuming has loaded onto a GPU
+        # for paged memory, and end the process.
+        state = tree_map_only(Tensor, _forget_pages, optimizer.state_dict())
+        return [partial(write_state, saver.take(state), folder / OPTIMIZER_NAME)]
 
     def compare(self, folder: Path, model: Any, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
         """Compare weights and optimizer states bit for bit, and load every state file as resuming does."""
@@ -344,6 +348,11 @@ class PipelineLayout(ShardedLayout):
     def _read_shapes(self, model: Any) -> Mapping[str, torch.Size]:
         shapes: Mapping[str, torch.Size] = model.whole_shapes
         return shapes
+
+
+def _forget_pages(state: Tensor) -> Tensor:
+    """Return a state of a paged optimizer without its attributes, and other states unchanged."""
+    return state.detach() if hasattr(state, "is_paged") else state
 
 
 def load_trained(place: Path, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
