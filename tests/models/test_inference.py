@@ -127,13 +127,16 @@ def test_kernel_precision_autocasts_kernels_that_need_half(flash_model, monkeypa
     assert contexts == ([("cuda", torch.bfloat16)] if needs_half and device == "cuda" else [])
 
 
-def test_rounding_error_is_that_of_coarser_dtype():
+def test_rounding_error_is_that_of_coarser_dtype(monkeypatch):
     whole, half = torch.ones(2), torch.ones(2, dtype=torch.bfloat16)
     assert [find_rounding_error(whole), find_rounding_error(half)] == [2**-23, 2**-7]
     with torch.autocast("cpu", torch.bfloat16):
         assert [find_rounding_error(whole), find_rounding_error(half)] == [2**-7, 2**-7]
     with torch.autocast("cpu", torch.float16):
         assert [find_rounding_error(whole), find_rounding_error(half)] == [2**-10, 2**-7]
+    # TF32 rounds the factors of float32 products.
+    monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")
+    assert [find_rounding_error(whole), find_rounding_error(half)] == [2**-10, 2**-7]
 
 
 @pytest.mark.parametrize("model_class", [AutoModelForCausalLM, AutoModelForSequenceClassification])

@@ -91,7 +91,14 @@ def find_rounding_error(states: Tensor) -> float:
     """
     kind = states.device.type
     dtypes = {states.dtype, torch.get_autocast_dtype(kind)} if torch.is_autocast_enabled(kind) else {states.dtype}
-    return max(torch.finfo(dtype).eps for dtype in dtypes)
+    return max(torch.finfo(find_factor_dtype(dtype)).eps for dtype in dtypes)
+
+
+def find_factor_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype with the rounding error of the factors of matrix products in ``dtype``; ``float16`` for TF32."""
+    # TF32 has a 10-bit fraction, as float16. Read from torch: environment variables and libraries can enable it.
+    is_tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return torch.float16 if is_tf32 else dtype
 
 
 def disable_dropout(model: nn.Module) -> int:

@@ -143,7 +143,7 @@ def add_loss_head(model: PreTrainedModel) -> None:
             return _compute_logps(self, *args, **kwargs)
         if states_at is not None:
             hidden, aux_loss = _run_backbone(self, kwargs)
-            return HeadOutput(hidden.flatten(0, 1)[states_at], aux_loss)
+            return HeadOutput(hidden.flatten(0, 1).index_select(0, states_at), aux_loss)
         if head is not None:
             hidden, aux_loss = _run_backbone(self, kwargs)
             return HeadOutput(_score(self, head, hidden), aux_loss)
@@ -275,7 +275,7 @@ def pick_predictors(hidden: Tensor, positions: Tensor) -> Tensor:
         positions: Result of ``find_targets``, ``int64 (N,)``.
     """
     # From indices into (B, L - 1) to indices into (B, L): one more per preceding row.
-    return hidden.flatten(0, 1)[positions + positions // (hidden.shape[1] - 1)]
+    return hidden.flatten(0, 1).index_select(0, positions + positions // (hidden.shape[1] - 1))
 
 
 def _find_projections(model: Any) -> list[Any]:
@@ -388,7 +388,7 @@ def _compute_logps(
         inputs["attention_mask"] = _spell_mask(model, attention_mask)
     hidden, aux_loss = _run_backbone(model, inputs)
     # (B, L, D) to (N, D): only the predictors are projected to the vocabulary.
-    chosen = hidden.flatten(0, 1)[predictors]
+    chosen = hidden.flatten(0, 1).index_select(0, predictors)
     options = {"with_statistics": with_statistics, "temperature": temperature}
     scored: TokenLogps = _score(model, compute_token_logps, chosen, targets, **options)
     return TokenLogpsOutput(*scored, aux_loss)

@@ -165,7 +165,7 @@ def _compute_scores(
     inputs = {name: value for name, value in inputs.items() if value is not None}
     hidden, aux_loss = _run_backbone(model, inputs)
     # Through a call of the head: its hooks gather the weight (FSDP2, ZeRO-3), and PEFT substitutes the trained copy.
-    (scores,) = getattr(model, HEAD)(hidden.flatten(0, 1)[last_positions], in_float32=True)
+    (scores,) = getattr(model, HEAD)(hidden.flatten(0, 1).index_select(0, last_positions), in_float32=True)
     return ScoreOutput(scores, aux_loss)
 
 
