@@ -531,9 +531,13 @@ def test_each_process_reports_rank_and_host_at_start(tmp_path, capsys, monkeypat
     assert "process 0" not in capsys.readouterr().err
     # One process on a machine with eight GPUs.
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    start_run(make_config(tmp_path / "idle"), ONE)
-    assert "process 0 of 1" in (logged := capsys.readouterr().err)
-    assert "one of 8 GPUs; the others are idle (`recipes launch` uses all)" in logged
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H100")
+    begin, idle = f"process 0 of 1: {socket.gethostname()}, ", "one of 8 GPUs; the others are idle"
+    assert describe_process(ONE) == f"{begin}cuda:0 (NVIDIA H100), {idle} (`recipes launch` uses all)"
+    start_run(make_config(tmp_path / "on cpu"), dataclasses.replace(ONE, layout=Layout(uses_cpu=True)))
+    assert (logged := capsys.readouterr().err).startswith(f"{begin}cpu")
+    assert "idle" not in logged
 
 
 @pytest.mark.parametrize(("use_cpu", "warns"), [(False, True), (True, False)])

@@ -69,13 +69,18 @@ def kernel_precision(model: Any, *, is_packed: bool = False) -> Iterator[None]:
             inner.set_attn_implementation(kernel)
 
 
-def compute_probe_logits(model: Any) -> Tensor:
-    """Return the logits of eight fixed tokens, ``float32 (1, 8, V)``, on the CPU; scores ``(1, n)`` of a classifier.
+def compute_probe_logits(model: Any, ids: Tensor | None = None) -> Tensor:
+    """Return the logits of a few tokens, ``float32 (1, L, V)``, on the CPU; scores ``(1, n)`` of a classifier.
 
     With sharded weights, this is a collective that every process must enter. Modes are restored.
+
+    Args:
+        model: Model, with or without a PEFT wrapper.
+        ids: Token ids, ``int64 (L,)``. Default: eight fixed ones.
     """
-    config = model.config.get_text_config()
-    input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
+    if ids is None:
+        ids = torch.arange(1, 9) % model.config.get_text_config().vocab_size
+    input_ids = ids[None].to(find_device(model))
     with evaluating(model), kernel_precision(model):
         logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
     return logits.float().cpu()

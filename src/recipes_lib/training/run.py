@@ -382,14 +382,13 @@ def describe_hardware(config: RecipeConfig) -> dict[str, Any]:
 
 def describe_process(launch: Launch) -> str:
     """Return rank, host and device of this process; every process logs it before loading."""
-    # Several processes on CPUs may outnumber the GPUs of the machine.
+    # NVML also counts GPUs that torch cannot use.
     is_on_gpu = torch.cuda.is_available() and not launch.layout.uses_cpu
-    has_gpu = is_on_gpu and launch.local_rank < torch.cuda.device_count()
-    device = torch.device("cuda", launch.local_rank) if has_gpu else torch.device("cpu")
-    name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
+    rank, num_gpus = launch.local_rank, torch.cuda.device_count() if is_on_gpu else 0
+    name = f"cuda:{rank} ({torch.cuda.get_device_name(rank)})" if rank < num_gpus else "cpu"
     text = f"process {launch.rank} of {launch.world_size}: {socket.gethostname()}, {name}"
-    if launch.world_size == 1 and torch.cuda.device_count() > 1:
-        text += f", one of {torch.cuda.device_count()} GPUs; the others are idle (`recipes launch` uses all)"
+    if launch.world_size == 1 and num_gpus > 1:
+        text += f", one of {num_gpus} GPUs; the others are idle (`recipes launch` uses all)"
     if launch.part is not None:
         return f"{text}, pipeline stage {launch.part.stage} of {launch.part.num_stages}"
     return f"{text}, {launch.engine}" if launch.engine else text

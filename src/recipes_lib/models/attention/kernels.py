@@ -144,9 +144,8 @@ def choose_kernel(
     # package and torch's variable-length attention both are FlashAttention 2.
     is_packed = packing or (flattens and not mixing)
     fast = FASTEST if is_packed and device.type == "cuda" else ()
-    default = [*fast, "sdpa", "eager"]
+    candidates = [requested] if requested else [*fast, "sdpa", "eager"]
     reasons = find_refusals(config, device, compute_dtype)
-    candidates = [requested] if requested else default
     chosen = next((name for name in candidates if name in reasons and reasons[name] is None), None)
     if chosen is None:
         usable = ", ".join(name for name, reason in reasons.items() if reason is None)

@@ -136,12 +136,11 @@ class ModelLayout:
         if get_rank() != 0:
             return lambda _: None
         if is_adapter(model):
-            shapes = {name: tensor.shape for name, tensor in read_adapter_state(model).items()}
+            shapes, file = {name: tensor.shape for name, tensor in read_adapter_state(model).items()}, ADAPTER_WEIGHTS
         else:
             # Replicated weights are saved under the model's own parameter names (``_write_model``); upstream saves
             # DeepSpeed's under the names of the published format.
-            shapes = read_published_shapes(model) if self.is_shared else read_shapes(model)
-        file = ADAPTER_WEIGHTS if is_adapter(model) else WEIGHTS
+            shapes, file = read_published_shapes(model) if self.is_shared else read_shapes(model), WEIGHTS
 
         def verify(folder: Path) -> None:
             # DeepSpeed may write its own format only, without safetensors.
@@ -191,7 +190,8 @@ class ReplicatedLayout(ModelLayout):
             return ()
         # torch.save writes attributes of tensors. bitsandbytes would take a state that resuming has loaded onto a GPU
         # for paged memory, and end the process.
-        state = tree_map_only(Tensor, _forget_pages, optimizer.state_dict())
+        states = optimizer.state_dict()
+        state = tree_map_only(Tensor, lambda value: value.detach() if hasattr(value, "is_paged") else value, states)
         return [partial(write_state, saver.take(state), folder / OPTIMIZER_NAME)]
 
     def compare(self, folder: Path, model: Any, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
@@ -348,11 +348,6 @@ class PipelineLayout(ShardedLayout):
     def _read_shapes(self, model: Any) -> Mapping[str, torch.Size]:
         shapes: Mapping[str, torch.Size] = model.whole_shapes
         return shapes
-
-
-def _forget_pages(state: Tensor) -> Tensor:
-    """Return a state of a paged optimizer without its attributes, and other states unchanged."""
-    return state.detach() if hasattr(state, "is_paged") else state
 
 
 def load_trained(place: Path, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:

@@ -40,12 +40,7 @@ from recipes_lib.training.layouts.fsdp import clip_gradients, compute_total_norm
 from recipes_lib.training.layouts.launch_environment import verify_engine
 from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY, Observer, name_metric
 from recipes_lib.training.monitoring.metrics import StepCounter
-from recipes_lib.training.optim.compilation import (
-    CompilationCheck,
-    compile_layers,
-    is_compiled,
-    preserve_architecture,
-)
+from recipes_lib.training.optim.compilation import CompilationCheck, compile_layers, is_compiled, preserve_architecture
 from recipes_lib.training.optim.optimizers import describe_groups, format_group, get_decay_names, split_loraplus_groups
 from recipes_lib.training.trainers.arguments import get_compute_dtype, verify_fp8_layers
 
