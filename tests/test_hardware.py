@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,11 @@ from recipes_lib import hardware
 from recipes_lib.hardware import read_free_memory, supports_bf16
 
 CPUINFO = Path("/proc/cpuinfo")
+
+
+def test_gpu_is_hidden_from_tests_of_the_cpu() -> None:
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert not torch.cuda.is_available()
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="the accelerator answers, not the CPU")

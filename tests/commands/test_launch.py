@@ -18,7 +18,7 @@ from tests.forked import ROOT, run_script
 from recipes_lib.commands import launch as launching
 from recipes_lib.commands.launch import Machines, find_first_host, find_machines
 from recipes_lib.errors import EXIT_USER, ConfigError
-from recipes_lib.training.layouts.launch_environment import expect_launch, read_launch, verify_expected
+from recipes_lib.training.layouts.launch_environment import Launch, expect_launch, read_launch, verify_expected
 
 CONFIG = "recipes/configs/llama3-8b/sft.yaml"
 PIPELINE = ["--config", "recipes/configs/llama2-7b/pretrain.yaml", "--hardware", "cpu_ddp", "--num_processes", "8"]
@@ -201,7 +201,7 @@ def test_invalid_launch_is_rejected_before_start(flags, words, monkeypatch):
 
 def test_processes_verify_expected_launch(monkeypatch):
     monkeypatch.setenv("RECIPES_LAUNCHED", "")
-    expect_launch(2, "FSDP")
+    expect_launch(Launch(rank=0, local_rank=0, world_size=2, engine="FSDP"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="expected 2 processes with FSDP; this process is one of 2 with no sharding"):
         verify_expected(read_launch())
@@ -218,11 +218,11 @@ def test_default_variables_do_not_override_users(monkeypatch):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "mine")
-    expect_launch(2, "FSDP")
+    expect_launch(Launch(rank=0, local_rank=0, world_size=2, engine="FSDP"))
     assert "PYTORCH_ALLOC_CONF" not in os.environ
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
-    expect_launch(2, "FSDP")
+    expect_launch(Launch(rank=0, local_rank=0, world_size=2, engine="FSDP"))
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 

@@ -31,6 +31,7 @@ from recipes_lib.models.inference import (
     preserve_training_state,
     unwrap_adapter,
 )
+from recipes_lib.models.vocabulary import VocabularyMap, adopt_vocabulary
 
 TINY = {
     "llama": {"attention_dropout": 0.5, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2},
@@ -109,6 +110,9 @@ def test_flash_attention_is_replaced_while_weights_are_on_cpu(flash_model, tiny_
     verify_isolation(flash_model, "flat")
     add_loss_head(flash_model)
     verify_loss_head(flash_model)
+    # A teacher with embeddings for more tokens than the student has.
+    adopt_vocabulary(flash_model, VocabularyMap(range(500)), "teacher")
+    assert len(flash_model.lm_head.weight) == 500
     assert flash_model.config._attn_implementation == "flash_attention_2"
 
 
@@ -127,13 +131,16 @@ def test_kernel_precision_autocasts_kernels_that_need_half(flash_model, monkeypa
     assert contexts == ([("cuda", torch.bfloat16)] if needs_half and device == "cuda" else [])
 
 
-def test_rounding_error_is_that_of_coarser_dtype():
+def test_rounding_error_is_that_of_coarser_dtype(monkeypatch):
     whole, half = torch.ones(2), torch.ones(2, dtype=torch.bfloat16)
     assert [find_rounding_error(whole), find_rounding_error(half)] == [2**-23, 2**-7]
     with torch.autocast("cpu", torch.bfloat16):
         assert [find_rounding_error(whole), find_rounding_error(half)] == [2**-7, 2**-7]
     with torch.autocast("cpu", torch.float16):
         assert [find_rounding_error(whole), find_rounding_error(half)] == [2**-10, 2**-7]
+    # TF32 rounds the factors of float32 products.
+    monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")
+    assert [find_rounding_error(whole), find_rounding_error(half)] == [2**-10, 2**-7]
 
 
 @pytest.mark.parametrize("model_class", [AutoModelForCausalLM, AutoModelForSequenceClassification])

@@ -147,6 +147,18 @@ def test_wrong_base_model_is_detected(make_run, tmp_path):
         export_model(trainer, folder)
 
 
+def test_rounding_of_tf32_is_no_difference(make_run, monkeypatch):
+    """The trained model may be on a GPU with TF32, and the fresh base on the CPU."""
+    trainer, folder = make_run()
+    logits = export.compute_probe_logits(trainer.model) * (1 + 2**-10)
+    exported = (folder / "adapter", trainer.model, logits)
+    trainer.model.save_pretrained(exported[0])
+    with pytest.raises(BrokenSaveError, match="a logit differs from the trained model's by"):
+        export.verify_adapter_export(*exported, is_half=False)
+    monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")
+    export.verify_adapter_export(*exported, is_half=False)
+
+
 def test_card_names_base_model(make_run, tiny_model_dir):
     trainer, folder = make_run()
     trainer.model.peft_config["default"].revision = "c" * 40

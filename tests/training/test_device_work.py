@@ -86,6 +86,12 @@ def test_batches_are_copied_without_host_sync(work: dict[str, Any], learner: str
     assert not work[learner]["copies"]
 
 
+@pytest.mark.parametrize("learner", LEARNERS)
+def test_gradients_of_chosen_positions_are_added_without_sorting(work: dict[str, Any], learner: str) -> None:
+    """As those of ``index_select``; ``states[positions]`` sorts the positions in the backward pass."""
+    assert not {name for name in work[learner]["kernels"] if "index_put" in name}
+
+
 def test_step_launches_no_more_kernels_than_transformers_trainer(work: dict[str, Any]) -> None:
     ours, theirs = (work[run]["kernels"] for run in (SINGLE, UPSTREAM))
     assert sum(ours.values()) <= sum(theirs.values()), Counter(ours) - Counter(theirs)

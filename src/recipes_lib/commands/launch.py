@@ -18,7 +18,6 @@ from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
 from recipes_lib.shipped import RECIPES, find_launch_file, find_shipped
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import (
-    ENGINES,
     add_pipeline_flags,
     expect_launch,
     name_pipeline,
@@ -154,9 +153,10 @@ def main(argv: Sequence[str]) -> int:
         found = f"{num_processes} processes cannot be divided equally among {machines.num_machines} machines"
         raise ConfigError(Problem("--num_processes", found, "write a multiple of the number of machines"))
     pipeline = name_pipeline(options.pipeline_stages, options.pipeline_schedule)
+    launch = plan_launch(file, num_processes, pipeline)
     # A text is the answer to --help or --print-config, which the recipe prints itself.
     if not isinstance(config, str):
-        verify_combination(config, plan_launch(file, num_processes, pipeline), str(file))
+        verify_combination(config, launch, str(file))
     command = compose(file, [str(find_shipped(RECIPES / f"{recipe}.py")), *named], machines, num_processes)
     variables = [f"{name}={value}" for name, value in pipeline.items()] if options.pipeline_stages > 1 else []
     line = shlex.join([*variables, *command])
@@ -164,9 +164,8 @@ def main(argv: Sequence[str]) -> int:
     if options.dry_run:
         return EXIT_DONE
     _verify_port(machines)
-    kind = document["distributed_type"]
-    expect_launch(num_processes, kind if kind in ENGINES else "", pipeline)
-    _execute(command, is_alone=kind == "NO")
+    expect_launch(launch)
+    _execute(command, is_alone=document["distributed_type"] == "NO")
     raise AssertionError("exec replaced the process")
 
 

@@ -69,13 +69,18 @@ def kernel_precision(model: Any, *, is_packed: bool = False) -> Iterator[None]:
             inner.set_attn_implementation(kernel)
 
 
-def compute_probe_logits(model: Any) -> Tensor:
-    """Return the logits of eight fixed tokens, ``float32 (1, 8, V)``, on the CPU; scores ``(1, n)`` of a classifier.
+def compute_probe_logits(model: Any, ids: Tensor | None = None) -> Tensor:
+    """Return the logits of a few tokens, ``float32 (1, L, V)``, on the CPU; scores ``(1, n)`` of a classifier.
 
     With sharded weights, this is a collective that every process must enter. Modes are restored.
+
+    Args:
+        model: Model, with or without a PEFT wrapper.
+        ids: Token ids, ``int64 (L,)``. Default: eight fixed ones.
     """
-    config = model.config.get_text_config()
-    input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
+    if ids is None:
+        ids = torch.arange(1, 9) % model.config.get_text_config().vocab_size
+    input_ids = ids[None].to(find_device(model))
     with evaluating(model), kernel_precision(model):
         logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
     return logits.float().cpu()
@@ -91,7 +96,14 @@ def find_rounding_error(states: Tensor) -> float:
     """
     kind = states.device.type
     dtypes = {states.dtype, torch.get_autocast_dtype(kind)} if torch.is_autocast_enabled(kind) else {states.dtype}
-    return max(torch.finfo(dtype).eps for dtype in dtypes)
+    return max(torch.finfo(find_factor_dtype(dtype)).eps for dtype in dtypes)
+
+
+def find_factor_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype with the rounding error of the factors of matrix products in ``dtype``; ``float16`` for TF32."""
+    # TF32 has a 10-bit fraction, as float16. Read from torch: environment variables and libraries can enable it.
+    is_tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return torch.float16 if is_tf32 else dtype
 
 
 def disable_dropout(model: nn.Module) -> int:

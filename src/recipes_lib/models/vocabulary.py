@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.inference import compute_probe_logits
 
 NUM_PROVED: int = 64
 """Tokens on which a model with a changed vocabulary is compared with the original."""
@@ -223,8 +224,8 @@ def adopt_vocabulary(model: PreTrainedModel, vocabulary: VocabularyMap, where: s
         return
     # Evenly spaced over the vocabulary, including its first and last token.
     probe = torch.linspace(0, len(ids) - 1, min(NUM_PROVED, len(ids))).long()
-    # (NUM_PROVED, V): logits of the student's tokens in its order.
-    expected = _compute_logits(model, ids[probe])[:, ids]
+    # (1, NUM_PROVED, V): logits of the student's tokens in its order.
+    expected = compute_probe_logits(model, ids[probe])[..., ids]
     # Checked before the projection gets a new parameter.
     is_tied = embedding.weight is projection.weight
     _take_rows(projection, ids)
@@ -235,7 +236,7 @@ def adopt_vocabulary(model: PreTrainedModel, vocabulary: VocabularyMap, where: s
     projection.out_features = embedding.num_embeddings = len(ids)
     embedding.padding_idx = None  # An id of the teacher's vocabulary.
     model.config.get_text_config().vocab_size = len(ids)
-    difference, scale = (_compute_logits(model, probe) - expected).abs().max(), expected.abs().max()
+    difference, scale = (compute_probe_logits(model, probe) - expected).abs().max(), expected.abs().max()
     if not difference <= scale * max(1e-4, 4 * torch.finfo(model.dtype).eps):
         found = f"the logits of the teacher change by up to {difference:.2g} with the student's vocabulary"
         raise ConfigError(Problem(where, found, "name a teacher of the student's model family"))
@@ -259,12 +260,6 @@ def _take_rows(module: Any, ids: torch.Tensor) -> None:
         if values is not None:
             rows = values.detach()[ids.to(values.device)]
             setattr(module, name, nn.Parameter(rows, requires_grad=values.requires_grad))
-
-
-@torch.no_grad()
-def _compute_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    logits: torch.Tensor = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0]
-    return logits.float().cpu()
 
 
 def _split_at(texts: Iterable[str], special_tokens: Sequence[str]) -> Iterator[str]:

@@ -26,7 +26,7 @@ from recipes_lib.models.adapters.lora import (
 )
 from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS, convert_to_original_base
 from recipes_lib.models.heads.scoring import SCALE_FILE, read_reward_statistics
-from recipes_lib.models.inference import compute_probe_logits
+from recipes_lib.models.inference import compute_probe_logits, find_factor_dtype
 from recipes_lib.models.parallel.zero3 import zero3_init_disabled
 from recipes_lib.models.saved_weights import BrokenSaveError, read_published_shapes, verify_weights
 from recipes_lib.publish.card import write_card
@@ -165,7 +165,8 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor, 
             reopened = load_adapter(load_fresh_base(model), str(folder), task_type=task)
     except ConfigError as error:
         raise BrokenSaveError(f"{folder} cannot be opened again: {error}") from error
-    shift = find_logit_shift(logits, compute_probe_logits(reopened), torch.bfloat16 if is_half else reopened.dtype)
+    dtype = torch.bfloat16 if is_half else find_factor_dtype(reopened.dtype)
+    shift = find_logit_shift(logits, compute_probe_logits(reopened), dtype)
     if shift is not None:
         raise BrokenSaveError(
             f"{folder}: after reloading, a logit differs from the trained model's by {shift:.2g} of the largest"

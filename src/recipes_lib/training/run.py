@@ -223,11 +223,11 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     verify_expected(launch)
     verify_trackers(config)
     verify_combination(config, launch)
-    _verify_devices(config, launch)
+    effective = flatten_config(config)
+    config = _choose_device(config, launch)
     verify_optimizer(config)
     # Upstream's progress bars for loading and saving, one per process, would interrupt the progress line.
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    effective = flatten_config(config)
     # Absolute, because a reward function or callback may change the working directory.
     output_dir = _open(Path(config.training["output_dir"]).absolute(), launch)
     config = config.with_training({"output_dir": str(output_dir)})
@@ -256,7 +256,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
             say(f"activation checkpointing: {checkpointing}")
     run = Run(config, output_dir, launch, resume_from, finished=finished, facts=previous)
     if not run.finished:
-        hardware = describe_hardware()
+        hardware = describe_hardware(config)
         run.record(
             stage=config.recipe,
             status="running",
@@ -353,19 +353,26 @@ def _affects_result(key: str) -> bool:
     return not any(fnmatchcase(key, pattern) for pattern in read_harmless())
 
 
-def _verify_devices(config: RecipeConfig, launch: Launch) -> None:
-    """Raise as ``verify_accelerator``; warn if the run uses the CPU of a machine with a GPU that torch cannot use."""
-    on_cpus = config.training.get("use_cpu") or launch.layout.uses_cpu
+def _choose_device(config: RecipeConfig, launch: Launch) -> RecipeConfig:
+    """Return the configuration with ``use_cpu`` of the launch file.
+
+    Warns if the run uses the CPU of a machine with a GPU that torch cannot use; raises as ``verify_accelerator``.
+    """
+    if launch.layout.uses_cpu:
+        # accelerate reads the launch file; transformers, and our choices for GPUs, the recipe.
+        config = config.with_training({"use_cpu": True})
+    on_cpus = config.training.get("use_cpu")
     num_gpus = 0 if on_cpus else torch.cuda.device_count()
     verify_accelerator(launch, is_available=torch.accelerator.is_available(), num_gpus=num_gpus)
     if not on_cpus and launch.rank == 0 and (obstacle := find_gpu_obstacle(read_environment())):
         sys.stderr.write(f"warning: training on the CPU, for torch cannot use the GPU: {obstacle}; {INSTALL_CUDA}\n")
+    return config
 
 
-def describe_hardware() -> dict[str, Any]:
+def describe_hardware(config: RecipeConfig) -> dict[str, Any]:
     """Return the devices of this process for ``run.json``."""
     hardware: dict[str, Any] = {"platform": platform.platform(), "cpu_threads": torch.get_num_threads()}
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and not config.training.get("use_cpu"):
         hardware["device"] = torch.cuda.get_device_name()
         hardware["num_devices"] = torch.cuda.device_count()
     else:
@@ -375,13 +382,13 @@ def describe_hardware() -> dict[str, Any]:
 
 def describe_process(launch: Launch) -> str:
     """Return rank, host and device of this process; every process logs it before loading."""
-    # Several processes on CPUs may outnumber the GPUs of the machine.
-    has_gpu = torch.cuda.is_available() and launch.local_rank < torch.cuda.device_count()
-    device = torch.device("cuda", launch.local_rank) if has_gpu else torch.device("cpu")
-    name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
+    # NVML also counts GPUs that torch cannot use.
+    is_on_gpu = torch.cuda.is_available() and not launch.layout.uses_cpu
+    rank, num_gpus = launch.local_rank, torch.cuda.device_count() if is_on_gpu else 0
+    name = f"cuda:{rank} ({torch.cuda.get_device_name(rank)})" if rank < num_gpus else "cpu"
     text = f"process {launch.rank} of {launch.world_size}: {socket.gethostname()}, {name}"
-    if launch.world_size == 1 and torch.cuda.device_count() > 1:
-        text += f", one of {torch.cuda.device_count()} GPUs; the others are idle (`recipes launch` uses all)"
+    if launch.world_size == 1 and num_gpus > 1:
+        text += f", one of {num_gpus} GPUs; the others are idle (`recipes launch` uses all)"
     if launch.part is not None:
         return f"{text}, pipeline stage {launch.part.stage} of {launch.part.num_stages}"
     return f"{text}, {launch.engine}" if launch.engine else text

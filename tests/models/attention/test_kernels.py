@@ -266,6 +266,24 @@ def test_default_kernel_is_fastest_that_isolates() -> None:
     assert sinks == AttentionChoice("eager", "rows")
 
 
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (LlamaConfig(), "flash_attention_3"),
+        # FlashAttention 3 ignores dropout; for gpt-oss, transformers would take a kernel from the Hub instead.
+        (LlamaConfig(attention_dropout=0.1), "flash_attention_2"),
+        (GptOssConfig(), "eager"),
+    ],
+)
+def test_installed_flash_attention_is_chosen_unless_it_computes_something_else(
+    monkeypatch: pytest.MonkeyPatch, config: PreTrainedConfig, expected: str
+) -> None:
+    for name in ("flash_attention_2", "flash_attention_3"):
+        monkeypatch.setitem(FLASH_IS_INSTALLED, name, lambda: True)
+    chosen = choose_kernel(config, None, device=CUDA, compute_dtype=torch.bfloat16, packing=True)
+    assert chosen.implementation == expected
+
+
 def test_default_kernel_depends_on_model_device_and_precision(tiny_model_dir: Path, tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=True)
     for requested, chosen in ((None, "sdpa"), ("varlen", "varlen")):

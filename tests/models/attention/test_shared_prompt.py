@@ -42,6 +42,7 @@ from recipes_lib.models.attention.shared_prompt import (
     supports_shared_prompt,
 )
 from recipes_lib.models.attention.varlen import register_varlen
+from recipes_lib.models.heads.loss_head import spell_mask
 
 SHAPE = architectures.SHAPE | {"max_position_embeddings": 32}
 GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "bos_token_id": 1}
@@ -92,11 +93,12 @@ def make_rows() -> list[dict[str, np.ndarray]]:
     return [{name: rng.integers(3, 61, length) for name, length in zip(names, row, strict=True)} for row in lengths]
 
 
-def build_inputs(batch: dict[str, Any], kernel: str) -> dict[str, Any]:
+def build_inputs(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Any]:
     inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
     inputs |= {name: value for name, value in batch.items() if name.startswith(("cu_seq", "max_length"))}
     if "pair_ids" in batch:
-        inputs["attention_mask"] = build_shared_prompt_mask(batch["pair_ids"], batch["branch_ids"], kernel)
+        mask = build_shared_prompt_mask(batch["pair_ids"], batch["branch_ids"])
+        inputs["attention_mask"] = spell_mask(model, mask)
     if "part_lengths" in batch:
         inputs |= build_shared_prompt_bounds(batch["part_lengths"])
     return inputs
@@ -106,9 +108,9 @@ def collate(rows: list[dict[str, np.ndarray]], kernel: str) -> dict[str, Any]:
     return PairCollator(pad_token_id=0, layout="shared_flat" if kernel == "varlen" else "shared")(rows)
 
 
-def compute_scores(model: PreTrainedModel, batch: dict[str, Any], kernel: str, **changes: Any) -> Tensor:
+def compute_scores(model: PreTrainedModel, batch: dict[str, Any], **changes: Any) -> Tensor:
     """Log-probability of each answer, ``(2P,)``, from a batch."""
-    logits = model(**build_inputs(batch, kernel) | changes, use_cache=False).logits.flatten(0, 1)
+    logits = model(**build_inputs(model, batch) | changes, use_cache=False).logits.flatten(0, 1)
     logps = logits[batch["predictors"]].log_softmax(-1).gather(-1, batch["targets"][:, None])[:, 0]
     return torch.zeros(len(batch["last_positions"])).index_add(0, batch["sequence_ids"], logps)
 
@@ -134,27 +136,24 @@ def compute_gradients(model: PreTrainedModel, scores: Tensor) -> dict[str, Tenso
 
 
 @settings(max_examples=20)
-@given(sizes, st.sampled_from(["sdpa", "eager"]))
-def test_mask_equals_rule_for_every_pair_of_positions(sizes: list[tuple[int, int, int]], kernel: str) -> None:
+@given(sizes)
+def test_mask_equals_rule_for_every_pair_of_positions(sizes: list[tuple[int, int, int]]) -> None:
     rows = [
         {name: np.ones(length) for name, length in zip(("prompt_ids", "chosen_ids", "rejected_ids"), row, strict=True)}
         for row in sizes
     ]
     batch = PairCollator(pad_token_id=0)(rows)
     pair, branch = batch["pair_ids"], batch["branch_ids"]
-    mask = build_shared_prompt_mask(pair, branch, kernel)
+    mask = build_shared_prompt_mask(pair, branch)
     num_rows, length = pair.shape
     assert mask.shape == (num_rows, 1, length, length)
-    assert mask.dtype == (torch.bool if kernel == "sdpa" else torch.float32)
-    allowed = mask if kernel == "sdpa" else mask == 0
-    if kernel == "eager":
-        assert (mask[~allowed] == torch.finfo(torch.float32).min).all()
+    assert mask.dtype == torch.bool
     for row, query, key in itertools.product(range(num_rows), range(length), range(length)):
         sees = key <= query and pair[row, query] == pair[row, key] and branch[row, key] in (0, branch[row, query])
         if pair[row, query] == -1:
             sees = key <= query and pair[row, key] == -1
-        assert allowed[row, 0, query, key] == sees
-    assert allowed.diagonal(dim1=-2, dim2=-1).all()
+        assert mask[row, 0, query, key] == sees
+    assert mask.diagonal(dim1=-2, dim2=-1).all()
 
 
 @settings(max_examples=20)
@@ -181,7 +180,7 @@ def test_states_scores_and_gradients_equal_separate_answers(config: PreTrainedCo
     num_rows, width = batch["input_ids"].shape
     assert num_rows * width > 32 or num_rows > 1
     with torch.no_grad():
-        outputs = model(**build_inputs(batch, kernel), use_cache=False, output_hidden_states=True)
+        outputs = model(**build_inputs(model, batch), use_cache=False, output_hidden_states=True)
         states, logits = outputs.hidden_states[-1].flatten(0, 1), outputs.logits.flatten(0, 1)
         for sequence, (ids, start) in enumerate(iterate_alone(rows)):
             alone = model(input_ids=ids[None], use_cache=False, output_hidden_states=True)
@@ -190,7 +189,7 @@ def test_states_scores_and_gradients_equal_separate_answers(config: PreTrainedCo
             last = batch["last_positions"][sequence]
             torch.testing.assert_close(states[last], alone.hidden_states[-1][0, -1], rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(logits[own], alone.logits[0, start - 1 : -1], rtol=1e-5, atol=1e-5)
-    together, apart = compute_scores(model, batch, kernel), compute_scores_alone(model, rows)
+    together, apart = compute_scores(model, batch), compute_scores_alone(model, rows)
     torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
     expected = compute_gradients(model, apart)
     assert all(gradient.abs().sum() > 0 for gradient in expected.values())
@@ -205,7 +204,7 @@ def test_layouts_of_pairs_have_equal_scores(layout: Any, kernel: str, packing: b
     model, rows = make_model(CONFIGS["llama"], kernel), make_rows()
     batch = PairCollator(pad_token_id=0, layout=layout, packing=packing)(rows)
     apart = compute_scores_alone(model, rows)
-    together = compute_scores(model, batch, kernel)
+    together = compute_scores(model, batch)
     torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
     expected = compute_gradients(model, apart)
     torch.testing.assert_close(compute_gradients(model, together), expected, rtol=1e-5, atol=1e-5)
@@ -266,8 +265,8 @@ def test_proof_detects_model_that_ignores_position_ids(name: str) -> None:
 
 
 def build_mask_with(change: Any) -> Any:
-    def build(pair_ids: Tensor, branch_ids: Tensor, implementation: str) -> Tensor:
-        return build_shared_prompt_mask(*change(pair_ids, branch_ids), implementation)
+    def build(pair_ids: Tensor, branch_ids: Tensor) -> Tensor:
+        return build_shared_prompt_mask(*change(pair_ids, branch_ids))
 
     return build
 
@@ -311,7 +310,7 @@ def test_proof_detects_ignored_key_bounds(monkeypatch: pytest.MonkeyPatch, chang
 def test_key_bounds_equal_mask_on_cuda(config: PreTrainedConfig) -> None:
     model, rows = make_model(config, "varlen").cuda(), make_rows()
     batch = collate(rows, "varlen")
-    inputs = build_inputs(batch, "varlen")
+    inputs = build_inputs(model, batch)
     inputs = {key: value.cuda() if isinstance(value, Tensor) else value for key, value in inputs.items()}
     with torch.autocast("cuda", dtype=torch.bfloat16):
         logits = model(**inputs, use_cache=False).logits.flatten(0, 1).float()

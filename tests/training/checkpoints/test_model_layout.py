@@ -119,6 +119,20 @@ def to_local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def test_state_of_paged_optimizer_is_saved_without_its_attributes(tmp_path):
+    """Resuming on several GPUs loads states onto them, where bitsandbytes ends the process by ``is_paged``."""
+    _, parameters, optimizer = train(None, 0)
+    moment = optimizer.state[parameters["weight"]]["exp_avg"]
+    moment.is_paged, moment.page_deviceid = True, 0
+    saver = CheckpointSaver(TrainingArguments(output_dir=str(tmp_path), use_cpu=True), print)
+    (write,) = ReplicatedLayout().save_optimizer(tmp_path, parameters, optimizer, saver)
+    write()
+    (saved,) = torch.load(tmp_path / "optimizer.pt", weights_only=True)["state"].values()
+    assert torch.equal(saved["exp_avg"], moment)
+    assert not vars(saved["exp_avg"])
+    assert moment.is_paged
+
+
 def test_adapter_is_saved_without_state_of_base(tmp_path, tiny_model_dir, monkeypatch):
     """That of a 4-bit layer is large, and computed for each save."""
     model = add_adapter(AutoModelForCausalLM.from_pretrained(tiny_model_dir), AdapterConfig(use_peft=True), seed=0)

@@ -2,10 +2,12 @@
 
 import os
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from accelerate import PartialState
+from tests.forked import ROOT
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.training.layouts.launch_environment import (
@@ -15,6 +17,7 @@ from recipes_lib.training.layouts.launch_environment import (
     disable_accelerate_parallelism,
     expect_launch,
     name_pipeline,
+    plan_launch,
     read_launch,
     verify_accelerator,
     verify_engine,
@@ -137,7 +140,14 @@ def test_invalid_number_of_threads_is_refused_before_processes_start(monkeypatch
     """accelerate's launcher reads the variable too, and fails with a traceback."""
     monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
     with pytest.raises(ConfigError, match="OMP_NUM_THREADS: '4,2' is not a whole number"):
-        expect_launch(2, "")
+        expect_launch(launch(2))
+
+
+def test_launch_file_for_cpus_reaches_several_processes():
+    """accelerate passes ``use_cpu`` on to a single process only: several would train on the GPUs of a machine."""
+    with mock.patch.dict(os.environ):
+        expect_launch(plan_launch(ROOT / "accelerate_configs" / "cpu_ddp.yaml"))
+        assert read_launch().layout.uses_cpu
 
 
 def test_unconnected_processes_are_refused():

@@ -14,7 +14,7 @@ from tests.rows import read_rows
 from tests.training.clock import Clock
 
 from recipes_lib.planning.compute import TokenFlops
-from recipes_lib.training.monitoring.metrics import MetricsWriter, StepCounter, ThroughputMeter
+from recipes_lib.training.monitoring.metrics import MetricsWriter, StepCounter, ThroughputMeter, read_peak_memory
 
 
 def write_events(path: Path, *steps: int) -> None:
@@ -184,3 +184,8 @@ def test_write_terminates_truncated_line(tmp_path):
     path.write_text('{"step": 1}\n{"step": 2, "lo')
     MetricsWriter(path, is_main=True).write({"step": 3})
     assert path.read_text() == '{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n'
+
+
+def test_memory_of_a_run_on_the_cpu_beside_a_gpu_is_that_of_the_process(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert read_peak_memory() > 2**20

@@ -9,6 +9,7 @@ import torch
 from tests.training.trajectories import Narrator, make_packs, make_trainer
 from torch import distributed, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama import modeling_llama
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import RecipeConfig
@@ -131,6 +132,25 @@ def test_liger_needs_a_machine_that_compiles_kernels(monkeypatch: pytest.MonkeyP
     assert choose_liger(read("sft", use_liger_kernel="true"), ONE, is_cuda=False)["use_liger_kernel"] is False
     with pytest.raises(ConfigError, match=r"has no Python\.h"):
         choose_liger(read("sft", use_liger_kernel="true"), ONE, is_cuda=True)
+
+
+def test_architecture_is_as_before_after_training_with_liger(tiny_model_dir, tmp_path, monkeypatch) -> None:
+    """Its kernels replace functions that a model loaded later, on a CPU, would call."""
+    own, calls = modeling_llama.apply_rotary_pos_emb, []
+
+    def rotate(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        return own(*args, **options)
+
+    monkeypatch.setattr(
+        "transformers.trainer.apply_liger_kernel",
+        lambda *_: setattr(modeling_llama, "apply_rotary_pos_emb", rotate),
+    )
+    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), max_steps=1)
+    trainer.args.use_liger_kernel = True
+    trainer.train()
+    assert calls
+    assert modeling_llama.apply_rotary_pos_emb is own
 
 
 def build_batch(lengths: list[int]) -> dict[str, Any]:

@@ -144,9 +144,8 @@ def choose_kernel(
     # package and torch's variable-length attention both are FlashAttention 2.
     is_packed = packing or (flattens and not mixing)
     fast = FASTEST if is_packed and device.type == "cuda" else ()
-    default = [*fast, "sdpa", "eager"]
+    candidates = [requested] if requested else [*fast, "sdpa", "eager"]
     reasons = find_refusals(config, device, compute_dtype)
-    candidates = [requested] if requested else default
     chosen = next((name for name in candidates if name in reasons and reasons[name] is None), None)
     if chosen is None:
         usable = ", ".join(name for name, reason in reasons.items() if reason is None)
@@ -226,7 +225,7 @@ def _refusal(name: str, config: PreTrainedConfig, device: torch.device, compute_
         "needs bf16 or fp16": needs_half and compute_dtype not in (torch.bfloat16, torch.float16),
         f"is not supported for {config.model_type} models by transformers": not _is_supported(name, config),
         "cannot cap attention logits, which this model does": has_softcap and name in ("sdpa", "varlen"),
-        "has no attention dropout, which this model's configuration sets": has_dropout and is_varlen,
+        "has no attention dropout, which this model's configuration sets": has_dropout and (is_varlen or is_for_hopper),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 
@@ -243,13 +242,15 @@ def _is_supported(name: str, config: PreTrainedConfig) -> bool:
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None:
         return name != "varlen"
+    # transformers would replace another FlashAttention than these by the first of them, from the Hub.
+    flash = model_class._compatible_flash_implementations or LAYOUTS
     answers: dict[str, bool] = {
         "eager": True,
         "sdpa": model_class._supports_sdpa,
         # Equivalent to sdpa, through transformers' attention interface.
         "varlen": model_class._supports_sdpa and model_class._supports_attention_backend,
     }
-    return answers.get(name, bool(model_class._supports_flash_attn))
+    return answers.get(name, bool(model_class._supports_flash_attn) and name in flash)
 
 
 def verify_isolation(model: Any, layout: Layout) -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.attention.kernels import choose_kernel
+from recipes_lib.models.heads.loss_head import spell_mask
 from recipes_lib.models.inference import evaluating, find_device, find_rounding_error, kernel_precision
 from recipes_lib.models.structure import find_sliding_window
 
@@ -37,32 +38,25 @@ _CHANGES: Final[tuple[set[_Answer], ...]] = (
 """Parts of two pairs that the verification changes together: one kind of answer, or a whole pair."""
 
 
-def build_shared_prompt_mask(pair_ids: Tensor, branch_ids: Tensor, implementation: str) -> Tensor:
+def build_shared_prompt_mask(pair_ids: Tensor, branch_ids: Tensor) -> Tensor:
     """Build the attention mask of pairs: a token attends to earlier tokens of its prompt and of its answer.
 
     Args:
         pair_ids: Index of the pair of each token, -1 in padding; ``int64 (R, L)``.
         branch_ids: 0 in a prompt, which precedes its answers, 1 in the chosen answer, 2 in the rejected one, -1 in
             padding; ``int64 (R, L)``.
-        implementation: ``sdpa`` or ``eager``.
 
     Returns:
-        ``attention_mask`` of the model, ``(R, 1, L, L)``, queries by keys. For ``sdpa`` ``bool``, True where a query
-        attends to a key. For ``eager``, which adds the mask to the scores, ``float32``: 0 where it attends, the lowest
-        number elsewhere. Every token attends to itself, padding to padding.
+        ``bool (R, 1, L, L)``, queries by keys, True where a query attends to a key; for the model after ``spell_mask``.
+        Every token attends to itself, padding to padding.
 
-    Source: transformers' ``masking_utils._preprocess_mask_arguments``, which keeps a four-dimensional mask;
-    ``tests/models/attention/test_shared_prompt.py``.
+    Source: ``tests/models/attention/test_shared_prompt.py``.
     """
-    assert implementation in MASK_KERNELS
     is_earlier = torch.ones(pair_ids.shape[1], pair_ids.shape[1], dtype=torch.bool, device=pair_ids.device).tril()
     is_same_pair = pair_ids[:, :, None] == pair_ids[:, None, :]
     # A key is in the prompt, or in the same branch as the query: (R, L, L).
     is_own_branch = (branch_ids[:, None, :] == 0) | (branch_ids[:, :, None] == branch_ids[:, None, :])
-    mask = (is_earlier & is_same_pair & is_own_branch)[:, None]
-    if implementation == "sdpa":
-        return mask
-    return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, torch.finfo(torch.float32).min)
+    return (is_earlier & is_same_pair & is_own_branch)[:, None]
 
 
 def build_shared_prompt_bounds(lengths: Tensor) -> dict[str, Tensor | int]:
@@ -181,7 +175,8 @@ def _run_shared(model: Any, pairs: Sequence[Sequence[Tensor]]) -> dict[_Answer, 
     if implementation in BOUNDS_KERNELS:
         apart = build_shared_prompt_bounds(lengths.view(-1, 3))
     else:
-        apart = {"attention_mask": build_shared_prompt_mask((numbers // 3)[None], (numbers % 3)[None], implementation)}
+        mask = build_shared_prompt_mask((numbers // 3)[None], (numbers % 3)[None])
+        apart = {"attention_mask": spell_mask(model, mask)}
     apart = send_to_device({**apart, "position_ids": torch.cat(positions)[None]}, device)
     states = _run(model, torch.cat(parts), **apart)
     split = torch.split(states, lengths.tolist())

@@ -106,7 +106,8 @@ def _varlen_attention(
     # (1, heads, T, D) to (T, heads, D). squeeze: the backward pass of an index would allocate and copy a tensor.
     query, key, value = (state.squeeze(0).transpose(0, 1) for state in states)
     if (index := settings.get("shared_prompt_index")) is not None:
-        key, value = key[index], value[index]
+        # ``index_select``: its backward is ``index_add``, that of ``key[index]`` sorts first, in every layer.
+        key, value = (state.index_select(0, index) for state in (key, value))
     return attend_documents(query, key, value, settings, window=settings.get("sliding_window"))[None], None
 
 

@@ -143,7 +143,7 @@ def add_loss_head(model: PreTrainedModel) -> None:
             return _compute_logps(self, *args, **kwargs)
         if states_at is not None:
             hidden, aux_loss = _run_backbone(self, kwargs)
-            return HeadOutput(hidden.flatten(0, 1)[states_at], aux_loss)
+            return HeadOutput(hidden.flatten(0, 1).index_select(0, states_at), aux_loss)
         if head is not None:
             hidden, aux_loss = _run_backbone(self, kwargs)
             return HeadOutput(_score(self, head, hidden), aux_loss)
@@ -275,7 +275,7 @@ def pick_predictors(hidden: Tensor, positions: Tensor) -> Tensor:
         positions: Result of ``find_targets``, ``int64 (N,)``.
     """
     # From indices into (B, L - 1) to indices into (B, L): one more per preceding row.
-    return hidden.flatten(0, 1)[positions + positions // (hidden.shape[1] - 1)]
+    return hidden.flatten(0, 1).index_select(0, positions + positions // (hidden.shape[1] - 1))
 
 
 def _find_projections(model: Any) -> list[Any]:
@@ -385,39 +385,38 @@ def _compute_logps(
     **inputs: Any,
 ) -> TokenLogpsOutput:
     if attention_mask is not None:
-        inputs["attention_mask"] = _spell_mask(model, attention_mask)
+        inputs["attention_mask"] = spell_mask(model, attention_mask)
     hidden, aux_loss = _run_backbone(model, inputs)
     # (B, L, D) to (N, D): only the predictors are projected to the vocabulary.
-    chosen = hidden.flatten(0, 1)[predictors]
+    chosen = hidden.flatten(0, 1).index_select(0, predictors)
     options = {"with_statistics": with_statistics, "temperature": temperature}
     scored: TokenLogps = _score(model, compute_token_logps, chosen, targets, **options)
     return TokenLogpsOutput(*scored, aux_loss)
 
 
-def _spell_mask(model: Any, visible: Tensor) -> Tensor:
+def spell_mask(model: Any, visible: Tensor) -> Tensor:
     """Convert a mask to the format of the attention kernel, to which transformers passes it unchanged.
+
+    It replaces the model's own mask, and so a sliding window: no visible key may be further back than the window.
 
     Args:
         model: Model with ``sdpa`` or ``eager`` attention.
         visible: ``bool (B, 1, L, L)``, True where a query attends to a key.
 
     Raises:
-        ValueError: The mask has another shape or dtype, it is longer than a sliding window, or the kernel takes none.
+        ValueError: The mask has another shape or dtype, or the kernel takes none.
+
+    Source: transformers' ``masking_utils._preprocess_mask_arguments``, which keeps a four-dimensional mask.
     """
-    config = model.config.get_text_config()
+    kernel = model.config.get_text_config()._attn_implementation
     if visible.ndim != 4 or visible.dtype != torch.bool:
         raise ValueError(f"attention_mask must be bool (B, 1, L, L), not {visible.dtype} {tuple(visible.shape)}")
-    window = find_sliding_window(config)
-    # The mask would replace the one with the window.
-    if window and visible.shape[-1] > window:
-        raise ValueError(f"an attention_mask of {visible.shape[-1]} tokens would undo the sliding window of {window}")
-    if config._attn_implementation == "sdpa":
+    if kernel == "sdpa":
         return visible
-    if config._attn_implementation == "eager":
+    if kernel == "eager":
         # Eager attention adds the mask to the scores; -inf would give NaN for fully masked rows.
-        hidden_score = torch.finfo(model.dtype).min
-        return torch.zeros_like(visible, dtype=model.dtype).masked_fill(~visible, hidden_score)
-    raise ValueError(f"{config._attn_implementation} takes no attention_mask; use sdpa or eager")
+        return torch.zeros_like(visible, dtype=model.dtype).masked_fill_(~visible, torch.finfo(model.dtype).min)
+    raise ValueError(f"{kernel} takes no attention_mask; use sdpa or eager")
 
 
 def _has_router_loss(model: Any) -> bool:

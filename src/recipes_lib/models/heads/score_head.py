@@ -21,7 +21,7 @@ from transformers.utils.generic import ModelOutput
 
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.heads.loss_head import _run_backbone, _spell_mask
+from recipes_lib.models.heads.loss_head import _run_backbone, spell_mask
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.loading import load_pretrained
 from recipes_lib.models.parallel.zero3 import gathered_for_writing
@@ -160,12 +160,12 @@ def _compute_scores(
     model: Any, *, last_positions: Tensor, attention_mask: Tensor | None = None, **inputs: Any
 ) -> ScoreOutput:
     if attention_mask is not None:
-        inputs["attention_mask"] = _spell_mask(model, attention_mask)
+        inputs["attention_mask"] = spell_mask(model, attention_mask)
     # PEFT's wrapper passes all of its arguments, None for those not given, and the backbone does not accept them all.
     inputs = {name: value for name, value in inputs.items() if value is not None}
     hidden, aux_loss = _run_backbone(model, inputs)
     # Through a call of the head: its hooks gather the weight (FSDP2, ZeRO-3), and PEFT substitutes the trained copy.
-    (scores,) = getattr(model, HEAD)(hidden.flatten(0, 1)[last_positions], in_float32=True)
+    (scores,) = getattr(model, HEAD)(hidden.flatten(0, 1).index_select(0, last_positions), in_float32=True)
     return ScoreOutput(scores, aux_loss)
 
 

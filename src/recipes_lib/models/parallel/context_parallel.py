@@ -151,10 +151,11 @@ def _attend(
     own, *others = [state.to(value.dtype).transpose(1, 2).flatten(0, 1) for state in (query, key, value)]
     # `index` reorders tokens from rank order to document order, which cu_seq_lens refer to.
     if context.by_heads:
-        queries, keys, values = (_take_heads(state, context)[index] for state in (own, *others))
+        queries, keys, values = (_take_heads(state, context).index_select(0, index) for state in (own, *others))
         output = _take_tokens(attend_documents(queries, keys, values, settings), index, context)
     else:
-        keys, values = (_Gather.apply(state, context)[index] for state in others)  # type: ignore[no-untyped-call]
+        gathered = [_Gather.apply(state, context) for state in others]  # type: ignore[no-untyped-call]
+        keys, values = (state.index_select(0, index) for state in gathered)
         output = attend_documents(own, keys, values, settings)
     return output.view(num_rows, num_tokens, *output.shape[1:]), None
 

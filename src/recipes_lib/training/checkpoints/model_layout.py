@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Final
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME
 
@@ -135,12 +136,11 @@ class ModelLayout:
         if get_rank() != 0:
             return lambda _: None
         if is_adapter(model):
-            shapes = {name: tensor.shape for name, tensor in read_adapter_state(model).items()}
+            shapes, file = {name: tensor.shape for name, tensor in read_adapter_state(model).items()}, ADAPTER_WEIGHTS
         else:
             # Replicated weights are saved under the model's own parameter names (``_write_model``); upstream saves
             # DeepSpeed's under the names of the published format.
-            shapes = read_published_shapes(model) if self.is_shared else read_shapes(model)
-        file = ADAPTER_WEIGHTS if is_adapter(model) else WEIGHTS
+            shapes, file = read_published_shapes(model) if self.is_shared else read_shapes(model), WEIGHTS
 
         def verify(folder: Path) -> None:
             # DeepSpeed may write its own format only, without safetensors.
@@ -188,7 +188,11 @@ class ReplicatedLayout(ModelLayout):
         """Copy the optimizer states."""
         if not saver.is_main:
             return ()
-        return [partial(write_state, saver.take(optimizer.state_dict()), folder / OPTIMIZER_NAME)]
+        # torch.save writes attributes of tensors. bitsandbytes would take a state that resuming has loaded onto a GPU
+        # for paged memory, and end the process.
+        states = optimizer.state_dict()
+        state = tree_map_only(Tensor, lambda value: value.detach() if hasattr(value, "is_paged") else value, states)
+        return [partial(write_state, saver.take(state), folder / OPTIMIZER_NAME)]
 
     def compare(self, folder: Path, model: Any, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
         """Compare weights and optimizer states bit for bit, and load every state file as resuming does."""

@@ -156,7 +156,9 @@ class EvaluateLoss(_HeldOutEvaluation):
         loss = sums["nll"] / sums["num_targets"]
         in_bytes = {"bits_per_byte": sums["nll"] / math.log(2) / sums["num_bytes"]} if sums["num_bytes"] else {}
         accuracy = sums["num_correct"] / sums["num_targets"]
-        metrics = {"loss": loss, "perplexity": _exp(loss), "token_accuracy": accuracy, **in_bytes}
+        # The exponential of more than 709 overflows.
+        perplexity = math.inf if loss > 700 else math.exp(loss)
+        metrics = {"loss": loss, "perplexity": perplexity, "token_accuracy": accuracy, **in_bytes}
         return {**metrics, NUM_TARGETS: sums["num_targets"]}
 
     def sum_scores(self, model: nn.Module, name: str) -> dict[str, float]:
@@ -179,13 +181,6 @@ class EvaluateLoss(_HeldOutEvaluation):
             num_bytes = int(self.byte_lengths[labels[labels >= 0]].sum())
         counts = {"num_targets": int(scored.num_targets), "num_correct": int(scored.num_correct)}
         return {"nll": float(scored.nll_sum), **counts, "num_bytes": num_bytes}
-
-
-def _exp(value: float) -> float:
-    try:
-        return math.exp(value)
-    except OverflowError:
-        return math.inf
 
 
 @dataclass(kw_only=True)

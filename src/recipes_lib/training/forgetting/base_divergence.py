@@ -20,12 +20,7 @@ from recipes_lib.losses.distillation import (
     compute_distillation,
 )
 from recipes_lib.models.adapters.lora import adapters_off
-from recipes_lib.models.heads.loss_head import (
-    HeadOutput,
-    find_targets,
-    pick_predictors,
-    score_beside_teacher,
-)
+from recipes_lib.models.heads.loss_head import HeadOutput, find_targets, pick_predictors, score_beside_teacher
 from recipes_lib.models.loading import load_causal_lm
 from recipes_lib.training.layouts.fsdp import prepare_frozen
 from recipes_lib.training.trainers.trained_model import freeze

@@ -30,6 +30,7 @@ SCHEDULES: Final = ("1f1b", "gpipe", "interleaved")
 
 _PRECISION: Final = "ACCELERATE_MIXED_PRECISION"
 _PRECISIONS: Final = ("no", "bf16", "fp16", "fp8")
+_USES_CPU: Final = "ACCELERATE_USE_CPU"
 _DYNAMO: Final = "ACCELERATE_DYNAMO_BACKEND"
 _DEEPSPEED_FILE: Final = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _DEEPSPEED_VARIABLES: Final = {
@@ -60,7 +61,7 @@ class Layout:
     """Parallelism of a launch file; missing values are accelerate's defaults.
 
     Attributes:
-        uses_cpu: Whether the file sets ``use_cpu``; always False in processes started by torchrun.
+        uses_cpu: Whether the file sets ``use_cpu``; False in several processes that ``recipes launch`` did not start.
         fsdp_version: 1 or 2.
         state_dict_type: FSDP state dict type, such as ``SHARDED_STATE_DICT``.
         recomputes: Whether FSDP applies activation checkpointing.
@@ -209,7 +210,7 @@ def _read_layout(env: Mapping[str, str]) -> Layout:
     sizes = {name: _read_number(env, f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1, least=1) for name in _DIMENSIONS}
     accumulation, clipping = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_CLIPPING"
     return Layout(
-        uses_cpu=_is_true(env, "ACCELERATE_USE_CPU"),
+        uses_cpu=_is_true(env, _USES_CPU),
         fsdp_version=_read_number(env, "FSDP_VERSION", 1, least=1),
         state_dict_type=env.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"),
         recomputes=_is_true(env, "FSDP_ACTIVATION_CHECKPOINTING"),
@@ -320,20 +321,18 @@ def configure_vllm() -> None:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", allocator)
 
 
-def expect_launch(num_processes: int, engine: str, pipeline: Mapping[str, str] | None = None) -> None:
-    """Set environment variables of the processes to start: the expected launch, GPU allocator and NCCL options.
-
-    Args:
-        num_processes: World size.
-        engine: ``engine`` of ``Launch``.
-        pipeline: Variables of ``name_pipeline``.
+def expect_launch(launch: Launch) -> None:
+    """Set environment variables of the processes to start: the planned launch, GPU allocator and NCCL options.
 
     Raises:
         ConfigError: As ``verify_rendezvous``, a variable that accelerate reads is not a number.
     """
     _verify_counts()
-    os.environ[_EXPECTED] = f"{num_processes} {engine}"
-    os.environ.update(pipeline or {})
+    os.environ[_EXPECTED] = f"{launch.world_size} {launch.engine}"
+    os.environ.update(name_pipeline(launch.layout.pipeline_stages, launch.layout.schedule))
+    if launch.layout.uses_cpu:
+        # accelerate passes it on to a single process only; several would use the GPUs of the machine.
+        os.environ[_USES_CPU] = "true"
     for names, value in _VARIABLES.items():
         if not any(name in os.environ for name in names):
             os.environ[names[0]] = value
@@ -525,7 +524,7 @@ def name_variables(document: Mapping[str, Any], num_processes: int | None = None
     variables: dict[str, Any] = {
         "WORLD_SIZE": document.get("num_processes", 1) if num_processes is None else num_processes,
         _PRECISION: document.get("mixed_precision") or "no",
-        "ACCELERATE_USE_CPU": document.get("use_cpu", False),
+        _USES_CPU: document.get("use_cpu", False),
         # YAML reads an unquoted `NO` as false.
         _DYNAMO: (document.get("dynamo_config") or {}).get("dynamo_backend") or "no",
     }

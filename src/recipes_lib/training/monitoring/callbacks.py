@@ -93,11 +93,14 @@ class MetricsCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Stop the clock and sum the counts over all processes if a log, an evaluation or a checkpoint is due."""
         self.progress.advance(state.global_step)
-        self._interrupt(state, control)
+        if _is_interrupted(control):
+            self.meter.stop()
+            self.counter.synchronise(self.group)
+            stored: Any = state.stateful_callbacks
+            stored[STATE_KEY] = {**self.counter.totals(), "seconds": self.meter.seconds}
 
-    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Do the same as ``on_step_end``, for the ``epoch`` strategies of logging, evaluation and saving."""
-        self._interrupt(state, control)
+    # For the ``epoch`` strategies of logging, evaluation and saving.
+    on_epoch_end = on_step_end
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         """Write and show the metrics of a training step or an evaluation; ignore upstream's summary at the end."""
@@ -117,9 +120,7 @@ class MetricsCallback(TrainerCallback):
         """Restart the clock unless a checkpoint is due."""
         self._resume_unless_interrupted(control)
 
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Restart the clock."""
-        self._resume_unless_interrupted(control)
+    on_save = on_evaluate
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Write which step's weights were loaded as the best ones, and close the progress display."""
@@ -132,13 +133,6 @@ class MetricsCallback(TrainerCallback):
             found = f"no checkpoint is of a step with a finite {name_metric(args)}"
             self.progress.say(f"load_best_model_at_end: {found}; the last weights are the result")
         self.progress.stop()
-
-    def _interrupt(self, state: TrainerState, control: TrainerControl) -> None:
-        if _is_interrupted(control):
-            self.meter.stop()
-            self.counter.synchronise(self.group)
-            stored: Any = state.stateful_callbacks
-            stored[STATE_KEY] = {**self.counter.totals(), "seconds": self.meter.seconds}
 
     def _resume_unless_interrupted(self, control: TrainerControl) -> None:
         # Upstream logs, evaluates and saves in this order, and clears each flag before the corresponding callback.

@@ -146,9 +146,10 @@ class ThroughputMeter:
 
 
 def read_peak_memory() -> int:
-    """Return the peak memory of this process in bytes: allocated GPU memory, or resident set size without a GPU."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+    """Return the peak memory of this process in bytes: allocated GPU memory, or resident set size on a CPU."""
+    # 0 without a GPU, and in a run on the CPU of a machine with one.
+    if peak := torch.cuda.max_memory_allocated():
+        return peak
     # ru_maxrss is in KiB on Linux and in bytes on macOS.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -87,6 +89,22 @@ def choose_liger(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -> dict
     if requested is False or not is_supported or config.recipe in _SAMPLES:
         return {"use_liger_kernel": False, "liger_kernel_config": None}
     return {"use_liger_kernel": True, "liger_kernel_config": options | dict.fromkeys(_CROSS_ENTROPIES, False)}
+
+
+@contextmanager
+def preserve_architecture(model: nn.Module) -> Iterator[None]:
+    """Context after which new models of the same architecture are transformers' own.
+
+    Liger also replaces classes and functions in transformers' modules. A model that is loaded later, such as the base
+    on which a saved adapter is verified, would fail on a CPU.
+    """
+    names = {type(module).__module__ for module in model.modules()}
+    before = {name: dict(vars(sys.modules[name])) for name in names if name.startswith("transformers.models.")}
+    try:
+        yield
+    finally:
+        for name, members in before.items():
+            vars(sys.modules[name]).update(members)
 
 
 def _has_whole_layers(launch: Launch) -> bool:

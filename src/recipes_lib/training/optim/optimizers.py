@@ -69,12 +69,10 @@ class StochasticAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update every parameter that has a gradient; return what ``closure`` returns."""
         loss = None if closure is None else torch.enable_grad()(closure)()
-        index = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                index += 1
-                if parameter.grad is not None:
-                    self._update(parameter, index, group)
+        owned = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        for index, (parameter, group) in enumerate(owned, start=1):
+            if parameter.grad is not None:
+                self._update(parameter, index, group)
         return loss
 
     def load_state_dict(self, state_dict: StateDict) -> None:

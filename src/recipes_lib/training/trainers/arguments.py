@@ -19,6 +19,7 @@ from trl import DPOConfig, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.hardware import supports_bf16
+from recipes_lib.models.inference import find_factor_dtype
 from recipes_lib.training.layouts.launch_environment import Launch, disable_accelerate_parallelism, verify_launch
 from recipes_lib.training.optim.compilation import choose_compilation, choose_liger
 
@@ -221,7 +222,4 @@ def build_autocast(args: TrainingArguments) -> Callable[[], contextlib.AbstractC
 
 def get_rounding_dtype(model: PreTrainedModel, args: TrainingArguments) -> torch.dtype:
     """Return the dtype that bounds the rounding error of results: the narrower one of weights and matrix products."""
-    dtype = min(model.dtype, get_compute_dtype(args), key=lambda dtype: dtype.itemsize)
-    # TF32 has a 10-bit fraction, as float16. Read from torch: environment variables and libraries can enable it.
-    is_tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return torch.float16 if is_tf32 else dtype
+    return find_factor_dtype(min(model.dtype, get_compute_dtype(args), key=lambda dtype: dtype.itemsize))

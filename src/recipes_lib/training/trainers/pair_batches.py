@@ -86,7 +86,7 @@ def read_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     inputs: dict[str, Any] = send_to_device({name: batch[name] for name in _INPUTS if name in batch}, device)
     if "pair_ids" in batch:
         pair_ids, branch_ids = batch["pair_ids"].to(device), batch["branch_ids"].to(device)
-        inputs["attention_mask"] = build_shared_prompt_mask(pair_ids, branch_ids, "sdpa")
+        inputs["attention_mask"] = build_shared_prompt_mask(pair_ids, branch_ids)
     return inputs
 
 

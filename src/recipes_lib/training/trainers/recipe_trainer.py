@@ -40,7 +40,7 @@ from recipes_lib.training.layouts.fsdp import clip_gradients, compute_total_norm
 from recipes_lib.training.layouts.launch_environment import verify_engine
 from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY, Observer, name_metric
 from recipes_lib.training.monitoring.metrics import StepCounter
-from recipes_lib.training.optim.compilation import CompilationCheck, compile_layers, is_compiled
+from recipes_lib.training.optim.compilation import CompilationCheck, compile_layers, is_compiled, preserve_architecture
 from recipes_lib.training.optim.optimizers import describe_groups, format_group, get_decay_names, split_loraplus_groups
 from recipes_lib.training.trainers.arguments import get_compute_dtype, verify_fp8_layers
 
@@ -175,7 +175,8 @@ class RecipeTrainer(CheckpointingTrainer):
             self.add_callback(CompilationCheck(num_layers, self.observer.progress))
         # Used by forward passes before training; DeepSpeed's engine, which upstream's train() builds, adds its own.
         remove_gather_hooks(self.model)
-        with STOP.deferred(), WATCHDOG.watching(Path(str(self.args.output_dir)), is_main=self.args.process_index == 0):
+        watching = WATCHDOG.watching(Path(str(self.args.output_dir)), is_main=self.args.process_index == 0)
+        with STOP.deferred(), watching, preserve_architecture(self.model):
             try:
                 output = self.guard.train(super().train, resume_from_checkpoint)
                 self._show_averaged_weights()
