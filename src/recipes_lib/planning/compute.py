@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -144,9 +145,31 @@ def reads_teacher(config: RecipeConfig) -> bool:
     return has_live_teacher(config) or config.forgetting.kl_to_base > 0
 
 
+@contextmanager
+def explaining_model(config: PretrainedConfig, problem: str, remedy: str) -> Iterator[None]:
+    """Context in which an error of a model's code is raised as a ``ConfigError``: ``a MODEL_TYPE model PROBLEM: ...``.
+
+    Raises:
+        ConfigError: The code in the context has raised an error; the code of an architecture may raise any.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        found = f"a {config.model_type} model {problem}: {reason:.300}"
+        raise ConfigError(Problem("model_config", found, remedy)) from error
+
+
 def _build_on_meta(config: PretrainedConfig) -> tuple[Any, list[nn.Parameter]]:
-    """Build a model on the meta device; return it, and its parameters without embeddings and output projection."""
-    with torch.device("meta"):
+    """Build a model on the meta device; return it, and its parameters without embeddings and output projection.
+
+    Raises:
+        ConfigError: No causal language model can be built from this configuration.
+    """
+    remedy = "name a causal language model, and check the sizes against each other"
+    with torch.device("meta"), explaining_model(config, "cannot be built", remedy):
         model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     head = model.get_output_embeddings()
     inner = (module for module in model.modules() if module is not head and not isinstance(module, nn.Embedding))
@@ -165,8 +188,13 @@ def _count_active_weights(parameters: Sequence[nn.Parameter], config: Any) -> fl
 
 
 def count_features(model_config: PretrainedConfig) -> tuple[float, float]:
-    """Return the number of query features, and of key features, per token, as the mean over the layers."""
+    """Return the number of query features, and of key features, per token, as the mean over the layers.
+
+    Both are 0 for models without attention, such as Mamba.
+    """
     layers = list_layer_configs(model_config.get_text_config())
+    if not getattr(layers[0], "num_attention_heads", None):
+        return 0.0, 0.0
     queries = [layer.num_attention_heads * find_head_dim(layer) for layer in layers]
     key_heads = [getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads for layer in layers]
     keys = [number * find_head_dim(layer) for number, layer in zip(key_heads, layers, strict=True)]
@@ -219,12 +247,7 @@ def compute_model_size(config: PretrainedConfig) -> ModelSize:
 
     Source: published counts of models in ``tests/planning/test_model_size.py``.
     """
-    try:
-        model, inner = _build_on_meta(config)
-    except (KeyError, ValueError, RuntimeError, ZeroDivisionError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        found = f"a {config.model_type} model cannot be built: {reason}"
-        raise ConfigError(Problem("model_config", found, "check the sizes against each other")) from error
+    model, inner = _build_on_meta(config)
     total, alone = int(model.num_parameters()), set(inner)
     matrices = sum(parameter.numel() for parameter in alone if parameter.ndim > 1)
     met = round(_count_active_weights(inner, config.get_text_config(decoder=True)))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.commands.planning.conftest import unwrap
 from tests.commands.planning.test_planned_hardware import write_run
 from tests.forked import ROOT
+from transformers import MambaConfig, T5Config
 
 from recipes_lib.commands.planning.plan import draw_curve
 from recipes_lib.config.loader import load_config
@@ -308,6 +309,17 @@ def test_finetuning_reports_time_layouts_and_fit(plan_other) -> None:
         terms = [float(size) for size in re.findall(r"([\d.]+) GB  ", part)]
         assert float(re.search(r"([\d.]+) GB with all", part)[1]) == pytest.approx(sum(terms), abs=0.1)
         assert "fits H100" in part
+
+
+@pytest.mark.parametrize("flags", [(), ("--gpu", "H100"), ("--gpus", "2xH100")])
+def test_model_without_causal_language_model_is_an_error(plan_other, tmp_path: Path, flags) -> None:
+    T5Config(vocab_size=300, d_model=64, num_layers=1, num_heads=4, d_ff=64).save_pretrained(tmp_path / "t5")
+    assert "a t5 model cannot be built" in plan_other("sft", *flags, model_name_or_path=str(tmp_path / "t5"), code=2)
+
+
+def test_recurrent_model_is_searched(plan_other, tmp_path: Path) -> None:
+    MambaConfig(vocab_size=300, hidden_size=64, num_hidden_layers=2).save_pretrained(tmp_path / "mamba")
+    assert "fastest that fits" in plan_other("sft", "--gpus", "1xH100", model_name_or_path=str(tmp_path / "mamba"))
 
 
 def test_calibrate_uses_mfu_of_finished_runs(plan_other, tmp_path: Path) -> None:
