@@ -115,6 +115,23 @@ def test_repeated_runs_determine_no_law(runs, scale, tmp_path) -> None:
     assert "3 different runs of 3 sizes, 3 numbers of tokens and 3 losses determine no law" in output
 
 
+def test_runs_with_different_tokenizers_are_refused(runs, scale, tmp_path) -> None:
+    """Limits of length in ``tokenizer.json`` make no difference; without the file, the vocabulary size decides."""
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
+    for number, run in enumerate(runs):
+        tokenizer = {"truncation": number, "pre_tokenizer": None, "model": model}
+        (run / "tokenizer.json").write_text(json.dumps(tokenizer))
+    fit = ["fit", *runs, "--resamples", 0, "--output", tmp_path / "law.json"]
+    scale(*fit)
+    (runs[5] / "tokenizer.json").write_text(json.dumps({"model": model | {"vocab": {"a": 1, "b": 0}}}))
+    assert f"{runs[5]}: has another tokenizer than {runs[0]}" in scale(*fit, code=2)
+    for run in runs:
+        (run / "tokenizer.json").unlink()
+    config = json.loads((runs[7] / "config.json").read_text())
+    (runs[7] / "config.json").write_text(json.dumps(config | {"vocab_size": 513}))
+    assert f"{runs[7]}: has another tokenizer than" in scale(*fit, code=2)
+
+
 LAW_VALUES = dict.fromkeys(("size_factor", "token_factor", "size_exponent", "token_exponent"), 0.5)
 
 

@@ -10,6 +10,7 @@ import operator
 import shlex
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -98,6 +99,16 @@ def read_scaling_run(folder: Path, *, counts_embeddings: bool = True) -> Run:
         raise DataError(Problem(str(folder), "has no `num_tokens` in metrics.jsonl", "train it again"))
     number = size.total if counts_embeddings else size.non_embedding
     return Run(float(number), num_tokens, loss)
+
+
+def _read_tokenizer(folder: Path) -> object:
+    """Return what determines the tokens of a text; of a run without ``tokenizer.json``, the size of its vocabulary."""
+    with suppress(DataError):
+        record = read_record(folder / "tokenizer.json")
+        return [record.get(name) for name in ("normalizer", "pre_tokenizer", "model")]
+    with suppress(DataError):
+        return read_record(folder / "config.json").get("vocab_size")
+    return None
 
 
 def _write_sweep(options: argparse.Namespace) -> Iterator[Row]:
@@ -201,9 +212,13 @@ def _size_run(base: RecipeConfig, depth: int, ratio: int, head: int, output: Pat
 
 def _fit_runs(options: argparse.Namespace) -> Iterator[Row]:
     runs, problems = list[Run](), list[Problem]()
-    for folder in options.runs:
+    tokenizers = [_read_tokenizer(folder) for folder in options.runs]
+    for folder, tokenizer in zip(options.runs, tokenizers, strict=True):
         with collect_problems(problems):
             runs.append(read_scaling_run(folder, counts_embeddings=not options.no_count_embeddings))
+            if tokenizer != tokenizers[0]:
+                found = f"has another tokenizer than {options.runs[0]}: their losses per token cannot be compared"
+                raise DataError(Problem(str(folder), found, "name runs with the same tokenizer"))
     if problems:
         raise DataError(*problems)
     fit = fit_law(runs, options.resamples)
