@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from recipes_lib.errors import ConfigError, DataError
+from recipes_lib.errors import DataError
 from recipes_lib.planning import scaling
-from recipes_lib.planning.scaling import PUBLISHED, Fit, Law, Run, fit_isoflops, fit_law
+from recipes_lib.planning.scaling import PUBLISHED, Law, Run, fit_law
 
 BESIROGLU, HOFFMANN = PUBLISHED.values()
 
@@ -65,14 +65,6 @@ def test_exponents_are_not_negative_under_noise(monkeypatch) -> None:
     assert law.compute_loss(1e7, 1e6) <= law.compute_loss(1e5, 1e6)
 
 
-def test_extrapolation_beyond_tenfold_needs_interval() -> None:
-    fit = Fit(BESIROGLU, [], 1e20)
-    fit.verify_reach(9.9e20)
-    with pytest.raises(ConfigError, match="20 times those of the largest run"):
-        fit.verify_reach(2e21)
-    Fit(BESIROGLU, [BESIROGLU], 1e20).verify_reach(2e21)
-
-
 @pytest.mark.parametrize(
     "runs",
     [
@@ -84,19 +76,6 @@ def test_extrapolation_beyond_tenfold_needs_interval() -> None:
 def test_too_few_sizes_or_losses_raise(runs) -> None:
     with pytest.raises(DataError, match="determine no law"):
         fit_law(runs)
-
-
-def test_isoflop_exponent_matches_law() -> None:
-    around = [
-        Run(size, flops / 6 / size, BESIROGLU.compute_loss(size, flops / 6 / size))
-        for flops in (1e19, 1e20, 1e21)
-        for size in BESIROGLU.find_optimum(flops).num_parameters * np.geomspace(0.5, 2, 5)
-    ]
-    exponent, minima = fit_isoflops(around)
-    assert exponent == pytest.approx(0.3658 / (0.3478 + 0.3658), abs=0.005)
-    assert minima[1].num_parameters == pytest.approx(BESIROGLU.find_optimum(1e20).num_parameters, rel=0.03)
-    with pytest.raises(DataError, match="fewer than two budgets"):
-        fit_isoflops(around[:5])
 
 
 @pytest.mark.parametrize("name", ["parameters", "tokens"])

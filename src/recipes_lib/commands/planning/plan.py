@@ -13,21 +13,19 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from transformers import PreTrainedConfig
 
+from recipes_lib.commands.planning.flags import find_flag_problems
 from recipes_lib.commands.planning.plan_rollouts import describe_iteration, search_rollouts
 from recipes_lib.commands.planning.plan_search import search_plan
 from recipes_lib.commands.planning.planned_hardware import UNLABELLED, Hardware, Row, calibrate, print_rows, read_proof
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.table import RECIPE_NAMES
-from recipes_lib.data.sources.mixtures import MAX_EPOCHS, compute_weights, list_entries, share_tokens
-from recipes_lib.errors import ConfigError, DataError, Problem
-from recipes_lib.files import read_record
+from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.planning.compute import (
     RL_RECIPES,
     TOKENS_PER_PARAMETER,
@@ -52,7 +50,6 @@ from recipes_lib.training.layouts.memory_layout import build_layout
 _SHARES_OF_A_RUN: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 CURVE_WIDTH: Final = 64
-_PNG_POINTS: Final = 1200
 _USUAL_GB: Final = (24, 48, 80, 141, 192)
 """Memory sizes of GPUs that a run is compared with if no GPU is named."""
 
@@ -67,7 +64,7 @@ def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str]) -> N
 
     Raises:
         ConfigError: The configuration or a flag is invalid, the length of the run is unknown, the configuration of the
-            model cannot be loaded, the PNG cannot be written, or the run does not fit the GPU.
+            model cannot be loaded, or the run does not fit the GPU.
     """
     config = load_for_command(recipe, overrides, options.config)
     # With --gpus, --num_processes is the number of processes that the batch keys of the recipe are written for.
@@ -118,9 +115,6 @@ def _describe(
     if config.recipe == "pretrain":
         plan = plan_pretraining(config, num_processes)
         yield from describe_pretraining(config, model_config, plan, hardware)
-        if options.schedule:
-            _draw(options.schedule, config, plan.schedule)
-            yield "drawn", str(options.schedule)
     elif config.recipe not in RL_RECIPES:
         yield from describe_step(config, model_config, num_processes, hardware, options.num_rows)
     elif hardware:
@@ -209,7 +203,7 @@ def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus
     if options.mfu is not None:
         share, source = options.mfu, "--mfu"
     price = config.evaluation.device_hour_price if options.price_per_gpu_hour is None else options.price_per_gpu_hour
-    return Hardware(device, num_gpus, peak, share, source, measured, failures, price, options.pue, options.grid_gco2)
+    return Hardware(device, num_gpus, peak, share, source, measured, failures, price)
 
 
 def describe_pretraining(
@@ -233,7 +227,6 @@ def describe_pretraining(
     if size.active != size.total:
         yield "", f"{size.active:,} active per token"
     yield "tokens", f"{num_tokens:,}, {_compare_tokens(size, num_tokens)}"
-    yield from _describe_epochs(config, num_tokens)
     yield "operations", f"{compute_training_flops(size.active, num_tokens):.3g} by 6 x parameters x tokens"
     yield "", f"{counted:.3g} counted, with attention within rows of {plan.max_length:,} tokens"
     if hardware is None:
@@ -300,18 +293,6 @@ def draw_curve(values: Sequence[float], height: int) -> list[str]:
 
 
 _FINETUNING: Final = tuple(recipe for recipe in RECIPE_NAMES if recipe not in ("pretrain", *RL_RECIPES))
-_ONLY_FOR: Final = {
-    "num_rows": (_FINETUNING, "is only for fine-tuning", "write `max_steps`"),
-    "num_gpus": (("pretrain",), "is only for pretraining; here each process has one GPU", "write --num_processes"),
-    **dict.fromkeys(("schedule", "save_seconds"), (("pretrain",), "is only for pretraining", "remove it")),
-}
-"""Flag -> recipes that it is for, and the problem of others."""
-_LOWEST: Final = {
-    **dict.fromkeys(("num_processes", "num_gpus", "num_rows"), 1),
-    **dict.fromkeys(("price_per_gpu_hour", "grid_gco2", "budget", "deadline"), 0),
-    "pue": 1,
-}
-"""Flag -> its lowest value; a power usage effectiveness of 1 is the ideal."""
 
 
 def _find_problems(config: RecipeConfig, options: argparse.Namespace, written: argparse.Namespace) -> Iterator[Problem]:
@@ -323,16 +304,11 @@ def _find_problems(config: RecipeConfig, options: argparse.Namespace, written: a
     if recipe in _FINETUNING and config.tokens.max_length is None:
         found = "the row length depends on the data, and planning reads none"
         yield Problem("max_length", found, "write `max_length: ...`")
-    for flag, (recipes, found, remedy) in _ONLY_FOR.items():
-        if getattr(options, flag) is not None and recipe not in recipes:
-            yield Problem(f"--{flag}", found, remedy)
+    yield from find_flag_problems("plan", written, recipe)
     yield from _find_mfu_problems(options)
     yield from _find_search_problems(recipe, written)
-    for flag, least in _LOWEST.items():
-        value = getattr(written, flag)
-        if value is not None and not least <= value < math.inf:
-            yield Problem(f"--{flag}", f"is {value:g}", f"write a finite number, at least {least}")
-    yield from _find_failure_problems(options)
+    if options.save_seconds is not None and options.gpu is None:
+        yield Problem("--save_seconds", "needs a GPU, to estimate hours", "name one: --gpu H100")
 
 
 def _find_search_problems(recipe: str, written: argparse.Namespace) -> Iterator[Problem]:
@@ -340,7 +316,7 @@ def _find_search_problems(recipe: str, written: argparse.Namespace) -> Iterator[
         for flag in (flag for flag in ("budget", "deadline", "write") if getattr(written, flag) is not None):
             yield Problem(f"--{flag}", "is only for the search", "name the GPUs: --gpus 8xH100")
         return
-    unused = ("gpu", "num_gpus", "hardware", "schedule", "save_seconds")
+    unused = ("gpu", "num_gpus", "hardware", "save_seconds")
     for flag in (flag for flag in unused if getattr(written, flag) is not None):
         yield Problem(f"--{flag}", "has no effect on the search by --gpus", "remove one of them")
     if recipe in RL_RECIPES and written.num_processes:
@@ -349,8 +325,6 @@ def _find_search_problems(recipe: str, written: argparse.Namespace) -> Iterator[
 
 
 def _find_mfu_problems(options: argparse.Namespace) -> Iterator[Problem]:
-    if options.mfu is not None and not 0 < options.mfu <= 1:
-        yield Problem("--mfu", f"is {options.mfu}", "write a share such as 0.4 or 40%, usually 0.3 to 0.4")
     given = [f"--{name}" for name in ("mfu", "proof", "calibrate") if getattr(options, name) is not None]
     for flag in given[1:]:
         yield Problem(flag, f"{given[0]} sets the MFU too", "keep one of them")
@@ -360,51 +334,12 @@ def _find_mfu_problems(options: argparse.Namespace) -> Iterator[Problem]:
         yield Problem(given[0], "needs a GPU", "name it: --gpu H100")
 
 
-def _find_failure_problems(options: argparse.Namespace) -> Iterator[Problem]:
-    if options.save_seconds is None:
-        return
-    if options.gpu is None:
-        yield Problem("--save_seconds", "needs a GPU, to estimate hours", "name one: --gpu H100")
-    for flag in ("save_seconds", "restart_seconds", "failure_hours"):
-        if not 0 < (value := getattr(options, flag)) < math.inf:
-            yield Problem(f"--{flag}", f"is {value:g}", "write a finite number above 0")
-
-
 def _compare_tokens(size: ModelSize, num_tokens: int) -> str:
     """Return the tokens per parameter, in comparison with the Chinchilla rule."""
     ratio = num_tokens / size.active
     factor = ratio / TOKENS_PER_PARAMETER
     text = f"{ratio:,.1f} per parameter; the Chinchilla rule is {TOKENS_PER_PARAMETER:.0f}: "
     return text + (f"over-trained by {factor:,.2f}" if factor >= 1 else f"under-trained by {1 / factor:,.2f}")
-
-
-def _describe_epochs(config: RecipeConfig, num_tokens: int) -> Iterator[Row]:
-    """Yield the epochs over each source, if all are corpora of ``recipes clean``, whose manifests count tokens."""
-    entries = list_entries(config.data)
-    sizes = [count_corpus_tokens(str(entry["name"])) for entry in entries]
-    known = [size for size in sizes if size]
-    if len(known) < len(entries):
-        return
-    shares = share_tokens(config, num_tokens, compute_weights(config, known))
-    for entry, share, size in zip(entries, shares, known, strict=True):
-        epochs = share / size
-        warning = f"; above {MAX_EPOCHS}, repeated tokens help little" if epochs > MAX_EPOCHS else ""
-        yield "epochs", f"{epochs:,.2f} of the {size:,} tokens of {entry['name']}{warning}"
-
-
-def count_corpus_tokens(name: str) -> int | None:
-    """Return the number of tokens of a corpus or of one of its sources, from its manifest; ``None`` without one."""
-    place = Path(name)
-    try:
-        if (place / "corpus.json").is_file():
-            shards = read_record(place / "corpus.json", {"shards": list})["shards"]
-        else:
-            # The folder of a source: CORPUS/data/SOURCE.
-            manifest = read_record(place.parent.parent / "corpus.json", {"shards": list})
-            shards = [shard for shard in manifest["shards"] if Path(shard["path"]).parent.name == place.name]
-        return sum(int(shard["tokens"]) for shard in shards)
-    except (DataError, KeyError, TypeError):
-        return None
 
 
 def _add_failures(hours: float, failures: Failures, plan: PretrainingPlan) -> tuple[float, list[Row]]:
@@ -450,17 +385,3 @@ def _describe_schedule(config: RecipeConfig, schedule: Schedule) -> Iterator[Row
 def _find_steps(schedule: Schedule, tokens: Any) -> Any:
     """Return the optimizer step of each training token, as an array."""
     return np.searchsorted(schedule.token_starts, tokens, side="right") - 1
-
-
-def _draw(path: Path, config: RecipeConfig, schedule: Schedule) -> None:
-    from recipes_lib.report.charts import draw_schedule
-
-    starts = schedule.token_starts
-    even = _find_steps(schedule, np.linspace(0, int(starts[-1]) - 1, _PNG_POINTS))
-    # Additional points in the warm-up, which may be shorter than the spacing of the even ones.
-    corners = np.linspace(0, min(schedule.num_warmup_steps, schedule.num_steps - 1), 20).astype(int)
-    steps = np.unique(np.concatenate([even, corners, [schedule.first_decay_step or 0, schedule.num_steps - 1]]))
-    tokens = np.append(starts[steps], starts[-1])
-    steps = np.append(steps, steps[-1])  # The last step lasts to the end of the run.
-    rates = float(config.training["learning_rate"]) * schedule.factors(steps)
-    draw_schedule(path, tokens.tolist(), rates.tolist(), np.diff(starts)[steps].tolist())

@@ -17,6 +17,7 @@ from typing import Any, Final
 import yaml
 from transformers import AutoConfig
 
+from recipes_lib.commands.planning.flags import find_flag_problems
 from recipes_lib.commands.planning.planned_hardware import Row, print_rows
 from recipes_lib.commands.reproduce import restore_keys
 from recipes_lib.config.loader import check_text, load_config
@@ -32,7 +33,7 @@ from recipes_lib.planning.compute import (
     find_planned_model,
 )
 from recipes_lib.planning.pretraining import count_run_tokens, plan_pretraining
-from recipes_lib.planning.scaling import FEWEST, PUBLISHED, Fit, Law, Run, fit_isoflops, fit_law
+from recipes_lib.planning.scaling import FEWEST, PUBLISHED, Fit, Law, Run, fit_law
 from recipes_lib.report.run_files import read_curve, read_number, read_run
 
 PIPELINE_FILE: Final = "pipeline.yaml"
@@ -55,13 +56,11 @@ def run(options: argparse.Namespace) -> None:
         options: Flags, from ``flags.scale``.
 
     Raises:
-        ConfigError: A flag is wrong, or a law without an interval would be extrapolated too far.
+        ConfigError: A flag is wrong, or a file is no law.
         DataError: Runs cannot be read, or do not determine a law.
     """
-    for name in ("flops", "parameters", "tokens"):
-        value = getattr(options, name, None)
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(Problem(f"--{name}", f"is {value:g}", "write a finite number above 0"))
+    if problems := list(find_flag_problems(f"scale {options.command}", options)):
+        raise ConfigError(*problems)
     commands = {"sweep": _write_sweep, "fit": _fit_runs, "plan": _plan_budget, "predict": _predict_run}
     print_rows(commands[options.command](options))
 
@@ -221,7 +220,7 @@ def _fit_runs(options: argparse.Namespace) -> Iterator[Row]:
                 raise DataError(Problem(str(folder), found, "name runs with the same tokenizer"))
     if problems:
         raise DataError(*problems)
-    fit = fit_law(runs, options.resamples)
+    fit = fit_law(runs)
     record = {"counts_embeddings": not options.no_count_embeddings, "runs": [run._asdict() for run in runs]}
     with explain_write_errors(options.output, "name another --output"):
         options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -234,19 +233,15 @@ def _fit_runs(options: argparse.Namespace) -> Iterator[Row]:
     yield "fit", f"losses of the runs within {worst:.2%}"
     if worst > _POOR_FIT or min(fit.law.size_exponent, fit.law.token_exponent) < _LEAST_EXPONENT:
         yield "warning", "poor fit: try lower learning rates, longer runs, and several seeds of each"
-    try:
-        exponent, minima = fit_isoflops(runs)
-        yield "IsoFLOP", f"N ~ C^{exponent:.3f} by the minima of {len(minima)} budgets"
-    except DataError:
-        yield "IsoFLOP", "needs three sizes at each of two budgets"
     yield "written to", str(options.output)
 
 
 def _plan_budget(options: argparse.Namespace) -> Iterator[Row]:
     yield "operations", f"{options.flops:.3g}"
-    for name, fit in _list_fits(options.fit, options.flops):
+    for name, fit in _list_fits(options.fit):
         best = fit.law.find_optimum(options.flops)
         yield name, ""
+        yield from _describe_reach(fit, options.flops)
         yield "  parameters", _format(fit, lambda law: law.find_optimum(options.flops).num_parameters)
         yield "  tokens", _format(fit, lambda law: law.find_optimum(options.flops).num_tokens)
         yield "", f"{best.num_tokens / best.num_parameters:.1f} per parameter"
@@ -279,14 +274,13 @@ def _predict_run(options: argparse.Namespace) -> Iterator[Row]:
     if options.run:
         run = read_scaling_run(options.run, counts_embeddings=counts)
     yield "run", f"{run.num_parameters:,.0f} parameters, {run.num_tokens:,.0f} tokens, {run.num_flops:.3g} operations"
-    for name, fit in _list_fits(options.fit, run.num_flops):
+    for name, fit in _list_fits(options.fit):
         loss = fit.law.compute_loss(*run[:2])
         interval = fit.compute_interval(lambda law: law.compute_loss(*run[:2]))
         record = {**run._asdict(), "predicted": loss, "interval": interval}
         yield name, ""
         yield "  loss", _format(fit, lambda law: law.compute_loss(*run[:2]))
-        if fit.max_flops < run.num_flops:
-            yield "  extrapolated", f"to {run.num_flops / fit.max_flops:,.1f} times the operations of the largest run"
+        yield from _describe_reach(fit, run.num_flops)
         if options.run:
             record["error"] = loss / run.loss - 1
             place = "" if interval is None else ", in" if interval[0] <= run.loss <= interval[1] else ", outside of"
@@ -315,14 +309,14 @@ def _size_config(path: Path, *, counts_embeddings: bool) -> Run:
     return Run(float(size.total if counts_embeddings else size.non_embedding), float(num_tokens), math.nan)
 
 
-def _list_fits(path: Path | None, num_flops: float) -> Iterator[tuple[str, Fit]]:
+def _list_fits(path: Path | None) -> Iterator[tuple[str, Fit]]:
     """Yield the law in a file, or the published laws, which disagree, with their names.
 
     Raises:
-        ConfigError: As ``Fit.verify_reach``, or the file is not one of ``recipes scale fit``.
+        ConfigError: The file is not one of ``recipes scale fit``.
     """
     if path is None:
-        yield from ((name, Fit(law, [], num_flops)) for name, law in PUBLISHED.items())
+        yield from ((name, Fit(law, [], math.inf)) for name, law in PUBLISHED.items())
         return
     record = read_record(path, {"law": dict, "resampled": list, "max_flops": float})
 
@@ -335,8 +329,13 @@ def _list_fits(path: Path | None, num_flops: float) -> Iterator[tuple[str, Fit]]
     except (AttributeError, TypeError, ValueError) as error:
         found = f"{path} is not a scaling law: {error}"
         raise ConfigError(Problem("--fit", found, "write it by `recipes scale fit`")) from error
-    fit.verify_reach(num_flops)
     yield str(path), fit
+
+
+def _describe_reach(fit: Fit, num_flops: float) -> Iterator[Row]:
+    """Yield a row for operations beyond those of the runs of a fit."""
+    if num_flops > fit.max_flops:
+        yield "  extrapolated", f"to {num_flops / fit.max_flops:,.1f} times the operations of the largest run"
 
 
 def _format(fit: Fit, read: Callable[[Law], Any]) -> str:
