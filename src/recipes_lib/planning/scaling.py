@@ -80,17 +80,6 @@ class Law:
         num_tokens = num_flops / FLOPS_PER_TOKEN / num_parameters
         return Optimum(num_parameters, num_tokens, self.compute_loss(num_parameters, num_tokens))
 
-    def find_overtrained(self, loss: float, num_parameters: float) -> float:
-        """Return the tokens with which a smaller model reaches a loss; infinite if it never does.
-
-        Source: Sardana et al. 2023, equation 2, solved for the tokens.
-        """
-        rest = loss - self.irreducible - _compute_term(self.size_factor, num_parameters, self.size_exponent)
-        if rest <= 0 or self.token_exponent <= 0:
-            return math.inf
-        log_tokens = math.log(max(self.token_factor / rest, 1e-300)) / self.token_exponent
-        return math.exp(log_tokens) if log_tokens < 700 else math.inf
-
 
 def _compute_term(factor: float, number: float, exponent: float) -> float:
     """Return ``factor / number ** exponent``; fits to few runs have exponents whose powers overflow."""

@@ -246,9 +246,6 @@ def _plan_budget(options: argparse.Namespace) -> Iterator[Row]:
         yield "  tokens", _format(fit, lambda law: law.find_optimum(options.flops).num_tokens)
         yield "", f"{best.num_tokens / best.num_parameters:.1f} per parameter"
         yield "  loss", _format(fit, lambda law: law.find_optimum(options.flops).loss)
-        half = best.num_parameters / 2
-        tokens = fit.law.find_overtrained(best.loss, half)
-        yield "  half the size", f"{half:.4g} parameters reach it with {tokens:.4g} tokens"
     size = (options.flops / FLOPS_PER_TOKEN / TOKENS_PER_PARAMETER) ** 0.5
     yield "20 per param.", f"{size:.4g} parameters, {TOKENS_PER_PARAMETER * size:.4g} tokens"
 
