@@ -164,7 +164,7 @@ def test_unknown_metric_of_gate_suggests_nearest_name(project: Project) -> None:
     pipeline = project.load()
     project.go("a", "b")
     stage = replace(pipeline.stages[1], require={"eval_los": "< 3"})
-    assert list(find_broken_gates(stage, Path())) == [
+    assert list(find_broken_gates(stage)) == [
         f"require: there is no metric 'eval_los' in {stage.output}; did you mean eval_loss?"
     ]
 
@@ -222,9 +222,9 @@ def test_fingerprint_includes_launch_file(tmp_path: Path, monkeypatch: pytest.Mo
     launch.write_text("distributed_type: MULTI_GPU\n")
     path = tmp_path / "p.yaml"
     path.write_text("stages: {sft: {recipe: sft, launch: mine}}")
-    before = fingerprint(load_pipeline(path), Path())
+    before = fingerprint(load_pipeline(path))
     launch.write_text("distributed_type: FSDP\n")
-    assert fingerprint(load_pipeline(path), Path()) != before
+    assert fingerprint(load_pipeline(path)) != before
 
 
 def test_concurrent_run_is_rejected(project: Project) -> None:
@@ -302,7 +302,7 @@ def test_sigterm_during_start_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(subprocess, "Popen", start)
     try:
-        assert run_child(["sleep", "60"], {}, Path()) == 128 + signal.SIGTERM
+        assert run_child(["sleep", "60"], {}) == 128 + signal.SIGTERM
     finally:
         signal.signal(signal.SIGTERM, previous)
 
@@ -312,9 +312,9 @@ def test_script_without_interpreter_is_rejected(tmp_path: Path) -> None:
     script.write_text("echo")
     script.chmod(0o755)
     with pytest.raises(ConfigError, match=r"script: cannot be started: Exec format error\n    name its interpreter"):
-        run_child([str(script)], {}, Path())
+        run_child([str(script)], {})
     with pytest.raises(ConfigError, match="cannot be started: embedded null byte"):
-        run_child(["echo", "\0"], {}, Path())
+        run_child(["echo", "\0"], {})
 
 
 def test_config_in_other_encoding_does_not_stop_earlier_stages(project: Project) -> None:
