@@ -27,7 +27,11 @@ _KEYS: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = yaml.safe_load(
 )
 """Keys of a ``pipeline``, a ``loop`` and a ``stage`` -> type of the value, and an example."""
 _TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
-    **{"text": str, "text or list": (str, list), "list": list, "mapping": dict, "number": int}
+    "text": str,
+    "text or list": (str, list),
+    "list": list,
+    "mapping": dict,
+    "number": int,
 }
 _NAME: Final = re.compile(r"\w[\w.-]*")
 _REFERENCE: Final = re.compile(r"\$\{([^}]*)\}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -190,15 +191,24 @@ def _count_active_weights(parameters: Sequence[nn.Parameter], config: Any) -> fl
 def count_features(model_config: PretrainedConfig) -> tuple[float, float]:
     """Return the number of query features, and of key features, per token, as the mean over the layers.
 
-    Both are 0 for models without attention, such as Mamba.
+    Both are 0 for models without attention, such as Mamba. Where values have another dimension than keys, the mean of
+    both counts, which is right for keys and values, or queries and outputs, together.
     """
     layers = list_layer_configs(model_config.get_text_config())
     if not getattr(layers[0], "num_attention_heads", None):
         return 0.0, 0.0
-    queries = [layer.num_attention_heads * find_head_dim(layer) for layer in layers]
+    dims = [sum(_find_head_dims(layer)) / 2 for layer in layers]
+    heads = [layer.num_attention_heads for layer in layers]
     key_heads = [getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads for layer in layers]
-    keys = [number * find_head_dim(layer) for number, layer in zip(key_heads, layers, strict=True)]
-    return sum(queries) / len(layers), sum(keys) / len(layers)
+    queries, keys = (sum(map(operator.mul, number, dims)) / len(layers) for number in (heads, key_heads))
+    return queries, keys
+
+
+def _find_head_dims(layer_config: Any) -> tuple[int, int]:
+    """Return the dimensions of queries and keys, and of values, which differ in multi-head latent attention."""
+    head_dim = find_head_dim(layer_config)
+    score_dim, value_dim = (getattr(layer_config, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
+    return score_dim, value_dim
 
 
 def _count_attention(config: Any, sequence_length: int) -> float:
@@ -214,9 +224,7 @@ def _count_attention(config: Any, sequence_length: int) -> float:
     for layer, layer_type in zip(layers if len(layers) > 1 else layers * len(layer_types), layer_types, strict=True):
         windowed = min(sequence_length, getattr(layer, "sliding_window", None) or sequence_length)
         num_keys = {"full_attention": sequence_length, "sliding_attention": windowed}.get(layer_type, 0)
-        head_dim = find_head_dim(layer)
-        score_dim, value_dim = (getattr(layer, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
-        flops += 2.0 * num_keys * layer.num_attention_heads * (score_dim + value_dim)
+        flops += 2.0 * num_keys * layer.num_attention_heads * sum(_find_head_dims(layer))
     return flops
 
 
