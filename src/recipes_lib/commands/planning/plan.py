@@ -147,8 +147,9 @@ def _print_memory(plans: Sequence[MemoryPlan], options: argparse.Namespace, num_
 
 
 def _read_gpus(text: str) -> tuple[int, str]:
-    """Return number and name of GPUs from ``8xH100``, ``8 * H100``, ``8 H100``, ``H100:8`` or ``2x8xH100``."""
-    pattern = r"((?:\d+\s*[x*×]\s*|\d+\s+(?=[a-z]))+)(\S.*)|(.+):\s*(\d+)"
+    """Return number and name of GPUs from ``8xH100``, ``8 * H100``, ``H100:8``, ``H100x8`` or ``2x8xH100``."""
+    # A name with an x as a word, as in "2 nodes x 8 H100", has a number of its own.
+    pattern = r"((?:\d+\s*[x*×]\s*|\d+\s+(?=[a-z]))+)(?!.*\bx\b)(\S.*)|(\D*\d.*?)\s*[:x*×]\s*(\d+)"
     found = re.fullmatch(pattern, text.strip(), re.IGNORECASE)
     number = math.prod(map(int, re.findall(r"\d+", found[1] or found[4]))) if found else 0
     if not found or not 0 < number < 1_000_000:
