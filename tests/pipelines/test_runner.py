@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from dataclasses import replace
@@ -291,6 +292,20 @@ def test_killed_pipeline_resumes(project: Project) -> None:
     (project.folder / "work.sh").write_text(WORK)
     assert project.go() == 0
     assert project.log == ["a", "b", "c"]
+
+
+def test_stage_that_survives_killed_pipeline_is_not_started_again(project: Project) -> None:
+    (waits := project.folder / "waits").mkdir()
+    kill = f"mkdir '{waits}/begun' || exit 0; exec > /dev/null 2>&1; kill -KILL $PPID"
+    (project.folder / "work.sh").write_text(f"{kill}; while [ -e '{waits}' ]; do sleep 0.01; done")
+    project.load()
+    words = ["run", project.folder / "p.yaml", "--output_dir", project.folder / "out"]
+    try:
+        assert Launch("recipes_lib.cli", *words).finish().returncode == -signal.SIGKILL
+        with pytest.raises(ConfigError, match="another `recipes run` is running this pipeline"):
+            project.go()
+    finally:
+        shutil.rmtree(waits)
 
 
 def test_sigterm_during_start_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:

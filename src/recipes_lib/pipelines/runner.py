@@ -68,8 +68,8 @@ def run_pipeline(
             exist; or another process runs this pipeline, or the same single stage.
         PreemptedError: The process has received SIGTERM.
     """
-    with _holding(pipeline.output_dir, chosen[0].name if len(chosen) == 1 else ""):
-        progress = _Progress(pipeline, on_change, launcher)
+    with _holding(pipeline.output_dir, chosen[0].name if len(chosen) == 1 else "") as locks:
+        progress = _Progress(pipeline, on_change, launcher, locks)
         for number, stage in enumerate(chosen, 1):
             if (code := progress.find_obstacle(stage, {one.name for one in chosen}, say)) != EXIT_DONE:
                 return code
@@ -90,8 +90,11 @@ def run_pipeline(
 
 
 @contextmanager
-def _holding(folder: Path, only: str) -> Iterator[None]:
+def _holding(folder: Path, only: str) -> Iterator[list[int]]:
     """Lock a folder against other ``recipes run`` processes; with ``only``, against those that may run this stage.
+
+    Yields:
+        Descriptors of the locks. Stages inherit them, so that one that survives a killed ``recipes run`` holds them on.
 
     Raises:
         ConfigError: Another process holds the lock, or the folder cannot be written.
@@ -108,7 +111,7 @@ def _holding(folder: Path, only: str) -> Iterator[None]:
             if try_lock(file, is_shared=bool(only) and file is opened[0]) is False:
                 remedy = f"wait until it ends, or stop it (`fuser {shlex.quote(file.name)}` prints its process id)"
                 raise ConfigError(Problem(str(folder), "another `recipes run` is running this pipeline", remedy))
-        yield
+        yield [file.fileno() for file in opened]
 
 
 def find_done(pipeline: Pipeline) -> set[str]:
@@ -120,8 +123,14 @@ def find_done(pipeline: Pipeline) -> set[str]:
 class _Progress:
     """Progress record of the stages, ``pipeline.json``."""
 
-    def __init__(self, pipeline: Pipeline, on_change: Callable[[], object], launcher: Sequence[str] = ()) -> None:
-        self.pipeline, self.on_change, self.launcher = pipeline, on_change, launcher
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        on_change: Callable[[], object],
+        launcher: Sequence[str] = (),
+        locks: Sequence[int] = (),
+    ) -> None:
+        self.pipeline, self.on_change, self.launcher, self.locks = pipeline, on_change, launcher, locks
         self.path = pipeline.output_dir / STATE_FILE
         self.entries = read_state(self.path)
         self.prints = fingerprint(pipeline)
@@ -184,7 +193,7 @@ class _Progress:
         code: int | None = None
         try:
             words = [*self.launcher, *stage.words] if stage.launch else stage.words
-            code = run_child(words, self.pipeline.environment)
+            code = run_child(words, self.pipeline.environment, self.locks)
             # torchrun and accelerate return 1 for every failure of a process; `run.json` has the cause.
             if code == EXIT_BUG and stage.launch:
                 code = _read_end(stage.output, began)
@@ -307,7 +316,7 @@ def find_program(words: Sequence[str]) -> str | None:
     return None if shutil.which(program) else f"there is no program {program!r}"
 
 
-def run_child(words: Sequence[str], environment: Mapping[str, str]) -> int:
+def run_child(words: Sequence[str], environment: Mapping[str, str], locks: Sequence[int] = ()) -> int:
     """Run a command and return its exit code; SIGTERM is forwarded to it, and the command is waited for.
 
     Raises:
@@ -333,7 +342,7 @@ def run_child(words: Sequence[str], environment: Mapping[str, str]) -> int:
     # signal at any time ends the stage too.
     before = signal.signal(signal.SIGTERM, forward)
     try:
-        process = subprocess.Popen([*variables, *words])
+        process = subprocess.Popen([*variables, *words], pass_fds=locks)
         if is_terminated:
             process.terminate()
         while True:
