@@ -332,6 +332,19 @@ def test_script_without_interpreter_is_rejected(tmp_path: Path) -> None:
         run_child(["echo", "\0"], {})
 
 
+def test_config_written_by_an_earlier_stage_is_no_change(tmp_path: Path) -> None:
+    (tmp_path / "work.sh").write_text("mkdir -p $2 && echo 1 > $2/x.yaml; echo $1 >> $0.log")
+    stages = {
+        "write": {"run": ["sh", f"{tmp_path}/work.sh", "write", "${output_dir}/write"]},
+        "use": {"run": ["sh", f"{tmp_path}/work.sh", "use", "${output_dir}/use"], "config": "${write.output}/x.yaml"},
+    }
+    (tmp_path / "p.yaml").write_text(json.dumps({"stages": stages}))
+    for _ in range(2):
+        pipeline = load_pipeline(tmp_path / "p.yaml", str(tmp_path / "out"))
+        assert run_pipeline(pipeline, pipeline.stages, lambda _: None) == 0
+    assert (tmp_path / "work.sh.log").read_text().split() == ["write", "use"]
+
+
 def test_config_in_other_encoding_does_not_stop_earlier_stages(project: Project) -> None:
     (project.folder / "b.yaml").write_bytes("# gr\xfc\xdfe".encode("latin-1"))
     assert project.go("a") == 0

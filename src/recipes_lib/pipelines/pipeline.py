@@ -205,6 +205,8 @@ class _Reader:
             for name, stage in inner.items():
                 yield from self._read_stage(str(name), f"{where}.{name}", stage, folder, f"-{number}")
             for name in inner:
+                # A sweep has several outputs, none of which is the previous one.
+                self.known.pop(f"{name}.previous", None)
                 if f"{name}.output" in self.known:
                     self.known[f"{name}.previous"] = self.known[f"{name}.output"]
         # `${round}` is undefined for stages after the loop.
@@ -276,7 +278,8 @@ class _Reader:
         needs += self._find_needs(where, entry)
         identity = [kind, *(word.symbol for word in (*words, *argv, output))]
         arguments = [word.text for word in argv]
-        files = [find_shipped(Path(arguments[1]))] if "config" in entry else []
+        # A configuration that another stage writes is covered by the hash of that stage.
+        files = [find_shipped(Path(arguments[1]))] if "config" in entry and not argv[1].stages else []
         if files and not files[0].exists() and (self.path.parent / files[0]).is_file():
             self._refuse(f"{where}.config", f"there is no {files[0]} here", f"write ${{here}}/{files[0]}")
         if kind == "recipe":
