@@ -16,7 +16,7 @@ import yaml
 from recipes_lib.commands.clean import plan as plan_corpus
 from recipes_lib.config.loader import add_recipe_flags, split_recipe
 from recipes_lib.config.table import RECIPE_NAMES
-from recipes_lib.errors import Problem
+from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.pipelines.pipeline import holds
 from recipes_lib.planning.failures import GPU_HOURS_BETWEEN_FAILURES
 from recipes_lib.training.layouts.launch_environment import add_pipeline_flags
@@ -47,17 +47,19 @@ def plan(argv: Sequence[str]) -> None:
     options, overrides = _build_plan_parser().parse_known_args(argv)
     from recipes_lib.commands.planning.plan import run
 
-    run(recipe, options, overrides)
+    run(recipe, options, overrides, list(_find_problems("plan", options, recipe)))
 
 
 def scale(argv: Sequence[str]) -> None:
     """Run ``recipes scale``.
 
     Raises:
-        ConfigError: As ``recipes_lib.commands.planning.scale.run``.
+        ConfigError: A flag is out of range; or as ``recipes_lib.commands.planning.scale.run``.
         DataError: As there.
     """
     options = _build_scale_parser().parse_args(argv)
+    if problems := list(_find_problems(f"scale {options.command}", options)):
+        raise ConfigError(*problems)
     from recipes_lib.commands.planning.scale import run
 
     run(options)
@@ -114,7 +116,7 @@ def _add_flags(parser: argparse.ArgumentParser, command: str) -> None:
         parser.add_argument(f"--{name}", **given)
 
 
-def find_flag_problems(command: str, options: argparse.Namespace, recipe: str = "") -> Iterator[Problem]:
+def _find_problems(command: str, options: argparse.Namespace, recipe: str = "") -> Iterator[Problem]:
     """Yield the flags whose values are out of range, and those that are not for this recipe.
 
     Args:

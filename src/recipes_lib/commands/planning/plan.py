@@ -18,7 +18,6 @@ from typing import Any, Final
 import numpy as np
 from transformers import PreTrainedConfig
 
-from recipes_lib.commands.planning.flags import find_flag_problems
 from recipes_lib.commands.planning.plan_rollouts import describe_iteration, search_rollouts
 from recipes_lib.commands.planning.plan_search import search_plan
 from recipes_lib.commands.planning.planned_hardware import UNLABELLED, Hardware, Row, calibrate, print_rows, read_proof
@@ -54,13 +53,14 @@ _USUAL_GB: Final = (24, 48, 80, 141, 192)
 """Memory sizes of GPUs that a run is compared with if no GPU is named."""
 
 
-def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str]) -> None:
+def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str], problems: Sequence[Problem]) -> None:
     """Run the command.
 
     Args:
         recipe: Recipe of the run.
         options: Flags, from ``flags.plan``.
         overrides: Keys of the configuration.
+        problems: Flags that are out of range or not for this recipe.
 
     Raises:
         ConfigError: The configuration or a flag is invalid, the length of the run is unknown, the configuration of the
@@ -72,7 +72,7 @@ def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str]) -> N
     # Not by truth: an empty text, of an unset shell variable, is no number of GPUs.
     if options.gpus is not None:
         options.num_processes, options.gpu = _read_gpus(options.gpus)
-    if problems := list(_find_problems(config, options, written)):
+    if problems := [*_find_problems(config, options, written), *problems]:
         raise ConfigError(*problems)
     num_processes, num_gpus, layouts = _choose_layouts(config, options)
     hardware = _choose_hardware(config, options, num_gpus)
@@ -305,7 +305,6 @@ def _find_problems(config: RecipeConfig, options: argparse.Namespace, written: a
     if recipe in _FINETUNING and config.tokens.max_length is None:
         found = "the row length depends on the data, and planning reads none"
         yield Problem("max_length", found, "write `max_length: ...`")
-    yield from find_flag_problems("plan", written, recipe)
     yield from _find_mfu_problems(options)
     yield from _find_search_problems(recipe, written)
     if options.save_seconds is not None and options.gpu is None:

@@ -17,7 +17,6 @@ from typing import Any, Final
 import yaml
 from transformers import AutoConfig
 
-from recipes_lib.commands.planning.flags import find_flag_problems
 from recipes_lib.commands.planning.planned_hardware import Row, print_rows
 from recipes_lib.commands.reproduce import restore_keys
 from recipes_lib.config.loader import check_text, load_config
@@ -59,8 +58,6 @@ def run(options: argparse.Namespace) -> None:
         ConfigError: A flag is wrong, or a file is no law.
         DataError: Runs cannot be read, or do not determine a law.
     """
-    if problems := list(find_flag_problems(f"scale {options.command}", options)):
-        raise ConfigError(*problems)
     commands = {"sweep": _write_sweep, "fit": _fit_runs, "plan": _plan_budget, "predict": _predict_run}
     print_rows(commands[options.command](options))
 
