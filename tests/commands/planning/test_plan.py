@@ -133,7 +133,7 @@ def test_failure_times_must_be_finite_and_positive(plan, flag, value) -> None:
     values = {"save_seconds": "60"} | {flag: value}
     flags = [f"--{name}={value}" for name, value in values.items()]
     assert f"--{flag}: is {float(value):g}" in plan("--gpu", "H100", *flags, code=2)
-    assert "name one: --gpu H100" in plan(*flags, code=2)
+    assert "--save_seconds: needs --gpu" in plan(*flags, code=2)
 
 
 @pytest.mark.parametrize(("flag", "value"), [("price_per_gpu_hour", -2), ("mfu", 1.5), ("mfu", 0)])
@@ -317,15 +317,15 @@ def test_cost_is_price_times_hours(plan_other) -> None:
         ("ppo", ["--num_processes", "0"], {}, "write a finite number >= 1"),
         ("ppo", ["--gpu", "409"], {}, "did you mean `RTX 4090`?"),
         ("grpo", ["--gpus", "1xH100", "--deadline", "1"], {}, "--deadline: needs the length of the run"),
-        ("ppo", ["--deadline", "1"], {}, "--deadline: is only for the search"),
+        ("ppo", ["--deadline", "1"], {}, "--deadline: needs --gpus"),
         ("ppo", ["--gpus", "2xH100", "--num_processes", "4"], {}, "one for each of --gpus"),
         ("ppo", ["--gpus", "2xMI999"], {}, "'MI999' is not known"),
-        ("sft", ["--gpus", "2xH100", "--mfu", "0.5"], {}, "write --proof or --calibrate"),
-        ("sft", ["--calibrate", "out"], {}, "--calibrate: needs a GPU"),
-        ("sft", ["--mfu", "50%"], {}, "--mfu: needs a GPU"),
-        ("sft", ["--gpus", "2xH100", "--hardware", "fsdp2"], {}, "--hardware: has no effect on the search"),
+        ("sft", ["--gpus", "2xH100", "--mfu", "0.5"], {}, "--mfu: excludes --gpus"),
+        ("sft", ["--calibrate", "out"], {}, "--calibrate: needs --gpu or --gpus"),
+        ("sft", ["--mfu", "50%"], {}, "--mfu: needs --gpu"),
+        ("sft", ["--gpus", "2xH100", "--hardware", "fsdp2"], {}, "--hardware: excludes --gpus"),
         ("grpo", ["--gpu", "H100", "--num_rows", "10"], {}, "--num_rows: is only for sft, lora, reward, dpo, distill"),
-        ("sft", ["--calibrate", "out", "--mfu", "0.5", "--gpu", "H100"], {}, "--calibrate: --mfu sets the MFU too"),
+        ("sft", ["--calibrate", "out", "--mfu", "0.5", "--gpu", "H100"], {}, "--mfu: excludes --calibrate"),
         ("sft", ["--calibrate", "out", "--gpu", "H100"], {}, "neither run.json nor metrics.jsonl"),
         ("ppo", [], {"kl_coeff": 1}, "kl_coeff"),
         ("sft", ["--save_seconds", "60", "--gpu", "H100"], {}, "is only for pretrain"),

@@ -96,7 +96,7 @@ _TYPES: Final[Mapping[str, Callable[[str], Any]]] = {
     "share": partial(_read_quantity, units={"": 1.0, "%": 0.01}),
     "hours": partial(_read_quantity, units=_HOURS),
 }
-_RULES: Final = ("range", "recipes", "remedy")
+_RULES: Final = ("range", "with", "without", "recipes", "remedy")
 """Keys of ``flags.yaml`` that are not argparse's."""
 
 
@@ -117,7 +117,7 @@ def _add_flags(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def _find_problems(command: str, options: argparse.Namespace, recipe: str = "") -> Iterator[Problem]:
-    """Yield the flags whose values are out of range, and those that are not for this recipe.
+    """Yield the flags that are out of range, not for this recipe, or wrong beside the others.
 
     Args:
         command: Name of the command in ``flags.yaml``.
@@ -129,6 +129,10 @@ def _find_problems(command: str, options: argparse.Namespace, recipe: str = "") 
             continue
         if recipe not in rules.get("recipes", [recipe]):
             yield Problem(f"--{name}", f"is only for {', '.join(rules['recipes'])}", rules["remedy"])
+        if (needed := rules.get("with")) and all(getattr(options, one) is None for one in needed):
+            yield Problem(f"--{name}", f"needs --{' or --'.join(needed)}", "write it too, or remove this one")
+        for other in (one for one in rules.get("without", ()) if getattr(options, one) is not None):
+            yield Problem(f"--{name}", f"excludes --{other}", "remove one of them")
         for wanted in rules.get("range", ()):
             if not (math.isfinite(value) and holds(wanted, value)):
                 yield Problem(f"--{name}", f"is {value:g}", f"write a finite number {' and '.join(rules['range'])}")

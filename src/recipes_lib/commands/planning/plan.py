@@ -60,7 +60,7 @@ def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str], prob
         recipe: Recipe of the run.
         options: Flags, from ``flags.plan``.
         overrides: Keys of the configuration.
-        problems: Flags that are out of range or not for this recipe.
+        problems: Problems of the flags.
 
     Raises:
         ConfigError: The configuration or a flag is invalid, the length of the run is unknown, the configuration of the
@@ -72,7 +72,7 @@ def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str], prob
     # Not by truth: an empty text, of an unset shell variable, is no number of GPUs.
     if options.gpus is not None:
         options.num_processes, options.gpu = _read_gpus(options.gpus)
-    if problems := [*_find_problems(config, options, written), *problems]:
+    if problems := [*_find_problems(config, written), *problems]:
         raise ConfigError(*problems)
     num_processes, num_gpus, layouts = _choose_layouts(config, options)
     hardware = _choose_hardware(config, options, num_gpus)
@@ -296,8 +296,8 @@ def draw_curve(values: Sequence[float], height: int) -> list[str]:
 _FINETUNING: Final = tuple(recipe for recipe in RECIPE_NAMES if recipe not in ("pretrain", *RL_RECIPES))
 
 
-def _find_problems(config: RecipeConfig, options: argparse.Namespace, written: argparse.Namespace) -> Iterator[Problem]:
-    """Yield problems of the flags; ``written`` are those before ``--gpus`` sets processes and GPU."""
+def _find_problems(config: RecipeConfig, written: argparse.Namespace) -> Iterator[Problem]:
+    """Yield what planning needs of a recipe; ``written`` are the flags before ``--gpus`` sets processes and GPU."""
     recipe = config.recipe
     if recipe == "pretrain" and config.pretraining.max_tokens is None and config.read("max_steps") < 1:
         found = "the length of the run is in epochs, and planning reads no data"
@@ -305,33 +305,9 @@ def _find_problems(config: RecipeConfig, options: argparse.Namespace, written: a
     if recipe in _FINETUNING and config.tokens.max_length is None:
         found = "the row length depends on the data, and planning reads none"
         yield Problem("max_length", found, "write `max_length: ...`")
-    yield from _find_mfu_problems(options)
-    yield from _find_search_problems(recipe, written)
-    if options.save_seconds is not None and options.gpu is None:
-        yield Problem("--save_seconds", "needs a GPU, to estimate hours", "name one: --gpu H100")
-
-
-def _find_search_problems(recipe: str, written: argparse.Namespace) -> Iterator[Problem]:
-    if written.gpus is None:
-        for flag in (flag for flag in ("budget", "deadline", "write") if getattr(written, flag) is not None):
-            yield Problem(f"--{flag}", "is only for the search", "name the GPUs: --gpus 8xH100")
-        return
-    unused = ("gpu", "num_gpus", "hardware", "save_seconds")
-    for flag in (flag for flag in unused if getattr(written, flag) is not None):
-        yield Problem(f"--{flag}", "has no effect on the search by --gpus", "remove one of them")
-    if recipe in RL_RECIPES and written.num_processes:
+    if recipe in RL_RECIPES and written.gpus and written.num_processes:
         found = f"the batch of {recipe} is per process, and there is one for each of --gpus"
         yield Problem("--num_processes", found, "remove it")
-
-
-def _find_mfu_problems(options: argparse.Namespace) -> Iterator[Problem]:
-    given = [f"--{name}" for name in ("mfu", "proof", "calibrate") if getattr(options, name) is not None]
-    for flag in given[1:]:
-        yield Problem(flag, f"{given[0]} sets the MFU too", "keep one of them")
-    if options.mfu is not None and options.gpus:
-        yield Problem("--mfu", "the search compares runs of different MFU", "write --proof or --calibrate")
-    if given and options.gpu is None:
-        yield Problem(given[0], "needs a GPU", "name it: --gpu H100")
 
 
 def _compare_tokens(size: ModelSize, num_tokens: int) -> str:
