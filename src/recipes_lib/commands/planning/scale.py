@@ -251,16 +251,11 @@ def _predict_run(options: argparse.Namespace) -> Iterator[Row]:
     """Predict the loss of a run; with ``--run``, compare it with the measured one.
 
     Raises:
-        ConfigError: Not exactly one of the ways to describe the run is given, or as ``_list_fits``.
+        ConfigError: No flag describes the run, or as ``_list_fits``.
     """
-    ways = {"--parameters and --tokens": options.parameters and options.tokens, "--config": options.config}
-    given = [name for name, value in (ways | {"--run": options.run}).items() if value]
-    if len(given) != 1 or (options.parameters is None) != (options.tokens is None):
-        found = f"the run is given by {' and '.join(given) or 'no flag, or by one of --parameters and --tokens'}"
-        raise ConfigError(Problem("recipes scale predict", found, "write --parameters and --tokens, --config or --run"))
-    if options.output and not options.fit:
-        found = "the published laws predict several losses"
-        raise ConfigError(Problem("--output", found, "name a law: --fit scaling.json"))
+    if not (options.parameters or options.config or options.run):
+        remedy = "write --parameters and --tokens, --config or --run"
+        raise ConfigError(Problem("recipes scale predict", "no flag describes the run", remedy))
     counts = True if options.fit is None else read_record(options.fit).get("counts_embeddings", True)
     run = Run(options.parameters, options.tokens, math.nan)
     if options.config:
