@@ -206,13 +206,16 @@ def test_activations_of_deep_model_follow_from_three_layers(build, tiny_model_di
     assert count_kept(build(recipe), model_config, SINGLE) == whole
 
 
-def test_equal_activations_are_counted_once(build, tiny_model_dir, monkeypatch) -> None:
+def test_equal_activations_are_counted_once_in_bounded_cache(build, tiny_model_dir, monkeypatch) -> None:
     model_config = AutoConfig.from_pretrained(tiny_model_dir)
     monkeypatch.setattr(memory, "_COUNTED", {})
+    monkeypatch.setattr(memory, "_MAX_COUNTED", 2)
     # The placement of replicated weights makes no difference.
     for layout, expected in ((SINGLE, 1), (REPLICATED, 1), (SINGLE, 1), (SHARDED, 2)):
         count_kept(build("sft"), model_config, layout)
         assert len(memory._COUNTED) == expected
+    count_kept(build("sft", per_device_train_batch_size=1), model_config, SINGLE)
+    assert len(memory._COUNTED) == 1
 
 
 def test_preference_pair_counts_as_two_rows(count) -> None:

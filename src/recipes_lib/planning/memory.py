@@ -344,6 +344,8 @@ def count_kept(
 
     # Equal in most layouts and candidates of a plan, and most of its time.
     if key not in _COUNTED:
+        if len(_COUNTED) >= _MAX_COUNTED:
+            _COUNTED.clear()
         with explaining_model(model_config, "saves activations that cannot be counted", _MEASURE):
             is_recurrent = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(shortened), None), "_is_stateful", False)
             _COUNTED[key] = _count_tokens(count, batch) if is_recurrent else count(batch)
@@ -352,6 +354,7 @@ def count_kept(
 
 _COUNTED: Final[dict[tuple[object, ...], Activations]] = {}
 """Counted activations by all that they depend on."""
+_MAX_COUNTED: Final = 128
 _MEASURE: Final = "measure the memory of a few steps: `max_steps: 3`"
 _PROBED: Final = (16, 32)
 """Tokens of which a recurrent model is counted first."""
