@@ -12,7 +12,15 @@ import torch
 from tests.live_tensors import LiveTensors
 from tests.planning.runs import build_config
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, FalconConfig, Gemma2Config, LlamaConfig, MambaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CTRLConfig,
+    FalconConfig,
+    Gemma2Config,
+    LlamaConfig,
+    MambaConfig,
+)
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError
@@ -386,7 +394,11 @@ def test_model_with_capped_attention_logits_is_planned(build, monkeypatch) -> No
     assert capped == count_kept(config, model, SINGLE)
 
 
-def test_architecture_that_cannot_be_counted_raises_with_reason(build) -> None:
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [(FalconConfig, "a falcon model .*causal_without_mask"), (CTRLConfig, "a ctrl model .*no layers that support")],
+)
+def test_architecture_that_cannot_be_counted_raises_with_reason(build, model, reason) -> None:
     sizes = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    with pytest.raises(ConfigError, match=r"a falcon model .*causal_without_mask"):
-        plan_memory(build("sft"), FalconConfig(**sizes), SINGLE)
+    with pytest.raises(ConfigError, match=reason):
+        plan_memory(build("sft"), model(**sizes), SINGLE)
