@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from recipes_lib.errors import DataError
+from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.planning import scaling
-from recipes_lib.planning.scaling import PUBLISHED, Law, Run, fit_law
+from recipes_lib.planning.scaling import PUBLISHED, Fit, Law, Run, fit_isoflops, fit_law
 
 BESIROGLU, HOFFMANN = PUBLISHED.values()
 
@@ -30,6 +30,9 @@ def test_optimum_satisfies_first_order_condition(law) -> None:
     best = law.find_optimum(5.76e23)
     by_size = law.size_exponent * law.size_factor / best.num_parameters**law.size_exponent
     assert by_size == pytest.approx(law.token_exponent * law.token_factor / best.num_tokens**law.token_exponent)
+    assert law.find_overtrained(best.loss, best.num_parameters) == pytest.approx(best.num_tokens)
+    assert law.find_overtrained(best.loss, best.num_parameters / 2) > 2 * best.num_tokens
+    assert law.find_overtrained(best.loss, 1e6) == float("inf")
 
 
 @pytest.mark.parametrize(
@@ -62,6 +65,14 @@ def test_exponents_are_not_negative_under_noise(monkeypatch) -> None:
     assert law.compute_loss(1e7, 1e6) <= law.compute_loss(1e5, 1e6)
 
 
+def test_extrapolation_beyond_tenfold_needs_interval() -> None:
+    fit = Fit(BESIROGLU, [], 1e20)
+    fit.verify_reach(9.9e20)
+    with pytest.raises(ConfigError, match="20 times those of the largest run"):
+        fit.verify_reach(2e21)
+    Fit(BESIROGLU, [BESIROGLU], 1e20).verify_reach(2e21)
+
+
 @pytest.mark.parametrize(
     "runs",
     [
@@ -75,6 +86,19 @@ def test_too_few_sizes_or_losses_raise(runs) -> None:
         fit_law(runs)
 
 
+def test_isoflop_exponent_matches_law() -> None:
+    around = [
+        Run(size, flops / 6 / size, BESIROGLU.compute_loss(size, flops / 6 / size))
+        for flops in (1e19, 1e20, 1e21)
+        for size in BESIROGLU.find_optimum(flops).num_parameters * np.geomspace(0.5, 2, 5)
+    ]
+    exponent, minima = fit_isoflops(around)
+    assert exponent == pytest.approx(0.3658 / (0.3478 + 0.3658), abs=0.005)
+    assert minima[1].num_parameters == pytest.approx(BESIROGLU.find_optimum(1e20).num_parameters, rel=0.03)
+    with pytest.raises(DataError, match="fewer than two budgets"):
+        fit_isoflops(around[:5])
+
+
 @pytest.mark.parametrize("name", ["parameters", "tokens"])
 def test_fit_to_losses_constant_in_one_variable_does_not_overflow(name, monkeypatch) -> None:
     monkeypatch.setattr(scaling, "_STARTS", scaling._STARTS[::12])
@@ -85,6 +109,7 @@ def test_fit_to_losses_constant_in_one_variable_does_not_overflow(name, monkeypa
         law.compute_loss(run.num_parameters, run.num_tokens) == pytest.approx(run.loss, rel=1e-3) for run in runs
     )
     assert not math.isnan(law.find_optimum(1e19).num_parameters)
+    assert law.find_overtrained(2.5, 1e6) >= 0
 
 
 @pytest.mark.parametrize(
@@ -99,3 +124,4 @@ def test_fit_to_losses_constant_in_one_variable_does_not_overflow(name, monkeypa
 def test_law_without_a_term_has_optimum_at_boundary(law, size, tokens) -> None:
     found = law.find_optimum(1e21)
     assert (found.num_parameters, found.num_tokens) == (size, tokens)
+    assert law.find_overtrained(2.5, 1e9) >= 0

@@ -11,9 +11,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from scipy.optimize import minimize
 
-from recipes_lib.errors import DataError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.planning.compute import FLOPS_PER_TOKEN, compute_training_flops
 
+MAX_EXTRAPOLATION: Final = 10.0
+"""Largest extrapolation of a law without an interval, in FLOPs of the largest run."""
 _INTERVAL: Final = (5.0, 95.0)
 _DELTA: Final = 1e-3
 FEWEST: Final = 3
@@ -80,6 +82,17 @@ class Law:
         num_tokens = num_flops / FLOPS_PER_TOKEN / num_parameters
         return Optimum(num_parameters, num_tokens, self.compute_loss(num_parameters, num_tokens))
 
+    def find_overtrained(self, loss: float, num_parameters: float) -> float:
+        """Return the tokens with which a smaller model reaches a loss; infinite if it never does.
+
+        Source: Sardana et al. 2023, equation 2, solved for the tokens.
+        """
+        rest = loss - self.irreducible - _compute_term(self.size_factor, num_parameters, self.size_exponent)
+        if rest <= 0 or self.token_exponent <= 0:
+            return math.inf
+        log_tokens = math.log(max(self.token_factor / rest, 1e-300)) / self.token_exponent
+        return math.exp(log_tokens) if log_tokens < 700 else math.inf
+
 
 def _compute_term(factor: float, number: float, exponent: float) -> float:
     """Return ``factor / number ** exponent``; fits to few runs have exponents whose powers overflow."""
@@ -125,6 +138,17 @@ class Fit:
     law: Law
     resampled: Sequence[Law]
     max_flops: float
+
+    def verify_reach(self, num_flops: float) -> None:
+        """Raise if a prediction extrapolates too far without an interval.
+
+        Raises:
+            ConfigError: ``num_flops`` are more than ``MAX_EXTRAPOLATION`` times those of the largest run, and there is
+                no interval.
+        """
+        if num_flops > MAX_EXTRAPOLATION * self.max_flops and not self.resampled:
+            found = f"{num_flops:.3g} operations are {num_flops / self.max_flops:,.0f} times those of the largest run"
+            raise ConfigError(Problem("fit", found, "fit it again by `recipes scale fit`, for an interval"))
 
     def compute_interval(self, read: Any) -> tuple[float, float] | None:
         """Return the 5th and 95th percentile of ``read`` over resampled laws; ``None`` without them."""
@@ -188,3 +212,37 @@ def _build_law(values: Array) -> Law:
     log_size, log_token, log_rest, alpha, beta = map(float, values)
     rest, size, token = (math.exp(min(value, 700.0)) for value in (log_rest, log_size, log_token))
     return Law(rest, size, token, alpha, beta)
+
+
+def fit_isoflops(runs: Sequence[Run]) -> tuple[float, list[Optimum]]:
+    """Fit a parabola in log N to the losses of each FLOP budget, and a power law to their minima.
+
+    Args:
+        runs: Runs of at least two budgets, three of each; budgets within 10 % count as one.
+
+    Returns:
+        The exponent ``a`` of ``N ~ C^a``, and the minimum of each budget.
+
+    Raises:
+        DataError: There are too few budgets of three runs, or a budget has no minimum.
+
+    Source: Hoffmann et al. 2022, section 3.2.
+    """
+    budgets: list[list[Run]] = []
+    for run in sorted(runs, key=lambda run: run.num_flops):
+        if budgets and run.num_flops <= 1.1 * budgets[-1][0].num_flops:
+            budgets[-1].append(run)
+        else:
+            budgets.append([run])
+    minima = []
+    for alike in (alike for alike in budgets if len(alike) >= 3):
+        curve, slope, start = np.polyfit(np.log([run.num_parameters for run in alike]), [run.loss for run in alike], 2)
+        if curve <= 0:
+            found = f"the losses at {alike[0].num_flops:.3g} operations have no minimum"
+            raise DataError(Problem("runs", found, "train smaller and larger models there"))
+        size, flops = math.exp(-slope / (2 * curve)), alike[0].num_flops
+        minima.append(Optimum(size, flops / FLOPS_PER_TOKEN / size, float(start - slope**2 / (4 * curve))))
+    if len(minima) < 2:
+        raise DataError(Problem("runs", "fewer than two budgets have three runs", "train three sizes at two budgets"))
+    at = [math.log(compute_training_flops(one.num_parameters, one.num_tokens)) for one in minima]
+    return float(np.polyfit(at, np.log([one.num_parameters for one in minima]), 1)[0]), minima

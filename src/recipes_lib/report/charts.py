@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from recipes_lib.errors import escape_controls
+from recipes_lib.files import explain_write_errors
 from recipes_lib.report.run_files import RunFiles, find_non_finite_steps, read_curve
 
 Curve = Sequence[tuple[int, float]]
@@ -80,6 +81,8 @@ STYLE = {
     "lines.solid_capstyle": "round",
     "lines.solid_joinstyle": "round",
 }
+
+_UNITS = ((1e12, "trillions"), (1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,3 +408,46 @@ def _describe(line: Line) -> str:
     if len(line.curve) == 1:
         return f"{label}{first:.4g} at step {first_step}"
     return f"{label}from {first:.4g} at step {first_step} to {last:.4g} at step {last_step}"
+
+
+def draw_schedule(path: Path, tokens: Sequence[float], rates: Sequence[float], batches: Sequence[float]) -> None:
+    """Draw the planned schedule of a run, and write it to ``path`` as a PNG.
+
+    Args:
+        path: Path of the PNG; its folder is created.
+        tokens: Tokens trained on before each point, ascending.
+        rates: Learning rate of the step that begins at each point.
+        batches: Batch size of that step, in tokens.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    scale, unit = _choose_unit(tokens[-1])
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(9.2, 4.6), layout="constrained")
+        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+        _draw_panel(top, [token / scale for token in tokens], rates, "first", "learning rate")
+        batch_scale, batch_unit = _choose_unit(max(batches))
+        steps = [batch / batch_scale for batch in batches]
+        _draw_panel(bottom, [token / scale for token in tokens], steps, "second", f"tokens in a step, {batch_unit}")
+        bottom.set_xlabel(f"tokens trained on, {unit}")
+        bottom.xaxis.set_major_locator(MaxNLocator(10, steps=_TICK_STEPS))
+        bottom.xaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
+        with explain_write_errors(path, "name another file"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, format="png", dpi=160, facecolor=PNG_BACKGROUND)
+
+
+def _draw_panel(axes: Axes, tokens: Sequence[float], values: Sequence[float], colour: str, title: str) -> None:
+    axes.plot(tokens, values, color=COLOURS[colour], linewidth=2.0, drawstyle="steps-post")
+    axes.fill_between(tokens, values, step="post", color=COLOURS[colour], alpha=0.08, linewidth=0)
+    axes.set_title(title, loc="left", fontsize=9.5, color=COLOURS["muted"])
+    axes.set_ylim(bottom=0, top=1.08 * max(values))
+    axes.set_xlim(tokens[0], tokens[-1])
+    axes.yaxis.set_major_locator(MaxNLocator(4, steps=_TICK_STEPS))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
+
+
+def _choose_unit(largest: float) -> tuple[float, str]:
+    """Return the size and name of the largest unit that is at most the number."""
+    return next(((size, name) for size, name in _UNITS if largest >= size), (1.0, "units"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import MambaConfig, T5Config
 from recipes_lib.commands.planning.plan import draw_curve
 from recipes_lib.config.loader import load_config
 from recipes_lib.planning.pretraining import plan_pretraining
+from recipes_lib.report import charts
 
 CONFIGS = ROOT / "recipes" / "configs"
 TINY = {
@@ -46,6 +48,9 @@ RECIPE_KEYS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {"max_length": 512, "reward_funcs": ["a.b:c"]},
     "ppo": {"reward_funcs": ["a.b:c"], "per_device_eval_batch_size": 4, "response_length": 32, "bf16": False},
 }
+
+
+MIXED = (("web", 1), ("books", 1))
 
 
 @pytest.fixture
@@ -136,8 +141,10 @@ def test_failure_times_must_be_finite_and_positive(plan, flag, value) -> None:
     assert "--save_seconds: needs --gpu" in plan(*flags, code=2)
 
 
-@pytest.mark.parametrize(("flag", "value"), [("price_per_gpu_hour", -2), ("mfu", 1.5), ("mfu", 0)])
-def test_price_and_mfu_must_be_in_range(plan, flag, value) -> None:
+@pytest.mark.parametrize(
+    ("flag", "value"), [("price_per_gpu_hour", -2), ("pue", 0.5), ("grid_gco2", "nan"), ("mfu", 1.5), ("mfu", 0)]
+)
+def test_prices_and_factors_must_be_in_range(plan, flag, value) -> None:
     assert f"--{flag}: is {value}" in plan("--gpu", "H100", f"--{flag}", value, code=2)
 
 
@@ -197,6 +204,31 @@ def test_vocab_size_replaces_tokenizer(plan, tiny_tokenizer_dir: Path) -> None:
     assert "write `vocab_size` in `model_config`" in output
 
 
+def test_epochs_of_corpora_are_reported_by_source(plan, tmp_path: Path) -> None:
+    shards = [
+        {"path": "data/web/train-00000-of-00001.parquet", "tokens": 3_000_000},
+        {"path": "data/books/train-00000-of-00002.parquet", "tokens": 400_000},
+        {"path": "data/books/train-00001-of-00002.parquet", "tokens": 600_000},
+    ]
+    for folder in ("web", "books"):
+        (tmp_path / "clean" / "data" / folder).mkdir(parents=True)
+    manifest = tmp_path / "clean" / "corpus.json"
+    manifest.write_text(json.dumps({"shards": shards}))
+    output = plan(dataset_name=str(tmp_path / "clean"))
+    assert f"2.50 of the 4,000,000 tokens of {tmp_path}/clean\n" in output
+    mixture = [{"name": str(tmp_path / "clean" / "data" / name), "weight": weight} for name, weight in MIXED]
+    output = plan(dataset_name=None, dataset_mixture=mixture)
+    assert "1.67 of the 3,000,000 tokens" in output
+    assert f"5.00 of the 1,000,000 tokens of {tmp_path}/clean/data/books; above 4, repeated tokens" in output
+    # The first half from the first source only, the second half evenly.
+    phases = [{"start_tokens": 0, "weights": [1, 0]}, {"start_tokens": 5_000_000, "weights": [1, 1]}]
+    output = plan(dataset_name=None, dataset_mixture=mixture, dataset_curriculum=phases)
+    assert "2.50 of the 3,000,000 tokens" in output
+    assert "2.50 of the 1,000,000 tokens" in output
+    manifest.write_text(json.dumps({"shards": [{**shard, "tokens": None} for shard in shards]}))
+    assert "epochs" not in plan(dataset_name=str(tmp_path / "clean"))
+
+
 def test_continued_pretraining_is_planned_from_model_config(plan, tiny_model_dir: Path) -> None:
     named = {"model_config": None, "tokenizer_name_or_path": None, "model_name_or_path": str(tiny_model_dir)}
     assert "llama, " in plan(**named)
@@ -219,6 +251,28 @@ def test_flags_override_recipe_and_invalid_keys_are_problems(plan) -> None:
     assert "learning_rate" in plan(learning_rat=1e-3, code=2)
     assert "longer than the run" in plan(warmup_steps=1_000_000, code=2)
     assert "cannot be built" in plan(model_config=TINY | {"hidden_act": "unknown"}, code=2)
+
+
+def test_schedule_plot_contains_corners(plan, find_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plots" / "schedule.png"
+    drawn: list[Any] = []
+    draw = charts.draw_schedule
+    monkeypatch.setattr(charts, "draw_schedule", lambda *curves: drawn.extend(curves) or draw(*curves))
+    output = plan(
+        "--schedule", path, max_tokens=3_000_000_000, lr_scheduler_type="warmup_stable_decay", decay_steps=0.2
+    )
+    run = find_run()
+    drawn_path, tokens, rates, batches = drawn
+    assert drawn_path == path
+    assert str(path) in output
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert tokens == sorted(tokens)
+    assert (tokens[0], tokens[-1]) == (0, run.num_tokens)
+    starts = run.schedule.token_starts
+    assert {starts[run.schedule.num_warmup_steps], starts[run.schedule.first_decay_step]} <= set(tokens)
+    assert rates[:-1] == [1e-3 * run.schedule(step) for step in starts.searchsorted(tokens[:-1])]
+    assert set(batches) == {1024}
+    assert len(tokens) < 2000
 
 
 @given(values=st.lists(st.floats(0, 1e6), min_size=1, max_size=40), height=st.integers(1, 8))
@@ -250,7 +304,7 @@ def test_finetuning_reports_time_layouts_and_fit(plan_other) -> None:
     assert re.search(r"4 GPUs x 9\.89e\+14 FLOP/s x 0\.5 MFU", output)
     assert "hours for 1,000 steps" in output
     assert "cost" not in output
-    assert "at most 0.0 kWh: 700 W a board" in output
+    assert "at most 0.0 kWh: 700 W a board, PUE 1" in output
     assert "accelerate_configs/ddp.yaml: a copy" in output
     assert "accelerate_configs/fsdp2.yaml: shared by 4" in output
     for part in output.split("accelerate_configs/")[1:]:
@@ -310,6 +364,7 @@ def test_cost_is_price_times_hours(plan_other) -> None:
         ("sft", ["--num_gpus=8"], {}, "write --num_processes"),
         ("sft", [], {"max_length": None}, "write `max_length: ...`"),
         ("sft", ["--save_seconds", "60"], {}, "--save_seconds: is only for pretrain"),
+        ("sft", ["--schedule", "a.png"], {}, "--schedule: is only for pretrain"),
         ("grpo", ["--hardware", "zero3"], {}, "DeepSpeed supports one model; these recipes"),
         ("sft", ["--hardware", "nothing"], {}, "there is no launch file"),
         ("sft", ["--pipeline_stages", "2", "--num_processes", "4"], {}, "only pretraining supports pipeline"),

@@ -123,7 +123,7 @@ def test_impossible_search_raises_with_remedy(search_plan, flags, changes, words
 )
 def test_limits_are_compared_with_hours_and_cost_of_all_gpus(limit, hours, price, words) -> None:
     options = argparse.Namespace(**{"deadline": None, "budget": None, **limit})
-    hardware = Hardware(choose_device("H100"), 2, 989e12, 0.5, "a test", None, None, price)
+    hardware = Hardware(choose_device("H100"), 2, 989e12, 0.5, "a test", None, None, price, 1.0, None)
     with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
         verify_limits(options, hours, hardware)
 

@@ -1,4 +1,4 @@
-"""Cost and energy of a plan; calibration by records of finished runs."""
+"""Cost, energy and CO2 of a plan; calibration by records of finished runs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from recipes_lib.planning.devices import choose_device, find_published
 from recipes_lib.proving.results import PASSED, Row, add_row
 
 
-def build(price: float | None = None, gpu: str = "H100") -> Hardware:
-    return Hardware(choose_device(gpu), 8, 989e12, 0.5, "a test", None, None, price)
+def build(price: float | None = None, pue: float = 1.0, grid: float | None = None, gpu: str = "H100") -> Hardware:
+    return Hardware(choose_device(gpu), 8, 989e12, 0.5, "a test", None, None, price, pue, grid)
 
 
 def test_bill_is_gpu_hours_times_price_and_power() -> None:
     assert build().compute_hours(8 * 989e12 * 0.5 * 3600) == 1
-    rows = dict(build(2.5).describe_bill(10))
+    rows = dict(build(2.5, 1.2, 400).describe_bill(10))
     assert rows["cost"].startswith("200.00, at 2.5 for a GPU hour")
     # 8 boards of 700 W for 10 hours are 56 kWh.
-    assert rows["energy"] == "at most 56.0 kWh: 700 W a board"
+    assert rows["energy"] == "at most 67.2 kWh: 700 W a board, PUE 1.2; 26.9 kg of CO2"
 
 
 @pytest.mark.parametrize(("gpu", "names"), [("H100", ["energy"]), ("GH200", [])])

@@ -65,7 +65,7 @@ def test_run_has_parameters_tokens_and_last_evaluation_loss(runs) -> None:
     assert run.num_parameters - without.num_parameters == 2 * 512 * 32
 
 
-def test_fit_recovers_law_and_predicts_with_interval(runs, scale, tmp_path) -> None:
+def test_fit_recovers_law_and_extrapolates_far_only_with_interval(runs, scale, tmp_path) -> None:
     law = tmp_path / "law.json"
     output = scale("fit", *runs, "--output", law)
     assert float(re.search(r"size exponent +([\d.]+)", output)[1]) == pytest.approx(0.3478, abs=0.003)
@@ -79,6 +79,9 @@ def test_fit_recovers_law_and_predicts_with_interval(runs, scale, tmp_path) -> N
     assert "(90 %: " in output
     assert "extrapolated  to 25.0 times the operations of the largest run" in output
     assert "extrapolated" not in scale("plan", "--flops", 25 * largest)
+    law.write_text(json.dumps(json.loads(law.read_text()) | {"resampled": []}))
+    assert "fit it again by `recipes scale fit`" in scale("plan", "--flops", 25 * largest, "--fit", law, code=2)
+    assert "extrapolated  to 9.0 times" in scale("plan", "--flops", 9 * largest, "--fit", law)
 
 
 def test_all_unusable_runs_are_reported_together(runs, scale, tmp_path) -> None:

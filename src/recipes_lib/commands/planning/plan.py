@@ -13,6 +13,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -24,7 +25,9 @@ from recipes_lib.commands.planning.planned_hardware import UNLABELLED, Hardware,
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.table import RECIPE_NAMES
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.data.sources.mixtures import MAX_EPOCHS, compute_weights, list_entries, share_tokens
+from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.files import read_record
 from recipes_lib.planning.compute import (
     RL_RECIPES,
     TOKENS_PER_PARAMETER,
@@ -49,6 +52,7 @@ from recipes_lib.training.layouts.memory_layout import build_layout
 _SHARES_OF_A_RUN: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 CURVE_WIDTH: Final = 64
+_PNG_POINTS: Final = 1200
 _USUAL_GB: Final = (24, 48, 80, 141, 192)
 """Memory sizes of GPUs that a run is compared with if no GPU is named."""
 
@@ -64,7 +68,7 @@ def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str], prob
 
     Raises:
         ConfigError: The configuration or a flag is invalid, the length of the run is unknown, the configuration of the
-            model cannot be loaded, or the run does not fit the GPU.
+            model cannot be loaded, the PNG cannot be written, or the run does not fit the GPU.
     """
     config = load_for_command(recipe, overrides, options.config)
     # With --gpus, --num_processes is the number of processes that the batch keys of the recipe are written for.
@@ -115,6 +119,9 @@ def _describe(
     if config.recipe == "pretrain":
         plan = plan_pretraining(config, num_processes)
         yield from describe_pretraining(config, model_config, plan, hardware)
+        if options.schedule:
+            _draw(options.schedule, config, plan.schedule)
+            yield "drawn", str(options.schedule)
     elif config.recipe not in RL_RECIPES:
         yield from describe_step(config, model_config, num_processes, hardware, options.num_rows)
     elif hardware:
@@ -204,7 +211,7 @@ def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus
     if options.mfu is not None:
         share, source = options.mfu, "--mfu"
     price = config.evaluation.device_hour_price if options.price_per_gpu_hour is None else options.price_per_gpu_hour
-    return Hardware(device, num_gpus, peak, share, source, measured, failures, price)
+    return Hardware(device, num_gpus, peak, share, source, measured, failures, price, options.pue, options.grid_gco2)
 
 
 def describe_pretraining(
@@ -228,6 +235,7 @@ def describe_pretraining(
     if size.active != size.total:
         yield "", f"{size.active:,} active per token"
     yield "tokens", f"{num_tokens:,}, {_compare_tokens(size, num_tokens)}"
+    yield from _describe_epochs(config, num_tokens)
     yield "operations", f"{compute_training_flops(size.active, num_tokens):.3g} by 6 x parameters x tokens"
     yield "", f"{counted:.3g} counted, with attention within rows of {plan.max_length:,} tokens"
     if hardware is None:
@@ -318,6 +326,35 @@ def _compare_tokens(size: ModelSize, num_tokens: int) -> str:
     return text + (f"over-trained by {factor:,.2f}" if factor >= 1 else f"under-trained by {1 / factor:,.2f}")
 
 
+def _describe_epochs(config: RecipeConfig, num_tokens: int) -> Iterator[Row]:
+    """Yield the epochs over each source, if all are corpora of ``recipes clean``, whose manifests count tokens."""
+    entries = list_entries(config.data)
+    sizes = [count_corpus_tokens(str(entry["name"])) for entry in entries]
+    known = [size for size in sizes if size]
+    if len(known) < len(entries):
+        return
+    shares = share_tokens(config, num_tokens, compute_weights(config, known))
+    for entry, share, size in zip(entries, shares, known, strict=True):
+        epochs = share / size
+        warning = f"; above {MAX_EPOCHS}, repeated tokens help little" if epochs > MAX_EPOCHS else ""
+        yield "epochs", f"{epochs:,.2f} of the {size:,} tokens of {entry['name']}{warning}"
+
+
+def count_corpus_tokens(name: str) -> int | None:
+    """Return the number of tokens of a corpus or of one of its sources, from its manifest; ``None`` without one."""
+    place = Path(name)
+    try:
+        if (place / "corpus.json").is_file():
+            shards = read_record(place / "corpus.json", {"shards": list})["shards"]
+        else:
+            # The folder of a source: CORPUS/data/SOURCE.
+            manifest = read_record(place.parent.parent / "corpus.json", {"shards": list})
+            shards = [shard for shard in manifest["shards"] if Path(shard["path"]).parent.name == place.name]
+        return sum(int(shard["tokens"]) for shard in shards)
+    except (DataError, KeyError, TypeError):
+        return None
+
+
 def _add_failures(hours: float, failures: Failures, plan: PretrainingPlan) -> tuple[float, list[Row]]:
     """Return hours including saving, restarts and lost work, and rows about them and the save interval."""
     # Time of a step of full size: with a batch-size warm-up, the first steps are shorter.
@@ -361,3 +398,17 @@ def _describe_schedule(config: RecipeConfig, schedule: Schedule) -> Iterator[Row
 def _find_steps(schedule: Schedule, tokens: Any) -> Any:
     """Return the optimizer step of each training token, as an array."""
     return np.searchsorted(schedule.token_starts, tokens, side="right") - 1
+
+
+def _draw(path: Path, config: RecipeConfig, schedule: Schedule) -> None:
+    from recipes_lib.report.charts import draw_schedule
+
+    starts = schedule.token_starts
+    even = _find_steps(schedule, np.linspace(0, int(starts[-1]) - 1, _PNG_POINTS))
+    # Additional points in the warm-up, which may be shorter than the spacing of the even ones.
+    corners = np.linspace(0, min(schedule.num_warmup_steps, schedule.num_steps - 1), 20).astype(int)
+    steps = np.unique(np.concatenate([even, corners, [schedule.first_decay_step or 0, schedule.num_steps - 1]]))
+    tokens = np.append(starts[steps], starts[-1])
+    steps = np.append(steps, steps[-1])  # The last step lasts to the end of the run.
+    rates = float(config.training["learning_rate"]) * schedule.factors(steps)
+    draw_schedule(path, tokens.tolist(), rates.tolist(), np.diff(starts)[steps].tolist())

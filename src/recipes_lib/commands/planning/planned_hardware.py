@@ -58,6 +58,8 @@ class Hardware:
         measured: Measured MFU; ``None`` to use published values.
         failures: Rate and cost of failures of the whole cluster; ``None`` to omit them.
         price: Price of a GPU hour; ``None`` if unknown.
+        pue: Power usage effectiveness: energy of the data centre divided by that of the GPUs.
+        grid: Grams of CO2 per kWh; ``None`` if unknown.
     """
 
     device: Device
@@ -68,6 +70,8 @@ class Hardware:
     measured: Measured | None
     failures: Failures | None
     price: float | None
+    pue: float
+    grid: float | None
 
     def compute_hours(self, num_flops: float) -> float:
         """Return the hours that ``num_flops`` FLOPs take, without failures."""
@@ -86,7 +90,7 @@ class Hardware:
         yield "share of peak", f"{self.mfu:g}: {self.source}"
 
     def describe_bill(self, hours: float, of: str = "") -> Iterator[Row]:
-        """Yield rows about cost and energy, as far as known.
+        """Yield rows about cost, energy and CO2, as far as known.
 
         Args:
             hours: Duration.
@@ -96,7 +100,9 @@ class Hardware:
         if self.price is not None:
             yield "cost", f"{total * self.price:,.2f}{of}, at {self.price:g} for a GPU hour"
         if self.device.watts:
-            yield "energy", f"at most {total * self.device.watts / 1000:,.1f} kWh{of}: {self.device.watts} W a board"
+            energy = total * self.device.watts / 1000 * self.pue
+            text = f"at most {energy:,.1f} kWh{of}: {self.device.watts} W a board, PUE {self.pue:g}"
+            yield "energy", text + (f"; {energy * self.grid / 1000:,.1f} kg of CO2" if self.grid is not None else "")
 
 
 def format_rows(rows: Iterable[Row]) -> list[str]:

@@ -32,7 +32,7 @@ from recipes_lib.planning.compute import (
     find_planned_model,
 )
 from recipes_lib.planning.pretraining import count_run_tokens, plan_pretraining
-from recipes_lib.planning.scaling import FEWEST, PUBLISHED, Fit, Law, Run, fit_law
+from recipes_lib.planning.scaling import FEWEST, PUBLISHED, Fit, Law, Run, fit_isoflops, fit_law
 from recipes_lib.report.run_files import read_curve, read_number, read_run
 
 PIPELINE_FILE: Final = "pipeline.yaml"
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
         options: Flags, from ``flags.scale``.
 
     Raises:
-        ConfigError: A flag is wrong, or a file is no law.
+        ConfigError: A flag is wrong, a file is no law, or a law without an interval would be extrapolated too far.
         DataError: Runs cannot be read, or do not determine a law.
     """
     commands = {"sweep": _write_sweep, "fit": _fit_runs, "plan": _plan_budget, "predict": _predict_run}
@@ -230,6 +230,11 @@ def _fit_runs(options: argparse.Namespace) -> Iterator[Row]:
     yield "fit", f"losses of the runs within {worst:.2%}"
     if worst > _POOR_FIT or min(fit.law.size_exponent, fit.law.token_exponent) < _LEAST_EXPONENT:
         yield "warning", "poor fit: try lower learning rates, longer runs, and several seeds of each"
+    try:
+        exponent, minima = fit_isoflops(runs)
+        yield "IsoFLOP", f"N ~ C^{exponent:.3f} by the minima of {len(minima)} budgets"
+    except DataError:
+        yield "IsoFLOP", "needs three sizes at each of two budgets"
     yield "written to", str(options.output)
 
 
@@ -243,6 +248,9 @@ def _plan_budget(options: argparse.Namespace) -> Iterator[Row]:
         yield "  tokens", _format(fit, lambda law: law.find_optimum(options.flops).num_tokens)
         yield "", f"{best.num_tokens / best.num_parameters:.1f} per parameter"
         yield "  loss", _format(fit, lambda law: law.find_optimum(options.flops).loss)
+        half = best.num_parameters / 2
+        tokens = fit.law.find_overtrained(best.loss, half)
+        yield "  half the size", f"{half:.4g} parameters reach it with {tokens:.4g} tokens"
     size = (options.flops / FLOPS_PER_TOKEN / TOKENS_PER_PARAMETER) ** 0.5
     yield "20 per param.", f"{size:.4g} parameters, {TOKENS_PER_PARAMETER * size:.4g} tokens"
 
@@ -251,7 +259,7 @@ def _predict_run(options: argparse.Namespace) -> Iterator[Row]:
     """Predict the loss of a run; with ``--run``, compare it with the measured one.
 
     Raises:
-        ConfigError: No flag describes the run, or as ``_list_fits``.
+        ConfigError: No flag describes the run, or as ``_list_fits`` and ``_describe_reach``.
     """
     if not (options.parameters or options.config or options.run):
         remedy = "write --parameters and --tokens, --config or --run"
@@ -322,7 +330,12 @@ def _list_fits(path: Path | None) -> Iterator[tuple[str, Fit]]:
 
 
 def _describe_reach(fit: Fit, num_flops: float) -> Iterator[Row]:
-    """Yield a row for operations beyond those of the runs of a fit."""
+    """Yield a row for operations beyond those of the runs of a fit.
+
+    Raises:
+        ConfigError: As ``Fit.verify_reach``.
+    """
+    fit.verify_reach(num_flops)
     if num_flops > fit.max_flops:
         yield "  extrapolated", f"to {num_flops / fit.max_flops:,.1f} times the operations of the largest run"
 

@@ -89,14 +89,14 @@ def compute_budgets(config: RecipeConfig, num_tokens: int | None) -> list[int]:
     weights = _read_weights(config)
     _refuse_unknown_length(config, weights, num_tokens)
     assert num_tokens is not None
-    shares = _share_tokens(config, num_tokens, weights or ())
+    shares = share_tokens(config, num_tokens, weights or ())
     # In each phase, a source can be ahead of its share by less than one row of `max_length` tokens; and each later
     # phase starts at a row boundary, which can shift up to one more row to it.
     slack = (2 * len(config.pretraining.dataset_curriculum or [{}]) - 1) * (config.tokens.max_length or 0)
     return [math.ceil(share) + slack for share in shares]
 
 
-def _share_tokens(config: RecipeConfig, num_tokens: int, weights: Sequence[float]) -> list[float]:
+def share_tokens(config: RecipeConfig, num_tokens: int, weights: Sequence[float]) -> list[float]:
     """Return the number of tokens that a run trains on from each source, over all phases of its curriculum.
 
     Args:
