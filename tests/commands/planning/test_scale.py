@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from functools import partial
@@ -68,6 +69,7 @@ def test_run_has_parameters_tokens_and_last_evaluation_loss(runs) -> None:
 def test_fit_recovers_law_and_extrapolates_far_only_with_interval(runs, scale, tmp_path) -> None:
     law = tmp_path / "law.json"
     output = scale("fit", *runs, "--output", law)
+    assert "IsoFLOP" in output
     assert float(re.search(r"size exponent +([\d.]+)", output)[1]) == pytest.approx(0.3478, abs=0.003)
     size = read_scaling_run(runs[-1]).num_parameters
     output = scale("predict", "--parameters", 2 * size, "--tokens", 100 * size, "--fit", law)
@@ -82,6 +84,13 @@ def test_fit_recovers_law_and_extrapolates_far_only_with_interval(runs, scale, t
     law.write_text(json.dumps(json.loads(law.read_text()) | {"resampled": []}))
     assert "fit it again by `recipes scale fit`" in scale("plan", "--flops", 25 * largest, "--fit", law, code=2)
     assert "extrapolated  to 9.0 times" in scale("plan", "--flops", 9 * largest, "--fit", law)
+
+
+@pytest.mark.parametrize("exponent", ["size_exponent", "token_exponent"])
+def test_law_without_a_term_has_no_optimum(scale, tmp_path, exponent) -> None:
+    law = dataclasses.asdict(LAW) | {exponent: 0.0}
+    (tmp_path / "law.json").write_text(json.dumps({"law": law, "resampled": [], "max_flops": 1e18}))
+    assert "no optimum: its loss depends on only one" in scale("plan", "--flops", 1e18, "--fit", tmp_path / "law.json")
 
 
 def test_all_unusable_runs_are_reported_together(runs, scale, tmp_path) -> None:

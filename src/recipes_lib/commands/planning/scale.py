@@ -244,6 +244,9 @@ def _plan_budget(options: argparse.Namespace) -> Iterator[Row]:
         best = fit.law.find_optimum(options.flops)
         yield name, ""
         yield from _describe_reach(fit, options.flops)
+        if math.isnan(best.loss):
+            yield "", "no optimum: its loss depends on only one of parameters and tokens"
+            continue
         yield "  parameters", _format(fit, lambda law: law.find_optimum(options.flops).num_parameters)
         yield "  tokens", _format(fit, lambda law: law.find_optimum(options.flops).num_tokens)
         yield "", f"{best.num_tokens / best.num_parameters:.1f} per parameter"
