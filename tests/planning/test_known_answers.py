@@ -17,7 +17,7 @@ from recipes_lib.planning.compute import (
     compute_model_size,
     compute_training_flops,
 )
-from recipes_lib.planning.devices import choose_device, find_published
+from recipes_lib.planning.devices import Kind, choose_device
 from recipes_lib.planning.failures import GPU_HOURS_BETWEEN_FAILURES, Failures
 from recipes_lib.planning.memory import plan_memory
 from recipes_lib.planning.memory_plan import Held, Layout, MemoryPlan
@@ -25,7 +25,7 @@ from recipes_lib.planning.scaling import PUBLISHED
 
 PAGE = ROOT / "docs" / "pretraining_runs.md"
 BESIROGLU, HOFFMANN = PUBLISHED.values()
-SHARE = find_published(compiles=True)
+SHARE = Kind(compiles=True, uses_adapter=False).published
 
 
 class Answer(NamedTuple):
@@ -136,7 +136,7 @@ RUNS = (
     PublishedRun("Zephyr 7B, SFT", MISTRAL, 2048, 139_428 * 2048, "H100", 12.46,
                  "alignment-handbook/zephyr-7b-sft-full, `train_results.json`",
                  "planned as it ran, eager, every layer computed twice; the GPU is not named, an A100 would be at 94%",
-                 find_published(compiles=False) * 3 / 4),
+                 Kind(compiles=False, uses_adapter=False).published * 3 / 4),
 )  # fmt: skip
 
 
@@ -169,7 +169,7 @@ SPEEDS = (
     PublishedSpeed("MPT 13B", build_mpt(5120, 40, 40), 2048, "A100-80GB", 2_262, 0.5957, FOUNDRY),
     PublishedSpeed("OLMo 2 32B", build_llama(5120, 27_648, 64, (40, 8), 100_352), 4096, "H100", 1_800, 0.38,
                    "announcement, in round numbers"),
-    PublishedSpeed("Llama 3.1 8B eager on 128", LLAMA_8B, 8192, "H100", 5_605, find_published(compiles=False), TITAN),
+    PublishedSpeed("Llama 3.1 8B eager on 128", LLAMA_8B, 8192, "H100", 5_605, Kind(False, False).published, TITAN),
     PublishedSpeed("Llama 3.1 8B compiled on 128", LLAMA_8B, 8192, "H100", 6_514, SHARE, TITAN),
 )  # fmt: skip
 

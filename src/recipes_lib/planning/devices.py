@@ -6,6 +6,7 @@ import difflib
 import functools
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -176,27 +177,52 @@ def _choose_compute_dtype(config: RecipeConfig) -> torch.dtype:
     return torch.float32 if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
 
 
-def compiles_layers(config: RecipeConfig) -> bool:
-    """Return whether a run compiles its layers: if configured, by default in pretraining."""
-    compiles = config.training.get("torch_compile")
-    return config.recipe == "pretrain" if compiles is None else bool(compiles)
-
-
-def find_published(*, compiles: bool) -> float:
-    """Return the published MFU of full training, which also stands for adapters, eager or compiled."""
-    return _TOKENS_PER_SECOND[compiles] * _FLOPS_PER_TOKEN / _PEAK
-
-
-class Measured(NamedTuple):
-    """Measured MFU of some runs.
+class Kind(NamedTuple):
+    """Class of training runs that share a measured MFU.
 
     Attributes:
-        factor: Measured over expected MFU (``find_efficiency``).
+        compiles: Whether layers are compiled.
+        uses_adapter: Whether only an adapter is trained.
+    """
+
+    compiles: bool
+    uses_adapter: bool
+
+    @classmethod
+    def of(cls, config: RecipeConfig) -> Kind:
+        """Return the class of a run."""
+        compiles = config.training.get("torch_compile")
+        return cls(config.recipe == "pretrain" if compiles is None else bool(compiles), config.adapter.use_peft)
+
+    @property
+    def published(self) -> float:
+        """Published MFU of full training, which also stands for adapters."""
+        return _TOKENS_PER_SECOND[self.compiles] * _FLOPS_PER_TOKEN / _PEAK
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Measured MFU of classes of runs.
+
+    Attributes:
+        shares: MFU by class, at least one, of runs without recomputation and quantization.
         source: Source of the measurements, for the report.
     """
 
-    factor: float
+    shares: Mapping[Kind, float]
     source: str
+
+    def estimate(self, kind: Kind) -> tuple[float, str]:
+        """Return the MFU of a class, and its source.
+
+        That of an unmeasured class is scaled from the nearest one by the ratio of published MFU. Compilation changes
+        MFU more than an adapter does, so a class with equal ``compiles`` is nearer.
+        """
+        near = min(self.shares, key=lambda one: (one.compiles != kind.compiles, one != kind))
+        source = f"by {self.source}"
+        if near.compiles != kind.compiles:
+            source += f", from its {'compiled' if near.compiles else 'eager'} runs by the ratio that {TORCHTITAN} has"
+        return self.shares[near] * kind.published / near.published, source
 
 
 def find_efficiency(config: RecipeConfig, measured: Measured | None = None) -> tuple[float, str]:
@@ -206,12 +232,10 @@ def find_efficiency(config: RecipeConfig, measured: Measured | None = None) -> t
         config: Configuration of the run.
         measured: Measured MFU; ``None`` for that of published runs.
     """
-    compiles = compiles_layers(config)
-    share, source = find_published(compiles=compiles), TORCHTITAN
-    if measured:
-        share, source = share * measured.factor, measured.source
+    kind = Kind.of(config)
+    share, source = measured.estimate(kind) if measured else (kind.published, f"by {TORCHTITAN}")
     factor, reasons = find_overhead(config)
-    text = f"{share:.0%} {'compiled' if compiles else 'eager'} by {source}"
+    text = f"{share:.0%} {'compiled' if kind.compiles else 'eager'} {source}"
     return round(share * factor, 3), ", ".join([text, *reasons])
 
 

@@ -330,7 +330,7 @@ def test_calibrate_uses_mfu_of_finished_runs(plan_other, tmp_path: Path) -> None
     assert "0.375: 38% eager by 1 finished run" in output
     assert re.search(r"1 GPUs x 9\.89e\+14 FLOP/s x 0\.375 MFU", output)
     searched = plan_other("sft", "--gpus", "1xH100", "--calibrate", run)
-    assert re.search(r"0.43[345]: 43% compiled by 1 finished run", searched)
+    assert "0.434: 43% compiled by 1 finished run, from its eager runs by the ratio that torchtitan" in searched
 
 
 def test_rl_iteration_has_time_if_peak_is_known(plan_other) -> None:

@@ -13,7 +13,7 @@ from tests.rows import write_rows
 from recipes_lib.commands.planning.planned_hardware import UNLABELLED, Hardware, calibrate, format_rows, read_proof
 from recipes_lib.config.schema import flatten_config
 from recipes_lib.errors import ConfigError, DataError
-from recipes_lib.planning.devices import choose_device, find_published
+from recipes_lib.planning.devices import Kind, choose_device
 from recipes_lib.proving.results import PASSED, Row, add_row
 
 
@@ -62,20 +62,20 @@ def write_run(folder: Path, *mfu: float | None, recipe: str = "sft", gpu: str = 
 
 
 @pytest.mark.parametrize(
-    ("keys", "share"),
+    ("keys", "kind", "factor"),
     [
-        ({}, 0.3),
-        ({"torch_compile": True}, 0.3 * 5762 / 6667),
-        ({"activation_checkpointing": True}, 0.3 * 4 / 3),
-        ({"activation_checkpointing": "auto"}, 0.3 * 4 / 3),
-        ({"recipe": "lora", "activation_checkpointing": True, "load_in_4bit": True}, 0.3 * 3 / 2 / 0.75),
+        ({}, (False, False), 1),
+        ({"torch_compile": True}, (True, False), 1),
+        ({"activation_checkpointing": True}, (False, False), 4 / 3),
+        ({"activation_checkpointing": "auto"}, (False, False), 4 / 3),
+        ({"recipe": "lora", "activation_checkpointing": True, "load_in_4bit": True}, (False, True), 3 / 2 / 0.75),
     ],
 )
-def test_calibration_is_median_mfu_of_an_eager_run_without_recomputation(tmp_path: Path, keys, share) -> None:
+def test_calibration_is_median_mfu_by_class_without_recomputation(tmp_path: Path, keys, kind, factor) -> None:
     """The first logged step, which compiles, is excluded."""
     folders = [write_run(tmp_path / str(mfu), 0.01, mfu, mfu + 0.01, mfu - 0.01, **keys) for mfu in (0.2, 0.3, 0.32)]
     measured = calibrate(folders, choose_device("H100"))
-    assert measured.factor * find_published(compiles=False) == pytest.approx(share, rel=5e-3)
+    assert measured.shares == {Kind(*kind): pytest.approx(0.3 * factor)}
     assert measured.source == "3 finished runs"
 
 
@@ -100,9 +100,8 @@ def test_all_unsuitable_runs_are_reported_together(tmp_path: Path) -> None:
 def test_proof_is_used_for_the_measured_gpu_only(tmp_path: Path) -> None:
     figures = {"eager_mfu": 0.3, "compiled_mfu": 0.4}
     add_row(tmp_path, Row("NVIDIA A100-SXM4-80GB, full sizes, torch 2", "throughput-124M", "", PASSED, 1.0, figures))
-    factor = read_proof(tmp_path, choose_device("A100-80GB")).factor
-    ratios = 0.3 / find_published(compiles=False), 0.4 / find_published(compiles=True)
-    assert factor == pytest.approx(sum(ratios) / 2)
+    shares = read_proof(tmp_path, choose_device("A100-80GB")).shares
+    assert shares == {Kind(compiles=False, uses_adapter=False): 0.3, Kind(compiles=True, uses_adapter=False): 0.4}
     with pytest.raises(ConfigError, match="was measured on 'NVIDIA A100-SXM4-80GB', and the plan is for 'H100'"):
         read_proof(tmp_path, choose_device("H100"))
 

@@ -22,15 +22,7 @@ from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import verify_fields
 from recipes_lib.planning.activations import AUTO, MODES, list_keys
 from recipes_lib.planning.compute import compute_hours, has_live_reference
-from recipes_lib.planning.devices import (
-    Device,
-    Measured,
-    compiles_layers,
-    find_device,
-    find_efficiency,
-    find_overhead,
-    find_published,
-)
+from recipes_lib.planning.devices import Device, Kind, Measured, find_device, find_efficiency, find_overhead
 from recipes_lib.planning.failures import Failures
 from recipes_lib.proving.results import PASSED, read_rows
 from recipes_lib.report.run_files import RunFiles, read_curve, read_run
@@ -139,13 +131,12 @@ def read_proof(folder: Path, device: Device) -> Measured:
     if not _is_named(device, name):
         found = f"{folder} was measured on {name!r}, and the plan is for {device.name!r}"
         raise ConfigError(Problem("--proof", found, "run `recipes prove` on the planned GPU"))
-    figures, names = rows[-1].figures, {"eager_mfu": False, "compiled_mfu": True}
-    ratios = [float(figures[name]) / find_published(compiles=compiles) for name, compiles in names.items()]
-    return Measured(statistics.fmean(ratios), "recipes prove")
+    names = {Kind(compiles, uses_adapter=False): name for name, compiles in (("eager", False), ("compiled", True))}
+    return Measured({kind: float(rows[-1].figures[f"{name}_mfu"]) for kind, name in names.items()}, "recipes prove")
 
 
 def calibrate(folders: Sequence[Path], device: Device) -> Measured:
-    """Return the MFU of finished runs, as the median ratio to their expected MFU.
+    """Return the median MFU of finished runs by kind, corrected for recomputation and quantization.
 
     Args:
         folders: Output directories of the runs.
@@ -156,7 +147,7 @@ def calibrate(folders: Sequence[Path], device: Device) -> Measured:
         DataError: A record is damaged; a run used another GPU, is not finished or has no MFU; or its MFU does not count
             a second model.
     """
-    ratios, problems = list[float](), list[Problem]()
+    shares, problems = dict[Kind, list[float]](), list[Problem]()
     for folder in folders:
         run = read_run(folder)
         verify_fields(run.facts, _RECORDED, str(folder / "run.json"))
@@ -175,12 +166,11 @@ def calibrate(folders: Sequence[Path], device: Device) -> Measured:
             if config.recipe == "distill" or has_live_reference(config):
                 found = f"its MFU does not count the {'teacher' if config.recipe == 'distill' else 'reference model'}"
                 problems.append(Problem(str(folder), found, "name a run of one model"))
-            expected = find_published(compiles=compiles_layers(config)) * find_overhead(config)[0]
-            ratios.append(statistics.median(curve) / expected)
+            shares.setdefault(Kind.of(config), []).append(statistics.median(curve) / find_overhead(config)[0])
     if problems:
         raise DataError(*problems)
     source = f"{len(folders)} finished run{'s' * (len(folders) > 1)}"
-    return Measured(statistics.median(ratios), source)
+    return Measured({kind: statistics.median(each) for kind, each in shares.items()}, source)
 
 
 def _is_named(device: Device, name: str) -> bool:
