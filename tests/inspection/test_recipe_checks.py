@@ -9,6 +9,7 @@ import shutil
 import pytest
 from tests.rl import keys_task
 
+from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.planning.memory import plan_memory
 
 CHATS = [
@@ -177,6 +178,16 @@ def test_run_beyond_accelerator_memory_is_warned(check_ppo, monkeypatch):
     problems, output = check_ppo()
     assert not problems
     assert "warning: this is more than the 0.5 GB of the device at hand can hold; adapters" in output
+
+
+def test_architecture_whose_memory_cannot_be_planned_is_a_warning(check_ppo, monkeypatch):
+    def plan(*_args, **_keys):
+        raise ConfigError(Problem("model_config", "a new model saves activations that cannot be counted", "measure it"))
+
+    monkeypatch.setattr("recipes_lib.planning.memory.plan_memory", plan)
+    problems, output = check_ppo()
+    assert not problems
+    assert "warning: memory is not planned: a new model saves" in output
 
 
 def test_memory_estimate_uses_checked_layout(check_ppo, monkeypatch):

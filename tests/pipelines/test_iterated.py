@@ -15,7 +15,8 @@ from recipes_lib.pipelines.runner import run_pipeline
 
 
 @pytest.mark.slow
-def test_two_rounds_raise_reward_and_second_run_does_nothing(tmp_path: Path) -> None:
+def test_two_rounds_raise_reward_and_second_run_does_nothing(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)
     policy = keys_task.write_policy(tmp_path / "policy", 0)
     prompts = keys_task.write_prompts(tmp_path / "prompts.jsonl", 400, seed=5)
     shared = {"bf16": False, "use_cpu": True, "model_name_or_path": str(policy), "output_dir": str(tmp_path / "unused")}
@@ -47,7 +48,7 @@ def test_two_rounds_raise_reward_and_second_run_does_nothing(tmp_path: Path) -> 
     path.write_text(yaml.safe_dump(document, sort_keys=False))
     pipeline, messages = load_pipeline(path, str(out)), list[str]()
     for _ in range(2):
-        assert run_pipeline(pipeline, pipeline.stages, messages.append, cwd=ROOT) == 0
+        assert run_pipeline(pipeline, pipeline.stages, messages.append) == 0
     records = [json.loads((out / f"pairs-{n}.jsonl.record.json").read_text()) for n in (1, 2)]
     means = [record["score_sum"] / record["num_answers"] for record in records]
     assert means[1] > means[0] + 0.1

@@ -80,6 +80,20 @@ stages:
     ]
 
 
+def test_sweep_in_rounds_has_no_previous_output(tmp_path: Path) -> None:
+    """All of its stages would start each round from the value of ``start``."""
+    text = """
+stages:
+  loop:
+    rounds: 2
+    start: {policy: first/model}
+    stages:
+      policy: {run: "dpo ${policy.previous}", matrix: {seed: [0, 1]}}
+"""
+    with pytest.raises(ConfigError, match=r"loop.policy: there is no 'policy.previous' here"):
+        read(tmp_path, text)
+
+
 def test_matrix_expands_to_one_stage_per_combination(tmp_path: Path) -> None:
     pipeline = read(
         tmp_path,

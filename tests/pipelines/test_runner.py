@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from dataclasses import replace
@@ -164,7 +165,7 @@ def test_unknown_metric_of_gate_suggests_nearest_name(project: Project) -> None:
     pipeline = project.load()
     project.go("a", "b")
     stage = replace(pipeline.stages[1], require={"eval_los": "< 3"})
-    assert list(find_broken_gates(stage, Path())) == [
+    assert list(find_broken_gates(stage)) == [
         f"require: there is no metric 'eval_los' in {stage.output}; did you mean eval_loss?"
     ]
 
@@ -222,9 +223,9 @@ def test_fingerprint_includes_launch_file(tmp_path: Path, monkeypatch: pytest.Mo
     launch.write_text("distributed_type: MULTI_GPU\n")
     path = tmp_path / "p.yaml"
     path.write_text("stages: {sft: {recipe: sft, launch: mine}}")
-    before = fingerprint(load_pipeline(path), Path())
+    before = fingerprint(load_pipeline(path))
     launch.write_text("distributed_type: FSDP\n")
-    assert fingerprint(load_pipeline(path), Path()) != before
+    assert fingerprint(load_pipeline(path)) != before
 
 
 def test_concurrent_run_is_rejected(project: Project) -> None:
@@ -293,6 +294,20 @@ def test_killed_pipeline_resumes(project: Project) -> None:
     assert project.log == ["a", "b", "c"]
 
 
+def test_stage_that_survives_killed_pipeline_is_not_started_again(project: Project) -> None:
+    (waits := project.folder / "waits").mkdir()
+    kill = f"mkdir '{waits}/begun' || exit 0; exec > /dev/null 2>&1; kill -KILL $PPID"
+    (project.folder / "work.sh").write_text(f"{kill}; while [ -e '{waits}' ]; do sleep 0.01; done")
+    project.load()
+    words = ["run", project.folder / "p.yaml", "--output_dir", project.folder / "out"]
+    try:
+        assert Launch("recipes_lib.cli", *words).finish().returncode == -signal.SIGKILL
+        with pytest.raises(ConfigError, match="another `recipes run` is running this pipeline"):
+            project.go()
+    finally:
+        shutil.rmtree(waits)
+
+
 def test_sigterm_during_start_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
     popen, previous = subprocess.Popen, signal.signal(signal.SIGTERM, lambda *_: pytest.fail("not forwarded"))
 
@@ -302,7 +317,7 @@ def test_sigterm_during_start_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(subprocess, "Popen", start)
     try:
-        assert run_child(["sleep", "60"], {}, Path()) == 128 + signal.SIGTERM
+        assert run_child(["sleep", "60"], {}) == 128 + signal.SIGTERM
     finally:
         signal.signal(signal.SIGTERM, previous)
 
@@ -312,9 +327,22 @@ def test_script_without_interpreter_is_rejected(tmp_path: Path) -> None:
     script.write_text("echo")
     script.chmod(0o755)
     with pytest.raises(ConfigError, match=r"script: cannot be started: Exec format error\n    name its interpreter"):
-        run_child([str(script)], {}, Path())
+        run_child([str(script)], {})
     with pytest.raises(ConfigError, match="cannot be started: embedded null byte"):
-        run_child(["echo", "\0"], {}, Path())
+        run_child(["echo", "\0"], {})
+
+
+def test_config_written_by_an_earlier_stage_is_no_change(tmp_path: Path) -> None:
+    (tmp_path / "work.sh").write_text("mkdir -p $2 && echo 1 > $2/x.yaml; echo $1 >> $0.log")
+    stages = {
+        "write": {"run": ["sh", f"{tmp_path}/work.sh", "write", "${output_dir}/write"]},
+        "use": {"run": ["sh", f"{tmp_path}/work.sh", "use", "${output_dir}/use"], "config": "${write.output}/x.yaml"},
+    }
+    (tmp_path / "p.yaml").write_text(json.dumps({"stages": stages}))
+    for _ in range(2):
+        pipeline = load_pipeline(tmp_path / "p.yaml", str(tmp_path / "out"))
+        assert run_pipeline(pipeline, pipeline.stages, lambda _: None) == 0
+    assert (tmp_path / "work.sh.log").read_text().split() == ["write", "use"]
 
 
 def test_config_in_other_encoding_does_not_stop_earlier_stages(project: Project) -> None:

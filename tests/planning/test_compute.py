@@ -26,7 +26,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from recipes_lib.planning.compute import compute_flops_per_token, count_step
+from recipes_lib.planning.compute import compute_flops_per_token, count_features, count_step
 
 BATCH, LENGTH = 2, 48
 SMALL = {
@@ -158,3 +158,17 @@ def test_step_counts_rows_and_passes_of_each_recipe(tiny_model_dir: Path) -> Non
     assert step("reward").num_flops == pytest.approx(flops.body * 48 * 64)
     distilled = step("distill", teacher_model_name_or_path=str(tiny_model_dir))
     assert distilled.num_flops == pytest.approx(whole * 24 * 64 * 4 / 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "queries", "keys"),
+    [
+        ("grouped_queries", 4 * 16, 2 * 16),
+        # Keys of 8 + 8 features and values of 24.
+        ("latent_attention_shared_expert", 4 * 20, 4 * 20),
+        ("wider heads in global layers", 4 * 64 / 3, 2 * 64 / 3),
+    ],
+)
+def test_features_are_those_of_queries_and_keys(name: str, queries: float, keys: float) -> None:
+    assert count_features(CONFIGS[name]) == pytest.approx((queries, keys))
+    assert count_features(MambaConfig(vocab_size=160, hidden_size=64, num_hidden_layers=3)) == (0, 0)

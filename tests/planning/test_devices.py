@@ -27,7 +27,7 @@ def test_peak_is_known_for_16_bit_products_only() -> None:
     assert peak_flops("48GB", torch.bfloat16) is None
 
 
-@pytest.mark.parametrize("name", ["Intel(R) Xeon(R) Platinum", "AMD EPYC 9B14", "Abacus", "0GB", ""])
+@pytest.mark.parametrize("name", ["Intel(R) Xeon(R) Platinum", "AMD EPYC 9B14", "Abacus", "0GB", "", "a2-ultragpu-8g"])
 def test_other_names_are_no_gpu(name: str) -> None:
     assert find_device(name) is None
     assert peak_flops(name, torch.bfloat16) is None
@@ -73,6 +73,11 @@ def test_peak_of_run_is_that_of_its_compute_dtype(name, training, dtype, expecte
         ("NVIDIA A100 80GB PCIe", 80, 312, 1935, 32, 300),
         ("NVIDIA A100-PCIE-40GB", 40, 312, 1555, 32, 250),
         ("A100-80", 80, ..., 2039, 300, 400),
+        ("a100-40", 40, ..., 1555, 300, 400),
+        ("H100-PCIE-80GB", 80, 756, 2000, 64, 350),
+        ("NVIDIA H100 80GB PCIe", 80, 756, 2000, 64, 350),
+        ("NVIDIA-H100-NVL", 94, 835, ..., 300, 400),
+        ("rtx-6000-ada", 48, 364.2, ..., ..., ...),
         ("A100 SXM4 80GB", 80, ..., 2039, 300, 400),
         ("A100", 40, ..., 1555, 300, 400),
         ("NVIDIA A10G", 24, 70, ..., ..., ...),

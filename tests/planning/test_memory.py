@@ -12,9 +12,18 @@ import torch
 from tests.live_tensors import LiveTensors
 from tests.planning.runs import build_config
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CTRLConfig,
+    FalconConfig,
+    Gemma2Config,
+    LlamaConfig,
+    MambaConfig,
+)
 
 from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.errors import ConfigError
 from recipes_lib.losses.distillation import DistillationTargets, Objective, TeacherHead, TopLogps, compute_distillation
 from recipes_lib.losses.next_token import compute_cross_entropy, compute_token_logps
 from recipes_lib.planning import memory
@@ -205,16 +214,16 @@ def test_activations_of_deep_model_follow_from_three_layers(build, tiny_model_di
     assert count_kept(build(recipe), model_config, SINGLE) == whole
 
 
-def test_equal_activations_are_counted_once_in_bounded_cache(build, tiny_model_dir) -> None:
+def test_equal_activations_are_counted_once_in_bounded_cache(build, tiny_model_dir, monkeypatch) -> None:
     model_config = AutoConfig.from_pretrained(tiny_model_dir)
-    memory._count_once.cache_clear()
+    monkeypatch.setattr(memory, "_COUNTED", {})
+    monkeypatch.setattr(memory, "_MAX_COUNTED", 2)
     # The placement of replicated weights makes no difference.
-    for layout in (SINGLE, REPLICATED, SINGLE):
+    for layout, expected in ((SINGLE, 1), (REPLICATED, 1), (SINGLE, 1), (SHARDED, 2)):
         count_kept(build("sft"), model_config, layout)
-    count_kept(build("sft"), model_config, SHARDED)
-    found = memory._count_once.cache_info()
-    assert (found.hits, found.misses) == (2, 2)
-    assert found.maxsize is not None
+        assert len(memory._COUNTED) == expected
+    count_kept(build("sft", per_device_train_batch_size=1), model_config, SINGLE)
+    assert len(memory._COUNTED) == 1
 
 
 def test_preference_pair_counts_as_two_rows(count) -> None:
@@ -353,3 +362,43 @@ def test_logit_bytes_match_allocations_of_losses(
     counted = live.peak / loss.num_tokens / loss.vocabulary
     shape = LlamaConfig(final_logit_softcapping=softcap)
     assert counted == pytest.approx(count_logit_bytes(config, shape), rel=0.05)
+
+
+def test_sequential_scan_is_counted_from_few_tokens(build, monkeypatch) -> None:
+    """Equal to the count of all tokens, which would take minutes for long rows."""
+    config, model = build("sft", max_length=50), MambaConfig(vocab_size=160, hidden_size=64, num_hidden_layers=3)
+    passes = []
+    count_activations = memory.count_activations
+    monkeypatch.setattr(memory, "count_activations", lambda *sizes: passes.append(sizes) or count_activations(*sizes))
+    monkeypatch.setattr(memory, "_COUNTED", {})
+    found = count_kept(config, model, SINGLE)
+    assert [length for _, _, length, _ in passes] == [16, 32]
+    monkeypatch.setattr(memory, "_COUNTED", {})
+    monkeypatch.setattr(memory, "_count_tokens", lambda count, batch: count(batch))
+    assert found == count_kept(config, model, SINGLE)
+
+
+SOFT_CAPPED = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
+
+
+def test_model_with_capped_attention_logits_is_planned(build, monkeypatch) -> None:
+    """Without a kernel that caps them, training is eager; such a kernel saves as much as one without a cap."""
+    model = Gemma2Config(**SOFT_CAPPED, num_attention_heads=4, num_key_value_heads=2, attn_logit_softcapping=50.0)
+    config = build("sft", max_length=256)
+    assert count_kept(config, model, SINGLE) == count_kept(
+        build("sft", max_length=256, attn_implementation="eager"), model, SINGLE
+    )
+    monkeypatch.setattr(memory, "find_refusals", lambda *_: {"eager": None, "flash_attention_2": None})
+    capped = count_kept(config, model, SINGLE)
+    model.attn_logit_softcapping = None
+    assert capped == count_kept(config, model, SINGLE)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [(FalconConfig, "a falcon model .*causal_without_mask"), (CTRLConfig, "a ctrl model .*no layers that support")],
+)
+def test_architecture_that_cannot_be_counted_raises_with_reason(build, model, reason) -> None:
+    sizes = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    with pytest.raises(ConfigError, match=reason):
+        plan_memory(build("sft"), model(**sizes), SINGLE)

@@ -77,6 +77,21 @@ def test_overview_lists_pipeline_stages_in_order(tmp_path: Path) -> None:
         assert words in page.text
 
 
+def test_output_of_a_command_is_linked(tmp_path: Path) -> None:
+    """A file, as of `recipes eval compare --output`, and a folder without a record."""
+    stages = ("comparison.json", "pairs", "missing")
+    state = {
+        "pipeline": [{"name": name, "recipe": "eval", "output": name} for name in stages],
+        "stages": {name: {"status": "done"} for name in stages},
+    }
+    (tmp_path / "pipeline.json").write_text(json.dumps(state))
+    (tmp_path / "comparison.json").write_text("[]")
+    (tmp_path / "pairs").mkdir()
+    links = [value for name, value in Page(write_overview(tmp_path).read_text()).attributes if name == "href"]
+    assert {"comparison.json", "pairs/"} <= set(links)
+    assert not any(link.startswith("missing") for link in links)
+
+
 def test_overview_of_moved_folder_is_unchanged(tmp_path: Path) -> None:
     write_run(tmp_path / "one" / "sft", SFT)
     state = {"pipeline": [{"name": "sft", "output": "sft"}], "stages": {"sft": {"status": "done"}}}

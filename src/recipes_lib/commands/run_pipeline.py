@@ -194,7 +194,7 @@ def check_stages(path: Path, pipeline: Pipeline, inspected: Sequence[str]) -> No
                 with _naming_problems(real.name, problems):
                     _load(stage)
             # A program below the outputs is built by an earlier stage.
-            elif str(placeholder.output_dir) not in stage.words[0] and (missing := find_program(stage.words, Path())):
+            elif str(placeholder.output_dir) not in stage.words[0] and (missing := find_program(stage.words)):
                 problems.append(Problem(f"{stage.name}: run", missing, "install it, or write its path"))
             # After its own check, so that a stage cannot read its own output.
             put_output(stage)

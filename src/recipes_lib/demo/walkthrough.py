@@ -10,6 +10,7 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import chdir
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -192,9 +193,10 @@ def run_demo(file: Path, output_dir: Path) -> int:
     for line in write_start(output_dir):
         console.print(f"  {line}")
     console.print(f"\n  cd {shlex.quote(str(output_dir))} && recipes run {shlex.quote(str(file))}", style="dim")
-    if code := run_pipeline(
-        pipeline, pipeline.stages, announce, cwd=output_dir, on_change=lambda: write_overview(output_dir)
-    ):
+    # Paths in the pipeline and its recipes are relative to this folder.
+    with chdir(output_dir):
+        code = run_pipeline(pipeline, pipeline.stages, announce, on_change=lambda: write_overview(Path()))
+    if code:
         return code
     announce("results on held-out modules")
     show_answers(output_dir, console)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Final
 
+from recipes_lib.errors import ConfigError
 from recipes_lib.inspection.sections import SHARES_OF_A_RUN, Inspection, Report
 
 
@@ -278,7 +279,11 @@ class PPOInspection(Inspection):
         config = self.config.with_training({"bf16": bool(precision["bf16"])})  # PPO refuses fp16.
         launched = build_layout(self.launch, self.launch.engine, self.config.read("gradient_accumulation_steps"))
         others = (one for one in list_layouts(self.launch.world_size) if one.shards != launched.shards)
-        plan, *alternatives = (plan_memory(config, self.model_config, layout) for layout in (launched, *others))
+        try:
+            plan, *alternatives = (plan_memory(config, self.model_config, layout) for layout in (launched, *others))
+        except ConfigError as error:  # The architecture is unknown to planning, and may train.
+            report(f"warning: memory is not planned: {error.problems[0].found}")
+            return
         size = read_device_memory()
         report(f"{plan.about or 'one model trained'}: {plan.peak / 1e9:.1f} GB at most; `recipes plan` lists it")
         if size is not None and not plan.fits(size):

@@ -20,28 +20,17 @@ from recipes_lib.errors import ConfigError, Problem, suggest
 from recipes_lib.shipped import find_launch_file, find_recipe, find_shipped
 
 _KINDS: Final = ("recipe", "command", "run")
-_SHAPES: Final[Mapping[str, tuple[type | tuple[type, ...], str]]] = {
-    "recipe": (str, "recipe: sft"),
-    "command": (str, "command: sample-pairs"),
-    "run": ((str, list), "run: [python, script.py]"),
-    "about": (str, "about: what it does"),
-    "config": (str, "config: sft.yaml"),
-    "launch": (str, "launch: fsdp2"),
-    "set": (dict, "set: {learning_rate: 1.0e-5}"),
-    "output": (str, "output: ${output_dir}/pairs.jsonl"),
-    "needs": (list, "needs: [sft]"),
-    "require": (dict, 'require: {eval_loss: "< 2"}'),
-    "matrix": (dict, "matrix: {seed: [0, 1]}"),
-    "rounds": (int, "rounds: 3"),
-    "start": (dict, "start: {policy: MODEL}"),
-    "stages": (dict, "stages: {sft: {recipe: sft, config: sft.yaml}}"),
-    "environment": (dict, "environment: {OMP_NUM_THREADS: 1}"),
-    "output_dir": (str, "output_dir: runs/mine"),
+_KEYS: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = yaml.safe_load(
+    Path(__file__).with_name("keys.yaml").read_text(encoding="utf-8")
+)
+"""Keys of a ``pipeline``, a ``loop`` and a ``stage`` -> type of the value, and an example."""
+_TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
+    "text": str,
+    "text or list": (str, list),
+    "list": list,
+    "mapping": dict,
+    "number": int,
 }
-"""Key -> accepted types of its value, and an example for error messages."""
-_ROUND_KEYS: Final = ("rounds", "start", "stages")
-_KEYS: Final = ("output_dir", "environment", "stages")
-_STAGE_KEYS: Final = tuple(key for key in _SHAPES if key not in {*_ROUND_KEYS, *_KEYS})
 _NAME: Final = re.compile(r"\w[\w.-]*")
 _REFERENCE: Final = re.compile(r"\$\{([^}]*)\}")
 _COMPARISONS: Final = {"<=": operator.le, ">=": operator.ge, "==": operator.eq, "<": operator.lt, ">": operator.gt}
@@ -120,7 +109,7 @@ def load_pipeline(path: Path, output_dir: str | None = None) -> Pipeline:
     document = read_yaml(path)
     if isinstance(document, Mapping) and isinstance(document.get("stages"), Mapping) and document["stages"]:
         reader = _Reader(path, problems)
-        if reader.has_shape(str(path), document, _KEYS):
+        if reader.has_shape(str(path), document, "pipeline"):
             folder = Path(expand_home(output_dir or document.get("output_dir") or "runs"))
             stages = reader.read(document["stages"], folder)
             environment = {str(name): _write(value) for name, value in (document.get("environment") or {}).items()}
@@ -134,7 +123,7 @@ def load_pipeline(path: Path, output_dir: str | None = None) -> Pipeline:
             if not problems:
                 return Pipeline(folder, environment, stages)
     elif not problems:
-        problems.append(Problem(str(path), "has no `stages`", f"write {_SHAPES['stages'][1]}"))
+        problems.append(Problem(str(path), "has no `stages`", f"write {_KEYS['pipeline']['stages']['example']}"))
     # Once each: a stage of a loop is parsed once per round.
     raise ConfigError(*dict.fromkeys(problems))
 
@@ -162,7 +151,6 @@ class _Reader:
         """Reference (``sft.output``, ``policy.previous``, ``round``, ``output_dir``) -> its value."""
         self.groups: dict[str, list[str]] = {}
         """Name in the file, of a stage, a sweep or a loop -> the names of its stages."""
-        self.names: set[str] = set()
         self.outputs: dict[Path, str] = {}
         """Output, without links and ``..`` -> the stage that writes it."""
         self.entries: set[str] = set()
@@ -187,7 +175,7 @@ class _Reader:
         return stages
 
     def _read_rounds(self, where: str, entry: Mapping[str, Any], folder: Path) -> Iterator[Stage]:
-        if not self.has_shape(where, entry, _ROUND_KEYS):
+        if not self.has_shape(where, entry, "loop"):
             return
         inner = entry.get("stages")
         if entry["rounds"] < 1 or not inner:
@@ -201,6 +189,8 @@ class _Reader:
             for name, stage in inner.items():
                 yield from self._read_stage(str(name), f"{where}.{name}", stage, folder, f"-{number}")
             for name in inner:
+                # A sweep has several outputs, none of which is the previous one.
+                self.known.pop(f"{name}.previous", None)
                 if f"{name}.output" in self.known:
                     self.known[f"{name}.previous"] = self.known[f"{name}.output"]
         # `${round}` is undefined for stages after the loop.
@@ -214,7 +204,7 @@ class _Reader:
         matrix = entry.get("matrix") or {}
         values = [value if isinstance(value, list) else [value] for value in matrix.values()]
         if [] in values:
-            self._refuse(f"{where}.matrix", "has a key without values", f"write {_SHAPES['matrix'][1]}")
+            self._refuse(f"{where}.matrix", "has a key without values", f"write {_KEYS['stage']['matrix']['example']}")
         for key, texts in zip(matrix, ([_write(one) for one in value] for value in values), strict=True):
             if len(set(texts)) < len(texts):
                 self._refuse(f"{where}.matrix.{key}", f"has a value twice: {', '.join(texts)}", "remove one of them")
@@ -231,14 +221,14 @@ class _Reader:
         if not isinstance(entry, Mapping):
             self._refuse(where, "is not a stage", "write {recipe: ..., config: ...}")
             return None
-        if not self.has_shape(where, entry, _STAGE_KEYS):
+        if not self.has_shape(where, entry, "stage"):
             return None
         kinds = [kind for kind in _KINDS if entry.get(kind) is not None]
         if len(kinds) != 1:
             self._refuse(where, f"has {len(kinds)} of {', '.join(_KINDS)}", "write one of them")
             return None
         if not entry[kinds[0]] or not str(entry[kinds[0]]).strip():
-            self._refuse(f"{where}.{kinds[0]}", "is empty", f"write {_SHAPES[kinds[0]][1]}")
+            self._refuse(f"{where}.{kinds[0]}", "is empty", f"write {_KEYS['stage'][kinds[0]]['example']}")
             return None
         return kinds[0]
 
@@ -272,7 +262,8 @@ class _Reader:
         needs += self._find_needs(where, entry)
         identity = [kind, *(word.symbol for word in (*words, *argv, output))]
         arguments = [word.text for word in argv]
-        files = [find_shipped(Path(arguments[1]))] if "config" in entry else []
+        # A configuration that another stage writes is covered by the hash of that stage.
+        files = [find_shipped(Path(arguments[1]))] if "config" in entry and not argv[1].stages else []
         if files and not files[0].exists() and (self.path.parent / files[0]).is_file():
             self._refuse(f"{where}.config", f"there is no {files[0]} here", f"write ${{here}}/{files[0]}")
         if kind == "recipe":
@@ -303,26 +294,23 @@ class _Reader:
         # A changed stage has its output renamed: renaming the folder of `pipeline.json` would lose all stages.
         if not output.name or folder.resolve().is_relative_to(output.resolve()):
             found = f"is {str(output)!r}, which holds the outputs of all stages"
-            self._refuse(f"{where}.output", found, f"write {_SHAPES['output'][1]}")
+            self._refuse(f"{where}.output", found, f"write {_KEYS['stage']['output']['example']}")
         if output.parent == folder and output.name in _RESERVED:
             found = f"writes {output}, which belongs to the pipeline"
             self._refuse(where, found, "rename the stage, or give it another `output`")
-        if name in self.names:
+        if name in self.outputs.values():
             self._refuse(where, f"another stage is called {name!r} too", "rename one of them")
         elif output.resolve() in self.outputs:
             found = f"writes {output}, as {self.outputs[output.resolve()]} does"
             self._refuse(where, found, "give one of them another `output`")
-        self.names.add(name)
         self.outputs[output.resolve()] = name
 
     def _find_needs(self, where: str, entry: Mapping[str, Any]) -> Iterator[str]:
         for need in entry.get("needs") or []:
-            if str(need) in self.groups:
-                yield from self.groups[str(need)]
-            elif str(need) in self.names:
-                yield str(need)
-            else:
-                self._refuse_reference(where, str(need), sorted({*self.groups, *self.names}))
+            known = {**{name: [name] for name in self.outputs.values()}, **self.groups}
+            if str(need) not in known:
+                self._refuse_reference(where, str(need), sorted(known))
+            yield from known.get(str(need), [])
 
     def _read_gates(self, where: str, entry: Mapping[str, Any]) -> dict[str, str]:
         require = {str(key): str(value) for key, value in (entry.get("require") or {}).items()}
@@ -397,15 +385,15 @@ class _Reader:
             remedy = "a stage can need only stages above it: move that one up, or remove the cycle"
         self._refuse(where, f"there is no {name!r} here", remedy)
 
-    def has_shape(self, where: str, entry: Mapping[str, Any], known: Sequence[str]) -> bool:
-        """Return whether all keys are known and their values have the right types; others become problems."""
-        before = len(self.problems)
+    def has_shape(self, where: str, entry: Mapping[str, Any], part: str) -> bool:
+        """Return whether all keys of a part are known and their values have the right types, else report problems."""
+        before, known = len(self.problems), _KEYS[part]
         for key, value in entry.items():
             if key not in known:
                 remedy = suggest(key, known, f"the keys are {', '.join(known)}")
                 self._refuse(where, f"there is no key `{key}`", remedy)
-            elif value is not None and (not isinstance(value, _SHAPES[key][0]) or isinstance(value, bool)):
-                self._refuse(f"{where}.{key}", f"is {value!r:.60}", f"write {_SHAPES[key][1]}")
+            elif value is not None and (not isinstance(value, _TYPES[known[key]["type"]]) or isinstance(value, bool)):
+                self._refuse(f"{where}.{key}", f"is {value!r:.60}", f"write {known[key]['example']}")
         return len(self.problems) == before
 
 

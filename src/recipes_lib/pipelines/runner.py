@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -35,6 +36,8 @@ from recipes_lib.pipelines.pipeline import Pipeline, Stage, holds
 STATE_FILE: Final = "pipeline.json"
 _LOGS: Final = ("checkpoint-*", "report", "report.html", "index.html", "_lock", "*.replaced-*", "*.partial")
 """Patterns of files that may change or be deleted after the stage: they are not verified."""
+_SCORE: Final = re.compile(r"(?:tasks|groups)\.(.+)\.scores\.(.+)\.value")
+"""Score of a benchmark in ``eval.json``."""
 _RECORDS: Final = (".json", ".html", ".md", ".png")
 """Suffixes of files that an evaluation or publishing rewrites: their size is not verified."""
 
@@ -44,7 +47,6 @@ def run_pipeline(
     chosen: Sequence[Stage],
     say: Callable[[str], object],
     *,
-    cwd: Path | None = None,
     on_change: Callable[[], object] = lambda: None,
     launcher: Sequence[str] = (),
 ) -> int:
@@ -58,7 +60,6 @@ def run_pipeline(
         pipeline: The pipeline.
         chosen: Stages to run, in order.
         say: Prints a progress message.
-        cwd: Working directory of the stages, which relative paths refer to; ``None``: the current one.
         on_change: Called after each update of ``pipeline.json``.
         launcher: Words before the command of a stage that has a launch file, such as ``srun``.
 
@@ -67,9 +68,8 @@ def run_pipeline(
             exist; or another process runs this pipeline, or the same single stage.
         PreemptedError: The process has received SIGTERM.
     """
-    root = cwd or Path()
-    with _holding(root / pipeline.output_dir, chosen[0].name if len(chosen) == 1 else ""):
-        progress = _Progress(pipeline, root, on_change, launcher)
+    with _holding(pipeline.output_dir, chosen[0].name if len(chosen) == 1 else "") as locks:
+        progress = _Progress(pipeline, on_change, launcher, locks)
         for number, stage in enumerate(chosen, 1):
             if (code := progress.find_obstacle(stage, {one.name for one in chosen}, say)) != EXIT_DONE:
                 return code
@@ -82,7 +82,7 @@ def run_pipeline(
                     say(f"{stage.name} ended with exit code {code}; the same command resumes here")
                     return code
             # Also for a stage that was skipped: its gates may have been changed since.
-            if broken := list(find_broken_gates(stage, root)):
+            if broken := list(find_broken_gates(stage)):
                 for gate in broken:
                     say(f"{stage.name}: {gate}")
                 return EXIT_DIVERGED
@@ -90,8 +90,11 @@ def run_pipeline(
 
 
 @contextmanager
-def _holding(folder: Path, only: str) -> Iterator[None]:
+def _holding(folder: Path, only: str) -> Iterator[list[int]]:
     """Lock a folder against other ``recipes run`` processes; with ``only``, against those that may run this stage.
+
+    Yields:
+        Descriptors of the locks. Stages inherit them, so that one that survives a killed ``recipes run`` holds them on.
 
     Raises:
         ConfigError: Another process holds the lock, or the folder cannot be written.
@@ -108,12 +111,12 @@ def _holding(folder: Path, only: str) -> Iterator[None]:
             if try_lock(file, is_shared=bool(only) and file is opened[0]) is False:
                 remedy = f"wait until it ends, or stop it (`fuser {shlex.quote(file.name)}` prints its process id)"
                 raise ConfigError(Problem(str(folder), "another `recipes run` is running this pipeline", remedy))
-        yield
+        yield [file.fileno() for file in opened]
 
 
 def find_done(pipeline: Pipeline) -> set[str]:
     """Return the names of the stages that are done with the current configuration."""
-    progress = _Progress(pipeline, Path(), lambda: None)
+    progress = _Progress(pipeline, lambda: None)
     return {stage.name for stage in pipeline.stages if progress.is_done(stage)}
 
 
@@ -121,12 +124,16 @@ class _Progress:
     """Progress record of the stages, ``pipeline.json``."""
 
     def __init__(
-        self, pipeline: Pipeline, root: Path, on_change: Callable[[], object], launcher: Sequence[str] = ()
+        self,
+        pipeline: Pipeline,
+        on_change: Callable[[], object],
+        launcher: Sequence[str] = (),
+        locks: Sequence[int] = (),
     ) -> None:
-        self.pipeline, self.root, self.on_change, self.launcher = pipeline, root, on_change, launcher
-        self.path = root / pipeline.output_dir / STATE_FILE
+        self.pipeline, self.on_change, self.launcher, self.locks = pipeline, on_change, launcher, locks
+        self.path = pipeline.output_dir / STATE_FILE
         self.entries = read_state(self.path)
-        self.prints = fingerprint(pipeline, root)
+        self.prints = fingerprint(pipeline)
         self.stages = {stage.name: stage for stage in pipeline.stages}
         self.about = [
             {
@@ -140,11 +147,11 @@ class _Progress:
         """Description of each stage for the overview; outputs are relative to the folder of ``pipeline.json``."""
 
     def _name_output(self, stage: Stage) -> str:
-        return os.path.relpath(self.root / stage.output, self.path.parent)
+        return os.path.relpath(stage.output, self.path.parent)
 
     def is_done(self, stage: Stage) -> bool:
         """Return whether a stage is done with the same command and inputs, and its output is complete."""
-        entry, output = self.entries.get(stage.name) or {}, self.root / stage.output
+        entry, output = self.entries.get(stage.name) or {}, stage.output
         if entry.get("status") != "done" or entry.get("fingerprint") != self.prints[stage.name]:
             return False
         # Later commands may have restarted a run in it.
@@ -161,7 +168,7 @@ class _Progress:
             if not self.is_done(need):
                 remedy = f"run it too: --from {need.name}, or without --only"
                 raise ConfigError(Problem(stage.name, f"needs {need.name}, which is not done", remedy))
-            if broken := list(find_broken_gates(need, self.root)):
+            if broken := list(find_broken_gates(need)):
                 say("\n".join(f"{stage.name} needs {need.name}: {gate}" for gate in broken))
                 return EXIT_DIVERGED
         return EXIT_DONE
@@ -173,8 +180,8 @@ class _Progress:
         place = self._name_output(stage)
         # Another `output` is not that of the earlier configuration, and may hold the user's own files.
         if before and not is_same and before.get("output", place) == place:
-            _move_aside(self.root / stage.output, stage.name, say)
-        missing = find_missing_file(self.root / stage.output, before.get("files", {}))
+            _move_aside(stage.output, stage.name, say)
+        missing = find_missing_file(stage.output, before.get("files", {}))
         if is_same and before.get("status") == "done" and missing:
             say(f"{stage.name}: {missing}")
         spent = (parse_number(before.get("seconds")) or 0.0) if is_same else 0.0
@@ -186,17 +193,17 @@ class _Progress:
         code: int | None = None
         try:
             words = [*self.launcher, *stage.words] if stage.launch else stage.words
-            code = run_child(words, self.pipeline.environment, self.root)
+            code = run_child(words, self.pipeline.environment, self.locks)
             # torchrun and accelerate return 1 for every failure of a process; `run.json` has the cause.
             if code == EXIT_BUG and stage.launch:
-                code = _read_end(self.root / stage.output, began)
+                code = _read_end(stage.output, began)
         except PreemptedError:
             code = EXIT_DONE
             raise
         finally:
             entry["seconds"] = round(spent + time.time() - began, 1)
             if code == EXIT_DONE:
-                entry |= {"status": "done", "files": _list_files(self.root / stage.output)}
+                entry |= {"status": "done", "files": _list_files(stage.output)}
             else:
                 entry["status"] = "stopped" if code in (None, EXIT_PREEMPTED) else "failed"
             self._write(stage, entry | {"code": code})
@@ -211,7 +218,7 @@ class _Progress:
             self.on_change()
 
 
-def fingerprint(pipeline: Pipeline, root: Path) -> dict[str, str]:
+def fingerprint(pipeline: Pipeline) -> dict[str, str]:
     """Return the hash of each stage: of its command, its configuration and launch files, and the stages it needs.
 
     Paths of the project, of the pipeline file and of outputs are not hashed.
@@ -219,8 +226,7 @@ def fingerprint(pipeline: Pipeline, root: Path) -> dict[str, str]:
     prints: dict[str, str] = {}
     for stage in pipeline.stages:
         # A file in another encoding is an error of the stage that reads it, not of the hash.
-        files = [root / file for file in stage.files]
-        texts = [file.read_text("utf-8", errors="replace") if file.is_file() else "" for file in files]
+        texts = [file.read_text("utf-8", errors="replace") if file.is_file() else "" for file in stage.files]
         # Includes the hashes of the needed stages, so that a change invalidates all stages after it.
         hashed = [list(stage.identity), texts, [prints[need] for need in stage.needs], dict(pipeline.environment)]
         prints[stage.name] = hashlib.sha256(json.dumps(hashed).encode()).hexdigest()[:16]
@@ -304,15 +310,13 @@ def _move_aside(place: Path, name: str, say: Callable[[str], object]) -> None:
     say(f"{name}: changed since it ran; its old output is now {aside}")
 
 
-def find_program(words: Sequence[str], cwd: Path) -> str | None:
+def find_program(words: Sequence[str]) -> str | None:
     """Return why a command cannot be started; ``None`` if its program exists and is executable."""
     program = words[0] if words else ""
-    # `shutil.which` would search a relative path below the current folder instead of `cwd`.
-    found = shutil.which(str(cwd / program) if "/" in program else program)
-    return None if found else f"there is no program {program!r}"
+    return None if shutil.which(program) else f"there is no program {program!r}"
 
 
-def run_child(words: Sequence[str], environment: Mapping[str, str], cwd: Path) -> int:
+def run_child(words: Sequence[str], environment: Mapping[str, str], locks: Sequence[int] = ()) -> int:
     """Run a command and return its exit code; SIGTERM is forwarded to it, and the command is waited for.
 
     Raises:
@@ -320,7 +324,7 @@ def run_child(words: Sequence[str], environment: Mapping[str, str], cwd: Path) -
         PreemptedError: SIGTERM was received, and the command has finished successfully nevertheless.
         ConfigError: The program does not exist or cannot be executed.
     """
-    if missing := find_program(words, cwd):
+    if missing := find_program(words):
         raise ConfigError(Problem(shlex.join(words), missing, "install it, or write its path"))
     sys.stdout.flush()
     # `env` adds the variables to the inherited ones, which this module need not read.
@@ -338,7 +342,7 @@ def run_child(words: Sequence[str], environment: Mapping[str, str], cwd: Path) -
     # signal at any time ends the stage too.
     before = signal.signal(signal.SIGTERM, forward)
     try:
-        process = subprocess.Popen([*variables, *words], cwd=cwd)
+        process = subprocess.Popen([*variables, *words], pass_fds=locks)
         if is_terminated:
             process.terminate()
         while True:
@@ -362,9 +366,9 @@ def run_child(words: Sequence[str], environment: Mapping[str, str], cwd: Path) -
     return code if code >= 0 else 128 - code
 
 
-def find_broken_gates(stage: Stage, root: Path) -> Iterator[str]:
+def find_broken_gates(stage: Stage) -> Iterator[str]:
     """Yield the requirements that a stage's output does not meet."""
-    figures = list_figures(root / stage.output)
+    figures = list_figures(stage.output)
     for name, wanted in stage.require.items():
         value = figures.get(name)
         if value is None:
@@ -390,14 +394,9 @@ def list_figures(output: Path) -> dict[str, float]:
         except DataError:
             continue
         figures |= dict(_flatten(record))
-        parts = [record.get(name) for name in ("tasks", "groups")] if file.endswith("eval.json") else []
-        for task, found in (pair for part in parts if isinstance(part, dict) for pair in part.items()):
-            scores = found.get("scores") if isinstance(found, dict) else None
-            figures |= {
-                f"{task}.{metric}": number
-                for metric, score in (scores.items() if isinstance(scores, dict) else ())
-                if isinstance(score, dict) and (number := parse_number(score.get("value"))) is not None
-            }
+    for name, value in list(figures.items()):
+        if score := _SCORE.fullmatch(name):
+            figures[f"{score[1]}.{score[2]}"] = value
     for event in read_lines(output / "metrics.jsonl"):
         # In order, so that the last value of each metric remains; a broken line is `None`.
         figures |= dict(_flatten(event or {}))

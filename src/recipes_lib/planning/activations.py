@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -38,7 +39,14 @@ Source: PyTorch, "CUDA Ops that can autocast to float32"; compared with torch in
 
 CAUSAL: Final = "causal_without_mask"
 """sdpa without a mask, as on GPUs: of fake tensors, whose values are unknown, transformers builds a mask of T x T."""
-AttentionInterface.register(CAUSAL, sdpa_attention_forward)
+
+
+def _attend(*states: Any, softcap: float | None = None, **options: Any) -> tuple[Tensor, None]:
+    """Attention that saves what sdpa saves, and so do kernels with a cap on the logits, which sdpa lacks."""
+    return sdpa_attention_forward(*states, **options)
+
+
+AttentionInterface.register(CAUSAL, _attend)
 
 
 class AutocastAsOnCuda(TorchFunctionMode):
@@ -137,16 +145,19 @@ class LayerBytes(NamedTuple):
     products: int
 
 
-class Activations(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Activations:
     """Bytes saved by a forward pass for the backward pass, without parameters.
 
     Attributes:
         outside: Bytes saved outside of layers.
         layers: Bytes saved by each layer.
+        num_operations: Number of operations of the pass.
     """
 
     outside: int
     layers: tuple[LayerBytes, ...]
+    num_operations: int = field(default=0, compare=False)
 
     @property
     def largest_layer(self) -> int:
@@ -156,15 +167,17 @@ class Activations(NamedTuple):
     def extend(self, num_layers: int) -> Activations:
         """Return the activations of a model with ``num_layers`` layers, the further ones equal to the last one."""
         last = self.layers[-1]
-        return self._replace(layers=(*self.layers, *(last for _ in range(num_layers - len(self.layers)))))
+        further = (last for _ in range(num_layers - len(self.layers)))
+        return replace(self, layers=(*self.layers, *further))
 
-    def extrapolate(self, larger: Activations, steps: int) -> Activations:
-        """Extrapolate linearly in rows: add ``steps`` times the difference of ``larger`` to this."""
-        layers = zip(self.layers, larger.layers, strict=True)
-        return Activations(
-            self.outside + steps * (larger.outside - self.outside),
-            tuple(LayerBytes(*(one + steps * (two - one) for one, two in zip(*pair, strict=True))) for pair in layers),
-        )
+    def extrapolate(self, larger: Activations, steps: float) -> Activations:
+        """Extrapolate linearly in rows or tokens: add ``steps`` times the difference of ``larger`` to this."""
+
+        def extend(one: int, two: int) -> int:
+            return round(one + steps * (two - one))
+
+        layers = (LayerBytes(*map(extend, *pair)) for pair in zip(self.layers, larger.layers, strict=True))
+        return replace(self, outside=extend(self.outside, larger.outside), layers=tuple(layers))
 
     def count(self, checkpointing: Checkpointing, in_flight: float = 1) -> int:
         """Return the peak bytes at the start of a backward pass, including those of one recomputed layer.
@@ -200,6 +213,9 @@ def count_activations(model: Any, num_rows: int, length: int, num_predicted: int
         num_rows: Rows of the micro-batch.
         length: Tokens per row.
         num_predicted: Predicted tokens per row.
+
+    Raises:
+        ValueError: The model has no layers that support activation checkpointing.
     """
     watched = _Products(model)
     # Weak references: tensors that are freed during the forward pass, because no gradient needs them, do not count.
@@ -236,9 +252,11 @@ def count_activations(model: Any, num_rows: int, length: int, num_predicted: int
             with_statistics=True,
             token_logps=True,
         )
+    if not layers:
+        raise ValueError("it has no layers that support activation checkpointing")
     total = count()
     assert output.logps.requires_grad  # Keeps the graph and its saved tensors alive until they are counted.
-    return Activations(total - sum(layer.total for layer in layers), tuple(layers))
+    return Activations(total - sum(layer.total for layer in layers), tuple(layers), watched.num_operations)
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -246,12 +264,13 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         num_bytes: Bytes of products since it was last set to 0.
+        num_operations: Number of operations.
         weights: Storages of parameters, and of their copies by autocast.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.num_bytes = 0
+        self.num_bytes = self.num_operations = 0
         self.weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
         # Kept alive, so that no other storage gets the same address.
         self._copies: list[Tensor] = []
@@ -259,6 +278,7 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        self.num_operations += 1
         returned = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self.weights:
             self._copies.append(returned)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -144,9 +146,31 @@ def reads_teacher(config: RecipeConfig) -> bool:
     return has_live_teacher(config) or config.forgetting.kl_to_base > 0
 
 
+@contextmanager
+def explaining_model(config: PretrainedConfig, problem: str, remedy: str) -> Iterator[None]:
+    """Context in which an error of a model's code is raised as a ``ConfigError``: ``a MODEL_TYPE model PROBLEM: ...``.
+
+    Raises:
+        ConfigError: The code in the context has raised an error; the code of an architecture may raise any.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        found = f"a {config.model_type} model {problem}: {reason:.300}"
+        raise ConfigError(Problem("model_config", found, remedy)) from error
+
+
 def _build_on_meta(config: PretrainedConfig) -> tuple[Any, list[nn.Parameter]]:
-    """Build a model on the meta device; return it, and its parameters without embeddings and output projection."""
-    with torch.device("meta"):
+    """Build a model on the meta device; return it, and its parameters without embeddings and output projection.
+
+    Raises:
+        ConfigError: No causal language model can be built from this configuration.
+    """
+    remedy = "name a causal language model, and check the sizes against each other"
+    with torch.device("meta"), explaining_model(config, "cannot be built", remedy):
         model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     head = model.get_output_embeddings()
     inner = (module for module in model.modules() if module is not head and not isinstance(module, nn.Embedding))
@@ -165,12 +189,26 @@ def _count_active_weights(parameters: Sequence[nn.Parameter], config: Any) -> fl
 
 
 def count_features(model_config: PretrainedConfig) -> tuple[float, float]:
-    """Return the number of query features, and of key features, per token, as the mean over the layers."""
+    """Return the number of query features, and of key features, per token, as the mean over the layers.
+
+    Both are 0 for models without attention, such as Mamba. Where values have another dimension than keys, the mean of
+    both counts, which is right for keys and values, or queries and outputs, together.
+    """
     layers = list_layer_configs(model_config.get_text_config())
-    queries = [layer.num_attention_heads * find_head_dim(layer) for layer in layers]
+    if not getattr(layers[0], "num_attention_heads", None):
+        return 0.0, 0.0
+    dims = [sum(_find_head_dims(layer)) / 2 for layer in layers]
+    heads = [layer.num_attention_heads for layer in layers]
     key_heads = [getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads for layer in layers]
-    keys = [number * find_head_dim(layer) for number, layer in zip(key_heads, layers, strict=True)]
-    return sum(queries) / len(layers), sum(keys) / len(layers)
+    queries, keys = (sum(map(operator.mul, number, dims)) / len(layers) for number in (heads, key_heads))
+    return queries, keys
+
+
+def _find_head_dims(layer_config: Any) -> tuple[int, int]:
+    """Return the dimensions of queries and keys, and of values, which differ in multi-head latent attention."""
+    head_dim = find_head_dim(layer_config)
+    score_dim, value_dim = (getattr(layer_config, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
+    return score_dim, value_dim
 
 
 def _count_attention(config: Any, sequence_length: int) -> float:
@@ -186,9 +224,7 @@ def _count_attention(config: Any, sequence_length: int) -> float:
     for layer, layer_type in zip(layers if len(layers) > 1 else layers * len(layer_types), layer_types, strict=True):
         windowed = min(sequence_length, getattr(layer, "sliding_window", None) or sequence_length)
         num_keys = {"full_attention": sequence_length, "sliding_attention": windowed}.get(layer_type, 0)
-        head_dim = find_head_dim(layer)
-        score_dim, value_dim = (getattr(layer, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
-        flops += 2.0 * num_keys * layer.num_attention_heads * (score_dim + value_dim)
+        flops += 2.0 * num_keys * layer.num_attention_heads * sum(_find_head_dims(layer))
     return flops
 
 
@@ -219,12 +255,7 @@ def compute_model_size(config: PretrainedConfig) -> ModelSize:
 
     Source: published counts of models in ``tests/planning/test_model_size.py``.
     """
-    try:
-        model, inner = _build_on_meta(config)
-    except (KeyError, ValueError, RuntimeError, ZeroDivisionError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        found = f"a {config.model_type} model cannot be built: {reason}"
-        raise ConfigError(Problem("model_config", found, "check the sizes against each other")) from error
+    model, inner = _build_on_meta(config)
     total, alone = int(model.num_parameters()), set(inner)
     matrices = sum(parameter.numel() for parameter in alone if parameter.ndim > 1)
     met = round(_count_active_weights(inner, config.get_text_config(decoder=True)))

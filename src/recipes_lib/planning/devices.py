@@ -87,8 +87,8 @@ def find_device(name: str) -> Device | None:
     """
     # A MIG instance has sevenths of the multiprocessors, and of the bandwidth the share of its memory.
     part = re.search(r"\b(\d)g\.(\d+)gb\b", name, re.IGNORECASE)
-    # Names of clouds have underscores, which are word characters.
-    text = name.replace("_", " ")
+    # Names of clouds and of Kubernetes have other signs between their words.
+    text = re.sub("[_-]", " ", name)
     # A dot beside the number is that of a MIG profile, whose memory is the instance's.
     memory_gb = re.search(r"(?<!\.)\b([1-9]\d*) ?Gi?B?\b(?!\.)", text, re.IGNORECASE)
     # The first match counts: devices.yaml lists longer names before those that they contain.
@@ -114,7 +114,8 @@ def find_device(name: str) -> Device | None:
                 assumed=row.get("assumed", "") if name.upper() == known else "",
                 is_part=part is not None,
             )
-    return Device(name, 0, float(memory_gb[1]) * 1e9) if memory_gb else None
+    # Not of a machine such as a2-ultragpu-8g.
+    return Device(name, 0, float(memory_gb[1]) * 1e9) if memory_gb and memory_gb[0].upper().endswith("B") else None
 
 
 def choose_device(name: str) -> Device:

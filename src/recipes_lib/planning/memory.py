@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+)
 
 from recipes_lib.config.schema import ModelConfig, RecipeConfig
 from recipes_lib.errors import ConfigError
@@ -23,6 +27,7 @@ from recipes_lib.losses.projection import TEACHER_PART
 from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.models.adapters.roles import CRITIC, REWARD, add_critic, add_reward
 from recipes_lib.models.adapters.saved import find_adapter, find_shareable, read_base
+from recipes_lib.models.attention.kernels import find_refusals
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.loading import choose_teacher
@@ -46,6 +51,7 @@ from recipes_lib.planning.compute import (
     PAIR_RECIPES,
     RL_RECIPES,
     count_features,
+    explaining_model,
     find_shape,
     has_live_reference,
     has_live_teacher,
@@ -313,19 +319,19 @@ def count_kept(
         num_built: Number of layers that are built; the others save as much as the last of these.
 
     Raises:
-        ConfigError: The adapter does not fit the model.
+        ConfigError: The adapter does not fit the model, or its activations cannot be counted.
     """
     num_layers: int = model_config.get_text_config().num_hidden_layers
     is_half = has_half_products(config)
     # The first layer is built too: below the first adapter there are no gradients, so that it saves less.
     shortened = shorten(model_config, min(num_layers, num_built))
-    batch, kernel = Batch.of(config, layout), "eager" if config.model.attn_implementation == "eager" else CAUSAL
+    batch, kernel = Batch.of(config, layout), _find_kernel(config, model_config)
     # Hidden states have the dtype of the weights under autocast, the compute dtype under FSDP2 and ZeRO.
     dtype = "bfloat16" if is_half and layout.casts_weights else config.model.dtype
     uses_liger = bool(config.training.get("use_liger_kernel"))
     key = (type(shortened), shortened.to_json_string(), dtype, kernel, repr(config.adapter), is_half, uses_liger, batch)
 
-    def count() -> Activations:
+    def count(batch: Batch) -> Activations:
         with torch.device("meta"):
             model = _build(AutoModelForCausalLM, shortened, dtype, kernel)
             add_loss_head(model)
@@ -336,21 +342,41 @@ def count_kept(
                 fuse_as_liger(model)
             return count_activations(model, *batch)
 
-    return _count_once(_Counting(key, count)).extend(num_layers)
+    # Equal in most layouts and candidates of a plan, and most of its time.
+    if key not in _COUNTED:
+        if len(_COUNTED) >= _MAX_COUNTED:
+            _COUNTED.clear()
+        with explaining_model(model_config, "saves activations that cannot be counted", _MEASURE):
+            is_recurrent = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(shortened), None), "_is_stateful", False)
+            _COUNTED[key] = _count_tokens(count, batch) if is_recurrent else count(batch)
+    return _COUNTED[key].extend(num_layers)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Counting:
-    """A count of activations, with all that it depends on as a key: configurations are not hashable."""
+_COUNTED: Final[dict[tuple[object, ...], Activations]] = {}
+"""Counted activations by all that they depend on."""
+_MAX_COUNTED: Final = 128
+_MEASURE: Final = "measure the memory of a few steps: `max_steps: 3`"
+_PROBED: Final = (16, 32)
+"""Tokens of which a recurrent model is counted first."""
 
-    key: tuple[object, ...]
-    run: Callable[[], Activations] = dataclasses.field(compare=False)
+
+def _count_tokens(count: Callable[[Batch], Activations], batch: Batch) -> Activations:
+    """Count a micro-batch of a recurrent model; one that computes token by token, as Mamba does, from few tokens."""
+    short, longer = (
+        count(batch._replace(length=length, num_predicted=min(batch.num_predicted, length - 1))) for length in _PROBED
+    )
+    # The scan of a GPU's kernel saves less than the sequential one, which takes minutes on fake tensors.
+    if short.num_operations == longer.num_operations or batch.length <= _PROBED[-1]:
+        return count(batch)
+    return short.extrapolate(longer, (batch.length - _PROBED[0]) / (_PROBED[1] - _PROBED[0]))
 
 
-# Equal in most layouts and candidates of a plan, and most of its time.
-@functools.lru_cache(maxsize=128)
-def _count_once(counting: _Counting) -> Activations:
-    return counting.run()
+def _find_kernel(config: RecipeConfig, model_config: PreTrainedConfig) -> str:
+    """Return the attention to count: eager if configured, or if the model supports no other that is installed."""
+    named = config.model.attn_implementation
+    refusals = find_refusals(model_config.get_text_config(), torch.device("cuda"), torch.bfloat16)
+    is_fused = named != "eager" if named else any(not refusals[name] for name in refusals if name != "eager")
+    return CAUSAL if is_fused else "eager"
 
 
 def _name_phases(config: RecipeConfig) -> dict[str, Sequence[str]]:
@@ -382,7 +408,8 @@ def _count_rollouts(
             "a layer": width * (2 * max(layers) + text.vocab_size * text.hidden_size),
         }
         temporary |= {memory_plan.GATHERED.format(name): size for name, size in gathered.items()}
-    with on_fakes(policy, is_half=has_half_products(config)):
+    caching = explaining_model(model_config, "has a cache that cannot be counted", _MEASURE)
+    with caching, on_fakes(policy, is_half=has_half_products(config)):
         row = count_cache(policy, micro.length)
     if not config.engine.use_vllm:
         temporary |= {
@@ -496,11 +523,12 @@ def _count_parts(
     return layers, whole - sum(layers)
 
 
-def _build(auto_class: Any, model_config: PreTrainedConfig, dtype: str, kernel: str = CAUSAL) -> Any:
+def _build(auto_class: Any, model_config: PreTrainedConfig, dtype: str, kernel: str = "eager") -> Any:
     settings = copy.deepcopy(model_config)
     if auto_class is AutoModelForSequenceClassification:
         settings.num_labels = 1
-    return auto_class.from_config(settings, dtype=_find_dtype(model_config, dtype), attn_implementation=kernel)
+    with explaining_model(model_config, "cannot be built", "choose another architecture"):
+        return auto_class.from_config(settings, dtype=_find_dtype(model_config, dtype), attn_implementation=kernel)
 
 
 def _find_dtype(model_config: PreTrainedConfig, dtype: str) -> torch.dtype:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, NamedTuple
 
+import yaml
 from transformers import PreTrainedConfig
 
 from recipes_lib.losses.projection import choose_chunk_bytes, count_chunk_tokens
@@ -56,36 +59,13 @@ PHASES: Final[Mapping[str, Sequence[str]]] = {
     "critic's update": (GATHERED.format("a layer"), COPIES, ACTIVATIONS, "critic, gradients", UNREDUCED),
 }
 """Phases of an iteration of PPO with their temporary components; components in no phase are held in all of them."""
-FORMULAS: Final[Mapping[str, str]] = {
-    "weights": "parameters x bytes of their dtype / processes that shard them",
-    "gradients": "as weights, for trained parameters",
-    "optimizer states": "trained parameters x bytes of a state / processes that shard them; ZeRO: also a 32-bit copy",
-    BUCKETS: "a second copy of the gradients (DDP)",
-    ZERO_BUCKET: "compute bytes x min(500,000,000, trained parameters) (reduce_bucket_size)",
-    GATHERED_LAYERS: "compute bytes x (2 layers, or all of a pipeline stage, + embeddings + output projection)",
-    UNREDUCED: "4 x parameters of the largest layer, or of all layers of a pipeline stage",
-    COPIES: "2 x float32 parameters (autocast)",
-    ACTIVATIONS: "tensors saved for the backward pass; of recomputed layers the inputs, products with "
-    "`save_matmuls`, and one whole layer",
-    OTHER_KEYS: "2 x compute bytes x tokens of other ranks x key-value features x layers that are not recomputed",
-    LOGITS: "bytes per logit, with temporaries of the loss, x vocabulary x tokens of a chunk, whose float32 logits are "
-    "a 64th of the GPU, at most 1 GiB; with a teacher, a quarter of that",
-    HEAD_GRADIENT: "4 x parameters of the output projection: the sum over chunks, before it is accumulated",
-    CACHE: "rows x KV cache of the longest row",
-    SAMPLED: f"{SAMPLING_BYTES} x rows x vocabulary",
-    LAYER: "activations of the largest layer, of all rows",
-    ENGINE: "compute bytes x parameters of the policy",
-    ENGINE_CACHE: "the rest of vllm_gpu_memory_utilization x GPU, at least one row",
-    ENGINE_COPY: "2 x parameters of the policy (use_transformers_continuous_batching)",
-    GATHERED.format("sampling"): "compute bytes x parameters of the policy",
-    GATHERED.format("scoring"): "weights of the reward model",
-    GATHERED.format("a layer"): "compute bytes x (2 layers + output projection)",
-    CONTEXT: "an estimate for one process",
-    COMMUNICATION: "an estimate, with several GPUs",
-    RESERVE: f"{_RESERVED:.0%} of the above, without CUDA and NCCL",
-}
-"""Formula of each component by its name, for models by the part after the model; "compute bytes" are those of an
-element of the compute dtype."""
+
+
+@functools.cache
+def read_formulas() -> Mapping[str, str]:
+    """Return the formula of each component by its name, of models by the part after the model."""
+    formulas: dict[str, str] = yaml.safe_load(Path(__file__).with_name("formulas.yaml").read_text("utf-8"))
+    return formulas
 
 
 class Held(NamedTuple):
@@ -288,9 +268,9 @@ class MemoryPlan:
         yield str(self.layout)
         if self.about:
             yield f"    {self.about}"
-        placed = self.place(max(devices.values()))
+        placed, formulas = self.place(max(devices.values())), read_formulas()
         for name, size in placed.components.items():
-            formula = FORMULAS.get(name) or FORMULAS[name.rpartition(", ")[2]]
+            formula = formulas.get(name) or formulas[name.rpartition(", ")[2]]
             yield f"{size / 1e9:13.2f} GB  {name}" + (f" = {formula}" if explains else "")
         if self.phases:
             yield "    at once, with weights and optimizer states:"

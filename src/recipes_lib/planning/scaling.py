@@ -131,7 +131,7 @@ class Fit:
 
     Attributes:
         law: Best fit to all runs.
-        resampled: Fits to resampled runs, whose spread gives intervals; may be empty.
+        resampled: Fits to resampled runs, whose spread gives intervals; empty for published laws.
         max_flops: Training FLOPs of the largest run.
     """
 
@@ -148,10 +148,10 @@ class Fit:
         """
         if num_flops > MAX_EXTRAPOLATION * self.max_flops and not self.resampled:
             found = f"{num_flops:.3g} operations are {num_flops / self.max_flops:,.0f} times those of the largest run"
-            raise ConfigError(Problem("fit", found, "fit again with --resamples 200, for an interval"))
+            raise ConfigError(Problem("fit", found, "fit it again by `recipes scale fit`, for an interval"))
 
     def compute_interval(self, read: Any) -> tuple[float, float] | None:
-        """Return the 5th and 95th percentile of ``read`` over resampled laws; ``None`` without resampling."""
+        """Return the 5th and 95th percentile of ``read`` over resampled laws; ``None`` without them."""
         if not self.resampled:
             return None
         low, high = np.percentile([read(law) for law in self.resampled], _INTERVAL)

@@ -113,7 +113,9 @@ def _describe_stage(folder: Path, stage: Mapping[str, Any], state: Mapping[str, 
 
 def describe_output(path: Path, name: str) -> Entry:
     """Return the entry of an output, complete or not."""
-    changed = [file.stat().st_mtime for sign in _SIGNS if (file := path / sign).is_file()]
+    signs = [file for sign in _SIGNS if (file := path / sign).is_file()]
+    # A command's output is often a single file, or a folder without a record.
+    changed = [file.stat().st_mtime for file in signs or [path] if file.exists()]
     known: dict[str, Any] = {"name": name, "path": path, "changed": max(changed, default=None)}
     with suppress(DataError):
         run = read_run(path)

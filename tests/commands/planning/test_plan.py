@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.commands.planning.conftest import unwrap
 from tests.commands.planning.test_planned_hardware import write_run
 from tests.forked import ROOT
+from transformers import MambaConfig, T5Config
 
 from recipes_lib.commands.planning.plan import draw_curve
 from recipes_lib.config.loader import load_config
@@ -137,10 +138,12 @@ def test_failure_times_must_be_finite_and_positive(plan, flag, value) -> None:
     values = {"save_seconds": "60"} | {flag: value}
     flags = [f"--{name}={value}" for name, value in values.items()]
     assert f"--{flag}: is {float(value):g}" in plan("--gpu", "H100", *flags, code=2)
-    assert "name one: --gpu H100" in plan(*flags, code=2)
+    assert "--save_seconds: needs --gpu" in plan(*flags, code=2)
 
 
-@pytest.mark.parametrize(("flag", "value"), [("price_per_gpu_hour", -2), ("pue", 0.5), ("grid_gco2", "nan")])
+@pytest.mark.parametrize(
+    ("flag", "value"), [("price_per_gpu_hour", -2), ("pue", 0.5), ("grid_gco2", "nan"), ("mfu", 1.5), ("mfu", 0)]
+)
 def test_prices_and_factors_must_be_in_range(plan, flag, value) -> None:
     assert f"--{flag}: is {value}" in plan("--gpu", "H100", f"--{flag}", value, code=2)
 
@@ -310,6 +313,17 @@ def test_finetuning_reports_time_layouts_and_fit(plan_other) -> None:
         assert "fits H100" in part
 
 
+@pytest.mark.parametrize("flags", [(), ("--gpu", "H100"), ("--gpus", "2xH100")])
+def test_model_without_causal_language_model_is_an_error(plan_other, tmp_path: Path, flags) -> None:
+    T5Config(vocab_size=300, d_model=64, num_layers=1, num_heads=4, d_ff=64).save_pretrained(tmp_path / "t5")
+    assert "a t5 model cannot be built" in plan_other("sft", *flags, model_name_or_path=str(tmp_path / "t5"), code=2)
+
+
+def test_recurrent_model_is_searched(plan_other, tmp_path: Path) -> None:
+    MambaConfig(vocab_size=300, hidden_size=64, num_hidden_layers=2).save_pretrained(tmp_path / "mamba")
+    assert "fastest that fits" in plan_other("sft", "--gpus", "1xH100", model_name_or_path=str(tmp_path / "mamba"))
+
+
 def test_calibrate_uses_mfu_of_finished_runs(plan_other, tmp_path: Path) -> None:
     run = write_run(tmp_path / "earlier", 0.1, 0.25, recipe="lora", activation_checkpointing=True)
     output = plan_other("sft", "--gpu", "H100", "--calibrate", run)
@@ -345,30 +359,31 @@ def test_cost_is_price_times_hours(plan_other) -> None:
 @pytest.mark.parametrize(
     ("recipe", "flags", "changes", "words"),
     [
-        ("sft", ["--mfu", "2"], {}, "write a share such as 0.4 or 40%"),
+        ("sft", ["--mfu", "2"], {}, "write a finite number > 0 and <= 1"),
         ("sft", ["--gpu", "Abacus"], {}, "the GPU 'Abacus' is not known"),
         ("sft", ["--num_gpus=8"], {}, "write --num_processes"),
         ("sft", [], {"max_length": None}, "write `max_length: ...`"),
-        ("sft", ["--schedule", "a.png"], {}, "remove it"),
+        ("sft", ["--save_seconds", "60"], {}, "--save_seconds: is only for pretrain"),
+        ("sft", ["--schedule", "a.png"], {}, "--schedule: is only for pretrain"),
         ("grpo", ["--hardware", "zero3"], {}, "DeepSpeed supports one model; these recipes"),
         ("sft", ["--hardware", "nothing"], {}, "there is no launch file"),
         ("sft", ["--pipeline_stages", "2", "--num_processes", "4"], {}, "only pretraining supports pipeline"),
         ("sft", ["--hardware", "fsdp2_tp", "--num_processes", "6"], {}, "not `num_processes` together"),
-        ("ppo", ["--num_processes", "0"], {}, "at least 1"),
+        ("ppo", ["--num_processes", "0"], {}, "write a finite number >= 1"),
         ("ppo", ["--gpu", "409"], {}, "did you mean `RTX 4090`?"),
         ("grpo", ["--gpus", "1xH100", "--deadline", "1"], {}, "--deadline: needs the length of the run"),
-        ("ppo", ["--deadline", "1"], {}, "--deadline: is only for the search"),
+        ("ppo", ["--deadline", "1"], {}, "--deadline: needs --gpus"),
         ("ppo", ["--gpus", "2xH100", "--num_processes", "4"], {}, "one for each of --gpus"),
         ("ppo", ["--gpus", "2xMI999"], {}, "'MI999' is not known"),
-        ("sft", ["--gpus", "2xH100", "--mfu", "0.5"], {}, "write --proof or --calibrate"),
-        ("sft", ["--calibrate", "out"], {}, "--calibrate: needs a GPU"),
-        ("sft", ["--mfu", "50%"], {}, "--mfu: needs a GPU"),
-        ("sft", ["--gpus", "2xH100", "--hardware", "fsdp2"], {}, "--hardware: has no effect on the search"),
-        ("grpo", ["--gpu", "H100", "--num_rows", "10"], {}, "--num_rows: is only for fine-tuning"),
-        ("sft", ["--calibrate", "out", "--mfu", "0.5", "--gpu", "H100"], {}, "--calibrate: --mfu sets the MFU too"),
+        ("sft", ["--gpus", "2xH100", "--mfu", "0.5"], {}, "--mfu: excludes --gpus"),
+        ("sft", ["--calibrate", "out"], {}, "--calibrate: needs --gpu or --gpus"),
+        ("sft", ["--mfu", "50%"], {}, "--mfu: needs --gpu"),
+        ("sft", ["--gpus", "2xH100", "--hardware", "fsdp2"], {}, "--hardware: excludes --gpus"),
+        ("grpo", ["--gpu", "H100", "--num_rows", "10"], {}, "--num_rows: is only for sft, lora, reward, dpo, distill"),
+        ("sft", ["--calibrate", "out", "--mfu", "0.5", "--gpu", "H100"], {}, "--mfu: excludes --calibrate"),
         ("sft", ["--calibrate", "out", "--gpu", "H100"], {}, "neither run.json nor metrics.jsonl"),
         ("ppo", [], {"kl_coeff": 1}, "kl_coeff"),
-        ("sft", ["--save_seconds", "60", "--gpu", "H100"], {}, "is only for pretraining"),
+        ("sft", ["--save_seconds", "60", "--gpu", "H100"], {}, "is only for pretrain"),
     ],
 )
 def test_invalid_combination_raises(plan_other, recipe, flags, changes, words) -> None:

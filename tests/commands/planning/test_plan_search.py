@@ -48,6 +48,8 @@ def search_plan(plan_recipe):
         ("4 × RTX 4090", 4, "RTX 4090"),
         ("8 H100", 8, "H100"),
         ("A100-80GB:8", 8, "A100-80GB"),
+        ("a100-40 x 8", 8, "a100-40"),
+        ("RTX 4090x2", 2, "RTX 4090"),
         ("2x8xH100", 16, "H100"),
         ("1xH100 MIG 1g.10gb", 1, "H100 MIG 1g.10gb"),
     ],
@@ -56,7 +58,22 @@ def test_number_and_name_of_gpus_are_read(text, number, name) -> None:
     assert _read_gpus(text) == (number, name)
 
 
-@pytest.mark.parametrize("text", ["H100", "0xH100", "-1xH100", "8x", "xH100", "1.5xH100", "99999999xH100", ""])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "H100",
+        "RTX 4090",
+        "MI300X",
+        "0xH100",
+        "-1xH100",
+        "8x",
+        "xH100",
+        "1.5xH100",
+        "99999999xH100",
+        "2 nodes x 8 H100",
+        "",
+    ],
+)
 def test_invalid_number_of_gpus_raises(text) -> None:
     with pytest.raises(ConfigError, match="write it as 8xH100"):
         _read_gpus(text)

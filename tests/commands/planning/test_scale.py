@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,12 +13,13 @@ import yaml
 from tests.rows import write_rows
 from transformers import LlamaConfig, PretrainedConfig
 
+from recipes_lib.commands.planning import scale as commands
 from recipes_lib.commands.planning.scale import read_scaling_run
 from recipes_lib.config.loader import load_config
 from recipes_lib.pipelines.pipeline import load_pipeline
 from recipes_lib.planning import scaling
 from recipes_lib.planning.compute import compute_model_size, find_planned_model
-from recipes_lib.planning.scaling import PUBLISHED
+from recipes_lib.planning.scaling import PUBLISHED, fit_law
 
 LAW = PUBLISHED["Besiroglu et al. 2024"]
 
@@ -49,8 +52,9 @@ def runs(tmp_path: Path) -> list[Path]:
 
 @pytest.fixture
 def scale(run_command, monkeypatch):
-    """Run ``recipes scale``, with a coarse grid of starts; ``tests/planning/test_scaling.py`` uses the full grid."""
+    """Run ``recipes scale`` with few starts and resamples; ``tests/planning/test_scaling.py`` uses all starts."""
     monkeypatch.setattr(scaling, "_STARTS", scaling._STARTS[::12])
+    monkeypatch.setattr(commands, "fit_law", partial(fit_law, num_resamples=3))
     return lambda *flags, code=0: run_command("scale", *flags, code=code)
 
 
@@ -62,18 +66,31 @@ def test_run_has_parameters_tokens_and_last_evaluation_loss(runs) -> None:
     assert run.num_parameters - without.num_parameters == 2 * 512 * 32
 
 
-def test_fit_recovers_law_and_limits_extrapolation_without_interval(runs, scale, tmp_path) -> None:
+def test_fit_recovers_law_and_extrapolates_far_only_with_interval(runs, scale, tmp_path) -> None:
     law = tmp_path / "law.json"
-    output = scale("fit", *runs, "--resamples", 0, "--output", law)
+    output = scale("fit", *runs, "--output", law)
+    assert "IsoFLOP" in output
     assert float(re.search(r"size exponent +([\d.]+)", output)[1]) == pytest.approx(0.3478, abs=0.003)
     size = read_scaling_run(runs[-1]).num_parameters
     output = scale("predict", "--parameters", 2 * size, "--tokens", 100 * size, "--fit", law)
     assert float(re.search(r"loss +([\d.]+)", output)[1]) == pytest.approx(
         LAW.compute_loss(2 * size, 100 * size), rel=0.002
     )
-    assert "fit again with --resamples 200" in scale("plan", "--flops", 1e18, "--fit", law, code=2)
-    scale("fit", *runs, "--resamples", 3, "--output", law)
-    assert "(90 %: " in scale("plan", "--flops", 1e18, "--fit", law)
+    largest = max(run.num_flops for run in map(read_scaling_run, runs))
+    output = scale("plan", "--flops", 25 * largest, "--fit", law)
+    assert "(90 %: " in output
+    assert "extrapolated  to 25.0 times the operations of the largest run" in output
+    assert "extrapolated" not in scale("plan", "--flops", 25 * largest)
+    law.write_text(json.dumps(json.loads(law.read_text()) | {"resampled": []}))
+    assert "fit it again by `recipes scale fit`" in scale("plan", "--flops", 25 * largest, "--fit", law, code=2)
+    assert "extrapolated  to 9.0 times" in scale("plan", "--flops", 9 * largest, "--fit", law)
+
+
+@pytest.mark.parametrize("exponent", ["size_exponent", "token_exponent"])
+def test_law_without_a_term_has_no_optimum(scale, tmp_path, exponent) -> None:
+    law = dataclasses.asdict(LAW) | {exponent: 0.0}
+    (tmp_path / "law.json").write_text(json.dumps({"law": law, "resampled": [], "max_flops": 1e18}))
+    assert "no optimum: its loss depends on only one" in scale("plan", "--flops", 1e18, "--fit", tmp_path / "law.json")
 
 
 def test_all_unusable_runs_are_reported_together(runs, scale, tmp_path) -> None:
@@ -113,6 +130,23 @@ def test_repeated_runs_determine_no_law(runs, scale, tmp_path) -> None:
     three = [runs[0], runs[5], runs[10]]
     output = scale("fit", *three, *three, *three, "--output", tmp_path / "law.json", code=2)
     assert "3 different runs of 3 sizes, 3 numbers of tokens and 3 losses determine no law" in output
+
+
+def test_runs_with_different_tokenizers_are_refused(runs, scale, tmp_path) -> None:
+    """Limits of length in ``tokenizer.json`` make no difference; without the file, the vocabulary size decides."""
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
+    for number, run in enumerate(runs):
+        tokenizer = {"truncation": number, "pre_tokenizer": None, "model": model}
+        (run / "tokenizer.json").write_text(json.dumps(tokenizer))
+    fit = ["fit", *runs, "--output", tmp_path / "law.json"]
+    scale(*fit)
+    (runs[5] / "tokenizer.json").write_text(json.dumps({"model": model | {"vocab": {"a": 1, "b": 0}}}))
+    assert f"{runs[5]}: has another tokenizer than {runs[0]}" in scale(*fit, code=2)
+    for run in runs:
+        (run / "tokenizer.json").unlink()
+    config = json.loads((runs[7] / "config.json").read_text())
+    (runs[7] / "config.json").write_text(json.dumps(config | {"vocab_size": 513}))
+    assert f"{runs[7]}: has another tokenizer than" in scale(*fit, code=2)
 
 
 LAW_VALUES = dict.fromkeys(("size_factor", "token_factor", "size_exponent", "token_exponent"), 0.5)
@@ -180,7 +214,7 @@ def test_sweep_has_requested_sizes_and_its_runs_are_fitted(recipe, scale, tmp_pa
         assert f"{size:,} parameters, {num_tokens:,} tokens" in output
         write_run(stage.output, model, num_tokens)
     assert found == [(depth, 64 * depth, ratio) for depth in (1, 2, 3) for ratio in (5, 20, 80)]
-    fitted = scale(*law.words[law.words.index("scale") + 1 :], "--resamples", 0)
+    fitted = scale(*law.words[law.words.index("scale") + 1 :])
     assert float(re.search(r"size exponent +([\d.]+)", fitted)[1]) == pytest.approx(LAW.size_exponent, abs=0.01)
     assert law.output.is_file()
 
@@ -207,7 +241,7 @@ def test_target_is_predicted_before_and_compared_after_training(recipe, scale, t
     ratio = sizes[-1] / max(sizes[:-1])
     assert f"{ratio:.1f} times the operations of the largest run" in output
     run = {name: stage.words[stage.words.index("scale") + 1 :] for name, stage in stages.items() if stage.command}
-    scale(*run["law"], "--resamples", 3)
+    scale(*run["law"])
     output = scale(*run["predicted"])
     assert f"to {ratio:,.1f} times the operations" in output
     before = json.loads((folder / "runs" / "predicted.json").read_text())
@@ -223,7 +257,7 @@ def test_target_is_predicted_before_and_compared_after_training(recipe, scale, t
 @pytest.mark.parametrize("counts", [True, False])
 def test_prediction_counts_embeddings_like_its_law(runs, scale, tmp_path, counts) -> None:
     law, found = tmp_path / "new" / "law.json", tmp_path / "other" / "found.json"
-    scale("fit", *runs, "--resamples", 0, "--output", law, *([] if counts else ["--no_count_embeddings"]))
+    scale("fit", *runs, "--output", law, *([] if counts else ["--no_count_embeddings"]))
     scale("predict", "--run", runs[0], "--fit", law, "--output", found)
     size = read_scaling_run(runs[0], counts_embeddings=counts).num_parameters
     assert json.loads(found.read_text())["num_parameters"] == size
@@ -249,7 +283,7 @@ def test_invalid_sweep_writes_no_configuration(recipe, scale, tmp_path, changes,
 def test_file_in_output_path_is_an_error(runs, recipe, scale, tmp_path) -> None:
     assert "name another --output" in scale("sweep", "--config", recipe, "--output", recipe, code=2)
     law = tmp_path / "law.json"
-    scale("fit", *runs, "--resamples", 0, "--output", law)
+    scale("fit", *runs, "--output", law)
     predict = ["predict", "--run", runs[0], "--fit", law, "--output", recipe / "loss.json"]
     assert "name another --output" in scale(*predict, code=2)
 
@@ -257,11 +291,11 @@ def test_file_in_output_path_is_an_error(runs, recipe, scale, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["plan", "--flops", "-1"], "write a finite number above 0"),
-        (["predict", "--parameters", "1e6"], "write --parameters and --tokens, --config or --run"),
-        (["predict"], "the run is given by no flag"),
-        (["predict", "--run", "a", "--config", "b"], "the run is given by --config and --run"),
-        (["predict", "--run", "a", "--output", "b"], "several losses"),
+        (["plan", "--flops", "-1"], "write a finite number > 0"),
+        (["predict", "--parameters", "1e6"], "--parameters: needs --tokens"),
+        (["predict"], "write --parameters and --tokens, --config or --run"),
+        (["predict", "--run", "a", "--config", "b"], "--config: excludes --run"),
+        (["predict", "--run", "a", "--output", "b"], "--output: needs --fit"),
         (["fit", "no/such/run"], "neither run.json nor metrics.jsonl"),
         (["plan", "--flops", "1e18", "--fit", "no-law.json"], "no-law.json"),
     ],

@@ -111,3 +111,10 @@ def test_audit_warnings_are_logged_before_training(config, caplog):
     train(replace(config, tokens=tokens), evaluates=True)
     (message,) = [record.getMessage() for record in caplog.records if "broken" in record.getMessage()]
     assert message.startswith(f"train: 1 of 21 rows (4.76%) are broken and left out; the first is {path}:21: ")
+
+
+def test_architecture_whose_flops_cannot_be_counted_trains_without_mfu(config, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr("recipes_lib.planning.compute._count_attention", lambda *_: 1 / 0)
+    train(config, evaluates=True).train()
+    assert {event["num_flops"] for event in read_events(tmp_path / "out", "train")} == {None}

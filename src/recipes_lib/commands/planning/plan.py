@@ -57,13 +57,14 @@ _USUAL_GB: Final = (24, 48, 80, 141, 192)
 """Memory sizes of GPUs that a run is compared with if no GPU is named."""
 
 
-def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str]) -> None:
+def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str], problems: Sequence[Problem]) -> None:
     """Run the command.
 
     Args:
         recipe: Recipe of the run.
         options: Flags, from ``flags.plan``.
         overrides: Keys of the configuration.
+        problems: Problems of the flags.
 
     Raises:
         ConfigError: The configuration or a flag is invalid, the length of the run is unknown, the configuration of the
@@ -75,7 +76,7 @@ def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str]) -> N
     # Not by truth: an empty text, of an unset shell variable, is no number of GPUs.
     if options.gpus is not None:
         options.num_processes, options.gpu = _read_gpus(options.gpus)
-    if problems := list(_find_problems(config, options, written)):
+    if problems := [*_find_problems(config, written), *problems]:
         raise ConfigError(*problems)
     num_processes, num_gpus, layouts = _choose_layouts(config, options)
     hardware = _choose_hardware(config, options, num_gpus)
@@ -153,8 +154,9 @@ def _print_memory(plans: Sequence[MemoryPlan], options: argparse.Namespace, num_
 
 
 def _read_gpus(text: str) -> tuple[int, str]:
-    """Return number and name of GPUs from ``8xH100``, ``8 * H100``, ``8 H100``, ``H100:8`` or ``2x8xH100``."""
-    pattern = r"((?:\d+\s*[x*×]\s*|\d+\s+(?=[a-z]))+)(\S.*)|(.+):\s*(\d+)"
+    """Return number and name of GPUs from ``8xH100``, ``8 * H100``, ``H100:8``, ``H100x8`` or ``2x8xH100``."""
+    # A name with an x as a word, as in "2 nodes x 8 H100", has a number of its own.
+    pattern = r"((?:\d+\s*[x*×]\s*|\d+\s+(?=[a-z]))+)(?!.*\bx\b)(\S.*)|(\D*\d.*?)\s*[:x*×]\s*(\d+)"
     found = re.fullmatch(pattern, text.strip(), re.IGNORECASE)
     number = math.prod(map(int, re.findall(r"\d+", found[1] or found[4]))) if found else 0
     if not found or not 0 < number < 1_000_000:
@@ -300,22 +302,10 @@ def draw_curve(values: Sequence[float], height: int) -> list[str]:
 
 
 _FINETUNING: Final = tuple(recipe for recipe in RECIPE_NAMES if recipe not in ("pretrain", *RL_RECIPES))
-_ONLY_FOR: Final = {
-    "num_rows": (_FINETUNING, "is only for fine-tuning", "write `max_steps`"),
-    "num_gpus": (("pretrain",), "is only for pretraining; here each process has one GPU", "write --num_processes"),
-    **dict.fromkeys(("schedule", "save_seconds"), (("pretrain",), "is only for pretraining", "remove it")),
-}
-"""Flag -> recipes that it is for, and the problem of others."""
-_LOWEST: Final = {
-    **dict.fromkeys(("num_processes", "num_gpus", "num_rows"), 1),
-    **dict.fromkeys(("price_per_gpu_hour", "grid_gco2", "budget", "deadline"), 0),
-    "pue": 1,
-}
-"""Flag -> its lowest value; a power usage effectiveness of 1 is the ideal."""
 
 
-def _find_problems(config: RecipeConfig, options: argparse.Namespace, written: argparse.Namespace) -> Iterator[Problem]:
-    """Yield problems of the flags; ``written`` are those before ``--gpus`` sets processes and GPU."""
+def _find_problems(config: RecipeConfig, written: argparse.Namespace) -> Iterator[Problem]:
+    """Yield what planning needs of a recipe; ``written`` are the flags before ``--gpus`` sets processes and GPU."""
     recipe = config.recipe
     if recipe == "pretrain" and config.pretraining.max_tokens is None and config.read("max_steps") < 1:
         found = "the length of the run is in epochs, and planning reads no data"
@@ -323,51 +313,9 @@ def _find_problems(config: RecipeConfig, options: argparse.Namespace, written: a
     if recipe in _FINETUNING and config.tokens.max_length is None:
         found = "the row length depends on the data, and planning reads none"
         yield Problem("max_length", found, "write `max_length: ...`")
-    for flag, (recipes, found, remedy) in _ONLY_FOR.items():
-        if getattr(options, flag) is not None and recipe not in recipes:
-            yield Problem(f"--{flag}", found, remedy)
-    yield from _find_mfu_problems(options)
-    yield from _find_search_problems(recipe, written)
-    for flag, least in _LOWEST.items():
-        value = getattr(written, flag)
-        if value is not None and not least <= value < math.inf:
-            yield Problem(f"--{flag}", f"is {value:g}", f"write a finite number, at least {least}")
-    yield from _find_failure_problems(options)
-
-
-def _find_search_problems(recipe: str, written: argparse.Namespace) -> Iterator[Problem]:
-    if written.gpus is None:
-        for flag in (flag for flag in ("budget", "deadline", "write") if getattr(written, flag) is not None):
-            yield Problem(f"--{flag}", "is only for the search", "name the GPUs: --gpus 8xH100")
-        return
-    unused = ("gpu", "num_gpus", "hardware", "schedule", "save_seconds")
-    for flag in (flag for flag in unused if getattr(written, flag) is not None):
-        yield Problem(f"--{flag}", "has no effect on the search by --gpus", "remove one of them")
-    if recipe in RL_RECIPES and written.num_processes:
+    if recipe in RL_RECIPES and written.gpus and written.num_processes:
         found = f"the batch of {recipe} is per process, and there is one for each of --gpus"
         yield Problem("--num_processes", found, "remove it")
-
-
-def _find_mfu_problems(options: argparse.Namespace) -> Iterator[Problem]:
-    if options.mfu is not None and not 0 < options.mfu <= 1:
-        yield Problem("--mfu", f"is {options.mfu}", "write a share such as 0.4 or 40%, usually 0.3 to 0.4")
-    given = [f"--{name}" for name in ("mfu", "proof", "calibrate") if getattr(options, name) is not None]
-    for flag in given[1:]:
-        yield Problem(flag, f"{given[0]} sets the MFU too", "keep one of them")
-    if options.mfu is not None and options.gpus:
-        yield Problem("--mfu", "the search compares runs of different MFU", "write --proof or --calibrate")
-    if given and options.gpu is None:
-        yield Problem(given[0], "needs a GPU", "name it: --gpu H100")
-
-
-def _find_failure_problems(options: argparse.Namespace) -> Iterator[Problem]:
-    if options.save_seconds is None:
-        return
-    if options.gpu is None:
-        yield Problem("--save_seconds", "needs a GPU, to estimate hours", "name one: --gpu H100")
-    for flag in ("save_seconds", "restart_seconds", "failure_hours"):
-        if not 0 < (value := getattr(options, flag)) < math.inf:
-            yield Problem(f"--{flag}", f"is {value:g}", "write a finite number above 0")
 
 
 def _compare_tokens(size: ModelSize, num_tokens: int) -> str:

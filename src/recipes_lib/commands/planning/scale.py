@@ -10,6 +10,7 @@ import operator
 import shlex
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -54,13 +55,9 @@ def run(options: argparse.Namespace) -> None:
         options: Flags, from ``flags.scale``.
 
     Raises:
-        ConfigError: A flag is wrong, or a law without an interval would be extrapolated too far.
+        ConfigError: A flag is wrong, a file is no law, or a law without an interval would be extrapolated too far.
         DataError: Runs cannot be read, or do not determine a law.
     """
-    for name in ("flops", "parameters", "tokens"):
-        value = getattr(options, name, None)
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(Problem(f"--{name}", f"is {value:g}", "write a finite number above 0"))
     commands = {"sweep": _write_sweep, "fit": _fit_runs, "plan": _plan_budget, "predict": _predict_run}
     print_rows(commands[options.command](options))
 
@@ -98,6 +95,16 @@ def read_scaling_run(folder: Path, *, counts_embeddings: bool = True) -> Run:
         raise DataError(Problem(str(folder), "has no `num_tokens` in metrics.jsonl", "train it again"))
     number = size.total if counts_embeddings else size.non_embedding
     return Run(float(number), num_tokens, loss)
+
+
+def _read_tokenizer(folder: Path) -> object:
+    """Return what determines the tokens of a text; of a run without ``tokenizer.json``, the size of its vocabulary."""
+    with suppress(DataError):
+        record = read_record(folder / "tokenizer.json")
+        return [record.get(name) for name in ("normalizer", "pre_tokenizer", "model")]
+    with suppress(DataError):
+        return read_record(folder / "config.json").get("vocab_size")
+    return None
 
 
 def _write_sweep(options: argparse.Namespace) -> Iterator[Row]:
@@ -201,12 +208,16 @@ def _size_run(base: RecipeConfig, depth: int, ratio: int, head: int, output: Pat
 
 def _fit_runs(options: argparse.Namespace) -> Iterator[Row]:
     runs, problems = list[Run](), list[Problem]()
-    for folder in options.runs:
+    tokenizers = [_read_tokenizer(folder) for folder in options.runs]
+    for folder, tokenizer in zip(options.runs, tokenizers, strict=True):
         with collect_problems(problems):
             runs.append(read_scaling_run(folder, counts_embeddings=not options.no_count_embeddings))
+            if tokenizer != tokenizers[0]:
+                found = f"has another tokenizer than {options.runs[0]}: their losses per token cannot be compared"
+                raise DataError(Problem(str(folder), found, "name runs with the same tokenizer"))
     if problems:
         raise DataError(*problems)
-    fit = fit_law(runs, options.resamples)
+    fit = fit_law(runs)
     record = {"counts_embeddings": not options.no_count_embeddings, "runs": [run._asdict() for run in runs]}
     with explain_write_errors(options.output, "name another --output"):
         options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -229,9 +240,13 @@ def _fit_runs(options: argparse.Namespace) -> Iterator[Row]:
 
 def _plan_budget(options: argparse.Namespace) -> Iterator[Row]:
     yield "operations", f"{options.flops:.3g}"
-    for name, fit in _list_fits(options.fit, options.flops):
+    for name, fit in _list_fits(options.fit):
         best = fit.law.find_optimum(options.flops)
         yield name, ""
+        yield from _describe_reach(fit, options.flops)
+        if math.isnan(best.loss):
+            yield "", "no optimum: its loss depends on only one of parameters and tokens"
+            continue
         yield "  parameters", _format(fit, lambda law: law.find_optimum(options.flops).num_parameters)
         yield "  tokens", _format(fit, lambda law: law.find_optimum(options.flops).num_tokens)
         yield "", f"{best.num_tokens / best.num_parameters:.1f} per parameter"
@@ -247,16 +262,11 @@ def _predict_run(options: argparse.Namespace) -> Iterator[Row]:
     """Predict the loss of a run; with ``--run``, compare it with the measured one.
 
     Raises:
-        ConfigError: Not exactly one of the ways to describe the run is given, or as ``_list_fits``.
+        ConfigError: No flag describes the run, or as ``_list_fits`` and ``_describe_reach``.
     """
-    ways = {"--parameters and --tokens": options.parameters and options.tokens, "--config": options.config}
-    given = [name for name, value in (ways | {"--run": options.run}).items() if value]
-    if len(given) != 1 or (options.parameters is None) != (options.tokens is None):
-        found = f"the run is given by {' and '.join(given) or 'no flag, or by one of --parameters and --tokens'}"
-        raise ConfigError(Problem("recipes scale predict", found, "write --parameters and --tokens, --config or --run"))
-    if options.output and not options.fit:
-        found = "the published laws predict several losses"
-        raise ConfigError(Problem("--output", found, "name a law: --fit scaling.json"))
+    if not (options.parameters or options.config or options.run):
+        remedy = "write --parameters and --tokens, --config or --run"
+        raise ConfigError(Problem("recipes scale predict", "no flag describes the run", remedy))
     counts = True if options.fit is None else read_record(options.fit).get("counts_embeddings", True)
     run = Run(options.parameters, options.tokens, math.nan)
     if options.config:
@@ -264,14 +274,13 @@ def _predict_run(options: argparse.Namespace) -> Iterator[Row]:
     if options.run:
         run = read_scaling_run(options.run, counts_embeddings=counts)
     yield "run", f"{run.num_parameters:,.0f} parameters, {run.num_tokens:,.0f} tokens, {run.num_flops:.3g} operations"
-    for name, fit in _list_fits(options.fit, run.num_flops):
+    for name, fit in _list_fits(options.fit):
         loss = fit.law.compute_loss(*run[:2])
         interval = fit.compute_interval(lambda law: law.compute_loss(*run[:2]))
         record = {**run._asdict(), "predicted": loss, "interval": interval}
         yield name, ""
         yield "  loss", _format(fit, lambda law: law.compute_loss(*run[:2]))
-        if fit.max_flops < run.num_flops:
-            yield "  extrapolated", f"to {run.num_flops / fit.max_flops:,.1f} times the operations of the largest run"
+        yield from _describe_reach(fit, run.num_flops)
         if options.run:
             record["error"] = loss / run.loss - 1
             place = "" if interval is None else ", in" if interval[0] <= run.loss <= interval[1] else ", outside of"
@@ -300,14 +309,14 @@ def _size_config(path: Path, *, counts_embeddings: bool) -> Run:
     return Run(float(size.total if counts_embeddings else size.non_embedding), float(num_tokens), math.nan)
 
 
-def _list_fits(path: Path | None, num_flops: float) -> Iterator[tuple[str, Fit]]:
+def _list_fits(path: Path | None) -> Iterator[tuple[str, Fit]]:
     """Yield the law in a file, or the published laws, which disagree, with their names.
 
     Raises:
-        ConfigError: As ``Fit.verify_reach``, or the file is not one of ``recipes scale fit``.
+        ConfigError: The file is not one of ``recipes scale fit``.
     """
     if path is None:
-        yield from ((name, Fit(law, [], num_flops)) for name, law in PUBLISHED.items())
+        yield from ((name, Fit(law, [], math.inf)) for name, law in PUBLISHED.items())
         return
     record = read_record(path, {"law": dict, "resampled": list, "max_flops": float})
 
@@ -320,8 +329,18 @@ def _list_fits(path: Path | None, num_flops: float) -> Iterator[tuple[str, Fit]]
     except (AttributeError, TypeError, ValueError) as error:
         found = f"{path} is not a scaling law: {error}"
         raise ConfigError(Problem("--fit", found, "write it by `recipes scale fit`")) from error
-    fit.verify_reach(num_flops)
     yield str(path), fit
+
+
+def _describe_reach(fit: Fit, num_flops: float) -> Iterator[Row]:
+    """Yield a row for operations beyond those of the runs of a fit.
+
+    Raises:
+        ConfigError: As ``Fit.verify_reach``.
+    """
+    fit.verify_reach(num_flops)
+    if num_flops > fit.max_flops:
+        yield "  extrapolated", f"to {num_flops / fit.max_flops:,.1f} times the operations of the largest run"
 
 
 def _format(fit: Fit, read: Callable[[Law], Any]) -> str:
