@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import yaml
+
 from recipes_lib.config.paths import expand_home
 from recipes_lib.config.table import RECIPE_NAMES, TABLES
 from recipes_lib.config.values import read_yaml
