@@ -9,6 +9,7 @@ from tests.training.configurations import build_recipe
 
 from recipes_lib.config.schema import ScheduleConfig
 from recipes_lib.errors import ConfigError
+from recipes_lib.training import run as run_module
 from recipes_lib.training.checkpoints import resume as resumption
 from recipes_lib.training.checkpoints.manifest import write_complete
 from recipes_lib.training.checkpoints.resume import (
@@ -159,7 +160,7 @@ def write_checkpoint(output_dir, step):
 
 
 def agree(resume_from, lines):
-    return agree_on_checkpoint(resume_from, launch(1), 1, lines.append)
+    return agree_on_checkpoint(resume_from, launch(1), {}, lines.append)
 
 
 def test_agree_on_checkpoint_renames_damaged_ones(tmp_path):
@@ -193,14 +194,14 @@ def test_foreign_checkpoint_is_ignored_with_a_message(tmp_path, capsys):
 def simulate_rank_1(monkeypatch):
     """Simulate rank 1 of 2, with the values that rank 0 broadcasts; return what this rank gathers."""
 
-    def simulate(checkpoint, accumulation):
+    def simulate(checkpoint, plan):
         gathered = []
 
         def gather(own):
             gathered.append(own)
             return [(None, None), own]
 
-        monkeypatch.setattr(resumption, "broadcast_object", lambda _: (checkpoint, accumulation))
+        monkeypatch.setattr(resumption, "broadcast_object", lambda _: (checkpoint, plan))
         monkeypatch.setattr(resumption, "gather_objects", gather)
         return gathered
 
@@ -211,15 +212,30 @@ SECOND = Launch(rank=1, local_rank=1, world_size=2, engine="")
 
 
 def test_checkpoint_invisible_to_a_rank_is_rejected(tmp_path, simulate_rank_1):
-    gathered = simulate_rank_1(tmp_path / "checkpoint-3", 1)
+    gathered = simulate_rank_1(tmp_path / "checkpoint-3", {})
     with pytest.raises(
-        ConfigError, match=r"process 1: does not see .*checkpoint-3.*\n.*storage that all machines share"
+        ConfigError, match=r"process 1: on .* does not see .*checkpoint-3.*\n.*storage that all machines share"
     ):
-        agree_on_checkpoint(None, SECOND, 1, print)
+        agree_on_checkpoint(None, SECOND, {}, print)
     assert [damage for _, damage in gathered] == [None]
 
 
-def test_other_accumulation_than_rank_0_is_rejected(tmp_path, simulate_rank_1):
-    simulate_rank_1(write_checkpoint(tmp_path, 3), 2)
-    with pytest.raises(ConfigError, match="process 1: has planned 4 micro-batches a step and the main process 2"):
-        agree_on_checkpoint(None, SECOND, 4, print)
+def test_other_plan_than_rank_0_is_rejected(tmp_path, simulate_rank_1):
+    simulate_rank_1(write_checkpoint(tmp_path, 3), {"learning_rate": 1e-4, "max_steps": 9, "seed": 1})
+    found = "process 1: on .*: learning_rate is 0.5 and 0.0001 on the main process, seed is None and 1 on the main"
+    with pytest.raises(ConfigError, match=found):
+        agree_on_checkpoint(None, SECOND, {"learning_rate": 0.5, "max_steps": 9}, print)
+
+
+@pytest.mark.parametrize("other", [{"learning_rate": 0.5}, {"gradient_accumulation_steps": 4}, {"torch": "9.9"}])
+def test_run_compares_keys_and_versions_of_all_ranks(tmp_path, simulate_rank_1, monkeypatch, other):
+    plans = []
+    monkeypatch.setattr(run_module, "agree_on_checkpoint", lambda resume_from, launch, plan, say: plans.append(plan))
+    for number, changed in enumerate(({}, other)):
+        versions = {"python": f"3.11.{number}", "torch": changed.get("torch", "2.13")}
+        monkeypatch.setattr(run_module, "read_versions", lambda versions=versions: versions)
+        keys = {"output_dir": str(tmp_path / str(number)), **changed}
+        Run(build_recipe(keys), tmp_path, SECOND, None, finished=False).choose_checkpoint()
+    (name,) = other
+    differing = {key for key in plans[0].keys() | plans[1].keys() if plans[0].get(key) != plans[1].get(key)}
+    assert differing - {"torch"} == {"the version of torch" if name == "torch" else name}
