@@ -6,6 +6,7 @@ torchrun and ``accelerate launch`` give each process a folder, named by its loca
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
@@ -85,6 +86,17 @@ def record_failure(error: BaseException, *, is_unforeseen: bool) -> None:
     callstack = "".join(traceback.format_exception(error)) if is_unforeseen else str(error)
     extra = {"py_callstack": callstack, "timestamp": str(int(time.time()))}
     _write("error.json", json.dumps({"message": {"message": words, "extraInfo": extra}}))
+
+
+def is_first_to_report(words: str) -> bool:
+    """Return whether no other process of this machine has printed the same error; true without a launcher's folder."""
+    if (folder := _find_folder()) is None:
+        return True
+    try:
+        (folder.parent / f"reported-{hashlib.sha256(words.encode()).hexdigest()[:16]}").touch(exist_ok=False)
+    except OSError as error:  # Without the file, as with a full ``/tmp``, the error is printed again.
+        return not isinstance(error, FileExistsError)
+    return True
 
 
 def find_dead_process() -> str | None:
