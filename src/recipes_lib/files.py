@@ -241,6 +241,10 @@ def fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot flush directories; those of files are flushed above.
+        if error.errno not in (errno.EINVAL, errno.EBADF) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

@@ -29,6 +29,8 @@ _CONNECTION_LOST: Final = (
     "remote process exiting",
     "Failed to recv, got 0 bytes",
 )
+# Messages of gloo, NCCL and torch's store.
+_TIMED_OUT: Final = ("Timed out waiting", "operation timeout", "waiting for clients", "wait timeout after")
 
 
 def read_rank() -> int:
@@ -115,7 +117,7 @@ def find_dead_process() -> str | None:
 
 
 def explain_lost_connection(error: BaseException, seconds: float = 2.0) -> str | None:
-    """Return which process has died if ``error`` reports a lost connection; else ``None``.
+    """Return which process has died if ``error`` reports a lost or silent connection; else ``None``.
 
     Args:
         error: Error of a collective operation.
@@ -124,11 +126,15 @@ def explain_lost_connection(error: BaseException, seconds: float = 2.0) -> str |
     words = str(error)
     if read_world_size() == 1:  # Without peers, the message is that of another pipe or socket.
         return None
-    if not any(phrase in words for phrase in _CONNECTION_LOST):
+    is_silent = any(phrase in words for phrase in _TIMED_OUT)
+    if not is_silent and not any(phrase in words for phrase in _CONNECTION_LOST):
         return None
     deadline = time.monotonic() + seconds
     while (lost := find_dead_process()) is None and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
+    if is_silent:
+        # Its peers have waited as long, and may have ended by now for the same reason.
+        return f"another process has not answered in time ({words.splitlines()[0]}): it hangs, or raise ddp_timeout"
     return lost or "another process ended: see its output for the reason"
 
 

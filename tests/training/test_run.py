@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import pickle
+import signal
 import socket
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.training.configurations import build_recipe
+from torch.utils.data import DataLoader
 
 from recipes_lib.config.schema import DataConfig, ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.errors import ConfigError, DivergedError, LostPeerError, PreemptedError
@@ -286,6 +288,21 @@ def test_final_status_is_recorded_and_error_reraised(tmp_path, error, status):
         raise error
     assert json.loads((tmp_path / "run.json").read_text())["status"] == status
     assert not start_run(make_config(tmp_path), ONE).finished
+
+
+def test_killed_data_loader_worker_is_named(tmp_path):
+    run = start_run(make_config(tmp_path), ONE)
+    rows = iter(DataLoader([1, 2, 3, 4], num_workers=1))
+    assert next(rows).tolist() == [1]
+
+    def receive() -> None:
+        os.kill(rows._workers[0].pid, signal.SIGKILL)
+        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+
+    found = "a process that loads data has ended: DataLoader worker"
+    with pytest.raises(ConfigError, match=found), run.recording_its_end():
+        receive()
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == "refused"
 
 
 def test_fingerprint_depends_only_on_keys_that_affect_results(tmp_path):

@@ -8,6 +8,7 @@ import os
 import platform
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final, TextIO
 
 import torch
+from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails
 from transformers.utils.logging import disable_progress_bar
 
 from recipes_lib.config.recipes import read_harmless
@@ -82,6 +84,8 @@ LOCK_FILE: Final = "_lock"
 
 _CLAIMS: Final[list[TextIO]] = []
 """Lock files stay open while this process lives: closing a file unlocks it."""
+_SECONDS_TO_END: Final = 1.0
+"""Time in which the end of a child process is known, after a connection to it was closed."""
 _RESERVED_BYTES: Final = 2**17
 """Size of the lock file: room for ``run.json`` to say that the disk was full."""
 
@@ -153,6 +157,13 @@ class Run:
 
     def _explain(self, error: BaseException) -> BaseException:
         """Return a user error in place of ``error`` if its cause is known, else ``error``."""
+        # The kernel closes the connections of a killed data loader worker before it reports the worker's end.
+        if isinstance(error, ConnectionError | EOFError):
+            try:
+                time.sleep(_SECONDS_TO_END)
+                _error_if_any_worker_fails()
+            except RuntimeError as failure:
+                error = failure
         if (lost := explain_lost_connection(error)) is not None:
             return LostPeerError(lost)
         if not isinstance(error, Exception) or isinstance(error, UserError | DivergedError):
