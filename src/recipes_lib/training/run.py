@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, TextIO
 
 import torch
-from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails
+from torch._C import _error_if_any_worker_fails
 from transformers.utils.logging import disable_progress_bar
 
 from recipes_lib.config.recipes import read_harmless

@@ -358,13 +358,13 @@ class _TolerantTracker:
             self._say(f"report_to: {found}; the run continues without it, metrics.jsonl has the same figures")
 
 
-def tolerate_tracker_failures(handler: CallbackHandler, args: TrainingArguments, say: Callable[[str], None]) -> None:
+def tolerate_tracker_failures(handler: Any, args: TrainingArguments, say: Callable[[str], None]) -> None:
     """Log failures of the trackers of ``report_to``, such as of their server, instead of ending the run.
 
     Before the first step they are a ``ConfigError``: a missing login is found at once.
 
     Args:
-        handler: Handler that calls the trackers.
+        handler: Upstream's ``CallbackHandler``, which calls the trackers.
         args: Training arguments with ``report_to``.
         say: Logger.
     """
