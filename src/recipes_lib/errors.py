@@ -6,7 +6,7 @@ import errno
 import importlib.util
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -39,70 +39,47 @@ _FILE_ERRORS: Final = {
 _RESUMES: Final = "run the same command: it resumes from the newest complete checkpoint"
 # By text: the exceptions of torch (C++) and safetensors (Rust), and those that a data loader passes on from its
 # workers, have no errno. In this order, because an error of shared memory may also contain the system's reason.
-_PHRASES: Final[Sequence[tuple[Sequence[str], str | None, str, str]]] = (
-    (
-        ("Too many open files", "items of ancdata"),
-        None,
-        "the limit of this process is reached",
+_PHRASES: Final[Mapping[str, tuple[str | None, str, str]]] = {
+    "Too many open files|items of ancdata": (
+        *(None, "the limit of this process is reached"),
         "raise the limit: `ulimit -n 65536`",
     ),
-    (
-        ("shared memory(shm)", "shared memory object", "shared memory segment", "out of shared memory"),
-        "/dev/shm",
-        "the shared memory of this machine or container is full",
+    r"shared memory(\(shm\)| object| segment)|out of shared memory": (
+        *("/dev/shm", "the shared memory of this machine or container is full"),
         "enlarge it (`docker run --shm-size 16g`, or `--ipc host`), or write dataloader_num_workers: 0",
     ),
-    (
-        ("DataLoader worker (pid",),
-        "dataloader_num_workers",
-        "a process that loads data has ended",
+    r"DataLoader worker \(pid": (
+        *("dataloader_num_workers", "a process that loads data has ended"),
         "its reason is shown above; without one it was killed, usually for a lack of host memory: lower "
         f"dataloader_num_workers and {_RESUMES}",
     ),
-    (
-        ("File too large",),
-        None,
-        "a file would exceed the size limit of this process or file system",
+    "File too large": (
+        *(None, "a file would exceed the size limit of this process or file system"),
         "raise the limit (`ulimit -f unlimited`), or choose an output_dir on a file system without one",
     ),
-    (
-        (
-            "No space left on device",
-            "Disk quota exceeded",
-            "PytorchStreamWriter failed writing file",
-            "basic_ios::clear: iostream error",
-        ),
-        None,
-        "the disk is full",
+    "No space left on device|Disk quota exceeded|PytorchStreamWriter failed writing file|clear: iostream error": (
+        *(None, "the disk is full"),
         f"free some space and {_RESUMES}; `recipes check` shows what a run will write",
     ),
-    (
-        ("Input/output error", "Stale file handle"),
-        None,
-        "its disk or network file system fails",
+    "Input/output error|Stale file handle": (
+        *(None, "its disk or network file system fails"),
         f"check the mount and the kernel's messages (`dmesg`), then {_RESUMES}",
     ),
-    (
-        ("can't start new thread",),
-        "threads",
-        "no more threads can be started",
+    "can't start new thread": (
+        *("threads", "no more threads can be started"),
         "raise the limit on processes and threads (`ulimit -u`, or that of the container) and run the same command, or "
         "lower dataloader_num_workers",
     ),
-    (
-        ("EADDRINUSE",),
-        "MASTER_PORT",
-        "another process uses the port",
+    "EADDRINUSE": (
+        *("MASTER_PORT", "another process uses the port"),
         "set MASTER_PORT to a free port, the same for every process",
     ),
-    (
-        ("uncorrectable ECC error", "uncorrectable NVLink error"),
-        "GPU",
-        "the hardware is faulty",
+    "uncorrectable (ECC|NVLink) error": (
+        *("GPU", "the hardware is faulty"),
         f"reset the GPU or take another machine, and {_RESUMES}",
     ),
-)
-"""Parts of a message, its location (``None``: the file), what is wrong, and the remedy."""
+}
+"""Pattern of a message -> its location (``None``: the file), what is wrong, and the remedy."""
 
 
 def escape_controls(text: object) -> str:
@@ -299,8 +276,8 @@ def explain_refusal(error: BaseException) -> Problem | None:
         # A problem has one line.
         lines = str(chain).splitlines() or [""]
         code, name = getattr(chain, "errno", None), getattr(chain, "filename", None)
-        for phrases, place, found, remedy in _PHRASES:
-            if line := next((line for line in lines if any(phrase in line for phrase in phrases)), None):
+        for pattern, (place, found, remedy) in _PHRASES.items():
+            if line := next(filter(re.compile(pattern).search, lines), None):
                 return Problem(place or str(name or "output_dir"), f"{found}: {line}", remedy)
         if code in _FILE_ERRORS and name is not None:
             found, remedy = _FILE_ERRORS[code]

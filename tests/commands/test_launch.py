@@ -213,14 +213,12 @@ def test_processes_verify_expected_launch(monkeypatch):
 
 
 def test_default_variables_do_not_override_users(monkeypatch):
-    names = ("RECIPES_LAUNCHED", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_DUMP_ON_TIMEOUT")
-    for name in names:
+    for name in ("RECIPES_LAUNCHED", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "mine")
     expect_launch(2, "FSDP")
     assert "PYTORCH_ALLOC_CONF" not in os.environ
-    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
     expect_launch(2, "FSDP")
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"

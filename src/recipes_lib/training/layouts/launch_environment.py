@@ -43,14 +43,6 @@ _DEEPSPEED_VARIABLES: Final = {
 }
 """Key of ``deepspeed_config`` in a launch file -> environment variable that accelerate sets."""
 
-_VARIABLES: Final = {
-    # Expandable segments: packed rows differ in length, so freed memory is reused in other sizes.
-    ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",
-    # NCCL's flight recorder writes started and finished collectives of each rank on a timeout.
-    ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
-}
-"""Environment variable of the launched processes, with its former names -> default."""
-
 _START: Final = "start by `recipes launch`, `accelerate launch` or torchrun"
 
 _Number = TypeVar("_Number", int, float)
@@ -322,7 +314,7 @@ def configure_vllm() -> None:
 
 
 def expect_launch(num_processes: int, engine: str, pipeline: Mapping[str, str] | None = None) -> None:
-    """Set environment variables of the processes to start: the expected launch, GPU allocator and NCCL options.
+    """Set environment variables of the processes to start: the expected launch, and the GPU allocator.
 
     Args:
         num_processes: World size.
@@ -335,9 +327,9 @@ def expect_launch(num_processes: int, engine: str, pipeline: Mapping[str, str] |
     _verify_counts()
     os.environ[_EXPECTED] = f"{num_processes} {engine}"
     os.environ.update(pipeline or {})
-    for names, value in _VARIABLES.items():
-        if not any(name in os.environ for name in names):
-            os.environ[names[0]] = value
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        # Packed rows differ in length, so that freed memory is reused in other sizes.
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def verify_expected(launch: Launch) -> None:
