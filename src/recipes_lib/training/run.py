@@ -129,7 +129,17 @@ class Run:
         return checkpoint
 
     def record(self, **facts: Any) -> None:
-        """Add facts to ``run.json``; only the main process writes."""
+        """Add facts to ``run.json``; only the main process writes.
+
+        Raises:
+            ConfigError: The run resumes, and the facts have other ``data`` than those it began with.
+        """
+        if self.resume_from is not None and "data" in facts:
+            before, now = (_list_fingerprints(data) for data in (self.facts.get("data"), facts["data"]))
+            if before and before != now:
+                found = "the rows of the dataset are not those that this run began with: some would be trained twice"
+                remedy = "restore them, or choose another output_dir; to accept them, delete `data` from this file"
+                raise ConfigError(Problem(str(self.output_dir / RUN_FILE), found, remedy))
         if self.launch.is_main:
             self.facts.update(facts)
             replace_record(self.output_dir / RUN_FILE, self.facts)
@@ -468,6 +478,18 @@ def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]
     if resume_from is not None or found or (path.exists() and not path.is_file()):
         raise ConfigError(*problems)
     return {}
+
+
+def _list_fingerprints(data: Any) -> list[Any]:
+    """Return the fingerprints of the rows in a ``data`` record; empty if it has none, as in older versions."""
+    match data:
+        case {"sources": [*parts]}:  # Token sets of pretraining.
+            return [part["fingerprint"] for part in parts if isinstance(part, dict) and "fingerprint" in part]
+        case {"inputs": {"sources": {**digests}}}:  # Packed chats and pairs.
+            return list(digests.values())
+        case {"fingerprint": digest}:  # Prompts.
+            return [digest]
+    return []
 
 
 def _fill_in(record: dict[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

@@ -368,10 +368,9 @@ def tolerate_tracker_failures(handler: Any, args: TrainingArguments, say: Callab
         args: Training arguments with ``report_to``.
         say: Logger.
     """
-    kinds: Any = get_reporting_integration_callbacks(args.report_to)  # type: ignore[no-untyped-call]
+    kinds: Any = tuple(get_reporting_integration_callbacks(args.report_to))  # type: ignore[no-untyped-call]
     handler.callbacks = [
-        _TolerantTracker(callback, say) if isinstance(callback, tuple(kinds)) else callback
-        for callback in handler.callbacks
+        _TolerantTracker(callback, say) if isinstance(callback, kinds) else callback for callback in handler.callbacks
     ]
 
 
