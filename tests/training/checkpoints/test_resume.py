@@ -1,5 +1,7 @@
 """Resume with another world size or engine: batch, seeds, and agreement of all ranks on one checkpoint."""
 
+import errno
+import os
 import random
 
 import numpy as np
@@ -10,8 +12,9 @@ from tests.training.configurations import build_recipe
 from recipes_lib.config.schema import ScheduleConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.training import run as run_module
+from recipes_lib.training.checkpoints import manifest
 from recipes_lib.training.checkpoints import resume as resumption
-from recipes_lib.training.checkpoints.manifest import write_complete
+from recipes_lib.training.checkpoints.manifest import find_last_complete, write_complete
 from recipes_lib.training.checkpoints.resume import (
     agree_on_checkpoint,
     count_rows_per_step,
@@ -181,6 +184,24 @@ def test_agree_on_checkpoint_renames_damaged_ones(tmp_path):
     assert agree(good, lines) is None
     assert agree(None, lines) is None
     assert len(lines) == 4
+
+
+@pytest.mark.parametrize("name", ["COMPLETE.json", "model.safetensors"])
+def test_unreadable_checkpoint_is_neither_damaged_nor_ignored(tmp_path, monkeypatch, name):
+    """As after a run of another user, or on a network mount with a fault: the next run would begin at step 0."""
+    newest, opened = write_checkpoint(tmp_path, 9), os.open
+
+    def refuse(path, *args, **kwargs):
+        if str(path) == str(newest / name):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(manifest, "hash_file", lambda path: refuse(path, os.O_RDONLY))
+    found = f"{name}: cannot be read: Permission denied\n"
+    with pytest.raises(ConfigError, match=found):
+        agree(find_last_complete(tmp_path), [])
+    assert newest.is_dir()
 
 
 def test_foreign_checkpoint_is_ignored_with_a_message(tmp_path, capsys):

@@ -16,7 +16,14 @@ from recipes_lib.config.schema import RecipeConfig, read_training
 from recipes_lib.errors import ConfigError, Problem, list_first, merge_alike
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
 from recipes_lib.planning.schedule import agree_until
-from recipes_lib.training.checkpoints.manifest import Record, find_damage, is_complete, list_checkpoints, put_aside
+from recipes_lib.training.checkpoints.manifest import (
+    Record,
+    find_damage,
+    find_unreadable,
+    is_complete,
+    list_checkpoints,
+    put_aside,
+)
 from recipes_lib.training.collectives import broadcast_object, gather_objects
 from recipes_lib.training.layouts.launch_environment import Launch
 
@@ -135,7 +142,8 @@ def agree_on_checkpoint(
         say: Logger for one line per damaged checkpoint.
 
     Raises:
-        ConfigError: A process does not see the checkpoint, or its plan differs from that of the main process.
+        ConfigError: A process does not see the checkpoint or cannot read a file of it, or its plan differs from that of
+            the main process.
     """
     # Ends, because each iteration renames one damaged checkpoint. Every rank makes the same two collective calls per
     # iteration, even after it has found a problem: errors are raised once all ranks know them.
@@ -146,6 +154,7 @@ def agree_on_checkpoint(
         damage = None
         if checkpoint is not None and problem is None:
             damage = find_damage(checkpoint, launch.rank, launch.world_size)
+            problem = find_unreadable(checkpoint) if damage else None
         found = gather_objects((problem, damage))
         if problems := [problem for problem, _ in found if problem]:
             raise ConfigError(*merge_alike(problems))
