@@ -92,6 +92,12 @@ def test_silent_process_is_not_a_bug(message, monkeypatch):
     assert "ddp_timeout" in lost
 
 
+def test_error_with_a_path_that_is_not_utf8_is_reported_once(tmp_path, monkeypatch):
+    (tmp_path / "0").mkdir()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
+    assert [processes.is_first_to_report("\udcff is not a file") for _ in range(2)] == [True, False]
+
+
 def test_without_launcher_no_process_is_dead(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     processes.register_process()

@@ -95,7 +95,9 @@ def is_first_to_report(words: str) -> bool:
     if (folder := _find_folder()) is None:
         return True
     try:
-        (folder.parent / f"reported-{hashlib.sha256(words.encode()).hexdigest()[:16]}").touch(exist_ok=False)
+        # ``ascii``: paths may have bytes that are not UTF-8.
+        digest = hashlib.sha256(ascii(words).encode()).hexdigest()[:16]
+        (folder.parent / f"reported-{digest}").touch(exist_ok=False)
     except OSError as error:  # Without the file, as with a full ``/tmp``, the error is printed again.
         return not isinstance(error, FileExistsError)
     return True
