@@ -66,6 +66,20 @@ def test_preemption_is_printed_by_rank_0_only(
     assert capsys.readouterr().err == ""
 
 
+def test_error_of_all_ranks_is_printed_once_per_machine(tmp_path, monkeypatch, capsys) -> None:
+    full, wrong = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), ConfigError(Problem("--seed", "not a number"))
+    for machine in ("gpu-1", "gpu-2"):
+        for rank in ("0", "1"):
+            (tmp_path / machine / rank).mkdir(parents=True)
+            monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / machine / rank / "error.json"))
+            for error in (wrong, DivergedError(f"rank {rank}"), full):
+                run_command(raising(error))
+            # The launcher's summary names the first of them.
+            assert "OSError" in (tmp_path / machine / rank / "error.json").read_text()
+        printed = capsys.readouterr().err
+        assert [printed.count(words) for words in ("not a number", "rank 0", "rank 1", "disk is full")] == [1] * 4
+
+
 def test_lost_peer_is_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(raising(LostPeerError("process 1 of this machine ended: it was killed"))) == 1
     assert capsys.readouterr().err == "rank 0 exits: process 1 of this machine ended: it was killed\n"

@@ -112,6 +112,33 @@ class OutOfMemoryError(RuntimeError):
         ),
         (OSError(errno.EROFS, "Read-only file system", "out/_lock"), "out/_lock: not permitted: Read-only"),
         (FileExistsError(errno.EEXIST, "File exists", "runs/mine"), "runs/mine: a file of this name is in the way"),
+        (
+            OSError(errno.ESTALE, "Stale file handle", "out/metrics.jsonl"),
+            "out/metrics.jsonl: its disk or network file system fails: [Errno 116] Stale",
+        ),
+        (RuntimeError("I/O error: Input/output error (os error 5)"), "output_dir: its disk or network file system"),
+        (OSError(errno.ENOTCONN, "Transport endpoint is not connected", "/mnt/s3/out"), "/mnt/s3/out: its network"),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), "dataloader_num_workers: a process"),
+        (
+            RuntimeError(
+                "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers "
+                "are out of shared memory. Please try to raise your shared memory limit."
+            ),
+            "/dev/shm: the shared memory of this machine or container is full",
+        ),
+        (
+            RuntimeError(
+                "Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+                "RuntimeError: unable to allocate shared memory(shm) for file </torch_7>: No space left on device (28)"
+            ),
+            "/dev/shm: the shared memory of this machine or container is full: RuntimeError: unable to allocate",
+        ),
+        (
+            RuntimeError("unable to open shared memory object </torch_7> in read-write mode: Too many open files (24)"),
+            "output_dir: the limit of this process is reached",
+        ),
+        (OSError("Caught OSError in DataLoader worker process 1.\nOSError: No space left on device"), "disk is full"),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors"), "GPU: the hardware is"),
         (RuntimeError("can't start new thread"), "threads: no more threads can be started"),
         (RuntimeError("failed to listen. port: 29500, name: EADDRINUSE"), "MASTER_PORT: another process uses the port"),
         (OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"), "lower per_device_train_batch_size"),

@@ -19,6 +19,7 @@ from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.files import (
     atomic_file,
     atomic_folder,
+    fsync,
     hash_file,
     is_inside,
     parse_number,
@@ -120,6 +121,18 @@ def test_replace_record_is_atomic(tmp_path, monkeypatch) -> None:
     assert caught.value.filename == str(path)
     assert read_record(path)["a"] == "ü"
     assert [entry.name for entry in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_only_a_directory_may_refuse_to_be_flushed(tmp_path, monkeypatch) -> None:
+    (tmp_path / "file").touch()
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    fsync(tmp_path)
+    with pytest.raises(OSError, match="Invalid argument"):
+        fsync(tmp_path / "file")
 
 
 @pytest.mark.parametrize("of_process", [False, True])

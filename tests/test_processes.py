@@ -75,6 +75,29 @@ def test_lost_connection_names_dead_process(folders, monkeypatch):
     assert processes.explain_lost_connection(RuntimeError("the shapes differ")) is None
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete",
+        "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)",
+        "Timed out after 601 seconds waiting for clients. 1/2 clients joined.",
+        "wait timeout after 600000ms, keys: /default_pg/0//cpu//0/0",
+    ],
+)
+def test_silent_process_is_not_a_bug(message, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    lost = str(processes.explain_lost_connection(RuntimeError(message), seconds=0))
+    assert lost.startswith("another process has not answered in time")
+    assert message in lost
+    assert "ddp_timeout" in lost
+
+
+def test_error_with_a_path_that_is_not_utf8_is_reported_once(tmp_path, monkeypatch):
+    (tmp_path / "0").mkdir()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
+    assert [processes.is_first_to_report("\udcff is not a file") for _ in range(2)] == [True, False]
+
+
 def test_without_launcher_no_process_is_dead(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     processes.register_process()

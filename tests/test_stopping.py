@@ -155,6 +155,20 @@ def test_forked_child_obeys_only_its_parent():
     assert output == "status 0\n", errors
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="workers are not forked there")
+def test_worker_ends_if_its_queue_cannot_send_an_item():
+    body = (
+        "import multiprocessing\n"
+        "queue = multiprocessing.get_context('fork').Queue()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n  queue.put(lambda: 0)\n  time.sleep(60); os._exit(0)\n"
+        "print('status', os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
+    )
+    output, errors = start(body).communicate(timeout=30)
+    assert output == "status 1\n", errors
+    assert "a worker process ends: " in errors
+
+
 def test_signal_after_failure_of_peer_is_not_preemption(tmp_path):
     for number, pid in (("0", ""), ("1", "999999999")):
         (tmp_path / number).mkdir()

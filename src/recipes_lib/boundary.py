@@ -37,6 +37,8 @@ _EXPECTED_WARNINGS: Final = {
     "DeepSpeed": "Setting accelerator to CPU",
     # bitsandbytes warns on import and falls back to plain torch for 4-bit matrix products on a CPU.
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    # Expected in a run whose output_dir was moved; ``_finalize_training`` finds the checkpoint by its step.
+    "transformers.trainer": "The best checkpoint",
     # Expected: ``load_tokenizer`` has already set the special tokens that the trainer copies to the model.
     "transformers.trainer_utils": "The tokenizer has new PAD/BOS/EOS tokens",
 }
@@ -139,7 +141,7 @@ def _report(error: BaseException) -> int:
         sys.stderr.write(f"rank {processes.read_rank()} exits: {error}\n")
         return EXIT_BUG
     if isinstance(error, UserError | DivergedError):
-        sys.stderr.write(f"{error}\n")
+        _print_once(error)
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         sys.stderr.write("interrupted\n")
@@ -147,11 +149,17 @@ def _report(error: BaseException) -> int:
     if not isinstance(error, Exception):
         raise error
     if refusal := explain_refusal(error):
-        sys.stderr.write(f"{refusal}\n")
+        _print_once(refusal)
         return EXIT_USER
     traceback.print_exception(error)
     sys.stderr.write("This is a bug in recipes-lib, not your mistake: please report it with the lines above.\n")
     return EXIT_BUG
+
+
+def _print_once(problem: object) -> None:
+    # All ranks find a wrong key, for example.
+    if processes.is_first_to_report(str(problem)):
+        sys.stderr.write(f"{problem}\n")
 
 
 def parse_or_exit(recipe: str, arguments: Sequence[str]) -> RecipeConfig:

@@ -6,7 +6,7 @@ import errno
 import importlib.util
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -25,13 +25,6 @@ STATUSES: Final = {
 }
 """Exit code of a run -> status in ``run.json``: ``torchrun`` itself exits with 1 whatever its processes returned."""
 
-# torch and safetensors write in C++ and Rust; their exceptions carry only a message and no errno.
-_DISK_IS_FULL: Final = (
-    "No space left on device",
-    "Disk quota exceeded",
-    "PytorchStreamWriter failed writing file",
-    "basic_ios::clear: iostream error",
-)
 _FILE_ERRORS: Final = {
     **dict.fromkeys(
         (errno.EACCES, errno.EPERM, errno.EROFS), ("not permitted", "check its owner, mode and mount options")
@@ -40,23 +33,53 @@ _FILE_ERRORS: Final = {
         (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR), ("not a valid file path", "correct the path")
     ),
     errno.EEXIST: ("a file of this name is in the way", "name another path, or move the file"),
-    errno.EMFILE: ("the limit of this process is reached", "raise the limit: `ulimit -n 65536`"),
+    errno.ENOTCONN: ("its network file system is no longer connected", "mount it again and run the same command"),
 }
 """``errno`` of an ``OSError`` with a file name -> what is wrong, and the remedy."""
-_PHRASES: Final = {
+_RESUMES: Final = "run the same command: it resumes from the newest complete checkpoint"
+# By text: the exceptions of torch (C++) and safetensors (Rust), and those that a data loader passes on from its
+# workers, have no errno. In this order, because an error of shared memory may also contain the system's reason.
+_PHRASES: Final[Mapping[str, tuple[str | None, str, str]]] = {
+    "Too many open files|items of ancdata": (
+        *(None, "the limit of this process is reached"),
+        "raise the limit: `ulimit -n 65536`",
+    ),
+    r"shared memory(\(shm\)| object| segment)|out of shared memory": (
+        *("/dev/shm", "the shared memory of this machine or container is full"),
+        "enlarge it (`docker run --shm-size 16g`, or `--ipc host`), or write dataloader_num_workers: 0",
+    ),
+    r"DataLoader worker \(pid": (
+        *("dataloader_num_workers", "a process that loads data has ended"),
+        "its reason is shown above; without one it was killed, usually for a lack of host memory: lower "
+        f"dataloader_num_workers and {_RESUMES}",
+    ),
+    "File too large": (
+        *(None, "a file would exceed the size limit of this process or file system"),
+        "raise the limit (`ulimit -f unlimited`), or choose an output_dir on a file system without one",
+    ),
+    "No space left on device|Disk quota exceeded|PytorchStreamWriter failed writing file|clear: iostream error": (
+        *(None, "the disk is full"),
+        f"free some space and {_RESUMES}; `recipes check` shows what a run will write",
+    ),
+    "Input/output error|Stale file handle": (
+        *(None, "its disk or network file system fails"),
+        f"check the mount and the kernel's messages (`dmesg`), then {_RESUMES}",
+    ),
     "can't start new thread": (
-        "threads",
-        "no more threads can be started",
+        *("threads", "no more threads can be started"),
         "raise the limit on processes and threads (`ulimit -u`, or that of the container) and run the same command, or "
         "lower dataloader_num_workers",
     ),
     "EADDRINUSE": (
-        "MASTER_PORT",
-        "another process uses the port",
+        *("MASTER_PORT", "another process uses the port"),
         "set MASTER_PORT to a free port, the same for every process",
     ),
+    "uncorrectable (ECC|NVLink) error": (
+        *("GPU", "the hardware is faulty"),
+        f"reset the GPU or take another machine, and {_RESUMES}",
+    ),
 }
-"""Part of the message of Python or torch -> location, what is wrong, and the remedy."""
+"""Pattern of a message -> its location (``None``: the file), what is wrong, and the remedy."""
 
 
 def escape_controls(text: object) -> str:
@@ -241,33 +264,24 @@ class LostPeerError(_LeaveError):
 
 
 def explain_refusal(error: BaseException) -> Problem | None:
-    """Return the exhausted resource or missing permission behind ``error``; ``None`` for other errors.
+    """Return the exhausted resource, missing permission or faulty device behind ``error``; ``None`` for other errors.
 
-    Recognises full disks and quotas, out of memory (device and host), limits on threads and on the size and number of
-    files, invalid paths, files without read or write permission, and a used rendezvous port.
+    Recognises full or failing disks, quotas, full shared memory, killed data loader workers, out of memory (device and
+    host), faulty GPUs, limits on threads and on the size and number of files, invalid paths, files without read or
+    write permission, and a used rendezvous port.
     """
     # Libraries wrap system errors in their own: take the first known one along the chain, from the outermost.
     chain: BaseException | None = error
     while chain is not None:
         # A problem has one line.
-        words = str(chain).splitlines()[0] if str(chain) else ""
-        code = chain.errno if isinstance(chain, OSError) else None
-        where = str(getattr(chain, "filename", None) or "output_dir")
-        if code == errno.EFBIG or "File too large" in words:
-            remedy = "raise the limit (`ulimit -f unlimited`), or choose an output_dir on a file system without one"
-            return Problem(where, f"a file would exceed the size limit of this process or file system: {words}", remedy)
-        if code in (errno.ENOSPC, errno.EDQUOT) or any(phrase in words for phrase in _DISK_IS_FULL):
-            remedy = (
-                "free some space and run the same command: it resumes from the newest complete checkpoint; "
-                "`recipes check` shows what a run will write"
-            )
-            return Problem(where, f"the disk is full: {words}", remedy)
-        if code in _FILE_ERRORS and getattr(chain, "filename", None) is not None:
+        lines = str(chain).splitlines() or [""]
+        code, name = getattr(chain, "errno", None), getattr(chain, "filename", None)
+        for pattern, (place, found, remedy) in _PHRASES.items():
+            if line := next(filter(re.compile(pattern).search, lines), None):
+                return Problem(place or str(name or "output_dir"), f"{found}: {line}", remedy)
+        if code in _FILE_ERRORS and name is not None:
             found, remedy = _FILE_ERRORS[code]
-            return Problem(where[:120], f"{found}: {os.strerror(code)}", remedy)
-        for phrase, (place, found, remedy) in _PHRASES.items():
-            if phrase in words:
-                return Problem(place, f"{found}: {words}", remedy)
+            return Problem(str(name)[:120], f"{found}: {os.strerror(code)}", remedy)
         is_host = isinstance(chain, MemoryError) or code == errno.ENOMEM
         # torch's error of a device, by name: this module must not import torch.
         if is_host or type(chain).__name__ == "OutOfMemoryError":
@@ -277,6 +291,6 @@ def explain_refusal(error: BaseException) -> Problem | None:
                 else "lower per_device_train_batch_size and raise gradient_accumulation_steps by as much (same "
                 "result), set activation_checkpointing: true, or lower max_length"
             )
-            return Problem(f"{'host' if is_host else 'device'} memory", words or "an allocation failed", remedy)
+            return Problem(f"{'host' if is_host else 'device'} memory", lines[0] or "an allocation failed", remedy)
         chain = chain.__cause__ or chain.__context__
     return None

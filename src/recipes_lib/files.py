@@ -137,7 +137,12 @@ def atomic_file(path: Path) -> Iterator[Path]:
         OSError: The file cannot be written; an existing ``path`` is unchanged.
     """
     # Random, not the process id: those of containers on a shared file system are often equal.
-    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+    with _replaced(path, path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")) as unfinished:
+        yield unfinished
+
+
+@contextmanager
+def _replaced(path: Path, unfinished: Path) -> Iterator[Path]:
     try:
         yield unfinished
         inherit_read_permission(unfinished)
@@ -206,14 +211,10 @@ def replace_text(path: Path, text: str) -> None:
     """
     # A fixed temporary name, unlike in ``atomic_file``: these files have one writer, and a file that a killed process
     # left is overwritten by the next one instead of accumulating.
-    unfinished = path.with_name(f"{path.name}.partial")
     try:
-        unfinished.write_text(text, encoding="utf-8")
-        fsync(unfinished)
-        unfinished.replace(path)
+        with _replaced(path, path.with_name(f"{path.name}.partial")) as unfinished:
+            unfinished.write_text(text, encoding="utf-8")
     except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
         # The error of a failed write has no file name, and that of a failed rename names the temporary file.
         raise OSError(error.errno, error.strerror, str(path)) from error
 
@@ -241,6 +242,10 @@ def fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot flush directories; those of files are flushed above.
+        if error.errno not in (errno.EINVAL, errno.EBADF) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

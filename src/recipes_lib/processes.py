@@ -6,6 +6,7 @@ torchrun and ``accelerate launch`` give each process a folder, named by its loca
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
@@ -28,6 +29,8 @@ _CONNECTION_LOST: Final = (
     "remote process exiting",
     "Failed to recv, got 0 bytes",
 )
+# Messages of gloo, NCCL and torch's store.
+_TIMED_OUT: Final = ("Timed out waiting", "operation timeout", "waiting for clients", "wait timeout after")
 
 
 def read_rank() -> int:
@@ -87,6 +90,19 @@ def record_failure(error: BaseException, *, is_unforeseen: bool) -> None:
     _write("error.json", json.dumps({"message": {"message": words, "extraInfo": extra}}))
 
 
+def is_first_to_report(words: str) -> bool:
+    """Return whether no other process of this machine has printed the same error; true without a launcher's folder."""
+    if (folder := _find_folder()) is None:
+        return True
+    try:
+        # ``ascii``: paths may have bytes that are not UTF-8.
+        digest = hashlib.sha256(ascii(words).encode()).hexdigest()[:16]
+        (folder.parent / f"reported-{digest}").touch(exist_ok=False)
+    except OSError as error:  # Without the file, as with a full ``/tmp``, the error is printed again.
+        return not isinstance(error, FileExistsError)
+    return True
+
+
 def find_dead_process() -> str | None:
     """Return which process of this machine has died, and why; ``None`` if all are alive or ended normally."""
     folder = _find_folder()
@@ -103,7 +119,7 @@ def find_dead_process() -> str | None:
 
 
 def explain_lost_connection(error: BaseException, seconds: float = 2.0) -> str | None:
-    """Return which process has died if ``error`` reports a lost connection; else ``None``.
+    """Return which process has died if ``error`` reports a lost or silent connection; else ``None``.
 
     Args:
         error: Error of a collective operation.
@@ -112,11 +128,15 @@ def explain_lost_connection(error: BaseException, seconds: float = 2.0) -> str |
     words = str(error)
     if read_world_size() == 1:  # Without peers, the message is that of another pipe or socket.
         return None
-    if not any(phrase in words for phrase in _CONNECTION_LOST):
+    is_silent = any(phrase in words for phrase in _TIMED_OUT)
+    if not is_silent and not any(phrase in words for phrase in _CONNECTION_LOST):
         return None
     deadline = time.monotonic() + seconds
     while (lost := find_dead_process()) is None and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
+    if is_silent:
+        # Its peers have waited as long, and may have ended by now for the same reason.
+        return f"another process has not answered in time ({words.splitlines()[0]}): it hangs, or raise ddp_timeout"
     return lost or "another process ended: see its output for the reason"
 
 

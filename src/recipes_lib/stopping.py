@@ -14,11 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import queues
 from types import FrameType
 from typing import Final
 
 from recipes_lib import processes
-from recipes_lib.errors import EXIT_BUG, EXIT_PREEMPTED, LostPeerError, PreemptedError
+from recipes_lib.errors import EXIT_BUG, EXIT_PREEMPTED, LostPeerError, PreemptedError, explain_refusal
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
@@ -148,12 +149,18 @@ class StopRequest:
         Otherwise a signal to the whole process group would kill the workers of a process that is still saving, and each
         worker would write the signal to the inherited wakeup pipe again.
         """
+        queues.Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
         signal.set_wakeup_fd(-1)
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
         if sys.platform != "darwin":
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             threading.Thread(target=_obey_parent, daemon=True).start()
+
+
+def _end_worker(error: BaseException, item: object) -> None:
+    """End a process whose queue cannot send an item, as with a full ``/dev/shm``: its receiver would wait forever."""
+    _leave(EXIT_BUG, f"a worker process ends: {explain_refusal(error) or repr(error)}")
 
 
 def _obey_parent() -> None:

@@ -116,7 +116,7 @@ def copy_shards(folder: Path, model: Any, optimizer: torch.optim.Optimizer, save
 
 def choose(output_dir: Path) -> None:
     """Print the checkpoint that each rank resumes from."""
-    checkpoint = agree_on_checkpoint(find_last_complete(output_dir), read_launch(), 1, print)
+    checkpoint = agree_on_checkpoint(find_last_complete(output_dir), read_launch(), {}, print)
     sys.stdout.write(f"process {distributed.get_rank()} chooses {checkpoint and checkpoint.name}\n")
 
 

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import pickle
+import signal
 import socket
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.training.configurations import build_recipe
+from torch.utils.data import DataLoader
 
 from recipes_lib.config.schema import DataConfig, ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.errors import ConfigError, DivergedError, LostPeerError, PreemptedError
@@ -286,6 +288,49 @@ def test_final_status_is_recorded_and_error_reraised(tmp_path, error, status):
         raise error
     assert json.loads((tmp_path / "run.json").read_text())["status"] == status
     assert not start_run(make_config(tmp_path), ONE).finished
+
+
+def test_killed_data_loader_worker_is_named(tmp_path):
+    run = start_run(make_config(tmp_path), ONE)
+    rows = iter(DataLoader([1, 2, 3, 4], num_workers=1))
+    assert next(rows).tolist() == [1]
+
+    def receive() -> None:
+        os.kill(rows._workers[0].pid, signal.SIGKILL)
+        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+
+    found = "a process that loads data has ended: DataLoader worker"
+    with pytest.raises(ConfigError, match=found), run.recording_its_end():
+        receive()
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == "refused"
+
+
+DATA = {
+    "packed": lambda digest: {"key": digest * 2, "inputs": {"sources": {"train": digest, "test": "b"}}},
+    "tokens": lambda digest: {"sources": [{"name": "web", "fingerprint": digest}], "num_rows": 3},
+    "prompts": lambda digest: {"num_prompts": 3, "fingerprint": digest},
+}
+WITHOUT_FINGERPRINT = [None, "x", {}, {"sources": [{"key": "a"}, 3]}, {"inputs": 3}, {"inputs": {"sources": 3}}]
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_resumed_run_must_have_the_same_rows(tmp_path, kind):
+    data, config = DATA[kind], make_config(tmp_path)
+    start_run(config, ONE).record(data=data("a"))
+    # Before the first checkpoint, data may change.
+    start_run(config, ONE).record(data=data("c"))
+    write_checkpoint(tmp_path, 5)
+    start_run(config, ONE).record(data={**data("c"), "num_rows": 4})
+    with pytest.raises(ConfigError, match=r"run.json: the rows of the dataset are not those that this run began with"):
+        start_run(config, ONE).record(data=data("d"))
+    assert start_run(config, ONE).facts["data"] == {**data("c"), "num_rows": 4}
+
+
+@pytest.mark.parametrize("data", WITHOUT_FINGERPRINT)
+def test_run_whose_record_has_no_fingerprint_resumes(tmp_path, data):
+    start_run(make_config(tmp_path), ONE).record(data=data)
+    write_checkpoint(tmp_path, 5)
+    start_run(make_config(tmp_path), ONE).record(data=DATA["packed"]("c"))
 
 
 def test_fingerprint_depends_only_on_keys_that_affect_results(tmp_path):

@@ -326,6 +326,7 @@ def list_limits(record: Record, figures: Record) -> Iterator[str]:
     if record["stage"] == "pretrain":
         yield "It continues text. It was not trained to answer, to refuse, or to stop at the end of an answer."
     yield "Its bias, its safety and the truth of its answers were not measured."
+    yield "This card states no licence: those of the model it began with and of its data apply."
     if not figures:
         yield "There was no held-out data: its performance on unseen data was not measured."
     for finding in (record.get("data") or {}).get("findings", ()):

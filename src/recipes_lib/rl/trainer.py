@@ -66,7 +66,7 @@ class RunLog:
         self.progress: TrainingProgress = build_progress(is_main=is_main)
         self._metrics = MetricsWriter(output_dir / METRICS_FILE, is_main=is_main)
         self.samples = MetricsWriter(output_dir / SAMPLES_FILE, is_main=is_main)
-        self.trackers = Trackers(args, model, tokenizer)
+        self.trackers = Trackers(args, model, tokenizer, self.progress.say)
         self._num_answers = num_answers
 
     def begin(self, state: PPOState, num_steps: int) -> None:

@@ -8,6 +8,7 @@ import os
 import platform
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final, TextIO
 
 import torch
+from torch._C import _error_if_any_worker_fails
 from transformers.utils.logging import disable_progress_bar
 
 from recipes_lib.config.recipes import read_harmless
@@ -82,6 +84,8 @@ LOCK_FILE: Final = "_lock"
 
 _CLAIMS: Final[list[TextIO]] = []
 """Lock files stay open while this process lives: closing a file unlocks it."""
+_SECONDS_TO_END: Final = 1.0
+"""Time in which the end of a child process is known, after a connection to it was closed."""
 _RESERVED_BYTES: Final = 2**17
 """Size of the lock file: room for ``run.json`` to say that the disk was full."""
 
@@ -114,8 +118,10 @@ class Run:
             ConfigError: As ``agree_on_checkpoint``.
         """
         say = build_progress(is_main=self.launch.is_main).say
-        accumulation = self.config.read("gradient_accumulation_steps")
-        checkpoint = agree_on_checkpoint(self.resume_from, self.launch, accumulation, say)
+        plan = {name: value for name, value in flatten_config(self.config).items() if _affects_result(name)}
+        # Without the patch version of Python, which may differ between machines.
+        plan |= {f"the version of {name}": version for name, version in read_versions().items() if name != "python"}
+        checkpoint = agree_on_checkpoint(self.resume_from, self.launch, plan, say)
         if checkpoint is None and (ignored := list_checkpoints(self.output_dir)):
             found = f"{ignored[0][1].name} is ignored: it has no readable {COMPLETE}, as if another program wrote it"
             say(f"{found}; training starts at step 0")
@@ -123,7 +129,17 @@ class Run:
         return checkpoint
 
     def record(self, **facts: Any) -> None:
-        """Add facts to ``run.json``; only the main process writes."""
+        """Add facts to ``run.json``; only the main process writes.
+
+        Raises:
+            ConfigError: The run resumes, and the facts have other ``data`` than those it began with.
+        """
+        if self.resume_from is not None and "data" in facts:
+            before, now = (_list_fingerprints(data) for data in (self.facts.get("data"), facts["data"]))
+            if before and before != now:
+                found = "the rows of the dataset are not those that this run began with: some would be trained twice"
+                remedy = "restore them, or choose another output_dir; to accept them, delete `data` from this file"
+                raise ConfigError(Problem(str(self.output_dir / RUN_FILE), found, remedy))
         if self.launch.is_main:
             self.facts.update(facts)
             replace_record(self.output_dir / RUN_FILE, self.facts)
@@ -151,6 +167,13 @@ class Run:
 
     def _explain(self, error: BaseException) -> BaseException:
         """Return a user error in place of ``error`` if its cause is known, else ``error``."""
+        # The kernel closes the connections of a killed data loader worker before it reports the worker's end.
+        if isinstance(error, ConnectionError | EOFError):
+            try:
+                time.sleep(_SECONDS_TO_END)
+                _error_if_any_worker_fails()
+            except RuntimeError as failure:
+                error = failure
         if (lost := explain_lost_connection(error)) is not None:
             return LostPeerError(lost)
         if not isinstance(error, Exception) or isinstance(error, UserError | DivergedError):
@@ -462,6 +485,18 @@ def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]
     if resume_from is not None or found or (path.exists() and not path.is_file()):
         raise ConfigError(*problems)
     return {}
+
+
+def _list_fingerprints(data: Any) -> list[Any]:
+    """Return the fingerprints of the rows in a ``data`` record; empty if it has none, as in older versions."""
+    match data:
+        case {"sources": [*parts]}:  # Token sets of pretraining.
+            return [part["fingerprint"] for part in parts if isinstance(part, dict) and "fingerprint" in part]
+        case {"inputs": {"sources": {**digests}}}:  # Packed chats and pairs.
+            return list(digests.values())
+        case {"fingerprint": digest}:  # Prompts.
+            return [digest]
+    return []
 
 
 def _fill_in(record: dict[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

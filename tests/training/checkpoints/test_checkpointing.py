@@ -334,6 +334,17 @@ def test_missing_best_checkpoint_exports_last_weights(tiny_model_dir, tmp_path, 
     assert any(line.startswith("the best weights, checkpoint-2, cannot be loaded: ") for line in recorder.lines)
 
 
+def test_moved_run_that_is_resumed_at_its_last_step_exports_best_weights(tiny_model_dir, tmp_path):
+    trainer, _ = make_evaluated_trainer(tiny_model_dir, tmp_path / "run", [1.0, 5.0], eval_steps=2, max_steps=4)
+    trainer.train()
+    # As after a kill in the export; upstream forgets the best checkpoint, whose stored path no longer exists.
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    resumed, _ = make_evaluated_trainer(tiny_model_dir, moved, [], eval_steps=2, max_steps=4)
+    resumed.train(resume_from_checkpoint=str(moved / "checkpoint-4"))
+    assert_equal_weights(weights_of(resumed), weights_of(trainer))
+    assert resumed.state.best_model_checkpoint == str(moved / "checkpoint-2")
+
+
 def test_fractional_save_steps_are_aligned_with_eval_steps(tiny_model_dir, tmp_path):
     # Upstream rounds up: 0.25 of ten steps is 3, and 0.5 is 5, which is not a multiple of 3.
     keys = {"eval_steps": 0.25, "save_steps": 0.5, "max_steps": 10, "save_total_limit": 1}

@@ -1,5 +1,7 @@
 """Resume with another world size or engine: batch, seeds, and agreement of all ranks on one checkpoint."""
 
+import errno
+import os
 import random
 
 import numpy as np
@@ -9,8 +11,10 @@ from tests.training.configurations import build_recipe
 
 from recipes_lib.config.schema import ScheduleConfig
 from recipes_lib.errors import ConfigError
+from recipes_lib.training import run as run_module
+from recipes_lib.training.checkpoints import manifest
 from recipes_lib.training.checkpoints import resume as resumption
-from recipes_lib.training.checkpoints.manifest import write_complete
+from recipes_lib.training.checkpoints.manifest import find_last_complete, write_complete
 from recipes_lib.training.checkpoints.resume import (
     agree_on_checkpoint,
     count_rows_per_step,
@@ -159,7 +163,7 @@ def write_checkpoint(output_dir, step):
 
 
 def agree(resume_from, lines):
-    return agree_on_checkpoint(resume_from, launch(1), 1, lines.append)
+    return agree_on_checkpoint(resume_from, launch(1), {}, lines.append)
 
 
 def test_agree_on_checkpoint_renames_damaged_ones(tmp_path):
@@ -182,6 +186,24 @@ def test_agree_on_checkpoint_renames_damaged_ones(tmp_path):
     assert len(lines) == 4
 
 
+@pytest.mark.parametrize("name", ["COMPLETE.json", "model.safetensors"])
+def test_unreadable_checkpoint_is_neither_damaged_nor_ignored(tmp_path, monkeypatch, name):
+    """As after a run of another user, or on a network mount with a fault: the next run would begin at step 0."""
+    newest, opened = write_checkpoint(tmp_path, 9), os.open
+
+    def refuse(path, *args, **kwargs):
+        if str(path) == str(newest / name):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(manifest, "hash_file", lambda path: refuse(path, os.O_RDONLY))
+    found = f"{name}: cannot be read: Permission denied\n"
+    with pytest.raises(ConfigError, match=found):
+        agree(find_last_complete(tmp_path), [])
+    assert newest.is_dir()
+
+
 def test_foreign_checkpoint_is_ignored_with_a_message(tmp_path, capsys):
     (write_checkpoint(tmp_path, 500) / "COMPLETE.json").unlink()
     assert Run(config(1, 1), tmp_path, launch(1), None, finished=False).choose_checkpoint() is None
@@ -193,14 +215,14 @@ def test_foreign_checkpoint_is_ignored_with_a_message(tmp_path, capsys):
 def simulate_rank_1(monkeypatch):
     """Simulate rank 1 of 2, with the values that rank 0 broadcasts; return what this rank gathers."""
 
-    def simulate(checkpoint, accumulation):
+    def simulate(checkpoint, plan):
         gathered = []
 
         def gather(own):
             gathered.append(own)
             return [(None, None), own]
 
-        monkeypatch.setattr(resumption, "broadcast_object", lambda _: (checkpoint, accumulation))
+        monkeypatch.setattr(resumption, "broadcast_object", lambda _: (checkpoint, plan))
         monkeypatch.setattr(resumption, "gather_objects", gather)
         return gathered
 
@@ -211,15 +233,30 @@ SECOND = Launch(rank=1, local_rank=1, world_size=2, engine="")
 
 
 def test_checkpoint_invisible_to_a_rank_is_rejected(tmp_path, simulate_rank_1):
-    gathered = simulate_rank_1(tmp_path / "checkpoint-3", 1)
+    gathered = simulate_rank_1(tmp_path / "checkpoint-3", {})
     with pytest.raises(
-        ConfigError, match=r"process 1: does not see .*checkpoint-3.*\n.*storage that all machines share"
+        ConfigError, match=r"process 1: on .* does not see .*checkpoint-3.*\n.*storage that all machines share"
     ):
-        agree_on_checkpoint(None, SECOND, 1, print)
+        agree_on_checkpoint(None, SECOND, {}, print)
     assert [damage for _, damage in gathered] == [None]
 
 
-def test_other_accumulation_than_rank_0_is_rejected(tmp_path, simulate_rank_1):
-    simulate_rank_1(write_checkpoint(tmp_path, 3), 2)
-    with pytest.raises(ConfigError, match="process 1: has planned 4 micro-batches a step and the main process 2"):
-        agree_on_checkpoint(None, SECOND, 4, print)
+def test_other_plan_than_rank_0_is_rejected(tmp_path, simulate_rank_1):
+    simulate_rank_1(write_checkpoint(tmp_path, 3), {"learning_rate": 1e-4, "max_steps": 9, "seed": 1})
+    found = "process 1: on .*: learning_rate is 0.5 and 0.0001 on the main process, seed is None and 1 on the main"
+    with pytest.raises(ConfigError, match=found):
+        agree_on_checkpoint(None, SECOND, {"learning_rate": 0.5, "max_steps": 9}, print)
+
+
+@pytest.mark.parametrize("other", [{"learning_rate": 0.5}, {"gradient_accumulation_steps": 4}, {"torch": "9.9"}])
+def test_run_compares_keys_and_versions_of_all_ranks(tmp_path, simulate_rank_1, monkeypatch, other):
+    plans = []
+    monkeypatch.setattr(run_module, "agree_on_checkpoint", lambda resume_from, launch, plan, say: plans.append(plan))
+    for number, changed in enumerate(({}, other)):
+        versions = {"python": f"3.11.{number}", "torch": changed.get("torch", "2.13")}
+        monkeypatch.setattr(run_module, "read_versions", lambda versions=versions: versions)
+        keys = {"output_dir": str(tmp_path / str(number)), **changed}
+        Run(build_recipe(keys), tmp_path, SECOND, None, finished=False).choose_checkpoint()
+    (name,) = other
+    differing = {key for key in plans[0].keys() | plans[1].keys() if plans[0].get(key) != plans[1].get(key)}
+    assert differing - {"torch"} == {"the version of torch" if name == "torch" else name}

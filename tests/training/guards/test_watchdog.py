@@ -40,6 +40,7 @@ def make_steps(watchdog, clock, seconds, number=10):
     for _ in range(number):
         watchdog.enter("a step")
         clock.now += seconds
+        watchdog.poll()
         watchdog.finish_step()
     watchdog.enter("a step")
 
@@ -84,10 +85,18 @@ def test_phase_without_progress_reports_has_longer_limits(watchdog, clock, phase
 def test_beat_resets_timeout(watchdog, clock):
     make_steps(watchdog, clock, 1.0)
     watchdog.enter("an evaluation")
-    for _ in range(1000):
-        clock.now += SHOW_AFTER_SECONDS - 1
-        assert watchdog.poll() is None
+    for _ in range(100):
+        assert watch(watchdog, clock, SHOW_AFTER_SECONDS - 1) == []
         watchdog.beat()
+
+
+def test_time_in_which_the_process_was_suspended_is_no_stall(watchdog, clock):
+    """As by SLURM's preemption with SUSPEND, or `kill -STOP`: the monotonic clock goes on, and no thread runs."""
+    make_steps(watchdog, clock, 1.0)
+    assert watch(watchdog, clock, SHOW_AFTER_SECONDS - 1) == []
+    clock.now += 10 * END_AFTER_SECONDS
+    assert watchdog.poll() is None
+    assert watch(watchdog, clock, 1e5) == [("show", SHOW_AFTER_SECONDS), ("end", END_AFTER_SECONDS)]
 
 
 def test_single_long_step_does_not_change_limits(watchdog, clock):
@@ -111,7 +120,7 @@ def test_during_returns_to_previous_phase(watchdog, clock):
         assert watchdog.limits() == (PATIENCE * SHOW_AFTER_SECONDS, PATIENCE * END_AFTER_SECONDS)
         clock.now += END_AFTER_SECONDS
     assert watchdog.phase == "an evaluation"
-    assert watchdog.poll() is None
+    assert watch(watchdog, clock, SHOW_AFTER_SECONDS - 1) == []
 
 
 SILENT_PHASES = {
@@ -184,7 +193,8 @@ def test_stalled_process_exits_without_terminal(watchdog, clock, monkeypatch):
         raise EndedError(code)
 
     make_steps(watchdog, clock, 1.0)
-    clock.now += END_AFTER_SECONDS
+    watch(watchdog, clock, END_AFTER_SECONDS - 1)
+    clock.now += 1
     reasons = []
     watchdog.on_stall = reasons.append
     monkeypatch.setattr(sys, "stderr", ClosedPipe())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers import trainer as trainer_module
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.training.monitoring import callbacks
@@ -265,8 +267,7 @@ def test_missing_trackers_are_all_reported(monkeypatch: pytest.MonkeyPatch) -> N
 class Tracker(TrainerCallback):
     """Records the calls of upstream's callback methods."""
 
-    def __init__(self, calls):
-        self.calls = calls
+    calls: list[tuple[object, ...]] = []  # noqa: RUF012 (replaced by each test)
 
     def on_train_begin(self, args, state, control, model=None, **_):
         self.calls.append(("begin", state.global_step, state.max_steps, state.is_world_process_zero, model))
@@ -280,14 +281,69 @@ class Tracker(TrainerCallback):
 
 def test_trackers_call_upstream_callbacks(monkeypatch, tmp_path) -> None:
     calls: list[tuple[object, ...]] = []
-    monkeypatch.setattr(callbacks, "get_reporting_integration_callbacks", lambda names: [Tracker(calls)])
+    monkeypatch.setattr(Tracker, "calls", calls)
+    monkeypatch.setattr(callbacks, "get_reporting_integration_callbacks", lambda names: [Tracker])
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    trackers = Trackers(args, "model", None)
+    trackers = Trackers(args, "model", None, print)
     trackers.begin(8, 4)
     trackers.log(6, {"loss": 1.0, "grad_norm": None})
     trackers.end()
     # ``None`` is omitted, because trackers warn about it.
     assert calls == [("begin", 4, 8, True, "model"), ("log", 6, {"loss": 1.0}), ("end",)]
+
+
+class UnreachableTrackerCallback(TrainerCallback):
+    """Tracker whose server cannot be reached from the start, or from a step on."""
+
+    first_step = 0
+    num_calls = 0
+
+    def on_train_begin(self, args, state, control, **_):
+        self._report(state)
+
+    def on_log(self, args, state, control, **_):
+        self._report(state)
+
+    def _report(self, state):
+        if state.global_step >= self.first_step:
+            type(self).num_calls += 1
+            raise ConnectionError("no route to host\nand more lines")
+
+
+@pytest.fixture
+def unreachable(monkeypatch):
+    for module in (callbacks, trainer_module):
+        monkeypatch.setattr(module, "get_reporting_integration_callbacks", lambda names: [UnreachableTrackerCallback])
+    monkeypatch.setattr(UnreachableTrackerCallback, "num_calls", 0)
+    return partial(monkeypatch.setattr, UnreachableTrackerCallback, "first_step")
+
+
+def test_failing_tracker_does_not_end_the_run(unreachable, tmp_path) -> None:
+    unreachable(4)
+    trainer, lines = ToyTrainer(tmp_path), []
+    callbacks.tolerate_tracker_failures(trainer.callback_handler, trainer.args, lines.append)
+    trainer.train()
+    assert trainer.state.global_step == 6
+    assert lines == [
+        "report_to: UnreachableTracker failed: ConnectionError: no route to host; the run continues without it, "
+        "metrics.jsonl has the same figures"
+    ]
+    assert UnreachableTrackerCallback.num_calls == 1, "it is not asked again: each call may wait for a timeout"
+
+
+def test_tracker_that_cannot_start_is_an_error_of_a_new_run_only(unreachable, tmp_path) -> None:
+    args, lines = TrainingArguments(output_dir=str(tmp_path), use_cpu=True), []
+    trackers = Trackers(args, "model", None, lines.append)
+    with pytest.raises(ConfigError, match="report_to: UnreachableTracker failed: ConnectionError: no route to host\n"):
+        trackers.begin(8, 0)
+    trackers.begin(8, 4)
+    assert len(lines) == 1
+
+
+def test_recipe_tolerates_failing_trackers(unreachable, tiny_tokenizer_dir, tmp_path, monkeypatch, capfd) -> None:
+    unreachable(1)
+    run_recipe(build_config(tmp_path, tiny_tokenizer_dir, max_steps=3), monkeypatch)
+    assert capfd.readouterr().err.count("report_to: UnreachableTracker failed") == 1
 
 
 @pytest.mark.parametrize("rises", [False, True])

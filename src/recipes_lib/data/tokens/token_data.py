@@ -239,6 +239,8 @@ def _build_record(
 def _describe(part: _Part) -> dict[str, Any]:
     prepared = part.prepared
     sides = {side: prepared.manifest[side] for side in ("train", "eval", "broken_rows")}
+    # Unlike the key, it depends on the documents only, and not on the tokenizer and this code.
+    sides["fingerprint"] = prepared.manifest["inputs"]["sources"]["documents"]
     return {"name": part.corpus.name, "path": str(prepared.path), "key": prepared.key, **sides}
 
 

@@ -7,6 +7,7 @@ folder is renamed to ``checkpoint-N``: if the process dies at any moment, ``chec
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import shutil
 import stat
@@ -16,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from recipes_lib.errors import DataError
+from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import (
     Fields,
     fsync,
@@ -196,10 +197,32 @@ def clear_leftovers(output_dir: Path) -> None:
 def find_last_complete(output_dir: Path) -> Path | None:
     """Return the newest complete checkpoint of a run; ``None`` if there is none.
 
+    Raises:
+        ConfigError: A newer checkpoint cannot be read. To ignore it could repeat days of training.
+
     Source: replaces ``transformers.trainer_utils.get_last_checkpoint``, which accepts incomplete folders;
     ``tests/training/checkpoints/test_manifest.py``.
     """
-    return next((path for _, path in list_checkpoints(output_dir) if is_complete(path)), None)
+    for _, path in list_checkpoints(output_dir):
+        if is_complete(path):
+            return path
+        if problem := find_unreadable(path):
+            raise ConfigError(problem)
+    return None
+
+
+def find_unreadable(checkpoint: Path) -> Problem | None:
+    """Return why a file of a checkpoint exists but cannot be opened, which is no damage; ``None`` if all can be."""
+    names = (read_complete(checkpoint) or {"files": ()})["files"]
+    for path in (checkpoint / name for name in (COMPLETE, *names)):
+        try:
+            os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            continue
+        except OSError as error:
+            remedy = "make it readable and run the same command; or delete its folder, to resume without it"
+            return Problem(str(path), f"cannot be read: {error.strerror}", remedy)
+    return None
 
 
 def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:

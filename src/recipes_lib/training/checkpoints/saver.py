@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import safe_globals
 
@@ -146,15 +147,8 @@ class HostCopy:
 
 
 def iterate_tensors(state: Any) -> Iterator[Tensor]:
-    """Yield every tensor in nested mappings and sequences, in order."""
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            yield from iterate_tensors(value)
-    elif isinstance(state, list | tuple):
-        for value in state:
-            yield from iterate_tensors(value)
+    """Yield every tensor in nested dictionaries and sequences, in order."""
+    return (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
 
 
 def is_adapter(model: nn.Module) -> bool:

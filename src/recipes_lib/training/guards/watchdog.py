@@ -35,6 +35,7 @@ REPORTING_PHASES: Final = frozenset({"a step", "an evaluation", "sampling answer
 """Phases that report progress. User functions, as in ``scoring answers`` and ``computing metrics``, cannot."""
 
 _TICK_SECONDS: Final = 1.0
+_SUSPENDED_SECONDS: Final = 60.0
 _SECONDS_TO_RECORD: Final = 10.0
 _NUM_STEPS_KEPT: Final = 101
 
@@ -56,13 +57,14 @@ class Watchdog:
         self.on_stall: Callable[[str], None] = lambda _: None
         self.phase = "starting"
         self._clock = clock
-        self._began = self._last_sign = self._clock()
+        self._began = self._last_sign = self._last_poll = self._clock()
         self._is_shown = False
         self._steps: deque[float] = deque(maxlen=_NUM_STEPS_KEPT)
 
     def begin(self) -> None:
         """Reset the step times of an earlier training."""
         self._steps.clear()
+        self._last_poll = self._clock()
         self.enter("the first step")
 
     def enter(self, phase: str) -> None:
@@ -103,7 +105,12 @@ class Watchdog:
 
     def poll(self) -> str | None:
         """Return the action that is due: ``show``, once per silence, or ``end``; ``None`` if neither is."""
-        silence = self._clock() - self._last_sign
+        now = self._clock()
+        # Polls are late if this process was suspended, by SIGSTOP or a scheduler: it could not make progress either.
+        if now - self._last_poll > _SUSPENDED_SECONDS:
+            self.beat()
+        self._last_poll = now
+        silence = now - self._last_sign
         show_after, end_after = self.limits()
         if silence >= end_after:
             return "end"

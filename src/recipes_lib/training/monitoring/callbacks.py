@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from torch import Tensor, distributed, nn
@@ -27,6 +28,7 @@ STATE_KEY = "recipes_lib_metrics"
 EVALUATION_KEY = "recipes_lib_evaluation"
 """Key of the last evaluated step, and whether an evaluation is pending, in the same file."""
 
+_NO_TRACKER: Final = "write `report_to: none`: metrics.jsonl and report.html are always written"
 MAX_COPIED: Final = 32 * 2**20
 """Maximum number of elements per process that are copied to measure an update: 128 MiB in float32."""
 
@@ -326,25 +328,69 @@ def _is_logged(args: TrainingArguments, state: TrainerState) -> bool:
     return is_due or (step == 1 and args.logging_first_step)
 
 
+class _TolerantTracker:
+    """Wraps a tracker's callback, whose failure after the first step must not end the run."""
+
+    def __init__(self, callback: TrainerCallback, say: Callable[[str], None]) -> None:
+        self._callback, self._say = callback, say
+        self._has_failed = False
+
+    def __getattr__(self, event: str) -> Any:
+        return partial(self._call, getattr(self._callback, event))
+
+    def _call(self, call: Callable[..., Any], args: Any, state: TrainerState, control: Any, **kwargs: Any) -> Any:
+        if self._has_failed:
+            return None
+        try:
+            return call(args, state, control, **kwargs)
+        except Exception as error:
+            name = type(self._callback).__name__.removesuffix("Callback")
+            found = f"{name} failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            if state.global_step == 0:
+                raise ConfigError(Problem("report_to", found, _NO_TRACKER)) from error
+            self._has_failed = True
+            self._say(f"report_to: {found}; the run continues without it, metrics.jsonl has the same figures")
+
+
+def tolerate_tracker_failures(handler: Any, args: TrainingArguments, say: Callable[[str], None]) -> None:
+    """Log failures of the trackers of ``report_to``, such as of their server, instead of ending the run.
+
+    Before the first step they are a ``ConfigError``: a missing login is found at once.
+
+    Args:
+        handler: Upstream's ``CallbackHandler``, which calls the trackers.
+        args: Training arguments with ``report_to``.
+        say: Logger.
+    """
+    kinds: Any = tuple(get_reporting_integration_callbacks(args.report_to))  # type: ignore[no-untyped-call]
+    handler.callbacks = [
+        _TolerantTracker(callback, say) if isinstance(callback, kinds) else callback for callback in handler.callbacks
+    ]
+
+
 class Trackers:
     """Upstream's ``report_to`` callbacks for a custom training loop; required on every process.
 
     Source: ``transformers.Trainer`` uses the same callbacks; ``tests/training/monitoring/test_callbacks.py``.
     """
 
-    def __init__(self, args: TrainingArguments, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, args: TrainingArguments, model: Any, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]
+    ) -> None:
         """Create the callbacks; trackers connect in ``begin``.
 
         Args:
             args: Training arguments with ``report_to``.
             model: Model, whose configuration trackers record.
             tokenizer: Tokenizer, for the same purpose.
+            say: Logger.
         """
         self._args = args
         kinds: list[Any] = get_reporting_integration_callbacks(args.report_to)  # type: ignore[no-untyped-call]
         # CallbackHandler warns if DefaultFlowCallback is missing.
         callbacks = [DefaultFlowCallback, *kinds]
         self._handler: Any = CallbackHandler(callbacks, model, tokenizer, None, None)  # type: ignore[no-untyped-call]
+        tolerate_tracker_failures(self._handler, args, say)
         self._state, self._control = TrainerState(), TrainerControl()
 
     def begin(self, num_steps: int, step: int) -> None:
@@ -379,5 +425,5 @@ def verify_trackers(config: RecipeConfig) -> None:
     available = [*get_available_reporting_integrations(), "none", "all"]  # type: ignore[no-untyped-call]
     missing = [name for name in names if name not in available]
     if missing:
-        remedy = "pip install {}, or write `report_to: none`: metrics.jsonl and report.html are always written"
+        remedy = f"pip install {{}}, or {_NO_TRACKER}"
         raise ConfigError(*(Problem("report_to", f"{name} is not installed", remedy.format(name)) for name in missing))

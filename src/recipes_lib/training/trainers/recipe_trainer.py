@@ -38,7 +38,12 @@ from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.context_rows import shard_batch
 from recipes_lib.training.layouts.fsdp import clip_gradients, compute_total_norm, has_shards, reshard, set_precision
 from recipes_lib.training.layouts.launch_environment import verify_engine
-from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY, Observer, name_metric
+from recipes_lib.training.monitoring.callbacks import (
+    EVALUATION_KEY,
+    Observer,
+    name_metric,
+    tolerate_tracker_failures,
+)
 from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.optim.compilation import CompilationCheck, compile_layers, is_compiled, preserve_architecture
 from recipes_lib.training.optim.optimizers import describe_groups, format_group, get_decay_names, split_loraplus_groups
@@ -109,6 +114,7 @@ class RecipeTrainer(CheckpointingTrainer):
         )
         set_precision(self.accelerator, self.model)
         self.remove_callback(PrinterCallback)
+        tolerate_tracker_failures(self.callback_handler, args, say)
         self.add_figures(*observer.callbacks)
         self.add_callback(_LogParameterGroups(observer.progress.say))
         self._last_step = LastStep(self)
