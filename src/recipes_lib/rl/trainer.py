@@ -37,7 +37,7 @@ from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.callbacks import Trackers
 from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter, read_peak_memory
 from recipes_lib.training.monitoring.progress import TrainingProgress, build_progress
-from recipes_lib.training.trainers.arguments import get_compute_dtype
+from recipes_lib.training.trainers.arguments import get_rounding_dtype
 
 _COUNTS: Final = ("iteration", "num_answers", "num_tokens", "num_target_tokens", "seconds")
 
@@ -125,7 +125,7 @@ class PolicyTrainer:
         self._config, self._args, self._models = config, args, models
         self._rewards, self._prompts, self._tokenizer = rewards, prompts, tokenizer
         self._rank, self._world_size = int(args.process_index), int(args.world_size)
-        self._dtype = get_compute_dtype(args)
+        self._dtype = get_rounding_dtype(models.policy, args)
         self.method: Method = build_method(config, len(prompts.train), self._world_size)
         self.schedule = self.method.schedule
         # Positions in the training set of the prompts of a range of answers.

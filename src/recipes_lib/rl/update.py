@@ -30,7 +30,7 @@ from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.fsdp import clip_gradients, compute_total_norm
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.optim.optimizers import get_decay_names
-from recipes_lib.training.trainers.arguments import get_compute_dtype
+from recipes_lib.training.trainers.arguments import get_rounding_dtype
 
 _SPOKEN: Final = {
     "scores": "rewards",
@@ -299,7 +299,7 @@ class Updater:
                 # Only the policy's metrics have it. The guard below reports a non-finite loss, with a dump.
                 kl = figures.get("approx_kl") if math.isfinite(figures["loss"]) else None
                 if kl is not None and not steps:
-                    verify_first_minibatch(kl, get_compute_dtype(self.args))
+                    verify_first_minibatch(kl, get_rounding_dtype(self.models.policy, self.args))
                 target = self.method.target_kl
                 # The metric is reduced over all processes, so that all of them decide alike.
                 is_over = kl is not None and target is not None and kl > EARLY_STOP_FACTOR * target
