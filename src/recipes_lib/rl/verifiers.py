@@ -25,11 +25,17 @@ def exact_match(
 ) -> list[float | None]:
     """Return 1 if an answer equals the row's ``solution`` up to surrounding white space, else 0.
 
-    Rows without a solution give ``None``; so do blank ones, which would reward empty answers.
+    The number 7.0 equals ``7`` too. Rows without a solution give ``None``; so do blank ones, which would reward empty
+    answers.
     """
     wanted = [_write(value).strip() for value in solution]
+    # One fraction in a column makes floats of all its integers.
+    shorter = [
+        text.removesuffix(".0") if isinstance(value, float) else text
+        for text, value in zip(wanted, solution, strict=True)
+    ]
     given = [_read_text(completion).strip() for completion in completions]
-    return [float(g == w) if w else None for g, w in zip(given, wanted, strict=True)]
+    return [float(g in (w, s)) if w else None for g, w, s in zip(given, wanted, shorter, strict=True)]
 
 
 def final_number(
