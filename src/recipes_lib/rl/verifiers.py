@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +9,7 @@ from decimal import Decimal
 from typing import Any, Final
 
 from recipes_lib.data.final_numbers import read_final_number
+from recipes_lib.processes import count_cores
 from recipes_lib.sandbox import run_program
 
 Completion = str | Sequence[dict[str, Any]]
@@ -67,7 +67,7 @@ def python_tests(
         program = "\n".join([read_program(_read_text(completion)), *lines])
         return float(run_program(program, seconds=SECONDS_TO_RUN).outcome == "passed")
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(count_cores()) as pool:
         return list(pool.map(score, zip(completions, tests, strict=True)))
 
 
