@@ -108,7 +108,6 @@ bench: $(STAMP) ## benchmarks against the installed transformers and TRL
 	@$(RUN) benchmarks/pipeline.py --rounds 1 --output build/bench/pipeline.json
 	@$(RUN) benchmarks/activation_checkpointing.py --output build/bench/activation_checkpointing.json
 	@$(RUN) benchmarks/checkpoints.py --output build/bench/checkpoints.json
-	@$(RUN) benchmarks/publishing.py --rounds 2 --output build/bench/publishing.json
 	@$(RUN) benchmarks/corpus.py --rounds 2 --output build/bench/corpus.json
 	@$(RUN) benchmarks/evaluation.py --rounds 2 --output build/bench/evaluation.json
 

@@ -128,3 +128,17 @@ def test_api_key_is_read_from_environment(monkeypatch) -> None:
     assert processes.read_api_key() is None
     monkeypatch.setenv("OPENAI_API_KEY", "sk-1")
     assert processes.read_api_key() == "sk-1"
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"), [(None, 3), ("max 100000", 3), ("250000 100000", 2), ("50000 100000", 1)]
+)
+def test_cores_are_those_of_affinity_and_of_quota_of_container(tmp_path, monkeypatch, quota, expected):
+    monkeypatch.setattr(processes, "_CPU_QUOTA", tmp_path / "cpu.max")
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5}, raising=False)
+    assert processes.count_cores() == expected
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert processes.count_cores() == expected

@@ -1,4 +1,4 @@
-"""Rank and world size of a launch, and detection of failed processes on this machine.
+"""Rank and world size of a launch, usable cores, and detection of failed processes on this machine.
 
 torchrun and ``accelerate launch`` give each process a folder, named by its local rank, from which they read its error
 (``error.json``). Each process also writes its process id there, and removes it when it ends normally.
@@ -20,6 +20,8 @@ from recipes_lib.files import read_record
 
 _PID_FILE: Final = "pid"
 _POLL_SECONDS: Final = 0.1
+_CPU_QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")
+"""Microseconds of CPU time that a container may use per period, and the period; ``max`` without a limit."""
 # Messages of gloo and NCCL, which raise a plain RuntimeError.
 _CONNECTION_LOST: Final = (
     "Connection closed by peer",
@@ -31,6 +33,15 @@ _CONNECTION_LOST: Final = (
 )
 # Messages of gloo, NCCL and torch's store.
 _TIMED_OUT: Final = ("Timed out waiting", "operation timeout", "waiting for clients", "wait timeout after")
+
+
+def count_cores() -> int:
+    """Return the number of cores that this process may use: its affinity, or the quota of its container if less."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # No such file outside of Linux, and no number without a limit.
+        quota, period = map(int, _CPU_QUOTA.read_text(encoding="ascii").split())
+        cores = min(cores, max(1, quota // period))
+    return cores
 
 
 def read_rank() -> int:

@@ -561,13 +561,6 @@ def test_memory_request_follows_input_size(tmp_path):
     assert cleaning.choose_options(replace(job, name="writing"), config) == {"cpus_per_task": 2}
 
 
-def test_count_cores_respects_affinity(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3}, raising=False)
-    assert cleaning.count_cores() == 2
-    monkeypatch.delattr(os, "sched_getaffinity")
-    assert cleaning.count_cores() == os.cpu_count()
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "disk full"), DataError()])
 def test_failed_task_cancels_pending_tasks(error):
     class Pool:

@@ -19,6 +19,8 @@ from tests.rl import keys_task
 from tests.simulated_device import SIMULATED
 
 FAST = ("sft packed", "dpo adapter stored")
+# No quantised weights: transformers places them on CUDA by itself, and their class cannot hold tensors of this device.
+PLACED = {name: cell for name, cell in (CELLS | FURTHER_CELLS).items() if "load_in_4bit" not in cell[2]}
 RL_KEYS = {"max_steps": 4, "num_sample_prompts": 2, "save_strategy": "steps", "save_steps": 2}
 
 
@@ -34,9 +36,9 @@ def verify_equal(one: Path, other: Path) -> None:
     assert not wrong, (other, wrong)
 
 
-@pytest.mark.parametrize("cells", [FAST, pytest.param({**CELLS, **FURTHER_CELLS}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cells", [FAST, pytest.param(tuple(PLACED), marks=pytest.mark.slow)])
 def test_recipes_match_cpu(inputs, tmp_path, cells) -> None:
-    jobs = build_jobs(inputs, {name: (CELLS | FURTHER_CELLS)[name] for name in cells}, 1)
+    jobs = build_jobs(inputs, {name: PLACED[name] for name in cells}, 1)
     sharding.run_jobs(jobs, tmp_path / "cpu")
     result = sharding.run_jobs(place(jobs), tmp_path / "device", variables=SIMULATED)
     assert set(result["codes"].values()) == {0}

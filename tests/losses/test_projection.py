@@ -102,6 +102,19 @@ def test_chunks_share_one_buffer() -> None:
     assert {(chunk.logits.dtype, chunk.narrow.dtype) for chunk in chunks} == {(torch.float32, torch.bfloat16)}
 
 
+def test_logits_of_half_precision_on_cuda_are_not_rounded_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def multiply(left: Tensor, right: Tensor, out_dtype: torch.dtype | None = None, *, out: Tensor) -> Tensor:
+        assert out_dtype in (None, out.dtype), "as CUDA requires"
+        return out.copy_(left.float() @ right.float())
+
+    hidden, weight, *_ = make_inputs(torch.bfloat16)
+    monkeypatch.setattr(torch, "mm", multiply)
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda _: True))
+    chunks = build_projection(hidden, weight, chunk_size=8).iterate(hidden, weight, None)
+    logits = torch.cat([chunk.logits.clone() for chunk in chunks])
+    torch.testing.assert_close(logits, hidden.float() @ weight.float().t())
+
+
 def test_gradients_have_dtype_of_parameters() -> None:
     hidden, weight, bias, _ = make_inputs(torch.float32)
     inputs = (hidden, weight.bfloat16(), bias.half())

@@ -7,10 +7,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.proving.benches import GPU, build_bench
+import pytest
+import torch
+from tests.proving.benches import GPU, build_bench, write_losses
 
+from recipes_lib.proving.bench import Bench, Figures, WrongResultError
 from recipes_lib.proving.checks import Check, compare_with_cpu
-from recipes_lib.proving.results import FAILED, ROWS_FILE, SKIPPED, add_row, read_rows, run_check, write_page
+from recipes_lib.proving.results import (
+    FAILED,
+    PASSED,
+    ROWS_FILE,
+    SKIPPED,
+    add_row,
+    format_row,
+    read_rows,
+    run_check,
+    write_page,
+)
 
 
 def test_failed_recipe_gives_row_with_tail_of_log(tmp_path: Path) -> None:
@@ -22,6 +35,29 @@ def test_failed_recipe_gives_row_with_tail_of_log(tmp_path: Path) -> None:
     row = run_check(check, build_bench(tmp_path, fail), 60)
     assert row.status == FAILED
     assert "illegal memory access" in row.reason
+
+
+def test_reason_of_long_log_keeps_its_end(tmp_path: Path) -> None:
+    def fail(_: Bench) -> Figures:
+        raise WrongResultError("\n".join(["sft.py ended with 1", *["frame " * 20] * 12, "OutOfMemoryError: 80 GB"]))
+
+    row = run_check(Check("x", "", fail), build_bench(tmp_path), 60)
+    assert row.reason.startswith("WrongResultError: sft.py ended with 1\n")
+    assert len(row.reason) < 500
+    assert row.reason.endswith("OutOfMemoryError: 80 GB")
+    assert "sft.py ended with 1 ... OutOfMemoryError: 80 GB" in format_row(row)
+
+
+def test_cuda_error_of_an_earlier_check_does_not_end_a_separate_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", fail)
+    bench = build_bench(tmp_path, write_losses(1.0, 1.0), GPU)
+    row = run_check(Check("numbers-sft", "", lambda bench: compare_with_cpu("sft", bench)), bench, 60)
+    assert row.status == PASSED, row.reason
 
 
 def test_missing_requirements_and_time_skip_with_reason(tmp_path: Path) -> None:

@@ -64,6 +64,19 @@ def test_answer_depends_on_its_number_but_not_on_its_batch(collector_and_prompts
     assert not torch.equal(other.response_ids, whole.response_ids)
 
 
+def test_results_of_each_model_are_copied_to_host_once(collector_and_prompts, monkeypatch):
+    """A copy per batch would leave a GPU idle while the next batch is laid out."""
+    collector, prompts = collector_and_prompts
+    args, copied, to_host = copy.copy(collector.args), [], torch.Tensor.cpu
+    args.per_device_eval_batch_size = 5
+    rollout, _ = collector.collect(prompts[:12], range(12))
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: copied.append(tensor.shape) or to_host(tensor))
+    again = replace(collector, args=args)._compute_logps_and_values(rollout)
+    assert copied == [rollout.mask.shape] * 3
+    for name in ("logps", "ref_logps", "values"):
+        torch.testing.assert_close(getattr(again, name), getattr(rollout, name), rtol=0, atol=1e-5)
+
+
 def test_answers_end_at_first_stop_token_or_length_limit(collector_and_prompts):
     collector, prompts = collector_and_prompts
     rollout, _ = collector.collect(prompts[:32], range(32))

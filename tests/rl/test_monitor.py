@@ -100,7 +100,8 @@ def test_average_steps_counts_updates_only():
 
 def test_ratio_other_than_one_at_first_minibatch_raises():
     verify_first_minibatch(1e-8, torch.float32)
-    verify_first_minibatch(1e-4, torch.bfloat16)
+    # The root mean square of 0.055 that was measured with logits in bfloat16.
+    verify_first_minibatch(1.5e-3, torch.bfloat16)
     with pytest.raises(DivergedError, match="before the first update"):
         verify_first_minibatch(1e-4, torch.float32)
     with pytest.raises(DivergedError):

@@ -95,6 +95,15 @@ def test_importance_weight_uses_sampling_policy_not_current_policy(build, monkey
     assert figures["approx_kl"] == pytest.approx(math.exp(0.1) - 1.1, rel=1e-3)
 
 
+@pytest.mark.parametrize(("dtype", "is_rounding"), [("float32", False), ("bfloat16", True)])
+def test_first_ratio_may_differ_from_one_by_rounding_of_weights(build, dtype, is_rounding):
+    """Products of bfloat16 weights are in bfloat16, also without autocast."""
+    updater, rollout = build(ONE_STEP, dtype=dtype, bf16="false")
+    moved = dataclasses.replace(rollout, logps=rollout.logps + 0.02 * rollout.mask)
+    with contextlib.nullcontext() if is_rounding else pytest.raises(DivergedError, match="before the first update"):
+        updater.update_policy(moved, 0)
+
+
 @pytest.mark.parametrize("keys", [{}, {"use_peft": True}])
 @pytest.mark.parametrize("batch_size", [1, 3, 4])
 def test_micro_batch_size_does_not_change_gradients(build, monkeypatch, batch_size, keys):

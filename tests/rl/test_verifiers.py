@@ -35,6 +35,11 @@ def test_columns_of_numbers_are_accepted(wanted):
     assert final_number(completions=["100000000000000000000", "20"], answer=[1e20] * 2) == [1.0, 0.0]
 
 
+def test_exact_match_accepts_whole_number_of_float_column_without_fraction():
+    assert exact_match(completions=["7", "7.0", "70"], solution=[7.0] * 3) == [1.0, 1.0, 0.0]
+    assert exact_match(completions=["7", "0.5"], solution=["7.0", 0.5]) == [0.0, 1.0]
+
+
 def test_blank_columns_give_none():
     assert exact_match(completions=["", "a"], solution=["", " \n"]) == [None, None]
     assert python_tests(completions=["a = 1"] * 4, tests=["", " \n", [], [""]]) == [None] * 4

@@ -1,10 +1,16 @@
-"""Collectives without a process group, and errors of the main process on every rank."""
+"""Collectives without a process group, and errors and long computations of the main process on every rank."""
 
 from __future__ import annotations
 
+import sys
+import time
 from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
+from tests.forked import run_forked
+from torch import distributed
 
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.training import collectives
@@ -26,10 +32,32 @@ def test_compute_on_main_returns_or_raises_same_on_every_rank(monkeypatch: pytes
     # Another rank computes nothing: it returns or raises what rank 0 has sent.
     monkeypatch.setattr(collectives, "get_rank", lambda: 1)
     for sent in (7, ConfigError(Problem("judge", "no key"))):
-        monkeypatch.setattr(collectives, "broadcast_object", lambda value, sent=sent: (sent, value)[0])
+        monkeypatch.setattr(collectives, "broadcast_object", lambda value, _, sent=sent: (sent, value)[0])
         with pytest.raises(ConfigError, match="no key") if isinstance(sent, ConfigError) else nullcontext():
             assert collectives.compute_on_main(lambda: refuse()) == 7
 
 
 def refuse() -> int:
     raise ConfigError(Problem("judge", "no key"))
+
+
+@pytest.mark.multiprocess
+def test_main_may_compute_for_longer_than_the_timeout(tmp_path: Path) -> None:
+    run_forked(__name__, tmp_path)
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["7, 8"] * 2
+
+
+def main() -> None:
+    """Compute for three times the timeout of the default group on rank 0, twice."""
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=1))
+
+    def compute(number: int) -> int:
+        time.sleep(3)
+        return number
+
+    found = [collectives.compute_on_main(lambda number=number: compute(number)) for number in (7, 8)]
+    (Path(sys.argv[1]) / str(distributed.get_rank())).write_text(", ".join(map(str, found)))
+
+
+if __name__ == "__main__":
+    main()

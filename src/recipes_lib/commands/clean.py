@@ -11,6 +11,7 @@ from recipes_lib.commands.score import load_text_scorer
 from recipes_lib.config.corpus_keys import CorpusConfig, parse_corpus_command
 from recipes_lib.config.loader import exit_after_help
 from recipes_lib.errors import EXIT_DONE, verify_extra
+from recipes_lib.processes import count_cores
 
 MEGABYTES_PER_SECOND: Final = 1.7
 """Throughput of one core with all steps on web text (``benchmarks/corpus.py``); higher without a quality preset."""
@@ -92,7 +93,6 @@ def plan(argv: Sequence[str]) -> None:
         DataError: A source cannot be found.
     """
     config = _parse(argv)
-    from recipes_lib.corpus.cleaning import count_cores
     from recipes_lib.corpus.inputs import count_input_bytes, open_inputs
 
     sizes = {source.label: count_input_bytes(source) for source in open_inputs(config, streams=True)}

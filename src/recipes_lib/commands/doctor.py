@@ -6,7 +6,6 @@ import argparse
 import importlib.metadata
 import importlib.util
 import itertools
-import os
 import platform
 import shutil
 import subprocess
@@ -150,10 +149,11 @@ def _probe_torch() -> Iterator[Finding]:
         yield _core_package("torch", "broken", _first_line(error))
         return
     from recipes_lib.hardware import INSTALL_CUDA, find_gpu_obstacle
+    from recipes_lib.processes import count_cores
     from recipes_lib.training.layouts.launch_environment import read_environment
 
     yield Finding("torch", "ok", torch.__version__, is_core=True)
-    threads = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads (OMP_NUM_THREADS sets them)"
+    threads = f"{count_cores()} cores, torch uses {torch.get_num_threads()} threads (OMP_NUM_THREADS sets them)"
     yield Finding("cpu", "ok", threads)
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):

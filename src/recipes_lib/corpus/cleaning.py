@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 import re
 import shlex
 import shutil
@@ -61,6 +60,7 @@ from recipes_lib.data.sources.readers import enumerate_lines
 from recipes_lib.data.store import compute_key
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import explain_write_errors, hash_file, read_record, replace_record, try_lock
+from recipes_lib.processes import count_cores
 
 _SECONDS_BETWEEN_LINES: Final = 5.0
 """Shortest interval between two progress lines."""
@@ -143,11 +143,6 @@ def make_corpus(config: CorpusConfig, load_scorer: LoadScorer | None = None) -> 
             return _read_finished(config, key)
         run_local(jobs, config.workers or count_cores())
         return read_record(Path(config.output_dir) / MANIFEST)
-
-
-def count_cores() -> int:
-    """Return the number of cores available to this process: its CPU affinity, or on macOS all cores of the machine."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _verify_output(config: CorpusConfig, work: Path) -> None:

@@ -85,6 +85,12 @@ class Reply:
     error: str | None = None
 
 
+class UnansweredError(ConfigError):
+    """The endpoint failed; ``replies`` are those that it gave before, for which it may charge."""
+
+    replies: Sequence[Reply] = ()
+
+
 class Answerer(Protocol):
     """Interface of a model that answers chats: local, by an engine such as vLLM, or behind an endpoint."""
 
@@ -197,8 +203,9 @@ class Endpoint:
         """Answer each chat once; a request that the endpoint refuses gives a reply with ``error``.
 
         Raises:
-            ConfigError: The endpoint cannot be reached, does not know the model or the key, returns invalid responses,
-                or has refused at least ``FEWEST_REFUSALS`` requests and answered none.
+            UnansweredError: The endpoint cannot be reached, does not know the model or the key, or returns invalid
+                responses.
+            ConfigError: It has refused at least ``FEWEST_REFUSALS`` requests and answered none.
         """
         connection, jobs = _Connection(self), deque(enumerate(zip(chats, numbers, strict=True)))
         found: dict[int, Reply] = {}
@@ -228,6 +235,8 @@ class Endpoint:
             # Also after Ctrl-C, so that no thread starts another request.
             connection.is_stopped.set()
         if failures:
+            if isinstance(failures[0], UnansweredError):
+                failures[0].replies = list(found.values())
             raise failures[0]
         replies = [found[at] for at in range(len(chats))]
         self.tally.update(reply.error is None for reply in replies)
@@ -255,7 +264,7 @@ class _Connection:
         """Return the answer to a chat.
 
         Raises:
-            ConfigError: As ``Endpoint.answer``.
+            UnansweredError: As ``Endpoint.answer``.
         """
         endpoint, reason = self.endpoint, ""
         body: dict[str, Any] = {
@@ -284,7 +293,7 @@ class _Connection:
                     return Reply("", is_finished=False, error=reason)
                 if error.code not in REPEATED and error.code < 500:
                     remedy = KEY_REMEDY if error.code in KEY_REFUSED else _REMEDY
-                    raise ConfigError(Problem("base_url", f"{self._url} returned {reason}", remedy)) from None
+                    raise UnansweredError(Problem("base_url", f"{self._url} returned {reason}", remedy)) from None
                 wait = read_wait(error.headers.get("Retry-After"), wait)
             except _FAILURES as error:
                 reason = self._shorten(f"{type(error).__name__}: {error}")
@@ -292,7 +301,7 @@ class _Connection:
             if attempt + 1 < endpoint.num_attempts and self.pause(wait):
                 break
         found = f"{self._url} had no answer after {endpoint.num_attempts} attempts: {reason}"
-        raise ConfigError(Problem("base_url", found, RESUME_REMEDY))
+        raise UnansweredError(Problem("base_url", found, RESUME_REMEDY))
 
     def _post(self, sent: bytes) -> Any:
         headers = {"Content-Type": "application/json"}

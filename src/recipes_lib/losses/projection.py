@@ -79,10 +79,15 @@ class Projection:
             inputs = hidden[rows].to(self.dtype)
             narrow, logits = buffer[: len(inputs)], wide_buffer[: len(inputs)]
             # (n, D) @ (D, V) -> (n, V); ``t`` is a view, so the weight is not copied.
-            torch.mm(inputs, matrix.t(), out=narrow)
-            # The products are in half precision under autocast; everything after them is in float32.
-            slope = self._apply_transform(logits if narrow.dtype == logits.dtype else logits.copy_(narrow), bias)
-            yield Chunk(rows, inputs, logits, narrow, slope)
+            if narrow.dtype == logits.dtype:
+                torch.mm(inputs, matrix.t(), out=logits)
+            elif narrow.is_cuda:
+                # Rounded to bfloat16, logits from 16 to 32 would be multiples of 0.125.
+                torch.mm(inputs, matrix.t(), out_dtype=logits.dtype, out=logits)
+            else:
+                # A CPU has no product with another dtype than its operands.
+                logits.copy_(torch.mm(inputs, matrix.t(), out=narrow))
+            yield Chunk(rows, inputs, logits, narrow, self._apply_transform(logits, bias))
 
     def _apply_transform(self, logits: Tensor, bias: Tensor | None) -> Tensor | None:
         """Apply bias, scale and soft cap in place; return the derivative of the soft cap."""

@@ -198,7 +198,9 @@ class Bench:
     def start(self, arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> int:
         """Run Python like ``launch``, offline, without GPU memory that this process has cached."""
         if self.is_cuda:
-            torch.cuda.empty_cache()
+            # After a CUDA error in an earlier check, every call of this process raises it again.
+            with suppress(RuntimeError):
+                torch.cuda.empty_cache()
         return self.launch(arguments, {"HF_HUB_OFFLINE": "1", **variables}, log)
 
     def train(self, recipe: str, name: str, **options: Any) -> list[Event]:

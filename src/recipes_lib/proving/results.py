@@ -11,8 +11,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
 from recipes_lib.files import read_lines, replace_text
 from recipes_lib.proving.bench import Bench
 from recipes_lib.proving.checks import Check
@@ -59,10 +57,10 @@ def run_check(check: Check, bench: Bench, seconds_left: float) -> Row:
     try:
         figures = dict(check.run(bench))
     except Exception as error:  # Errors of a driver or a package can have any type.
-        reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
-    # Processes of the next check need the memory that this process has cached.
-    if bench.is_cuda:
-        torch.cuda.empty_cache()
+        reason = f"{type(error).__name__}: {error}"
+        if len(reason) > _LONGEST_REASON:
+            # The end of a log has the cause.
+            reason = f"{reason[: _LONGEST_REASON // 4]} ... {reason[-3 * _LONGEST_REASON // 4 :]}"
     seconds = round(time.perf_counter() - began, 1)
     status = FAILED if reason else PASSED
     return Row(bench.describe(), check.name, check.what, status, seconds, figures, reason)
@@ -88,7 +86,8 @@ def add_row(folder: Path, row: Row) -> None:
 
 def format_row(row: Row) -> str:
     """Format a row for the terminal."""
-    result = row.reason.splitlines()[0] if row.reason else _format_figures(dict(islice(row.figures.items(), _SHOWN)))
+    lines = row.reason.splitlines() or [_format_figures(dict(islice(row.figures.items(), _SHOWN)))]
+    result = " ... ".join(dict.fromkeys((lines[0], lines[-1])))
     return f"{row.status:8}{row.check:28}{row.seconds:7.1f} s  {result}"
 
 

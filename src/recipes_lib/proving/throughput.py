@@ -78,6 +78,9 @@ def measure_finetuning(method: str, bench: Bench) -> Figures:
     inputs = {"model_name_or_path": model, "dataset_name": rows, "max_length": length, **keys}
     given = bench.set_up(recipe, per_device_train_batch_size=num_rows, bf16="true", dtype="bfloat16", **inputs)
     figures = {**_measure_ours(bench, recipe, "ours", f"finetune-8B-{method}", **given)}
+    # The final model of full fine-tuning takes 16 GB of the disk.
+    for weights in bench.folder.glob(f"runs/finetune-8B-{method}-ours/*.safetensors"):
+        weights.unlink()
     peer = {"path": str(model), "adapter": recipe == "lora", "four_bit": "load_in_4bit" in keys}
     peer |= {"optim": keys.get("optim", "adamw_torch_fused"), "compile": False}
     figures |= _measure_peer(bench, "trl", f"finetune-8B-{method}", num_rows, length, peer)

@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from recipes_lib.config.schema import RecipeConfig
@@ -249,11 +250,15 @@ class Collector:
 
     def _map(self, rollout: Rollout, name: Role, compute: Callable[[Any, Sequences], Tensor]) -> Tensor:
         """Apply a model to all answers without gradients; return ``float32 (B, T)`` on the CPU."""
-        result = torch.zeros(rollout.mask.shape)
+        order, parts, width = list[int](), list[Tensor](), rollout.mask.shape[1]
         with self.models.using(name) as model, torch.no_grad(), self.precision():
             for rows in rollout.cut(self.args.per_device_eval_batch_size):
                 beat_between(self.models.policy)
-                # (rows, length of their longest answer); beyond it the result stays 0.
-                part = compute(model, lay_out(rollout.take(rows), self.args.device))
-                result[rows, : part.shape[1]] = part.float().cpu()
+                # (rows, length of their longest answer); beyond it the result is 0. It stays on the device, so that the
+                # next batch is laid out during the computation.
+                part = compute(model, lay_out(rollout.take(rows), self.args.device)).float()
+                parts.append(functional.pad(part, (0, width - part.shape[1])))
+                order += rows
+        result = torch.empty(rollout.mask.shape)
+        result[order] = torch.cat(parts).cpu()
         return result

@@ -112,8 +112,10 @@ def verify_first_minibatch(kl: float, dtype: torch.dtype) -> None:
     Raises:
         DivergedError: The policy's log-probabilities changed since they were computed for the rollout.
     """
-    # k3 of a small log-ratio d is d^2 / 2.
-    _verify_shift((2 * max(kl, 0.0)) ** 0.5, dtype, "of this iteration the log-probabilities of policy and rollout")
+    # k3 of a small log-ratio d is d^2 / 2: this is a root mean square, which few tokens dominate. In bfloat16 it was up
+    # to 0.055 for random models of 16 layers with logits up to 29, twice the mean.
+    shift, allowed = (2 * max(kl, 0.0)) ** 0.5, 4 * TOLERANCE[dtype]
+    _verify_shift(shift, allowed, "of this iteration the log-probabilities of policy and rollout")
 
 
 def verify_first_rollout(rollout: Rollout, dtype: torch.dtype) -> str:
@@ -123,14 +125,14 @@ def verify_first_rollout(rollout: Rollout, dtype: torch.dtype) -> str:
         DivergedError: They differ by more than rounding.
     """
     shift = float((rollout.logps - rollout.ref_logps)[rollout.mask].abs().mean())
-    _verify_shift(shift, dtype, "policy and reference")
+    _verify_shift(shift, TOLERANCE[dtype], "policy and reference")
     return f"step 0: policy and reference differ by {shift:.1e} nats per token"
 
 
-def _verify_shift(shift: float, dtype: torch.dtype, what: str) -> None:
-    found = f"{what} differ by {shift:.2g} nats per token; rounding explains {TOLERANCE[dtype]:g}"
+def _verify_shift(shift: float, allowed: float, what: str) -> None:
     # A negated comparison, so that NaN fails.
-    if not shift <= TOLERANCE[dtype]:
+    if not shift <= allowed:
+        found = f"{what} differ by {shift:.2g} nats per token; rounding explains {allowed:g}"
         raise DivergedError(f"before the first update {found}")
 
 

@@ -27,13 +27,14 @@ from typing import Any, Final
 
 from recipes_lib.config.values import read_constants
 from recipes_lib.errors import escape_controls
+from recipes_lib.processes import count_cores
 from recipes_lib.training.guards.watchdog import WATCHDOG
 
 _SECONDS_TO_IMPORT: Final = 300.0
 _SECONDS_BETWEEN_LOOKS: Final = 5.0
 _OF_TRL: Final = "trl.rewards"
 _NEED_MATH_VERIFY: Final = ("accuracy_reward", "get_cosine_scaled_reward", "reasoning_accuracy_reward")
-_NUM_WORKERS: Final = min(8, os.cpu_count() or 1)
+_NUM_WORKERS: Final = min(8, count_cores())
 MAX_LIMITS: Final = 10
 """Time limit of scoring answers one by one, as a multiple of the limit of a call."""
 

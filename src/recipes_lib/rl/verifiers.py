@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +9,7 @@ from decimal import Decimal
 from typing import Any, Final
 
 from recipes_lib.data.final_numbers import read_final_number
+from recipes_lib.processes import count_cores
 from recipes_lib.sandbox import run_program
 
 Completion = str | Sequence[dict[str, Any]]
@@ -25,11 +25,17 @@ def exact_match(
 ) -> list[float | None]:
     """Return 1 if an answer equals the row's ``solution`` up to surrounding white space, else 0.
 
-    Rows without a solution give ``None``; so do blank ones, which would reward empty answers.
+    The number 7.0 equals ``7`` too. Rows without a solution give ``None``; so do blank ones, which would reward empty
+    answers.
     """
     wanted = [_write(value).strip() for value in solution]
+    # One fraction in a column makes floats of all its integers.
+    shorter = [
+        text.removesuffix(".0") if isinstance(value, float) else text
+        for text, value in zip(wanted, solution, strict=True)
+    ]
     given = [_read_text(completion).strip() for completion in completions]
-    return [float(g == w) if w else None for g, w in zip(given, wanted, strict=True)]
+    return [float(g in (w, s)) if w else None for g, w, s in zip(given, wanted, shorter, strict=True)]
 
 
 def final_number(
@@ -61,7 +67,7 @@ def python_tests(
         program = "\n".join([read_program(_read_text(completion)), *lines])
         return float(run_program(program, seconds=SECONDS_TO_RUN).outcome == "passed")
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(count_cores()) as pool:
         return list(pool.map(score, zip(completions, tests, strict=True)))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 from torch import Tensor, distributed
@@ -60,19 +62,28 @@ def broadcast_object(value: T, group: Group = None, source: int = 0) -> T:
     return received
 
 
+@functools.cache
+def _open_patient_group(_world: Group) -> Group:
+    """Create a gloo group of all ranks of the default group, whose collectives may take a year."""
+    group: Group = distributed.new_group(backend="gloo", timeout=timedelta(weeks=52))
+    return group
+
+
 def compute_on_main(compute: Callable[[], T]) -> T:
-    """Return what ``compute`` returns on rank 0; all ranks must call.
+    """Return what ``compute`` returns on rank 0, which may take longer than ``ddp_timeout``; all ranks must call.
 
     Raises:
         UserError: Rank 0 raised it; every rank raises it, so that none waits in a later collective.
     """
+    # Before rank 0 is busy, because all ranks create it together.
+    group = _open_patient_group(distributed.group.WORLD) if is_distributed() else None
     found: T | UserError | None = None
     if get_rank() == 0:
         try:
             found = compute()
         except UserError as error:
             found = error
-    shared = broadcast_object(found)
+    shared = broadcast_object(found, group)
     if isinstance(shared, UserError):
         raise shared
     return cast("T", shared)

@@ -11,6 +11,7 @@ from tests.recipes.test_distill import write
 from tests.rows import read_events
 
 from recipes_lib import cli
+from recipes_lib.commands.generated import distill_store
 
 __all__ = ["write"]
 
@@ -65,6 +66,11 @@ def test_modified_store_is_rewritten(tmp_path, write) -> None:
     np.save(shard, records)
     assert run_command(config) == 0, "its hash does not match the manifest"
     assert shard.read_bytes() == sound
+
+
+def test_tolerance_is_that_of_half_precision_weights(write, monkeypatch) -> None:
+    monkeypatch.setitem(distill_store.ALLOWED, "float32", -1.0)
+    assert run_command(write(teacher_top_k=16, teacher_dtype="bfloat16", bf16="false")) == 0
 
 
 def test_missing_teacher_top_k_is_rejected(write, capsys) -> None:

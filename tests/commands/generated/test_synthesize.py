@@ -189,6 +189,27 @@ def test_cost_limit_is_not_exceeded_and_higher_limit_resumes(folder: Path, capsy
     assert "does not report token counts" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("num_answered", [3, 6])
+def test_replies_before_a_failure_count_towards_the_limit(folder: Path, num_answered: int) -> None:
+    """The endpoint fails in the first or in the second step of the only batch."""
+    answered: list[str] = []
+
+    def write_some(body: dict[str, Any]) -> Any:
+        if len(answered) == num_answered:
+            return 403, {}, "no credit"
+        answered.append(write(body))
+        return answered[-1]
+
+    server = ChatEndpoint(write_some)
+    keys = {"method": "instructions", "num_candidates": 4, "batch_size": 4, "num_concurrent": 1}
+    assert synthesize(folder, server, **keys) == 2
+    record = read(folder, "replies.jsonl.record.json")
+    assert (record["num_candidates"], record["num_tokens"]) == (0, sum(len(text.split()) for text in answered))
+    num_asked = len(server.asked)
+    synthesize(folder, server, max_total_tokens=record["num_tokens"] + record["num_prompt_tokens"], **keys)
+    assert len(server.asked) == num_asked, "the limit is reached"
+
+
 def test_limits_bound_cost_of_requests() -> None:
     config = SynthesisConfig(max_total_tokens=100, max_new_tokens=20)
     limits = Limits(config, ReplyCounts(num_prompt_tokens=10, num_tokens=10))

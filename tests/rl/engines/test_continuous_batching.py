@@ -113,3 +113,28 @@ def test_unknown_or_reserved_options_raise(options):
     with pytest.raises(ConfigError, match=next(iter(options))) as refused:
         ContinuousBatchingBackend(build_sampling(), dtype=torch.float32, options=options)
     assert refused.value.problems[0].where == "transformers_continuous_batching_config"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_kernels", "more", "expected"),
+    [
+        (torch.float32, False, {}, False),
+        (torch.bfloat16, False, {}, True),
+        (torch.bfloat16, True, {}, False),
+        (torch.bfloat16, True, {"auto_switch_to_flash": True}, True),
+    ],
+)
+def test_flash_attention_is_used_in_half_precision_and_not_downloaded(monkeypatch, dtype, has_kernels, more, expected):
+    monkeypatch.setattr(continuous_batching, "is_kernels_available", lambda: has_kernels)
+    policy, given = build_policy("llama").to(dtype), []
+    engine = ContinuousBatchingBackend(build_sampling(), dtype=dtype, options=SMALL | more)
+    engine.load(policy)
+
+    def leave(*, continuous_batching_config, **_):
+        given.append(continuous_batching_config.auto_switch_to_flash)
+        raise KeyboardInterrupt
+
+    policy.continuous_batching_context_manager = leave
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(policy, PROMPTS, draw(4))
+    assert given == [expected]

@@ -87,3 +87,18 @@ def test_run_with_continuous_batching_has_no_engine_gap(policy_dir, prompts_file
     assert event["rollout/is_weight_max"] == pytest.approx(1, abs=1e-4)
     assert event["policy/num_updates"] == 4
     assert event["time/sync"] >= 0
+
+
+def test_rounding_of_half_precision_weights_is_no_engine_gap(policy_dir, prompts_file, tmp_path, monkeypatch, capsys):
+    generate = GenerateBackend.generate
+
+    def generate_with_gap(self, *given):
+        answers = generate(self, *given)
+        return dataclasses.replace(answers, engine_logps=answers.engine_logps + 0.02)
+
+    monkeypatch.setattr(GenerateBackend, "generate", generate_with_gap)
+    keys = {"dtype": "bfloat16", "bf16": "false", "max_steps": 4, "per_device_train_batch_size": 8}
+    keys_task.train(keys_task.build_flags(policy_dir, tmp_path, prompts_file, **keys))
+    printed = capsys.readouterr().err
+    assert "generate and the policy differ by 2.0e-02 nats per token" in printed
+    assert "rounding tolerance" not in printed

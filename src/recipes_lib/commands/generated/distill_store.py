@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 NUM_CHECKED: Final = 16
 """Number of rows that are recomputed to verify the store."""
 ALLOWED: Final = {"float32": 0.02, "float16": 0.1, "bfloat16": 0.1}
-"""Compute dtype -> allowed KL divergence between stored and recomputed probabilities, in nats per target."""
+"""Dtype of ``get_rounding_dtype`` -> allowed error of stored log-probabilities, in nats per target."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -56,7 +56,7 @@ def store(config: RecipeConfig) -> None:
     from recipes_lib.models.attention.kernels import choose_attention
     from recipes_lib.models.loading import load_tokenizer
     from recipes_lib.training.layouts.launch_environment import read_launch
-    from recipes_lib.training.trainers.arguments import build_training_arguments, get_compute_dtype
+    from recipes_lib.training.trainers.arguments import build_training_arguments, get_rounding_dtype
     from recipes_lib.training.trainers.trained_model import load_verified_config
 
     tokenizer = load_tokenizer(config.model, config.tokens)
@@ -77,13 +77,13 @@ def store(config: RecipeConfig) -> None:
 
     found = write_store(identity, data.train, compute, batch_size=args.per_device_eval_batch_size, tell=print_progress)
     stored = read_store(identity, data.train)
-    dtype = str(get_compute_dtype(args)).removeprefix("torch.")
-    divergence = compare_with_teacher(identity, stored, compute, num_rows=NUM_CHECKED, allowed=ALLOWED[dtype])
+    dtype = str(get_rounding_dtype(teacher, args)).removeprefix("torch.")
+    difference = compare_with_teacher(identity, stored, compute, num_rows=NUM_CHECKED, allowed=ALLOWED[dtype])
     size = identity.format.dtype.itemsize
     num_targets = int(stored.counts.sum())
     sys.stdout.write(
         f"{num_targets:,} targets of {size} bytes, {num_targets * size / 1e9:.2f} GB; {identity.format.k} tokens of "
-        f"{identity.format.num_tokens:,} each\nKL divergence to recomputed {divergence:.1e} nats\npath {found.path}\n"
+        f"{identity.format.num_tokens:,} each\ndifference to recomputed {difference:.1e} nats\npath {found.path}\n"
     )
 
 

@@ -35,7 +35,7 @@ from recipes_lib.config.loader import exit_after_help
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.config.synthesis_keys import SynthesisConfig, parse_synthesis_command
 from recipes_lib.errors import EXIT_DONE, ConfigError, DataError, Problem
-from recipes_lib.evaluation.endpoint import Answerer, Chat, Reply
+from recipes_lib.evaluation.endpoint import Answerer, Chat, Reply, UnansweredError
 from recipes_lib.evaluation.judge_questions import Question
 from recipes_lib.evaluation.judges import Judge
 from recipes_lib.files import replace_record
@@ -274,6 +274,10 @@ def _write_replies(
         except SpentError:
             yield []  # Records the tokens of earlier steps of this batch.
             return
+        except UnansweredError as error:
+            counts.add_tokens(error.replies)
+            yield []
+            raise
         counts.num_candidates += len(written)
         yield written
 

@@ -25,7 +25,9 @@ from recipes_lib.training.layouts.fsdp import is_sharded
 from recipes_lib.training.layouts.launch_environment import configure_vllm
 from recipes_lib.training.trainers.arguments import get_compute_dtype
 
-RESUME = "fix the engine, and run the same command to resume from the last complete checkpoint"
+RESUME: Final = "fix the engine, and run the same command to resume from the last complete checkpoint"
+_MIN_BATCHED_TOKENS: Final = 4096
+"""Default ``max_num_batched_tokens``, as in TRL: vLLM reserves activation memory for as many tokens."""
 
 
 def iterate_policy(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -102,10 +104,6 @@ def check_vllm() -> None:
     if not vllm_client.is_vllm_available():
         remedy = "install it (docs/ppo.md), or write `use_transformers_continuous_batching: true`, which needs nothing"
         raise ConfigError(Problem("use_vllm", "vLLM is not installed", remedy))
-
-
-_MIN_BATCHED_TOKENS: Final = 4096
-"""Default ``max_num_batched_tokens``, as in TRL: vLLM reserves activation memory for as many tokens."""
 
 
 class ColocatedVLLM(Generator):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -146,10 +147,12 @@ def _shard_sequence(
     return lambda rows: shard_batch(collate(rows), context.rank, context.size, by_heads=context.by_heads)
 
 
-def _count_flops(model: Any, length: int) -> TokenFlops:
+def _count_flops(model: Any, length: int) -> TokenFlops | None:
+    """Return the FLOPs per token; ``None`` for an unknown architecture, which may raise any error and still trains."""
     # The FLOPs are counted on a separate model without weights, which ZeRO-3 must not shard.
-    with zero3_init_disabled():
+    with zero3_init_disabled(), suppress(Exception):
         return compute_flops_per_token(model.config, length, is_frozen=hasattr(model, "peft_config"))
+    return None
 
 
 def _sum_peak_flops(args: TrainingArguments) -> float | None:
