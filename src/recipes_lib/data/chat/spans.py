@@ -292,6 +292,8 @@ class SpanFinder:
         any_special = "|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))) or "(?!)"
         self._special = re.compile(any_special)
         self._at_end = re.compile(rf"(?:{any_special})\Z")
+        # Tags such as `<tool_call>` are often single tokens, though not special ones.
+        self._undivided = re.compile(rf"{any_special}|<[^<>\s]+>")
         self._longest = max(map(len, special_tokens), default=0)
         self._end_tokens = end_tokens
         self._written = WrittenCheck(self._render, special_tokens)
@@ -429,13 +431,13 @@ class SpanFinder:
         if turn.startswith(header):
             return len(header)
         # The turn differs from the generation prompt, for example where reasoning of earlier turns is dropped. The
-        # header is then their common prefix, at most up to the content, and without a partial special token.
+        # header is then their common prefix, at most up to the content, and without a partial special token or tag.
         # Content is not searched in the end token, whose name could contain a short answer.
         body_end = max((found.start() for found in self._special.finditer(turn)), default=len(turn))
         content = [turn.rfind(text, 0, body_end) for text in find_texts(_list_messages(row)[message])]
         shared = next((at for at, (a, b) in enumerate(zip(header, turn, strict=False)) if a != b), len(turn))
         common = min([shared, *(at for at in content if at >= 0)])
-        for token in self._special.finditer(turn):
+        for token in self._undivided.finditer(turn):
             if token.start() < common < token.end():
                 common = token.start()
         if common == 0:
