@@ -45,10 +45,10 @@ def test_every_role_maps_to_template_role(written: str) -> None:
     assert message["role"] in ("system", "developer", "user", "assistant", "tool")
 
 
-def test_tool_call_without_arguments_gets_empty_object() -> None:
-    calls = [{"type": "function", "function": {"name": "now", **written}} for written in ({}, {"arguments": ""})]
-    first, message = clean_messages([{"role": "assistant", "tool_calls": [call]} for call in calls], "messages")
-    assert first == message
+@pytest.mark.parametrize("written", [{}, {"arguments": ""}, {"arguments": None}])
+def test_tool_call_without_arguments_gets_empty_object(written: dict[str, object]) -> None:
+    call = {"type": "function", "function": {"name": "now", **written}}
+    (message,) = clean_messages([{"role": "assistant", "tool_calls": [call]}], "messages")
     assert message["tool_calls"] == [{"type": "function", "function": {"name": "now", "arguments": {}}}]
 
 
@@ -84,6 +84,8 @@ ANSWER = {"role": "assistant", "content": "4"}
         ({"train": False}, False),
         ({"training": False}, False),
         ({"training": True, "weight": 1}, True),
+        ({"loss": True}, True),
+        ({"loss": False}, False),
     ],
 )
 def test_loss_marks_are_removed_and_recorded(marks: dict[str, object], is_trained: bool) -> None:

@@ -75,13 +75,14 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
         DataError: The columns match no layout, several layouts, or not the declared one; or it is ambiguous which
             column is the answer.
     """
-    raw, where = entry.columns, entry.where
+    raw, where = _judge(entry), entry.where
     present = [column for column, value in raw.items() if value is not None]
     cased = _find_cased(present)
     plain = list(cased.values())
     matches, renamed = _match(plain), {}
-    if not matches:
-        renamed = _find_renamed(plain, _SPELLINGS | (_CALL_SPELLINGS if "tools" in plain else {}))
+    if not matches or declared not in ("auto", *matches):
+        alternating = {"data": "conversations"} if isinstance(raw.get("data"), (list, tuple)) else {}
+        renamed = _find_renamed(plain, _SPELLINGS | (_CALL_SPELLINGS if "tools" in plain else {}) | alternating)
         if "role" in plain or len(renamed) > 1:  # The content of a message, or beside a question or answer.
             renamed.pop("content", None)
         matches = _match(renamed.get(name, name) for name in plain)
@@ -104,6 +105,8 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
     if not matches:
         known = "; ".join(" + ".join(layout.required) for layout in _LAYOUTS.values())
         remedy = f"rename them, or map them with `dataset_columns`, to one of: {known}"
+        if len(chats := [column for column in present if _ends_answered(raw[column])]) == 1:
+            remedy = f"write `dataset_columns: {{conversations: {chats[0]}}}`"
         raise DataError(Problem(where, f"the columns match no layout: {_quote(present)}", remedy))
     layout = _LAYOUTS[matches[0]]
     written = {name: column for column, name in named.items()}
@@ -111,6 +114,24 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
     read = tuple(column for column in meant if column in raw)
     renamed = {column: name for column, name in named.items() if column in read and column != name}
     return RowFormat(matches[0], read, tuple(column for column in raw if column not in read), renamed)
+
+
+def _judge(entry: RawRow) -> Raw:
+    """Return the columns of a row; those of two answers and of a verdict on them as a question with a pair.
+
+    Raises:
+        DataError: The verdict is for neither answer.
+    """
+    raw = entry.columns
+    for verdict, (question, answers) in _VERDICTS.items():
+        if verdict in raw and {question, *answers} <= raw.keys():
+            names = {name: "chosen" if raw[verdict] in wins else "rejected" for name, wins in answers.items()}
+            if "chosen" not in names.values():
+                remedy = "remove such rows, or set `broken_rows: drop` and `max_broken_fraction`"
+                raise DataError(Problem(entry.where, f"`{verdict}` is {raw[verdict]!r}: no answer is better", remedy))
+            names[question] = "question"
+            return {names.get(column, column): value for column, value in raw.items()}
+    return raw
 
 
 def _match(columns: Iterable[str]) -> list[DatasetFormat]:
@@ -178,7 +199,7 @@ def canonicalize(entry: RawRow, row_format: RowFormat, *, needs_answer: bool = T
     try:
         # The `read` functions of the layouts know only the layouts' own column names.
         renamed = row_format.renamed
-        raw = {renamed.get(column, column): parse_chat(value, column) for column, value in entry.columns.items()}
+        raw = {renamed.get(column, column): parse_chat(value, column) for column, value in _judge(entry).items()}
         if row_format.name != "preference":
             _refuse_labelled(raw, is_answer="answer" in renamed.values())
         fields = _LAYOUTS[row_format.name].read(raw)
@@ -225,20 +246,27 @@ def _read_messages(raw: Raw, *, column: str) -> dict[str, Any]:
 
 
 def read_question(raw: Raw) -> dict[str, Any] | None:
-    """Return the fields of a chat up to its question: a ``prompt`` of messages, or a question under any of its names.
+    """Return the fields of a prompt: a ``prompt``, plain text or messages, or a question under any of its names.
 
-    ``None`` if there is no such column.
+    The question may be an ``instruction`` with its ``input``. ``None`` if there is no such column.
 
     Raises:
-        RowError: The question, or a column that belongs to it, is invalid.
+        RowError: The prompt, or a column that belongs to it, is invalid.
     """
     cased, prompt = _find_cased([column for column, value in raw.items() if value is not None]), raw.get("prompt")
-    renamed = _find_renamed(list(cased.values()), {**_SPELLINGS, "system_prompt": "system"})
+    names, spellings = list(cased.values()), {**_SPELLINGS, "system_prompt": "system"}
+    if "instruction" in names:  # Beside it, `input` is a context, not a question.
+        del spellings["input"]
+    renamed = _find_renamed(names, spellings)
     named = {renamed.get(name, name): raw[column] for column, name in cased.items()}
-    if prompt is not None and not isinstance(prompt, str):
+    if isinstance(prompt, str):
+        _refuse_chat_columns(named)
+        return {"prompt": check_text(prompt, "`prompt`")}
+    if prompt is not None:
         turns = _put_system_first(named, clean_messages(prompt, "prompt"))
     elif isinstance(named.get("question"), (str, list, tuple)):
-        turns = _read_question(named, "question", "context")
+        contexts = ("input", "context") if "instruction" in renamed else ("context",)
+        turns = _read_question(named, "question", *contexts)
     else:
         return None
     return {"messages": turns, "num_prompt_messages": len(turns), **_read_chat_extras(named)}
@@ -542,13 +570,24 @@ _LAYOUTS: Final[Mapping[DatasetFormat, _Layout]] = {
 }
 _SPELLINGS: Final = {
     "conversation": "conversations",
-    "content": "text",
+    **dict.fromkeys(("content", "raw_content"), "text"),
     **dict.fromkeys(("query", "problem", "prompt", "input", "inputs", "instruction"), "question"),
-    **dict.fromkeys(("response", "solution", "generated_solution", "output", "targets", "completion"), "answer"),
+    **dict.fromkeys(
+        ("response", "solution", "generated_solution", "output", "target", "targets", "completion"), "answer"
+    ),
+    **dict.fromkeys(("chosen_response", "accepted", "response_j"), "chosen"),
+    **dict.fromkeys(("rejected_response", "response_k"), "rejected"),
 }
 """Other spelling of a column -> the layout's column; applied only if the columns match no layout as they are."""
 _CALL_SPELLINGS: Final = {"answers": "answer"}
 """The same beside a column ``tools``: a list of function calls, as in xlam."""
+_VERDICTS: Final[Mapping[str, tuple[str, Mapping[str, Sequence[int]]]]] = {
+    "labels": ("history", {"human_ref_A": (1,), "human_ref_B": (0,)}),  # SHP
+    "better_response_id": ("prompt", {"response_0": (0,), "response_1": (1,)}),  # PKU-SafeRLHF
+    "preference_strength": ("prompt", {"response_1": range(-3, 0), "response_2": range(1, 4)}),  # HelpSteer2
+    "overall_preference": ("context", {"response1": range(-3, 0), "response2": range(1, 4)}),  # HelpSteer3
+}
+"""Column with a verdict -> column of the question, and each answer with the verdicts by which it is the better one."""
 _FALLBACKS: Final[tuple[DatasetFormat, ...]] = ("dolly", "question_answer")
 """Layouts whose columns also occur as additional columns of other layouts; considered only if no other one matches."""
 

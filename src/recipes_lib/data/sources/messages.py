@@ -12,13 +12,15 @@ from typing import Any, Final, TypeGuard, TypeVar
 from recipes_lib.data.sources.rows import Message
 
 FUNCTION_CALL: Final = "function_call"
+_CALLERS: Final = (FUNCTION_CALL, "tool_call")
+"""Roles of turns whose content is function calls."""
 ROLES: Final = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
     **dict.fromkeys(("human", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "ai", FUNCTION_CALL), "assistant"),
-    **dict.fromkeys(("observation", "function", "function_response"), "tool"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "chatbot", "ai", *_CALLERS), "assistant"),
+    **dict.fromkeys(("observation", "function", "function_response", "tool_response", "environment"), "tool"),
 }
-"""Role in a dataset (OpenAI, ShareGPT and variants) -> role in chat templates."""
+"""Role in a dataset (OpenAI, ShareGPT, ms-swift, OLMo and variants) -> role in chat templates."""
 
 _TEMPLATE_ROLES: Final = tuple(dict.fromkeys(ROLES.values()))
 _KEYS: Final = {"from": "role", "value": "content"}
@@ -31,8 +33,11 @@ _CHATS: Final = ("messages", "conversations")
 TRAIN: Final = "train"
 """Key of cleaned turns that are excluded from the loss, with the value False; ``split_marks`` removes it."""
 
-_MARKS: Final = ("weight", "train", "training")
-"""Keys that include a turn in the loss or exclude it: OpenAI's ``weight``, 0 or 1, and axolotl's booleans."""
+_PAIR: Final = {"system": "system", "input": "user", "output": "assistant"}
+"""Key of a question with its answer, as in Capybara and XTuner's data -> role of the turn."""
+
+_MARKS: Final = ("weight", "train", "training", "loss")
+"""Keys that include a turn in the loss or exclude it: OpenAI's ``weight``, 0 or 1; booleans of axolotl and ms-swift."""
 
 OBJECTS: Final = re.compile(r"""\s*\[\s*\{\s*(["'])""")
 """Beginning of a list of objects, in JSON or in Python's notation."""
@@ -116,9 +121,10 @@ def clean_messages(value: object, column: str) -> list[Message]:
     """Check a list of turns, or its JSON string, and convert each to ``role``, ``content`` and other template keys.
 
     An object of lists is read as a list of objects. Turns that are all strings are those of the user and the assistant
-    alternately, as in LIMA. Null keys of a turn are removed: Arrow writes them if a turn of another row has the key.
-    Text parts are joined. A mark that excludes a turn from the loss becomes ``TRAIN: False``; other marks are removed.
-    The last turn may be the user's, as often in logged conversations; it is not a target.
+    alternately, as in LIMA; objects with ``input`` and ``output`` are both turns, as in Capybara. Null keys of a turn
+    are removed: Arrow writes them if a turn of another row has the key. Text parts are joined. A mark that excludes a
+    turn from the loss becomes ``TRAIN: False``; other marks are removed. The last turn may be the user's, as often in
+    logged conversations; it is not a target.
 
     Args:
         value: Value of the column.
@@ -139,6 +145,9 @@ def clean_messages(value: object, column: str) -> list[Message]:
     if column in _CHATS and value[1:] and all(isinstance(turn, str) and not turn.startswith("{") for turn in value):
         roles = cycle(("user", "assistant"))
         value = [{"role": role, "content": turn} for role, turn in zip(roles, value, strict=False)]
+    elif column in _CHATS and all(isinstance(turn, Mapping) and {"input", "output"} <= turn.keys() for turn in value):
+        written = [(turn.get(key), role) for turn in value for key, role in _PAIR.items()]
+        value = [{"role": role, "content": content} for content, role in written if content or role != "system"]
     return [_clean_message(message, f"{column}[{turn}]") for turn, message in enumerate(value)]
 
 
@@ -195,7 +204,7 @@ def _clean_message(written: object, place: str) -> Message:
             cleaned[name] = cleaned.pop(key)
     role = cleaned["role"] = _read_role(cleaned, place)
     is_trained = _take_marks(cleaned, role, place)
-    if str(message.get("role", message.get("from"))).lower() == FUNCTION_CALL:
+    if str(message.get("role", message.get("from"))).lower() in _CALLERS:
         calls = _parse_function_calls(cleaned.get("content"), f"{place}.value")
         cleaned = {"role": role, "content": "", "tool_calls": calls}
     else:
@@ -278,9 +287,9 @@ def _clean_call(call: object, place: str) -> Mapping[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not function.get("name"):
         raise RowError(f"{place} names no function", "write {type: function, function: {name: ..., arguments: {...}}}")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):  # OpenAI's API writes an empty string for a call without arguments.
-        arguments = parse_json(arguments, f"{place}.function.arguments") if arguments.strip() else {}
+    arguments = function.get("arguments") or {}  # OpenAI's API writes an empty string for a call without arguments.
+    if isinstance(arguments, str):
+        arguments = parse_json(arguments, f"{place}.function.arguments")
     if not isinstance(arguments, Mapping):
         raise RowError(f"{place}.function.arguments is {describe(arguments)}, not an object", "write {name: value}")
     return check_json({**call, "function": {**function, "arguments": arguments}}, place)
