@@ -503,6 +503,15 @@ def test_implicit_text_prompt_ends_at_token_boundary(
     assert tiny_tokenizer.decode(pair.rejected_ids) == rejected + "<|endoftext|>"
 
 
+@pytest.mark.parametrize("column", ["system", "system_prompt", "System", " System_Prompt"])
+@pytest.mark.parametrize("has_null", [False, True])
+def test_optional_column_is_read_though_the_first_row_has_none(column: str, has_null: bool) -> None:
+    question = {"query": "What is 2 + 2?", "response": "4"}
+    row_format = detect(question | ({column: None} if has_null else {}))
+    row = canonicalize(RawRow("data.jsonl:2", 2, {**question, column: "Be brief."}), row_format)
+    assert row.messages == [SYSTEM, USER, ANSWER]
+
+
 def test_text_column_without_instruction_is_ambiguous() -> None:
     with pytest.raises(DataError, match=r"several layouts: `text` \(text\) and `alpaca`"):
         convert({"instruction": "What is 2 + 2?", "output": "4", "text": "Once upon a time"})

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from recipes_lib.config.schema import DatasetFormat
 from recipes_lib.data.sources.messages import (
     FUNCTION_CALL,
+    MEDIA,
     OBJECTS,
     ROLES,
     RowError,
@@ -27,6 +28,7 @@ from recipes_lib.data.sources.messages import (
     parse_chat,
     parse_json,
     parse_tools,
+    refuse_media,
     split_marks,
 )
 from recipes_lib.data.sources.rows import Message, RawRow, Row
@@ -86,7 +88,7 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
         if "role" in plain or len(renamed) > 1:  # The content of a message, or beside a question or answer.
             renamed.pop("content", None)
         matches = _match(renamed.get(name, name) for name in plain)
-    renamed |= _find_renamed(plain, {"system_prompt": "system"})
+    renamed |= _find_renamed(plain, _SYSTEM_SPELLINGS)
     named = {column: renamed.get(name, name) for column, name in cased.items()}
     if declared == "auto":
         matches = _drop_lesser({name: raw[column] for column, name in named.items()}, matches)
@@ -152,6 +154,13 @@ def _find_renamed(present: Sequence[str], spellings: Mapping[str, str]) -> dict[
     return {column: spellings[column] for column in present if column in spellings and meanings[spellings[column]] == 1}
 
 
+@cache
+def _name_optional(column: str, layout: DatasetFormat) -> str:
+    """Return the name of an optional column of a layout that is written in another way; otherwise the column."""
+    name = _SYSTEM_SPELLINGS.get(column.strip().lower(), column.strip().lower())
+    return name if name in _LAYOUTS[layout].optional else column
+
+
 def _drop_lesser(raw: Raw, matches: list[DatasetFormat]) -> list[DatasetFormat]:
     """Drop matching layouts whose columns only repeat, or belong to, another matching layout."""
     lesser = set(_FALLBACKS) if set(matches) - set(_FALLBACKS) else set()
@@ -198,31 +207,24 @@ def canonicalize(entry: RawRow, row_format: RowFormat, *, needs_answer: bool = T
     """
     try:
         # The `read` functions of the layouts know only the layouts' own column names.
-        renamed = row_format.renamed
-        raw = {renamed.get(column, column): parse_chat(value, column) for column, value in _judge(entry).items()}
+        renamed, columns = row_format.renamed, _judge(entry)
+        raw = {}
+        for column, value in columns.items():
+            # The row that determined the layout may have no value in an optional column.
+            other = _name_optional(column, row_format.name)
+            name = renamed.get(column, column if other in columns else other)
+            raw[name] = parse_chat(value, column)
         if row_format.name != "preference":
             _refuse_labelled(raw, is_answer="answer" in renamed.values())
         fields = _LAYOUTS[row_format.name].read(raw)
         if "messages" in fields:
-            _refuse_media(raw, fields["messages"])
+            refuse_media(raw, fields["messages"])
             if needs_answer:
                 check_answered(fields["messages"], _LAYOUTS[row_format.name].required[0])
             fields["messages"], fields["untrained"] = split_marks(fields["messages"])
         return Row(where=entry.where, **fields)
     except RowError as error:
         raise DataError(Problem(entry.where, error.found, error.remedy)) from None
-
-
-def _refuse_media(raw: Raw, messages: Sequence[Message]) -> None:
-    """Raise for a chat about images or sound: without these, its answers would be trained on as guesses.
-
-    Raises:
-        RowError: The row has a column of media, and a message has a placeholder for one.
-    """
-    column = next((column for column in _MEDIA if raw.get(column)), None)
-    if column and any(mark in str(message.get("content")) for message in messages for mark in _MEDIA_MARKS):
-        found = f"the messages refer to `{column}`, and only text is trained on"
-        raise RowError(found, f"remove such rows; or write `dataset_columns: {{{column}: null}}` to train on the text")
 
 
 def _refuse_labelled(raw: Raw, *, is_answer: bool) -> None:
@@ -254,7 +256,7 @@ def read_question(raw: Raw) -> dict[str, Any] | None:
         RowError: The prompt, or a column that belongs to it, is invalid.
     """
     cased, prompt = _find_cased([column for column, value in raw.items() if value is not None]), raw.get("prompt")
-    names, spellings = list(cased.values()), {**_SPELLINGS, "system_prompt": "system"}
+    names, spellings = list(cased.values()), {**_SPELLINGS, **_SYSTEM_SPELLINGS}
     if "instruction" in names:  # Beside it, `input` is a context, not a question.
         del spellings["input"]
     renamed = _find_renamed(names, spellings)
@@ -534,9 +536,6 @@ def _quote(columns: list[str]) -> str:
     return ", ".join(f"`{column}`" for column in columns) or "none with a value"
 
 
-_MEDIA: Final = ("image", "images", "video", "videos", "audio", "audios")
-_MEDIA_MARKS: Final = ("<image>", "<video>", "<audio>")
-"""Placeholders of media in texts, as in LLaVA and LLaMA-Factory."""
 _MAX_MARGIN: Final = float(np.finfo(np.float32).max)
 _ASSISTANT: Final = "\n\nAssistant:"
 _SPEAKER: Final = re.compile(r"\n\n(Human|Assistant):")
@@ -579,6 +578,8 @@ _SPELLINGS: Final = {
     **dict.fromkeys(("rejected_response", "response_k"), "rejected"),
 }
 """Other spelling of a column -> the layout's column; applied only if the columns match no layout as they are."""
+_SYSTEM_SPELLINGS: Final = {"system_prompt": "system"}
+"""The same in every layout."""
 _CALL_SPELLINGS: Final = {"answers": "answer"}
 """The same beside a column ``tools``: a list of function calls, as in xlam."""
 _VERDICTS: Final[Mapping[str, tuple[str, Mapping[str, Sequence[int]]]]] = {
@@ -593,6 +594,6 @@ _FALLBACKS: Final[tuple[DatasetFormat, ...]] = ("dolly", "question_answer")
 
 COLUMNS: Final = frozenset(
     {column for layout in _LAYOUTS.values() for column in (*layout.required, *layout.optional)}
-    | {"label", "kto_tag", "role", "system_prompt", *_MEDIA, *_SPELLINGS}
+    | {"label", "kto_tag", "role", *MEDIA, *_SPELLINGS, *_SYSTEM_SPELLINGS}
 )
 """All columns that have a meaning: the valid keys of ``dataset_columns``."""

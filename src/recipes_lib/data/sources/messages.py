@@ -39,6 +39,10 @@ _PAIR: Final = {"system": "system", "input": "user", "output": "assistant"}
 _MARKS: Final = ("weight", "train", "training", "loss")
 """Keys that include a turn in the loss or exclude it: OpenAI's ``weight``, 0 or 1; booleans of axolotl and ms-swift."""
 
+MEDIA: Final = ("image", "images", "video", "videos", "audio", "audios")
+_MEDIA_MARKS: Final = ("<image>", "<video>", "<audio>")
+"""Placeholders of media in texts, as in LLaVA and LLaMA-Factory."""
+
 OBJECTS: Final = re.compile(r"""\s*\[\s*\{\s*(["'])""")
 """Beginning of a list of objects, in JSON or in Python's notation."""
 
@@ -187,6 +191,18 @@ def check_answered(messages: Iterable[Message], column: str) -> None:
     """
     if all(message["role"] != "assistant" for message in messages):
         raise RowError(f"`{column}` has no assistant turn: nothing to train on", "add the answer, or remove the row")
+
+
+def refuse_media(raw: Mapping[str, Any], messages: Sequence[Message]) -> None:
+    """Raise for a chat about images or sound: without these, its answers would be trained on as guesses.
+
+    Raises:
+        RowError: The row has a column of media, and a message has a placeholder for one.
+    """
+    column = next((column for column in MEDIA if raw.get(column)), None)
+    if column and any(mark in str(message.get("content")) for message in messages for mark in _MEDIA_MARKS):
+        found = f"the messages refer to `{column}`, and only text is trained on"
+        raise RowError(found, f"remove such rows; or write `dataset_columns: {{{column}: null}}` to train on the text")
 
 
 def _clean_message(written: object, place: str) -> Message:
