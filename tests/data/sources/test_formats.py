@@ -523,6 +523,9 @@ def test_format_description_lists_read_and_ignored_columns() -> None:
     raw = {"query": "a", "response": "b", "system_prompt": None, "n": 1}
     expected = "`question_answer` layout, from query as question, response as answer; ignored: system_prompt, n"
     assert str(detect(raw)) == expected
+    raw = {"id": 7, "prompt": "a", "response_0": "b", "response_1": "c", "better_response_id": 1}
+    expected = "`preference` layout, from response_1, response_0, prompt; ignored: id, better_response_id"
+    assert str(detect(raw)) == expected
 
 
 def test_answer_beside_solution_is_ambiguous() -> None:

@@ -21,13 +21,11 @@ from recipes_lib.data.sources.messages import (
     are_columns,
     check_answer,
     check_answered,
-    check_json,
     check_text,
     clean_messages,
     describe,
     parse_chat,
-    parse_json,
-    parse_tools,
+    read_chat_extras,
     refuse_media,
     split_marks,
 )
@@ -105,17 +103,24 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
         fix = " or ".join(f"`dataset_format: {name}`" for name in matches)
         raise DataError(Problem(where, f"the columns match several layouts: {found}", f"set {fix}"))
     if not matches:
-        known = "; ".join(" + ".join(layout.required) for layout in _LAYOUTS.values())
-        remedy = f"rename them, or map them with `dataset_columns`, to one of: {known}"
-        if len(chats := [column for column in present if _ends_answered(raw[column])]) == 1:
-            remedy = f"write `dataset_columns: {{conversations: {chats[0]}}}`"
-        raise DataError(Problem(where, f"the columns match no layout: {_quote(present)}", remedy))
+        raise _describe_unknown(raw, present, where)
     layout = _LAYOUTS[matches[0]]
     written = {name: column for column, name in named.items()}
     meant = [written.get(name, name) for name in (*layout.required, *layout.optional)]
     read = tuple(column for column in meant if column in raw)
     renamed = {column: name for column, name in named.items() if column in read and column != name}
-    return RowFormat(matches[0], read, tuple(column for column in raw if column not in read), renamed)
+    spelled = dict(zip(raw, entry.columns, strict=True))  # `_judge` has renamed columns, in the same order.
+    ignored = tuple(spelled[column] for column in raw if column not in read)
+    return RowFormat(matches[0], tuple(spelled[column] for column in read), ignored, renamed)
+
+
+def _describe_unknown(raw: Raw, present: list[str], where: str) -> DataError:
+    """Return the error of columns that match no layout; if one of them has a chat, the remedy names it."""
+    known = "; ".join(" + ".join(layout.required) for layout in _LAYOUTS.values())
+    remedy = f"rename them, or map them with `dataset_columns`, to one of: {known}"
+    if len(chats := [column for column in present if _ends_answered(raw[column])]) == 1:
+        remedy = f"write `dataset_columns: {{conversations: {chats[0]}}}`"
+    return DataError(Problem(where, f"the columns match no layout: {_quote(present)}", remedy))
 
 
 def _judge(entry: RawRow) -> Raw:
@@ -244,7 +249,7 @@ def _refuse_labelled(raw: Raw, *, is_answer: bool) -> None:
 
 def _read_messages(raw: Raw, *, column: str) -> dict[str, Any]:
     messages = clean_messages(_take(raw, column), column)
-    return {"messages": _put_system_first(raw, messages), **_read_chat_extras(raw)}
+    return {"messages": _put_system_first(raw, messages), **read_chat_extras(raw)}
 
 
 def read_question(raw: Raw) -> dict[str, Any] | None:
@@ -271,7 +276,7 @@ def read_question(raw: Raw) -> dict[str, Any] | None:
         turns = _read_question(named, "question", *contexts)
     else:
         return None
-    return {"messages": turns, "num_prompt_messages": len(turns), **_read_chat_extras(named)}
+    return {"messages": turns, "num_prompt_messages": len(turns), **read_chat_extras(named)}
 
 
 def _read_answer(raw: Raw, *, question: tuple[str, ...], answer: str) -> dict[str, Any]:
@@ -280,7 +285,7 @@ def _read_answer(raw: Raw, *, question: tuple[str, ...], answer: str) -> dict[st
         answers = clean_messages([{"role": FUNCTION_CALL, "content": value}], answer)
     else:
         answers = [_build_answer(check_answer(value, f"`{answer}`"))]
-    return {"messages": [*prompt, *answers], **_read_chat_extras(raw)}
+    return {"messages": [*prompt, *answers], **read_chat_extras(raw)}
 
 
 def _read_question(raw: Raw, column: str, *contexts: str) -> list[Message]:
@@ -302,7 +307,7 @@ def _read_prompt_completion(raw: Raw) -> dict[str, Any]:
         return {"prompt": check_text(prompt, "`prompt`"), "completion": check_answer(completion, "`completion`")}
     turns, answer = _read_question(raw, "prompt"), _read_turns(completion, "completion")
     check_answered(answer, "completion")
-    return {"messages": [*turns, *answer], "num_prompt_messages": len(turns), **_read_chat_extras(raw)}
+    return {"messages": [*turns, *answer], "num_prompt_messages": len(turns), **read_chat_extras(raw)}
 
 
 def _read_turns(value: object, column: str) -> list[Message]:
@@ -340,7 +345,7 @@ def _read_preference(raw: Raw) -> dict[str, Any]:
     elif chosen[: len(shared)] == shared == rejected[: len(shared)]:
         chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
     _check_pair(chosen=chosen, rejected=rejected)
-    extras = {**_read_chat_extras(raw), **_read_margin(raw)}
+    extras = {**read_chat_extras(raw), **_read_margin(raw)}
     return {"messages": [*shared, *chosen], "num_prompt_messages": len(shared), "rejected": rejected, **extras}
 
 
@@ -463,23 +468,6 @@ def _read_text(raw: Raw) -> dict[str, Any]:
         # In some corpora, such as wikitext, a third of the rows are blank lines.
         raise RowError("`text` is empty", "remove such rows, or set `broken_rows: drop` and `max_broken_fraction`")
     return {"text": text}
-
-
-def _read_chat_extras(raw: Raw) -> dict[str, Any]:
-    extras: dict[str, Any] = {}
-    if raw.get("tools"):
-        extras["tools"] = parse_tools(raw["tools"])
-    kwargs = raw.get("chat_template_kwargs")
-    if kwargs and isinstance(kwargs, str):
-        kwargs = parse_json(kwargs, "`chat_template_kwargs`")
-    if kwargs:
-        if not isinstance(kwargs, Mapping):
-            raise RowError(f"`chat_template_kwargs` is {describe(kwargs)}, not an object", "write {name: value}")
-        if given := [name for name in ("messages", "tools", "add_generation_prompt") if name in kwargs]:
-            found = f"`chat_template_kwargs` has {_quote(given)}, which the template gets from elsewhere"
-            raise RowError(found, "remove it; messages and tools are columns of their own")
-        extras["template_kwargs"] = check_json(dict(kwargs), "`chat_template_kwargs`")
-    return extras
 
 
 def _read_system(raw: Raw) -> list[Message]:

@@ -342,6 +342,28 @@ def parse_tools(value: object) -> list[Any] | None:
     return check_json(tools, "`tools`") or None
 
 
+def read_chat_extras(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a row for the columns ``tools`` and ``chat_template_kwargs``, without those it lacks.
+
+    Raises:
+        RowError: One of them is invalid.
+    """
+    extras: dict[str, Any] = {}
+    if raw.get("tools"):
+        extras["tools"] = parse_tools(raw["tools"])
+    kwargs = raw.get("chat_template_kwargs")
+    if kwargs and isinstance(kwargs, str):
+        kwargs = parse_json(kwargs, "`chat_template_kwargs`")
+    if kwargs:
+        if not isinstance(kwargs, Mapping):
+            raise RowError(f"`chat_template_kwargs` is {describe(kwargs)}, not an object", "write {name: value}")
+        if given := [f"`{name}`" for name in ("messages", "tools", "add_generation_prompt") if name in kwargs]:
+            found = f"`chat_template_kwargs` has {', '.join(given)}, which the template gets from elsewhere"
+            raise RowError(found, "remove it; messages and tools are columns of their own")
+        extras["template_kwargs"] = check_json(dict(kwargs), "`chat_template_kwargs`")
+    return extras
+
+
 def check_json(value: Json, place: str, *, allow_nan: bool = False) -> Json:
     """Return ``value`` if templates can write it as JSON, or, with ``allow_nan``, need not write it.
 
