@@ -344,61 +344,6 @@ GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         {"input": [USER], "output": "4", "system_prompt": "Be brief.", "reasoning": "off"},
         BRIEF,
     ),
-    "UltraChat": ("sharegpt", {"id": "0", "data": ["What is 2 + 2?", "4"]}, CHAT),
-    "Capybara": ("sharegpt", {"source": "x", "conversation": [{"input": "What is 2 + 2?", "output": "4"}]}, CHAT),
-    "XTuner": (
-        "sharegpt",
-        {
-            "conversation": [
-                {"system": "Be brief.", "input": "What is 2 + 2?", "output": "4"},
-                {"system": "", "input": "What is 2 + 2?", "output": "4"},
-            ]
-        },
-        {"messages": [SYSTEM, USER, ANSWER, USER, ANSWER]},
-    ),
-    "ms-swift's tool calls": (
-        "messages",
-        {
-            "messages": [
-                USER,
-                {"role": "tool_call", "content": json.dumps(WRITTEN_CALL)},
-                {**RESULT, "role": "tool_response"},
-            ]
-        },
-        {"messages": [USER, CALLED, RESULT]},
-    ),
-    "RedPajama 2": ("text", {"raw_content": "x = 4", "doc_id": "1"}, {"text": "x = 4"}),
-    "Firefly": ("question_answer", {"kind": "math", "input": "What is 2 + 2?", "target": "4"}, CHAT),
-    "pairs of Stack Exchange": (
-        "preference",
-        {"qid": 1, "question": "What is 2 + 2?", "response_j": "4", "response_k": "5"},
-        pair(USER),
-    ),
-    "distilabel's pairs of mathematics": (
-        "preference",
-        {"instruction": "What is 2 + 2?", "chosen_response": "4", "rejected_response": "5"},
-        pair(USER),
-    ),
-    "SHP": (
-        "preference",
-        {"history": "What is 2 + 2?", "human_ref_A": "5", "human_ref_B": "4", "labels": 0, "score_ratio": 2.0},
-        pair(USER),
-    ),
-    "PKU-SafeRLHF": (
-        "preference",
-        {"prompt": "What is 2 + 2?", "response_0": "5", "response_1": "4", "better_response_id": 1},
-        pair(USER),
-    ),
-    "HelpSteer2": (
-        "preference",
-        {"prompt": "What is 2 + 2?", "response_1": "4", "response_2": "5", "preference_strength": -1},
-        pair(USER),
-    ),
-    "HelpSteer3": (
-        "preference",
-        {"context": [SYSTEM, USER], "response1": "5", "response2": "4", "overall_preference": 3},
-        pair(SYSTEM, USER),
-    ),
     "medical-o1": ("question_answer", {"Question": "What is 2 + 2?", "Complex_CoT": "?", "Response": "4"}, CHAT),
     "Alpaca in upper case": (
         "alpaca",
@@ -503,15 +448,6 @@ def test_implicit_text_prompt_ends_at_token_boundary(
     assert tiny_tokenizer.decode(pair.rejected_ids) == rejected + "<|endoftext|>"
 
 
-@pytest.mark.parametrize("column", ["system", "system_prompt", "System", " System_Prompt"])
-@pytest.mark.parametrize("has_null", [False, True])
-def test_optional_column_is_read_though_the_first_row_has_none(column: str, has_null: bool) -> None:
-    question = {"query": "What is 2 + 2?", "response": "4"}
-    row_format = detect(question | ({column: None} if has_null else {}))
-    row = canonicalize(RawRow("data.jsonl:2", 2, {**question, column: "Be brief."}), row_format)
-    assert row.messages == [SYSTEM, USER, ANSWER]
-
-
 def test_text_column_without_instruction_is_ambiguous() -> None:
     with pytest.raises(DataError, match=r"several layouts: `text` \(text\) and `alpaca`"):
         convert({"instruction": "What is 2 + 2?", "output": "4", "text": "Once upon a time"})
@@ -522,9 +458,6 @@ def test_format_description_lists_read_and_ignored_columns() -> None:
     assert str(detect(raw)) == "`messages` layout, from messages, tools; ignored: id, source"
     raw = {"query": "a", "response": "b", "system_prompt": None, "n": 1}
     expected = "`question_answer` layout, from query as question, response as answer; ignored: system_prompt, n"
-    assert str(detect(raw)) == expected
-    raw = {"id": 7, "prompt": "a", "response_0": "b", "response_1": "c", "better_response_id": 1}
-    expected = "`preference` layout, from response_1, response_0, prompt; ignored: id, better_response_id"
     assert str(detect(raw)) == expected
 
 
@@ -546,20 +479,6 @@ def test_chat_in_unknown_column_beside_answers_is_refused() -> None:
     raw = {"trajectory": [HUMAN], "chosen": "Step 1: 4", "rejected": "Step 1: 5"}  # UltraInteract
     with pytest.raises(DataError, match=r"`trajectory` may be the chat .*\n.*{conversations: trajectory}"):
         convert(raw)
-
-
-def test_unknown_column_with_a_chat_is_named_in_the_remedy() -> None:
-    with pytest.raises(DataError, match=r"write `dataset_columns: {conversations: items}`"):
-        detect({"items": [HUMAN, GPT], "tags": ["a", "b"]})
-    for raw in ({"items": [HUMAN]}, {"left": [HUMAN, GPT], "right": [HUMAN, GPT]}):
-        with pytest.raises(DataError, match="to one of: messages"):
-            detect(raw)
-
-
-def test_other_spellings_are_read_if_the_layout_is_declared() -> None:
-    raw = {"text": "Once upon a time", "problem": "What is 2 + 2?", "solution": "4"}
-    assert detect(raw).name == "text"
-    assert convert(raw, "question_answer").messages == [USER, ANSWER]
 
 
 def test_messages_in_python_notation_are_refused() -> None:
