@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -423,24 +424,16 @@ def _check_pair(**answers: list[Message]) -> None:
 
 
 def _read_margin(raw: Raw) -> dict[str, Any]:
-    margin: Any = raw.get("margin")
-    if isinstance(margin, str):  # A cell of a table.
-        margin = _parse_cell(margin)
-    if margin is None:
+    margin = raw.get("margin")
+    if margin is None or not str(margin).strip():  # An empty cell of a table.
         return {}
-    is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
-    if not is_number or not abs(margin) <= _MAX_MARGIN:
-        found = "NaN or infinite in 32 bits" if is_number else describe(margin)
-        raise RowError(f"`margin` is {found}, not a finite number", "write by how much `chosen` is better")
-    return {"margin": float(margin)}
-
-
-def _parse_cell(text: str) -> float | str | None:
-    """Return the number in a cell, ``None`` for an empty one; other text is returned unchanged."""
     try:
-        return float(text) if text.strip() else None
-    except ValueError:
-        return text
+        number = math.nan if isinstance(margin, bool) else float(margin)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not abs(number) <= _MAX_MARGIN:
+        raise RowError("`margin` is not a finite number of 32 bits", "write by how much `chosen` is better")
+    return {"margin": number}
 
 
 def _split_prompt(chosen: list[Message], rejected: list[Message]) -> tuple[list[Message], list[Message], list[Message]]:
