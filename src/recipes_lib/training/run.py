@@ -114,10 +114,8 @@ class Run:
             ConfigError: As ``agree_on_checkpoint``.
         """
         say = build_progress(is_main=self.launch.is_main).say
-        plan = {name: value for name, value in flatten_config(self.config).items() if _affects_result(name)}
-        # Without the patch version of Python, which may differ between machines.
-        plan |= {f"the version of {name}": version for name, version in read_versions().items() if name != "python"}
-        checkpoint = agree_on_checkpoint(self.resume_from, self.launch, plan, say)
+        accumulation = self.config.read("gradient_accumulation_steps")
+        checkpoint = agree_on_checkpoint(self.resume_from, self.launch, accumulation, say)
         if checkpoint is None and (ignored := list_checkpoints(self.output_dir)):
             found = f"{ignored[0][1].name} is ignored: it has no readable {COMPLETE}, as if another program wrote it"
             say(f"{found}; training starts at step 0")

@@ -366,14 +366,20 @@ class SpanFinder:
         return self._derive(row, rendered, trained)
 
     def _find_marked(self, row: Row, rendered: Rendered, trained: Collection[int]) -> Targets:
-        """Return the ``{% generation %}`` blocks as spans; a block after the loop belongs to the turn before it."""
+        """Return the ``{% generation %}`` blocks as spans; a block after the loop belongs to the turn before it.
+
+        A block around a whole turn, as in SmolLM3's template, includes its generation prompt, which is no target.
+        """
         spans: list[Span] = []
+        starts = {turn.start for turn in rendered.turns}
         for block in rendered.generated:
             owner = block.message
             if owner == NOBODY:
                 owner = max((t.message for t in rendered.turns if t.start < block.start), default=NOBODY)
             if owner in trained and block.start < block.end:
-                spans.append(block._replace(message=owner))
+                header = self._header(row, owner) if block.start in starts else ""
+                has_header = rendered.text.startswith(header, block.start)
+                spans.append(Span(owner, block.start + len(header) * has_header, block.end))
         last = {span.message: span for span in spans}
         for message in sorted(trained):
             if message not in last:

@@ -102,8 +102,8 @@ class CheckpointingTrainer(Trainer):
 
     def list_protected_steps(self) -> set[int]:
         """Return the steps whose checkpoints are exempt from ``save_total_limit``: the best one."""
-        best = self.state.best_global_step
-        return set() if best is None else {best}
+        best = self.state.best_model_checkpoint
+        return set() if best is None else {int(best.rpartition("-")[2])}
 
     @property
     def _best_checkpoint(self) -> Path:
@@ -299,13 +299,13 @@ class CheckpointingTrainer(Trainer):
         self.finish_saving()
         # The main process renames the folder; the other ranks may open it only after this barrier.
         self.accelerator.wait_for_everyone()
-        if self.args.load_best_model_at_end and self.state.best_global_step is not None:
-            # By the step: transformers 5.23 forgets the path if output_dir was moved since it was saved.
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             # transformers 5.23 only warns if the folder is gone, and would export the last weights as the best ones.
             # Loading is collective, so rank 0 decides for all ranks.
             fault = broadcast_object(find_wrong_size(self._best_checkpoint))
             if fault is not None:
                 self._tell(f"the best weights, {self._best_checkpoint.name}, cannot be loaded: {fault}")
+            # Rebuilt from the present output_dir, which may have been moved since the path was saved.
             self.state.best_model_checkpoint = None if fault else str(self._best_checkpoint)
         with self._deleting_nothing():
             return super()._finalize_training(*args)  # type: ignore[no-untyped-call]

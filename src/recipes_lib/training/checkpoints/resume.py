@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import platform
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +12,7 @@ import numpy as np
 from transformers import set_seed
 
 from recipes_lib.config.schema import RecipeConfig, read_training
-from recipes_lib.errors import ConfigError, Problem, list_first, merge_alike
+from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
 from recipes_lib.planning.schedule import agree_until
 from recipes_lib.training.checkpoints.manifest import Record, find_damage, is_complete, list_checkpoints, put_aside
@@ -121,7 +120,7 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
 
 
 def agree_on_checkpoint(
-    resume_from: Path | None, launch: Launch, plan: Mapping[str, Any], say: Callable[[str], None]
+    resume_from: Path | None, launch: Launch, accumulation: int, say: Callable[[str], None]
 ) -> Path | None:
     """Return the newest checkpoint whose hashes are valid, the same on all ranks; every process must call.
 
@@ -131,24 +130,25 @@ def agree_on_checkpoint(
     Args:
         resume_from: Newest complete checkpoint, ``None`` if there is none; only the main process's value is used.
         launch: Launch of this process, with its process group initialised.
-        plan: Values by name that must be the same on all ranks: configuration keys and versions of packages.
+        accumulation: Gradient accumulation steps that this process has planned.
         say: Logger for one line per damaged checkpoint.
 
     Raises:
-        ConfigError: A process does not see the checkpoint, or its plan differs from that of the main process.
+        ConfigError: A process does not see the checkpoint, or has planned another gradient accumulation than rank 0.
     """
     # Ends, because each iteration renames one damaged checkpoint. Every rank makes the same two collective calls per
     # iteration, even after it has found a problem: errors are raised once all ranks know them.
     while True:
         newest = list_checkpoints(resume_from.parent) if launch.is_main and resume_from else []
-        checkpoint, main_plan = broadcast_object((newest[0][1] if newest else None, plan))
-        problem = _find_disagreement(launch, plan, checkpoint, main_plan)
+        chosen = broadcast_object((newest[0][1] if newest else None, accumulation))
+        checkpoint = chosen[0]
+        problem = _find_disagreement(launch, accumulation, *chosen)
         damage = None
         if checkpoint is not None and problem is None:
             damage = find_damage(checkpoint, launch.rank, launch.world_size)
         found = gather_objects((problem, damage))
         if problems := [problem for problem, _ in found if problem]:
-            raise ConfigError(*merge_alike(problems))
+            raise ConfigError(*problems)
         damages = [damage for _, damage in found if damage]
         if checkpoint is None or not damages:
             return checkpoint
@@ -158,21 +158,15 @@ def agree_on_checkpoint(
 
 
 def _find_disagreement(
-    launch: Launch, plan: Mapping[str, Any], checkpoint: Path | None, main_plan: Mapping[str, Any]
+    launch: Launch, accumulation: int, checkpoint: Path | None, main_accumulation: int
 ) -> Problem | None:
     """Return how this process's plan or file system differs from the main process's; ``None`` if they agree."""
-    name, host = f"process {launch.rank}", platform.node()
-    # Gradients are averaged, but every rank updates its own weights: with another learning rate they would diverge.
-    differing = [
-        f"{key} is {plan.get(key)!r} and {main_plan.get(key)!r} on the main process"
-        for key in sorted(plan.keys() | main_plan.keys())
-        if plan.get(key) != main_plan.get(key)
-    ]
-    if differing:
-        remedy = "start every machine with the same command, files and packages"
-        return Problem(name, f"on {host}: {list_first(differing)}", remedy)
+    name = f"process {launch.rank}"
+    if main_accumulation != accumulation:
+        found = f"has planned {accumulation} micro-batches a step and the main process {main_accumulation}"
+        return Problem(name, found, "run the same command again")
     if checkpoint is not None and not checkpoint.is_dir():
-        found = f"on {host} does not see {checkpoint}, from which the main process resumes"
+        found = f"does not see {checkpoint}, from which the main process resumes"
         return Problem(name, found, "put output_dir on storage that all machines share")
     return None
 
