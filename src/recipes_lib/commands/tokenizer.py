@@ -33,7 +33,6 @@ MAX_TAIL_SHARE: Final = 0.05
 _SECTION_CHARACTERS: Final = 1 << 12
 _LINE_START: Final = re.compile(r"\n(?=\S)")
 _FILE: Final = "tokenizer.json"
-_NUM_SHOWN: Final = 8
 _LABEL_WIDTH: Final = 16
 _TRIAL: Final = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
 
@@ -164,17 +163,9 @@ def describe(tokenizer: PreTrainedTokenizerFast, usage: TokenUsage, held_out: To
         usage: Token counts on the training text.
         held_out: Token counts on the held-out text.
     """
-    specials = set(tokenizer.all_special_ids)
-    names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    unused = [index for index, count in enumerate(usage.counts) if not count and index not in specials]
-    num_bytes = sum(len(names[index]) == 1 for index in unused)
-    merges = [index for index in unused if len(names[index]) > 1]
-    yield _label("vocabulary", f"{len(tokenizer):,} tokens, {len(specials)} of them special")
+    yield _label("vocabulary", f"{len(tokenizer):,} tokens, {len(set(tokenizer.all_special_ids))} of them special")
     yield _label("training text", _format_usage(usage))
     yield _label("held-out tail", _format_usage(held_out) if held_out.num_bytes else "none: the text is too short")
-    yield _label("never used", f"{len(unused):,} tokens: {num_bytes} single bytes, {len(merges):,} merges")
-    if merges:
-        yield _label("", ", ".join(repr(tokenizer.decode([index])) for index in merges[:_NUM_SHOWN]))
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

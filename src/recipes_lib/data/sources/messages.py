@@ -319,7 +319,7 @@ def _parse_function_calls(value: object, place: str) -> list[Mapping[str, Any]]:
     return [_clean_call({"type": "function", "function": call}, f"{place}[{n}]") for n, call in enumerate(calls)]
 
 
-def parse_tools(value: object) -> list[Any] | None:
+def _parse_tools(value: object) -> list[Any] | None:
     """Return the tool schemas of the ``tools`` column, a list of objects or JSON strings, or the JSON string of one.
 
     ``None`` if there are none.
@@ -327,8 +327,6 @@ def parse_tools(value: object) -> list[Any] | None:
     Raises:
         RowError: The value is not a list of objects that can be written as JSON.
     """
-    if not value:
-        return None
     tools = parse_json(value, "`tools`") if isinstance(value, str) else value
     if tools is None:
         return None
@@ -350,7 +348,7 @@ def read_chat_extras(raw: Mapping[str, Any]) -> dict[str, Any]:
     """
     extras: dict[str, Any] = {}
     if raw.get("tools"):
-        extras["tools"] = parse_tools(raw["tools"])
+        extras["tools"] = _parse_tools(raw["tools"])
     kwargs = raw.get("chat_template_kwargs")
     if kwargs and isinstance(kwargs, str):
         kwargs = parse_json(kwargs, "`chat_template_kwargs`")
