@@ -522,26 +522,22 @@ _ASSISTANT: Final = "\n\nAssistant:"
 _SPEAKER: Final = re.compile(r"\n\n(Human|Assistant):")
 _CHAT_EXTRAS = ("tools", "chat_template_kwargs")
 _QUESTION_EXTRAS = ("system", "history", *_CHAT_EXTRAS)
+
+
+def _build_layout(question: str, answer: str, *contexts: str) -> _Layout:
+    """Return a layout of a question, optional texts that belong to it, and its answer."""
+    read = partial(_read_answer, question=(question, *contexts), answer=answer)
+    return _Layout((question, answer), (*contexts, *_QUESTION_EXTRAS), read)
+
+
 _LAYOUTS: Final[Mapping[DatasetFormat, _Layout]] = {
     "messages": _Layout(("messages",), ("system", *_CHAT_EXTRAS), partial(_read_messages, column="messages")),
     "prompt_completion": _Layout(("prompt", "completion"), _QUESTION_EXTRAS, _read_prompt_completion),
     "text": _Layout(("text",), (), _read_text),
     "sharegpt": _Layout(("conversations",), ("system", *_CHAT_EXTRAS), partial(_read_messages, column="conversations")),
-    "alpaca": _Layout(
-        ("instruction", "output"),
-        ("input", *_QUESTION_EXTRAS),
-        partial(_read_answer, question=("instruction", "input"), answer="output"),
-    ),
-    "dolly": _Layout(
-        ("instruction", "response"),
-        ("input", "context", *_QUESTION_EXTRAS),
-        partial(_read_answer, question=("instruction", "input", "context"), answer="response"),
-    ),
-    "question_answer": _Layout(
-        ("question", "answer"),
-        ("context", *_QUESTION_EXTRAS),
-        partial(_read_answer, question=("question", "context"), answer="answer"),
-    ),
+    "alpaca": _build_layout("instruction", "output", "input"),
+    "dolly": _build_layout("instruction", "response", "input", "context"),
+    "question_answer": _build_layout("question", "answer", "context"),
     "preference": _Layout(
         ("chosen", "rejected"),
         ("prompt", "conversations", "question", "instruction", "input", "margin", *_QUESTION_EXTRAS),
