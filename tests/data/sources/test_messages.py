@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime
 from decimal import Decimal
 
@@ -50,6 +51,16 @@ def test_tool_call_without_arguments_gets_empty_object(written: dict[str, object
     call = {"type": "function", "function": {"name": "now", **written}}
     (message,) = clean_messages([{"role": "assistant", "tool_calls": [call]}], "messages")
     assert message["tool_calls"] == [{"type": "function", "function": {"name": "now", "arguments": {}}}]
+
+
+def test_tool_calls_may_be_a_text() -> None:
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+    turn: dict[str, object] = {"role": "assistant", "content": "Hi"}
+    (listed, written, empty, null) = clean_messages(
+        [{**turn, "tool_calls": value} for value in (calls, json.dumps(calls), "", "null")], "messages"
+    )
+    assert listed == written == {**turn, "tool_calls": calls}
+    assert empty == null == turn
 
 
 def test_parallel_sharegpt_calls_share_one_turn() -> None:
