@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import numpy as np
@@ -160,7 +160,7 @@ def _find_renamed(present: Sequence[str], spellings: Mapping[str, str]) -> dict[
     return {column: spellings[column] for column in present if column in spellings and meanings[spellings[column]] == 1}
 
 
-@cache
+@lru_cache(maxsize=1024)  # Bounded: rows may have names of their own.
 def _name_optional(column: str, layout: DatasetFormat) -> str:
     """Return the name of an optional column of a layout that is written in another way; otherwise the column."""
     name = _SYSTEM_SPELLINGS.get(column.strip().lower(), column.strip().lower())
