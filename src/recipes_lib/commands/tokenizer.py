@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from rich.console import Console
 
 from recipes_lib.config.schema import DatasetFormat
-from recipes_lib.errors import ConfigError, DataError, Problem, UserError, collect_problems, raise_problems
+from recipes_lib.errors import ConfigError, DataError, Problem, UserError
 from recipes_lib.files import explain_write_errors
 
 if TYPE_CHECKING:
@@ -243,23 +243,16 @@ def _open_data(options: argparse.Namespace) -> Mixture:
     Raises:
         DataError: Some of the sources cannot be opened.
     """
-    from recipes_lib.data.sources.canonical import load_source
-    from recipes_lib.data.sources.mixtures import Mixture, Part
+    from recipes_lib.data.sources.mixtures import build_mixture
 
-    parts: list[Part] = []
-    problems: list[Problem] = []
-    for name in options.data:
-        with collect_problems(problems):
-            source = load_source(
-                name,
-                config=options.dataset_config,
-                revision=options.dataset_revision,
-                split=options.dataset_train_split,
-                text_documents="file",  # Whole files: line ends are part of the text.
-            )
-            parts.append(Part(source=source, format=options.dataset_format))
-    raise_problems(problems, ", ".join(options.data))
-    return Mixture(parts=parts)
+    shared = {
+        "config": options.dataset_config,
+        "revision": options.dataset_revision,
+        "split": options.dataset_train_split,
+        "format": options.dataset_format,
+        "text_documents": "file",  # Line ends are part of the text.
+    }
+    return build_mixture([{"name": name, **shared} for name in options.data])
 
 
 def _verify_template(settings: dict[str, Any], name: str | None) -> ChatTemplate | None:
