@@ -149,6 +149,11 @@ def test_public_row_is_read_as_published(dataset: str) -> None:
     assert detect_and_convert(raw, layout) == detect_and_convert(raw)
 
 
+def test_list_of_texts_in_data_beside_an_answer_is_no_chat() -> None:
+    raw = {"input": "What is 2 + 2?", "output": "4", "data": ["a", "b"]}
+    assert detect_and_convert(raw) == ("question_answer", Row(where="d:1", **CHAT))
+
+
 def test_verdict_columns_are_described_as_published() -> None:
     entry = RawRow("d:1", 1, PUBLIC["PKU-SafeRLHF"][1])
     expected = "`preference` layout, from response_1, response_0, prompt; ignored: better_response_id"

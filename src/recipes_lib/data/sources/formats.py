@@ -82,11 +82,12 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
     plain = list(cased.values())
     matches, renamed = _match(plain), {}
     if not matches or declared not in ("auto", *matches):
-        alternating = {"data": "conversations"} if isinstance(raw.get("data"), (list, tuple)) else {}
-        renamed = _find_renamed(plain, _SPELLINGS | (_CALL_SPELLINGS if "tools" in plain else {}) | alternating)
+        renamed = _find_renamed(plain, _SPELLINGS | (_CALL_SPELLINGS if "tools" in plain else {}))
         if "role" in plain or len(renamed) > 1:  # The content of a message, or beside a question or answer.
             renamed.pop("content", None)
         matches = _match(renamed.get(name, name) for name in plain)
+        if not matches and isinstance(raw.get("data"), (list, tuple)):
+            renamed, matches = {"data": "conversations"}, ["sharegpt"]
     renamed |= _find_renamed(plain, _SYSTEM_SPELLINGS)
     named = {column: renamed.get(name, name) for column, name in cased.items()}
     if declared == "auto":
