@@ -267,15 +267,14 @@ def _clean_extras(message: dict[str, Any], place: str) -> None:
     if isinstance(message.get("content"), (list, tuple)):
         message["content"] = _join_parts(message["content"], f"{place}.content")
     if FUNCTION_CALL in message and "tool_calls" not in message:  # OpenAI's deprecated key of a single call.
-        calls = _parse_function_calls(message.pop(FUNCTION_CALL), f"{place}.{FUNCTION_CALL}")
-        message["tool_calls"] = calls
-    calls = message.pop("tool_calls", None)
-    if isinstance(calls, str) and calls.strip():  # Like schemas of tools, calls often have no common Arrow type.
-        calls = parse_json(calls, f"{place}.tool_calls")
-    if calls:
-        if not isinstance(calls, (list, tuple)):
-            raise RowError(f"{place}.tool_calls is {describe(calls)}, not a list", "write a list of tool calls")
-        message["tool_calls"] = [_clean_call(call, f"{place}.tool_calls[{n}]") for n, call in enumerate(calls)]
+        message["tool_calls"] = _parse_function_calls(message.pop(FUNCTION_CALL), f"{place}.{FUNCTION_CALL}")
+    written = message.pop("tool_calls", None)
+    if isinstance(written, str) and written.strip():  # Like schemas of tools, calls often have no common Arrow type.
+        written = parse_json(written, f"{place}.tool_calls")
+    if written:
+        if not isinstance(written, (list, tuple)):
+            raise RowError(f"{place}.tool_calls is {describe(written)}, not a list", "write a list of tool calls")
+        message["tool_calls"] = [_clean_call(call, f"{place}.tool_calls[{n}]") for n, call in enumerate(written)]
     for key, value in message.items():
         if isinstance(value, str):
             check_text(value, f"{place}.{key}")
