@@ -135,7 +135,7 @@ FILES: dict[str, tuple[str, bytes, str, str]] = {
     "no suffix": ("d", GOOD, "", "unknown kind of file"),
     "empty object": ("d.jsonl", b"{}\n", ":1", "none with a value"),
     "mixed layouts": ("d.jsonl", GOOD + line(chat(user(), assistant())), ":2", "`text` is missing"),
-    "caption instead of columns": ("d.csv", b"sep=;\nprompt;completion\n", ":2", "match no layout"),
+    "caption instead of columns": ("d.csv", b"My table\nprompt;completion\n", ":2", "match no layout"),
     "half a surrogate pair": ("d.jsonl", GOOD + b'{"text": "\\ud83d"}\n', ":2", "surrogate"),
     "NULs in text": ("d.txt", "ab".encode("utf-16-le"), ":1", "NUL"),
     "empty text": ("d.jsonl", GOOD + line({"text": ""}), ":2", "`text` is empty"),
@@ -235,6 +235,10 @@ ROWS: dict[str, tuple[dict[str, object], str]] = {
     "chats that are judged": (
         {"messages": [user(), assistant()], "kto_tag": False},
         "the boolean `kto_tag` says which answers are good",
+    ),
+    "verdict on two answers that are equally good": (
+        {"context": [user()], "response1": "a", "response2": "b", "overall_preference": 0},
+        "`overall_preference` is 0: no answer is better",
     ),
     "pair of two kinds": ({"chosen": "a", "rejected": [assistant()]}, "both"),
     "pair without a common prompt": (

@@ -60,6 +60,8 @@ def load(tmp_path, tiny_tokenizer):
         {"prompt": json.dumps(QUESTION)},
         {"prompt": "What is 2 plus 2?", "completion": [FOUR]},
         {"input": QUESTION, "output": "Four."},
+        {"instruction": "What is 2 plus 2?", "completions": ["Four.", "Five."]},
+        {"instruction": "What is 2 plus 2?", "input": "", "output": 4},
     ],
 )
 def test_chat_prompt_is_rendered_with_generation_prompt(load, tiny_tokenizer, row):
@@ -86,6 +88,18 @@ def test_question_includes_system_prompt_and_context(load):
     for asked in (question, {"prompt": [turn]}):
         (prompt,) = load([{"system_prompt": "Be brief.", **asked}]).train
         assert prompt.content == [{"role": "system", "content": "Be brief."}, turn]
+
+
+def test_instruction_includes_its_input(load):
+    (prompt,) = load([{"instruction": "Add.", "input": "2 + 2"}]).train
+    assert prompt.content == [{"role": "user", "content": "Add.\n2 + 2"}]
+
+
+@pytest.mark.parametrize("column", ["system", "system_prompt", "history"])
+def test_column_of_a_chat_beside_plain_text_prompt_is_refused(load, column):
+    with pytest.raises(DataError, match=r"is part of a chat, .*\n.*{question: prompt}"):
+        load([{"prompt": "What is 2 plus 2?", column: "Be brief."}])
+    load([{"prompt": "What is 2 plus 2?", column: ""}])
 
 
 def test_chat_ending_with_user_turn_is_used_whole(load):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from rich.console import Console
 
 from recipes_lib.config.schema import DatasetFormat
-from recipes_lib.errors import ConfigError, DataError, Problem, UserError, collect_problems, raise_problems
+from recipes_lib.errors import ConfigError, DataError, Problem, UserError
 from recipes_lib.files import explain_write_errors
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ MAX_TAIL_SHARE: Final = 0.05
 _SECTION_CHARACTERS: Final = 1 << 12
 _LINE_START: Final = re.compile(r"\n(?=\S)")
 _FILE: Final = "tokenizer.json"
-_NUM_SHOWN: Final = 8
 _LABEL_WIDTH: Final = 16
 _TRIAL: Final = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
 
@@ -164,17 +163,9 @@ def describe(tokenizer: PreTrainedTokenizerFast, usage: TokenUsage, held_out: To
         usage: Token counts on the training text.
         held_out: Token counts on the held-out text.
     """
-    specials = set(tokenizer.all_special_ids)
-    names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    unused = [index for index, count in enumerate(usage.counts) if not count and index not in specials]
-    num_bytes = sum(len(names[index]) == 1 for index in unused)
-    merges = [index for index in unused if len(names[index]) > 1]
-    yield _label("vocabulary", f"{len(tokenizer):,} tokens, {len(specials)} of them special")
+    yield _label("vocabulary", f"{len(tokenizer):,} tokens, {len(set(tokenizer.all_special_ids))} of them special")
     yield _label("training text", _format_usage(usage))
     yield _label("held-out tail", _format_usage(held_out) if held_out.num_bytes else "none: the text is too short")
-    yield _label("never used", f"{len(unused):,} tokens: {num_bytes} single bytes, {len(merges):,} merges")
-    if merges:
-        yield _label("", ", ".join(repr(tokenizer.decode([index])) for index in merges[:_NUM_SHOWN]))
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -252,23 +243,16 @@ def _open_data(options: argparse.Namespace) -> Mixture:
     Raises:
         DataError: Some of the sources cannot be opened.
     """
-    from recipes_lib.data.sources.canonical import load_source
-    from recipes_lib.data.sources.mixtures import Mixture, Part
+    from recipes_lib.data.sources.mixtures import build_mixture
 
-    parts: list[Part] = []
-    problems: list[Problem] = []
-    for name in options.data:
-        with collect_problems(problems):
-            source = load_source(
-                name,
-                config=options.dataset_config,
-                revision=options.dataset_revision,
-                split=options.dataset_train_split,
-                text_documents="file",  # Whole files: line ends are part of the text.
-            )
-            parts.append(Part(source=source, format=options.dataset_format))
-    raise_problems(problems, ", ".join(options.data))
-    return Mixture(parts=parts)
+    shared = {
+        "config": options.dataset_config,
+        "revision": options.dataset_revision,
+        "split": options.dataset_train_split,
+        "format": options.dataset_format,
+        "text_documents": "file",  # Line ends are part of the text.
+    }
+    return build_mixture([{"name": name, **shared} for name in options.data])
 
 
 def _verify_template(settings: dict[str, Any], name: str | None) -> ChatTemplate | None:

@@ -17,7 +17,7 @@ from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed.encoding import build_encoder, read_seed
 from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.formats import canonicalize, detect_format, read_question
-from recipes_lib.data.sources.messages import RowError, check_text, parse_chat
+from recipes_lib.data.sources.messages import RowError, parse_chat
 from recipes_lib.data.sources.mixtures import Mixture, load_test_data, load_train_data
 from recipes_lib.data.sources.rows import Message, RawRow, Row
 from recipes_lib.data.sources.splits import compute_row_digest, find_overlap, refuse_overlap, split_rows
@@ -25,7 +25,7 @@ from recipes_lib.errors import DataError, Problem, merge_alike, raise_problems
 
 logger = logging.getLogger(__name__)
 
-_CHATS: Final = ("messages", "conversations", "instruction", "chosen")
+_CHATS: Final = ("messages", "conversations", "chosen")
 """Columns of layouts with a prompt; in such rows, a ``question`` is an additional column."""
 
 _TURNS: Final = ("messages", "conversations", "chosen", "completion")
@@ -163,15 +163,14 @@ def _read(mixture: Mixture, data: DataConfig) -> Iterator[_Read | Problem]:
 
 def _take_prompt(raw: RawRow, data: DataConfig) -> tuple[Row, dict[str, Any]]:
     others = {name: value for name, value in raw.columns.items() if name != "prompt"}
-    fields: dict[str, Any] | None = None
     try:
         columns = {name: parse_chat(value, name) for name, value in raw.columns.items() if value is not None}
         prompt = columns.get("prompt")
-        is_chat = any(isinstance(columns.get(name), list | tuple) for name in _TURNS)
-        if isinstance(prompt, str) and not is_chat:
-            return Row(where=raw.where, prompt=check_text(prompt, "`prompt`")), others
-        if not isinstance(prompt, str) and (prompt is not None or not any(map(columns.get, _CHATS))):
-            fields = read_question(columns)
+        if isinstance(prompt, str):
+            is_beside_chat = any(isinstance(columns.get(name), list | tuple) for name in _TURNS)
+        else:
+            is_beside_chat = prompt is None and any(map(columns.get, _CHATS))
+        fields = None if is_beside_chat else read_question(columns)
     except RowError as error:
         raise DataError(Problem(raw.where, error.found, error.remedy)) from None
     if fields is not None:

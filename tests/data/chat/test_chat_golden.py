@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,15 @@ def test_tool_calls_are_trained_and_tool_output_masked(name: str) -> None:
     # This template has no generation prompt after tool output, so that the turn opening is a target.
     opening = "<|turn>model\n" if name == "diffusion_gemma" else lookup(OPENING, name)
     assert last == opening + "Sunny in Paris." + lookup(END, name)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_nothink", "qwen3_5_think", "qwen3_6"])
+def test_call_of_an_earlier_turn_is_trained_from_its_tag(name: str) -> None:
+    """Reasoning is dropped from earlier turns, so that `<tool_call>` is where the generation prompt has `<think>`."""
+    (encoder, tokenizer), chat = build(name), row(name, "tools")
+    (encoded,) = encoder.encode([replace(chat, messages=[*(chat.messages or ()), user("more"), answer("bye")])])
+    call, *_ = spans(tokenizer, encoded)
+    assert call == HERMES + "<|im_end|>"
 
 
 @pytest.mark.parametrize("shape", CHATS)

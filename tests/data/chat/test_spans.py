@@ -108,3 +108,11 @@ def test_generation_block_after_loop_belongs_to_last_turn() -> None:
     template = LOOP.replace("{{ m.content }}<|im_end|>", "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}")
     template += "{% generation %}</s>{% endgeneration %}"
     assert find(template, row("a", "b"), 1) == [(1, "b<|im_end|>"), (1, "</s>")]
+
+
+def test_generation_block_around_turn_includes_no_generation_prompt() -> None:
+    turn = "<|im_start|>assistant:{{ m.content }}<|im_end|>"  # As in SmolLM3's template.
+    block = f"{{% if m.role == 'assistant' %}}{{% generation %}}{turn}{{% endgeneration %}}{{% else %}}"
+    template = LOOP.replace("<|im_start|>", block + "<|im_start|>", 1).replace("{% endfor", "{% endif %}{% endfor")
+    assert find(template + PROMPT, row("a", "b", "c", "d"), 1, 3) == [(1, "b<|im_end|>"), (3, "d<|im_end|>")]
+    assert find(template, row("a", "b"), 1) == [(1, "b<|im_end|>")]

@@ -146,21 +146,38 @@ def test_turns_cover_any_chat(chat: list[tuple[str, str]]) -> None:
     assert pieces(rendered) == [(at, f"<{role}>{content}") for at, (role, content) in enumerate(chat)]
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma", "qwen2_5", "cohere", "phi3"])
-def test_generation_prompt_from_source_equals_rendered_one(name: str) -> None:
+@pytest.mark.parametrize("enable_thinking", [None, True, False])
+@pytest.mark.parametrize("name", ["llama3", "gemma", "qwen2_5", "qwen3", "qwen3_6", "cohere", "phi3"])
+def test_generation_prompt_from_source_equals_rendered_one(name: str, enable_thinking: bool | None) -> None:
     template = ChatTemplate(TEMPLATES[name], VARIABLES)
-    read = template.generation_prompt([])  # An empty chat cannot be rendered, so this prompt was read from the source.
+    variables = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    # An empty chat cannot be rendered, so this prompt was read from the source.
+    read = template.generation_prompt([], variables=variables)
     assert read
-    assert template.render([user("hi")], add_generation_prompt=True).tail == read
+    assert template.render([user("hi")], variables=variables, add_generation_prompt=True).tail == read
 
 
-def test_chat_dependent_generation_prompt_is_rendered() -> None:
-    source = (
-        FOR + "{% if add_generation_prompt %}<assistant>{{ '<think>' if messages[0].content == 'hard' }}{% endif %}"
-    )
-    template = ChatTemplate(source, VARIABLES)
+@pytest.mark.parametrize(
+    ("before", "mark"),
+    [
+        ("", "messages[0].content == 'hard'"),
+        ("{% set is_hard = messages[0].content == 'hard' %}", "is_hard"),
+        ("{% macro is_hard() %}{{ 'x' if messages[0].content == 'hard' }}{% endmacro %}", "is_hard()"),
+    ],
+)
+def test_chat_dependent_generation_prompt_is_rendered(before: str, mark: str) -> None:
+    prompt = "<assistant>{{ '<think>' if " + mark + " }}{% endif %}"
+    template = ChatTemplate(before + FOR + "{% if add_generation_prompt %}" + prompt, VARIABLES)
     assert template.generation_prompt([user("easy")]) == "<assistant>"
     assert template.generation_prompt([user("hard")]) == "<assistant><think>"
+
+
+def test_error_in_generation_prompt_has_the_message_of_the_template() -> None:
+    source = FOR + "{% if add_generation_prompt %}{{ raise_exception('no prompt') if strict }}<assistant>{% endif %}"
+    template = ChatTemplate(source, VARIABLES)
+    assert template.generation_prompt([user("hi")]) == "<assistant>"
+    with pytest.raises(TemplateError, match="no prompt"):
+        template.generation_prompt([user("hi")], variables={"strict": True})
 
 
 def test_disabled_generation_prompt_is_none() -> None:

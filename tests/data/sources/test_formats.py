@@ -512,7 +512,7 @@ def test_declared_layout_mismatch_names_missing_columns() -> None:
 
 @pytest.mark.parametrize("margin", ["large", "nan", "1e999", True, float("nan"), float("inf"), 10**39, 10**400, [1.0]])
 def test_margin_that_is_no_finite_number_is_refused(margin: object) -> None:
-    with pytest.raises(DataError, match=r"`margin` is .*, not a finite number"):
+    with pytest.raises(DataError, match="`margin` is not a finite number"):
         convert({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5", "margin": margin})
 
 

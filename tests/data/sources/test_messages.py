@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime
 from decimal import Decimal
 
@@ -45,11 +46,21 @@ def test_every_role_maps_to_template_role(written: str) -> None:
     assert message["role"] in ("system", "developer", "user", "assistant", "tool")
 
 
-def test_tool_call_without_arguments_gets_empty_object() -> None:
-    calls = [{"type": "function", "function": {"name": "now", **written}} for written in ({}, {"arguments": ""})]
-    first, message = clean_messages([{"role": "assistant", "tool_calls": [call]} for call in calls], "messages")
-    assert first == message
+@pytest.mark.parametrize("written", [{}, {"arguments": ""}, {"arguments": None}])
+def test_tool_call_without_arguments_gets_empty_object(written: dict[str, object]) -> None:
+    call = {"type": "function", "function": {"name": "now", **written}}
+    (message,) = clean_messages([{"role": "assistant", "tool_calls": [call]}], "messages")
     assert message["tool_calls"] == [{"type": "function", "function": {"name": "now", "arguments": {}}}]
+
+
+def test_tool_calls_may_be_a_text() -> None:
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+    turn: dict[str, object] = {"role": "assistant", "content": "Hi"}
+    (listed, written, empty, null) = clean_messages(
+        [{**turn, "tool_calls": value} for value in (calls, json.dumps(calls), "", "null")], "messages"
+    )
+    assert listed == written == {**turn, "tool_calls": calls}
+    assert empty == null == turn
 
 
 def test_parallel_sharegpt_calls_share_one_turn() -> None:
@@ -84,6 +95,8 @@ ANSWER = {"role": "assistant", "content": "4"}
         ({"train": False}, False),
         ({"training": False}, False),
         ({"training": True, "weight": 1}, True),
+        ({"loss": True}, True),
+        ({"loss": False}, False),
     ],
 )
 def test_loss_marks_are_removed_and_recorded(marks: dict[str, object], is_trained: bool) -> None:

@@ -9,6 +9,7 @@ import json
 import math
 import tracemalloc
 from datetime import UTC, date, datetime, time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,15 @@ def test_csv_delimiter_and_unnamed_columns_agree_with_pandas(content: str, colum
     assert entry.columns == theirs
 
 
+@pytest.mark.parametrize("declaration", ["sep=;\r\n", '"sep=;"\n', "\ufeffsep=;\n"])
+def test_csv_delimiter_may_be_declared_in_first_line(declaration: str) -> None:
+    """The declaration, as Excel reads it, decides: another character is more frequent in the header."""
+    content = f"{declaration}prompt|id;completion|id\na;b\n".encode()
+    assert list(read_csv(open_bytes(content), "d.csv", delimiter=",")) == [
+        RawRow("d.csv:3", 3, {"prompt|id": "a", "completion|id": "b"})
+    ]
+
+
 def test_csv_cell_holds_long_document() -> None:
     (entry,) = read_csv(open_bytes(b"text\n" + b"a" * 500_000), "d.csv", delimiter=",")
     assert isinstance(entry, RawRow)
@@ -186,11 +196,12 @@ def test_csv_cell_holds_long_document() -> None:
         ({"a": None, "b": 0, "c": "", "d": []}, {"b": 0, "c": "", "d": []}),
         ({"a": [{"b": None, "c": {"d": None}}]}, {"a": [{"c": {}}]}),
         ([None, 1], [None, 1]),
+        ({"a": Decimal("0.50")}, {"a": 0.5}),
         ([[("role", "user"), ("content", "a"), ("name", None)]], [{"role": "user", "content": "a"}]),
     ],
 )
-def test_spell_as_json_removes_only_null_fields(value: object, expected: object) -> None:
-    assert spell_as_json(value) == expected
+def test_spell_as_json_removes_only_null_fields_and_converts_decimals(value: object, expected: object) -> None:
+    assert json.dumps(spell_as_json(value)) == json.dumps(expected)
 
 
 def test_parquet_dates_are_read_as_iso_strings() -> None:

@@ -80,17 +80,15 @@ def test_long_pattern_weights_are_rounded_and_logged(monkeypatch):
     weights = [123457.0, 7654321.0, 22222223.0, 1.0]
     order = RowOrder([9] * 4, [(0, weights)], seed=0)
     (kept,) = order.weights
-    assert sum(kept) == pytest.approx(1)
-    assert [round(100 * weight, 9) % 1 for weight in kept] == [0, 0, 0, 0]
-    assert kept[3] > 0, "a source with any weight comes"
-    assert all(abs(share - weight / sum(weights)) <= 0.02 for share, weight in zip(kept, weights, strict=True))
-    assert_within_a_row(sources_of(order, 300), [round(100 * weight) for weight in kept])
+    # A source of any weight above 0 has a row.
+    assert kept == pytest.approx([count / 102 for count in (1, 26, 74, 1)])
+    assert_within_a_row(sources_of(order, 306), [1, 26, 74, 1])
 
 
 def test_rounded_weights_fit_pattern(monkeypatch):
     monkeypatch.setattr(token_order, "MAX_PERIOD", 10)
     (kept,) = RowOrder([9] * 9, [(0, [1000.3] + [1e-3] * 8)], seed=0).weights
-    assert kept == pytest.approx([0.2] + [0.1] * 8)
+    assert kept == pytest.approx([10 / 18] + [1 / 18] * 8)
 
 
 @settings(max_examples=40)

@@ -292,6 +292,8 @@ class SpanFinder:
         any_special = "|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))) or "(?!)"
         self._special = re.compile(any_special)
         self._at_end = re.compile(rf"(?:{any_special})\Z")
+        # Tags such as `<tool_call>` are often single tokens, though not special ones.
+        self._undivided = re.compile(rf"{any_special}|<[^<>\s]+>")
         self._longest = max(map(len, special_tokens), default=0)
         self._end_tokens = end_tokens
         self._written = WrittenCheck(self._render, special_tokens)
@@ -364,14 +366,20 @@ class SpanFinder:
         return self._derive(row, rendered, trained)
 
     def _find_marked(self, row: Row, rendered: Rendered, trained: Collection[int]) -> Targets:
-        """Return the ``{% generation %}`` blocks as spans; a block after the loop belongs to the turn before it."""
+        """Return the ``{% generation %}`` blocks as spans; a block after the loop belongs to the turn before it.
+
+        A block around a whole turn, as in SmolLM3's template, includes its generation prompt, which is no target.
+        """
         spans: list[Span] = []
+        starts = {turn.start for turn in rendered.turns}
         for block in rendered.generated:
             owner = block.message
             if owner == NOBODY:
                 owner = max((t.message for t in rendered.turns if t.start < block.start), default=NOBODY)
             if owner in trained and block.start < block.end:
-                spans.append(block._replace(message=owner))
+                header = self._header(row, owner) if block.start in starts else ""
+                has_header = rendered.text.startswith(header, block.start)
+                spans.append(Span(owner, block.start + len(header) * has_header, block.end))
         last = {span.message: span for span in spans}
         for message in sorted(trained):
             if message not in last:
@@ -429,13 +437,13 @@ class SpanFinder:
         if turn.startswith(header):
             return len(header)
         # The turn differs from the generation prompt, for example where reasoning of earlier turns is dropped. The
-        # header is then their common prefix, at most up to the content, and without a partial special token.
+        # header is then their common prefix, at most up to the content, and without a partial special token or tag.
         # Content is not searched in the end token, whose name could contain a short answer.
         body_end = max((found.start() for found in self._special.finditer(turn)), default=len(turn))
         content = [turn.rfind(text, 0, body_end) for text in find_texts(_list_messages(row)[message])]
         shared = next((at for at, (a, b) in enumerate(zip(header, turn, strict=False)) if a != b), len(turn))
         common = min([shared, *(at for at in content if at >= 0)])
-        for token in self._special.finditer(turn):
+        for token in self._undivided.finditer(turn):
             if token.start() < common < token.end():
                 common = token.start()
         if common == 0:

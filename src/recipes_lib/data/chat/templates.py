@@ -102,14 +102,14 @@ class ChatTemplate:
         self.reads_clock = "strftime_now" in names
         self.marks_generation = any(_is_generation(block) for block in tree.find_all(nodes.CallBlock))
         self._reads_flag = "add_generation_prompt" in names
-        self._constant_prompt = _constant_generation_prompt(tree)
+        self._prompt = _separate_prompt(tree, environment)  # Before `_instrument`, which changes the tree.
         self._template = _instrument(tree, environment)
 
     @cached_property
     def has_generation_prompt(self) -> bool:
         """Whether the template uses ``add_generation_prompt``."""
-        if not self._reads_flag or self._constant_prompt is not None:
-            return bool(self._constant_prompt)
+        if not self._reads_flag:
+            return False
         try:
             return self.generation_prompt([{"role": "user", "content": ""}]) != ""
         except TemplateError:
@@ -165,8 +165,8 @@ class ChatTemplate:
         Raises:
             TemplateError: As ``render``.
         """
-        if self._constant_prompt is not None:
-            return self._constant_prompt
+        if self._prompt is not None:
+            return self._render_prompt(variables) if variables else self._usual_prompt
         asking = self.render(messages, tools=tools, variables=variables, add_generation_prompt=True)
         if asking.tail.strip():
             return asking.tail
@@ -175,6 +175,17 @@ class ChatTemplate:
             return ""
         with_prompt, without = asking.body, silent.body
         return with_prompt.removeprefix(without) + asking.tail if with_prompt.startswith(without) else None
+
+    @cached_property
+    def _usual_prompt(self) -> str:
+        return self._render_prompt({})
+
+    def _render_prompt(self, variables: Mapping[str, Any]) -> str:
+        assert self._prompt is not None
+        try:
+            return str(self._prompt.render({**self._variables, **variables}))
+        except Exception as error:  # As in `render`.
+            raise TemplateError(str(error) or type(error).__name__) from error
 
 
 class _Trace:
@@ -247,9 +258,12 @@ def _instrument(tree: nodes.Template, environment: Environment) -> Template:
     overlay.filters = {**environment.filters, **_HOOKS}
     tree = _Instrumentation().visit(tree)
     tree.set_environment(overlay)
-    return Template.from_code(
-        overlay, overlay.compile(tree), {**environment.globals, "strftime_now": TEMPLATE_DATE.strftime}
-    )
+    return _compile(tree, overlay)
+
+
+def _compile(tree: nodes.Template, environment: Environment) -> Template:
+    variables = {**environment.globals, "strftime_now": TEMPLATE_DATE.strftime}
+    return Template.from_code(environment, environment.compile(tree), variables)
 
 
 _HOOKS: Final[dict[str, Callable[..., None]]] = {
@@ -302,21 +316,22 @@ def _is_generation(block: nodes.CallBlock) -> bool:
     return isinstance(block.call.node, nodes.ExtensionAttribute) and block.call.node.name == "_generation_support"
 
 
-def _constant_generation_prompt(tree: nodes.Template) -> str | None:
-    """Return the generation prompt of a template that ends in a loop and an ``if add_generation_prompt`` of constants.
+def _separate_prompt(tree: nodes.Template, environment: Environment) -> Template | None:
+    """Return the generation prompt of a template that ends in a loop and an ``if add_generation_prompt``.
 
-    ``None`` for other templates. Almost all templates have this form, and need no rendering to find the prompt.
+    ``None`` for other templates, and if the prompt depends on messages or tools. Almost all templates have this form,
+    in which the prompt after every message is the same, and is found without rendering the messages.
     """
     *_, loop, branch = [None, None, *tree.body]
     if not (isinstance(loop, nodes.For) and isinstance(branch, nodes.If) and isinstance(branch.test, nodes.Name)):
         return None
-    mentions = [name for name in tree.find_all(nodes.Name) if name.name == "add_generation_prompt"]
-    if mentions != [branch.test] or not all(isinstance(node, nodes.Output) for node in branch.body):
+    names = list(tree.find_all(nodes.Name))
+    mentions = [name for name in names if name.name == "add_generation_prompt"]
+    own = {name.name for name in names if name.ctx == "store"} | {macro.name for macro in tree.find_all(nodes.Macro)}
+    read = {name.name for node in branch.body for name in node.find_all(nodes.Name)}
+    if mentions != [branch.test] or read & {"messages", "tools", *own}:
         return None
-    parts = [part for output in branch.body if isinstance(output, nodes.Output) for part in output.nodes]
-    if not all(isinstance(part, nodes.TemplateData | nodes.Const) for part in parts):
-        return None
-    return "".join(str(part.as_const()) for part in parts)
+    return _compile(nodes.Template(branch.body, lineno=branch.lineno), environment)
 
 
 def _canonical(message: Message) -> dict[str, Any]:

@@ -87,10 +87,8 @@ class PairCollator:
         documents = pairs if is_shared else [[prompt, answer] for prompt, *answers in pairs for answer in answers]
         lengths = np.array([sum(map(len, parts)) for parts in documents])
         starts, shape = self._place(lengths)
-        batch = _fill(documents, starts, shape, self.pad_token_id)
-        if self.layout == "shared":
-            batch |= _name_branches(pairs, starts, shape)
-        elif self.layout == "shared_flat":
+        batch = _fill(documents, starts, shape, self.pad_token_id, has_branches=self.layout == "shared")
+        if self.layout == "shared_flat":
             batch["part_lengths"] = np.array([[len(part) for part in parts] for parts in pairs])
         batch |= _find_predictors(pairs, starts, is_shared=is_shared)
         batch["num_tokens"] = np.array(lengths.sum())
@@ -116,29 +114,27 @@ class PairCollator:
         return starts, (len(bins), width)
 
 
-def _fill(documents: Sequence[_Parts], starts: IntArray, shape: tuple[int, int], pad_token_id: int) -> _Arrays:
-    """Return ``input_ids``, ``position_ids`` and ``token_mask``; positions of both answers continue the prompt's."""
-    input_ids, position_ids = np.full(shape, pad_token_id, np.int64), np.zeros(shape, np.int64)
-    token_mask = np.zeros(shape, np.bool_)
-    for start, (prompt, *answers) in zip(starts, documents, strict=True):
-        positions = [np.arange(len(prompt)), *(len(prompt) + np.arange(len(answer)) for answer in answers)]
-        _write(input_ids, start, [prompt, *answers])
-        _write(position_ids, start, positions)
-        _write(token_mask, start, [np.ones(len(part), np.bool_) for part in (prompt, *answers)])
-    return {"input_ids": input_ids, "position_ids": position_ids, "token_mask": token_mask}
-
-
-def _name_branches(pairs: Sequence[_Parts], starts: IntArray, shape: tuple[int, int]) -> _Arrays:
-    pair_ids, branch_ids = np.full(shape, PADDING, np.int64), np.full(shape, PADDING, np.int64)
-    for number, (start, parts) in enumerate(zip(starts, pairs, strict=True)):
-        _write(pair_ids, start, [np.full(len(part), number) for part in parts])
-        _write(branch_ids, start, [np.full(len(part), branch) for branch, part in enumerate(parts)])
-    return {"pair_ids": pair_ids, "branch_ids": branch_ids}
-
-
-def _write(rows: npt.NDArray[Any], start: int, parts: Sequence[npt.NDArray[Any]]) -> None:
-    values = np.concatenate(parts)
-    rows.reshape(-1)[start : start + len(values)] = values
+def _fill(
+    documents: Sequence[_Parts], starts: IntArray, shape: tuple[int, int], pad_token_id: int, *, has_branches: bool
+) -> _Arrays:
+    """Return ``input_ids``, ``position_ids`` and ``token_mask``, and with branches ``pair_ids`` and ``branch_ids``."""
+    counts = np.array([[len(part) for part in parts] for parts in documents])
+    lengths = counts.sum(axis=1)
+    # For each token, its document, its place in it, and its part: 0 for the prompt, 1 and 2 for the answers.
+    document = np.repeat(np.arange(len(documents)), lengths)
+    place = np.arange(len(document)) - (np.cumsum(lengths) - lengths)[document]
+    part = np.repeat(np.tile(np.arange(counts.shape[1]), len(documents)), counts.ravel())
+    # Positions of the second answer continue those of the prompt, as those of the first do.
+    positions = place - np.where(part == 2, counts[document, 1], 0)
+    ids = np.concatenate([ids for parts in documents for ids in parts])
+    columns = {"input_ids": (ids, pad_token_id), "position_ids": (positions, 0), "token_mask": (ids >= 0, False)}
+    if has_branches:
+        columns |= {"pair_ids": (document, PADDING), "branch_ids": (part, PADDING)}
+    batch = {}
+    for name, (values, padding) in columns.items():
+        batch[name] = np.full(shape, padding, values.dtype)
+        batch[name].reshape(-1)[starts[document] + place] = values
+    return batch
 
 
 def _find_predictors(pairs: Sequence[_Parts], starts: IntArray, *, is_shared: bool) -> _Arrays:

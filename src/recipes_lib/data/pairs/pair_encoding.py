@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.sources.rows import EncodedRow, Remark, Row
-from recipes_lib.errors import DataError, Problem
+from recipes_lib.errors import DataError, Problem, collect_problems
 
 TokenIds = npt.NDArray[np.uint32]
 
@@ -70,10 +70,8 @@ class PairEncoder:
         pairs = []
         # After an error `answers` is empty, and no pair is joined.
         for row, chosen, rejected in zip(valid, answers[::2], answers[1::2], strict=False):
-            try:
+            with collect_problems(problems):
                 pairs.append(self._join(row, chosen, rejected))
-            except DataError as error:
-                problems += error.problems
         if problems:
             raise DataError(*problems)
         return pairs

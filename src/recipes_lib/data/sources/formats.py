@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import numpy as np
@@ -14,19 +15,19 @@ import numpy as np
 from recipes_lib.config.schema import DatasetFormat
 from recipes_lib.data.sources.messages import (
     FUNCTION_CALL,
+    MEDIA,
     OBJECTS,
     ROLES,
     RowError,
     are_columns,
     check_answer,
     check_answered,
-    check_json,
     check_text,
     clean_messages,
     describe,
     parse_chat,
-    parse_json,
-    parse_tools,
+    read_chat_extras,
+    refuse_media,
     split_marks,
 )
 from recipes_lib.data.sources.rows import Message, RawRow, Row
@@ -75,17 +76,19 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
         DataError: The columns match no layout, several layouts, or not the declared one; or it is ambiguous which
             column is the answer.
     """
-    raw, where = entry.columns, entry.where
+    raw, where = _judge(entry), entry.where
     present = [column for column, value in raw.items() if value is not None]
     cased = _find_cased(present)
     plain = list(cased.values())
     matches, renamed = _match(plain), {}
-    if not matches:
+    if not matches or declared not in ("auto", *matches):
         renamed = _find_renamed(plain, _SPELLINGS | (_CALL_SPELLINGS if "tools" in plain else {}))
         if "role" in plain or len(renamed) > 1:  # The content of a message, or beside a question or answer.
             renamed.pop("content", None)
         matches = _match(renamed.get(name, name) for name in plain)
-    renamed |= _find_renamed(plain, {"system_prompt": "system"})
+        if not matches and isinstance(raw.get("data"), (list, tuple)):
+            renamed, matches = {"data": "conversations"}, ["sharegpt"]
+    renamed |= _find_renamed(plain, _SYSTEM_SPELLINGS)
     named = {column: renamed.get(name, name) for column, name in cased.items()}
     if declared == "auto":
         matches = _drop_lesser({name: raw[column] for column, name in named.items()}, matches)
@@ -102,15 +105,42 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
         fix = " or ".join(f"`dataset_format: {name}`" for name in matches)
         raise DataError(Problem(where, f"the columns match several layouts: {found}", f"set {fix}"))
     if not matches:
-        known = "; ".join(" + ".join(layout.required) for layout in _LAYOUTS.values())
-        remedy = f"rename them, or map them with `dataset_columns`, to one of: {known}"
-        raise DataError(Problem(where, f"the columns match no layout: {_quote(present)}", remedy))
+        raise _describe_unknown(raw, present, where)
     layout = _LAYOUTS[matches[0]]
     written = {name: column for column, name in named.items()}
     meant = [written.get(name, name) for name in (*layout.required, *layout.optional)]
     read = tuple(column for column in meant if column in raw)
     renamed = {column: name for column, name in named.items() if column in read and column != name}
-    return RowFormat(matches[0], read, tuple(column for column in raw if column not in read), renamed)
+    spelled = dict(zip(raw, entry.columns, strict=True))  # `_judge` has renamed columns, in the same order.
+    ignored = tuple(spelled[column] for column in raw if column not in read)
+    return RowFormat(matches[0], tuple(spelled[column] for column in read), ignored, renamed)
+
+
+def _describe_unknown(raw: Raw, present: list[str], where: str) -> DataError:
+    """Return the error of columns that match no layout; if one of them has a chat, the remedy names it."""
+    known = "; ".join(" + ".join(layout.required) for layout in _LAYOUTS.values())
+    remedy = f"rename them, or map them with `dataset_columns`, to one of: {known}"
+    if len(chats := [column for column in present if _ends_answered(raw[column])]) == 1:
+        remedy = f"write `dataset_columns: {{conversations: {chats[0]}}}`"
+    return DataError(Problem(where, f"the columns match no layout: {_quote(present)}", remedy))
+
+
+def _judge(entry: RawRow) -> Raw:
+    """Return the columns of a row; those of two answers and of a verdict on them as a question with a pair.
+
+    Raises:
+        DataError: The verdict is for neither answer.
+    """
+    raw = entry.columns
+    for verdict, (question, answers) in _VERDICTS.items():
+        if verdict in raw and {question, *answers} <= raw.keys():
+            names = {name: "chosen" if raw[verdict] in wins else "rejected" for name, wins in answers.items()}
+            if "chosen" not in names.values():
+                remedy = "remove such rows, or set `broken_rows: drop` and `max_broken_fraction`"
+                raise DataError(Problem(entry.where, f"`{verdict}` is {raw[verdict]!r}: no answer is better", remedy))
+            names[question] = "question"
+            return {names.get(column, column): value for column, value in raw.items()}
+    return raw
 
 
 def _match(columns: Iterable[str]) -> list[DatasetFormat]:
@@ -129,6 +159,13 @@ def _find_renamed(present: Sequence[str], spellings: Mapping[str, str]) -> dict[
     """Return the columns that have another spelling of a layout's column, if no other column has the same meaning."""
     meanings = Counter(spellings.get(column, column) for column in present)
     return {column: spellings[column] for column in present if column in spellings and meanings[spellings[column]] == 1}
+
+
+@lru_cache(maxsize=1024)  # Bounded: rows may have names of their own.
+def _name_optional(column: str, layout: DatasetFormat) -> str:
+    """Return the name of an optional column of a layout that is written in another way; otherwise the column."""
+    name = _SYSTEM_SPELLINGS.get(column.strip().lower(), column.strip().lower())
+    return name if name in _LAYOUTS[layout].optional else column
 
 
 def _drop_lesser(raw: Raw, matches: list[DatasetFormat]) -> list[DatasetFormat]:
@@ -177,31 +214,24 @@ def canonicalize(entry: RawRow, row_format: RowFormat, *, needs_answer: bool = T
     """
     try:
         # The `read` functions of the layouts know only the layouts' own column names.
-        renamed = row_format.renamed
-        raw = {renamed.get(column, column): parse_chat(value, column) for column, value in entry.columns.items()}
+        renamed, columns = row_format.renamed, _judge(entry)
+        raw = {}
+        for column, value in columns.items():
+            # The row that determined the layout may have no value in an optional column.
+            other = _name_optional(column, row_format.name)
+            name = renamed.get(column, column if other in columns else other)
+            raw[name] = parse_chat(value, column)
         if row_format.name != "preference":
             _refuse_labelled(raw, is_answer="answer" in renamed.values())
         fields = _LAYOUTS[row_format.name].read(raw)
         if "messages" in fields:
-            _refuse_media(raw, fields["messages"])
+            refuse_media(raw, fields["messages"])
             if needs_answer:
                 check_answered(fields["messages"], _LAYOUTS[row_format.name].required[0])
             fields["messages"], fields["untrained"] = split_marks(fields["messages"])
         return Row(where=entry.where, **fields)
     except RowError as error:
         raise DataError(Problem(entry.where, error.found, error.remedy)) from None
-
-
-def _refuse_media(raw: Raw, messages: Sequence[Message]) -> None:
-    """Raise for a chat about images or sound: without these, its answers would be trained on as guesses.
-
-    Raises:
-        RowError: The row has a column of media, and a message has a placeholder for one.
-    """
-    column = next((column for column in _MEDIA if raw.get(column)), None)
-    if column and any(mark in str(message.get("content")) for message in messages for mark in _MEDIA_MARKS):
-        found = f"the messages refer to `{column}`, and only text is trained on"
-        raise RowError(found, f"remove such rows; or write `dataset_columns: {{{column}: null}}` to train on the text")
 
 
 def _refuse_labelled(raw: Raw, *, is_answer: bool) -> None:
@@ -221,27 +251,34 @@ def _refuse_labelled(raw: Raw, *, is_answer: bool) -> None:
 
 def _read_messages(raw: Raw, *, column: str) -> dict[str, Any]:
     messages = clean_messages(_take(raw, column), column)
-    return {"messages": _put_system_first(raw, messages), **_read_chat_extras(raw)}
+    return {"messages": _put_system_first(raw, messages), **read_chat_extras(raw)}
 
 
 def read_question(raw: Raw) -> dict[str, Any] | None:
-    """Return the fields of a chat up to its question: a ``prompt`` of messages, or a question under any of its names.
+    """Return the fields of a prompt: a ``prompt``, plain text or messages, or a question under any of its names.
 
-    ``None`` if there is no such column.
+    The question may be an ``instruction`` with its ``input``. ``None`` if there is no such column.
 
     Raises:
-        RowError: The question, or a column that belongs to it, is invalid.
+        RowError: The prompt, or a column that belongs to it, is invalid.
     """
     cased, prompt = _find_cased([column for column, value in raw.items() if value is not None]), raw.get("prompt")
-    renamed = _find_renamed(list(cased.values()), {**_SPELLINGS, "system_prompt": "system"})
+    names, spellings = list(cased.values()), {**_SPELLINGS, **_SYSTEM_SPELLINGS}
+    if "instruction" in names:  # Beside it, `input` is a context, not a question.
+        del spellings["input"]
+    renamed = _find_renamed(names, spellings)
     named = {renamed.get(name, name): raw[column] for column, name in cased.items()}
-    if prompt is not None and not isinstance(prompt, str):
+    if isinstance(prompt, str):
+        _refuse_chat_columns(named)
+        return {"prompt": check_text(prompt, "`prompt`")}
+    if prompt is not None:
         turns = _put_system_first(named, clean_messages(prompt, "prompt"))
     elif isinstance(named.get("question"), (str, list, tuple)):
-        turns = _read_question(named, "question", "context")
+        contexts = ("input", "context") if "instruction" in renamed else ("context",)
+        turns = _read_question(named, "question", *contexts)
     else:
         return None
-    return {"messages": turns, "num_prompt_messages": len(turns), **_read_chat_extras(named)}
+    return {"messages": turns, "num_prompt_messages": len(turns), **read_chat_extras(named)}
 
 
 def _read_answer(raw: Raw, *, question: tuple[str, ...], answer: str) -> dict[str, Any]:
@@ -250,7 +287,7 @@ def _read_answer(raw: Raw, *, question: tuple[str, ...], answer: str) -> dict[st
         answers = clean_messages([{"role": FUNCTION_CALL, "content": value}], answer)
     else:
         answers = [_build_answer(check_answer(value, f"`{answer}`"))]
-    return {"messages": [*prompt, *answers], **_read_chat_extras(raw)}
+    return {"messages": [*prompt, *answers], **read_chat_extras(raw)}
 
 
 def _read_question(raw: Raw, column: str, *contexts: str) -> list[Message]:
@@ -272,7 +309,7 @@ def _read_prompt_completion(raw: Raw) -> dict[str, Any]:
         return {"prompt": check_text(prompt, "`prompt`"), "completion": check_answer(completion, "`completion`")}
     turns, answer = _read_question(raw, "prompt"), _read_turns(completion, "completion")
     check_answered(answer, "completion")
-    return {"messages": [*turns, *answer], "num_prompt_messages": len(turns), **_read_chat_extras(raw)}
+    return {"messages": [*turns, *answer], "num_prompt_messages": len(turns), **read_chat_extras(raw)}
 
 
 def _read_turns(value: object, column: str) -> list[Message]:
@@ -310,7 +347,7 @@ def _read_preference(raw: Raw) -> dict[str, Any]:
     elif chosen[: len(shared)] == shared == rejected[: len(shared)]:
         chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
     _check_pair(chosen=chosen, rejected=rejected)
-    extras = {**_read_chat_extras(raw), **_read_margin(raw)}
+    extras = {**read_chat_extras(raw), **_read_margin(raw)}
     return {"messages": [*shared, *chosen], "num_prompt_messages": len(shared), "rejected": rejected, **extras}
 
 
@@ -388,24 +425,16 @@ def _check_pair(**answers: list[Message]) -> None:
 
 
 def _read_margin(raw: Raw) -> dict[str, Any]:
-    margin: Any = raw.get("margin")
-    if isinstance(margin, str):  # A cell of a table.
-        margin = _parse_cell(margin)
-    if margin is None:
+    margin = raw.get("margin")
+    if margin is None or not str(margin).strip():  # An empty cell of a table.
         return {}
-    is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
-    if not is_number or not abs(margin) <= _MAX_MARGIN:
-        found = "NaN or infinite in 32 bits" if is_number else describe(margin)
-        raise RowError(f"`margin` is {found}, not a finite number", "write by how much `chosen` is better")
-    return {"margin": float(margin)}
-
-
-def _parse_cell(text: str) -> float | str | None:
-    """Return the number in a cell, ``None`` for an empty one; other text is returned unchanged."""
     try:
-        return float(text) if text.strip() else None
-    except ValueError:
-        return text
+        number = math.nan if isinstance(margin, bool) else float(margin)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not abs(number) <= _MAX_MARGIN:
+        raise RowError("`margin` is not a finite number of 32 bits", "write by how much `chosen` is better")
+    return {"margin": number}
 
 
 def _split_prompt(chosen: list[Message], rejected: list[Message]) -> tuple[list[Message], list[Message], list[Message]]:
@@ -433,23 +462,6 @@ def _read_text(raw: Raw) -> dict[str, Any]:
         # In some corpora, such as wikitext, a third of the rows are blank lines.
         raise RowError("`text` is empty", "remove such rows, or set `broken_rows: drop` and `max_broken_fraction`")
     return {"text": text}
-
-
-def _read_chat_extras(raw: Raw) -> dict[str, Any]:
-    extras: dict[str, Any] = {}
-    if raw.get("tools"):
-        extras["tools"] = parse_tools(raw["tools"])
-    kwargs = raw.get("chat_template_kwargs")
-    if kwargs and isinstance(kwargs, str):
-        kwargs = parse_json(kwargs, "`chat_template_kwargs`")
-    if kwargs:
-        if not isinstance(kwargs, Mapping):
-            raise RowError(f"`chat_template_kwargs` is {describe(kwargs)}, not an object", "write {name: value}")
-        if given := [name for name in ("messages", "tools", "add_generation_prompt") if name in kwargs]:
-            found = f"`chat_template_kwargs` has {_quote(given)}, which the template gets from elsewhere"
-            raise RowError(found, "remove it; messages and tools are columns of their own")
-        extras["template_kwargs"] = check_json(dict(kwargs), "`chat_template_kwargs`")
-    return extras
 
 
 def _read_system(raw: Raw) -> list[Message]:
@@ -506,34 +518,27 @@ def _quote(columns: list[str]) -> str:
     return ", ".join(f"`{column}`" for column in columns) or "none with a value"
 
 
-_MEDIA: Final = ("image", "images", "video", "videos", "audio", "audios")
-_MEDIA_MARKS: Final = ("<image>", "<video>", "<audio>")
-"""Placeholders of media in texts, as in LLaVA and LLaMA-Factory."""
 _MAX_MARGIN: Final = float(np.finfo(np.float32).max)
 _ASSISTANT: Final = "\n\nAssistant:"
 _SPEAKER: Final = re.compile(r"\n\n(Human|Assistant):")
 _CHAT_EXTRAS = ("tools", "chat_template_kwargs")
 _QUESTION_EXTRAS = ("system", "history", *_CHAT_EXTRAS)
+
+
+def _build_layout(question: str, answer: str, *contexts: str) -> _Layout:
+    """Return a layout of a question, optional texts that belong to it, and its answer."""
+    read = partial(_read_answer, question=(question, *contexts), answer=answer)
+    return _Layout((question, answer), (*contexts, *_QUESTION_EXTRAS), read)
+
+
 _LAYOUTS: Final[Mapping[DatasetFormat, _Layout]] = {
     "messages": _Layout(("messages",), ("system", *_CHAT_EXTRAS), partial(_read_messages, column="messages")),
     "prompt_completion": _Layout(("prompt", "completion"), _QUESTION_EXTRAS, _read_prompt_completion),
     "text": _Layout(("text",), (), _read_text),
     "sharegpt": _Layout(("conversations",), ("system", *_CHAT_EXTRAS), partial(_read_messages, column="conversations")),
-    "alpaca": _Layout(
-        ("instruction", "output"),
-        ("input", *_QUESTION_EXTRAS),
-        partial(_read_answer, question=("instruction", "input"), answer="output"),
-    ),
-    "dolly": _Layout(
-        ("instruction", "response"),
-        ("input", "context", *_QUESTION_EXTRAS),
-        partial(_read_answer, question=("instruction", "input", "context"), answer="response"),
-    ),
-    "question_answer": _Layout(
-        ("question", "answer"),
-        ("context", *_QUESTION_EXTRAS),
-        partial(_read_answer, question=("question", "context"), answer="answer"),
-    ),
+    "alpaca": _build_layout("instruction", "output", "input"),
+    "dolly": _build_layout("instruction", "response", "input", "context"),
+    "question_answer": _build_layout("question", "answer", "context"),
     "preference": _Layout(
         ("chosen", "rejected"),
         ("prompt", "conversations", "question", "instruction", "input", "margin", *_QUESTION_EXTRAS),
@@ -542,18 +547,31 @@ _LAYOUTS: Final[Mapping[DatasetFormat, _Layout]] = {
 }
 _SPELLINGS: Final = {
     "conversation": "conversations",
-    "content": "text",
+    **dict.fromkeys(("content", "raw_content"), "text"),
     **dict.fromkeys(("query", "problem", "prompt", "input", "inputs", "instruction"), "question"),
-    **dict.fromkeys(("response", "solution", "generated_solution", "output", "targets", "completion"), "answer"),
+    **dict.fromkeys(
+        ("response", "solution", "generated_solution", "output", "target", "targets", "completion"), "answer"
+    ),
+    **dict.fromkeys(("chosen_response", "accepted", "response_j"), "chosen"),
+    **dict.fromkeys(("rejected_response", "response_k"), "rejected"),
 }
 """Other spelling of a column -> the layout's column; applied only if the columns match no layout as they are."""
+_SYSTEM_SPELLINGS: Final = {"system_prompt": "system"}
+"""The same in every layout."""
 _CALL_SPELLINGS: Final = {"answers": "answer"}
 """The same beside a column ``tools``: a list of function calls, as in xlam."""
+_VERDICTS: Final[Mapping[str, tuple[str, Mapping[str, Sequence[int]]]]] = {
+    "labels": ("history", {"human_ref_A": (1,), "human_ref_B": (0,)}),  # SHP
+    "better_response_id": ("prompt", {"response_0": (0,), "response_1": (1,)}),  # PKU-SafeRLHF
+    "preference_strength": ("prompt", {"response_1": range(-3, 0), "response_2": range(1, 4)}),  # HelpSteer2
+    "overall_preference": ("context", {"response1": range(-3, 0), "response2": range(1, 4)}),  # HelpSteer3
+}
+"""Column with a verdict -> column of the question, and each answer with the verdicts by which it is the better one."""
 _FALLBACKS: Final[tuple[DatasetFormat, ...]] = ("dolly", "question_answer")
 """Layouts whose columns also occur as additional columns of other layouts; considered only if no other one matches."""
 
 COLUMNS: Final = frozenset(
     {column for layout in _LAYOUTS.values() for column in (*layout.required, *layout.optional)}
-    | {"label", "kto_tag", "role", "system_prompt", *_MEDIA, *_SPELLINGS}
+    | {"label", "kto_tag", "role", *MEDIA, *_SPELLINGS, *_SYSTEM_SPELLINGS}
 )
 """All columns that have a meaning: the valid keys of ``dataset_columns``."""

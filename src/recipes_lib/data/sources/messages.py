@@ -12,13 +12,15 @@ from typing import Any, Final, TypeGuard, TypeVar
 from recipes_lib.data.sources.rows import Message
 
 FUNCTION_CALL: Final = "function_call"
+_CALLERS: Final = (FUNCTION_CALL, "tool_call")
+"""Roles of turns whose content is function calls."""
 ROLES: Final = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
     **dict.fromkeys(("human", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "ai", FUNCTION_CALL), "assistant"),
-    **dict.fromkeys(("observation", "function", "function_response"), "tool"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "chatbot", "ai", *_CALLERS), "assistant"),
+    **dict.fromkeys(("observation", "function", "function_response", "tool_response", "environment"), "tool"),
 }
-"""Role in a dataset (OpenAI, ShareGPT and variants) -> role in chat templates."""
+"""Role in a dataset (OpenAI, ShareGPT, ms-swift, OLMo and variants) -> role in chat templates."""
 
 _TEMPLATE_ROLES: Final = tuple(dict.fromkeys(ROLES.values()))
 _KEYS: Final = {"from": "role", "value": "content"}
@@ -31,8 +33,15 @@ _CHATS: Final = ("messages", "conversations")
 TRAIN: Final = "train"
 """Key of cleaned turns that are excluded from the loss, with the value False; ``split_marks`` removes it."""
 
-_MARKS: Final = ("weight", "train", "training")
-"""Keys that include a turn in the loss or exclude it: OpenAI's ``weight``, 0 or 1, and axolotl's booleans."""
+_PAIR: Final = {"system": "system", "input": "user", "output": "assistant"}
+"""Key of a question with its answer, as in Capybara and XTuner's data -> role of the turn."""
+
+_MARKS: Final = ("weight", "train", "training", "loss")
+"""Keys that include a turn in the loss or exclude it: OpenAI's ``weight``, 0 or 1; booleans of axolotl and ms-swift."""
+
+MEDIA: Final = ("image", "images", "video", "videos", "audio", "audios")
+_MEDIA_MARKS: Final = ("<image>", "<video>", "<audio>")
+"""Placeholders of media in texts, as in LLaVA and LLaMA-Factory."""
 
 OBJECTS: Final = re.compile(r"""\s*\[\s*\{\s*(["'])""")
 """Beginning of a list of objects, in JSON or in Python's notation."""
@@ -116,9 +125,10 @@ def clean_messages(value: object, column: str) -> list[Message]:
     """Check a list of turns, or its JSON string, and convert each to ``role``, ``content`` and other template keys.
 
     An object of lists is read as a list of objects. Turns that are all strings are those of the user and the assistant
-    alternately, as in LIMA. Null keys of a turn are removed: Arrow writes them if a turn of another row has the key.
-    Text parts are joined. A mark that excludes a turn from the loss becomes ``TRAIN: False``; other marks are removed.
-    The last turn may be the user's, as often in logged conversations; it is not a target.
+    alternately, as in LIMA; objects with ``input`` and ``output`` are both turns, as in Capybara. Null keys of a turn
+    are removed: Arrow writes them if a turn of another row has the key. Text parts are joined. A mark that excludes a
+    turn from the loss becomes ``TRAIN: False``; other marks are removed. The last turn may be the user's, as often in
+    logged conversations; it is not a target.
 
     Args:
         value: Value of the column.
@@ -139,6 +149,9 @@ def clean_messages(value: object, column: str) -> list[Message]:
     if column in _CHATS and value[1:] and all(isinstance(turn, str) and not turn.startswith("{") for turn in value):
         roles = cycle(("user", "assistant"))
         value = [{"role": role, "content": turn} for role, turn in zip(roles, value, strict=False)]
+    elif column in _CHATS and all(isinstance(turn, Mapping) and {"input", "output"} <= turn.keys() for turn in value):
+        written = [(turn.get(key), role) for turn in value for key, role in _PAIR.items()]
+        value = [{"role": role, "content": content} for content, role in written if content or role != "system"]
     return [_clean_message(message, f"{column}[{turn}]") for turn, message in enumerate(value)]
 
 
@@ -180,6 +193,18 @@ def check_answered(messages: Iterable[Message], column: str) -> None:
         raise RowError(f"`{column}` has no assistant turn: nothing to train on", "add the answer, or remove the row")
 
 
+def refuse_media(raw: Mapping[str, Any], messages: Sequence[Message]) -> None:
+    """Raise for a chat about images or sound: without these, its answers would be trained on as guesses.
+
+    Raises:
+        RowError: The row has a column of media, and a message has a placeholder for one.
+    """
+    column = next((column for column in MEDIA if raw.get(column)), None)
+    if column and any(mark in str(message.get("content")) for message in messages for mark in _MEDIA_MARKS):
+        found = f"the messages refer to `{column}`, and only text is trained on"
+        raise RowError(found, f"remove such rows; or write `dataset_columns: {{{column}: null}}` to train on the text")
+
+
 def _clean_message(written: object, place: str) -> Message:
     if not isinstance(written, Mapping):
         raise RowError(f"{place} is {describe(written)}, not an object", "write it as {role: ..., content: ...}")
@@ -195,7 +220,7 @@ def _clean_message(written: object, place: str) -> Message:
             cleaned[name] = cleaned.pop(key)
     role = cleaned["role"] = _read_role(cleaned, place)
     is_trained = _take_marks(cleaned, role, place)
-    if str(message.get("role", message.get("from"))).lower() == FUNCTION_CALL:
+    if str(message.get("role", message.get("from"))).lower() in _CALLERS:
         calls = _parse_function_calls(cleaned.get("content"), f"{place}.value")
         cleaned = {"role": role, "content": "", "tool_calls": calls}
     else:
@@ -242,16 +267,14 @@ def _clean_extras(message: dict[str, Any], place: str) -> None:
     if isinstance(message.get("content"), (list, tuple)):
         message["content"] = _join_parts(message["content"], f"{place}.content")
     if FUNCTION_CALL in message and "tool_calls" not in message:  # OpenAI's deprecated key of a single call.
-        calls = _parse_function_calls(message.pop(FUNCTION_CALL), f"{place}.{FUNCTION_CALL}")
-        message["tool_calls"] = calls
-    if "tool_calls" in message:
-        calls = message["tool_calls"]
-        if not isinstance(calls, (list, tuple)):
-            raise RowError(f"{place}.tool_calls is {describe(calls)}, not a list", "write a list of tool calls")
-        if calls:
-            message["tool_calls"] = [_clean_call(call, f"{place}.tool_calls[{n}]") for n, call in enumerate(calls)]
-        else:
-            del message["tool_calls"]
+        message["tool_calls"] = _parse_function_calls(message.pop(FUNCTION_CALL), f"{place}.{FUNCTION_CALL}")
+    written = message.pop("tool_calls", None)
+    if isinstance(written, str) and written.strip():  # Like schemas of tools, calls often have no common Arrow type.
+        written = parse_json(written, f"{place}.tool_calls")
+    if written:
+        if not isinstance(written, (list, tuple)):
+            raise RowError(f"{place}.tool_calls is {describe(written)}, not a list", "write a list of tool calls")
+        message["tool_calls"] = [_clean_call(call, f"{place}.tool_calls[{n}]") for n, call in enumerate(written)]
     for key, value in message.items():
         if isinstance(value, str):
             check_text(value, f"{place}.{key}")
@@ -278,9 +301,9 @@ def _clean_call(call: object, place: str) -> Mapping[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not function.get("name"):
         raise RowError(f"{place} names no function", "write {type: function, function: {name: ..., arguments: {...}}}")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):  # OpenAI's API writes an empty string for a call without arguments.
-        arguments = parse_json(arguments, f"{place}.function.arguments") if arguments.strip() else {}
+    arguments = function.get("arguments") or {}  # OpenAI's API writes an empty string for a call without arguments.
+    if isinstance(arguments, str):
+        arguments = parse_json(arguments, f"{place}.function.arguments")
     if not isinstance(arguments, Mapping):
         raise RowError(f"{place}.function.arguments is {describe(arguments)}, not an object", "write {name: value}")
     return check_json({**call, "function": {**function, "arguments": arguments}}, place)
@@ -294,7 +317,7 @@ def _parse_function_calls(value: object, place: str) -> list[Mapping[str, Any]]:
     return [_clean_call({"type": "function", "function": call}, f"{place}[{n}]") for n, call in enumerate(calls)]
 
 
-def parse_tools(value: object) -> list[Any] | None:
+def _parse_tools(value: object) -> list[Any] | None:
     """Return the tool schemas of the ``tools`` column, a list of objects or JSON strings, or the JSON string of one.
 
     ``None`` if there are none.
@@ -302,8 +325,6 @@ def parse_tools(value: object) -> list[Any] | None:
     Raises:
         RowError: The value is not a list of objects that can be written as JSON.
     """
-    if not value:
-        return None
     tools = parse_json(value, "`tools`") if isinstance(value, str) else value
     if tools is None:
         return None
@@ -315,6 +336,28 @@ def parse_tools(value: object) -> list[Any] | None:
         if not isinstance(tool, Mapping):
             raise RowError(f"tools[{number}] is {describe(tool)}, not an object", "write each tool as a JSON schema")
     return check_json(tools, "`tools`") or None
+
+
+def read_chat_extras(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a row for the columns ``tools`` and ``chat_template_kwargs``, without those it lacks.
+
+    Raises:
+        RowError: One of them is invalid.
+    """
+    extras: dict[str, Any] = {}
+    if raw.get("tools"):
+        extras["tools"] = _parse_tools(raw["tools"])
+    kwargs = raw.get("chat_template_kwargs")
+    if kwargs and isinstance(kwargs, str):
+        kwargs = parse_json(kwargs, "`chat_template_kwargs`")
+    if kwargs:
+        if not isinstance(kwargs, Mapping):
+            raise RowError(f"`chat_template_kwargs` is {describe(kwargs)}, not an object", "write {name: value}")
+        if given := [f"`{name}`" for name in ("messages", "tools", "add_generation_prompt") if name in kwargs]:
+            found = f"`chat_template_kwargs` has {', '.join(given)}, which the template gets from elsewhere"
+            raise RowError(found, "remove it; messages and tools are columns of their own")
+        extras["template_kwargs"] = check_json(dict(kwargs), "`chat_template_kwargs`")
+    return extras
 
 
 def check_json(value: Json, place: str, *, allow_nan: bool = False) -> Json:

@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from datetime import date, time
+from decimal import Decimal
 from io import BufferedReader
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
@@ -289,6 +290,7 @@ _DOCUMENT_REMEDY: Final = "write the file with json.dump(rows, file), or one JSO
 
 
 _MAX_CELL_CHARACTERS: Final = 1 << 28  # The default of the csv module, 131,072, is less than a long document.
+_DELIMITER: Final = re.compile(r'"?sep=(.)"?\s*')
 _BATCH_ROWS: Final = 32
 """Arrow rows converted at once. Measured with rows of 1 MB: 1,024 take twice the memory of 32, and the same time."""
 _ARROW_FILE: Final = b"ARROW1"
@@ -298,8 +300,9 @@ _ARROW_FILE: Final = b"ARROW1"
 def read_csv(file: BufferedReader, name: str, *, delimiter: str) -> Iterator[Entry]:
     """Yield the rows of a table whose first line has the column names; every cell is a string, also an empty one.
 
-    A header without commas determines the delimiter by its most frequent character of ``;``, tab and ``|``. Columns
-    without a name, such as pandas' index, are named ``Unnamed: 0`` and so on, as by pandas and ``datasets``.
+    A header without commas determines the delimiter by its most frequent character of ``;``, tab and ``|``; a line such
+    as ``sep=;`` before it, which Excel reads, names it. Columns without a name, such as pandas' index, are named
+    ``Unnamed: 0`` and so on, as by pandas and ``datasets``.
 
     Raises:
         DataError: The header repeats a column, or the file cannot be read further.
@@ -308,7 +311,9 @@ def read_csv(file: BufferedReader, name: str, *, delimiter: str) -> Iterator[Ent
     broken: list[Problem] = []
     lines = _note_broken(enumerate_lines(file, name), broken)
     head = next(lines, "")
-    if delimiter == "," and "," not in head:
+    if declared := _DELIMITER.fullmatch(head):
+        delimiter, head = declared[1], "\n"  # A blank line, so that lines are counted.
+    elif delimiter == "," and "," not in head:
         delimiter = max(",;\t|", key=head.count)
     # Without `strict`, an unclosed quote silently puts the rest of the file into one cell.
     reader = csv.reader(chain([head], lines), delimiter=delimiter, strict=True)
@@ -367,7 +372,8 @@ def read_parquet(file: BufferedReader, name: str, groups: range | None = None) -
     import pyarrow.parquet as pq
 
     try:
-        table = pq.ParquetFile(file)
+        # A compressed file has no random access, and is read into memory.
+        table = pq.ParquetFile(file if file.seekable() else pa.BufferReader(file.read()))
         _check_header(table.schema_arrow.names, name)
         groups = range(table.num_row_groups) if groups is None else groups
         # Rows are numbered from the start of the file, whichever groups are read.
@@ -434,7 +440,7 @@ def spell_as_json(value: Any) -> Any:
     """Convert an Arrow value to the value that a JSON file would have.
 
     Null fields of structs are removed, because in Arrow every struct has the fields of all rows. Dates and times become
-    ISO 8601 strings. pyarrow gives maps, which Spark writes for objects, as lists of tuples.
+    ISO 8601 strings, decimals numbers. pyarrow gives maps, which Spark writes for objects, as lists of tuples.
     """
     if isinstance(value, dict):
         return {key: spell_as_json(item) for key, item in value.items() if item is not None}
@@ -442,6 +448,8 @@ def spell_as_json(value: Any) -> Any:
         if value and isinstance(value[0], tuple):
             return spell_as_json(dict(value))
         return [spell_as_json(item) for item in value]
+    if isinstance(value, Decimal):
+        return float(value)
     return value.isoformat() if isinstance(value, date | time) else value
 
 

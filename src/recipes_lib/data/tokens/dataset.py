@@ -21,7 +21,7 @@ IntArray = npt.NDArray[np.int64]
 WordArray = npt.NDArray[np.uint64]
 
 MAX_PERIOD: Final = 1_000_000
-"""Maximum period of the pattern of sources; weights that need a longer one are rounded to multiples of its inverse."""
+"""Maximum period of the pattern of sources with exact weights; others are rounded, to about its inverse."""
 
 _NUM_ROUNDS: Final = 7
 _MIX: Final = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # Constants of splitmix64.
@@ -193,7 +193,7 @@ class _Pattern:
 
 
 def _round_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the rows of each source in one period: exact up to ``MAX_PERIOD`` rows, otherwise by largest remainder."""
+    """Return the rows of each source in one period: exact up to ``MAX_PERIOD`` rows, otherwise rounded."""
     # From the decimal text, so that 0.1 is one tenth instead of the nearest double.
     exact = [Fraction(str(weight)) for weight in weights]
     total = sum(exact)
@@ -203,15 +203,8 @@ def _round_weights(weights: Sequence[float]) -> tuple[int, ...]:
     period = math.lcm(*(share.denominator for share in shares))
     if period <= MAX_PERIOD:
         return tuple(int(share * period) for share in shares)
-    # Every source of positive weight has at least one row.
-    units = [max(1, math.floor(share * MAX_PERIOD)) if share else 0 for share in shares]
-    by_remainder = sorted(range(len(units)), key=lambda at: units[at] - shares[at] * MAX_PERIOD)
-    # Negative if many tiny weights were rounded up to one row, which the largest source then loses.
-    spare = MAX_PERIOD - sum(units)
-    for at in by_remainder[: max(0, spare)]:
-        units[at] += 1
-    units[units.index(max(units))] += min(0, spare)
-    return tuple(units)
+    # At least one row for every source of positive weight. The period is their sum, near ``MAX_PERIOD``.
+    return tuple(max(1, round(share * MAX_PERIOD)) if share else 0 for share in shares)
 
 
 @functools.lru_cache(maxsize=8)

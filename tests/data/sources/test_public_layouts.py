@@ -1,0 +1,195 @@
+"""Rows of public datasets, in the columns of their publication: read as they are meant, or refused with a remedy."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from recipes_lib.config.schema import DatasetFormat
+from recipes_lib.data.sources.formats import canonicalize, detect_format
+from recipes_lib.data.sources.rows import RawRow, Row
+from recipes_lib.errors import DataError
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER = {"role": "user", "content": "What is 2 + 2?"}
+ANSWER = {"role": "assistant", "content": "4"}
+WRONG = {"role": "assistant", "content": "5"}
+HUMAN, GPT = {"from": "human", "value": "What is 2 + 2?"}, {"from": "gpt", "value": "4"}
+CHAT, BRIEF = {"messages": [USER, ANSWER]}, {"messages": [SYSTEM, USER, ANSWER]}
+PAIR = {**CHAT, "num_prompt_messages": 1, "rejected": [WRONG]}
+CALL = {"name": "add", "arguments": {"a": 2, "b": 2}}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]}
+RESULT = {"role": "tool", "content": "4"}
+
+# dataset -> layout, row of the dataset, fields of the canonical row
+PUBLIC: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
+    "UltraChat": ("sharegpt", {"id": "0", "data": ["What is 2 + 2?", "4"]}, CHAT),
+    "Capybara": ("sharegpt", {"source": "x", "conversation": [{"input": "What is 2 + 2?", "output": "4"}]}, CHAT),
+    "XTuner": (
+        "sharegpt",
+        {
+            "conversation": [
+                {"system": "Be brief.", "input": "What is 2 + 2?", "output": "4"},
+                {"system": "", "input": "What is 2 + 2?", "output": "4"},
+            ]
+        },
+        {"messages": [SYSTEM, USER, ANSWER, USER, ANSWER]},
+    ),
+    "SlimOrca": (
+        "sharegpt",
+        {
+            "conversations": [
+                {"from": "system", "value": "Be brief.", "weight": None},
+                {**HUMAN, "weight": 0.0},
+                {**GPT, "weight": 1.0},
+            ]
+        },
+        {**BRIEF, "untrained": {1}},
+    ),
+    "AgentInstruct": (
+        "sharegpt",
+        {
+            "conversations": [
+                {**HUMAN, "loss": None},
+                {**GPT, "value": "OK.", "loss": False},
+                {**HUMAN, "loss": None},
+                {**GPT, "loss": True},
+            ],
+            "id": "os_0",
+        },
+        {"messages": [USER, {**ANSWER, "content": "OK."}, USER, ANSWER], "untrained": {1}},
+    ),
+    "APIGen-MT": (
+        "sharegpt",
+        {
+            "conversations": [
+                HUMAN,
+                {"from": "function_call", "value": json.dumps(CALL)},
+                {"from": "observation", "value": "4"},
+                GPT,
+            ],
+            "tools": json.dumps([{"name": "add"}]),
+            "system": "Be brief.",
+        },
+        {"messages": [SYSTEM, USER, CALLED, RESULT, ANSWER], "tools": [{"name": "add"}]},
+    ),
+    "ms-swift's tool calls": (
+        "messages",
+        {"messages": [USER, {"role": "tool_call", "content": json.dumps(CALL)}, {**RESULT, "role": "tool_response"}]},
+        {"messages": [USER, CALLED, RESULT]},
+    ),
+    "Cohere's roles": (
+        "messages",
+        {"messages": [{**SYSTEM, "role": "System"}, {**USER, "role": "User"}, {**ANSWER, "role": "Chatbot"}]},
+        BRIEF,
+    ),
+    "Magpie": (
+        "sharegpt",
+        {"uuid": "1", "instruction": "?", "response": "!", "conversations": [HUMAN, GPT], "intent": "sum"},
+        CHAT,
+    ),
+    "Firefly": ("question_answer", {"kind": "math", "input": "What is 2 + 2?", "target": "4"}, CHAT),
+    "HelpSteer": ("question_answer", {"prompt": "What is 2 + 2?", "response": "4", "helpfulness": 3}, CHAT),
+    "RedPajama 2": ("text", {"raw_content": "x = 4", "doc_id": "1", "meta": "{}"}, {"text": "x = 4"}),
+    "FineWeb": (
+        "text",
+        {"text": "x = 4", "id": "1", "dump": "CC", "url": "u", "language_score": 0.9},
+        {"text": "x = 4"},
+    ),
+    "stack-exchange-paired": (
+        "preference",
+        {"qid": 1, "question": "What is 2 + 2?", "date": "2012", "response_j": "4", "response_k": "5"},
+        PAIR,
+    ),
+    "distilabel-math-preference": (
+        "preference",
+        {"instruction": "What is 2 + 2?", "chosen_response": "4", "rejected_response": "5", "chosen_rating": 9.0},
+        PAIR,
+    ),
+    "SHP": (
+        "preference",
+        {"history": "What is 2 + 2?", "score_A": 1, "human_ref_A": "5", "human_ref_B": "4", "labels": 0},
+        PAIR,
+    ),
+    "PKU-SafeRLHF": (
+        "preference",
+        {"prompt": "What is 2 + 2?", "response_0": "5", "response_1": "4", "better_response_id": 1},
+        PAIR,
+    ),
+    "HelpSteer2": (
+        "preference",
+        {"prompt": "What is 2 + 2?", "response_1": "4", "response_2": "5", "preference_strength": -1},
+        PAIR,
+    ),
+    "HelpSteer3": (
+        "preference",
+        {"context": [USER], "response1": "5", "response2": "4", "overall_preference": 3},
+        PAIR,
+    ),
+    "Magpie's pairs": (
+        "preference",
+        {"instruction": "What is 2 + 2?", "chosen": [USER, ANSWER], "rejected": [USER, WRONG], "responses": []},
+        PAIR,
+    ),
+}
+
+
+def detect_and_convert(raw: dict[str, Any], declared: DatasetFormat = "auto") -> tuple[DatasetFormat, Row]:
+    entry = RawRow("d:1", 1, raw)
+    row_format = detect_format(entry, declared)
+    return row_format.name, canonicalize(entry, row_format)
+
+
+@pytest.mark.parametrize("dataset", PUBLIC)
+def test_public_row_is_read_as_published(dataset: str) -> None:
+    layout, raw, fields = PUBLIC[dataset]
+    assert detect_and_convert(raw) == (layout, Row(where="d:1", **fields))
+    assert detect_and_convert(raw, layout) == detect_and_convert(raw)
+
+
+def test_list_of_texts_in_data_beside_an_answer_is_no_chat() -> None:
+    raw = {"input": "What is 2 + 2?", "output": "4", "data": ["a", "b"]}
+    assert detect_and_convert(raw) == ("question_answer", Row(where="d:1", **CHAT))
+
+
+def test_verdict_columns_are_described_as_published() -> None:
+    entry = RawRow("d:1", 1, PUBLIC["PKU-SafeRLHF"][1])
+    expected = "`preference` layout, from response_1, response_0, prompt; ignored: better_response_id"
+    assert str(detect_format(entry)) == expected
+
+
+@pytest.mark.parametrize(
+    ("raw", "remedy"),
+    [
+        ({"items": [HUMAN, GPT], "tags": ["a", "b"]}, r"write `dataset_columns: {conversations: items}`"),
+        ({"items": [HUMAN]}, "to one of: messages"),
+        ({"conversation_a": [USER, ANSWER], "conversation_b": [USER, WRONG], "winner": "a"}, "to one of: messages"),
+        ({"system": "Be brief.", "prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, r"{question: prompt}"),
+        ({"message_id": "1", "parent_id": None, "text": "Hi", "role": "prompter"}, "join the messages of each"),
+        ({"problem": "2 + 2?", "solution": "Add: 4", "answer": "4", "source": "x"}, "dataset_format: question_answer"),
+        ({"question": "2 + 2?", "choices": ["3", "4"], "answer": 1}, "write it as a string"),
+    ],
+    ids=["openchat", "prompts", "arena", "truthy-dpo", "oasst1", "NuminaMath 1.5", "MMLU"],
+)
+def test_other_public_row_is_refused_with_a_remedy(raw: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(DataError) as refused:
+        detect_and_convert(raw)
+    (problem,) = refused.value.problems
+    assert remedy in str(problem.remedy)
+
+
+def test_other_spellings_are_read_if_the_layout_is_declared() -> None:
+    raw = {"text": "Once upon a time", "problem": "What is 2 + 2?", "solution": "4"}
+    assert detect_and_convert(raw)[0] == "text"
+    assert detect_and_convert(raw, "question_answer")[1].messages == [USER, ANSWER]
+
+
+@pytest.mark.parametrize("column", ["system", "system_prompt", "System", " System_Prompt"])
+@pytest.mark.parametrize("has_null", [False, True])
+def test_optional_column_is_read_though_the_first_row_has_none(column: str, has_null: bool) -> None:
+    question = {"query": "What is 2 + 2?", "response": "4"}
+    row_format = detect_format(RawRow("d:1", 1, question | ({column: None} if has_null else {})))
+    row = canonicalize(RawRow("d:2", 2, {**question, column: "Be brief."}), row_format)
+    assert row.messages == [SYSTEM, USER, ANSWER]
