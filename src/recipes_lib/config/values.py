@@ -56,6 +56,8 @@ _BOUNDS: Final[Mapping[str, tuple[str, Callable[[float, float], bool]]]] = {
 }
 INVALID: Final = object()
 """Sentinel for an invalid value, whose reason is in the problems."""
+_REFUSED: Final = "!refused"
+"""Tag of the node that replaces an alias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,7 @@ def compose(text: str, name: str, problems: list[Problem], syntax_remedy: str = 
         # PyYAML passes escapes such as "\\U99999999" to `chr` unchecked.
         line, found, remedy = loader.get_mark().line, "an escape that is not a character", "correct or quote the value"
     else:
-        problems += [Problem(f"{name}:{key.line + 1}", key.found, key.remedy) for key in loader.refused_keys]
+        problems += [Problem(f"{name}:{error.line + 1}", error.found, error.remedy) for error in loader.refused]
         return node
     problems.append(Problem(f"{name}:{line + 1}", found, remedy))
     return None
@@ -170,47 +172,56 @@ class _RefusedError(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that joins surrogate pairs; rejects aliases, merge keys, tags, deep nesting, unpaired surrogates."""
+    """YAML loader that joins surrogate pairs; rejects aliases, merge keys, tags, deep nesting, unpaired surrogates.
+
+    Attributes:
+        refused: Refused keys, which are left out, tags, which are ignored, and aliases, which have the tag ``_REFUSED``.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self.depth, self.refused_keys = 0, list[_RefusedError]()
+        self.depth, self.refused = 0, list[_RefusedError]()
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Compose a mapping with distinct scalar keys; others are left out and added to ``refused_keys``."""
+        """Compose a mapping with distinct scalar keys; others are left out and added to ``refused``."""
         node, kept = super().compose_mapping_node(anchor), dict[str, tuple[yaml.Node, yaml.Node]]()
         for key, value in node.value:
             line = int(key.start_mark.line)
             if not isinstance(key, yaml.ScalarNode):
-                self.refused_keys.append(_RefusedError("a key is a list or a mapping", "write a plain name", line))
+                self.refused.append(_RefusedError("a key is a list or a mapping", "write a plain name", line))
+            elif key.tag == "tag:yaml.org,2002:merge":
+                # One problem with the alias that it merges.
+                self.refused = [error for error in self.refused if error.line != line]
+                self.refused.append(_RefusedError("a merge key (<<)", "write its keys themselves", line))
             # PyYAML would silently keep the last one.
             elif key.value in kept:
                 first = kept[key.value][0].start_mark
                 found = f"`{escape_controls(key.value[:60])}` is repeated; it is already set in line {first.line + 1}"
-                self.refused_keys.append(_RefusedError(found, "keep one of the two", line))
+                self.refused.append(_RefusedError(found, "keep one of the two", line))
             else:
                 kept[key.value] = (key, value)
         node.value = list(kept.values())
         return node
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose one node; raise for features that configurations do not support."""
+        """Compose one node; raise for nesting and surrogates, of which nothing can be kept."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         line = int(event.start_mark.line)
         # Nested aliases expand exponentially ("billion laughs"), and deep nesting raises RecursionError.
         if isinstance(event, yaml.AliasEvent):
-            raise _RefusedError("the value is an alias (*name)", "write the value itself", line)
+            self.get_event()  # type: ignore[no-untyped-call]
+            self.refused.append(_RefusedError("the value is an alias (*name)", "write the value itself", line))
+            return yaml.ScalarNode(_REFUSED, "", event.start_mark, event.end_mark)
         if event.tag is not None:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")
-            raise _RefusedError(f"the value has the YAML tag {tag[:40]}", "delete the tag; quote a text", line)
+            found = f"the value has the YAML tag {tag[:40]}"
+            self.refused.append(_RefusedError(found, "delete the tag; quote a text", line))
         if self.depth > _MAX_DEPTH:
             raise _RefusedError(f"more than {_MAX_DEPTH} levels deep", "nest it less", line)
         self.depth += 1
         node: yaml.Node | None = super().compose_node(parent, index)
         self.depth -= 1
         if isinstance(node, yaml.ScalarNode):
-            if node.tag == "tag:yaml.org,2002:merge":
-                raise _RefusedError("a merge key (<<)", "write its keys themselves", line)
             try:
                 # JSON escapes characters beyond U+FFFF as surrogate pairs; YAML decodes each half separately.
                 node.value = node.value.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
@@ -234,6 +245,8 @@ class Reader:
 
     def read(self, name: str, node: yaml.Node, schema: Schema) -> Any:
         """Return the value of ``node`` converted to the type of ``schema``, or ``INVALID``."""
+        if node.tag == _REFUSED:
+            return INVALID
         # Lists first: a scalar value of a list key is a list of one item.
         if "array" in schema["type"] and (children := _list_items(name, node, schema)) is not None:
             items = [self.read(label, item, schema["items"]) for label, item in children]
