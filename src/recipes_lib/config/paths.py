@@ -65,13 +65,19 @@ def check_paths(settings: Settings) -> Iterator[Problem]:
         if settings.gives(key) and (key != "dataset_test_split" or names_path(settings[key])):
             yield from check_exists(settings.where(key), key, settings[key])
     for key in _OUTPUTS:
-        if settings.gives(key) and is_local(settings[key]) and not Path(settings[key]).is_dir():
-            yield settings.problem(key, f"`{key}` is an existing file", "name a folder")
-        if settings.gives(key) and settings[key].startswith("~"):
-            found = f"`{key}` begins with `{settings[key].partition('/')[0]}`, and only `~/` is expanded"
-            yield settings.problem(key, found, f"write `~/...`, or `./{settings[key]}` if that is its name")
-        if settings.gives(key) and _VARIABLE.search(settings[key]):
-            yield settings.problem(key, f"`{key}` is {settings[key][:120]!r}", _NO_VARIABLES)
+        if settings.gives(key):
+            yield from _check_output(key, settings)
+
+
+def _check_output(key: str, settings: Settings) -> Iterator[Problem]:
+    path = settings[key]
+    if is_local(path) and not Path(path).is_dir():
+        yield settings.problem(key, f"`{key}` is an existing file", "name a folder")
+    if path.startswith("~"):
+        found = f"`{key}` begins with `{path.partition('/')[0]}`, and only `~/` is expanded"
+        yield settings.problem(key, found, f"write `~/...`, or `./{path}` if that is its name")
+    if _VARIABLE.search(path):
+        yield settings.problem(key, f"`{key}` is {path[:120]!r}", _NO_VARIABLES)
 
 
 def _locate_entry(settings: Settings, index: int) -> str:

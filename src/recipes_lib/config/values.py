@@ -175,7 +175,7 @@ class _Loader(yaml.SafeLoader):
     """YAML loader that joins surrogate pairs; rejects aliases, merge keys, tags, deep nesting, unpaired surrogates.
 
     Attributes:
-        refused: Refused keys, which are left out, tags, which are ignored, and aliases, which have the tag ``_REFUSED``.
+        refused: Refused keys, which are left out; tags, which are ignored; aliases, whose nodes are tagged ``_REFUSED``.
     """
 
     def __init__(self, text: str) -> None:
@@ -252,15 +252,7 @@ class Reader:
             items = [self.read(label, item, schema["items"]) for label, item in children]
             return INVALID if INVALID in items else items
         if isinstance(node, yaml.MappingNode) and "object" in schema["type"]:
-            if "properties" in schema:
-                return self._read_properties(name, node, schema)
-            if "additionalProperties" in schema:
-                entries = {
-                    key.value: self.read(f"{name}.{key.value}", value, schema["additionalProperties"])
-                    for key, value in node.value
-                }
-                return INVALID if INVALID in entries.values() else entries
-            return plain_value(node)
+            return self._read_mapping(name, node, schema)
         if isinstance(node, yaml.ScalarNode):
             value = self._read_scalar(name, node, schema)
             # An entry of a mixture may be a name instead of a mapping.
@@ -275,6 +267,17 @@ class Reader:
             keys = [key.value for key, _ in node.value]
             remedy += " around it" if "name" in keys else f", each with its name: [{{name: {keys[0]:.60}, ...}}]"
         return self._refuse(node, f"`{name}` is {found}", remedy)
+
+    def _read_mapping(self, name: str, node: yaml.MappingNode, schema: Schema) -> Any:
+        if "properties" in schema:
+            return self._read_properties(name, node, schema)
+        if "additionalProperties" not in schema:
+            return plain_value(node)
+        entries = {
+            key.value: self.read(f"{name}.{key.value}", value, schema["additionalProperties"])
+            for key, value in node.value
+        }
+        return INVALID if INVALID in entries.values() else entries
 
     def _read_scalar(self, name: str, node: yaml.ScalarNode, schema: Schema) -> Any:
         kinds, text, plain = schema["type"], node.value, node.style is None
