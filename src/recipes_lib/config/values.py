@@ -175,7 +175,7 @@ class _Loader(yaml.SafeLoader):
     """YAML loader that joins surrogate pairs; rejects aliases, merge keys, tags, deep nesting, unpaired surrogates.
 
     Attributes:
-        refused: Refused keys, which are left out; tags, which are ignored; aliases, whose nodes are tagged ``_REFUSED``.
+        refused: Refused keys, which are left out; tags, which are ignored; and aliases, tagged ``_REFUSED``.
     """
 
     def __init__(self, text: str) -> None:
@@ -208,7 +208,7 @@ class _Loader(yaml.SafeLoader):
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         line = int(event.start_mark.line)
         # Nested aliases expand exponentially ("billion laughs"), and deep nesting raises RecursionError.
-        if isinstance(event, yaml.AliasEvent):
+        if type(event) is yaml.AliasEvent:
             self.get_event()  # type: ignore[no-untyped-call]
             self.refused.append(_RefusedError("the value is an alias (*name)", "write the value itself", line))
             return yaml.ScalarNode(_REFUSED, "", event.start_mark, event.end_mark)

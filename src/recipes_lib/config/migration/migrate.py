@@ -30,7 +30,15 @@ from recipes_lib.errors import ConfigError, Problem
 _WEIGHT_KEY = re.compile(r"\bweight(?=['\"]?\s*:)")
 _LENGTH_KEYS = {"max_length", "max_seq_length"}
 _TOKENIZER_KEYS = {"tokenizer_name_or_path", "tokenizer_name", "tokenizer"}
-_SAME_TEXTS = {"model_name_or_path", "output_dir", "lr_scheduler_type", "optim", "run_name", "hub_model_id"}
+_SAME_TEXTS = {
+    "model_name_or_path",
+    "output_dir",
+    "lr_scheduler_type",
+    "optim",
+    "run_name",
+    "hub_model_id",
+    "loss_type",
+}
 """Keys of text with the same values in other programs."""
 _REWARDS_OF_TRL = {"accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"}
 """Short names of reward functions in TRL's scripts, from ``trl.rewards``."""
@@ -78,8 +86,8 @@ def migrate(path: Path, recipe: str | None = None) -> Migration:
         recipe: Recipe of the new file; ``None`` to infer it from keys and names.
 
     Raises:
-        ConfigError: The file cannot be read, repeats a key, is one mapping in braces, or is for a method that no recipe
-            implements; or the chat template cannot be written.
+        ConfigError: The file cannot be read, repeats a key, or is for a method that no recipe implements; or the chat
+            template cannot be written.
     """
     problems: list[Problem] = []
     text, names, launcher = read_text(path, problems), [path.stem, path.resolve().parent.name], ""
@@ -87,8 +95,12 @@ def migrate(path: Path, recipe: str | None = None) -> Migration:
     if text is not None and is_shell:
         command = parse_command_text(text, str(path))
         names, launcher = [command.script], command.launcher
-        text = yaml.safe_dump(dict(command.values), sort_keys=False, allow_unicode=True, width=1000)
+        text = _dump(command.values)
     entries = [] if text is None else read_entries(text, str(path), problems)
+    if is_json := bool(entries) and (text or "").lstrip().startswith("{"):
+        # Edits replace whole lines, and those of JSON end with commas.
+        text = _dump({entry.key: plain_value(entry.node) for entry in entries})
+        entries = read_entries(text, str(path), problems)
     lines = (text or "").splitlines()
     # Edits replace whole lines, so each key must begin its own.
     for entry in entries:
@@ -111,8 +123,8 @@ def migrate(path: Path, recipe: str | None = None) -> Migration:
     changes = [Change(0, f"the recipe is {method.recipe}: {why}"), *rewriter.changes]
     if launcher.count(" ") > 1:
         changes.append(Change(0, f"`{launcher}` is the launcher: see `recipes launch --hardware`", by_hand=True))
-    if is_shell:
-        # Line numbers refer to the generated YAML, not to the command.
+    if is_shell or is_json:
+        # Line numbers refer to the generated YAML, not to the file.
         changes = [replace(change, line=0) for change in changes]
     new_text = rewriter.apply()
     left = [Problem("", method.doubt, "write the `--recipe` of the file's own method")] if method.doubt else []
@@ -234,7 +246,7 @@ class _Rewriter:
         for first in sorted(self.edits, reverse=True):
             last, replacement = self.edits[first]
             lines[first : last + 1] = replacement
-        lines += yaml.safe_dump(self.added, sort_keys=False).splitlines() if self.added else []
+        lines += _dump(self.added).splitlines() if self.added else []
         return "\n".join(lines) + "\n"
 
     def _give_way(self, entry: Entry, stronger: str) -> None:
@@ -267,8 +279,9 @@ class _Rewriter:
                 self._replace(entry, {key: functions}, f"`{key}` became {functions}")
 
     def _takes(self, key: str, entry: Entry) -> bool:
-        """Return whether ``key`` is not set yet, and accepts the value of its synonym."""
-        if key not in self.table.keys or key in self.taken:
+        """Return whether ``key`` is not set yet, in the file by one synonym only, and accepts its value."""
+        rivals = [name for name, value in self.values.items() if value is not None and read_synonyms().get(name) == key]
+        if key not in self.table.keys or key in self.taken or rivals not in ([], [entry.key]):
             return False
         schema = self.table.keys[key].schema
         # Texts often have other values elsewhere, such as names of templates and datasets.
@@ -324,13 +337,16 @@ class _Rewriter:
         # Without a maximum length nothing is too long, and `overlong` would be an error.
         if "overlong" in new and not self.taken & _LENGTH_KEYS:
             new = {}
-        # The file has the successor too: keep it.
-        present = [key for key in new if key in self.taken]
-        if present:
+        # Successors that the file has too are kept.
+        present, new = (
+            [key for key in new if key in self.taken],
+            {key: new[key] for key in new if key not in self.taken},
+        )
+        if present and not new:
             self._replace(entry, {}, f"deleted `{entry.key}`: `{present[0]}` is set as well", by_hand=True)
         elif not new:
             self._replace(entry, {}, f"deleted `{entry.key}`, which {retired.found}")
-        elif dict(new) == {retired.new: value}:
+        elif new == {retired.new: value}:
             self._rename(entry, str(retired.new))
         else:
             spelled = ", ".join(f"`{key}: {value}`" for key, value in new.items())
@@ -358,8 +374,8 @@ class _Rewriter:
 
     def _replace(self, entry: Entry, new: Mapping[str, Any], what: str, *, by_hand: bool = False) -> None:
         line, column = _position(entry)
-        dumped = yaml.safe_dump(dict(new), sort_keys=False, allow_unicode=True, width=1000) if new else ""
-        self.edits[line] = (_last_line(entry.node, line), [" " * column + part for part in dumped.splitlines()])
+        dumped = _dump(new).splitlines() if new else []
+        self.edits[line] = (_last_line(entry.node, line), [" " * column + part for part in dumped])
         self.changes.append(Change(line + 1, what, by_hand))
 
     def _comment_out(self, entry: Entry, what: str) -> None:
@@ -367,6 +383,10 @@ class _Rewriter:
         last = _last_line(entry.node, line)
         self.edits[line] = (last, [f"# {what}", *(f"# {part}" for part in self.lines[line : last + 1])])
         self.changes.append(Change(line + 1, what, by_hand=True))
+
+
+def _dump(values: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True, width=1000)
 
 
 def _name_reward(name: Any) -> Any:
