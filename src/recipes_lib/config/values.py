@@ -208,7 +208,7 @@ class _Loader(yaml.SafeLoader):
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         line = int(event.start_mark.line)
         # Nested aliases expand exponentially ("billion laughs"), and deep nesting raises RecursionError.
-        if self.check_event(yaml.AliasEvent):  # type: ignore[no-untyped-call]
+        if self.check_event(yaml.AliasEvent):
             self.get_event()  # type: ignore[no-untyped-call]
             self.refused.append(_RefusedError("the value is an alias (*name)", "write the value itself", line))
             return yaml.ScalarNode(_REFUSED, "", event.start_mark, event.end_mark)
