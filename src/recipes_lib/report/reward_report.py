@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import matplotlib as mpl
 import numpy as np
@@ -18,13 +18,16 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.config.token_ids import count_before_end, find_end_tokens
 from recipes_lib.errors import DataError
 from recipes_lib.files import read_record, replace_record
-from recipes_lib.models.heads.scoring import RewardModel, compute_reward_statistics, store_reward_statistics
 from recipes_lib.report.charts import COLOURS, STYLE, Chart, render, save_figure
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from recipes_lib.models.heads.scoring import RewardModel
 
 Floats = npt.NDArray[np.floating[Any]]
 Ints = npt.NDArray[np.integer[Any]]
@@ -488,6 +491,9 @@ def store_score_statistics(reward_model: RewardModel, pairs: Sequence[Pair]) -> 
     Raises:
         DataError: All scores are equal: the model has learnt nothing.
     """
+    # Not at module level: `recipes report` imports this module, and torch takes longer than the page.
+    from recipes_lib.models.heads.scoring import compute_reward_statistics, store_reward_statistics
+
     chosen = [pairs[number] for number in range(min(MAX_REFERENCE_ANSWERS, len(pairs)))]
     rows = [np.concatenate([pair["prompt_ids"], pair["chosen_ids"]]).tolist() for pair in chosen]
     store_reward_statistics(reward_model.model, compute_reward_statistics(reward_model.compute_raw_scores(rows)))
