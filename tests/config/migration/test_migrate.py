@@ -372,25 +372,3 @@ def test_migrated_file_has_only_known_keys(tmp_path_factory, blocks: list[str]) 
     except ConfigError as error:
         problems = [problem.found for problem in error.problems]
     assert all(problem == "`dataset_name` is missing" for problem in problems), text
-
-
-HEAD = "model_name_or_path: a/b\noutput_dir: o\nmax_length: 64\nmax_steps: 5\nwarmup_steps: 0\n"
-PASSES = 'dataset_mixture:\n- name: a/weight  # weight: all\n  "weight": 1\n- {name: c/d, weight: 0.5, split: x}\n'
-REPEATS = 'dataset_mixture:\n- name: a/weight  # repeat: all\n  "repeat": 1\n- {name: c/d, repeat: 0.5, split: x}\n'
-SHARES = "dataset_mixture: [{name: a/b, weight: 80}, {name: c/d, weight: 20}]\n"
-
-
-@pytest.mark.parametrize(
-    ("recipe", "old", "new", "remark"),
-    [
-        *(("sft", PASSES, REPEATS, "became `repeat`"), ("dpo", PASSES, REPEATS, "became `repeat`")),
-        *(("sft", SHARES, SHARES, "`repeat` is the number of passes"), ("pretrain", PASSES, PASSES, None)),
-    ],
-)
-def test_repeat_like_weights_become_repeat_and_shares_stay(write, recipe, old, new, remark) -> None:
-    migration = migrate(write(f"{HEAD}{old}seed: 1\n"), recipe)
-    assert migration.text == f"{HEAD}{new}seed: 1\n"
-    check_text(recipe, migration.text, Path("new.yaml"))
-    assert [change.line for change in migration.changes if remark and remark in change.what] == [6] * (
-        remark is not None
-    )

@@ -21,13 +21,12 @@ from recipes_lib.config.migration.legacy_files import (
     parse_command_text,
 )
 from recipes_lib.config.recipes import read_known, read_renames
-from recipes_lib.config.rules import COMMIT, are_shares
+from recipes_lib.config.rules import COMMIT
 from recipes_lib.config.settings import DECISIONS, Settings
 from recipes_lib.config.table import KeyTable, load_table
 from recipes_lib.config.values import INVALID, Entry, Reader, is_secret_key, plain_value, read_entries, read_text
 from recipes_lib.errors import ConfigError, Problem
 
-_WEIGHT_KEY = re.compile(r"\bweight(?=['\"]?\s*:)")
 _LENGTH_KEYS = {"max_length", "max_seq_length"}
 _TOKENIZER_KEYS = {"tokenizer_name_or_path", "tokenizer_name", "tokenizer"}
 _SAME_TEXTS = {
@@ -261,8 +260,6 @@ class _Rewriter:
         is_pinned = COMMIT.fullmatch(str(self.values.get("model_revision")))
         if successor:
             self._replace(entry, {key: yaml.safe_load(successor)}, f"`{key}: {value}` became {successor}")
-        elif key == "dataset_mixture" and self.table.recipe != "pretrain":
-            self._rewrite_weights(entry, value)
         elif value in (None, "None") and not self.table.keys[key].accepts("null"):
             self._replace(entry, {}, f"deleted `{key}: {value}`: the default applies")
         elif value == "None":
@@ -307,23 +304,6 @@ class _Rewriter:
             ) from None
         self._replace(entry, {"chat_template_path": str(path)}, f"`{entry.key}` was written to {path}")
         self.taken |= {"chat_template_path"}
-
-    def _rewrite_weights(self, entry: Entry, parts: Any) -> None:
-        """Rename ``weight`` to ``repeat`` in a fine-tuning mixture whose weights are not shares."""
-        parts = [part for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
-        if not any("weight" in part for part in parts) or any("repeat" in part for part in parts):
-            return
-        first, _ = _position(entry)
-        if are_shares(parts):
-            what = (
-                "`weight` in `dataset_mixture` is a share of all rows; `repeat` is the number of passes over an entry"
-            )
-            self.changes.append(Change(first + 1, what, by_hand=True))
-            return
-        last = _last_line(entry.node, first)
-        renamed = [_WEIGHT_KEY.sub("repeat", line) for line in self.lines[first : last + 1]]
-        self.edits[first] = (last, renamed)
-        self.changes.append(Change(first + 1, "`weight` in `dataset_mixture` became `repeat`"))
 
     def _rewrite_retired(self, entry: Entry, value: Any) -> None:
         retired = read_known(self.table.recipe)[entry.key]
