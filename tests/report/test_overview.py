@@ -56,6 +56,20 @@ def test_sparkline_of_reward_is_labelled_as_such(tmp_path: Path) -> None:
     assert "reward over 2 steps" in write_overview(tmp_path).read_text()
 
 
+def test_folder_deleted_while_runs_are_listed_is_skipped(tmp_path: Path, monkeypatch) -> None:
+    write_run(tmp_path / "a", SFT)
+    (tmp_path / "b").mkdir()
+    glob = Path.glob
+
+    def delete_and_glob(folder: Path, pattern: str) -> Any:
+        if folder.name == "b":
+            raise FileNotFoundError(2, "No such file or directory", str(folder))
+        return glob(folder, pattern)
+
+    monkeypatch.setattr(Path, "glob", delete_and_glob)
+    assert [entry.name for entry in list_entries(tmp_path)] == ["a"]
+
+
 def test_runs_are_read_once_and_listed_before_the_page_fails(tmp_path: Path, capsys, monkeypatch) -> None:
     """As for the runs of a colleague, in a folder that only they may write to."""
     write_run(tmp_path / "a", SFT)

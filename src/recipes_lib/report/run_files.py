@@ -224,8 +224,12 @@ def _find_state(folder: Path) -> Path | None:
     """Return the newest ``trainer_state.json`` of an output directory: its own, else that of its last checkpoint."""
     if (folder / _STATE).is_file() and not folder.name.startswith("checkpoint-"):
         return folder / _STATE
-    numbers = ((path.parent.name.removeprefix("checkpoint-"), path) for path in folder.glob(f"checkpoint-*/{_STATE}"))
-    return max(((int(number), path) for number, path in numbers if number.isdecimal()), default=(0, None))[1]
+    numbered: list[tuple[int, Path]] = []
+    with suppress(OSError):  # The folder was deleted meanwhile, or cannot be read.
+        for path in folder.glob(f"checkpoint-*/{_STATE}"):
+            if (number := path.parent.name.removeprefix("checkpoint-")).isdecimal():
+                numbered.append((int(number), path))
+    return max(numbered, default=(0, None))[1]
 
 
 def _read_history(state: Path) -> Iterator[dict[str, Any] | None]:
