@@ -217,7 +217,8 @@ def _plain(value: Any) -> Any:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="recipes reproduce", description=__doc__, allow_abbrev=False)
+    about = "Restore configuration and package versions of a published run, and report differences."
+    parser = argparse.ArgumentParser(prog="recipes reproduce", description=about, allow_abbrev=False)
     parser.add_argument("source", help="repository on the Hub, or output directory of a run")
     parser.add_argument("--revision", help="commit, branch or tag of the repository, such as step-500")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write to (default: reproduced/NAME)")

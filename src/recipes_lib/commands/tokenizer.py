@@ -178,7 +178,8 @@ def describe(tokenizer: PreTrainedTokenizerFast, usage: TokenUsage, held_out: To
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="recipes tokenizer", description=__doc__, allow_abbrev=False)
+    about = "Train a byte-level BPE tokenizer on data in any layout, and measure its compression."
+    parser = argparse.ArgumentParser(prog="recipes tokenizer", description=about, allow_abbrev=False)
     parser.add_argument("data", nargs="+", metavar="DATA", help="files, folders or Hub ids, of any layout")
     parser.add_argument("--vocab_size", type=int, required=True, metavar="N", help="tokens, special ones included")
     parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="folder of the tokenizer")
