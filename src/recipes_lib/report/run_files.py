@@ -35,12 +35,14 @@ class EventTable(Sequence[Record]):
 
     def append(self, event: Record) -> None:
         """Add an event, whose ``step`` is an integer of 64 bits."""
-        self._cut(bisect_left(self._steps, event["step"]))
-        index = len(self._steps)
+        index = bisect_left(self._steps, event["step"])
+        if index < len(self):
+            del self._steps[index:]
+            for indices, values in self._columns.values():
+                first = bisect_left(indices, index)
+                del indices[first:], values[first:]
         self._steps.append(event["step"])
         for name, value in event.items():
-            if name == "step":
-                continue
             if name not in self._columns:
                 self._columns[name] = array("q"), array("d")
             indices, values = self._columns[name]
@@ -50,21 +52,13 @@ class EventTable(Sequence[Record]):
             # Interned: a text such as `kind` is the same in most events.
             values.append(sys.intern(value) if type(value) is str else value)
 
-    def _cut(self, size: int) -> None:
-        if size < len(self._steps):
-            del self._steps[size:]
-            for indices, values in self._columns.values():
-                first = bisect_left(indices, size)
-                del indices[first:], values[first:]
-
     def __len__(self) -> int:
         return len(self._steps)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(len(self)))]
-        row = range(len(self))[index]
-        event = {"step": self._steps[row]}
+        row, event = range(len(self))[index], {}
         for name, (indices, values) in self._columns.items():
             at = bisect_left(indices, row)
             if at < len(indices) and indices[at] == row:
