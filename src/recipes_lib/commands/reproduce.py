@@ -91,7 +91,7 @@ def restore_keys(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             continue
         if key not in table.keys:
             lost.append(f"the key {key}, which was {value!r}, no longer exists")
-        elif origin != "default" or value != _plain(table.keys[key].default):
+        elif origin != "default" or value != table.keys[key].default:
             given[key] = value
     # The recipe may have named no revision.
     commit = record.get("model_commit")
@@ -190,10 +190,6 @@ def _fetch(repository: str, revision: str | None) -> Path:
         raise ConfigError(
             Problem(repository, f"its run.json cannot be fetched: {words}", "check name and login")
         ) from error
-
-
-def _plain(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=str))
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -208,5 +208,6 @@ def _resolve(retired: Retired, refused: Retired | None) -> Retired:
     """Return ``refused``, which is the successor of ``retired``; at values without a successor the line is deleted."""
     if refused is None or refused.values is None:
         return refused or retired
-    deleted = {value: new for value, new in (retired.values or {}).items() if not new}
-    return replace(refused, values={**refused.values, **deleted})
+    return replace(
+        refused, values={**refused.values, **{at: {} for at, new in (retired.values or {}).items() if not new}}
+    )

@@ -19,11 +19,8 @@ _GROUP_RECIPES: Final = ("grpo", "rloo")
 _METHODS: Final = read_lists(Path(__file__).with_name("methods.yaml"))
 _RECIPES_OF_KEYS: Final = {key: recipes.split() for keys, recipes in _METHODS["keys"] for key in keys.split()}
 """Key -> recipes that it identifies, the most likely first."""
-_ADAPTERS: Final[Mapping[str, tuple[Any, ...]]] = {
-    **dict.fromkeys(("use_peft", "load_in_4bit", "load_in_8bit"), (True,)),
-    **dict.fromkeys(("adapter", "finetuning_type"), ("lora", "qlora")),
-}
-"""Key -> its values that train an adapter."""
+_ADAPTER_KEYS: Final = ("use_peft", "load_in_4bit", "load_in_8bit", "adapter", "finetuning_type")
+"""Keys that train an adapter at ``true``, ``lora`` or ``qlora``."""
 _TEACHER: Final = "teacher_model_name_or_path"
 _NAMES_OF_RUNS: Final = ("stage", "rl", "adapter", "finetuning_type", "output_dir", "hub_model_id", "run_name")
 """Keys whose text names the method: those of LLaMA-Factory and axolotl, then names of outputs."""
@@ -85,7 +82,7 @@ def infer_method(names: Sequence[str], values: Mapping[str, Any], recipe: str | 
     named.sort(key=lambda pair: _RECIPE_OF_WORDS.get(pair[1]) == "distill" and _TEACHER not in values)
     name, word = next((pair for pair in named if _RECIPE_OF_WORDS.get(pair[1]) in possible), ("", ""))
     inferred = _RECIPE_OF_WORDS[word] if word else possible[0] if keys else "sft"
-    adapters = [key for key, kinds in _ADAPTERS.items() if values.get(key) in kinds]
+    adapters = [key for key in _ADAPTER_KEYS if values.get(key) in (True, "lora", "qlora")]
     if inferred == "sft" and (adapters or {"lora", "qlora"} & {word for _, word in words}):
         inferred = "lora"
     why = [repr(name)] * bool(name) + [f"`{key}`" for key in (keys + adapters)[:3]]

@@ -191,6 +191,7 @@ class _Rewriter:
     def rewrite(self, entry: Entry) -> None:
         """Convert one key of the old file that has not been edited yet."""
         key, value = entry.key, self.values[entry.key]
+        is_template = key == "chat_template" and isinstance(value, str) and "{" in value
         if _position(entry)[0] in self.edits:
             return
         if key in LEGACY_KEYS and not (key == "dataset_mixture" and isinstance(value, list)):
@@ -199,12 +200,7 @@ class _Rewriter:
             self._replace(entry, {}, f"`{key}` was merged into the datasets")
         elif key in self.table.keys:
             self._rewrite_value(entry, value)
-        elif (
-            key == "chat_template"
-            and isinstance(value, str)
-            and "{" in value
-            and "chat_template_path" not in self.taken
-        ):
+        elif is_template and "chat_template_path" not in self.taken:
             self._move_template(entry, value)
         elif key in read_known(self.table.recipe):
             self._rewrite_retired(entry, value)
@@ -286,9 +282,6 @@ class _Rewriter:
             return False
         return Reader(entry.locate, []).read(key, entry.node, schema) is not INVALID
 
-    def _accepts_null(self, key: str) -> bool:
-        return key not in self.table.keys or self.table.keys[key].accepts("null")
-
     def _move_template(self, entry: Entry, template: str) -> None:
         path = self.path.with_name(f"{self.path.stem}_chat_template.jinja")
         try:
@@ -309,7 +302,8 @@ class _Rewriter:
         retired = read_known(self.table.recipe)[entry.key]
         new = retired.rewrite(value)
         # null meant the default, which is here the key left out.
-        if value in (None, "None") and new and all(not self._accepts_null(key) for key in new):
+        keys = self.table.keys
+        if value in (None, "None") and new and all(key in keys and not keys[key].accepts("null") for key in new):
             new = {}
         if new is None:
             self._comment_out(entry, f"`{entry.key}` {retired.found}; {retired.remedy}")
