@@ -10,6 +10,7 @@ from tests.report.test_overview import SFT, write_run
 from tests.report.test_page import HOSTILE, Page
 
 from recipes_lib.cli import main as run_recipes
+from recipes_lib.report.overview import describe_result
 from recipes_lib.report.run_comparison import _build_row, compare_figures, compare_keys
 from recipes_lib.report.run_files import read_run
 
@@ -27,6 +28,19 @@ def test_differences_are_relative_to_first_run(folders: list[Path]) -> None:
     assert (rows["eval_loss"].values, rows["eval_loss"].differences) == (["2", "1.5"], ["-0.5 (-25.0%)"])
     assert rows["steps"].differences == ["="]
     assert rows["training time"].values == ["2 min 0 s", "2 min 0 s"]
+
+
+def test_last_value_of_a_diverged_run_is_not_the_last_finite_one(tmp_path: Path) -> None:
+    nan = [{"kind": "train", "step": 31, "loss": "nan"}, {"kind": "eval", "step": 31, "eval_loss": "nan"}]
+    write_run(tmp_path / "broken", [{"kind": "train", "step": 1, "loss": 1e301}])
+    assert compare_figures([read_run(tmp_path / "broken")], is_one_recipe=True)[0].name == "loss"
+    write_run(tmp_path / "a", SFT)
+    write_run(tmp_path / "b", [*SFT, *nan])
+    runs = [read_run(tmp_path / name) for name in ("a", "b")]
+    rows = {row.name: row for row in compare_figures(runs, is_one_recipe=True)}
+    for name in ("loss", "eval_loss"):
+        assert (rows[name].values[1], rows[name].differences) == ("nan", [""])
+    assert describe_result(runs[1]).startswith("eval_loss 5 -> nan")
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,8 @@ def examine() -> list[Finding]:
         "deepspeed": _extra("deepspeed"),
         "datatrove": _extra("corpus"),
     }
+    python = Finding("python", "ok", f"{platform.python_version()} at {sys.executable}", is_core=True)
     probes: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
-        ("python", _probe_python),
         ("packages", _probe_packages),
         ("torch", _probe_torch),
         ("bf16", _probe_bf16),
@@ -85,7 +85,7 @@ def examine() -> list[Finding]:
     # In parallel, because each of these imports takes seconds.
     with ThreadPoolExecutor() as pool:
         imports = pool.map(lambda name: _run_probe(name, lambda: [_try_import(name, compiled[name])]), compiled)
-        return list(itertools.chain(*(_run_probe(*probe) for probe in probes), *imports))
+        return list(itertools.chain([python], *(_run_probe(*probe) for probe in probes), *imports))
 
 
 def _run_probe(name: str, probe: Callable[[], Iterable[Finding]]) -> list[Finding]:
@@ -101,10 +101,6 @@ def _first_line(error: BaseException) -> str:
 
 def _extra(name: str) -> str:
     return f'pip install -c constraints.txt -e ".[{name}]"'
-
-
-def _probe_python() -> Iterator[Finding]:
-    yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}", is_core=True)
 
 
 def _probe_packages() -> list[Finding]:

@@ -258,14 +258,8 @@ class Reader:
             # An entry of a mixture may be a name instead of a mapping.
             return {"name": value} if "properties" in schema and isinstance(value, str) else value
         found, remedy = "a list" if isinstance(node, yaml.SequenceNode) else "a mapping", f"write {describe(schema)}"
-        if (
-            isinstance(node, yaml.MappingNode)
-            and node.value
-            and "name" in schema.get("items", {}).get("properties", {})
-        ):
-            # As in alignment-handbook's dataset_mixer: {a/b: 0.5}; or an entry that is not in a list.
-            keys = [key.value for key, _ in node.value]
-            remedy += " around it" if "name" in keys else f", each with its name: [{{name: {keys[0]:.60}, ...}}]"
+        # An entry that is not in a list, or as in alignment-handbook's dataset_mixer: {a/b: 0.5}.
+        remedy += ": [{name: a/b}, ...]" if "name" in schema.get("items", {}).get("properties", {}) else ""
         return self._refuse(node, f"`{name}` is {found}", remedy)
 
     def _read_mapping(self, name: str, node: yaml.MappingNode, schema: Schema) -> Any:

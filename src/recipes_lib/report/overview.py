@@ -17,7 +17,7 @@ from recipes_lib.errors import ConfigError, DataError, Problem, escape_controls
 from recipes_lib.files import read_record
 from recipes_lib.quantities import format_duration
 from recipes_lib.report.html_pages import write_page
-from recipes_lib.report.run_files import RunFiles, is_run, read_curve, read_number, read_run
+from recipes_lib.report.run_files import RunFiles, find_last, is_run, read_curve, read_number, read_run
 
 PIPELINE: Final = "pipeline.json"
 _SIGNS: Final = ("run.json", "metrics.jsonl", "corpus.json", "eval.json")
@@ -145,9 +145,10 @@ def summarize(run: RunFiles) -> dict[str, Any]:
         "spark": draw_spark(next((curve for name in _CURVES if (curve := read_curve(run.train, name))), [])),
     }
     for name in _FIGURES:
-        if curve := read_curve(run.held_out if name.startswith("eval_") else run.train, name):
+        records = run.held_out if name.startswith("eval_") else run.train
+        if curve := read_curve(records, name):
             before = curve[0][1] if len(curve) > 1 else None
-            return {**facts, "figure": name, "before": before, "after": curve[-1][1]}
+            return {**facts, "figure": name, "before": before, "after": find_last(records, name)}
     return facts
 
 

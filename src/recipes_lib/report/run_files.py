@@ -9,6 +9,7 @@ import math
 import sys
 from array import array
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from recipes_lib.files import parse_number, read_lines, read_record
 
 Record = Mapping[str, Any]
 _STATE: Final = "trainer_state.json"
+MAX_FINITE: Final = 1e300
+"""Sums and axis limits of larger values, which only a broken file has, would overflow."""
 
 
 class EventTable(Sequence[Record]):
@@ -194,11 +197,14 @@ def read_number(record: Record, name: str) -> float | None:
 
 
 def read_curve(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
-    """Return the ``(step, value)`` pairs of a metric whose value is finite and below 1e300 in magnitude.
+    """Return the ``(step, value)`` pairs of a metric whose value is finite and below ``MAX_FINITE`` in magnitude."""
+    return [(step, value) for step, value in _iterate_numbers(records, name) if abs(value) < MAX_FINITE]
 
-    Sums and axis limits of larger values, which only a broken file has, would overflow.
-    """
-    return [(step, value) for step, value in _iterate_numbers(records, name) if abs(value) < 1e300]
+
+def find_last(records: Sequence[Record], name: str) -> float | None:
+    """Return the last value of a metric, which may be NaN or infinite; ``None`` if it was never recorded."""
+    last = deque(_iterate_numbers(records, name), maxlen=1)
+    return last[0][1] if last else None
 
 
 def find_non_finite_steps(records: Sequence[Record], name: str) -> list[int]:
@@ -218,12 +224,10 @@ def _find_state(folder: Path) -> Path | None:
     """Return the newest ``trainer_state.json`` of an output directory: its own, else that of its last checkpoint."""
     if (folder / _STATE).is_file() and not folder.name.startswith("checkpoint-"):
         return folder / _STATE
-    numbered: list[tuple[int, Path]] = []
     with suppress(OSError):  # The folder was deleted meanwhile, or cannot be read.
-        for path in folder.glob(f"checkpoint-*/{_STATE}"):
-            if (number := path.parent.name.removeprefix("checkpoint-")).isdecimal():
-                numbered.append((int(number), path))
-    return max(numbered, default=(0, None))[1]
+        paths = {path.parent.name.removeprefix("checkpoint-"): path for path in folder.glob(f"checkpoint-*/{_STATE}")}
+        return max(((int(number), path) for number, path in paths.items() if number.isdecimal()), default=(0, None))[1]
+    return None
 
 
 def _read_history(state: Path) -> Iterator[dict[str, Any] | None]:

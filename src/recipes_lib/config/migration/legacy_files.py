@@ -86,13 +86,12 @@ def infer_method(names: Sequence[str], values: Mapping[str, Any], recipe: str | 
     if inferred == "sft" and (adapters or {"lora", "qlora"} & {word for _, word in words}):
         inferred = "lora"
     why = [repr(name)] * bool(name) + [f"`{key}`" for key in (keys + adapters)[:3]]
-    loss = word if word in _LOSSES and (recipe or inferred) == "dpo" and not values.get("loss_type") else None
+    chosen = recipe or inferred
+    loss = word if word in _LOSSES and chosen == "dpo" and not values.get("loss_type") else None
     # A method of axolotl or LLaMA-Factory that no word names, such as `stage: pt`.
     foreign = next((key for key in ("stage", "rl") if recipe is None and _is_foreign(values.get(key))), None)
     doubt = f"`{foreign}: {values[foreign]}` names no recipe" if foreign else ""
-    return Method(
-        recipe or inferred, loss, ", ".join(why), doubt or _doubt(recipe or inferred, keys, possible, adapters)
-    )
+    return Method(chosen, loss, ", ".join(why), doubt or _doubt(chosen, keys, possible, adapters))
 
 
 def _is_foreign(method: Any) -> bool:
