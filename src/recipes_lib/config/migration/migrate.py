@@ -27,7 +27,6 @@ from recipes_lib.config.table import KeyTable, load_table
 from recipes_lib.config.values import INVALID, Entry, Reader, is_secret_key, plain_value, read_entries, read_text
 from recipes_lib.errors import ConfigError, Problem
 
-_LENGTH_KEYS = {"max_length", "max_seq_length"}
 _TOKENIZER_KEYS = {"tokenizer_name_or_path", "tokenizer_name", "tokenizer"}
 _SAME_TEXTS = {
     "model_name_or_path",
@@ -309,7 +308,7 @@ class _Rewriter:
             self._comment_out(entry, f"`{entry.key}` {retired.found}; {retired.remedy}")
             return
         # Without a maximum length nothing is too long, and `overlong` would be an error.
-        if "overlong" in new and not self.taken & _LENGTH_KEYS:
+        if "overlong" in new and not self.taken & {"max_length", "max_seq_length"}:
             new = {}
         # Successors that the file has too are kept.
         present, new = (
