@@ -71,6 +71,18 @@ def test_comparison_page_overlays_runs(folders: list[Path], tmp_path: Path) -> N
     assert (out.with_suffix("") / "loss.png").is_file()
 
 
+@pytest.mark.parametrize(
+    ("name", "page"), [(".", "compare.html"), ("new", "new/compare.html"), ("v1.2", "v1.2/compare.html")]
+)
+def test_output_may_be_a_folder(folders: list[Path], tmp_path: Path, monkeypatch, name: str, page: str) -> None:
+    """Charts are written beside the page: a page without suffix would have the name of their folder."""
+    (tmp_path / "v1.2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert run_recipes(["report", *map(str, folders), "--compare", "--output", name]) == 0
+    assert (tmp_path / page).is_file()
+    assert list((tmp_path / page).with_suffix("").glob("*.png"))
+
+
 def test_losses_of_different_recipes_are_omitted(folders: list[Path], tmp_path: Path) -> None:
     write_run(tmp_path / "dpo", SFT, stage="dpo")
     out = tmp_path / "c.html"

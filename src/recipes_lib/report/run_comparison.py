@@ -54,7 +54,8 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
 
     Args:
         folders: Output directories, two to four.
-        path: Path of the page; PNGs of the charts are written to the folder of its name without suffix.
+        path: Path of the page, or a folder for ``compare.html``: an existing one, or a name without suffix. PNGs of the
+            charts are written to the folder of the page's name without suffix.
 
     Raises:
         ConfigError: There are fewer than two or more than four folders, or the page cannot be written.
@@ -68,6 +69,8 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
     if len(runs) < len(folders):
         raise ConfigError(Problem("--compare", "a run is named twice", "name each once"))
     recipes = {str(run.facts.get("stage", "unknown recipe")) for run in runs.values()}
+    if path.is_dir() or not path.suffix:
+        path /= "compare.html"
     images = path.with_suffix("")
     with explain_write_errors(path, "name another --output"):
         images.mkdir(parents=True, exist_ok=True)
