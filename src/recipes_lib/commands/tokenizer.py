@@ -34,7 +34,6 @@ _SECTION_CHARACTERS: Final = 1 << 12
 _LINE_START: Final = re.compile(r"\n(?=\S)")
 _FILE: Final = "tokenizer.json"
 _NUM_SHOWN: Final = 8
-_LABEL_WIDTH: Final = 16
 _TRIAL: Final = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
 
 
@@ -308,4 +307,4 @@ def _format_usage(usage: TokenUsage) -> str:
 
 
 def _label(name: str, text: str) -> str:
-    return f"{name:{_LABEL_WIDTH}}{text}"
+    return f"{name:16}{text}"

@@ -44,8 +44,6 @@ _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]{1,3})?")
 _NAMES = re.compile(r"[\w.-]+(?:\s*,\s*[\w.-]+)+")
 """Names or numbers separated by commas, which other programs accept as a list."""
-_HOLDS_SENTENCES = frozenset({"sample_prompts"})
-"""Keys whose list items may contain commas, so that a text is one item."""
 _SCALE = re.compile(r"(?<=\d) ?([kmbt])$", re.IGNORECASE)
 _EXPONENTS = {"k": "e3", "m": "e6", "b": "e9", "t": "e12"}
 _BOUNDS: Final[Mapping[str, tuple[str, Callable[[float, float], bool]]]] = {
@@ -340,8 +338,8 @@ def _list_items(name: str, node: yaml.Node, schema: Schema) -> list[tuple[str, y
         return [(f"{name}[{index}]", item) for index, item in enumerate(node.value)]
     if not isinstance(node, yaml.ScalarNode) or "object" in schema["items"]["type"]:
         return None
-    # Split plain names only: a comma in a file name, a call or a pattern belongs to it.
-    has_names = name not in _HOLDS_SENTENCES and _NAMES.fullmatch(node.value) is not None
+    # Split plain names only: a comma in a file name, a call, a pattern or a prompt belongs to it.
+    has_names = name != "sample_prompts" and _NAMES.fullmatch(node.value) is not None
     # A key that takes a text or a list: a text is not split, unless it is several of its choices.
     takes_text = "string" in schema["type"] and not ("enum" in schema and has_names)
     if takes_text or (node.style is None and node.value in (*_NULL, "None")):
