@@ -29,13 +29,8 @@ from recipes_lib.errors import ConfigError, Problem
 
 _TOKENIZER_KEYS = {"tokenizer_name_or_path", "tokenizer_name", "tokenizer"}
 _SAME_TEXTS = {
-    "model_name_or_path",
-    "output_dir",
-    "lr_scheduler_type",
-    "optim",
-    "run_name",
-    "hub_model_id",
-    "loss_type",
+    *("model_name_or_path", "output_dir", "run_name", "hub_model_id"),
+    *("lr_scheduler_type", "optim", "loss_type"),
 }
 """Keys of text with the same values in other programs."""
 _REWARDS_OF_TRL = {"accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"}
@@ -311,10 +306,8 @@ class _Rewriter:
         if "overlong" in new and not self.taken & {"max_length", "max_seq_length"}:
             new = {}
         # Successors that the file has too are kept.
-        present, new = (
-            [key for key in new if key in self.taken],
-            {key: new[key] for key in new if key not in self.taken},
-        )
+        present = [key for key in new if key in self.taken]
+        new = {key: new[key] for key in new if key not in self.taken}
         if present and not new:
             self._replace(entry, {}, f"deleted `{entry.key}`: `{present[0]}` is set as well", by_hand=True)
         elif not new:
