@@ -89,7 +89,7 @@ def test_unknown_command_suggests_nearest_name(typed: str, message: str, capsys:
     assert message in error
 
 
-def test_help_of_commands_does_not_import_torch() -> None:
+def test_help_of_commands_is_no_docstring_and_does_not_import_torch() -> None:
     code = (
         "import contextlib, io, json, sys\n"
         "from recipes_lib import cli\n"
@@ -98,6 +98,7 @@ def test_help_of_commands_does_not_import_torch() -> None:
         "    with contextlib.redirect_stdout(io.StringIO()) as stdout, contextlib.suppress(SystemExit):\n"
         "        cli.main([name, '--help'])\n"
         "    assert 'usage' in stdout.getvalue(), name\n"
+        "    assert '\\n``' not in stdout.getvalue() and 'Raises' not in stdout.getvalue(), name\n"
         "    if {'torch', 'transformers', 'datasets', 'pyarrow', 'scipy', 'matplotlib'} & sys.modules.keys():\n"
         "        slow.append(name)\n"
         "        break\n"

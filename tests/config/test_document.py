@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from recipes_lib.config.loader import load_config
 from recipes_lib.config.values import compose, read_entries, read_text
-from recipes_lib.errors import Problem
+from recipes_lib.errors import ConfigError, Problem
 
 
 def entries_and_problems(text: str):
@@ -97,8 +98,19 @@ def test_alias_expansion_bomb_is_refused() -> None:
         f"{chr(98 + i)}: &{chr(98 + i)} [*{chr(97 + i)}, *{chr(97 + i)}]\n" for i in range(20)
     )
     problems: list[Problem] = []
-    assert compose(bomb, "f.yaml", problems) is None
-    assert len(problems) == 1
+    compose(bomb, "f.yaml", problems)
+    assert {problem.found for problem in problems} == {"the value is an alias (*name)"}
+    assert len(problems) == 40, "one for each, so that none was expanded"
+
+
+def test_unsupported_yaml_does_not_hide_other_problems(write, minimal_text: str) -> None:
+    """An alias is no value, so that nothing else is reported about its key."""
+    extra = "seed: &s 3\ndata_seed: *s\nlora_r: !!int 8\n<<: *s\ndataset_mixture: [{name: a/b, repeat: *s}]\nbogus: 1\n"
+    with pytest.raises(ConfigError) as caught:
+        load_config("lora", ["--config", str(write(minimal_text + extra))])
+    first = minimal_text.count("\n") + 2
+    found = {int(problem.where.rpartition(":")[2]): problem.found for problem in caught.value.problems}
+    assert sorted(found) == [first, first + 1, first + 2, first + 4]
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "latin-1", "utf-16", "data", "/dev/zero"])

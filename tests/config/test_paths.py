@@ -56,6 +56,14 @@ def test_mixture_entry_may_be_a_name(write, problems_of) -> None:
     assert [problem.where for problem in problems_of(text=text)] == ["recipe.yaml:5", "recipe.yaml:6"]
 
 
+@pytest.mark.parametrize("line", ["output_dir: $SCRATCH/run", "prepared_dir: ${TMP}", "dataset_name: $DATA/x.jsonl"])
+def test_variable_in_path_is_refused(problems_of, line: str) -> None:
+    """Nothing expands it: the run would write to a folder of that name."""
+    keys = {"model_name_or_path": "a/b", "dataset_name": "a/b", "output_dir": "o"} | dict([line.split(": ")])
+    (problem,) = problems_of(text="".join(f"{key}: {value}\n" for key, value in keys.items()))
+    assert "variables are not expanded" in problem.remedy
+
+
 def test_missing_file_suggests_nearest_sibling(problems_of, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").touch()
     text = (

@@ -19,7 +19,6 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
         ("eval_datasets: {a: {name: x, weight: 2}}", 5, "`weight` is not a key of an entry of `eval_datasets.a`"),
         ("eval_datasets:\n  a: x\n  b:\n    split: test", 8, "`eval_datasets.b` has no `name`"),
         ("eval_datasets: {a: ./gone}", 5, "`eval_datasets.a` does not exist: './gone'"),
-        ("metric_for_best_model: eval_loss_web", 5, "write `eval_web_loss`"),
         ("dataset_mixture: [{name: a/b}]", 5, "recipe.yaml:2) are both set"),
         ("dataset_test_split: test\ntest_split_size: 10", 6, "recipe.yaml:5"),
         ("fp16: true\nbf16: true", 6, "fp16"),

@@ -45,7 +45,7 @@ from recipes_lib.config.table import RECIPE_NAMES, load_table
         ("pad_to_sequence_len: true", "no counterpart", "delete the line"),
         ("bf16: auto", "another program's value", "write null"),
         ("max_steps: 1,000", "is '1,000'", "write 1000"),
-        ("s\u0435\u0435d: 1", "unknown key `s\\u0435\\u0435d`", "did you mean `seed`?"),
+        ("l\u0435arning_rat\u0435: 1", "unknown key `l\\u0435arning_rat\\u0435`", "did you mean `learning_rate`?"),
         ("\uff53eed: 1", "unknown key `\\uff53eed`", "did you mean `seed`?"),
         ("\u200bseed: 1", "unknown key `\\u200bseed`", "did you mean `seed`?"),
         ("seed:", "has no value", "or delete the line"),

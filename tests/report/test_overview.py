@@ -11,6 +11,7 @@ import pytest
 from tests.report.test_page import HOSTILE, Page
 
 from recipes_lib.cli import main as run_recipes
+from recipes_lib.report import overview
 from recipes_lib.report.overview import describe_result, draw_spark, list_entries, show_figure, write_overview
 from recipes_lib.report.run_files import read_run
 
@@ -53,6 +54,31 @@ def test_sparkline_of_reward_is_labelled_as_such(tmp_path: Path) -> None:
     events = [{"kind": "train", "step": step, "loss": 0.0, "objective/score": 0.1 * step} for step in (1, 2)]
     write_run(tmp_path / "ppo", events, stage="ppo")
     assert "reward over 2 steps" in write_overview(tmp_path).read_text()
+
+
+def test_folder_deleted_while_runs_are_listed_is_skipped(tmp_path: Path, monkeypatch) -> None:
+    write_run(tmp_path / "a", SFT)
+    (tmp_path / "b").mkdir()
+    glob = Path.glob
+
+    def delete_and_glob(folder: Path, pattern: str) -> Any:
+        if folder.name == "b":
+            raise FileNotFoundError(2, "No such file or directory", str(folder))
+        return glob(folder, pattern)
+
+    monkeypatch.setattr(Path, "glob", delete_and_glob)
+    assert [entry.name for entry in list_entries(tmp_path)] == ["a"]
+
+
+def test_runs_are_read_once_and_listed_before_the_page_fails(tmp_path: Path, capsys, monkeypatch) -> None:
+    """As for the runs of a colleague, in a folder that only they may write to."""
+    write_run(tmp_path / "a", SFT)
+    (tmp_path / "index.html.partial").mkdir()
+    reads: list[Path] = []
+    monkeypatch.setattr(overview, "read_run", lambda path: reads.append(path) or read_run(path))
+    assert run_recipes(["runs", str(tmp_path)]) == 2
+    assert reads == [tmp_path / "a"]
+    assert "eval_loss 5 -> 2" in capsys.readouterr().out
 
 
 def test_overview_lists_pipeline_stages_in_order(tmp_path: Path) -> None:

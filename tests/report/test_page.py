@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -342,3 +344,10 @@ def test_rise_of_negative_held_out_loss_is_a_problem() -> None:
     (problem,) = find_problems(build_run(evaluations=build_losses(-1.0, -2.0, -1.9)))
 
     assert "lowest at step 10 (-2) and rose to -1.9 by step 20" in problem
+
+
+def test_pages_do_not_import_torch() -> None:
+    """``recipes report`` and ``recipes runs`` begin at once."""
+    modules = ", ".join(f"recipes_lib.report.{name}" for name in ("page", "overview", "run_comparison"))
+    code = f"import sys, {modules}\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -49,7 +49,7 @@ def test_accuracy_counts_tie_as_half() -> None:
     assert accuracy["accuracy"] == 3 / 5
     assert (accuracy["accuracy_low"], accuracy["accuracy_high"]) == compute_wilson_interval(3, 5)
     report = build_reward_report(make_scores([1, 2, 3], [1, 1, 4]))
-    assert (report["num_pairs"], report["num_ties"], report["accuracy"]) == (3, 1, 0.5)
+    assert (report["num_pairs"], report["accuracy"]) == (3, 0.5)
 
 
 def test_nll_and_brier_score_match_closed_form() -> None:
@@ -153,7 +153,6 @@ def test_longer_answer_win_rate() -> None:
     lengths = {"chosen_lengths": np.array([9, 9, 9, 2, 5, 1]), "rejected_lengths": np.array([1, 2, 3, 4, 5, 9])}
     found = build_reward_report(make_scores([1, 1, 1, 1, 1, 0], [0, 0, 0, 0, 0, 1], **lengths))["length"]
     assert found["share_chosen_longer"] == 3 / 6
-    assert found["share_chosen_shorter"] == 2 / 6
     assert found["longer_wins_accuracy"] == pytest.approx(3.5 / 6)
     assert found["accuracy_where_chosen_is_shorter"] == compute_accuracy(np.array([1.0, -1.0]))
 
@@ -163,19 +162,6 @@ def test_length_statistics_are_none_for_equal_lengths() -> None:
     names = ["slope", "pearson", "spearman", "pearson_within_prompts", "accuracy_where_chosen_is_shorter"]
     assert [found[name] for name in names] == [None] * 5
     assert found["longer_wins_accuracy"] == 0.5
-
-
-def test_accuracy_by_length_difference() -> None:
-    scores = make_scores(
-        [1, 1, 0, 1, 0],
-        [0, 0, 1, 0, 1],
-        chosen_lengths=np.array([5, 6, 14, 5, 1000]),
-        rejected_lengths=np.array([5, 5, 5, 13, 5]),
-    )
-    report = build_reward_report(scores)
-    groups = [(group["from"], group["to"], group["num_pairs"]) for group in report["by_length_difference"]]
-    assert groups == [(0, 1, 1), (1, 9, 2), (9, 33, 1), (513, None, 1)]
-    assert [group["accuracy"] for group in report["by_length_difference"]] == [1, 1, 0, 0]
 
 
 def test_score_statistics_and_histogram() -> None:

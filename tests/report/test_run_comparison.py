@@ -10,6 +10,7 @@ from tests.report.test_overview import SFT, write_run
 from tests.report.test_page import HOSTILE, Page
 
 from recipes_lib.cli import main as run_recipes
+from recipes_lib.report.overview import describe_result
 from recipes_lib.report.run_comparison import _build_row, compare_figures, compare_keys
 from recipes_lib.report.run_files import read_run
 
@@ -27,6 +28,19 @@ def test_differences_are_relative_to_first_run(folders: list[Path]) -> None:
     assert (rows["eval_loss"].values, rows["eval_loss"].differences) == (["2", "1.5"], ["-0.5 (-25.0%)"])
     assert rows["steps"].differences == ["="]
     assert rows["training time"].values == ["2 min 0 s", "2 min 0 s"]
+
+
+def test_last_value_of_a_diverged_run_is_not_the_last_finite_one(tmp_path: Path) -> None:
+    nan = [{"kind": "train", "step": 31, "loss": "nan"}, {"kind": "eval", "step": 31, "eval_loss": "nan"}]
+    write_run(tmp_path / "broken", [{"kind": "train", "step": 1, "loss": 1e301}])
+    assert compare_figures([read_run(tmp_path / "broken")], is_one_recipe=True)[0].name == "loss"
+    write_run(tmp_path / "a", SFT)
+    write_run(tmp_path / "b", [*SFT, *nan])
+    runs = [read_run(tmp_path / name) for name in ("a", "b")]
+    rows = {row.name: row for row in compare_figures(runs, is_one_recipe=True)}
+    for name in ("loss", "eval_loss"):
+        assert (rows[name].values[1], rows[name].differences) == ("nan", [""])
+    assert describe_result(runs[1]).startswith("eval_loss 5 -> nan")
 
 
 @pytest.mark.parametrize(
@@ -55,6 +69,18 @@ def test_comparison_page_overlays_runs(folders: list[Path], tmp_path: Path) -> N
     assert rules == [".legend "]
     assert f"eval_loss: {folders[0]} from 5 at step 0 to 2 at step 30; {folders[1]} from 5" in html
     assert (out.with_suffix("") / "loss.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "page"), [(".", "compare.html"), ("new", "new/compare.html"), ("v1.2", "v1.2/compare.html")]
+)
+def test_output_may_be_a_folder(folders: list[Path], tmp_path: Path, monkeypatch, name: str, page: str) -> None:
+    """Charts are written beside the page: a page without suffix would have the name of their folder."""
+    (tmp_path / "v1.2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert run_recipes(["report", *map(str, folders), "--compare", "--output", name]) == 0
+    assert (tmp_path / page).is_file()
+    assert list((tmp_path / page).with_suffix("").glob("*.png"))
 
 
 def test_losses_of_different_recipes_are_omitted(folders: list[Path], tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: The configuration is invalid or the launch file does not exist, so that nothing else can be
             checked.
     """
-    parser = argparse.ArgumentParser(prog="recipes check", description=__doc__, allow_abbrev=False)
+    about = "Find every problem of a run on a CPU, before it starts."
+    parser = argparse.ArgumentParser(prog="recipes check", description=about, allow_abbrev=False)
     add_recipe_flags(parser)
     parser.add_argument("--hardware", help="launch file of the run: name in accelerate_configs/, or path")
     parser.add_argument("--num_processes", type=int, help="number of processes (default: of the launch file, or 1)")

@@ -82,7 +82,8 @@ def watch(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: The folder holds no run.
     """
-    parser = argparse.ArgumentParser(prog="recipes eval watch", description=watch.__doc__, allow_abbrev=False)
+    about = "Evaluate every checkpoint of a run while it trains elsewhere, until it ends."
+    parser = argparse.ArgumentParser(prog="recipes eval watch", description=about, allow_abbrev=False)
     parser.add_argument("run", type=Path, help="output_dir of a training; further flags are those of `recipes eval`")
     options, given = parser.parse_known_args(list(argv))
     from recipes_lib.training.checkpoints.manifest import is_complete, list_checkpoints

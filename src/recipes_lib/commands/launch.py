@@ -126,7 +126,8 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: The configuration is invalid; the launch file or pipeline schedule does not exist, is incompatible
             with the recipe, or needs GPUs that this machine lacks; or the address of machine 0 is unknown.
     """
-    parser = argparse.ArgumentParser(prog="recipes launch", description=__doc__, allow_abbrev=False)
+    about = "Start a recipe on one or several machines: print accelerate's command, and execute it."
+    parser = argparse.ArgumentParser(prog="recipes launch", description=about, allow_abbrev=False)
     add_recipe_flags(parser)
     parser.add_argument("--hardware", help="file of accelerate_configs/, or path (default: what this machine has)")
     parser.add_argument("--num_processes", type=int, help="on all machines together (default: one per GPU)")

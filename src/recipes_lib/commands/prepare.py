@@ -135,7 +135,7 @@ def report(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="recipes report", description=about, allow_abbrev=False)
     parser.add_argument("output_dir", type=Path, nargs="+", help="output directory of a run, or a folder of runs")
     parser.add_argument("--compare", action="store_true", help="compare the runs; the first is the baseline")
-    text = "page of --compare (default: %(default)s)"
+    text = "page of --compare, or a folder for it (default: %(default)s)"
     parser.add_argument("--output", type=Path, default=Path("compare.html"), metavar="FILE", help=text)
     options = parser.parse_args(argv)
     if options.compare:

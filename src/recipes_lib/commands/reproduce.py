@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from recipes_lib.config.loader import check_text
 from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.environment import read_git_commit, read_versions
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, escape_controls
-from recipes_lib.files import explain_write_errors, read_record
+from recipes_lib.files import Fields, explain_write_errors, read_record
 
 _OF_THE_PLACE: Final = ("output_dir", "prepared_dir", "push_to_hub", "hub_", "run_name", "overwrite_")
 """Prefixes of keys about paths and publishing, which are not restored."""
@@ -91,7 +91,7 @@ def restore_keys(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             continue
         if key not in table.keys:
             lost.append(f"the key {key}, which was {value!r}, no longer exists")
-        elif origin != "default" or value != _plain(table.keys[key].default):
+        elif origin != "default" or value != table.keys[key].default:
             given[key] = value
     # The recipe may have named no revision.
     commit = record.get("model_commit")
@@ -144,59 +144,39 @@ def _read_record(source: str, revision: str | None) -> dict[str, Any]:
     Raises:
         ConfigError: There is no ``run.json``, or it is not the record of a run.
     """
-    path = Path(source) / "run.json"
-    if not Path(source).is_dir():
-        path = _fetch(source, revision)
+    path = Path(source) / "run.json" if Path(source).is_dir() else _fetch(source, revision)
+    remedy = "name the output directory of a run"
     try:
-        record = read_record(path)
+        record = read_record(path, _FIELDS)
     except DataError as error:
         (problem,) = error.problems
-        found = f"holds no run.json that can be read: it {problem.found}"
-        raise ConfigError(Problem(source, found, "name the output directory of a run")) from error
-    # The record is untrusted input.
-    if wrong := [name for name, accepts in _FIELDS.items() if not accepts(record.get(name))]:
-        found = f"run.json is not a run record: {', '.join(wrong)}"
-        raise ConfigError(Problem(source, found, "name the output directory of a run"))
+        raise ConfigError(Problem(source, f"holds no record of a run: run.json {problem.found}", remedy)) from error
+    # The record is untrusted input, and parts of it become commands and files.
+    valid = {
+        "stage": record["stage"] in RECIPE_NAMES,
+        "provenance": all(isinstance(origin, str) for origin in record["provenance"].values()),
+        "versions": all(_is_version(*pair) for pair in record["versions"].items()),
+        "num_processes": record["num_processes"] > 0,
+        "model_commit": re.fullmatch("[0-9a-f]{7,64}|None", str(record.get("model_commit"))),
+    }
+    if wrong := [name for name, is_valid in valid.items() if not is_valid]:
+        raise ConfigError(Problem(source, f"run.json is not a run record: {', '.join(wrong)}", remedy))
     return record
 
 
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _maps_texts(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
-
-
-def _are_versions(value: Any) -> bool:
-    return _maps_texts(value) and all(
-        _PACKAGE.fullmatch(name) and (version == "not installed" or _VERSION.fullmatch(version))
-        for name, version in value.items()
-        if name != "python"  # Only printed; versions such as "3.14.0a1+" do not match the pattern.
-    )
-
-
-def _maybe(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or accepts(value)
-
-
-def _is_commit(value: Any) -> bool:
-    return isinstance(value, str) and re.fullmatch("[0-9a-f]{7,64}(-dirty)?", value) is not None
-
-
 _PACKAGE: Final = re.compile("[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-_VERSION: Final = re.compile(VERSION_PATTERN, re.VERBOSE | re.IGNORECASE)
-_FIELDS: Final[Mapping[str, Callable[[Any], bool]]] = {
-    "stage": lambda value: value in RECIPE_NAMES,
-    "config": _is_mapping,
-    "provenance": _maps_texts,
-    "versions": _are_versions,
-    "num_processes": lambda value: type(value) is int and value > 0,
-    "git_commit": _maybe(_is_commit),
-    "model_commit": _maybe(_is_commit),
-    "hardware": _maybe(_is_mapping),
-    "data": _maybe(_is_mapping),
+_VERSION: Final = re.compile(rf"not\ installed|{VERSION_PATTERN}", re.VERBOSE | re.IGNORECASE)
+_FIELDS: Final[Fields] = {
+    **{"stage": str, "config": dict, "provenance": dict, "versions": dict, "num_processes": int},
+    **dict.fromkeys(("git_commit", "model_commit"), str | None),
+    **dict.fromkeys(("hardware", "data"), dict | None),
 }
+
+
+def _is_version(name: str, version: Any) -> bool:
+    # That of Python is only printed; versions such as "3.14.0a1+" do not match the pattern.
+    is_pin = isinstance(version, str) and _PACKAGE.fullmatch(name) and _VERSION.fullmatch(version)
+    return bool(is_pin) or (name == "python" and isinstance(version, str))
 
 
 def _fetch(repository: str, revision: str | None) -> Path:
@@ -212,12 +192,9 @@ def _fetch(repository: str, revision: str | None) -> Path:
         ) from error
 
 
-def _plain(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=str))
-
-
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="recipes reproduce", description=__doc__, allow_abbrev=False)
+    about = "Restore configuration and package versions of a published run, and report differences."
+    parser = argparse.ArgumentParser(prog="recipes reproduce", description=about, allow_abbrev=False)
     parser.add_argument("source", help="repository on the Hub, or output directory of a run")
     parser.add_argument("--revision", help="commit, branch or tag of the repository, such as step-500")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write to (default: reproduced/NAME)")

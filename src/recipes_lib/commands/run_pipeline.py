@@ -83,7 +83,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="recipes run", description=__doc__, allow_abbrev=False)
+    about = "Run the stages of a pipeline file, such as pretraining, fine-tuning, DPO and evaluation."
+    parser = argparse.ArgumentParser(prog="recipes run", description=about, allow_abbrev=False)
     parser.add_argument("pipeline", help="YAML file (docs/pipelines.md), or name of a shipped pipeline")
     parser.add_argument("--output_dir", help="overrides `output_dir` of the file")
     parser.add_argument("--from", dest="first", metavar="STAGE", help="first stage to run")

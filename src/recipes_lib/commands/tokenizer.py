@@ -33,7 +33,6 @@ MAX_TAIL_SHARE: Final = 0.05
 _SECTION_CHARACTERS: Final = 1 << 12
 _LINE_START: Final = re.compile(r"\n(?=\S)")
 _FILE: Final = "tokenizer.json"
-_LABEL_WIDTH: Final = 16
 _TRIAL: Final = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
 
 
@@ -169,7 +168,8 @@ def describe(tokenizer: PreTrainedTokenizerFast, usage: TokenUsage, held_out: To
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="recipes tokenizer", description=__doc__, allow_abbrev=False)
+    about = "Train a byte-level BPE tokenizer on data in any layout, and measure its compression."
+    parser = argparse.ArgumentParser(prog="recipes tokenizer", description=about, allow_abbrev=False)
     parser.add_argument("data", nargs="+", metavar="DATA", help="files, folders or Hub ids, of any layout")
     parser.add_argument("--vocab_size", type=int, required=True, metavar="N", help="tokens, special ones included")
     parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="folder of the tokenizer")
@@ -291,4 +291,4 @@ def _format_usage(usage: TokenUsage) -> str:
 
 
 def _label(name: str, text: str) -> str:
-    return f"{name:{_LABEL_WIDTH}}{text}"
+    return f"{name:16}{text}"

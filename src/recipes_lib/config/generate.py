@@ -109,7 +109,6 @@ def _read_section(section: type, recipe: str) -> dict[str, dict[str, Any]]:
     helps = _read_field_strings(section)
     return {
         field.name: {
-            "owner": "recipes_lib",
             "schema": _describe_key(field.name, hints[field.name], field.metadata.get("items")),
             "help": helps[field.name],
             **_choose_default(field.name, None if field.default is dataclasses.MISSING else field.default, recipe),
@@ -146,7 +145,6 @@ def _read_upstream(recipe: str) -> dict[str, dict[str, Any]]:
     config = TrainingArguments if recipe in ("pretrain", "ppo") else configs.get(recipe, trl.SFTConfig)
     refused = read_refused(recipe)
     hints = typing.get_type_hints(config)
-    inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
     headings = _read_headings(inspect.getdoc(TrainingArguments) or "")
     choices = {"report_to": ("none", "all", *sorted(INTEGRATION_TO_CALLBACK)), **read_choices(recipe)}
     keys = {}
@@ -157,7 +155,6 @@ def _read_upstream(recipe: str) -> dict[str, dict[str, Any]]:
         allowed = choices.get(name) or field.metadata.get("choices")
         keys[name] = {
             "group": headings.get(name, "Model"),
-            "owner": "transformers" if name in inherited else "trl",
             "schema": _describe_key(name, hints[name], None, allowed),
             "help": " ".join([field.metadata.get("help", "").replace("%%", "%"), read_notes().get(name, "")]).strip(),
             **_choose_default(name, _read_default(field), recipe),

@@ -10,7 +10,6 @@ import json
 import re
 import sys
 import textwrap
-import unicodedata
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,15 +35,13 @@ from recipes_lib.config.values import (
     refuse_secret_key,
     refuse_secret_value,
 )
-from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, escape_controls, merge_alike
+from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, merge_alike
 from recipes_lib.shipped import find_recipe, find_shipped
 
 _HELP_WIDTH: Final = 100
 _MAX_EXPLAINED: Final = 50
 """Unknown keys that are explained; others are counted, because the search for similar keys is slow."""
 
-_LOOK_ALIKES: Final = str.maketrans("аеорсхуіѕјАЕОРСХУІЅЈ", "aeopcxyisjAEOPCXYISJ")
-"""Cyrillic letters -> Latin letters of the same shape."""
 _SECTION_WORDS = {
     *("data", "dataset", "model", "training", "train", "tokens"),
     *("evaluation", "eval", "lora", "peft", "sft", "pretrain"),
@@ -300,7 +297,8 @@ def _format_value(key: Key, values: Mapping[str, object], provenance: str) -> st
 
 def _format_help_entry(key: Key, required: bool) -> list[str]:
     default = "required" if required else f"default {json.dumps(key.default, ensure_ascii=False)}"
-    text = f"{key.help} ({describe(key.schema)}; {default})"
+    # Without the Markdown of the pages.
+    text = f"{key.help} ({describe(key.schema)}; {default})".replace("``", "`")
     return [f"  --{key.name}", *textwrap.wrap(text, _HELP_WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)]
 
 
@@ -432,15 +430,13 @@ def explain_unknown(entry: Entry, table: KeyTable, taken: set[str]) -> Problem:
     if nested or (isinstance(entry.node, yaml.MappingNode) and key in _SECTION_WORDS):
         names = ", ".join(nested[:3] + ["..."] * (len(nested) > 3)) or "its keys"
         return Problem(entry.where, f"`{key}` is not a key; keys are flat", f"move {names} to the left margin")
-    # A look-alike is escaped: printed as it is, it could not be told from the suggested key.
-    is_alike = not key.isascii() and _fold(key).isascii()
-    shown = ascii(key[:60])[1:-1] if is_alike else escape_controls(key[:60])
-    return Problem(entry.where, f"unknown key `{shown}`", _suggest(key, table, entry.flag))
+    # Letters of other alphabets are escaped: a look-alike could not be told from the suggested key.
+    return Problem(entry.where, f"unknown key `{ascii(key[:60])[1:-1]}`", _suggest(key, table, entry.flag))
 
 
 def _fold(key: str) -> str:
-    """Return the usual spelling of a key: Latin letters instead of look-alikes, lower case, underscores."""
-    return unicodedata.normalize("NFKC", key).translate(_LOOK_ALIKES).lower().replace("-", "_")
+    """Return the usual spelling of a key: lower case, underscores."""
+    return key.lower().replace("-", "_")
 
 
 def _find_meant(entry: Entry, table: KeyTable) -> list[str]:

@@ -23,6 +23,8 @@ _REFERENCES = (
     *("reward_model_name_or_path", "critic_model_name_or_path", "teacher_model_name_or_path", "dataset_name"),
     *("replay_dataset", "ewc_reference"),
 )
+_VARIABLE = re.compile(r"\$[\w{]")
+_NO_VARIABLES = "variables are not expanded in a file: write the value, or pass it as a flag, which the shell expands"
 _OUTPUTS = ("output_dir", "prepared_dir")
 PATH_KEYS: Final = (*_REFERENCES, "replay_from", "dataset_test_split", "chat_template_path", *_OUTPUTS)
 """Keys whose value may be a path, in which ``~/`` is expanded to the home folder."""
@@ -63,11 +65,19 @@ def check_paths(settings: Settings) -> Iterator[Problem]:
         if settings.gives(key) and (key != "dataset_test_split" or names_path(settings[key])):
             yield from check_exists(settings.where(key), key, settings[key])
     for key in _OUTPUTS:
-        if settings.gives(key) and is_local(settings[key]) and not Path(settings[key]).is_dir():
-            yield settings.problem(key, f"`{key}` is an existing file", "name a folder")
-        if settings.gives(key) and settings[key].startswith("~"):
-            found = f"`{key}` begins with `{settings[key].partition('/')[0]}`, and only `~/` is expanded"
-            yield settings.problem(key, found, f"write `~/...`, or `./{settings[key]}` if that is its name")
+        if settings.gives(key):
+            yield from _check_output(key, settings)
+
+
+def _check_output(key: str, settings: Settings) -> Iterator[Problem]:
+    path = settings[key]
+    if is_local(path) and not Path(path).is_dir():
+        yield settings.problem(key, f"`{key}` is an existing file", "name a folder")
+    if path.startswith("~"):
+        found = f"`{key}` begins with `{path.partition('/')[0]}`, and only `~/` is expanded"
+        yield settings.problem(key, found, f"write `~/...`, or `./{path}` if that is its name")
+    if _VARIABLE.search(path):
+        yield settings.problem(key, f"`{key}` is {path[:120]!r}", _NO_VARIABLES)
 
 
 def _locate_entry(settings: Settings, index: int) -> str:
@@ -114,6 +124,8 @@ def suggest_sibling(text: str) -> str:
     path = Path(text)
     if "*" in text:
         return "patterns are not expanded: name the folder, or list the files in `dataset_mixture`"
+    if _VARIABLE.search(text):
+        return _NO_VARIABLES
     try:
         return suggest(path.name, [sibling.name for sibling in path.parent.iterdir()], "", f"{path.parent / '{}'}")
     except (OSError, ValueError):

@@ -197,8 +197,17 @@ def read_known(recipe: str) -> Mapping[str, Retired]:
     known = {**elsewhere, **renames.retired, **read_refused(recipe)}
     # If the successor of a key is itself rejected by this recipe, report its message instead; and no remedy may name a
     # rejected key.
-    resolved = {key: known.get(retired.new or "", retired) for key, retired in known.items()}
+    resolved = {key: _resolve(retired, known.get(retired.new or "")) for key, retired in known.items()}
     return {
         key: replace(retired, remedy="delete the line") if known.keys() & _NAMED.findall(retired.remedy) else retired
         for key, retired in resolved.items()
     }
+
+
+def _resolve(retired: Retired, refused: Retired | None) -> Retired:
+    """Return ``refused``, which is the successor of ``retired``; at values without a successor the line is deleted."""
+    if refused is None or refused.values is None:
+        return refused or retired
+    return replace(
+        refused, values={**refused.values, **{at: {} for at, new in (retired.values or {}).items() if not new}}
+    )

@@ -310,8 +310,8 @@ def check_mixture(settings: Settings) -> Iterator[Problem]:
 def are_shares(entries: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether the weights of a mixture are shares: each entry has one, and they sum to 1 or 100.
 
-    In older versions and in alignment-handbook, ``weight`` in fine-tuning had the meaning of ``repeat``; such files are
-    errors instead of being read as shares.
+    In alignment-handbook, ``weight`` has the meaning of ``repeat``; such files are errors instead of being read as
+    shares.
     """
     # A missing weight makes the sum NaN, which is close to no number; the tolerance of 2 % accepts 3 x 0.33.
     total = sum(entry.get("weight", math.nan) for entry in entries)
@@ -324,11 +324,6 @@ def check_eval_datasets(settings: Settings) -> Iterator[Problem]:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
             found = f"`eval_datasets` has the name {name!r}, which becomes part of metric names"
             yield settings.problem("eval_datasets", found, "use letters, digits, dots and hyphens")
-    # Upstream puts the name before the metric, `eval_web_loss`; older versions of this project put it last.
-    if old := re.fullmatch(r"(eval_)?(loss|bits_per_byte)_(.+)", settings["metric_for_best_model"] or ""):
-        prefix, figure, name = old.groups(default="")
-        found = f"`metric_for_best_model: {old.group()}` puts the name of the set last"
-        yield settings.problem("metric_for_best_model", found, f"write `{prefix}{name}_{figure}`")
     if settings["eval_datasets"] and "sft" in (settings.values.get("loss_type") or ()):
         found = "the loss `sft` is a mean over the tokens of one held-out set, and `eval_datasets` adds others"
         yield settings.problem("eval_datasets", found, "name one set with `dataset_test_split`")

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, Required, TypedDict, get_type_hints, overload
+from typing import Any, Final, Literal, Required, TypedDict, get_type_hints
 
 from recipes_lib.config.table import load_table
 
@@ -455,18 +455,6 @@ class PPOConfig:
     """Divide rewards by their standard deviation; advantages are always whitened."""
 
 
-_IntKey = Literal[
-    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_steps"
-]
-_FloatKey = Literal["learning_rate", "num_train_epochs", "save_steps", "warmup_steps", "weight_decay"]
-
-
-@overload
-def read_training(training: Mapping[str, Any], key: _IntKey) -> int: ...
-@overload
-def read_training(training: Mapping[str, Any], key: _FloatKey) -> float: ...
-@overload
-def read_training(training: Mapping[str, Any], key: str) -> Any: ...
 def read_training(training: Mapping[str, Any], key: str) -> Any:
     """Return the value of an upstream key, or upstream's default if it is not set.
 
@@ -519,12 +507,6 @@ class RecipeConfig:
     training: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, str] = field(default_factory=dict)
 
-    @overload
-    def read(self, key: _IntKey) -> int: ...
-    @overload
-    def read(self, key: _FloatKey) -> float: ...
-    @overload
-    def read(self, key: str) -> Any: ...
     def read(self, key: str) -> Any:
         """Return the effective value of an upstream key: the user's, or the default of this recipe.
 

@@ -38,7 +38,6 @@ class Key:
     Attributes:
         name: Name of the key.
         group: Our section, or the heading in upstream's documentation.
-        owner: Package that declares the key: ``recipes_lib``, ``trl`` or ``transformers``.
         schema: Allowed values.
         default: Default of this recipe.
         help: Description.
@@ -48,7 +47,6 @@ class Key:
 
     name: str
     group: str
-    owner: str
     schema: Schema
     default: Any
     help: str

@@ -44,8 +44,6 @@ _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]{1,3})?")
 _NAMES = re.compile(r"[\w.-]+(?:\s*,\s*[\w.-]+)+")
 """Names or numbers separated by commas, which other programs accept as a list."""
-_HOLDS_SENTENCES = frozenset({"sample_prompts"})
-"""Keys whose list items may contain commas, so that a text is one item."""
 _SCALE = re.compile(r"(?<=\d) ?([kmbt])$", re.IGNORECASE)
 _EXPONENTS = {"k": "e3", "m": "e6", "b": "e9", "t": "e12"}
 _BOUNDS: Final[Mapping[str, tuple[str, Callable[[float, float], bool]]]] = {
@@ -56,6 +54,8 @@ _BOUNDS: Final[Mapping[str, tuple[str, Callable[[float, float], bool]]]] = {
 }
 INVALID: Final = object()
 """Sentinel for an invalid value, whose reason is in the problems."""
+_REFUSED: Final = "!refused"
+"""Tag of the node that replaces an alias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ def compose(text: str, name: str, problems: list[Problem], syntax_remedy: str = 
         # PyYAML passes escapes such as "\\U99999999" to `chr` unchecked.
         line, found, remedy = loader.get_mark().line, "an escape that is not a character", "correct or quote the value"
     else:
-        problems += [Problem(f"{name}:{key.line + 1}", key.found, key.remedy) for key in loader.refused_keys]
+        problems += [Problem(f"{name}:{error.line + 1}", error.found, error.remedy) for error in loader.refused]
         return node
     problems.append(Problem(f"{name}:{line + 1}", found, remedy))
     return None
@@ -188,47 +188,56 @@ class _RefusedError(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that joins surrogate pairs; rejects aliases, merge keys, tags, deep nesting, unpaired surrogates."""
+    """YAML loader that joins surrogate pairs; rejects aliases, merge keys, tags, deep nesting, unpaired surrogates.
+
+    Attributes:
+        refused: Refused keys, which are left out; tags, which are ignored; and aliases, tagged ``_REFUSED``.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self.depth, self.refused_keys = 0, list[_RefusedError]()
+        self.depth, self.refused = 0, list[_RefusedError]()
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Compose a mapping with distinct scalar keys; others are left out and added to ``refused_keys``."""
+        """Compose a mapping with distinct scalar keys; others are left out and added to ``refused``."""
         node, kept = super().compose_mapping_node(anchor), dict[str, tuple[yaml.Node, yaml.Node]]()
         for key, value in node.value:
             line = int(key.start_mark.line)
             if not isinstance(key, yaml.ScalarNode):
-                self.refused_keys.append(_RefusedError("a key is a list or a mapping", "write a plain name", line))
+                self.refused.append(_RefusedError("a key is a list or a mapping", "write a plain name", line))
+            elif key.tag == "tag:yaml.org,2002:merge":
+                # One problem with the alias that it merges.
+                self.refused = [error for error in self.refused if error.line != line]
+                self.refused.append(_RefusedError("a merge key (<<)", "write its keys themselves", line))
             # PyYAML would silently keep the last one.
             elif key.value in kept:
                 first = kept[key.value][0].start_mark
                 found = f"`{escape_controls(key.value[:60])}` is repeated; it is already set in line {first.line + 1}"
-                self.refused_keys.append(_RefusedError(found, "keep one of the two", line))
+                self.refused.append(_RefusedError(found, "keep one of the two", line))
             else:
                 kept[key.value] = (key, value)
         node.value = list(kept.values())
         return node
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose one node; raise for features that configurations do not support."""
+        """Compose one node; raise for nesting and surrogates, of which nothing can be kept."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         line = int(event.start_mark.line)
         # Nested aliases expand exponentially ("billion laughs"), and deep nesting raises RecursionError.
-        if isinstance(event, yaml.AliasEvent):
-            raise _RefusedError("the value is an alias (*name)", "write the value itself", line)
+        if self.check_event(yaml.AliasEvent):
+            self.get_event()  # type: ignore[no-untyped-call]
+            self.refused.append(_RefusedError("the value is an alias (*name)", "write the value itself", line))
+            return yaml.ScalarNode(_REFUSED, "", event.start_mark, event.end_mark)
         if event.tag is not None:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")
-            raise _RefusedError(f"the value has the YAML tag {tag[:40]}", "delete the tag; quote a text", line)
+            found = f"the value has the YAML tag {tag[:40]}"
+            self.refused.append(_RefusedError(found, "delete the tag; quote a text", line))
         if self.depth > _MAX_DEPTH:
             raise _RefusedError(f"more than {_MAX_DEPTH} levels deep", "nest it less", line)
         self.depth += 1
         node: yaml.Node | None = super().compose_node(parent, index)
         self.depth -= 1
         if isinstance(node, yaml.ScalarNode):
-            if node.tag == "tag:yaml.org,2002:merge":
-                raise _RefusedError("a merge key (<<)", "write its keys themselves", line)
             try:
                 # JSON escapes characters beyond U+FFFF as surrogate pairs; YAML decodes each half separately.
                 node.value = node.value.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
@@ -252,34 +261,33 @@ class Reader:
 
     def read(self, name: str, node: yaml.Node, schema: Schema) -> Any:
         """Return the value of ``node`` converted to the type of ``schema``, or ``INVALID``."""
+        if node.tag == _REFUSED:
+            return INVALID
         # Lists first: a scalar value of a list key is a list of one item.
         if "array" in schema["type"] and (children := _list_items(name, node, schema)) is not None:
             items = [self.read(label, item, schema["items"]) for label, item in children]
             return INVALID if INVALID in items else items
         if isinstance(node, yaml.MappingNode) and "object" in schema["type"]:
-            if "properties" in schema:
-                return self._read_properties(name, node, schema)
-            if "additionalProperties" in schema:
-                entries = {
-                    key.value: self.read(f"{name}.{key.value}", value, schema["additionalProperties"])
-                    for key, value in node.value
-                }
-                return INVALID if INVALID in entries.values() else entries
-            return plain_value(node)
+            return self._read_mapping(name, node, schema)
         if isinstance(node, yaml.ScalarNode):
             value = self._read_scalar(name, node, schema)
             # An entry of a mixture may be a name instead of a mapping.
             return {"name": value} if "properties" in schema and isinstance(value, str) else value
         found, remedy = "a list" if isinstance(node, yaml.SequenceNode) else "a mapping", f"write {describe(schema)}"
-        if (
-            isinstance(node, yaml.MappingNode)
-            and node.value
-            and "name" in schema.get("items", {}).get("properties", {})
-        ):
-            # As in alignment-handbook's dataset_mixer: {a/b: 0.5}; or an entry that is not in a list.
-            keys = [key.value for key, _ in node.value]
-            remedy += " around it" if "name" in keys else f", each with its name: [{{name: {keys[0]:.60}, ...}}]"
+        # An entry that is not in a list, or as in alignment-handbook's dataset_mixer: {a/b: 0.5}.
+        remedy += ": [{name: a/b}, ...]" if "name" in schema.get("items", {}).get("properties", {}) else ""
         return self._refuse(node, f"`{name}` is {found}", remedy)
+
+    def _read_mapping(self, name: str, node: yaml.MappingNode, schema: Schema) -> Any:
+        if "properties" in schema:
+            return self._read_properties(name, node, schema)
+        if "additionalProperties" not in schema:
+            return plain_value(node)
+        entries = {
+            key.value: self.read(f"{name}.{key.value}", value, schema["additionalProperties"])
+            for key, value in node.value
+        }
+        return INVALID if INVALID in entries.values() else entries
 
     def _read_scalar(self, name: str, node: yaml.ScalarNode, schema: Schema) -> Any:
         kinds, text, plain = schema["type"], node.value, node.style is None
@@ -348,8 +356,8 @@ def _list_items(name: str, node: yaml.Node, schema: Schema) -> list[tuple[str, y
         return [(f"{name}[{index}]", item) for index, item in enumerate(node.value)]
     if not isinstance(node, yaml.ScalarNode) or "object" in schema["items"]["type"]:
         return None
-    # Split plain names only: a comma in a file name, a call or a pattern belongs to it.
-    has_names = name not in _HOLDS_SENTENCES and _NAMES.fullmatch(node.value) is not None
+    # Split plain names only: a comma in a file name, a call, a pattern or a prompt belongs to it.
+    has_names = name != "sample_prompts" and _NAMES.fullmatch(node.value) is not None
     # A key that takes a text or a list: a text is not split, unless it is several of its choices.
     takes_text = "string" in schema["type"] and not ("enum" in schema and has_names)
     if takes_text or (node.style is None and node.value in (*_NULL, "None")):

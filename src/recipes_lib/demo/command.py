@@ -1,9 +1,4 @@
-"""``recipes demo``: train a small assistant from random weights on the docstrings of this Python, in minutes on a CPU.
-
-Texts and chats are extracted from the sources of the standard library. A tokenizer and a Llama with a million
-parameters are trained by the ordinary recipes: pretraining, SFT, LoRA, reward model, DPO, PPO and distillation. Nothing
-is downloaded. The same command resumes an interrupted demo.
-"""
+"""``recipes demo``: train a small assistant from random weights on the docstrings of this Python, on a CPU."""
 
 from __future__ import annotations
 
@@ -21,10 +16,12 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: As ``run_demo``.
         DataError: As ``run_demo``.
     """
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="recipes demo", description=__doc__, formatter_class=formatter, allow_abbrev=False
+    about = (
+        "Train a small assistant from random weights on the docstrings of this Python, in minutes on a CPU, by the "
+        "recipes: a tokenizer, pretraining, SFT, LoRA, reward model, DPO, PPO and distillation. Nothing is downloaded. "
+        "The same command resumes an interrupted demo."
     )
+    parser = argparse.ArgumentParser(prog="recipes demo", description=about, allow_abbrev=False)
     parser.add_argument("--output_dir", type=Path, default=Path("demo"), help="folder of all outputs (default: ./demo)")
     options = parser.parse_args(argv)
     from recipes_lib.demo.walkthrough import run_demo  # Imports torch, which `--help` does not need.

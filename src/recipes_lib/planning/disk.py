@@ -140,7 +140,7 @@ def _count_saves(num_steps: int, training: Mapping[str, Any], num_epochs: float 
             num_epochs = 1 if read_training(training, "max_steps") > 0 else read_training(training, "num_train_epochs")
         # An incomplete last epoch is saved too.
         return min(num_steps, max(1, math.ceil(num_epochs)))
-    every = read_training(training, "save_steps")
+    every: float = read_training(training, "save_steps")
     return -(-num_steps // max(1, round(every if every >= 1 else every * num_steps)))
 
 

@@ -390,7 +390,8 @@ def _log(line: str) -> None:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="recipes publish", description=__doc__, allow_abbrev=False)
+    about = "Push a model or checkpoints to the Hub; what is there already is skipped."
+    parser = argparse.ArgumentParser(prog="recipes publish", description=about, allow_abbrev=False)
     parser.add_argument("folder", type=Path, help="output directory of a run, or the folder of a merged model")
     parser.add_argument("--hub_model_id", metavar="ID", help="repository (default: the run's, or the folder's name)")
     parser.add_argument("--hub_private_repo", type=_read_flag, metavar="true|false", help="(default: true)")

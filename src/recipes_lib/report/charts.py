@@ -6,7 +6,7 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -157,8 +157,11 @@ def draw_charts(run: RunFiles, folder: Path) -> list[Chart]:
     return [draw_chart(plan, folder) for plan in _plan_charts(run) if any(line.curve for line in plan.lines)]
 
 
-def _plan_charts(run: RunFiles) -> list[Plan]:
-    """Plan the charts of all recipes, in the order of the page; those without data are dropped later."""
+def _plan_charts(run: RunFiles) -> Iterator[Plan]:
+    """Plan the charts of all recipes, in the order of the page; those without data are dropped later.
+
+    One by one: the curves of a million steps take a hundred megabytes each.
+    """
 
     def train(name: str, label: str = "", colour: str = "first", kind: Kind = "noisy") -> Line:
         return Line(label, read_curve(run.train, name), colour, kind)
@@ -169,8 +172,7 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
     is_pairs, is_rl = bool(train("rewards/margins").curve), bool(train("objective/score").curve)
     is_distilled = bool(train("distillation/nll").curve)
     in_bytes = bool(held_out("bits_per_byte").curve)
-    rate = train("target_tokens_per_second")
-    has_targets = any(value for _, value in rate.curve)
+    has_targets = any(value for _, value in read_curve(run.train, "target_tokens_per_second"))
     # Without a record, as of another program's run, the unit of the loss is unknown.
     unit = "a pair" if is_pairs else "nats per target token" if run.facts else ""
     parts = {
@@ -181,35 +183,28 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
     # The held-out loss is plain cross-entropy: if the training loss has other terms, the two have separate charts.
     mixed_unit = next((words for words, applies in parts.items() if applies), "")
     loss_alarms, norm_alarms = (find_non_finite_steps(run.train, name) for name in ("loss", "grad_norm"))
-    held_out_alarms = find_non_finite_steps(run.evaluations, "eval_loss")
-    nll = [train("distillation/nll", "student"), train("distillation/teacher_nll", "teacher", "second")]
-    distillation = [
-        Plan(f"distillation_{name}", title, [train(f"distillation/{name}")], part_unit, healthy=healthy)
-        for name, title, part_unit, healthy in _DISTILLATION_PARTS
-    ]
+    if is_rl:
+        yield from _plan_rl(train, held_out)
     lines = [train("loss", "" if mixed_unit else "training"), *([] if mixed_unit else [held_out("loss")])]
-    loss = Plan("loss", "Loss", lines, mixed_unit or unit, loss_alarms, is_wide=not is_rl)
-    by_text = held_out("bits_per_byte" if in_bytes else "loss", "")
-    rate = rate if has_targets else train("tokens_per_second")
-    rate_unit = f"{'target ' * has_targets}tokens per second"
-    return [
-        *(_plan_rl(train, held_out) if is_rl else ()),
-        loss,
-        Plan(
-            "heldout_loss",
-            "Held-out bits per byte" if in_bytes else "Held-out loss",
-            [by_text],
-            "independent of the tokenizer" if in_bytes else unit,
-            held_out_alarms,
-        ),
-        Plan("heldout_sets", "Held-out sets", _draw_sets(run), unit),
-        *(_plan_pairs(train, held_out, is_scored=run.facts.get("stage") == "reward") if is_pairs else ()),
-        Plan("nll", "Negative log-likelihood", nll, "nats per target token"),
-        *distillation,
-        Plan("learning_rate", "Learning rate", [train("learning_rate", kind="exact")], from_zero=True),
-        Plan("grad_norm", "Gradient norm", [train("grad_norm")], "before clipping", norm_alarms),
-        Plan("throughput", "Throughput", [rate], rate_unit, from_zero=True),
-    ]
+    yield Plan("loss", "Loss", lines, mixed_unit or unit, loss_alarms, is_wide=not is_rl)
+    yield Plan(
+        "heldout_loss",
+        "Held-out bits per byte" if in_bytes else "Held-out loss",
+        [held_out("bits_per_byte" if in_bytes else "loss", "")],
+        "independent of the tokenizer" if in_bytes else unit,
+        find_non_finite_steps(run.evaluations, "eval_loss"),
+    )
+    yield Plan("heldout_sets", "Held-out sets", _draw_sets(run), unit)
+    if is_pairs:
+        yield from _plan_pairs(train, held_out, is_scored=run.facts.get("stage") == "reward")
+    nll = [train("distillation/nll", "student"), train("distillation/teacher_nll", "teacher", "second")]
+    yield Plan("nll", "Negative log-likelihood", nll, "nats per target token")
+    for name, title, part_unit, healthy in _DISTILLATION_PARTS:
+        yield Plan(f"distillation_{name}", title, [train(f"distillation/{name}")], part_unit, healthy=healthy)
+    yield Plan("learning_rate", "Learning rate", [train("learning_rate", kind="exact")], from_zero=True)
+    yield Plan("grad_norm", "Gradient norm", [train("grad_norm")], "before clipping", norm_alarms)
+    rate = "target_tokens_per_second" if has_targets else "tokens_per_second"
+    yield Plan("throughput", "Throughput", [train(rate)], rate.replace("_", " "), from_zero=True)
 
 
 def _plan_pairs(train: Callable[..., Line], held_out: Callable[..., Line], *, is_scored: bool) -> list[Plan]:

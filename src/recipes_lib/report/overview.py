@@ -17,7 +17,7 @@ from recipes_lib.errors import ConfigError, DataError, Problem, escape_controls
 from recipes_lib.files import read_record
 from recipes_lib.quantities import format_duration
 from recipes_lib.report.html_pages import write_page
-from recipes_lib.report.run_files import RunFiles, is_run, read_curve, read_number, read_run
+from recipes_lib.report.run_files import RunFiles, find_last, is_run, read_curve, read_number, read_run
 
 PIPELINE: Final = "pipeline.json"
 _SIGNS: Final = ("run.json", "metrics.jsonl", "corpus.json", "eval.json")
@@ -47,7 +47,7 @@ class Entry:
         after: Last value of the metric; ``None`` without one.
         seconds: Duration; ``None`` if unknown.
         changed: Time of the last modification, in seconds since the epoch; ``None`` if there are no files.
-        curve: Points of the sparkline.
+        spark: Points of the sparkline, as returned by ``draw_spark``.
         about: Description of the stage.
     """
 
@@ -61,7 +61,7 @@ class Entry:
     after: float | None = None
     seconds: float | None = None
     changed: float | None = None
-    curve: Sequence[tuple[int, float]] = ()
+    spark: str = ""
     about: str = ""
 
 
@@ -136,19 +136,21 @@ def _find_score(path: Path) -> dict[str, Any]:
 
 
 def summarize(run: RunFiles) -> dict[str, Any]:
-    """Return the ``Entry`` fields of a run: kind, status, step, figure, seconds and curve."""
+    """Return the ``Entry`` fields of a run: kind, status, step, figure, seconds and sparkline."""
     last = run.train[-1] if run.train else {}
     facts: dict[str, Any] = {
         "kind": str(run.facts.get("stage", "")),
         "status": str(run.facts.get("status", "")),
         "step": last.get("step"),
         "seconds": read_number(last, "seconds"),
-        "curve": next((curve for name in _CURVES if (curve := read_curve(run.train, name))), []),
+        # The points only: the curves of hundreds of runs would take gigabytes.
+        "spark": draw_spark(next((curve for name in _CURVES if (curve := read_curve(run.train, name))), [])),
     }
     for name in _FIGURES:
-        if curve := read_curve(run.held_out if name.startswith("eval_") else run.train, name):
+        records = run.held_out if name.startswith("eval_") else run.train
+        if curve := read_curve(records, name):
             before = curve[0][1] if len(curve) > 1 else None
-            return {**facts, "figure": name, "before": before, "after": curve[-1][1]}
+            return {**facts, "figure": name, "before": before, "after": find_last(records, name)}
     return facts
 
 
@@ -191,13 +193,15 @@ def write_overview(folder: Path) -> Path:
     Raises:
         DataError: The folder has no outputs.
     """
-    entries = list_entries(folder)
+    return _write_index(folder, list_entries(folder))
+
+
+def _write_index(folder: Path, entries: Sequence[Entry]) -> Path:
     filters = {
         "duration": lambda seconds: "" if seconds is None else format_duration(seconds),
         "when": lambda changed: "" if changed is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(changed)),
         # As bytes: the name of a folder need not be valid UTF-8.
         "link": lambda path: quote(os.fsencode(os.path.relpath(path, folder))),
-        "spark": draw_spark,
     }
     return write_page(
         folder / "index.html",
@@ -225,13 +229,15 @@ def main(argv: Sequence[str]) -> None:
     if not folder.is_dir():
         raise ConfigError(Problem(str(folder), "is not a folder", "give a folder that contains runs"))
     rows = [("run", "recipe", "status", "step", "figure", "time", "changed")]
-    now = time.time()
-    for entry in list_entries(folder):
+    entries, now = list_entries(folder), time.time()
+    for entry in entries:
         age = "" if entry.changed is None else f"{format_duration(max(0.0, now - entry.changed))} ago"
         duration = "" if entry.seconds is None else format_duration(entry.seconds)
         step = "" if entry.step is None else f"{entry.step:,}"
         rows.append((entry.name, entry.kind, entry.status, step, show_figure(entry), duration, age))
-    sys.stdout.write("\n".join(format_rows(rows)) + f"\n{write_overview(folder)}\n")
+    # First, because the folder may not be writable.
+    sys.stdout.write("\n".join(format_rows(rows)) + "\n")
+    sys.stdout.write(f"{_write_index(folder, entries)}\n")
 
 
 def format_rows(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -161,12 +161,13 @@ def _choose_figures(run: RunFiles) -> Iterator[KeyFigure]:
 def _choose_reward_figures(verdict: Mapping[str, Any]) -> list[KeyFigure]:
     low, high = verdict["accuracy_low"], verdict["accuracy_high"]
     longer = verdict["length"]["longer_wins_accuracy"]
-    is_ready = "yes" if verdict["may_serve_ppo"] else "no"
     return [
         KeyFigure("Accuracy of the reward", f"{verdict['accuracy']:.1%}", f"95 %: {low:.1%} to {high:.1%}"),
         KeyFigure("Calibration error", f"{verdict['ece']:.3f}", f"{verdict['ece_by_chance']:.3f} by chance"),
         KeyFigure("Length baseline", f"{longer:.1%}", "accuracy of preferring the longer answer"),
-        KeyFigure("Ready for RL", is_ready, f"{len(verdict['failed_gates'])} gates failed"),
+        KeyFigure(
+            "Ready for RL", "yes" if verdict["may_serve_ppo"] else "no", f"{len(verdict['failed_gates'])} gates failed"
+        ),
     ]
 
 

@@ -8,9 +8,8 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import matplotlib as mpl
 import numpy as np
@@ -18,13 +17,16 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.config.token_ids import count_before_end, find_end_tokens
 from recipes_lib.errors import DataError
 from recipes_lib.files import read_record, replace_record
-from recipes_lib.models.heads.scoring import RewardModel, compute_reward_statistics, store_reward_statistics
 from recipes_lib.report.charts import COLOURS, STYLE, Chart, render, save_figure
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from recipes_lib.models.heads.scoring import RewardModel
 
 Floats = npt.NDArray[np.floating[Any]]
 Ints = npt.NDArray[np.integer[Any]]
@@ -32,8 +34,6 @@ Ints = npt.NDArray[np.integer[Any]]
 NUM_BINS: Final = 15
 """Equal-width bins of the probability that an answer is the chosen one."""
 NUM_HISTOGRAM_BINS: Final = 30
-LENGTH_BIN_EDGES: Final = (0, 1, 9, 33, 129, 513, math.inf)
-"""Difference in length of two answers, in tokens; a bin includes its lower edge."""
 _Z: Final = 1.959964
 """Standard normal quantile of a two-sided 95 % interval."""
 
@@ -92,9 +92,7 @@ def build_reward_report(scores: HeldOutScores) -> dict[str, Any]:
     reliability, ece = compute_calibration(margins)
     return {
         "num_pairs": len(margins),
-        "num_ties": int((margins == 0).sum()),
         **compute_accuracy(margins),
-        "by_length_difference": _group_by_length(scores, margins),
         "nll": float(np.logaddexp(0, -margins).mean()),
         "brier": float((_sigmoid(-margins) ** 2).mean()),
         "ece": ece,
@@ -212,18 +210,17 @@ def fit_temperature(margins: Floats) -> float | None:
     if margins.mean() <= 0 or margins.min() >= 0:
         return None
 
-    # The log-likelihood is concave in the inverse temperature: bisect its derivative.
+    # The log-likelihood is concave in the inverse temperature; its derivative is positive at 0 and negative for large
+    # values, because one margin is negative.
     def slope(sharpness: float) -> float:
         return float((margins * _sigmoid(-margins * sharpness)).mean())
 
-    low, high = 0.0, 1.0
-    # The derivative is positive at 0 and negative for large values, because one margin is negative.
+    high = 1.0
     while slope(high) > 0:
-        low, high = high, 2 * high
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if slope(middle) > 0 else (low, middle)
-    return 2 / (low + high)
+        high *= 2
+    from scipy.optimize import brentq
+
+    return 1 / float(brentq(slope, 0.0, high, rtol=1e-14))
 
 
 def compute_correlation(first: Floats, second: Floats) -> float | None:
@@ -243,17 +240,6 @@ def _bin_predictions(margins: Floats) -> tuple[Floats, Ints]:
     # `minimum` puts a probability of exactly 1 into the last bin.
     predicted = _sigmoid(np.concatenate([margins, -margins]))
     return predicted, np.minimum(predicted * NUM_BINS, NUM_BINS - 1).astype(np.int64)
-
-
-def _group_by_length(scores: HeldOutScores, margins: Floats) -> list[dict[str, Any]]:
-    difference = np.abs(scores.chosen_lengths - scores.rejected_lengths)
-    groups = []
-    for low, high in pairwise(LENGTH_BIN_EDGES):
-        inside = (difference >= low) & (difference < high)
-        if inside.any():
-            edges = {"from": low, "to": None if math.isinf(high) else high}
-            groups.append({**edges, "num_pairs": int(inside.sum()), **compute_accuracy(margins[inside])})
-    return groups
 
 
 def _count_scores(scores: HeldOutScores, both: Floats) -> dict[str, list[float]]:
@@ -281,7 +267,6 @@ def _diagnose_length(scores: HeldOutScores, margins: Floats) -> dict[str, Any]:
     centred = difference - difference.mean()
     return {
         "share_chosen_longer": float((difference > 0).mean()),
-        "share_chosen_shorter": float(is_shorter.mean()),
         "longer_wins_accuracy": float((difference > 0).mean() + 0.5 * (difference == 0).mean()),
         "accuracy_where_chosen_is_shorter": compute_accuracy(margins[is_shorter]) if is_shorter.any() else None,
         "pearson": compute_correlation(both, lengths),
@@ -488,6 +473,9 @@ def store_score_statistics(reward_model: RewardModel, pairs: Sequence[Pair]) -> 
     Raises:
         DataError: All scores are equal: the model has learnt nothing.
     """
+    # Not at module level: `recipes report` imports this module, and torch takes longer than the page.
+    from recipes_lib.models.heads.scoring import compute_reward_statistics, store_reward_statistics
+
     chosen = [pairs[number] for number in range(min(MAX_REFERENCE_ANSWERS, len(pairs)))]
     rows = [np.concatenate([pair["prompt_ids"], pair["chosen_ids"]]).tolist() for pair in chosen]
     store_reward_statistics(reward_model.model, compute_reward_statistics(reward_model.compute_raw_scores(rows)))

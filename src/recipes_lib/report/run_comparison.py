@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from recipes_lib.files import explain_write_errors
 from recipes_lib.quantities import format_duration
 from recipes_lib.report.charts import Chart, Kind, Line, Plan, draw_chart, smooth
 from recipes_lib.report.html_pages import write_page
-from recipes_lib.report.run_files import RunFiles, read_curve, read_number, read_run
+from recipes_lib.report.run_files import MAX_FINITE, RunFiles, find_last, read_curve, read_number, read_run
 
 _COLOURS: Final = ("first", "second", "third", "good")
 """One colour per run; more than four are hard to distinguish."""
@@ -53,7 +54,8 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
 
     Args:
         folders: Output directories, two to four.
-        path: Path of the page; PNGs of the charts are written to the folder of its name without suffix.
+        path: Path of the page, or a folder for ``compare.html``: an existing one, or a name without suffix. PNGs of the
+            charts are written to the folder of the page's name without suffix.
 
     Raises:
         ConfigError: There are fewer than two or more than four folders, or the page cannot be written.
@@ -67,6 +69,8 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
     if len(runs) < len(folders):
         raise ConfigError(Problem("--compare", "a run is named twice", "name each once"))
     recipes = {str(run.facts.get("stage", "unknown recipe")) for run in runs.values()}
+    if path.is_dir() or not path.suffix:
+        path /= "compare.html"
     images = path.with_suffix("")
     with explain_write_errors(path, "name another --output"):
         images.mkdir(parents=True, exist_ok=True)
@@ -122,10 +126,7 @@ def compare_figures(runs: Sequence[RunFiles], *, is_one_recipe: bool) -> list[Ro
     for name in (*names, "objective/score", "loss"):
         if not is_one_recipe and name in _LOSSES:
             continue
-        curves = [read_curve(run.held_out if name.startswith("eval_") else run.train, name) for run in runs]
-        # The training loss is noisy: use the last running median, as on the page of a run.
-        ends = [(smooth(curve) if name == "loss" else curve)[-1][1] if curve else None for curve in curves]
-        rows.append(_build_row(name, ends))
+        rows.append(_build_row(name, [_find_end(run, name) for run in runs]))
     last = [run.train[-1] if run.train else {} for run in runs]
     rows.append(_build_row("steps", [read_number(event, "step") for event in last]))
     rows.append(_build_row("tokens", [read_number(event, "num_tokens") for event in last]))
@@ -136,11 +137,19 @@ def compare_figures(runs: Sequence[RunFiles], *, is_one_recipe: bool) -> list[Ro
     return [row for row in rows if any(row.values)]
 
 
+def _find_end(run: RunFiles, name: str) -> float | None:
+    records = run.held_out if name.startswith("eval_") else run.train
+    end = find_last(records, name)
+    # The training loss is noisy: use the last running median, as on the page of a run, unless the run has diverged.
+    is_noisy = name == "loss" and end is not None and abs(end) < MAX_FINITE
+    return smooth(read_curve(records, name))[-1][1] if is_noisy else end
+
+
 def _build_row(name: str, values: Sequence[float | None]) -> Row:
     base = values[0]
     differences = [
         ""
-        if value is None or base is None
+        if value is None or base is None or not math.isfinite(value - base)
         else "="
         if value == base
         # A relative difference is defined for a positive base only.

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import math
 import sys
+from array import array
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +21,57 @@ from recipes_lib.files import parse_number, read_lines, read_record
 
 Record = Mapping[str, Any]
 _STATE: Final = "trainer_state.json"
+MAX_FINITE: Final = 1e300
+"""Sums and axis limits of larger values, which only a broken file has, would overflow."""
+
+
+class EventTable(Sequence[Record]):
+    """Logged events, ordered by step, and stored by name: a mapping for each of a million steps would take gigabytes.
+
+    An event replaces those of its step and of later ones, which a resumed run logs again.
+    """
+
+    def __init__(self) -> None:
+        self._steps = array("q")
+        # Name -> indices of the events that have it, and their values.
+        self._columns: dict[str, tuple[array[int], Any]] = {}
+
+    def append(self, event: Record) -> None:
+        """Add an event, whose ``step`` is an integer of 64 bits."""
+        index = bisect_left(self._steps, event["step"])
+        if index < len(self):
+            del self._steps[index:]
+            for indices, values in self._columns.values():
+                first = bisect_left(indices, index)
+                del indices[first:], values[first:]
+        self._steps.append(event["step"])
+        for name, value in event.items():
+            if name not in self._columns:
+                self._columns[name] = array("q"), array("d")
+            indices, values = self._columns[name]
+            if type(value) is not float and type(values) is not list:
+                self._columns[name] = indices, (values := list(values))
+            indices.append(index)
+            # Interned: a text such as `kind` is the same in most events.
+            values.append(sys.intern(value) if type(value) is str else value)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        row, event = range(len(self))[index], {}
+        for name, (indices, values) in self._columns.items():
+            at = bisect_left(indices, row)
+            if at < len(indices) and indices[at] == row:
+                event[name] = values[at]
+        return event
+
+    def list_values(self, name: str) -> Iterator[tuple[int, Any]]:
+        """Yield step and value of each event that has ``name``."""
+        indices, values = self._columns.get(name, ((), ()))
+        return zip((self._steps[index] for index in indices), values, strict=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +140,8 @@ def read_run(run_dir: Path) -> RunFiles:
     state = _find_state(run_dir)
     if state is not None and not (run_dir / "metrics.jsonl").is_file():
         lines = _read_history(state)
-    events, torn_events = _split_valid(lines)
+    train = EventTable()
+    events, torn_events = _split_valid(lines, train)
     samples, torn_samples = _split_valid(read_lines(run_dir / "samples.jsonl"))
     facts: Record = {}
     with suppress(DataError):
@@ -95,7 +150,7 @@ def read_run(run_dir: Path) -> RunFiles:
         name=run_dir.resolve().name,
         path=run_dir,
         facts=facts,
-        train=_keep_last([event for event in events if event.get("kind") == "train"], "step"),
+        train=train,
         evaluations=_keep_last([event for event in events if event.get("kind") == "eval"], "step"),
         samples=_keep_last([sample for sample in samples if "completion" in sample], "step", "prompt"),
         num_torn_lines=torn_events + torn_samples,
@@ -142,11 +197,14 @@ def read_number(record: Record, name: str) -> float | None:
 
 
 def read_curve(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
-    """Return the ``(step, value)`` pairs of a metric whose value is finite and below 1e300 in magnitude.
+    """Return the ``(step, value)`` pairs of a metric whose value is finite and below ``MAX_FINITE`` in magnitude."""
+    return [(step, value) for step, value in _iterate_numbers(records, name) if abs(value) < MAX_FINITE]
 
-    Sums and axis limits of larger values, which only a broken file has, would overflow.
-    """
-    return [(step, value) for step, value in _iterate_numbers(records, name) if abs(value) < 1e300]
+
+def find_last(records: Sequence[Record], name: str) -> float | None:
+    """Return the last value of a metric, which may be NaN or infinite; ``None`` if it was never recorded."""
+    last = deque(_iterate_numbers(records, name), maxlen=1)
+    return last[0][1] if last else None
 
 
 def find_non_finite_steps(records: Sequence[Record], name: str) -> list[int]:
@@ -155,19 +213,21 @@ def find_non_finite_steps(records: Sequence[Record], name: str) -> list[int]:
 
 
 def _iterate_numbers(records: Sequence[Record], name: str) -> Iterator[tuple[int, float]]:
-    for record in records:
+    by_record = ((record["step"], record.get(name)) for record in records)
+    for step, value in records.list_values(name) if isinstance(records, EventTable) else by_record:
         # Floats first: nearly all values of a run, which may have a million steps, are floats or absent.
-        value = record.get(name)
-        if type(value) is float or (value is not None and (value := read_number(record, name)) is not None):
-            yield record["step"], value
+        if type(value) is float or (value is not None and (value := read_number({name: value}, name)) is not None):
+            yield step, value
 
 
 def _find_state(folder: Path) -> Path | None:
     """Return the newest ``trainer_state.json`` of an output directory: its own, else that of its last checkpoint."""
     if (folder / _STATE).is_file() and not folder.name.startswith("checkpoint-"):
         return folder / _STATE
-    numbers = ((path.parent.name.removeprefix("checkpoint-"), path) for path in folder.glob(f"checkpoint-*/{_STATE}"))
-    return max(((int(number), path) for number, path in numbers if number.isdecimal()), default=(0, None))[1]
+    with suppress(OSError):  # The folder was deleted meanwhile, or cannot be read.
+        paths = {path.parent.name.removeprefix("checkpoint-"): path for path in folder.glob(f"checkpoint-*/{_STATE}")}
+        return max(((int(number), path) for number, path in paths.items() if number.isdecimal()), default=(0, None))[1]
+    return None
 
 
 def _read_history(state: Path) -> Iterator[dict[str, Any] | None]:
@@ -189,16 +249,19 @@ def _read_history(state: Path) -> Iterator[dict[str, Any] | None]:
     yield from merged.values()
 
 
-def _split_valid(lines: Iterable[dict[str, Any] | None]) -> tuple[list[dict[str, Any]], int]:
-    """Return the valid records, and the number of other lines."""
+def _split_valid(
+    lines: Iterable[dict[str, Any] | None], train: EventTable | None = None
+) -> tuple[list[dict[str, Any]], int]:
+    """Return the valid records, and the number of other lines; those of training steps are appended to ``train``."""
     records, num_torn = list[dict[str, Any]](), 0
     for record in lines:
         # A step above 2**53 is invalid, and not exact as a float of a chart.
-        if record and type(step := record.get("step")) is int and abs(step) < 2**53:
-            # Interned: the names in each line would take as much memory as the values.
-            records.append({sys.intern(name): value for name, value in record.items()})
-        else:
+        if not record or type(step := record.get("step")) is not int or abs(step) >= 2**53:
             num_torn += 1
+        elif train is not None and record.get("kind") == "train":
+            train.append(record)
+        else:
+            records.append(record)
     return records, num_torn
 
 

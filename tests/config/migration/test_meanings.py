@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from recipes_lib.config.loader import read_synonyms
 from recipes_lib.config.recipes import read_renames
 from recipes_lib.config.table import RECIPE_NAMES, load_table
 
 
 @pytest.mark.parametrize("meaning", read_renames().meanings, ids=lambda meaning: meaning.where)
 def test_meaning_names_existing_keys(meaning) -> None:
-    known = {key for recipe in RECIPE_NAMES for key in load_table(recipe).keys}
+    known = {key for recipe in RECIPE_NAMES for key in load_table(recipe).keys} | read_synonyms().keys()
     assert meaning.decisive in known
     assert not meaning.unless or meaning.unless & known
     assert not meaning.keys or meaning.keys & known
@@ -19,10 +20,12 @@ def test_meaning_names_existing_keys(meaning) -> None:
 @pytest.mark.parametrize(
     ("recipe", "present", "expected"),
     [
-        ("sft", set(), ["`loss_on: all`"]),
-        ("sft", {"loss_on"}, []),
-        ("sft", {"loss_on", "max_seq_length"}, ["`overlong: truncate`"]),
-        ("sft", {"loss_on", "max_length", "overlong"}, []),
+        ("sft", {"packing"}, ["`loss_on: all`"]),
+        ("sft", {"loss_on"}, ["`packing: false`"]),
+        ("sft", {"loss_on", "packing", "max_seq_length"}, ["`overlong: truncate`"]),
+        ("sft", {"loss_on", "packing", "max_length", "overlong"}, []),
+        ("dpo", {"lora_rank"}, ["`lora_alpha`"]),
+        ("lora", {"loss_on", "packing", "lora_rank", "lora_alpha"}, []),
         ("dpo", {"max_length"}, ["`overlong: drop`"]),
         ("reward", {"max_length"}, []),
         ("sft", {"loss_on", "packing", "gradient_accumulation_steps"}, []),

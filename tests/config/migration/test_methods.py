@@ -39,6 +39,9 @@ from recipes_lib.errors import ConfigError
         # Keys take precedence over the folder name.
         ("sft/config", {"precompute_ref_log_probs": True}, "dpo", None),
         ("dpo/config", {"completion_only_loss": True}, "sft", None),
+        ("recipes/mine", {"rl": "ipo", "adapter": "qlora", "load_in_4bit": True}, "dpo", "ipo"),
+        ("recipes/mine", {"stage": "rm", "finetuning_type": "full"}, "reward", None),
+        ("recipes/mine", {"adapter": "lora"}, "lora", None),
     ],
 )
 def test_method_is_inferred_from_keys_then_from_names(name: str, values: dict, recipe: str, loss: str | None) -> None:
@@ -75,6 +78,17 @@ def test_recipe_that_changes_the_method_needs_review(write, minimal_text: str, r
     migration = migrate(write(f"{old}{line}\n"), recipe)
     assert not migration.is_ready
     assert any(change.by_hand and "another method" in change.what for change in migration.changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [("mine.yaml", "rl: gdpo"), ("mine.yaml", "stage: pt"), ("cpt.yaml", "adapter: lora\nmax_length: 64")],
+)
+def test_file_of_another_method_is_not_ready(tmp_path: Path, minimal_text: str, name: str, line: str) -> None:
+    """It would train by fine-tuning, or all weights instead of an adapter."""
+    path = tmp_path / name
+    path.write_text(f"{minimal_text}{line}\n")
+    assert not migrate(path).is_ready
 
 
 def test_relative_path_is_resolved_to_infer_method(tmp_path: Path, monkeypatch) -> None:

@@ -32,7 +32,8 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         ConfigError: As ``export_checkpoint`` or ``export_gguf``.
     """
-    parser = argparse.ArgumentParser(prog="recipes export", description=__doc__, allow_abbrev=False)
+    about = "Convert a checkpoint, sharded or not, to a model folder that transformers loads, or to GGUF."
+    parser = argparse.ArgumentParser(prog="recipes export", description=about, allow_abbrev=False)
     parser.add_argument("checkpoint", type=Path, help="folder `checkpoint-N` of a run; with --gguf also of a model")
     parser.add_argument("output", type=Path, help="new or empty folder to write; or file.gguf")
     parser.add_argument("--gguf", metavar="TYPE", help="write a GGUF file of this type: f16, bf16, q8_0, ...")

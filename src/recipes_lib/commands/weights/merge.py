@@ -100,7 +100,8 @@ def refuse_another_model(record: Mapping[str, Any]) -> None:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="recipes merge", description=__doc__, allow_abbrev=False)
+    about = "Merge an adapter into its base model, and verify that the predictions agree."
+    parser = argparse.ArgumentParser(prog="recipes merge", description=about, allow_abbrev=False)
     parser.add_argument("--adapter", type=Path, required=True, metavar="DIR", help="output directory of its run")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new or empty folder to write")
     parser.add_argument("--base", metavar="ID", help="Hub id or folder of the base (default: what the adapter names)")

@@ -61,7 +61,8 @@ def _check_count(num_layers: int, count: int) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="recipes student", description=__doc__, allow_abbrev=False)
+    about = "Initialise a student from some layers of its teacher, with its embeddings and output head."
+    parser = argparse.ArgumentParser(prog="recipes student", description=about, allow_abbrev=False)
     parser.add_argument("--teacher", required=True, metavar="ID", help="Hub id or folder of the teacher")
     parser.add_argument("--revision", metavar="REV", help="commit, tag or branch of a Hub teacher")
     which = parser.add_mutually_exclusive_group(required=True)

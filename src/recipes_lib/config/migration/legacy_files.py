@@ -19,7 +19,8 @@ _GROUP_RECIPES: Final = ("grpo", "rloo")
 _METHODS: Final = read_lists(Path(__file__).with_name("methods.yaml"))
 _RECIPES_OF_KEYS: Final = {key: recipes.split() for keys, recipes in _METHODS["keys"] for key in keys.split()}
 """Key -> recipes that it identifies, the most likely first."""
-_ADAPTER_KEYS: Final = ("use_peft", "load_in_4bit", "load_in_8bit")
+_ADAPTER_KEYS: Final = ("use_peft", "load_in_4bit", "load_in_8bit", "adapter", "finetuning_type")
+"""Keys that train an adapter at ``true``, ``lora`` or ``qlora``."""
 _TEACHER: Final = "teacher_model_name_or_path"
 _NAMES_OF_RUNS: Final = ("stage", "rl", "adapter", "finetuning_type", "output_dir", "hub_model_id", "run_name")
 """Keys whose text names the method: those of LLaMA-Factory and axolotl, then names of outputs."""
@@ -28,7 +29,7 @@ _RECIPE_OF_WORDS: Final[Mapping[str, str]] = {
     **{recipe: recipe for recipe in RECIPE_NAMES if recipe != "lora"},
     **{word: recipe for recipe, words in _METHODS["words"].items() for word in words.split()},
 }
-_LOSSES: Final = ("orpo", "simpo", "kto")
+_LOSSES: Final = ("orpo", "simpo", "ipo", "kto")
 """Words that name a loss of DPO."""
 _UNSUPPORTED: Final = frozenset(_METHODS["unsupported"].split())
 """Words for methods of TRL that no recipe implements."""
@@ -81,12 +82,20 @@ def infer_method(names: Sequence[str], values: Mapping[str, Any], recipe: str | 
     named.sort(key=lambda pair: _RECIPE_OF_WORDS.get(pair[1]) == "distill" and _TEACHER not in values)
     name, word = next((pair for pair in named if _RECIPE_OF_WORDS.get(pair[1]) in possible), ("", ""))
     inferred = _RECIPE_OF_WORDS[word] if word else possible[0] if keys else "sft"
-    adapters = [key for key in _ADAPTER_KEYS if values.get(key) is True]
+    adapters = [key for key in _ADAPTER_KEYS if values.get(key) in (True, "lora", "qlora")]
     if inferred == "sft" and (adapters or {"lora", "qlora"} & {word for _, word in words}):
         inferred = "lora"
     why = [repr(name)] * bool(name) + [f"`{key}`" for key in (keys + adapters)[:3]]
-    loss = word if word in _LOSSES and (recipe or inferred) == "dpo" and not values.get("loss_type") else None
-    return Method(recipe or inferred, loss, ", ".join(why), _doubt(recipe or inferred, keys, possible, adapters))
+    chosen = recipe or inferred
+    loss = word if word in _LOSSES and chosen == "dpo" and not values.get("loss_type") else None
+    # A method of axolotl or LLaMA-Factory that no word names, such as `stage: pt`.
+    foreign = next((key for key in ("stage", "rl") if recipe is None and _is_foreign(values.get(key))), None)
+    doubt = f"`{foreign}: {values[foreign]}` names no recipe" if foreign else ""
+    return Method(chosen, loss, ", ".join(why), doubt or _doubt(chosen, keys, possible, adapters))
+
+
+def _is_foreign(method: Any) -> bool:
+    return method is not None and not _RECIPE_OF_WORDS.keys() & re.split("[^a-z]+", str(method).lower())
 
 
 def _narrow(values: Mapping[str, Any]) -> tuple[list[str], Sequence[str]]:

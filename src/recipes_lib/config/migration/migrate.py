@@ -21,16 +21,17 @@ from recipes_lib.config.migration.legacy_files import (
     parse_command_text,
 )
 from recipes_lib.config.recipes import read_known, read_renames
-from recipes_lib.config.rules import COMMIT, are_shares
+from recipes_lib.config.rules import COMMIT
 from recipes_lib.config.settings import DECISIONS, Settings
 from recipes_lib.config.table import KeyTable, load_table
 from recipes_lib.config.values import INVALID, Entry, Reader, is_secret_key, plain_value, read_entries, read_text
 from recipes_lib.errors import ConfigError, Problem
 
-_WEIGHT_KEY = re.compile(r"\bweight(?=['\"]?\s*:)")
-_LENGTH_KEYS = {"max_length", "max_seq_length"}
 _TOKENIZER_KEYS = {"tokenizer_name_or_path", "tokenizer_name", "tokenizer"}
-_SAME_TEXTS = {"model_name_or_path", "output_dir", "lr_scheduler_type", "optim", "run_name", "hub_model_id"}
+_SAME_TEXTS = {
+    *("model_name_or_path", "output_dir", "run_name", "hub_model_id"),
+    *("lr_scheduler_type", "optim", "loss_type"),
+}
 """Keys of text with the same values in other programs."""
 _REWARDS_OF_TRL = {"accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"}
 """Short names of reward functions in TRL's scripts, from ``trl.rewards``."""
@@ -78,8 +79,8 @@ def migrate(path: Path, recipe: str | None = None) -> Migration:
         recipe: Recipe of the new file; ``None`` to infer it from keys and names.
 
     Raises:
-        ConfigError: The file cannot be read, repeats a key, is one mapping in braces, or is for a method that no recipe
-            implements; or the chat template cannot be written.
+        ConfigError: The file cannot be read, repeats a key, or is for a method that no recipe implements; or the chat
+            template cannot be written.
     """
     problems: list[Problem] = []
     text, names, launcher = read_text(path, problems), [path.stem, path.resolve().parent.name], ""
@@ -87,8 +88,12 @@ def migrate(path: Path, recipe: str | None = None) -> Migration:
     if text is not None and is_shell:
         command = parse_command_text(text, str(path))
         names, launcher = [command.script], command.launcher
-        text = yaml.safe_dump(dict(command.values), sort_keys=False, allow_unicode=True, width=1000)
+        text = _dump(command.values)
     entries = [] if text is None else read_entries(text, str(path), problems)
+    if is_json := bool(entries) and (text or "").lstrip().startswith("{"):
+        # Edits replace whole lines, and those of JSON end with commas.
+        text = _dump({entry.key: plain_value(entry.node) for entry in entries})
+        entries = read_entries(text, str(path), problems)
     lines = (text or "").splitlines()
     # Edits replace whole lines, so each key must begin its own.
     for entry in entries:
@@ -111,8 +116,8 @@ def migrate(path: Path, recipe: str | None = None) -> Migration:
     changes = [Change(0, f"the recipe is {method.recipe}: {why}"), *rewriter.changes]
     if launcher.count(" ") > 1:
         changes.append(Change(0, f"`{launcher}` is the launcher: see `recipes launch --hardware`", by_hand=True))
-    if is_shell:
-        # Line numbers refer to the generated YAML, not to the command.
+    if is_shell or is_json:
+        # Line numbers refer to the generated YAML, not to the file.
         changes = [replace(change, line=0) for change in changes]
     new_text = rewriter.apply()
     left = [Problem("", method.doubt, "write the `--recipe` of the file's own method")] if method.doubt else []
@@ -180,6 +185,7 @@ class _Rewriter:
     def rewrite(self, entry: Entry) -> None:
         """Convert one key of the old file that has not been edited yet."""
         key, value = entry.key, self.values[entry.key]
+        is_template = key == "chat_template" and isinstance(value, str) and "{" in value
         if _position(entry)[0] in self.edits:
             return
         if key in LEGACY_KEYS and not (key == "dataset_mixture" and isinstance(value, list)):
@@ -188,12 +194,7 @@ class _Rewriter:
             self._replace(entry, {}, f"`{key}` was merged into the datasets")
         elif key in self.table.keys:
             self._rewrite_value(entry, value)
-        elif (
-            key == "chat_template"
-            and isinstance(value, str)
-            and "{" in value
-            and "chat_template_path" not in self.taken
-        ):
+        elif is_template and "chat_template_path" not in self.taken:
             self._move_template(entry, value)
         elif key in read_known(self.table.recipe):
             self._rewrite_retired(entry, value)
@@ -234,7 +235,7 @@ class _Rewriter:
         for first in sorted(self.edits, reverse=True):
             last, replacement = self.edits[first]
             lines[first : last + 1] = replacement
-        lines += yaml.safe_dump(self.added, sort_keys=False).splitlines() if self.added else []
+        lines += _dump(self.added).splitlines() if self.added else []
         return "\n".join(lines) + "\n"
 
     def _give_way(self, entry: Entry, stronger: str) -> None:
@@ -249,8 +250,6 @@ class _Rewriter:
         is_pinned = COMMIT.fullmatch(str(self.values.get("model_revision")))
         if successor:
             self._replace(entry, {key: yaml.safe_load(successor)}, f"`{key}: {value}` became {successor}")
-        elif key == "dataset_mixture" and self.table.recipe != "pretrain":
-            self._rewrite_weights(entry, value)
         elif value in (None, "None") and not self.table.keys[key].accepts("null"):
             self._replace(entry, {}, f"deleted `{key}: {value}`: the default applies")
         elif value == "None":
@@ -267,17 +266,15 @@ class _Rewriter:
                 self._replace(entry, {key: functions}, f"`{key}` became {functions}")
 
     def _takes(self, key: str, entry: Entry) -> bool:
-        """Return whether ``key`` is not set yet, and accepts the value of its synonym."""
-        if key not in self.table.keys or key in self.taken:
+        """Return whether ``key`` is not set yet, in the file by one synonym only, and accepts its value."""
+        rivals = [name for name, value in self.values.items() if value is not None and read_synonyms().get(name) == key]
+        if key not in self.table.keys or key in self.taken or rivals not in ([], [entry.key]):
             return False
         schema = self.table.keys[key].schema
         # Texts often have other values elsewhere, such as names of templates and datasets.
         if {"string", "array", "object"} & {*schema["type"]} and key not in _SAME_TEXTS:
             return False
         return Reader(entry.locate, []).read(key, entry.node, schema) is not INVALID
-
-    def _accepts_null(self, key: str) -> bool:
-        return key not in self.table.keys or self.table.keys[key].accepts("null")
 
     def _move_template(self, entry: Entry, template: str) -> None:
         path = self.path.with_name(f"{self.path.stem}_chat_template.jinja")
@@ -295,42 +292,27 @@ class _Rewriter:
         self._replace(entry, {"chat_template_path": str(path)}, f"`{entry.key}` was written to {path}")
         self.taken |= {"chat_template_path"}
 
-    def _rewrite_weights(self, entry: Entry, parts: Any) -> None:
-        """Rename ``weight`` to ``repeat`` in a fine-tuning mixture whose weights are not shares."""
-        parts = [part for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
-        if not any("weight" in part for part in parts) or any("repeat" in part for part in parts):
-            return
-        first, _ = _position(entry)
-        if are_shares(parts):
-            what = (
-                "`weight` in `dataset_mixture` is a share of all rows; `repeat` is the number of passes over an entry"
-            )
-            self.changes.append(Change(first + 1, what, by_hand=True))
-            return
-        last = _last_line(entry.node, first)
-        renamed = [_WEIGHT_KEY.sub("repeat", line) for line in self.lines[first : last + 1]]
-        self.edits[first] = (last, renamed)
-        self.changes.append(Change(first + 1, "`weight` in `dataset_mixture` became `repeat`"))
-
     def _rewrite_retired(self, entry: Entry, value: Any) -> None:
         retired = read_known(self.table.recipe)[entry.key]
         new = retired.rewrite(value)
         # null meant the default, which is here the key left out.
-        if value in (None, "None") and new and all(not self._accepts_null(key) for key in new):
+        keys = self.table.keys
+        if value in (None, "None") and new and all(key in keys and not keys[key].accepts("null") for key in new):
             new = {}
         if new is None:
             self._comment_out(entry, f"`{entry.key}` {retired.found}; {retired.remedy}")
             return
         # Without a maximum length nothing is too long, and `overlong` would be an error.
-        if "overlong" in new and not self.taken & _LENGTH_KEYS:
+        if "overlong" in new and not self.taken & {"max_length", "max_seq_length"}:
             new = {}
-        # The file has the successor too: keep it.
+        # Successors that the file has too are kept.
         present = [key for key in new if key in self.taken]
-        if present:
+        new = {key: new[key] for key in new if key not in self.taken}
+        if present and not new:
             self._replace(entry, {}, f"deleted `{entry.key}`: `{present[0]}` is set as well", by_hand=True)
         elif not new:
             self._replace(entry, {}, f"deleted `{entry.key}`, which {retired.found}")
-        elif dict(new) == {retired.new: value}:
+        elif new == {retired.new: value}:
             self._rename(entry, str(retired.new))
         else:
             spelled = ", ".join(f"`{key}: {value}`" for key, value in new.items())
@@ -358,8 +340,8 @@ class _Rewriter:
 
     def _replace(self, entry: Entry, new: Mapping[str, Any], what: str, *, by_hand: bool = False) -> None:
         line, column = _position(entry)
-        dumped = yaml.safe_dump(dict(new), sort_keys=False, allow_unicode=True, width=1000) if new else ""
-        self.edits[line] = (_last_line(entry.node, line), [" " * column + part for part in dumped.splitlines()])
+        dumped = _dump(new).splitlines() if new else []
+        self.edits[line] = (_last_line(entry.node, line), [" " * column + part for part in dumped])
         self.changes.append(Change(line + 1, what, by_hand))
 
     def _comment_out(self, entry: Entry, what: str) -> None:
@@ -367,6 +349,10 @@ class _Rewriter:
         last = _last_line(entry.node, line)
         self.edits[line] = (last, [f"# {what}", *(f"# {part}" for part in self.lines[line : last + 1])])
         self.changes.append(Change(line + 1, what, by_hand=True))
+
+
+def _dump(values: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True, width=1000)
 
 
 def _name_reward(name: Any) -> Any:

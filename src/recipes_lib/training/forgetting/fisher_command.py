@@ -28,7 +28,8 @@ def main(argv: Sequence[str]) -> None:
         ConfigError: The recipe is not one of ``RECIPE_NAMES``, or its model cannot be loaded.
         DataError: The data cannot be read, or have no targets.
     """
-    parser = argparse.ArgumentParser(prog="recipes fisher", description=__doc__, allow_abbrev=False)
+    about = "Diagonal Fisher information of a trained model on its own data, for `ewc_lambda`."
+    parser = argparse.ArgumentParser(prog="recipes fisher", description=about, allow_abbrev=False)
     add_recipe_flags(parser)
     parser.add_argument("--num_documents", type=int, default=1000, help="documents to look at (default: %(default)s)")
     parser.add_argument(
