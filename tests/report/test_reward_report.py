@@ -164,6 +164,19 @@ def test_length_statistics_are_none_for_equal_lengths() -> None:
     assert found["longer_wins_accuracy"] == 0.5
 
 
+def test_accuracy_by_length_difference() -> None:
+    scores = make_scores(
+        [1, 1, 0, 1, 0],
+        [0, 0, 1, 0, 1],
+        chosen_lengths=np.array([5, 6, 14, 5, 1000]),
+        rejected_lengths=np.array([5, 5, 5, 13, 5]),
+    )
+    report = build_reward_report(scores)
+    groups = [(group["from"], group["to"], group["num_pairs"]) for group in report["by_length_difference"]]
+    assert groups == [(0, 1, 1), (1, 9, 2), (9, 33, 1), (513, None, 1)]
+    assert [group["accuracy"] for group in report["by_length_difference"]] == [1, 1, 0, 0]
+
+
 def test_score_statistics_and_histogram() -> None:
     report = build_reward_report(make_scores([4, 2], [0, -2]))
     assert report["scores"] == {"mean": 1, "std": pytest.approx(math.sqrt(5)), "min": -2, "max": 4}

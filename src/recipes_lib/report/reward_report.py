@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -34,6 +35,8 @@ Ints = npt.NDArray[np.integer[Any]]
 NUM_BINS: Final = 15
 """Equal-width bins of the probability that an answer is the chosen one."""
 NUM_HISTOGRAM_BINS: Final = 30
+LENGTH_BIN_EDGES: Final = (0, 1, 9, 33, 129, 513, math.inf)
+"""Difference in length of two answers, in tokens; a bin includes its lower edge."""
 _Z: Final = 1.959964
 """Standard normal quantile of a two-sided 95 % interval."""
 
@@ -93,6 +96,7 @@ def build_reward_report(scores: HeldOutScores) -> dict[str, Any]:
     return {
         "num_pairs": len(margins),
         **compute_accuracy(margins),
+        "by_length_difference": _group_by_length(scores, margins),
         "nll": float(np.logaddexp(0, -margins).mean()),
         "brier": float((_sigmoid(-margins) ** 2).mean()),
         "ece": ece,
@@ -240,6 +244,17 @@ def _bin_predictions(margins: Floats) -> tuple[Floats, Ints]:
     # `minimum` puts a probability of exactly 1 into the last bin.
     predicted = _sigmoid(np.concatenate([margins, -margins]))
     return predicted, np.minimum(predicted * NUM_BINS, NUM_BINS - 1).astype(np.int64)
+
+
+def _group_by_length(scores: HeldOutScores, margins: Floats) -> list[dict[str, Any]]:
+    difference = np.abs(scores.chosen_lengths - scores.rejected_lengths)
+    groups = []
+    for low, high in pairwise(LENGTH_BIN_EDGES):
+        inside = (difference >= low) & (difference < high)
+        if inside.any():
+            edges = {"from": low, "to": None if math.isinf(high) else high}
+            groups.append({**edges, "num_pairs": int(inside.sum()), **compute_accuracy(margins[inside])})
+    return groups
 
 
 def _count_scores(scores: HeldOutScores, both: Floats) -> dict[str, list[float]]:

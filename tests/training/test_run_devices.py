@@ -1,0 +1,68 @@
+"""Start of a run: devices of its processes, and a CPU chosen beside a GPU."""
+
+import dataclasses
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from tests.training.test_run import ONE, TWO, make_config
+
+from recipes_lib.errors import ConfigError
+from recipes_lib.training import run as run_module
+from recipes_lib.training.layouts.launch_environment import Launch, Layout
+from recipes_lib.training.run import describe_process, start_run
+
+
+@pytest.fixture(autouse=True)
+def rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the rendezvous variables of a launcher, which runs of two processes need."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+
+
+def test_each_process_reports_rank_and_host_at_start(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert describe_process(Launch(3, 1, 16, "FSDP")) == f"process 3 of 16: {socket.gethostname()}, cpu, FSDP"
+    start_run(make_config(tmp_path / "several"), TWO)
+    assert capsys.readouterr().err.startswith(f"process 0 of 2: {socket.gethostname()}, cpu\n")
+    monkeypatch.setenv("RECIPES_LAUNCHED", "4 ")
+    with pytest.raises(ConfigError, match="expected 4 processes with no sharding"):
+        start_run(make_config(tmp_path / "another"), TWO)
+    assert "process 0 of 2" in capsys.readouterr().err
+    monkeypatch.delenv("RECIPES_LAUNCHED")
+    start_run(make_config(tmp_path / "alone"), ONE)
+    assert "process 0" not in capsys.readouterr().err
+    # One process on a machine with eight GPUs.
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H100")
+    begin, idle = f"process 0 of 1: {socket.gethostname()}, ", "one of 8 GPUs; the others are idle"
+    assert describe_process(ONE) == f"{begin}cuda:0 (NVIDIA H100), {idle} (`recipes launch` uses all)"
+    start_run(make_config(tmp_path / "on cpu"), dataclasses.replace(ONE, layout=Layout(uses_cpu=True)))
+    assert (logged := capsys.readouterr().err).startswith(f"{begin}cpu")
+    assert "idle" not in logged
+
+
+@pytest.mark.parametrize(("use_cpu", "warns"), [(False, True), (True, False)])
+def test_run_on_cpu_beside_unusable_gpu_warns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], use_cpu: bool, warns: bool
+) -> None:
+    monkeypatch.setattr(run_module, "find_gpu_obstacle", lambda _: "the driver is too old")
+    start_run(make_config(tmp_path / "run", use_cpu=use_cpu), ONE)
+    assert ("torch cannot use the GPU: the driver is too old" in capsys.readouterr().err) == warns
+
+
+def test_launch_file_for_cpus_is_kept_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would choose the GPU for batches, and accelerate the CPU for the model."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
+    one = Launch(rank=0, local_rank=0, world_size=1, engine="", layout=Layout(uses_cpu=True))
+    run = start_run(make_config(tmp_path / "run"), one)
+    record = json.loads((run.output_dir / "run.json").read_text())
+    assert run.config.training["use_cpu"] is True
+    assert "use_cpu" not in record["config"], "a run of the recipe without a GPU can be resumed"
+    assert "H100" not in record["hardware"]["device"]
+    assert record["planned"] is None
