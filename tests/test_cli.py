@@ -109,6 +109,19 @@ def test_help_of_commands_is_no_docstring_and_does_not_import_torch() -> None:
     assert json.loads(done.stdout) == []
 
 
+def test_missing_configuration_is_an_error_before_torch_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from recipes_lib import cli\n"
+        "for name in ('check', 'plan', 'launch', 'prepare', 'preview', 'clean', 'eval', 'fisher', 'distill-store'):\n"
+        "    assert cli.main([name, '--config', 'gone.yaml']) == 2, name\n"
+        "    assert 'torch' not in sys.modules, name\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("gone.yaml: there is no such file") == 9
+
+
 def test_arguments_and_exit_code_are_passed_through(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["echo", "--config", "a b.yaml"]) == 0
     assert capsys.readouterr().out == "['--config', 'a b.yaml']\n"

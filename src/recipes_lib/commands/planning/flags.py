@@ -14,7 +14,7 @@ from typing import Any, Final
 import yaml
 
 from recipes_lib.commands.clean import plan as plan_corpus
-from recipes_lib.config.loader import add_recipe_flags, split_recipe
+from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_recipe
 from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.pipelines.pipeline import holds
@@ -38,16 +38,18 @@ def plan(argv: Sequence[str]) -> None:
     """Run ``recipes plan``.
 
     Raises:
-        ConfigError: As ``recipes_lib.commands.planning.plan.run``.
+        ConfigError: The configuration is invalid; or as ``recipes_lib.commands.planning.plan.run``.
     """
     recipe, rest = split_recipe(argv, (*RECIPE_NAMES, "corpus"))
     if recipe == "corpus":
         plan_corpus(rest)
         return
     options, overrides = _build_plan_parser().parse_known_args(argv)
+    config = load_for_command(recipe, overrides, options.config)
+    # After the configuration: its errors need no torch, which takes seconds to import.
     from recipes_lib.commands.planning.plan import run
 
-    run(recipe, options, overrides, list(_find_problems("plan", options, recipe)))
+    run(config, options, overrides, list(_find_problems("plan", options, recipe)))
 
 
 def scale(argv: Sequence[str]) -> None:

@@ -22,7 +22,6 @@ from transformers import PreTrainedConfig
 from recipes_lib.commands.planning.plan_rollouts import describe_iteration, search_rollouts
 from recipes_lib.commands.planning.plan_search import search_plan
 from recipes_lib.commands.planning.planned_hardware import UNLABELLED, Hardware, Row, calibrate, print_rows, read_proof
-from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS, compute_weights, list_entries, share_tokens
@@ -57,20 +56,21 @@ _USUAL_GB: Final = (24, 48, 80, 141, 192)
 """Memory sizes of GPUs that a run is compared with if no GPU is named."""
 
 
-def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str], problems: Sequence[Problem]) -> None:
+def run(
+    config: RecipeConfig, options: argparse.Namespace, overrides: Sequence[str], problems: Sequence[Problem]
+) -> None:
     """Run the command.
 
     Args:
-        recipe: Recipe of the run.
+        config: Configuration of the run.
         options: Flags, from ``flags.plan``.
-        overrides: Keys of the configuration.
+        overrides: Flags of keys of the configuration.
         problems: Problems of the flags.
 
     Raises:
-        ConfigError: The configuration or a flag is invalid, the length of the run is unknown, the configuration of the
+        ConfigError: A flag is invalid, the length of the run is unknown, the configuration of the
             model cannot be loaded, the PNG cannot be written, or the run does not fit the GPU.
     """
-    config = load_for_command(recipe, overrides, options.config)
     # With --gpus, --num_processes is the number of processes that the batch keys of the recipe are written for.
     written = copy.copy(options)
     # Not by truth: an empty text, of an unset shell variable, is no number of GPUs.
@@ -81,6 +81,7 @@ def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str], prob
     num_processes, num_gpus, layouts = _choose_layouts(config, options)
     hardware = _choose_hardware(config, options, num_gpus)
     model_config = find_planned_model(config)
+    recipe = config.recipe
     flags = ["--recipe", recipe, *(["--config", options.config] if options.config else []), *overrides]
     if options.gpus and recipe not in RL_RECIPES:
         assert hardware is not None
