@@ -71,6 +71,8 @@ def _closure(requirements: list[str]) -> dict[str, Requirement]:
         found[name] = requirement
         for line in importlib.metadata.requires(requirement.name) or []:
             needed = Requirement(line)
+            if name == "torch" and needed.name.startswith(("cuda-", "nvidia-", "triton")):
+                continue  # Of its CUDA build, which the lock file leaves to the index.
             extras = requirement.extras or {""}
             if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras):
                 waiting.append(needed)

@@ -36,11 +36,12 @@ def hash_weights(folder: Path) -> str:
 
 
 def test_best_checkpoint_is_final_model_in_every_record(inputs: Path, tmp_path: Path) -> None:
-    keys = {"eval_steps": 2, "save_steps": 4, "max_steps": 12}
+    # The loss falls, so that the first checkpoint is the best one if more is better.
+    keys = {"eval_steps": 2, "save_steps": 4, "max_steps": 12, "learning_rate": 1e-3, "greater_is_better": "true"}
     events = run(inputs, "dpo", tmp_path / "run", **keys)
     curve = dict(read_curve(events, "eval_loss"))
-    best = min((4, 8, 12), key=curve.__getitem__)
-    assert best < 12
+    best = 4
+    assert curve[4] > curve[8] > curve[12]
     assert hash_weights(tmp_path / "run") == hash_weights(tmp_path / "run" / f"checkpoint-{best}")
     event = {"kind": "best", "step": 12, "metric": "eval_loss", "best": curve[best], "best_step": best}
     assert json.loads((tmp_path / "run" / "run.json").read_text())["best_model"] == event == events[-1]

@@ -31,7 +31,7 @@ def test_model_loaded_from_merged_weights_has_logits_of_adapted_model(options):
     assert not loaded.missing_keys
     assert not loaded.unexpected_keys
     expected = compute_logits(adapted)
-    torch.testing.assert_close(compute_logits(other), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(compute_logits(other), expected, rtol=0, atol=1e-4)
     with adapted.disable_adapter():
         assert not torch.allclose(expected, compute_logits(adapted), atol=1e-3)
     # The base is also the reference model, so it must not change.
