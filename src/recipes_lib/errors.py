@@ -41,41 +41,50 @@ _RESUMES: Final = "run the same command: it resumes from the newest complete che
 # workers, have no errno. In this order, because an error of shared memory may also contain the system's reason.
 _PHRASES: Final[Mapping[str, tuple[str | None, str, str]]] = {
     "Too many open files|items of ancdata": (
-        *(None, "the limit of this process is reached"),
+        None,
+        "the limit of this process is reached",
         "raise the limit: `ulimit -n 65536`",
     ),
     r"shared memory(\(shm\)| object| segment)|out of shared memory": (
-        *("/dev/shm", "the shared memory of this machine or container is full"),
+        "/dev/shm",
+        "the shared memory of this machine or container is full",
         "enlarge it (`docker run --shm-size 16g`, or `--ipc host`), or write dataloader_num_workers: 0",
     ),
     r"DataLoader worker \(pid": (
-        *("dataloader_num_workers", "a process that loads data has ended"),
+        "dataloader_num_workers",
+        "a process that loads data has ended",
         "its reason is shown above; without one it was killed, usually for a lack of host memory: lower "
         f"dataloader_num_workers and {_RESUMES}",
     ),
     "File too large": (
-        *(None, "a file would exceed the size limit of this process or file system"),
+        None,
+        "a file would exceed the size limit of this process or file system",
         "raise the limit (`ulimit -f unlimited`), or choose an output_dir on a file system without one",
     ),
     "No space left on device|Disk quota exceeded|PytorchStreamWriter failed writing file|clear: iostream error": (
-        *(None, "the disk is full"),
+        None,
+        "the disk is full",
         f"free some space and {_RESUMES}; `recipes check` shows what a run will write",
     ),
     "Input/output error|Stale file handle": (
-        *(None, "its disk or network file system fails"),
+        None,
+        "its disk or network file system fails",
         f"check the mount and the kernel's messages (`dmesg`), then {_RESUMES}",
     ),
     "can't start new thread": (
-        *("threads", "no more threads can be started"),
+        "threads",
+        "no more threads can be started",
         "raise the limit on processes and threads (`ulimit -u`, or that of the container) and run the same command, or "
         "lower dataloader_num_workers",
     ),
     "EADDRINUSE": (
-        *("MASTER_PORT", "another process uses the port"),
+        "MASTER_PORT",
+        "another process uses the port",
         "set MASTER_PORT to a free port, the same for every process",
     ),
     "uncorrectable (ECC|NVLink) error": (
-        *("GPU", "the hardware is faulty"),
+        "GPU",
+        "the hardware is faulty",
         f"reset the GPU or take another machine, and {_RESUMES}",
     ),
 }

@@ -118,6 +118,11 @@ PUBLIC: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         {"prompt": "What is 2 + 2?", "response_0": "5", "response_1": "4", "better_response_id": 1},
         PAIR,
     ),
+    "PKU-SafeRLHF, as CSV": (
+        "preference",
+        {"prompt": "What is 2 + 2?", "response_0": "5", "response_1": "4", "better_response_id": "1"},
+        PAIR,
+    ),
     "HelpSteer2": (
         "preference",
         {"prompt": "What is 2 + 2?", "response_1": "4", "response_2": "5", "preference_strength": -1},

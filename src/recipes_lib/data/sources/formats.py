@@ -134,7 +134,10 @@ def _judge(entry: RawRow) -> Raw:
     raw = entry.columns
     for verdict, (question, answers) in _VERDICTS.items():
         if verdict in raw and {question, *answers} <= raw.keys():
-            names = {name: "chosen" if raw[verdict] in wins else "rejected" for name, wins in answers.items()}
+            given = raw[verdict]
+            if isinstance(given, str) and _WHOLE_NUMBER.fullmatch(given):  # A cell of a CSV file.
+                given = int(given)
+            names = {name: "chosen" if given in wins else "rejected" for name, wins in answers.items()}
             if "chosen" not in names.values():
                 remedy = "remove such rows, or set `broken_rows: drop` and `max_broken_fraction`"
                 raise DataError(Problem(entry.where, f"`{verdict}` is {raw[verdict]!r}: no answer is better", remedy))
@@ -560,6 +563,7 @@ _SYSTEM_SPELLINGS: Final = {"system_prompt": "system"}
 """The same in every layout."""
 _CALL_SPELLINGS: Final = {"answers": "answer"}
 """The same beside a column ``tools``: a list of function calls, as in xlam."""
+_WHOLE_NUMBER: Final = re.compile(r"\s*[+-]?\d{1,9}\s*")
 _VERDICTS: Final[Mapping[str, tuple[str, Mapping[str, Sequence[int]]]]] = {
     "labels": ("history", {"human_ref_A": (1,), "human_ref_B": (0,)}),  # SHP
     "better_response_id": ("prompt", {"response_0": (0,), "response_1": (1,)}),  # PKU-SafeRLHF
