@@ -74,7 +74,7 @@ ROW = json.dumps({"q": "?", "c": ["a", "b"], "l": 0})
         (ROW, {"metric_list": [{"metric": "acc", "aggregation": "meen"}]}, "the aggregation of acc is unknown"),
         (ROW, {"test_split": "validation"}, "'validation', and its data or lm-eval have no such thing; correct its t"),
         (ROW, {"output_type": "generate"}, "Got invalid output_type 'generate'"),
-        (ROW, {"test_splitt": "test"}, "'test_splitt'; correct its task file"),
+        (ROW, {"test_splitt": "test"}, "'test_splitt'.*; correct its task file"),
         (ROW, {"dataset_kwargs": {"data_files": {"test": "gone.jsonl"}}}, "gone.jsonl'; correct its task file"),
         (ROW, {"dataset_path": "not/there"}, "make its data available"),
     ],

@@ -57,11 +57,11 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 MIXING = {
     "bloom": BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4),
-    "falcon_alibi": FalconConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True),
     "mamba": MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2),
 }
 HYBRID = {
     "mpt": MptConfig(),
+    "falcon_alibi": FalconConfig(alibi=True),  # Isolates documents since transformers 5.24.
     "jamba": JambaConfig(),
     "qwen3_next": Qwen3NextConfig(),
     "rwkv": RwkvConfig(),
