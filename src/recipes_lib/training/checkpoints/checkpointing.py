@@ -276,9 +276,7 @@ class CheckpointingTrainer(Trainer):
     # transformers 5.23 does not read our shards, as in ``_load_from_checkpoint``.
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the states of optimizer and learning rate scheduler, sharded or unsharded."""
-        if checkpoint is None:
-            return
-        folder, parameters = Path(checkpoint), self.name_parameters()
+        folder, parameters = Path(str(checkpoint)), self.name_parameters()
         if not self.layout.load_optimizer(folder, self.model, parameters, self.optimizer, self._build_optimizer):
             super()._load_optimizer_and_scheduler(checkpoint)
             return

@@ -392,7 +392,7 @@ def verify_initial_loss(model: PreTrainedModel, loss: float, batches: Iterable[M
     std = float(getattr(config, "initializer_range", None) or 0.02) * math.sqrt(config.hidden_size)
     # Frequencies of the target ids: with few distinct targets the mean logit varies more.
     targets = torch.cat([batch["labels"].flatten() for batch in batches])
-    counts = torch.bincount(targets[targets != IGNORE_INDEX]).double()
+    counts = torch.bincount(targets[targets != IGNORE_INDEX]).float()
     share = float((counts.square().sum() / counts.sum().square()).sqrt())
     allowed = 4 * std * share + 0.01 * base
     # logaddexp: the echo is one more term in the sum of exponentials of the softmax.
