@@ -314,7 +314,7 @@ class CheckpointingTrainer(Trainer):
         rank = self.args.process_index
         name = "rng_state.pth" if self.args.world_size == 1 else f"rng_state_{rank}.pth"
         # The rank is hashed in: with the same seed on all ranks, all would draw the same dropout masks.
-        if checkpoint is not None and not (Path(checkpoint) / name).is_file():
+        if not Path(str(checkpoint), name).is_file():
             seed_process(self.args.seed, self.state.global_step, rank)
         else:
             super()._load_rng_state(checkpoint)

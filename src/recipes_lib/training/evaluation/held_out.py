@@ -199,10 +199,9 @@ class EvaluatePairs(_HeldOutEvaluation):
         """Return means over pairs of the loss and the objective's metrics, and the standard error of accuracy."""
         num_pairs = sums["num_pairs"]
         metrics = {name: total / num_pairs for name, total in sums.items() if name != "num_pairs"}
-        accuracy = metrics.get("rewards/accuracies")
-        if accuracy is not None:
-            metrics["rewards/accuracies_stderr"] = math.sqrt(accuracy * (1 - accuracy) / num_pairs)
-        return {**metrics, "num_pairs": num_pairs}
+        accuracy = metrics["rewards/accuracies"]
+        error = math.sqrt(accuracy * (1 - accuracy) / num_pairs)
+        return {**metrics, "rewards/accuracies_stderr": error, "num_pairs": num_pairs}
 
     def _score(self, model: nn.Module, batch: Batch) -> Mapping[str, float | Tensor]:
         scores = self.score(model, batch)
