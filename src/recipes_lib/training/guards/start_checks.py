@@ -128,7 +128,7 @@ def find_gradient_faults(model: nn.Module) -> dict[str, str | None]:
 
 
 def _is_skipped(args: TrainingArguments, faults: Mapping[str, str | None]) -> bool:
-    # fp16's loss scaler skips steps while it lowers its scale; the infinite norm has clipped their other gradients to 0.
+    # fp16's loss scaler skips steps while it lowers its scale. The infinite norm has clipped other gradients to 0.
     return args.fp16 and NOT_FINITE in faults.values()
 
 
