@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final, TextIO
 
+import numpy as np
 import torch
 from huggingface_hub import try_to_load_from_cache
 from torch._C import _error_if_any_worker_fails
@@ -86,8 +87,8 @@ LOCK_FILE: Final = "_lock"
 
 _INPUTS: Final = {"data": "the rows of the dataset", "weights": "the weights of `model_name_or_path`"}
 """Fields of ``run.json`` that describe the inputs of a run, which must stay the same."""
-_NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
-"""Samples of a weight file, and their size: 256 KiB detect other weights without reading a large model."""
+_NUM_SAMPLES: Final = 4096
+"""Sampled bytes of a weight file, which detect other weights without reading a large model."""
 
 _CLAIMS: Final[list[TextIO]] = []
 """Lock files stay open while this process lives: closing a file unlocks it."""
@@ -505,12 +506,10 @@ def _sample_weights(model: ModelConfig) -> dict[str, str] | None:
         return None
     digest = hashlib.sha256()
     for weights in sorted(Path(config).parent.glob("*.safetensors")):
-        size = weights.stat().st_size
-        digest.update(f"{weights.name} {size} ".encode())
-        with weights.open("rb") as stream:
-            for start in range(0, size, max(size // _NUM_SAMPLES, _SAMPLE_BYTES)):
-                stream.seek(start)
-                digest.update(stream.read(_SAMPLE_BYTES))
+        content = np.memmap(weights, mode="r")
+        # An odd stride meets all bytes of numbers; training seldom changes the highest.
+        samples = content[:: len(content) // _NUM_SAMPLES | 1]
+        digest.update(f"{weights.name} {len(content)} ".encode() + samples.tobytes())
     return {"fingerprint": digest.hexdigest()[:16]}
 
 
