@@ -499,9 +499,8 @@ def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]
 
 def _sample_weights(model: ModelConfig) -> dict[str, str] | None:
     """Return a hash of sizes and samples of the weight files of a start model; ``None`` for random weights."""
-    name, file = str(model.model_name_or_path), "config.json"
-    is_folder = Path(name).is_dir()
-    config = Path(name, file) if is_folder else try_to_load_from_cache(name, file, revision=model.model_revision)
+    name, file, revision = str(model.model_name_or_path), "config.json", model.model_revision
+    config = Path(name, file) if Path(name).is_dir() else try_to_load_from_cache(name, file, revision=revision)
     if not isinstance(config, str | Path):
         return None
     digest = hashlib.sha256()

@@ -153,8 +153,8 @@ class EvaluateLoss(_HeldOutEvaluation):
 
     def describe(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Return ``loss`` (nats per target), ``perplexity``, ``token_accuracy``, and ``bits_per_byte`` if known."""
-        loss = sums["nll"] / sums["num_targets"]
-        in_bytes = {"bits_per_byte": sums["nll"] / math.log(2) / sums["num_bytes"]} if sums["num_bytes"] else {}
+        loss = sums["nll_sum"] / sums["num_targets"]
+        in_bytes = {"bits_per_byte": sums["nll_sum"] / math.log(2) / sums["num_bytes"]} if sums["num_bytes"] else {}
         accuracy = sums["num_correct"] / sums["num_targets"]
         # The exponential of more than 709 overflows.
         perplexity = math.inf if loss > 700 else math.exp(loss)
@@ -179,8 +179,7 @@ class EvaluateLoss(_HeldOutEvaluation):
         if self.byte_lengths is not None:
             labels: Tensor = batch["labels"].cpu()
             num_bytes = int(self.byte_lengths[labels[labels >= 0]].sum())
-        counts = {"num_targets": scored.num_targets, "num_correct": scored.num_correct}
-        return {"nll": scored.nll_sum, **counts, "num_bytes": num_bytes}
+        return {name: scored[name] for name in ("nll_sum", "num_targets", "num_correct")} | {"num_bytes": num_bytes}
 
 
 @dataclass(kw_only=True)

@@ -211,11 +211,10 @@ def find_exhausted(
     """
     if patience is None or not values:
         return None
-    sign = 1 if rises else -1
     # The first evaluation is the best so far, unless it is NaN: comparisons with it are false.
-    best, count = (values[0][0], -sign * math.inf), -1
+    best, count = (values[0][0], -math.inf if rises else math.inf), -1
     for step, value in values:
-        gain = sign * (value - best[1])
+        gain = value - best[1] if rises else best[1] - value
         count = 0 if gain > threshold else count + 1
         if gain > 0:
             best = (step, value)
