@@ -504,11 +504,10 @@ def _sample_weights(model: ModelConfig) -> dict[str, str] | None:
     if not isinstance(config, str | Path):
         return None
     digest = hashlib.sha256()
-    for weights in sorted(Path(config).parent.glob("*.safetensors")):
-        content = np.memmap(weights, mode="r")
+    for part in sorted(Path(config).parent.glob("*.safetensors")):
+        content = np.memmap(part, mode="r")
         # An odd stride meets all bytes of numbers; training seldom changes the highest.
-        samples = content[:: len(content) // _NUM_SAMPLES | 1]
-        digest.update(f"{weights.name} {len(content)} ".encode() + samples.tobytes())
+        digest.update(f"{part.name} {len(content)} ".encode() + content[:: len(content) // _NUM_SAMPLES | 1].tobytes())
     return {"fingerprint": digest.hexdigest()[:16]}
 
 
