@@ -24,6 +24,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "nan loss": TWO | {"fault": "nan loss", "max_steps": 6, "save_steps": 1},
     "flipped bit": TWO | CHECKED | {"fault": "flipped bit"},
     "wrong product": TWO | CHECKED | {"fault": "wrong product"},
+    "wrong gradients": TWO | CHECKED | {"fault": "wrong gradients"},
 }
 
 
@@ -91,6 +92,7 @@ def test_nan_loss_on_one_rank_stops_all_before_update(reports):
     [
         ("flipped bit", "rank 1 differs in model.layers.1.mlp.up_proj.weight. "),
         ("wrong product", "rank 1 differs in the loss of micro-batch 2"),
+        ("wrong gradients", "rank 1 differs in model.layers.0.mlp.down_proj.weight. "),
     ],
 )
 def test_hardware_error_names_its_rank(reports, cell, message):

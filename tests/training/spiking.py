@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Collection, Sequence
@@ -122,6 +123,10 @@ class Fault(TrainerCallback):
             words[3, 5] ^= 1
         elif self._kind == "wrong product":
             model.model.layers[0].mlp.down_proj.register_forward_hook(WrongProduct())
+        elif self._kind == "wrong gradients":
+            # Of every pass another one; those that are reduced over the ranks are wrong on both.
+            numbers = itertools.count(1)
+            model.model.layers[0].mlp.down_proj.weight.register_hook(lambda gradient: gradient * next(numbers))
 
 
 class WrongProduct:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from recipes_lib.config.schema import DataConfig, ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.errors import ConfigError, DivergedError, LostPeerError, PreemptedError
 from recipes_lib.processes import explain_lost_connection
+from recipes_lib.training import run as run_module
 from recipes_lib.training.checkpoints.manifest import write_complete
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.launch_environment import Launch
@@ -329,6 +330,41 @@ def test_run_whose_record_has_no_fingerprint_resumes(tmp_path, data):
     start_run(make_config(tmp_path), ONE).record(data=data)
     write_checkpoint(tmp_path, 5)
     start_run(make_config(tmp_path), ONE).record(data=DATA["packed"]("c"))
+
+
+@pytest.mark.parametrize("is_on_hub", [False, True])
+def test_resumed_run_must_have_the_same_start_weights(tmp_path, monkeypatch, is_on_hub):
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").touch()
+    config = make_config(tmp_path)
+    if is_on_hub:
+        monkeypatch.setattr(run_module, "try_to_load_from_cache", lambda *_, **__: str(base / "config.json"))
+    else:
+        config = dataclasses.replace(config, model=ModelConfig(model_name_or_path=str(base)))
+
+    def write(value: float) -> None:
+        weights = torch.zeros(1000, 1000)
+        weights[500:] = value  # A model of which only a part was trained.
+        save_file({"weight": weights}, base / "model.safetensors")
+
+    def choose() -> dict:
+        run = start_run(config, ONE)
+        run.choose_checkpoint()
+        return run.facts
+
+    write(1.0)
+    choose()
+    # Before the first checkpoint, the model may change.
+    write(2.0)
+    choose()
+    write_checkpoint(tmp_path, 5)
+    choose()
+    write(3.0)
+    with pytest.raises(ConfigError, match=r"the weights of `model_name_or_path` are not those that this run began"):
+        choose()
+    write(2.0)
+    assert choose()["resumed_from"] == "checkpoint-5"
 
 
 def test_fingerprint_depends_only_on_keys_that_affect_results(tmp_path):

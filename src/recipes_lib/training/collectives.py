@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,6 +19,13 @@ Group = distributed.ProcessGroup | None
 def is_distributed() -> bool:
     """Return whether there is a process group; a single process has none."""
     return distributed.is_initialized()
+
+
+@atexit.register
+def destroy_groups() -> None:
+    """Destroy all process groups when the interpreter exits: NCCL warns of resources that are left."""
+    if is_distributed():
+        distributed.destroy_process_group()
 
 
 def get_rank(group: Group = None) -> int:
@@ -37,11 +45,12 @@ def barrier() -> None:
 
 
 def new_host_group() -> Group:
-    """Create a gloo group of all ranks, for collectives of a background thread; all ranks must call.
+    """Create a gloo group of all ranks, whose collectives may take a year; all ranks must call.
 
-    NCCL collectives of two threads could be enqueued in a different order on each rank, and would block each other.
+    For a background thread: NCCL collectives of two threads could be enqueued in a different order on each rank, and
+    would block each other. And for work of one rank, such as on a slow disk, that takes longer than ``ddp_timeout``.
     """
-    return distributed.new_group(backend="gloo") if is_distributed() else None
+    return distributed.new_group(backend="gloo", timeout=timedelta(weeks=52)) if is_distributed() else None
 
 
 def gather_objects(value: T, group: Group = None) -> list[T]:
@@ -63,10 +72,9 @@ def broadcast_object(value: T, group: Group = None, source: int = 0) -> T:
 
 
 @functools.cache
-def _open_patient_group(_world: Group) -> Group:
-    """Create a gloo group of all ranks of the default group, whose collectives may take a year."""
-    group: Group = distributed.new_group(backend="gloo", timeout=timedelta(weeks=52))
-    return group
+def _open_host_group(_world: Group) -> Group:
+    """Return the host group of a default group, created once."""
+    return new_host_group()
 
 
 def compute_on_main(compute: Callable[[], T]) -> T:
@@ -76,7 +84,7 @@ def compute_on_main(compute: Callable[[], T]) -> T:
         UserError: Rank 0 raised it; every rank raises it, so that none waits in a later collective.
     """
     # Before rank 0 is busy, because all ranks create it together.
-    group = _open_patient_group(distributed.group.WORLD) if is_distributed() else None
+    group = _open_host_group(distributed.group.WORLD)
     found: T | UserError | None = None
     if get_rank() == 0:
         try:

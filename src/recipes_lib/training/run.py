@@ -17,12 +17,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final, TextIO
 
+import numpy as np
 import torch
+from huggingface_hub import try_to_load_from_cache
 from torch._C import _error_if_any_worker_fails
 from transformers.utils.logging import disable_progress_bar
 
 from recipes_lib.config.recipes import read_harmless
-from recipes_lib.config.schema import RecipeConfig, flatten_config
+from recipes_lib.config.schema import ModelConfig, RecipeConfig, flatten_config
 from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.environment import read_git_commit, read_versions
 from recipes_lib.errors import (
@@ -60,6 +62,7 @@ from recipes_lib.training.checkpoints.resume import (
     keep_batch,
     verify_checkpoint_fits,
 )
+from recipes_lib.training.collectives import broadcast_object
 from recipes_lib.training.guards.replay_check import read_rollbacks
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.compatibility import verify_combination
@@ -81,6 +84,11 @@ RECORDED: Final = {"stage": str, "config": dict, "rows_per_step": int | None, "s
 """Fields of ``run.json`` by which a run is resumed; each checkpoint holds them too."""
 LOCK_FILE: Final = "_lock"
 """Lock file of the main process of a run; names with an underscore are not uploaded."""
+
+_INPUTS: Final = {"data": "the rows of the dataset", "weights": "the weights of `model_name_or_path`"}
+"""Fields of ``run.json`` that describe the inputs of a run, which must stay the same."""
+_NUM_SAMPLES: Final = 4096
+"""Sampled bytes of a weight file, which detect other weights without reading a large model."""
 
 _CLAIMS: Final[list[TextIO]] = []
 """Lock files stay open while this process lives: closing a file unlocks it."""
@@ -125,20 +133,22 @@ class Run:
         if checkpoint is None and (ignored := list_checkpoints(self.output_dir)):
             found = f"{ignored[0][1].name} is ignored: it has no readable {COMPLETE}, as if another program wrote it"
             say(f"{found}; training starts at step 0")
-        self.record(resumed_from=checkpoint and checkpoint.name)
+        # Those of rank 0: other machines may have only a part of the files.
+        weights = broadcast_object(_sample_weights(self.config.model) if self.launch.is_main else None)
+        self.record(resumed_from=checkpoint and checkpoint.name, weights=weights)
         return checkpoint
 
     def record(self, **facts: Any) -> None:
         """Add facts to ``run.json``; only the main process writes.
 
         Raises:
-            ConfigError: The run resumes, and the facts have other ``data`` than those it began with.
+            ConfigError: The run resumes, and the facts have other ``data`` or ``weights`` than those it began with.
         """
-        if self.resume_from is not None and "data" in facts:
-            before, now = (_list_fingerprints(data) for data in (self.facts.get("data"), facts["data"]))
-            if before and before != now:
-                found = "the rows of the dataset are not those that this run began with: some would be trained twice"
-                remedy = "restore them, or choose another output_dir; to accept them, delete `data` from this file"
+        for name, what in _INPUTS.items() if self.resume_from else ():
+            before, now = (_list_fingerprints(record.get(name)) for record in (self.facts, facts))
+            if name in facts and before and before != now:
+                found = f"{what} are not those that this run began with"
+                remedy = f"restore them, or choose another output_dir; to accept them, delete `{name}` from this file"
                 raise ConfigError(Problem(str(self.output_dir / RUN_FILE), found, remedy))
         if self.launch.is_main:
             self.facts.update(facts)
@@ -487,14 +497,28 @@ def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]
     return {}
 
 
+def _sample_weights(model: ModelConfig) -> dict[str, str] | None:
+    """Return a hash of sizes and samples of the weight files of a start model; ``None`` for random weights."""
+    name, file, revision = str(model.model_name_or_path), "config.json", model.model_revision
+    config = Path(name, file) if Path(name).is_dir() else try_to_load_from_cache(name, file, revision=revision)
+    if not isinstance(config, str | Path):
+        return None
+    digest = hashlib.sha256()
+    for part in sorted(Path(config).parent.glob("*.safetensors")):
+        content = np.memmap(part, mode="r")
+        # An odd stride meets all bytes of numbers; training seldom changes the highest.
+        digest.update(f"{part.name} {len(content)} ".encode() + content[:: len(content) // _NUM_SAMPLES | 1].tobytes())
+    return {"fingerprint": digest.hexdigest()[:16]}
+
+
 def _list_fingerprints(data: Any) -> list[Any]:
-    """Return the fingerprints of the rows in a ``data`` record; empty if it has none, as in older versions."""
+    """Return the fingerprints in a ``data`` or ``weights`` record; empty if it has none, as in older versions."""
     match data:
         case {"sources": [*parts]}:  # Token sets of pretraining.
             return [part["fingerprint"] for part in parts if isinstance(part, dict) and "fingerprint" in part]
         case {"inputs": {"sources": {**digests}}}:  # Packed chats and pairs.
             return list(digests.values())
-        case {"fingerprint": digest}:  # Prompts.
+        case {"fingerprint": digest}:  # Prompts, and weights.
             return [digest]
     return []
 

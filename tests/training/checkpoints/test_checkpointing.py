@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from tests.training.trajectories import assert_equal_weights, make_packs, make_trainer, weights_of
 from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM, TrainerCallback
 
-from recipes_lib.config.schema import CheckpointConfig
+from recipes_lib.config.schema import CheckpointConfig, GuardsConfig
 from recipes_lib.errors import ConfigError, explain_refusal
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.training.checkpoints import checkpointing
 from recipes_lib.training.checkpoints.manifest import find_damage, read_complete, write_complete
 from recipes_lib.training.checkpoints.model_layout import ModelLayout, ReplicatedLayout
-from recipes_lib.training.checkpoints.saver import CheckpointWriter, HostCopy
+from recipes_lib.training.checkpoints.saver import CheckpointWriter, HostCopy, count_bytes
 
 SAVES = {"save_strategy": "steps", "save_steps": 2}
 
@@ -109,6 +109,35 @@ def test_dry_run_counts_epochs_that_max_steps_allow(tiny_model_dir, tmp_path):
     # Two steps of 8 of 16 rows are an epoch; an incomplete one is saved too.
     assert len(list(tmp_path.glob("checkpoint-*"))) == 3
     assert "up to 3 of them" in next(line for line in lines if line.startswith("checkpoints: "))
+
+
+def test_dry_run_and_host_copy_wait_for_optimizer_states(tiny_model_dir, tmp_path, monkeypatch):
+    """``checkpoint-0``, of rollbacks, has none, and fp16 skips the first update."""
+    copies, dry_runs = [], []
+    monkeypatch.setattr(HostCopy, "explain_refusal", lambda _, *states, **__: copies.append(count_bytes(*states)))
+    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), **SAVES | {"max_steps": 4})
+    trainer.guard._keys = GuardsConfig(max_rollbacks=1)
+    skips = property(lambda _: trainer.state.global_step < 2)
+    monkeypatch.setattr(type(trainer.accelerator), "optimizer_step_was_skipped", skips)
+    trainer.optimizer = SkippingAdamW(trainer.model.parameters())
+    dry_run = trainer._dry_run
+    trainer._dry_run = lambda model: (dry_runs.append(trainer.state.global_step), dry_run(model))
+    trainer.train()
+    assert (tmp_path / "checkpoint-0").is_dir()
+    assert dry_runs == [2]
+    assert copies == [count_bytes(list(trainer.model.parameters()), dict(trainer.optimizer.state))]
+
+
+class SkippingAdamW(torch.optim.AdamW):
+    """AdamW that skips its first update, as under fp16."""
+
+    has_skipped = False
+
+    def step(self, closure=None):
+        if not self.has_skipped:
+            self.has_skipped = True
+            return None
+        return super().step(closure)
 
 
 def test_checkpoint_due_at_first_step_is_saved(tiny_model_dir, tmp_path):

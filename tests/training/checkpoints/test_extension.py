@@ -8,6 +8,7 @@ import pytest
 from tests.training.pretraining import build_config
 
 from recipes_lib.config.schema import flatten_config
+from recipes_lib.errors import ConfigError
 from recipes_lib.training.checkpoints.manifest import write_complete
 from recipes_lib.training.checkpoints.resume import find_common_checkpoint
 
@@ -53,6 +54,16 @@ def test_other_key_or_recipe_is_not_an_extension(build) -> None:
     assert find(build(max_steps=15, gradient_accumulation_steps=8, **WSD), then) is None
     assert find(build(max_steps=15, learning_rate=0.5, **WSD), then) is None
     assert find(replace(build(max_steps=15, **WSD), recipe="sft"), then) is None
+
+
+def test_length_in_epochs_is_not_extended(build) -> None:
+    assert find(build(max_steps=15, **WSD), build(max_steps=-1, **WSD)) is None
+    assert find(build(max_steps=-1, **WSD), build(max_steps=10, **WSD)) is None
+
+
+def test_schedule_that_does_not_fit_is_an_error(build) -> None:
+    with pytest.raises(ConfigError, match="decay"):
+        find(build(max_steps=3, **WSD), build(max_steps=10, **WSD))
 
 
 def test_extension_skips_incomplete_checkpoint(build, tmp_path) -> None:

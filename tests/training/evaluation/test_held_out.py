@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.errors import DataError
-from recipes_lib.models.heads.loss_head import add_loss_head
+from recipes_lib.models.heads.loss_head import LossHeadOutput, add_loss_head
 from recipes_lib.training.evaluation import held_out
 from recipes_lib.training.evaluation.build import count_text_bytes
 from recipes_lib.training.evaluation.held_out import EvaluateLoss, count_rounds, share_rows
@@ -84,9 +83,7 @@ class UniformModel(nn.Module):
 
     def forward(self, labels: torch.Tensor, **_: Any) -> Any:
         num_targets = labels.ne(IGNORE_INDEX).sum()
-        return types.SimpleNamespace(
-            nll_sum=self.nats * num_targets, num_targets=num_targets, num_correct=torch.tensor(0)
-        )
+        return LossHeadOutput(nll_sum=self.nats * num_targets, num_targets=num_targets, num_correct=torch.tensor(0))
 
 
 def test_uniform_model_has_known_bits_per_byte_and_perplexity(

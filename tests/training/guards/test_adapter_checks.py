@@ -12,6 +12,7 @@ from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import DivergedError
 from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.training.guards.start_checks import (
+    AdapterChecks,
     sample_frozen,
     verify_frozen,
     verify_no_effect,
@@ -85,6 +86,24 @@ def test_invalid_gradient_is_named(make_run, factor, fault, monkeypatch):
     find_b(trainer.model).register_hook(lambda gradient: gradient * factor)
     with pytest.raises(DivergedError, match=rf"step 1 1 of 28 .*layers\.0\.mlp\.up_proj\.lora_B.*{fault}"):
         trainer.train()
+
+
+def test_step_that_fp16_skips_is_not_checked(make_run):
+    """Clipping by an infinite norm makes gradients zero, and NaN where they overflowed."""
+    trainer, _, lines = make_run()
+    model = trainer.model
+    checks = AdapterChecks(model, AdapterConfig(use_peft=True), say=lines.append)
+    trainer.args.fp16 = True
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for value in (0.0, 1.0):
+        for parameter in trained:
+            parameter.grad = torch.full_like(parameter, value)
+        if value == 0.0:
+            find_b(model).grad[0, 0] = float("nan")
+        checks.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control, model=model, optimizer=optimizer)
+    # The gradients of A are checked once B is not zero any more.
+    assert {name.split(".lora_")[1][0] for name in checks._unchecked} == {"A"}
 
 
 def test_lora_a_is_checked_once_b_is_not_zero(make_run):

@@ -93,8 +93,11 @@ def test_loss_across_rows_resumes_without_accumulation_check(tiny_model_dir, tmp
     assert any(line.startswith("accumulation: not checked") for line in recorder.lines)
 
 
-def run_checks(trainer, num_steps, *, has_no_gradient=lambda name, step: False):
-    """Run ``StartChecks`` for some steps without the gradients of ``has_no_gradient``; return its messages."""
+def run_checks(trainer, num_steps, *, has_no_gradient=lambda name, step: False, num_overflows=0):
+    """Run ``StartChecks`` for some steps without the gradients of ``has_no_gradient``; return its messages.
+
+    In the first ``num_overflows`` steps gradients are NaN.
+    """
     lines = []
     checks = StartChecks(trainer, has_adapter=False)
     trainer.observer.progress.say = lines.append
@@ -103,7 +106,8 @@ def run_checks(trainer, num_steps, *, has_no_gradient=lambda name, step: False):
     checks.on_epoch_begin(trainer.args, trainer.state, trainer.control, model=model)
     for step in range(1, num_steps + 1):
         for name, parameter in model.named_parameters():
-            parameter.grad = None if has_no_gradient(name, step) else torch.ones_like(parameter)
+            value = float("nan") if step <= num_overflows else 1.0
+            parameter.grad = None if has_no_gradient(name, step) else torch.full_like(parameter, value)
         checks.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control, model=model, optimizer=optimizer)
     return lines[1:]
 
@@ -113,6 +117,14 @@ def test_gradient_check_passes_once_all_tensors_were_seen(tiny_model_dir, tmp_pa
     assert run_checks(trainer, 3) == ["gradients: all 21 trained tensors have one"]
     lines = run_checks(trainer, 9, has_no_gradient=lambda name, step: "lm_head" in name and step < 9)
     assert lines == ["gradients: all 21 trained tensors have one"]
+
+
+def test_steps_that_fp16_skips_do_not_count(tiny_model_dir, tmp_path):
+    trainer = make_ready(tiny_model_dir, tmp_path)
+    with pytest.raises(DivergedError, match="not finite"):
+        run_checks(trainer, 12, num_overflows=11)
+    trainer.args.fp16 = True
+    assert run_checks(trainer, 12, num_overflows=11) == ["gradients: all 21 trained tensors have one"]
 
 
 def test_lost_gradient_stops_run(tiny_model_dir, tmp_path):

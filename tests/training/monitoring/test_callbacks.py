@@ -374,4 +374,16 @@ def test_early_stopping_without_patience_or_values() -> None:
     worse = [(step, float(step)) for step in range(9)]
     assert find_exhausted(worse, None, 0.0, rises=False) is None
     assert find_exhausted([], 1, 0.0, rises=False) is None
-    assert find_exhausted([(0, 1.0), (1, float("nan")), (2, float("nan"))], 2, 0.0, rises=False) == (0, 1.0)
+
+
+@pytest.mark.parametrize("rises", [False, True])
+def test_early_stopping_counts_nan_as_worse_than_any_number(rises: bool) -> None:
+    nan, sign = float("nan"), 1.0 if rises else -1.0
+
+    def find(*values: float) -> tuple[int, float] | None:
+        return find_exhausted([(step, sign * value) for step, value in enumerate(values)], 2, 0.0, rises=rises)
+
+    assert find(1.0, nan, nan) == (0, sign)
+    assert find(nan, 1.0, 2.0, 3.0) is None
+    assert find(nan, 2.0, 1.0, nan) == (1, 2.0 * sign)
+    assert find(nan, nan, nan) == (0, float("-inf") * sign)

@@ -113,9 +113,11 @@ class CheckpointingTrainer(Trainer):
     def _maybe_log_save_evaluate(
         self, tr_loss: torch.Tensor, grad_norm: Any, model: nn.Module, *args: Any, **kwargs: Any
     ) -> None:
-        """Raise the error of a failed write; make the dry run after step 1, when the optimizer states exist."""
+        """Raise the error of a failed write; make the dry run after the first update, when optimizer states exist."""
         self._saver.raise_failure()
-        if self.state.global_step == 1 and self.args.save_strategy != SaveStrategy.NO and not self._has_dry_run:
+        # fp16's loss scaler skips the updates of first steps.
+        is_due = not (self._initial_global_step or self._has_dry_run or self.accelerator.optimizer_step_was_skipped)
+        if is_due and self.args.save_strategy != SaveStrategy.NO:
             self._has_dry_run = True
             self._dry_run(model)
         with self.best_is_saved():
@@ -214,11 +216,11 @@ class CheckpointingTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the layout's files into a checkpoint; outside of one, save the gathered model on the main process."""
         if self._staging is not None:
-            if self.layout.writes_copies and (self.layout.is_shared or self._saver.is_main):
-                # Decided for model and optimizer together, at the model, which upstream saves first.
-                # ``optimizer.state`` instead of ``state_dict()``, which gathers sharded states.
-                states: Any = (self._list_trained(), dict(self.optimizer.state))
-                self._saver.decide_to_copy(lambda: states, is_shared=self.layout.is_shared)
+            # Decided for model and optimizer together, at the model, which upstream saves first; not at
+            # ``checkpoint-0``, before there are states. ``state_dict()`` would gather sharded ones.
+            writes = self.layout.writes_copies and (self.layout.is_shared or self._saver.is_main)
+            if writes and (states := dict(self.optimizer.state)):
+                self._saver.decide_to_copy(lambda: (self._list_trained(), states), is_shared=self.layout.is_shared)
             folder = Path(str(output_dir))
             tasks = self.layout.save_model(folder, self.model, self.processing_class, self._saver)
             if tasks is not None:
@@ -276,9 +278,7 @@ class CheckpointingTrainer(Trainer):
     # transformers 5.23 does not read our shards, as in ``_load_from_checkpoint``.
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the states of optimizer and learning rate scheduler, sharded or unsharded."""
-        if checkpoint is None:
-            return
-        folder, parameters = Path(checkpoint), self.name_parameters()
+        folder, parameters = Path(str(checkpoint)), self.name_parameters()
         if not self.layout.load_optimizer(folder, self.model, parameters, self.optimizer, self._build_optimizer):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
@@ -316,7 +316,7 @@ class CheckpointingTrainer(Trainer):
         rank = self.args.process_index
         name = "rng_state.pth" if self.args.world_size == 1 else f"rng_state_{rank}.pth"
         # The rank is hashed in: with the same seed on all ranks, all would draw the same dropout masks.
-        if checkpoint is not None and not (Path(checkpoint) / name).is_file():
+        if not Path(str(checkpoint), name).is_file():
             seed_process(self.args.seed, self.state.global_step, rank)
         else:
             super()._load_rng_state(checkpoint)

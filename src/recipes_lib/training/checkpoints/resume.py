@@ -14,7 +14,7 @@ from transformers import set_seed
 
 from recipes_lib.config.schema import RecipeConfig, read_training
 from recipes_lib.errors import ConfigError, Problem, list_first, merge_alike
-from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
+from recipes_lib.planning.pretraining import PretrainingPlan, count_run_tokens, plan_pretraining
 from recipes_lib.planning.schedule import agree_until
 from recipes_lib.training.checkpoints.manifest import (
     Record,
@@ -264,18 +264,20 @@ def find_common_checkpoint(
         world_size: Number of data-parallel ranks, with the old run's global batch size.
 
     Returns:
-        The checkpoint; ``None`` if a key outside ``EXTENDABLE`` differs, the recipe is not ``pretrain``, or no such
-        checkpoint exists.
+        The checkpoint; ``None`` if a key outside ``EXTENDABLE`` differs, the recipe is not ``pretrain``, a length is in
+        epochs, or no such checkpoint exists.
+
+    Raises:
+        ConfigError: As ``plan_pretraining``.
 
     Source: ``tests/training/checkpoints/test_extension.py``.
     """
     if config.recipe != "pretrain" or not set(differing) <= EXTENDABLE:
         return None
-    try:
-        now = plan_pretraining(config, world_size)
-        then = plan_pretraining(_restore(config, before, differing), world_size)
-    except (AssertionError, ConfigError):  # A length in epochs needs the data, which are not opened yet.
+    runs = (config, _restore(config, before, differing))
+    if any(count_run_tokens(run, world_size) is None for run in runs):  # A length in epochs needs the data.
         return None
+    now, then = (plan_pretraining(run, world_size) for run in runs)
     checkpoints = list_checkpoints(Path(config.training["output_dir"]))
     common = (path for step, path in checkpoints if is_complete(path) and _is_common(now, then, step))
     return next(common, None)

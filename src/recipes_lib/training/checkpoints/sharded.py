@@ -167,20 +167,17 @@ def load_optimizer_shards(
     """
     source = folder / OPTIMIZER_SHARDS
     states: dict[str, Tensor] = {}
+    by_parameter: dict[Tensor, dict[str, Tensor]] = {}
     for full_name, tensor in _read_described(source).items():
-        if (name := full_name.partition(_SEPARATOR)[2]) not in parameters and is_part:
+        key, _, name = full_name.partition(_SEPARATOR)
+        if name not in parameters and is_part:
             continue
         parameter, dtype = parameters[name].detach(), tensor.properties.dtype
         # States of the parameter's shape are sharded like it; others, such as the step, are replicated.
         is_alike = tensor.size == parameter.shape
-        states[full_name] = (
-            torch.zeros_like(parameter, dtype=dtype) if is_alike else torch.zeros(tensor.size, dtype=dtype)
-        )
+        value = torch.zeros_like(parameter, dtype=dtype) if is_alike else torch.zeros(tensor.size, dtype=dtype)
+        states[full_name] = by_parameter.setdefault(parameters[name], {})[key] = value
     _load(source, states)
-    by_parameter: dict[Tensor, dict[str, Tensor]] = {}
-    for full_name, value in states.items():
-        key, _, name = full_name.partition(_SEPARATOR)
-        by_parameter.setdefault(parameters[name], {})[key] = value
     _restore(optimizer, by_parameter, read_json(source / _GROUPS))
 
 

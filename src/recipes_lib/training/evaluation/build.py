@@ -43,21 +43,17 @@ class ObservedData(Protocol):
     @property
     def held_out(self) -> Mapping[str, Rows]:
         """Held-out rows by name."""
-        ...
 
     @property
     def typical_length(self) -> int:
         """Typical document length in tokens, which sets the cost of attention."""
-        ...
 
     @property
     def warnings(self) -> Sequence[str]:
         """Warnings about the data, one sentence each."""
-        ...
 
     def iterate_examples(self) -> Iterator[Example]:
         """Yield held-out documents, the source of sample prompts."""
-        ...
 
 
 def build_observer(

@@ -16,6 +16,7 @@ from recipes_lib.errors import DataError, Problem
 from recipes_lib.models.inference import find_device, preserve_training_state
 from recipes_lib.training.collectives import get_rank, get_world_size, sum_over_processes
 from recipes_lib.training.guards.preemption import stop_if_agreed
+from recipes_lib.training.monitoring.metrics import read_together
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_batches import PairScores
 
@@ -113,8 +114,8 @@ class _HeldOutEvaluation(ABC):
         """Return metrics computed from sums over rows."""
 
     @abstractmethod
-    def _score(self, model: nn.Module, batch: Batch) -> Mapping[str, float]:
-        """Return the sums over a batch, by name."""
+    def _score(self, model: nn.Module, batch: Batch) -> Mapping[str, float | Tensor]:
+        """Return the sums over a batch by name: numbers, and scalars of one device."""
 
     def sum_scores(self, model: nn.Module, name: str) -> dict[str, float]:
         """Return the sums over all rows of a set, reduced over all processes; every process must call."""
@@ -125,9 +126,8 @@ class _HeldOutEvaluation(ABC):
             shares = share_rows(len(rows), self.batch_size, self.group)
             for numbers, is_counted in self.progress.track(shares, label, num_rounds):
                 scores = self._score(model, self.collate([rows[number] for number in numbers]))
-                for key, value in scores.items():
-                    # Summed as Python numbers: counts are exact, and nats are double precision on every device (MPS
-                    # has no float64).
+                # Summed as Python numbers: counts are exact, and nats in double precision.
+                for key, value in zip(scores, read_together([*scores.values()]), strict=True):
                     sums[key] = sums.get(key, 0) + (value if is_counted else 0)
         # Sorted, because the reduction is positional.
         keys = sorted(sums)
@@ -153,13 +153,13 @@ class EvaluateLoss(_HeldOutEvaluation):
 
     def describe(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Return ``loss`` (nats per target), ``perplexity``, ``token_accuracy``, and ``bits_per_byte`` if known."""
-        loss = sums["nll"] / sums["num_targets"]
-        in_bytes = {"bits_per_byte": sums["nll"] / math.log(2) / sums["num_bytes"]} if sums["num_bytes"] else {}
+        loss = sums["nll_sum"] / sums["num_targets"]
+        in_bytes = {"bits_per_byte": sums["nll_sum"] / math.log(2) / sums["num_bytes"]} if sums["num_bytes"] else {}
         accuracy = sums["num_correct"] / sums["num_targets"]
         # The exponential of more than 709 overflows.
         perplexity = math.inf if loss > 700 else math.exp(loss)
         metrics = {"loss": loss, "perplexity": perplexity, "token_accuracy": accuracy, **in_bytes}
-        return {**metrics, NUM_TARGETS: sums["num_targets"]}
+        return {**metrics, NUM_TARGETS: int(sums["num_targets"])}
 
     def sum_scores(self, model: nn.Module, name: str) -> dict[str, float]:
         """Return the sums over one set; as in the base class.
@@ -172,15 +172,14 @@ class EvaluateLoss(_HeldOutEvaluation):
             raise DataError(Problem(name, "no token is a target", "see it with `recipes preview`"))
         return sums
 
-    def _score(self, model: nn.Module, batch: Batch) -> Mapping[str, float]:
+    def _score(self, model: nn.Module, batch: Batch) -> Mapping[str, float | Tensor]:
         inputs = {name: batch[name] for name in batch.keys() - {"num_tokens", "row_ids"}}
         scored = model(**send_to_device(inputs, find_device(model)), loss_head=True)
         num_bytes = 0
         if self.byte_lengths is not None:
             labels: Tensor = batch["labels"].cpu()
             num_bytes = int(self.byte_lengths[labels[labels >= 0]].sum())
-        counts = {"num_targets": int(scored.num_targets), "num_correct": int(scored.num_correct)}
-        return {"nll": float(scored.nll_sum), **counts, "num_bytes": num_bytes}
+        return {name: scored[name] for name in ("nll_sum", "num_targets", "num_correct")} | {"num_bytes": num_bytes}
 
 
 @dataclass(kw_only=True)
@@ -199,11 +198,10 @@ class EvaluatePairs(_HeldOutEvaluation):
         """Return means over pairs of the loss and the objective's metrics, and the standard error of accuracy."""
         num_pairs = sums["num_pairs"]
         metrics = {name: total / num_pairs for name, total in sums.items() if name != "num_pairs"}
-        accuracy = metrics.get("rewards/accuracies")
-        if accuracy is not None:
-            metrics["rewards/accuracies_stderr"] = math.sqrt(accuracy * (1 - accuracy) / num_pairs)
-        return {**metrics, "num_pairs": num_pairs}
+        accuracy = metrics["rewards/accuracies"]
+        error = math.sqrt(accuracy * (1 - accuracy) / num_pairs)
+        return {**metrics, "rewards/accuracies_stderr": error, "num_pairs": num_pairs}
 
-    def _score(self, model: nn.Module, batch: Batch) -> Mapping[str, float]:
+    def _score(self, model: nn.Module, batch: Batch) -> Mapping[str, float | Tensor]:
         scores = self.score(model, batch)
-        return {name: float(value) for name, value in scores.sums().items()} | {"num_pairs": len(scores.losses)}
+        return {**scores.sums(), "num_pairs": len(scores.losses)}

@@ -103,6 +103,5 @@ def load_base(config: RecipeConfig, attn_implementation: str) -> BaseDivergence 
     coefficient = config.forgetting.kl_to_base
     if not coefficient:
         return None
-    if config.adapter.use_peft:
-        return BaseDivergence(coefficient, None)
-    return BaseDivergence(coefficient, freeze(load_causal_lm(config.model, attn_implementation)))
+    base = None if config.adapter.use_peft else freeze(load_causal_lm(config.model, attn_implementation))
+    return BaseDivergence(coefficient, base)

@@ -104,7 +104,7 @@ class WeightPenalty(TrainerCallback):
         Args:
             scale: Factor of the present gradients, such as the loss scale of fp16.
         """
-        total = None
+        self._sum = torch.zeros(())
         for parameter, reference, fisher in self._terms:
             if parameter.grad is None:
                 continue
@@ -113,10 +113,7 @@ class WeightPenalty(TrainerCallback):
             weighted = difference if fisher is None else fisher * difference
             get_local(parameter.grad).add_(weighted, alpha=self._coefficient * scale)
             # float32: bfloat16 has 8 bits, so that a sum over many parameters would stop growing.
-            part = torch.dot(weighted.flatten(), difference.flatten().to(weighted.dtype)).float()
-            total = part if total is None else total + part
-        if total is not None:
-            self._sum = total
+            self._sum = self._sum + torch.dot(weighted.flatten(), difference.flatten().to(weighted.dtype)).float()
 
     def compute_value(self) -> float:
         """Return the penalty at the last ``add_gradients``, over all shards; every process must call."""

@@ -78,8 +78,8 @@ class AdapterChecks(TrainerCallback):
         if self._is_first_step:
             verify_updated(kwargs["model"], kwargs["optimizer"])
         faults = find_gradient_faults(kwargs["model"])
-        if args.fp16:  # The loss scaler skips such a step while it is still lowering its scale.
-            faults = {name: fault for name, fault in faults.items() if fault != NOT_FINITE}
+        if _is_skipped(args, faults):
+            return
         if faulty := [f"{name} ({fault})" for name, fault in faults.items() if fault]:
             raise DivergedError(
                 f"at step {state.global_step + 1} {len(faulty)} of {self._num_trained} trained tensors would learn "
@@ -125,6 +125,11 @@ def find_gradient_faults(model: nn.Module) -> dict[str, str | None]:
             norm = float(get_full_tensor(parameter.grad.float().norm()))
             faults[name] = NOT_FINITE if not math.isfinite(norm) else None if norm else "its gradient is zero"
     return faults
+
+
+def _is_skipped(args: TrainingArguments, faults: Mapping[str, str | None]) -> bool:
+    # fp16's loss scaler skips steps while it lowers its scale. The infinite norm has clipped other gradients to 0.
+    return args.fp16 and NOT_FINITE in faults.values()
 
 
 def verify_no_effect(model: Any, dtype: torch.dtype) -> None:
@@ -236,8 +241,10 @@ class StartChecks(TrainerCallback):
             return
         if self._num_steps == 0:
             verify_updated(kwargs["model"], kwargs["optimizer"])
-        self._num_steps += 1
         faults = find_gradient_faults(kwargs["model"])
+        if _is_skipped(args, faults):
+            return
+        self._num_steps += 1
         self._faults = {name: faults.get(name) for name in self._faults if faults.get(name)}
         if not self._faults:
             self._trainer.observer.progress.say(f"gradients: all {self._num_trained} trained tensors have one")
@@ -392,7 +399,7 @@ def verify_initial_loss(model: PreTrainedModel, loss: float, batches: Iterable[M
     std = float(getattr(config, "initializer_range", None) or 0.02) * math.sqrt(config.hidden_size)
     # Frequencies of the target ids: with few distinct targets the mean logit varies more.
     targets = torch.cat([batch["labels"].flatten() for batch in batches])
-    counts = torch.bincount(targets[targets != IGNORE_INDEX]).double()
+    counts = torch.bincount(targets[targets != IGNORE_INDEX]).float()
     share = float((counts.square().sum() / counts.sum().square()).sqrt())
     allowed = 4 * std * share + 0.01 * base
     # logaddexp: the echo is one more term in the sum of exponentials of the softmax.

@@ -95,7 +95,8 @@ class SpikeMonitor:
             kind: Kind of the step, which is compared with steps of the same kind only.
         """
         log_norm = math.log(max(grad_norm, 1e-30))  # A norm of 0 has no logarithm.
-        losses, log_norms = (self._get_window(f"{kind}_{name}" if kind else name) for name in ("losses", "log_norms"))
+        names = (f"{kind}_{name}" if kind else name for name in ("losses", "log_norms"))
+        losses, log_norms = (self._windows.setdefault(name, deque(maxlen=WINDOW)) for name in names)
         # Spikes are added to the window as well, so that a lasting new level is no spike after half a window.
         loss_spike = _find_loss_spike(losses, loss)
         norm_spike = _find_log_spike("grad_norm", log_norms, log_norm)
@@ -110,9 +111,6 @@ class SpikeMonitor:
     def restore(self, exported: Mapping[str, Any]) -> None:
         """Restore the result of ``export``; an empty one clears the windows."""
         self._windows = {name: deque(window, maxlen=WINDOW) for name, window in exported.items()}
-
-    def _get_window(self, name: str) -> deque[float]:
-        return self._windows.setdefault(name, deque(maxlen=WINDOW))
 
 
 def _find_loss_spike(before: Sequence[float], loss: float) -> Spike | None:

@@ -207,11 +207,8 @@ class Pipeline(nn.Module):
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         # FSDP2 has already reduced gradients of sharded parameters.
         if self._mesh.replicas.size() > 1 and not has_shards(self.model):
-            group = self._mesh.replicas.get_group()
-            # All are enqueued before the first wait, so that they overlap.
-            works = [distributed.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]
-            for work in works:
-                work.wait()
+            for gradient in gradients:
+                distributed.all_reduce(gradient, group=self._mesh.replicas.get_group())
         is_end = self.part.is_first or self.part.is_last
         if self.part.num_stages > 1 and is_end and self.model.is_tied:
             gradient = self.model.get_input_embeddings().weight.grad

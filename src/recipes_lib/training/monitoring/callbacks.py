@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -210,11 +211,12 @@ def find_exhausted(
     """
     if patience is None or not values:
         return None
-    sign, (best, *others), count = (1 if rises else -1), values, 0
-    for step, value in others:
-        # NaN is not an improvement, because comparisons with it are false.
-        count = 0 if sign * (value - best[1]) > threshold else count + 1
-        if sign * (value - best[1]) > 0:
+    # The first evaluation is the best so far, unless it is NaN: comparisons with it are false.
+    best, count = (values[0][0], -math.inf if rises else math.inf), -1
+    for step, value in values:
+        gain = value - best[1] if rises else best[1] - value
+        count = 0 if gain > threshold else count + 1
+        if gain > 0:
             best = (step, value)
     return best if count >= patience else None
 

@@ -62,8 +62,9 @@ class StepCounter:
 
 def read_together(scalars: Sequence[float | Tensor]) -> list[Any]:
     """Return the values of numbers and scalar tensors of one device, with a single device-to-host transfer."""
-    # Double precision is exact for counts up to 2^53; float32 only up to 2^24 tokens.
-    on_device = [scalar.double() for scalar in scalars if isinstance(scalar, Tensor)]
+    # Double precision, which MPS lacks, is exact for counts up to 2^53; float32 only up to 2^24 tokens.
+    tensors = (scalar.cpu() if scalar.is_mps else scalar for scalar in scalars if isinstance(scalar, Tensor))
+    on_device = [tensor.double() for tensor in tensors]
     values = iter(torch.stack(on_device).tolist() if on_device else [])
     return [next(values) if isinstance(scalar, Tensor) else scalar for scalar in scalars]
 

@@ -328,20 +328,18 @@ def describe_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[
     """
     names = {id(parameter): re.sub(r"\.\d+\.", ".*.", name) for name, parameter in model.named_parameters()}
     inner = getattr(optimizer, "optimizer", optimizer)
-    rows = []
-    for group in inner.param_groups:
-        if parameters := group["params"]:
-            rows.append(
-                GroupRow(
-                    optimizer=group.get("optimizer", type(inner).__name__),
-                    num_tensors=len(parameters),
-                    num_parameters=sum(parameter.numel() for parameter in parameters),
-                    weight_decay=group["weight_decay"],
-                    learning_rate=group.get("initial_lr", group["lr"]),
-                    parameters=tuple(dict.fromkeys(names.get(id(parameter), _FLATTENED) for parameter in parameters)),
-                )
-            )
-    return rows
+    return [
+        GroupRow(
+            optimizer=group.get("optimizer", type(inner).__name__),
+            num_tensors=len(parameters),
+            num_parameters=sum(parameter.numel() for parameter in parameters),
+            weight_decay=group["weight_decay"],
+            learning_rate=group.get("initial_lr", group["lr"]),
+            parameters=tuple(dict.fromkeys(names.get(id(parameter), _FLATTENED) for parameter in parameters)),
+        )
+        for group in inner.param_groups
+        if (parameters := group["params"])
+    ]
 
 
 def format_group(row: GroupRow) -> str:

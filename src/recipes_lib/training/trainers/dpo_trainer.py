@@ -78,7 +78,7 @@ class PreferenceObjective:
     options: PreferenceOptions
     ld_alpha: float | None
     use_weighting: bool
-    mean_held_out_tokens: float | None = None
+    mean_held_out_tokens: Tensor | None = None
     reference: nn.Module | None = None
 
     @property
@@ -88,8 +88,7 @@ class PreferenceObjective:
 
     def score_held_out(self, model: nn.Module, batch: Batch) -> PairScores:
         """Score a batch of held-out pairs as ``score``; ``sft`` is normalised by the mean over the whole set."""
-        mean = self.mean_held_out_tokens
-        return self.score(model, batch, None if mean is None else torch.tensor(mean))
+        return self.score(model, batch, self.mean_held_out_tokens)
 
     def score(self, model: nn.Module, batch: Batch, mean_chosen_tokens: Tensor | None = None) -> PairScores:
         """Score a batch of pairs.
@@ -182,7 +181,7 @@ def build_objective(
     weights = args.loss_weights or [1.0] * len(args.loss_type)
     if not any(weights):
         raise ConfigError(Problem("loss_weights", "all are 0: nothing would be trained", "give a loss a weight"))
-    mean = None if held_out is None else held_out["num_chosen_tokens"] / held_out["num_pairs"]
+    mean = None if held_out is None else torch.tensor(held_out["num_chosen_tokens"] / held_out["num_pairs"])
     return PreferenceObjective(list(args.loss_type), weights, options, args.ld_alpha, args.use_weighting, mean)
 
 

@@ -16,7 +16,6 @@ from accelerate.data_loader import BatchSamplerShard
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback, TrainerState, TrainingArguments
-from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.data.sources.replay_dataset import EpochOrder, Order
@@ -451,10 +450,7 @@ class RecipeTrainer(CheckpointingTrainer):
     def run_pending_evaluation(self) -> None:
         """Run the evaluation that a stop request interrupted, as upstream does after a step."""
         with self.best_is_saved():
-            metrics = self._evaluate(None, None)
-            is_best = self._determine_best_metric(metrics, None)
-        if is_best and self.args.save_strategy == SaveStrategy.BEST:
-            self._save_checkpoint(self.model_wrapped, None)
+            self._determine_best_metric(self._evaluate(None, None), None)
 
     # transformers 5.23 saves a schedule-free optimizer's training weights, not the averaged ones.
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:

@@ -191,10 +191,7 @@ class ReferenceLogps:
         found = find_set(root, self._key, check_bytes=True)
         if found is None:
             return None
-        try:
-            logps = {name: np.load(found.path / f"{name}.npy") for name in self.rows}
-        except (OSError, ValueError):
-            return None
+        logps = {name: np.load(found.path / f"{name}.npy") for name in self.rows}
         is_complete = all(logps[name].shape == rows.logps.shape for name, rows in self.rows.items())
         return logps if is_complete else None
 
