@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.publish import final_model as finishing
 from recipes_lib.publish.final_model import UNVERIFIED, export_model, finish_run, recipe
+from recipes_lib.training.collectives import destroy_groups
 from recipes_lib.training.layouts.launch_environment import Launch
 from recipes_lib.training.run import Run
 
@@ -76,6 +79,23 @@ def test_finished_run_is_not_trained_again(build, monkeypatch, is_done) -> None:
     monkeypatch.setattr(finishing, "finish_run", lambda run: calls.append("finish"))
     recipe(lambda run: calls.append("train"))(config)
     assert calls == ["start", *([] if is_done else ["train"]), "finish"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_process_groups_are_destroyed_after_success_only(build, monkeypatch, fails) -> None:
+    """After a failure, NCCL would wait for collectives of the other ranks."""
+    registered: list = []
+    config = build_recipe({})
+    monkeypatch.setattr(finishing, "atexit", SimpleNamespace(register=registered.append))
+    monkeypatch.setattr(finishing, "start_run", lambda *_: replace(build(finished=False), config=config))
+    monkeypatch.setattr(finishing, "finish_run", lambda _: None)
+
+    def train(run: Run) -> None:
+        assert not fails, "training failed"
+
+    with pytest.raises(AssertionError, match="training failed") if fails else nullcontext():
+        recipe(train)(config)
+    assert registered == ([] if fails else [destroy_groups])
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import shutil
@@ -34,6 +35,7 @@ from recipes_lib.publish.publishing import publishing
 from recipes_lib.report.overview import describe_result
 from recipes_lib.report.page import build_report
 from recipes_lib.report.run_files import read_run
+from recipes_lib.training.collectives import destroy_groups
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.run import Run, start_run
 
@@ -57,6 +59,8 @@ def recipe(train: Callable[[Run], None]) -> Callable[[RecipeConfig], None]:
         if not run.finished:
             with run.recording_its_end():
                 train(run)
+            # NCCL warns of groups that are left. At the exit, because this process may train another model.
+            atexit.register(destroy_groups)
         finish_run(run)
 
     return publishing(main)

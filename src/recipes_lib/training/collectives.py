@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -21,9 +20,8 @@ def is_distributed() -> bool:
     return distributed.is_initialized()
 
 
-@atexit.register
 def destroy_groups() -> None:
-    """Destroy all process groups when the interpreter exits: NCCL warns of resources that are left."""
+    """Destroy all process groups; waits for unfinished collectives of NCCL, so not for use after a failure."""
     if is_distributed():
         distributed.destroy_process_group()
 

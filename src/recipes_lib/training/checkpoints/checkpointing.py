@@ -278,7 +278,8 @@ class CheckpointingTrainer(Trainer):
     # transformers 5.23 does not read our shards, as in ``_load_from_checkpoint``.
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the states of optimizer and learning rate scheduler, sharded or unsharded."""
-        folder, parameters = Path(str(checkpoint)), self.name_parameters()
+        assert checkpoint is not None, "only called on resume"
+        folder, parameters = Path(checkpoint), self.name_parameters()
         if not self.layout.load_optimizer(folder, self.model, parameters, self.optimizer, self._build_optimizer):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
@@ -316,7 +317,8 @@ class CheckpointingTrainer(Trainer):
         rank = self.args.process_index
         name = "rng_state.pth" if self.args.world_size == 1 else f"rng_state_{rank}.pth"
         # The rank is hashed in: with the same seed on all ranks, all would draw the same dropout masks.
-        if not Path(str(checkpoint), name).is_file():
+        assert checkpoint is not None, "only called on resume"
+        if not Path(checkpoint, name).is_file():
             seed_process(self.args.seed, self.state.global_step, rank)
         else:
             super()._load_rng_state(checkpoint)
