@@ -132,7 +132,7 @@ RUNS = (
     PublishedRun("SmolLM3 3B", build_llama(2048, 11008, 36, (16, 4), 128_256), 4096, 11.2e12, "H100", 384 * 24 * 24,
                  "announcement", "likely the same, and restarts"),
     PublishedRun("nanochat, depth 20", NANOCHAT, 2048, 11.22e9, "H100", 22.8,
-                 "a log of 21,400 steps of 0.479 s on 8 GPUs", "one machine, FlashAttention-3, the whole model compiled"),
+                 "a log of 21,400 steps of 0.479 s on 8 GPUs", "one machine, FlashAttention-3, fully compiled"),
     PublishedRun("Zephyr 7B, SFT", MISTRAL, 2048, 139_428 * 2048, "H100", 12.46,
                  "alignment-handbook/zephyr-7b-sft-full, `train_results.json`",
                  "planned as it ran: eager, every layer recomputed; the GPU is not named, an A100 would be at 94 %",
