@@ -214,6 +214,21 @@ def test_unpaired_surrogate_in_reply_is_replaced() -> None:
     assert answer_all(ChatEndpoint(lambda _: (200, {}, body)))[0].text == "a?"
 
 
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"content": "4", "reasoning_content": "2 + 2"}, ("2 + 2", "4")),
+        ({"content": "4", "reasoning": "2 + 2", "reasoning_content": None}, ("2 + 2", "4")),
+        ({"content": None, "reasoning": "2 +"}, ("2 +", "")),
+        ({"content": "<think>2 + 2</think>4", "reasoning_content": "2 + 2"}, ("2 + 2", "4")),
+        ({"content": "4", "reasoning": {"effort": "low"}}, (None, "4")),
+    ],
+)
+def test_separate_reasoning_is_part_of_the_answer(message: dict[str, Any], expected: tuple[str | None, str]) -> None:
+    text = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}], "usage": None})
+    assert {split_reasoning(reply.text) for reply in answer_all(ChatEndpoint(lambda _: (200, {}, text)))} == {expected}
+
+
 def test_requests_per_minute_paces_requests(waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: 100.0))
     endpoint = Endpoint(ChatEndpoint(echo).url, "m", requests_per_minute=30, num_concurrent=1)

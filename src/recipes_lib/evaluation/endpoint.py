@@ -376,7 +376,7 @@ def read_wait(retry_after: str | None, wait: float) -> float:
 
 
 def _read_reply(received: Any) -> Reply:
-    """Return the answer in a response.
+    """Return the answer in a response, with its reasoning in the usual template format.
 
     Raises:
         ValueError: The response has no answer.
@@ -384,11 +384,15 @@ def _read_reply(received: Any) -> Reply:
     try:
         choice = received["choices"][0]
         text = choice["message"].get("content") or ""
+        # Servers with a reasoning parser remove it from `content`; vLLM has renamed the field to `reasoning`.
+        thought = choice["message"].get("reasoning_content") or choice["message"].get("reasoning")
         usage = received.get("usage") or {}
         num_prompt_tokens, num_tokens = (int(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion"))
         if not isinstance(text, str):
             raise TypeError(f"its content is a {type(text).__name__}")
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"the reply holds no answer ({error!r}): {json.dumps(received)[:200]}") from error
+    if isinstance(thought, str) and ENDS_THINKING not in text:
+        text = join_reasoning(thought, text)
     text = text.encode(errors="replace").decode()  # JSON can contain an unpaired surrogate, which UTF-8 cannot.
     return Reply(text, choice.get("finish_reason") in _ENDS, num_prompt_tokens, num_tokens)
