@@ -38,7 +38,6 @@ Source: the Open LLM Leaderboard of 2023 for ARC, HellaSwag, WinoGrande, MMLU an
 """
 _NETWORK: Final = "make its data available: run once with a network, or name your own task file that reads local data"
 _PACKAGES: Final = "pip install 'recipes-lib[eval]' or that package; a module of the task itself must be in its folder"
-_SPLIT: Final = "name a split with rows in its task file"
 _METRICS: Final = "correct its `metric_list`"
 _WORD: Final = re.compile(r"""[^\s"'#\[\],{}]+""")
 _NAMED: Final = re.compile(rf"""^(?:task|group|tag)\s*:\s*["']?({_WORD.pattern})""", re.MULTILINE)
@@ -141,7 +140,8 @@ def _describe_failure(name: str, error: BaseException) -> Problem:
     elif isinstance(error, TemplateError):
         found, remedy = f"its templates do not fit its first row: {reason}", _COLUMNS
     elif isinstance(error, StopIteration) or reason.endswith("out of bounds for size 0"):
-        found, remedy = "has no question", _SPLIT  # Its split is empty, or `process_docs` has removed every row.
+        # Its split is empty, or `process_docs` has removed every row.
+        found, remedy = "has no question", "name a split with rows in its task file"
     elif isinstance(error, IndexError):
         remedy = "compare `doc_to_choice` and `doc_to_target` with the data"
         found = f"the answer of its first row is not among its choices: {reason}"

@@ -198,7 +198,7 @@ def retry(attempt: Callable[[], T]) -> T:
 
 def is_transient(error: BaseException) -> bool:
     """Return whether another attempt may succeed: the Hub is busy, slow, broken or unreachable."""
-    if (status := find_status(error)) is not None:
+    if (status := read_status(error)) is not None:
         return status in _TRANSIENT or status >= 500
     causes = list(_causes(error))
     if any(isinstance(cause, FileNotFoundError | PermissionError | OfflineModeIsEnabled) for cause in causes):
@@ -208,14 +208,9 @@ def is_transient(error: BaseException) -> bool:
 
 
 def read_status(error: BaseException) -> int | None:
-    """Return the HTTP status that an error reports."""
-    status: int | None = getattr(getattr(error, "response", None), "status_code", None)
-    return status
-
-
-def find_status(error: BaseException) -> int | None:
-    """Return the HTTP status of an error or of the first of its causes that reports one."""
-    return next((status for cause in _causes(error) if (status := read_status(cause)) is not None), None)
+    """Return the HTTP status of an error, or of the first of its causes that has a response."""
+    responses = (getattr(cause, "response", None) for cause in _causes(error))
+    return next((response.status_code for response in responses if response is not None), None)
 
 
 def describe(error: BaseException) -> str:
@@ -225,7 +220,7 @@ def describe(error: BaseException) -> str:
     """
     causes = list(_causes(error))
     # ValueError: huggingface_hub's message about a rejected card, whose cause has only the status.
-    reasons = (cause for cause in causes if isinstance(cause, ValueError) or read_status(cause) is not None)
+    reasons = (cause for cause in causes if isinstance(cause, ValueError) or hasattr(cause, "response"))
     shown = next(reasons, causes[-1])
     lines = [line.strip() for line in str(shown).splitlines() if line.strip()]
     # A heading has its reason in the next line.

@@ -27,7 +27,6 @@ from recipes_lib.publish.access import (
     DEFAULT_BRANCH,
     Target,
     describe,
-    find_status,
     is_transient,
     limit_silence,
     open_target,
@@ -359,12 +358,11 @@ def main(argv: Sequence[str]) -> None:
         raise
     except Exception as error:
         # huggingface_hub raises `ValueError` if the Hub rejects single large files, for example at a storage quota.
-        is_rejected = find_status(error) is not None or (isinstance(error, ValueError) and "LFS" in str(error))
+        is_rejected = read_status(error) is not None or (isinstance(error, ValueError) and "LFS" in str(error))
         if not (is_transient(error) or is_rejected):
             raise
-        found, remedy = f"not everything is published: {describe(error)}", "run the same command again"
-        if not is_transient(error):
-            remedy = f"correct that, and {remedy}"
+        found = f"not everything is published: {describe(error)}"
+        remedy = "run the same command again" if is_transient(error) else "correct that, and run the same command again"
         raise ConfigError(Problem(str(folder), found, remedy)) from error
     _print(describe_commits(target, publication.num_commits))
 
