@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes_lib.config.schema import ModelConfig
@@ -108,3 +109,21 @@ def test_chat_that_template_refuses_is_an_error_of_its_row(tiny_model_dir: Path)
     first, second = engine.answer([refused, CHATS[0]], [0, 1])
     assert first.error == "the chat template fails: no system message"
     assert second == engine.answer([CHATS[0]], [1])[0]
+
+
+def test_adapter_answers_like_its_merged_model(tiny_model_dir: Path, tmp_path: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    adapted: Any = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    for name, factor in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(factor)
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    for folder in ("adapter", "merged"):
+        AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(tmp_path / folder)
+    found, reference = (
+        load(tmp_path / name, temperature=0.0).answer(CHATS, [0, 1, 2]) for name in ("adapter", "merged")
+    )
+    assert found == reference != load(tiny_model_dir, temperature=0.0).answer(CHATS, [0, 1, 2])
+    with pytest.raises(ConfigError, match="this engine does not support adapters"):
+        load(tmp_path / "adapter", start=lambda *_: None)

@@ -18,7 +18,7 @@ from tests.evaluation.chat_endpoint import ChatEndpoint
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.evaluation import endpoint as client
-from recipes_lib.evaluation.endpoint import Endpoint, join_reasoning, split_reasoning
+from recipes_lib.evaluation.endpoint import Endpoint, join_reasoning, read_wait, split_reasoning
 
 CHATS = [[{"role": "user", "content": f"say {word}"}] for word in ("one", "two", "three", "four")]
 
@@ -60,10 +60,14 @@ def test_replies_are_ordered_with_usage_and_distinct_seeds() -> None:
     assert "max_tokens" not in first, "null removes a field"
 
 
-def test_finish_reason_length_is_not_finished() -> None:
+@pytest.mark.parametrize(
+    ("finish", "is_finished"),
+    [("stop", True), ("stop_sequence", True), ("eos_token", True), ("length", False), ("content_filter", False)],
+)
+def test_finish_reason_tells_complete_answers(finish: str, is_finished: bool) -> None:
     server = ChatEndpoint(echo)
-    server.finish = "length"
-    assert not any(reply.is_finished for reply in answer_all(server))
+    server.finish = finish
+    assert {reply.is_finished for reply in answer_all(server)} == {is_finished}
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
@@ -210,6 +214,21 @@ def test_unpaired_surrogate_in_reply_is_replaced() -> None:
     assert answer_all(ChatEndpoint(lambda _: (200, {}, body)))[0].text == "a?"
 
 
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"content": "4", "reasoning_content": "2 + 2"}, ("2 + 2", "4")),
+        ({"content": "4", "reasoning": "2 + 2", "reasoning_content": None}, ("2 + 2", "4")),
+        ({"content": None, "reasoning": "2 +"}, ("2 +", "")),
+        ({"content": "<think>2 + 2</think>4", "reasoning_content": "2 + 2"}, ("2 + 2", "4")),
+        ({"content": "4", "reasoning": {"effort": "low"}}, (None, "4")),
+    ],
+)
+def test_separate_reasoning_is_part_of_the_answer(message: dict[str, Any], expected: tuple[str | None, str]) -> None:
+    text = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}], "usage": None})
+    assert {split_reasoning(reply.text) for reply in answer_all(ChatEndpoint(lambda _: (200, {}, text)))} == {expected}
+
+
 def test_requests_per_minute_paces_requests(waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: 100.0))
     endpoint = Endpoint(ChatEndpoint(echo).url, "m", requests_per_minute=30, num_concurrent=1)
@@ -254,3 +273,14 @@ def test_split_and_join_reasoning(opening: str) -> None:
     assert join_reasoning(thought, said) == "<think>\nTwo and two.\n</think>\n\nFour."
     assert join_reasoning(None, said) == "Four."
     assert split_reasoning(" Four.\n") == (None, " Four.\n")
+
+
+def test_unclosed_reasoning_has_no_content() -> None:
+    assert split_reasoning("\n<think>\nTwo and two, [[A]]") == ("Two and two, [[A]]", "")
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"), [(None, 2), ("17", 17), ("0.5", 2), ("86400", 600), ("Wed, 21 Oct 2026 07:28:00 GMT", 2)]
+)
+def test_retry_after_extends_the_wait_within_limits(header: str | None, seconds: float) -> None:
+    assert read_wait(header, 2.0) == seconds

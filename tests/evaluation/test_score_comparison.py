@@ -93,3 +93,12 @@ def test_group_is_compared_by_its_mean(tmp_path: Path) -> None:
 def test_infinite_interval_is_null_in_json() -> None:
     row = Difference("t", "acc", "m", 1, 0.0, 1.0, -np.inf, np.inf, "same")
     assert json.loads(json.dumps(row.describe(), allow_nan=False))["low"] is None
+
+
+def test_tasks_and_groups_that_one_lacks_are_left_out(tmp_path: Path) -> None:
+    groups = {"g": {"tasks": ["t", "u"]}}
+    whole = write(tmp_path / "whole", {"t": [1.0] * 8, "u": [0.0] * 8}, groups=groups)
+    part = write(tmp_path / "part", {"t": [1.0] * 8}, groups=groups)
+    assert [row.task for row in compare_folders([whole, part])] == ["t"]
+    other = write(tmp_path / "other", {"v": [1.0] * 8})
+    assert list(format_rows(compare_folders([whole, other])))[1:] == ["no task and metric that both have"]

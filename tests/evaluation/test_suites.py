@@ -12,6 +12,7 @@ from typing import Any
 
 import lm_eval
 import pytest
+import yaml
 
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.errors import ConfigError
@@ -69,6 +70,7 @@ ROW = json.dumps({"q": "?", "c": ["a", "b"], "l": 0})
         (ROW.replace("0", "9"), {}, "the answer of its first row is not among its choices"),
         (ROW.replace('"a", "b"', ""), {}, "the answer of its first row is not among its choices"),
         (ROW.replace('["a", "b"]', '"ab"'), {}, "the choices of its first row are 'ab'; write `doc_to_choice` as"),
+        (ROW, {"doc_to_choice": None}, "the choices of its first row are None; write `doc_to_choice` as"),
         (ROW[:16], {}, "its data cannot be read: .*JSON parse error"),
         (ROW, {"metric_list": [{"metric": "acurracy"}]}, "a metric that lm-eval does not have; correct its `metric_l"),
         (ROW, {"metric_list": [{"metric": "acc", "aggregation": "meen"}]}, "the aggregation of acc is unknown"),
@@ -88,6 +90,15 @@ def test_invalid_task_file_is_refused(tmp_path: Path, rows: str, change: dict[st
     (problem,) = caught.value.problems
     assert problem.where == "tasks: own"
     assert re.search(message, f"{problem.found}; {problem.remedy}")
+
+
+def test_task_whose_rows_are_all_filtered_has_no_question(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(ROW)
+    (tmp_path / "own.py").write_text("def keep(rows):\n    return rows.filter(lambda row: False)\n")
+    files = {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}}}
+    (tmp_path / "own.yaml").write_text(f"process_docs: !function own.keep\n{yaml.safe_dump(CHOICE | files)}")
+    with pytest.raises(ConfigError, match="has no question"):
+        load_tasks(build(tmp_path, "own"))
 
 
 def test_group_with_missing_member_is_refused(tmp_path: Path) -> None:

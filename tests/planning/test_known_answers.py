@@ -67,11 +67,11 @@ def list_answers(model_dir: Path) -> Iterator[Answer]:
     for name, size, tokens, flops, source in (
         ("GPT-3", 174.6e9, 300e9, 3.14e23, "Brown et al. 2020, table D.1"),
         ("Llama 3 405B", 405e9, 15.6e12, 3.8e25, "Grattafiori et al. 2024, section 3.2"),
-        ("Chinchilla", 70e9, 1.4e12, 5.76e23, "Hoffmann et al. 2022, as Gopher's, of which it is to have the budget"),
-        ("SmolLM2 1.7B", 1.71e9, 11e12, 1e23, "Allal et al. 2025, in one digit"),
+        ("Chinchilla", 70e9, 1.4e12, 5.76e23, "Hoffmann et al. 2022, with Gopher's budget"),
+        ("SmolLM2 1.7B", 1.71e9, 11e12, 1e23, "Allal et al. 2025, to one digit"),
     ):
         tolerance = {"Chinchilla": 0.03, "SmolLM2 1.7B": 0.5}.get(name, 3e-3)
-        yield Answer(f"operations of {name}", flops, compute_training_flops(size, tokens), tolerance, source)
+        yield Answer(f"FLOPs of {name}", flops, compute_training_flops(size, tokens), tolerance, source)
     petaflop_days = compute_training_flops(174.6e9, 300e9) / (1e15 * 24 * 3600)
     yield Answer("PF-days of GPT-3", 3640, petaflop_days, 3e-3, "Brown et al. 2020, table D.1")
     megatron = "Narayanan et al. 2021, section 5.1"
@@ -82,15 +82,15 @@ def list_answers(model_dir: Path) -> Iterator[Answer]:
     yield Answer("hours between failures, Llama 3", 54 * 24 / 419, hours, 1e-3, meta)
     failures = Failures(hours * 3600, save_seconds=60, restart_seconds=300)
     goodput = failures.compute_goodput(failures.compute_interval())
-    stalls = f"{meta}, more than 90 %; saving in 60 s, restarting in 300 s"
-    yield Answer("share of the time that trains, Llama 3", 0.9, goodput, 0.03, stalls)
+    stalls = f"{meta}, more than 90 %; here saving in 60 s, restarting in 300 s"
+    yield Answer("share of time in training, Llama 3", 0.9, goodput, 0.03, stalls)
     for law, name, best, loss in (
         (HOFFMANN, "Hoffmann et al. as printed", (32.2e9, 2.98e12), 1.9366),
         (BESIROGLU, "Besiroglu et al.", (72.2e9, 1.329e12), 1.9739),
     ):
         optimum = law.find_optimum(5.76e23)
-        yield Answer("parameters for 5.76e23 operations", best[0], optimum.num_parameters, 2e-3, name)
-        yield Answer("tokens for 5.76e23 operations", best[1], optimum.num_tokens, 2e-3, name)
+        yield Answer("parameters for 5.76e23 FLOPs", best[0], optimum.num_parameters, 2e-3, name)
+        yield Answer("tokens for 5.76e23 FLOPs", best[1], optimum.num_tokens, 2e-3, name)
         yield Answer("loss of 70B after 1.4T tokens", loss, law.compute_loss(70e9, 1.4e12), 3e-5, name)
 
 
@@ -122,20 +122,20 @@ NANOCHAT = GPT2Config(vocab_size=65_536, n_positions=2048, n_embd=1280, n_layer=
 """A model with the same matrices, except for positions."""
 RUNS = (
     PublishedRun("Llama 2 7B", build_llama(4096, 11008, 32, (32, 32), 32_000), 4096, 2e12, "A100-80GB", 184_320,
-                 "Touvron et al. 2023, table 2", "the share is of H100s, of half the bandwidth a FLOP/s"),
+                 "Touvron et al. 2023, table 2", "the MFU is that of H100s, with half the bandwidth per FLOP/s"),
     PublishedRun("Llama 2 70B", build_llama(8192, 28672, 80, (64, 8), 32_000), 4096, 2e12, "A100-80GB", 1_720_320,
                  "Touvron et al. 2023, table 2", "as above"),
     PublishedRun("Llama 3 8B", LLAMA_8B, 8192, 15e12, "H100", 1_300_000, CARD,
-                 "not explained: the card does not say what the hours include"),
+                 "unknown: the card does not say what the hours include"),
     PublishedRun("Llama 3 70B", build_llama(8192, 28672, 80, (64, 8), 128_256), 8192, 15e12, "H100", 6_400_000, CARD,
-                 "likely traffic between GPUs and failures, which these hours leave out"),
+                 "likely traffic between GPUs and failures, which the plan omits"),
     PublishedRun("SmolLM3 3B", build_llama(2048, 11008, 36, (16, 4), 128_256), 4096, 11.2e12, "H100", 384 * 24 * 24,
                  "announcement", "likely the same, and restarts"),
     PublishedRun("nanochat, depth 20", NANOCHAT, 2048, 11.22e9, "H100", 22.8,
-                 "a log of 21,400 steps of 0.479 s on 8 GPUs", "one machine, FlashAttention-3, a model compiled whole"),
+                 "a log of 21,400 steps of 0.479 s on 8 GPUs", "one machine, FlashAttention-3, fully compiled"),
     PublishedRun("Zephyr 7B, SFT", MISTRAL, 2048, 139_428 * 2048, "H100", 12.46,
                  "alignment-handbook/zephyr-7b-sft-full, `train_results.json`",
-                 "planned as it ran, eager, every layer computed twice; the GPU is not named, an A100 would be at 94%",
+                 "planned as it ran: eager, every layer recomputed; the GPU is not named, an A100 would be at 94 %",
                  Kind(compiles=False, uses_adapter=False).published * 3 / 4),
 )  # fmt: skip
 
@@ -157,7 +157,7 @@ def build_mpt(width: int, num_layers: int, num_heads: int) -> GPT2Config:
     return GPT2Config(vocab_size=50_368, n_embd=width, n_layer=num_layers, n_head=num_heads)
 
 
-TITAN = "torchtitan, table 3, at the shares of 8 GPUs, table 1"
+TITAN = "torchtitan, table 3, at the MFU of 8 GPUs, table 1"
 FOUNDRY = "llm-foundry, `scripts/train/benchmarking`"
 SPEEDS = (
     PublishedSpeed("MPT 1B", build_mpt(2048, 24, 16), 2048, "H100", 45_455, 0.4182, FOUNDRY),
@@ -168,7 +168,7 @@ SPEEDS = (
     PublishedSpeed("MPT 7B", build_mpt(4096, 32, 32), 8192, "A100-80GB", 3_206, 0.5447, FOUNDRY),
     PublishedSpeed("MPT 13B", build_mpt(5120, 40, 40), 2048, "A100-80GB", 2_262, 0.5957, FOUNDRY),
     PublishedSpeed("OLMo 2 32B", build_llama(5120, 27_648, 64, (40, 8), 100_352), 4096, "H100", 1_800, 0.38,
-                   "announcement, in round numbers"),
+                   "announcement, rounded"),
     PublishedSpeed("Llama 3.1 8B eager on 128", LLAMA_8B, 8192, "H100", 5_605, Kind(False, False).published, TITAN),
     PublishedSpeed("Llama 3.1 8B compiled on 128", LLAMA_8B, 8192, "H100", 6_514, SHARE, TITAN),
 )  # fmt: skip
@@ -270,4 +270,4 @@ def test_qlora_of_65b_fits_48_gb_as_published() -> None:
     plan = plan_adapter("LLaMA 65B", "QLoRA", 512)
     resident = count_gb(plan) - plan.components["model, optimizer states"] / 1e9
     assert resident < 48 < count_gb(plan)
-    assert f"planned are {count_gb(plan):.1f} GB, {resident:.1f} without" in PAGE.read_text(encoding="utf-8")
+    assert f"the plan is {count_gb(plan):.1f} GB, {resident:.1f} GB without" in PAGE.read_text(encoding="utf-8")

@@ -408,6 +408,15 @@ def test_rejected_large_file_is_reported_with_reason(hub, run, capsys):
     assert "Traceback" not in error
 
 
+def test_rejected_card_is_reported_with_reason(hub, run, capsys):
+    errors = [{"message": '"base_model" with value "/tmp/base" is not valid'}]
+    hub.faults["yaml"] = [Fault(400, {}, json.dumps({"errors": errors}).encode())]
+    assert main(["publish", str(finish(run))]) == EXIT_USER
+    error = capsys.readouterr().err
+    assert 'Invalid metadata in README.md. - "base_model" with value "/tmp/base" is not valid' in error
+    assert "Traceback" not in error
+
+
 def test_failed_commit_does_not_repeat_upload(hub, run, publish):
     save_checkpoint(run, 4)
     hub.faults["commit"] = [Fault(503), Fault(503)]

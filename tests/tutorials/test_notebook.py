@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,9 @@ from pathlib import Path
 import pytest
 from tests.forked import ROOT
 from tests.tutorials.test_tutorials import MODELS
+
+from recipes_lib.data.sources.formats import canonicalize, detect_format
+from recipes_lib.data.sources.rows import RawRow
 
 NOTEBOOK = ROOT / "docs" / "tutorials" / "library.ipynb"
 CHECK = """
@@ -24,6 +28,16 @@ assert isinstance(answer, str) and axes.get_ylabel()
 def read_cells() -> list[dict[str, object]]:
     cells: list[dict[str, object]] = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     return cells
+
+
+@pytest.mark.parametrize("page", [NOTEBOOK, NOTEBOOK.with_name("csv.md")])
+def test_rows_are_turns_of_the_chat_that_the_page_ends_with(page: Path) -> None:
+    """Strings in `prompt` and `completion` would be plain text, in another format than the chat."""
+    text = page.read_text(encoding="utf-8")
+    assert "chat([{" in text
+    columns = re.search(r"\{\\?\"(\w+)\\?\": question, \\?\"(\w+)|```csv\n\s*(\w+),(\w+)\n", text)
+    row = RawRow("row", 0, dict.fromkeys(filter(None, columns.groups()), "text"))
+    assert canonicalize(row, detect_format(row)).messages
 
 
 def test_notebook_has_no_outputs() -> None:

@@ -41,6 +41,8 @@ REPEATED: Final = (408, 409, 425, 429)
 KEY_REFUSED: Final = (401, 403)
 KEY_REMEDY: Final = "put a valid key into the environment variable OPENAI_API_KEY"
 RESUME_REMEDY: Final = "start it or wait, and run the same command to resume"
+_ENDS: Final = ("stop", "eos", "eos_token", "stop_sequence", None)
+"""Values of ``finish_reason`` for a complete answer; TGI has ``eos_token`` and ``stop_sequence``."""
 # ValueError: invalid JSON; OverflowError: an infinite number of tokens; RecursionError: deeply nested JSON.
 _FAILURES: Final = (OSError, http.client.HTTPException, ValueError, OverflowError, RecursionError)
 """Exceptions of an attempt that is repeated: a failed connection, a timeout, an incomplete or invalid response."""
@@ -55,10 +57,13 @@ def split_reasoning(text: str) -> tuple[str | None, str]:
     """Split an answer into reasoning, ``None`` if absent, and content.
 
     Some templates write the opening delimiter in the prompt, so that an answer may contain only the closing one.
+    Reasoning that was opened and not closed, as at the length limit, has no content.
     """
     before, mark, after = text.partition(ENDS_THINKING)
+    if not mark and not text.lstrip().startswith(THINKS):
+        return None, text
     # Remove only the first opening delimiter: a model may write about the tag in its reasoning.
-    return (before.replace(THINKS, "", 1).strip(), after.strip()) if mark else (None, text)
+    return before.replace(THINKS, "", 1).strip(), after.strip()
 
 
 def join_reasoning(thought: str | None, said: str) -> str:
@@ -371,7 +376,7 @@ def read_wait(retry_after: str | None, wait: float) -> float:
 
 
 def _read_reply(received: Any) -> Reply:
-    """Return the answer in a response.
+    """Return the answer in a response, with its reasoning in the usual template format.
 
     Raises:
         ValueError: The response has no answer.
@@ -379,11 +384,15 @@ def _read_reply(received: Any) -> Reply:
     try:
         choice = received["choices"][0]
         text = choice["message"].get("content") or ""
+        # Servers with a reasoning parser remove it from `content`; vLLM has renamed the field to `reasoning`.
+        thought = choice["message"].get("reasoning_content") or choice["message"].get("reasoning")
         usage = received.get("usage") or {}
         num_prompt_tokens, num_tokens = (int(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion"))
         if not isinstance(text, str):
             raise TypeError(f"its content is a {type(text).__name__}")
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"the reply holds no answer ({error!r}): {json.dumps(received)[:200]}") from error
+    if isinstance(thought, str) and ENDS_THINKING not in text:
+        text = join_reasoning(thought, text)
     text = text.encode(errors="replace").decode()  # JSON can contain an unpaired surrogate, which UTF-8 cannot.
-    return Reply(text, choice.get("finish_reason") in ("stop", "eos", None), num_prompt_tokens, num_tokens)
+    return Reply(text, choice.get("finish_reason") in _ENDS, num_prompt_tokens, num_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -168,7 +168,7 @@ def load_answers(path: Path, questions: Sequence[Question]) -> list[list[str]]:
     return [answers[question.id] for question in questions]
 
 
-def ask_questions(engine: Answerer, questions: Sequence[Question], numbers: Iterable[int]) -> list[list[str]]:
+def ask_questions(engine: Answerer, questions: Sequence[Question], numbers: Sequence[int]) -> list[list[str]]:
     """Return a model's answers to all turns of questions, without reasoning.
 
     Args:
@@ -180,7 +180,6 @@ def ask_questions(engine: Answerer, questions: Sequence[Question], numbers: Iter
         DataError: A question cannot be answered.
     """
     answers: list[list[str]] = [[] for _ in questions]
-    numbers = list(numbers)
     for turn in range(max(len(question.turns) for question in questions)):
         active = [at for at, question in enumerate(questions) if turn < len(question.turns)]
         chats = [questions[at].build_chat(answers[at]) for at in active]

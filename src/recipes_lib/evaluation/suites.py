@@ -8,6 +8,7 @@ import logging
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,7 +38,6 @@ Source: the Open LLM Leaderboard of 2023 for ARC, HellaSwag, WinoGrande, MMLU an
 """
 _NETWORK: Final = "make its data available: run once with a network, or name your own task file that reads local data"
 _PACKAGES: Final = "pip install 'recipes-lib[eval]' or that package; a module of the task itself must be in its folder"
-_SPLIT: Final = "name a split with rows in its task file"
 _METRICS: Final = "correct its `metric_list`"
 _WORD: Final = re.compile(r"""[^\s"'#\[\],{}]+""")
 _NAMED: Final = re.compile(rf"""^(?:task|group|tag)\s*:\s*["']?({_WORD.pattern})""", re.MULTILINE)
@@ -139,8 +139,9 @@ def _describe_failure(name: str, error: BaseException) -> Problem:
         found, remedy = f"needs a package that is not installed: {cause}", _PACKAGES
     elif isinstance(error, TemplateError):
         found, remedy = f"its templates do not fit its first row: {reason}", _COLUMNS
-    elif isinstance(error, StopIteration):
-        found, remedy = "has no question", _SPLIT
+    elif isinstance(error, StopIteration) or reason.endswith("out of bounds for size 0"):
+        # Its split is empty, or `process_docs` has removed every row.
+        found, remedy = "has no question", "name a split with rows in its task file"
     elif isinstance(error, IndexError):
         remedy = "compare `doc_to_choice` and `doc_to_target` with the data"
         found = f"the answer of its first row is not among its choices: {reason}"
@@ -228,7 +229,7 @@ def _describe_unknown(name: str, known: Collection[str]) -> Problem:
 
 
 def _set_up(name: str, task: Any, config: EvalConfig, num_fewshot: int | None) -> list[Problem]:
-    """Configure a task as ``lm_eval run`` does, and try its first question; return the problems."""
+    """Configure a task as ``lm_eval run`` does, which has tried its first question; return the problems."""
     where = f"tasks: {name}"
     if (missing := _find_missing(task, config)) is not None:
         return [Problem(where, *missing)]
@@ -238,19 +239,13 @@ def _set_up(name: str, task: Any, config: EvalConfig, num_fewshot: int | None) -
     task.set_fewshot_seed(seed=config.seed)
     if config.gen_kwargs and task.get_config("output_type") == "generate_until":
         task.set_config(key="generation_kwargs", value=dict(config.gen_kwargs), update=True)
-    try:
-        docs: Sequence[Any] = task.eval_docs
-        if not len(docs):
-            return [Problem(where, "has no question", _SPLIT)]
-        task.doc_to_text(docs[0])
-        task.doc_to_target(docs[0])
-        is_choice = task.get_config("output_type") == "multiple_choice"
-        choices = task.doc_to_choice(docs[0]) if is_choice else None
-    except Exception as error:  # The templates of a task file are programs, which can raise anything.
-        found = f"its templates do not fit its first row: {type(error).__name__}: {error}"
-        return [Problem(where, found[:300], _COLUMNS)]
+    if task.get_config("output_type") != "multiple_choice":
+        return []
+    choices = None
+    with suppress(TypeError):  # lm-eval raises it for a task without `doc_to_choice`.
+        choices = task.doc_to_choice(task.eval_docs[0])
     # lm-eval would iterate over the characters of a string.
-    if is_choice and not (isinstance(choices, list) and choices):
+    if not (isinstance(choices, list) and choices):
         return [Problem(where, f"the choices of its first row are {choices!r:.80}", "write `doc_to_choice` as a list")]
     return []
 

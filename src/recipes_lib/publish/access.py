@@ -198,10 +198,9 @@ def retry(attempt: Callable[[], T]) -> T:
 
 def is_transient(error: BaseException) -> bool:
     """Return whether another attempt may succeed: the Hub is busy, slow, broken or unreachable."""
-    causes = list(_causes(error))
-    status = next((status for cause in causes if (status := read_status(cause)) is not None), None)
-    if status is not None:
+    if (status := read_status(error)) is not None:
         return status in _TRANSIENT or status >= 500
+    causes = list(_causes(error))
     if any(isinstance(cause, FileNotFoundError | PermissionError | OfflineModeIsEnabled) for cause in causes):
         return False
     # RuntimeError: huggingface_hub's wrapper of failed LFS uploads. A response that is not JSON comes from a proxy.
@@ -209,9 +208,9 @@ def is_transient(error: BaseException) -> bool:
 
 
 def read_status(error: BaseException) -> int | None:
-    """Return the HTTP status that an error reports."""
-    status: int | None = getattr(getattr(error, "response", None), "status_code", None)
-    return status
+    """Return the HTTP status of an error, or of the first of its causes that has a response."""
+    responses = (getattr(cause, "response", None) for cause in _causes(error))
+    return next((response.status_code for response in responses if response is not None), None)
 
 
 def describe(error: BaseException) -> str:
@@ -220,10 +219,12 @@ def describe(error: BaseException) -> str:
     Query strings of presigned URLs contain signatures.
     """
     causes = list(_causes(error))
-    shown = next((cause for cause in causes if read_status(cause) is not None), causes[-1])
+    # ValueError: huggingface_hub's message about a rejected card, whose cause has only the status.
+    reasons = (cause for cause in causes if isinstance(cause, ValueError) or hasattr(cause, "response"))
+    shown = next(reasons, causes[-1])
     lines = [line.strip() for line in str(shown).splitlines() if line.strip()]
     # A heading has its reason in the next line.
-    line = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    line = " ".join(lines[: 2 if lines and lines[0].endswith((":", "README.md.")) else 1])
     return f"{type(shown).__name__}: {_QUERY.sub('', line)}" if line else type(shown).__name__
 
 

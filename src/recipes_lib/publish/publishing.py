@@ -361,7 +361,8 @@ def main(argv: Sequence[str]) -> None:
         is_rejected = read_status(error) is not None or (isinstance(error, ValueError) and "LFS" in str(error))
         if not (is_transient(error) or is_rejected):
             raise
-        found, remedy = f"not everything is published: {describe(error)}", "run the same command again"
+        found = f"not everything is published: {describe(error)}"
+        remedy = "run the same command again" if is_transient(error) else "correct that, and run the same command again"
         raise ConfigError(Problem(str(folder), found, remedy)) from error
     _print(describe_commits(target, publication.num_commits))
 

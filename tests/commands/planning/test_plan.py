@@ -117,6 +117,22 @@ def test_documented_output_matches_command(run_command) -> None:
     assert run_command("plan", "--config", ROOT / config, *flags).startswith(unwrap(shown))
 
 
+@pytest.mark.parametrize(
+    ("page", "config", "flags", "peak"),
+    [
+        ("gsm8k", "qwen2.5-0.5b/grpo_rlvr", "--gpu H100", "57.2 GB"),
+        ("gsm8k", "qwen2.5-0.5b/grpo_rlvr", "--gpu RTX4090 --per_device_eval_batch_size 128", "20.3 GB"),
+        ("qlora", "llama3-8b/lora_4bit", "--gpu RTX4090 --hardware single_gpu", "12.6 GB"),
+        ("distil_1b", "llama3-1b/distill", "--gpu H100 --hardware fsdp2 --num_processes 8", "43.9 GB"),
+        ("zephyr", "mistral-7b/sft", "--gpu H100 --hardware fsdp2 --num_processes 8", "30.5 GB"),
+    ],
+)
+def test_tutorial_states_planned_memory(run_command, page: str, config: str, flags: str, peak: str) -> None:
+    output = run_command("plan", "--config", CONFIGS / f"{config}.yaml", *flags.split())
+    assert re.search(rf"^    {peak} .*: fits ", output, re.MULTILINE)
+    assert peak in (ROOT / "docs" / "tutorials" / f"{page}.md").read_text(encoding="utf-8")
+
+
 def test_failures_reduce_goodput_and_set_save_interval(run_command) -> None:
     flags = "--num_processes", 16, "--gpu", "H100", "--num_gpus", 128, "--save_seconds", 60, "--failure_hours", 12_800
     output = run_command("plan", "--config", CONFIGS / "gpt3-175b" / "pretrain.yaml", *flags)
