@@ -102,6 +102,16 @@ def test_column_of_a_chat_beside_plain_text_prompt_is_refused(load, column):
     load([{"prompt": "What is 2 plus 2?", column: ""}])
 
 
+@pytest.mark.parametrize("column", ["prompt", "problem", "messages"])
+def test_prompt_about_an_image_is_refused(load, column):
+    def write(text):
+        return {column: [{"role": "user", "content": text}] if column == "messages" else text, "images": ["a.png"]}
+
+    load([write("Find x.")])
+    with pytest.raises(DataError, match="the text refers to `images`"):
+        load([write("<image>Find x.")])
+
+
 def test_chat_ending_with_user_turn_is_used_whole(load):
     turns = [*QUESTION, FOUR, {"role": "user", "content": "Why?"}]
     (prompt,) = load([{"messages": turns}]).train

@@ -33,8 +33,12 @@ _CHATS: Final = ("messages", "conversations")
 TRAIN: Final = "train"
 """Key of cleaned turns that are excluded from the loss, with the value False; ``split_marks`` removes it."""
 
-_PAIR: Final = {"system": "system", "input": "user", "output": "assistant"}
-"""Key of a question with its answer, as in Capybara and XTuner's data -> role of the turn."""
+_PAIR: Final = {
+    "system": "system",
+    **dict.fromkeys(("input", "human", "user"), "user"),
+    **dict.fromkeys(("output", "assistant"), "assistant"),
+}
+"""Key of a question with its answer, as in Capybara, XTuner's data and MOSS -> role of the turn."""
 
 _MARKS: Final = ("weight", "train", "training", "loss")
 """Keys that include a turn in the loss or exclude it: OpenAI's ``weight``, 0 or 1; booleans of axolotl and ms-swift."""
@@ -149,8 +153,10 @@ def clean_messages(value: object, column: str) -> list[Message]:
     if column in _CHATS and value[1:] and all(isinstance(turn, str) and not turn.startswith("{") for turn in value):
         roles = cycle(("user", "assistant"))
         value = [{"role": role, "content": turn} for role, turn in zip(roles, value, strict=False)]
-    elif column in _CHATS and all(isinstance(turn, Mapping) and {"input", "output"} <= turn.keys() for turn in value):
-        written = [(turn.get(key), role) for turn in value for key, role in _PAIR.items()]
+    elif column in _CHATS and all(
+        isinstance(turn, Mapping) and {"user", "assistant"} <= set(map(_PAIR.get, turn)) for turn in value
+    ):
+        written = [(turn[key], role) for turn in value for key, role in _PAIR.items() if key in turn]
         value = [{"role": role, "content": content} for content, role in written if content or role != "system"]
     return [_clean_message(message, f"{column}[{turn}]") for turn, message in enumerate(value)]
 
@@ -193,15 +199,15 @@ def check_answered(messages: Iterable[Message], column: str) -> None:
         raise RowError(f"`{column}` has no assistant turn: nothing to train on", "add the answer, or remove the row")
 
 
-def refuse_media(raw: Mapping[str, Any], messages: Sequence[Message]) -> None:
-    """Raise for a chat about images or sound: without these, its answers would be trained on as guesses.
+def refuse_media(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    """Raise for a row about images or sound: without these, its answers would be trained on as guesses.
 
     Raises:
-        RowError: The row has a column of media, and a message has a placeholder for one.
+        RowError: The row has a column of media, and one of its canonical ``fields`` has a placeholder for one.
     """
     column = next((column for column in MEDIA if raw.get(column)), None)
-    if column and any(mark in str(message.get("content")) for message in messages for mark in _MEDIA_MARKS):
-        found = f"the messages refer to `{column}`, and only text is trained on"
+    if column and any(mark in str(fields) for mark in _MEDIA_MARKS):
+        found = f"the text refers to `{column}`, and only text is trained on"
         raise RowError(found, f"remove such rows; or write `dataset_columns: {{{column}: null}}` to train on the text")
 
 

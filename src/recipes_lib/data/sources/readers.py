@@ -382,7 +382,7 @@ def read_parquet(file: BufferedReader, name: str, groups: range | None = None) -
             for columns in batch.to_pylist():
                 yield RawRow(f"{name} row {index}", index, spell_as_json(columns))
                 index += 1
-    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+    except (pa.ArrowException, OSError, ValueError, OverflowError, LookupError) as error:
         found = f"not a whole Parquet file: {str(error).partition(chr(10))[0]}"
         raise DataError(Problem(name, found, "write or download it again")) from None
 
@@ -404,7 +404,7 @@ def read_arrow(file: BufferedReader, name: str) -> Iterator[Entry]:
         _check_header(reader.schema.names, name)
         batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
         yield from read_batches(batches, reader.schema, name)
-    except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
+    except (pa.ArrowException, OSError, ValueError, OverflowError, LookupError, MemoryError) as error:
         reason = str(error).partition("\n")[0] or "it states a length beyond the memory"
         found = f"not a whole Arrow file: {reason}"
         raise DataError(Problem(name, found, "write it again, with `save_to_disk` or pyarrow")) from None
