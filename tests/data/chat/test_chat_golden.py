@@ -193,6 +193,8 @@ ATEM_CALL = (
     "</atem:invoke>\n</atem:function_calls>"
 )
 CALLS = {
+    "deepseekv3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+    '{"city": "Paris"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>',
     "diffusion_gemma": GEMMA_CALL,
     "gemma4": GEMMA_CALL,
     "gemma4_v2": GEMMA_CALL + "<turn|>",
