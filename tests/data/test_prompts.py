@@ -128,6 +128,10 @@ def test_dataset_columns_select_prompt_column(load):
     data = load([{"problem": "Once upon a time", "answer": "4"}], dataset_columns="{prompt: problem}")
     assert data.train[0].content == "Once upon a time"
     assert data.train[0].columns == {"answer": "4"}
+    with pytest.raises(DataError, match="the `text` layout has no prompt"):
+        load([{"text": "Write f.", "test_list": ["assert f"]}])
+    data = load([{"text": "Write f.", "test_list": ["assert f"]}], dataset_columns="{question: text, tests: test_list}")
+    assert (data.train[0].content[0]["content"], data.train[0].columns["tests"]) == ("Write f.", ["assert f"])
 
 
 @pytest.mark.parametrize("is_chat_first", [False, True])

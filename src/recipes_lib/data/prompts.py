@@ -185,7 +185,7 @@ def _take_prompt(raw: RawRow, data: DataConfig) -> tuple[Row, dict[str, Any]]:
         return dataclasses.replace(row, completion=None, rejected=None), others
     if row.messages is None:
         found = f"the `{row_format.name}` layout has no prompt"
-        raise DataError(Problem(raw.where, found, "give rows with a `prompt` column, or chats"))
+        raise DataError(Problem(raw.where, found, "if the text is one, write `dataset_columns: {question: text}`"))
     # Of a chat without a separate prompt, all messages before its final answer; a chat can also end with a question.
     is_answered = row.messages[-1]["role"] == "assistant"
     messages = list(row.messages[: row.num_prompt_messages or len(row.messages) - is_answered])

@@ -591,6 +591,6 @@ _FALLBACKS: Final[tuple[DatasetFormat, ...]] = ("dolly", "question_answer")
 
 COLUMNS: Final = frozenset(
     {column for layout in _LAYOUTS.values() for column in (*layout.required, *layout.optional)}
-    | {"label", "kto_tag", "role", *MEDIA, *_SPELLINGS, *_SYSTEM_SPELLINGS}
+    | {"label", "kto_tag", "role", "tests", *MEDIA, *_SPELLINGS, *_SYSTEM_SPELLINGS}
 )
 """All columns that have a meaning: the valid keys of ``dataset_columns``."""
