@@ -135,6 +135,8 @@ def _keep_encoded(feature: Any) -> Any:
     """Return a feature of ``datasets`` that does not decode media, which is slow and needs further packages."""
     import datasets
 
+    if isinstance(feature, dict):
+        return {name: _keep_encoded(field) for name, field in feature.items()}
     if isinstance(feature, datasets.List):
         return datasets.List(_keep_encoded(feature.feature), length=feature.length)
     return replace(feature, decode=False) if getattr(feature, "decode", None) is True else feature
