@@ -220,6 +220,12 @@ def test_other_public_row_is_refused_with_a_remedy(raw: dict[str, Any], remedy: 
     assert remedy in str(problem.remedy)
 
 
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_chat_with_an_answer_of_its_own_beside_a_pair_is_refused(column: str) -> None:
+    with pytest.raises(DataError, match=rf"`{column}` ends with an answer .*\n.*{column}: null"):
+        detect_and_convert({column: [USER, ANSWER], "chosen": "4", "rejected": "5"}, "preference")
+
+
 def test_other_spellings_are_read_if_the_layout_is_declared() -> None:
     raw = {"text": "Once upon a time", "problem": "What is 2 + 2?", "solution": "4"}
     assert detect_and_convert(raw)[0] == "text"
