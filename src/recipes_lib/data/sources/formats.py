@@ -98,8 +98,7 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
         if declared not in matches:
             missing = [column for column in _LAYOUTS[declared].required if column not in plain]
             found = f"the `{declared}` layout needs {_quote(missing)}; found {_quote(present)}"
-            remedy = _suggest(raw, present, "name them with `dataset_columns`, or change `dataset_format`")
-            raise DataError(Problem(where, found, remedy))
+            raise DataError(Problem(where, found, _suggest(raw, present, _RENAMING)))
         matches = [declared]
     if len(matches) > 1:
         found = " and ".join(f"`{name}` ({', '.join(_LAYOUTS[name].required)})" for name in matches)
@@ -576,6 +575,7 @@ _VERDICTS: Final[Mapping[str, tuple[str, Mapping[str, Sequence[object]]]]] = {
 """Column with a verdict -> column of the question, which may be in an answer, and verdicts for which each is better."""
 
 
+_RENAMING: Final = "name them with `dataset_columns`; convert answers with scores to pairs; or change `dataset_format`"
 _REMEDIES: Final[Mapping[str, Callable[[object], bool]]] = {
     "write `dataset_columns: {{conversations: {}}}`": lambda value: "assistant" in _find_roles(value),
     "convert the rows: write an object of `{}` as `answer`, or two as `chosen` and `rejected`": (
