@@ -336,8 +336,10 @@ def _read_preference(raw: Raw) -> dict[str, Any]:
     values = {column: _take(raw, column) for column in ("chosen", "rejected")}
     if values["chosen"] == values["rejected"]:
         raise RowError("`chosen` and `rejected` are the same", "remove the row: it has no preference")
-    _check_same_kind(**values)
     prompt, are_texts = raw.get("prompt"), isinstance(values["chosen"], str)
+    if are_texts != isinstance(values["rejected"], str):
+        found = ", ".join(f"`{name}` is {describe(value)}" for name, value in values.items())
+        raise RowError(found, "write both as strings or both as lists of messages")
     chosen, rejected = (_read_turns(value, column) for column, value in values.items())
     # A string `prompt` with string answers is plain text. Answers of several turns are complete chats; they include the
     # prompt, which a text column may repeat.
@@ -510,12 +512,6 @@ def _take(raw: Raw, column: str) -> Any:
         remedy = "fill it or remove the row; datasets of different layouts are parts of a `dataset_mixture`"
         raise RowError(f"column `{column}` is {state}", remedy)
     return value
-
-
-def _check_same_kind(**columns: object) -> None:
-    if len({isinstance(value, str) for value in columns.values()}) > 1:
-        found = ", ".join(f"`{name}` is {describe(value)}" for name, value in columns.items())
-        raise RowError(found, "write both as strings or both as lists of messages")
 
 
 def _quote(columns: list[str]) -> str:
