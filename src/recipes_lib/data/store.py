@@ -329,9 +329,7 @@ def _data_file(path: Path, split: str) -> Path:
 
 
 def _is_intact(path: Path, entry: Mapping[str, Any], check_bytes: bool) -> bool:
-    if path.stat().st_size != entry["size"]:
-        return False
-    return not check_bytes or _describe(path) == entry
+    return path.stat().st_size == entry["size"] and (not check_bytes or _describe(path) == entry)
 
 
 def _describe(path: Path) -> dict[str, Any]:

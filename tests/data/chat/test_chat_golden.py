@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from recipes_lib.data.chat.encoder import RowEncoder
+from recipes_lib.data.sources.messages import clean_messages
 from recipes_lib.data.sources.rows import EncodedRow, Row
 from recipes_lib.errors import DataError
 
@@ -110,7 +111,7 @@ def source(name: str) -> str:
 
 
 def row(name: str, shape: str) -> Row:
-    messages = CHATS[shape]
+    messages = clean_messages(CHATS[shape], "messages")
     if name in PARTS:
         messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
     return Row(where="chats row 0", messages=messages, tools=TOOLS if shape == "tools" else None)

@@ -9,7 +9,6 @@ single piece where it is written: it belongs to the turn that writes it, not to 
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -126,8 +125,6 @@ class ChatTemplate:
     ) -> Rendered:
         """Render a chat, and record the characters that each message wrote.
 
-        Arguments of tool calls are objects; templates that join them to text, as DeepSeek's do, get JSON strings.
-
         Args:
             messages: The chat.
             tools: Tool schemas.
@@ -150,11 +147,6 @@ class ChatTemplate:
             ):
                 trace.pieces.append(piece)
         except Exception as error:  # Template code runs on user data, so any error is a problem of this row.
-            written = [_write_arguments(message) for message in messages]
-            if isinstance(error, TypeError) and written != list(messages):
-                return self.render(
-                    written, tools=tools, variables=variables, add_generation_prompt=add_generation_prompt
-                )
             raise TemplateError(str(error) or type(error).__name__) from error
         return trace.rendered(add_generation_prompt)
 
@@ -340,14 +332,6 @@ def _separate_prompt(tree: nodes.Template, environment: Environment) -> Template
     if mentions != [branch.test] or read & {"messages", "tools", *own}:
         return None
     return _compile(nodes.Template(branch.body, lineno=branch.lineno), environment)
-
-
-def _write_arguments(message: Message) -> Message:
-    calls = [dict(call, function=dict(call["function"])) for call in message.get("tool_calls") or ()]
-    for call in calls:
-        if isinstance(call["function"].get("arguments"), Mapping):
-            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-    return {**message, "tool_calls": calls} if calls else message
 
 
 def _canonical(message: Message) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from recipes_lib.data.sources.hub_datasets import is_saved, load_hub, load_saved
 from recipes_lib.data.sources.local_files import READERS, choose_config, find_suffix, load_files, read_card
 from recipes_lib.data.sources.readers import TextDocuments
 from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
-from recipes_lib.errors import ConfigError, DataError, Problem, suggest
+from recipes_lib.errors import ConfigError, DataError, Problem, raise_problems, suggest
 
 _OF_SOURCE: Final = ("name", "config", "revision", "split", "columns", "streaming", "text_documents")
 """Keys of a mixture's entry that select its rows: the arguments of ``load_source``."""
@@ -79,8 +79,7 @@ class RenamedSource:
             if column is not None and column not in row.columns and _find(row.columns, column) is None:
                 remedy = suggest(column, row.columns, f"name one of {', '.join(row.columns)}")
                 problems.append(Problem(row.where, f"dataset_columns.{name}: there is no column `{column}`", remedy))
-        if problems:
-            raise DataError(*problems)
+        raise_problems(problems, row.where)
 
 
 def _find(row: Mapping[str, Any], column: str) -> Any:

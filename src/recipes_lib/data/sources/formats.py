@@ -82,7 +82,8 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
     plain = list(cased.values())
     matches, renamed = _match(plain), {}
     if not matches or declared not in ("auto", *matches):
-        renamed = _find_renamed(plain, _SPELLINGS | (_CALL_SPELLINGS if "tools" in plain else {}))
+        # Beside `tools`, `answers` are function calls, as in xlam.
+        renamed = _find_renamed(plain, _SPELLINGS | ({"answers": "answer"} if "tools" in plain else {}))
         if "role" in plain or len(renamed) > 1:  # The content of a message, or beside a question or answer.
             renamed.pop("content", None)
         matches = _match(renamed.get(name, name) for name in plain)
@@ -558,8 +559,6 @@ _SPELLINGS: Final = {
 """Other spelling of a column -> the layout's column; applied only if the columns match no layout as they are."""
 _SYSTEM_SPELLINGS: Final = {"system_prompt": "system"}
 """The same in every layout."""
-_CALL_SPELLINGS: Final = {"answers": "answer"}
-"""The same beside a column ``tools``: a list of function calls, as in xlam."""
 _WHOLE_NUMBER: Final = re.compile(r"\s*[+-]?\d{1,9}\s*")
 _VERDICTS: Final[Mapping[str, tuple[str, Mapping[str, Sequence[object]]]]] = {
     "labels": ("history", {"human_ref_A": (1,), "human_ref_B": (0,)}),  # SHP

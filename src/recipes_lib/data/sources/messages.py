@@ -78,6 +78,13 @@ class RowError(Exception):
         self.remedy = remedy
 
 
+class Arguments(dict[str, Any]):
+    """Arguments of a tool call: an object; where a chat template joins it to text, as DeepSeek's do, its JSON."""
+
+    def __radd__(self, text: str) -> str:
+        return text + json.dumps(self, ensure_ascii=False)
+
+
 def describe(value: object) -> str:
     """Return the JSON name of a value's type."""
     return next((name for name, kind in _TYPES.items() if isinstance(value, kind)), f"of type {type(value).__name__}")
@@ -312,7 +319,7 @@ def _clean_call(call: object, place: str) -> Mapping[str, Any]:
         arguments = parse_json(arguments, f"{place}.function.arguments")
     if not isinstance(arguments, Mapping):
         raise RowError(f"{place}.function.arguments is {describe(arguments)}, not an object", "write {name: value}")
-    return check_json({**call, "function": {**function, "arguments": arguments}}, place)
+    return check_json({**call, "function": {**function, "arguments": Arguments(arguments)}}, place)
 
 
 def _parse_function_calls(value: object, place: str) -> list[Mapping[str, Any]]:
