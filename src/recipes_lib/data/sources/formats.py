@@ -119,9 +119,10 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
 
 
 def _suggest(raw: Raw, present: list[str], usual: str) -> str:
-    """Return the first remedy of ``_REMEDIES`` that is for exactly one of the columns, otherwise ``usual``."""
+    """Return the first remedy of ``_REMEDIES`` that is for exactly one unknown column, otherwise ``usual``."""
+    unknown = [column for column in present if column not in COLUMNS]
     for remedy, is_meant in _REMEDIES.items():
-        if len(meant := [column for column in present if is_meant(raw[column])]) == 1:
+        if len(meant := [column for column in unknown if is_meant(raw[column])]) == 1:
             return remedy.format(meant[0])
     return usual
 
