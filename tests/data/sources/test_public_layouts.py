@@ -197,6 +197,7 @@ def test_verdict_columns_are_described_as_published() -> None:
         ({"message_id": "1", "parent_id": None, "text": "Hi", "role": "prompter"}, "join the messages of each"),
         ({"problem": "2 + 2?", "solution": "Add: 4", "answer": "4", "source": "x"}, "dataset_format: question_answer"),
         ({"question": "2 + 2?", "choices": ["3", "4"], "answer": 1}, "write it as a string"),
+        ({"question": "2 + 2?", "context": {"title": ["x"]}, "answer": "4"}, "{context: null}"),
     ],
     ids=[
         "openchat",
@@ -211,6 +212,7 @@ def test_verdict_columns_are_described_as_published() -> None:
         "oasst1",
         "NuminaMath 1.5",
         "MMLU",
+        "HotpotQA",
     ],
 )
 def test_other_public_row_is_refused_with_a_remedy(raw: dict[str, Any], remedy: str) -> None:

@@ -120,9 +120,8 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
 
 def _suggest(raw: Raw, present: list[str], usual: str) -> str:
     """Return the first remedy of ``_REMEDIES`` that is for exactly one unknown column, otherwise ``usual``."""
-    unknown = [column for column in present if column not in COLUMNS]
     for remedy, is_meant in _REMEDIES.items():
-        if len(meant := [column for column in unknown if is_meant(raw[column])]) == 1:
+        if len(meant := [column for column in present if column not in COLUMNS and is_meant(raw[column])]) == 1:
             return remedy.format(meant[0])
     return usual
 
@@ -302,6 +301,10 @@ def _read_question(raw: Raw, column: str, *contexts: str) -> list[Message]:
     if isinstance(_take(raw, column), (list, tuple, Mapping)):
         return _put_system_first(raw, clean_messages(raw[column], column))
     columns = [column, *(context for context in contexts if raw.get(context) is not None)]
+    for name in columns[1:]:
+        if not isinstance(raw[name], str):
+            remedy = f"write it as a string, or ignore it: `dataset_columns: {{{name}: null}}`"
+            raise RowError(f"`{name}` is {describe(raw[name])}, not a string", remedy)
     question = "\n".join(filter(None, (check_text(_take(raw, name), f"`{name}`") for name in columns)))
     if not question:
         empty = " and ".join(f"`{name}`" for name in columns)

@@ -264,15 +264,12 @@ def _take_marks(message: dict[str, Any], role: str, place: str) -> bool:
 
 
 def _check_content(message: Message, place: str) -> None:
-    content, is_assistant = message.get("content"), message["role"] == "assistant"
-    if is_assistant and "tool_calls" in message:  # May be empty beside tool calls.
-        check_text(content, f"{place}.content")
-    elif content is None:
+    content = message.get("content")
+    if content is None:
         raise RowError(f"{place}.content is missing", "write the text of the turn")
-    elif is_assistant:
-        check_answer(content, f"{place}.content")
-    else:
-        check_text(content, f"{place}.content")
+    # An answer may be empty beside tool calls.
+    check = check_answer if message["role"] == "assistant" and "tool_calls" not in message else check_text
+    check(content, f"{place}.content")
 
 
 def _clean_extras(message: dict[str, Any], place: str) -> None:

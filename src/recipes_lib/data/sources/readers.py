@@ -285,8 +285,8 @@ def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER: Final = json.JSONDecoder(object_pairs_hook=_build_object)
-_LINE_REMEDY: Final = "write one JSON object a line, as json.dumps(row) does"
-_DOCUMENT_REMEDY: Final = "write the file with json.dump(rows, file), or one JSON object a line"
+_LINE_REMEDY: Final = "write one JSON object a line, as json.dumps(row) does, and no comments"
+_DOCUMENT_REMEDY: Final = "write the file with json.dump(rows, file), or one JSON object a line; JSON has no comments"
 
 
 _MAX_CELL_CHARACTERS: Final = 1 << 28  # The default of the csv module, 131,072, is less than a long document.
