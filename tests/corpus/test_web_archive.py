@@ -17,8 +17,9 @@ def write_warc(path, records):
 
     with path.open("wb") as file:
         writer = WARCWriter(file, gzip=path.suffix == ".gz")
-        for kind, body in records:
-            headers = StatusAndHeaders("200 OK", [("Content-Type", "text/html")], protocol="HTTP/1.0")
+        for kind, body, *types in records:
+            kinds = [("Content-Type", content) for content in types or ["text/html"]]
+            headers = StatusAndHeaders("200 OK", kinds, protocol="HTTP/1.0")
             http = headers if kind == "response" else None
             record = writer.create_warc_record(
                 f"http://x/{len(body)}", kind, payload=io.BytesIO(body), http_headers=http
@@ -37,6 +38,14 @@ def test_warc_and_wet_records_are_read(tmp_path, name):
     assert "caf" in documents[1].text
     assert documents[0].metadata["url"] == f"http://x/{len(bodies[0])}"
     assert len({d.id for d in documents}) == 2
+
+
+def test_response_that_is_no_page_is_no_document(tmp_path):
+    """Common Crawl's records identify their type; those of wget and browsers have only that of the server."""
+    types = ["image/png", "text/html; charset=utf-8", "application/javascript", "Application/XHTML+xml", "text/plain"]
+    write_warc(tmp_path / "a.warc", [("response", content.encode(), content) for content in types])
+    documents, _, _ = read({"name": str(tmp_path / "a.warc")})
+    assert [document.text for document in documents] == [types[1], types[3]]
 
 
 def test_truncated_warc_file_is_counted(tmp_path):

@@ -116,6 +116,12 @@ FILES: dict[str, tuple[str, bytes, str, str]] = {
     "cut parquet": ("d.parquet", PARQUET[:-200], "", "Parquet"),
     "damaged parquet": ("d.parquet", PARQUET[:4] + bytes(400) + PARQUET[404:], "", "Parquet"),
     "parquet that is json": ("d.parquet", GOOD * 10, "", "Parquet"),
+    "unknown time zone": (
+        "d.parquet",
+        parquet(pa.table({"text": ["a"], "at": pa.array([1], pa.timestamp("us", "Mars/Base"))})),
+        "",
+        "Parquet",
+    ),
     "repeated parquet column": (
         "d.parquet",
         parquet(pa.Table.from_arrays([pa.array(["a"])] * 2, names=["text", "text"])),
@@ -156,7 +162,10 @@ ROWS: dict[str, tuple[dict[str, object], str]] = {
     ),
     "prompt without an answer": ({"prompt": "a", "n": 1}, "match no layout"),
     "two questions": ({"query": "a", "problem": "b", "answer": "c"}, "match no layout"),
-    "two answers": ({"problem": "a", "solution": "b", "response": "c"}, "match no layout"),
+    "two answers": (
+        {"problem": "a", "solution": "b", "response": "c"},
+        "each of `solution`, `response` may be the answer",
+    ),
     "messages of a tree": ({"message_id": "1", "role": "prompter", "text": "a"}, "one message of a conversation"),
     "message as a string": (chat("Hi"), "messages[0] is a string"),
     "unknown role": (chat(user(), {"role": "robot", "content": "a"}), "unknown role 'robot'"),
@@ -170,7 +179,7 @@ ROWS: dict[str, tuple[dict[str, object], str]] = {
     "image": (chat(user([{"type": "image_url", "image_url": "x"}]), assistant()), "`image_url`"),
     "placeholder of an image": (
         chat(user("<image>\nWhat is it?"), assistant(), images=["a.png"]),
-        "the messages refer to `images`, and only text is trained on",
+        "the text refers to `images`, and only text is trained on",
     ),
     "object of lists of different lengths": (
         {"messages": {"role": ["user", "assistant"], "content": ["Hi"]}},
@@ -182,6 +191,10 @@ ROWS: dict[str, tuple[dict[str, object], str]] = {
     ),
     "surrogate in a tool call": (chat(user(), calling({"a": "\ud83d"})), "surrogate"),
     "NUL": ({"text": "a\x00b"}, "NUL character at position 1"),
+    "tool calls a number": (chat(user(), assistant(tool_calls=1)), "tool_calls is a number, not a list"),
+    "arguments a list": (chat(user(), calling([1])), "arguments is a list, not an object"),
+    "tools of numbers": (chat(user(), assistant(), tools=[1]), "tools[0] is a number, not an object"),
+    "history as an object": ({"instruction": "a", "output": "b", "history": {"c": 1}}, "`history` is an object"),
     "tool call without a name": (chat(user(), assistant(tool_calls=[{}])), "names no function"),
     "arguments not JSON": (chat(user(), calling("{")), "not valid JSON"),
     "tools not JSON": (chat(user(), assistant(), tools="[{"), "`tools` is not valid JSON"),
@@ -226,6 +239,10 @@ ROWS: dict[str, tuple[dict[str, object], str]] = {
     "pair beside a conversation with its answer": (
         {"conversations": [user(), assistant()], "chosen": "a", "rejected": "b"},
         "several layouts",
+    ),
+    "pair about an image": (
+        {"prompt": "<image> What is it?", "chosen": "a", "rejected": "b", "image": {"path": "a.png"}},
+        "the text refers to `image`",
     ),
     "question of white space": ({"question": "", "answer": "a"}, "`question` is empty"),
     "answers that are judged": (

@@ -102,6 +102,16 @@ def test_column_of_a_chat_beside_plain_text_prompt_is_refused(load, column):
     load([{"prompt": "What is 2 plus 2?", column: ""}])
 
 
+@pytest.mark.parametrize("column", ["prompt", "problem", "messages"])
+def test_prompt_about_an_image_is_refused(load, column):
+    def write(text):
+        return {column: [{"role": "user", "content": text}] if column == "messages" else text, "images": ["a.png"]}
+
+    load([write("Find x.")])
+    with pytest.raises(DataError, match="the text refers to `images`"):
+        load([write("<image>Find x.")])
+
+
 def test_chat_ending_with_user_turn_is_used_whole(load):
     turns = [*QUESTION, FOUR, {"role": "user", "content": "Why?"}]
     (prompt,) = load([{"messages": turns}]).train
@@ -118,6 +128,10 @@ def test_dataset_columns_select_prompt_column(load):
     data = load([{"problem": "Once upon a time", "answer": "4"}], dataset_columns="{prompt: problem}")
     assert data.train[0].content == "Once upon a time"
     assert data.train[0].columns == {"answer": "4"}
+    with pytest.raises(DataError, match="the `text` layout has no prompt"):
+        load([{"text": "Write f.", "test_list": ["assert f"]}])
+    data = load([{"text": "Write f.", "test_list": ["assert f"]}], dataset_columns="{question: text, tests: test_list}")
+    assert (data.train[0].content[0]["content"], data.train[0].columns["tests"]) == ("Write f.", ["assert f"])
 
 
 @pytest.mark.parametrize("is_chat_first", [False, True])

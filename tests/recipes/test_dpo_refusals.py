@@ -27,11 +27,11 @@ BAD_DATA = {
     "blank lines": ("\n\n", "", "check how it was written"),
     "invalid JSON": (json.dumps(make_rows()[0]) + "\n{oops\n", ":2", "write one JSON object a line"),
     "no rejected answer": (change(3, rejected=None), ":4", "fill it or remove the row"),
-    "no rejected column": ([{"prompt": "a", "chosen": "b"}], ":1", "rename the columns"),
+    "no rejected column": ([{"prompt": "a", "chosen": "b"}], ":1", "name them with `dataset_columns`"),
     "equal answers": (change(5, rejected=SAME), ":6", "remove the row"),
     "empty answer": (change(2, chosen=[{"role": "assistant", "content": ""}]), ":3", "write the answer"),
     "no prompt": ([{"prompt": "", "chosen": " a", "rejected": " b"}], ":1", "write a prompt"),
-    "rows of SFT": ([{"messages": [{"role": "user", "content": "a"}]}], ":1", "rename the columns"),
+    "rows of SFT": ([{"messages": [{"role": "assistant", "content": "a"}]}], ":1", "name them with `dataset_columns`"),
     "prompt longer than max_length": (change(7, prompt=LONG), ":8", "raise max_length, or set overlong to drop"),
 }
 

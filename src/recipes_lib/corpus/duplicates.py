@@ -590,5 +590,4 @@ class MinHash:
 def compute_jaccard(first: ShingleArray, second: ShingleArray) -> float:
     """Return the Jaccard similarity of two sets, given as sorted arrays of distinct values; 0 for two empty sets."""
     shared = len(np.intersect1d(first, second, assume_unique=True))
-    union = len(first) + len(second) - shared
-    return shared / union if union else 0.0
+    return shared / max(1, len(first) + len(second) - shared)

@@ -104,8 +104,6 @@ class Quality:
     def apply(self, document: Document, found: Counter[str]) -> str | None:
         """Return the first violated rule; the C4 filter also removes single lines."""
         for name, quality_filter in self._filters:
-            if not document.text.strip():
-                return f"{name} nothing left"
             try:
                 # datatrove's filters return a boolean, or a pair of a boolean and the reason.
                 keeps, reason = get_filter_result(quality_filter.filter(document))

@@ -27,7 +27,6 @@ from recipes_lib.corpus.duplicates import (
 )
 from recipes_lib.corpus.pii import mask
 from recipes_lib.corpus.text_steps import Language
-from recipes_lib.errors import ConfigError
 
 MAX_DOCUMENTS: Final = 2000
 """Documents of a sample."""
@@ -114,10 +113,7 @@ def count_languages(sample: list[str]) -> Counter[str]:
         # `maxsplit`: only whether there are more words matters, not how many.
         if len(text.split(maxsplit=_MIN_WORDS_FOR_LANGUAGE)) > _MIN_WORDS_FOR_LANGUAGE:
             document = Document(text=text, id="")
-            try:
-                step.apply(document, Counter())
-            except ConfigError:  # Language identification is not installed: languages are not reported.
-                return Counter()
+            step.apply(document, Counter())
             if document.metadata["language_score"] >= 0.65:
                 languages[document.metadata["language"]] += 1
     return languages

@@ -17,7 +17,7 @@ from datatrove.data import Document
 from recipes_lib.corpus.documents import hash_name
 from recipes_lib.corpus.duplicates import UNSPACED
 from recipes_lib.corpus.text_steps import MAX_CLASSIFIED, load_fasttext, predict_fasttext
-from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem, verify_extra
 from recipes_lib.files import atomic_file, read_record, replace_record
 
 SETTINGS_FILE: Final = "classifier.json"
@@ -92,11 +92,9 @@ def _hash_words(texts: Sequence[str], num_buckets: int, num_words: int) -> Any:
     Raises:
         ConfigError: scikit-learn is not installed.
     """
-    try:
-        from sklearn.feature_extraction.text import HashingVectorizer
-    except ImportError as error:
-        remedy = "pip install 'recipes-lib[corpus]'"
-        raise ConfigError(Problem("classifier", "scikit-learn is not installed", remedy)) from error
+    verify_extra("classifier", "corpus", "sklearn")
+    from sklearn.feature_extraction.text import HashingVectorizer
+
     vectorizer = HashingVectorizer(
         n_features=num_buckets, ngram_range=(1, num_words), token_pattern=r"(?u)\b\w+\b", dtype=np.float32
     )

@@ -18,7 +18,7 @@ from datatrove.pipeline.extractors.base import ExtractorSandbox
 from datatrove.pipeline.formatters import FTFYFormatter
 
 from recipes_lib.corpus.documents import HTML
-from recipes_lib.errors import EXIT_BUG, ConfigError, Problem
+from recipes_lib.errors import EXIT_BUG, ConfigError, Problem, verify_extra
 
 MAX_CLASSIFIED: Final = 20_000
 """Characters at the beginning of a text that a classifier reads, so that a book takes no longer than a page."""
@@ -154,15 +154,13 @@ def load_fasttext(path: str) -> Any:
     Raises:
         ConfigError: fastText is not installed, or the file is not a model.
     """
-    try:
-        import fasttext
+    verify_extra(path, "corpus", "fasttext")
+    import fasttext
 
+    try:
         return fasttext.load_model(path)
-    except ImportError:
-        problem = Problem(path, "fastText is not installed", "pip install 'recipes-lib[corpus]'")
     except (OSError, ValueError) as error:
-        problem = Problem(path, f"no fastText model: {error}", "name a .bin or .ftz file")
-    raise ConfigError(problem)
+        raise ConfigError(Problem(path, f"no fastText model: {error}", "name a .bin or .ftz file")) from None
 
 
 def predict_fasttext(model: Any, text: str, num_labels: int = -1) -> dict[str, float]:

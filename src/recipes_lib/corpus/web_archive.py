@@ -174,8 +174,10 @@ def _read_record(data: bytes, where: str) -> Iterator[Document | Problem]:
         # warcio parses HTTP headers, and decodes chunks and content encodings.
         record = ArcWarcRecordLoader().parse_record_stream(io.BytesIO(data), known_format="warc")
         headers, is_page = record.rec_headers, record.rec_type == "response"
-        payload = headers.get_header("WARC-Identified-Payload-Type") or "html"
-        if record.rec_type not in ("response", "conversion") or (is_page and "html" not in payload):
+        # Only some crawlers identify the type, such as Common Crawl's; the others have that of the server.
+        sent = (record.http_headers or headers).get_header("Content-Type")
+        payload = headers.get_header("WARC-Identified-Payload-Type") or sent or "html"
+        if record.rec_type not in ("response", "conversion") or (is_page and "html" not in payload.lower()):
             return
         content = record.content_stream().read(MAX_PAGE_BYTES + 1)
     except Exception as error:  # Any, such as AttributeError for a header without WARC-Target-URI (warcio 1.8).

@@ -17,7 +17,7 @@ from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed.encoding import build_encoder, read_seed
 from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.formats import canonicalize, detect_format, read_question
-from recipes_lib.data.sources.messages import RowError, parse_chat
+from recipes_lib.data.sources.messages import RowError, parse_chat, refuse_media
 from recipes_lib.data.sources.mixtures import Mixture, load_test_data, load_train_data
 from recipes_lib.data.sources.rows import Message, RawRow, Row
 from recipes_lib.data.sources.splits import compute_row_digest, find_overlap, refuse_overlap, split_rows
@@ -171,6 +171,7 @@ def _take_prompt(raw: RawRow, data: DataConfig) -> tuple[Row, dict[str, Any]]:
         else:
             is_beside_chat = prompt is None and any(map(columns.get, _CHATS))
         fields = None if is_beside_chat else read_question(columns)
+        refuse_media(columns, fields or {})
     except RowError as error:
         raise DataError(Problem(raw.where, error.found, error.remedy)) from None
     if fields is not None:
@@ -184,7 +185,7 @@ def _take_prompt(raw: RawRow, data: DataConfig) -> tuple[Row, dict[str, Any]]:
         return dataclasses.replace(row, completion=None, rejected=None), others
     if row.messages is None:
         found = f"the `{row_format.name}` layout has no prompt"
-        raise DataError(Problem(raw.where, found, "give rows with a `prompt` column, or chats"))
+        raise DataError(Problem(raw.where, found, "if the text is one, write `dataset_columns: {question: text}`"))
     # Of a chat without a separate prompt, all messages before its final answer; a chat can also end with a question.
     is_answered = row.messages[-1]["role"] == "assistant"
     messages = list(row.messages[: row.num_prompt_messages or len(row.messages) - is_answered])

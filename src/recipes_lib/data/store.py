@@ -233,7 +233,13 @@ def publish_set(
     # The directory entries must be on disk before the rename makes the folder visible.
     for folder in sorted({path.parent for path in files}):
         fsync(folder)
-    _publish(staging, target, key, check_bytes=check_bytes)
+    if find_set(root, key, check_bytes=check_bytes) is None:
+        shutil.rmtree(target, ignore_errors=True)  # A damaged one.
+        try:
+            os.replace(staging, target)  # noqa: PTH105 - atomic, and refuses a folder that is not empty
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or find_set(root, key) is None:
+                raise
     fsync(root)
     return PreparedSet(target, key, manifest, is_new=True)
 
@@ -323,26 +329,11 @@ def _data_file(path: Path, split: str) -> Path:
 
 
 def _is_intact(path: Path, entry: Mapping[str, Any], check_bytes: bool) -> bool:
-    if path.stat().st_size != entry["size"]:
-        return False
-    return not check_bytes or _describe(path) == entry
+    return path.stat().st_size == entry["size"] and (not check_bytes or _describe(path) == entry)
 
 
 def _describe(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "sha256": hash_file(path)}
-
-
-def _publish(staging: Path, target: Path, key: str, *, check_bytes: bool) -> None:
-    """Rename ``staging`` to ``target``, unless that is a complete set; a damaged one is replaced."""
-    if find_set(target.parent, key, check_bytes=check_bytes) is not None:
-        return
-    shutil.rmtree(target, ignore_errors=True)
-    try:
-        os.replace(staging, target)  # noqa: PTH105 - atomic, and refuses a folder that is not empty
-    except OSError as error:
-        published_meanwhile = error.errno in (errno.ENOTEMPTY, errno.EEXIST) and find_set(target.parent, key)
-        if not published_meanwhile:
-            raise
 
 
 def write_splits(staging: Path, splits: Mapping[str, pa.RecordBatchReader]) -> None:

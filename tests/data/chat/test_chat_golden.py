@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from recipes_lib.data.chat.encoder import RowEncoder
+from recipes_lib.data.sources.messages import clean_messages
 from recipes_lib.data.sources.rows import EncodedRow, Row
 from recipes_lib.errors import DataError
 
@@ -110,7 +111,7 @@ def source(name: str) -> str:
 
 
 def row(name: str, shape: str) -> Row:
-    messages = CHATS[shape]
+    messages = clean_messages(CHATS[shape], "messages")
     if name in PARTS:
         messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
     return Row(where="chats row 0", messages=messages, tools=TOOLS if shape == "tools" else None)
@@ -193,6 +194,8 @@ ATEM_CALL = (
     "</atem:invoke>\n</atem:function_calls>"
 )
 CALLS = {
+    "deepseekv3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+    '{"city": "Paris"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>',
     "diffusion_gemma": GEMMA_CALL,
     "gemma4": GEMMA_CALL,
     "gemma4_v2": GEMMA_CALL + "<turn|>",

@@ -156,6 +156,7 @@ def test_layout_is_detected_from_first_valid_row(tmp_path: Path) -> None:
         ({"prompt": "a", "completion": "b", "text": "a b"}, {"text": None}, {"prompt": "a", "completion": "b"}),
         ({"prompt": "a", "completion": "b", "label": True}, {"label": None}, {"prompt": "a", "completion": "b"}),
         ({"text": "an id", "content": "a"}, {"text": "content"}, {"text": "a"}),
+        ({"q": {"of": {"text": "a"}}, "a.b": "b"}, {"prompt": "q.of.text", "completion": "a.b"}, None),
     ],
 )
 def test_dataset_columns_equal_renamed_dataset(
@@ -176,6 +177,7 @@ def test_dataset_columns_equal_renamed_dataset(
         ({"promt": "q"}, ConfigError, "did you mean `prompt`?"),
         ({"prompt": 3}, ConfigError, "`prompt: 3` names no column"),
         ({"prompt": "questoin", "completion": "a"}, DataError, "did you mean `question`?"),
+        ({"prompt": "question.text", "completion": "a"}, DataError, "there is no column `question.text`"),
     ],
 )
 def test_invalid_dataset_columns_are_refused(

@@ -464,7 +464,7 @@ def test_format_description_lists_read_and_ignored_columns() -> None:
 def test_answer_beside_solution_is_ambiguous() -> None:
     raw = {"problem": "What is 2 + 2?", "solution": "Add: 4", "answer": "4"}  # NuminaMath 1.5
     for columns in (raw, {name.title(): value for name, value in raw.items()}):
-        with pytest.raises(DataError, match="each of `answer`, `solution` may be the answer to train on"):
+        with pytest.raises(DataError, match="each of `solution`, `answer` may be the answer to train on"):
             detect(columns)
     assert detect({"question": "2 + 2?", "answer": "4"}).name == "question_answer"
 

@@ -98,9 +98,11 @@ def test_offline_cache_serves_only_its_commit(hub: Callable[[], None]) -> None:
 @pytest.mark.parametrize("streaming", [False, True])
 def test_media_of_hub_dataset_are_not_decoded(streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, image = tmp_path / "train.parquet", datasets.Image()
-    features = datasets.Features({"text": datasets.Value("string"), "image": image, "images": datasets.List(image)})
+    columns = {"image": image, "images": datasets.List(image), "parts": datasets.List({"image": image})}
+    features = datasets.Features({"text": datasets.Value("string"), **columns})
     media = {"bytes": b"no image", "path": None}
-    datasets.Dataset.from_list([{"text": "a", "image": media, "images": [media]}], features=features).to_parquet(file)
+    row = {"text": "a", "image": media, "images": [media], "parts": [{"image": media}]}
+    datasets.Dataset.from_list([row], features=features).to_parquet(file)
     builder = Parquet(cache_dir=str(tmp_path / "cache"), dataset_name="name", hash=COMMIT, data_files=str(file))
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: builder)
     assert texts(load_hub("name", None, None, "train", streaming)) == ["a"]

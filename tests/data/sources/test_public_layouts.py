@@ -133,6 +133,23 @@ PUBLIC: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         {"context": [USER], "response1": "5", "response2": "4", "overall_preference": 3},
         PAIR,
     ),
+    "Chatbot Arena": (
+        "preference",
+        {
+            "model_a": "x",
+            "model_b": "y",
+            "winner": "model_b",
+            "conversation_a": [USER, WRONG],
+            "conversation_b": [USER, ANSWER],
+        },
+        PAIR,
+    ),
+    "When2Call": (
+        "preference",
+        {"tools": "[]", "messages": [USER], "chosen": ANSWER, "rejected": WRONG},
+        PAIR,
+    ),
+    "MOSS": ("sharegpt", {"conversation": [{"human": "What is 2 + 2?", "assistant": "4"}], "category": "x"}, CHAT),
     "Magpie's pairs": (
         "preference",
         {"instruction": "What is 2 + 2?", "chosen": [USER, ANSWER], "rejected": [USER, WRONG], "responses": []},
@@ -170,19 +187,45 @@ def test_verdict_columns_are_described_as_published() -> None:
     [
         ({"items": [HUMAN, GPT], "tags": ["a", "b"]}, r"write `dataset_columns: {conversations: items}`"),
         ({"items": [HUMAN]}, "to one of: messages"),
-        ({"conversation_a": [USER, ANSWER], "conversation_b": [USER, WRONG], "winner": "a"}, "to one of: messages"),
+        ({"conversation_a": [USER, ANSWER], "conversation_b": [USER, WRONG], "winner": "tie"}, "remove such rows"),
+        ({"prompt": "2 + 2?", "answers": [{"answer": "4", "rank": 1}], "turns": 1}, "an object of `answers`"),
+        ({"system": "SYSTEM: Be brief.", "chat": "USER: 2 + 2?\n\nASSISTANT: 4"}, "{text: chat}"),
+        ({"trajectory": [USER, ANSWER, RESULT], "tools": "[]"}, "{conversations: trajectory}"),
+        ({"input": "2 + 2?", "output": "Add: 4", "solution": "4"}, "dataset_format: question_answer"),
+        ({"query": "2 + 2?", "answers": "[]", "tools": '[{"name": "add"}]'}, "write at least one function call"),
         ({"system": "Be brief.", "prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, r"{question: prompt}"),
         ({"message_id": "1", "parent_id": None, "text": "Hi", "role": "prompter"}, "join the messages of each"),
         ({"problem": "2 + 2?", "solution": "Add: 4", "answer": "4", "source": "x"}, "dataset_format: question_answer"),
         ({"question": "2 + 2?", "choices": ["3", "4"], "answer": 1}, "write it as a string"),
+        ({"question": "2 + 2?", "context": {"title": ["x"]}, "answer": "4"}, "{context: null}"),
     ],
-    ids=["openchat", "prompts", "arena", "truthy-dpo", "oasst1", "NuminaMath 1.5", "MMLU"],
+    ids=[
+        "openchat",
+        "prompts",
+        "arena",
+        "Nectar",
+        "glaive",
+        "SWE-rebench",
+        "OpenCodeReasoning",
+        "xlam-irrelevance",
+        "truthy-dpo",
+        "oasst1",
+        "NuminaMath 1.5",
+        "MMLU",
+        "HotpotQA",
+    ],
 )
 def test_other_public_row_is_refused_with_a_remedy(raw: dict[str, Any], remedy: str) -> None:
     with pytest.raises(DataError) as refused:
         detect_and_convert(raw)
     (problem,) = refused.value.problems
     assert remedy in str(problem.remedy)
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_chat_with_an_answer_of_its_own_beside_a_pair_is_refused(column: str) -> None:
+    with pytest.raises(DataError, match=rf"`{column}` ends with an answer .*\n.*{column}: null"):
+        detect_and_convert({column: [USER, ANSWER], "chosen": "4", "rejected": "5"}, "preference")
 
 
 def test_other_spellings_are_read_if_the_layout_is_declared() -> None:

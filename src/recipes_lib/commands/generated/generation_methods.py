@@ -238,10 +238,9 @@ def read_source(method: Method) -> tuple[list[SourceRow], str]:
     # Any seed may be drawn; prompts and documents are used in order.
     limit = None if reads == "seeds" else config.num_candidates
     for number, entry in enumerate(islice(source.rows(), limit)):
-        if isinstance(entry, Problem):
-            problems.append(entry)
-            continue
         with collect_problems(problems):
+            if isinstance(entry, Problem):
+                raise DataError(entry)
             rows.append(_read_row(entry.columns, number, entry.where, reads))
     raise_problems(problems, config.dataset_name)
     if not rows:

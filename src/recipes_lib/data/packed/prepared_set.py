@@ -445,8 +445,7 @@ class PreparedRows:
     @property
     def typical_length(self) -> int:
         """Median length of a row in tokens, for estimates of the cost of attention."""
-        length: int = self.audit.length_p50
-        return length
+        return int(self.audit.length_p50)
 
 
 TrainedSet = tuple[RecipeConfig, PreparedSet]

@@ -13,7 +13,7 @@ from recipes_lib.config.schema import TokensConfig
 from recipes_lib.config.token_ids import NUM_OF_END
 from recipes_lib.data.packed.packing import Bins, Examples, LengthCounts, choose_bins, fit_to_length
 from recipes_lib.data.sources.rows import Remark, RemarkBits, find_remarked
-from recipes_lib.errors import DataError, Problem
+from recipes_lib.errors import Problem, raise_problems
 
 MAX_FRACTION_WITHOUT_TARGET = 0.01
 """Share of rows without targets above which they are an error instead of a warning."""
@@ -272,9 +272,8 @@ def refuse_errors(where: str, findings: Sequence[Finding]) -> None:
     Raises:
         DataError: There are such findings; has all of them.
     """
-    problems = [Problem(where, finding.found, finding.remedy) for finding in findings if finding.severity == "error"]
-    if problems:
-        raise DataError(*problems)
+    errors = [finding for finding in findings if finding.severity == "error"]
+    raise_problems([Problem(where, error.found, error.remedy) for error in errors], where)
 
 
 def _check_targets(split: str, audit: SplitAudit) -> Finding:

@@ -18,7 +18,7 @@ from recipes_lib.data.sources.hub_datasets import is_saved, load_hub, load_saved
 from recipes_lib.data.sources.local_files import READERS, choose_config, find_suffix, load_files, read_card
 from recipes_lib.data.sources.readers import TextDocuments
 from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
-from recipes_lib.errors import ConfigError, DataError, Problem, suggest
+from recipes_lib.errors import ConfigError, DataError, Problem, raise_problems, suggest
 
 _OF_SOURCE: Final = ("name", "config", "revision", "split", "columns", "streaming", "text_documents")
 """Keys of a mixture's entry that select its rows: the arguments of ``load_source``."""
@@ -32,7 +32,7 @@ class RenamedSource:
 
     Attributes:
         source: The underlying source.
-        columns: New name -> column of the source, or ``None`` to hide the column of that name.
+        columns: New name -> column of the source or a field of one (``a.b``); ``None`` hides the column of that name.
     """
 
     source: Source
@@ -71,16 +71,23 @@ class RenamedSource:
     def _rename(self, row: Mapping[str, Any]) -> dict[str, Any]:
         hidden = {*self.columns, *self.columns.values()}
         kept = {name: value for name, value in row.items() if name not in hidden}
-        return kept | {name: row[column] for name, column in self.columns.items() if column and column in row}
+        return kept | {name: _find(row, column) for name, column in self.columns.items() if column}
 
     def _refuse_missing(self, row: RawRow) -> None:
         problems = []
         for name, column in self.columns.items():
-            if column is not None and column not in row.columns:
+            if column is not None and column not in row.columns and _find(row.columns, column) is None:
                 remedy = suggest(column, row.columns, f"name one of {', '.join(row.columns)}")
                 problems.append(Problem(row.where, f"dataset_columns.{name}: there is no column `{column}`", remedy))
-        if problems:
-            raise DataError(*problems)
+        raise_problems(problems, row.where)
+
+
+def _find(row: Mapping[str, Any], column: str) -> Any:
+    """Return the value of a column, or of a field of its object (``reward_model.ground_truth``); ``None`` without."""
+    value: Any = row
+    for key in [column] if column in row else column.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def load_source(

@@ -82,7 +82,8 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
     plain = list(cased.values())
     matches, renamed = _match(plain), {}
     if not matches or declared not in ("auto", *matches):
-        renamed = _find_renamed(plain, _SPELLINGS | (_CALL_SPELLINGS if "tools" in plain else {}))
+        # Beside `tools`, `answers` are function calls, as in xlam.
+        renamed = _find_renamed(plain, _SPELLINGS | ({"answers": "answer"} if "tools" in plain else {}))
         if "role" in plain or len(renamed) > 1:  # The content of a message, or beside a question or answer.
             renamed.pop("content", None)
         matches = _match(renamed.get(name, name) for name in plain)
@@ -92,22 +93,23 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
     named = {column: renamed.get(name, name) for column, name in cased.items()}
     if declared == "auto":
         matches = _drop_lesser({name: raw[column] for column, name in named.items()}, matches)
-        if matches == ["question_answer"]:
+        if matches in (["question_answer"], []):
             _refuse_several_answers(list(named.values()), where)
     else:
         if declared not in matches:
             missing = [column for column in _LAYOUTS[declared].required if column not in plain]
             found = f"the `{declared}` layout needs {_quote(missing)}; found {_quote(present)}"
-            raise DataError(Problem(where, found, f"rename the columns, or change `dataset_format: {declared}`"))
+            raise DataError(Problem(where, found, _suggest(raw, present, _RENAMING)))
         matches = [declared]
     if len(matches) > 1:
         found = " and ".join(f"`{name}` ({', '.join(_LAYOUTS[name].required)})" for name in matches)
-        fix = " or ".join(f"`dataset_format: {name}`" for name in matches)
-        raise DataError(Problem(where, f"the columns match several layouts: {found}", f"set {fix}"))
+        remedy = "set " + " or ".join(f"`dataset_format: {name}`" for name in matches)
+        raise DataError(Problem(where, f"the columns match several layouts: {found}", remedy))
     if not matches:
-        raise _describe_unknown(raw, present, where)
-    layout = _LAYOUTS[matches[0]]
-    written = {name: column for column, name in named.items()}
+        known = "; ".join(" + ".join(layout.required) for layout in _LAYOUTS.values())
+        remedy = _suggest(raw, present, f"name them with `dataset_columns`, or convert the rows, to one of: {known}")
+        raise DataError(Problem(where, f"the columns match no layout: {_quote(present)}", remedy))
+    layout, written = _LAYOUTS[matches[0]], {name: column for column, name in named.items()}
     meant = [written.get(name, name) for name in (*layout.required, *layout.optional)]
     read = tuple(column for column in meant if column in raw)
     renamed = {column: name for column, name in named.items() if column in read and column != name}
@@ -116,13 +118,12 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
     return RowFormat(matches[0], tuple(spelled[column] for column in read), ignored, renamed)
 
 
-def _describe_unknown(raw: Raw, present: list[str], where: str) -> DataError:
-    """Return the error of columns that match no layout; if one of them has a chat, the remedy names it."""
-    known = "; ".join(" + ".join(layout.required) for layout in _LAYOUTS.values())
-    remedy = f"rename them, or map them with `dataset_columns`, to one of: {known}"
-    if len(chats := [column for column in present if _ends_answered(raw[column])]) == 1:
-        remedy = f"write `dataset_columns: {{conversations: {chats[0]}}}`"
-    return DataError(Problem(where, f"the columns match no layout: {_quote(present)}", remedy))
+def _suggest(raw: Raw, present: list[str], usual: str) -> str:
+    """Return the first remedy of ``_REMEDIES`` that is for exactly one unknown column, otherwise ``usual``."""
+    for remedy, is_meant in _REMEDIES.items():
+        if len(meant := [column for column in present if column not in COLUMNS and is_meant(raw[column])]) == 1:
+            return remedy.format(meant[0])
+    return usual
 
 
 def _judge(entry: RawRow) -> Raw:
@@ -137,11 +138,11 @@ def _judge(entry: RawRow) -> Raw:
             given = raw[verdict]
             if isinstance(given, str) and _WHOLE_NUMBER.fullmatch(given):  # A cell of a CSV file.
                 given = int(given)
-            names = {name: "chosen" if given in wins else "rejected" for name, wins in answers.items()}
+            names = {question: "question"}
+            names |= {name: "chosen" if given in wins else "rejected" for name, wins in answers.items()}
             if "chosen" not in names.values():
                 remedy = "remove such rows, or set `broken_rows: drop` and `max_broken_fraction`"
                 raise DataError(Problem(entry.where, f"`{verdict}` is {raw[verdict]!r}: no answer is better", remedy))
-            names[question] = "question"
             return {names.get(column, column): value for column, value in raw.items()}
     return raw
 
@@ -174,8 +175,9 @@ def _name_optional(column: str, layout: DatasetFormat) -> str:
 def _drop_lesser(raw: Raw, matches: list[DatasetFormat]) -> list[DatasetFormat]:
     """Drop matching layouts whose columns only repeat, or belong to, another matching layout."""
     lesser = set(_FALLBACKS) if set(matches) - set(_FALLBACKS) else set()
-    if "preference" in matches and "sharegpt" in matches and not _ends_answered(raw["conversations"]):
-        lesser.add("sharegpt")  # The conversation before LLaMA-Factory's pairs of answers.
+    if "preference" in matches:  # The chat before the answers, as in LLaMA-Factory's pairs.
+        chats = {"sharegpt": "conversations", "messages": "messages"}
+        lesser |= {name for name in matches if name in chats and _find_roles(raw[chats[name]])[-1:] != ["assistant"]}
     if "alpaca" in matches and "text" in matches:
         written = [str(raw[column]) for column in ("instruction", "output")]
         if all(part in str(raw["text"]) for part in written):
@@ -189,16 +191,16 @@ def _refuse_several_answers(present: Sequence[str], where: str) -> None:
     Raises:
         DataError: There are several.
     """
-    others = [column for column in present if _SPELLINGS.get(column) == "answer"]
-    if "answer" in present and others:
-        remedy = "set `dataset_format: question_answer`; to use another column, also `dataset_columns: {answer: ...}`"
-        raise DataError(Problem(where, f"each of {_quote(['answer', *others])} may be the answer to train on", remedy))
+    answers = [column for column in present if _SPELLINGS.get(column, column) == "answer"]
+    if answers[1:]:
+        remedy = "set `dataset_format: question_answer`, and name the meant one: `dataset_columns: {answer: ...}`"
+        raise DataError(Problem(where, f"each of {_quote(answers)} may be the answer to train on", remedy))
 
 
-def _ends_answered(conversations: object) -> bool:
-    last = conversations[-1] if isinstance(conversations, (list, tuple)) and conversations else None
-    role = last.get("from", last.get("role")) if isinstance(last, Mapping) else None
-    return ROLES.get(str(role).lower()) == "assistant"
+def _find_roles(turns: object) -> list[str]:
+    """Return the role of each object in a list, an empty one if it has none."""
+    items = [turn for turn in turns if isinstance(turn, Mapping)] if isinstance(turns, (list, tuple)) else []
+    return [ROLES.get(str(turn.get("from", turn.get("role"))).lower(), "") for turn in items]
 
 
 def canonicalize(entry: RawRow, row_format: RowFormat, *, needs_answer: bool = True) -> Row:
@@ -227,8 +229,8 @@ def canonicalize(entry: RawRow, row_format: RowFormat, *, needs_answer: bool = T
         if row_format.name != "preference":
             _refuse_labelled(raw, is_answer="answer" in renamed.values())
         fields = _LAYOUTS[row_format.name].read(raw)
+        refuse_media(raw, fields)
         if "messages" in fields:
-            refuse_media(raw, fields["messages"])
             if needs_answer:
                 check_answered(fields["messages"], _LAYOUTS[row_format.name].required[0])
             fields["messages"], fields["untrained"] = split_marks(fields["messages"])
@@ -286,7 +288,8 @@ def read_question(raw: Raw) -> dict[str, Any] | None:
 
 def _read_answer(raw: Raw, *, question: tuple[str, ...], answer: str) -> dict[str, Any]:
     prompt, value = _read_question(raw, *question), _take(raw, answer)
-    if raw.get("tools") and (isinstance(value, (list, tuple)) or OBJECTS.match(str(value))):
+    is_list = isinstance(value, (list, tuple)) or OBJECTS.match(str(value)) or str(value).strip() == "[]"
+    if raw.get("tools") and is_list:
         answers = clean_messages([{"role": FUNCTION_CALL, "content": value}], answer)
     else:
         answers = [_build_answer(check_answer(value, f"`{answer}`"))]
@@ -298,6 +301,10 @@ def _read_question(raw: Raw, column: str, *contexts: str) -> list[Message]:
     if isinstance(_take(raw, column), (list, tuple, Mapping)):
         return _put_system_first(raw, clean_messages(raw[column], column))
     columns = [column, *(context for context in contexts if raw.get(context) is not None)]
+    for name in columns[1:]:
+        if not isinstance(raw[name], str):
+            remedy = f"write it as a string, or ignore it: `dataset_columns: {{{name}: null}}`"
+            raise RowError(f"`{name}` is {describe(raw[name])}, not a string", remedy)
     question = "\n".join(filter(None, (check_text(_take(raw, name), f"`{name}`") for name in columns)))
     if not question:
         empty = " and ".join(f"`{name}`" for name in columns)
@@ -334,8 +341,10 @@ def _read_preference(raw: Raw) -> dict[str, Any]:
     values = {column: _take(raw, column) for column in ("chosen", "rejected")}
     if values["chosen"] == values["rejected"]:
         raise RowError("`chosen` and `rejected` are the same", "remove the row: it has no preference")
-    _check_same_kind(**values)
     prompt, are_texts = raw.get("prompt"), isinstance(values["chosen"], str)
+    if are_texts != isinstance(values["rejected"], str):
+        found = ", ".join(f"`{name}` is {describe(value)}" for name, value in values.items())
+        raise RowError(found, "write both as strings or both as lists of messages")
     chosen, rejected = (_read_turns(value, column) for column, value in values.items())
     # A string `prompt` with string answers is plain text. Answers of several turns are complete chats; they include the
     # prompt, which a text column may repeat.
@@ -358,11 +367,11 @@ def _read_shared_prompt(raw: Raw) -> list[Message] | None:
     """The chat that both answers continue, from separate columns; ``None`` if the row has no such column."""
     if raw.get("prompt") is not None:
         return _read_question(raw, "prompt")
-    if raw.get("conversations") is not None:
-        turns = clean_messages(raw["conversations"], "conversations")
+    if column := next((name for name in ("conversations", "messages") if raw.get(name) is not None), None):
+        turns = clean_messages(raw[column], column)
         if turns[-1]["role"] == "assistant":
-            found = "`conversations` ends with an answer of its own beside `chosen` and `rejected`"
-            raise RowError(found, "end it with the question, or leave the column out")
+            found = f"`{column}` ends with an answer of its own beside `chosen` and `rejected`"
+            raise RowError(found, f"end it with the question, or hide it: `dataset_columns: {{{column}: null}}`")
         return _put_system_first(raw, turns)
     # `input` is the context of an instruction (Alpaca), or without one the question itself (distilabel's Orca pairs).
     for columns in (("question",), ("instruction", "input"), ("input",)):
@@ -386,8 +395,7 @@ def _read_text_pair(raw: Raw, prompt: object, chosen: str, rejected: str) -> dic
 def _refuse_unread_chat(raw: Raw, chosen: str) -> None:
     """Raise for a list of turns under an unknown name: both answers continue it, and do not repeat it as texts."""
     for column, value in {} if _ASSISTANT in chosen else raw.items():
-        turn = value[0] if isinstance(value, (list, tuple)) and value else None
-        if isinstance(turn, Mapping) and {"from", "role"} & turn.keys():
+        if any(_find_roles(value)):
             found = f"`{column}` may be the chat that `chosen` and `rejected` continue"
             raise RowError(found, f"write `dataset_columns: {{conversations: {column}}}`, or remove the column")
 
@@ -511,12 +519,6 @@ def _take(raw: Raw, column: str) -> Any:
     return value
 
 
-def _check_same_kind(**columns: object) -> None:
-    if len({isinstance(value, str) for value in columns.values()}) > 1:
-        found = ", ".join(f"`{name}` is {describe(value)}" for name, value in columns.items())
-        raise RowError(found, "write both as strings or both as lists of messages")
-
-
 def _quote(columns: list[str]) -> str:
     return ", ".join(f"`{column}`" for column in columns) or "none with a value"
 
@@ -544,7 +546,7 @@ _LAYOUTS: Final[Mapping[DatasetFormat, _Layout]] = {
     "question_answer": _build_layout("question", "answer", "context"),
     "preference": _Layout(
         ("chosen", "rejected"),
-        ("prompt", "conversations", "question", "instruction", "input", "margin", *_QUESTION_EXTRAS),
+        ("prompt", "conversations", "messages", "question", "instruction", "input", "margin", *_QUESTION_EXTRAS),
         _read_preference,
     ),
 }
@@ -561,21 +563,33 @@ _SPELLINGS: Final = {
 """Other spelling of a column -> the layout's column; applied only if the columns match no layout as they are."""
 _SYSTEM_SPELLINGS: Final = {"system_prompt": "system"}
 """The same in every layout."""
-_CALL_SPELLINGS: Final = {"answers": "answer"}
-"""The same beside a column ``tools``: a list of function calls, as in xlam."""
 _WHOLE_NUMBER: Final = re.compile(r"\s*[+-]?\d{1,9}\s*")
-_VERDICTS: Final[Mapping[str, tuple[str, Mapping[str, Sequence[int]]]]] = {
+_VERDICTS: Final[Mapping[str, tuple[str, Mapping[str, Sequence[object]]]]] = {
     "labels": ("history", {"human_ref_A": (1,), "human_ref_B": (0,)}),  # SHP
     "better_response_id": ("prompt", {"response_0": (0,), "response_1": (1,)}),  # PKU-SafeRLHF
     "preference_strength": ("prompt", {"response_1": range(-3, 0), "response_2": range(1, 4)}),  # HelpSteer2
     "overall_preference": ("context", {"response1": range(-3, 0), "response2": range(1, 4)}),  # HelpSteer3
+    "winner": ("conversation_a", {"conversation_a": ("model_a",), "conversation_b": ("model_b",)}),  # Chatbot Arena
 }
-"""Column with a verdict -> column of the question, and each answer with the verdicts by which it is the better one."""
+"""Column with a verdict -> column of the question, which may be in an answer, and verdicts for which each is better."""
+
+
+_RENAMING: Final = "name them with `dataset_columns`; convert answers with scores to pairs; or change `dataset_format`"
+_REMEDIES: Final[Mapping[str, Callable[[object], bool]]] = {
+    "write `dataset_columns: {{conversations: {}}}`": lambda value: "assistant" in _find_roles(value),
+    "convert the rows: write an object of `{}` as `answer`, or two as `chosen` and `rejected`": (
+        lambda value: set(_find_roles(value)) == {""}
+    ),
+    "convert the dialogue in `{0}` to `messages`, or train on its text: `dataset_columns: {{text: {0}}}`": (
+        lambda value: "assistant:" in str(value).lower()
+    ),
+}
+"""Remedy -> whether a column of an unknown name has what it is for: a chat, scored answers, a dialogue."""
 _FALLBACKS: Final[tuple[DatasetFormat, ...]] = ("dolly", "question_answer")
 """Layouts whose columns also occur as additional columns of other layouts; considered only if no other one matches."""
 
 COLUMNS: Final = frozenset(
     {column for layout in _LAYOUTS.values() for column in (*layout.required, *layout.optional)}
-    | {"label", "kto_tag", "role", *MEDIA, *_SPELLINGS, *_SYSTEM_SPELLINGS}
+    | {"label", "kto_tag", "role", "tests", *MEDIA, *_SPELLINGS, *_SYSTEM_SPELLINGS}
 )
 """All columns that have a meaning: the valid keys of ``dataset_columns``."""

@@ -135,6 +135,8 @@ def _keep_encoded(feature: Any) -> Any:
     """Return a feature of ``datasets`` that does not decode media, which is slow and needs further packages."""
     import datasets
 
+    if isinstance(feature, dict):
+        return {name: _keep_encoded(field) for name, field in feature.items()}
     if isinstance(feature, datasets.List):
         return datasets.List(_keep_encoded(feature.feature), length=feature.length)
     return replace(feature, decode=False) if getattr(feature, "decode", None) is True else feature
@@ -145,11 +147,8 @@ def _describe_failure(name: str, error: Exception) -> DataError:
     remedy = next((remedy for words, remedy in _REMEDIES if any(word in message for word in words)), _REMEDY)
     if isinstance(error, ConnectionError):
         remedy = "go online (HF_HUB_OFFLINE=0), pin a commit that is cached, or name a local file or folder"
-    return DataError(Problem(name, f"cannot be loaded from the Hub: {_first_line(error)}", remedy))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    reason = message.strip().partition("\n")[0] or type(error).__name__
+    return DataError(Problem(name, f"cannot be loaded from the Hub: {reason}", remedy))
 
 
 _REMEDIES: Final = (

@@ -29,7 +29,7 @@ from recipes_lib.data.sources.readers import (
     read_text,
 )
 from recipes_lib.data.sources.rows import Entry
-from recipes_lib.errors import DataError, Problem
+from recipes_lib.errors import DataError, Problem, raise_problems
 from recipes_lib.files import hash_file, is_inside, read_record, replace_record
 
 _JSON_LINES: Final = partial(read_json, may_be_document=False)
@@ -102,8 +102,7 @@ class FileSource:
                 problems += error.problems
             except (OSError, EOFError, lzma.LZMAError) as error:
                 problems.append(_describe_failure(label, path, error))
-        if problems:
-            raise DataError(*problems)
+        raise_problems(problems, self.name)
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the files' bytes, in order, and of what determines how they are read.

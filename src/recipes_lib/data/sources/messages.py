@@ -33,8 +33,12 @@ _CHATS: Final = ("messages", "conversations")
 TRAIN: Final = "train"
 """Key of cleaned turns that are excluded from the loss, with the value False; ``split_marks`` removes it."""
 
-_PAIR: Final = {"system": "system", "input": "user", "output": "assistant"}
-"""Key of a question with its answer, as in Capybara and XTuner's data -> role of the turn."""
+_PAIR: Final = {
+    "system": "system",
+    **dict.fromkeys(("input", "human", "user"), "user"),
+    **dict.fromkeys(("output", "assistant"), "assistant"),
+}
+"""Key of a question with its answer, as in Capybara, XTuner's data and MOSS -> role of the turn."""
 
 _MARKS: Final = ("weight", "train", "training", "loss")
 """Keys that include a turn in the loss or exclude it: OpenAI's ``weight``, 0 or 1; booleans of axolotl and ms-swift."""
@@ -72,6 +76,13 @@ class RowError(Exception):
         super().__init__(found)
         self.found = found
         self.remedy = remedy
+
+
+class Arguments(dict[str, Any]):
+    """Arguments of a tool call: an object; where a chat template joins it to text, as DeepSeek's do, its JSON."""
+
+    def __radd__(self, text: str) -> str:
+        return text + json.dumps(self, ensure_ascii=False)
 
 
 def describe(value: object) -> str:
@@ -149,8 +160,10 @@ def clean_messages(value: object, column: str) -> list[Message]:
     if column in _CHATS and value[1:] and all(isinstance(turn, str) and not turn.startswith("{") for turn in value):
         roles = cycle(("user", "assistant"))
         value = [{"role": role, "content": turn} for role, turn in zip(roles, value, strict=False)]
-    elif column in _CHATS and all(isinstance(turn, Mapping) and {"input", "output"} <= turn.keys() for turn in value):
-        written = [(turn.get(key), role) for turn in value for key, role in _PAIR.items()]
+    elif column in _CHATS and all(
+        isinstance(turn, Mapping) and {"user", "assistant"} <= set(map(_PAIR.get, turn)) for turn in value
+    ):
+        written = [(turn[key], role) for turn in value for key, role in _PAIR.items() if key in turn]
         value = [{"role": role, "content": content} for content, role in written if content or role != "system"]
     return [_clean_message(message, f"{column}[{turn}]") for turn, message in enumerate(value)]
 
@@ -193,15 +206,15 @@ def check_answered(messages: Iterable[Message], column: str) -> None:
         raise RowError(f"`{column}` has no assistant turn: nothing to train on", "add the answer, or remove the row")
 
 
-def refuse_media(raw: Mapping[str, Any], messages: Sequence[Message]) -> None:
-    """Raise for a chat about images or sound: without these, its answers would be trained on as guesses.
+def refuse_media(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    """Raise for a row about images or sound: without these, its answers would be trained on as guesses.
 
     Raises:
-        RowError: The row has a column of media, and a message has a placeholder for one.
+        RowError: The row has a column of media, and one of its canonical ``fields`` has a placeholder for one.
     """
     column = next((column for column in MEDIA if raw.get(column)), None)
-    if column and any(mark in str(message.get("content")) for message in messages for mark in _MEDIA_MARKS):
-        found = f"the messages refer to `{column}`, and only text is trained on"
+    if column and any(mark in str(fields) for mark in _MEDIA_MARKS):
+        found = f"the text refers to `{column}`, and only text is trained on"
         raise RowError(found, f"remove such rows; or write `dataset_columns: {{{column}: null}}` to train on the text")
 
 
@@ -251,15 +264,12 @@ def _take_marks(message: dict[str, Any], role: str, place: str) -> bool:
 
 
 def _check_content(message: Message, place: str) -> None:
-    content, is_assistant = message.get("content"), message["role"] == "assistant"
-    if is_assistant and "tool_calls" in message:  # May be empty beside tool calls.
-        check_text(content, f"{place}.content")
-    elif content is None:
+    content = message.get("content")
+    if content is None:
         raise RowError(f"{place}.content is missing", "write the text of the turn")
-    elif is_assistant:
-        check_answer(content, f"{place}.content")
-    else:
-        check_text(content, f"{place}.content")
+    # An answer may be empty beside tool calls.
+    check = check_answer if message["role"] == "assistant" and "tool_calls" not in message else check_text
+    check(content, f"{place}.content")
 
 
 def _clean_extras(message: dict[str, Any], place: str) -> None:
@@ -306,7 +316,7 @@ def _clean_call(call: object, place: str) -> Mapping[str, Any]:
         arguments = parse_json(arguments, f"{place}.function.arguments")
     if not isinstance(arguments, Mapping):
         raise RowError(f"{place}.function.arguments is {describe(arguments)}, not an object", "write {name: value}")
-    return check_json({**call, "function": {**function, "arguments": arguments}}, place)
+    return check_json({**call, "function": {**function, "arguments": Arguments(arguments)}}, place)
 
 
 def _parse_function_calls(value: object, place: str) -> list[Mapping[str, Any]]:

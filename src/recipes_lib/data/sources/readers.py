@@ -285,8 +285,8 @@ def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER: Final = json.JSONDecoder(object_pairs_hook=_build_object)
-_LINE_REMEDY: Final = "write one JSON object a line, as json.dumps(row) does"
-_DOCUMENT_REMEDY: Final = "write the file with json.dump(rows, file), or one JSON object a line"
+_LINE_REMEDY: Final = "write one JSON object a line, as json.dumps(row) does, and no comments"
+_DOCUMENT_REMEDY: Final = "write the file with json.dump(rows, file), or one JSON object a line; JSON has no comments"
 
 
 _MAX_CELL_CHARACTERS: Final = 1 << 28  # The default of the csv module, 131,072, is less than a long document.
@@ -382,7 +382,7 @@ def read_parquet(file: BufferedReader, name: str, groups: range | None = None) -
             for columns in batch.to_pylist():
                 yield RawRow(f"{name} row {index}", index, spell_as_json(columns))
                 index += 1
-    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+    except (pa.ArrowException, OSError, ValueError, OverflowError, LookupError) as error:
         found = f"not a whole Parquet file: {str(error).partition(chr(10))[0]}"
         raise DataError(Problem(name, found, "write or download it again")) from None
 
@@ -404,7 +404,7 @@ def read_arrow(file: BufferedReader, name: str) -> Iterator[Entry]:
         _check_header(reader.schema.names, name)
         batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
         yield from read_batches(batches, reader.schema, name)
-    except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
+    except (pa.ArrowException, OSError, ValueError, OverflowError, LookupError, MemoryError) as error:
         reason = str(error).partition("\n")[0] or "it states a length beyond the memory"
         found = f"not a whole Arrow file: {reason}"
         raise DataError(Problem(name, found, "write it again, with `save_to_disk` or pyarrow")) from None

@@ -228,7 +228,5 @@ def describe_replay(config: RecipeConfig, order: ReplayOrder, replayed: Prepared
 def find_replay_warning(record: Mapping[str, Any]) -> list[str]:
     """Return a warning if replayed rows are repeated too often; ``record`` is ``PreparedRows.record``."""
     passes = record.get("replay", {}).get("passes_per_epoch", 0.0)
-    if passes <= MAX_EPOCHS:
-        return []
     found = f"replayed rows are read {passes:.1f} times an epoch"
-    return [f"{found}; beyond {MAX_EPOCHS} repeated tokens improve the model little"]
+    return [f"{found}; beyond {MAX_EPOCHS} repeated tokens improve the model little"] if passes > MAX_EPOCHS else []
