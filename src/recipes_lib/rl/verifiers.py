@@ -14,41 +14,41 @@ from recipes_lib.sandbox import run_program
 
 Completion = str | Sequence[dict[str, Any]]
 """Answer as passed to a reward function: a text, or a chat of one message."""
+Accepted = str | float | None | list[str] | list[float]
+"""Right answer of a row, or a list of all that are accepted, as in Natural Questions."""
 SECONDS_TO_RUN: Final = 10.0
 """Time limit in seconds of wall time for a program with its tests."""
 _CODE: Final = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 """Fenced blocks of any language: if some were skipped, their closing fences would be read as opening ones."""
 
 
-def exact_match(
-    *, completions: Sequence[Completion], solution: Sequence[str | float | None], **_: Any
-) -> list[float | None]:
-    """Return 1 if an answer equals the row's ``solution`` up to surrounding white space, else 0.
+def exact_match(*, completions: Sequence[Completion], solution: Sequence[Accepted], **_: Any) -> list[float | None]:
+    """Return 1 if an answer equals the row's ``solution``, or one in its list, up to surrounding white space, else 0.
 
     The number 7.0 equals ``7`` too. Rows without a solution give ``None``; so do blank ones, which would reward empty
     answers.
     """
-    wanted = [_write(value).strip() for value in solution]
-    # One fraction in a column makes floats of all its integers.
-    shorter = [
-        text.removesuffix(".0") if isinstance(value, float) else text
-        for text, value in zip(wanted, solution, strict=True)
-    ]
-    given = [_read_text(completion).strip() for completion in completions]
-    return [float(g in (w, s)) if w else None for g, w, s in zip(given, wanted, shorter, strict=True)]
+    scores: list[float | None] = []
+    for completion, accepted in zip(completions, solution, strict=True):
+        texts = {_write(value).strip(): value for value in _list_accepted(accepted)}
+        # One fraction in a column makes floats of all its integers.
+        wanted = texts.keys() | {text.removesuffix(".0") for text, value in texts.items() if isinstance(value, float)}
+        wanted -= {""}
+        scores.append(float(_read_text(completion).strip() in wanted) if wanted else None)
+    return scores
 
 
-def final_number(
-    *, completions: Sequence[Completion], answer: Sequence[str | float | None], **_: Any
-) -> list[float | None]:
-    """Return 1 if the final number of an answer equals that of the row's ``answer``, else 0.
+def final_number(*, completions: Sequence[Completion], answer: Sequence[Accepted], **_: Any) -> list[float | None]:
+    """Return 1 if the final number of an answer equals that of the row's ``answer``, or of one in its list, else 0.
 
     The column is a text as in GSM8K, or a number; rows without a number give ``None``. ``read_final_number`` defines
     the final number.
     """
-    wanted = [read_final_number(_write(value)) for value in answer]
-    given = [read_final_number(_read_text(completion)) for completion in completions]
-    return [None if w is None else float(g == w) for g, w in zip(given, wanted, strict=True)]
+    scores: list[float | None] = []
+    for completion, accepted in zip(completions, answer, strict=True):
+        wanted = {read_final_number(_write(value)) for value in _list_accepted(accepted)} - {None}
+        scores.append(float(read_final_number(_read_text(completion)) in wanted) if wanted else None)
+    return scores
 
 
 def python_tests(
@@ -75,6 +75,10 @@ def read_program(text: str) -> str:
     """Return the last fenced block of an answer, or the whole answer without a block."""
     blocks: list[str] = _CODE.findall(text)
     return blocks[-1] if blocks else text
+
+
+def _list_accepted(value: Accepted) -> Sequence[str | float | None]:
+    return value if isinstance(value, list | tuple) else [value]
 
 
 def _write(value: str | float | None) -> str:
