@@ -80,6 +80,11 @@ class Stage:
     swept: Mapping[str, str] = field(default_factory=dict)
     about: str = ""
 
+    @property
+    def has_given_config(self) -> bool:
+        """Whether no earlier stage writes the configuration."""
+        return self.argv[:1] != ["--config"] or find_shipped(Path(self.argv[1])) in self.files
+
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
