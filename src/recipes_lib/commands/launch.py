@@ -160,12 +160,11 @@ def main(argv: Sequence[str]) -> int:
     variables = [f"{name}={value}" for name, value in pipeline.items()] if options.pipeline_stages > 1 else []
     line = shlex.join([*variables, *command])
     sys.stderr.write(f"{machines.source}, {num_processes} process{'es' * (num_processes != 1)} by {file}:\n{line}\n")
-    if options.dry_run:
-        return EXIT_DONE
-    _verify_port(machines)
-    expect_launch(launch)
-    _execute(command, is_alone=document["distributed_type"] == "NO")
-    raise AssertionError("exec replaced the process")
+    if not options.dry_run:
+        _verify_port(machines)
+        expect_launch(launch)
+        _execute(command, is_alone=document["distributed_type"] == "NO")
+    return EXIT_DONE
 
 
 def _verify_num_machines(file: Path, document: dict[str, Any], machines: Machines, options: argparse.Namespace) -> None:

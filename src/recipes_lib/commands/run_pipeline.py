@@ -293,7 +293,7 @@ def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | 
             the GPU is unknown.
     """
     rows, plans, problems = [("stage", "GPUs", "GB each", "hours", "cost")], dict[str, StagePlan](), list[Problem]()
-    unknown = set[str]()
+    unplanned = set[str]()
     with _using_placeholders(path) as (placeholder, put_output):
         outputs = {stage.name: stage.output for stage in placeholder.stages}
         for stage in placeholder.stages:
@@ -303,8 +303,8 @@ def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | 
             shapes = [file for need in stage.needs if (file := outputs[need] / "config.json").is_file()]
             if is_placeholder and stage.command in ("export", "merge") and shapes:
                 shutil.copy(shapes[0], stage.output)
-            elif stage.recipe not in RECIPE_NAMES or not stage.has_given_config or models & unknown:
-                unknown |= {str(stage.output)} if is_placeholder else set()
+            elif stage.recipe not in RECIPE_NAMES or not stage.has_given_config or models & unplanned:
+                unplanned |= {str(stage.output)} if is_placeholder else set()
             else:
                 with _naming_problems(stage.name, problems):
                     plans[stage.name] = _plan(stage, gpu, num_processes, writes_config=is_placeholder)
