@@ -186,8 +186,7 @@ class _Progress:
             say(f"{stage.name}: {missing}")
         spent = (parse_number(before.get("seconds")) or 0.0) if is_same else 0.0
         entry: dict[str, Any] = {"fingerprint": self.prints[stage.name], "output": place}
-        # Wall-clock time, which modification times of files are compared with.
-        began = time.time()
+        began, record = time.monotonic(), _stamp_record(stage.output)
         # Before the start: after a kill, the record shows that the output is of this command and can be resumed.
         self._write(stage, entry | {"status": "running", "seconds": spent})
         code: int | None = None
@@ -195,13 +194,14 @@ class _Progress:
             words = [*self.launcher, *stage.words] if stage.launch else stage.words
             code = run_child(words, self.pipeline.environment, self.locks)
             # torchrun and accelerate return 1 for every failure of a process; `run.json` has the cause.
-            if code == EXIT_BUG and stage.launch:
-                code = _read_end(stage.output, began)
+            # An unchanged record is of an earlier start: the run failed before it wrote its own.
+            if code == EXIT_BUG and stage.launch and _stamp_record(stage.output) != record:
+                code = next((end for end, name in STATUSES.items() if name == _read_status(stage.output)), EXIT_BUG)
         except PreemptedError:
             code = EXIT_DONE
             raise
         finally:
-            entry["seconds"] = round(spent + time.time() - began, 1)
+            entry["seconds"] = round(spent + time.monotonic() - began, 1)
             if code == EXIT_DONE:
                 entry |= {"status": "done", "files": _list_files(stage.output)}
             else:
@@ -282,12 +282,10 @@ def _list_files(output: Path) -> dict[str, int | None] | None:
     return files
 
 
-def _read_end(output: Path, began: float) -> int:
-    """Return the exit code of the status that a run has recorded since ``began``; ``EXIT_BUG`` without a record."""
+def _stamp_record(output: Path) -> int | None:
+    """Return the time of the last change of ``run.json``, by the clock of its file system; ``None`` without one."""
     record = output / "run.json"
-    # An older record is of an earlier start: the run failed before it wrote its own.
-    status = _read_status(output) if record.is_file() and record.stat().st_mtime >= began else None
-    return next((code for code, name in STATUSES.items() if name == status), EXIT_BUG)
+    return record.stat().st_mtime_ns if record.is_file() else None
 
 
 def _read_status(output: Path) -> Any:
