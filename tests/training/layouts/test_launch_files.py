@@ -199,7 +199,11 @@ def test_malformed_launch_file_is_refused(text: str, words: str, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("kind", "remedy"),
-    [("MULTI_CPU", "did you mean MULTI_GPU"), ("fsdp", "did you mean FSDP"), ("XLA", "write one of NO, MULTI_GPU")],
+    [
+        ("MULTI_CPU", "take accelerate_configs/cpu_ddp.yaml"),
+        ("fsdp", "did you mean FSDP"),
+        ("XLA", "write one of NO, MULTI_GPU"),
+    ],
 )
 def test_unsupported_distributed_type_is_refused(kind: str, remedy: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"

@@ -506,10 +506,10 @@ def read_launch_file(path: Path) -> dict[str, Any]:
     if not isinstance(document["distributed_type"], str):
         found = f"{document['distributed_type']!r} is not a string: without quotes YAML takes NO for false"
         raise ConfigError(Problem(f"{path}: distributed_type", found, "quote it: distributed_type: 'NO'"))
-    if document["distributed_type"] not in _KINDS:
-        found, usual = f"{document['distributed_type']!r} is not supported", _KINDS[:4]
-        remedy = suggest(document["distributed_type"].upper(), usual, f"write one of {', '.join(usual)}", "{}")
-        raise ConfigError(Problem(f"{path}: distributed_type", found, remedy))
+    if (kind := document["distributed_type"]) not in _KINDS:
+        remedy = suggest(kind.upper(), _KINDS[:4], f"write one of {', '.join(_KINDS[:4])}", "{}")
+        remedy = f"take {LAUNCH_FILES}/cpu_ddp.yaml" if kind == "MULTI_CPU" else remedy
+        raise ConfigError(Problem(f"{path}: distributed_type", f"{kind!r} is not supported", remedy))
     for part in _PARTS:
         if not isinstance(document.get(part) or {}, dict):
             raise ConfigError(Problem(f"{path}: {part}", "it is not a mapping", f"take that of one of {LAUNCH_FILES}/"))
