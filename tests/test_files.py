@@ -214,13 +214,21 @@ def test_atomic_folder_is_renamed_after_successful_block_only(tmp_path: Path) ->
         (staging / "weights").write_text("half")
         raise ValueError
     assert list(folder.parent.iterdir()) == []
+    staging.mkdir()
+    (staging / "of-a-killed-process").touch()
     with atomic_folder(folder) as staging:
         (staging / "weights").write_text("whole")
         (staging / "weights").chmod(0o600)  # As safetensors 0.8 leaves it.
         assert not folder.exists()
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
-    assert (folder / "weights").read_text() == "whole"
+    assert [file.read_text() for file in folder.iterdir()] == ["whole"]
     readers = stat.S_IRGRP | stat.S_IROTH
     assert (folder / "weights").stat().st_mode & readers == folder.stat().st_mode & readers
     with pytest.raises(ConfigError, match="is not empty"):
         verify_empty_folder(folder)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    with atomic_folder(tmp_path / "link") as staging:
+        (staging / "weights").touch()
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "disk" / "weights").is_file()

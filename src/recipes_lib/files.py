@@ -10,13 +10,13 @@ import json
 import math
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import UnionType
 from typing import IO, Any, Final
 
@@ -186,21 +186,24 @@ def verify_empty_folder(folder: Path) -> None:
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty temporary folder beside ``folder``, which is flushed and renamed to ``folder`` after the block.
 
-    If the block raises, the temporary folder is deleted.
+    If the block raises, the temporary folder is deleted; the next call deletes that of a process that was killed.
 
     Raises:
         OSError: The folder cannot be created, or ``folder`` exists and is not empty.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as staging:
-        built = Path(staging) / folder.name
-        built.mkdir()
-        yield built
-        for file in built.rglob("*"):
+    folder = folder.resolve()  # A link keeps its place, and `.` gets a name.
+    staging = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        yield staging
+        for file in staging.rglob("*"):
             if file.is_file():
                 inherit_read_permission(file)
                 fsync(file)
-        built.replace(folder)
+        staging.replace(folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def replace_text(path: Path, text: str) -> None:

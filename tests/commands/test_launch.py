@@ -133,6 +133,17 @@ def test_flags_override_environment(compose):
     assert (args.main_process_ip, args.main_process_port) == ("head", 29500)
 
 
+def test_launch_file_of_accelerate_config_is_followed(compose, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("distributed_type: MULTI_GPU\nmixed_precision: bf16\ngpu_ids: 0,3\nnum_processes: 2\n")
+    assert compose("--hardware", str(file)).num_processes == 2
+    file.write_text("distributed_type: MULTI_GPU\nnum_machines: 2\nmachine_rank: 1\nnum_processes: 16\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml is for 2 machines: each would train a separate"):
+        compose("--hardware", str(file))
+    assert compose("--hardware", str(file), "--num_machines", "1").num_processes == 8
+    assert compose("--hardware", str(file), environment=STEP).num_machines == 4
+
+
 @pytest.mark.parametrize(("num", "name"), [(0, "cpu"), (1, "single_gpu"), (2, "ddp")])
 def test_default_launch_file_depends_on_accelerators(num, name, monkeypatch):
     monkeypatch.chdir(ROOT)

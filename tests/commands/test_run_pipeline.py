@@ -256,6 +256,21 @@ def test_plan_of_unknown_length_has_no_hours(stage: str, keys: dict[str, object]
     assert note == f"without the time of {stage}, scores"
 
 
+def test_configurations_and_models_that_commands_will_write_are_unknown(tmp_path: Path) -> None:
+    path = write_pipeline(tmp_path)
+    document = json.loads(path.read_text())
+    stages, sft = document["stages"], document["stages"]["sft"]
+    stages["keys"] = {"run": "true", "output": "${output_dir}/sft.yaml"}
+    stages["written"] = {"recipe": "sft", "config": "${keys.output}"}
+    stages["merged"] = {"command": "merge --adapter ${sft.output}"}
+    for start in ("merged", "scores", "written", "of-scores"):
+        stages[f"of-{start}"] = {**sft, "set": {**sft["set"], "model_name_or_path": f"${{{start}.output}}"}}
+    path.write_text(json.dumps(document))
+    assert run_recipes(["run", str(path), "--check", "--keys"]) == 0
+    *_, note = plan_stages(path, "H100", None, None)
+    assert note == "without the time of scores, keys, written, merged, of-scores, of-written, of-of-scores"
+
+
 def test_plan_reports_invalid_keys(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="sft: --learnin_rate"):
         plan_stages(write_pipeline(tmp_path, learnin_rate=1), "H100", None, None)

@@ -15,6 +15,7 @@ AHEAD = "use_vllm: true\nvllm_mode: server\nmax_staleness: 1"
 INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
     "sft": [
         ("early_stopping_patience: 2\neval_strategy: no", 5, "no effect: `eval_strategy` is"),
+        ("dataloader_multiprocessing_context: fork", 5, "has no effect: `dataloader_num_workers` is 0"),
         ("eval_datasets: {a b: x}", 5, "part of metric names"),
         ("eval_datasets: {a: {name: x, weight: 2}}", 5, "`weight` is not a key of an entry of `eval_datasets.a`"),
         ("eval_datasets:\n  a: x\n  b:\n    split: test", 8, "`eval_datasets.b` has no `name`"),
@@ -97,6 +98,7 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
         ("kl_to_base: 0.1\ninit_lora_weights: pissa", 6, "changes the base"),
     ],
     "dpo": [
+        ("loss_type: [sigmoid, sft]\neval_datasets: {a: x/y}", 6, "a mean over the tokens of one held-out set"),
         ("f_alpha_divergence_coef: 0.3", 5, "`f_alpha_divergence_coef` has no effect: `f_divergence_type` is"),
         ("lora_r: 8", 5, "`lora_r` has no effect: `use_peft` is false"),
         ("use_peft: true\nlora_dropout: 0.1", 6, "adds noise"),
@@ -310,6 +312,10 @@ def test_ppo_needs_reward_and_pretrain_needs_model(problems_of) -> None:
     text = "dataset_name: owner/dataset\noutput_dir: out\nmax_length: 64\n"
     (problem,) = problems_of(text=text, recipe="pretrain")
     assert "neither `model_config` nor" in problem.found
+    (problem,) = problems_of(
+        "model_config: {vocab_size: 8}\ntokenizer_name_or_path: a/b\n", text=text, recipe="pretrain"
+    )
+    assert problem.found == "`model_config` has no `model_type`"
 
 
 def test_missing_keys_are_reported_together(problems_of) -> None:

@@ -106,10 +106,7 @@ def _probe_packages() -> list[Finding]:
     """Compare installed versions with the requirements in the metadata of the package."""
     from packaging.requirements import Requirement
 
-    try:
-        declared = [Requirement(line) for line in importlib.metadata.requires(DISTRIBUTION) or []]
-    except importlib.metadata.PackageNotFoundError:
-        return [_core_package(DISTRIBUTION, "missing", "not installed")]
+    declared = map(Requirement, importlib.metadata.requires(DISTRIBUTION) or [])
     # Requirements of extras have a marker, `extra == "gpu"`.
     required = [requirement for requirement in declared if requirement.marker is None]
     findings = []

@@ -154,8 +154,6 @@ def _link(file: Path, copy: Path) -> None:
     """
     try:
         os.link(file, copy)
-    except FileNotFoundError:
-        raise
     except OSError:
         shutil.copyfile(file, copy)
 

@@ -145,9 +145,7 @@ def main(argv: Sequence[str]) -> int:
     machines = _resolve_machines(options, find_machines(read_environment()))
     file = find_launch_file(options.hardware or choose_for_this_machine(machines.num_machines))
     document = read_launch_file(file)
-    if machines.num_machines > 1 and document["distributed_type"] == "NO":
-        found = f"{file} is for one process: each of {machines.num_machines} machines would train a separate model"
-        raise ConfigError(Problem("--hardware", found, "use accelerate_configs/ddp.yaml, or cpu_ddp.yaml on CPUs"))
+    _verify_num_machines(file, document, machines, options)
     given = options.num_processes
     num_processes = _count_processes(file, document, machines) if given is None else given
     if num_processes % machines.num_machines:
@@ -162,12 +160,27 @@ def main(argv: Sequence[str]) -> int:
     variables = [f"{name}={value}" for name, value in pipeline.items()] if options.pipeline_stages > 1 else []
     line = shlex.join([*variables, *command])
     sys.stderr.write(f"{machines.source}, {num_processes} process{'es' * (num_processes != 1)} by {file}:\n{line}\n")
-    if options.dry_run:
-        return EXIT_DONE
-    _verify_port(machines)
-    expect_launch(launch)
-    _execute(command, is_alone=document["distributed_type"] == "NO")
-    raise AssertionError("exec replaced the process")
+    if not options.dry_run:
+        _verify_port(machines)
+        expect_launch(launch)
+        _execute(command, is_alone=document["distributed_type"] == "NO")
+    return EXIT_DONE
+
+
+def _verify_num_machines(file: Path, document: dict[str, Any], machines: Machines, options: argparse.Namespace) -> None:
+    """Raise if each machine would train a separate model.
+
+    Raises:
+        ConfigError: The launch file is for one process, or it is for several machines and nothing else names them.
+    """
+    if machines.num_machines > 1 and document["distributed_type"] == "NO":
+        found = f"{file} is for one process: each of {machines.num_machines} machines would train a separate model"
+        raise ConfigError(Problem("--hardware", found, "use accelerate_configs/ddp.yaml, or cpu_ddp.yaml on CPUs"))
+    count = document.get("num_machines", 1)
+    if machines.num_machines == 1 < count and options.num_machines is None:
+        found = f"{file} is for {count} machines: each would train a separate model"
+        remedy = "write --num_machines, --machine_rank and --main_process_ip, or --num_machines 1"
+        raise ConfigError(Problem("--num_machines", found, remedy))
 
 
 def _verify_port(machines: Machines) -> None:
@@ -269,7 +282,7 @@ def choose_for_this_machine(num_machines: int = 1) -> str:
 
 
 def _count_processes(file: Path, document: dict[str, Any], machines: Machines) -> int:
-    """Return the default number of processes: one per GPU, or that of a launch file for CPUs or one process.
+    """Return the default number of processes: one per GPU (of ``gpu_ids``), or that of a file for CPUs or one process.
 
     Raises:
         ConfigError: The launch file needs GPUs, and this machine has none.
@@ -278,10 +291,10 @@ def _count_processes(file: Path, document: dict[str, Any], machines: Machines) -
         return int(document.get("num_processes", 1))
     from recipes_lib.hardware import count_accelerators
 
-    here = count_accelerators()
+    here, ids = count_accelerators(), str(document.get("gpu_ids") or "all")
     if not here:
         found = f"{file} needs GPUs, and this machine has none"
         raise ConfigError(
             Problem("--hardware", found, "write --hardware cpu or cpu_ddp, or start on a machine with GPUs")
         )
-    return here * machines.num_machines
+    return (here if ids == "all" else min(here, len(ids.split(",")))) * machines.num_machines

@@ -15,6 +15,7 @@ import yaml
 from packaging.version import VERSION_PATTERN, Version
 
 from recipes_lib.config.loader import check_text
+from recipes_lib.config.paths import REFERENCES
 from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.environment import read_git_commit, read_versions
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, escape_controls
@@ -24,14 +25,6 @@ _OF_THE_PLACE: Final = ("output_dir", "prepared_dir", "push_to_hub", "hub_", "ru
 """Prefixes of keys about paths and publishing, which are not restored."""
 _IMPORTED: Final = ("metrics", "reward_funcs", "trust_remote_code")
 """Keys whose values import code, directly or from the repository of a model."""
-# Keys whose values may be paths on the machine that trained.
-_FILES: Final = (
-    "model_name_or_path",
-    "tokenizer_name_or_path",
-    "adapter_name_or_path",
-    "dataset_name",
-    "chat_template_path",
-)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -114,7 +107,7 @@ def compare(record: Mapping[str, Any], keys: Mapping[str, Any]) -> Iterator[str]
         yield f"the working directory was at commit {record.get('git_commit')} and is at {commit}"
     elif commit is None or commit.endswith("-dirty"):
         yield "the code had uncommitted changes or no commit, so that it may not be the same"
-    for key in _FILES:
+    for key in (*REFERENCES, "replay_from", "chat_template_path"):
         name = str(keys.get(key) or "")
         # One slash: probably a Hub id.
         if name and not Path(name).exists() and name.count("/") != 1:

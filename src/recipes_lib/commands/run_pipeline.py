@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -170,6 +171,8 @@ def _describe_stage(stage: Stage, entry: Mapping[str, Any]) -> tuple[str, ...]:
 def check_stages(path: Path, pipeline: Pipeline, inspected: Sequence[str]) -> None:
     """Check keys and launch file of every stage, with placeholders for the outputs of earlier stages.
 
+    A configuration that an earlier stage will write is not checked.
+
     For stages whose inputs exist, ``recipes check`` also inspects model and data, and prints its findings.
 
     Args:
@@ -191,7 +194,7 @@ def check_stages(path: Path, pipeline: Pipeline, inspected: Sequence[str]) -> No
                 sys.stdout.write(f"\n{real.name}: recipes check\n")
                 with _naming_problems(real.name, problems):
                     _inspect(real)
-            elif stage.recipe:
+            elif stage.recipe and stage.has_given_config:
                 with _naming_problems(real.name, problems):
                     _load(stage)
             # A program below the outputs is built by an earlier stage.
@@ -276,7 +279,8 @@ def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | 
 
     A model that a stage will write is assumed to have the shape of the model that the stage starts from. Hours are
     estimated for training whose length does not depend on its data (``max_steps``, ``max_tokens``); not for commands,
-    corpora and evaluations.
+    corpora and evaluations, and not for stages whose configuration or model a command will write (``merge`` and
+    ``export`` keep the shape).
 
     Args:
         path: The pipeline file.
@@ -289,11 +293,19 @@ def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | 
             the GPU is unknown.
     """
     rows, plans, problems = [("stage", "GPUs", "GB each", "hours", "cost")], dict[str, StagePlan](), list[Problem]()
+    unplanned = set[str]()
     with _using_placeholders(path) as (placeholder, put_output):
+        outputs = {stage.name: stage.output for stage in placeholder.stages}
         for stage in placeholder.stages:
             is_placeholder = put_output(stage)
             plans[stage.name] = StagePlan(0)
-            if stage.recipe in RECIPE_NAMES:
+            models = {word for flag, word in pairwise(stage.argv) if flag.endswith("model_name_or_path")}
+            shapes = [file for need in stage.needs if (file := outputs[need] / "config.json").is_file()]
+            if is_placeholder and stage.command in ("export", "merge") and shapes:
+                shutil.copy(shapes[0], stage.output)
+            elif stage.recipe not in RECIPE_NAMES or not stage.has_given_config or models & unplanned:
+                unplanned |= {str(stage.output)} if is_placeholder else set()
+            else:
                 with _naming_problems(stage.name, problems):
                     plans[stage.name] = _plan(stage, gpu, num_processes, writes_config=is_placeholder)
     if problems:

@@ -18,15 +18,16 @@ _FILE_SUFFIXES = (
     *(".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt", ".md", ".gz", ".zst"),
     *(".jinja", ".safetensors", ".arrow"),
 )
-_REFERENCES = (
+REFERENCES: Final = (
     *("model_name_or_path", "tokenizer_name_or_path", "adapter_name_or_path", "ref_model_name_or_path"),
     *("reward_model_name_or_path", "critic_model_name_or_path", "teacher_model_name_or_path", "dataset_name"),
     *("replay_dataset", "ewc_reference"),
 )
+"""Keys whose value is a path or a Hub id."""
 _VARIABLE = re.compile(r"\$[\w{]")
 _NO_VARIABLES = "variables are not expanded in a file: write the value, or pass it as a flag, which the shell expands"
 _OUTPUTS = ("output_dir", "prepared_dir")
-PATH_KEYS: Final = (*_REFERENCES, "replay_from", "dataset_test_split", "chat_template_path", *_OUTPUTS)
+PATH_KEYS: Final = (*REFERENCES, "replay_from", "dataset_test_split", "chat_template_path", *_OUTPUTS)
 """Keys whose value may be a path, in which ``~/`` is expanded to the home folder."""
 
 
@@ -52,7 +53,7 @@ def names_path(dataset_test_split: str) -> bool:
 
 def check_paths(settings: Settings) -> Iterator[Problem]:
     """Yield a problem for each path that does not exist, and for each reference that is neither path nor Hub id."""
-    for key in _REFERENCES:
+    for key in REFERENCES:
         # `gives` is false for an invalid value, which has a problem already.
         if settings.gives(key):
             yield from check_reference(settings.where(key), key, settings[key])

@@ -122,8 +122,8 @@ class DistillationInspection(SFTInspection):
             identity = identify_store(self.config, vocabulary, self._data.record)
             size = self._data.audit.num_target_tokens * identity.format.dtype.itemsize
             is_there = find_set(identity.root, identity.key) is not None
-            state = "is stored" if is_there else "is not stored yet: run `recipes distill-store` before training"
-            report(f"what the teacher says, {size / 1e9:.2f} GB, {state}")
+            state = "stored" if is_there else "not stored yet: run `recipes distill-store` before training"
+            report(f"top-k probabilities of the teacher: {size / 1e9:.2f} GB, {state}")
 
     def _check_layers(self, teacher: Any, report: Report) -> None:
         """Report the pairs of layers whose hidden states or relations are compared, if any."""

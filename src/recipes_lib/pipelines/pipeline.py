@@ -80,6 +80,11 @@ class Stage:
     swept: Mapping[str, str] = field(default_factory=dict)
     about: str = ""
 
+    @property
+    def has_given_config(self) -> bool:
+        """Whether no earlier stage writes the configuration."""
+        return self.argv[:1] != ["--config"] or find_shipped(Path(self.argv[1])) in self.files
+
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
@@ -106,28 +111,19 @@ def load_pipeline(path: Path, output_dir: str | None = None) -> Pipeline:
     Raises:
         ConfigError: The file cannot be read or is invalid; all problems at once.
     """
-    problems: list[Problem] = []
     path = find_shipped(path)
     document = read_yaml(path)
-    if isinstance(document, Mapping) and isinstance(document.get("stages"), Mapping) and document["stages"]:
-        reader = _Reader(path, problems)
-        if reader.has_shape(str(path), document, "pipeline"):
-            folder = Path(expand_home(output_dir or document.get("output_dir") or "runs"))
-            stages = reader.read(document["stages"], folder)
-            environment = {str(name): _write(value) for name, value in (document.get("environment") or {}).items()}
-            for name, value in environment.items():
-                if not _VARIABLE.fullmatch(name):
-                    found = f"{name!r} is not a name of an environment variable"
-                    problems.append(Problem(f"{path}: environment", found, "write letters, digits and _"))
-                if "${" in value:
-                    found = f"is {value!r:.60}, and references are for stages only"
-                    problems.append(Problem(f"{path}: environment.{name}", found, "write the value itself"))
-            if not problems:
-                return Pipeline(folder, environment, stages)
-    elif not problems:
-        problems.append(Problem(str(path), "has no `stages`", f"write {_KEYS['pipeline']['stages']['example']}"))
+    if not isinstance(document, Mapping) or not isinstance(document.get("stages"), Mapping) or not document["stages"]:
+        raise ConfigError(Problem(str(path), "has no `stages`", f"write {_KEYS['pipeline']['stages']['example']}"))
+    reader = _Reader(path)
+    if reader.has_shape(str(path), document, "pipeline"):
+        folder = Path(expand_home(output_dir or document.get("output_dir") or "runs"))
+        stages = reader.read(document["stages"], folder)
+        environment = reader.read_environment(document.get("environment") or {})
+        if not reader.problems:
+            return Pipeline(folder, environment, stages)
     # Once each: a stage of a loop is parsed once per round.
-    raise ConfigError(*dict.fromkeys(problems))
+    raise ConfigError(*dict.fromkeys(reader.problems))
 
 
 class _Known(NamedTuple):
@@ -147,8 +143,8 @@ class _Known(NamedTuple):
 class _Reader:
     """Parser of stages; collects what later stages may refer to."""
 
-    def __init__(self, path: Path, problems: list[Problem]) -> None:
-        self.path, self.problems = path, problems
+    def __init__(self, path: Path) -> None:
+        self.path, self.problems = path, list[Problem]()
         self.known: dict[str, _Known] = {}
         """Reference (``sft.output``, ``policy.previous``, ``round``, ``output_dir``) -> its value."""
         self.groups: dict[str, list[str]] = {}
@@ -157,6 +153,17 @@ class _Reader:
         """Output, without links and ``..`` -> the stage that writes it."""
         self.entries: set[str] = set()
         """Names of all entries of the file, including those that are not parsed yet."""
+
+    def read_environment(self, entries: Mapping[Any, Any]) -> dict[str, str]:
+        """Parse ``environment``; problems are added to ``self.problems``."""
+        environment = {str(name): _write(value) for name, value in entries.items()}
+        for name, value in environment.items():
+            where = f"{self.path}: environment.{name}"
+            if not _VARIABLE.fullmatch(name):
+                self._refuse(where, "is not a name of an environment variable", "write letters, digits and _")
+            if "${" in value:
+                self._refuse(where, f"is {value!r:.60}, and references are for stages only", "write the value itself")
+        return environment
 
     def read(self, entries: Mapping[str, Any], folder: Path) -> list[Stage]:
         """Parse all entries of ``stages`` in order; problems are added to ``self.problems``."""
@@ -225,12 +232,9 @@ class _Reader:
             return None
         if not self.has_shape(where, entry, "stage"):
             return None
-        kinds = [kind for kind in _KINDS if entry.get(kind) is not None]
+        kinds = [kind for kind in _KINDS if entry.get(kind)]
         if len(kinds) != 1:
             self._refuse(where, f"has {len(kinds)} of {', '.join(_KINDS)}", "write one of them")
-            return None
-        if not entry[kinds[0]] or not str(entry[kinds[0]]).strip():
-            self._refuse(f"{where}.{kinds[0]}", "is empty", f"write {_KEYS['stage'][kinds[0]]['example']}")
             return None
         return kinds[0]
 

@@ -155,7 +155,7 @@ class _Progress:
         if entry.get("status") != "done" or entry.get("fingerprint") != self.prints[stage.name]:
             return False
         # Later commands may have restarted a run in it.
-        is_unfinished = (output / "run.json").is_file() and _read_status(output) != "done"
+        is_unfinished = (output / "run.json").is_file() and _read_if_valid(output / "run.json").get("status") != "done"
         return not is_unfinished and find_missing_file(output, entry.get("files", {})) is None
 
     def find_obstacle(self, stage: Stage, chosen: Collection[str], say: Callable[[str], object]) -> int:
@@ -186,8 +186,7 @@ class _Progress:
             say(f"{stage.name}: {missing}")
         spent = (parse_number(before.get("seconds")) or 0.0) if is_same else 0.0
         entry: dict[str, Any] = {"fingerprint": self.prints[stage.name], "output": place}
-        # Wall-clock time, which modification times of files are compared with.
-        began = time.time()
+        began, record = time.monotonic(), _stamp_record(stage.output)
         # Before the start: after a kill, the record shows that the output is of this command and can be resumed.
         self._write(stage, entry | {"status": "running", "seconds": spent})
         code: int | None = None
@@ -195,13 +194,15 @@ class _Progress:
             words = [*self.launcher, *stage.words] if stage.launch else stage.words
             code = run_child(words, self.pipeline.environment, self.locks)
             # torchrun and accelerate return 1 for every failure of a process; `run.json` has the cause.
-            if code == EXIT_BUG and stage.launch:
-                code = _read_end(stage.output, began)
+            # An unchanged record is of an earlier start: the run failed before it wrote its own.
+            if code == EXIT_BUG and stage.launch and _stamp_record(stage.output) != record:
+                status = _read_if_valid(stage.output / "run.json").get("status")
+                code = next((end for end, name in STATUSES.items() if name == status), EXIT_BUG)
         except PreemptedError:
             code = EXIT_DONE
             raise
         finally:
-            entry["seconds"] = round(spent + time.time() - began, 1)
+            entry["seconds"] = round(spent + time.monotonic() - began, 1)
             if code == EXIT_DONE:
                 entry |= {"status": "done", "files": _list_files(stage.output)}
             else:
@@ -242,11 +243,8 @@ def read_state(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     remedy = "delete it: finished stages run again, and recipes that are done end at once"
-    stages: dict[str, Any] = read_record(path, {"stages": dict}, remedy=remedy)["stages"]
-    for name, entry in stages.items():
-        if not isinstance(entry, dict):
-            raise DataError(Problem(f"{path}: {name}", "is not an object", remedy))
-    return stages
+    stages = read_record(path, {"stages": dict}, remedy=remedy)["stages"]
+    return {name: entry for name, entry in stages.items() if isinstance(entry, dict)}
 
 
 def find_missing_file(output: Path, files: Any) -> str | None:
@@ -282,20 +280,18 @@ def _list_files(output: Path) -> dict[str, int | None] | None:
     return files
 
 
-def _read_end(output: Path, began: float) -> int:
-    """Return the exit code of the status that a run has recorded since ``began``; ``EXIT_BUG`` without a record."""
+def _stamp_record(output: Path) -> int | None:
+    """Return the time of the last change of ``run.json``, by the clock of its file system; ``None`` without one."""
     record = output / "run.json"
-    # An older record is of an earlier start: the run failed before it wrote its own.
-    status = _read_status(output) if record.is_file() and record.stat().st_mtime >= began else None
-    return next((code for code, name in STATUSES.items() if name == status), EXIT_BUG)
+    return record.stat().st_mtime_ns if record.is_file() else None
 
 
-def _read_status(output: Path) -> Any:
-    """Return the status in ``run.json`` of an output; ``None`` without a readable record."""
+def _read_if_valid(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if there is none."""
     try:
-        return read_record(output / "run.json").get("status")
+        return read_record(path)
     except DataError:
-        return None
+        return {}
 
 
 def _move_aside(place: Path, name: str, say: Callable[[str], object]) -> None:
@@ -389,11 +385,7 @@ def list_figures(output: Path) -> dict[str, float]:
     """
     figures: dict[str, float] = {}
     for file in ("eval/eval.json", "eval.json", "reward_report.json", "run.json"):
-        try:
-            record = read_record(output / file)
-        except DataError:
-            continue
-        figures |= dict(_flatten(record))
+        figures |= dict(_flatten(_read_if_valid(output / file)))
     for name, value in list(figures.items()):
         if score := _SCORE.fullmatch(name):
             figures[f"{score[1]}.{score[2]}"] = value

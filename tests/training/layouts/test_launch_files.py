@@ -184,7 +184,9 @@ def test_recipe_as_launch_file_is_refused(tmp_path: Path) -> None:
         ("num_processes: many", "num_processes: 'many' is not a number of processes"),
         ("num_processes: 0", "num_processes: 0 is not a number"),
         ("num_processes: true", "num_processes: True is not a number"),
+        ("num_machines: '2'", "num_machines: '2' is not a number of machines"),
         ("fsdp_config: [fsdp_version]", "fsdp_config: it is not a mapping"),
+        ("dynamo_config: inductor", "dynamo_config: it is not a mapping"),
     ],
 )
 def test_malformed_launch_file_is_refused(text: str, words: str, tmp_path: Path) -> None:
@@ -193,6 +195,21 @@ def test_malformed_launch_file_is_refused(text: str, words: str, tmp_path: Path)
     with pytest.raises(ConfigError, match=r"mine\.yaml") as caught:
         read_launch_file(file)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [
+        ("MULTI_CPU", "take accelerate_configs/cpu_ddp.yaml"),
+        ("fsdp", "did you mean FSDP"),
+        ("XLA", "write one of NO, MULTI_GPU"),
+    ],
+)
+def test_unsupported_distributed_type_is_refused(kind: str, remedy: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"distributed_type: {kind}\n")
+    with pytest.raises(ConfigError, match=f"distributed_type: '{kind}' is not supported\n    {remedy}"):
+        read_launch_file(file)
 
 
 @pytest.mark.parametrize(("kind", "is_valid"), [("NO", False), ("no", False), ("", False), ("'NO'", True)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -44,6 +45,20 @@ def test_overrides_log_nan_losses_and_skip_preparation(tmp_path):
 def test_recipe_keys_reach_training_arguments(tmp_path):
     args = build_training_arguments(make_config(tmp_path, learning_rate=3e-4, seed=7), ONE, has_eval=True)
     assert (args.learning_rate, args.seed) == (3e-4, 7)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are not forked there")
+@pytest.mark.parametrize(
+    ("keys", "method"),
+    [
+        ({}, None),
+        ({"dataloader_num_workers": 1}, "fork"),
+        ({"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "spawn"}, "spawn"),
+    ],
+)
+def test_data_loader_workers_are_forked(keys, method, tmp_path):
+    args = build_training_arguments(make_config(tmp_path, **keys), ONE, has_eval=True)
+    assert args.dataloader_multiprocessing_context == method
 
 
 def test_single_process_uses_one_gpu(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from recipes_lib.config.values import read_yaml
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, Problem, suggest
 from recipes_lib.files import read_record, verify_fields
 from recipes_lib.models.parallel.pipeline_part import PipelinePart
 from recipes_lib.shipped import LAUNCH_FILES
@@ -484,15 +484,20 @@ def verify_engine(launch: Launch, distributed_type: str, *, tensor_size: int = 1
 
 ENGINES: Final = ("FSDP", "DEEPSPEED")
 """Values of accelerate's ``distributed_type`` that shard a model."""
-_PARTS: Final = ("fsdp_config", "deepspeed_config", "parallelism_config")
+_KINDS: Final = (
+    *("NO", "MULTI_GPU", *ENGINES, "MULTI_XPU", "MULTI_NPU", "MULTI_MLU"),
+    *("MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON"),
+)
+"""Supported values of ``distributed_type``. ``MULTI_CPU`` needs mpirun, whose processes do not know each other."""
+_PARTS: Final = ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config")
 
 
 def read_launch_file(path: Path) -> dict[str, Any]:
     """Return the contents of a launch file.
 
     Raises:
-        ConfigError: As ``read_yaml``; it is not a mapping, ``distributed_type`` or ``num_processes`` is missing or
-            invalid, or a section is not a mapping.
+        ConfigError: As ``read_yaml``; it is not a mapping, ``distributed_type`` is missing or not supported, the number
+            of processes or machines is invalid, or a section is not a mapping.
     """
     document = read_yaml(path)
     if not isinstance(document, dict) or "distributed_type" not in document:
@@ -501,13 +506,18 @@ def read_launch_file(path: Path) -> dict[str, Any]:
     if not isinstance(document["distributed_type"], str):
         found = f"{document['distributed_type']!r} is not a string: without quotes YAML takes NO for false"
         raise ConfigError(Problem(f"{path}: distributed_type", found, "quote it: distributed_type: 'NO'"))
+    if (kind := document["distributed_type"]) not in _KINDS:
+        remedy = suggest(kind.upper(), _KINDS[:4], f"write one of {', '.join(_KINDS[:4])}", "{}")
+        remedy = f"take {LAUNCH_FILES}/cpu_ddp.yaml" if kind == "MULTI_CPU" else remedy
+        raise ConfigError(Problem(f"{path}: distributed_type", f"{kind!r} is not supported", remedy))
     for part in _PARTS:
         if not isinstance(document.get(part) or {}, dict):
             raise ConfigError(Problem(f"{path}: {part}", "it is not a mapping", f"take that of one of {LAUNCH_FILES}/"))
-    count = document.get("num_processes", 1)
-    if type(count) is not int or count < 1:
-        found = f"{count!r} is not a number of processes"
-        raise ConfigError(Problem(f"{path}: num_processes", found, "write a whole number from 1 on"))
+    for name in ("num_processes", "num_machines"):
+        count = document.get(name, 1)
+        if type(count) is not int or count < 1:
+            found = f"{count!r} is not a number of {name.removeprefix('num_')}"
+            raise ConfigError(Problem(f"{path}: {name}", found, "write a whole number from 1 on"))
     return document
 
 

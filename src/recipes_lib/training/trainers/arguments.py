@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib.util
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, Final
@@ -166,6 +167,9 @@ def build_training_arguments(
     if is_cuda and not config.data.dataset_streaming:
         # Workers collate the next micro-batch during the computation; a stream has one shard, so no workers.
         arguments.setdefault("dataloader_num_workers", 2)
+    if sys.platform == "linux" and arguments.get("dataloader_num_workers"):
+        # Python 3.14 starts workers by a server, and a signal to the process group would end them before the run saves.
+        arguments.setdefault("dataloader_multiprocessing_context", "fork")
     compilation = choose_compilation(config, launch, is_cuda=is_cuda)
     # Upstream would compile the whole model; ``RecipeTrainer.train`` compiles layer by layer.
     for key in ("torch_compile", "torch_compile_backend", "torch_compile_mode"):
