@@ -133,7 +133,8 @@ def test_verify_isolation_accepts_isolating_kernels(name: str, kernel: str) -> N
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("name", MIXING)
+# Not Falcon with ALiBi, which transformers 5.24 isolates.
+@pytest.mark.parametrize("name", ["bloom", "mamba"])
 def test_verify_isolation_detects_leaking_kernel(name: str) -> None:
     with pytest.raises(ConfigError, match="does not keep its logits"):
         verify_isolation(make_model(MIXING[name], "eager"), "rows")

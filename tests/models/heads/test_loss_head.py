@@ -173,6 +173,19 @@ def test_output_projection_with_lora_is_refused() -> None:
         add_loss_head(wrapped)
 
 
+def test_output_projection_of_its_own_forward_is_refused() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return super().forward(hidden) * self.scale
+
+    model = make_model(with_head=False)
+    model.lm_head.__class__ = Scaled
+    # As in a new model, whose logits show no difference.
+    model.lm_head.scale = nn.Parameter(torch.ones(61))
+    with pytest.raises(ConfigError, match=r"by tests\.Scaled, not by nn\.Linear"):
+        add_loss_head(model)
+
+
 def test_model_without_output_projection_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"NoneType, not by nn\.Linear"):
         add_loss_head(make_model(with_head=False).model)

@@ -111,14 +111,16 @@ def add_loss_head(model: PreTrainedModel) -> None:
     weight and reduce its gradient by the same hooks as for logits.
 
     Raises:
-        ConfigError: The output projection is not an ``nn.Linear`` with floating-point weights.
+        ConfigError: The output projection does not compute as ``nn.Linear``, or its weights are quantised.
 
     Source: the model's own ``forward``; ``tests/parity/test_loss_head.py``.
     """
     model = unwrap_adapter(model)
     projections = _find_projections(model)
     for projection in projections:
-        if not isinstance(projection, nn.Linear) or not projection.weight.is_floating_point():
+        # A subclass may compute more, such as Dory's learned scale of each logit, which is 1 in a new model.
+        is_linear = getattr(type(projection), "forward", None) is nn.Linear.forward
+        if not (is_linear and projection.weight.is_floating_point()):
             kind = f"{type(projection).__module__.partition('.')[0]}.{type(projection).__name__}"
             found = f"{type(model).__name__} projects to the vocabulary by {kind}, not by nn.Linear"
             remedy = "choose a causal language model with an lm_head that is neither quantised nor under an adapter"
