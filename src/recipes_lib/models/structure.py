@@ -67,6 +67,11 @@ def find_sliding_window(text_config: PreTrainedConfig) -> int | None:
     return min(filter(None, windows), default=None)
 
 
+def reads_mask(text_config: PreTrainedConfig) -> bool:
+    """Return whether layers compute with the attention mask (Doge, sparse attention), which must then not be empty."""
+    return text_config.model_type == "doge" or "indexed_attention" in (getattr(text_config, "layer_types", None) or ())
+
+
 def find_layers(model: Any) -> nn.ModuleList:
     """Return the layers of a causal language model, in their order; of a multimodal one those of its text model.
 

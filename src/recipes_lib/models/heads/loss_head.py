@@ -28,7 +28,7 @@ from recipes_lib.losses.next_token import TokenLogps, TokenSums, compute_cross_e
 from recipes_lib.models.attention.varlen import takes_empty_mask
 from recipes_lib.models.inference import evaluating, find_device, find_rounding_error, kernel_precision, unwrap_adapter
 from recipes_lib.models.parallel.tensor_parallel import find_vocabulary_shard, project_vocabulary_parallel
-from recipes_lib.models.structure import find_sliding_window
+from recipes_lib.models.structure import find_sliding_window, reads_mask
 
 
 @dataclass
@@ -429,7 +429,7 @@ def _is_causal(model: Any) -> bool:
     """Return whether every layer has full causal attention, dispatched by transformers' attention interface."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    is_whole = kinds == {"full_attention"} and find_sliding_window(config) is None
+    is_whole = kinds == {"full_attention"} and find_sliding_window(config) is None and not reads_mask(config)
     return is_whole and model._supports_attention_backend and not getattr(model, "_is_stateful", False)
 
 
