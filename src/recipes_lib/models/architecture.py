@@ -75,7 +75,7 @@ def build_model_config(
     given = dict(architecture)
     model_type = given.pop("model_type", None)
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        remedy = suggest(model_type, CONFIG_MAPPING.keys(), "write one that transformers has, such as llama")
+        remedy = suggest(model_type or "", CONFIG_MAPPING.keys(), "write one that transformers has, such as llama")
         raise ConfigError(Problem("model_config", f"unknown model_type {model_type!r}", remedy))
     config_class = CONFIG_MAPPING[model_type]
     aliases = getattr(config_class, "attribute_map", {})
