@@ -132,6 +132,7 @@ def test_adapter_without_task_type_is_accepted(saved):
         ({"init_lora_weights": "corda"}, "no file contains"),
         ({"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}, "no file contains"),
         ({"lora_bias": True}, "trains biases of B"),
+        ({"alora_invocation_tokens": [5, 6]}, "is an activated LoRA"),
         ({"layer_replication": [[0, 2], [1, 2]]}, "replicates layers"),
     ],
 )
