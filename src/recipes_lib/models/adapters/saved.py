@@ -154,7 +154,7 @@ def check_saved(saved: PeftConfig, folder: Path, task_type: str) -> Iterator[tup
             "trains biases of B (lora_bias), which layers without a bias cannot merge",
             "name one with lora_bias: false",
         )
-    # It applies from the last invocation in a row of tokens, so not to packed documents before it, and cannot be merged.
+    # It applies from the last invocation in a row on, so not to packed documents before it, and cannot be merged.
     if getattr(saved, "alora_invocation_tokens", None):
         yield "is an activated LoRA (alora_invocation_tokens)", "name an adapter that applies to all tokens"
     if changes_base_weights(saved):
