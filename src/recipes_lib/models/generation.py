@@ -155,8 +155,7 @@ class GenerateBackend(Generator):
     ) -> Tensor:
         """Generate up to ``length`` tokens per row; with a KV cache, until half of the rows have ended."""
         # Named `past_key_values` in transformers 5.23, `cache` in later versions.
-        name, criteria = ALL_CACHE_NAMES[0], StoppingCriteriaList([half])
-        reuse = {} if cache is None else {name: cache, "stopping_criteria": criteria}
+        reuse = {} if cache is None else {ALL_CACHE_NAMES[0]: cache, "stopping_criteria": StoppingCriteriaList([half])}
         context: AbstractContextManager[Any] = self._precision()
         # Eager: layers compiled for training would be recompiled for the length of every token.
         with torch.no_grad(), context, torch.compiler.set_stance("force_eager"):

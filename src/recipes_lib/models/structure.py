@@ -239,11 +239,9 @@ def find_outside_text(model: Any) -> list[str]:
     """
     if model.config.get_text_config() is model.config:
         return []
-    # The decoder is the text model; without one beside other modules, it is the base model itself.
+    # The decoder is the text model.
     paths = {id(module): path for path, module in model.named_modules()}
     text, base = paths[id(model.get_decoder())], paths[id(model.base_model)]
-    if text == base:
-        return []
     parts = model.get_submodule(base)
     names = [*dict(parts.named_children()), *dict(parts.named_parameters(recurse=False))]
     found = [f"{base}.{name}".removeprefix(".") for name in names]

@@ -106,8 +106,9 @@ class ContinuousBatchingBackend(Generator):
             result = manager.get_result(timeout=_SECONDS_TO_WAIT)
             # The decoding thread can end by an error that is not reported by any request.
             is_lost = result is None and not manager.is_running()
-            if is_lost or (result is not None and result.error is not None):
-                reason = "its thread ended" if is_lost else " ".join(str(result.error).split())
+            error = "its thread ended" if is_lost else getattr(result, "error", None)
+            if error is not None:
+                reason = " ".join(error.split())
                 found = f"continuous batching failed after {len(answers)} of {count} answers: {reason}"
                 remedy = "lower its `max_memory_percent` or raise its `num_blocks` if this is about memory"
                 raise ConfigError(Problem("transformers_continuous_batching_config", found, remedy))
