@@ -21,6 +21,7 @@ from transformers import (
     AutoModelForCausalLM,
     BertGenerationConfig,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PretrainedConfig,
@@ -222,6 +223,19 @@ def test_verify_loss_head_refuses_non_causal_model(config: PretrainedConfig) -> 
     add_loss_head(model)
     with pytest.raises(ConfigError, match="is not causal"):
         verify_loss_head(model)
+
+
+def test_verify_loss_head_accepts_router_loss_that_the_model_does_not_add() -> None:
+    """As trained with ``router_aux_loss_coef``, and saved."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1}
+    config = Glm4MoeConfig(**architectures.SHAPE, **experts, output_router_logits=True)
+    config.router_aux_loss_coef = 0.5
+    model = AutoModelForCausalLM.from_config(config)
+    add_loss_head(model)
+    verify_loss_head(model)
+    batch = make_batch()
+    assert model(**batch, loss_head=True).aux_loss is not None
+    assert model(**batch).get("aux_loss") is None
 
 
 def test_verify_loss_head_names_non_finite_weights() -> None:
