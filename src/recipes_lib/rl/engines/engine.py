@@ -108,8 +108,7 @@ class ContinuousBatchingBackend(Generator):
             is_lost = result is None and not manager.is_running()
             error = "its thread ended" if is_lost else getattr(result, "error", None)
             if error is not None:
-                reason = " ".join(error.split())
-                found = f"continuous batching failed after {len(answers)} of {count} answers: {reason}"
+                found = f"sampling failed after {len(answers)} of {count} answers: {' '.join(error.split())}"
                 remedy = "lower its `max_memory_percent` or raise its `num_blocks` if this is about memory"
                 raise ConfigError(Problem("transformers_continuous_batching_config", found, remedy))
             if result is not None and result.is_finished():
