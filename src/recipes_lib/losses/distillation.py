@@ -299,8 +299,8 @@ class TopLogps(NamedTuple):
 
     def take(self, rows: slice) -> TopLogps:
         """Return the values at some positions."""
-        *parts, num_tokens = self
-        return TopLogps(*(part[rows] for part in parts), num_tokens)
+        ids, logps, log_tails, target_logps = (part[rows] for part in self[:4])
+        return TopLogps(ids, logps, log_tails, target_logps, self.num_tokens)
 
 
 @torch.no_grad()
