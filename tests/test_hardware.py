@@ -41,14 +41,17 @@ def test_bf16_support_of_gpu_excludes_emulation(is_supported: bool, monkeypatch:
     assert arguments == [False]
 
 
-def test_bf16_support_of_cuda_build_without_gpu_is_that_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_bf16_support_without_gpu_is_that_of_cpu(has_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a CUDA build of torch on a machine without a GPU, and with ``use_cpu`` on one that has it."""
+
     def find_device(check_available: bool = False) -> torch.device | None:
-        return None if check_available else torch.device("cuda")
+        return None if check_available and not has_gpu else torch.device("cuda")
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", find_device)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
-    assert supports_bf16()
+    assert supports_bf16(use_cpu=has_gpu)
 
 
 def test_measured_flops_are_those_of_fastest_product(monkeypatch) -> None:

@@ -17,10 +17,10 @@ INSTALL_COMPILER: Final = "install a C++ compiler and the headers of Python (on 
 _DEVICES: Final = Path("/dev")
 
 
-def supports_bf16() -> bool:
+def supports_bf16(*, use_cpu: bool = False) -> bool:
     """Return whether this machine's device supports bfloat16 in hardware; emulation is slower than float32."""
     # Without ``check_available`` a CUDA build of torch returns "cuda" on a machine without a GPU.
-    device = torch.accelerator.current_accelerator(check_available=True)
+    device = None if use_cpu else torch.accelerator.current_accelerator(check_available=True)
     if device is not None:
         return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities = torch.cpu.get_capabilities()

@@ -96,7 +96,7 @@ def test_missing_keys_mention_config_flag(command, capsys):
 
 
 def test_memory_of_rl_uses_precision_of_launch_file(tiny_model_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr("recipes_lib.training.trainers.arguments.supports_bf16", lambda: False)
+    monkeypatch.setattr("recipes_lib.training.trainers.arguments.supports_bf16", lambda **_: False)
     prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{n}?"} for n in range(8)])
     keys = {"model_name_or_path": tiny_model_dir, "dataset_name": prompts, "reward_funcs": "math:sqrt"}
     argv = [f"--{name}={value}" for name, value in (keys | {"output_dir": tmp_path / "out"}).items()]

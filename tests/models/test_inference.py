@@ -53,16 +53,15 @@ def test_disable_dropout_makes_training_mode_deterministic(kind, implementation)
         return not torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
 
     assert is_random()
-    assert disable_dropout(model) > 0
+    disable_dropout(model)
     assert not is_random()
     assert torch.equal(model(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
-    assert disable_dropout(model) == 0
 
 
 def test_disable_dropout_keeps_other_attributes():
     layer = nn.Linear(2, 2)
     layer.scale, layer.drop_rate = 0.5, 0.5
-    assert disable_dropout(layer) == 1
+    disable_dropout(layer)
     assert (layer.scale, layer.drop_rate) == (0.5, 0.0)
 
 

@@ -299,9 +299,8 @@ class TopLogps(NamedTuple):
 
     def take(self, rows: slice) -> TopLogps:
         """Return the values at some positions."""
-        return TopLogps(
-            self.ids[rows], self.logps[rows], self.log_tails[rows], self.target_logps[rows], self.num_tokens
-        )
+        ids, logps, log_tails, target_logps = (part[rows] for part in self[:4])
+        return TopLogps(ids, logps, log_tails, target_logps, self.num_tokens)
 
 
 @torch.no_grad()

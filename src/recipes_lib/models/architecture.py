@@ -75,9 +75,7 @@ def build_model_config(
     given = dict(architecture)
     model_type = given.pop("model_type", None)
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        remedy = "write one that transformers has, such as llama"
-        if model_type is not None:
-            remedy = suggest(model_type, CONFIG_MAPPING.keys(), remedy)
+        remedy = suggest(model_type or "", CONFIG_MAPPING.keys(), "write one that transformers has, such as llama")
         raise ConfigError(Problem("model_config", f"unknown model_type {model_type!r}", remedy))
     config_class = CONFIG_MAPPING[model_type]
     aliases = getattr(config_class, "attribute_map", {})
@@ -99,7 +97,7 @@ def build_model_config(
     try:
         model_config: PreTrainedConfig = AutoConfig.for_model(model_type, **given)
     except (StrictDataclassError, TypeError, ValueError, KeyError, ZeroDivisionError) as error:
-        raise ConfigError(Problem("model_config", _first_line(error), f"see {config_class.__name__}")) from error
+        raise ConfigError(Problem("model_config", _last_line(error), f"see {config_class.__name__}")) from error
     return model_config
 
 
@@ -143,7 +141,7 @@ def start_causal_lm(
         with zero3_init_disabled():
             model: PreTrainedModel = build(model_config, attn_implementation=attn_implementation, dtype=dtype)
     except (KeyError, ValueError, RuntimeError, ZeroDivisionError) as error:
-        found = f"a {model_config.model_type} model cannot be built: {_first_line(error)}"
+        found = f"a {model_config.model_type} model cannot be built: {_last_line(error)}"
         raise ConfigError(Problem("model_config", found, "check the sizes against each other")) from error
     freeze_outside_text(model)
     if distribution is not None:
@@ -158,6 +156,5 @@ def _explain_unknown(key: str, model_type: str, known: set[str]) -> Problem:
     return Problem("model_config", f"a {model_type} model has no `{key}`", remedy)
 
 
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+def _last_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()

@@ -20,6 +20,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.cache_utils import DynamicLayer
+from transformers.generation.utils import ALL_CACHE_NAMES
 
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.inference import find_device
@@ -153,7 +154,8 @@ class GenerateBackend(Generator):
         self, policy: Any, ids: Tensor, mask: Tensor, length: int, sampler: Any, cache: Any, half: StopWhenHalfEnded
     ) -> Tensor:
         """Generate up to ``length`` tokens per row; with a KV cache, until half of the rows have ended."""
-        reuse = {} if cache is None else {"past_key_values": cache, "stopping_criteria": StoppingCriteriaList([half])}
+        # Named `past_key_values` in transformers 5.23, `cache` in later versions.
+        reuse = {} if cache is None else {ALL_CACHE_NAMES[0]: cache, "stopping_criteria": StoppingCriteriaList([half])}
         context: AbstractContextManager[Any] = self._precision()
         # Eager: layers compiled for training would be recompiled for the length of every token.
         with torch.no_grad(), context, torch.compiler.set_stance("force_eager"):

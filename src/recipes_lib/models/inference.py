@@ -106,22 +106,18 @@ def find_factor_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if is_tf32 else dtype
 
 
-def disable_dropout(model: nn.Module) -> int:
-    """Set all dropout probabilities of a model to 0, in dropout modules and attributes; return the number changed.
+def disable_dropout(model: nn.Module) -> None:
+    """Set all dropout probabilities of a model to 0, in dropout modules and attributes.
 
     Source: ``trl.trainer.utils.disable_dropout_in_model``, which omits attributes such as ``attention_dropout``;
     ``tests/models/test_inference.py``.
     """
-    count = 0
     for module in model.modules():
-        if isinstance(module, nn.Dropout) and module.p:
+        if isinstance(module, nn.Dropout):
             module.p = 0.0
-            count += 1
         for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float) and value:
+            if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
-                count += 1
-    return count
 
 
 def unwrap_adapter(model: Any) -> Any:

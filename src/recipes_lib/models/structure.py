@@ -67,6 +67,11 @@ def find_sliding_window(text_config: PreTrainedConfig) -> int | None:
     return min(filter(None, windows), default=None)
 
 
+def reads_mask(text_config: PreTrainedConfig) -> bool:
+    """Return whether layers compute with the attention mask (Doge, sparse attention), which must then not be empty."""
+    return text_config.model_type == "doge" or "indexed_attention" in (getattr(text_config, "layer_types", None) or ())
+
+
 def find_layers(model: Any) -> nn.ModuleList:
     """Return the layers of a causal language model, in their order; of a multimodal one those of its text model.
 
@@ -234,11 +239,9 @@ def find_outside_text(model: Any) -> list[str]:
     """
     if model.config.get_text_config() is model.config:
         return []
-    # The decoder is the text model; without one beside other modules, it is the base model itself.
+    # The decoder is the text model.
     paths = {id(module): path for path, module in model.named_modules()}
     text, base = paths[id(model.get_decoder())], paths[id(model.base_model)]
-    if text == base:
-        return []
     parts = model.get_submodule(base)
     names = [*dict(parts.named_children()), *dict(parts.named_parameters(recurse=False))]
     found = [f"{base}.{name}".removeprefix(".") for name in names]

@@ -270,8 +270,7 @@ def _split_at(texts: Iterable[str], special_tokens: Sequence[str]) -> Iterator[s
 
 
 def _batch(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
+    batch, size = list[str](), 0
     for text in texts:
         batch.append(text)
         size += len(text)

@@ -14,7 +14,7 @@ from transformers import LlamaForSequenceClassification
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters.lora import add_adapter, load_adapter, read_adapter_state
-from recipes_lib.models.adapters.saved import iterate_weights
+from recipes_lib.models.adapters.saved import find_shareable, iterate_weights
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -132,6 +132,7 @@ def test_adapter_without_task_type_is_accepted(saved):
         ({"init_lora_weights": "corda"}, "no file contains"),
         ({"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}, "no file contains"),
         ({"lora_bias": True}, "trains biases of B"),
+        ({"alora_invocation_tokens": [5, 6]}, "is an activated LoRA"),
         ({"layer_replication": [[0, 2], [1, 2]]}, "replicates layers"),
     ],
 )
@@ -232,3 +233,22 @@ def test_classification_head_is_trained_and_saved_with_adapter(tmp_path):
     reloaded = load_adapter(again, str(tmp_path / "adapter"), task_type="SEQ_CLS")
     assert torch.equal(compute_logits(reloaded), compute_logits(adapted))
     assert "SEQ_CLS" in load_problem(base, tmp_path / "adapter").found
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_quantized", "reason"),
+    [
+        ({}, False, ""),
+        ({"base_model_name_or_path": None}, False, ""),
+        ({"base_model_name_or_path": "another"}, False, "was trained on another"),
+        ({"task_type": "CAUSAL_LM"}, False, "was trained for CAUSAL_LM"),
+        ({"modules_to_save": ["score", "embed_tokens"]}, False, "has a fully trained embed_tokens"),
+        ({}, True, "has statistics of unquantised weights"),
+    ],
+)
+def test_reward_adapter_is_shared_only_if_scores_are_those_of_its_own_base(saved, changes, is_quantized, reason):
+    base, folder, _ = saved
+    edit_settings(folder, **{"task_type": "SEQ_CLS", "modules_to_save": ["score"]} | changes)
+    found, why = find_shareable(str(folder), None, load_model(base).config, is_quantized=is_quantized)
+    assert found == (None if reason else folder)
+    assert reason in why

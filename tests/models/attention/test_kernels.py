@@ -52,7 +52,7 @@ from recipes_lib.models.parallel.context_parallel import ContextParallelGroup
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CONFIGS: dict[str, PreTrainedConfig] = {
-    **{name: architectures.CONFIGS[name] for name in ("llama", "qwen3", "gemma2", "gemma3", "mixtral", "gpt2")},
+    **{name: architectures.CONFIGS[name] for name in ("llama", "qwen3", "gemma2", "gemma3", "mixtral", "gpt2", "doge")},
     "mistral": MistralConfig(**architectures.SHAPE, sliding_window=4),
 }
 MIXING = {
@@ -68,7 +68,7 @@ HYBRID = {
     "lfm2": Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]),
 }
 
-UNSUPPORTED = {("gemma2", "sdpa"), ("gemma2", "varlen")}
+UNSUPPORTED = {("gemma2", "sdpa"), ("gemma2", "varlen"), ("doge", "varlen")}
 PAIRS = [
     (name, kernel) for name in CONFIGS for kernel in ("eager", "sdpa", "varlen") if (name, kernel) not in UNSUPPORTED
 ]
@@ -133,7 +133,8 @@ def test_verify_isolation_accepts_isolating_kernels(name: str, kernel: str) -> N
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("name", MIXING)
+# Not Falcon with ALiBi, which transformers 5.24 isolates.
+@pytest.mark.parametrize("name", ["bloom", "mamba"])
 def test_verify_isolation_detects_leaking_kernel(name: str) -> None:
     with pytest.raises(ConfigError, match="does not keep its logits"):
         verify_isolation(make_model(MIXING[name], "eager"), "rows")
@@ -327,6 +328,7 @@ def test_hub_kernels_need_their_package_and_are_never_default(
         ("llama", "kernels-community/flash-attn3", CPU, torch.bfloat16, "runs on CUDA devices only"),
         ("llama", "kernels-community/flash-attn2", CUDA, torch.bfloat16, "needs the package kernels"),
         ("llama", "varlen", CUDA, torch.float32, "varlen needs bf16 or fp16"),
+        ("doge", "varlen", CPU, torch.float32, "varlen is not supported for doge models"),
         ("gemma2", "sdpa", CPU, torch.float32, "sdpa is not supported for gemma2 models by transformers"),
     ],
 )

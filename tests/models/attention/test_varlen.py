@@ -14,6 +14,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
+    DogeConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedModel,
@@ -206,10 +207,16 @@ def test_flash_attention_forward_has_no_synchronisation_and_no_mask(implementati
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("kernel", ["sdpa", "eager", "varlen"])
-@pytest.mark.parametrize(("kind", "saves_syncs"), [(LlamaConfig, True), (MistralConfig, False), (Qwen3Config, True)])
+@pytest.mark.parametrize(
+    ("kernel", "kind", "saves_syncs"),
+    [
+        *((kernel, kind, True) for kernel in ("sdpa", "eager", "varlen") for kind in (LlamaConfig, Qwen3Config)),
+        *((kernel, MistralConfig, False) for kernel in ("sdpa", "eager", "varlen")),
+        *((kernel, DogeConfig, False) for kernel in ("sdpa", "eager")),
+    ],
+)
 def test_one_document_a_row_keeps_logps_and_avoids_synchronisation(kernel, kind, saves_syncs) -> None:
-    """Layers with a sliding window still build their masks."""
+    """Layers with a sliding window or a mask of their own still build their masks."""
     register_varlen()
     torch.manual_seed(0)
     window = {"sliding_window": 3} if kind is MistralConfig else {}

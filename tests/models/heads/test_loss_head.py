@@ -21,6 +21,7 @@ from transformers import (
     AutoModelForCausalLM,
     BertGenerationConfig,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PretrainedConfig,
@@ -173,6 +174,19 @@ def test_output_projection_with_lora_is_refused() -> None:
         add_loss_head(wrapped)
 
 
+def test_output_projection_of_its_own_forward_is_refused() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return super().forward(hidden) * self.scale
+
+    model = make_model(with_head=False)
+    model.lm_head.__class__ = Scaled
+    # As in a new model, whose logits show no difference.
+    model.lm_head.scale = nn.Parameter(torch.ones(61))
+    with pytest.raises(ConfigError, match=r"by tests\.Scaled, not by nn\.Linear"):
+        add_loss_head(model)
+
+
 def test_model_without_output_projection_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"NoneType, not by nn\.Linear"):
         add_loss_head(make_model(with_head=False).model)
@@ -209,6 +223,19 @@ def test_verify_loss_head_refuses_non_causal_model(config: PretrainedConfig) -> 
     add_loss_head(model)
     with pytest.raises(ConfigError, match="is not causal"):
         verify_loss_head(model)
+
+
+def test_verify_loss_head_accepts_router_loss_that_the_model_does_not_add() -> None:
+    """As trained with ``router_aux_loss_coef``, and saved."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1}
+    config = Glm4MoeConfig(**architectures.SHAPE, **experts, output_router_logits=True)
+    config.router_aux_loss_coef = 0.5
+    model = AutoModelForCausalLM.from_config(config)
+    add_loss_head(model)
+    verify_loss_head(model)
+    batch = make_batch()
+    assert model(**batch, loss_head=True).aux_loss is not None
+    assert model(**batch).get("aux_loss") is None
 
 
 def test_verify_loss_head_names_non_finite_weights() -> None:

@@ -89,6 +89,7 @@ def test_unsharded_batch_attends_as_sdpa() -> None:
     ("model_type", "changes", "why"),
     [
         ("mistral", {"sliding_window": 8}, "sliding_attention layers"),
+        ("doge", {}, "attention by a mask of its own"),
         ("gemma2", {}, "capped attention"),
         ("llama", {"attention_dropout": 0.1}, "attention dropout"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic rotary"),

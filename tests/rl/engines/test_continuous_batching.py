@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.models.test_generation import PROMPTS, STOPS, build_sampling, draw, measure_gap
 from tests.rl.test_rollout import build_policy
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError
@@ -80,7 +81,7 @@ def test_float32_policy_samples_by_bfloat16_copy_and_is_unchanged():
     assert all(value.dtype == torch.float32 for value in rotary)
 
 
-def test_engine_failure_raises():
+def test_engine_failure_raises(monkeypatch):
     policy, engine = build_policy("llama"), build_engine()
     engine.load(policy)
 
@@ -88,7 +89,12 @@ def test_engine_failure_raises():
         raise ValueError("the kernel is gone")
 
     policy.model.layers[0].self_attn.forward = fail
-    with pytest.raises(RuntimeError, match="continuous batching failed: the kernel is gone"):
+    with pytest.raises(ConfigError, match="failed after 0 of 4 answers: the kernel is gone"):
+        engine.generate(policy, PROMPTS, draw(4))
+    # As if the thread had ended without a word.
+    monkeypatch.setattr(ContinuousBatchingManager, "get_result", lambda *_, **__: None)
+    monkeypatch.setattr(ContinuousBatchingManager, "is_running", lambda _: False)
+    with pytest.raises(ConfigError, match="its thread ended"):
         engine.generate(policy, PROMPTS, draw(4))
 
 

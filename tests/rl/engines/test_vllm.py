@@ -6,9 +6,11 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.models.adapters.test_merged_weights import adapt, build_model
 from torch import distributed
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.inference import unwrap_adapter
@@ -44,6 +46,18 @@ def test_sharded_policy_gives_weights_of_replicated_policy(shard, kind, is_adapt
     for name, tensor in expected.items():
         torch.testing.assert_close(got[name], tensor, rtol=0, atol=0)
     assert all(torch.equal(value.full_tensor(), shards[name]) for name, value in sharded.state_dict().items())
+
+
+def test_fused_experts_are_sent_as_in_the_checkpoint(shard, tmp_path):
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)
+    MixtralForCausalLM(config).save_pretrained(tmp_path)
+    policy, saved = MixtralForCausalLM.from_pretrained(tmp_path), load_file(tmp_path / "model.safetensors")
+    assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in saved
+    for whole_or_sharded in (policy, shard(copy.deepcopy(policy))):
+        sent = dict(iterate_policy(whole_or_sharded))
+        assert sent.keys() == saved.keys()
+        assert all(torch.equal(sent[name], tensor) for name, tensor in saved.items())
 
 
 def test_at_most_one_layer_is_gathered_at_a_time(shard):

@@ -89,7 +89,7 @@ def test_evaluation_is_disabled_without_held_out_data(tmp_path):
     ],
 )
 def test_precision_defaults_to_bf16_on_supporting_hardware(tmp_path, monkeypatch, keys, supports_bf16, expected):
-    monkeypatch.setattr(arguments, "supports_bf16", lambda: supports_bf16)
+    monkeypatch.setattr(arguments, "supports_bf16", lambda **_: supports_bf16)
     precision = resolve_precision(make_config(tmp_path, **keys))
     assert (precision["bf16"], precision["fp16"]) == expected
 
@@ -107,7 +107,7 @@ def test_precision_defaults_to_bf16_on_supporting_hardware(tmp_path, monkeypatch
 )
 def test_precision_of_launch_file_applies_if_recipe_sets_none(tmp_path, monkeypatch, keys, launched, expected):
     for supports_bf16 in (True, False):
-        monkeypatch.setattr(arguments, "supports_bf16", lambda supports_bf16=supports_bf16: supports_bf16)
+        monkeypatch.setattr(arguments, "supports_bf16", lambda supports_bf16=supports_bf16, **_: supports_bf16)
         precision = resolve_precision(make_config(tmp_path, **keys), launched)
         assert (precision["bf16"], precision["fp16"]) == expected
 

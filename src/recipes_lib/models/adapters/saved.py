@@ -154,6 +154,9 @@ def check_saved(saved: PeftConfig, folder: Path, task_type: str) -> Iterator[tup
             "trains biases of B (lora_bias), which layers without a bias cannot merge",
             "name one with lora_bias: false",
         )
+    # It applies from the last invocation in a row on, so not to packed documents before it, and cannot be merged.
+    if getattr(saved, "alora_invocation_tokens", None):
+        yield "is an activated LoRA (alora_invocation_tokens)", "name an adapter that applies to all tokens"
     if changes_base_weights(saved):
         found = f"belongs to base weights changed by {saved.init_lora_weights}, which no file contains"
         yield found, "name the output directory of its run, not a checkpoint"

@@ -27,7 +27,7 @@ from recipes_lib.models.parallel.context_parallel import (
     register_context_parallel,
     verify_context_parallel,
 )
-from recipes_lib.models.structure import find_head_dim, list_layer_configs
+from recipes_lib.models.structure import find_head_dim, list_layer_configs, reads_mask
 
 Layout = Literal["rows", "flat"]
 """``rows``: documents in the rows of a ``(B, L)`` batch, separated by restarting positions. ``flat``: all documents in
@@ -248,7 +248,7 @@ def _is_supported(name: str, config: PreTrainedConfig) -> bool:
         "eager": True,
         "sdpa": model_class._supports_sdpa,
         # Equivalent to sdpa, through transformers' attention interface.
-        "varlen": model_class._supports_sdpa and model_class._supports_attention_backend,
+        "varlen": model_class._supports_sdpa and model_class._supports_attention_backend and not reads_mask(config),
     }
     return answers.get(name, bool(model_class._supports_flash_attn) and name in flash)
 
@@ -292,13 +292,9 @@ def verify_isolation(model: Any, layout: Layout) -> None:
     for others, tolerance in ((alone, scale * max(1e-4, 4 * eps)), (beside_another, scale * 4 * eps)):
         difference = max((one - other).abs().max().item() for one, other in zip(together, others, strict=True))
         if not difference <= tolerance:
-            outputs = "hidden states" if _is_scorer(model) else "logits"
+            outputs = "hidden states" if hasattr(model, HEAD) else "logits"
             found = f"a document does not keep its {outputs} beside another: one moves by {difference:.2g}"
             raise ConfigError(Problem("packing", found, "set packing: false, or another attn_implementation"))
-
-
-def _is_scorer(model: Any) -> bool:
-    return hasattr(model, HEAD)
 
 
 def _run_packed(model: Any, documents: Sequence[Tensor], layout: Layout) -> list[Tensor]:
@@ -313,7 +309,7 @@ def _run_packed(model: Any, documents: Sequence[Tensor], layout: Layout) -> list
         bounds = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
         inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         inputs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
-    if _is_scorer(model):
+    if hasattr(model, HEAD):
         states = model(**inputs, use_cache=False, output_hidden_states=True).hidden_states[-1]
     else:
         states = model(**inputs, use_cache=False).logits

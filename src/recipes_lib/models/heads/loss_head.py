@@ -28,7 +28,7 @@ from recipes_lib.losses.next_token import TokenLogps, TokenSums, compute_cross_e
 from recipes_lib.models.attention.varlen import takes_empty_mask
 from recipes_lib.models.inference import evaluating, find_device, find_rounding_error, kernel_precision, unwrap_adapter
 from recipes_lib.models.parallel.tensor_parallel import find_vocabulary_shard, project_vocabulary_parallel
-from recipes_lib.models.structure import find_sliding_window
+from recipes_lib.models.structure import find_sliding_window, reads_mask
 
 
 @dataclass
@@ -111,14 +111,16 @@ def add_loss_head(model: PreTrainedModel) -> None:
     weight and reduce its gradient by the same hooks as for logits.
 
     Raises:
-        ConfigError: The output projection is not an ``nn.Linear`` with floating-point weights.
+        ConfigError: The output projection does not compute as ``nn.Linear``, or its weights are quantised.
 
     Source: the model's own ``forward``; ``tests/parity/test_loss_head.py``.
     """
     model = unwrap_adapter(model)
     projections = _find_projections(model)
     for projection in projections:
-        if not isinstance(projection, nn.Linear) or not projection.weight.is_floating_point():
+        # A subclass may compute more, such as Dory's learned scale of each logit, which is 1 in a new model.
+        is_linear = getattr(type(projection), "forward", None) is nn.Linear.forward
+        if not (is_linear and projection.weight.is_floating_point()):
             kind = f"{type(projection).__module__.partition('.')[0]}.{type(projection).__name__}"
             found = f"{type(model).__name__} projects to the vocabulary by {kind}, not by nn.Linear"
             remedy = "choose a causal language model with an lm_head that is neither quantised nor under an adapter"
@@ -179,7 +181,8 @@ def verify_loss_head(model: Any) -> None:
         is_exact = find_rounding_error(own.logits) < 1e-6 and not getattr(unwrap_adapter(model), "is_quantized", False)
         rounding = (1e-4 if is_exact else 0.1) * own.logits.abs().max()
     ours = sums.nll_sum / sums.num_targets
-    if sums.aux_loss is not None:
+    # Models such as DeepSeek V3 and GLM-4 MoE return router logits, but add no load-balancing loss to their own.
+    if sums.aux_loss is not None and getattr(own, "aux_loss", None) is not None:
         ours = ours + config.router_aux_loss_coef * sums.aux_loss
     if not own.loss.isfinite():  # Otherwise reported as a difference, since NaN is close to nothing.
         raise ConfigError(Problem("model_name_or_path", *_explain_loss(model, float(own.loss))))
@@ -427,7 +430,7 @@ def _is_causal(model: Any) -> bool:
     """Return whether every layer has full causal attention, dispatched by transformers' attention interface."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    is_whole = kinds == {"full_attention"} and find_sliding_window(config) is None
+    is_whole = kinds == {"full_attention"} and find_sliding_window(config) is None and not reads_mask(config)
     return is_whole and model._supports_attention_backend and not getattr(model, "_is_stateful", False)
 
 

@@ -81,7 +81,7 @@ class ContinuousBatchingBackend(Generator):
         """Sample one answer per prompt; the first of ``uniforms`` gives the seed.
 
         Raises:
-            RuntimeError: The engine failed.
+            ConfigError: The engine failed, for example because its cache leaves too little memory.
         """
         # Follows from the run's seed and the number of the first answer.
         options = self._build_options(int(uniforms[0, 0] * 2**31), self._model.dtype)
@@ -105,10 +105,12 @@ class ContinuousBatchingBackend(Generator):
         while len(answers) < count:
             result = manager.get_result(timeout=_SECONDS_TO_WAIT)
             # The decoding thread can end by an error that is not reported by any request.
-            if result is None and not manager.is_running():
-                raise RuntimeError(f"continuous batching ended after {len(answers)} of {count} answers")
-            if result is not None and result.error is not None:
-                raise RuntimeError(f"continuous batching failed: {result.error}")
+            is_lost = result is None and not manager.is_running()
+            error = "its thread ended" if is_lost else getattr(result, "error", None)
+            if error is not None:
+                found = f"sampling failed after {len(answers)} of {count} answers: {' '.join(error.split())}"
+                remedy = "lower its `max_memory_percent` or raise its `num_blocks` if this is about memory"
+                raise ConfigError(Problem("transformers_continuous_batching_config", found, remedy))
             if result is not None and result.is_finished():
                 answers[result.request_id] = result.generated_tokens, result.logprobs
             # A counter of the decoding thread, absent before its first step.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.client
+import itertools
+import re
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import TrainingArguments, set_seed
+from transformers.core_model_loading import revert_weight_conversion
 from trl.generation import vllm_client
 
 from recipes_lib.config.schema import RecipeConfig
@@ -26,6 +29,8 @@ from recipes_lib.training.layouts.launch_environment import configure_vllm
 from recipes_lib.training.trainers.arguments import get_compute_dtype
 
 RESUME: Final = "fix the engine, and run the same command to resume from the last complete checkpoint"
+_IN_LAYER: Final = re.compile(r"(\.\d+\.).*")
+"""The number of a layer in the name of a weight, and the name in the layer."""
 _MIN_BATCHED_TOKENS: Final = 4096
 """Default ``max_num_batched_tokens``, as in TRL: vLLM reserves activation memory for as many tokens."""
 
@@ -33,14 +38,22 @@ _MIN_BATCHED_TOKENS: Final = 4096
 def iterate_policy(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield each weight of a policy once, adapters merged; all ranks of a sharded policy must iterate to the end.
 
-    Under FSDP2, one layer is gathered at a time, in the compute dtype, so that no process holds the full model. Yielded
-    tensors are then copies that a receiver may keep, because the gathered layer is freed.
+    Names and shapes are those of the checkpoint, as in ``save_pretrained``: transformers fuses some tensors on loading,
+    such as those of experts. Under FSDP2, one layer is gathered at a time, in the compute dtype, so that no process
+    holds the full model. Yielded tensors are then copies that a receiver may keep, because the gathered layer is freed.
 
     Args:
         policy: Policy, sharded or not, with or without an adapter.
 
     Source: ``tests/rl/engines/test_vllm.py``; of two processes ``tests/distributed/test_engines.py``.
     """
+    # Layer by layer, because a tensor of the checkpoint may be made from several of the layer.
+    for _, layer in itertools.groupby(_iterate_fused(policy), lambda weight: _IN_LAYER.sub(r"\1", weight[0])):
+        yield from revert_weight_conversion(unwrap_adapter(policy), dict(layer)).items()
+
+
+def _iterate_fused(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight as ``iterate_policy``, under its name in the model."""
     if not is_sharded(policy):
         yield from iterate_weights(policy)
         return

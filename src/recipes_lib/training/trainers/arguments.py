@@ -126,9 +126,9 @@ def resolve_precision(config: RecipeConfig, launched: str = "no") -> dict[str, A
     # accelerate applies the launch file's precision even if the arguments name none, so they must name the same.
     if fp16 is None:
         fp16 = launched == "fp16" and not bf16
-    if bf16 is None:
-        bf16 = launched != "fp8" and not fp16 and (launched == "bf16" or supports_bf16())
     use_cpu = bool(training.get("use_cpu")) or not torch.accelerator.is_available()
+    if bf16 is None:
+        bf16 = launched != "fp8" and not fp16 and (launched == "bf16" or supports_bf16(use_cpu=use_cpu))
     return {"bf16": bf16, "fp16": bool(fp16), "use_cpu": use_cpu}
 
 
