@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface
+from transformers.generation.utils import ALL_CACHE_NAMES
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -90,7 +91,8 @@ def count_cache(policy: Any, length: int) -> int:
     """Return the bytes of the KV cache of a row of ``length`` tokens."""
     with torch.no_grad():
         output = unwrap_adapter(policy).base_model(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=True)
-    held = (value for layer in output.past_key_values.layers for value in vars(layer).values())
+    # Named `past_key_values` in transformers 5.23, `cache` in later versions.
+    held = (value for layer in output[ALL_CACHE_NAMES[0]].layers for value in vars(layer).values())
     return count_bytes(value for value in held if isinstance(value, Tensor))
 
 
