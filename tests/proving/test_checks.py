@@ -46,7 +46,7 @@ def test_losses_different_from_cpu_raise(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_logged", "per_micro_batch", "wrong"), [(1, 0, None), (1, 1, "one of 3 has 5"), (0, 0, "made on purpose")]
+    ("is_logged", "per_micro_batch", "wrong"), [(1, 0, None), (1, 1, "one of 3 has 5"), (0, 0, "one of 3 has 0")]
 )
 def test_synchronisations_per_micro_batch_or_missing_log_raise(
     tmp_path: Path, is_logged: int, per_micro_batch: int, wrong: str | None

@@ -54,11 +54,14 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(Problem("--gpus", f"{num_gpus} are requested, and this machine has {found}", "remove it"))
     bench = Bench(output, device, is_small=options.small or device.type == "cpu", num_gpus=num_gpus)
     began, rows = time.monotonic(), read_rows(output, bench.describe())
+    bench.passed.update({name: row.figures for name, row in rows.items() if row.status == PASSED})
     for check in checks:
         if (row := rows.get(check.name)) is None or row.status != PASSED:
             row = run_check(check, bench, 60 * options.minutes - (time.monotonic() - began))
             add_row(output, row)
         rows[check.name] = row
+        if row.status == PASSED:
+            bench.passed[check.name] = row.figures
         # After each check: a rented machine may be lost before the last one.
         for page in (output / PAGE, options.page):
             if page is not None:

@@ -118,21 +118,35 @@ def print_rows(rows: Iterable[Row]) -> None:
     sys.stdout.write("".join([f"{line}\n" for line in format_rows(rows)]))
 
 
+_PROVED: Final = {
+    "eager": Kind(compiles=False, uses_adapter=False),
+    "compiled": Kind(compiles=True, uses_adapter=False),
+    "lora": Kind(compiles=False, uses_adapter=True),
+}
+"""Last part of the name of a check of ``recipes prove`` -> kind of run that it measures."""
+
+
 def read_proof(folder: Path, device: Device) -> Measured:
-    """Return the MFU that ``recipes prove`` has measured.
+    """Return the MFU that ``recipes prove`` has measured by kind, the highest of its sizes.
 
     Raises:
         ConfigError: The folder has no measured MFU, or that of another GPU.
     """
-    rows = [row for row in read_rows(folder).values() if row.status == PASSED and row.figures.get("compiled_mfu")]
-    if not rows:
-        raise ConfigError(Problem("--proof", f"{folder} has no throughput of a GPU", "run `recipes prove` there"))
-    name = rows[-1].machine.partition(",")[0]
-    if not _is_named(device, name):
-        found = f"{folder} was measured on {name!r}, and the plan is for {device.name!r}"
+    shares, others = dict[Kind, float](), set[str]()
+    for row in read_rows(folder).values():
+        kind, name = _PROVED.get(row.check.rpartition("-")[2]), row.machine.partition(",")[0]
+        if row.status != PASSED or kind is None or not (share := row.figures.get("mfu")):
+            continue
+        if _is_named(device, name):
+            shares[kind] = max(float(share), shares.get(kind, 0.0))
+        else:
+            others.add(name)
+    if not shares:
+        found = f"{folder} has no throughput of a GPU"
+        if others:
+            found = f"{folder} was measured on {min(others)!r}, and the plan is for {device.name!r}"
         raise ConfigError(Problem("--proof", found, "run `recipes prove` on the planned GPU"))
-    names = {Kind(compiles, uses_adapter=False): name for name, compiles in (("eager", False), ("compiled", True))}
-    return Measured({kind: float(rows[-1].figures[f"{name}_mfu"]) for kind, name in names.items()}, "recipes prove")
+    return Measured(shares, "recipes prove")
 
 
 def calibrate(folders: Sequence[Path], device: Device) -> Measured:
