@@ -18,6 +18,7 @@ from transformers import (
     CTRLConfig,
     FalconConfig,
     Gemma2Config,
+    GPTJConfig,
     LlamaConfig,
     MambaConfig,
 )
@@ -394,11 +395,15 @@ def test_model_with_capped_attention_logits_is_planned(build, monkeypatch) -> No
     assert capped == count_kept(config, model, SINGLE)
 
 
-@pytest.mark.parametrize(
-    ("model", "reason"),
-    [(FalconConfig, "a falcon model .*causal_without_mask"), (CTRLConfig, "a ctrl model .*no layers that support")],
-)
-def test_architecture_that_cannot_be_counted_raises_with_reason(build, model, reason) -> None:
-    sizes = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    with pytest.raises(ConfigError, match=reason):
-        plan_memory(build("sft"), model(**sizes), SINGLE)
+FEW_LAYERS = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize("model", [FalconConfig(**FEW_LAYERS), GPTJConfig(**FEW_LAYERS, rotary_dim=8)])
+def test_model_with_own_attention_classes_is_planned(build, model) -> None:
+    config = build("sft", attn_implementation="sdpa")
+    assert count_kept(config, model, SINGLE).largest_layer >= 2 * 4 * 64 * 64
+
+
+def test_architecture_that_cannot_be_counted_raises_with_reason(build) -> None:
+    with pytest.raises(ConfigError, match="a ctrl model .*no layers that support"):
+        plan_memory(build("sft"), CTRLConfig(**FEW_LAYERS), SINGLE)

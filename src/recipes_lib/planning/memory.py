@@ -376,7 +376,11 @@ def _find_kernel(config: RecipeConfig, model_config: PreTrainedConfig) -> str:
     named = config.model.attn_implementation
     refusals = find_refusals(model_config.get_text_config(), torch.device("cuda"), torch.bfloat16)
     is_fused = named != "eager" if named else any(not refusals[name] for name in refusals if name != "eager")
-    return CAUSAL if is_fused else "eager"
+    return _OWN_ATTENTION.get(model_config.model_type, CAUSAL) if is_fused else "eager"
+
+
+_OWN_ATTENTION: Final = {"falcon": "sdpa", "gpt_neo": "eager", "gptj": "eager"}
+"""Architectures with attention classes of their own, which cannot call ``CAUSAL`` -> the kernel to count instead."""
 
 
 def _name_phases(config: RecipeConfig) -> dict[str, Sequence[str]]:
