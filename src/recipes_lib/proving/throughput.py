@@ -21,7 +21,7 @@ from recipes_lib.planning.memory import plan_memory
 from recipes_lib.planning.memory_plan import Layout
 from recipes_lib.proving.bench import SHAPE, Bench, Figures, WrongResultError
 from recipes_lib.shipped import find_launch_file
-from recipes_lib.training.checkpoints.saver import HostCopy
+from recipes_lib.training.checkpoints.saver import HostCopy, iterate_tensors
 from recipes_lib.training.layouts.launch_environment import read_environment
 
 SHAPES: Final[Mapping[str, tuple[tuple[int, ...], int, int]]] = {
@@ -216,13 +216,9 @@ def measure_checkpoint_pause(bench: Bench) -> Figures:
     sum(parameter.sum() for parameter in model.parameters()).backward()
     optimizer.step()
     state, copy = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, HostCopy()
-    num_bytes = sum(tensor.nbytes for tensor in [*state["model"].values(), *_list_moments(optimizer)])
+    num_bytes = sum(tensor.nbytes for tensor in iterate_tensors(state))
     # The warm-up copy allocates the host memory, as the dry run of a training run does.
     seconds = bench.measure_seconds(lambda: copy.take(state), 5)
     saved = bench.measure_seconds(lambda: torch.save(state, bench.folder / "state.pt"), 2)
     (bench.folder / "state.pt").unlink()
     return {"gigabytes": num_bytes / 1e9, "pause_ms": 1e3 * seconds, "torch_save_ms": 1e3 * saved}
-
-
-def _list_moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [value for moments in optimizer.state.values() for value in moments.values()]

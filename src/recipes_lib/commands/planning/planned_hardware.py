@@ -130,22 +130,16 @@ def read_proof(folder: Path, device: Device) -> Measured:
     """Return the MFU that ``recipes prove`` has measured by kind, the highest of its sizes.
 
     Raises:
-        ConfigError: The folder has no measured MFU, or that of another GPU.
+        ConfigError: The folder has no measured MFU of this GPU.
     """
-    shares, others = dict[Kind, float](), set[str]()
+    shares = dict[Kind, float]()
     for row in read_rows(folder).values():
-        kind, name = _PROVED.get(row.check.rpartition("-")[2]), row.machine.partition(",")[0]
-        if row.status != PASSED or kind is None or not (share := row.figures.get("mfu")):
-            continue
-        if _is_named(device, name):
+        kind, share = _PROVED.get(row.check.rpartition("-")[2]), row.figures.get("mfu")
+        if row.status == PASSED and kind and share and _is_named(device, row.machine.partition(",")[0]):
             shares[kind] = max(float(share), shares.get(kind, 0.0))
-        else:
-            others.add(name)
     if not shares:
-        found = f"{folder} has no throughput of a GPU"
-        if others:
-            found = f"{folder} was measured on {min(others)!r}, and the plan is for {device.name!r}"
-        raise ConfigError(Problem("--proof", found, "run `recipes prove` on the planned GPU"))
+        found = f"{folder} has no throughput of {device.name!r}"
+        raise ConfigError(Problem("--proof", found, "run `recipes prove` on that GPU"))
     return Measured(shares, "recipes prove")
 
 
