@@ -110,8 +110,8 @@ def compare_with_cpu(recipe: str, bench: Bench) -> Figures:
     for name, gap in gaps.items():
         if not gap <= allowed[name]:
             raise WrongResultError(f"{figure} in {name} is {gap:.1e} off the CPU's; {allowed[name]:.0e} is allowed")
-    named = {f"gap_{name}": gap for name, gap in gaps.items()}
-    return {"steps": len(runs["cpu"]), f"last_{figure}": runs["fp32"][-1][figure], **named}
+    last = {f"last_{figure}": runs["fp32"][-1][figure]}
+    return {"steps": len(runs["cpu"]), **last, **{f"gap_{name}": gap for name, gap in gaps.items()}}
 
 
 def measure_gap(expected: Sequence[Event], found: Sequence[Event], figure: str = "loss") -> float:
@@ -240,51 +240,45 @@ def compare_loss_head(bench: Bench) -> Figures:
     dtype = torch.bfloat16 if bench.is_cuda else torch.float32
     for vocabulary in (512, 1024) if bench.is_small else (32_000, 128_256, 262_144):
         torch.manual_seed(0)
-        hidden, weight = (
+        inputs = hidden, weight = [
             # Both factors have variance width^-1/2, so that logits, sums over the width, have variance 1.
             torch.randn(rows, width, device=bench.device, dtype=dtype).mul_(width**-0.25).requires_grad_()
             for rows in (num_tokens, vocabulary)
-        )
+        ]
         targets = torch.randint(vocabulary, (num_tokens,), device=bench.device)
-        positions = torch.arange(num_tokens, device=bench.device)
-        # Defaults bind the tensors of this vocabulary; a closure would see those of the last one.
-        ways: dict[str, Callable[[], Tensor]] = {
-            "chunked": lambda h=hidden, w=weight, t=targets, p=positions: (  # type: ignore[misc]
-                compute_cross_entropy(h, w, t, positions=p).nll_sum
-            ),
-            "dense": lambda h=hidden, w=weight, t=targets: functional.cross_entropy(  # type: ignore[misc]
-                (h @ w.t()).float(), t, reduction="sum"
-            ),
-            **_list_other_heads(hidden, weight, targets, bench),
-        }
         found: dict[str, list[Tensor]] = {}
-        for name, compute in ways.items():
+        for name, compute in _list_heads(hidden, weight, targets, bench).items():
+            differentiate = partial(_differentiate, compute, inputs)
             try:
-                found[name] = [compute().detach(), *torch.autograd.grad(compute(), (hidden, weight))]
-                seconds = bench.measure_seconds(lambda c=compute, i=(hidden, weight): torch.autograd.grad(c(), i), 3)  # type: ignore[misc]
+                found[name] = [compute().detach().float(), *(gradient.float() for gradient in differentiate())]
+                figures[f"{name}_{vocabulary}_ms"] = 1e3 * bench.measure_seconds(differentiate, 3)
             except torch.OutOfMemoryError:
                 figures[f"{name}_{vocabulary}"] = "out of memory"
-                continue
-            figures[f"{name}_{vocabulary}_ms"] = 1e3 * seconds
         if {"chunked", "dense"} <= found.keys():
-            expected, ours = ([tensor.float() for tensor in found[name]] for name in ("dense", "chunked"))
-            figures[f"gap_{vocabulary}"] = _compare(expected, ours, bench, f"vocabulary {vocabulary}")["gap"]
+            gap = _compare(found["dense"], found["chunked"], bench, f"vocabulary {vocabulary}")["gap"]
+            figures[f"gap_{vocabulary}"] = gap
     return figures
 
 
-def _list_other_heads(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bench: Bench
-) -> Mapping[str, Callable[[], Tensor]]:
-    """Return torch's chunked loss, since torch 2.13, and Liger's, whose kernels need a GPU."""
-    ways: dict[str, Callable[[], Tensor]] = {}
+def _differentiate(compute: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    return torch.autograd.grad(compute(), inputs)
+
+
+def _list_heads(hidden: Tensor, weight: Tensor, targets: Tensor, bench: Bench) -> Mapping[str, Callable[[], Tensor]]:
+    """Return our loss, that of full logits, torch's chunked one, since torch 2.13, and Liger's, which needs a GPU."""
+    positions = torch.arange(len(targets), device=bench.device)
+    heads: dict[str, Callable[[], Tensor]] = {
+        "chunked": lambda: compute_cross_entropy(hidden, weight, targets, positions=positions).nll_sum,
+        "dense": lambda: functional.cross_entropy((hidden @ weight.t()).float(), targets, reduction="sum"),
+    }
     if hasattr(functional, "linear_cross_entropy"):
         compute: Any = functional.linear_cross_entropy
         options = nn.LinearCrossEntropyOptions()
-        ways["torch"] = lambda: compute(hidden, weight, targets, reduction="sum", options=options)
+        heads["torch"] = lambda: compute(hidden, weight, targets, reduction="sum", options=options)
     if bench.is_cuda and find_spec("liger_kernel"):
         liger: Any = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss
-        ways["liger"] = lambda: liger(reduction="sum")(weight, hidden, targets)
-    return ways
+        heads["liger"] = lambda: liger(reduction="sum")(weight, hidden, targets)
+    return heads
 
 
 def compare_with_one_gpu(launch_file: str, bench: Bench) -> Figures:
