@@ -230,7 +230,10 @@ def test_activations_of_deep_model_follow_from_three_layers(build, tiny_model_di
 def test_layers_of_another_kind_than_the_first_count(build, model_type, sizes) -> None:
     model_config = AutoConfig.for_model(model_type, **FEW_LAYERS | {"topk_group": 1} | sizes)
     whole, followed = (
-        [layer.total for layer in count_kept(build("sft", max_length=64), model_config, SINGLE, num_built=number).layers]
+        [
+            layer.total
+            for layer in count_kept(build("sft", max_length=64), model_config, SINGLE, num_built=number).layers
+        ]
         for number in (8, 3)
     )
     assert followed == pytest.approx(whole, rel=0.01)
