@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.proving.benches import GPU, build_bench, read_flags, write_losses
+from tests.proving.benches import FAST, GPU, build_bench, read_flags, write_losses
 from tests.rows import write_rows
 
 from recipes_lib.proving import checks
@@ -34,6 +34,12 @@ def test_check_passes_on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, na
     row = run_check(check, build_bench(tmp_path), 600)
     assert (row.status, row.reason) == (PASSED, "")
     assert all(value > 0 for figure, value in row.figures.items() if not figure.startswith("gap"))
+
+
+def test_checks_without_processes_pass_on_cpu_or_need_gpu(tmp_path: Path) -> None:
+    rows = [run_check(check, build_bench(tmp_path), 600) for check in list_checks() if check.name.startswith(FAST)]
+    assert {row.check for row in rows if row.status == PASSED} >= {"attention-varlen", "layers-compile", "loss-head"}
+    assert {row.reason for row in rows} == {"", "there is no GPU", "needs 2 GPUs"}
 
 
 def test_losses_different_from_cpu_raise(tmp_path: Path) -> None:
