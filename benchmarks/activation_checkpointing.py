@@ -8,13 +8,11 @@ python benchmarks/activation_checkpointing.py [--rounds 3] [--output build/activ
 from __future__ import annotations
 
 import json
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from harness import build_parser, compare, run_script, spread, write_results
-from loss_head import resident_gb
+from loss_head import measure_steps
 
 MODES: dict[str, dict[str, Any] | None] = {
     "none": None,
@@ -50,17 +48,14 @@ def measure(mode: str) -> dict[str, float]:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     ids = torch.randint(0, 2048, (4, 512))
-    seconds, peaks = [], []
-    for _ in range(NUM_STEPS):
-        Path("/proc/self/clear_refs").write_text("5")  # Resets the peak (VmHWM) to the current RSS.
-        before = resident_gb("VmRSS")
-        began = time.perf_counter()
+
+    def step() -> Any:
         with torch.autocast("cpu", torch.bfloat16):
             sums = model(input_ids=ids, labels=ids, loss_head=True)
-        (sums.nll_sum / sums.num_targets).backward()
-        seconds.append(time.perf_counter() - began)
-        peaks.append(resident_gb("VmHWM") - before)
-    return {"extra_gb": peaks[0], "seconds": min(seconds), "loss": float(sums.nll_sum / sums.num_targets)}
+        (loss := sums.nll_sum / sums.num_targets).backward()
+        return loss
+
+    return measure_steps(step, NUM_STEPS)
 
 
 def main() -> None:

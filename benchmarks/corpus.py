@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 from harness import build_parser, run_interleaved, spread, write_results
+from loss_head import resident_gb
 
 from recipes_lib.config.corpus_keys import CorpusConfig
 
@@ -102,8 +103,7 @@ def measure(variant: Callable[[Sequence[str], Path], list[int]], texts: Sequence
     removed = variant(texts, data)
     seconds = time.process_time() - started
     # Not `ru_maxrss`, which starts at the peak of the parent process.
-    peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
-    return {"cpu_seconds": seconds, "megabytes": int(peak[1]) / 1024 if peak else 0.0, "removed": removed}
+    return {"cpu_seconds": seconds, "megabytes": 1e6 / 1024 * resident_gb("VmHWM"), "removed": removed}
 
 
 def _run_ours(texts: Sequence[str], data: Path, verify: bool = True) -> list[int]:

@@ -71,14 +71,12 @@ def spread(results: list[Measurement], figure: str, digits: int = 2) -> str:
 def describe_machine() -> str:
     """Return CPU model, number of cores and library versions, in one line."""
     import torch
-    import transformers
-    import trl
+
+    from recipes_lib.environment import read_versions
 
     name = torch.cpu.get_capabilities().get("cpu_name", platform.processor())
-    return (
-        f"{name}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, TRL {trl.__version__}"
-    )
+    versions = (f"{library} {version}" for library, version in read_versions().items())
+    return f"{name}, {os.cpu_count()} cores, {', '.join(versions)}"
 
 
 def write_results(path: Path | None, title: str, table: Sequence[Sequence[str]], raw: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,19 +56,29 @@ def measure(head: str, *, bf16: bool) -> dict[str, float]:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, tie_word_embeddings=True, **shape))
     add_head(model, head)
     ids = torch.randint(0, VOCABULARY, (4, TOKENS // 4))
-    peaks, seconds = [], []
-    for _ in range(STEPS):
+
+    def step() -> Any:
         model.zero_grad()
-        Path("/proc/self/clear_refs").write_text("5")  # Resets the peak (VmHWM) to the current RSS.
-        before = resident_gb("VmRSS")
-        start = time.perf_counter()
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             loss = compute_loss(model, head, ids)
         loss.backward()
+        return loss
+
+    found = measure_steps(step, STEPS)
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    return {**found, "gradient_norm": norm.item()}
+
+
+def measure_steps(step: Callable[[], Any], number: int) -> dict[str, float]:
+    """Return the peak memory that the first step adds in GB, the seconds of the fastest step, and the last loss."""
+    peaks, seconds = [], []
+    for _ in range(number):
+        Path("/proc/self/clear_refs").write_text("5")  # Resets the peak (VmHWM) to the current RSS.
+        before, start = resident_gb("VmRSS"), time.perf_counter()
+        loss = step()
         seconds.append(time.perf_counter() - start)
         peaks.append(resident_gb("VmHWM") - before)
-    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
-    return {"extra_gb": peaks[0], "seconds": min(seconds), "loss": loss.item(), "gradient_norm": norm.item()}
+    return {"extra_gb": peaks[0], "seconds": min(seconds), "loss": float(loss)}
 
 
 def add_head(model: Any, head: str) -> None:

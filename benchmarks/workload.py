@@ -31,16 +31,9 @@ def build_workload(data: Path, folder: Path) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
+    roles = {"user": "question", "assistant": "answer"}
     chats = [
-        json.dumps(
-            {
-                "messages": [
-                    {"role": "user", "content": row["question"]},
-                    {"role": "assistant", "content": row["answer"]},
-                ]
-            }
-        )
-        for row in rows
+        json.dumps({"messages": [{"role": role, "content": row[key]} for role, key in roles.items()]}) for row in rows
     ]
     (folder / "chats.jsonl").write_text("\n".join(chats[:-256]) + "\n", encoding="utf-8")
     (folder / "eval.jsonl").write_text("\n".join(chats[-256:]) + "\n", encoding="utf-8")

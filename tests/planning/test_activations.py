@@ -141,7 +141,7 @@ def test_activations_of_experts_match_those_of_real_tensors(dtype) -> None:
 
 
 def test_checkpointing_modes_count_kept_and_recomputed_bytes() -> None:
-    kept = Activations(100, (LayerBytes(50, 4, 20), LayerBytes(60, 4, 20))).extend(5)
+    kept = Activations(100, (LayerBytes(50, 4, 20), LayerBytes(60, 4, 20))).extend("aaaaa")
     assert kept.count(Checkpointing()) == 100 + 50 + 4 * 60
     assert kept.count(Checkpointing(1)) == 100 + 5 * 4 + 60
     assert kept.count(Checkpointing(2)) == 100 + 3 * 4 + 2 * 60 + 60

@@ -18,6 +18,7 @@ from transformers import (
     CTRLConfig,
     FalconConfig,
     Gemma2Config,
+    GPTJConfig,
     LlamaConfig,
     MambaConfig,
 )
@@ -47,6 +48,9 @@ SINGLE, REPLICATED, SHARDED = Layout("single_gpu"), Layout("ddp", 4), Layout("fs
 KEPT = "activations of a micro-batch"
 NARROW = "16-bit copies of the weights in a pass"
 GATHERED = "gathered: layers, embeddings and output projection"
+
+
+FEW_LAYERS = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 @pytest.fixture
@@ -212,6 +216,28 @@ def test_activations_of_deep_model_follow_from_three_layers(build, tiny_model_di
     model_config = AutoConfig.from_pretrained(tiny_model_dir, num_hidden_layers=5)
     whole = count_kept(build(recipe), model_config, SINGLE, num_built=5)
     assert count_kept(build(recipe), model_config, SINGLE) == whole
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes"),
+    [
+        # Three recurrent layers, one with attention.
+        ("qwen3_5_text", {"num_hidden_layers": 8, "head_dim": 16, "intermediate_size": 64}),
+        # Three dense layers, then experts.
+        ("deepseek_v3", {"num_hidden_layers": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}),
+    ],
+)
+def test_layers_of_another_kind_than_the_first_count(build, model_type, sizes) -> None:
+    model_config = AutoConfig.for_model(model_type, **FEW_LAYERS | {"topk_group": 1} | sizes)
+    whole, followed = (
+        [
+            layer.total
+            for layer in count_kept(build("sft", max_length=64), model_config, SINGLE, num_built=number).layers
+        ]
+        for number in (8, 3)
+    )
+    assert followed == pytest.approx(whole, rel=0.01)
+    assert max(whole) > 1.05 * min(whole)
 
 
 def test_equal_activations_are_counted_once_in_bounded_cache(build, tiny_model_dir, monkeypatch) -> None:
@@ -394,11 +420,12 @@ def test_model_with_capped_attention_logits_is_planned(build, monkeypatch) -> No
     assert capped == count_kept(config, model, SINGLE)
 
 
-@pytest.mark.parametrize(
-    ("model", "reason"),
-    [(FalconConfig, "a falcon model .*causal_without_mask"), (CTRLConfig, "a ctrl model .*no layers that support")],
-)
-def test_architecture_that_cannot_be_counted_raises_with_reason(build, model, reason) -> None:
-    sizes = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    with pytest.raises(ConfigError, match=reason):
-        plan_memory(build("sft"), model(**sizes), SINGLE)
+@pytest.mark.parametrize("model", [FalconConfig(**FEW_LAYERS), GPTJConfig(**FEW_LAYERS, rotary_dim=8)])
+def test_model_with_own_attention_classes_is_planned(build, model) -> None:
+    config = build("sft", attn_implementation="sdpa")
+    assert count_kept(config, model, SINGLE).largest_layer >= 2 * 4 * 64 * 64
+
+
+def test_architecture_that_cannot_be_counted_raises_with_reason(build) -> None:
+    with pytest.raises(ConfigError, match=r"a ctrl model .*no layers that support"):
+        plan_memory(build("sft"), CTRLConfig(**FEW_LAYERS), SINGLE)

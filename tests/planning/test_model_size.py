@@ -6,7 +6,15 @@ import json
 
 import pytest
 from tests.planning.test_compute import SMALL
-from transformers import DeepseekV3Config, GPT2Config, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    DeepseekV3Config,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+)
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
@@ -14,6 +22,20 @@ from recipes_lib.planning.compute import ModelSize, compute_model_size, find_pla
 
 LLAMA_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_key_value_heads": 8}
 LLAMA_405B = {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_key_value_heads": 8}
+
+HUNYUAN_A13B = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128_167,
+    "tie_word_embeddings": True,
+    "num_experts": 64,
+    # One number for each layer.
+    "moe_topk": [8] * 32,
+    "intermediate_size": 3072,
+}
 
 
 @pytest.mark.parametrize(
@@ -40,6 +62,25 @@ def test_active_parameters_count_selected_experts() -> None:
     assert few.total == all_of_them.total == all_of_them.active
     # One layer of three is sparse; an expert has three matrices.
     assert few.total - few.active == 1 * (8 - 2) * 3 * 64 * 32
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "active"),
+    [
+        ("aria_text", {}, 8.85),
+        # A third of its experts return their input; published: 18.6B to 31.3B, 27B on average.
+        ("longcat_flash", {}, 27.95),
+        ("hunyuan_v1_moe", HUNYUAN_A13B, 12.75),
+    ],
+)
+def test_experts_are_counted_by_names_of_architecture(model_type: str, sizes: dict[str, object], active: float) -> None:
+    size = compute_model_size(AutoConfig.for_model(model_type, **sizes))
+    assert round(size.active / 1e9, 2) == active
+
+
+def test_experts_without_number_of_selected_ones_raise() -> None:
+    with pytest.raises(ConfigError, match="has 64 experts, and none is selected"):
+        compute_model_size(AutoConfig.for_model("deepseek_v2"))
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

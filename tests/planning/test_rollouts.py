@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.planning.runs import build_config
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MixtralConfig, PretrainedConfig
 
 from recipes_lib.planning.compute import compute_model_size
 from recipes_lib.planning.devices import Device, choose_device
@@ -16,6 +16,7 @@ from recipes_lib.planning.rollouts import Iteration, estimate_iteration, list_re
 
 SIZES = {"vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8}
 SHAPE = LlamaConfig(**SIZES, num_attention_heads=16, num_key_value_heads=4)
+EXPERTS = MixtralConfig(**SIZES, num_attention_heads=16, num_key_value_heads=4)
 VLLM = {"use_vllm": True}
 DEVICE = choose_device("H100")
 
@@ -27,6 +28,7 @@ def estimate(
     gpus: int = 1,
     layout: Layout | None = None,
     device: Device = DEVICE,
+    shape: PretrainedConfig = SHAPE,
     **keys: Any,
 ) -> Iteration:
     defaults = {
@@ -36,14 +38,16 @@ def estimate(
         "per_device_eval_batch_size": 32,
     }
     config = build_config(recipe, **defaults | {"activation_checkpointing": False} | keys)
-    return estimate_iteration(config, SHAPE, answers, passes, layout or Layout("ddp", gpus), device, 989e12, 0.3)
+    return estimate_iteration(config, shape, answers, passes, layout or Layout("ddp", gpus), device, 989e12, 0.3)
 
 
-def test_engine_decoding_is_bound_by_memory_bandwidth() -> None:
-    found = estimate(**VLLM)
+@pytest.mark.parametrize("shape", [SHAPE, EXPERTS])
+def test_engine_decoding_is_bound_by_memory_bandwidth(shape: PretrainedConfig) -> None:
+    """A batch of answers selects all experts, so that all weights are read."""
+    found = estimate(shape=shape, **VLLM)
     # 2-byte keys and values of 8 layers, 4 heads of 64, and on average 256 + 512 / 2 tokens.
     rows = 64 * 2 * 8 * 4 * 64 * 2 * (256 + 512 / 2)
-    decoding = 512 * (2 * compute_model_size(SHAPE).total + rows) / 3.35e12
+    decoding = 512 * (2 * compute_model_size(shape).total + rows) / 3.35e12
     prefill = found.scoring * 256 / 768
     assert (found.prompt, found.answer, found.batch, found.num_batches) == (256, 512, 64, 1)
     assert found.sampling == pytest.approx(decoding + prefill, rel=1e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,30 +12,54 @@ from tests.rows import write_rows
 
 from recipes_lib.proving import throughput
 from recipes_lib.proving.bench import WrongResultError
-from recipes_lib.proving.throughput import FINETUNING, measure_engine, measure_finetuning, measure_pretraining
+from recipes_lib.proving.throughput import (
+    FINETUNING,
+    PEERS,
+    VARIANTS,
+    measure_engine,
+    measure_finetuning,
+    measure_pretraining,
+)
+
+SPEED = {"tokens_per_second": 3.0}
 
 
-def test_pretraining_plans_memory_and_compares_with_faster_peer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pretraining_plans_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    # Compiling takes half a minute on a CPU.
-    monkeypatch.setattr(throughput, "_VARIANTS", {"default": {"torch_compile": "false"}})
-    figures = measure_pretraining("124M", build_bench(tmp_path))
+    figures = measure_pretraining("124M", "default", build_bench(tmp_path))
     # At least weights, gradients and states of 82,000 parameters, and far less than a CUDA context.
-    assert 16 * 82_000 < 1e9 * figures["default_planned_gb"] < 100e6
-    fast = {"default_tokens_per_second": 6.0, "transformers_tokens_per_second": 2.0}
-    fast |= {"transformers_compiled_tokens_per_second": 3.0, "eager_tokens_per_second": 9.0}
-    assert throughput._compare_with_peer(fast, "transformers") == {"ratio_to_transformers": 2.0}
+    assert 16 * 82_000 < 1e9 * figures["planned_gb"] < 100e6
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, *PEERS])
+def test_variant_of_pretraining_has_its_keys_and_launcher(tmp_path: Path, variant: str) -> None:
+    seen = []
+
+    def record(arguments: Sequence[str], variables: Mapping[str, str], output: Path) -> int:
+        seen.append(" ".join(arguments))
+        write_rows(output.with_suffix("") / "peer.json", [{"tokens_per_second": 2.0}])
+        return write_losses(2.0, 2.0)(arguments, variables, output) if "-m recipes_lib" not in seen[0] else 0
+
+    bench = replace(build_bench(tmp_path, record), passed={"throughput-1B-default": SPEED})
+    figures = measure_pretraining("1B", variant, bench)
+    if variant in PEERS:
+        assert figures["ours_over_it"] == 1.5
+        assert f'"compile": {str(PEERS[variant]).lower()}' in seen[0]
+        return
+    assert figures["tokens_per_second"] == 1.0
+    assert all(f"--{key}={value}" in seen[0] for key, value in VARIANTS[variant].items())
+    assert ("fp8.yaml" in seen[0]) == ("--bf16=true" not in seen[0]) == (variant == "fp8")
 
 
 @pytest.mark.slow  # The default tier runs TRL's trainer in test_scripts, and our recipe in test_checks.
 @pytest.mark.parametrize("method", FINETUNING)
 def test_finetuning_is_compared_with_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     monkeypatch.chdir(tmp_path)
-    figures = measure_finetuning(method, build_bench(tmp_path))
-    assert figures["ratio_to_trl"] == figures["ours_tokens_per_second"] / figures["trl_tokens_per_second"]
-    assert figures["ours_planned_gb"] > 0
+    bench = build_bench(tmp_path)
+    bench.passed[f"finetune-8B-{method}"] = ours = measure_finetuning(method, bench)
+    theirs = measure_finetuning(method, bench, by_trl=True)
+    assert theirs["ours_over_it"] == ours["tokens_per_second"] / theirs["tokens_per_second"]
+    assert ours["planned_gb"] > 0
 
 
 def test_engine_is_measured_in_grpo_iterations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +99,7 @@ def test_peer_sees_first_gpu_only(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    throughput._measure_peer(build_bench(tmp_path, record), "trl", "run", 2, 8, {})
+    throughput._measure_peer(build_bench(tmp_path, record), "run", "ours", 2, 8, {})
     assert seen == [first]
 
 
@@ -93,14 +118,12 @@ def test_peer_out_of_memory_is_reported_and_other_failures_raise(
 
     monkeypatch.chdir(tmp_path)
     bench = build_bench(tmp_path, fail)
+    # `write_losses` records one token per second.
+    bench.passed["finetune-8B-lora"] = measure_finetuning("lora", bench)
     if not log:
-        # `write_losses` records one token per second.
-        assert measure_finetuning("lora", bench)["ratio_to_trl"] == 0.25
-        return
-    if "OutOfMemory" in log:
-        figures = measure_finetuning("lora", bench)
-        assert figures["trl_tokens_per_second"] == "out of memory"
-        assert "ratio_to_trl" not in figures
-        return
-    with pytest.raises(WrongResultError, match=r"trl's trainer failed: .*finetune-8B-lora-trl.log"):
-        measure_finetuning("lora", bench)
+        assert measure_finetuning("lora", bench, by_trl=True)["ours_over_it"] == 0.25
+    elif "OutOfMemory" in log:
+        assert measure_finetuning("lora", bench, by_trl=True) == {"tokens_per_second": "out of memory"}
+    else:
+        with pytest.raises(WrongResultError, match=r"the other trainer failed: .*finetune-8B-lora-trl.log"):
+            measure_finetuning("lora", bench, by_trl=True)

@@ -43,8 +43,8 @@ def main(arguments: Sequence[str]) -> int:
     # The empty prefix selects all.
     checks = [check for check in listed if check.name.startswith(tuple(options.only or [""]))]
     if not checks:
-        known = ", ".join(check.name for check in listed)
-        raise ConfigError(Problem("--only", f"there is no check {' or '.join(options.only)}", f"choose of {known}"))
+        remedy = f"choose of {', '.join(check.name for check in listed)}"
+        raise ConfigError(Problem("--only", f"there is no check {' or '.join(options.only)}", remedy))
     device, output = torch.device("cuda" if torch.cuda.is_available() else "cpu"), options.output.resolve()
     with explain_write_errors(output, "name another --output"):
         output.mkdir(parents=True, exist_ok=True)
@@ -54,11 +54,14 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(Problem("--gpus", f"{num_gpus} are requested, and this machine has {found}", "remove it"))
     bench = Bench(output, device, is_small=options.small or device.type == "cpu", num_gpus=num_gpus)
     began, rows = time.monotonic(), read_rows(output, bench.describe())
+    bench.passed.update({name: row.figures for name, row in rows.items() if row.status == PASSED})
     for check in checks:
         if (row := rows.get(check.name)) is None or row.status != PASSED:
             row = run_check(check, bench, 60 * options.minutes - (time.monotonic() - began))
             add_row(output, row)
         rows[check.name] = row
+        if row.status == PASSED:
+            bench.passed[check.name] = row.figures
         # After each check: a rented machine may be lost before the last one.
         for page in (output / PAGE, options.page):
             if page is not None:

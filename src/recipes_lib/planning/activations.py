@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
@@ -166,11 +166,10 @@ class Activations:
         """Bytes of the layer that saves most."""
         return max(layer.total for layer in self.layers)
 
-    def extend(self, num_layers: int) -> Activations:
-        """Return the activations of a model with ``num_layers`` layers, the further ones equal to the last one."""
-        last = self.layers[-1]
-        further = (last for _ in range(num_layers - len(self.layers)))
-        return replace(self, layers=(*self.layers, *further))
+    def extend(self, kinds: Sequence[object]) -> Activations:
+        """Return the activations of a model with layers of these kinds, further ones as the last of their kind."""
+        last = dict(zip(kinds, self.layers, strict=False))
+        return replace(self, layers=(*self.layers, *(last[kind] for kind in kinds[len(self.layers) :])))
 
     def extrapolate(self, larger: Activations, steps: float) -> Activations:
         """Extrapolate linearly in rows or tokens: add ``steps`` times the difference of ``larger`` to this."""

@@ -178,14 +178,33 @@ def _build_on_meta(config: PretrainedConfig) -> tuple[Any, list[nn.Parameter]]:
 
 
 def _count_active_weights(parameters: Sequence[nn.Parameter], config: Any) -> float:
-    """Return the number of weights that multiply a token: matrices, of routed experts the selected share."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    num_experts = next((getattr(config, name) for name in names if hasattr(config, name)), None)
+    """Return the number of weights that multiply a token: matrices, of routed experts those of the selected ones.
+
+    Raises:
+        ConfigError: The model has experts, and its configuration does not say how many a token selects.
+    """
+    num_experts, chosen = (
+        next((value for name in names if (value := getattr(config, name, None))), 0) for names in _EXPERTS
+    )
+    if num_experts and not chosen:
+        found = f"a {config.model_type} model has {num_experts} experts, and none is selected"
+        raise ConfigError(Problem("model_config", found, f"write `{_EXPERTS[1][0]}`"))
+    # Zero experts, which return their input, have a part of the selections, in some architectures also of the tensors.
+    with_zeros = num_experts + (getattr(config, "zero_expert_num", 0) or 0)
+    # HunYuan lists a number for each layer.
+    per_token = chosen if isinstance(chosen, int) else sum(chosen) / len(chosen)
     number = 0.0
     for parameter in (parameter for parameter in parameters if parameter.ndim > 1):
-        is_routed = parameter.ndim == 3 and len(parameter) == num_experts
-        number += parameter.numel() * (config.num_experts_per_tok / num_experts if is_routed else 1)
+        is_routed = parameter.ndim == 3 and len(parameter) in (num_experts, with_zeros)
+        number += parameter[0].numel() * per_token * num_experts / with_zeros if is_routed else parameter.numel()
     return number
+
+
+_EXPERTS: Final = (
+    ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    ("num_experts_per_tok", "moe_topk"),
+)
+"""Names that configurations have for the number of routed experts, and for the number that a token selects."""
 
 
 def count_features(model_config: PretrainedConfig) -> tuple[float, float]:

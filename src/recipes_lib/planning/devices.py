@@ -74,11 +74,6 @@ def _read_devices() -> dict[str, dict[str, Any]]:
     return found
 
 
-def _loosen(pattern: str) -> str:
-    """Return the pattern with optional spaces and an optional ``RTX``, so that RTX4090 and 4090 match."""
-    return pattern.replace("RTX ", "(?:RTX ?)?").replace(" ", " ?")
-
-
 def find_device(name: str) -> Device | None:
     """Return the GPU of a name, in the spelling of a vendor, ``nvidia-smi -L`` or a user; ``None`` if unknown.
 
@@ -93,7 +88,9 @@ def find_device(name: str) -> Device | None:
     memory_gb = re.search(r"(?<!\.)\b([1-9]\d*) ?Gi?B?\b(?!\.)", text, re.IGNORECASE)
     # The first match counts: devices.yaml lists longer names before those that they contain.
     for known, row in _read_devices().items():
-        if re.search(rf"\b{_loosen(row.get('pattern', known))}\b", text, re.IGNORECASE):
+        # Spaces and `RTX` are optional, so that RTX4090 and 4090 match.
+        pattern = row.get("pattern", known).replace("RTX ", "(?:RTX ?)?").replace(" ", " ?")
+        if re.search(rf"\b{pattern}\b", text, re.IGNORECASE):
             memory, flops, bandwidth = row["memory"], row["flops"], row["bandwidth"]
             # A100-80 has no GB. In the name of a GH200, the number may be the memory of its CPU.
             if (size := memory_gb or re.search(r"[-: ](\d{2,3})$", text)) and not known.startswith("GH200"):

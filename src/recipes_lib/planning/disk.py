@@ -97,11 +97,12 @@ def plan_disk(
         num_best = 1 if training.get("metric_for_best_model") or training.get("load_best_model_at_end") else 0
         num_forever = num_steps // keep_every if keep_every else 0
         num_checkpoints = min(num_checkpoints, limit + 1 + num_best + num_forever + num_protected)
+    output = Path(training["output_dir"]).absolute()
     return DiskPlan(
         checkpoint_bytes=checkpoint_bytes,
         num_checkpoints=num_checkpoints,
         total_bytes=checkpoint_bytes * num_checkpoints + model_bytes,
-        free_bytes=shutil.disk_usage(_nearest_folder(Path(training["output_dir"]))).free,
+        free_bytes=shutil.disk_usage(next(folder for folder in (output, *output.parents) if folder.is_dir())).free,
     )
 
 
@@ -142,8 +143,3 @@ def _count_saves(num_steps: int, training: Mapping[str, Any], num_epochs: float 
         return min(num_steps, max(1, math.ceil(num_epochs)))
     every: float = read_training(training, "save_steps")
     return -(-num_steps // max(1, round(every if every >= 1 else every * num_steps)))
-
-
-def _nearest_folder(path: Path) -> Path:
-    """Return the path itself, or its nearest parent that is a folder."""
-    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())

@@ -27,7 +27,7 @@ from recipes_lib.losses.projection import TEACHER_PART
 from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.models.adapters.roles import CRITIC, REWARD, add_critic, add_reward
 from recipes_lib.models.adapters.saved import find_adapter, find_shareable, read_base
-from recipes_lib.models.attention.kernels import find_refusals
+from recipes_lib.models.attention.kernels import ISOLATING_LAYERS, find_refusals
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.loading import choose_teacher
@@ -316,15 +316,15 @@ def count_kept(
         config: Configuration of the run.
         model_config: Configuration of the part of the trained model that a process computes (``Layout.narrow``).
         layout: Layout, whose context-parallel ranks divide the tokens of a row.
-        num_built: Number of layers that are built; the others save as much as the last of these.
+        num_built: Number of layers that are built, or more to have each kind; the others save as much as the last of
+            their kind.
 
     Raises:
         ConfigError: The adapter does not fit the model, or its activations cannot be counted.
     """
-    num_layers: int = model_config.get_text_config().num_hidden_layers
-    is_half = has_half_products(config)
+    kinds, is_half = _name_layers(model_config.get_text_config()), has_half_products(config)
     # The first layer is built too: below the first adapter there are no gradients, so that it saves less.
-    shortened = shorten(model_config, min(num_layers, num_built))
+    shortened = shorten(model_config, min(len(kinds), max(num_built, *(1 + kinds.index(kind) for kind in kinds))))
     batch, kernel = Batch.of(config, layout), _find_kernel(config, model_config)
     # Hidden states have the dtype of the weights under autocast, the compute dtype under FSDP2 and ZeRO.
     dtype = "bfloat16" if is_half and layout.casts_weights else config.model.dtype
@@ -349,7 +349,16 @@ def count_kept(
         with explaining_model(model_config, "saves activations that cannot be counted", _MEASURE):
             is_recurrent = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(shortened), None), "_is_stateful", False)
             _COUNTED[key] = _count_tokens(count, batch) if is_recurrent else count(batch)
-    return _COUNTED[key].extend(num_layers)
+    return _COUNTED[key].extend(kinds)
+
+
+def _name_layers(config: Any) -> list[tuple[object, ...]]:
+    """Return what distinguishes each layer: attention from recurrence, and experts from earlier dense layers."""
+    number = config.num_hidden_layers
+    types, mlps = (getattr(config, name, None) or [""] * number for name in ("layer_types", "mlp_layer_types"))
+    num_dense = getattr(config, "first_k_dense_replace", None) or 0
+    layers = zip(range(number), types, mlps, strict=False)
+    return [(at < num_dense, kind if kind not in ISOLATING_LAYERS else "attention", mlp) for at, kind, mlp in layers]
 
 
 _COUNTED: Final[dict[tuple[object, ...], Activations]] = {}
@@ -376,7 +385,11 @@ def _find_kernel(config: RecipeConfig, model_config: PreTrainedConfig) -> str:
     named = config.model.attn_implementation
     refusals = find_refusals(model_config.get_text_config(), torch.device("cuda"), torch.bfloat16)
     is_fused = named != "eager" if named else any(not refusals[name] for name in refusals if name != "eager")
-    return CAUSAL if is_fused else "eager"
+    return _OWN_ATTENTION.get(model_config.model_type, CAUSAL) if is_fused else "eager"
+
+
+_OWN_ATTENTION: Final = {"falcon": "sdpa", "gpt_neo": "eager", "gptj": "eager"}
+"""Architectures with attention classes of their own, which cannot call ``CAUSAL`` -> the kernel to count instead."""
 
 
 def _name_phases(config: RecipeConfig) -> dict[str, Sequence[str]]:

@@ -114,12 +114,11 @@ def estimate_iteration(
     batch = min(each, MAX_SEQUENCES if is_continuous else config.read("per_device_eval_batch_size"))
     num_batches = math.ceil(each / batch)
     whole, num_layers = compute_model_size(model_config), model_config.get_text_config().num_hidden_layers
-    size = whole.active
     # Bytes of keys and values that a decoding step reads per answer: of the prompt and on average half of the answer.
     row = _NARROW * 2 * num_layers * count_features(model_config)[1] * (prompt + answer / 2)
     host = 0 if is_continuous else _HOST_SECONDS * num_layers
-    # Seconds of a decoding step: bound by memory bandwidth, by compute, or by the host.
-    token = max((_NARROW * size + batch * row) / device.bandwidth, 2 * size * batch / peak, host)
+    # Seconds of a decoding step: bound by memory bandwidth, by compute, or by the host. A batch reads all experts.
+    token = max((_NARROW * whole.total + batch * row) / device.bandwidth, 2 * whole.active * batch / peak, host)
     # Forward passes without gradients recompute nothing, so that their MFU is higher.
     plain = config.with_training(list_keys("none"))
     reading = mfu * find_overhead(plain)[0] / find_overhead(config)[0]

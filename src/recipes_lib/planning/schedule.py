@@ -255,13 +255,16 @@ def build_schedule(
         ConfigError: The warm-up and the decay are longer than the run.
     """
     token_starts = row_starts * max_length
-    kind = str(read_training(training, "lr_scheduler_type"))
+    kind, warmup_tokens = str(read_training(training, "lr_scheduler_type")), schedule.warmup_tokens
+    if warmup_tokens is None:
+        warmup_tokens = _count_tokens(read_training(training, "warmup_steps"), token_starts)
+    is_stable = kind == "warmup_stable_decay"
     built = Schedule(
         kind=kind,
         decay_type=schedule.decay_type,
         min_ratio=schedule.min_lr_ratio,
-        warmup_tokens=_count_warmup_tokens(schedule, training, token_starts),
-        decay_tokens=_count_decay_tokens(schedule, token_starts) if kind == "warmup_stable_decay" else 0,
+        warmup_tokens=warmup_tokens,
+        decay_tokens=_count_tokens(schedule.decay_steps, token_starts[-1] - token_starts[::-1]) if is_stable else 0,
         batch_exponent=_BATCH_EXPONENTS[schedule.batch_ramp_lr],
         full_tokens=_count_full_tokens(schedule, training, token_starts),
         token_starts=token_starts,
@@ -283,16 +286,6 @@ def agree_until(first: Schedule, second: Schedule, step: int) -> bool:
     """
     steps = np.arange(step)
     return bool(np.array_equal(first.factors(steps), second.factors(steps)))
-
-
-def _count_warmup_tokens(schedule: ScheduleConfig, training: Mapping[str, Any], token_starts: _Tokens) -> int:
-    if schedule.warmup_tokens is not None:
-        return schedule.warmup_tokens
-    return _count_tokens(read_training(training, "warmup_steps"), token_starts)
-
-
-def _count_decay_tokens(schedule: ScheduleConfig, token_starts: _Tokens) -> int:
-    return _count_tokens(schedule.decay_steps, token_starts[-1] - token_starts[::-1])
 
 
 def _count_tokens(steps: float, tokens: _Tokens) -> int:

@@ -10,11 +10,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
@@ -28,6 +29,8 @@ from recipes_lib.training.monitoring.metrics import METRICS_FILE
 
 Event = Mapping[str, Any]
 Figures = Mapping[str, Any]
+_Job = TypeVar("_Job")
+_Result = TypeVar("_Result")
 Launcher = Callable[[Sequence[str], Mapping[str, str], Path], int]
 """Runs Python with arguments, environment variables and a file for its output; returns the exit code."""
 _SPECIAL: Final = ["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
@@ -115,6 +118,7 @@ class Bench:
         is_small: Whether sizes and steps are small, so that a check takes seconds.
         launch: Function that starts a process.
         num_gpus: Number of GPUs that are checked, the first ones of the machine.
+        passed: Figures of passed checks by name, with which later ones compare theirs.
     """
 
     folder: Path
@@ -122,6 +126,7 @@ class Bench:
     is_small: bool
     launch: Launcher = field(default=launch)
     num_gpus: int = 0
+    passed: dict[str, Figures] = field(default_factory=dict)
 
     @property
     def num_steps(self) -> int:
@@ -187,10 +192,12 @@ class Bench:
             shutil.rmtree(output, ignore_errors=True)
         output.mkdir(parents=True, exist_ok=True)
         uses_cpu = not (on_device and self.is_cuda)
+        # Threads of a CPU cost more than they save with models of this size.
+        variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if uses_cpu else {}
         flags = {**self.name_inputs(recipe), "output_dir": output, "use_cpu": str(uses_cpu).lower(), **keys}
         arguments = [*by, str(find_recipe(recipe)), *(f"--{key}={value}" for key, value in flags.items())]
         log = output.with_suffix(".log")
-        if code := self.start(arguments, {"CUDA_VISIBLE_DEVICES": ""} if uses_cpu else {}, log):
+        if code := self.start(arguments, variables, log):
             tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:])
             raise WrongResultError(f"{recipe}.py ended with {code}; {log}:\n{tail}")
         return output
@@ -202,6 +209,16 @@ class Bench:
             with suppress(RuntimeError):
                 torch.cuda.empty_cache()
         return self.launch(arguments, {"HF_HUB_OFFLINE": "1", **variables}, log)
+
+    def map_runs(self, run: Callable[[_Job], _Result], jobs: Iterable[_Job]) -> list[_Result]:
+        """Call a function that starts a small run for each job: all at once beside a GPU, otherwise one after another.
+
+        Most of the time of a small run is that of its imports.
+        """
+        # Before the threads, each of which would write them.
+        self.write_inputs()
+        with ThreadPoolExecutor(None if self.is_cuda else 1) as pool:
+            return list(pool.map(run, jobs))
 
     def train(self, recipe: str, name: str, **options: Any) -> list[Event]:
         """Run a recipe like ``run``, and return the training records of ``metrics.jsonl``."""

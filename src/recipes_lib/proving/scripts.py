@@ -112,8 +112,6 @@ def main(arguments: list[str]) -> None:
         return
     sys.argv = arguments
     torch.cuda.set_sync_debug_mode("warn")
-    # A synchronisation on purpose: if its warning is not in the log, warnings are lost.
-    torch.ones((), device="cuda").item()
     runpy.run_path(arguments[0], run_name="__main__")
 
 

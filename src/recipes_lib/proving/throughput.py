@@ -21,7 +21,7 @@ from recipes_lib.planning.memory import plan_memory
 from recipes_lib.planning.memory_plan import Layout
 from recipes_lib.proving.bench import SHAPE, Bench, Figures, WrongResultError
 from recipes_lib.shipped import find_launch_file
-from recipes_lib.training.checkpoints.saver import HostCopy
+from recipes_lib.training.checkpoints.saver import HostCopy, iterate_tensors
 from recipes_lib.training.layouts.launch_environment import read_environment
 
 SHAPES: Final[Mapping[str, tuple[tuple[int, ...], int, int]]] = {
@@ -31,12 +31,15 @@ SHAPES: Final[Mapping[str, tuple[tuple[int, ...], int, int]]] = {
 }
 _SIZES: Final = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _SHAPE_OF_8B: Final = dict(zip(_SIZES, (4096, 14_336, 32, 32, 128_256), strict=True)) | {"num_key_value_heads": 8}
-_VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
+VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "default": {},
     "eager": {"torch_compile": "false", "use_liger_kernel": "false"},
     "compiled": {"torch_compile": "true", "use_liger_kernel": "false"},
-    "default": {},
     "fp8": {"torch_compile": "true"},
 }
+"""Keys of our variants of pretraining by name."""
+PEERS: Final = {"transformers": False, "transformers_compiled": True}
+"""Name -> whether transformers' trainer compiles the model."""
 FINETUNING: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     # Name -> recipe and its keys, besides those of the model and the batch.
     "lora": ("lora", {"lora_r": 16}),
@@ -46,50 +49,47 @@ FINETUNING: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
 }
 
 
-def measure_pretraining(shape: str, bench: Bench) -> Figures:
-    """Measure throughput, MFU and peak memory of pretraining, each of our variants against transformers' trainer."""
+def measure_pretraining(shape: str, variant: str, bench: Bench) -> Figures:
+    """Measure throughput, MFU and peak memory of pretraining by one of our variants or by transformers' trainer."""
     sizes, num_rows, length = SHAPES[shape]
     if bench.is_small:
         sizes, num_rows, length = (*SHAPE.values(), 320), 2, 32
-    model = json.dumps({"model_type": "llama", **dict(zip(_SIZES, sizes, strict=True)), "tie_word_embeddings": True})
-    keys = {"per_device_train_batch_size": num_rows, "max_length": length, "model_config": model}
-    common = bench.set_up("pretrain", **keys, cross_document_attention="true")
-    figures: dict[str, Any] = {}
-    for name, variant in _VARIANTS.items():
-        is_fp8 = name == "fp8"
-        if (bench.is_small and name != "default") or (is_fp8 and not find_spec("torchao")):
-            continue
-        # The launch file decides the precision of fp8.
-        given = {**common, **variant, **({} if is_fp8 else {"bf16": "true"})}
-        by = ("-m", "accelerate.commands.launch", f"--config_file={find_launch_file('fp8')}") if is_fp8 else ()
-        figures |= _measure_ours(bench, "pretrain", name, f"throughput-{shape}", by=by, **given)
-    for name, compiles in (("transformers", False), ("transformers_compiled", True)):
-        if not (compiles and bench.is_small):
-            peer = {"model": json.loads(model), "compile": compiles}
-            figures |= _measure_peer(bench, name, f"throughput-{shape}", num_rows, length, peer)
-    return figures | _compare_with_peer(figures, "transformers")
+    model = {"model_type": "llama", **dict(zip(_SIZES, sizes, strict=True)), "tie_word_embeddings": True}
+    run = f"throughput-{shape}-{variant}"
+    if variant in PEERS:
+        peer = {"model": model, "compile": PEERS[variant]}
+        return _measure_peer(bench, run, f"throughput-{shape}-default", num_rows, length, peer)
+    keys = {"per_device_train_batch_size": num_rows, "max_length": length, "model_config": json.dumps(model)}
+    given = bench.set_up("pretrain", **keys, cross_document_attention="true", **VARIANTS[variant])
+    # The launch file decides the precision of fp8.
+    if variant == "fp8":
+        by = ("-m", "accelerate.commands.launch", f"--config_file={find_launch_file('fp8')}")
+        return _measure_ours(bench, "pretrain", run, by=by, **given)
+    return _measure_ours(bench, "pretrain", run, bf16="true", **given)
 
 
-def measure_finetuning(method: str, bench: Bench) -> Figures:
-    """Measure throughput, MFU and peak memory of fine-tuning in the shape of 8B against TRL, each at its defaults."""
+def measure_finetuning(method: str, bench: Bench, *, by_trl: bool = False) -> Figures:
+    """Measure throughput, MFU and peak memory of fine-tuning in the shape of 8B, ours or TRL's at its defaults."""
     num_rows, length = (2, 64) if bench.is_small else (2, 2048)
     model, rows = _write_large_inputs(bench, length)
     recipe, keys = FINETUNING[method]
+    run = f"finetune-8B-{method}"
+    if by_trl:
+        peer = {"path": str(model), "adapter": recipe == "lora", "four_bit": "load_in_4bit" in keys}
+        peer |= {"optim": keys.get("optim", "adamw_torch_fused"), "compile": False}
+        return _measure_peer(bench, f"{run}-trl", run, num_rows, length, peer)
     inputs = {"model_name_or_path": model, "dataset_name": rows, "max_length": length, **keys}
     given = bench.set_up(recipe, per_device_train_batch_size=num_rows, bf16="true", dtype="bfloat16", **inputs)
-    figures = {**_measure_ours(bench, recipe, "ours", f"finetune-8B-{method}", **given)}
+    figures = _measure_ours(bench, recipe, run, **given)
     # The final model of full fine-tuning takes 16 GB of the disk.
-    for weights in bench.folder.glob(f"runs/finetune-8B-{method}-ours/*.safetensors"):
+    for weights in bench.folder.glob(f"runs/{run}/*.safetensors"):
         weights.unlink()
-    peer = {"path": str(model), "adapter": recipe == "lora", "four_bit": "load_in_4bit" in keys}
-    peer |= {"optim": keys.get("optim", "adamw_torch_fused"), "compile": False}
-    figures |= _measure_peer(bench, "trl", f"finetune-8B-{method}", num_rows, length, peer)
-    return figures | _compare_with_peer(figures, "trl")
+    return figures
 
 
-def _measure_ours(bench: Bench, recipe: str, name: str, run: str, *, by: Sequence[str] = (), **keys: Any) -> Figures:
+def _measure_ours(bench: Bench, recipe: str, run: str, *, by: Sequence[str] = (), **keys: Any) -> Figures:
     """Return the figures of a recipe's run, over the second half of its steps."""
-    events = bench.train(recipe, f"{run}-{name}", by=by, **keys)[int(keys["max_steps"]) // 2 :]
+    events = bench.train(recipe, run, by=by, **keys)[int(keys["max_steps"]) // 2 :]
     figures: dict[str, Any] = {
         "tokens_per_second": statistics.median(event["tokens_per_second"] for event in events),
         "mfu": statistics.median(event.get("mfu") or 0.0 for event in events),
@@ -98,14 +98,23 @@ def _measure_ours(bench: Bench, recipe: str, name: str, run: str, *, by: Sequenc
     }
     if bench.is_cuda:  # On a CPU, `memory_bytes` is that of the whole process.
         figures["memory_over_plan"] = figures["memory_gb"] / figures["planned_gb"]
-    return {f"{name}_{key}": value for key, value in figures.items()}
+    return figures
 
 
 def _measure_peer(
-    bench: Bench, name: str, run: str, num_rows: int, length: int, given: Mapping[str, Any]
+    bench: Bench, run: str, ours: str, num_rows: int, length: int, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the figures of another trainer on full rows of random tokens, or that it is out of memory."""
-    output = bench.folder / "runs" / f"{run}-{name}"
+    """Return the figures of another trainer on full rows of random tokens, or that it is out of memory.
+
+    Args:
+        bench: Environment.
+        run: Name of the run.
+        ours: Check of our default settings, whose speed is compared with the trainer's if it has passed.
+        num_rows: Rows of a micro-batch.
+        length: Tokens of a row.
+        given: As for ``train_by_peer``.
+    """
+    output = bench.folder / "runs" / run
     output.mkdir(parents=True, exist_ok=True)
     given = {**given, "rows": num_rows, "length": length, "steps": bench.num_steps, "cpu": not bench.is_cuda}
     command = ["-m", "recipes_lib.proving.scripts", json.dumps({**given, "output": str(output)})]
@@ -114,17 +123,12 @@ def _measure_peer(
     first_gpu = read_environment().get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     if bench.start(command, {"CUDA_VISIBLE_DEVICES": first_gpu}, log):
         if "OutOfMemoryError" in log.read_text(encoding="utf-8", errors="replace"):
-            return {f"{name}_tokens_per_second": "out of memory"}
-        raise WrongResultError(f"{name}'s trainer failed: {log}")
-    return {f"{name}_{key}": value for key, value in read_record(output / "peer.json").items()}
-
-
-def _compare_with_peer(figures: Figures, peer: str) -> dict[str, float]:
-    """Return our tokens per second, at default settings, over the best of the peer's."""
-    speeds = {key: value for key, value in figures.items() if key.endswith("per_second")}
-    theirs = [value for key, value in speeds.items() if key.startswith(peer) and not isinstance(value, str)]
-    ours = speeds.get("default_tokens_per_second", speeds.get("ours_tokens_per_second"))
-    return {f"ratio_to_{peer}": ours / max(theirs)} if ours is not None and theirs else {}
+            return {"tokens_per_second": "out of memory"}
+        raise WrongResultError(f"the other trainer failed: {log}")
+    figures = read_record(output / "peer.json")
+    if ours in bench.passed:
+        figures["ours_over_it"] = bench.passed[ours]["tokens_per_second"] / figures["tokens_per_second"]
+    return figures
 
 
 def _write_large_inputs(bench: Bench, length: int) -> tuple[Path, Path]:
@@ -212,13 +216,9 @@ def measure_checkpoint_pause(bench: Bench) -> Figures:
     sum(parameter.sum() for parameter in model.parameters()).backward()
     optimizer.step()
     state, copy = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, HostCopy()
-    num_bytes = sum(tensor.nbytes for tensor in [*state["model"].values(), *_list_moments(optimizer)])
+    num_bytes = sum(tensor.nbytes for tensor in iterate_tensors(state))
     # The warm-up copy allocates the host memory, as the dry run of a training run does.
     seconds = bench.measure_seconds(lambda: copy.take(state), 5)
     saved = bench.measure_seconds(lambda: torch.save(state, bench.folder / "state.pt"), 2)
     (bench.folder / "state.pt").unlink()
     return {"gigabytes": num_bytes / 1e9, "pause_ms": 1e3 * seconds, "torch_save_ms": 1e3 * saved}
-
-
-def _list_moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [value for moments in optimizer.state.values() for value in moments.values()]

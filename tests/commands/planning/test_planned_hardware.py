@@ -98,11 +98,14 @@ def test_all_unsuitable_runs_are_reported_together(tmp_path: Path) -> None:
 
 
 def test_proof_is_used_for_the_measured_gpu_only(tmp_path: Path) -> None:
-    figures = {"eager_mfu": 0.3, "compiled_mfu": 0.4}
-    add_row(tmp_path, Row("NVIDIA A100-SXM4-80GB, full sizes, torch 2", "throughput-124M", "", PASSED, 1.0, figures))
+    with pytest.raises(ConfigError, match="has no throughput of 'A100-80GB'"):
+        read_proof(tmp_path, choose_device("A100-80GB"))
+    for check, share in {"124M-eager": 0.3, "1B-compiled": 0.4, "124M-compiled": 0.35, "1B-default": 0.5}.items():
+        machine, name = "NVIDIA A100-SXM4-80GB, full sizes, torch 2", f"throughput-{check}"
+        add_row(tmp_path, Row(machine, name, "", PASSED, 1.0, {"mfu": share}))
     shares = read_proof(tmp_path, choose_device("A100-80GB")).shares
     assert shares == {Kind(compiles=False, uses_adapter=False): 0.3, Kind(compiles=True, uses_adapter=False): 0.4}
-    with pytest.raises(ConfigError, match="was measured on 'NVIDIA A100-SXM4-80GB', and the plan is for 'H100'"):
+    with pytest.raises(ConfigError, match="has no throughput of 'H100'"):
         read_proof(tmp_path, choose_device("H100"))
 
 

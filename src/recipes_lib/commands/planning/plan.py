@@ -96,7 +96,10 @@ def run(
         plans = [plan_memory(config, model_config, layout) for layout in layouts]
     layout = layouts[0]
     if options.gpu and plans:
-        placed = _choose_plan(plans, choose_device(options.gpu).memory)
+        memory = choose_device(options.gpu).memory
+        tried = [plan.place(memory) for plan in plans]
+        # The first layout that fits, else the last.
+        placed = next((plan for plan in tried if plan.peak <= memory), tried[-1])
         layout, config = placed.layout, resolve_checkpointing(config, placed)
         if hardware and options.mfu is None:
             hardware = hardware.adapt_to(config)
@@ -127,12 +130,6 @@ def _describe(
         yield from describe_step(config, model_config, num_processes, hardware, options.num_rows)
     elif hardware:
         yield from describe_iteration(config, model_config, layout, hardware)
-
-
-def _choose_plan(plans: Sequence[MemoryPlan], memory: float) -> MemoryPlan:
-    """Return the plan of the first layout that fits a device, else that of the last, placed on the device."""
-    placed = [plan.place(memory) for plan in plans]
-    return next((plan for plan in placed if plan.peak <= memory), placed[-1])
 
 
 def _print_memory(plans: Sequence[MemoryPlan], options: argparse.Namespace, num_gpus: int) -> None:
@@ -344,14 +341,12 @@ def _describe_epochs(config: RecipeConfig, num_tokens: int) -> Iterator[Row]:
 def count_corpus_tokens(name: str) -> int | None:
     """Return the number of tokens of a corpus or of one of its sources, from its manifest; ``None`` without one."""
     place = Path(name)
+    is_whole = (place / "corpus.json").is_file()
     try:
-        if (place / "corpus.json").is_file():
-            shards = read_record(place / "corpus.json", {"shards": list})["shards"]
-        else:
-            # The folder of a source: CORPUS/data/SOURCE.
-            manifest = read_record(place.parent.parent / "corpus.json", {"shards": list})
-            shards = [shard for shard in manifest["shards"] if Path(shard["path"]).parent.name == place.name]
-        return sum(int(shard["tokens"]) for shard in shards)
+        # The folder of a source: CORPUS/data/SOURCE.
+        manifest = read_record((place if is_whole else place.parent.parent) / "corpus.json", {"shards": list})
+        named = ((Path(shard["path"]).parent.name, int(shard["tokens"])) for shard in manifest["shards"])
+        return sum(number for source, number in named if is_whole or source == place.name)
     except (DataError, KeyError, TypeError):
         return None
 

@@ -118,21 +118,29 @@ def print_rows(rows: Iterable[Row]) -> None:
     sys.stdout.write("".join([f"{line}\n" for line in format_rows(rows)]))
 
 
+_PROVED: Final = {
+    "eager": Kind(compiles=False, uses_adapter=False),
+    "compiled": Kind(compiles=True, uses_adapter=False),
+    "lora": Kind(compiles=False, uses_adapter=True),
+}
+"""Last part of the name of a check of ``recipes prove`` -> kind of run that it measures."""
+
+
 def read_proof(folder: Path, device: Device) -> Measured:
-    """Return the MFU that ``recipes prove`` has measured.
+    """Return the MFU that ``recipes prove`` has measured by kind, the highest of its sizes.
 
     Raises:
-        ConfigError: The folder has no measured MFU, or that of another GPU.
+        ConfigError: The folder has no measured MFU of this GPU.
     """
-    rows = [row for row in read_rows(folder).values() if row.status == PASSED and row.figures.get("compiled_mfu")]
-    if not rows:
-        raise ConfigError(Problem("--proof", f"{folder} has no throughput of a GPU", "run `recipes prove` there"))
-    name = rows[-1].machine.partition(",")[0]
-    if not _is_named(device, name):
-        found = f"{folder} was measured on {name!r}, and the plan is for {device.name!r}"
-        raise ConfigError(Problem("--proof", found, "run `recipes prove` on the planned GPU"))
-    names = {Kind(compiles, uses_adapter=False): name for name, compiles in (("eager", False), ("compiled", True))}
-    return Measured({kind: float(rows[-1].figures[f"{name}_mfu"]) for kind, name in names.items()}, "recipes prove")
+    shares = dict[Kind, float]()
+    for row in read_rows(folder).values():
+        kind, share = _PROVED.get(row.check.rpartition("-")[2]), row.figures.get("mfu")
+        if row.status == PASSED and kind and share and _is_named(device, row.machine.partition(",")[0]):
+            shares[kind] = max(float(share), shares.get(kind, 0.0))
+    if not shares:
+        found = f"{folder} has no throughput of {device.name!r}"
+        raise ConfigError(Problem("--proof", found, "run `recipes prove` on that GPU"))
+    return Measured(shares, "recipes prove")
 
 
 def calibrate(folders: Sequence[Path], device: Device) -> Measured:

@@ -233,8 +233,8 @@ def _fit_runs(options: argparse.Namespace) -> Iterator[Row]:
     try:
         exponent, minima = fit_isoflops(runs)
         yield "IsoFLOP", f"N ~ C^{exponent:.3f} by the minima of {len(minima)} budgets"
-    except DataError:
-        yield "IsoFLOP", "needs three sizes at each of two budgets"
+    except DataError as error:
+        yield "IsoFLOP", error.problems[0].found
     yield "written to", str(options.output)
 
 
