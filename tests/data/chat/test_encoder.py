@@ -265,6 +265,12 @@ def test_completion_and_eos_are_trained_and_prompt_masked(build: Any) -> None:
     assert row.loss_mask[len(prompt) :].all()
 
 
+@pytest.mark.parametrize("template", ["", source("chatml")])
+def test_strings_are_remarked_if_model_has_chat_template(template: str) -> None:
+    pair, text = RowEncoder(build_byte_level(template)).encode([plain("hi", "there"), text_row("hi")])
+    assert (list(pair.remarks), list(text.remarks)) == ([Remark.PLAIN_TEXT] if template else [], [])
+
+
 def test_empty_completion_trains_only_eos() -> None:
     tokenizer = build_byte_level("")
     assert spans(tokenizer, RowEncoder(tokenizer).encode([plain("hi", "")])[0]) == ["</s>"]

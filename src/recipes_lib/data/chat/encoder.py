@@ -296,7 +296,8 @@ class RowEncoder:
             turn = completion if completion.endswith(self._eos) else completion + self._eos
             refuse_inner_ends(row.where, "the answer", [completion], turn, [self._eos])
             text = row.prompt + completion
-            draft = _Draft(row, text, None if loss_on == "all" else [(len(row.prompt), len(text))])
+            remarks = [Remark.PLAIN_TEXT] if self._chat_template or self._tokenizer.chat_template else []
+            draft = _Draft(row, text, None if loss_on == "all" else [(len(row.prompt), len(text))], remarks)
         else:
             draft = _Draft(row, row.text or "", None)
         if len(draft.text) > self._max_characters:

@@ -122,6 +122,10 @@ class Remark(Enum):
     )
     LOST_REASONING = "give reasoning in their last turn that the chat template does not write", _OTHER_TEMPLATE
     LOST_TOOLS = "give tool schemas that the chat template does not write", _OTHER_TEMPLATE
+    PLAIN_TEXT = (
+        "have strings as prompt and answer, to which the model's chat template is not applied",
+        "if they are chats, write `dataset_columns: {question: prompt}`, for SFT with `answer: completion` beside it",
+    )
 
     def __init__(self, found: str, remedy: str) -> None:
         self.found = found
