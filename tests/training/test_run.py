@@ -336,10 +336,9 @@ def test_run_whose_record_has_no_fingerprint_resumes(tmp_path, data):
 def test_resumed_run_must_have_the_same_start_weights(tmp_path, monkeypatch, is_on_hub):
     base = tmp_path / "base"
     base.mkdir()
-    (base / "config.json").touch()
     config = make_config(tmp_path)
     if is_on_hub:
-        monkeypatch.setattr(run_module, "try_to_load_from_cache", lambda *_, **__: str(base / "config.json"))
+        monkeypatch.setattr(run_module, "find_model_folder", lambda *_: base)
     else:
         config = dataclasses.replace(config, model=ModelConfig(model_name_or_path=str(base)))
 

@@ -234,7 +234,7 @@ def identify_teacher(config: RecipeConfig) -> dict[str, str]:
         return {path.name: compute_digest(path).hex() for path in files}
     load_model_config(chosen)  # Downloads config.json, so that the cache knows the commit of the revision.
     commit = find_commit(str(chosen.model_name_or_path), chosen.model_revision)
-    assert commit is not None
+    assert commit is not None, "its config.json is in the cache"
     return {"name": str(chosen.model_name_or_path), "commit": commit}
 
 

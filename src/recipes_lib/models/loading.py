@@ -281,6 +281,14 @@ def _explain_quantization(config: ModelConfig) -> list[Problem]:
     return [Problem("model_name_or_path", found, remedy)] if settings else []
 
 
+def find_model_folder(name: str, revision: str | None) -> Path | None:
+    """Return the folder of a loaded model: its own, or for a model of the Hub its snapshot in the local cache."""
+    if Path(name).is_dir():
+        return Path(name)
+    cached = try_to_load_from_cache(name, "config.json", revision=revision)
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
 def find_commit(name: str, revision: str | None) -> str | None:
     """Return the Hub commit of a loaded model, from the local cache; ``None`` for a folder.
 
@@ -288,11 +296,8 @@ def find_commit(name: str, revision: str | None) -> str | None:
         name: Hub id or folder.
         revision: Requested commit, tag or branch.
     """
-    if Path(name).is_dir():
-        return None
-    cached = try_to_load_from_cache(name, "config.json", revision=revision)
-    # snapshots/<commit>/config.json
-    return Path(cached).parent.name if isinstance(cached, str) else None
+    folder = None if Path(name).is_dir() else find_model_folder(name, revision)
+    return None if folder is None else folder.name  # snapshots/<commit>
 
 
 def check_agreement(

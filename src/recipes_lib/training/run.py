@@ -19,7 +19,6 @@ from typing import Any, Final, TextIO
 
 import numpy as np
 import torch
-from huggingface_hub import try_to_load_from_cache
 from torch._C import _error_if_any_worker_fails
 from transformers.utils.logging import disable_progress_bar
 
@@ -41,7 +40,7 @@ from recipes_lib.errors import (
 )
 from recipes_lib.files import is_inside, read_lines, read_record, replace_record, try_lock, verify_fields
 from recipes_lib.hardware import INSTALL_CUDA, find_gpu_obstacle
-from recipes_lib.models.loading import find_commit
+from recipes_lib.models.loading import find_commit, find_model_folder
 from recipes_lib.models.model_files import find_missing, list_model_files
 from recipes_lib.processes import explain_lost_connection
 from recipes_lib.stopping import STOP
@@ -499,12 +498,11 @@ def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]
 
 def _sample_weights(model: ModelConfig) -> dict[str, str] | None:
     """Return a hash of sizes and samples of the weight files of a start model; ``None`` for random weights."""
-    name, file, revision = str(model.model_name_or_path), "config.json", model.model_revision
-    config = Path(name, file) if Path(name).is_dir() else try_to_load_from_cache(name, file, revision=revision)
-    if not isinstance(config, str | Path):
+    folder = find_model_folder(str(model.model_name_or_path), model.model_revision)
+    if folder is None:
         return None
     digest = hashlib.sha256()
-    for part in sorted(Path(config).parent.glob("*.safetensors")):
+    for part in sorted(folder.glob("*.safetensors")):
         content = np.memmap(part, mode="r")
         # An odd stride meets all bytes of numbers; training seldom changes the highest.
         digest.update(f"{part.name} {len(content)} ".encode() + content[:: len(content) // _NUM_SAMPLES | 1].tobytes())

@@ -128,6 +128,16 @@ def test_dry_run_and_host_copy_wait_for_optimizer_states(tiny_model_dir, tmp_pat
     assert copies == [count_bytes(list(trainer.model.parameters()), dict(trainer.optimizer.state))]
 
 
+def test_optimizer_without_states_is_copied_too(tiny_model_dir, tmp_path, monkeypatch):
+    """Plain SGD never has states."""
+    copies = []
+    monkeypatch.setattr(HostCopy, "explain_refusal", lambda _, *states, **__: copies.append(count_bytes(*states)))
+    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), **SAVES | {"optim": "sgd"})
+    trainer.train()
+    assert not trainer.optimizer.state
+    assert copies == [count_bytes(list(trainer.model.parameters()))]
+
+
 class SkippingAdamW(torch.optim.AdamW):
     """AdamW that skips its first update, as under fp16."""
 

@@ -115,8 +115,7 @@ class CheckpointingTrainer(Trainer):
     ) -> None:
         """Raise the error of a failed write; make the dry run after the first update, when optimizer states exist."""
         self._saver.raise_failure()
-        # fp16's loss scaler skips the updates of first steps.
-        is_due = not (self._initial_global_step or self._has_dry_run or self.accelerator.optimizer_step_was_skipped)
+        is_due = not (self._initial_global_step or self._has_dry_run) and self._has_updated()
         if is_due and self.args.save_strategy != SaveStrategy.NO:
             self._has_dry_run = True
             self._dry_run(model)
@@ -213,14 +212,20 @@ class CheckpointingTrainer(Trainer):
         finally:
             self.args.save_total_limit = limit
 
+    def _has_updated(self) -> bool:
+        """Return whether the last step updated the weights, so that the optimizer has any states that it will have."""
+        # ``checkpoint-0`` is before the first step, and fp16's loss scaler skips the updates of first steps.
+        return self.state.global_step > 0 and not self.accelerator.optimizer_step_was_skipped
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the layout's files into a checkpoint; outside of one, save the gathered model on the main process."""
         if self._staging is not None:
-            # Decided for model and optimizer together, at the model, which upstream saves first; not at
-            # ``checkpoint-0``, before there are states. ``state_dict()`` would gather sharded ones.
+            # Decided for model and optimizer together, at the model, which upstream saves first.
             writes = self.layout.writes_copies and (self.layout.is_shared or self._saver.is_main)
-            if writes and (states := dict(self.optimizer.state)):
-                self._saver.decide_to_copy(lambda: (self._list_trained(), states), is_shared=self.layout.is_shared)
+            if writes and self._has_updated():
+                # ``optimizer.state`` instead of ``state_dict()``, which gathers sharded states.
+                states: Any = (self._list_trained(), dict(self.optimizer.state))
+                self._saver.decide_to_copy(lambda: states, is_shared=self.layout.is_shared)
             folder = Path(str(output_dir))
             tasks = self.layout.save_model(folder, self.model, self.processing_class, self._saver)
             if tasks is not None:
