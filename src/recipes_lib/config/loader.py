@@ -39,6 +39,7 @@ from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, merge_alike
 from recipes_lib.shipped import find_recipe, find_shipped
 
 _HELP_WIDTH: Final = 100
+_YAML: Final = (".yaml", ".yml")
 _MAX_EXPLAINED: Final = 50
 """Unknown keys that are explained; others are counted, because the search for similar keys is slow."""
 
@@ -217,13 +218,16 @@ class CommandLine:
 def parse_command_line(argv: Sequence[str], table: KeyTable, problems: list[Problem]) -> CommandLine:
     """Parse the arguments after the script's name; append errors to ``problems``."""
     command, seen, arguments = CommandLine(), set[str](), list(argv)
+    # A leading file, as transformers' example scripts take it.
+    if arguments and arguments[0].endswith(_YAML) and not arguments[0].startswith("-"):
+        arguments[0] = f"--config={arguments[0]}"
     while arguments:
         argument = arguments.pop(0)
         if argument in ("-h", "--help"):
             command.wants = "help"
             continue
         if not argument.startswith("--") or argument == "--":
-            remedy = "write `--config FILE`" if argument.endswith((".yaml", ".yml")) else "write `--key value`"
+            remedy = "write `--config FILE`" if argument.endswith(_YAML) else "write `--key value`"
             shown = "an argument" if has_secret_shape(argument) else argument[:60] or "''"
             problems.append(Problem(shown, "is not a flag", f"{remedy}; lists are JSON: --key '[1, 2]'"))
             continue
