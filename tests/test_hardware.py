@@ -66,12 +66,20 @@ def test_free_memory_is_at_most_total_memory() -> None:
     assert 0 < read_free_memory() <= total * 1024
 
 
-@pytest.mark.parametrize(("limit", "left"), [("1000", [450]), ("500", [0]), ("max", []), (None, [])])
-def test_container_limit_excludes_page_cache(tmp_path, limit, left) -> None:
+@pytest.mark.parametrize(
+    ("limit", "left"), [("1000", [450]), ("500", [0]), ("max", []), (None, []), ("9223372036854771712", [2**63 - 4646])]
+)
+@pytest.mark.parametrize("version", [1, 2])
+def test_container_limit_excludes_page_cache(tmp_path, version, limit, left) -> None:
+    folder = tmp_path / "memory" if version == 1 else tmp_path
+    folder.mkdir(exist_ok=True)
+    names = ("limit_in_bytes", "usage_in_bytes") if version == 1 else ("max", "current")
     if limit is not None:
-        (tmp_path / "memory.max").write_text(f"{limit}\n")
-        (tmp_path / "memory.current").write_text("600\n")
-        (tmp_path / "memory.stat").write_text("anon 550\ninactive_file 50\nactive_file 10\n")
+        for name, text in zip(names, (limit, "600"), strict=True):
+            (folder / f"memory.{name}").write_text(f"{text}\n")
+        # The statistics of v1 without "total_" exclude the groups below.
+        total = "inactive_file 7\ntotal_" if version == 1 else ""
+        (folder / "memory.stat").write_text(f"anon 550\n{total}inactive_file 50\nactive_file 10\n")
     assert hardware._read_container_memory(tmp_path) == left
 
 

@@ -37,6 +37,8 @@ _EXPECTED_WARNINGS: Final = {
     "DeepSpeed": "Setting accelerator to CPU",
     # bitsandbytes warns on import and falls back to plain torch for 4-bit matrix products on a CPU.
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    # `recipes launch` on a CPU: the number of threads, which no launch file can set.
+    "accelerate.commands.launch": "The following values were not passed to `accelerate launch`",
     # Expected in a run whose output_dir was moved; ``_finalize_training`` finds the checkpoint by its step.
     "transformers.trainer": "The best checkpoint",
     # Expected: ``load_tokenizer`` has already set the special tokens that the trainer copies to the model.
@@ -103,6 +105,7 @@ def run_command(command: Callable[[], int | None]) -> int:
         One of the ``EXIT_`` codes of :mod:`recipes_lib.errors`, or ``EXIT_INTERRUPTED``.
     """
     ignore_closed_output()
+    processes.limit_threads()
     for name in _EXPECTED_WARNINGS:
         logging.getLogger(name).addFilter(_is_unexpected)
     try:

@@ -6,6 +6,7 @@ import shutil
 import sysconfig
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +16,11 @@ INSTALL_CUDA: Final = "update the driver, or install torch for a CUDA version th
 INSTALL_COMPILER: Final = "install a C++ compiler and the headers of Python (on Debian: apt install g++ python3-dev)"
 
 _DEVICES: Final = Path("/dev")
+_MEMORY_FILES: Final = {
+    "inactive_file": ("memory.max", "memory.current", "memory.stat"),
+    "total_inactive_file": ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+}
+"""Page cache in the statistics of cgroup v2 and v1 -> files of limit, use and statistics."""
 
 
 def supports_bf16(*, use_cpu: bool = False) -> bool:
@@ -99,10 +105,11 @@ def read_free_memory() -> int:
 
 
 def _read_container_memory(group: Path) -> list[int]:
-    """Return the memory left under a cgroup v2 limit as a list of one, ``[]`` without a limit; page cache is free."""
-    try:
-        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return []
-    return [] if limit == "max" else [max(0, int(limit) - int(used) + int(stat.get("inactive_file", 0)))]
+    """Return the memory left under a cgroup's limit as a list of one, ``[]`` without a limit; page cache is free."""
+    left = []
+    for cached, names in _MEMORY_FILES.items():
+        with suppress(OSError, ValueError):  # No such file, or no number without a limit.
+            limit, used, stat = ((group / name).read_text() for name in names)
+            pages = dict(line.split() for line in stat.splitlines())
+            left.append(max(0, int(limit) - int(used) + int(pages.get(cached, 0))))
+    return left
