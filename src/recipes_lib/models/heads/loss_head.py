@@ -167,23 +167,23 @@ def verify_loss_head(model: Any) -> None:
         ConfigError: The model's own loss is not finite, or differs from that of the loss head, because the model
             transforms hidden states or logits in an unsupported way; or logits depend on later tokens.
     """
-    config = unwrap_adapter(model).config.get_text_config()
+    base = unwrap_adapter(model)
     # Modulo the vocabulary size, for tiny test models.
-    input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
+    input_ids = torch.arange(1, 9, device=find_device(model))[None] % base.config.get_text_config().vocab_size
     with evaluating(model), kernel_precision(model):
-        own = model(input_ids=input_ids, labels=input_ids, use_cache=False)
+        # Without the load-balancing loss: the model weights it by the coefficient of its checkpoint, training by
+        # ``router_aux_loss_coef``.
+        plain = {"output_router_logits": False} if _has_router_loss(base) else {}
+        own = model(input_ids=input_ids, labels=input_ids, use_cache=False, **plain)
         sums = model(input_ids=input_ids, labels=input_ids, loss_head=True)
         # The last token is replaced: logits of a causal model before it must not change.
         changed = torch.cat([input_ids[:, :-1], input_ids[:, :1]], dim=1)
         ahead = model(input_ids=changed, use_cache=False).logits
         # The scales of 8-bit products and the batches of experts depend on all tokens, so that changing the last token
         # changes the rounding of earlier logits.
-        is_exact = find_rounding_error(own.logits) < 1e-6 and not getattr(unwrap_adapter(model), "is_quantized", False)
+        is_exact = find_rounding_error(own.logits) < 1e-6 and not getattr(base, "is_quantized", False)
         rounding = (1e-4 if is_exact else 0.1) * own.logits.abs().max()
     ours = sums.nll_sum / sums.num_targets
-    # Models such as DeepSeek V3 and GLM-4 MoE return router logits, but add no load-balancing loss to their own.
-    if sums.aux_loss is not None and getattr(own, "aux_loss", None) is not None:
-        ours = ours + config.router_aux_loss_coef * sums.aux_loss
     if not own.loss.isfinite():  # Otherwise reported as a difference, since NaN is close to nothing.
         raise ConfigError(Problem("model_name_or_path", *_explain_loss(model, float(own.loss))))
     # In half precision, the model's own loss is computed from rounded logits.
