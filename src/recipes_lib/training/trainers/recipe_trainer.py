@@ -21,7 +21,7 @@ from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.data.sources.replay_dataset import EpochOrder, Order
 from recipes_lib.data.tokens.dataset import RowSkips
 from recipes_lib.errors import ConfigError, DivergedError, PreemptedError, Problem
-from recipes_lib.models.activation_checkpointing import read_selective
+from recipes_lib.models.activation_checkpointing import read_checkpointing
 from recipes_lib.models.attention.kernels import explain_choice
 from recipes_lib.models.parallel.tensor_parallel import count_tensor_parallel_ranks
 from recipes_lib.models.parallel.zero3 import remove_gather_hooks
@@ -167,12 +167,10 @@ class RecipeTrainer(CheckpointingTrainer):
         Raises:
             PreemptedError: A process has a stop request; a checkpoint of the last finished step is complete.
         """
-        options: Any = self.args.activation_checkpointing_kwargs
-        selective = read_selective(options)
-        if self.args.activation_checkpointing and selective:
-            # Selective checkpointing takes a context function, which upstream's arguments cannot hold.
-            self.model.activation_checkpointing_enable(**selective)
-            # Otherwise upstream's train() enables it again, without the function.
+        if self.args.activation_checkpointing:
+            options: Any = self.args.activation_checkpointing_kwargs
+            self.model.activation_checkpointing_enable(**read_checkpointing(options))
+            # Otherwise upstream's train() enables it again, without ``save_matmuls``, which it does not know.
             self.args.activation_checkpointing = False
         compilation = getattr(self.args, "compilation", None)
         if compilation is not None and not is_compiled(self.model):
