@@ -66,13 +66,23 @@ def test_free_memory_is_at_most_total_memory() -> None:
     assert 0 < read_free_memory() <= total * 1024
 
 
-@pytest.mark.parametrize(("limit", "left"), [("1000", [450]), ("500", [0]), ("max", []), (None, [])])
-def test_container_limit_excludes_page_cache(tmp_path, limit, left) -> None:
+@pytest.mark.parametrize(("limit", "left"), [("1000", 450), ("500", 0), ("max", 9 << 20), (None, 9 << 20)])
+@pytest.mark.parametrize(
+    ("own", "limited"), [("0::/", "."), ("4:memory:/x\n0::/slurm/job_7/step_0/task_0", "slurm/job_7")]
+)
+def test_limit_of_container_or_job_excludes_page_cache(tmp_path, monkeypatch, own, limited, limit, left) -> None:
+    for name in ("_PROCESSES", "_CGROUPS"):
+        monkeypatch.setattr(hardware, name, tmp_path)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text(f"{own}\n")
+    (tmp_path / "meminfo").write_text("MemAvailable: 9216 kB\n")
     if limit is not None:
-        (tmp_path / "memory.max").write_text(f"{limit}\n")
-        (tmp_path / "memory.current").write_text("600\n")
-        (tmp_path / "memory.stat").write_text("anon 550\ninactive_file 50\nactive_file 10\n")
-    assert hardware._read_container_memory(tmp_path) == left
+        folder = tmp_path / limited
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text("600\n")
+        (folder / "memory.stat").write_text("anon 550\ninactive_file 50\nactive_file 10\n")
+    assert read_free_memory() == left
 
 
 def test_device_memory_is_that_of_first_device(monkeypatch) -> None:

@@ -15,6 +15,8 @@ INSTALL_CUDA: Final = "update the driver, or install torch for a CUDA version th
 INSTALL_COMPILER: Final = "install a C++ compiler and the headers of Python (on Debian: apt install g++ python3-dev)"
 
 _DEVICES: Final = Path("/dev")
+_PROCESSES: Final = Path("/proc")
+_CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 def supports_bf16(*, use_cpu: bool = False) -> bool:
@@ -86,19 +88,22 @@ def read_device_memory() -> int | None:
 
 
 def read_free_memory() -> int:
-    """Return the available host memory in bytes: that of the machine, or of the container if it is less.
+    """Return the available host memory in bytes: that of the machine, or of the container or SLURM job if it is less.
 
     0 if it is unknown (outside Linux).
     """
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        lines = (_PROCESSES / "meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        groups = (_PROCESSES / "self/cgroup").read_text().splitlines()
     except (OSError, StopIteration):
         return 0
-    return min([free, *_read_container_memory(Path("/sys/fs/cgroup"))])
+    # The group of cgroup v2; in a container mostly the root. A limit holds for all groups below it.
+    group = _CGROUPS / "".join(line.removeprefix("0::/") for line in groups if line.startswith("0::/"))
+    return min([free, *(left for one in (group, *group.parents) for left in _read_group_memory(one))])
 
 
-def _read_container_memory(group: Path) -> list[int]:
+def _read_group_memory(group: Path) -> list[int]:
     """Return the memory left under a cgroup v2 limit as a list of one, ``[]`` without a limit; page cache is free."""
     try:
         limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
