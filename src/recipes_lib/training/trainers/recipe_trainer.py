@@ -23,6 +23,7 @@ from recipes_lib.data.tokens.dataset import RowSkips
 from recipes_lib.errors import ConfigError, DivergedError, PreemptedError, Problem
 from recipes_lib.models.activation_checkpointing import read_checkpointing
 from recipes_lib.models.attention.kernels import explain_choice
+from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.parallel.tensor_parallel import count_tensor_parallel_ranks
 from recipes_lib.models.parallel.zero3 import remove_gather_hooks
 from recipes_lib.planning.schedule import compute_steps
@@ -466,7 +467,7 @@ def configure_router_loss(model: PreTrainedModel, coefficient: float | None, *, 
     """Enable or disable the load-balancing loss of a mixture of experts; return its coefficient.
 
     Args:
-        model: The model, whose configuration is changed (and saved with it).
+        model: The model; the coefficient is saved in its configuration.
         coefficient: ``router_aux_loss_coef``; ``None``: the value of the model's configuration.
         by_default: Whether a nonzero coefficient of the model enables the loss; otherwise its
             ``output_router_logits`` decides.
@@ -483,7 +484,8 @@ def configure_router_loss(model: PreTrainedModel, coefficient: float | None, *, 
     own = float(getattr(config, "router_aux_loss_coef", None) or 0.0)
     if hasattr(config, "output_router_logits") and (by_default or coefficient is not None):
         config.router_aux_loss_coef = own if coefficient is None else coefficient
-        config.output_router_logits = config.router_aux_loss_coef != 0.0
+        # Not by ``output_router_logits``, which would be saved: with it, transformers fails to continue padded prompts.
+        unwrap_adapter(model).has_router_loss = config.router_aux_loss_coef != 0.0
     return own if coefficient is None else coefficient
 
 
