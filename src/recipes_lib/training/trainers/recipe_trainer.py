@@ -473,11 +473,13 @@ def configure_router_loss(model: PreTrainedModel, coefficient: float | None, *, 
             ``output_router_logits`` decides.
 
     Raises:
-        ConfigError: A coefficient is set for a dense model.
+        ConfigError: A coefficient is set for a dense model; or the loss is enabled under context or pipeline
+            parallelism, where a rank has a part of the tokens or layers that it averages over.
 
     Source: ``trl.SFTTrainer.__init__`` (trl 1.16); ``tests/parity/test_experts.py``.
     """
-    config: Any = model.config.get_text_config()
+    base: Any = unwrap_adapter(model)
+    config = base.config.get_text_config()
     if coefficient and not hasattr(config, "output_router_logits"):
         found = f"{type(model).__name__} is no mixture of experts that returns its router logits"
         raise ConfigError(Problem("router_aux_loss_coef", found, "delete the line"))
@@ -485,7 +487,11 @@ def configure_router_loss(model: PreTrainedModel, coefficient: float | None, *, 
     if hasattr(config, "output_router_logits") and (by_default or coefficient is not None):
         config.router_aux_loss_coef = own if coefficient is None else coefficient
         # Not by ``output_router_logits``, which would be saved: with it, transformers fails to continue padded prompts.
-        unwrap_adapter(model).has_router_loss = config.router_aux_loss_coef != 0.0
+        base.has_router_loss = config.router_aux_loss_coef != 0.0
+        if base.has_router_loss and (config._attn_implementation == "context" or hasattr(base, "part")):
+            found = "context and pipeline parallelism do not support the load-balancing loss of experts"
+            remedy = "write router_aux_loss_coef: 0, or launch with accelerate_configs/fsdp2.yaml"
+            raise ConfigError(Problem("router_aux_loss_coef", found, remedy))
     return own if coefficient is None else coefficient
 
 
