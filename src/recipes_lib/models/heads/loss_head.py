@@ -105,8 +105,7 @@ def add_loss_head(model: PreTrainedModel) -> None:
     since no document attends to padding.
 
     Other calls, and so generation, are unchanged, but without the load-balancing loss of a mixture of experts. A PEFT
-    wrapper may be added before or after; before, if it trains
-    tied embeddings fully.
+    wrapper may be added before or after; before, if it trains tied embeddings fully.
 
     The results are computed inside the forward call of the output projection, so that FSDP2 and ZeRO-3 gather its
     weight and reduce its gradient by the same hooks as for logits.
