@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.activation_checkpointing import read_selective
+from recipes_lib.models.activation_checkpointing import read_checkpointing
 from recipes_lib.models.adapters.roles import CRITIC, AdapterScorer, Role, add_critic, role
 from recipes_lib.models.adapters.saved import find_adapter, find_shareable
 from recipes_lib.models.attention.kernels import choose_attention
@@ -219,12 +219,11 @@ def load_actor_critic(
         critic = place(critic)
     verify_loss_head(policy)
     if args.activation_checkpointing:
-        options: Any = args.activation_checkpointing_kwargs or {}
-        given = read_selective(options) or {"activation_checkpointing_kwargs": {"use_reentrant": False, **options}}
+        options: Any = args.activation_checkpointing_kwargs
         for model in (policy, critic):
             # An adapter as critic runs on the policy's layers, for which it is enabled already.
             if model is not None and not isinstance(model, AdapterScorer):
-                unwrap_adapter(model).activation_checkpointing_enable(**given)
+                unwrap_adapter(model).activation_checkpointing_enable(**read_checkpointing(options))
     return ActorCritic(policy, critic, own_reference, stop_ids, reward, has_reference)
 
 

@@ -95,7 +95,7 @@ def test_trained_parameters_load_across_layouts(mesh, tmp_path, writes, reads):
     (model, parameters, optimizer), place = train(mesh if writes == "sharded" else None, 0), tmp_path / "policy"
     layout = choose_learner_layout(model)
     assert layout.is_shared is (writes == "sharded")
-    saver.decide_to_copy(lambda: (parameters, dict(optimizer.state)), is_shared=layout.is_shared)
+    saver.decide_to_copy((parameters, dict(optimizer.state)), is_shared=layout.is_shared)
     for task in layout.save_trained(place, parameters, optimizer, saver):
         task()
     layout.verify_trained(place, {"weight": model.weight.shape})

@@ -225,7 +225,7 @@ class CheckpointingTrainer(Trainer):
             if writes and self._has_updated():
                 # ``optimizer.state`` instead of ``state_dict()``, which gathers sharded states.
                 states: Any = (self._list_trained(), dict(self.optimizer.state))
-                self._saver.decide_to_copy(lambda: states, is_shared=self.layout.is_shared)
+                self._saver.decide_to_copy(states, is_shared=self.layout.is_shared)
             folder = Path(str(output_dir))
             tasks = self.layout.save_model(folder, self.model, self.processing_class, self._saver)
             if tasks is not None:

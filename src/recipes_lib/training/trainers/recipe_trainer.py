@@ -21,8 +21,9 @@ from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.data.sources.replay_dataset import EpochOrder, Order
 from recipes_lib.data.tokens.dataset import RowSkips
 from recipes_lib.errors import ConfigError, DivergedError, PreemptedError, Problem
-from recipes_lib.models.activation_checkpointing import read_selective
+from recipes_lib.models.activation_checkpointing import read_checkpointing
 from recipes_lib.models.attention.kernels import explain_choice
+from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.parallel.tensor_parallel import count_tensor_parallel_ranks
 from recipes_lib.models.parallel.zero3 import remove_gather_hooks
 from recipes_lib.planning.schedule import compute_steps
@@ -167,12 +168,10 @@ class RecipeTrainer(CheckpointingTrainer):
         Raises:
             PreemptedError: A process has a stop request; a checkpoint of the last finished step is complete.
         """
-        options: Any = self.args.activation_checkpointing_kwargs
-        selective = read_selective(options)
-        if self.args.activation_checkpointing and selective:
-            # Selective checkpointing takes a context function, which upstream's arguments cannot hold.
-            self.model.activation_checkpointing_enable(**selective)
-            # Otherwise upstream's train() enables it again, without the function.
+        if self.args.activation_checkpointing:
+            options: Any = self.args.activation_checkpointing_kwargs
+            self.model.activation_checkpointing_enable(**read_checkpointing(options))
+            # Otherwise upstream's train() enables it again, without ``save_matmuls``, which it does not know.
             self.args.activation_checkpointing = False
         compilation = getattr(self.args, "compilation", None)
         if compilation is not None and not is_compiled(self.model):
@@ -468,24 +467,31 @@ def configure_router_loss(model: PreTrainedModel, coefficient: float | None, *, 
     """Enable or disable the load-balancing loss of a mixture of experts; return its coefficient.
 
     Args:
-        model: The model, whose configuration is changed (and saved with it).
+        model: The model; the coefficient is saved in its configuration.
         coefficient: ``router_aux_loss_coef``; ``None``: the value of the model's configuration.
         by_default: Whether a nonzero coefficient of the model enables the loss; otherwise its
             ``output_router_logits`` decides.
 
     Raises:
-        ConfigError: A coefficient is set for a dense model.
+        ConfigError: A coefficient is set for a dense model; or the loss is enabled under context or pipeline
+            parallelism, where a rank has a part of the tokens or layers that it averages over.
 
     Source: ``trl.SFTTrainer.__init__`` (trl 1.16); ``tests/parity/test_experts.py``.
     """
-    config: Any = model.config.get_text_config()
+    base: Any = unwrap_adapter(model)
+    config = base.config.get_text_config()
     if coefficient and not hasattr(config, "output_router_logits"):
         found = f"{type(model).__name__} is no mixture of experts that returns its router logits"
         raise ConfigError(Problem("router_aux_loss_coef", found, "delete the line"))
     own = float(getattr(config, "router_aux_loss_coef", None) or 0.0)
     if hasattr(config, "output_router_logits") and (by_default or coefficient is not None):
         config.router_aux_loss_coef = own if coefficient is None else coefficient
-        config.output_router_logits = config.router_aux_loss_coef != 0.0
+        # Not by ``output_router_logits``, which would be saved: with it, transformers fails to continue padded prompts.
+        base.has_router_loss = config.router_aux_loss_coef != 0.0
+        if base.has_router_loss and (config._attn_implementation == "context" or hasattr(base, "part")):
+            found = "context and pipeline parallelism do not support the load-balancing loss of experts"
+            remedy = "write router_aux_loss_coef: 0, or launch with accelerate_configs/fsdp2.yaml"
+            raise ConfigError(Problem("router_aux_loss_coef", found, remedy))
     return own if coefficient is None else coefficient
 
 
