@@ -365,7 +365,7 @@ class RecipeTrainer(CheckpointingTrainer):
             DivergedError: As ``StepGuard.check_step``.
         """
         self._add_penalty()
-        if self.layout.has_engine_norm:
+        if self.is_deepspeed_enabled:
             return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         with_gradient = [parameter for parameter in model.parameters() if parameter.grad is not None]
         norm = self._compute_grad_norm(with_gradient)
@@ -383,7 +383,7 @@ class RecipeTrainer(CheckpointingTrainer):
         """
         if grad_norm is None:
             self._add_penalty()
-        if self.layout.has_engine_norm:
+        if self.is_deepspeed_enabled:
             return self.guard.check_step(super()._get_grad_norm(model, grad_norm=grad_norm))  # type: ignore[no-untyped-call]
         return self.guard.check_step(self._compute_grad_norm(model.parameters())) if grad_norm is None else grad_norm
 
