@@ -24,6 +24,7 @@ from recipes_lib.training.checkpoints.model_layout import choose_layout
 from recipes_lib.training.checkpoints.resume import seed_process
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, Task, count_bytes, write_state
 from recipes_lib.training.collectives import broadcast_object
+from recipes_lib.training.guards.preemption import read_evaluation
 from recipes_lib.training.layouts.launch_environment import Launch, read_launch
 from recipes_lib.training.monitoring.callbacks import Observer
 
@@ -90,8 +91,8 @@ class CheckpointingTrainer(Trainer):
             self._saver.settle()
 
     def stops_at_end(self) -> bool:
-        """Return whether the run is resumed at its last step, and stop it: upstream would make one more step."""
-        if self.state.global_step < self.state.max_steps:
+        """Return whether the run is resumed at its end, and stop it: upstream would make one more step."""
+        if self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
             return False
         self.control.should_training_stop = True
         return True
@@ -139,6 +140,12 @@ class CheckpointingTrainer(Trainer):
         is_new = state.best_global_step == state.global_step
         if self.args.save_strategy == SaveStrategy.STEPS and is_new and not is_saved:
             state.best_metric, state.best_global_step = self._best_before
+
+    def run_pending_evaluation(self) -> None:
+        """Run the evaluation that a stop request interrupted, if any, as upstream does after a step."""
+        if read_evaluation(self.state)["is_owed"]:
+            with self.best_is_saved():
+                self._determine_best_metric(self._evaluate(None, None), None)
 
     # transformers 5.23 writes synchronously, and deletes old checkpoints before the new one is verified.
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -302,6 +309,7 @@ class CheckpointingTrainer(Trainer):
     # transformers 5.23 loads the best model and deletes checkpoints here, although one may still be being written.
     def _finalize_training(self, *args: Any) -> Any:
         """Wait for the last checkpoint, which may be the best one, before upstream loads the best one; delete none."""
+        self.run_pending_evaluation()  # A run that is resumed after its last epoch begins no other one.
         self.finish_saving()
         # The main process renames the folder; the other ranks may open it only after this barrier.
         self.accelerator.wait_for_everyone()

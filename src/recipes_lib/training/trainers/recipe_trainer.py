@@ -447,11 +447,6 @@ class RecipeTrainer(CheckpointingTrainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def run_pending_evaluation(self) -> None:
-        """Run the evaluation that a stop request interrupted, as upstream does after a step."""
-        with self.best_is_saved():
-            self._determine_best_metric(self._evaluate(None, None), None)
-
     # transformers 5.23 saves a schedule-free optimizer's training weights, not the averaged ones.
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint, with the averaged weights of a schedule-free optimizer."""
