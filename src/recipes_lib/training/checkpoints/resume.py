@@ -89,8 +89,8 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
         The configuration to train with, and a log line; ``None`` if nothing changed.
 
     Raises:
-        ConfigError: The rows of a step or of a generation are not divisible by the new number of ranks, or
-            ``batch_ramp_tokens`` is set and gradient accumulation would change.
+        ConfigError: The rows of a step or of a generation are not divisible by the new number of ranks, or gradient
+            accumulation would change with ``batch_ramp_tokens`` or ``dataloader_drop_last``.
 
     Source: ``tests/distributed/test_resumption.py``.
     """
@@ -104,14 +104,19 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
     else:
         accumulation = _share_rows(config, launch, rows)
     accumulated = read_training(before, "gradient_accumulation_steps")
-    # A ramp is planned in micro-batches, so that another number of them changes the rows of past and future steps.
-    if config.schedule.batch_ramp_tokens is not None and accumulation != accumulated:
-        found = (
-            f"batch_ramp_tokens grows the batch by whole micro-batches, {accumulated} per step at the checkpoint "
-            f"and {accumulation} now"
-        )
-        remedy = "keep the product of per_device_train_batch_size and the number of processes"
-        raise ConfigError(Problem(config.provenance.get("batch_ramp_tokens", "batch_ramp_tokens"), found, remedy))
+    # With these keys, another number of micro-batches changes the rows of past and future steps.
+    effects = {
+        "batch_ramp_tokens": config.schedule.batch_ramp_tokens and "grows the batch by",
+        "dataloader_drop_last": config.training.get("dataloader_drop_last") and "trains on",
+    }
+    for key, effect in effects.items():
+        if effect and accumulation != accumulated:
+            found = (
+                f"{key} {effect} whole micro-batches of all processes, {accumulated} per step at the checkpoint and "
+                f"{accumulation} now"
+            )
+            remedy = "keep the product of per_device_train_batch_size and the number of processes"
+            raise ConfigError(Problem(config.provenance.get(key, key), found, remedy))
     planned = {"gradient_accumulation_steps": accumulation}
     if (written := config.training.get(GENERATION_KEY)) is not None:
         micro_batches = record.get(GENERATION_KEY) or written
