@@ -147,10 +147,17 @@ class CheckpointingTrainer(Trainer):
             with self.best_is_saved():
                 self._determine_best_metric(self._evaluate(None, None), None)
 
-    # transformers 5.23 writes synchronously, and deletes old checkpoints before the new one is verified.
+    # Old checkpoints are deleted once the new one is verified, and the averaged weights of a schedule-free optimizer are
+    # saved: transformers 5.23 does neither, and writes synchronously.
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Stage a checkpoint, then write and publish it."""
+        """Stage a checkpoint, with the averaged weights of a schedule-free optimizer, then write and publish it."""
+        self.show_averaged_weights()
         self._saver.save(self._stage(model, STAGING), keep=self.list_protected_steps())
+
+    def show_averaged_weights(self) -> None:
+        """Switch a schedule-free optimizer to its averaged weights; ``training_step`` switches back."""
+        if self.optimizer is not None and hasattr(self.optimizer, "eval"):
+            self.optimizer.eval()
 
     def _dry_run(self, model: nn.Module) -> None:
         """Save and delete one checkpoint, and compare it with the live state.
@@ -297,6 +304,12 @@ class CheckpointingTrainer(Trainer):
             return
         assert self.lr_scheduler is not None
         self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+
+    # transformers 5.23 fails if a run that was begun in fp16 is resumed in another precision.
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Load the state of fp16's loss scaler, if this run has one."""
+        if self.accelerator.scaler is not None:
+            super()._load_scaler(checkpoint)
 
     def name_parameters(self) -> Mapping[str, nn.Parameter]:
         """Return the parameters by the names under which a checkpoint stores their optimizer states."""

@@ -98,11 +98,7 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
     # Checkpoints from before model parallelism have no data_size; every process was a data-parallel rank.
     data_size = record.get("data_size") or record.get("world_size") or launch.data_size
     rows = count_rows_per_step(before, data_size)
-    # The factors do not matter if their product is the same.
-    if rows == count_rows_per_step(config.training, launch.data_size):
-        accumulation = config.read("gradient_accumulation_steps")
-    else:
-        accumulation = _share_rows(config, launch, rows)
+    accumulation = _share_rows(config, launch, rows)
     accumulated = read_training(before, "gradient_accumulation_steps")
     # With these keys, another number of micro-batches changes the rows of past and future steps.
     effects = {

@@ -184,7 +184,7 @@ class RecipeTrainer(CheckpointingTrainer):
         with STOP.deferred(), watching, preserve_architecture(self.model):
             try:
                 output = self.guard.train(super().train, resume_from_checkpoint)
-                self._show_averaged_weights()
+                self.show_averaged_weights()
                 has_best = self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None
                 # With load_best_model_at_end, the loaded weights were evaluated when they were saved.
                 if self.observer.hooks and self.last_evaluated_step != self.state.global_step and not has_best:
@@ -428,7 +428,7 @@ class RecipeTrainer(CheckpointingTrainer):
         metrics = {}
         self.is_evaluating = True
         WATCHDOG.enter("an evaluation")
-        self._show_averaged_weights()
+        self.show_averaged_weights()
         model = self.get_evaluation_model()
         for hook in self.observer.hooks:
             figures = hook(model, self.state.global_step)
@@ -446,17 +446,6 @@ class RecipeTrainer(CheckpointingTrainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
-
-    # transformers 5.23 saves a schedule-free optimizer's training weights, not the averaged ones.
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint, with the averaged weights of a schedule-free optimizer."""
-        self._show_averaged_weights()
-        super()._save_checkpoint(model, trial)
-
-    def _show_averaged_weights(self) -> None:
-        """Switch a schedule-free optimizer to its averaged weights; ``training_step`` switches back."""
-        if self.optimizer is not None and hasattr(self.optimizer, "eval"):
-            self.optimizer.eval()
 
 
 def configure_router_loss(model: PreTrainedModel, coefficient: float | None, *, by_default: bool) -> float:
