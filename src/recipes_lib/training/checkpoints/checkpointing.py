@@ -147,7 +147,7 @@ class CheckpointingTrainer(Trainer):
             with self.best_is_saved():
                 self._determine_best_metric(self._evaluate(None, None), None)
 
-    # Old checkpoints are deleted once the new one is verified, and the averaged weights of a schedule-free optimizer are
+    # Old checkpoints are deleted once the new one is verified, and averaged weights of a schedule-free optimizer are
     # saved: transformers 5.23 does neither, and writes synchronously.
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Stage a checkpoint, with the averaged weights of a schedule-free optimizer, then write and publish it."""
