@@ -101,18 +101,12 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
     accumulation = _share_rows(config, launch, rows)
     accumulated = read_training(before, "gradient_accumulation_steps")
     # With these keys, another number of micro-batches changes the rows of past and future steps.
-    effects = {
-        "batch_ramp_tokens": config.schedule.batch_ramp_tokens and "grows the batch by",
-        "dataloader_drop_last": config.training.get("dataloader_drop_last") and "trains on",
-    }
-    for key, effect in effects.items():
-        if effect and accumulation != accumulated:
-            found = (
-                f"{key} {effect} whole micro-batches of all processes, {accumulated} per step at the checkpoint and "
-                f"{accumulation} now"
-            )
-            remedy = "keep the product of per_device_train_batch_size and the number of processes"
-            raise ConfigError(Problem(config.provenance.get(key, key), found, remedy))
+    batch_ramp_tokens, drop_last = config.schedule.batch_ramp_tokens, config.training.get("dataloader_drop_last")
+    key = "batch_ramp_tokens" if batch_ramp_tokens else "dataloader_drop_last" if drop_last else None
+    if key and accumulation != accumulated:
+        found = f"{key} counts whole micro-batches, {accumulated} per step at the checkpoint and {accumulation} now"
+        remedy = "keep the product of per_device_train_batch_size and the number of processes"
+        raise ConfigError(Problem(config.provenance.get(key, key), found, remedy))
     planned = {"gradient_accumulation_steps": accumulation}
     if (written := config.training.get(GENERATION_KEY)) is not None:
         micro_batches = record.get(GENERATION_KEY) or written
