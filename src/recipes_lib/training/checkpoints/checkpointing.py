@@ -29,14 +29,16 @@ from recipes_lib.training.layouts.launch_environment import Launch, read_launch
 from recipes_lib.training.monitoring.callbacks import Observer
 
 
-class _SaveEvaluatedSteps(TrainerCallback):
-    """Aligns ``save_steps`` with ``eval_steps`` if both are fractions of the run.
+class _ReadSteps(TrainerCallback):
+    """Reads ``logging_steps``, ``eval_steps`` and ``save_steps``, and aligns the last two if both are fractions.
 
-    Upstream rounds each fraction up separately: of 25 steps, 0.1 becomes 3 and 0.2 becomes 5. The best evaluation could
-    then fall on a step that is not saved.
+    A resumed run may have others than its checkpoint, whose values upstream would keep. And upstream rounds each
+    fraction up separately: of 25 steps, 0.1 becomes 3 and 0.2 becomes 5. The best evaluation could then fall on a step
+    that is not saved.
     """
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        state.compute_steps(args, state.max_steps)
         if args.load_best_model_at_end and args.eval_steps and args.eval_steps < 1:
             state.save_steps = int(state.eval_steps) * round(args.save_steps / args.eval_steps)
 
@@ -68,7 +70,7 @@ class CheckpointingTrainer(Trainer):
         args.save_only_model = saves_less or was_sharded_on_loading(options["model"])
         super().__init__(**options)
         args.save_only_model = saves_less
-        self.add_callback(_SaveEvaluatedSteps)
+        self.add_callback(_ReadSteps)
         self.layout = choose_layout(self)
         self._saver = CheckpointSaver(self.args, self._tell, engine=self.layout.engine, data_size=self.launch.data_size)
         self._has_dry_run = False
