@@ -173,7 +173,7 @@ class PretrainTrainer(NextTokenTrainer):
         if not self.is_deepspeed_enabled:
             self.add_figures(WeightMonitor(self.measure_norm, self.list_counted))
         if schedule.first_decay_step is not None:
-            self.add_callback(SaveBeforeDecay(schedule.first_decay_step))
+            self.add_figures(SaveBeforeDecay(schedule.first_decay_step))
 
     def list_protected_steps(self) -> set[int]:
         """Return the steps whose checkpoints are never deleted: from the start of the decay a longer run can resume."""

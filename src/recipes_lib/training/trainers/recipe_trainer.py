@@ -134,9 +134,9 @@ class RecipeTrainer(CheckpointingTrainer):
         self.add_callback(self.guard)
 
     def add_figures(self, *callbacks: TrainerCallback) -> None:
-        """Insert callbacks that add metrics to the logs of a step, before those inserted earlier."""
-        # Callbacks run in order. The first, upstream's, decides what is due. Those that add metrics must precede the
-        # observer's, which write them, and the trackers.
+        """Insert callbacks that add metrics to the logs of a step or request a save, before those inserted earlier."""
+        # Callbacks run in order. The first, upstream's, decides what is due. These must precede the observer's, which
+        # write metrics and sum counts for a checkpoint, and the trackers.
         self.callback_handler.callbacks[1:1] = callbacks
 
     @abstractmethod
