@@ -142,8 +142,10 @@ class LastStep(TrainerCallback):
             request: Stop request that all processes raised, after an update or within an evaluation.
         """
         trainer, state = self._trainer, self._trainer.state
-        # An evaluation at the end of an epoch may follow the save of its last step, which does not record it.
-        is_unsaved = state.global_step > self._saved_step or trainer.is_evaluating
+        # An evaluation at the end of an epoch may follow the save of its last step, which does not record it. The last
+        # one of a run needs no record, because it is repeated in any case.
+        is_unrecorded = trainer.is_evaluating and not trainer.control.should_training_stop
+        is_unsaved = state.global_step > self._saved_step or is_unrecorded
         if self._random is not None and is_unsaved and trainer.args.save_strategy != SaveStrategy.NO:
             # 1. The random states of the end of the step; the next batch has been drawn since.
             self._random.restore()
