@@ -57,9 +57,7 @@ class NextTokenTrainer(RecipeTrainer):
 
     def mask_batch(self, batch: Batch) -> Batch:
         """Return the batch without targets, for the collectives of other ranks only."""
-        masked = {"labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
-        if POSITIONS in batch:
-            masked[POSITIONS] = batch[POSITIONS][:0]
+        masked = {"labels": torch.full_like(batch["labels"], IGNORE_INDEX), POSITIONS: batch[POSITIONS][:0]}
         return {**batch, **masked, "num_tokens": torch.zeros_like(batch["num_tokens"])}
 
     def compute_loss(
