@@ -38,7 +38,7 @@ class _ReadSteps(TrainerCallback):
     """
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        state.compute_steps(args, state.max_steps)
+        state.compute_steps(args, state.max_steps)  # type: ignore[no-untyped-call]
         if args.load_best_model_at_end and args.eval_steps and args.eval_steps < 1:
             state.save_steps = int(state.eval_steps) * round(args.save_steps / args.eval_steps)
 
