@@ -35,19 +35,19 @@ def make_trainer(*, deepspeed=False, fsdp=False, part=False):
 
 
 @pytest.mark.parametrize(
-    ("launch", "layout", "engine", "is_shared", "has_engine_norm"),
+    ("launch", "layout", "engine", "is_shared"),
     [
-        ({}, ReplicatedLayout, "", False, False),
-        ({"fsdp": True}, ShardedLayout, "FSDP", True, True),
-        ({"part": True}, PipelineLayout, "FSDP", True, False),
-        ({"part": True, "fsdp": True}, PipelineLayout, "FSDP", True, True),
-        ({"deepspeed": True}, ModelLayout, "DEEPSPEED", True, True),
+        ({}, ReplicatedLayout, "", False),
+        ({"fsdp": True}, ShardedLayout, "FSDP", True),
+        ({"part": True}, PipelineLayout, "FSDP", True),
+        ({"part": True, "fsdp": True}, PipelineLayout, "FSDP", True),
+        ({"deepspeed": True}, ModelLayout, "DEEPSPEED", True),
     ],
 )
-def test_choose_layout(launch, layout, engine, is_shared, has_engine_norm):
+def test_choose_layout(launch, layout, engine, is_shared):
     chosen = choose_layout(make_trainer(**launch))
     assert type(chosen) is layout
-    assert (chosen.engine, chosen.is_shared, chosen.has_engine_norm) == (engine, is_shared, has_engine_norm)
+    assert (chosen.engine, chosen.is_shared) == (engine, is_shared)
 
 
 def test_drop_copies_removes_tied_weight():

@@ -295,7 +295,7 @@ class DPOTrainer(PairTrainer):
             return
         if step == 0:
             self._load_or_compute(self.stored)
-        elif not self.stored.find():
+        elif not self.stored.find(is_resumed=True):
             refuse_missing(step)
         self._has_logps = True
         if self.objective.reference is not None:

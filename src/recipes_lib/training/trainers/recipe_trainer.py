@@ -135,9 +135,9 @@ class RecipeTrainer(CheckpointingTrainer):
         self.add_callback(self.guard)
 
     def add_figures(self, *callbacks: TrainerCallback) -> None:
-        """Insert callbacks that add metrics to the logs of a step, before those inserted earlier."""
-        # Callbacks run in order. The first, upstream's, decides what is due. Those that add metrics must precede the
-        # observer's, which write them, and the trackers.
+        """Insert callbacks that add metrics to the logs of a step or request a save, before those inserted earlier."""
+        # Callbacks run in order. The first, upstream's, decides what is due. These must precede the observer's, which
+        # write metrics and sum counts for a checkpoint, and the trackers.
         self.callback_handler.callbacks[1:1] = callbacks
 
     @abstractmethod
@@ -183,7 +183,7 @@ class RecipeTrainer(CheckpointingTrainer):
         with STOP.deferred(), watching, preserve_architecture(self.model):
             try:
                 output = self.guard.train(super().train, resume_from_checkpoint)
-                self._show_averaged_weights()
+                self.show_averaged_weights()
                 has_best = self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None
                 # With load_best_model_at_end, the loaded weights were evaluated when they were saved.
                 if self.observer.hooks and self.last_evaluated_step != self.state.global_step and not has_best:
@@ -364,7 +364,7 @@ class RecipeTrainer(CheckpointingTrainer):
             DivergedError: As ``StepGuard.check_step``.
         """
         self._add_penalty()
-        if self.layout.has_engine_norm:
+        if self.is_deepspeed_enabled:
             return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         with_gradient = [parameter for parameter in model.parameters() if parameter.grad is not None]
         norm = self._compute_grad_norm(with_gradient)
@@ -382,7 +382,7 @@ class RecipeTrainer(CheckpointingTrainer):
         """
         if grad_norm is None:
             self._add_penalty()
-        if self.layout.has_engine_norm:
+        if self.is_deepspeed_enabled:
             return self.guard.check_step(super()._get_grad_norm(model, grad_norm=grad_norm))  # type: ignore[no-untyped-call]
         return self.guard.check_step(self._compute_grad_norm(model.parameters())) if grad_norm is None else grad_norm
 
@@ -427,7 +427,7 @@ class RecipeTrainer(CheckpointingTrainer):
         metrics = {}
         self.is_evaluating = True
         WATCHDOG.enter("an evaluation")
-        self._show_averaged_weights()
+        self.show_averaged_weights()
         model = self.get_evaluation_model()
         for hook in self.observer.hooks:
             figures = hook(model, self.state.global_step)
@@ -445,22 +445,6 @@ class RecipeTrainer(CheckpointingTrainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
-
-    def run_pending_evaluation(self) -> None:
-        """Run the evaluation that a stop request interrupted, as upstream does after a step."""
-        with self.best_is_saved():
-            self._determine_best_metric(self._evaluate(None, None), None)
-
-    # transformers 5.23 saves a schedule-free optimizer's training weights, not the averaged ones.
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint, with the averaged weights of a schedule-free optimizer."""
-        self._show_averaged_weights()
-        super()._save_checkpoint(model, trial)
-
-    def _show_averaged_weights(self) -> None:
-        """Switch a schedule-free optimizer to its averaged weights; ``training_step`` switches back."""
-        if self.optimizer is not None and hasattr(self.optimizer, "eval"):
-            self.optimizer.eval()
 
 
 def configure_router_loss(model: PreTrainedModel, coefficient: float | None, *, by_default: bool) -> float:
