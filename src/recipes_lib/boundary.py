@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import select
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -56,11 +57,15 @@ class _Output(io.FileIO):
         self._stream = stream
 
     def write(self, data: Any, /) -> int:
+        rest = memoryview(data)
         try:
-            return super().write(data)
+            # Another program that shares a pipe or terminal may have made it non-blocking: a full one takes a part, or
+            # nothing.
+            while rest := rest[super().write(rest) or 0 :]:
+                select.select([], [self], [])
         except OSError as error:
             _OUTPUT_FAILURES[self._stream] = error
-            return memoryview(data).nbytes
+        return memoryview(data).nbytes
 
 
 def ignore_closed_output() -> None:
