@@ -177,7 +177,7 @@ def test_output_to_full_non_blocking_pipe_is_complete(flags: tuple[str, ...]) ->
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen([sys.executable, *flags, "-c", code], stdout=writer, env=environment) as child:
         os.close(writer)
-        with open(reader, "rb") as file:
+        with os.fdopen(reader, "rb") as file:
             assert len(file.read()) == 1_000_000
     assert child.returncode == 0
 
