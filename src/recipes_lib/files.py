@@ -113,10 +113,9 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
     # Read as bytes, which are split at line feeds only.
     with suppress(OSError), _open_regular(path) as file:
         # A line longer than the bound is read in pieces, which are not valid JSON.
-        for number, line in enumerate(iter(partial(file.readline, MAX_BYTES), b"")):
-            line = line if number else line.removeprefix(codecs.BOM_UTF8)  # As written by programs on Windows.
-            if line.strip():
-                yield parse_record(line.decode(errors="replace"))
+        for line in iter(partial(file.readline, MAX_BYTES), b""):
+            if text := line.removeprefix(codecs.BOM_UTF8).strip():  # Programs on Windows begin files with the mark.
+                yield parse_record(text.decode(errors="replace"))
 
 
 def parse_record(line: str) -> dict[str, Any] | None:

@@ -112,7 +112,7 @@ class RowFile(Generic[Counted]):
         """Append batches of rows; each is flushed to disk before the record counts it.
 
         Args:
-            batches: Rows; values that JSON lacks, such as dates, are written as strings. Their producer updates
+            batches: Rows; values that JSON lacks, such as bytes, are written as strings. Their producer updates
                 ``counts`` before it yields them.
 
         Raises:
