@@ -182,27 +182,49 @@ def verify_empty_folder(folder: Path) -> None:
 
 
 @contextmanager
-def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty temporary folder beside ``folder``, which is flushed and renamed to ``folder`` after the block.
+def staging_folder(place: Path) -> Iterator[Path]:
+    """Yield an empty folder beside ``place``, which is deleted after the block.
 
-    If the block raises, the temporary folder is deleted; the next call deletes that of a process that was killed.
+    The next call deletes the folder of a process that was killed.
+
+    Args:
+        place: File or folder that the block prepares; only one process does so at a time.
 
     Raises:
+        ConfigError: Another process prepares ``place``.
+        OSError: The folder cannot be created.
+    """
+    staging = place.with_name(f".{place.name}.partial")
+    staging.parent.mkdir(parents=True, exist_ok=True)
+    lock = staging.with_name(f"{staging.name}.lock")
+    with lock.open("a", encoding="utf-8") as file:
+        if try_lock(file) is False:
+            raise ConfigError(Problem(str(place), "is being written by another process", "wait until it ends"))
+        shutil.rmtree(staging, ignore_errors=True)
+        try:
+            staging.mkdir()
+            yield staging
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+            lock.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yield the ``staging_folder`` of ``folder``, which is flushed and renamed to ``folder`` if the block succeeds.
+
+    Raises:
+        ConfigError: Another process writes ``folder``.
         OSError: The folder cannot be created, or ``folder`` exists and is not empty.
     """
     folder = folder.resolve()  # A link keeps its place, and `.` gets a name.
-    staging = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    try:
+    with staging_folder(folder) as staging:
         yield staging
         for file in staging.rglob("*"):
             if file.is_file():
                 inherit_read_permission(file)
                 fsync(file)
         staging.replace(folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def replace_text(path: Path, text: str) -> None:
