@@ -195,6 +195,12 @@ def test_stage_identity_does_not_depend_on_paths(tmp_path: Path) -> None:
         ("stages: {a: {run: x, needs: [b]}}", "there is no 'b' here"),
         ('stages: {a: {run: x, require: {loss: "small"}}}', "a.require.loss: is 'small'"),
         ("stages: {a: {rounds: 0, stages: {b: {run: x}}}}", "is not a number of rounds"),
+        ("stages: {a: {rounds: 2, stages: {}}}", "is not a number of rounds"),
+        (
+            "stages: {a: {rounds: 2, start: {polic: m}, stages: {policy: {run: 'x ${polic.previous}'}}}}",
+            "a: `start` has 'polic', which is no stage of the loop",
+        ),
+        ("stages: {a: {rounds: 2, stages: {b: {run: x}}}, c: {run: 'x ${round}'}}", "c: there is no 'round' here"),
         ("outputdir: x\nstages: {a: {run: x}}", "did you mean `output_dir`"),
         ("stages: {a: {rounds: true, stages: {b: {run: x}}}}", "a.rounds: is True"),
         ("stages: {a: {run: x, matrix: [1]}}", "a.matrix: is [1]"),

@@ -192,6 +192,9 @@ class _Reader:
             self._refuse(where, "is not a number of rounds with stages", remedy)
             return
         for name, start in (entry.get("start") or {}).items():
+            if name not in inner:  # It would be the same in every round.
+                found = f"`start` has {name!r}, which is no stage of the loop"
+                self._refuse(where, found, f"name {' or '.join(map(str, inner))}")
             self.known[f"{name}.previous"] = self._resolve(where, _write(start))
         for number in range(1, entry["rounds"] + 1):
             self.known["round"] = _Known(str(number), str(number))
