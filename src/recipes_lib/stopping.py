@@ -165,10 +165,9 @@ def _end_worker(error: BaseException, item: object) -> None:
 
 def _obey_parent() -> None:
     """Exit when the parent sends SIGTERM (signals of other processes are ignored), or the kernel does."""
-    if sys.platform != "darwin":
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid not in (os.getppid(), 0):
-            pass
-        os._exit(0)
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid not in (os.getppid(), 0):
+        pass
+    os._exit(0)
 
 
 def _start_timer(seconds: float, act: Callable[..., None], *args: object) -> None:
