@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from collections.abc import Collection, Mapping
+from typing import Any, Final, Protocol
 
 NUM_OF_END: Final = 3
 """Number of last tokens searched for the end token of an answer: a chat template may add a line break after it."""
 
 
-def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+class Vocabulary(Protocol):
+    """Protocol of a tokenizer's vocabulary."""
+
+    def get_vocab(self) -> Mapping[str, int]:
+        """Return token -> id, added tokens included."""
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, Any]:
+        """Id -> added token, with the attribute ``special``."""
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of the end-of-sequence token; ``None`` without one."""
+
+
+def count_ids(tokenizer: Vocabulary) -> int:
     """Return the largest token id plus 1 (above the number of tokens if there are unused ids); 0 without tokens."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
-def find_end_tokens(tokenizer: PreTrainedTokenizerBase) -> Collection[int]:
+def find_end_tokens(tokenizer: Vocabulary) -> Collection[int]:
     """Return the ids that may end an answer, special tokens and EOS: each answer must end with one, and train on it."""
     special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return special if tokenizer.eos_token_id is None else special | {tokenizer.eos_token_id}
