@@ -180,12 +180,27 @@ def choose_rows(texts: Sequence[str], scores: Sequence[float | None], num_rows: 
     # The objective of a row never increases, so that an outdated rank is a bound: only the first row is ranked again.
     queue = [rank(row) for row in range(len(texts))]
     heapq.heapify(queue)
+    groups = _group_equal_keys(signatures)
     while queue and len(chosen) < num_rows:
         first = heapq.heappop(queue)
         if (now := rank(first[1])) != first:
             heapq.heappush(queue, now)
             continue
         chosen.append(first[1])
-        num_equal = np.count_nonzero(signatures == signatures[first[1]], axis=1)
-        np.maximum(similarity, num_equal / _NUM_HASHES, out=similarity)
+        if shared := groups[first[1]]:
+            num_equal = np.bincount(np.concatenate(shared), minlength=len(texts))
+            np.maximum(similarity, num_equal / _NUM_HASHES, out=similarity)
     return sorted(chosen)
+
+
+def _group_equal_keys(signatures: Any) -> list[list[Any]]:
+    """Return, for each row, the rows with the same key: one array per hash whose key is not unique."""
+    groups: list[list[Any]] = [[] for _ in signatures]
+    for keys in signatures.T:
+        order = np.argsort(keys, kind="stable")
+        bounds = np.flatnonzero(np.diff(keys[order], prepend=~keys[order[:1]], append=~keys[order[-1:]]))
+        for at in np.flatnonzero(np.diff(bounds) > 1):
+            members = order[bounds[at] : bounds[at + 1]]
+            for row in members:
+                groups[row].append(members)
+    return groups
