@@ -14,16 +14,20 @@ COMMIT = "a" * 40
 AHEAD = "use_vllm: true\nvllm_mode: server\nmax_staleness: 1"
 INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
     "sft": [
+        ("early_stopping_patience: 2\neval_strategy: no", 5, "no effect: `eval_strategy` is"),
         *(
-            (f"{keys}{more}", 5, found)
-            for keys in (
-                *("early_stopping_patience: 2", "lr_scheduler_type: reduce_lr_on_plateau", "lr_scheduler_type: greedy"),
-                *("load_best_model_at_end: true", "save_strategy: best"),
-            )
-            for more, found in (
-                ("\neval_strategy: no\ntest_split_size: 9", "compares evaluations, and `eval_strategy` is no"),
-                ("", "compares evaluations, and there is no held-out data"),
-            )
+            (keys, 5, "has no effect: `dataset_test_split`, `test_split_size`, `eval_datasets` are null")
+            for keys in ("early_stopping_patience: 2", "load_best_model_at_end: true")
+        ),
+        *(
+            (f"{keys}{more}", 5, "follows the held-out loss, and there is none")
+            for keys in ("save_strategy: best", "lr_scheduler_type: reduce_lr_on_plateau", "lr_scheduler_type: greedy")
+            for more in ("", "\neval_strategy: no\ntest_split_size: 9")
+        ),
+        (
+            "load_best_model_at_end: true\neval_strategy: no\ntest_split_size: 9",
+            5,
+            "needs a checkpoint at every evaluation",
         ),
         ("dataloader_multiprocessing_context: fork", 5, "has no effect: `dataloader_num_workers` is 0"),
         ("eval_datasets: {a b: x}", 5, "part of metric names"),

@@ -418,22 +418,15 @@ def check_model(settings: Settings) -> Iterator[Problem]:
 
 
 def check_evaluation(settings: Settings) -> Iterator[Problem]:
-    """Keys that compare evaluations have some; metrics are import paths; folders of tasks exist."""
+    """What follows the held-out loss has one; metrics are import paths; folders of tasks exist."""
     held_out = ("dataset_test_split", "test_split_size", "eval_datasets")
     has_data = any(settings.gives(key) or settings.broken(key) for key in held_out)
-    compared = {
-        "load_best_model_at_end": settings["load_best_model_at_end"],
-        "early_stopping_patience": settings["early_stopping_patience"],
-        "save_strategy": settings["save_strategy"] == "best",
-        "lr_scheduler_type": settings["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy"),
-    }
-    for key in (key for key, compares in compared.items() if compares):
-        found = f"`{key}: {str(settings[key]).lower()}` compares evaluations, and "
-        if settings["eval_strategy"] == "no":
-            yield settings.problem(key, f"{found}`eval_strategy` is no", "write `eval_strategy: steps`")
-        elif not has_data:
-            remedy = "write `dataset_test_split: ...` or `test_split_size: ...`"
-            yield settings.problem(key, f"{found}there is no held-out data", remedy)
+    for key in ("save_strategy", "lr_scheduler_type"):
+        follows = settings[key] in ("best", "reduce_lr_on_plateau", "greedy")
+        if follows and (settings["eval_strategy"] == "no" or not has_data):
+            found = f"`{key}: {settings[key]}` follows the held-out loss, and there is none"
+            remedy = "write `eval_strategy: steps`, and `dataset_test_split: ...` or `test_split_size: ...`"
+            yield settings.problem(key, found, remedy)
     for metric in settings["metrics"] or []:
         if not _FUNCTION.fullmatch(metric.partition("(")[0]):
             found = f"a metric is not an import path: {metric[:60]!r}"
@@ -443,12 +436,10 @@ def check_evaluation(settings: Settings) -> Iterator[Problem]:
 
 def check_best_model(settings: Settings) -> Iterator[Problem]:
     """Saved steps are evaluated steps, so that the best checkpoint is known."""
-    # Without evaluations it is a problem already.
-    is_free = settings["save_strategy"] == "best" or settings["eval_strategy"] == "no"
-    if is_free or not settings["load_best_model_at_end"]:
+    if not settings["load_best_model_at_end"] or settings["save_strategy"] == "best":
         return
     where = settings.where("load_best_model_at_end")
-    if settings["save_strategy"] != settings["eval_strategy"]:
+    if settings["eval_strategy"] == "no" or settings["save_strategy"] != settings["eval_strategy"]:
         found = "`load_best_model_at_end` needs a checkpoint at every evaluation"
         yield Problem(where, found, "write the same `save_strategy` and `eval_strategy`, or `save_strategy: best`")
     elif settings["eval_strategy"] == "steps":
