@@ -206,6 +206,8 @@ def test_stage_identity_does_not_depend_on_paths(tmp_path: Path) -> None:
         ("stages: {a: {run: x, matrix: [1]}}", "a.matrix: is [1]"),
         ("stages: {a: {run: x, matrix: {seed: []}}}", "a.matrix: has a key without values"),
         ("stages: {a: {run: x}}\nenvironment: [1]", "environment: is [1]"),
+        ("stages: {a: {run: x}}\nenvironment: {HF_TOKEN: hf_" + "a1" * 17 + "}", "TOKEN: looks like an access token"),
+        ("stages: {a: {run: x}}\nenvironment: {WANDB_API_KEY: " + "b" * 40 + "}", "KEY: looks like an access token"),
         ("stages: {a: {run: x, needs: b}}", "a.needs: is 'b'"),
         ("stages: {a: {run: x, set: [b]}}", "a.set: is ['b']"),
         ('stages: {a: {command: ""}}', "a: has 0 of recipe, command, run"),
