@@ -139,6 +139,15 @@ def test_repeated_config_is_refused(echo: None, capsys: pytest.CaptureFixture[st
     assert cli.main(["echo", "--config", "a.yaml", "--", "--config", "b.yaml"]) == 0
 
 
+@pytest.mark.parametrize("arguments", [["--token", "TOKEN"], ["--a=TOKEN"], ["--TOKEN"], ["https://me:TOKEN@host"]])
+def test_access_token_is_not_repeated(arguments: list[str], echo: None, capsys: pytest.CaptureFixture[str]) -> None:
+    token = "hf_" + "a1" * 17
+    assert cli.main(["echo", *(word.replace("TOKEN", token) for word in arguments)]) == 2
+    captured = capsys.readouterr()
+    assert "an argument looks like an access token" in captured.err
+    assert token not in captured.out + captured.err
+
+
 def test_help_of_command_is_that_of_its_flag(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["help", "echo"]) == 0
     assert capsys.readouterr().out == "['--help']\n"

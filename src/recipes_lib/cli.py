@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from recipes_lib import __version__
-from recipes_lib.boundary import find_output_failure, run_command
+from recipes_lib.boundary import find_output_failure, refuse_access_tokens, run_command
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, ConfigError, Problem, suggest
 
 EXIT_PIPE_CLOSED = 141
@@ -148,6 +148,7 @@ def _print(text: str) -> int | None:
 
 
 def _run(command: Command, arguments: list[str]) -> int | None:
+    refuse_access_tokens(arguments)
     module, _, function = command.target.partition(":")
     return _verify_output(getattr(importlib.import_module(module, __package__), function)(arguments))
 

@@ -43,12 +43,6 @@ _YAML: Final = (".yaml", ".yml")
 _MAX_EXPLAINED: Final = 50
 """Unknown keys that are explained; others are counted, because the search for similar keys is slow."""
 
-_SECTION_WORDS = {
-    *("data", "dataset", "model", "training", "train", "tokens"),
-    *("evaluation", "eval", "lora", "peft", "sft", "pretrain"),
-}
-"""Names of sections in other programs' files: a mapping under one of them is explained as nesting."""
-
 
 def load_config(recipe: str, argv: Sequence[str]) -> RecipeConfig:
     """Load and validate the configuration of a run.
@@ -430,9 +424,8 @@ def explain_unknown(entry: Entry, table: KeyTable, taken: set[str]) -> Problem:
         retired = known[key]
         remedy = f"delete the line: `{retired.new}` is set as well" if retired.new in taken else retired.remedy
         return Problem(entry.where, f"`{key}` {retired.found}", remedy)
-    nested = _nested_keys(entry.node, table)
-    if nested or (isinstance(entry.node, yaml.MappingNode) and key in _SECTION_WORDS):
-        names = ", ".join(nested[:3] + ["..."] * (len(nested) > 3)) or "its keys"
+    if nested := _nested_keys(entry.node, table):
+        names = ", ".join(nested[:3] + ["..."] * (len(nested) > 3))
         return Problem(entry.where, f"`{key}` is not a key; keys are flat", f"move {names} to the left margin")
     # Letters of other alphabets are escaped: a look-alike could not be told from the suggested key.
     return Problem(entry.where, f"unknown key `{ascii(key[:60])[1:-1]}`", _suggest(key, table, entry.flag))

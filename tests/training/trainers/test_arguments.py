@@ -136,6 +136,12 @@ def test_value_error_of_upstream_is_reported_at_its_key(tmp_path, scheduler):
         build_training_arguments(config, ONE, has_eval=False)
 
 
+def test_beta_of_zero_is_accepted_by_torch(tmp_path):
+    args = build_training_arguments(make_config(tmp_path, adam_beta1=0), ONE, has_eval=False)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], betas=(args.adam_beta1, args.adam_beta2))
+    assert optimizer.defaults["betas"][0] == 0
+
+
 def test_missing_distributed_backend_is_refused(tmp_path):
     """transformers would report an uninitialised process group."""
     with pytest.raises(ConfigError, match="ddp_backend: this torch has no backend 'mccl'"):
