@@ -82,7 +82,7 @@ def audit_texts(texts: Iterable[str], protected: Index | None = None) -> Audit:
 
 
 def _find_languages(sample: list[str], facts: list[str]) -> Iterator[str]:
-    """Append the languages, or why they are unknown, to ``facts``; yield warnings for several and for rare languages."""
+    """Append the languages, or why they are unknown, to ``facts``; yield warnings of several and of rare ones."""
     try:
         languages = count_languages(sample)
     except ConfigError as error:
