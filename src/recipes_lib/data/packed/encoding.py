@@ -320,6 +320,7 @@ TOKENIZER_FILES: Final = (
     "merges.txt",
     "*.model",
     "*.tiktoken",
+    "tekken.json",
     "chat_template*",
     "additional_chat_templates/*",
 )
