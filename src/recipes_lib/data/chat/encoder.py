@@ -219,32 +219,20 @@ class RowEncoder:
                 problems += error.problems
         return drafts
 
-    def render_prompt(self, row: Row) -> str:
-        """Return the text before the last answer, rendered with ``add_generation_prompt``; of a plain row, its prompt.
-
-        Raises:
-            DataError: The row has no prompt, or the template raises.
-        """
-        if row.messages is None:
-            if row.prompt is None:
-                raise DataError(Problem(row.where, "a plain text has no prompt", "give rows with a prompt or messages"))
-            return row.prompt
-        answers = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
-        num_messages = row.num_prompt_messages
-        if num_messages is None:
-            num_messages = answers[-1] if answers else len(row.messages)
-        return self._finder(row).render_prompt(row, num_messages)
-
     def encode_prompt(self, row: Row) -> npt.NDArray[np.uint32]:
-        """Return the token ids of ``render_prompt``, ``uint32 (T,)``: a prefix of the ids of the encoded row.
+        """Return the token ids of the prompt of a row, ``uint32 (T,)``: a prefix of the ids of the encoded row.
+
+        Args:
+            row: A chat, of which ``num_prompt_messages``, by default all, are rendered with ``add_generation_prompt``;
+                or a row with a plain prompt.
 
         Raises:
-            DataError: As ``render_prompt``.
+            DataError: The chat template raises, or omits a message.
         """
+        text = row.prompt if row.messages is None else self._finder(row).render_prompt(row)
+        ids = np.array(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
         # Chat templates write BOS themselves; the tokenizer would add a second one.
-        ids = self._backend.encode(self.render_prompt(row), add_special_tokens=False).ids
-        array = np.array(ids, dtype=np.uint32)
-        return array if row.messages is not None else self._with_bos(array)
+        return ids if row.messages is not None else self._with_bos(ids)
 
     @property
     def cautions(self) -> list[str]:
