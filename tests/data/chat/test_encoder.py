@@ -273,6 +273,12 @@ def test_strings_are_remarked_if_model_has_chat_template(template: str) -> None:
     assert (list(pair.remarks), list(text.remarks)) == ([Remark.PLAIN_TEXT] if template else [], [])
 
 
+def test_loss_on_all_trains_on_prompt_too() -> None:
+    tokenizer = build_byte_level("")
+    (row,) = RowEncoder(tokenizer, loss_on="all").encode([plain("2 + 2 =", " 4")])
+    assert spans(tokenizer, row) == ["2 + 2 = 4</s>"]
+
+
 def test_empty_completion_trains_only_eos() -> None:
     tokenizer = build_byte_level("")
     assert spans(tokenizer, RowEncoder(tokenizer).encode([plain("hi", "")])[0]) == ["</s>"]

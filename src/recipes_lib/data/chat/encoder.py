@@ -136,7 +136,7 @@ class RowEncoder:
     """Converts canonical rows to token ids and loss masks; thread-safe.
 
     Args:
-        tokenizer: A fast tokenizer.
+        tokenizer: A fast tokenizer that has the ``eos_token``, as ``load_tokenizer`` verifies.
         loss_on: Part of each row that is trained on. Default: by layout, ``assistant`` for chats, ``completion`` for
             rows with a separate prompt, ``all`` for texts.
         chat_template: Jinja template that replaces the tokenizer's.
@@ -146,9 +146,6 @@ class RowEncoder:
             a beginning that still has, because to tokenise 100 MB takes minutes. Only for tokenizers that preserve the
             text; ``None`` for no limit.
         cuts: False: such a text is an error.
-
-    Raises:
-        ConfigError: The tokenizer is not a fast one, or does not have the ``eos_token``.
     """
 
     def __init__(
@@ -161,9 +158,6 @@ class RowEncoder:
         max_length: int | None = None,
         cuts: bool = True,
     ) -> None:
-        if not tokenizer.is_fast:
-            found = f"{type(tokenizer).__name__} is written in Python and has no character offsets"
-            raise ConfigError(Problem("tokenizer_name_or_path", found, "use a tokenizer that has a tokenizer.json"))
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         self._loss_on = loss_on
@@ -175,8 +169,8 @@ class RowEncoder:
         # Observed instead of read: the post-processor decides, and not every tokenizer has `add_bos_token`.
         adds_bos = self._bos_id is not None and self._backend.encode("a").ids[:1] == [self._bos_id]
         self._bos: list[int] = [self._bos_id] if adds_bos else []
-        self._eos_id = _token_id(tokenizer, eos_token) if eos_token is not None else tokenizer.eos_token_id
         self._eos: str | None = eos_token or tokenizer.eos_token
+        self._eos_id = self._backend.token_to_id(self._eos or "")
         self._byte_ends = ByteEnds(tokenizer) if ByteEnds.suits(tokenizer) else None
         self._max_characters: float = math.inf
         if self._byte_ends is not None and max_length is not None:
@@ -271,9 +265,6 @@ class RowEncoder:
 
     def _draft(self, row: Row) -> _Draft:
         loss_on = _resolve(self._loss_on, row)
-        if row.messages is None and self._eos_id is None:
-            found = "the tokenizer has no token that ends a text"
-            raise ConfigError(Problem("eos_token", found, "name one of its tokens"))
         if row.messages is not None:
             text, spans, remarks = self._finder(row).find(row, _trained_messages(row, loss_on))
             places = None if loss_on == "all" else [(span.start, span.end) for span in spans]
@@ -416,13 +407,6 @@ def _trained_messages(row: Row, loss_on: LossOn) -> Collection[int]:
         case _:
             chosen = []
     return [index for index in chosen if index not in row.untrained] if row.untrained else chosen
-
-
-def _token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
-    token_id = tokenizer.get_vocab().get(token)
-    if token_id is None:
-        raise ConfigError(Problem("eos_token", f"{token!r} is not a token of the tokenizer", "name one that is"))
-    return token_id
 
 
 _RAW_BYTE = re.compile(r"<0x[0-9A-F]{2}>")

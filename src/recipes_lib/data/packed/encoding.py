@@ -157,13 +157,12 @@ def build_encoder(
 
     Args:
         config: Configuration of the run.
-        tokenizer: Tokenizer of the run.
+        tokenizer: Tokenizer of the run: a fast one that has the ``eos_token``.
         max_length: Number of tokens above which rows are handled by ``overlong``; texts that certainly have more are
             not tokenised whole. ``None`` if all tokens are needed.
 
     Raises:
-        ConfigError: The tokenizer is not a fast one, does not have the ``eos_token``, or the chat template cannot be
-            read.
+        ConfigError: The chat template cannot be read.
     """
     # Imports transformers, which is slow and not needed to find an existing set.
     from recipes_lib.data.chat.encoder import RowEncoder
