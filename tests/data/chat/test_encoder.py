@@ -310,11 +310,14 @@ def test_tool_template_is_used_for_rows_with_tools() -> None:
         assert tokenizer.decode(encoder.encode_prompt(chat(user("a"), tools=tools))).startswith(start)
 
 
-def test_encoder_ignores_tokenizer_truncation_and_padding() -> None:
+@pytest.mark.parametrize(
+    "options", [{"truncation": True, "max_length": 3}, {"padding": True, "pad_to_multiple_of": 99}]
+)
+def test_encoder_ignores_tokenizer_truncation_and_padding(options: dict[str, Any]) -> None:
     tokenizer = build_byte_level.__wrapped__(source("chatml"))
     rows = [chat(user("hi"), answer("a long answer")), chat(user("hi"), answer("a"))]
     before = RowEncoder(tokenizer).encode(rows)
-    tokenizer(["hello there", "x"], truncation=True, max_length=3, padding="max_length")
+    tokenizer(["hello there", "x"], **options)
     after = RowEncoder(tokenizer).encode(rows)
     for one, other in zip(before, after, strict=True):
         assert one.input_ids.tolist() == other.input_ids.tolist()

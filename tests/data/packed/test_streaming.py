@@ -122,3 +122,9 @@ def test_first_window_audit_equals_prepared_audit(config, tiny_tokenizer):
     assert packed.audit.num_rows == ROWS_PER_WINDOW
     assert packed.audit.stop_fraction == 1
     assert all(finding.severity == "ok" for finding in packed.findings)
+
+
+def test_first_window_counts_duplicates(build_config, write_rows, make_chats, tiny_tokenizer):
+    path = write_rows("twice.jsonl", [*make_chats(5), *make_chats(5)])
+    config = build_config(dataset_name=str(path), max_length=128, dataset_streaming=True)
+    assert audit_first_window(config, tiny_tokenizer).audit.num_duplicates == 5

@@ -147,14 +147,15 @@ def test_remarks_are_warnings_with_count_and_first_row():
 
 def test_packed_split_reports_remarks():
     examples = replace(examples_of([GOOD, GOOD]), remarks=build_bits([[], [Remark.LOST_TOOLS]]))
-    packed = pack_split("eval", examples, TokensConfig(), 12, [END], find_places)
+    packed = pack_split("eval", examples, TokensConfig(), 12, [END], find_places, np.array([b"a", b"b"]))
     assert [finding.found for finding in packed.findings if "tool schemas" in finding.found] == [
         f"eval: 1 of 2 rows {Remark.LOST_TOOLS.found}; the first is a:2"
     ]
 
 
 def test_findings_are_ordered_by_severity():
-    packed = pack_split("eval", examples_of([NO_END, NO_END, NO_TARGET]), TokensConfig(), 12, [END], find_places)
+    examples = examples_of([NO_END, NO_END, NO_TARGET])
+    packed = pack_split("eval", examples, TokensConfig(), 12, [END], find_places, np.array([b"a", b"a", b"b"]))
     severities = [finding.severity for finding in packed.findings]
     assert severities == sorted(severities, key=["error", "warning", "ok"].index)
 

@@ -127,11 +127,6 @@ class EncodedMixture:
     digests: npt.NDArray[np.bytes_]
     columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
-    @property
-    def num_duplicates(self) -> int:
-        """Number of rows with the same content as an earlier row."""
-        return len(self.digests) - len(np.unique(self.digests))
-
     def take(self, positions: npt.NDArray[np.int64]) -> EncodedMixture:
         """Return the rows at ``positions``, ``int64 (K,)``, in that order."""
         columns = {name: column[positions] for name, column in self.columns.items()}

@@ -169,9 +169,7 @@ def _build(
     )
     end_tokens = find_end_tokens(tokenizer)
     packed = {
-        name: pack_split(
-            name, side.examples, config.tokens, capacity, end_tokens, side.find_places, side.num_duplicates
-        )
+        name: pack_split(name, side.examples, config.tokens, capacity, end_tokens, side.find_places, side.digests)
         for name, side in sides.items()
     }
     findings = [finding for split in packed.values() for finding in split.findings]

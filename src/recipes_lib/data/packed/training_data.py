@@ -144,7 +144,7 @@ class _Windows:
                 overlong = [describe_overlong(rows[at].where, lengths[at], capacity) for at in too_long]
                 raise_problems(merge_alike(overlong, len(rows)), name)
             if len(examples):
-                packed = pack_split(self.split, examples, tokens, capacity, end_tokens, _name_places(rows))
+                packed = pack_split(self.split, examples, tokens, capacity, end_tokens, _name_places(rows), digests)
                 dropped = [Finding("warning", text) for text in (broken.list_warnings(self.split) if problems else ())]
                 yield replace(packed, findings=sort_findings([*packed.findings, *dropped]))
         raise_problems(broken.list_problems(name), name)
