@@ -33,10 +33,12 @@ class RenamedSource:
     Attributes:
         source: The underlying source.
         columns: New name -> column of the source or a field of one (``a.b``); ``None`` hides the column of that name.
+        has_start: Whether the first row is that of a dataset, and not of a later part of one.
     """
 
     source: Source
     columns: Mapping[str, str | None]
+    has_start: bool = True
 
     @property
     def name(self) -> str:
@@ -56,10 +58,10 @@ class RenamedSource:
         """Yield the rows from the start, with renamed columns.
 
         Raises:
-            DataError: The first row lacks one of the columns; or as the source.
+            DataError: The first row of a dataset lacks one of the columns; or as the source.
         """
         # Only the first row: in JSON Lines, later rows may omit optional columns.
-        is_first = True
+        is_first = self.has_start
         for entry in self.source.rows():
             if isinstance(entry, RawRow):
                 if is_first:
