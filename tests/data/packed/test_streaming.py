@@ -11,7 +11,12 @@ from recipes_lib.data.packed import encoding
 from recipes_lib.data.packed import training_data as streaming
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.data.packed.prepared_set import prepare
-from recipes_lib.data.packed.training_data import audit_first_window, build_train_stream, read_eval_packs
+from recipes_lib.data.packed.training_data import (
+    audit_first_window,
+    build_train_stream,
+    load_training_data,
+    read_eval_packs,
+)
 from recipes_lib.errors import DataError
 
 ROWS_PER_WINDOW = 15
@@ -122,6 +127,13 @@ def test_first_window_audit_equals_prepared_audit(config, tiny_tokenizer):
     assert packed.audit.num_rows == ROWS_PER_WINDOW
     assert packed.audit.stop_fraction == 1
     assert all(finding.severity == "ok" for finding in packed.findings)
+
+
+def test_record_of_stream_identifies_its_rows(config, write_rows, make_chats, tiny_tokenizer):
+    records = [load_training_data(config, tiny_tokenizer).record for _ in range(2)]
+    write_rows(rows=make_chats(39))
+    changed = load_training_data(config, tiny_tokenizer).record
+    assert records[0]["fingerprint"] == records[1]["fingerprint"] != changed["fingerprint"]
 
 
 def test_first_window_counts_duplicates(build_config, write_rows, make_chats, tiny_tokenizer):

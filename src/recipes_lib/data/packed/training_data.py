@@ -250,6 +250,8 @@ def count_trained_tokens(packs: datasets.Dataset) -> npt.NDArray[np.int64]:
 
 def _open_stream(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> TrainingData:
     first = audit_first_window(config, tokenizer)
+    # A resumed run skips packs, which must be those of the same rows.
+    fingerprint = load_train_data(config.data, seed=read_seed(config)).fingerprint()
     assert config.tokens.max_length is not None
     return TrainingData(
         train=build_train_stream(config, tokenizer),
@@ -258,5 +260,5 @@ def _open_stream(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> Tr
         num_packs=None,
         audit=first.audit,
         findings=first.findings,
-        record={"streamed": True, "first_window": asdict(first.audit)},
+        record={"streamed": True, "fingerprint": fingerprint, "first_window": asdict(first.audit)},
     )
