@@ -141,6 +141,8 @@ def test_fingerprint_changes_with_rows(files: tuple[str, str]) -> None:
     assert fingerprint({**first, "repeat": 2}) != fingerprint(first)
     assert fingerprint({**first, "format": "text"}) != fingerprint(first)
     assert fingerprint(half, seed=1) != fingerprint(half, seed=2)
+    weighted, other = ([{**first, "weight": share}, {**second, "weight": 1 - share}] for share in (0.5, 0.25))
+    assert len({fingerprint(*weighted, seed=1), fingerprint(*weighted, seed=2), fingerprint(*other, seed=1)}) == 3
     assert fingerprint(first, seed=1) == fingerprint(first, seed=2)
     before = fingerprint(first)
     Path(files[0]).write_text('{"text": "other"}\n')
