@@ -24,7 +24,7 @@ from recipes_lib.data.sources.mixtures import (
     load_train_data,
 )
 from recipes_lib.data.tokens.dataset import RowOrder
-from recipes_lib.errors import ConfigError, DataError
+from recipes_lib.errors import ConfigError, DataError, Problem
 
 NUM_ROWS = 40
 ROUNDED = [(0.24, 10), (0.26, 10), (1.07, 43), (1.08, 43)]
@@ -125,7 +125,10 @@ def test_broken_row_of_repeated_part_is_reported_once(files: tuple[str, str]) ->
     mixture = build_mixture([{"name": files[0], "repeat": 2.5}, {"name": files[1], "repeat": 0.5}])
     with pytest.raises(DataError) as caught:
         texts(mixture)
-    assert [problem.where for problem in caught.value.problems] == [f"{name}:{NUM_ROWS + 1}" for name in files]
+    places = [f"{name}:{NUM_ROWS + 1}" for name in files]
+    assert [problem.where for problem in caught.value.problems] == places
+    # Equal problems are merged in the error.
+    assert [entry.where for entry in mixture.entries() if isinstance(entry, Problem)] == places
     dropped = TokensConfig(broken_rows="drop", max_broken_fraction=0.03)
     rows = Counter(str(row.text)[0] for row in mixture.rows(dropped))
     assert (rows["a"] in (99, 100), rows["b"] in (19, 20)) == (True, True), "a broken row may be among those drawn"
