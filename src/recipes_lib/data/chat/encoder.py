@@ -25,7 +25,7 @@ from recipes_lib.data.chat.spans import SpanFinder, refuse_inner_ends
 from recipes_lib.data.chat.templates import TEMPLATE_DATE, ChatTemplate, TemplateError
 from recipes_lib.data.masking import MergedTokenError, count_tokens_before
 from recipes_lib.data.sources.rows import EncodedRow, Remark, Row
-from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems
 
 _EXCERPT: Final = 20
 _REMEDY: Final = "change the text, or use a tokenizer that can write it"
@@ -190,28 +190,20 @@ class RowEncoder:
             DataError: Rows cannot be rendered, tokenised or masked exactly; has the problems of all of them.
         """
         problems: list[Problem] = []
-        drafts = self._drafts(rows, problems)
+        drafts: list[_Draft] = []
+        for row in rows:
+            with collect_problems(problems):
+                drafts.append(self._draft(row))
         ids, cuts = self._tokenize(drafts)
         claims: list[Claim] = []
         encoded: list[EncodedRow] = []
         for draft, text_ids, text_cuts in zip(drafts, ids, cuts, strict=True):
-            try:
+            with collect_problems(problems):
                 encoded.append(self._mask(draft, text_ids, text_cuts, claims))
-            except DataError as error:
-                problems += error.problems
         problems += self._proof.problems(claims)
         if problems:
             raise DataError(*problems)
         return encoded
-
-    def _drafts(self, rows: Sequence[Row], problems: list[Problem]) -> list[_Draft]:
-        drafts: list[_Draft] = []
-        for row in rows:
-            try:
-                drafts.append(self._draft(row))
-            except DataError as error:
-                problems += error.problems
-        return drafts
 
     def encode_prompt(self, row: Row) -> npt.NDArray[np.uint32]:
         """Return the token ids of the prompt of a row, ``uint32 (T,)``: a prefix of the ids of the encoded row.

@@ -32,7 +32,7 @@ from recipes_lib.data.sources.mixtures import Mixture
 from recipes_lib.data.sources.rows import Row, Source
 from recipes_lib.data.sources.splits import compute_digests
 from recipes_lib.data.store import explain_disk_errors
-from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems
 from recipes_lib.files import hash_file
 from recipes_lib.shipped import find_shipped
 
@@ -188,15 +188,13 @@ def split_chunks(
     """
     chunk: list[Row | Problem] = []
     num_characters = 0
-    try:
+    with collect_problems(broken.fatal):  # The caller raises them, together with the problems of single rows.
         for entry in entries:
             chunk.append(entry)
             num_characters += _count_characters(entry) if isinstance(entry, Row) else 0
             if len(chunk) == ROWS_PER_CHUNK or num_characters >= max_characters:
                 yield chunk
                 chunk, num_characters = [], 0
-    except DataError as error:
-        broken.fatal += error.problems  # Raised by the caller, together with the problems of single rows.
     if chunk:
         yield chunk
 
