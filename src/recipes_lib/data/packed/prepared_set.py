@@ -518,7 +518,7 @@ def add_eval_sets(
         named = [(load_train_data(run.data), prepared.train) for run, prepared in sets.values()]
         _refuse_overlap(trained, named, relation)
         if (own := trained[0][1].eval) is not None:
-            # New rows have been compared with them; replayed ones have not.
+            # New rows were compared when they were prepared; replayed ones were not.
             mixture = load_test_data(config.data) or load_train_data(config.data, seed=read_seed(config))
             _refuse_overlap(trained[1:], [(mixture, own)], relation)
     if not sets:

@@ -181,10 +181,8 @@ def _drop_lesser(raw: Raw, matches: list[DatasetFormat]) -> list[DatasetFormat]:
     if "preference" in matches:  # The chat before the answers, as in LLaMA-Factory's pairs.
         chats = {"sharegpt": "conversations", "messages": "messages"}
         lesser |= {name for name in matches if name in chats and _find_roles(raw[chats[name]])[-1:] != ["assistant"]}
-    if "alpaca" in matches and "text" in matches:
-        written = [str(raw[column]) for column in ("instruction", "output")]
-        if all(part in str(raw["text"]) for part in written):
-            lesser.add("text")  # Alpaca's fourth column: the other three, rendered.
+    if {"alpaca", "text"} <= {*matches} and all(str(raw[at]) in str(raw["text"]) for at in ("instruction", "output")):
+        lesser.add("text")  # Alpaca's fourth column: the other three, rendered.
     return [name for name in matches if name not in lesser]
 
 
@@ -575,8 +573,6 @@ _VERDICTS: Final[Mapping[str, tuple[str, Mapping[str, Sequence[object]]]]] = {
     "winner": ("conversation_a", {"conversation_a": ("model_a",), "conversation_b": ("model_b",)}),  # Chatbot Arena
 }
 """Column with a verdict -> column of the question, which may be in an answer, and verdicts for which each is better."""
-
-
 _LABELS: Final[Mapping[str, Sequence[str]]] = {
     **dict.fromkeys(("kto_tag", "label"), ("true", "false")),
     **dict.fromkeys(("is_safe", "is_correct"), ("false",)),  # Subsets of good answers keep these columns.
