@@ -131,16 +131,19 @@ def test_first_window_audit_equals_prepared_audit(config, tiny_tokenizer):
     assert all(finding.severity == "ok" for finding in packed.findings)
 
 
-@pytest.mark.parametrize(("at", "is_refused"), [(0, True), (119, False)])
-def test_audit_limits_are_for_all_rows_so_far(build_config, write_rows, make_chats, tiny_tokenizer, at, is_refused):
-    rows = make_chats(120)
-    user, answer = rows[at]["messages"][-2:]
-    rows[at] = {"messages": [user, {**answer, "weight": 0}]}
-    long = {"messages": [user, {**answer, "content": "word " * 200}]}  # Alone in the last window.
-    keys = {"dataset_name": str(write_rows(rows=[*rows, long])), "max_length": 128, "overlong": "drop"}
+@pytest.mark.parametrize(
+    ("at", "change", "is_refused"),
+    [(0, {"weight": 0}, True), (120, {"weight": 0}, False), (120, {"content": "word " * 200}, False)],
+)
+def test_audit_limits_are_for_all_rows_so_far(
+    build_config, write_rows, make_chats, tiny_tokenizer, at, change, is_refused
+):
+    rows = make_chats(121)  # The last one is alone in its window.
+    rows[at]["messages"][-1] |= change
+    keys = {"dataset_name": str(write_rows(rows=rows)), "max_length": 128, "overlong": "drop"}
     stream = build_train_stream(build_config(**keys, dataset_streaming=True), tiny_tokenizer)
     with pytest.raises(DataError, match=r"1 of 15 rows .* hold no target token") if is_refused else nullcontext():
-        assert sorted(row_ids(stream)) == list(range(119))
+        assert sorted(row_ids(stream)) == list(range(120))
 
 
 def test_record_of_stream_identifies_its_rows(config, write_rows, make_chats, tiny_tokenizer):

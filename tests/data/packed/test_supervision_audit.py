@@ -54,7 +54,7 @@ def test_audit_equals_direct_count(rows):
     assert audit.num_rows == len(rows)
     assert audit.num_rows_without_target == sum(not row_targets for row_targets in targets)
     assert audit.num_tokens == sum(map(len, rows))
-    assert audit.stop_fraction == pytest.approx(np.mean(stops) if stops else 0.0)
+    assert audit.stop_fraction == pytest.approx(np.mean(stops) if stops else 1.0)
     assert audit.length_max == max(map(len, rows))
     assert audit.length_p50 in map(len, rows)
     assert audit.num_target_tokens == sum(at < 8 for row_targets in targets for at, _ in row_targets)

@@ -32,7 +32,8 @@ class SplitAudit:
         num_rows_without_target: Rows without target tokens.
         num_duplicates: Rows with the same content as an earlier row.
         num_tokens: Tokens of all rows.
-        stop_fraction: Share of rows whose last targets include an end token, or were cut off, among rows with targets.
+        stop_fraction: Share of rows whose last targets include an end token, or were cut off, among rows with targets;
+            1 if there are none.
         terminators: Ids of these end tokens, ascending.
         length_p5: 5th percentile of the lengths of rows, in tokens.
         length_p50: Median length, in tokens.
@@ -174,7 +175,7 @@ def compute_split_audit(
         num_rows_without_target=len(examples) - num_with_target,
         num_duplicates=num_duplicates,
         num_tokens=int(examples.lengths.sum()),
-        stop_fraction=num_stopped / max(1, num_with_target),
+        stop_fraction=num_stopped / num_with_target if num_with_target else 1.0,
         terminators=sorted(terminators),
         **summarize_lengths(examples.lengths),
         num_packs=len(bins),
