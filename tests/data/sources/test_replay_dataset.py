@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recipes_lib.data.packed import prepared_set
 from recipes_lib.data.packed.training_data import count_trained_tokens, load_training_data
 from recipes_lib.data.pairs.preference_sets import load_pair_data
 from recipes_lib.data.sources.replay_dataset import EpochOrder, ReplayOrder, find_replayed
@@ -127,6 +128,12 @@ def test_held_out_rows_are_not_replayed(write_all, write_rows, make_chats, tiny_
     with pytest.raises(DataError, match=rf"[14]0 training rows are held-out rows too: {earlier}:\d+ = .*new.jsonl:\d+"):
         load_training_data(write_all(**keys), tiny_tokenizer)
     assert load_training_data(write_all(**keys, allow_eval_overlap=True), tiny_tokenizer).order is not None
+
+
+def test_rows_are_not_digested_without_rows_to_compare(write_all, tiny_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared_set, "_digest_rows", lambda _: pytest.fail("takes minutes"))
+    for keys in ({"test_split_size": 5}, {"replay_dataset": str(tmp_path / "old.jsonl"), "replay_share": 0.2}):
+        assert len(load_training_data(write_all(**keys), tiny_tokenizer).train)
 
 
 def test_replay_share_of_pairs_counts_pairs(build_config, write_rows, tiny_tokenizer, tmp_path):
