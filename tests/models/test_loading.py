@@ -239,6 +239,12 @@ def test_all_tokenizer_problems_are_reported_at_once(model_dir: Path) -> None:
     assert [problem.where for problem in caught.value.problems] == ["pad_token", "eos_token", "chat_template_path"]
 
 
+def test_tokenizer_without_offsets_is_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
+    with pytest.raises(ConfigError, match=r"tokenizer of .* is not a fast one"):
+        load_tokenizer(config_for(model_dir), TokensConfig())
+
+
 def test_check_agreement_accepts_matching_model_and_tokenizer(tiny_model_dir: Path) -> None:
     config, generation_config = load_model_config(config_for(tiny_model_dir))
     tokenizer = load_tokenizer(config_for(tiny_model_dir), TokensConfig())
