@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, TrainingArguments
 
-from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.schema import ModelConfig, RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.activation_checkpointing import read_selective
 from recipes_lib.models.adapters.roles import CRITIC, AdapterScorer, Role, add_critic, role
@@ -190,14 +190,16 @@ def load_actor_critic(
             ``choose_attention``; the critic cannot be initialised from the given model, or has another vocabulary than
             the policy; or the padding token also ends answers.
     """
-    attention = choose_attention(config.model, load_model_config(config.model)[0], args, packing=False)
+    policy_config, has_critic = load_model_config(config.model)[0], config.recipe == "ppo"
+    if has_critic:
+        verify_critic(config, policy_config)
+    attention = choose_attention(config.model, policy_config, args, packing=False)
     policy = load_policy(config, attention.implementation, args, launch)
     stop_ids = set_stop_tokens(unwrap_adapter(policy), tokenizer, terminators)
     disable_dropout(policy)
     add_loss_head(unwrap_adapter(policy))
     place = choose_placement(args, launch)
     critic = own_reference = reward = None
-    has_critic = config.recipe == "ppo"
     has_reference = has_policy_reference(config)
     if config.adapter.use_peft:
         if has_critic:
@@ -211,11 +213,6 @@ def load_actor_critic(
     if has_critic and critic is None:
         critic = _load_critic(config, attention.implementation, args)
         disable_dropout(critic)
-        sizes = [model.config.get_text_config().vocab_size for model in (policy, critic)]
-        if sizes[0] != sizes[1]:
-            found = f"the critic has a vocabulary of {sizes[1]:,} tokens and the policy one of {sizes[0]:,}"
-            remedy = "name a critic of the policy's own family, or `critic_model_name_or_path` as the policy's model"
-            raise ConfigError(Problem("critic_model_name_or_path", found, remedy))
         critic = place(critic)
     verify_loss_head(policy)
     if args.activation_checkpointing:
@@ -273,18 +270,40 @@ def _place_trunk(
     return policy
 
 
+def verify_critic(config: RecipeConfig, policy_config: PreTrainedConfig) -> None:
+    """Verify that a critic of its own can be initialised from its model, before any weight is loaded.
+
+    Raises:
+        ConfigError: That model is an adapter, has another vocabulary than the policy, or cannot be found.
+    """
+    source = _find_critic_model(config)
+    name = source.model_name_or_path
+    if config.adapter.use_peft or name == config.model.model_name_or_path:
+        return
+    found, remedy = "", "`recipes merge` it, or write `critic_model_name_or_path`: a reward model, or the policy"
+    if find_adapter(str(name), source.model_revision) is not None:
+        found = f"the critic would start from {name}, which is an adapter, and all of its weights are trained"
+    else:
+        size, own = (each.get_text_config().vocab_size for each in (load_model_config(source)[0], policy_config))
+        if size != own:
+            found = f"the critic has a vocabulary of {size:,} tokens and the policy one of {own:,}"
+            remedy = "name a critic of the policy's own family, or `critic_model_name_or_path` as the policy's model"
+    if found:
+        raise ConfigError(Problem("critic_model_name_or_path", found, remedy))
+
+
+def _find_critic_model(config: RecipeConfig) -> ModelConfig:
+    name, revision = find_critic_start(config)
+    return dataclasses.replace(config.model, model_name_or_path=name, model_revision=revision)
+
+
 def _load_critic(config: RecipeConfig, implementation: str, args: TrainingArguments) -> Any:
     """Load a separate critic, initialised from a reward model, or from the policy with a zero head.
 
     Raises:
-        ConfigError: As ``load_reward_model``; or the start is an adapter.
+        ConfigError: As ``load_reward_model``.
     """
-    named, revision = find_critic_start(config)
-    if named != config.model.model_name_or_path and find_adapter(named, revision) is not None:
-        found = f"the critic would start from {named}, which is an adapter, and all of its weights are trained"
-        remedy = "`recipes merge` it, or write `critic_model_name_or_path`: a reward model, or the policy"
-        raise ConfigError(Problem("critic_model_name_or_path", found, remedy))
-    source = dataclasses.replace(config.model, model_name_or_path=named, model_revision=revision)
+    source = _find_critic_model(config)
     critic = load_reward_model(source, implementation, seed=args.seed)
     architectures = load_model_config(source)[0].architectures or []
     head: Any = critic.score
