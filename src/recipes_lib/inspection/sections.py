@@ -200,8 +200,10 @@ class Inspection(ABC):
         import torch
 
         from recipes_lib.models.attention.kernels import choose_kernel
+        from recipes_lib.training.optim.compilation import choose_compilation
         from recipes_lib.training.trainers.arguments import resolve_precision
 
+        choose_compilation(self.config, self.launch, is_cuda=False)
         precision = resolve_precision(self.config, self.launched_precision)
         compute_dtype = torch.bfloat16 if precision["bf16"] else torch.float16 if precision["fp16"] else torch.float32
         device = torch.device("cpu") if precision["use_cpu"] else torch.accelerator.current_accelerator()
@@ -219,14 +221,18 @@ class Inspection(ABC):
         report(f"attention: {attention.implementation}, documents laid out in {attention.layout}")
 
     def check_tasks(self, report: Report) -> None:
-        """Load ``metrics``, and the tasks of ``eval_tasks``, and report the number of questions of each."""
+        """Verify ``metrics`` and ``sample_prompts``, and report the number of questions of each of ``eval_tasks``."""
         from recipes_lib.models.heads.scoring import read_positions
+        from recipes_lib.training.evaluation.samples import build_prompts
         from recipes_lib.training.evaluation.task_scores import load_training_tasks
         from recipes_lib.training.evaluation.user_metrics import load_metrics
 
-        load_metrics(self.config.evaluation.metrics or [])
-        if keys := self.config.evaluation.eval_tasks and self.config.evaluation:
-            for name, task in load_training_tasks(keys, read_positions(self.model_config))[1]["tasks"].items():
+        keys, positions = self.config.evaluation, read_positions(self.model_config)
+        load_metrics(keys.metrics or [])
+        if keys.sample_prompts is not None:
+            build_prompts(keys, (), self.tokenizer, positions, report)
+        if keys.eval_tasks:
+            for name, task in load_training_tasks(keys, positions)[1]["tasks"].items():
                 num_questions = len(task.eval_docs)
                 report(f"{name}: {min(num_questions, keys.eval_tasks_limit):,} of {num_questions:,} questions")
 

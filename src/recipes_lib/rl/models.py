@@ -186,9 +186,8 @@ def load_actor_critic(
         terminators: Ids of the tokens that end answers.
 
     Raises:
-        ConfigError: As ``load_policy``, ``load_reward_model``, ``RewardModel.share``, ``add_loss_head`` and
-            ``choose_attention``; the critic cannot be initialised from the given model, or has another vocabulary than
-            the policy; or the padding token also ends answers.
+        ConfigError: As ``load_policy``, ``load_reward_model``, ``RewardModel.share``, ``add_loss_head``,
+            ``choose_attention`` and ``verify_critic``; or the critic cannot share the policy's weights.
     """
     policy_config, has_critic = load_model_config(config.model)[0], config.recipe == "ppo"
     if has_critic:
