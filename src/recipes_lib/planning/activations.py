@@ -124,6 +124,8 @@ MODES: Final[Mapping[str, Mapping[str, Any] | None]] = {
     "every layer": {},
 }
 """Kinds of activation checkpointing by name, the fastest first: their ``activation_checkpointing_kwargs``."""
+MODE_LAYERS: Final = {mode: Checkpointing.of(options) for mode, options in MODES.items()}
+"""Layers that each of ``MODES`` recomputes."""
 AUTO: Final = "auto"
 
 

@@ -38,7 +38,7 @@ from recipes_lib.planning import memory_plan
 from recipes_lib.planning.activations import (
     AUTO,
     CAUSAL,
-    MODES,
+    MODE_LAYERS,
     Activations,
     Checkpointing,
     count_activations,
@@ -113,8 +113,7 @@ def plan_memory(
         numbers = max(several(layers) + ends for layers, ends in parts)
         temporary[memory_plan.GATHERED_LAYERS] = numbers * _count_width(config, narrowed)
     is_auto = config.read("activation_checkpointing") == AUTO
-    modes = {name: Checkpointing.of(options) for name, options in MODES.items()}
-    kinds = modes if is_auto else {"": read_checkpointing(config)}
+    kinds = MODE_LAYERS if is_auto else {"": read_checkpointing(config)}
     choices = count_choices(config, narrowed, layout, kept, kinds)
     # With `auto`, `place` below replaces these by those of the chosen kind.
     temporary |= next(reversed(choices.values()))
