@@ -165,6 +165,8 @@ def test_reward_model_from_which_no_critic_can_start_is_reported(check_ppo, tiny
         assert [problem.where for problem in problems if found in problem.found] == ["critic_model_name_or_path"]
         problems, _ = check_ppo(reward_model_name_or_path=name, critic_model_name_or_path=tiny_model_dir)
         assert not [problem for problem in problems if "critic" in problem.where]
+    (problem,) = check_ppo(critic_model_name_or_path=larger, use_peft=True)[0]
+    assert "the critic shares the policy's weights, and cannot start from another model" in problem.found
 
 
 def test_overlong_prompt_is_reported_or_dropped(check_ppo):

@@ -187,7 +187,7 @@ def load_actor_critic(
 
     Raises:
         ConfigError: As ``load_policy``, ``load_reward_model``, ``RewardModel.share``, ``add_loss_head``,
-            ``choose_attention`` and ``verify_critic``; or the critic cannot share the policy's weights.
+            ``choose_attention`` and ``verify_critic``.
     """
     policy_config, has_critic = load_model_config(config.model)[0], config.recipe == "ppo"
     if has_critic:
@@ -228,7 +228,7 @@ def _add_scorers(config: RecipeConfig, args: TrainingArguments, policy: Any) -> 
     """Add the critic to the policy's base model, and the reward model if it is an adapter of the same base.
 
     Raises:
-        ConfigError: As ``RewardModel.share``; or the critic would be initialised from a model with another base.
+        ConfigError: As ``RewardModel.share``.
     """
     rewards, base = config.rewards, unwrap_adapter(policy)
 
@@ -239,12 +239,8 @@ def _add_scorers(config: RecipeConfig, args: TrainingArguments, policy: Any) -> 
     if rewards.reward_model_name_or_path is not None:
         start, _ = find(rewards.reward_model_name_or_path, rewards.reward_model_revision)
         reward = None if start is None else RewardModel.share(policy, start)
-    if (named := config.critic.critic_model_name_or_path) is not None:
-        start, reason = find(*find_critic_start(config))
-        if start is None and named != config.model.model_name_or_path:
-            found = f"the critic shares the policy's weights, and cannot start from another model: {reason}"
-            remedy = "name a reward model that is an adapter on the policy's model, or that model itself"
-            raise ConfigError(Problem("critic_model_name_or_path", found, remedy))
+    if config.critic.critic_model_name_or_path is not None:
+        start, _ = find(*find_critic_start(config))
     # Equal initial weights on every process, without advancing the run's own generator.
     with preserve_random_states():
         torch.manual_seed(args.seed)
@@ -270,17 +266,26 @@ def _place_trunk(
 
 
 def verify_critic(config: RecipeConfig, policy_config: PreTrainedConfig) -> None:
-    """Verify that a critic of its own can be initialised from its model, before any weight is loaded.
+    """Verify that the critic can be initialised from its model, before any weight is loaded.
 
     Raises:
-        ConfigError: That model is an adapter, has another vocabulary than the policy, or cannot be found.
+        ConfigError: A critic on the policy's weights would start from another model than an adapter of them; one of its
+            own from an adapter, or from a model with another vocabulary; or its model cannot be found.
     """
-    source = _find_critic_model(config)
+    source, is_shared = _find_critic_model(config), config.adapter.use_peft
     name = source.model_name_or_path
-    if config.adapter.use_peft or name == config.model.model_name_or_path:
+    # A reward model that is no adapter of the policy's weights is a model of its own, and the shared critic new.
+    is_new = is_shared and config.critic.critic_model_name_or_path is None
+    if name == config.model.model_name_or_path or is_new:
         return
     found, remedy = "", "`recipes merge` it, or write `critic_model_name_or_path`: a reward model, or the policy"
-    if find_adapter(str(name), source.model_revision) is not None:
+    if is_shared:
+        is_quantized = config.quantization.load_in_4bit or config.quantization.load_in_8bit
+        start, reason = find_shareable(str(name), source.model_revision, policy_config, is_quantized=is_quantized)
+        if start is None:
+            found = f"the critic shares the policy's weights, and cannot start from another model: {reason}"
+            remedy = "name a reward model that is an adapter on the policy's model, or that model itself"
+    elif find_adapter(str(name), source.model_revision) is not None:
         found = f"the critic would start from {name}, which is an adapter, and all of its weights are trained"
     else:
         size, own = (each.get_text_config().vocab_size for each in (load_model_config(source)[0], policy_config))
