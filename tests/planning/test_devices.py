@@ -27,8 +27,14 @@ def test_peak_is_known_for_16_bit_products_only() -> None:
     assert peak_flops("48GB", torch.bfloat16) is None
 
 
-@pytest.mark.parametrize("name", ["Intel(R) Xeon(R) Platinum", "AMD EPYC 9B14", "Abacus", "0GB", "", "a2-ultragpu-8g"])
-def test_other_names_are_no_gpu(name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("Intel(R) Xeon(R) Platinum", "AMD EPYC 9B14", "Abacus", "0GB", "", "a2-ultragpu-8g"),
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+    ],
+)
+def test_other_names_are_no_known_gpu(name: str) -> None:
     assert find_device(name) is None
     assert peak_flops(name, torch.bfloat16) is None
 

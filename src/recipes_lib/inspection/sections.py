@@ -300,7 +300,7 @@ class Inspection(ABC):
             model = _build_on_meta(self.model_config)
             configure_router_loss(model, self.config.training.get("router_aux_loss_coef"), by_default=False)
             for row in () if self.config.adapter.use_peft else plan_groups(model, self.config):
-                report(format_group(row))
+                report(f"{format_group(row)}: {', '.join(row.parameters)}")
 
         for verify in (verify_optimizer, verify_trackers):
             try:

@@ -80,6 +80,9 @@ def find_device(name: str) -> Device | None:
     Args:
         name: Name of a GPU, optionally with its memory, as in ``A100-SXM4-80GB``; or only a memory, as in ``48GB``.
     """
+    # The GPU of a laptop has fewer multiprocessors and less memory than the board of its name.
+    if re.search("laptop|max-q", name, re.IGNORECASE):
+        return None
     # A MIG instance has sevenths of the multiprocessors, and of the bandwidth the share of its memory.
     part = re.search(r"\b(\d)g\.(\d+)gb\b", name, re.IGNORECASE)
     # Names of clouds and of Kubernetes have other signs between their words.

@@ -176,7 +176,6 @@ _PACKAGES: Final[tuple[tuple[str, str, str], ...]] = (
 _IN_BACKWARD: Final = ("lomo", "_layerwise")
 """Suffixes of values of ``optim`` that update weights during the backward pass."""
 
-_SHOWN_PARAMETERS: Final = 6
 _FLATTENED: Final = "this rank's partition of DeepSpeed's flattened parameters"
 
 _WITHOUT_RESUME: Final = ("galore", "apollo", "grokadamw")
@@ -343,12 +342,10 @@ def describe_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[
 
 
 def format_group(row: GroupRow) -> str:
-    """Return a log line: ``AdamW: 124,318,464 parameters in 50 tensors, weight decay 0.1, rate 6.0e-04: ...``."""
-    shown = ", ".join(row.parameters[:_SHOWN_PARAMETERS])
-    rest = len(row.parameters) - _SHOWN_PARAMETERS
+    """Return a log line: ``AdamW: 124,318,464 parameters in 50 tensors, weight decay 0.1, rate 6.0e-04``."""
     return (
-        f"{row.optimizer}: {row.num_parameters:,} parameters in {row.num_tensors} tensors, weight decay "
-        f"{row.weight_decay:g}, rate {row.learning_rate:.1e}: {shown}{f' and {rest} more' if rest > 0 else ''}"
+        f"{row.optimizer}: {row.num_parameters:,} parameters in {row.num_tensors} tensors, "
+        f"weight decay {row.weight_decay:g}, rate {row.learning_rate:.1e}"
     )
 
 
