@@ -32,22 +32,17 @@ def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help", "help"])
-def test_help_lists_every_command(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([flag]) == 0
-    output = capsys.readouterr().out
+def test_help_lists_every_command(flag: str, recipes) -> None:
+    output = recipes(flag)
     for name, command in cli.COMMANDS.items():
         assert f"  {name} " in output
         assert command.summary in output
 
 
-def test_help_command_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["help"]) == 0
-    assert capsys.readouterr().out == cli.format_help()
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["help", "doctor"])
-    assert capsys.readouterr().out.startswith("usage: recipes doctor")
-    assert cli.main(["help", "docter"]) == 2
-    assert "did you mean `recipes doctor`?" in capsys.readouterr().err
+def test_help_command_shows_help(recipes) -> None:
+    assert recipes("help") == cli.format_help()
+    assert recipes("help", "doctor").startswith("usage: recipes doctor")
+    assert "did you mean `recipes doctor`?" in recipes("help", "docter", code=2)
 
 
 @pytest.mark.parametrize("flag", ["--help", "--version"])
@@ -60,31 +55,26 @@ def test_help_into_closed_pipe_ends_without_message(flag: str) -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_missing_command_prints_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_command_prints_help_to_stderr_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err == cli.format_help()
+    assert capsys.readouterr() == ("", cli.format_help())
 
 
 @pytest.mark.parametrize("flag", ["-V", "--version"])
-def test_version_is_package_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([flag]) == 0
-    assert capsys.readouterr().out == f"recipes {__version__}\n"
+def test_version_is_package_version(flag: str, recipes) -> None:
+    assert recipes(flag) == f"recipes {__version__}\n"
 
 
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
         ("chekc", "did you mean `recipes check`?"),
-        ("docter", "did you mean `recipes doctor`?"),
         ("xyz", "the commands are: "),
         ("sft", "start a recipe by `recipes launch --config F`"),
     ],
 )
-def test_unknown_command_suggests_nearest_name(typed: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([typed]) == 2
-    error = capsys.readouterr().err
+def test_unknown_command_suggests_nearest_name(typed: str, message: str, recipes) -> None:
+    error = recipes(typed, code=2)
     assert repr(typed) in error
     assert message in error
 
@@ -122,36 +112,33 @@ def test_missing_configuration_is_an_error_before_torch_is_imported(tmp_path: Pa
     assert done.stderr.count("gone.yaml: there is no such file") == 9
 
 
-def test_arguments_and_exit_code_are_passed_through(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["echo", "--config", "a b.yaml"]) == 0
-    assert capsys.readouterr().out == "['--config', 'a b.yaml']\n"
-    assert cli.main(["echo", "preempt"]) == 75
+def test_arguments_and_exit_code_are_passed_through(echo: None, recipes) -> None:
+    assert recipes("echo", "--config", "a b.yaml") == "['--config', 'a b.yaml']\n"
+    recipes("echo", "preempt", code=75)
 
 
-def test_flags_may_have_dashes(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["echo", "--dry-run", "--a-b=c-d", "x-y", "-z-", "--", "--k-v"]) == 0
-    assert capsys.readouterr().out == "['--dry_run', '--a_b=c-d', 'x-y', '-z-', '--', '--k-v']\n"
+def test_flags_may_have_dashes(echo: None, recipes) -> None:
+    words = ["--dry_run", "--a_b=c-d", "x-y", "-z-", "--", "--k-v"]
+    assert recipes("echo", "--dry-run", "--a-b=c-d", *words[2:]) == f"{words}\n"
 
 
-def test_repeated_config_is_refused(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_repeated_config_is_refused(echo: None, recipes) -> None:
     """argparse, by which most commands read ``--config``, would silently use the last one."""
-    assert cli.main(["echo", "--config", "a.yaml", "--config=b.yaml"]) == 2
-    assert capsys.readouterr().err == "--config: is repeated\n    keep one of the two\n"
-    assert cli.main(["echo", "--config", "a.yaml", "--", "--config", "b.yaml"]) == 0
+    message = "--config: is repeated\n    keep one of the two\n"
+    assert recipes("echo", "--config", "a.yaml", "--config=b.yaml", code=2) == message
+    recipes("echo", "--config", "a.yaml", "--", "--config", "b.yaml")
 
 
-def test_help_of_command_is_that_of_its_flag(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["help", "echo"]) == 0
-    assert capsys.readouterr().out == "['--help']\n"
+def test_help_of_command_is_that_of_its_flag(echo: None, recipes) -> None:
+    assert recipes("help", "echo") == "['--help']\n"
 
 
 def test_names_of_recipes_are_known() -> None:
     assert set(cli.RECIPES) == {"train", *RECIPE_NAMES}
 
 
-def test_command_error_is_printed_with_exit_code_2(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["echo", "fail"]) == 2
-    assert capsys.readouterr().err == str(ConfigError(Problem("here", "wrong"))) + "\n"
+def test_command_error_is_printed_with_exit_code_2(echo: None, recipes) -> None:
+    assert recipes("echo", "fail", code=2).endswith(f"\n{ConfigError(Problem('here', 'wrong'))}\n")
 
 
 def test_help_does_not_import_heavy_packages() -> None:
