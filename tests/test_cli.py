@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -9,12 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.forked import run_python
 
 from recipes_lib import __version__, cli
 from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import ConfigError, Problem
 
-HEAVY = ("torch", "transformers", "trl", "datasets", "accelerate", "peft", "numpy", "rich", "yaml")
+HEAVY = {"torch", "transformers", "trl", "datasets", "accelerate", "peft", "numpy", "rich", "yaml"}
 
 
 @pytest.fixture
@@ -81,35 +83,38 @@ def test_unknown_command_suggests_nearest_name(typed: str, message: str, recipes
 
 def test_help_of_commands_is_no_docstring_and_does_not_import_torch() -> None:
     code = (
-        "import contextlib, io, json, sys\n"
+        "import contextlib, io, sys\n"
         "from recipes_lib import cli\n"
-        "slow = []\n"
-        "for name in json.loads(sys.argv[1]):\n"
+        "for name in sys.argv[1:]:\n"
         "    with contextlib.redirect_stdout(io.StringIO()) as stdout, contextlib.suppress(SystemExit):\n"
         "        cli.main([name, '--help'])\n"
         "    assert 'usage' in stdout.getvalue(), name\n"
         "    assert '\\n``' not in stdout.getvalue() and 'Raises' not in stdout.getvalue(), name\n"
-        "    if {'torch', 'transformers', 'datasets', 'pyarrow', 'scipy', 'matplotlib'} & sys.modules.keys():\n"
-        "        slow.append(name)\n"
-        "        break\n"
-        "print(json.dumps(slow))\n"
+        "    heavy = {'torch', 'transformers', 'datasets', 'pyarrow', 'scipy', 'matplotlib'}\n"
+        "    assert not heavy & sys.modules.keys(), name\n"
     )
-    names = sorted(cli.COMMANDS)
-    done = subprocess.run([sys.executable, "-c", code, json.dumps(names)], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == []
+    run_python(code, *sorted(cli.COMMANDS))
 
 
-def test_missing_configuration_is_an_error_before_torch_is_imported(tmp_path: Path) -> None:
+def test_invalid_arguments_are_an_error_before_torch_is_imported() -> None:
+    readers = ("check", "plan", "launch", "prepare", "preview", "clean", "eval", "fisher", "distill-store")
+    invalid = {f"{name} --config gone.yaml": "gone.yaml: there is no such file" for name in readers}
+    invalid |= {
+        "plan --recipe stf": "there is no recipe 'stf'",
+        "scale predict --parameters many": "'many' is not a number",
+        "scale fit": "the following arguments are required",
+    }
     code = (
-        "import sys\n"
+        "import contextlib, io, json, sys\n"
         "from recipes_lib import cli\n"
-        "for name in ('check', 'plan', 'launch', 'prepare', 'preview', 'clean', 'eval', 'fisher', 'distill-store'):\n"
-        "    assert cli.main([name, '--config', 'gone.yaml']) == 2, name\n"
-        "    assert 'torch' not in sys.modules, name\n"
+        "for words, message in json.loads(sys.argv[1]).items():\n"
+        "    with contextlib.redirect_stderr(io.StringIO()) as stderr:\n"
+        "        try: assert cli.main(words.split()) == 2, words\n"
+        "        except SystemExit as ended: assert ended.code == 2, words\n"
+        "    assert message in stderr.getvalue(), stderr.getvalue()\n"
+        "    assert 'torch' not in sys.modules, words\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("gone.yaml: there is no such file") == 9
+    run_python(code, json.dumps(invalid))
 
 
 def test_arguments_and_exit_code_are_passed_through(echo: None, recipes) -> None:
@@ -142,12 +147,9 @@ def test_command_error_is_printed_with_exit_code_2(echo: None, recipes) -> None:
 
 
 def test_help_does_not_import_heavy_packages() -> None:
-    code = (
-        "import json, sys; from recipes_lib.cli import main; code = main(['--help']);"
-        f"print(json.dumps([code, [name for name in {HEAVY!r} if name in sys.modules]]))"
+    run_python(
+        f"import sys; from recipes_lib.cli import main; main(['--help']); assert not {HEAVY} & sys.modules.keys()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout.splitlines()[-1]) == [0, []]
 
 
 def test_closed_pipe_ends_command_without_message(tmp_path: Path) -> None:
@@ -158,18 +160,14 @@ def test_closed_pipe_ends_command_without_message(tmp_path: Path) -> None:
     )
     reader, writer = os.pipe()
     os.close(reader)
+    run = functools.partial(subprocess.run, [sys.executable, "-c", code], stderr=subprocess.PIPE, check=False)
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     with os.fdopen(writer, "wb") as output:
-        done = subprocess.run(
-            [sys.executable, "-c", code], stdout=output, stderr=subprocess.PIPE, check=False, env=environment
-        )
-    assert done.returncode == 141
-    assert done.stderr == b""
+        done = run(stdout=output, env=environment)
+    assert (done.returncode, done.stderr) == (141, b"")
     if Path("/dev/full").exists():
         with Path("/dev/full").open("wb") as output:
-            done = subprocess.run(
-                [sys.executable, "-c", code], stdout=output, stderr=subprocess.PIPE, check=False, env=environment
-            )
+            done = run(stdout=output, env=environment)
         assert done.returncode == 2
         assert done.stderr.startswith(b"standard output: cannot be written: No space left on device")
 

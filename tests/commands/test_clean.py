@@ -86,7 +86,6 @@ def test_missing_extra_is_named(config, monkeypatch):
 @pytest.mark.multiprocess
 def test_recipe_script_matches_command(config):
     done = run_script(ROOT / "recipes" / "corpus.py", "--config", config)
-    assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("3 of 5 documents")
     assert "cleaning a: 1 of 1 tasks" in done.stderr
 

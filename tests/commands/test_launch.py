@@ -279,8 +279,7 @@ def test_single_process_launch_becomes_recipe(tmp_path, monkeypatch):
         launching.main(flags)
     program, (_, script, *arguments), environment = executed
     assert program == sys.executable
-    ended = run_script(ROOT / script, *arguments, variables=environment)
-    assert ended.returncode == EXIT_USER
+    ended = run_script(ROOT / script, *arguments, variables=environment, code=EXIT_USER)
     assert "choose another output_dir" in ended.stderr
     assert "Traceback" not in ended.stderr
 

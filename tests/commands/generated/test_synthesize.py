@@ -204,7 +204,7 @@ def test_replies_before_a_failure_count_towards_the_limit(synthesize, folder: Pa
     record = read(folder, "replies.jsonl.record.json")
     assert (record["num_candidates"], record["num_tokens"]) == (0, sum(len(text.split()) for text in answered))
     num_asked = len(server.asked)
-    synthesize(server, max_total_tokens=record["num_tokens"] + record["num_prompt_tokens"], **keys)
+    synthesize(server, max_total_tokens=record["num_tokens"] + record["num_prompt_tokens"], **keys, code=2)
     assert len(server.asked) == num_asked, "the limit is reached"
 
 
