@@ -32,10 +32,8 @@ from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
 def keys(tmp_path: Path) -> dict[str, Any]:
     recipe_runs.write_inputs(tmp_path)
     more = {"max_steps": 2, "eval_steps": 1, "logging_steps": 1, "save_strategy": "no", "num_sample_prompts": 0}
-    made = recipe_runs.make_keys(tmp_path, "sft", **more, output_dir=tmp_path / "run")
-    return {
-        name: str(value) if isinstance(value, Path) else value for name, value in made.items() if name != "save_steps"
-    }
+    made = recipe_runs.make_keys(tmp_path, "sft", **more, save_steps=None, output_dir=tmp_path / "run")
+    return {name: str(value) if isinstance(value, Path) else value for name, value in made.items()}
 
 
 def test_train_returns_finished_run(keys: dict[str, Any], tmp_path: Path) -> None:

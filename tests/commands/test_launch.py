@@ -259,8 +259,8 @@ def test_pipeline_layout_is_passed_to_processes(by, monkeypatch, capsys):
 
 def write_keys(folder):
     recipe_runs.write_inputs(folder)
-    keys = recipe_runs.make_keys(folder, "sft", output_dir=folder / "out", max_steps=1, num_sample_prompts=0)
-    flags = [f"--{name}={value}" for name, value in keys.items() if name != "num_sample_prompts"]
+    keys = recipe_runs.make_keys(folder, "sft", output_dir=folder / "out", max_steps=1, num_sample_prompts=None)
+    flags = [f"--{name}={value}" for name, value in keys.items()]
     (folder / "sft.yaml").write_text("num_sample_prompts: 0\n")
     return [*flags, "--config", str(folder / "sft.yaml"), "--hardware", "cpu"]
 
