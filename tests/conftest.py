@@ -17,7 +17,7 @@ import gc
 import itertools
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -115,6 +115,22 @@ def recipes(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
         return output + errors if code else output
 
     return recipes
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, str]], Path]:
+    """Write programs (name -> script) to a folder that precedes all others in ``PATH``, and return it."""
+    folder = tmp_path / "programs"
+
+    def install(programs: Mapping[str, str]) -> Path:
+        folder.mkdir(exist_ok=True)
+        for name, script in programs.items():
+            (folder / name).write_text(script)
+            (folder / name).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+        return folder
+
+    return install
 
 
 @pytest.fixture

@@ -43,22 +43,16 @@ class Cluster:
         words = ["run", self.pipeline, "--output_dir", self.output_dir, "--executor", "slurm"]
         return self.recipes(*words, *flags, code=code)
 
-    def put(self, program: str, text: str) -> None:
-        (self.folder / program).write_text(text)
-        (self.folder / program).chmod(0o755)
-
     def read_calls(self) -> list[str]:
         return (self.folder / "calls").read_text().splitlines() if (self.folder / "calls").exists() else []
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipes: Callable[..., str]) -> Cluster:
+def cluster(install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipes: Callable[..., str]) -> Cluster:
     cluster = Cluster(tmp_path, recipes)
-    cluster.put("sbatch", SBATCH)
-    cluster.put("squeue", SQUEUE)
+    install({"sbatch": SBATCH, "squeue": SQUEUE})
     (tmp_path / "last").write_text("0")
     (tmp_path / "queued").touch()
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("SLURM", str(tmp_path))
     cluster.pipeline.write_text(PIPELINE)
     return cluster
@@ -137,14 +131,13 @@ def test_errors_are_reported_before_submission(cluster: Cluster, monkeypatch: py
     monkeypatch.setenv("SQUEUE_FAILS", "1")
     fails("Unable to contact")
     monkeypatch.delenv("SQUEUE_FAILS")
-    (cluster.folder / "squeue").unlink()
+    (cluster.folder / "programs" / "squeue").unlink()
     fails("there is no squeue here")
 
 
-def test_rejected_job_is_an_error_and_earlier_jobs_are_recorded(cluster: Cluster) -> None:
-    submit = (cluster.folder / "sbatch").read_text()
+def test_rejected_job_is_an_error_and_earlier_jobs_are_recorded(cluster: Cluster, install) -> None:
     refusal = 'case "$*" in *two.sh) echo "Invalid account" >&2; exit 1;; esac\n'
-    (cluster.folder / "sbatch").write_text(submit.replace("\n", f"\n{refusal}", 1))
+    install({"sbatch": SBATCH.replace("\n", f"\n{refusal}", 1)})
     assert "Invalid account" in cluster.run(code=2)
     assert json.loads((cluster.output_dir / "jobs" / "jobs.json").read_text())["jobs"] == {"one": "1"}
 
@@ -187,10 +180,9 @@ print("ended with", subprocess.run([word.replace("cd /app", ":") for word in wor
 
 
 @pytest.fixture
-def cloud(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+def cloud(cluster: Cluster, install, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """A stub of ``kubectl`` and ``sky`` that runs the job at once, and prints its exit code."""
-    for program in ("kubectl", "sky"):
-        cluster.put(program, CLOUD)
+    install(dict.fromkeys(("kubectl", "sky"), CLOUD))
     (cluster.folder / "recipes" / "pipelines").mkdir(parents=True)
     monkeypatch.chdir(cluster.folder)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
