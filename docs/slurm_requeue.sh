@@ -17,7 +17,8 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300
 
 mkdir -p "$output_dir"
 rm -f "$output_dir/STOP"
-began=$(mktemp)
+written() { stat -c %y "$output_dir/run.json" 2>/dev/null; }
+before=$(written)
 trap 'touch "$output_dir/STOP"' USR1 TERM
 
 # One launcher a node; it starts a process for each of the node's GPUs, laid out by accelerate_configs/$hardware.yaml.
@@ -30,8 +31,8 @@ while kill -0 "$job" 2>/dev/null; do wait "$job"; done
 wait "$job"
 code=$?
 
-# The status that the run has recorded decides, not the exit code of srun.
-if [ "$output_dir/run.json" -nt "$began" ] && grep -qE '"status": "(preempted|stalled)"' "$output_dir/run.json"; then
+# The status that the run has recorded decides, not the exit code of srun. An unchanged record is of an earlier job.
+if [ "$(written)" != "$before" ] && grep -qE '"status": "(preempted|stalled)"' "$output_dir/run.json"; then
     scontrol requeue "$SLURM_JOB_ID"
     code=$?
 fi

@@ -169,6 +169,19 @@ def test_unwritable_output_does_not_end_command(kind: str, flags: tuple[str, ...
     assert (tmp_path / "done").read_text() == "done"
 
 
+@pytest.mark.parametrize("flags", [(), ("-u",)], ids=["buffered", "unbuffered"])
+def test_output_to_full_non_blocking_pipe_is_complete(flags: tuple[str, ...]) -> None:
+    code = "from recipes_lib.boundary import run_command; raise SystemExit(run_command(lambda: print('x' * 999_999)))"
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen([sys.executable, *flags, "-c", code], stdout=writer, env=environment) as child:
+        os.close(writer)
+        with os.fdopen(reader, "rb") as file:
+            assert len(file.read()) == 1_000_000
+    assert child.returncode == 0
+
+
 def test_closed_descriptors_do_not_end_command(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WRITE_TO_BOTH_STREAMS, str(tmp_path / "done")]
     assert subprocess.run(["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *command], check=False).returncode == 0

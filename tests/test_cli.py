@@ -72,7 +72,6 @@ def test_version_is_package_version(flag: str, recipes) -> None:
     [
         ("chekc", "did you mean `recipes check`?"),
         ("xyz", "the commands are: "),
-        ("sft", "start a recipe by `recipes launch --config F`"),
     ],
 )
 def test_unknown_command_suggests_nearest_name(typed: str, message: str, recipes) -> None:
@@ -134,12 +133,46 @@ def test_repeated_config_is_refused(echo: None, recipes) -> None:
     recipes("echo", "--config", "a.yaml", "--", "--config", "b.yaml")
 
 
+@pytest.mark.parametrize("arguments", [["--token", "TOKEN"], ["--a=TOKEN"], ["--TOKEN"], ["https://me:TOKEN@host"]])
+def test_access_token_is_not_repeated(arguments: list[str], echo: None, recipes) -> None:
+    token = "hf_" + "a1" * 17
+    message = recipes("echo", *(word.replace("TOKEN", token) for word in arguments), code=2)
+    assert "an argument looks like an access token" in message
+    assert token not in message
+
+
 def test_help_of_command_is_that_of_its_flag(echo: None, recipes) -> None:
     assert recipes("help", "echo") == "['--help']\n"
 
 
 def test_names_of_recipes_are_known() -> None:
-    assert set(cli.RECIPES) == {"train", *RECIPE_NAMES}
+    assert set(cli.RECIPES) == set(RECIPE_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("typed", "recipe"),
+    [
+        (["launch", "sft_long.yaml"], "sft"),
+        (["launch", "dpo", "sft_long.yaml"], "dpo"),
+        (["launch", "dpo", "--config=sft_long.yaml"], "dpo"),
+        (["dpo", "sft_long.yaml"], "dpo"),
+        (["train", "sft_long.yaml"], "sft"),
+    ],
+)
+def test_recipe_and_file_may_be_written_without_their_flags(
+    typed: list[str], recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sft_long.yaml").write_text("{model_name_or_path: a/b, dataset_name: c/d, output_dir: out}")
+    assert cli.main([*typed, "--dry-run", "--learning-rate", "1e-5"]) == 0
+    command = capsys.readouterr().err.replace("=", " ")
+    assert command.endswith(f"{recipe}.py --config sft_long.yaml --learning_rate 1e-5\n")
+
+
+@pytest.mark.parametrize("rest", [["--learning_rate", "1e-5", "a.yaml"], ["a.yaml", "b.yaml"]])
+def test_only_leading_file_is_taken_as_configuration(rest: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", *rest]) == 2
+    assert f"{rest[-1]}: is not a flag\n    write `--config FILE`" in capsys.readouterr().err
 
 
 def test_command_error_is_printed_with_exit_code_2(echo: None, recipes) -> None:

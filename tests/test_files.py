@@ -212,6 +212,8 @@ def test_atomic_folder_is_renamed_after_successful_block_only(tmp_path: Path) ->
         (staging / "weights").write_text("whole")
         (staging / "weights").chmod(0o600)  # As safetensors 0.8 leaves it.
         assert not folder.exists()
+        with pytest.raises(ConfigError, match="is being written by another process"), atomic_folder(folder):
+            pass
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
     assert [file.read_text() for file in folder.iterdir()] == ["whole"]
     readers = stat.S_IRGRP | stat.S_IROTH

@@ -66,13 +66,38 @@ def test_free_memory_is_at_most_total_memory() -> None:
     assert 0 < read_free_memory() <= total * 1024
 
 
-@pytest.mark.parametrize(("limit", "left"), [("1000", [450]), ("500", [0]), ("max", []), (None, [])])
-def test_container_limit_excludes_page_cache(tmp_path, limit, left) -> None:
+V2 = ("memory.max", "memory.current", "")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "inactive_file 7\ntotal_")
+"""Files of limit and use, and what precedes the page cache: that of v1 without "total_" excludes the groups below."""
+
+
+@pytest.mark.parametrize(
+    ("limit", "left"), [("1000", 450), ("500", 0), ("max", 9 << 20), (None, 9 << 20), ("9223372036854771712", 9 << 20)]
+)
+@pytest.mark.parametrize(
+    ("own", "limited", "version"),
+    [
+        ("0::/", ".", V2),
+        ("4:cpu:/x\n0::/slurm/job_7/step_0/task_0", "slurm/job_7", V2),
+        ("0::/\n9:memory:/docker/a1b2", "memory", V1),
+        ("9:memory:/slurm/uid_0/job_7/task_0", "memory/slurm/uid_0/job_7", V1),
+    ],
+)
+def test_limit_of_container_or_job_excludes_page_cache(
+    tmp_path, monkeypatch, own, limited, version, limit, left
+) -> None:
+    for name in ("_PROCESSES", "_CGROUPS"):
+        monkeypatch.setattr(hardware, name, tmp_path)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text(f"{own}\n")
+    (tmp_path / "meminfo").write_text("MemAvailable: 9216 kB\n")
     if limit is not None:
-        (tmp_path / "memory.max").write_text(f"{limit}\n")
-        (tmp_path / "memory.current").write_text("600\n")
-        (tmp_path / "memory.stat").write_text("anon 550\ninactive_file 50\nactive_file 10\n")
-    assert hardware._read_container_memory(tmp_path) == left
+        folder, (limit_file, use_file, prefix) = tmp_path / limited, version
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / limit_file).write_text(f"{limit}\n")
+        (folder / use_file).write_text("600\n")
+        (folder / "memory.stat").write_text(f"anon 550\n{prefix}inactive_file 50\nactive_file 10\n")
+    assert read_free_memory() == left
 
 
 def test_device_memory_is_that_of_first_device(monkeypatch) -> None:

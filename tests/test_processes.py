@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from recipes_lib import processes
+from recipes_lib.boundary import run_command
 from recipes_lib.errors import ConfigError
 
 
@@ -130,15 +131,54 @@ def test_api_key_is_read_from_environment(monkeypatch) -> None:
     assert processes.read_api_key() == "sk-1"
 
 
+def write_quota(tmp_path, monkeypatch, quota, affinity):
+    """Write the files of cgroup v2 for a text, and of v1 for a pair of quota and period."""
+    monkeypatch.setattr(processes, "_CGROUP", tmp_path)
+    (tmp_path / "cpu").mkdir()
+    if isinstance(quota, str):
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    for name, text in zip(("quota", "period"), quota if isinstance(quota, tuple) else (), strict=False):
+        (tmp_path / "cpu" / f"cpu.cfs_{name}_us").write_text(f"{text}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(affinity)), raising=False)
+
+
 @pytest.mark.parametrize(
-    ("quota", "expected"), [(None, 3), ("max 100000", 3), ("250000 100000", 2), ("50000 100000", 1)]
+    ("quota", "expected"),
+    [
+        (None, 3),
+        ("max 100000", 3),
+        ("250000 100000", 2),
+        ("50000 100000", 1),
+        ((-1, 100000), 3),
+        ((250000, 100000), 2),
+        ((765000, 100000), 3),
+    ],
 )
 def test_cores_are_those_of_affinity_and_of_quota_of_container(tmp_path, monkeypatch, quota, expected):
-    monkeypatch.setattr(processes, "_CPU_QUOTA", tmp_path / "cpu.max")
-    if quota is not None:
-        (tmp_path / "cpu.max").write_text(f"{quota}\n")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5}, raising=False)
+    write_quota(tmp_path, monkeypatch, quota, affinity=3)
     assert processes.count_cores() == expected
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     assert processes.count_cores() == expected
+
+
+@pytest.mark.parametrize(
+    ("quota", "variables", "expected"),
+    [
+        ("765000 100000", {}, "7"),
+        ((765000, 100000), {"OMP_NUM_THREADS": "48"}, "7"),
+        ("400000 100000", {"OMP_NUM_THREADS": "48", "LOCAL_WORLD_SIZE": "2"}, "2"),
+        ("100000 100000", {"LOCAL_WORLD_SIZE": "2"}, "1"),
+        ("400000 100000", {"OMP_NUM_THREADS": "1"}, "1"),
+        ("400000 100000", {"OMP_NUM_THREADS": "4,2"}, "4,2"),
+        ("max 100000", {}, None),
+        ("9600000 100000", {}, None),
+    ],
+)
+def test_commands_limit_threads_to_quota_of_container(tmp_path, monkeypatch, quota, variables, expected):
+    write_quota(tmp_path, monkeypatch, quota, affinity=96)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert run_command(lambda: None) == 0
+    assert os.environ.get("OMP_NUM_THREADS") == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import select
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,9 +18,11 @@ from recipes_lib.errors import (
     EXIT_DONE,
     EXIT_PREEMPTED,
     EXIT_USER,
+    ConfigError,
     DivergedError,
     LostPeerError,
     PreemptedError,
+    Problem,
     UserError,
     explain_refusal,
 )
@@ -37,6 +40,8 @@ _EXPECTED_WARNINGS: Final = {
     "DeepSpeed": "Setting accelerator to CPU",
     # bitsandbytes warns on import and falls back to plain torch for 4-bit matrix products on a CPU.
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    # `recipes launch` on a CPU: the number of threads, which no launch file can set.
+    "accelerate.commands.launch": "The following values were not passed to `accelerate launch`",
     # Expected in a run whose output_dir was moved; ``_finalize_training`` finds the checkpoint by its step.
     "transformers.trainer": "The best checkpoint",
     # Expected: ``load_tokenizer`` has already set the special tokens that the trainer copies to the model.
@@ -56,11 +61,15 @@ class _Output(io.FileIO):
         self._stream = stream
 
     def write(self, data: Any, /) -> int:
+        rest = memoryview(data)
         try:
-            return super().write(data)
+            # Another program that shares a pipe or terminal may have made it non-blocking: a full one takes a part, or
+            # nothing.
+            while rest := rest[super().write(rest) or 0 :]:
+                select.select([], [self], [])
         except OSError as error:
             _OUTPUT_FAILURES[self._stream] = error
-            return memoryview(data).nbytes
+        return memoryview(data).nbytes
 
 
 def ignore_closed_output() -> None:
@@ -103,6 +112,7 @@ def run_command(command: Callable[[], int | None]) -> int:
         One of the ``EXIT_`` codes of :mod:`recipes_lib.errors`, or ``EXIT_INTERRUPTED``.
     """
     ignore_closed_output()
+    processes.limit_threads()
     for name in _EXPECTED_WARNINGS:
         logging.getLogger(name).addFilter(_is_unexpected)
     try:
@@ -160,6 +170,19 @@ def _print_once(problem: object) -> None:
     # All ranks find a wrong key, for example.
     if processes.is_first_to_report(str(problem)):
         sys.stderr.write(f"{problem}\n")
+
+
+def refuse_access_tokens(arguments: Sequence[str]) -> None:
+    """Raise if an argument looks like an access token: argparse would print one that it does not know.
+
+    Raises:
+        ConfigError: There is such an argument; the message does not repeat it.
+    """
+    # Not at module level, as in ``parse_or_exit``.
+    from recipes_lib.config.values import SECRET_REMEDY, has_secret_shape
+
+    if any(map(has_secret_shape, arguments)):
+        raise ConfigError(Problem("recipes", "an argument looks like an access token", SECRET_REMEDY))
 
 
 def parse_or_exit(recipe: str, arguments: Sequence[str]) -> RecipeConfig:

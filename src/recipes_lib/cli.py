@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from recipes_lib import __version__
-from recipes_lib.boundary import find_output_failure, run_command
+from recipes_lib.boundary import find_output_failure, refuse_access_tokens, run_command
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, ConfigError, Problem, suggest
 
 EXIT_PIPE_CLOSED = 141
@@ -76,8 +76,9 @@ GROUPS = {
     "shell": ("completion",),
 }
 """Heading in ``recipes --help`` -> its commands."""
-RECIPES = ("train", "pretrain", "sft", "lora", "reward", "dpo", "ppo", "rloo", "grpo", "distill")
-"""Names that are typed instead of ``launch``: all recipes are started by it."""
+RECIPES = ("pretrain", "sft", "lora", "reward", "dpo", "ppo", "rloo", "grpo", "distill")
+TAKE_RECIPE = ("check", "launch", "prepare", "preview", "plan", "fisher", "job")
+"""Commands with ``--recipe`` and ``--config``, both of which may be written without the flag's name."""
 EXAMPLES = (
     "recipes check --config recipes/configs/qwen3-0.6b/sft.yaml",
     "recipes launch --config recipes/configs/qwen3-0.6b/sft.yaml --learning_rate 1e-5",
@@ -104,19 +105,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_command(lambda: _print(format_help()))
     if name in ("-V", "--version"):
         return run_command(lambda: _print(f"recipes {__version__}\n"))
+    if name in RECIPES or name == "train":  # The commands of TRL and axolotl.
+        name, rest = "launch", [*([name] if name in RECIPES else []), *rest]
     if name not in COMMANDS:
         sys.stderr.write(_describe_unknown(name))
         return EXIT_USER
-    return run_command(lambda: _run(COMMANDS[name], _spell_flags(rest)))
+    return run_command(lambda: _run(COMMANDS[name], _spell_flags(_name_leading(rest) if name in TAKE_RECIPE else rest)))
 
 
 def _describe_unknown(name: str) -> str:
     if not name:
         return format_help()
-    if name in RECIPES:
-        return f"recipes: there is no command {name!r}\n    start a recipe by `recipes launch --config F`\n"
     remedy = suggest(name, COMMANDS, f"the commands are: {', '.join(COMMANDS)}", "`recipes {}`")
     return f"recipes: there is no command {name!r}\n    {remedy}\n"
+
+
+def _name_leading(arguments: Sequence[str]) -> list[str]:
+    """Return arguments in which a leading recipe and a leading YAML file have the names of their flags."""
+    recipe = [f"--recipe={word}" for word in arguments[:1] if word in RECIPES]
+    rest = arguments[len(recipe) :]
+    file = [f"--config={word}" for word in rest[:1] if word.endswith((".yaml", ".yml")) and word[0] != "-"]
+    return [*recipe, *file, *rest[len(file) :]]
 
 
 def _spell_flags(arguments: Sequence[str]) -> list[str]:
@@ -139,6 +148,7 @@ def _print(text: str) -> int | None:
 
 
 def _run(command: Command, arguments: list[str]) -> int | None:
+    refuse_access_tokens(arguments)
     module, _, function = command.target.partition(":")
     return _verify_output(getattr(importlib.import_module(module, __package__), function)(arguments))
 

@@ -113,10 +113,9 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
     # Read as bytes, which are split at line feeds only.
     with suppress(OSError), _open_regular(path) as file:
         # A line longer than the bound is read in pieces, which are not valid JSON.
-        for number, line in enumerate(iter(partial(file.readline, MAX_BYTES), b"")):
-            line = line if number else line.removeprefix(codecs.BOM_UTF8)  # As written by programs on Windows.
-            if line.strip():
-                yield parse_record(line.decode(errors="replace"))
+        for line in iter(partial(file.readline, MAX_BYTES), b""):
+            if text := line.removeprefix(codecs.BOM_UTF8).strip():  # Programs on Windows begin files with the mark.
+                yield parse_record(text.decode(errors="replace"))
 
 
 def parse_record(line: str) -> dict[str, Any] | None:
@@ -183,27 +182,49 @@ def verify_empty_folder(folder: Path) -> None:
 
 
 @contextmanager
-def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty temporary folder beside ``folder``, which is flushed and renamed to ``folder`` after the block.
+def staging_folder(place: Path) -> Iterator[Path]:
+    """Yield an empty folder beside ``place``, which is deleted after the block.
 
-    If the block raises, the temporary folder is deleted; the next call deletes that of a process that was killed.
+    The next call deletes the folder of a process that was killed.
+
+    Args:
+        place: File or folder that the block prepares; only one process does so at a time.
 
     Raises:
+        ConfigError: Another process prepares ``place``.
+        OSError: The folder cannot be created.
+    """
+    staging = place.with_name(f".{place.name}.partial")
+    staging.parent.mkdir(parents=True, exist_ok=True)
+    lock = staging.with_name(f"{staging.name}.lock")
+    with lock.open("a", encoding="utf-8") as file:
+        if try_lock(file) is False:
+            raise ConfigError(Problem(str(place), "is being written by another process", "wait until it ends"))
+        shutil.rmtree(staging, ignore_errors=True)
+        try:
+            staging.mkdir()
+            yield staging
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+            lock.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yield the ``staging_folder`` of ``folder``, which is flushed and renamed to ``folder`` if the block succeeds.
+
+    Raises:
+        ConfigError: Another process writes ``folder``.
         OSError: The folder cannot be created, or ``folder`` exists and is not empty.
     """
     folder = folder.resolve()  # A link keeps its place, and `.` gets a name.
-    staging = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    try:
+    with staging_folder(folder) as staging:
         yield staging
         for file in staging.rglob("*"):
             if file.is_file():
                 inherit_read_permission(file)
                 fsync(file)
         staging.replace(folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def replace_text(path: Path, text: str) -> None:

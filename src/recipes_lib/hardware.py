@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 import sysconfig
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +16,14 @@ INSTALL_CUDA: Final = "update the driver, or install torch for a CUDA version th
 INSTALL_COMPILER: Final = "install a C++ compiler and the headers of Python (on Debian: apt install g++ python3-dev)"
 
 _DEVICES: Final = Path("/dev")
+_PROCESSES: Final = Path("/proc")
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+_MEMORY_FILES: Final = {
+    "": ("", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""Controller in ``/proc/self/cgroup``, of cgroup v2 and v1 -> folder, files of limit and use, page cache in the
+statistics."""
 
 
 def supports_bf16(*, use_cpu: bool = False) -> bool:
@@ -86,23 +95,31 @@ def read_device_memory() -> int | None:
 
 
 def read_free_memory() -> int:
-    """Return the available host memory in bytes: that of the machine, or of the container if it is less.
+    """Return the available host memory in bytes: that of the machine, or of the container or SLURM job if it is less.
 
     0 if it is unknown (outside Linux).
     """
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        lines = (_PROCESSES / "meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        groups = (_PROCESSES / "self/cgroup").read_text().splitlines()
     except (OSError, StopIteration):
         return 0
-    return min([free, *_read_container_memory(Path("/sys/fs/cgroup"))])
+    return min([free, *_list_group_memory(groups)])
 
 
-def _read_container_memory(group: Path) -> list[int]:
-    """Return the memory left under a cgroup v2 limit as a list of one, ``[]`` without a limit; page cache is free."""
-    try:
-        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return []
-    return [] if limit == "max" else [max(0, int(limit) - int(used) + int(stat.get("inactive_file", 0)))]
+def _list_group_memory(groups: Sequence[str]) -> Iterator[int]:
+    """Yield the memory left under each limit of these cgroups and those above them; page cache is free.
+
+    Args:
+        groups: Lines ``number:controller:path``. In a container, the path may be the host's; its own group is the root.
+    """
+    for _, controller, path in (line.split(":", 2) for line in groups):
+        if controller in _MEMORY_FILES:
+            folder, limit, use, cached = _MEMORY_FILES[controller]
+            group = _CGROUPS / folder / path.lstrip("/")
+            for one in (group, *group.parents):
+                with suppress(OSError, ValueError):  # No such file, or no number without a limit.
+                    stat = dict(line.split() for line in (one / "memory.stat").read_text().splitlines())
+                    left = int((one / limit).read_text()) - int((one / use).read_text())
+                    yield max(0, left + int(stat.get(cached, 0)))

@@ -133,14 +133,11 @@ class StopRequest:
         if (lost := processes.find_dead_process()) is not None:
             _start_timer(_SECONDS_TO_UNWIND, _leave, EXIT_BUG, f"exits because {lost}")
 
-    def _leave_in_time(self, *, is_last: bool = False) -> None:
+    def _leave_in_time(self) -> None:
         """Exit if the main thread has not reacted in time, unless requests are deferred."""
-        if self.is_deferred:
-            return
-        # A process that is already ending gets the time once more.
-        if self._is_closed and not is_last:
-            _start_timer(_SECONDS_TO_LEAVE, lambda: self._leave_in_time(is_last=True))
-        else:
+        if self._is_closed and not self.is_deferred:
+            time.sleep(_SECONDS_TO_LEAVE)  # In a thread of its own: a process that is already ending gets more time.
+        if not self.is_deferred:
             _leave(EXIT_PREEMPTED, f"{self.reason or 'stop request'}: exits immediately, with nothing to save")
 
     def _leave_to_parent(self) -> None:
@@ -165,10 +162,9 @@ def _end_worker(error: BaseException, item: object) -> None:
 
 def _obey_parent() -> None:
     """Exit when the parent sends SIGTERM (signals of other processes are ignored), or the kernel does."""
-    if sys.platform != "darwin":
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid not in (os.getppid(), 0):
-            pass
-        os._exit(0)
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid not in (os.getppid(), 0):
+        pass
+    os._exit(0)
 
 
 def _start_timer(seconds: float, act: Callable[..., None], *args: object) -> None:

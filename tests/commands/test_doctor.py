@@ -42,7 +42,7 @@ def test_each_capability_has_one_verdict_without_network(
     findings = {finding.name: finding for finding in doctor.examine()}
     assert {"python", "packages", "torch", "cpu", "bf16", "attention", "torch.compile"} <= findings.keys()
     assert {"flash-attn", "bitsandbytes", "deepspeed", "tensorboard", "trackio", "wandb"} <= findings.keys()
-    assert {"hub login", "disk here", "disk cache", "launch default"} <= findings.keys()
+    assert {"hub login", "disk here", "disk cache"} <= findings.keys()
     assert findings["deepspeed"].verdict == "missing"
     assert '".[deepspeed]"' in findings["deepspeed"].remedy
     declared = [Requirement(line) for line in importlib.metadata.requires(doctor.DISTRIBUTION) or []]
@@ -168,18 +168,3 @@ def test_low_disk_space_has_remedy(free: float, verdict: str, monkeypatch: pytes
     for finding in doctor._probe_disk():
         assert finding.verdict == verdict
         assert bool(finding.remedy) == (verdict == "missing")
-
-
-def test_default_launch_file_of_accelerate_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate.commands.config import config_args
-
-    default = Path(config_args.default_yaml_config_file)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
-    assert next(doctor._probe_launch_default()).remedy == ""
-
-    ours = tmp_path / default.relative_to(default.parents[1])
-    ours.parent.mkdir()
-    ours.touch()
-    (finding,) = doctor._probe_launch_default()
-    assert str(ours) in finding.detail
-    assert finding.remedy == "always pass --config_file"

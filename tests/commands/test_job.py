@@ -241,9 +241,11 @@ def test_single_pod_has_no_rank_variables(write):
 )
 def test_container_exit_code_follows_run_status(status, code, write, install, tmp_path):
     shell = read_container(write)["command"][2]
-    (tmp_path / "run.json").write_text('{"status": "preempted"}')
-    os.utime(tmp_path / "run.json", (1, 1))
-    write_status = f"""echo '{{"status": "{status}"}}' > {tmp_path}/run.json; """ if status else ""
+    record = tmp_path / "run.json"
+    record.write_text('{"status": "preempted"}')
+    os.utime(record, (1, 1))
+    # The clock of the file server may be behind.
+    write_status = f"""echo '{{"status": "{status}"}}' > {record}; touch -d @9 {record}; """ if status else ""
     install({"recipes": f"#!/bin/bash\n{write_status}exit 1\n"})
     command = ["bash", "-c", shell.replace(OUT, str(tmp_path))]
     assert subprocess.run(command, timeout=30, check=False).returncode == code
@@ -258,7 +260,7 @@ def test_skypilot_task_is_valid_and_sets_machine_rank(image, write, monkeypatch,
     # The only mode of a bucket with all write operations: metrics are appended, checkpoints renamed.
     assert document["file_mounts"] == {"/data": {"source": "runs", "mode": "MOUNT_CACHED"}}
     assert ("workdir" in document) is not image
-    shell = f"{document['run'][document['run'].index('export') :]}".split("began=")[0] + "env"
+    shell = f"{document['run'][document['run'].index('export') :]}".split("before=")[0] + "env"
     sky = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
     stdout = subprocess.run(
         ["bash", "-c", shell], env={**os.environ, **sky}, capture_output=True, text=True, check=True

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
+
+import pyarrow
 import pytest
+from pyarrow import parquet
 from tests.rows import read_rows, write_rows
 
 from recipes_lib.commands import score
@@ -32,6 +36,16 @@ def test_scores_are_added_as_columns(run, capsys):
     assert f"9 of 9 rows written; loss {mean:.4f}" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="holds scores by another model, of other rows"):
         run(ROWS[:3])
+
+
+def test_columns_that_json_or_utf8_lack_are_kept(run, tmp_path):
+    others = {"at": datetime.datetime(2024, 5, 1, 12, 30), "data": b"\xff"}
+    parquet.write_table(pyarrow.Table.from_pylist([ROWS[0] | others]), tmp_path / "rows.parquet")
+    (row,) = run(str(tmp_path / "rows.parquet"))
+    assert {name: row[name] for name in others} == {"at": "2024-05-01T12:30:00", "data": "b'\\xff'"}
+    write_rows(tmp_path / "half.jsonl", [ROWS[0] | {"note": "\ud83d"}], ensure_ascii=True)
+    (row,) = run(str(tmp_path / "half.jsonl"), output="surrogate.jsonl")
+    assert row["note"] == "\ud83d"
 
 
 def test_interrupted_command_resumes_to_same_file(run, tmp_path, monkeypatch):

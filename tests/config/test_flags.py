@@ -31,6 +31,12 @@ def test_flag_spellings_are_equivalent(flags: list[str]) -> None:
     assert config.provenance["learning_rate"] == "--learning_rate"
 
 
+def test_leading_file_is_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("learning_rate: 1e-5\n")
+    config = load_config("sft", [str(tmp_path / "a.yaml"), *BASE])
+    assert (config.path, config.training["learning_rate"]) == (tmp_path / "a.yaml", 1e-5)
+
+
 @pytest.mark.parametrize(
     ("flags", "values"),
     [

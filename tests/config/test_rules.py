@@ -15,6 +15,20 @@ AHEAD = "use_vllm: true\nvllm_mode: server\nmax_staleness: 1"
 INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
     "sft": [
         ("early_stopping_patience: 2\neval_strategy: no", 5, "no effect: `eval_strategy` is"),
+        *(
+            (keys, 5, "has no effect: `dataset_test_split`, `test_split_size`, `eval_datasets` are null")
+            for keys in ("early_stopping_patience: 2", "load_best_model_at_end: true")
+        ),
+        *(
+            (f"{keys}{more}", 5, "follows the held-out loss, and there is none")
+            for keys in ("save_strategy: best", "lr_scheduler_type: reduce_lr_on_plateau", "lr_scheduler_type: greedy")
+            for more in ("", "\neval_strategy: no\ntest_split_size: 9")
+        ),
+        (
+            "load_best_model_at_end: true\neval_strategy: no\ntest_split_size: 9",
+            5,
+            "needs a checkpoint at every evaluation",
+        ),
         ("dataloader_multiprocessing_context: fork", 5, "has no effect: `dataloader_num_workers` is 0"),
         ("eval_datasets: {a b: x}", 5, "part of metric names"),
         ("eval_datasets: {a: {name: x, weight: 2}}", 5, "`weight` is not a key of an entry of `eval_datasets.a`"),
@@ -56,12 +70,11 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
         ("logging_steps: 2.5", 5, "neither a share nor a count"),
         ("lr_scheduler_type: warmup_stable_decay", 5, "num_decay_steps"),
         ("lr_scheduler_type: cosine_with_min_lr", 5, "min_lr"),
-        ("lr_scheduler_type: reduce_lr_on_plateau\neval_strategy: no", 5, "held-out"),
         ("metrics: [accuracy]", 5, "import path"),
         ("num_sample_prompts: 0\nsample_prompts: [hi]", 6, "num_sample_prompts"),
-        ("load_best_model_at_end: true\nsave_strategy: epoch", 5, "checkpoint at every evaluation"),
-        ("load_best_model_at_end: true\nsave_steps: 30\neval_steps: 20", 5, "multiple"),
-        ("load_best_model_at_end: true\nsave_steps: 30", 5, "multiple"),
+        ("load_best_model_at_end: true\nsave_strategy: epoch\ntest_split_size: 9", 5, "checkpoint at every evaluation"),
+        ("load_best_model_at_end: true\nsave_steps: 30\neval_steps: 20\ntest_split_size: 9", 5, "multiple"),
+        ("load_best_model_at_end: true\nsave_steps: 30\ntest_split_size: 9", 5, "multiple"),
         ("dataloader_prefetch_factor: 2", 5, "workers"),
         ("max_rollbacks: 2\nsave_strategy: no", 5, "no effect: `save_strategy` is"),
         (
@@ -239,9 +252,9 @@ COMPATIBLE = {
         "max_steps: 10\nwarmup_steps: 0.1\ndataset_streaming: true\nmax_length: 64",
         "max_steps: -1\nnum_train_epochs: 1",
         f"trust_remote_code: true\nmodel_revision: {COMMIT}",
-        "load_best_model_at_end: true",
-        "load_best_model_at_end: true\nsave_steps: 40\neval_steps: 20",
-        "load_best_model_at_end: true\nsave_strategy: best",
+        "load_best_model_at_end: true\ntest_split_size: 9",
+        "load_best_model_at_end: true\nsave_steps: 40\neval_steps: 20\ndataset_test_split: test",
+        "load_best_model_at_end: true\nsave_strategy: best\neval_datasets: {b: c/d}",
         "save_keep_steps: 100\nsave_steps: 25",
         "save_keep_steps: 100\nsave_strategy: epoch",
         "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr_rate: 0.1}",

@@ -30,7 +30,7 @@ def test_scheduler_kwargs_match_signature_of_upstream_function(problems_of, kind
     needed = {NEEDED[kind]} if kind in NEEDED else set()
     for name in sorted(every - {"min_lr_rate" if needed == {"min_lr"} else ""}):
         options = ", ".join(f'"{option}": 1' for option in {name} | needed)
-        problems = problems_of(f"lr_scheduler_type: {kind}\nlr_scheduler_kwargs: {{{options}}}\n")
+        problems = problems_of(f"lr_scheduler_type: {kind}\nlr_scheduler_kwargs: {{{options}}}\ntest_split_size: 9\n")
         assert [problem.where for problem in problems] == ([] if name in taken else ["recipe.yaml:6"]), name
         assert all(repr(name) in problem.found and kind in problem.found for problem in problems)
 
@@ -60,9 +60,11 @@ def test_warmup_is_refused_iff_upstream_scheduler_has_none(problems_of, write, m
         get_scheduler(kind, optimizer, num_warmup_steps=num_warmup_steps, num_training_steps=10)
         rates.append(optimizer.param_groups[0]["lr"])
     has_warmup = rates[0] != rates[1]
-    problems = problems_of(f"lr_scheduler_type: {kind}\nwarmup_steps: 5\n")
+    problems = problems_of(f"lr_scheduler_type: {kind}\nwarmup_steps: 5\ntest_split_size: 9\n")
     assert [problem.where for problem in problems] == ([] if has_warmup else ["recipe.yaml:6"])
-    config = load_config("sft", ["--config", str(write(f"{minimal_text}lr_scheduler_type: {kind}\n"))])
+    config = load_config(
+        "sft", ["--config", str(write(f"{minimal_text}lr_scheduler_type: {kind}\ntest_split_size: 9\n"))]
+    )
     assert bool(config.training["warmup_steps"]) is has_warmup
 
 

@@ -316,11 +316,24 @@ def test_documents_of_earlier_corpus_are_duplicates(planted, tmp_path):
         make_corpus(replace(config, duplicates_of=[str(tmp_path)], output_dir=str(tmp_path / "c")))
 
 
+def test_documents_of_earlier_corpus_are_duplicates_though_its_last_task_is_empty(tmp_path):
+    first, second, new = (make_text(random.Random(at), 100) for at in range(3))
+
+    def build(name, tasks, **keys):
+        names = [str(write_rows(tmp_path / f"{name}-{at}.jsonl", texts)) for at, texts in enumerate(tasks)]
+        return clean(tmp_path / name, *({"name": name} for name in names), **keys)[1]
+
+    build("earlier", [[first, second], [" "]])
+    documents = build("later", [[new], [second], [first]], duplicates_of=[str(tmp_path / "earlier")])
+    assert [document["text"] for document in documents] == [new]
+
+
 def test_annotate_mode_keeps_every_document(planted, tmp_path):
     folder, rows, _ = planted
     modes = dict.fromkeys(("exact_duplicates", "near_duplicates", "pii", "decontamination"), "annotate")
-    make_corpus(replace(build_config(folder, **modes), output_dir=str(tmp_path / "out")))
+    manifest = make_corpus(replace(build_config(folder, **modes), output_dir=str(tmp_path / "out")))
     documents = read_corpus(tmp_path / "out")
+    assert {step["documents_in"] for step in manifest["steps"].values()} == {len(rows)}
     assert [document["text"] for document in documents] == [text for text, _ in rows]
     flags = [json.loads(document["metadata"]).get("flags", []) for document in documents]
     steps = {"decontamination: bench": "decontamination", "pii: changed": "pii"}

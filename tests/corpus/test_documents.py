@@ -50,6 +50,13 @@ def test_annotate_mode_changes_nothing():
     assert ledger.tallies["shorten"].found == {"seen": 5, "is bad": 1, "nothing left": 1}
 
 
+@pytest.mark.parametrize("column", [None, "blue", ["blue", "red"]])
+def test_annotate_mode_keeps_a_column_named_flags(column):
+    document = Document(text="bad", id="0", metadata={"source": "s", "flags": column})
+    (kept,) = Apply(Shorten(), "annotate", Ledger(["shorten"], 2)).run(iter([document]))
+    assert kept.metadata["flags"] == [*(column if isinstance(column, list) else [column]), "shorten: is bad"]
+
+
 def test_samples_are_independent_of_order_and_tasks():
     documents = [Document(text=f"text {at}", id=f"d{at}") for at in range(100)]
     shuffled = random.Random(0).sample(documents, 100)

@@ -171,14 +171,19 @@ def test_texts_without_shingles_are_not_duplicates(tmp_path):
     )
 
 
-def test_duplicates_across_source_only(tmp_path):
+def test_duplicates_follow_the_enabled_steps_and_the_sources(tmp_path):
     text = make_text(random.Random(0), 90)
     for label in "ab":
         build_table(tmp_path / label, [text, vary(random.Random(1), text, 1), text])
     table = HashTable([HashFolder(tmp_path / label, 1, label) for label in "ab"])
-    assert find_duplicates(table, CONFIG).status.tolist() == [KEPT, NEAR, EXACT, EXACT, EXACT, EXACT]
-    alone = find_duplicates(table, replace(CONFIG, duplicates_across="source"))
-    assert alone.status.tolist() == [KEPT, NEAR, EXACT] * 2
+    for keys, expected in (
+        ({}, [KEPT, NEAR, EXACT, EXACT, EXACT, EXACT]),
+        ({"duplicates_across": "source"}, [KEPT, NEAR, EXACT] * 2),
+        ({"duplicates_across": "source", "near_duplicates_verify": False}, [KEPT, NEAR, EXACT] * 2),
+        ({"exact_duplicates": "off"}, [KEPT, *[NEAR] * 5]),
+        ({"near_duplicates": "off"}, [KEPT, KEPT, EXACT, EXACT, EXACT, EXACT]),
+    ):
+        assert find_duplicates(table, replace(CONFIG, **keys)).status.tolist() == expected
 
 
 def test_number_of_compared_candidates_is_bounded(tmp_path, monkeypatch):

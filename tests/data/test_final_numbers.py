@@ -25,6 +25,8 @@ from recipes_lib.data.final_numbers import read_final_number
         ("1,234 in all", "1234"),
         ("1,234,567.5", "1234567.5"),
         ("7,2", "2"),
+        (r"\boxed{1{,}234}", "1234"),
+        (r"\boxed{1,\!234\,567}", "1234567"),
         # Signs, and hyphens that are none.
         ("the loss is -72", "-72"),
         ("the loss is \u221272", "-72"),
@@ -33,6 +35,9 @@ from recipes_lib.data.final_numbers import read_final_number
         ("100\u221272", "72"),
         ("(1+1)-2", "2"),
         ("x=-.5", "-0.5"),
+        ("a loss of -$1,234.50", "-1234.5"),
+        (r"a loss of $-\$72$", "-72"),
+        ("$100-$28", "28"),
         # Decimal points, and full stops that are none.
         ("0.5", "0.5"),
         ("a half, .5", "0.5"),

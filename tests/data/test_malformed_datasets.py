@@ -253,6 +253,10 @@ ROWS: dict[str, tuple[dict[str, object], str]] = {
         {"messages": [user(), assistant()], "kto_tag": False},
         "the boolean `kto_tag` says which answers are good",
     ),
+    "answer that is not safe, as in BeaverTails": (
+        {"prompt": "a", "response": "b", "is_safe": False},
+        "the boolean `is_safe` says which answers are good",
+    ),
     "verdict on two answers that are equally good": (
         {"context": [user()], "response1": "a", "response2": "b", "overall_preference": 0},
         "`overall_preference` is 0: no answer is better",

@@ -14,7 +14,7 @@ from recipes_lib.demo.stdlib_texts import Chat, Split, build_chats, load_modules
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with links to the modules from ``abc`` to ``enum``: the whole library takes seconds to parse."""
     folder = tmp_path_factory.mktemp("library")
-    for path in standard_library()[0].glob("[a-e]*.py"):
+    for path in standard_library().glob("[a-e]*.py"):
         (folder / path.name).symlink_to(path)
     return folder
 
@@ -23,4 +23,4 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def chats(library: Path) -> Split[Chat]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stdlib_texts, "MIN_CHARACTERS", 1)
-        return build_chats(load_modules([library]), seed=0)
+        return build_chats(load_modules(library), seed=0)

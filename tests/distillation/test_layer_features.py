@@ -65,7 +65,7 @@ def make_rows(*rows: dict[str, Any]) -> Dataset:
 
 
 def test_target_positions_are_counted_by_document() -> None:
-    labels = torch.tensor([[-100, 5, -100, -100, 7, 8], [-100, -100, 3, -100, -100, -100]])
+    labels = torch.tensor([[-100, 5, -100, -100, 7, 0], [-100, -100, 3, -100, -100, -100]])
     position_ids = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 1, 2]])
     places = find_target_positions(labels, position_ids)
     assert places.lengths == [1, 2, 1]

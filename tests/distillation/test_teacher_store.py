@@ -155,8 +155,10 @@ def test_store_shifted_by_one_is_detected(tiny_model_dir, student_dir, tmp_path)
     # Detected by querying the teacher again, and without it by the targets of the first batch.
     with pytest.raises(DataError, match="differ from the teacher's"):
         compare_with_teacher(identity, taught, compute, num_rows=16, allowed=0.01)
-    with pytest.raises(DataError, match="other targets"):
-        TeacherCollator(PackedCollator(pad_token_id=1), identity.format)([taught[0], taught[1]])
+    collate = TeacherCollator(PackedCollator(pad_token_id=1), identity.format)
+    for rows in ([taught[0], taught[1]], [{**taught[0], "teacher": taught[0]["teacher"][1:]}]):
+        with pytest.raises(DataError, match="other targets"):
+            collate(rows)
 
 
 def test_writing_resumes_after_last_complete_shard(tiny_model_dir, student_dir, tmp_path, monkeypatch) -> None:

@@ -106,7 +106,7 @@ def wait_for(event: threading.Event) -> None:
 
 def copy_shards(folder: Path, model: Any, optimizer: torch.optim.Optimizer, saver: CheckpointSaver) -> list[Task]:
     """Copy the shards of model and optimizer, and return the tasks that write them."""
-    saver.decide_to_copy(lambda: (read_trained_state(model), dict(optimizer.state)), is_shared=True)
+    saver.decide_to_copy((read_trained_state(model), dict(optimizer.state)), is_shared=True)
     parameters = dict(model.named_parameters())
     return [
         copy_model_shards(folder, read_trained_state(model), saver),

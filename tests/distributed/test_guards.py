@@ -35,12 +35,8 @@ def reports(tiny_model_dir, tmp_path_factory):
     return output_dir, json.loads((output_dir / "reports.json").read_text())
 
 
-def run_sharded(model_dir, output_dir, save_steps):
-    """Run a rollback under FSDP2, and a run without the skipped rows; return the reports of both ranks."""
-    cells = {
-        "spike": TWO | {"guards": {"max_rollbacks": 1}, "save_steps": save_steps},
-        "without skipped rows": CELLS["without skipped rows"] | {"save_strategy": "no"},
-    }
+def run_sharded(model_dir, output_dir, cells):
+    """Run cells under FSDP2; return the reports of both ranks."""
     file = str(ROOT / "accelerate_configs" / "fsdp2.yaml")
     variables = read_environment(file, "--num_processes=2", *FULL_PRECISION)
     run_forked("tests.training.spiking", model_dir, output_dir, json.dumps(cells), variables=variables)
@@ -65,11 +61,25 @@ def test_rollback_is_exact_and_matches_one_process(reports, tiny_model_dir, tmp_
     [pytest.param(5, 25, id="to_checkpoint"), pytest.param(1000, 0, id="to_beginning", marks=pytest.mark.slow)],
 )
 def test_rollback_of_sharded_weights_is_exact(tiny_model_dir, tmp_path, save_steps, back_to):
-    for report in run_sharded(tiny_model_dir, tmp_path, save_steps):
+    cells = {
+        "spike": TWO | {"guards": {"max_rollbacks": 1}, "save_steps": save_steps},
+        "without skipped rows": CELLS["without skipped rows"] | {"save_strategy": "no"},
+    }
+    for report in run_sharded(tiny_model_dir, tmp_path, cells):
         assert report["spike"]["checksums"] == report["without skipped rows"]["checksums"]
     (made,) = read_rollbacks(tmp_path / "spike").made
     assert made.back_to == back_to
     assert (tmp_path / "spike" / "checkpoint-36" / "optimizer_shards").is_dir()
+
+
+@pytest.mark.multiprocess
+def test_gradients_of_shards_are_checked_before_clipping(tiny_model_dir, tmp_path):
+    cells = {"sound": CELLS["sound"], "nan gradient": TWO | {"fault": "nan gradient", "max_steps": 6}}
+    for report in run_sharded(tiny_model_dir, tmp_path, cells):
+        assert report["sound"]["end"] == ""
+        assert max(step["grad_norm"] for step in report["sound"]["steps"]) > 1  # They were clipped.
+        # Named from the output to the input: clipping by a norm of NaN would have spread it to all layers.
+        assert "on rank 0 the gradient of model.layers.0." in report["nan gradient"]["end"]
 
 
 @pytest.mark.multiprocess

@@ -43,6 +43,9 @@ USER = {"role": "user", "content": "How?"}
         ),
         ({"instruction": "Add.", "input": "1 2"}, Question("5", None, [], ["Add.\n\n1 2"], [])),
         ({"question": "How?", "reference": "So."}, Question("5", None, [], ["How?"], ["So."])),
+        ({"question": "How many?", "reference": 72}, Question("5", None, [], ["How many?"], ["72"])),
+        ({"turns": ["a", "b"], "reference": ["", "r2"]}, Question("5", None, [], ["a", "b"], ["", "r2"])),
+        ({"turns": ["a", "b"], "reference": ["", ""]}, Question("5", None, [], ["a", "b"], [])),
         (
             {"messages": [{"role": "system", "content": "Be kind."}, USER, {"role": "assistant", "content": "So."}]},
             Question("5", None, [{"role": "system", "content": "Be kind."}], ["How?"], ["So."]),

@@ -139,6 +139,9 @@ def test_judge_prompt_keeps_answers_as_text_in_order() -> None:
     assert second.index("o1") < second.index("{{ second }}")
     assert server.asked[0]["messages"][0]["role"] == "system"
     assert server.asked[0]["temperature"] == 0
+    judge.grade([question._replace(references=["", "R2"])], [["b1", "b2"]], [0])
+    before, _, after = server.asked[-1]["messages"][-1]["content"].partition("Two")
+    assert ("[Reference answer]" in before, "[Reference answer]\nR2" in after) == (False, True)
 
 
 @pytest.mark.parametrize(

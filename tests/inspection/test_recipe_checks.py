@@ -8,6 +8,8 @@ import shutil
 
 import pytest
 from tests.rl import keys_task
+from tests.rl.reward_models import write_reward_model
+from tests.training.students import save_student
 
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.planning.memory import plan_memory
@@ -150,6 +152,21 @@ def test_response_beyond_reward_model_positions_is_reported(check_ppo, tiny_mode
     assert problems == []
     assert "warning: the reward model has 40 positions" in output
     assert "warning" not in check_ppo(reward_model_name_or_path=tiny_model_dir, **keys)[1]
+
+
+def test_reward_model_from_which_no_critic_can_start_is_reported(check_ppo, tiny_model_dir, tmp_path):
+    larger = write_reward_model(tmp_path / "reward", save_student(tmp_path / "base", tiny_model_dir, vocab_size=600))
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    record = {"peft_type": "LORA", "task_type": "SEQ_CLS", "base_model_name_or_path": str(tiny_model_dir)}
+    (adapter / "adapter_config.json").write_text(json.dumps(record))
+    for name, found in ((larger, "the critic has a vocabulary of 600 tokens"), (adapter, "which is an adapter")):
+        problems, _ = check_ppo(reward_model_name_or_path=name)
+        assert [problem.where for problem in problems if found in problem.found] == ["critic_model_name_or_path"]
+        problems, _ = check_ppo(reward_model_name_or_path=name, critic_model_name_or_path=tiny_model_dir)
+        assert not [problem for problem in problems if "critic" in problem.where]
+    (problem,) = check_ppo(critic_model_name_or_path=larger, use_peft=True)[0]
+    assert "the critic shares the policy's weights, and cannot start from another model" in problem.found
 
 
 def test_overlong_prompt_is_reported_or_dropped(check_ppo):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 from tests.training.pretraining import build_config
+from tests.training.students import save_student
 
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.inspection.recipe_checks import PretrainInspection
@@ -30,6 +32,56 @@ def test_section_prints_facts_or_problems_or_nothing(tmp_path, tiny_tokenizer_di
     assert "✓ sound\n    a fact" in text
     assert "✗ broken\n    another fact\n    file:3: wrong" in text
     assert inspection.problems == [problem]
+
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}]} for n in range(4)
+]
+PAIRS = [{"prompt": f"{n}?", "chosen": f"It is {n}.", "rejected": "No."} for n in range(4)]
+PROMPTS = [{"question": f"{n} plus {n}?", "answer": f"#### {2 * n}"} for n in range(20)]
+GROUPS = {"reward_funcs": "[recipes_lib.rl.verifiers:final_number]", "bf16": False, "num_generations": 4}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rows", "keys", "found"),
+    [
+        ("sft", CHATS, {"router_aux_loss_coef": 0.1}, "LlamaForCausalLM is no mixture of experts"),
+        ("sft", CHATS, {"ewc_lambda": 1.0}, "has no Fisher information"),
+        ("sft", CHATS, {"metrics": "[nothing:at_all]"}, "importing 'nothing' failed"),
+        ("sft", CHATS, {"sample_prompts": f'["{"word " * 600}"]'}, "more than the 512 positions of the model"),
+        ("sft", CHATS, {"hardware": "fp8", "torch_compile": False}, "fp8 without torch.compile is slower"),
+        ("dpo", PAIRS, {"ref_model_name_or_path": "OTHER"}, "a vocabulary of 600 tokens and the policy one of 512"),
+        (
+            "grpo",
+            PROMPTS,
+            {**GROUPS, "steps_per_generation": 3, "gradient_accumulation_steps": 2},
+            "not divisible into",
+        ),
+        (
+            "grpo",
+            PROMPTS,
+            {
+                **GROUPS,
+                "use_transformers_continuous_batching": True,
+                "transformers_continuous_batching_config": '{"typo": 1}',
+            },
+            "unexpected keyword argument 'typo'",
+        ),
+        (
+            "distill",
+            CHATS,
+            {"teacher_model_name_or_path": "OTHER", "lmbda": 0.5, "response_length": 512},
+            "no room for",
+        ),
+    ],
+)
+def test_fault_that_ends_a_run_at_its_start_is_reported(
+    run_check, tmp_path, tiny_model_dir, recipe, rows, keys, found
+) -> None:
+    other = save_student(tmp_path / "other", tiny_model_dir, vocab_size=600)
+    keys = {name: other if value == "OTHER" else value for name, value in keys.items()}
+    problems, output = run_check(recipe, rows, **keys)
+    assert [found in problem.found for problem in problems] == [True], output
 
 
 def test_section_after_failed_requirement_is_silent(tmp_path, tiny_tokenizer_dir) -> None:

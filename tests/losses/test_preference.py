@@ -177,16 +177,17 @@ def test_optimum_of_noisy_preference_is_log_odds(name: str, share: float, settin
 
 
 def test_preference_metrics_per_pair() -> None:
-    batch = make_batch([1.0, -3.0], [-1.0, -2.0], num_tokens=2)
+    # The last pair is one of a policy that equals its reference.
+    batch = make_batch([1.0, -3.0, 0.0], [-1.0, -2.0, 0.0], num_tokens=2)
     metrics = {name: figure.tolist() for name, figure in compute_preference_metrics(batch, 0.1).items()}
-    assert metrics["rewards/chosen"] == pytest.approx([0.1, -0.3])
-    assert metrics["rewards/rejected"] == pytest.approx([-0.1, -0.2])
-    assert metrics["rewards/margins"] == pytest.approx([0.2, -0.1])
-    assert metrics["rewards/accuracies"] == [1, 0]
-    assert metrics["logps/chosen"] == [-6, -10]
-    assert metrics["logps/rejected"] == [-10, -11]
-    assert metrics["logps/chosen_per_token"] == [-3, -5]
-    assert metrics["logps/rejected_per_token"] == [-5, -5.5]
+    assert metrics["rewards/chosen"] == pytest.approx([0.1, -0.3, 0])
+    assert metrics["rewards/rejected"] == pytest.approx([-0.1, -0.2, 0])
+    assert metrics["rewards/margins"] == pytest.approx([0.2, -0.1, 0])
+    assert metrics["rewards/accuracies"] == [1, 0, 0]
+    assert metrics["logps/chosen"] == [-6, -10, -7]
+    assert metrics["logps/rejected"] == [-10, -11, -9]
+    assert metrics["logps/chosen_per_token"] == [-3, -5, -3.5]
+    assert metrics["logps/rejected_per_token"] == [-5, -5.5, -4.5]
     assert not any(figure.requires_grad for figure in compute_preference_metrics(batch, 0.1).values())
 
 

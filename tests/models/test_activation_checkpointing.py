@@ -8,9 +8,14 @@ from tests.training.trajectories import make_packs, make_trainer
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from recipes_lib.models.activation_checkpointing import read_selective
+from recipes_lib.models.activation_checkpointing import read_checkpointing
 
-MODES = (None, {"every_n_layers": 2}, {"save_matmuls": True}, {"save_matmuls": True, "every_n_layers": 2})
+MODES = (
+    None,
+    {"every_n_layers": 2, "save_matmuls": False},
+    {"save_matmuls": True},
+    {"save_matmuls": True, "every_n_layers": 2},
+)
 
 
 def test_checkpointing_keeps_training_trajectory(tiny_model_dir, tmp_path) -> None:
@@ -37,11 +42,6 @@ def count_flops(model_dir, options) -> int:
 
 def test_selective_checkpointing_recomputes_no_matmul(tiny_model_dir) -> None:
     without = count_flops(tiny_model_dir, None)
-    whole = count_flops(tiny_model_dir, {"activation_checkpointing_kwargs": {"use_reentrant": False}})
-    assert count_flops(tiny_model_dir, read_selective({"save_matmuls": True})) == without
+    whole = count_flops(tiny_model_dir, read_checkpointing(None))
+    assert count_flops(tiny_model_dir, read_checkpointing({"save_matmuls": True})) == without
     assert whole > 1.15 * without
-
-
-def test_checkpointing_is_left_to_transformers_without_the_key() -> None:
-    assert read_selective(None) is None
-    assert read_selective({"every_n_layers": 2, "save_matmuls": False}) is None

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.rl import keys_task
 from tests.rl.test_rollout import CPU, VOCABULARY, build_policy, build_rollout
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from recipes_lib.models import generation as sampling
 from recipes_lib.models.generation import (
@@ -131,6 +132,18 @@ def test_sampled_logps_equal_training_graph(kind, temperature):
     policy = build_policy(kind)
     generated = build_backend(temperature).generate(policy, PROMPTS, draw(4))
     assert measure_gap(policy, PROMPTS, generated, temperature) < 1e-5
+
+
+def test_experts_whose_router_logits_are_returned_continue_padded_prompts():
+    """transformers fails: its load-balancing loss has a mask of all tokens and the router logits of one step."""
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True}
+    policy = MixtralForCausalLM(
+        MixtralConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, **heads)
+    ).eval()
+    add_loss_head(policy)
+    generated = build_backend().generate(policy, PROMPTS, draw(4))
+    assert measure_gap(policy, PROMPTS, generated, 1.0) < 1e-5
 
 
 def test_tokens_outside_top_k_and_top_p_are_never_sampled():

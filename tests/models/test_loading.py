@@ -13,10 +13,19 @@ import pytest
 import torch
 from huggingface_hub import errors as hub
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError
+from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.loading import (
     check_agreement,
     describe_spare_tokens,
@@ -56,6 +65,17 @@ def test_loaded_weights_equal_checkpoint(tiny_model_dir: Path) -> None:
     assert model.training
     assert model.config.use_cache is False
     assert model.config._attn_implementation == "eager"
+
+
+def test_loaded_experts_have_router_loss_without_key_that_breaks_padded_generation(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2, "output_router_logits": True}
+    MixtralForCausalLM(MixtralConfig(**sizes, **heads)).save_pretrained(tmp_path)
+    model = load_causal_lm(ModelConfig(model_name_or_path=str(tmp_path)), "sdpa")
+    ids, mask = torch.arange(6).view(2, 3), torch.tensor([[0, 1, 1], [1, 1, 1]])
+    assert model.generate(ids, attention_mask=mask, max_new_tokens=3, min_new_tokens=3).shape == (2, 6)
+    add_loss_head(model)
+    assert model(input_ids=ids, labels=ids, loss_head=True).aux_loss is not None
 
 
 @pytest.mark.parametrize(("name", "expected"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("auto", "float16")])
@@ -217,6 +237,12 @@ def test_all_tokenizer_problems_are_reported_at_once(model_dir: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_tokenizer(config_for(model_dir), tokens)
     assert [problem.where for problem in caught.value.problems] == ["pad_token", "eos_token", "chat_template_path"]
+
+
+def test_tokenizer_without_offsets_is_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
+    with pytest.raises(ConfigError, match=r"tokenizer of .* is not a fast one"):
+        load_tokenizer(config_for(model_dir), TokensConfig())
 
 
 def test_check_agreement_accepts_matching_model_and_tokenizer(tiny_model_dir: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models.vision_models import build_gemma3
 from tests.planning.runs import build_config
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
@@ -70,6 +71,7 @@ CONFIGS = {
         hidden_size_per_layer_input=0,
         num_kv_shared_layers=0,
     ),
+    "frozen vision tower": build_gemma3().config,
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.live_tensors import LiveTensors
+from tests.models.vision_models import build_gemma3
 from tests.planning.runs import build_config
 from torch import Tensor
 from transformers import (
@@ -27,6 +28,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.losses.distillation import DistillationTargets, Objective, TeacherHead, TopLogps, compute_distillation
 from recipes_lib.losses.next_token import compute_cross_entropy, compute_token_logps
+from recipes_lib.models.structure import freeze_outside_text
 from recipes_lib.planning import memory
 from recipes_lib.planning.activations import MODES, list_keys
 from recipes_lib.planning.memory import (
@@ -118,6 +120,20 @@ def test_full_training_counts_weights_gradients_and_states(
     assert terms.get("model, optimizer states", 0) == pytest.approx(state_bytes * num_parameters, abs=1)
     assert terms.get(NARROW, 0) == (2 * num_parameters if width == 4 else 0)
     assert "frozen base, weights" not in terms
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keys"), [("sft", {}), ("grpo", {"reward_funcs": ["a.b:c"], "response_length": 8, "beta": 0})]
+)
+def test_frozen_vision_tower_has_weights_only(build, recipe, keys) -> None:
+    model = build_gemma3()
+    freeze_outside_text(model)
+    components = plan_memory(build(recipe, **keys), model.config, SINGLE).components
+    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert sum(size for name, size in components.items() if name.endswith(", gradients")) == 4 * num_trained
+    assert sum(size for name, size in components.items() if name.endswith(", optimizer states")) == 8 * num_trained
+    weights = sum(size for name, size in components.items() if name.endswith(", weights"))
+    assert weights == 4 * model.num_parameters() > 4 * num_trained
 
 
 def test_fsdp2_shards_states_and_ddp_adds_gradient_buckets(count, num_parameters) -> None:
@@ -225,10 +241,14 @@ def test_activations_of_deep_model_follow_from_three_layers(build, tiny_model_di
         ("qwen3_5_text", {"num_hidden_layers": 8, "head_dim": 16, "intermediate_size": 64}),
         # Three dense layers, then experts.
         ("deepseek_v3", {"num_hidden_layers": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}),
+        # Attention in one of eight layers, experts in every second one.
+        ("jamba", {"num_hidden_layers": 8, "num_experts": 4, "mamba_d_state": 4, "mamba_dt_rank": 4}),
+        # Two dense layers; then convolutions with experts, and attention with experts.
+        ("lfm2_moe", {"num_hidden_layers": 6, "layer_types": [*["conv"] * 2, "full_attention", *["conv"] * 3]}),
     ],
 )
 def test_layers_of_another_kind_than_the_first_count(build, model_type, sizes) -> None:
-    model_config = AutoConfig.for_model(model_type, **FEW_LAYERS | {"topk_group": 1} | sizes)
+    model_config = AutoConfig.for_model(model_type, **FEW_LAYERS | {"topk_group": 1, "num_key_value_heads": 4} | sizes)
     whole, followed = (
         [
             layer.total

@@ -95,8 +95,12 @@ def test_isoflop_exponent_matches_law() -> None:
     exponent, minima = fit_isoflops(around)
     assert exponent == pytest.approx(0.3658 / (0.3478 + 0.3658), abs=0.005)
     assert minima[1].num_parameters == pytest.approx(BESIROGLU.find_optimum(1e20).num_parameters, rel=0.03)
-    with pytest.raises(DataError, match="fewer than two budgets"):
-        fit_isoflops(around[:5])
+    for few in (around[:5], [*around[:2], *around[5:7]] * 3):
+        with pytest.raises(DataError, match="fewer than two budgets have three sizes"):
+            fit_isoflops(few)
+    beyond = [run._replace(num_parameters=9 * run.num_parameters, num_tokens=run.num_tokens / 9) for run in around]
+    with pytest.raises(DataError, match="no minimum among their sizes"):
+        fit_isoflops([run._replace(loss=BESIROGLU.compute_loss(*run[:2])) for run in beyond])
 
 
 @pytest.mark.parametrize("name", ["parameters", "tokens"])

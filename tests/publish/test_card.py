@@ -64,6 +64,12 @@ def test_local_paths_are_not_hub_ids(tmp_path):
     assert 'dataset_name: "chats.jsonl"' in card.text
 
 
+@pytest.mark.parametrize(("commit", "base"), [("c" * 40, "runs/sft"), (None, None)])
+def test_base_without_commit_is_not_a_hub_id(tmp_path, commit, base):
+    write_card(tmp_path, record(model_name_or_path="runs/sft") | {"model_commit": commit}, {})
+    assert ModelCard.load(tmp_path / "README.md").data.base_model == base
+
+
 @pytest.mark.parametrize("name", ["/gone/models/x", "../x", "C:\\models\\x"])
 def test_paths_of_other_machines_are_not_hub_ids(tmp_path, name):
     write_card(tmp_path, record(model_name_or_path=name, dataset_name="/gone/rows.jsonl"), {})

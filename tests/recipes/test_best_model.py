@@ -69,6 +69,20 @@ def test_lower_is_better_for_perplexity_and_bits_per_byte(inputs: Path, tmp_path
     assert (best["best_step"], best["best"]) == min(curve, key=lambda point: point[1])
 
 
+def test_best_strategy_saves_steps_with_lower_held_out_loss(inputs: Path, tmp_path: Path) -> None:
+    keys = {
+        "save_strategy": "best",
+        "save_steps": None,
+        "load_best_model_at_end": None,
+        "eval_steps": 1,
+        "max_steps": 5,
+    }
+    curve = read_curve(run(inputs, "sft", tmp_path, **keys), "eval_loss")[1:]
+    lowest = [step for step, loss in curve if loss == min(other for at, other in curve if at <= step)]
+    assert 0 < len(lowest) < 5
+    assert sorted(int(path.name.rpartition("-")[2]) for path in tmp_path.glob("checkpoint-*")) == lowest
+
+
 def test_run_without_evaluated_checkpoint_reports_last_weights(
     inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

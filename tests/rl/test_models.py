@@ -201,3 +201,9 @@ def test_activation_checkpointing_preserves_gradients(load, keys):
         gradients.append([p.grad for p in [*models.policy_parameters().values(), *models.critic_parameters().values()]])
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_only_every_second_layer_is_recomputed_if_asked_for(load):
+    models = load(activation_checkpointing=True, activation_checkpointing_kwargs={"every_n_layers": 2})
+    for model in (models.policy, models.critic):
+        assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, False]

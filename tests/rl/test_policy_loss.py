@@ -239,7 +239,7 @@ def test_objective_matches_trl_grpo(upstream, monkeypatch, options, is_weighted)
     for name in ("loss_type", "beta", "importance_sampling_level", "off_policy_mask_threshold"):
         monkeypatch.setattr(trainer, name, getattr(objective, name))
     monkeypatch.setattr(trainer, "epsilon_low", objective.epsilon)
-    monkeypatch.setattr(trainer, "epsilon_high", objective.highest)
+    monkeypatch.setattr(trainer, "epsilon_high", objective.epsilon_high or objective.epsilon)
     for field in dataclasses.fields(objective):
         monkeypatch.setattr(trainer.args, field.name, getattr(objective, field.name))
     # TRL has engine log-probabilities only with vLLM.
@@ -269,7 +269,7 @@ def test_answer_level_ratio_matches_trl_rloo(upstream, monkeypatch, options):
     trainer = upstream["rloo"]
     objective = PolicyObjective("grpo", "answer", **options)
     monkeypatch.setattr(trainer, "epsilon_low", objective.epsilon)
-    monkeypatch.setattr(trainer, "epsilon_high", objective.highest)
+    monkeypatch.setattr(trainer, "epsilon_high", objective.epsilon_high or objective.epsilon)
     _, is_token, _, old, _, _ = build_batch(trainer)
     assert_matches_trl(trainer, {"old_logps": (old * is_token).sum(1)}, objective, 4)
 

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, BloomConfig, LlamaConfig, LlamaForSequen
 from recipes_lib.config.schema import RewardsConfig
 from recipes_lib.data.prompts import PromptRow
 from recipes_lib.errors import ConfigError, DataError
-from recipes_lib.models.heads.scoring import RewardModel
+from recipes_lib.models.heads.scoring import RewardModel, RewardStatistics, store_reward_statistics
 from recipes_lib.rl.rewards import MAX_MODEL_SCORE, Rewards, load_reward_functions, load_rewards, verify_positions
 
 CHATS = [PromptRow("here", [1], [{"role": "user", "content": f"{n}?"}], {"solution": str(n)}) for n in range(3)]
@@ -160,11 +160,15 @@ def test_reward_model_uses_its_own_template_and_tokenizer(reward_model_dir):
     assert rewards.score(TEXTS, texts, [[1]] * 3, ENDED).parts["reward_model"] == pytest.approx(plain)
 
 
-def test_reward_model_score_is_clipped(reward_model_dir):
+def test_score_of_reward_model_is_clipped_in_standard_deviations_only(reward_model_dir):
     rewards = load_rewards(RewardsConfig(reward_model_name_or_path=str(reward_model_dir)), "cpu")
     assert rewards.model is not None
     with torch.no_grad():
         rewards.model.model.score.weight.mul_(1e4)
+    raw = rewards.score(CHATS, ["Four.", "Five.", "No"], [[1]] * 3, ENDED).total
+    assert len({*raw}) == 3
+    assert min(map(abs, raw)) > MAX_MODEL_SCORE
+    store_reward_statistics(rewards.model.model, RewardStatistics(mean=0.0, std=1.0))
     scores = rewards.score(CHATS, ["Four.", "Five.", "No"], [[1]] * 3, ENDED).total
     assert {abs(score) for score in scores} == {MAX_MODEL_SCORE}
 

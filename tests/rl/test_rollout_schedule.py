@@ -67,6 +67,8 @@ def test_epoch_ends_in_iteration_that_samples_its_last_prompt(keys, due):
     found = [step for step in range(plan.num_iterations) if plan.is_strategy_due(IntervalStrategy.EPOCH, 500, step)]
     assert found == due
     assert not any(plan.is_strategy_due(IntervalStrategy.NO, 1, step) for step in range(plan.num_iterations))
+    for step in range(plan.num_iterations):
+        assert plan.is_strategy_due(IntervalStrategy.STEPS, 7, step) is plan.is_due(7, step)
 
 
 def test_every_epoch_has_each_prompt_once_in_another_order():

@@ -121,6 +121,8 @@ class Fault(TrainerCallback):
         elif self._kind == "flipped bit":
             words = model.model.layers[1].mlp.up_proj.weight.data.view(torch.int32)
             words[3, 5] ^= 1
+        elif self._kind == "nan gradient":
+            model.model.layers[0].register_full_backward_pre_hook(lambda _, gradients: (gradients[0] * float("nan"),))
         elif self._kind == "wrong product":
             model.model.layers[0].mlp.down_proj.register_forward_hook(WrongProduct())
         elif self._kind == "wrong gradients":

@@ -79,7 +79,6 @@ def examine() -> list[Finding]:
         ("trackers", _probe_trackers),
         ("hub login", _probe_hub_login),
         ("disk", _probe_disk),
-        ("launch default", _probe_launch_default),
     ]
     # In parallel, because each of these imports takes seconds.
     with ThreadPoolExecutor() as pool:
@@ -235,15 +234,3 @@ def _probe_disk() -> Iterator[Finding]:
         free_gb = shutil.disk_usage(existing).free / 1e9
         detail, remedy = f"{free_gb:.0f} GB free in {folder}", f"free some space, or set {key} to another disk"
         yield Finding(name, "ok", detail) if free_gb >= MIN_FREE_GB else Finding(name, "missing", detail, remedy)
-
-
-def _probe_launch_default() -> Iterator[Finding]:
-    """Look for accelerate's ``default_config.yaml``, which ``accelerate launch`` uses without ``--config_file``."""
-    from huggingface_hub.constants import HF_HOME
-
-    for path in (Path(HF_HOME) / "accelerate" / f"default_config.{suffix}" for suffix in ("yaml", "json")):
-        if path.is_file():
-            detail = f"{path} configures every `accelerate launch` without --config_file"
-            yield Finding("launch default", "ok", detail, "always pass --config_file")
-            return
-    yield Finding("launch default", "ok", "none; only --config_file configures `accelerate launch`")

@@ -249,7 +249,9 @@ def submit_stages(options: argparse.Namespace, pipeline: Pipeline, chosen: Seque
         return
     path = folder / RECORD
     jobs: dict[str, str] = read_record(path, {"jobs": dict})["jobs"] if path.is_file() else {}
-    done, queued = find_done(pipeline), _list_queued()
+    done = find_done(pipeline)
+    # The user's pending and running jobs.
+    queued = _run_command(["squeue", "--me", "--noheader", "--format=%A"]).split()
     live = {name: job for name, job in jobs.items() if job in queued}
     for stage in chosen:
         if stage.name in done or stage.name in live:
@@ -327,11 +329,6 @@ def _describe(options: argparse.Namespace, pipeline: Pipeline, stage: Stage) -> 
         "starter": [],
         "command": command,
     }
-
-
-def _list_queued() -> set[str]:
-    """Return the ids of the user's pending and running jobs."""
-    return set(_run_command(["squeue", "--me", "--noheader", "--format=%A"]).split())
 
 
 def _run_command(words: Sequence[str]) -> str:

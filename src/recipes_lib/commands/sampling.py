@@ -112,7 +112,8 @@ class RowFile(Generic[Counted]):
         """Append batches of rows; each is flushed to disk before the record counts it.
 
         Args:
-            batches: Rows as JSON objects; their producer updates ``counts`` before it yields them.
+            batches: Rows; values that JSON lacks, such as bytes, are written as strings. Their producer updates
+                ``counts`` before it yields them.
 
         Raises:
             ConfigError: Another process writes the file.
@@ -128,8 +129,9 @@ class RowFile(Generic[Counted]):
             file.truncate(self.counts.num_bytes)
             for rows in batches:
                 # Rows are fsynced before the record counts them: a record never counts rows that a crash has lost.
-                text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-                self.counts.num_bytes += file.write(text.encode())
+                text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+                # Half a surrogate pair, which UTF-8 lacks, becomes its escape in JSON.
+                self.counts.num_bytes += file.write(text.encode(errors="backslashreplace"))
                 file.flush()
                 os.fsync(file.fileno())
                 self._write_record()

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from recipes_lib.commands.sampling import Counts, RowFile
@@ -17,7 +18,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
+    from recipes_lib.data.sources.rows import Entry, Row, Source
     from recipes_lib.training.evaluation.row_scores import RowScorer
 
 FIGURES: Final = ("loss", "num_target_tokens", "bits_per_byte")
@@ -151,34 +152,25 @@ def score_dataset(config: RecipeConfig, output: Path, columns: Columns) -> str:
     return file.counts.describe()
 
 
-class _RememberingSource:
-    """Source that keeps the last row read, because its canonical form lacks the other columns."""
-
-    def __init__(self, source: Source) -> None:
-        self.source, self.name, self.streaming = source, source.name, source.streaming
-        self.last: RawRow | None = None
-
-    def fingerprint(self) -> str:
-        return self.source.fingerprint()
-
-    def rows(self) -> Iterator[Entry]:
-        for entry in self.source.rows():
-            self.last = None if isinstance(entry, Problem) else entry
-            yield entry
-
-
 def _read_both(source: Source, config: RecipeConfig) -> Iterator[tuple[Row, dict[str, Any]]]:
-    """Yield each row in canonical form together with its original columns.
+    """Yield each row in canonical form, which lacks the other columns, together with its original columns.
 
     Raises:
         DataError: As ``read_rows``.
     """
     from recipes_lib.data.sources.canonical import read_rows
 
-    remembering = _RememberingSource(source)
+    columns: dict[str, Any] = {}
+
+    def remember() -> Iterator[Entry]:
+        nonlocal columns
+        for entry in source.rows():
+            columns = {} if isinstance(entry, Problem) else entry.columns
+            yield entry
+
+    remembering: Any = SimpleNamespace(rows=remember, name=source.name, streaming=source.streaming)
     for row in read_rows(remembering, config.data.dataset_format, config.tokens):
-        assert remembering.last is not None
-        yield row, remembering.last.columns
+        yield row, columns
 
 
 def _score(

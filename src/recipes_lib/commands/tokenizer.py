@@ -146,7 +146,8 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> bool:
         # The vocabulary last: a reader that finds it finds the other files, too.
         files = sorted(Path(staging).iterdir(), key=lambda file: (file.name == _FILE, file.name))
         if (folder / _FILE).exists():
-            if any(not _is_same(file, folder / file.name) for file in files):
+            pairs = ((file, folder / file.name) for file in files)
+            if any(not there.is_file() or there.read_bytes() != file.read_bytes() for file, there in pairs):
                 raise _build_refusal(folder)
             return False
         for file in files:
@@ -275,10 +276,6 @@ def _verify_template(settings: dict[str, Any], name: str | None) -> ChatTemplate
         problems = (Problem(f"--chat_template {name}", one.found, one.remedy) for one in error.problems)
         raise ConfigError(*problems) from error
     return ChatTemplate(settings["chat_template"], tokenizer.special_tokens_map)
-
-
-def _is_same(file: Path, there: Path) -> bool:
-    return there.is_file() and there.read_bytes() == file.read_bytes()
 
 
 def _build_refusal(folder: Path) -> ConfigError:

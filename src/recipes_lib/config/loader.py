@@ -39,14 +39,9 @@ from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, merge_alike
 from recipes_lib.shipped import find_recipe, find_shipped
 
 _HELP_WIDTH: Final = 100
+_YAML: Final = (".yaml", ".yml")
 _MAX_EXPLAINED: Final = 50
 """Unknown keys that are explained; others are counted, because the search for similar keys is slow."""
-
-_SECTION_WORDS = {
-    *("data", "dataset", "model", "training", "train", "tokens"),
-    *("evaluation", "eval", "lora", "peft", "sft", "pretrain"),
-}
-"""Names of sections in other programs' files: a mapping under one of them is explained as nesting."""
 
 
 def load_config(recipe: str, argv: Sequence[str]) -> RecipeConfig:
@@ -217,13 +212,16 @@ class CommandLine:
 def parse_command_line(argv: Sequence[str], table: KeyTable, problems: list[Problem]) -> CommandLine:
     """Parse the arguments after the script's name; append errors to ``problems``."""
     command, seen, arguments = CommandLine(), set[str](), list(argv)
+    # A leading file, as transformers' example scripts take it.
+    if arguments and arguments[0].endswith(_YAML) and not arguments[0].startswith("-"):
+        arguments[0] = f"--config={arguments[0]}"
     while arguments:
         argument = arguments.pop(0)
         if argument in ("-h", "--help"):
             command.wants = "help"
             continue
         if not argument.startswith("--") or argument == "--":
-            remedy = "write `--config FILE`" if argument.endswith((".yaml", ".yml")) else "write `--key value`"
+            remedy = "write `--config FILE`" if argument.endswith(_YAML) else "write `--key value`"
             shown = "an argument" if has_secret_shape(argument) else argument[:60] or "''"
             problems.append(Problem(shown, "is not a flag", f"{remedy}; lists are JSON: --key '[1, 2]'"))
             continue
@@ -426,9 +424,8 @@ def explain_unknown(entry: Entry, table: KeyTable, taken: set[str]) -> Problem:
         retired = known[key]
         remedy = f"delete the line: `{retired.new}` is set as well" if retired.new in taken else retired.remedy
         return Problem(entry.where, f"`{key}` {retired.found}", remedy)
-    nested = _nested_keys(entry.node, table)
-    if nested or (isinstance(entry.node, yaml.MappingNode) and key in _SECTION_WORDS):
-        names = ", ".join(nested[:3] + ["..."] * (len(nested) > 3)) or "its keys"
+    if nested := _nested_keys(entry.node, table):
+        names = ", ".join(nested[:3] + ["..."] * (len(nested) > 3))
         return Problem(entry.where, f"`{key}` is not a key; keys are flat", f"move {names} to the left margin")
     # Letters of other alphabets are escaped: a look-alike could not be told from the suggested key.
     return Problem(entry.where, f"unknown key `{ascii(key[:60])[1:-1]}`", _suggest(key, table, entry.flag))

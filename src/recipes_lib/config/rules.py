@@ -418,10 +418,15 @@ def check_model(settings: Settings) -> Iterator[Problem]:
 
 
 def check_evaluation(settings: Settings) -> Iterator[Problem]:
-    """Schedules that depend on evaluation have it; metrics are import paths; folders of tasks exist."""
-    if settings["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy") and settings["eval_strategy"] == "no":
-        found = f"`lr_scheduler_type: {settings['lr_scheduler_type']}` depends on the held-out loss"
-        yield settings.problem("lr_scheduler_type", found, "write `eval_strategy: steps`")
+    """What follows the held-out loss has one; metrics are import paths; folders of tasks exist."""
+    held_out = ("dataset_test_split", "test_split_size", "eval_datasets")
+    has_data = any(settings.gives(key) or settings.broken(key) for key in held_out)
+    for key in ("save_strategy", "lr_scheduler_type"):
+        follows = settings[key] in ("best", "reduce_lr_on_plateau", "greedy")
+        if follows and (settings["eval_strategy"] == "no" or not has_data):
+            found = f"`{key}: {settings[key]}` follows the held-out loss, and there is none"
+            remedy = "write `eval_strategy: steps`, and `dataset_test_split: ...` or `test_split_size: ...`"
+            yield settings.problem(key, found, remedy)
     for metric in settings["metrics"] or []:
         if not _FUNCTION.fullmatch(metric.partition("(")[0]):
             found = f"a metric is not an import path: {metric[:60]!r}"

@@ -366,7 +366,7 @@ class RewardsConfig:
     """Reward functions: import paths ``package.module:function`` with the signature of TRL's GRPO, or
     ``"package.module:factory(name=value)"``, which returns such a function."""
     reward_model_name_or_path: str | None = None
-    """Reward model, with its own tokenizer and chat template; scores are clipped to ±10."""
+    """Reward model, with its own tokenizer and chat template; normalised scores are clipped to ±10."""
     reward_model_revision: str | None = None
     """Commit, tag or branch of a Hub reward model."""
     reward_timeout: float | None = None

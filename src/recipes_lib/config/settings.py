@@ -104,10 +104,6 @@ def is_local(reference: Any) -> bool:
         return False
 
 
-_NO_WARMUP: Final = ("constant", "reduce_lr_on_plateau", "greedy")
-"""Schedules of transformers without a warm-up."""
-
-
 def _warms_up_otherwise(settings: Settings) -> bool:
     """Return whether warm-up is independent of the schedule: in pretraining, and for schedule-free optimizers."""
     return settings.table.recipe == "pretrain" or settings["optim"] in ("schedule_free_adamw", "schedule_free_sgd")
@@ -127,7 +123,7 @@ DECISIONS: Final = (
     Decision(
         "warmup_steps",
         "lr_scheduler_type",
-        lambda kind: kind in _NO_WARMUP,
+        lambda kind: kind in ("constant", "reduce_lr_on_plateau", "greedy"),
         "`lr_scheduler_type` has no warm-up",
         becomes=0,
         unless=_warms_up_otherwise,

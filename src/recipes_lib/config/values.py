@@ -448,7 +448,7 @@ _SERVICE = re.compile("wandb|w&b|api|aws|access|secret", re.IGNORECASE)
 _KEY_OR_TOKEN = re.compile("key|token", re.IGNORECASE)
 _HEX_KEY = re.compile(r"[0-9a-f]{40}")
 _HOLDS_REVISIONS = frozenset({"dataset_mixture", "sources", "benchmarks"})
-_REMEDY = "delete it and revoke it if it was shared; secrets come from the environment (HF_TOKEN, WANDB_API_KEY)"
+SECRET_REMEDY = "delete it and revoke it if it was shared; secrets come from the environment (HF_TOKEN, WANDB_API_KEY)"
 
 
 def is_secret_key(key: str) -> bool:
@@ -469,7 +469,7 @@ def _names_secret(name: str) -> bool:
 
 def refuse_secret_key(where: str, key: str) -> Problem:
     """Return the problem of a key that names a secret; the value is not repeated."""
-    return Problem(where, f"`{key}` would store a secret in a file", _REMEDY)
+    return Problem(where, f"`{key}` would store a secret in a file", SECRET_REMEDY)
 
 
 def refuse_secret_value(where: str, key: str, node: yaml.Node) -> Problem | None:
@@ -477,7 +477,7 @@ def refuse_secret_value(where: str, key: str, node: yaml.Node) -> Problem | None
     # 40 hex digits are a commit in a revision, and an older W&B key elsewhere.
     is_revision = key.endswith("revision") or key in _HOLDS_REVISIONS
     if any(has_secret_shape(text) or (_HEX_KEY.fullmatch(text) and not is_revision) for text in _texts(node)):
-        return Problem(where, f"the value of `{key}` looks like an access token", _REMEDY)
+        return Problem(where, f"the value of `{key}` looks like an access token", SECRET_REMEDY)
     return None
 
 

@@ -211,6 +211,12 @@ class Ledger:
         self.samples.add(f"{step}: {reason}", document, before)
 
 
+def add_flag(document: Document, flag: str) -> None:
+    """Append to the list ``flags`` of the metadata; another value of a column of that name becomes its first item."""
+    flags = document.metadata.get("flags", [])
+    document.metadata["flags"] = [*(flags if isinstance(flags, list) else [flags]), flag]
+
+
 class Apply(PipelineStep):  # type: ignore[misc]
     """Datatrove pipeline block that applies a step and counts its effects."""
 
@@ -241,7 +247,7 @@ class Apply(PipelineStep):  # type: ignore[misc]
             if self.mode == "annotate":
                 document.id, document.metadata = identity, metadata
                 if reason is not None or is_changed:
-                    document.metadata.setdefault("flags", []).append(f"{name}: {reason or 'changed'}")
+                    add_flag(document, f"{name}: {reason or 'changed'}")
                 if reason is not None:
                     tally.found[reason] += 1
                 document.text, reason = before, None

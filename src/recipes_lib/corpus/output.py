@@ -18,6 +18,7 @@ from recipes_lib.corpus.documents import (
     CHAT,
     HTML,
     Ledger,
+    add_flag,
     count_bytes,
     join_chat,
     read_shard,
@@ -99,7 +100,8 @@ class CompareHashes(PipelineStep):  # type: ignore[misc]
         earlier = [folder for name in self.config.duplicates_of or () for folder in open_earlier(name, self.config)]
         table = HashTable([*earlier, *self.sources])
         # Documents of earlier corpora come first: of two duplicates, the one in this corpus is removed.
-        num_earlier = int(table.starts[sum(folder.num_tasks for folder in earlier)])
+        starts = table.starts[sum(folder.num_tasks for folder in earlier) :]
+        num_earlier = int(starts[0])
         found = find_duplicates(table, self.config)
         lines, firsts = np.zeros(0, np.uint64), np.zeros(0, np.int64)
         if self.config.repeated_lines != "off":
@@ -108,7 +110,7 @@ class CompareHashes(PipelineStep):  # type: ignore[misc]
         arrays: dict[str, npt.NDArray[Any]] = {
             "status": found.status[num_earlier:],
             "kept_as": found.kept_as[num_earlier:] - num_earlier,
-            "starts": table.starts[table.starts >= num_earlier] - num_earlier,
+            "starts": starts - num_earlier,
             "lines": lines,
             "line_firsts": firsts - num_earlier,
         }
@@ -166,15 +168,14 @@ class WriteShards(PipelineStep):  # type: ignore[misc]
         for ordinal, document in enumerate(documents, start=start):
             status, size = int(arrays["status"][ordinal]), count_bytes(document.text)
             step = NEAR_STEP if status == NEAR else EXACT_STEP
-            # Exact duplicates are removed by the first step; the second step processes the remaining documents.
-            for name in (EXACT_STEP, NEAR_STEP)[: 1 + (status in (KEPT, NEAR))]:
+            for name in (EXACT_STEP, NEAR_STEP):
                 tally = self.ledger.tallies[name]
                 is_here = status != KEPT and name == step
                 tally.documents_in += 1
                 tally.bytes_in += size
                 if is_here and getattr(self.config, name) == "annotate":
                     tally.found["repeated"] += 1
-                    document.metadata.setdefault("flags", []).append(name)
+                    add_flag(document, name)
                 elif is_here:
                     document.metadata["repeats"] = int(arrays["kept_as"][ordinal])
                     self.ledger.remove(name, "repeats an earlier document", document)
@@ -201,7 +202,7 @@ class WriteShards(PipelineStep):  # type: ignore[misc]
             if num_shared := int(shared.sum()):
                 tally.found[f"{unit}s"] += num_shared
                 if self.config.repeated_lines == "annotate":
-                    document.metadata.setdefault("flags", []).append(LINES_STEP)
+                    add_flag(document, LINES_STEP)
                 else:
                     pieces = zip(split_lines(before, unit), shared, strict=True)
                     document.text = ("\n" if unit == "line" else "\n\n").join(p for p, cut in pieces if not cut)

@@ -27,6 +27,7 @@ from recipes_lib.corpus.duplicates import (
 )
 from recipes_lib.corpus.pii import mask
 from recipes_lib.corpus.text_steps import Language
+from recipes_lib.errors import ConfigError
 
 MAX_DOCUMENTS: Final = 2000
 """Documents of a sample."""
@@ -81,8 +82,12 @@ def audit_texts(texts: Iterable[str], protected: Index | None = None) -> Audit:
 
 
 def _find_languages(sample: list[str], facts: list[str]) -> Iterator[str]:
-    """Append the languages to ``facts``; yield a warning for several languages, and one for rare ones."""
-    languages = count_languages(sample)
+    """Append the languages, or why they are unknown, to ``facts``; yield warnings of several and of rare ones."""
+    try:
+        languages = count_languages(sample)
+    except ConfigError as error:
+        facts.append(f"languages: {error.problems[0].found}; {error.problems[0].remedy}")
+        return
     shares = [(name, count / languages.total()) for name, count in languages.most_common()]
     most_common = ", ".join(f"{name} {share:.0%}" for name, share in shares[:5])
     if shares:

@@ -8,16 +8,14 @@ import hashlib
 import os
 import random
 import re
-import sys
 import sysconfig
 import textwrap
 import warnings
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import decode_source
 from operator import attrgetter
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from recipes_lib.errors import DataError, Problem
@@ -90,30 +88,27 @@ class Split(NamedTuple, Generic[T]):
     held_out: list[T]
 
 
-def standard_library() -> tuple[Path, ...]:
-    """Return the paths of the standard library: its folder, and the zip file of an embedded Python."""
-    zipped = f"python{sys.version_info.major}{sys.version_info.minor}.zip"
-    return (Path(sysconfig.get_path("stdlib")), *(Path(entry) for entry in sys.path if Path(entry).name == zipped))
+def standard_library() -> Path:
+    """Return the folder of the standard library."""
+    return Path(sysconfig.get_path("stdlib"))
 
 
-def load_modules(roots: Iterable[Path]) -> list[Module]:
-    """Parse the modules below folders and zip files, sorted by name; modules that do not parse are skipped.
+def load_modules(root: Path) -> list[Module]:
+    """Parse the modules below a folder, sorted by name; modules that do not parse are skipped.
 
     Raises:
         DataError: They have fewer than ``MIN_CHARACTERS`` characters of text.
     """
-    roots = tuple(roots)
     modules: dict[str, Module] = {}
-    for root in roots:
-        for path, data in _iter_files(root):
-            name = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
-            if name not in modules and (module := parse_module(name, data)):
-                modules[name] = module
+    for path in _iter_files(root):
+        name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        if module := parse_module(name, path.read_bytes()):
+            modules[name] = module
     found = sum(len(text) for module in modules.values() for _, text in _iter_texts(module))
     if found < MIN_CHARACTERS:
         text = f"has {found:,} characters of documented sources, fewer than {MIN_CHARACTERS:,}"
         remedy = "run the demo with a Python that includes its sources: python.org, uv, conda, Linux distributions"
-        raise DataError(Problem(" and ".join(map(str, roots)), text, remedy))
+        raise DataError(Problem(str(root), text, remedy))
     return [modules[name] for name in sorted(modules)]
 
 
@@ -132,21 +127,12 @@ def _iter_texts(module: Module) -> Iterator[tuple[str, str]]:
         yield body, f"# {module.name}\n{body}\n"
 
 
-def _iter_files(root: Path) -> Iterator[tuple[PurePosixPath, bytes]]:
-    if zipfile.is_zipfile(root):
-        with zipfile.ZipFile(root) as archive:
-            for name in archive.namelist():
-                path = PurePosixPath(name)
-                if path.suffix == ".py" and not SKIPPED_FOLDERS.intersection(path.parts):
-                    yield path, archive.read(name)
-        return
+def _iter_files(root: Path) -> Iterator[Path]:
     for folder, subfolders, files in os.walk(root):
         # ``os.walk`` reads this list again: removing a folder in place skips it.
         subfolders[:] = set(subfolders) - SKIPPED_FOLDERS
-        for file in files:
-            file_path = Path(folder, file)
-            if file_path.suffix == ".py" and file_path.is_file():
-                yield PurePosixPath(file_path.relative_to(root).as_posix()), file_path.read_bytes()
+        paths = (Path(folder, file) for file in files)
+        yield from (path for path in paths if path.suffix == ".py" and path.is_file())
 
 
 def parse_module(name: str, data: bytes) -> Module | None:

@@ -230,6 +230,24 @@ class AnswerFigures:
         self._of_answers.add(lengths, num_answers)
 
 
+def find_positions(config: RecipeConfig, teacher_config: PreTrainedConfig) -> int | None:
+    """Return the positions that student and teacher both have for prompt and answer; ``None`` without a limit.
+
+    Raises:
+        ConfigError: They have none for a prompt before an answer of ``response_length`` tokens.
+    """
+    length = config.rewards.response_length
+    # Learned or scaled positions limit both models; rotary ones without a limit give None.
+    configs = load_model_config(config.model)[0], teacher_config
+    limits = [getattr(each.get_text_config(), "max_position_embeddings", None) for each in configs]
+    max_length: int | None = min((limit for limit in limits if limit is not None), default=None)
+    # Otherwise every document would be dropped, and on-policy steps would train on nothing.
+    if max_length is not None and max_length <= length:
+        found = f"{length} tokens leave no room for a prompt in the {max_length} positions of student and teacher"
+        raise ConfigError(Problem("response_length", found, f"write less than {max_length}"))
+    return max_length
+
+
 def prepare_answers(
     config: RecipeConfig,
     args: TrainingArguments,
@@ -247,19 +265,12 @@ def prepare_answers(
         collate: Collator from rows to a batch.
 
     Raises:
-        ConfigError: A model has no positions for a prompt before an answer of ``response_length`` tokens.
+        ConfigError: As ``find_positions``.
     """
     keys, length = config.distillation, config.rewards.response_length
     if not keys.lmbda:
         return None
-    # Learned or scaled positions limit both models; rotary ones without a limit give None.
-    configs = load_model_config(config.model)[0], teacher_config
-    limits = [getattr(each.get_text_config(), "max_position_embeddings", None) for each in configs]
-    max_length = min((limit for limit in limits if limit is not None), default=None)
-    # Otherwise every document would be dropped, and on-policy steps would train on nothing.
-    if max_length is not None and max_length <= length:
-        found = f"{length} tokens leave no room for a prompt in the {max_length} positions of student and teacher"
-        raise ConfigError(Problem("response_length", found, f"write less than {max_length}"))
+    max_length = find_positions(config, teacher_config)
     return OnPolicyAnswers(
         lmbda=keys.lmbda,
         seed=args.seed,

@@ -28,7 +28,7 @@ class Question(NamedTuple):
         category: Category of the question; ``None`` without one.
         context: Messages before the first turn, such as a system prompt.
         turns: Messages of the user, each sent after the answer to the previous one.
-        references: Right answers to the turns; may be empty.
+        references: Right answers to the turns, empty for one without; there may be fewer.
     """
 
     id: str
@@ -60,7 +60,8 @@ def read_question(columns: Mapping[str, Any], number: int, where: str) -> Questi
         DataError: The row has no question.
     """
     context: list[Message] = []
-    references = [text for text in _to_texts(columns.get("reference")) if text]
+    # An empty text holds the place of a turn without a reference.
+    references = found if any(found := _to_texts(columns.get("reference"))) else []
     texts = next(([columns[name]] for name in _TEXTS if isinstance(columns.get(name), str)), [])
     messages: Any = columns.get("messages") or columns.get("prompt")
     if columns.get("turns"):
@@ -109,9 +110,9 @@ def _is_chat(value: Any) -> bool:
 
 
 def _to_texts(value: Any) -> list[str]:
-    """Return the texts of a string, of an object with ``content``, ``answer`` or ``text``, or of a list of these."""
-    if isinstance(value, str):
-        return [value]
+    """Return the texts of a string or number, of an object with ``content``, ``answer`` or ``text``, or of a list."""
+    if isinstance(value, str | int | float):
+        return [str(value)]
     if isinstance(value, dict):
         return _to_texts(value.get("content", value.get("answer", value.get("text"))))
     return [text for item in value for text in _to_texts(item)] if isinstance(value, list) else []

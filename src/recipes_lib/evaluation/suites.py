@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import logging
-import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,7 +11,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from jinja2 import TemplateError
-from lm_eval import tasks
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -39,10 +36,6 @@ Source: the Open LLM Leaderboard of 2023 for ARC, HellaSwag, WinoGrande, MMLU an
 _NETWORK: Final = "make its data available: run once with a network, or name your own task file that reads local data"
 _PACKAGES: Final = "pip install 'recipes-lib[eval]' or that package; a module of the task itself must be in its folder"
 _METRICS: Final = "correct its `metric_list`"
-_WORD: Final = re.compile(r"""[^\s"'#\[\],{}]+""")
-_NAMED: Final = re.compile(rf"""^(?:task|group|tag)\s*:\s*["']?({_WORD.pattern})""", re.MULTILINE)
-_NAMING: Final = re.compile(r"""^(?:["']?(?:task|group|tag)["']?\s*:|\s*-\s).*$""", re.MULTILINE)
-"""Lines of a task file that may name a task, group or tag, alone or in a list."""
 _COLUMNS: Final = "compare the names in the task file with the columns of the data"
 
 
@@ -164,16 +157,12 @@ def _index(config: EvalConfig, wanted: Collection[str]) -> TaskManager:
     """
     folders = [OWN_TASKS, *map(Path, config.include_path or ())]
     own = TaskManager(include_path=folders, include_defaults=False)
-    missing = _list_unknown(own, wanted)
-    if not missing:
+    if not _list_unknown(own, wanted):
         return own
-    # A misspelt name is reported by a text search of lm-eval's files, without indexing them.
-    names, words = _scan_files()
-    if absent := [_describe_unknown(name, [*own.all_tasks, *names]) for name in missing if name not in words]:
-        raise ConfigError(*absent, *_list_broken(folders[1:]))
     manager = TaskManager(include_path=folders)
     if unknown := _list_unknown(manager, wanted):
-        raise ConfigError(*(_describe_unknown(name, manager.all_tasks) for name in unknown))
+        missing = (_describe_unknown(name, manager.all_tasks) for name in unknown)
+        raise ConfigError(*missing, *_list_broken(folders[1:]))
     return manager
 
 
@@ -199,21 +188,6 @@ def _list_broken(folders: Collection[Path]) -> Iterator[Problem]:
         except Exception as error:  # Invalid YAML, another encoding, a missing included file.
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             yield Problem(str(path), f"is not a task file: {reason}", "correct it, or move it out of the folder")
-
-
-@functools.cache
-def _scan_files() -> tuple[set[str], set[str]]:
-    """Return names of tasks, groups and tags in lm-eval's files, most of them, and a superset of all these names."""
-    names, words = set[str](), set[str]()
-    for folder in tasks.__path__:
-        for path in Path(folder).rglob("*"):
-            # Files without a suffix are included by others.
-            if path.suffix not in (".yaml", ".yml", "") or not path.is_file():
-                continue
-            text = path.read_text(encoding="utf-8", errors="replace")
-            names.update(_NAMED.findall(text))
-            words.update(word for line in _NAMING.findall(text) for word in _WORD.findall(line))
-    return names, words
 
 
 def _expand(config: EvalConfig) -> dict[str, int | None]:

@@ -102,12 +102,15 @@ class DistillationInspection(SFTInspection):
 
     def check_agreement(self, report: Report) -> None:
         """Verify the common agreement and the mapping of vocabularies, and report the stored teacher probabilities."""
+        from recipes_lib.distillation.on_policy import find_positions
         from recipes_lib.distillation.teacher_store import map_teacher_vocabulary
         from recipes_lib.models.loading import choose_teacher, load_model_config
 
         self.vocabulary = vocabulary = map_teacher_vocabulary(self.config, self.tokenizer)
         super().check_agreement(report)
         teacher, _ = load_model_config(choose_teacher(self.config))
+        if self.config.distillation.lmbda:
+            find_positions(self.config, teacher)
         sizes = [config.get_text_config().vocab_size for config in (self.model_config, teacher)]
         how = "by the same ids" if vocabulary.is_identity else "by ids of its own, which are mapped"
         report(
@@ -162,8 +165,12 @@ class PairInspection(Inspection):
             report(f"held out: {len(self._data.eval):,} pairs")
 
     def check_agreement(self, report: Report) -> None:
-        """Verify the common agreement, and for a score head that padding differs from end tokens."""
+        """Verify the common agreement, the reference's vocabulary, and that padding of a score head ends no answer."""
         super().check_agreement(report)
+        if self.config.preference.ref_model_name_or_path is not None:
+            from recipes_lib.training.trainers.dpo_trainer import verify_reference
+
+            verify_reference(self.config, self.model_config)
         if self.config.recipe == "reward":
             from recipes_lib.models.heads.score_head import set_pad_token
 
@@ -227,8 +234,12 @@ class PPOInspection(Inspection):
         return (self._data.max_length, self._data.terminators) if self._data else super().read_ends()
 
     def check_agreement(self, report: Report) -> None:
-        """Verify the common agreement, the rewards and the engine."""
+        """Verify the common agreement, the critic, the rewards and the engine."""
+        from recipes_lib.rl.models import verify_critic
+
         super().check_agreement(report)
+        if self.config.recipe == "ppo":
+            verify_critic(self.config, self.model_config)
         self._check_rewards(report)
         self._check_engine(report)
 
@@ -241,6 +252,11 @@ class PPOInspection(Inspection):
             where = f"at {engine.vllm_server_base_url}" if engine.vllm_mode == "server" else "in each process"
             report(f"answers are sampled by vLLM {where}, not from the seed")
         elif engine.use_transformers_continuous_batching:
+            import torch
+
+            from recipes_lib.rl.engines.engine import build_batching_options
+
+            build_batching_options(engine.transformers_continuous_batching_config or {}, 0, torch.float32)
             report("answers are sampled by transformers' continuous batching, not from the seed")
 
     def _check_rewards(self, report: Report) -> None:
@@ -320,10 +336,13 @@ class GroupInspection(PPOInspection):
         """Report answers per generation, optimizer steps, and learning rates.
 
         Raises:
-            ConfigError: As ``plan_groups``.
+            ConfigError: As ``compute_group_schedule``.
         """
         from recipes_lib.planning.schedule import plan_groups
+        from recipes_lib.rl.rollout_schedule import compute_group_schedule
 
+        # Training counts by it; it also verifies that generations are divisible into steps.
+        compute_group_schedule(len(self._data.train), self.config, self.launch.world_size)
         plan = plan_groups(len(self._data.train), self.config, self.launch.world_size)
         steps = plan.steps
         self.num_steps, self.num_epochs = steps.num_steps, steps.num_epochs

@@ -169,16 +169,19 @@ class Inspection(ABC):
         return self._data.longest, self._data.audit.terminators
 
     def check_agreement(self, report: Report) -> None:
-        """Verify that model, tokenizer and data agree in vocabulary, special tokens, and length.
+        """Verify that model, tokenizer and data agree in vocabulary, special tokens, and length; find EWC's reference.
 
         Raises:
-            ConfigError: They do not agree.
+            ConfigError: They do not agree, or there is no Fisher information.
         """
         from recipes_lib.models.loading import describe_spare_tokens
+        from recipes_lib.training.forgetting.weight_penalty import find_reference
         from recipes_lib.training.trainers.trained_model import load_verified_config
 
         longest, terminators = self.read_ends()
         load_verified_config(self.config, self.tokenizer, longest, self.vocabulary)
+        if self.config.forgetting.ewc_lambda:
+            find_reference(self.config)
         ends = ", ".join(repr(self.tokenizer.convert_ids_to_tokens(end)) for end in terminators)
         spare = describe_spare_tokens(self.model_config, self.tokenizer)
         report(f"vocabulary, special tokens and length agree; answers end with {ends or 'the end of text'}{spare}")
@@ -197,8 +200,10 @@ class Inspection(ABC):
         import torch
 
         from recipes_lib.models.attention.kernels import choose_kernel
+        from recipes_lib.training.optim.compilation import choose_compilation
         from recipes_lib.training.trainers.arguments import resolve_precision
 
+        choose_compilation(self.config, self.launch, is_cuda=False)
         precision = resolve_precision(self.config, self.launched_precision)
         compute_dtype = torch.bfloat16 if precision["bf16"] else torch.float16 if precision["fp16"] else torch.float32
         device = torch.device("cpu") if precision["use_cpu"] else torch.accelerator.current_accelerator()
@@ -216,12 +221,17 @@ class Inspection(ABC):
         report(f"attention: {attention.implementation}, documents laid out in {attention.layout}")
 
     def check_tasks(self, report: Report) -> None:
-        """Load the tasks of ``eval_tasks``, and report the number of questions of each."""
+        """Verify ``metrics`` and ``sample_prompts``, and report the number of questions of each of ``eval_tasks``."""
         from recipes_lib.models.heads.scoring import read_positions
+        from recipes_lib.training.evaluation.samples import build_prompts
         from recipes_lib.training.evaluation.task_scores import load_training_tasks
+        from recipes_lib.training.evaluation.user_metrics import load_metrics
 
-        if keys := self.config.evaluation.eval_tasks and self.config.evaluation:
-            for name, task in load_training_tasks(keys, read_positions(self.model_config))[1]["tasks"].items():
+        keys, positions = self.config.evaluation, read_positions(self.model_config)
+        load_metrics(keys.metrics or [])
+        build_prompts(keys, (), self.tokenizer, positions, report)
+        if keys.eval_tasks:
+            for name, task in load_training_tasks(keys, positions)[1]["tasks"].items():
                 num_questions = len(task.eval_docs)
                 report(f"{name}: {min(num_questions, keys.eval_tasks_limit):,} of {num_questions:,} questions")
 
@@ -283,10 +293,13 @@ class Inspection(ABC):
         """
         from recipes_lib.training.monitoring.callbacks import verify_trackers
         from recipes_lib.training.optim.optimizers import format_group, plan_groups, verify_optimizer
+        from recipes_lib.training.trainers.recipe_trainer import configure_router_loss
 
         verify_optimizer(self.config, is_installed=True)
-        if self.model_config is not None and not self.config.adapter.use_peft:
-            for row in plan_groups(_build_on_meta(self.model_config), self.config):
+        if self.model_config is not None:
+            model = _build_on_meta(self.model_config)
+            configure_router_loss(model, self.config.training.get("router_aux_loss_coef"), by_default=False)
+            for row in () if self.config.adapter.use_peft else plan_groups(model, self.config):
                 report(format_group(row))
 
         for verify in (verify_optimizer, verify_trackers):

@@ -133,7 +133,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if shard is not None and of_hidden is not None:
             (of_hidden,) = shard.add(of_hidden)
         ctx.save_for_backward(of_hidden, *of_weights)
-        ctx.mark_non_differentiable(num_correct)
         return nll_sum, num_correct
 
     @staticmethod

@@ -26,25 +26,21 @@ _SAVED_NAMESPACES: Final = ("torch_attn", "flash_attn")
 (``flash_attn_3``) and kernels from the Hub (``_vllm_flash_attn3_`` and a hash)."""
 
 
-def read_selective(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the arguments of ``activation_checkpointing_enable`` for ``save_matmuls: true``; ``None`` without it.
+def read_checkpointing(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments of ``activation_checkpointing_enable`` for the options of a run.
 
     Args:
-        options: ``activation_checkpointing_kwargs`` of the run.
+        options: ``activation_checkpointing_kwargs``: arguments of ``torch.utils.checkpoint.checkpoint``, and
+            ``every_n_layers``, ``offload`` and ``save_matmuls``.
 
     Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 5; gradients equal those without checkpointing in
     ``tests/models/test_activation_checkpointing.py``.
     """
-    given = dict(options or {})
-    if not given.pop("save_matmuls", False):
-        return None
-    contexts = functools.partial(create_selective_checkpoint_contexts, _choose)
+    given = {"use_reentrant": False, **(options or {})}
     every_n_layers, offload = given.pop("every_n_layers", 1), given.pop("offload", False)
-    return {
-        "activation_checkpointing_kwargs": {"use_reentrant": False, **given, "context_fn": contexts},
-        "every_n_layers": every_n_layers,
-        "offload": offload,
-    }
+    if given.pop("save_matmuls", False):
+        given["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _choose)
+    return {"activation_checkpointing_kwargs": given, "every_n_layers": every_n_layers, "offload": offload}
 
 
 def is_product(operator: Any) -> bool:

@@ -267,6 +267,10 @@ def load_pretrained(
     keep_differentiable(model)
     # With a KV cache, transformers does not isolate packed documents; generate() has its own setting.
     model.config.use_cache = False
+    text = model.config.get_text_config()
+    if getattr(text, "output_router_logits", False):
+        # The loss head reads this attribute instead: with the key, transformers fails to continue padded prompts.
+        model.has_router_loss, text.output_router_logits = True, False
     # from_pretrained returns the model in evaluation mode.
     model.train()
     return model, missing

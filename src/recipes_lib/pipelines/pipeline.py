@@ -17,7 +17,7 @@ import yaml
 
 from recipes_lib.config.paths import expand_home
 from recipes_lib.config.table import RECIPE_NAMES, TABLES
-from recipes_lib.config.values import read_yaml
+from recipes_lib.config.values import SECRET_REMEDY, has_secret_shape, read_yaml
 from recipes_lib.errors import ConfigError, Problem, suggest
 from recipes_lib.shipped import find_launch_file, find_recipe, find_shipped
 
@@ -161,7 +161,9 @@ class _Reader:
             where = f"{self.path}: environment.{name}"
             if not _VARIABLE.fullmatch(name):
                 self._refuse(where, "is not a name of an environment variable", "write letters, digits and _")
-            if "${" in value:
+            if has_secret_shape(f"{name}={value}"):
+                self._refuse(where, "looks like an access token", SECRET_REMEDY)
+            elif "${" in value:
                 self._refuse(where, f"is {value!r:.60}, and references are for stages only", "write the value itself")
         return environment
 
@@ -192,6 +194,9 @@ class _Reader:
             self._refuse(where, "is not a number of rounds with stages", remedy)
             return
         for name, start in (entry.get("start") or {}).items():
+            if name not in inner:  # It would be the same in every round.
+                found = f"`start` has {name!r}, which is no stage of the loop"
+                self._refuse(where, found, f"name {' or '.join(map(str, inner))}")
             self.known[f"{name}.previous"] = self._resolve(where, _write(start))
         for number in range(1, entry["rounds"] + 1):
             self.known["round"] = _Known(str(number), str(number))

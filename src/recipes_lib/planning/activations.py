@@ -124,6 +124,8 @@ MODES: Final[Mapping[str, Mapping[str, Any] | None]] = {
     "every layer": {},
 }
 """Kinds of activation checkpointing by name, the fastest first: their ``activation_checkpointing_kwargs``."""
+MODE_LAYERS: Final = {mode: Checkpointing.of(options) for mode, options in MODES.items()}
+"""Layers that each of ``MODES`` recomputes."""
 AUTO: Final = "auto"
 
 
@@ -214,9 +216,6 @@ def count_activations(model: Any, num_rows: int, length: int, num_predicted: int
         num_rows: Rows of the micro-batch.
         length: Tokens per row.
         num_predicted: Predicted tokens per row.
-
-    Raises:
-        ValueError: The model has no layers that support activation checkpointing.
     """
     watched = _Products(model)
     # Weak references: tensors that are freed during the forward pass, because no gradient needs them, do not count.
@@ -253,8 +252,6 @@ def count_activations(model: Any, num_rows: int, length: int, num_predicted: int
             with_statistics=True,
             token_logps=True,
         )
-    if not layers:
-        raise ValueError("it has no layers that support activation checkpointing")
     total = count()
     assert output.logps.requires_grad  # Keeps the graph and its saved tensors alive until they are counted.
     return Activations(total - sum(layer.total for layer in layers), tuple(layers), watched.num_operations)

@@ -21,7 +21,7 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.architecture import find_model_config
 from recipes_lib.models.loading import choose_teacher, load_model_config, load_tokenizer
 from recipes_lib.models.quantization import check_checkpoint_bits
-from recipes_lib.models.structure import find_head_dim, list_layer_configs
+from recipes_lib.models.structure import find_head_dim, freeze_outside_text, list_layer_configs
 
 FORWARD_AND_BACKWARD = 3
 """FLOPs of a forward and a backward pass over those of the forward pass; the backward pass takes two products, for the
@@ -164,7 +164,7 @@ def explaining_model(config: PretrainedConfig, problem: str, remedy: str) -> Ite
 
 
 def _build_on_meta(config: PretrainedConfig) -> tuple[Any, list[nn.Parameter]]:
-    """Build a model on the meta device; return it, and its parameters without embeddings and output projection.
+    """Build a model on the meta device; return it, and the parameters of its text layers and final norm.
 
     Raises:
         ConfigError: No causal language model can be built from this configuration.
@@ -172,9 +172,10 @@ def _build_on_meta(config: PretrainedConfig) -> tuple[Any, list[nn.Parameter]]:
     remedy = "name a causal language model, and check the sizes against each other"
     with torch.device("meta"), explaining_model(config, "cannot be built", remedy):
         model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        freeze_outside_text(model)
     head = model.get_output_embeddings()
     inner = (module for module in model.modules() if module is not head and not isinstance(module, nn.Embedding))
-    return model, [parameter for module in inner for parameter in module.parameters(recurse=False)]
+    return model, [one for module in inner for one in module.parameters(recurse=False) if one.requires_grad]
 
 
 def _count_active_weights(parameters: Sequence[nn.Parameter], config: Any) -> float:
@@ -257,8 +258,8 @@ class ModelSize:
 
     Attributes:
         total: All parameters.
-        non_embedding: Parameters without token and position embeddings and output projection.
-        active: Parameters used per token: of routed experts only the selected ones. In a dense model, all.
+        non_embedding: Parameters of the text model without token and position embeddings and output projection.
+        active: Parameters used per token: of routed experts only the selected ones. In a dense text model, all.
     """
 
     total: int
@@ -275,10 +276,10 @@ def compute_model_size(config: PretrainedConfig) -> ModelSize:
     Source: published counts of models in ``tests/planning/test_model_size.py``.
     """
     model, inner = _build_on_meta(config)
-    total, alone = int(model.num_parameters()), set(inner)
+    text, alone = sum(one.numel() for one in model.parameters() if one.requires_grad), set(inner)
     matrices = sum(parameter.numel() for parameter in alone if parameter.ndim > 1)
     met = round(_count_active_weights(inner, config.get_text_config(decoder=True)))
-    return ModelSize(total, sum(parameter.numel() for parameter in alone), total - (matrices - met))
+    return ModelSize(model.num_parameters(), sum(parameter.numel() for parameter in alone), text - (matrices - met))
 
 
 def compute_training_flops(num_parameters: float, num_tokens: float) -> float:

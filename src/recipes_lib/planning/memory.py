@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -27,16 +28,17 @@ from recipes_lib.losses.projection import TEACHER_PART
 from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.models.adapters.roles import CRITIC, REWARD, add_critic, add_reward
 from recipes_lib.models.adapters.saved import find_adapter, find_shareable, read_base
-from recipes_lib.models.attention.kernels import ISOLATING_LAYERS, find_refusals
+from recipes_lib.models.attention.kernels import find_refusals
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.loading import choose_teacher
 from recipes_lib.models.quantization import count_quantized_bytes
+from recipes_lib.models.structure import freeze_outside_text
 from recipes_lib.planning import memory_plan
 from recipes_lib.planning.activations import (
     AUTO,
     CAUSAL,
-    MODES,
+    MODE_LAYERS,
     Activations,
     Checkpointing,
     count_activations,
@@ -111,8 +113,7 @@ def plan_memory(
         numbers = max(several(layers) + ends for layers, ends in parts)
         temporary[memory_plan.GATHERED_LAYERS] = numbers * _count_width(config, narrowed)
     is_auto = config.read("activation_checkpointing") == AUTO
-    modes = {name: Checkpointing.of(options) for name, options in MODES.items()}
-    kinds = modes if is_auto else {"": read_checkpointing(config)}
+    kinds = MODE_LAYERS if is_auto else {"": read_checkpointing(config)}
     choices = count_choices(config, narrowed, layout, kept, kinds)
     # With `auto`, `place` below replaces these by those of the chosen kind.
     temporary |= next(reversed(choices.values()))
@@ -225,9 +226,9 @@ def _build_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout:
     is_reward = config.recipe == "reward"
     kind = AutoModelForSequenceClassification if is_reward else AutoModelForCausalLM
     model, teacher = _build(kind, model_config, config.model.dtype), None
-    base, frozen = Held(_count_stored(config, model)), dict[str, Held]()
+    base, frozen = Held(_count_stored(config, model)), {"vision and audio": Held(_count_outside_text(model))}
     if config.adapter.use_peft:
-        frozen["frozen base"] = base
+        frozen = {"frozen base": base}
         model = add_adapter(model, config.adapter, seed=0, task_type="SEQ_CLS" if is_reward else "CAUSAL_LM")
     elif has_live_reference(config):
         frozen["reference"] = base
@@ -322,16 +323,14 @@ def count_kept(
     Raises:
         ConfigError: The adapter does not fit the model, or its activations cannot be counted.
     """
-    kinds, is_half = _name_layers(model_config.get_text_config()), has_half_products(config)
-    # The first layer is built too: below the first adapter there are no gradients, so that it saves less.
-    shortened = shorten(model_config, min(len(kinds), max(num_built, *(1 + kinds.index(kind) for kind in kinds))))
-    batch, kernel = Batch.of(config, layout), _find_kernel(config, model_config)
+    batch, kernel, is_half = Batch.of(config, layout), _find_kernel(config, model_config), has_half_products(config)
     # Hidden states have the dtype of the weights under autocast, the compute dtype under FSDP2 and ZeRO.
     dtype = "bfloat16" if is_half and layout.casts_weights else config.model.dtype
-    uses_liger = bool(config.training.get("use_liger_kernel"))
-    key = (type(shortened), shortened.to_json_string(), dtype, kernel, repr(config.adapter), is_half, uses_liger, batch)
+    uses_liger, adapter = bool(config.training.get("use_liger_kernel")), repr(config.adapter)
+    described = (type(model_config), model_config.to_json_string(), num_built)
+    key = (*described, dtype, kernel, adapter, is_half, uses_liger, batch)
 
-    def count(batch: Batch) -> Activations:
+    def count(shortened: PreTrainedConfig, batch: Batch) -> Activations:
         with torch.device("meta"):
             model = _build(AutoModelForCausalLM, shortened, dtype, kernel)
             add_loss_head(model)
@@ -347,18 +346,23 @@ def count_kept(
         if len(_COUNTED) >= _MAX_COUNTED:
             _COUNTED.clear()
         with explaining_model(model_config, "saves activations that cannot be counted", _MEASURE):
-            is_recurrent = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(shortened), None), "_is_stateful", False)
-            _COUNTED[key] = _count_tokens(count, batch) if is_recurrent else count(batch)
-    return _COUNTED[key].extend(kinds)
+            kinds = _list_kinds(model_config)
+            # The first layer is built too: below the first adapter there are no gradients, so that it saves less.
+            number = max(num_built, *(1 + kinds.index(kind) for kind in {*kinds}))
+            shorter = partial(count, shorten(model_config, min(len(kinds), number)))
+            is_recurrent = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None), "_is_stateful", False)
+            counted = _count_tokens(shorter, batch) if is_recurrent else shorter(batch)
+            _COUNTED[key] = counted.extend(kinds)
+    return _COUNTED[key]
 
 
-def _name_layers(config: Any) -> list[tuple[object, ...]]:
-    """Return what distinguishes each layer: attention from recurrence, and experts from earlier dense layers."""
-    number = config.num_hidden_layers
-    types, mlps = (getattr(config, name, None) or [""] * number for name in ("layer_types", "mlp_layer_types"))
-    num_dense = getattr(config, "first_k_dense_replace", None) or 0
-    layers = zip(range(number), types, mlps, strict=False)
-    return [(at < num_dense, kind if kind not in ISOLATING_LAYERS else "attention", mlp) for at, kind, mlp in layers]
+def _list_kinds(model_config: PreTrainedConfig) -> list[object]:
+    """Return what distinguishes each layer: the names and shapes of its weights."""
+    with torch.device("meta"):
+        layers = list_layers(_build(AutoModelForCausalLM, model_config, "auto").get_decoder())
+    if not layers:
+        raise ValueError("it has no layers that support activation checkpointing")
+    return [tuple((name, weight.shape) for name, weight in layer.named_parameters()) for layer in layers]
 
 
 _COUNTED: Final[dict[tuple[object, ...], Activations]] = {}
@@ -441,13 +445,14 @@ def _build_rl(config: RecipeConfig, model_config: PreTrainedConfig, _layout: Lay
     """Build the models that ``load_actor_critic`` and ``load_rewards`` load; RLOO and GRPO have no critic."""
     policy = _build(AutoModelForCausalLM, model_config, config.model.dtype)
     base, shares, is_ppo = _count_stored(config, policy), config.adapter.use_peft, config.recipe == "ppo"
+    frozen = base if shares else _count_outside_text(policy)
     add_loss_head(policy)
     folder = None
     if shares:
         folder = _find_shared_reward(config, model_config) if is_ppo else None
         policy = add_adapter(policy, config.adapter, seed=0)
     trained = _count_trained(_find_trained(policy), config)
-    models = {"policy": trained._replace(weights=trained.weights + (base if shares else 0))}
+    models = {"policy": trained._replace(weights=trained.weights + frozen)}
     if is_ppo:
         own = _list_role(policy, add_critic(policy, folder), CRITIC) if shares else _build_critic(config, model_config)
         models["critic"] = _count_trained(own, config)
@@ -516,6 +521,11 @@ def _count_stored(config: RecipeConfig, model: Any) -> int:
     return count_bytes(model) if quantized is None else quantized
 
 
+def _count_outside_text(model: nn.Module) -> int:
+    """Return the bytes of the frozen modules of a multimodal model, before an adapter freezes the others too."""
+    return count_bytes(parameter for parameter in model.parameters() if not parameter.requires_grad)
+
+
 def _count_trained(parameters: Iterable[Tensor], config: RecipeConfig, *, keeps_master: bool = False) -> Held:
     """Return the bytes of trained parameters; with ``keeps_master`` in 16 bits, and states with 32-bit weights."""
     trained = list(parameters)
@@ -541,7 +551,9 @@ def _build(auto_class: Any, model_config: PreTrainedConfig, dtype: str, kernel: 
     if auto_class is AutoModelForSequenceClassification:
         settings.num_labels = 1
     with explaining_model(model_config, "cannot be built", "choose another architecture"):
-        return auto_class.from_config(settings, dtype=_find_dtype(model_config, dtype), attn_implementation=kernel)
+        model = auto_class.from_config(settings, dtype=_find_dtype(model_config, dtype), attn_implementation=kernel)
+        freeze_outside_text(model)
+        return model
 
 
 def _find_dtype(model_config: PreTrainedConfig, dtype: str) -> torch.dtype:

@@ -218,13 +218,13 @@ def fit_isoflops(runs: Sequence[Run]) -> tuple[float, list[Optimum]]:
     """Fit a parabola in log N to the losses of each FLOP budget, and a power law to their minima.
 
     Args:
-        runs: Runs of at least two budgets, three of each; budgets within 10 % count as one.
+        runs: Runs of at least two budgets, three sizes of each; budgets within 10 % count as one.
 
     Returns:
         The exponent ``a`` of ``N ~ C^a``, and the minimum of each budget.
 
     Raises:
-        DataError: There are too few budgets of three runs, or a budget has no minimum.
+        DataError: There are too few budgets of three sizes, or the sizes of a budget do not enclose a minimum.
 
     Source: Hoffmann et al. 2022, section 3.2.
     """
@@ -235,14 +235,17 @@ def fit_isoflops(runs: Sequence[Run]) -> tuple[float, list[Optimum]]:
         else:
             budgets.append([run])
     minima = []
-    for alike in (alike for alike in budgets if len(alike) >= 3):
-        curve, slope, start = np.polyfit(np.log([run.num_parameters for run in alike]), [run.loss for run in alike], 2)
-        if curve <= 0:
-            found = f"the losses at {alike[0].num_flops:.3g} operations have no minimum"
+    # Three sizes: repeated runs with other seeds determine no parabola.
+    for alike in (alike for alike in budgets if len({run.num_parameters for run in alike}) >= FEWEST):
+        sizes, flops = np.log([run.num_parameters for run in alike]), alike[0].num_flops
+        curve, slope, start = np.polyfit(sizes, [run.loss for run in alike], 2)
+        lowest = -slope / (2 * curve) if curve > 0 else math.inf
+        if not min(sizes) <= lowest <= max(sizes):
+            found = f"the losses at {flops:.3g} operations have no minimum among their sizes"
             raise DataError(Problem("runs", found, "train smaller and larger models there"))
-        size, flops = math.exp(-slope / (2 * curve)), alike[0].num_flops
+        size = math.exp(lowest)
         minima.append(Optimum(size, flops / FLOPS_PER_TOKEN / size, float(start - slope**2 / (4 * curve))))
     if len(minima) < 2:
-        raise DataError(Problem("runs", "fewer than two budgets have three runs", "train three sizes at two budgets"))
+        raise DataError(Problem("runs", "fewer than two budgets have three sizes", "train three sizes at two budgets"))
     at = [math.log(compute_training_flops(one.num_parameters, one.num_tokens)) for one in minima]
     return float(np.polyfit(at, np.log([one.num_parameters for one in minima]), 1)[0]), minima

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 from transformers import PreTrainedConfig
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.planning.activations import MODES, Activations, Checkpointing, list_keys
+from recipes_lib.planning.activations import MODE_LAYERS, Activations, list_keys
 from recipes_lib.planning.compute import compute_hours, compute_model_size, count_features, count_step
 from recipes_lib.planning.devices import Device, Measured, find_efficiency
 from recipes_lib.planning.memory import Batch, count_choices, count_kept, plan_memory, read_checkpointing
@@ -47,11 +47,6 @@ class Candidate:
     def seconds(self) -> float:
         """Seconds of an optimizer step."""
         return sum(self.costs.values())
-
-    @property
-    def num_rows(self) -> int:
-        """Rows per micro-batch."""
-        return int(self.keys["per_device_train_batch_size"])
 
 
 def search(
@@ -121,8 +116,8 @@ def _rank(one: Candidate) -> tuple[bool, float, int, int]:
 
     Candidates that do not fit are sorted by peak memory.
     """
-    groups = one.layout.tensor * one.layout.context * one.layout.pipeline_stages
-    return not one.fits, float(f"{one.seconds:.3g}") if one.fits else one.memory.peak, groups, -one.num_rows
+    groups, rows = one.layout.num_gpus // one.layout.num_processes, one.keys["per_device_train_batch_size"]
+    return not one.fits, float(f"{one.seconds:.3g}") if one.fits else one.memory.peak, groups, -rows
 
 
 def extrapolate_kept(config: RecipeConfig, narrowed: PreTrainedConfig, layout: Layout) -> Activations:
@@ -140,8 +135,7 @@ def _list_modes(
 ) -> Iterator[tuple[str, MemoryPlan]]:
     """Yield each kind of activation checkpointing, and the memory of a process with it."""
     layout, narrowed = memory.layout, memory.layout.narrow(model_config)
-    kinds = {mode: Checkpointing.of(options) for mode, options in MODES.items()}
-    choices = count_choices(config, narrowed, layout, extrapolate_kept(config, narrowed, layout), kinds)
+    choices = count_choices(config, narrowed, layout, extrapolate_kept(config, narrowed, layout), MODE_LAYERS)
     num_predicted = 0 if config.recipe == "reward" else Batch.of(config, layout).num_targets
     for mode, sizes in choices.items():
         components = {**memory.components, **sizes}

@@ -106,7 +106,8 @@ def _build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, f
         name=name,
         about=f"{subject} after {record['stage']} on {data_names or 'unnamed data'}, trained with recipes-lib.",
         recipe=record["stage"],
-        base=base,
+        # The record of a run that has ended has the commit of a Hub model; a folder has none, whatever its path.
+        base=base if record.get("model_commit", base) else None,
         datasets=datasets,
         adapter=adapter,
         figures=[(name, _number(value)) for name, value in figures.items()],

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, TrainingArguments
 
-from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.schema import ModelConfig, RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.activation_checkpointing import read_selective
+from recipes_lib.models.activation_checkpointing import read_checkpointing
 from recipes_lib.models.adapters.roles import CRITIC, AdapterScorer, Role, add_critic, role
 from recipes_lib.models.adapters.saved import find_adapter, find_shareable
 from recipes_lib.models.attention.kernels import choose_attention
@@ -186,18 +186,19 @@ def load_actor_critic(
         terminators: Ids of the tokens that end answers.
 
     Raises:
-        ConfigError: As ``load_policy``, ``load_reward_model``, ``RewardModel.share``, ``add_loss_head`` and
-            ``choose_attention``; the critic cannot be initialised from the given model, or has another vocabulary than
-            the policy; or the padding token also ends answers.
+        ConfigError: As ``load_policy``, ``load_reward_model``, ``RewardModel.share``, ``add_loss_head``,
+            ``choose_attention`` and ``verify_critic``.
     """
-    attention = choose_attention(config.model, load_model_config(config.model)[0], args, packing=False)
+    policy_config, has_critic = load_model_config(config.model)[0], config.recipe == "ppo"
+    if has_critic:
+        verify_critic(config, policy_config)
+    attention = choose_attention(config.model, policy_config, args, packing=False)
     policy = load_policy(config, attention.implementation, args, launch)
     stop_ids = set_stop_tokens(unwrap_adapter(policy), tokenizer, terminators)
     disable_dropout(policy)
     add_loss_head(unwrap_adapter(policy))
     place = choose_placement(args, launch)
     critic = own_reference = reward = None
-    has_critic = config.recipe == "ppo"
     has_reference = has_policy_reference(config)
     if config.adapter.use_peft:
         if has_critic:
@@ -211,20 +212,14 @@ def load_actor_critic(
     if has_critic and critic is None:
         critic = _load_critic(config, attention.implementation, args)
         disable_dropout(critic)
-        sizes = [model.config.get_text_config().vocab_size for model in (policy, critic)]
-        if sizes[0] != sizes[1]:
-            found = f"the critic has a vocabulary of {sizes[1]:,} tokens and the policy one of {sizes[0]:,}"
-            remedy = "name a critic of the policy's own family, or `critic_model_name_or_path` as the policy's model"
-            raise ConfigError(Problem("critic_model_name_or_path", found, remedy))
         critic = place(critic)
     verify_loss_head(policy)
     if args.activation_checkpointing:
-        options: Any = args.activation_checkpointing_kwargs or {}
-        given = read_selective(options) or {"activation_checkpointing_kwargs": {"use_reentrant": False, **options}}
+        options: Any = args.activation_checkpointing_kwargs
         for model in (policy, critic):
             # An adapter as critic runs on the policy's layers, for which it is enabled already.
             if model is not None and not isinstance(model, AdapterScorer):
-                unwrap_adapter(model).activation_checkpointing_enable(**given)
+                unwrap_adapter(model).activation_checkpointing_enable(**read_checkpointing(options))
     return ActorCritic(policy, critic, own_reference, stop_ids, reward, has_reference)
 
 
@@ -232,7 +227,7 @@ def _add_scorers(config: RecipeConfig, args: TrainingArguments, policy: Any) -> 
     """Add the critic to the policy's base model, and the reward model if it is an adapter of the same base.
 
     Raises:
-        ConfigError: As ``RewardModel.share``; or the critic would be initialised from a model with another base.
+        ConfigError: As ``RewardModel.share``.
     """
     rewards, base = config.rewards, unwrap_adapter(policy)
 
@@ -243,12 +238,8 @@ def _add_scorers(config: RecipeConfig, args: TrainingArguments, policy: Any) -> 
     if rewards.reward_model_name_or_path is not None:
         start, _ = find(rewards.reward_model_name_or_path, rewards.reward_model_revision)
         reward = None if start is None else RewardModel.share(policy, start)
-    if (named := config.critic.critic_model_name_or_path) is not None:
-        start, reason = find(*find_critic_start(config))
-        if start is None and named != config.model.model_name_or_path:
-            found = f"the critic shares the policy's weights, and cannot start from another model: {reason}"
-            remedy = "name a reward model that is an adapter on the policy's model, or that model itself"
-            raise ConfigError(Problem("critic_model_name_or_path", found, remedy))
+    if config.critic.critic_model_name_or_path is not None:
+        start, _ = find(*find_critic_start(config))
     # Equal initial weights on every process, without advancing the run's own generator.
     with preserve_random_states():
         torch.manual_seed(args.seed)
@@ -273,18 +264,49 @@ def _place_trunk(
     return policy
 
 
+def verify_critic(config: RecipeConfig, policy_config: PreTrainedConfig) -> None:
+    """Verify that the critic can be initialised from its model, before any weight is loaded.
+
+    Raises:
+        ConfigError: A critic on the policy's weights would start from another model than an adapter of them; one of its
+            own from an adapter, or from a model with another vocabulary; or its model cannot be found.
+    """
+    source, is_shared = _find_critic_model(config), config.adapter.use_peft
+    name = source.model_name_or_path
+    # A reward model that is no adapter of the policy's weights is a model of its own, and the shared critic new.
+    is_new = is_shared and config.critic.critic_model_name_or_path is None
+    if name == config.model.model_name_or_path or is_new:
+        return
+    found, remedy = "", "`recipes merge` it, or write `critic_model_name_or_path`: a reward model, or the policy"
+    if is_shared:
+        is_quantized = config.quantization.load_in_4bit or config.quantization.load_in_8bit
+        start, reason = find_shareable(str(name), source.model_revision, policy_config, is_quantized=is_quantized)
+        if start is None:
+            found = f"the critic shares the policy's weights, and cannot start from another model: {reason}"
+            remedy = "name a reward model that is an adapter on the policy's model, or that model itself"
+    elif find_adapter(str(name), source.model_revision) is not None:
+        found = f"the critic would start from {name}, which is an adapter, and all of its weights are trained"
+    else:
+        size, own = (each.get_text_config().vocab_size for each in (load_model_config(source)[0], policy_config))
+        if size != own:
+            found = f"the critic has a vocabulary of {size:,} tokens and the policy one of {own:,}"
+            remedy = "name a critic of the policy's own family, or `critic_model_name_or_path` as the policy's model"
+    if found:
+        raise ConfigError(Problem("critic_model_name_or_path", found, remedy))
+
+
+def _find_critic_model(config: RecipeConfig) -> ModelConfig:
+    name, revision = find_critic_start(config)
+    return dataclasses.replace(config.model, model_name_or_path=name, model_revision=revision)
+
+
 def _load_critic(config: RecipeConfig, implementation: str, args: TrainingArguments) -> Any:
     """Load a separate critic, initialised from a reward model, or from the policy with a zero head.
 
     Raises:
-        ConfigError: As ``load_reward_model``; or the start is an adapter.
+        ConfigError: As ``load_reward_model``.
     """
-    named, revision = find_critic_start(config)
-    if named != config.model.model_name_or_path and find_adapter(named, revision) is not None:
-        found = f"the critic would start from {named}, which is an adapter, and all of its weights are trained"
-        remedy = "`recipes merge` it, or write `critic_model_name_or_path`: a reward model, or the policy"
-        raise ConfigError(Problem("critic_model_name_or_path", found, remedy))
-    source = dataclasses.replace(config.model, model_name_or_path=named, model_revision=revision)
+    source = _find_critic_model(config)
     critic = load_reward_model(source, implementation, seed=args.seed)
     architectures = load_model_config(source)[0].architectures or []
     head: Any = critic.score

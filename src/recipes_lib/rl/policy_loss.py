@@ -6,7 +6,6 @@ positions are ignored.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -95,7 +94,7 @@ def compute_importance_weights(logps: Tensor, engine_logps: Tensor, mask: Tensor
         log_ratio = log_ratio.sum(dim=1, keepdim=True)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     lowest, highest = objective.vllm_importance_sampling_clip_min, objective.vllm_importance_sampling_clip_max
-    bounded = ratio.clamp(lowest or 0.0, math.inf if highest is None else highest)
+    bounded = ratio.clamp(lowest or 0.0, highest)
     if treatment == "mask":
         # Clamping returns values inside the bounds unchanged, bit by bit.
         bounded = torch.where(bounded == ratio, ratio, 0.0)

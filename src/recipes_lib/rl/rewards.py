@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -13,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from recipes_lib.config.schema import RewardsConfig
 from recipes_lib.data.prompts import PromptRow
 from recipes_lib.errors import ConfigError, DivergedError, Problem
-from recipes_lib.models.heads.scoring import TOO_LONG, Answer, RewardModel, read_positions
+from recipes_lib.models.heads.scoring import TOO_LONG, Answer, RewardModel, read_positions, read_reward_statistics
 from recipes_lib.rl.advantages import ROUNDING, find_flat_groups
 from recipes_lib.rl.reward_worker import IsolatedFunction, call, find_function
 
@@ -86,7 +87,9 @@ class Rewards:
                 for prompt, text in pairs
             ]
             scores = self.model.score(answers, finished=finished, where=[prompt.where for prompt in prompts])
-            parts[MODEL] = [min(max(score, -MAX_MODEL_SCORE), MAX_MODEL_SCORE) for score in scores]
+            # Raw scores, as of most models on the Hub, have a scale of their own.
+            bound = MAX_MODEL_SCORE if read_reward_statistics(self.model.model) else math.inf
+            parts[MODEL] = [min(max(score, -bound), bound) for score in scores]
         return Scores([self._add(column) for column in zip(*parts.values(), strict=True)], parts)
 
     def _add(self, column: Sequence[float | None]) -> float | None:

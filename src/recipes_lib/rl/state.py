@@ -84,7 +84,7 @@ def stage_state(
     is_shared = any(learner.layout.is_shared for learner in parts)
     if is_shared or saver.is_main:
         held = [(dict(learner.parameters), dict(learner.optimizer.state)) for learner in parts]
-        saver.decide_to_copy(lambda: held, is_shared=is_shared)
+        saver.decide_to_copy(held, is_shared=is_shared)
     tasks: list[Task] = []
     for name, learner in learners.items():
         tasks += learner.layout.save_trained(staged / name, learner.parameters, learner.optimizer, saver)

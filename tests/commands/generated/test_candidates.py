@@ -157,6 +157,5 @@ def test_find_failure_returns_one_reason() -> None:
 
 def test_broken_line_is_reported_with_number(tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_text('{"a": 1}\n{"a"')
-    assert list(read_row_file(tmp_path / "r.jsonl", num_bytes=9)) == [{"a": 1}]
     with pytest.raises(DataError, match=r"r\.jsonl:2"):
         list(read_row_file(tmp_path / "r.jsonl"))

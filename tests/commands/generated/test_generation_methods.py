@@ -127,8 +127,13 @@ def test_source_columns_depend_on_method(tmp_path: Path) -> None:
         ("textbook", ["t0", "t1"]),
     ):
         assert read(method, num_candidates=2) == texts
-    write_rows(path, [{"prompt": "p"}, {"text": "t"}, {"turns": ["a", "b"]}])
-    for method, message in (("answers", ["has no question", "has several turns"]), ("textbook", ["has no `text`"] * 2)):
+    half = {"prompt": "p\ud83d", "text": "t\ud83d"}
+    write_rows(path, [{"prompt": "p"}, {"text": "t"}, {"turns": ["a", "b"]}, half], ensure_ascii=True)
+    broken = "the text holds half a surrogate pair, \\ud83d, at position 1"
+    for method, message in (
+        ("answers", ["has no question", "has several turns", broken]),
+        ("textbook", [*["has no `text`"] * 2, broken]),
+    ):
         with pytest.raises(DataError) as caught:
             read(method)
         assert [problem.found for problem in caught.value.problems] == message

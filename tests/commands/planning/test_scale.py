@@ -69,7 +69,7 @@ def test_run_has_parameters_tokens_and_last_evaluation_loss(runs) -> None:
 def test_fit_recovers_law_and_extrapolates_far_only_with_interval(runs, scale, tmp_path) -> None:
     law = tmp_path / "law.json"
     output = scale("fit", *runs, "--output", law)
-    assert "IsoFLOP         fewer than two budgets have three runs" in output
+    assert "IsoFLOP         fewer than two budgets have three sizes" in output
     assert float(re.search(r"size exponent +([\d.]+)", output)[1]) == pytest.approx(0.3478, abs=0.003)
     size = read_scaling_run(runs[-1]).num_parameters
     output = scale("predict", "--parameters", 2 * size, "--tokens", 100 * size, "--fit", law)

@@ -163,6 +163,7 @@ def test_gguf_is_written_by_converter(kind, tiny_tokenizer_dir, tmp_path, capsys
     if kind == "model":
         export_checkpoint(source, source := tmp_path / "model")
     out = tmp_path / "files" / "mine.gguf"
+    (out.parent / ".mine.gguf.partial" / "of-a-killed-process").mkdir(parents=True)
     flags = [str(source), str(out), "--llama_cpp", str(tmp_path / "a llama"), "--gguf"]
     main([*flags, "q8_0"])
     assert out.read_bytes() == b"GGUF 32 q8_0"

@@ -342,10 +342,17 @@ def test_effective_upstream_value_is_written(write, minimal_text: str, recipe: s
     assert flatten_config(check_text(recipe, migration.text, Path("new.yaml")))[new[0]] == new[1]
 
 
-def test_dropout_kept_by_upstream_needs_review(write, minimal_text: str) -> None:
-    migration = migrate(write(f"{minimal_text}use_peft: true\nlora_dropout: 0.05\ndisable_dropout: false\n"), "dpo")
+@pytest.mark.parametrize(
+    ("recipe", "old", "kept"),
+    [
+        ("dpo", "use_peft: true\nlora_dropout: 0.05\ndisable_dropout: false", "lora_dropout: 0.05"),
+        ("grpo", "reward_funcs: [{a: 1}]", "reward_funcs: [{a: 1}]"),
+    ],
+)
+def test_value_without_equivalent_needs_review(write, minimal_text: str, recipe: str, old: str, kept: str) -> None:
+    migration = migrate(write(f"{minimal_text}{old}\n"), recipe)
     assert not migration.is_ready
-    assert "lora_dropout: 0.05" in migration.text
+    assert kept in migration.text
 
 
 BLOCKS = [

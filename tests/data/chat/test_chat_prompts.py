@@ -68,7 +68,7 @@ def test_answer_starts_at_end_of_generation_prompt(name: str) -> None:
     tokenizer = build_byte_level(source(name))
     encoder, row = RowEncoder(tokenizer, loss_on="last_assistant"), chat(SYSTEM, *TURNS)
     served = tokenizer.apply_chat_template([SYSTEM, *TURNS[:-1]], add_generation_prompt=True, return_dict=False)
-    assert encoder.encode_prompt(row).tolist() == served
+    assert encoder.encode_prompt(chat(SYSTEM, *TURNS[:-1])).tolist() == served
     (encoded,) = encoder.encode([row])
     assert encoded.input_ids[: len(served)].tolist() == served
     assert int(encoded.loss_mask.argmax()) == len(served)

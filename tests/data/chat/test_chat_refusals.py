@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from tests.data.chat_cases import (
     CHATML_ENDS,
@@ -17,9 +15,7 @@ from tests.data.chat_cases import (
     user,
 )
 from tests.data.templates.tokenizers import build_byte_level, build_lossy, build_metaspace, wrap
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-from transformers.tokenization_python import PreTrainedTokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.sources.rows import Row
@@ -137,32 +133,6 @@ def test_whitespace_stripped_by_special_token_is_no_merge() -> None:
     tokenizer.chat_template = template.replace("assistant\\n", "assistant<|im_start|>\\n")
     (row,) = RowEncoder(tokenizer).encode([chat(user("hi"), answer("  Paris"), user("x"), answer("b"))])
     assert spans(tokenizer, row) == ["Paris<|im_end|>", "b<|im_end|>"]
-
-
-def test_slow_tokenizer_is_refused() -> None:
-    class Slow(PreTrainedTokenizer):
-        vocab_size = 1
-
-        def get_vocab(self) -> dict[str, int]:
-            return {"a": 0}
-
-        def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
-            return list(text)
-
-    with pytest.raises(ConfigError, match=r"tokenizer_name_or_path: Slow is written in Python"):
-        RowEncoder(Slow())
-
-
-def test_unknown_eos_token_is_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"eos_token: '<end>' is not a token"):
-        RowEncoder(build_byte_level(""), eos_token="<end>")
-
-
-def test_text_without_eos_token_is_config_error() -> None:
-    tokenizer = Tokenizer(models.BPE({"a": 0}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    with pytest.raises(ConfigError, match="eos_token"):
-        RowEncoder(PreTrainedTokenizerFast(tokenizer_object=tokenizer)).encode([text_row("a")])
 
 
 def test_tokenizer_without_template_is_config_error() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,8 @@ def test_shipped_template_renders_tools_calls_and_results(
     assert spans(tokenizer, encoded) == [f"{written}<|im_end|>", "It is dry.<|im_end|>"]
     assert not encoded.remarks
     asked = tokenizer.apply_chat_template(messages[:-1], tools=tools, tokenize=False, add_generation_prompt=True)
-    assert encoder.render_prompt(row) == asked
+    prompt = replace(row, num_prompt_messages=len(messages) - 1)
+    assert tokenizer.decode(encoder.encode_prompt(prompt)) == asked
     assert rendered.startswith(asked)
 
 
@@ -271,6 +273,12 @@ def test_strings_are_remarked_if_model_has_chat_template(template: str) -> None:
     assert (list(pair.remarks), list(text.remarks)) == ([Remark.PLAIN_TEXT] if template else [], [])
 
 
+def test_loss_on_all_trains_on_prompt_too() -> None:
+    tokenizer = build_byte_level("")
+    (row,) = RowEncoder(tokenizer, loss_on="all").encode([plain("2 + 2 =", " 4")])
+    assert spans(tokenizer, row) == ["2 + 2 = 4</s>"]
+
+
 def test_empty_completion_trains_only_eos() -> None:
     tokenizer = build_byte_level("")
     assert spans(tokenizer, RowEncoder(tokenizer).encode([plain("hi", "")])[0]) == ["</s>"]
@@ -298,15 +306,18 @@ def test_tool_template_is_used_for_rows_with_tools() -> None:
     tokenizer = build_byte_level.__wrapped__(source("chatml"))
     tokenizer.chat_template = {"default": source("chatml"), "tool_use": "T" + source("chatml")}
     encoder = RowEncoder(tokenizer)
-    assert encoder.render_prompt(chat(user("a"))).startswith("<|im_start|>")
-    assert encoder.render_prompt(chat(user("a"), tools=[{"name": "f"}])).startswith("T<|im_start|>")
+    for tools, start in ((None, "<|im_start|>"), ([{"name": "f"}], "T<|im_start|>")):
+        assert tokenizer.decode(encoder.encode_prompt(chat(user("a"), tools=tools))).startswith(start)
 
 
-def test_encoder_ignores_tokenizer_truncation_and_padding() -> None:
+@pytest.mark.parametrize(
+    "options", [{"truncation": True, "max_length": 3}, {"padding": True, "pad_to_multiple_of": 99}]
+)
+def test_encoder_ignores_tokenizer_truncation_and_padding(options: dict[str, Any]) -> None:
     tokenizer = build_byte_level.__wrapped__(source("chatml"))
     rows = [chat(user("hi"), answer("a long answer")), chat(user("hi"), answer("a"))]
     before = RowEncoder(tokenizer).encode(rows)
-    tokenizer(["hello there", "x"], truncation=True, max_length=3, padding="max_length")
+    tokenizer(["hello there", "x"], **options)
     after = RowEncoder(tokenizer).encode(rows)
     for one, other in zip(before, after, strict=True):
         assert one.input_ids.tolist() == other.input_ids.tolist()
@@ -326,20 +337,15 @@ def test_generation_prompt_ids_are_prefix_of_training_row(name: str) -> None:
     encoder, _ = build_encoder(name, "last_assistant")
     row = chat(user("hi"), answer("a"), user("more"), answer("b"))
     (encoded,) = encoder.encode([row])
-    prompt = encoder.encode_prompt(row)
+    prompt = encoder.encode_prompt(replace(row, num_prompt_messages=3))
     assert encoded.input_ids[: len(prompt)].tolist() == prompt.tolist()
     assert int(encoded.loss_mask.argmax()) == len(prompt)
-
-
-def test_text_row_has_no_prompt() -> None:
-    with pytest.raises(DataError, match="has no prompt"):
-        RowEncoder(build_byte_level("")).encode_prompt(text_row("hi"))
 
 
 def test_template_error_in_prompt_is_row_error() -> None:
     encoder = RowEncoder(build_byte_level("{{ raise_exception('never') }}"))
     with pytest.raises(DataError, match=r"train.jsonl:17: the chat template refuses this chat: never"):
-        encoder.render_prompt(chat(user("hi")))
+        encoder.encode_prompt(chat(user("hi")))
 
 
 def test_cautions_name_clock_and_missing_generation_prompt() -> None:

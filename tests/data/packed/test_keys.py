@@ -81,7 +81,8 @@ def tokenizer_dir(tiny_tokenizer_dir, tmp_path) -> Path:
 @pytest.mark.parametrize("own", [True, False])
 def test_tokenizer_file_change_changes_key(build_config, tokenizer_dir, own):
     options = {"tokenizer_name_or_path" if own else "model_name_or_path": str(tokenizer_dir)}
-    (tokenizer_dir / "added_tokens.json").write_text("{}")
+    for name in ("added_tokens.json", "tekken.json"):  # transformers reads Mistral's `tekken.json` too.
+        (tokenizer_dir / name).write_text("{}")
     before = key_of(build_config(**options))
     files = sorted(path for path in tokenizer_dir.iterdir() if path.is_file())
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= {path.name for path in files}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from accelerate import skip_first_batches
@@ -11,7 +13,12 @@ from recipes_lib.data.packed import encoding
 from recipes_lib.data.packed import training_data as streaming
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.data.packed.prepared_set import prepare
-from recipes_lib.data.packed.training_data import audit_first_window, build_train_stream, read_eval_packs
+from recipes_lib.data.packed.training_data import (
+    audit_first_window,
+    build_train_stream,
+    load_training_data,
+    read_eval_packs,
+)
 from recipes_lib.errors import DataError
 
 ROWS_PER_WINDOW = 15
@@ -122,3 +129,31 @@ def test_first_window_audit_equals_prepared_audit(config, tiny_tokenizer):
     assert packed.audit.num_rows == ROWS_PER_WINDOW
     assert packed.audit.stop_fraction == 1
     assert all(finding.severity == "ok" for finding in packed.findings)
+
+
+@pytest.mark.parametrize(
+    ("at", "change", "is_refused"),
+    [(0, {"weight": 0}, True), (120, {"weight": 0}, False), (120, {"content": "word " * 200}, False)],
+)
+def test_audit_limits_are_for_all_rows_so_far(
+    build_config, write_rows, make_chats, tiny_tokenizer, at, change, is_refused
+):
+    rows = make_chats(121)  # The last one is alone in its window.
+    rows[at]["messages"][-1] |= change
+    keys = {"dataset_name": str(write_rows(rows=rows)), "max_length": 128, "overlong": "drop"}
+    stream = build_train_stream(build_config(**keys, dataset_streaming=True), tiny_tokenizer)
+    with pytest.raises(DataError, match=r"1 of 15 rows .* hold no target token") if is_refused else nullcontext():
+        assert sorted(row_ids(stream)) == list(range(120))
+
+
+def test_record_of_stream_identifies_its_rows(config, write_rows, make_chats, tiny_tokenizer):
+    records = [load_training_data(config, tiny_tokenizer).record for _ in range(2)]
+    write_rows(rows=make_chats(39))
+    changed = load_training_data(config, tiny_tokenizer).record
+    assert records[0]["fingerprint"] == records[1]["fingerprint"] != changed["fingerprint"]
+
+
+def test_first_window_counts_duplicates(build_config, write_rows, make_chats, tiny_tokenizer):
+    path = write_rows("twice.jsonl", [*make_chats(5), *make_chats(5)])
+    config = build_config(dataset_name=str(path), max_length=128, dataset_streaming=True)
+    assert audit_first_window(config, tiny_tokenizer).audit.num_duplicates == 5

@@ -54,7 +54,7 @@ def test_audit_equals_direct_count(rows):
     assert audit.num_rows == len(rows)
     assert audit.num_rows_without_target == sum(not row_targets for row_targets in targets)
     assert audit.num_tokens == sum(map(len, rows))
-    assert audit.stop_fraction == pytest.approx(np.mean(stops) if stops else 0.0)
+    assert audit.stop_fraction == pytest.approx(np.mean(stops) if stops else 1.0)
     assert audit.length_max == max(map(len, rows))
     assert audit.length_p50 in map(len, rows)
     assert audit.num_target_tokens == sum(at < 8 for row_targets in targets for at, _ in row_targets)
@@ -147,14 +147,15 @@ def test_remarks_are_warnings_with_count_and_first_row():
 
 def test_packed_split_reports_remarks():
     examples = replace(examples_of([GOOD, GOOD]), remarks=build_bits([[], [Remark.LOST_TOOLS]]))
-    packed = pack_split("eval", examples, TokensConfig(), 12, [END], find_places)
+    packed = pack_split("eval", examples, TokensConfig(), 12, [END], find_places, np.array([b"a", b"b"]))
     assert [finding.found for finding in packed.findings if "tool schemas" in finding.found] == [
         f"eval: 1 of 2 rows {Remark.LOST_TOOLS.found}; the first is a:2"
     ]
 
 
 def test_findings_are_ordered_by_severity():
-    packed = pack_split("eval", examples_of([NO_END, NO_END, NO_TARGET]), TokensConfig(), 12, [END], find_places)
+    examples = examples_of([NO_END, NO_END, NO_TARGET])
+    packed = pack_split("eval", examples, TokensConfig(), 12, [END], find_places, np.array([b"a", b"a", b"b"]))
     severities = [finding.severity for finding in packed.findings]
     assert severities == sorted(severities, key=["error", "warning", "ok"].index)
 

@@ -24,7 +24,7 @@ from recipes_lib.data.sources.mixtures import (
     load_train_data,
 )
 from recipes_lib.data.tokens.dataset import RowOrder
-from recipes_lib.errors import ConfigError, DataError
+from recipes_lib.errors import ConfigError, DataError, Problem
 
 NUM_ROWS = 40
 ROUNDED = [(0.24, 10), (0.26, 10), (1.07, 43), (1.08, 43)]
@@ -125,7 +125,10 @@ def test_broken_row_of_repeated_part_is_reported_once(files: tuple[str, str]) ->
     mixture = build_mixture([{"name": files[0], "repeat": 2.5}, {"name": files[1], "repeat": 0.5}])
     with pytest.raises(DataError) as caught:
         texts(mixture)
-    assert [problem.where for problem in caught.value.problems] == [f"{name}:{NUM_ROWS + 1}" for name in files]
+    places = [f"{name}:{NUM_ROWS + 1}" for name in files]
+    assert [problem.where for problem in caught.value.problems] == places
+    # Equal problems are merged in the error.
+    assert [entry.where for entry in mixture.entries() if isinstance(entry, Problem)] == places
     dropped = TokensConfig(broken_rows="drop", max_broken_fraction=0.03)
     rows = Counter(str(row.text)[0] for row in mixture.rows(dropped))
     assert (rows["a"] in (99, 100), rows["b"] in (19, 20)) == (True, True), "a broken row may be among those drawn"
@@ -141,6 +144,8 @@ def test_fingerprint_changes_with_rows(files: tuple[str, str]) -> None:
     assert fingerprint({**first, "repeat": 2}) != fingerprint(first)
     assert fingerprint({**first, "format": "text"}) != fingerprint(first)
     assert fingerprint(half, seed=1) != fingerprint(half, seed=2)
+    weighted, other = ([{**first, "weight": share}, {**second, "weight": 1 - share}] for share in (0.5, 0.25))
+    assert len({fingerprint(*weighted, seed=1), fingerprint(*weighted, seed=2), fingerprint(*other, seed=1)}) == 3
     assert fingerprint(first, seed=1) == fingerprint(first, seed=2)
     before = fingerprint(first)
     Path(files[0]).write_text('{"text": "other"}\n')

@@ -149,6 +149,11 @@ PUBLIC: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         {"tools": "[]", "messages": [USER], "chosen": ANSWER, "rejected": WRONG},
         PAIR,
     ),
+    "OpenMathInstruct": (
+        "question_answer",
+        {"question": "What is 2 + 2?", "expected_answer": "4", "is_correct": True, "generated_solution": "4"},
+        CHAT,
+    ),
     "MOSS": ("sharegpt", {"conversation": [{"human": "What is 2 + 2?", "assistant": "4"}], "category": "x"}, CHAT),
     "Magpie's pairs": (
         "preference",
@@ -186,7 +191,8 @@ def test_verdict_columns_are_described_as_published() -> None:
     ("raw", "remedy"),
     [
         ({"items": [HUMAN, GPT], "tags": ["a", "b"]}, r"write `dataset_columns: {conversations: items}`"),
-        ({"items": [HUMAN]}, "to one of: messages"),
+        ({"context_messages": [USER], "context": "USER:"}, "{conversations: context_messages}"),
+        ({"responses_create_params": {"input": [USER], "tools": []}}, "{conversations: responses_create_params.input}"),
         ({"conversation_a": [USER, ANSWER], "conversation_b": [USER, WRONG], "winner": "tie"}, "remove such rows"),
         ({"prompt": "2 + 2?", "answers": [{"answer": "4", "rank": 1}], "turns": 1}, "an object of `answers`"),
         ({"system": "SYSTEM: Be brief.", "chat": "USER: 2 + 2?\n\nASSISTANT: 4"}, "{text: chat}"),
@@ -201,7 +207,8 @@ def test_verdict_columns_are_described_as_published() -> None:
     ],
     ids=[
         "openchat",
-        "prompts",
+        "OpenRLHF's prompts",
+        "NeMo Gym",
         "arena",
         "Nectar",
         "glaive",

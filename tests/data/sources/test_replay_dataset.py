@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recipes_lib.data.packed import prepared_set
 from recipes_lib.data.packed.training_data import count_trained_tokens, load_training_data
 from recipes_lib.data.pairs.preference_sets import load_pair_data
 from recipes_lib.data.sources.replay_dataset import EpochOrder, ReplayOrder, find_replayed
@@ -116,6 +117,25 @@ def test_held_out_rows_of_earlier_run_are_not_replayed(write_all, tiny_tokenizer
     assert find_replayed(config).tokens.loss_on == "all"
 
 
+@pytest.mark.parametrize("is_named", [False, True])
+def test_held_out_rows_are_not_replayed(write_all, write_rows, make_chats, tiny_tokenizer, tmp_path, is_named):
+    earlier = write_rows("earlier.jsonl", make_chats(60))  # All rows of the new data are among them.
+    keys = {"replay_dataset": str(earlier), "replay_share": 0.2, "test_split_size": 10}
+    if is_named:
+        other = write_rows("other.jsonl", make_chats(9, start=200))
+        split = {"test_split_size": None, "dataset_test_split": str(tmp_path / "new.jsonl")}
+        keys |= {"dataset_name": str(other), **split}
+    with pytest.raises(DataError, match=rf"[14]0 training rows are held-out rows too: {earlier}:\d+ = .*new.jsonl:\d+"):
+        load_training_data(write_all(**keys), tiny_tokenizer)
+    assert load_training_data(write_all(**keys, allow_eval_overlap=True), tiny_tokenizer).order is not None
+
+
+def test_rows_are_not_digested_without_rows_to_compare(write_all, tiny_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared_set, "_digest_rows", lambda _: pytest.fail("takes minutes"))
+    for keys in ({"test_split_size": 5}, {"replay_dataset": str(tmp_path / "old.jsonl"), "replay_share": 0.2}):
+        assert len(load_training_data(write_all(**keys), tiny_tokenizer).train)
+
+
 def test_replay_share_of_pairs_counts_pairs(build_config, write_rows, tiny_tokenizer, tmp_path):
     def write(name, start, **more):
         rows = [
@@ -145,6 +165,10 @@ def test_replay_share_of_documents_counts_tokens(build_config, write_rows, tiny_
     assert [source.name.rpartition("/")[2] for source in data.train] == ["new.jsonl", "old.jsonl"]
     assert list(data.weights) == [0.95, 0.05]
     assert data.num_replayed == 1
+    again = {**keys, "replay_dataset": keys["dataset_name"], "replay_share": 0.05, "test_split_size": 5}
+    with pytest.raises(DataError, match=r"5 training rows are held-out rows too: .*new\.jsonl:"):
+        prepare_tokens(build_config(**again), lambda _: tiny_tokenizer)
+    assert prepare_tokens(build_config(**again, allow_eval_overlap=True), lambda _: tiny_tokenizer).eval
 
 
 @pytest.mark.parametrize(

@@ -304,9 +304,12 @@ def test_context_parallelism_on_gpus_requires_half_precision() -> None:
     share = ContextParallelGroup(group, 0, 2, group, by_heads=False)
     with pytest.raises(ConfigError, match="needs bf16 or fp16"):
         choose_attention(ModelConfig(dtype="float32"), LlamaConfig(), args, packing=True, context=share)
-    args.bf16 = True
-    chosen = choose_attention(ModelConfig(dtype="float32"), LlamaConfig(), args, packing=True, context=share)
-    assert chosen == AttentionChoice("context", "rows", share)
+    for half in ({"bf16": True}, {"fp16": True}, {"mixed_precision": "fp8"}):
+        given: Any = SimpleNamespace(**{**vars(args), **half})
+        chosen = choose_attention(ModelConfig(dtype="float32"), LlamaConfig(), given, packing=True, context=share)
+        assert chosen == AttentionChoice("context", "rows", share)
+    with pytest.raises(ConfigError, match="context parallelism does not support a mistral model"):
+        choose_attention(ModelConfig(dtype="float32"), CONFIGS["mistral"], given, packing=True, context=share)
 
 
 def test_hub_kernels_need_their_package_and_are_never_default(

@@ -238,6 +238,13 @@ def test_verify_loss_head_accepts_router_loss_that_the_model_does_not_add() -> N
     assert model(**batch).get("aux_loss") is None
 
 
+def test_verify_loss_head_accepts_another_coefficient_of_router_loss_than_that_of_checkpoint() -> None:
+    model = architectures.make_model("mixtral")
+    add_loss_head(model)
+    model.config.router_aux_loss_coef = 0.7
+    verify_loss_head(model)
+
+
 def test_verify_loss_head_names_non_finite_weights() -> None:
     model = make_model()
     with torch.no_grad():

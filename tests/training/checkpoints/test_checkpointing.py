@@ -438,6 +438,20 @@ def test_resume_does_not_unpickle_code(trained, tiny_model_dir, tmp_path):
     assert marker.exists()
 
 
+def test_resumed_run_logs_and_saves_at_its_own_steps(trained, tiny_model_dir, tmp_path):
+    keys = {"save_steps": 1, "logging_steps": 2, "max_steps": 4}
+    _, steps, _ = train(tiny_model_dir, tmp_path, resume_from=str(trained[1]), **keys)
+    assert (tmp_path / "checkpoint-3").is_dir()
+    assert len(steps) == 1
+
+
+def test_loss_scale_of_fp16_is_no_obstacle_in_another_precision(trained, tiny_model_dir, tmp_path):
+    checkpoint = shutil.copytree(trained[1], tmp_path / "checkpoint-2")
+    torch.save(torch.amp.GradScaler("cpu").state_dict(), checkpoint / "scaler.pt")
+    trainer, steps, _ = train(tiny_model_dir, tmp_path, resume_from=str(checkpoint), max_steps=3)
+    assert (trainer.state.global_step, len(steps)) == (3, 1)
+
+
 def test_missing_rng_state_is_derived_from_seed(saved):
     trainer, checkpoint = saved
     (checkpoint / "rng_state.pth").unlink()

@@ -154,6 +154,15 @@ def test_find_damage_names_file(tmp_path, damage, message):
     assert message in find_damage(checkpoint)
 
 
+def test_file_that_fails_to_be_read_is_damaged(tmp_path, monkeypatch):
+    def fail(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    checkpoint = make_checkpoint(tmp_path, 10)
+    monkeypatch.setattr(checkpoints, "hash_file", fail)
+    assert find_damage(checkpoint) == "model.safetensors cannot be read (Input/output error)"
+
+
 NAMES = [
     "config.json",
     "model.safetensors",
@@ -265,6 +274,7 @@ def test_superseded_checkpoint_is_kept_but_not_resumed(tmp_path):
         lambda record: record["files"].update({"pipe": {"size": 0, "sha256": "0" * 64}}),
         lambda record: record["files"].update({"link": {"size": 0, "sha256": "0" * 64}}),
         lambda record: record["files"].update({"model.safetensors": [7]}),
+        lambda record: record["files"]["model.safetensors"].pop("sha256"),
         lambda record: record.update(files=["model.safetensors"]),
         lambda record: record.update(world_size=0),
         lambda record: record.update(step="5"),

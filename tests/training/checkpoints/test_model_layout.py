@@ -35,19 +35,19 @@ def make_trainer(*, deepspeed=False, fsdp=False, part=False):
 
 
 @pytest.mark.parametrize(
-    ("launch", "layout", "engine", "is_shared", "has_engine_norm"),
+    ("launch", "layout", "engine", "is_shared"),
     [
-        ({}, ReplicatedLayout, "", False, False),
-        ({"fsdp": True}, ShardedLayout, "FSDP", True, True),
-        ({"part": True}, PipelineLayout, "FSDP", True, False),
-        ({"part": True, "fsdp": True}, PipelineLayout, "FSDP", True, True),
-        ({"deepspeed": True}, ModelLayout, "DEEPSPEED", True, True),
+        ({}, ReplicatedLayout, "", False),
+        ({"fsdp": True}, ShardedLayout, "FSDP", True),
+        ({"part": True}, PipelineLayout, "FSDP", True),
+        ({"part": True, "fsdp": True}, PipelineLayout, "FSDP", True),
+        ({"deepspeed": True}, ModelLayout, "DEEPSPEED", True),
     ],
 )
-def test_choose_layout(launch, layout, engine, is_shared, has_engine_norm):
+def test_choose_layout(launch, layout, engine, is_shared):
     chosen = choose_layout(make_trainer(**launch))
     assert type(chosen) is layout
-    assert (chosen.engine, chosen.is_shared, chosen.has_engine_norm) == (engine, is_shared, has_engine_norm)
+    assert (chosen.engine, chosen.is_shared) == (engine, is_shared)
 
 
 def test_drop_copies_removes_tied_weight():
@@ -95,7 +95,7 @@ def test_trained_parameters_load_across_layouts(mesh, tmp_path, writes, reads):
     (model, parameters, optimizer), place = train(mesh if writes == "sharded" else None, 0), tmp_path / "policy"
     layout = choose_learner_layout(model)
     assert layout.is_shared is (writes == "sharded")
-    saver.decide_to_copy(lambda: (parameters, dict(optimizer.state)), is_shared=layout.is_shared)
+    saver.decide_to_copy((parameters, dict(optimizer.state)), is_shared=layout.is_shared)
     for task in layout.save_trained(place, parameters, optimizer, saver):
         task()
     layout.verify_trained(place, {"weight": model.weight.shape})

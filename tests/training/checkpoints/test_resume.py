@@ -110,11 +110,15 @@ def test_indivisible_batch_lists_possible_world_sizes(now, before, remedy):
     assert str(caught.value).startswith("a.yaml:3: a step of this run takes")
 
 
-def test_batch_ramp_rejects_other_micro_batches():
-    ramp = {"schedule": ScheduleConfig(batch_ramp_tokens=1000)}
-    with pytest.raises(ConfigError, match="4 per step at the checkpoint and 2 now"):
-        keep_batch(config(2, 4, **ramp), launch(2), record(1, 2, 4))
-    assert keep_batch(config(1, 4, **ramp), launch(2), record(1, 2, 4))[1] is None
+@pytest.mark.parametrize("key", ["batch_ramp_tokens", "dataloader_drop_last"])
+def test_keys_of_micro_batches_reject_other_ones(key):
+    def build(*batch):
+        recipe = config(*batch, schedule=ScheduleConfig(batch_ramp_tokens=1000 if key == "batch_ramp_tokens" else None))
+        return recipe.with_training({"dataloader_drop_last": key == "dataloader_drop_last"})
+
+    with pytest.raises(ConfigError, match=f"{key} .* 4 per step at the checkpoint and 2 now"):
+        keep_batch(build(2, 4), launch(2), record(1, 2, 4))
+    assert keep_batch(build(1, 4), launch(2), record(1, 2, 4))[1] is None
 
 
 @pytest.mark.parametrize("engine", ["", "FSDP"])

@@ -45,7 +45,7 @@ def stage(saver, step, state, folder="_saving", verify=lambda: None):
     """Stage a checkpoint with one state file."""
     staged = saver.open(step, folder)
     staged.mkdir(parents=True)
-    saver.decide_to_copy(lambda: [state])
+    saver.decide_to_copy(state)
     copied = saver.take(state)
     return Staged(staged, step, [lambda: write_state(copied, staged / "state.pt")], verify)
 

@@ -155,17 +155,19 @@ def test_metrics_are_computed_in_a_silent_phase_of_the_watchdog(
     assert [*phases, WATCHDOG.phase] == ["computing metrics", "an evaluation"]
 
 
-def test_resumed_run_replaces_repeated_samples(
+def test_repeated_steps_replace_their_samples(
     model: Any, prompts: list[Prompt], tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     writer = MetricsWriter(tmp_path / "samples.jsonl")
     for step in (0, 1, 2):
         writer.write({"step": step, "prompt": "before the kill"})
 
-    GenerateSamples(prompts, tiny_tokenizer, writer, max_new_tokens=2)(model, 1)
+    hook = GenerateSamples(prompts, tiny_tokenizer, writer, max_new_tokens=2)
+    for step in (1, 3, 2):  # After step 3, a spike rolls the run back.
+        hook(model, step)
 
     steps = [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert steps == [0, 1, 1, 1]
+    assert steps == [0, *[1] * len(prompts), *[2] * len(prompts)]
 
 
 def build(config, examples, tokenizer, positions=math.inf, say=pytest.fail):

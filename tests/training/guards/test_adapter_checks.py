@@ -7,6 +7,7 @@ import torch
 from tests.models.adapter_models import build_model
 from tests.training.adapter_runs import make_adapter_trainer
 from tests.training.trajectories import make_packs
+from transformers import TrainerState, TrainingArguments
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import DivergedError
@@ -15,7 +16,6 @@ from recipes_lib.training.guards.start_checks import (
     AdapterChecks,
     sample_frozen,
     verify_frozen,
-    verify_no_effect,
 )
 
 
@@ -161,12 +161,16 @@ def test_modules_to_save_pass_with_sparse_embedding_updates(make_run):
 
 
 @pytest.mark.parametrize("keys", [{}, {"use_dora": True}, {"init_lora_weights": "orthogonal"}])
-def test_new_adapter_with_effect_is_detected(keys):
-    model = add_adapter(build_model("llama"), AdapterConfig(use_peft=True, **keys), seed=0)
-    verify_no_effect(model, torch.float32)
+def test_new_adapter_with_effect_is_detected(keys, tmp_path):
+    config = AdapterConfig(use_peft=True, **keys)
+    model, lines = add_adapter(build_model("llama"), config, seed=0), []
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    checks = AdapterChecks(model, config, say=lines.append)
+    checks.on_train_begin(args, TrainerState(), None, model=model)
+    assert lines == ["adapter: it changes no logit before it is trained"]
     find_b(model).data += 0.01
     with pytest.raises(DivergedError, match="changes logits by"):
-        verify_no_effect(model, torch.float32)
+        checks.on_train_begin(args, TrainerState(), None, model=model)
 
 
 def test_saved_adapter_with_effect_can_be_trained(make_run, tmp_path):

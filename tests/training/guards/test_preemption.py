@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from recipes_lib.training.guards.preemption import (
     read_evaluation,
     stop_if_agreed,
 )
-from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY
+from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY, EarlyStopping
+from recipes_lib.training.monitoring.metrics import MetricsWriter
 
 
 @pytest.fixture(autouse=True)
@@ -94,10 +96,18 @@ class Hook:
             STOP.request("SIGTERM")
             stop_if_agreed()
         self.steps.append(step)
-        return {"loss": float(sum(float(parameter.sum()) for parameter in model.parameters()))}
+        return {"loss": float(sum(float(parameter.sum()) for parameter in model.parameters())), "step": step}
 
 
-def test_interrupted_evaluation_is_repeated_on_resume(tiny_model_dir, tmp_path):
+@pytest.mark.parametrize(
+    ("step", "changed"),
+    [
+        pytest.param(2, {}, id="between steps"),
+        pytest.param(5, {}, id="after the last epoch"),
+        pytest.param(2, {"eval_strategy": "epoch", "save_steps": 2}, id="of an epoch whose last step is saved"),
+    ],
+)
+def test_interrupted_evaluation_is_repeated_on_resume(tiny_model_dir, tmp_path, step, changed):
     keys = {
         "eval_strategy": "steps",
         "eval_steps": 2,
@@ -106,28 +116,48 @@ def test_interrupted_evaluation_is_repeated_on_resume(tiny_model_dir, tmp_path):
         "gradient_accumulation_steps": 2,
         "save_strategy": "steps",
         "save_steps": 4,
-        "metric_for_best_model": "eval_loss",
-        "greater_is_better": False,
-    }
+        "metric_for_best_model": "eval_step",
+        "greater_is_better": True,
+    } | changed
     packs = make_packs()
     hook = Hook()
     uninterrupted, expected = make_trainer(tiny_model_dir, tmp_path / "uninterrupted", packs, hooks=[hook], **keys)
     uninterrupted.train()
-    assert hook.steps == [0, 2, 4, 5]
+    evaluated = hook.steps
+    assert evaluated == ([0, 2, 4, 5] if keys["eval_strategy"] == "steps" else [0, 1, 2, 3, 4, 5])
 
-    stopped, first = make_trainer(tiny_model_dir, tmp_path / "run", packs, hooks=[Hook(stop_at=2)], **keys)
-    with pytest.raises(PreemptedError, match="SIGTERM: stopped after step 2; checkpoint-2 is complete"):
+    stopped, first = make_trainer(tiny_model_dir, tmp_path / "run", packs, hooks=[Hook(stop_at=step)], **keys)
+    with pytest.raises(PreemptedError, match=f"SIGTERM: stopped after step {step}; checkpoint-{step} is complete"):
         stopped.train()
     STOP.reason, STOP._is_closed = None, False
     hook = Hook()
     resumed, second = make_trainer(tiny_model_dir, tmp_path / "run", packs, hooks=[hook], **keys)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
 
-    assert hook.steps == [2, 4, 5]
+    assert hook.steps == evaluated[evaluated.index(step) :]
     assert_equal_weights(weights_of(uninterrupted), weights_of(resumed))
     assert first.steps + second.steps == expected.steps
     assert resumed.state.best_metric == uninterrupted.state.best_metric
     assert resumed.state.best_global_step == uninterrupted.state.best_global_step
+
+
+def test_repeated_evaluation_stops_early(tiny_model_dir, tmp_path):
+    keys = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 6, "save_strategy": "steps", "save_steps": 6}
+
+    def make_stopping(hook):
+        trainer, _ = make_trainer(tiny_model_dir, tmp_path / "run", make_packs(64), hooks=[hook], **keys)
+        # A threshold that no evaluation reaches.
+        writer = MetricsWriter(tmp_path / "metrics.jsonl")
+        trainer.add_callback(EarlyStopping(2, math.inf, writer, trainer.observer.progress))
+        return trainer
+
+    with pytest.raises(PreemptedError, match="stopped after step 3"):
+        make_stopping(Hook(stop_at=3)).train()
+    STOP.reason, STOP._is_closed = None, False
+    resumed = make_stopping(hook := Hook())
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    assert hook.steps == [3]
+    assert resumed.state.global_step == 3
 
 
 def test_save_strategy_no_saves_nothing_on_stop(tiny_model_dir, tmp_path):

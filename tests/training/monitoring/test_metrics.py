@@ -31,6 +31,7 @@ def test_counts_are_synchronised_and_restored() -> None:
     counter.synchronise()
     counter.synchronise()
     resumed = StepCounter()
+    resumed.add(7, 7, 7)  # Of a step that is rolled back.
     resumed.restore(json.loads(json.dumps(counter.totals())))
     resumed.add(1, 1, 1)
     resumed.synchronise()
@@ -45,9 +46,10 @@ def test_stopped_meter_does_not_count_time() -> None:
     for seconds, trains in ((7, False), (2, True), (60, False), (3, True)):
         if trains:
             meter.resume()
+            clock.now += 1
             meter.resume()
             counter.add(100, 30)
-        clock.now += seconds
+        clock.now += seconds - trains
         meter.stop()
         meter.stop()
     counter.synchronise()

@@ -79,6 +79,23 @@ def test_evaluation_is_disabled_without_held_out_data(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("metric", "is_greater"),
+    [
+        *(
+            (name, False)
+            for name in ("eval_loss", "perplexity", "code_bits_per_byte", "wikitext_word_perplexity", "wer")
+        ),
+        *((name, True) for name in ("eval_token_accuracy", "rewards/accuracies", "judge_win_rate", "f1", "answer")),
+    ],
+)
+def test_direction_of_best_metric_follows_from_its_name(tmp_path, metric, is_greater):
+    config = make_config(tmp_path, metric_for_best_model=metric)
+    assert build_training_arguments(config, ONE, has_eval=True).greater_is_better is is_greater
+    opposite = config.with_training({"greater_is_better": not is_greater})
+    assert build_training_arguments(opposite, ONE, has_eval=True).greater_is_better is not is_greater
+
+
+@pytest.mark.parametrize(
     ("keys", "supports_bf16", "expected"),
     [
         ({}, True, (True, False)),
@@ -117,6 +134,12 @@ def test_value_error_of_upstream_is_reported_at_its_key(tmp_path, scheduler):
     config = make_config(tmp_path, lr_scheduler_type=scheduler)
     with pytest.raises(ConfigError, match=f"lr_scheduler_type.* {scheduler} requires an eval strategy"):
         build_training_arguments(config, ONE, has_eval=False)
+
+
+def test_beta_of_zero_is_accepted_by_torch(tmp_path):
+    args = build_training_arguments(make_config(tmp_path, adam_beta1=0), ONE, has_eval=False)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], betas=(args.adam_beta1, args.adam_beta2))
+    assert optimizer.defaults["betas"][0] == 0
 
 
 def test_missing_distributed_backend_is_refused(tmp_path):

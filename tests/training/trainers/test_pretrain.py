@@ -113,7 +113,7 @@ def test_resumed_run_is_bit_identical(tmp_path, tiny_tokenizer_dir, monkeypatch,
 
 def test_extended_run_resumes_from_stable_phase(tmp_path, tiny_tokenizer_dir, monkeypatch):
     keys = {"lr_scheduler_type": "warmup_stable_decay", "decay_steps": 3, "warmup_steps": 2}
-    keys |= {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
+    keys |= {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 1, "logging_steps": 2}
     run_recipe(build_config(tmp_path, tiny_tokenizer_dir, max_steps=10, **keys), monkeypatch)
     assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-7", "checkpoint-10"}
     run_recipe(build_config(tmp_path, tiny_tokenizer_dir, max_steps=15, **keys), monkeypatch)
@@ -122,8 +122,10 @@ def test_extended_run_resumes_from_stable_phase(tmp_path, tiny_tokenizer_dir, mo
     )
     weights, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "long"))
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
-    rates = [step["learning_rate"] for step in read_events(tmp_path / "out")]
-    assert rates[2:12] == [1e-2] * 10
+    steps, expected = (read_events(tmp_path / name) for name in ("out", "long"))
+    assert [step["learning_rate"] for step in steps][1:6] == [1e-2] * 5
+    # Of the step before the decay too, which is not logged.
+    assert [step["num_tokens"] for step in steps] == [step["num_tokens"] for step in expected]
     assert (tmp_path / "out" / "superseded-checkpoint-10").is_dir()
 
 

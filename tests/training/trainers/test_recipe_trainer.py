@@ -1,10 +1,13 @@
 """Base trainer: guards, evaluation hooks, resume, checkpoints, and the load-balancing loss."""
 
 import pytest
+import torch
 from tests.training.trajectories import assert_equal_weights, make_packs, make_trainer, weights_of
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from recipes_lib.errors import ConfigError, DivergedError
+from recipes_lib.models.heads.loss_head import add_loss_head
+from recipes_lib.models.parallel.pipeline_part import PipelinePart
 from recipes_lib.training.checkpoints.manifest import is_complete
 from recipes_lib.training.layouts.launch_environment import Launch, Layout
 from recipes_lib.training.trainers.recipe_trainer import configure_router_loss
@@ -108,8 +111,24 @@ def test_router_loss_follows_key_and_model_config(key, by_default, in_config, co
     )
     model = MixtralForCausalLM(config)
     assert configure_router_loss(model, key, by_default=by_default) == coefficient
-    assert model.config.output_router_logits is is_on
+    add_loss_head(model)
+    ids = torch.arange(8)[None]
+    assert (model(input_ids=ids, labels=ids, loss_head=True).aux_loss is not None) is is_on
+    # Both are saved with the model.
+    assert model.config.output_router_logits is in_config
     assert model.config.router_aux_loss_coef == coefficient
+
+
+@pytest.mark.parametrize("layout", ["context", "pipeline"])
+def test_router_loss_is_refused_where_ranks_share_tokens_or_layers(layout) -> None:
+    model = MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=2))
+    if layout == "context":
+        model.config._attn_implementation = "context"
+    else:
+        model.part = PipelinePart(0, 2)
+    with pytest.raises(ConfigError, match="router_aux_loss_coef: context and pipeline parallelism"):
+        configure_router_loss(model, None, by_default=True)
+    assert configure_router_loss(model, 0.0, by_default=True) == 0.0
 
 
 def test_router_loss_of_dense_model_is_refused() -> None:

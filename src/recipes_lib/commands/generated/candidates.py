@@ -17,7 +17,7 @@ from recipes_lib.config.synthesis_keys import SynthesisConfig
 from recipes_lib.data.sources.messages import is_answer
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.evaluation.endpoint import join_reasoning, split_reasoning
-from recipes_lib.files import atomic_file, parse_record
+from recipes_lib.files import atomic_file, read_lines
 
 ROWS: Final = "rows.jsonl"
 PAIRS: Final = "pairs.jsonl"
@@ -82,26 +82,16 @@ def find_failure(step: Mapping[str, Any], text: str, *, error: str | None, is_fi
     return None if take_reply(step, text) is not None else f"no {step['name']} in the reply"
 
 
-def read_row_file(path: Path, num_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+def read_row_file(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a file of this command, line by line.
-
-    Args:
-        path: The file.
-        num_bytes: Size of the part to read, which ends at a line end; ``None``: the whole file.
 
     Raises:
         DataError: A line is not a JSON object.
     """
-    read = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            read += len(line)
-            if num_bytes is not None and read > num_bytes:
-                return
-            row = parse_record(line.decode(errors="replace"))
-            if row is None:
-                raise DataError(Problem(f"{path}:{number}", "is not a JSON object", f"delete {path} and its record"))
-            yield row
+    for number, row in enumerate(read_lines(path), 1):
+        if row is None:
+            raise DataError(Problem(f"{path}:{number}", "is not a JSON object", f"delete {path} and its record"))
+        yield row
 
 
 def filter_replies(

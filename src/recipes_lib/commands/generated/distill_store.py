@@ -91,20 +91,19 @@ def build_compute(
     config: RecipeConfig, record: RecordFormat, teacher: Any, collate: Any, args: TrainingArguments
 ) -> ComputeTop:
     """Return the function that computes top-k log-probabilities of the teacher, in the precision of the run."""
-    import torch
     from accelerate.utils import send_to_device
 
     from recipes_lib.distillation.teacher_store import ask_teacher, read_targets
-    from recipes_lib.training.trainers.arguments import get_compute_dtype
+    from recipes_lib.training.trainers.arguments import build_autocast
 
-    dtype, device = get_compute_dtype(args), args.device
+    autocast = build_autocast(args)
 
     def compute(rows: Sequence[Any]) -> Any:
         # Keys for the trainer, which the model does not accept.
         batch = {name: value for name, value in collate(list(rows)).items() if name not in ("num_tokens", "row_ids")}
-        inputs = send_to_device(batch, device)
+        inputs = send_to_device(batch, args.device)
         labels = inputs.pop("labels")
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        with autocast():
             temperature = config.distillation.distillation_temperature
             top = ask_teacher(teacher, inputs, labels, k=record.k, temperature=temperature)
         return top, read_targets(labels)

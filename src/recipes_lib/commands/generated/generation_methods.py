@@ -22,6 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from recipes_lib.config.synthesis_keys import SynthesisConfig
+from recipes_lib.data.sources.messages import RowError, check_text
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems, raise_problems
 from recipes_lib.evaluation.endpoint import Chat, Message, split_reasoning
 from recipes_lib.evaluation.judge_questions import Question, read_question
@@ -249,12 +250,17 @@ def read_source(method: Method) -> tuple[list[SourceRow], str]:
 
 
 def _read_row(columns: Mapping[str, Any], number: int, where: str, reads: str) -> SourceRow:
+    question, text, context = None, columns.get("text"), list[Message]()
     if reads != "documents":
         question = read_question(columns, number, where)
         if len(question.turns) > 1:
             raise DataError(Problem(where, "has several turns", "give one prompt a row"))
-        return SourceRow(where, question.turns[0], question)
-    text = columns.get("text")
-    if not isinstance(text, str) or not text.strip():
+        text, context = question.turns[0], list(question.context)
+    elif not isinstance(text, str) or not text.strip():
         raise DataError(Problem(where, "has no `text`", "map it by dataset_columns: {text: COLUMN}"))
-    return SourceRow(where, text)
+    try:
+        # Not when it is sent: with a corrected source, the replies to the rows before it would be lost.
+        check_text("".join([str(text), *(str(message["content"]) for message in context)]), "the text")
+    except RowError as error:
+        raise DataError(Problem(where, error.found, error.remedy)) from None
+    return SourceRow(where, str(text), question)

@@ -325,9 +325,7 @@ def _grade(
 
     facts = {"judge": judge.describe()}
     file = RowFile(path, compute_key(facts), GradeCounts(), what="grades of another judge", facts=facts)
-    known = {}
-    if file.counts.num_bytes:
-        known = {row["key"]: row["grade"] for row in read_row_file(path, file.counts.num_bytes)}
+    known: dict[str, float | None] = {}
     asked: dict[str, tuple[Question, str]] = {}
     keys: list[tuple[Answer, str]] = []
     for candidate in candidates:
@@ -337,11 +335,12 @@ def _grade(
             # The key excludes the id: the same answer to the same question is graded once.
             key = compute_key({"question": question._asdict() | {"id": ""}, "answer": said})
             keys.append((answer, key))
-            if key not in known:
-                asked[key] = (question, said)
+            asked[key] = (question, said)
 
     def grade() -> Iterator[list[dict[str, Any]]]:
-        waiting, size = list(asked.items()), 16
+        # Here, where the file has been cut to the rows that its record counts.
+        known.update({row["key"]: row["grade"] for row in read_row_file(path)})
+        waiting, size = [(key, pair) for key, pair in asked.items() if key not in known], 16
         starts = range(0, len(waiting), size)
         for start in progress.track(starts, "grade", len(starts)):
             batch = waiting[start : start + size]

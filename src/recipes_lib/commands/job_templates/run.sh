@@ -3,8 +3,8 @@ records of its stages, and reports itself. -#}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300
 {% if output_dir %}
 {% set record = (output_dir ~ "/run.json") | quote %}
-began=$(mktemp); {{ command | join_words }} && exit {{ exit_done }}
-[ {{ record }} -nt $began ] || exit {{ exit_bug }}
+before=$(stat -c %y {{ record }} 2>/dev/null); {{ command | join_words }} && exit {{ exit_done }}
+[ "$(stat -c %y {{ record }} 2>/dev/null)" != "$before" ] || exit {{ exit_bug }}
 if grep -qE '{{ resumable }}' {{ record }}; then exit {{ exit_preempted }}; fi
 if grep -qE '{{ final }}' {{ record }}; then exit {{ exit_user }}; fi
 exit {{ exit_bug }}

@@ -9,11 +9,10 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.files import atomic_folder, verify_empty_folder
+from recipes_lib.files import atomic_folder, staging_folder, verify_empty_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,12 +105,11 @@ def export_gguf(source: Path, output: Path, kind: str, llama_cpp: Path | None) -
         raise ConfigError(Problem(str(source), "is an adapter", remedy))
     if not is_checkpoint and not (source / "config.json").exists():
         raise ConfigError(Problem(str(source), "holds no model", "name the output directory of a finished run"))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as folder:
-        model, file = source, Path(folder) / output.name
+    with staging_folder(output) as folder:
+        model, file = source, folder / output.name
         # The converter reads a complete model; a checkpoint may be sharded.
         if is_checkpoint:
-            model = Path(folder) / "model"
+            model = folder / "model"
             export_checkpoint(source, model)
         command += [str(model), "--outfile", str(file), "--outtype", kind]
         code = subprocess.run(command, check=False).returncode

@@ -357,10 +357,11 @@ def _dump(values: Mapping[str, Any]) -> str:
 
 def _name_reward(name: Any) -> Any:
     """Return the import path ``module:function`` of a reward function in TRL's spelling: dotted, or a short name."""
+    if not isinstance(name, str):
+        return name
     if name in _REWARDS_OF_TRL:
         return f"trl.rewards:{name}"
-    is_dotted = isinstance(name, str) and re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", name)
-    return ":".join(name.rsplit(".", 1)) if is_dotted else name
+    return ":".join(name.rsplit(".", 1)) if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", name) else name
 
 
 def _position(entry: Entry) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from recipes_lib.data.chat.spans import SpanFinder, refuse_inner_ends
 from recipes_lib.data.chat.templates import TEMPLATE_DATE, ChatTemplate, TemplateError
 from recipes_lib.data.masking import MergedTokenError, count_tokens_before
 from recipes_lib.data.sources.rows import EncodedRow, Remark, Row
-from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems
 
 _EXCERPT: Final = 20
 _REMEDY: Final = "change the text, or use a tokenizer that can write it"
@@ -136,7 +136,7 @@ class RowEncoder:
     """Converts canonical rows to token ids and loss masks; thread-safe.
 
     Args:
-        tokenizer: A fast tokenizer.
+        tokenizer: A fast tokenizer that has the ``eos_token``, as ``load_tokenizer`` verifies.
         loss_on: Part of each row that is trained on. Default: by layout, ``assistant`` for chats, ``completion`` for
             rows with a separate prompt, ``all`` for texts.
         chat_template: Jinja template that replaces the tokenizer's.
@@ -146,9 +146,6 @@ class RowEncoder:
             a beginning that still has, because to tokenise 100 MB takes minutes. Only for tokenizers that preserve the
             text; ``None`` for no limit.
         cuts: False: such a text is an error.
-
-    Raises:
-        ConfigError: The tokenizer is not a fast one, or does not have the ``eos_token``.
     """
 
     def __init__(
@@ -161,9 +158,6 @@ class RowEncoder:
         max_length: int | None = None,
         cuts: bool = True,
     ) -> None:
-        if not tokenizer.is_fast:
-            found = f"{type(tokenizer).__name__} is written in Python and has no character offsets"
-            raise ConfigError(Problem("tokenizer_name_or_path", found, "use a tokenizer that has a tokenizer.json"))
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         self._loss_on = loss_on
@@ -175,8 +169,8 @@ class RowEncoder:
         # Observed instead of read: the post-processor decides, and not every tokenizer has `add_bos_token`.
         adds_bos = self._bos_id is not None and self._backend.encode("a").ids[:1] == [self._bos_id]
         self._bos: list[int] = [self._bos_id] if adds_bos else []
-        self._eos_id = _token_id(tokenizer, eos_token) if eos_token is not None else tokenizer.eos_token_id
         self._eos: str | None = eos_token or tokenizer.eos_token
+        self._eos_id = self._backend.token_to_id(self._eos or "")
         self._byte_ends = ByteEnds(tokenizer) if ByteEnds.suits(tokenizer) else None
         self._max_characters: float = math.inf
         if self._byte_ends is not None and max_length is not None:
@@ -196,55 +190,35 @@ class RowEncoder:
             DataError: Rows cannot be rendered, tokenised or masked exactly; has the problems of all of them.
         """
         problems: list[Problem] = []
-        drafts = self._drafts(rows, problems)
+        drafts: list[_Draft] = []
+        for row in rows:
+            with collect_problems(problems):
+                drafts.append(self._draft(row))
         ids, cuts = self._tokenize(drafts)
         claims: list[Claim] = []
         encoded: list[EncodedRow] = []
         for draft, text_ids, text_cuts in zip(drafts, ids, cuts, strict=True):
-            try:
+            with collect_problems(problems):
                 encoded.append(self._mask(draft, text_ids, text_cuts, claims))
-            except DataError as error:
-                problems += error.problems
         problems += self._proof.problems(claims)
         if problems:
             raise DataError(*problems)
         return encoded
 
-    def _drafts(self, rows: Sequence[Row], problems: list[Problem]) -> list[_Draft]:
-        drafts: list[_Draft] = []
-        for row in rows:
-            try:
-                drafts.append(self._draft(row))
-            except DataError as error:
-                problems += error.problems
-        return drafts
-
-    def render_prompt(self, row: Row) -> str:
-        """Return the text before the last answer, rendered with ``add_generation_prompt``; of a plain row, its prompt.
-
-        Raises:
-            DataError: The row has no prompt, or the template raises.
-        """
-        if row.messages is None:
-            if row.prompt is None:
-                raise DataError(Problem(row.where, "a plain text has no prompt", "give rows with a prompt or messages"))
-            return row.prompt
-        answers = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
-        num_messages = row.num_prompt_messages
-        if num_messages is None:
-            num_messages = answers[-1] if answers else len(row.messages)
-        return self._finder(row).render_prompt(row, num_messages)
-
     def encode_prompt(self, row: Row) -> npt.NDArray[np.uint32]:
-        """Return the token ids of ``render_prompt``, ``uint32 (T,)``: a prefix of the ids of the encoded row.
+        """Return the token ids of the prompt of a row, ``uint32 (T,)``: a prefix of the ids of the encoded row.
+
+        Args:
+            row: A chat, of which ``num_prompt_messages``, by default all, are rendered with ``add_generation_prompt``;
+                or a row with a plain prompt.
 
         Raises:
-            DataError: As ``render_prompt``.
+            DataError: The chat template raises, or omits a message.
         """
+        text = row.prompt if row.messages is None else self._finder(row).render_prompt(row)
+        ids = np.array(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
         # Chat templates write BOS themselves; the tokenizer would add a second one.
-        ids = self._backend.encode(self.render_prompt(row), add_special_tokens=False).ids
-        array = np.array(ids, dtype=np.uint32)
-        return array if row.messages is not None else self._with_bos(array)
+        return ids if row.messages is not None else self._with_bos(ids)
 
     @property
     def cautions(self) -> list[str]:
@@ -283,9 +257,6 @@ class RowEncoder:
 
     def _draft(self, row: Row) -> _Draft:
         loss_on = _resolve(self._loss_on, row)
-        if row.messages is None and self._eos_id is None:
-            found = "the tokenizer has no token that ends a text"
-            raise ConfigError(Problem("eos_token", found, "name one of its tokens"))
         if row.messages is not None:
             text, spans, remarks = self._finder(row).find(row, _trained_messages(row, loss_on))
             places = None if loss_on == "all" else [(span.start, span.end) for span in spans]
@@ -428,13 +399,6 @@ def _trained_messages(row: Row, loss_on: LossOn) -> Collection[int]:
         case _:
             chosen = []
     return [index for index in chosen if index not in row.untrained] if row.untrained else chosen
-
-
-def _token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
-    token_id = tokenizer.get_vocab().get(token)
-    if token_id is None:
-        raise ConfigError(Problem("eos_token", f"{token!r} is not a token of the tokenizer", "name one that is"))
-    return token_id
 
 
 _RAW_BYTE = re.compile(r"<0x[0-9A-F]{2}>")

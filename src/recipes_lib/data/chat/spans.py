@@ -319,16 +319,16 @@ class SpanFinder:
         self._written.refuse_unwritten(row, rendered, trained)
         return Targets(targets.text, targets.spans, self._written.list_remarks(row, rendered, trained))
 
-    def render_prompt(self, row: Row, num_messages: int) -> str:
-        """Render the prompt of the turn after the first ``num_messages`` messages, as a server does.
+    def render_prompt(self, row: Row) -> str:
+        """Render the prompt of the turn after the first ``num_prompt_messages``, by default all, as a server does.
 
         Raises:
             DataError: The template raises, or omits one of the messages.
         """
-        prompt = replace(row, messages=_list_messages(row)[:num_messages])
+        prompt = replace(row, messages=_list_messages(row)[: row.num_prompt_messages])
         try:
             rendered = self._render(prompt, add_generation_prompt=True)
-            header = "" if self._template.has_generation_prompt else self._header(row, num_messages)
+            header = "" if self._template.has_generation_prompt else self._header(row, len(_list_messages(prompt)))
         except TemplateError as error:
             raise _refusal(row, error) from error
         self._written.refuse_unwritten(prompt, rendered)

@@ -32,7 +32,7 @@ from recipes_lib.data.sources.mixtures import Mixture
 from recipes_lib.data.sources.rows import Row, Source
 from recipes_lib.data.sources.splits import compute_digests
 from recipes_lib.data.store import explain_disk_errors
-from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems
 from recipes_lib.files import hash_file
 from recipes_lib.shipped import find_shipped
 
@@ -127,11 +127,6 @@ class EncodedMixture:
     digests: npt.NDArray[np.bytes_]
     columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
-    @property
-    def num_duplicates(self) -> int:
-        """Number of rows with the same content as an earlier row."""
-        return len(self.digests) - len(np.unique(self.digests))
-
     def take(self, positions: npt.NDArray[np.int64]) -> EncodedMixture:
         """Return the rows at ``positions``, ``int64 (K,)``, in that order."""
         columns = {name: column[positions] for name, column in self.columns.items()}
@@ -157,13 +152,12 @@ def build_encoder(
 
     Args:
         config: Configuration of the run.
-        tokenizer: Tokenizer of the run.
+        tokenizer: Tokenizer of the run: a fast one that has the ``eos_token``.
         max_length: Number of tokens above which rows are handled by ``overlong``; texts that certainly have more are
             not tokenised whole. ``None`` if all tokens are needed.
 
     Raises:
-        ConfigError: The tokenizer is not a fast one, does not have the ``eos_token``, or the chat template cannot be
-            read.
+        ConfigError: The chat template cannot be read.
     """
     # Imports transformers, which is slow and not needed to find an existing set.
     from recipes_lib.data.chat.encoder import RowEncoder
@@ -194,15 +188,13 @@ def split_chunks(
     """
     chunk: list[Row | Problem] = []
     num_characters = 0
-    try:
+    with collect_problems(broken.fatal):  # The caller raises them, together with the problems of single rows.
         for entry in entries:
             chunk.append(entry)
             num_characters += _count_characters(entry) if isinstance(entry, Row) else 0
             if len(chunk) == ROWS_PER_CHUNK or num_characters >= max_characters:
                 yield chunk
                 chunk, num_characters = [], 0
-    except DataError as error:
-        broken.fatal += error.problems  # Raised by the caller, together with the problems of single rows.
     if chunk:
         yield chunk
 
@@ -320,6 +312,7 @@ TOKENIZER_FILES: Final = (
     "merges.txt",
     "*.model",
     "*.tiktoken",
+    "tekken.json",
     "chat_template*",
     "additional_chat_templates/*",
 )

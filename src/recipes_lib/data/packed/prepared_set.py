@@ -169,9 +169,7 @@ def _build(
     )
     end_tokens = find_end_tokens(tokenizer)
     packed = {
-        name: pack_split(
-            name, side.examples, config.tokens, capacity, end_tokens, side.find_places, side.num_duplicates
-        )
+        name: pack_split(name, side.examples, config.tokens, capacity, end_tokens, side.find_places, side.digests)
         for name, side in sides.items()
     }
     findings = [finding for split in packed.values() for finding in split.findings]
@@ -516,10 +514,15 @@ def add_eval_sets(
     """
     derived = derive_eval_configs(config, data.max_length)
     sets = {name: (run, prepare(run)) for name, run in derived.items()}
+    if trained and not config.data.allow_eval_overlap:
+        named = [(load_train_data(run.data), prepared.train) for run, prepared in sets.values()]
+        _refuse_overlap(trained, named, relation)
+        if (own := trained[0][1].eval) is not None:
+            # New rows were compared when they were prepared; replayed ones were not.
+            mixture = load_test_data(config.data) or load_train_data(config.data, seed=read_seed(config))
+            _refuse_overlap(trained[1:], [(mixture, own)], relation)
     if not sets:
         return data
-    if trained and not config.data.allow_eval_overlap:
-        _refuse_named_overlap(trained, list(sets.values()), relation)
     record = {
         name: {"prepared_set": str(prepared.path), "key": prepared.key, **prepared.manifest["train"]}
         for name, (_, prepared) in sets.items()
@@ -528,23 +531,25 @@ def add_eval_sets(
     return dataclasses.replace(data, eval_sets=packs, record={**data.record, "eval_datasets": record})
 
 
-def _refuse_named_overlap(trained: Sequence[TrainedSet], named: Sequence[TrainedSet], relation: str) -> None:
-    """Raise if rows of ``eval_datasets`` are also trained on, compared by token ids; pairs by those of their prompts.
+def _refuse_overlap(
+    trained: Sequence[TrainedSet], held_out: Sequence[tuple[Mixture, datasets.Dataset]], relation: str
+) -> None:
+    """Raise if held-out rows are also trained on, compared by token ids; pairs by those of their prompts.
 
     Raises:
         DataError: There are such rows; names the first few of each pair of sets.
     """
     problems: list[Problem] = []
-    digested = [_digest_rows(prepared.train) for _, prepared in named]
-    for config, prepared in trained:
+    digested = [_digest_rows(rows) for _, rows in held_out if trained]
+    for config, prepared in trained if held_out else ():  # To digest all rows takes minutes.
         train_digests, train_ids = _digest_rows(prepared.train)
-        for (held_out, _), (eval_digests, eval_ids) in zip(named, digested, strict=True):
+        for (mixture, _), (eval_digests, eval_ids) in zip(held_out, digested, strict=True):
             overlap = find_overlap(train_digests, eval_digests)
             # From positions in the prepared sets to positions in the mixtures, whose locations can be looked up.
             pairs = [(int(train_ids[train]), int(eval_ids[test])) for train, test in overlap.pairs]
             places = load_train_data(config.data, seed=read_seed(config)).find_places({train for train, _ in pairs})
-            test_places = load_train_data(held_out.data).find_places({test for _, test in pairs})
+            test_places = mixture.find_places({test for _, test in pairs})
             overlap = Overlap(overlap.num_rows, pairs)
             with collect_problems(problems):
                 refuse_overlap(overlap, places.__getitem__, test_places.__getitem__, relation=relation)
-    raise_problems(problems, "eval_datasets")
+    raise_problems(problems, "allow_eval_overlap")

@@ -13,6 +13,7 @@ from recipes_lib.config.schema import TokensConfig
 from recipes_lib.config.token_ids import NUM_OF_END
 from recipes_lib.data.packed.packing import Bins, Examples, LengthCounts, choose_bins, fit_to_length
 from recipes_lib.data.sources.rows import Remark, RemarkBits, find_remarked
+from recipes_lib.data.sources.splits import Digests, count_duplicates
 from recipes_lib.errors import Problem, raise_problems
 
 MAX_FRACTION_WITHOUT_TARGET = 0.01
@@ -31,7 +32,8 @@ class SplitAudit:
         num_rows_without_target: Rows without target tokens.
         num_duplicates: Rows with the same content as an earlier row.
         num_tokens: Tokens of all rows.
-        stop_fraction: Share of rows whose last targets include an end token, or were cut off, among rows with targets.
+        stop_fraction: Share of rows whose last targets include an end token, or were cut off, among rows with targets;
+            1 if there are none.
         terminators: Ids of these end tokens, ascending.
         length_p5: 5th percentile of the lengths of rows, in tokens.
         length_p50: Median length, in tokens.
@@ -112,7 +114,7 @@ def pack_split(
     capacity: int,
     end_token_ids: Collection[int],
     find_places: FindPlaces,
-    num_duplicates: int = 0,
+    digests: Digests,
 ) -> PackedSplit:
     """Truncate, pack, count and check one split; errors are findings, and not raised.
 
@@ -123,11 +125,11 @@ def pack_split(
         capacity: Maximum length of a pack in tokens, configured or derived.
         end_token_ids: Ids of tokens that end answers.
         find_places: As for ``check_remarks``.
-        num_duplicates: Number of rows with the same content as an earlier row.
+        digests: Digest of each row's content.
     """
     fitted, cut = fit_to_length(examples, capacity, tokens.overlong)
     bins = choose_bins(fitted.lengths, capacity, packing=tokens.packing)
-    audit = compute_split_audit(examples, fitted, bins, end_token_ids, num_duplicates)
+    audit = compute_split_audit(examples, fitted, bins, end_token_ids, count_duplicates(digests))
     findings = [
         *check_audit(split, audit, cut, tokens.max_truncated_fraction),
         *check_remarks(split, examples.remarks, find_places),
@@ -173,7 +175,7 @@ def compute_split_audit(
         num_rows_without_target=len(examples) - num_with_target,
         num_duplicates=num_duplicates,
         num_tokens=int(examples.lengths.sum()),
-        stop_fraction=num_stopped / max(1, num_with_target),
+        stop_fraction=num_stopped / num_with_target if num_with_target else 1.0,
         terminators=sorted(terminators),
         **summarize_lengths(examples.lengths),
         num_packs=len(bins),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import datasets
 import numpy as np
@@ -23,13 +24,14 @@ from recipes_lib.data.packed.encoding import (
     read_seed,
     split_chunks,
 )
-from recipes_lib.data.packed.packing import Examples
+from recipes_lib.data.packed.packing import Examples, LengthCounts
 from recipes_lib.data.packed.prepared_set import PreparedRows, add_eval_sets, open_set, prepare
 from recipes_lib.data.packed.supervision_audit import (
     Finding,
     FindPlaces,
     PackedSplit,
     SplitAudit,
+    check_audit,
     describe_overlong,
     pack_split,
     read_audit,
@@ -43,6 +45,8 @@ from recipes_lib.data.sources.splits import Digests, compute_digests, compute_ro
 from recipes_lib.data.store import PreparedSet
 from recipes_lib.errors import DataError, merge_alike, raise_problems
 
+_COUNTS: Final = ("num_rows", "num_rows_without_target", "num_packs")
+"""Figures of an audit that are compared with limits."""
 Pack = dict[str, np.ndarray[Any, np.dtype[Any]]]
 
 
@@ -96,14 +100,19 @@ class _Windows:
     split: Literal["train", "eval"]
 
     def generate(self, epoch_seed: int = 0) -> Iterator[tuple[int, Pack]]:
-        """Yield the packs with their numbers; each window is audited like a prepared set.
+        """Yield the packs with their numbers; the windows read so far are audited like a prepared set.
 
         Raises:
-            DataError: Too many rows are broken; or rows of a window are too long or without targets.
+            DataError: Too many rows are broken, too long or without targets.
         """
-        number = 0
+        number, totals = 0, Counter[str]()
         for window, packed in enumerate(self.pack()):
-            refuse_errors(self.mixture.name, packed.findings)
+            totals.update(asdict(packed.cut) | {name: getattr(packed.audit, name) for name in _COUNTS})
+            # Of all rows so far: in a single window, few rows can by chance exceed a limit.
+            counts: dict[str, Any] = {name: totals[name] for name in _COUNTS}
+            cut = LengthCounts(**{name: totals[name] for name in asdict(packed.cut)})
+            limit = self.config.tokens.max_truncated_fraction
+            refuse_errors(self.mixture.name, check_audit(self.split, replace(packed.audit, **counts), cut, limit))
             order = np.arange(len(packed.bins))
             if self.split == "train":
                 # A separate generator for each window, so that the order does not depend on earlier windows.
@@ -144,7 +153,7 @@ class _Windows:
                 overlong = [describe_overlong(rows[at].where, lengths[at], capacity) for at in too_long]
                 raise_problems(merge_alike(overlong, len(rows)), name)
             if len(examples):
-                packed = pack_split(self.split, examples, tokens, capacity, end_tokens, _name_places(rows))
+                packed = pack_split(self.split, examples, tokens, capacity, end_tokens, _name_places(rows), digests)
                 dropped = [Finding("warning", text) for text in (broken.list_warnings(self.split) if problems else ())]
                 yield replace(packed, findings=sort_findings([*packed.findings, *dropped]))
         raise_problems(broken.list_problems(name), name)
@@ -250,6 +259,8 @@ def count_trained_tokens(packs: datasets.Dataset) -> npt.NDArray[np.int64]:
 
 def _open_stream(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> TrainingData:
     first = audit_first_window(config, tokenizer)
+    # A resumed run skips packs, which must be those of the same rows.
+    fingerprint = load_train_data(config.data, seed=read_seed(config)).fingerprint()
     assert config.tokens.max_length is not None
     return TrainingData(
         train=build_train_stream(config, tokenizer),
@@ -258,5 +269,5 @@ def _open_stream(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> Tr
         num_packs=None,
         audit=first.audit,
         findings=first.findings,
-        record={"streamed": True, "first_window": asdict(first.audit)},
+        record={"streamed": True, "fingerprint": fingerprint, "first_window": asdict(first.audit)},
     )

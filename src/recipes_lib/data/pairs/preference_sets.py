@@ -38,7 +38,7 @@ from recipes_lib.data.packed.supervision_audit import (
     summarize_lengths,
 )
 from recipes_lib.data.sources.rows import EncodedRow, Row
-from recipes_lib.data.sources.splits import compute_digests
+from recipes_lib.data.sources.splits import compute_digests, count_duplicates
 from recipes_lib.data.store import PreparedSet
 from recipes_lib.errors import ConfigError, Problem, raise_problems
 
@@ -461,7 +461,7 @@ def compute_pair_audit(pairs: EncodedMixture) -> PairAudit:
     return PairAudit(
         num_pairs=len(tokens.prompt),
         num_prompts=len(np.unique(pairs.columns["prompt_digests"])),
-        num_duplicates=pairs.num_duplicates,
+        num_duplicates=count_duplicates(pairs.digests),
         num_margins=int(np.isfinite(pairs.columns["margins"]).sum()),
         num_prompt_tokens=int(tokens.prompt.sum()),
         num_chosen_tokens=int(tokens.chosen.sum()),

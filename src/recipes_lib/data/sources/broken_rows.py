@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 
 from recipes_lib.config.schema import TokensConfig
 from recipes_lib.data.sources.rows import Row
-from recipes_lib.errors import DataError, Problem, merge_alike, raise_problems
+from recipes_lib.errors import DataError, Problem, collect_problems, merge_alike, raise_problems
 
 _MIN_ROWS: Final = 500
 """Rows of a stream from which on its share of broken rows is compared with ``max_broken_fraction``."""
@@ -57,15 +57,13 @@ class BrokenRows:
 
         Problems are collected, not raised.
         """
-        try:
+        with collect_problems(self.fatal):
             for entry in entries:
                 self.add(1, [entry] if isinstance(entry, Problem) else [])
                 if not isinstance(entry, Problem) and (self.are_dropped or not self._problems):
                     yield entry
                 if self.exceeds_limit:
                     break
-        except DataError as error:
-            self.fatal += error.problems
 
     def skip_after_error(self, entries: Iterable[Row | Problem]) -> Iterator[Row | Problem]:
         """Yield the entries; if broken rows are errors, count rows after the first broken one without yielding them.

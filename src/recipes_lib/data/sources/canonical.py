@@ -18,7 +18,7 @@ from recipes_lib.data.sources.hub_datasets import is_saved, load_hub, load_saved
 from recipes_lib.data.sources.local_files import READERS, choose_config, find_suffix, load_files, read_card
 from recipes_lib.data.sources.readers import TextDocuments
 from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
-from recipes_lib.errors import ConfigError, DataError, Problem, raise_problems, suggest
+from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems, raise_problems, suggest
 
 _OF_SOURCE: Final = ("name", "config", "revision", "split", "columns", "streaming", "text_documents")
 """Keys of a mixture's entry that select its rows: the arguments of ``load_source``."""
@@ -33,10 +33,12 @@ class RenamedSource:
     Attributes:
         source: The underlying source.
         columns: New name -> column of the source or a field of one (``a.b``); ``None`` hides the column of that name.
+        has_start: Whether the first row is that of a dataset, and not of a later part of one.
     """
 
     source: Source
     columns: Mapping[str, str | None]
+    has_start: bool = True
 
     @property
     def name(self) -> str:
@@ -56,10 +58,10 @@ class RenamedSource:
         """Yield the rows from the start, with renamed columns.
 
         Raises:
-            DataError: The first row lacks one of the columns; or as the source.
+            DataError: The first row of a dataset lacks one of the columns; or as the source.
         """
         # Only the first row: in JSON Lines, later rows may omit optional columns.
-        is_first = True
+        is_first = self.has_start
         for entry in self.source.rows():
             if isinstance(entry, RawRow):
                 if is_first:
@@ -183,15 +185,13 @@ def detect_source_format(source: Source, declared_format: DatasetFormat = "auto"
     Raises:
         DataError: The source has no rows, or none of the leading ones has a known layout (the first row's problem).
     """
-    first: Problem | None = None
+    problems: list[Problem] = []
     for entry in islice(source.rows(), _MAX_WITHOUT_LAYOUT):
-        try:
+        with collect_problems(problems):
             if isinstance(entry, RawRow):
                 return detect_format(entry, declared_format)
             raise DataError(entry)
-        except DataError as error:
-            first = first or error.problems[0]
-    raise DataError(first or _no_rows(source.name))
+    raise DataError((problems or [_no_rows(source.name)])[0])
 
 
 def read_entries(entries: Iterable[Entry], name: str, declared_format: DatasetFormat) -> Iterator[Row | Problem]:

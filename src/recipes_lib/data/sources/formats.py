@@ -119,9 +119,12 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
 
 
 def _suggest(raw: Raw, present: list[str], usual: str) -> str:
-    """Return the first remedy of ``_REMEDIES`` that is for exactly one unknown column, otherwise ``usual``."""
+    """Return the first remedy of ``_REMEDIES`` that is for exactly one unknown column or field, otherwise ``usual``."""
+    values = {column: raw[column] for column in present if column not in COLUMNS}
+    objects = {column: value for column, value in values.items() if isinstance(value, Mapping)}
+    values |= {f"{column}.{name}": field for column, value in objects.items() for name, field in value.items()}
     for remedy, is_meant in _REMEDIES.items():
-        if len(meant := [column for column in present if column not in COLUMNS and is_meant(raw[column])]) == 1:
+        if len(meant := [column for column, value in values.items() if is_meant(value)]) == 1:
             return remedy.format(meant[0])
     return usual
 
@@ -178,10 +181,8 @@ def _drop_lesser(raw: Raw, matches: list[DatasetFormat]) -> list[DatasetFormat]:
     if "preference" in matches:  # The chat before the answers, as in LLaMA-Factory's pairs.
         chats = {"sharegpt": "conversations", "messages": "messages"}
         lesser |= {name for name in matches if name in chats and _find_roles(raw[chats[name]])[-1:] != ["assistant"]}
-    if "alpaca" in matches and "text" in matches:
-        written = [str(raw[column]) for column in ("instruction", "output")]
-        if all(part in str(raw["text"]) for part in written):
-            lesser.add("text")  # Alpaca's fourth column: the other three, rendered.
+    if {"alpaca", "text"} <= {*matches} and all(str(raw[at]) in str(raw["text"]) for at in ("instruction", "output")):
+        lesser.add("text")  # Alpaca's fourth column: the other three, rendered.
     return [name for name in matches if name not in lesser]
 
 
@@ -244,11 +245,11 @@ def _refuse_labelled(raw: Raw, *, is_answer: bool) -> None:
 
     Args:
         raw: The row.
-        is_answer: Whether a renamed column is the answer, so that ``label`` may refer to it.
+        is_answer: Whether a renamed column is the answer, so that all labels but ``kto_tag`` may refer to it.
     """
-    columns = ("label", "kto_tag") if is_answer or raw.get("completion") is not None else ("kto_tag",)
+    columns = _LABELS if is_answer or raw.get("completion") is not None else ("kto_tag",)
     # As text, since in a table every cell is one.
-    if label := next((name for name in columns if name in raw and str(raw[name]).lower() in ("true", "false")), None):
+    if label := next((name for name in columns if str(raw.get(name)).lower() in _LABELS[name]), None):
         found = f"the boolean `{label}` says which answers are good, and all of them would be trained on"
         hidden = f"`dataset_columns: {{{label}: null}}`"
         raise RowError(found, f"keep the rows where it is true; or write {hidden} if it has another meaning")
@@ -572,11 +573,14 @@ _VERDICTS: Final[Mapping[str, tuple[str, Mapping[str, Sequence[object]]]]] = {
     "winner": ("conversation_a", {"conversation_a": ("model_a",), "conversation_b": ("model_b",)}),  # Chatbot Arena
 }
 """Column with a verdict -> column of the question, which may be in an answer, and verdicts for which each is better."""
-
-
+_LABELS: Final[Mapping[str, Sequence[str]]] = {
+    **dict.fromkeys(("kto_tag", "label"), ("true", "false")),
+    **dict.fromkeys(("is_safe", "is_correct"), ("false",)),  # Subsets of good answers keep these columns.
+}
+"""Column whose boolean says whether the answer is good (KTO, BeaverTails, OpenMathInstruct) -> values refused."""
 _RENAMING: Final = "name them with `dataset_columns`; convert answers with scores to pairs; or change `dataset_format`"
 _REMEDIES: Final[Mapping[str, Callable[[object], bool]]] = {
-    "write `dataset_columns: {{conversations: {}}}`": lambda value: "assistant" in _find_roles(value),
+    "write `dataset_columns: {{conversations: {}}}`": lambda value: any(_find_roles(value)),
     "convert the rows: write an object of `{}` as `answer`, or two as `chosen` and `rejected`": (
         lambda value: set(_find_roles(value)) == {""}
     ),
@@ -590,6 +594,6 @@ _FALLBACKS: Final[tuple[DatasetFormat, ...]] = ("dolly", "question_answer")
 
 COLUMNS: Final = frozenset(
     {column for layout in _LAYOUTS.values() for column in (*layout.required, *layout.optional)}
-    | {"label", "kto_tag", "role", "tests", *MEDIA, *_SPELLINGS, *_SYSTEM_SPELLINGS}
+    | {*_LABELS, "role", "tests", *MEDIA, *_SPELLINGS, *_SYSTEM_SPELLINGS}
 )
 """All columns that have a meaning: the valid keys of ``dataset_columns``."""

@@ -29,7 +29,7 @@ from recipes_lib.data.sources.readers import (
     read_text,
 )
 from recipes_lib.data.sources.rows import Entry
-from recipes_lib.errors import DataError, Problem, raise_problems
+from recipes_lib.errors import DataError, Problem, collect_problems, raise_problems
 from recipes_lib.files import hash_file, is_inside, read_record, replace_record
 
 _JSON_LINES: Final = partial(read_json, may_be_document=False)
@@ -94,12 +94,10 @@ class FileSource:
         problems: list[Problem] = []
         for label, path in self.files.items():
             try:
-                with open_file(path) as file:
+                with collect_problems(problems), open_file(path) as file:
                     reader = READERS[find_suffix(path)]
                     options = {"documents": self.text_documents} if reader is read_text else {}
                     yield from reader(file, label, **options)
-            except DataError as error:
-                problems += error.problems
             except (OSError, EOFError, lzma.LZMAError) as error:
                 problems.append(_describe_failure(label, path, error))
         raise_problems(problems, self.name)

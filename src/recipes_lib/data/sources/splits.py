@@ -66,6 +66,11 @@ def compute_digests(rows: Iterable[Row]) -> npt.NDArray[np.bytes_]:
     return np.frombuffer(b"".join(map(compute_row_digest, rows)), _DIGEST)
 
 
+def count_duplicates(digests: Digests) -> int:
+    """Return the number of rows with the same content as an earlier row."""
+    return len(digests) - len(np.unique(digests))
+
+
 def split_rows(
     digests: Digests | Sequence[bytes], test_split_size: float | int, seed: int, *, inseparable: str = "equal rows"
 ) -> Split:

@@ -138,6 +138,8 @@ def prepare_tokens(
     if local_rank == 0 and not config.data.allow_eval_overlap:
         for part in filter(None, (held_out_part, *named_parts)):
             _refuse_repeats(parts, train, part)
+        for part in parts[:num_own]:
+            _refuse_repeats(parts[num_own:], train[num_own:], part, "eval")
     # The weights of the run's own sources and of the replayed ones each sum to 1 before they are scaled.
     sizes = [source.num_tokens for source in train]
     weights = compute_weights(config, sizes[:num_own])
@@ -220,11 +222,13 @@ def _open_eval(parts: Sequence[_Part], held_out: _Part | None) -> dict[str, Toke
     return found
 
 
-def _refuse_repeats(parts: Sequence[_Part], train: Sequence[TokenSource], held_out: _Part) -> None:
+def _refuse_repeats(
+    parts: Sequence[_Part], train: Sequence[TokenSource], held_out: _Part, side: Side = "train"
+) -> None:
     problems: list[Problem] = []
     for part, source in zip(parts, train, strict=True):
         with collect_problems(problems):
-            refuse_repeats(part.corpus, source, held_out.corpus, held_out.open())
+            refuse_repeats(part.corpus, source, held_out.corpus, held_out.open(side))
     raise_problems(problems, "dataset_test_split")
 
 

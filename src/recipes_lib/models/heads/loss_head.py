@@ -40,7 +40,7 @@ class LossHeadOutput(ModelOutput):
         num_targets: Targets in the batch; ``int64`` scalar.
         num_correct: Targets that are the arg-max of their logits; ``int64`` scalar.
         aux_loss: Load-balancing loss of a mixture of experts, before ``router_aux_loss_coef``; ``None`` unless the
-            model's configuration sets ``output_router_logits``.
+            model's ``has_router_loss`` is set, or without that attribute ``output_router_logits`` of its configuration.
     """
 
     nll_sum: Tensor | None = None
@@ -104,8 +104,8 @@ def add_loss_head(model: PreTrainedModel) -> None:
     tokens, which excludes padding from the load-balancing loss of a mixture of experts. Nothing else needs a mask,
     since no document attends to padding.
 
-    Other calls, and so generation, are unchanged. A PEFT wrapper may be added before or after; before, if it trains
-    tied embeddings fully.
+    Other calls, and so generation, are unchanged, but without the load-balancing loss of a mixture of experts. A PEFT
+    wrapper may be added before or after; before, if it trains tied embeddings fully.
 
     The results are computed inside the forward call of the output projection, so that FSDP2 and ZeRO-3 gather its
     weight and reduce its gradient by the same hooks as for logits.
@@ -149,7 +149,7 @@ def add_loss_head(model: PreTrainedModel) -> None:
         if head is not None:
             hidden, aux_loss = _run_backbone(self, kwargs)
             return HeadOutput(_score(self, head, hidden), aux_loss)
-        return original_forward(self, *args, **kwargs)
+        return original_forward(self, *args, **{**_without_router_logits(self), **kwargs})
 
     # On the instance: ``nn.Module.__call__`` runs it inside the module's hooks, and PEFT copies it with the module.
     vars(model)["forward"] = types.MethodType(forward, model)
@@ -167,9 +167,9 @@ def verify_loss_head(model: Any) -> None:
         ConfigError: The model's own loss is not finite, or differs from that of the loss head, because the model
             transforms hidden states or logits in an unsupported way; or logits depend on later tokens.
     """
-    config = unwrap_adapter(model).config.get_text_config()
+    base = unwrap_adapter(model)
     # Modulo the vocabulary size, for tiny test models.
-    input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
+    input_ids = torch.arange(1, 9, device=find_device(model))[None] % base.config.get_text_config().vocab_size
     with evaluating(model), kernel_precision(model):
         own = model(input_ids=input_ids, labels=input_ids, use_cache=False)
         sums = model(input_ids=input_ids, labels=input_ids, loss_head=True)
@@ -178,12 +178,9 @@ def verify_loss_head(model: Any) -> None:
         ahead = model(input_ids=changed, use_cache=False).logits
         # The scales of 8-bit products and the batches of experts depend on all tokens, so that changing the last token
         # changes the rounding of earlier logits.
-        is_exact = find_rounding_error(own.logits) < 1e-6 and not getattr(unwrap_adapter(model), "is_quantized", False)
+        is_exact = find_rounding_error(own.logits) < 1e-6 and not getattr(base, "is_quantized", False)
         rounding = (1e-4 if is_exact else 0.1) * own.logits.abs().max()
     ours = sums.nll_sum / sums.num_targets
-    # Models such as DeepSeek V3 and GLM-4 MoE return router logits, but add no load-balancing loss to their own.
-    if sums.aux_loss is not None and getattr(own, "aux_loss", None) is not None:
-        ours = ours + config.router_aux_loss_coef * sums.aux_loss
     if not own.loss.isfinite():  # Otherwise reported as a difference, since NaN is close to nothing.
         raise ConfigError(Problem("model_name_or_path", *_explain_loss(model, float(own.loss))))
     # In half precision, the model's own loss is computed from rounded logits.
@@ -423,7 +420,18 @@ def spell_mask(model: Any, visible: Tensor) -> Tensor:
 
 
 def _has_router_loss(model: Any) -> bool:
-    return bool(getattr(model.config.get_text_config(), "output_router_logits", False))
+    """Return whether to compute the load-balancing loss: as set for training, otherwise by the configuration."""
+    by_config = getattr(model.config.get_text_config(), "output_router_logits", False)
+    return bool(getattr(model, "has_router_loss", by_config))
+
+
+def _without_router_logits(model: Any) -> dict[str, bool]:
+    """Return the argument of the model's own forward pass by which it computes no load-balancing loss.
+
+    transformers would compute it in generation too, and fails after padded prompts, since its mask covers all tokens
+    and the router logits those of one step. It would also weight it by the coefficient of the checkpoint.
+    """
+    return {"output_router_logits": False} if hasattr(model.config.get_text_config(), "output_router_logits") else {}
 
 
 def _is_causal(model: Any) -> bool:

@@ -56,7 +56,7 @@ class ContinuousBatchingBackend(Generator):
         self._sampling = sampling
         self._dtype = dtype
         self._options = dict(options or {})
-        self._build_options(0, dtype)
+        build_batching_options(self._options, 0, dtype)
         self._generation = build_plain_generation(sampling.stop_ids, sampling.pad_id, sampling.response_length)
         # top_k's default of 50 would sample from another distribution than that of the training graph.
         self._generation.update(do_sample=True, temperature=sampling.temperature, top_k=0)  # type: ignore[no-untyped-call]
@@ -84,7 +84,7 @@ class ContinuousBatchingBackend(Generator):
             ConfigError: The engine failed, for example because its cache leaves too little memory.
         """
         # Follows from the run's seed and the number of the first answer.
-        options = self._build_options(int(uniforms[0, 0] * 2**31), self._model.dtype)
+        options = build_batching_options(self._options, int(uniforms[0, 0] * 2**31), self._model.dtype)
         requests = [list(prompt) for prompt in prompts]
         with self._model.continuous_batching_context_manager(
             generation_config=self._generation, continuous_batching_config=options
@@ -119,17 +119,28 @@ class ContinuousBatchingBackend(Generator):
                 self._sampling.beat()
         return answers
 
-    def _build_options(self, seed: int, dtype: torch.dtype) -> ContinuousBatchingConfig:
-        # By default transformers replaces sdpa by FlashAttention also in float32, in which it fails, and downloads its
-        # binaries from the Hub if the package kernels is installed.
-        is_flash = dtype != torch.float32 and not is_kernels_available()
-        try:
-            # A second value for one of the last two fields is a TypeError, too.
-            given = {"auto_switch_to_flash": is_flash, **self._options}
-            return ContinuousBatchingConfig(**given, return_logprobs=True, seed=seed)
-        except TypeError as error:
-            remedy = "write fields of transformers' ContinuousBatchingConfig, or delete the line"
-            raise ConfigError(Problem("transformers_continuous_batching_config", str(error), remedy)) from error
+
+def build_batching_options(options: Mapping[str, Any], seed: int, dtype: torch.dtype) -> ContinuousBatchingConfig:
+    """Return the options of continuous batching.
+
+    Args:
+        options: ``transformers_continuous_batching_config``.
+        seed: Seed of sampling.
+        dtype: Type of the sampling weights.
+
+    Raises:
+        ConfigError: An option is unknown, or one that this library sets.
+    """
+    # By default transformers replaces sdpa by FlashAttention also in float32, in which it fails, and downloads its
+    # binaries from the Hub if the package kernels is installed.
+    is_flash = dtype != torch.float32 and not is_kernels_available()
+    try:
+        # A second value for one of the last two fields is a TypeError, too.
+        given = {"auto_switch_to_flash": is_flash, **options}
+        return ContinuousBatchingConfig(**given, return_logprobs=True, seed=seed)
+    except TypeError as error:
+        remedy = "write fields of transformers' ContinuousBatchingConfig, or delete the line"
+        raise ConfigError(Problem("transformers_continuous_batching_config", str(error), remedy)) from error
 
 
 MAX_GAP: Final = 1.0

@@ -24,18 +24,21 @@ from recipes_lib.training.checkpoints.model_layout import choose_layout
 from recipes_lib.training.checkpoints.resume import seed_process
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, Task, count_bytes, write_state
 from recipes_lib.training.collectives import broadcast_object
+from recipes_lib.training.guards.preemption import read_evaluation
 from recipes_lib.training.layouts.launch_environment import Launch, read_launch
 from recipes_lib.training.monitoring.callbacks import Observer
 
 
-class _SaveEvaluatedSteps(TrainerCallback):
-    """Aligns ``save_steps`` with ``eval_steps`` if both are fractions of the run.
+class _ReadSteps(TrainerCallback):
+    """Reads ``logging_steps``, ``eval_steps`` and ``save_steps``, and aligns the last two if both are fractions.
 
-    Upstream rounds each fraction up separately: of 25 steps, 0.1 becomes 3 and 0.2 becomes 5. The best evaluation could
-    then fall on a step that is not saved.
+    A resumed run may have others than its checkpoint, whose values upstream would keep. And upstream rounds each
+    fraction up separately: of 25 steps, 0.1 becomes 3 and 0.2 becomes 5. The best evaluation could then fall on a step
+    that is not saved.
     """
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        state.compute_steps(args, state.max_steps)  # type: ignore[no-untyped-call]
         if args.load_best_model_at_end and args.eval_steps and args.eval_steps < 1:
             state.save_steps = int(state.eval_steps) * round(args.save_steps / args.eval_steps)
 
@@ -67,7 +70,7 @@ class CheckpointingTrainer(Trainer):
         args.save_only_model = saves_less or was_sharded_on_loading(options["model"])
         super().__init__(**options)
         args.save_only_model = saves_less
-        self.add_callback(_SaveEvaluatedSteps)
+        self.add_callback(_ReadSteps)
         self.layout = choose_layout(self)
         self._saver = CheckpointSaver(self.args, self._tell, engine=self.layout.engine, data_size=self.launch.data_size)
         self._has_dry_run = False
@@ -90,8 +93,8 @@ class CheckpointingTrainer(Trainer):
             self._saver.settle()
 
     def stops_at_end(self) -> bool:
-        """Return whether the run is resumed at its last step, and stop it: upstream would make one more step."""
-        if self.state.global_step < self.state.max_steps:
+        """Return whether the run is resumed at its end, and stop it: upstream would make one more step."""
+        if self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
             return False
         self.control.should_training_stop = True
         return True
@@ -140,10 +143,23 @@ class CheckpointingTrainer(Trainer):
         if self.args.save_strategy == SaveStrategy.STEPS and is_new and not is_saved:
             state.best_metric, state.best_global_step = self._best_before
 
-    # transformers 5.23 writes synchronously, and deletes old checkpoints before the new one is verified.
+    def run_pending_evaluation(self) -> None:
+        """Run the evaluation that a stop request interrupted, if any, as upstream does after a step."""
+        if read_evaluation(self.state)["is_owed"]:
+            with self.best_is_saved():
+                self._determine_best_metric(self._evaluate(None, None), None)
+
+    # Old checkpoints are deleted once the new one is verified, and averaged weights of a schedule-free optimizer are
+    # saved: transformers 5.23 does neither, and writes synchronously.
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Stage a checkpoint, then write and publish it."""
+        """Stage a checkpoint, with the averaged weights of a schedule-free optimizer, then write and publish it."""
+        self.show_averaged_weights()
         self._saver.save(self._stage(model, STAGING), keep=self.list_protected_steps())
+
+    def show_averaged_weights(self) -> None:
+        """Switch a schedule-free optimizer to its averaged weights; ``training_step`` switches back."""
+        if self.optimizer is not None and hasattr(self.optimizer, "eval"):
+            self.optimizer.eval()
 
     def _dry_run(self, model: nn.Module) -> None:
         """Save and delete one checkpoint, and compare it with the live state.
@@ -225,7 +241,7 @@ class CheckpointingTrainer(Trainer):
             if writes and self._has_updated():
                 # ``optimizer.state`` instead of ``state_dict()``, which gathers sharded states.
                 states: Any = (self._list_trained(), dict(self.optimizer.state))
-                self._saver.decide_to_copy(lambda: states, is_shared=self.layout.is_shared)
+                self._saver.decide_to_copy(states, is_shared=self.layout.is_shared)
             folder = Path(str(output_dir))
             tasks = self.layout.save_model(folder, self.model, self.processing_class, self._saver)
             if tasks is not None:
@@ -291,6 +307,12 @@ class CheckpointingTrainer(Trainer):
         assert self.lr_scheduler is not None
         self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
+    # transformers 5.23 fails if a run that was begun in fp16 is resumed in another precision.
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Load the state of fp16's loss scaler, if this run has one."""
+        if self.accelerator.scaler is not None:
+            super()._load_scaler(checkpoint)
+
     def name_parameters(self) -> Mapping[str, nn.Parameter]:
         """Return the parameters by the names under which a checkpoint stores their optimizer states."""
         return dict(self.model.named_parameters())
@@ -302,6 +324,7 @@ class CheckpointingTrainer(Trainer):
     # transformers 5.23 loads the best model and deletes checkpoints here, although one may still be being written.
     def _finalize_training(self, *args: Any) -> Any:
         """Wait for the last checkpoint, which may be the best one, before upstream loads the best one; delete none."""
+        self.run_pending_evaluation()  # A run that is resumed after its last epoch begins no other one.
         self.finish_saving()
         # The main process renames the folder; the other ranks may open it only after this barrier.
         self.accelerator.wait_for_everyone()

@@ -65,7 +65,6 @@ class ModelLayout:
         engine: Name of the sharding engine in ``COMPLETE.json``.
         is_shared: Whether every process writes a part of a checkpoint.
         writes_copies: Whether checkpoints are written asynchronously from host copies; otherwise training waits.
-        has_engine_norm: Whether the engine computes the gradient norm and clips gradients.
 
     Source: ``tests/training/checkpoints/test_model_layout.py``, ``tests/distributed/``.
     """
@@ -73,7 +72,6 @@ class ModelLayout:
     engine: ClassVar[str] = "DEEPSPEED"
     is_shared: ClassVar[bool] = True
     writes_copies: ClassVar[bool] = False
-    has_engine_norm: bool = True
 
     def save_model(self, folder: Path, model: Any, tokenizer: Any, saver: CheckpointSaver) -> Sequence[Task] | None:
         """Save the model into a checkpoint; every process must call.
@@ -159,7 +157,6 @@ class ReplicatedLayout(ModelLayout):
     engine = ""
     is_shared = False
     writes_copies = True
-    has_engine_norm = False
 
     def __init__(self) -> None:
         """Start without a copy of the tokenizer."""
@@ -250,14 +247,6 @@ class ShardedLayout(ModelLayout):
 
     engine = "FSDP"
     writes_copies = True
-
-    def __init__(self, *, has_engine_norm: bool) -> None:
-        """Initialise the layout.
-
-        Args:
-            has_engine_norm: Whether accelerate sharded the model, and so clips its gradients.
-        """
-        self.has_engine_norm = has_engine_norm
 
     def save_model(self, folder: Path, model: Any, tokenizer: Any, saver: CheckpointSaver) -> Sequence[Task] | None:
         """Copy the trainable shards; the main process writes configurations and tokenizer."""
@@ -381,12 +370,12 @@ def choose_layout(trainer: Trainer) -> ModelLayout:
     if trainer.is_deepspeed_enabled:
         return ModelLayout()
     model: Any = trainer.model
-    is_pipelined, is_by_accelerate = hasattr(model, "part"), bool(trainer.is_fsdp_enabled)
-    if is_pipelined or is_by_accelerate or has_shards(model):
-        return (PipelineLayout if is_pipelined else ShardedLayout)(has_engine_norm=is_by_accelerate)
-    return ReplicatedLayout()
+    if hasattr(model, "part"):
+        return PipelineLayout()
+    # accelerate shards the model later.
+    return ShardedLayout() if trainer.is_fsdp_enabled or has_shards(model) else ReplicatedLayout()
 
 
 def choose_learner_layout(model: nn.Module) -> ReplicatedLayout | ShardedLayout:
     """Return the layout of a model that is trained by a custom loop instead of a trainer."""
-    return ShardedLayout(has_engine_norm=False) if has_shards(model) else ReplicatedLayout()
+    return ShardedLayout() if has_shards(model) else ReplicatedLayout()

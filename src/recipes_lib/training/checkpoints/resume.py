@@ -89,8 +89,8 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
         The configuration to train with, and a log line; ``None`` if nothing changed.
 
     Raises:
-        ConfigError: The rows of a step or of a generation are not divisible by the new number of ranks, or
-            ``batch_ramp_tokens`` is set and gradient accumulation would change.
+        ConfigError: The rows of a step or of a generation are not divisible by the new number of ranks, or gradient
+            accumulation would change with ``batch_ramp_tokens`` or ``dataloader_drop_last``.
 
     Source: ``tests/distributed/test_resumption.py``.
     """
@@ -98,20 +98,15 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
     # Checkpoints from before model parallelism have no data_size; every process was a data-parallel rank.
     data_size = record.get("data_size") or record.get("world_size") or launch.data_size
     rows = count_rows_per_step(before, data_size)
-    # The factors do not matter if their product is the same.
-    if rows == count_rows_per_step(config.training, launch.data_size):
-        accumulation = config.read("gradient_accumulation_steps")
-    else:
-        accumulation = _share_rows(config, launch, rows)
+    accumulation = _share_rows(config, launch, rows)
     accumulated = read_training(before, "gradient_accumulation_steps")
-    # A ramp is planned in micro-batches, so that another number of them changes the rows of past and future steps.
-    if config.schedule.batch_ramp_tokens is not None and accumulation != accumulated:
-        found = (
-            f"batch_ramp_tokens grows the batch by whole micro-batches, {accumulated} per step at the checkpoint "
-            f"and {accumulation} now"
-        )
+    # With these keys, another number of micro-batches changes the rows of past and future steps.
+    batch_ramp_tokens, drop_last = config.schedule.batch_ramp_tokens, config.training.get("dataloader_drop_last")
+    key = "batch_ramp_tokens" if batch_ramp_tokens else "dataloader_drop_last" if drop_last else None
+    if key and accumulation != accumulated:
+        found = f"{key} counts whole micro-batches, {accumulated} per step at the checkpoint and {accumulation} now"
         remedy = "keep the product of per_device_train_batch_size and the number of processes"
-        raise ConfigError(Problem(config.provenance.get("batch_ramp_tokens", "batch_ramp_tokens"), found, remedy))
+        raise ConfigError(Problem(config.provenance.get(key, key), found, remedy))
     planned = {"gradient_accumulation_steps": accumulation}
     if (written := config.training.get(GENERATION_KEY)) is not None:
         micro_batches = record.get(GENERATION_KEY) or written

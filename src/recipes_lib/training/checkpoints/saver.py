@@ -299,11 +299,11 @@ class CheckpointSaver:
         PartialState().wait_for_everyone()
         return staged
 
-    def decide_to_copy(self, read_states: Callable[[], Sequence[Any]], *, is_shared: bool = False) -> None:
+    def decide_to_copy(self, states: Any, *, is_shared: bool = False) -> None:
         """Decide, once per run, whether host memory suffices for asynchronous saving; log if it does not.
 
         Args:
-            read_states: Returns all states that training changes; called once.
+            states: All states that training changes: nested mappings and sequences of tensors.
             is_shared: Whether every process copies its shards, and calls; otherwise only the main process does.
         """
         if self._copies is not None:
@@ -311,7 +311,7 @@ class CheckpointSaver:
         machine = platform.node()
         # Processes with the same host name share the memory of one machine.
         num_copies = gather_objects(machine).count(machine) if is_shared else 1
-        refusal = self._copy.explain_refusal(*read_states(), num_copies=num_copies)
+        refusal = self._copy.explain_refusal(states, num_copies=num_copies)
         if is_shared:
             # All ranks must decide alike, because a shared save makes collective calls.
             refusal = next(filter(None, gather_objects(refusal)), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -214,7 +214,6 @@ class GenerateSamples:
     writer: MetricsWriter
     max_new_tokens: int
     metrics: Sequence[Metric] = ()
-    _is_first: bool = field(default=True, init=False)
 
     def __call__(self, model: nn.Module, step: int) -> dict[str, float]:
         """Return ``stop_rate`` (fraction of answers with a stop token), ``mean_sample_tokens``, and the metrics.
@@ -222,10 +221,8 @@ class GenerateSamples:
         Raises:
             ConfigError: A metric raised, or returned other values than numbers.
         """
-        if self._is_first:
-            # Drop the lines of steps that a killed process made after the checkpoint; they are computed again.
-            self.writer.rewind(step, is_evaluated=False)
-            self._is_first = False
+        # Drop the lines of steps that a killed process made after the checkpoint, or that were rolled back.
+        self.writer.rewind(step, is_evaluated=False)
         with preserve_training_state(model):
             samples = generate_samples(model, self.tokenizer, self.prompts, max_new_tokens=self.max_new_tokens)
         for sample in samples:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from recipes_lib.config.paths import expand_home
-from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.schema import ModelConfig, RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.loading import load_causal_lm
 from recipes_lib.training.checkpoints.sharded import shard_like
@@ -143,26 +143,37 @@ def load_penalty(config: RecipeConfig) -> WeightPenalty | None:
         ConfigError: The reference cannot be loaded, has no Fisher information, or that of another model.
         DataError: The Fisher information cannot be read.
     """
-    keys, model = config.forgetting, config.model
-    if not keys.ewc_lambda:
+    if not config.forgetting.ewc_lambda:
         return None
-    where = config.provenance.get("ewc_reference", "ewc_reference")
-    if keys.ewc_reference is not None:
-        model = replace(model, model_name_or_path=expand_home(keys.ewc_reference), model_revision=None)
-    fisher, expected = None, None
-    if keys.ewc_fisher == "diagonal":
-        fisher, record = read_fisher(Path(str(model.model_name_or_path)), where)
-        expected = record["weights"]
-        if record.get("model_name_or_path") is not None:
-            name, revision = record["model_name_or_path"], record.get("model_revision")
-            model = replace(model, model_name_or_path=name, model_revision=revision)
+    where = config.provenance["ewc_reference" if config.forgetting.ewc_reference else "ewc_lambda"]
+    model, fisher, expected = find_reference(config)
     try:
         reference = load_causal_lm(model, "eager")
     except ConfigError as error:
         raise ConfigError(*(replace(problem, where=where) for problem in error.problems)) from error
     if fisher is not None:
-        _verify(fisher, str(expected), reference, where)
-    return WeightPenalty(keys.ewc_lambda, reference, fisher)
+        _verify(fisher, expected, reference, where)
+    return WeightPenalty(config.forgetting.ewc_lambda, reference, fisher)
+
+
+def find_reference(config: RecipeConfig) -> tuple[ModelConfig, Mapping[str, Tensor] | None, str]:
+    """Return the reference model, its Fisher information (``None``: the identity), and the hash of its weights.
+
+    Raises:
+        ConfigError: The reference has no Fisher information.
+        DataError: The Fisher information cannot be read.
+    """
+    keys, model = config.forgetting, config.model
+    if keys.ewc_reference is not None:
+        model = replace(model, model_name_or_path=expand_home(keys.ewc_reference), model_revision=None)
+    if keys.ewc_fisher != "diagonal":
+        return model, None, ""
+    where = config.provenance["ewc_reference" if config.forgetting.ewc_reference else "ewc_lambda"]
+    fisher, record = read_fisher(Path(str(model.model_name_or_path)), where)
+    if record.get("model_name_or_path") is not None:
+        name, revision = record["model_name_or_path"], record.get("model_revision")
+        model = replace(model, model_name_or_path=name, model_revision=revision)
+    return model, fisher, record["weights"]
 
 
 def _verify(fisher: Mapping[str, Tensor], expected: str, reference: nn.Module, where: str) -> None:

@@ -103,7 +103,7 @@ class LastStep(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Read the checkpoint's step and last evaluation; a resumed run skips ``eval_on_start``."""
-        self._saved_step = state.global_step
+        self._saved_step, self._random = state.global_step, None
         self._trainer.last_evaluated_step = read_evaluation(state)["last"]
         if state.global_step > 0:
             args.eval_on_start = False
@@ -111,9 +111,8 @@ class LastStep(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Run an interrupted evaluation; its metrics are handled as upstream does, for the best model for example."""
-        if read_evaluation(state)["is_owed"]:
-            self._trainer.run_pending_evaluation()
+        """Run an interrupted evaluation; in this event, because all callbacks are initialised by then."""
+        self._trainer.run_pending_evaluation()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -137,14 +136,17 @@ class LastStep(TrainerCallback):
         self._saved_step = state.global_step
 
     def save(self, request: PreemptedError) -> PreemptedError:
-        """Save the last finished step if it is not saved, and return the exception for the user; collective.
+        """Save the last finished step unless it is saved as it is, and return the exception for the user; collective.
 
         Args:
             request: Stop request that all processes raised, after an update or within an evaluation.
         """
         trainer, state = self._trainer, self._trainer.state
-        if state.global_step > self._saved_step and trainer.args.save_strategy != SaveStrategy.NO:
-            assert self._random is not None
+        # An evaluation at the end of an epoch may follow the save of its last step, which does not record it. The last
+        # one of a run needs no record, because it is repeated in any case.
+        is_unrecorded = trainer.is_evaluating and not trainer.control.should_training_stop
+        is_unsaved = state.global_step > self._saved_step or is_unrecorded
+        if self._random is not None and is_unsaved and trainer.args.save_strategy != SaveStrategy.NO:
             # 1. The random states of the end of the step; the next batch has been drawn since.
             self._random.restore()
             # 2. Callbacks that prepare a save in ``on_step_end`` if one is due, such as the sums of token counts.

@@ -219,7 +219,7 @@ class StartChecks(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Verify gradient accumulation; in this event, because all callbacks are initialised by then."""
-        if self._is_begun or state.global_step >= state.max_steps:
+        if self._is_begun or self._trainer.stops_at_end():
             return
         self._is_begun = True
         self._trainer.observer.progress.say(verify_accumulation(self._trainer))

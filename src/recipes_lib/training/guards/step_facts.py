@@ -214,8 +214,11 @@ class TrainerView(Protocol):
     def finish_saving(self) -> None:
         """Wait until no checkpoint is being written."""
 
+    def stops_at_end(self) -> bool:
+        """Return whether the run is resumed at its end."""
+
     def run_pending_evaluation(self) -> None:
-        """Run the evaluation that a preemption interrupted."""
+        """Run the evaluation that a preemption interrupted, if any."""
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Any:
         """Run forward and backward of a micro-batch."""

@@ -177,6 +177,11 @@ def build_training_arguments(
     arguments |= choose_liger(config, launch, is_cuda=is_cuda)
     if not has_eval:
         arguments |= {"eval_strategy": "no", "eval_on_start": False, "eval_steps": None}
+    # torch refuses the integer 0 beside a float.
+    arguments |= {key: float(arguments[key]) for key in ("adam_beta1", "adam_beta2") if key in arguments}
+    if arguments.get("save_strategy") == "best":
+        # Upstream's default of `load_best_model_at_end`, but not of this.
+        arguments["metric_for_best_model"] = arguments.get("metric_for_best_model") or "loss"
     if (metric := arguments.get("metric_for_best_model")) and arguments.get("greater_is_better") is None:
         arguments["greater_is_better"] = _LOWER_IS_BETTER.search(metric) is None
     if num_steps is not None:

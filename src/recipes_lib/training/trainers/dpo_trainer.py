@@ -13,10 +13,17 @@ from typing import Any, Final, cast
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from trl import DPOConfig
 
-from recipes_lib.config.schema import PreferenceConfig, RecipeConfig
+from recipes_lib.config.schema import ModelConfig, PreferenceConfig, RecipeConfig
 from recipes_lib.data.pairs.preference_sets import PairData, PairRows
 from recipes_lib.data.store import find_root
 from recipes_lib.errors import ConfigError, DivergedError, Problem
@@ -34,7 +41,7 @@ from recipes_lib.losses.preference import (
 from recipes_lib.models.adapters.lora import adapters_off, has_changed_base
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
 from recipes_lib.models.inference import find_device
-from recipes_lib.models.loading import load_causal_lm
+from recipes_lib.models.loading import load_causal_lm, load_model_config
 from recipes_lib.training.layouts.fsdp import prepare_frozen
 from recipes_lib.training.trainers.arguments import get_compute_dtype, get_rounding_dtype
 from recipes_lib.training.trainers.pair_batches import (
@@ -295,7 +302,7 @@ class DPOTrainer(PairTrainer):
             return
         if step == 0:
             self._load_or_compute(self.stored)
-        elif not self.stored.find():
+        elif not self.stored.find(is_resumed=True):
             refuse_missing(step)
         self._has_logps = True
         if self.objective.reference is not None:
@@ -405,6 +412,24 @@ def prepare_reference(
     return stored, stored.attach(data)
 
 
+def verify_reference(config: RecipeConfig, policy_config: PreTrainedConfig) -> ModelConfig:
+    """Return the model of ``ref_model_name_or_path``, verified by its configuration before weights are loaded.
+
+    Raises:
+        ConfigError: It cannot be found, or has another vocabulary size than the policy.
+    """
+    keys = config.preference
+    chosen = replace(
+        config.model, model_name_or_path=keys.ref_model_name_or_path, model_revision=keys.ref_model_revision
+    )
+    size, own = (each.get_text_config().vocab_size for each in (load_model_config(chosen)[0], policy_config))
+    if size != own:
+        found = f"{chosen.model_name_or_path} has a vocabulary of {size:,} tokens and the policy one of {own:,}"
+        where = config.provenance["ref_model_name_or_path"]
+        raise ConfigError(Problem(where, found, "name a model with the tokenizer of the policy"))
+    return chosen
+
+
 def _load_reference(
     config: RecipeConfig, attention: PairAttention, policy: PreTrainedModel, *, max_length: int
 ) -> PreTrainedModel:
@@ -413,19 +438,15 @@ def _load_reference(
     Raises:
         ConfigError: As ``prepare_reference``.
     """
-    name, revision = config.preference.ref_model_name_or_path, config.preference.ref_model_revision
     where = config.provenance.get("ref_model_name_or_path", "ref_model_name_or_path")
     try:
-        chosen = replace(config.model, model_name_or_path=name, model_revision=revision)
+        chosen = verify_reference(config, policy.config)
         reference = load_causal_lm(chosen, attention.implementation)
     except ConfigError as error:
         raise ConfigError(*(replace(problem, where=where) for problem in error.problems)) from error
-    sizes = [model.config.get_text_config().vocab_size for model in (reference, policy)]
-    if sizes[0] != sizes[1]:
-        found = f"{name} has a vocabulary of {sizes[0]:,} tokens and the policy one of {sizes[1]:,}"
-        raise ConfigError(Problem(where, found, "name a model with the tokenizer of the policy"))
     settled = verify_pair_attention(config, attention, reference, max_length=max_length)
     if (settled.layout, settled.packing) != (attention.layout, attention.packing):
+        name = chosen.model_name_or_path
         found = f"{name} does not support the batch layout of the policy: {settled.reason}"
         raise ConfigError(Problem(where, found, "write `shared_prompt: false`, or name another model"))
     return freeze(reference)

@@ -57,9 +57,7 @@ class NextTokenTrainer(RecipeTrainer):
 
     def mask_batch(self, batch: Batch) -> Batch:
         """Return the batch without targets, for the collectives of other ranks only."""
-        masked = {"labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
-        if POSITIONS in batch:
-            masked[POSITIONS] = batch[POSITIONS][:0]
+        masked = {"labels": torch.full_like(batch["labels"], IGNORE_INDEX), POSITIONS: batch[POSITIONS][:0]}
         return {**batch, **masked, "num_tokens": torch.zeros_like(batch["num_tokens"])}
 
     def compute_loss(
@@ -173,7 +171,7 @@ class PretrainTrainer(NextTokenTrainer):
         if not self.is_deepspeed_enabled:
             self.add_figures(WeightMonitor(self.measure_norm, self.list_counted))
         if schedule.first_decay_step is not None:
-            self.add_callback(SaveBeforeDecay(schedule.first_decay_step))
+            self.add_figures(SaveBeforeDecay(schedule.first_decay_step))
 
     def list_protected_steps(self) -> set[int]:
         """Return the steps whose checkpoints are never deleted: from the start of the decay a longer run can resume."""

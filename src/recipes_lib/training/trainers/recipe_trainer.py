@@ -21,8 +21,9 @@ from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.data.sources.replay_dataset import EpochOrder, Order
 from recipes_lib.data.tokens.dataset import RowSkips
 from recipes_lib.errors import ConfigError, DivergedError, PreemptedError, Problem
-from recipes_lib.models.activation_checkpointing import read_selective
+from recipes_lib.models.activation_checkpointing import read_checkpointing
 from recipes_lib.models.attention.kernels import explain_choice
+from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.parallel.tensor_parallel import count_tensor_parallel_ranks
 from recipes_lib.models.parallel.zero3 import remove_gather_hooks
 from recipes_lib.planning.schedule import compute_steps
@@ -134,9 +135,9 @@ class RecipeTrainer(CheckpointingTrainer):
         self.add_callback(self.guard)
 
     def add_figures(self, *callbacks: TrainerCallback) -> None:
-        """Insert callbacks that add metrics to the logs of a step, before those inserted earlier."""
-        # Callbacks run in order. The first, upstream's, decides what is due. Those that add metrics must precede the
-        # observer's, which write them, and the trackers.
+        """Insert callbacks that add metrics to the logs of a step or request a save, before those inserted earlier."""
+        # Callbacks run in order. The first, upstream's, decides what is due. These must precede the observer's, which
+        # write metrics and sum counts for a checkpoint, and the trackers.
         self.callback_handler.callbacks[1:1] = callbacks
 
     @abstractmethod
@@ -167,12 +168,10 @@ class RecipeTrainer(CheckpointingTrainer):
         Raises:
             PreemptedError: A process has a stop request; a checkpoint of the last finished step is complete.
         """
-        options: Any = self.args.activation_checkpointing_kwargs
-        selective = read_selective(options)
-        if self.args.activation_checkpointing and selective:
-            # Selective checkpointing takes a context function, which upstream's arguments cannot hold.
-            self.model.activation_checkpointing_enable(**selective)
-            # Otherwise upstream's train() enables it again, without the function.
+        if self.args.activation_checkpointing:
+            options: Any = self.args.activation_checkpointing_kwargs
+            self.model.activation_checkpointing_enable(**read_checkpointing(options))
+            # Otherwise upstream's train() enables it again, without ``save_matmuls``, which it does not know.
             self.args.activation_checkpointing = False
         compilation = getattr(self.args, "compilation", None)
         if compilation is not None and not is_compiled(self.model):
@@ -184,7 +183,7 @@ class RecipeTrainer(CheckpointingTrainer):
         with STOP.deferred(), watching, preserve_architecture(self.model):
             try:
                 output = self.guard.train(super().train, resume_from_checkpoint)
-                self._show_averaged_weights()
+                self.show_averaged_weights()
                 has_best = self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None
                 # With load_best_model_at_end, the loaded weights were evaluated when they were saved.
                 if self.observer.hooks and self.last_evaluated_step != self.state.global_step and not has_best:
@@ -365,7 +364,7 @@ class RecipeTrainer(CheckpointingTrainer):
             DivergedError: As ``StepGuard.check_step``.
         """
         self._add_penalty()
-        if self.layout.has_engine_norm:
+        if self.is_deepspeed_enabled:
             return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         with_gradient = [parameter for parameter in model.parameters() if parameter.grad is not None]
         norm = self._compute_grad_norm(with_gradient)
@@ -383,7 +382,7 @@ class RecipeTrainer(CheckpointingTrainer):
         """
         if grad_norm is None:
             self._add_penalty()
-        if self.layout.has_engine_norm:
+        if self.is_deepspeed_enabled:
             return self.guard.check_step(super()._get_grad_norm(model, grad_norm=grad_norm))  # type: ignore[no-untyped-call]
         return self.guard.check_step(self._compute_grad_norm(model.parameters())) if grad_norm is None else grad_norm
 
@@ -428,7 +427,7 @@ class RecipeTrainer(CheckpointingTrainer):
         metrics = {}
         self.is_evaluating = True
         WATCHDOG.enter("an evaluation")
-        self._show_averaged_weights()
+        self.show_averaged_weights()
         model = self.get_evaluation_model()
         for hook in self.observer.hooks:
             figures = hook(model, self.state.global_step)
@@ -447,45 +446,36 @@ class RecipeTrainer(CheckpointingTrainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def run_pending_evaluation(self) -> None:
-        """Run the evaluation that a stop request interrupted, as upstream does after a step."""
-        with self.best_is_saved():
-            self._determine_best_metric(self._evaluate(None, None), None)
-
-    # transformers 5.23 saves a schedule-free optimizer's training weights, not the averaged ones.
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint, with the averaged weights of a schedule-free optimizer."""
-        self._show_averaged_weights()
-        super()._save_checkpoint(model, trial)
-
-    def _show_averaged_weights(self) -> None:
-        """Switch a schedule-free optimizer to its averaged weights; ``training_step`` switches back."""
-        if self.optimizer is not None and hasattr(self.optimizer, "eval"):
-            self.optimizer.eval()
-
 
 def configure_router_loss(model: PreTrainedModel, coefficient: float | None, *, by_default: bool) -> float:
     """Enable or disable the load-balancing loss of a mixture of experts; return its coefficient.
 
     Args:
-        model: The model, whose configuration is changed (and saved with it).
+        model: The model; the coefficient is saved in its configuration.
         coefficient: ``router_aux_loss_coef``; ``None``: the value of the model's configuration.
         by_default: Whether a nonzero coefficient of the model enables the loss; otherwise its
             ``output_router_logits`` decides.
 
     Raises:
-        ConfigError: A coefficient is set for a dense model.
+        ConfigError: A coefficient is set for a dense model; or the loss is enabled under context or pipeline
+            parallelism, where a rank has a part of the tokens or layers that it averages over.
 
     Source: ``trl.SFTTrainer.__init__`` (trl 1.16); ``tests/parity/test_experts.py``.
     """
-    config: Any = model.config.get_text_config()
+    base: Any = unwrap_adapter(model)
+    config = base.config.get_text_config()
     if coefficient and not hasattr(config, "output_router_logits"):
         found = f"{type(model).__name__} is no mixture of experts that returns its router logits"
         raise ConfigError(Problem("router_aux_loss_coef", found, "delete the line"))
     own = float(getattr(config, "router_aux_loss_coef", None) or 0.0)
     if hasattr(config, "output_router_logits") and (by_default or coefficient is not None):
         config.router_aux_loss_coef = own if coefficient is None else coefficient
-        config.output_router_logits = config.router_aux_loss_coef != 0.0
+        # Not by ``output_router_logits``, which would be saved: with it, transformers fails to continue padded prompts.
+        base.has_router_loss = config.router_aux_loss_coef != 0.0
+        if base.has_router_loss and (config._attn_implementation == "context" or hasattr(base, "part")):
+            found = "context and pipeline parallelism do not support the load-balancing loss of experts"
+            remedy = "write router_aux_loss_coef: 0, or launch with accelerate_configs/fsdp2.yaml"
+            raise ConfigError(Problem("router_aux_loss_coef", found, remedy))
     return own if coefficient is None else coefficient
 
 

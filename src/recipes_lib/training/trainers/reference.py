@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -18,8 +18,17 @@ from torch import Tensor, nn
 import recipes_lib.losses
 import recipes_lib.models
 from recipes_lib.data.pairs.preference_sets import PairData, PairRows
-from recipes_lib.data.store import choose_staging, compute_key, explain_disk_errors, find_set, hold_lock, publish_set
+from recipes_lib.data.store import (
+    COMPLETE_FILE,
+    choose_staging,
+    compute_key,
+    explain_disk_errors,
+    find_set,
+    hold_lock,
+    publish_set,
+)
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.files import read_record
 from recipes_lib.models.inference import evaluating, find_device, preserve_random_states
 from recipes_lib.training.collectives import broadcast_object, compute_on_main, get_rank, sum_tensor
 from recipes_lib.training.evaluation.held_out import count_rounds, share_rows
@@ -27,7 +36,9 @@ from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_batches import compute_rounding
 
 REFERENCE_FOLDER: Final = "reference"
-"""Folder of ``output_dir`` with a copy, from which the run resumes if the cache was cleared."""
+"""Folder of ``output_dir`` with a copy, from which the run resumes."""
+_OWN_NAME: Final = "run"
+"""Name of this copy, whose key changes with the machine and with versions of the code."""
 
 NUM_CHECKED: Final = 64
 """Pairs that are recomputed to verify stored log-probabilities."""
@@ -77,8 +88,8 @@ class ReferenceLogps:
             name: RowsWithReference(pairs, np.full((len(pairs), 2), np.nan, np.float32)) for name, pairs in rows.items()
         }
         self._key = key
-        self._root = root
-        self._own = output_dir / REFERENCE_FOLDER
+        # The run's copy first: the cache may have been recomputed since, on another device.
+        self._places = {output_dir / REFERENCE_FOLDER: _OWN_NAME, root: key}
 
     def attach(self, data: PairData) -> PairData:
         """Return the data with pairs that include the log-probabilities, once loaded or computed."""
@@ -113,12 +124,16 @@ class ReferenceLogps:
         # Every rank raises if rank 0 cannot write; otherwise the others would wait in the next collective.
         compute_on_main(lambda: self.store(replaces=not is_found))
 
-    def find(self) -> bool:
+    def find(self, *, is_resumed: bool = False) -> bool:
         """Load the log-probabilities from the run's folder or the cache; return whether they were found.
 
         Rank 0 reads and broadcasts, because other nodes may have no access to the cache; all ranks must call.
+
+        Args:
+            is_resumed: Whether to take the run's own ones even if they have another key, as those that a machine with
+                another attention kernel or another version of the code has computed.
         """
-        found = broadcast_object(self._read() if get_rank() == 0 else None)
+        found = broadcast_object(self._read(is_resumed=is_resumed) if get_rank() == 0 else None)
         for name, logps in (found or {}).items():
             self.rows[name].logps[:] = logps
         return found is not None
@@ -154,11 +169,11 @@ class ReferenceLogps:
         Raises:
             DataError: A file cannot be written, for example because the disk is full.
         """
-        for root in (self._root, self._own):
-            with hold_lock(root, self._key), explain_disk_errors(root):
-                stored = self._read_from(root)
+        for root, name in self._places.items():
+            with hold_lock(root, name), explain_disk_errors(root):
+                stored = self._read_from(root, name)
                 if stored is None or (replaces and not self._equals(stored)):
-                    self._write_to(root)
+                    self._write_to(root, name)
 
     def compare(self, model: nn.Module, score: Score, *, batch_size: int, dtype: torch.dtype) -> tuple[float, bool]:
         """Compare a random sample of training pairs with newly computed log-probabilities; all ranks must call.
@@ -182,14 +197,20 @@ class ReferenceLogps:
         difference, limit = torch.cat(differences), torch.cat(allowed)
         return broadcast_object((float(difference.max()), bool((difference <= limit).all())))
 
-    def _read(self) -> dict[str, _Logps] | None:
-        # The run's copy first: the cache may have been recomputed since, on another device.
-        return next((logps for root in (self._own, self._root) if (logps := self._read_from(root))), None)
+    def _read(self, *, is_resumed: bool) -> dict[str, _Logps] | None:
+        read = (self._read_from(*place, any_key=is_resumed) for place in self._list_places(is_resumed=is_resumed))
+        return next(filter(None, read), None)
 
-    def _read_from(self, root: Path) -> dict[str, _Logps] | None:
-        """Log-probabilities of each set; ``None`` if missing, damaged, or of another number of pairs."""
-        found = find_set(root, self._key, check_bytes=True)
-        if found is None:
+    def _list_places(self, *, is_resumed: bool) -> Iterator[tuple[Path, str]]:
+        yield from self._places.items()
+        if is_resumed:  # Earlier versions named the copy by its key.
+            own, _ = self._places
+            yield from ((own, read_record(file, {"key": str})["key"]) for file in own.glob(f"*/{COMPLETE_FILE}"))
+
+    def _read_from(self, root: Path, name: str, *, any_key: bool = False) -> dict[str, _Logps] | None:
+        """Log-probabilities of each set; ``None`` if missing, damaged, or of another key or number of pairs."""
+        found = find_set(root, name, check_bytes=True)
+        if found is None or (found.manifest.get("key") != self._key and not any_key):
             return None
         logps = {name: np.load(found.path / f"{name}.npy") for name in self.rows}
         is_complete = all(logps[name].shape == rows.logps.shape for name, rows in self.rows.items())
@@ -198,16 +219,16 @@ class ReferenceLogps:
     def _equals(self, logps: dict[str, _Logps]) -> bool:
         return all(np.array_equal(logps[name], rows.logps) for name, rows in self.rows.items())
 
-    def _write_to(self, root: Path) -> None:
-        """Write the log-probabilities under ``root``, in place of others with the same key."""
-        staging = choose_staging(root, self._key, is_kept=False)
+    def _write_to(self, root: Path, set_name: str) -> None:
+        """Write the log-probabilities under ``root``, in place of others with the same name."""
+        staging = choose_staging(root, set_name, is_kept=False)
         try:
             staging.mkdir()
             for name, rows in self.rows.items():
                 np.save(staging / f"{name}.npy", rows.logps)
-            if (previous := find_set(root, self._key)) is not None:
+            if (previous := find_set(root, set_name)) is not None:
                 shutil.rmtree(previous.path)
-            publish_set(staging, root, self._key, {"key": self._key})
+            publish_set(staging, root, set_name, {"key": self._key})
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
