@@ -17,7 +17,7 @@ import gc
 import itertools
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -95,6 +95,42 @@ def tiny_tokenizer_dir(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory
 def tiny_model_dir(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with a random two-layer Llama (fp32) and the tokenizer beside it; treat it as read-only."""
     return save_model(tmp_path_factory.mktemp("tiny_model"), tiny_tokenizer)
+
+
+@pytest.fixture
+def recipes(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command of ``recipes`` in this process, and return its output; with its errors, if ``code`` is not 0."""
+
+    def recipes(*words: object, code: int = 0) -> str:
+        from recipes_lib.cli import main
+
+        capfd.readouterr()
+        try:
+            ended: object = main([*map(str, words)])
+        except SystemExit as exit_:  # From argparse.
+            ended = exit_.code
+        output, errors = capfd.readouterr()
+        assert ended == code, output + errors
+        assert "Traceback" not in errors
+        return output + errors if code else output
+
+    return recipes
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, str]], Path]:
+    """Write programs (name -> script) to a folder that precedes all others in ``PATH``, and return it."""
+    folder = tmp_path / "programs"
+
+    def install(programs: Mapping[str, str]) -> Path:
+        folder.mkdir(exist_ok=True)
+        for name, script in programs.items():
+            (folder / name).write_text(script)
+            (folder / name).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+        return folder
+
+    return install
 
 
 @pytest.fixture

@@ -118,9 +118,30 @@ def _kill_remaining() -> None:
         process.kill()
 
 
-def run_script(script: Path, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a script as ``python SCRIPT`` does, with the options of ``Launch``; return its exit code and output."""
-    return Launch(script, *arguments, **options).finish()
+def run_script(script: Path, *arguments: object, code: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a script as ``python SCRIPT`` does, assert its exit code, and return its output.
+
+    Args:
+        script: Path of the script.
+        arguments: Its arguments; a mapping is flags ``--name=value``.
+        code: Expected exit code.
+        options: Of ``Launch``.
+    """
+    words = [word for given in arguments for word in (_spell(given) if isinstance(given, Mapping) else [given])]
+    done = Launch(script, *words, **options).finish()
+    assert done.returncode == code, (done.stdout + done.stderr)[-8000:]
+    return done
+
+
+def _spell(keys: Mapping[str, object]) -> list[str]:
+    return [f"--{name}={value}" for name, value in keys.items()]
+
+
+def run_python(source: str, *arguments: object) -> str:
+    """Run Python code in a new process, which has imported nothing; assert that it succeeds, return its output."""
+    done = subprocess.run([sys.executable, "-c", source, *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def run_forked(module: str, *arguments: object, num_processes: int | None = 2, **options: Any) -> str:

@@ -6,8 +6,6 @@ import json
 import math
 import os
 import random
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.faults import recipe_runs
+from tests.forked import run_python
 from transformers import IntervalStrategy
 from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
@@ -33,10 +32,8 @@ from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
 def keys(tmp_path: Path) -> dict[str, Any]:
     recipe_runs.write_inputs(tmp_path)
     more = {"max_steps": 2, "eval_steps": 1, "logging_steps": 1, "save_strategy": "no", "num_sample_prompts": 0}
-    made = recipe_runs.make_keys(tmp_path, "sft", **more, output_dir=tmp_path / "run")
-    return {
-        name: str(value) if isinstance(value, Path) else value for name, value in made.items() if name != "save_steps"
-    }
+    made = recipe_runs.make_keys(tmp_path, "sft", **more, save_steps=None, output_dir=tmp_path / "run")
+    return {name: str(value) if isinstance(value, Path) else value for name, value in made.items()}
 
 
 def test_train_returns_finished_run(keys: dict[str, Any], tmp_path: Path) -> None:
@@ -77,8 +74,7 @@ def test_train_is_independent_of_state_of_caller(keys: dict[str, Any], tmp_path:
     assert torch.equal(states[1], after[1])
     assert np.array_equal(states[2], after[2])
     lock = run.path / "_lock"
-    code = f"from recipes_lib.files import try_lock; print(try_lock(open({str(lock)!r}, 'a'), of_process=True))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True\n"
+    run_python(f"from recipes_lib.files import try_lock; assert try_lock(open({str(lock)!r}, 'a'), of_process=True)")
 
 
 def test_train_is_independent_of_working_directory_and_restores_progress_bars(
@@ -152,8 +148,6 @@ def test_config_of_other_type_is_rejected() -> None:
 
 
 def test_import_of_package_does_not_import_torch() -> None:
-    script = "import sys, recipes_lib; recipes_lib.train; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    run_python("import sys, recipes_lib; recipes_lib.train; assert not {'torch', 'transformers'} & sys.modules.keys()")
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         recipes_lib.trian  # noqa: B018

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -9,12 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.forked import run_python
 
 from recipes_lib import __version__, cli
 from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import ConfigError, Problem
 
-HEAVY = ("torch", "transformers", "trl", "datasets", "accelerate", "peft", "numpy", "rich", "yaml")
+HEAVY = {"torch", "transformers", "trl", "datasets", "accelerate", "peft", "numpy", "rich", "yaml"}
 
 
 @pytest.fixture
@@ -32,22 +34,17 @@ def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help", "help"])
-def test_help_lists_every_command(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([flag]) == 0
-    output = capsys.readouterr().out
+def test_help_lists_every_command(flag: str, recipes) -> None:
+    output = recipes(flag)
     for name, command in cli.COMMANDS.items():
         assert f"  {name} " in output
         assert command.summary in output
 
 
-def test_help_command_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["help"]) == 0
-    assert capsys.readouterr().out == cli.format_help()
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["help", "doctor"])
-    assert capsys.readouterr().out.startswith("usage: recipes doctor")
-    assert cli.main(["help", "docter"]) == 2
-    assert "did you mean `recipes doctor`?" in capsys.readouterr().err
+def test_help_command_shows_help(recipes) -> None:
+    assert recipes("help") == cli.format_help()
+    assert recipes("help", "doctor").startswith("usage: recipes doctor")
+    assert "did you mean `recipes doctor`?" in recipes("help", "docter", code=2)
 
 
 @pytest.mark.parametrize("flag", ["--help", "--version"])
@@ -60,97 +57,92 @@ def test_help_into_closed_pipe_ends_without_message(flag: str) -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_missing_command_prints_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_command_prints_help_to_stderr_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err == cli.format_help()
+    assert capsys.readouterr() == ("", cli.format_help())
 
 
 @pytest.mark.parametrize("flag", ["-V", "--version"])
-def test_version_is_package_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([flag]) == 0
-    assert capsys.readouterr().out == f"recipes {__version__}\n"
+def test_version_is_package_version(flag: str, recipes) -> None:
+    assert recipes(flag) == f"recipes {__version__}\n"
 
 
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
         ("chekc", "did you mean `recipes check`?"),
-        ("docter", "did you mean `recipes doctor`?"),
         ("xyz", "the commands are: "),
     ],
 )
-def test_unknown_command_suggests_nearest_name(typed: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([typed]) == 2
-    error = capsys.readouterr().err
+def test_unknown_command_suggests_nearest_name(typed: str, message: str, recipes) -> None:
+    error = recipes(typed, code=2)
     assert repr(typed) in error
     assert message in error
 
 
 def test_help_of_commands_is_no_docstring_and_does_not_import_torch() -> None:
     code = (
-        "import contextlib, io, json, sys\n"
+        "import contextlib, io, sys\n"
         "from recipes_lib import cli\n"
-        "slow = []\n"
-        "for name in json.loads(sys.argv[1]):\n"
+        "for name in sys.argv[1:]:\n"
         "    with contextlib.redirect_stdout(io.StringIO()) as stdout, contextlib.suppress(SystemExit):\n"
         "        cli.main([name, '--help'])\n"
         "    assert 'usage' in stdout.getvalue(), name\n"
         "    assert '\\n``' not in stdout.getvalue() and 'Raises' not in stdout.getvalue(), name\n"
-        "    if {'torch', 'transformers', 'datasets', 'pyarrow', 'scipy', 'matplotlib'} & sys.modules.keys():\n"
-        "        slow.append(name)\n"
-        "        break\n"
-        "print(json.dumps(slow))\n"
+        "    heavy = {'torch', 'transformers', 'datasets', 'pyarrow', 'scipy', 'matplotlib'}\n"
+        "    assert not heavy & sys.modules.keys(), name\n"
     )
-    names = sorted(cli.COMMANDS)
-    done = subprocess.run([sys.executable, "-c", code, json.dumps(names)], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == []
+    run_python(code, *sorted(cli.COMMANDS))
 
 
-def test_missing_configuration_is_an_error_before_torch_is_imported(tmp_path: Path) -> None:
+def test_invalid_arguments_are_an_error_before_torch_is_imported() -> None:
+    readers = ("check", "plan", "launch", "prepare", "preview", "clean", "eval", "fisher", "distill-store")
+    invalid = {f"{name} --config gone.yaml": "gone.yaml: there is no such file" for name in readers}
+    invalid |= {
+        "plan --recipe stf": "there is no recipe 'stf'",
+        "scale predict --parameters many": "'many' is not a number",
+        "scale fit": "the following arguments are required",
+    }
     code = (
-        "import sys\n"
+        "import contextlib, io, json, sys\n"
         "from recipes_lib import cli\n"
-        "for name in ('check', 'plan', 'launch', 'prepare', 'preview', 'clean', 'eval', 'fisher', 'distill-store'):\n"
-        "    assert cli.main([name, '--config', 'gone.yaml']) == 2, name\n"
-        "    assert 'torch' not in sys.modules, name\n"
+        "for words, message in json.loads(sys.argv[1]).items():\n"
+        "    with contextlib.redirect_stderr(io.StringIO()) as stderr:\n"
+        "        try: assert cli.main(words.split()) == 2, words\n"
+        "        except SystemExit as ended: assert ended.code == 2, words\n"
+        "    assert message in stderr.getvalue(), stderr.getvalue()\n"
+        "    assert 'torch' not in sys.modules, words\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("gone.yaml: there is no such file") == 9
+    run_python(code, json.dumps(invalid))
 
 
-def test_arguments_and_exit_code_are_passed_through(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["echo", "--config", "a b.yaml"]) == 0
-    assert capsys.readouterr().out == "['--config', 'a b.yaml']\n"
-    assert cli.main(["echo", "preempt"]) == 75
+def test_arguments_and_exit_code_are_passed_through(echo: None, recipes) -> None:
+    assert recipes("echo", "--config", "a b.yaml") == "['--config', 'a b.yaml']\n"
+    recipes("echo", "preempt", code=75)
 
 
-def test_flags_may_have_dashes(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["echo", "--dry-run", "--a-b=c-d", "x-y", "-z-", "--", "--k-v"]) == 0
-    assert capsys.readouterr().out == "['--dry_run', '--a_b=c-d', 'x-y', '-z-', '--', '--k-v']\n"
+def test_flags_may_have_dashes(echo: None, recipes) -> None:
+    words = ["--dry_run", "--a_b=c-d", "x-y", "-z-", "--", "--k-v"]
+    assert recipes("echo", "--dry-run", "--a-b=c-d", *words[2:]) == f"{words}\n"
 
 
-def test_repeated_config_is_refused(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_repeated_config_is_refused(echo: None, recipes) -> None:
     """argparse, by which most commands read ``--config``, would silently use the last one."""
-    assert cli.main(["echo", "--config", "a.yaml", "--config=b.yaml"]) == 2
-    assert capsys.readouterr().err == "--config: is repeated\n    keep one of the two\n"
-    assert cli.main(["echo", "--config", "a.yaml", "--", "--config", "b.yaml"]) == 0
+    message = "--config: is repeated\n    keep one of the two\n"
+    assert recipes("echo", "--config", "a.yaml", "--config=b.yaml", code=2) == message
+    recipes("echo", "--config", "a.yaml", "--", "--config", "b.yaml")
 
 
 @pytest.mark.parametrize("arguments", [["--token", "TOKEN"], ["--a=TOKEN"], ["--TOKEN"], ["https://me:TOKEN@host"]])
-def test_access_token_is_not_repeated(arguments: list[str], echo: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_access_token_is_not_repeated(arguments: list[str], echo: None, recipes) -> None:
     token = "hf_" + "a1" * 17
-    assert cli.main(["echo", *(word.replace("TOKEN", token) for word in arguments)]) == 2
-    captured = capsys.readouterr()
-    assert "an argument looks like an access token" in captured.err
-    assert token not in captured.out + captured.err
+    message = recipes("echo", *(word.replace("TOKEN", token) for word in arguments), code=2)
+    assert "an argument looks like an access token" in message
+    assert token not in message
 
 
-def test_help_of_command_is_that_of_its_flag(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["help", "echo"]) == 0
-    assert capsys.readouterr().out == "['--help']\n"
+def test_help_of_command_is_that_of_its_flag(echo: None, recipes) -> None:
+    assert recipes("help", "echo") == "['--help']\n"
 
 
 def test_names_of_recipes_are_known() -> None:
@@ -183,18 +175,14 @@ def test_only_leading_file_is_taken_as_configuration(rest: list[str], capsys: py
     assert f"{rest[-1]}: is not a flag\n    write `--config FILE`" in capsys.readouterr().err
 
 
-def test_command_error_is_printed_with_exit_code_2(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["echo", "fail"]) == 2
-    assert capsys.readouterr().err == str(ConfigError(Problem("here", "wrong"))) + "\n"
+def test_command_error_is_printed_with_exit_code_2(echo: None, recipes) -> None:
+    assert recipes("echo", "fail", code=2).endswith(f"\n{ConfigError(Problem('here', 'wrong'))}\n")
 
 
 def test_help_does_not_import_heavy_packages() -> None:
-    code = (
-        "import json, sys; from recipes_lib.cli import main; code = main(['--help']);"
-        f"print(json.dumps([code, [name for name in {HEAVY!r} if name in sys.modules]]))"
+    run_python(
+        f"import sys; from recipes_lib.cli import main; main(['--help']); assert not {HEAVY} & sys.modules.keys()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout.splitlines()[-1]) == [0, []]
 
 
 def test_closed_pipe_ends_command_without_message(tmp_path: Path) -> None:
@@ -205,18 +193,14 @@ def test_closed_pipe_ends_command_without_message(tmp_path: Path) -> None:
     )
     reader, writer = os.pipe()
     os.close(reader)
+    run = functools.partial(subprocess.run, [sys.executable, "-c", code], stderr=subprocess.PIPE, check=False)
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     with os.fdopen(writer, "wb") as output:
-        done = subprocess.run(
-            [sys.executable, "-c", code], stdout=output, stderr=subprocess.PIPE, check=False, env=environment
-        )
-    assert done.returncode == 141
-    assert done.stderr == b""
+        done = run(stdout=output, env=environment)
+    assert (done.returncode, done.stderr) == (141, b"")
     if Path("/dev/full").exists():
         with Path("/dev/full").open("wb") as output:
-            done = subprocess.run(
-                [sys.executable, "-c", code], stdout=output, stderr=subprocess.PIPE, check=False, env=environment
-            )
+            done = run(stdout=output, env=environment)
         assert done.returncode == 2
         assert done.stderr.startswith(b"standard output: cannot be written: No space left on device")
 

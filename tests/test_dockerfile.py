@@ -148,28 +148,23 @@ STUB = '#!/bin/sh\necho "$(basename "$0") $*"\n'
         ([], {}, "recipes "),
     ],
 )
-def test_entrypoint_runs_recipe_or_command(tmp_path, arguments, launch, expected):
-    for name in ("python", "accelerate", "recipes"):
-        (tmp_path / name).write_text(STUB)
-        (tmp_path / name).chmod(0o755)
+def test_entrypoint_runs_recipe_or_command(install, tmp_path, arguments, launch, expected):
+    install(dict.fromkeys(("python", "accelerate", "recipes"), STUB))
     script = tmp_path / "entrypoint.sh"
     script.write_text((ROOT / "docker" / "entrypoint.sh").read_text().replace("/app/", f"{ROOT}/"))
-    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", **launch}
+    environment = os.environ | launch
     done = subprocess.run(["sh", script, *arguments], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.rstrip("\n") == expected.format(app=ROOT).rstrip("\n")
 
 
 @pytest.mark.slow
-def test_instructions_of_cpu_target_build_working_image(tmp_path):
+def test_instructions_of_cpu_target_build_working_image(install, tmp_path):
     """``/`` is a folder, commands that need root are stubs, and the installed packages replace the package index."""
-    image, context, tools = tmp_path / "image", tmp_path / "context", tmp_path / "tools"
+    image, context = tmp_path / "image", tmp_path / "context"
     shutil.copytree(ROOT, context, ignore=shutil.ignore_patterns(".git", ".venv*", "*_cache", "build", "runs"))
-    tools.mkdir()
-    for name in ("apt-get", "useradd", "chown"):
-        (tools / name).write_text(STUB)
-        (tools / name).chmod(0o755)
+    tools = install(dict.fromkeys(("apt-get", "useradd", "chown"), STUB))
     (tools / "python").symlink_to(sys.executable)
-    environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PIP_NO_BUILD_ISOLATION": "0"}
+    environment = {**os.environ, "PIP_NO_BUILD_ISOLATION": "0"}
     environment.pop("PYTHONPATH", None)
     stages = read_stages(DOCKERFILE)
     place = image

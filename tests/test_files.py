@@ -8,12 +8,11 @@ import hashlib
 import json
 import os
 import stat
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tests.forked import run_python
 
 from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.files import (
@@ -139,19 +138,12 @@ def test_only_a_directory_may_refuse_to_be_flushed(tmp_path, monkeypatch) -> Non
 def test_exclusive_lock_blocks_other_process_until_closed(tmp_path, of_process) -> None:
     path = tmp_path / "lock"
     program = (
-        "import sys; from pathlib import Path; from recipes_lib.files import try_lock\n"
-        f"print(try_lock(Path({str(path)!r}).open('a'), of_process={of_process}))"
+        f"from recipes_lib.files import try_lock; print(try_lock(open({str(path)!r}, 'a'), of_process={of_process}))"
     )
-
-    def lock_in_other_process() -> str:
-        return subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, check=True
-        ).stdout.strip()
-
     with path.open("a") as file:
         assert try_lock(file, of_process=of_process) is True
-        assert lock_in_other_process() == "False"
-    assert lock_in_other_process() == "True"
+        assert run_python(program) == "False\n"
+    assert run_python(program) == "True\n"
 
 
 def test_shared_lock_excludes_exclusive_lock(tmp_path) -> None:

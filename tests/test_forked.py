@@ -39,9 +39,11 @@ def test_run_script_matches_python_command(tmp_path):
         "sys.stderr.write('wrong')\n"
         "sys.exit(int(sys.argv[1]))\n"
     )
-    done = run_script(script, 3, "b c", paths=[tmp_path / "lib"])
-    assert (done.returncode, done.stderr) == (3, "wrong")
-    assert done.stdout == "beside further ['3', 'b c'] __main__\n"
+    done = run_script(script, 3, {"b": "c d"}, paths=[tmp_path / "lib"], code=3)
+    assert done.stderr == "wrong"
+    assert done.stdout == "beside further ['3', '--b=c d'] __main__\n"
+    with pytest.raises(AssertionError, match="wrong"):
+        run_script(script, 3, paths=[tmp_path / "lib"])
     script.write_text("import time\ntime.sleep(600)\n")
     assert Launch(script).finish(timeout=1).returncode < 0
 

@@ -30,20 +30,16 @@ echo "scontrol $*" >> "$LOG"
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(install, tmp_path):
     """Return a function that starts the script; the stub run ends with ``status``, at once or on a stop request."""
-    for name, text in STUBS.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+    install(STUBS)
     out = tmp_path / "a run"
 
     def start(status, *, ends="on_request", more=()):
         out.mkdir(exist_ok=True)
-        slurm = {"SLURM_JOB_ID": "77"}
-        path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-        stubs = {"PATH": path, "OUT": str(out), "LOG": str(tmp_path / "log"), "STATUS": status, "ENDS": ends}
+        stubs = {"SLURM_JOB_ID": "77", "OUT": str(out), "LOG": str(tmp_path / "log"), "STATUS": status, "ENDS": ends}
         command = ["bash", SCRIPT, "sft.yaml", out, *more]
-        return subprocess.Popen(command, env=os.environ | slurm | stubs, preexec_fn=reset_signals)
+        return subprocess.Popen(command, env=os.environ | stubs, preexec_fn=reset_signals)
 
     return start
 
@@ -95,10 +91,10 @@ def test_script_starts_requested_launch_on_node(start, tmp_path, monkeypatch, ca
     assert f"--machine_rank 1 --main_process_ip node-1 --main_process_port 20077 recipes/{recipe}.py " in command
 
 
-@pytest.mark.parametrize("status", ["done", "failed", "diverged", "refused", "running"])
-def test_run_with_other_status_is_not_requeued(start, tmp_path, status):
+@pytest.mark.parametrize("status", ["stalled", "done", "failed", "diverged", "refused", "running"])
+def test_run_that_ended_is_requeued_only_if_stalled(start, tmp_path, status):
     assert start(status, ends="at_once").wait(timeout=30) is not None
-    assert len(read_calls(tmp_path)) == 1
+    assert read_calls(tmp_path)[1:] == (["scontrol requeue 77"] if status == "stalled" else [])
 
 
 def test_status_of_earlier_job_is_ignored(start, tmp_path):

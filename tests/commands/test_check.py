@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 from tests.rows import write_rows
 
-from recipes_lib.cli import main as run_recipes
 from recipes_lib.commands.check import check, main
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.packed.prepared_set import prepare
@@ -90,9 +89,8 @@ def test_invalid_rows_do_not_hide_other_problems(chats, tiny_model_dir, tmp_path
 
 
 @pytest.mark.parametrize("command", ["check", "launch"])
-def test_missing_keys_mention_config_flag(command, capsys):
-    assert run_recipes([command]) == 2
-    assert "command line, without --config: `model_name_or_path` is missing" in capsys.readouterr().err
+def test_missing_keys_mention_config_flag(command, recipes):
+    assert "command line, without --config: `model_name_or_path` is missing" in recipes(command, code=2)
 
 
 def test_memory_of_rl_uses_precision_of_launch_file(tiny_model_dir, tmp_path, monkeypatch):
@@ -109,10 +107,10 @@ def test_memory_of_rl_uses_precision_of_launch_file(tiny_model_dir, tmp_path, mo
     assert [config.training["bf16"] for config in planned] == [False, True]
 
 
-def test_exit_code_is_2_if_there_are_problems(chats, tiny_model_dir, tmp_path):
-    assert main(keys_for(chats, tiny_model_dir, tmp_path)) == 0
+def test_exit_code_is_2_if_there_are_problems(recipes, chats, tiny_model_dir, tmp_path):
+    recipes("check", *keys_for(chats, tiny_model_dir, tmp_path))
     add_long_row(chats)
-    assert main(keys_for(chats, tiny_model_dir, tmp_path)) == 2
+    recipes("check", *keys_for(chats, tiny_model_dir, tmp_path), code=2)
 
 
 def test_migration_prints_loadable_file_and_changes(chats, tiny_model_dir, tmp_path, capsys):

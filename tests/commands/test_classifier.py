@@ -8,24 +8,11 @@ import pytest
 from tests.corpus.test_text_classifier import FASTTEXT, plant
 from tests.corpus.texts import ENGLISH, GERMAN, write_rows
 
-from recipes_lib.cli import main
 
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]):
-    def run(*words: object, code: int = 0) -> str:
-        assert main([*map(str, words)]) == code
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        return captured.err if code else captured.out
-
-    return run
-
-
-def test_trained_classifier_filters_corpus(run, tmp_path) -> None:
+def test_trained_classifier_filters_corpus(recipes, tmp_path) -> None:
     good, bad = (write_rows(tmp_path / f"{label} pages.jsonl", plant(label, 150, 0)) for label in ("good", "bad"))
     folder = tmp_path / "my classifier"
-    output = run("classifier", "train", folder, f"good={good}", f"bad={bad}", "--held_out", 0.2)
+    output = recipes("classifier", "train", folder, f"good={good}", f"bad={bad}", "--held_out", 0.2)
     assert "accuracy 100.0%" in output
     assert "good: area under the ROC curve 1.000" in output
     assert f"classifier_path: {folder}, classifier_label: good" in output
@@ -35,8 +22,8 @@ def test_trained_classifier_filters_corpus(run, tmp_path) -> None:
     keys = {"classifier_path": folder, "classifier_label": "good", "toxicity_classifier_path": folder}
     keys |= {"toxicity_classifier_label": "bad", "sources": f"[{{name: '{mixed}'}}]", "workers": 1}
     flags = [f"--{key}={value}" for key, value in keys.items()]
-    run("clean", *flags, "--classifier=apply", f"--output_dir={tmp_path / 'by quality'}")
-    run("clean", *flags, "--classifier=annotate", "--toxicity=apply", f"--output_dir={tmp_path / 'by toxicity'}")
+    recipes("clean", *flags, "--classifier=apply", f"--output_dir={tmp_path / 'by quality'}")
+    recipes("clean", *flags, "--classifier=annotate", "--toxicity=apply", f"--output_dir={tmp_path / 'by toxicity'}")
     for name, step, reason in (
         ("by quality", "classifier", "not good"),
         ("by toxicity", "toxicity", "classifier: bad"),
@@ -50,13 +37,13 @@ def test_trained_classifier_filters_corpus(run, tmp_path) -> None:
     assert steps["classifier"]["found"] == {"not good": 50}
 
 
-def test_eval_accepts_existing_fasttext_model(run, tmp_path) -> None:
+def test_eval_accepts_existing_fasttext_model(recipes, tmp_path) -> None:
     sources = [
         f"{label}={write_rows(tmp_path / label / 'texts.jsonl', [text])}"
         for label, text in (("en", ENGLISH), ("de", GERMAN))
         if not (tmp_path / label).mkdir()
     ]
-    assert "accuracy 100.0%" in run("classifier", "eval", FASTTEXT, *sources)
+    assert "accuracy 100.0%" in recipes("classifier", "eval", FASTTEXT, *sources)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +57,6 @@ def test_eval_accepts_existing_fasttext_model(run, tmp_path) -> None:
         (["train", "{rows}/out", "good={rows}", "bad={rows}"], "texts are held out"),
     ],
 )
-def test_invalid_arguments_and_data_are_rejected(run, tmp_path, words, message) -> None:
+def test_invalid_arguments_and_data_are_rejected(recipes, tmp_path, words, message) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", ["one", "two"])
-    assert message in run("classifier", *(str(word).format(rows=rows) for word in words), code=2)
+    assert message in recipes("classifier", *(str(word).format(rows=rows) for word in words), code=2)

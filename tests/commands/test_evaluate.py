@@ -60,16 +60,16 @@ def test_scores_are_in_record_card_and_reports(evaluated: Path) -> None:
     assert "local_choice" in (evaluated / "one" / "eval" / "report.html").read_text()
 
 
-def test_card_lists_groups_and_marks_limited_scores(evaluated: Path) -> None:
+def test_card_lists_groups_and_marks_limited_scores(recipes, evaluated: Path) -> None:
     folder = evaluated / "three"
     save_run(folder, 3)
     flags = ["--tasks", "local_group", "--include_path", str(evaluated / "tasks"), "--use_cpu"]
-    assert run_recipes(["eval", str(folder), *flags, "--limit", "5"]) == 0
+    recipes("eval", folder, *flags, "--limit", "5")
     card, listed = read_card(folder)
     assert "| local_group | acc |" in card
     assert "first 5 of each task" in card
     assert "local_group" not in listed
-    assert run_recipes(["eval", str(folder), *flags]) == 0
+    recipes("eval", folder, *flags)
     card, listed = read_card(folder)
     assert "| local_group | acc |" in card
     assert "local_other" not in card
@@ -84,40 +84,31 @@ def test_card_lists_groups_and_marks_limited_scores(evaluated: Path) -> None:
     assert "local_group" in (folder / "eval" / "report.html").read_text()
 
 
-def test_compare_writes_confidence_intervals(evaluated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_writes_confidence_intervals(evaluated: Path, recipes) -> None:
     table = evaluated / "a new folder" / "table.json"
-    assert run_recipes(["eval", "compare", str(evaluated / "one"), str(evaluated / "two"), "--output", str(table)]) == 0
-    assert "95 % interval" in capsys.readouterr().out
+    assert "95 % interval" in recipes("eval", "compare", evaluated / "one", evaluated / "two", "--output", table)
     rows = json.loads(table.read_text())
     assert {(row["task"], row["metric"]) for row in rows} >= {("local_choice", "acc"), ("local_choice", "acc_norm")}
     assert all(row["low"] <= row["other"] - row["base"] <= row["high"] for row in rows)
-    assert run_recipes(["eval", "compare", str(evaluated / "one")]) == 2
-    assert run_recipes(["eval", "compare", str(evaluated / "one"), str(evaluated / "tasks")]) == 2
+    recipes("eval", "compare", evaluated / "one", code=2)
+    recipes("eval", "compare", evaluated / "one", evaluated / "tasks", code=2)
 
 
-def test_check_needs_no_weights(evaluated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_needs_no_weights(evaluated: Path, recipes) -> None:
     path = evaluated / "eval.yaml"
     path.write_text(
         f"model_name_or_path: {evaluated}/one\ntasks: [local_choice, local_code]\ninclude_path: ['{evaluated}/tasks']\n"
     )
-    assert run_recipes(["check", "--config", str(path)]) == 2
-    assert "confirm_run_unsafe_code: true" in capsys.readouterr().err
-    assert run_recipes(["check", "--config", str(path), "--confirm_run_unsafe_code"]) == 0
-    output = capsys.readouterr().out
+    assert "confirm_run_unsafe_code: true" in recipes("check", "--config", path, code=2)
+    output = recipes("check", "--config", path, "--confirm_run_unsafe_code")
     assert "local_choice: 36 questions, 1 examples" in output
     assert output.endswith("ready to evaluate\n")
 
 
-def test_help_needs_no_extra(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_help_needs_no_extra(recipes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
-    with pytest.raises(SystemExit) as ended:
-        run_recipes(["eval", "--help"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith("usage: recipes eval MODEL --tasks core,gsm8k")
-    assert run_recipes(["eval", str(tmp_path), "--tasks", "core"]) == 2
-    assert "pip install 'recipes-lib[eval]'" in capsys.readouterr().err
+    assert recipes("eval", "--help").startswith("usage: recipes eval MODEL --tasks core,gsm8k")
+    assert "pip install 'recipes-lib[eval]'" in recipes("eval", tmp_path, "--tasks", "core", code=2)
 
 
 @pytest.mark.parametrize("words", [["--tasks", "a, b"], ["--tasks=a,b"], ["--tasks", '["a", "b"]'], ["--tasks=[a, b]"]])
@@ -160,7 +151,7 @@ def run_here(words: Sequence[Any], **_: Any) -> subprocess.CompletedProcess[str]
 
 
 def test_watch_evaluates_each_complete_checkpoint_once(
-    evaluated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    evaluated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipes
 ) -> None:
     monkeypatch.setattr("subprocess.run", run_here)
     run = tmp_path / "a run"
@@ -168,27 +159,25 @@ def test_watch_evaluates_each_complete_checkpoint_once(
     first, _ = write_checkpoint(run, 2), write_checkpoint(run, 4, is_complete=False)
     before = {file.name: file.read_bytes() for file in first.iterdir()}
     command = ["eval", "watch", str(run), "--tasks", "local_choice", "--include_path", str(evaluated / "tasks")]
-    assert run_recipes([*command, "--use_cpu"]) == 0
-    assert "checkpoint-2" in capfd.readouterr().out
+    assert "checkpoint-2" in recipes(*command, "--use_cpu")
     results = run / "eval" / "checkpoint-2"
     assert json.loads((results / "eval.json").read_text())["tasks"]["local_choice"]["num_questions"] == 36
     assert {file.name: file.read_bytes() for file in first.iterdir()} == before
     assert not (results / "model").exists()
     assert [folder.name for folder in (run / "eval").iterdir()] == ["checkpoint-2"]
-    assert run_recipes([*command, "--use_cpu"]) == 0
-    assert "checkpoint-2" not in capfd.readouterr().out
-    assert run_recipes(["eval", "watch", str(tmp_path / "none")]) == 2
+    assert "checkpoint-2" not in recipes(*command, "--use_cpu")
+    recipes("eval", "watch", tmp_path / "none", code=2)
 
 
 class RecordedCommands:
     """Stand-in for ``subprocess.run``: record the commands, and write the result of an evaluation."""
 
-    def __init__(self, code: int = 0) -> None:
-        self.commands: list[list[str]] = []
-        self.code = code
+    def __init__(self) -> None:
+        self.commands: list[str] = []
+        self.code = 0
 
     def __call__(self, words: Sequence[Any], **_: Any) -> subprocess.CompletedProcess[str]:
-        self.commands.append([words[3]])
+        self.commands.append(words[3])
         if words[3] == "export":
             return run_here(words)
         assert (Path(words[4]) / "model.safetensors").exists()
@@ -197,8 +186,13 @@ class RecordedCommands:
         return subprocess.CompletedProcess(words, self.code)
 
 
-def test_watch_follows_run_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> RecordedCommands:
     monkeypatch.setattr("subprocess.run", recorded := RecordedCommands())
+    return recorded
+
+
+def test_watch_follows_run_until_it_ends(recipes, recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     write_status(run, "running")
     write_checkpoint(run, 2)
@@ -215,45 +209,39 @@ def test_watch_follows_run_until_it_ends(tmp_path: Path, monkeypatch: pytest.Mon
                 trainer.communicate("\n")  # As if killed: `run.json` still says running.
 
         monkeypatch.setattr("time.sleep", sleep)
-        assert run_recipes(["eval", "watch", str(run), "--tasks", "core"]) == 0
+        recipes("eval", "watch", run, "--tasks", "core")
     assert num_commands == [1, 1]
-    assert recorded.commands == [["eval"], ["eval"]]
+    assert recorded.commands == ["eval", "eval"]
 
 
-def test_watch_exports_sharded_checkpoint_and_stops_on_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("subprocess.run", recorded := RecordedCommands())
-    run = tmp_path / "run"
-    write_status(run, "done")
-    tiny.build_tokenizer().save_pretrained(tokenizer := tmp_path / "tokenizer")
-    write_model_checkpoint(run / "checkpoint-2", build("untied"), tokenizer)
-    assert run_recipes(["eval", "watch", str(run)]) == 0
-    assert recorded.commands == [["export"], ["eval"]]
-    (run / "eval" / "checkpoint-2" / "eval.json").unlink()
+@pytest.fixture
+def sharded(tmp_path: Path, tiny_tokenizer_dir: Path) -> Path:
+    """A finished run with a sharded checkpoint."""
+    write_status(tmp_path / "run", "done")
+    write_model_checkpoint(tmp_path / "run" / "checkpoint-2", build("untied"), tiny_tokenizer_dir)
+    return tmp_path / "run"
+
+
+def test_watch_exports_sharded_checkpoint_and_stops_on_error(recipes, recorded, sharded: Path) -> None:
+    recipes("eval", "watch", sharded)
+    assert recorded.commands == ["export", "eval"]
+    (sharded / "eval" / "checkpoint-2" / "eval.json").unlink()
     recorded.code = 2
-    assert run_recipes(["eval", "watch", str(run)]) == 2
+    recipes("eval", "watch", sharded, code=2)
 
 
-def test_watch_evaluates_finished_export_of_deleted_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded, run = RecordedCommands(), tmp_path / "run"
-
+def test_watch_evaluates_finished_export_of_deleted_checkpoint(recipes, recorded, sharded: Path, monkeypatch) -> None:
     def run_and_delete(words: Sequence[Any], **_: Any) -> subprocess.CompletedProcess[str]:
         done = recorded(words)
-        if words[3] == "export":
-            (run / "checkpoint-2" / "COMPLETE.json").unlink()
+        (sharded / "checkpoint-2" / "COMPLETE.json").unlink(missing_ok=True)
         return done
 
     monkeypatch.setattr("subprocess.run", run_and_delete)
-    write_status(run, "done")
-    tiny.build_tokenizer().save_pretrained(tokenizer := tmp_path / "tokenizer")
-    write_model_checkpoint(run / "checkpoint-2", build("untied"), tokenizer)
-    assert run_recipes(["eval", "watch", str(run)]) == 0
-    assert recorded.commands == [["export"], ["eval"]]
+    recipes("eval", "watch", sharded)
+    assert recorded.commands == ["export", "eval"]
 
 
-def test_watch_skips_checkpoint_deleted_while_linking(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("subprocess.run", recorded := RecordedCommands())
+def test_watch_skips_checkpoint_deleted_while_linking(recipes, recorded, tmp_path: Path, monkeypatch) -> None:
     run = tmp_path / "run"
     write_status(run, "done")
     checkpoint = write_checkpoint(run, 2)
@@ -264,7 +252,6 @@ def test_watch_skips_checkpoint_deleted_while_linking(
         (checkpoint / "config.json").unlink(missing_ok=True)
 
     monkeypatch.setattr("os.link", link_and_delete)
-    assert run_recipes(["eval", "watch", str(run)]) == 0
+    assert "checkpoint-2: skipped, the run has deleted it" in recipes("eval", "watch", run)
     assert recorded.commands == []
-    assert "checkpoint-2: skipped, the run has deleted it" in capsys.readouterr().out
     assert not list((run / "eval").glob("*/*"))

@@ -8,13 +8,11 @@ import shlex
 import pytest
 import yaml
 
-from recipes_lib.cli import main
 from recipes_lib.commands import reproduce
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import flatten_config
 from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.environment import read_versions
-from recipes_lib.errors import EXIT_DONE, EXIT_USER
 from recipes_lib.publish.card import make_portable
 
 COMMIT = "c" * 40
@@ -54,14 +52,12 @@ def record(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def run(record, tmp_path, capsys):
-    def run(*flags, **changes):
+def run(record, tmp_path, recipes):
+    def run(*flags, code=0, **changes):
         folder = tmp_path / "published"
         folder.mkdir(exist_ok=True)
         (folder / "run.json").write_text(json.dumps(record | changes))
-        code = main(["reproduce", str(folder), *flags])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
+        return recipes("reproduce", folder, *flags, code=code)
 
     return run
 
@@ -72,8 +68,7 @@ def load(tmp_path):
 
 
 def test_restored_config_equals_original(run, tmp_path):
-    code, output, _ = run()
-    assert code == EXIT_DONE
+    output = run()
     again = flatten_config(load(tmp_path))
     first = flatten_config(load_config("sft", ["--config", "sft.yaml"]))
     differing = {key for key in first if first[key] != again.get(key)}
@@ -88,7 +83,7 @@ def test_restored_config_equals_original(run, tmp_path):
 
 
 def test_only_unverifiable_facts_are_reported_as_different(run):
-    assert [line for line in run()[1].splitlines() if line.startswith("differs: ")] == [
+    assert [line for line in run().splitlines() if line.startswith("differs: ")] == [
         "differs: data: the train rows had the fingerprint 9604a55826332cb0; `recipes prepare` records yours",
         "differs: device: it was 1 x NVIDIA H200; other devices round differently",
     ]
@@ -130,8 +125,7 @@ def test_explicit_null_overrides_default_limit(run, record, tmp_path):
     ],
 )
 def test_differences_of_environment_are_reported(run, changes, words):
-    code, output, _ = run(**changes)
-    assert code == EXIT_DONE
+    output = run(**changes)
     assert all(word in output for word in words), output
 
 
@@ -144,8 +138,7 @@ def test_local_files_and_unpinned_data_are_reported(record):
 
 
 def test_invalid_restored_config_is_rejected_with_lines(run, record):
-    code, _, error = run(config=record["config"] | {"learning_rate": -1.0})
-    assert code == EXIT_USER
+    error = run(config=record["config"] | {"learning_rate": -1.0}, code=2)
     assert "learning_rate" in error
     assert "sft.yaml:" in error
 
@@ -176,18 +169,14 @@ HOSTILE = "1.0\n--index-url http://evil\n#"
     ],
 )
 def test_malformed_record_is_rejected(run, tmp_path, changes, field):
-    code, output, error = run(**changes)
-    assert code == EXIT_USER
-    assert field in error
-    assert not output
+    assert field in run(**changes, code=2).splitlines()[0], "no command is printed"
     assert not (tmp_path / "reproduced").exists()
 
 
 def test_keys_that_run_code_are_not_restored(run, record, tmp_path):
     evil = {"metrics": ["os:system\nseed: 1"], "trust_remote_code": True, "attn_implementation": "evil/kernels"}
     provenance = dict.fromkeys(evil, "sft.yaml:1")
-    code, output, _ = run(config=record["config"] | evil, provenance=record["provenance"] | provenance)
-    assert code == EXIT_DONE
+    output = run(config=record["config"] | evil, provenance=record["provenance"] | provenance)
     flat = flatten_config(load(tmp_path))
     assert [flat[key] for key in evil] == [None, False, None]
     text = (tmp_path / "reproduced/published/sft.yaml").read_text()
@@ -206,7 +195,7 @@ def test_keys_that_run_code_are_recognised_by_their_help():
 
 def test_control_characters_of_record_are_escaped(run, record, tmp_path):
     config = record["config"] | {"dataset_name": "a\x1b[2Jb\nsame run: evil", "gone\x07": 1}
-    _, output, _ = run(config=config, hardware={"device": "\x1b]0;H200\x07"}, data={"inputs": {"sources": [1]}})
+    output = run(config=config, hardware={"device": "\x1b]0;H200\x07"}, data={"inputs": {"sources": [1]}}, code=2)
     assert all(char.isprintable() or char == "\n" for char in output)
     assert r"a\x1b[2Jb\nsame run: evil was a file or folder" in output
     assert not any(line.startswith("same run:") for line in output.splitlines()), "the name is rejected"
@@ -214,33 +203,31 @@ def test_control_characters_of_record_are_escaped(run, record, tmp_path):
 
 def test_paths_are_quoted_in_commands(run, tmp_path):
     folder = tmp_path / "a; id"
-    _, output, _ = run("--output", str(folder))
+    output = run("--output", folder)
     command = next(line for line in output.splitlines() if line.startswith("same run:")).partition(":")[2]
     assert shlex.split(command)[-1] == str(folder / "sft.yaml")
 
 
-def test_current_folder_is_accepted(run, tmp_path, monkeypatch):
+def test_current_folder_is_accepted(recipes, run, tmp_path, monkeypatch):
     run()
     monkeypatch.chdir(tmp_path / "published")
-    assert main(["reproduce", "."]) == EXIT_DONE
+    recipes("reproduce", ".")
     assert (tmp_path / "published" / "reproduced" / "published" / "sft.yaml").is_file()
 
 
-def test_record_is_fetched_from_hub_at_revision(hub, record, run, tmp_path, monkeypatch, capsys):
+def test_record_is_fetched_from_hub_at_revision(hub, record, run, tmp_path, monkeypatch, recipes):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     repository = hub.add("me/mine", private=True, files={"run.json": json.dumps(record).encode()})
     repository.tags["step-5"] = repository.find("main").oid
-    assert main(["reproduce", "me/mine", "--revision", "step-5", "--output", str(tmp_path / "again")]) == EXIT_DONE
+    recipes("reproduce", "me/mine", "--revision", "step-5", "--output", tmp_path / "again")
     assert (tmp_path / "again" / "sft.yaml").is_file()
-    assert main(["reproduce", "me/nothing"]) == EXIT_USER
-    assert "its run.json cannot be fetched" in capsys.readouterr().err
+    assert "its run.json cannot be fetched" in recipes("reproduce", "me/nothing", code=2)
 
 
 @pytest.mark.parametrize(
     ("text", "message"), [("{", "is not JSON"), ("{}", "`stage` is missing"), (None, "run.json cannot be read")]
 )
-def test_folder_without_run_is_rejected(tmp_path, capsys, text, message):
+def test_folder_without_run_is_rejected(tmp_path, recipes, text, message):
     if text is not None:
         (tmp_path / "run.json").write_text(text)
-    assert main(["reproduce", str(tmp_path)]) == EXIT_USER
-    assert message in capsys.readouterr().err
+    assert message in recipes("reproduce", tmp_path, code=2)

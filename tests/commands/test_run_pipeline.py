@@ -10,7 +10,6 @@ import pytest
 from tests.forked import ROOT
 from transformers import LlamaConfig
 
-from recipes_lib.cli import main as run_recipes
 from recipes_lib.commands.run_pipeline import describe, plan_stages
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
@@ -32,64 +31,54 @@ stages:
     return path
 
 
-def test_from_until_only_and_list_select_stages(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_from_until_only_and_list_select_stages(path: Path, recipes) -> None:
     out = str(path.parent / "out")
-    assert run_recipes(["run", str(path), "--output_dir", out, "--until", "two"]) == 0
-    output = capfd.readouterr().out
+    output = recipes("run", path, "--output_dir", out, "--until", "two")
     assert "1 of 2, one: mkdir" in output
     assert "three  not run" in output
-    assert run_recipes(["run", str(path), "--output_dir", out, "--from", "two"]) == 0
-    assert "2 of 2, three" in capfd.readouterr().out
-    assert run_recipes(["run", str(path), "--output_dir", out, "--list"]) == 0
-    assert f"one: mkdir {out}/one\n" in capfd.readouterr().out
-    for flag, name in (("--only", "fore"), ("--from", "")):
-        assert run_recipes(["run", str(path), flag, name]) == 2
-        assert f"there is no stage {name!r}\n    the stages are one, two, three" in capfd.readouterr().err
-    assert run_recipes(["run", str(path), "--from", "two", "--until", "one"]) == 2
-    assert "two comes after one" in capfd.readouterr().err
+    assert "2 of 2, three" in recipes("run", path, "--output_dir", out, "--from", "two")
+    assert f"one: mkdir {out}/one\n" in recipes("run", path, "--output_dir", out, "--list")
 
 
-def test_shipped_pipeline_is_found_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_shipped_pipeline_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipes) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run_recipes(["run", "zephyr", "--list"]) == 0
-    assert "recipes/configs/mistral-7b/sft.yaml" in capfd.readouterr().out
-    assert run_recipes(["run", "demo"]) == 2
-    assert "`recipes demo` writes its data and runs it" in capfd.readouterr().err
-    assert run_recipes(["run", "zephir"]) == 2
-    assert "did you mean `recipes run zephyr`?" in capfd.readouterr().err
-    assert run_recipes(["run", "mine.yaml"]) == 2
-    assert "mine.yaml: there is no such pipeline\n    write the path of a YAML file" in capfd.readouterr().err
+    assert "recipes/configs/mistral-7b/sft.yaml" in recipes("run", "zephyr", "--list")
+    for name, message in {
+        "demo": "`recipes demo` writes its data and runs it",
+        "zephir": "did you mean `recipes run zephyr`?",
+        "mine.yaml": "mine.yaml: there is no such pipeline\n    write the path of a YAML file",
+    }.items():
+        assert message in recipes("run", name, code=2)
     assert not list(tmp_path.iterdir())
 
 
 def test_folder_with_name_of_shipped_pipeline_is_not_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipes
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("demo", "zephyr", "runs"):
         (tmp_path / name).mkdir()
-    assert run_recipes(["run", "zephyr", "--list"]) == 0
-    for name, message in (
-        ("demo", "`recipes demo` writes its data"),
-        ("runs", "runs: is a folder\n    write the path"),
-    ):
-        assert run_recipes(["run", name]) == 2
-        assert message in capfd.readouterr().err
+    recipes("run", "zephyr", "--list")
+    assert "`recipes demo` writes its data" in recipes("run", "demo", code=2)
+    assert "runs: is a folder\n    write the path" in recipes("run", "runs", code=2)
 
 
-def test_contradicting_flags_are_rejected(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run_recipes(["run", str(path), "--only", "one", "--until", "two"]) == 2
-    assert "--only: excludes --from and --until" in capfd.readouterr().err
-    assert run_recipes(["run", str(path), "--gpus_per_node", "8"]) == 2
-    assert "--gpus_per_node: has no effect on stages that run here" in capfd.readouterr().err
-    with pytest.raises(SystemExit):
-        run_recipes(["run", str(path), "--launcher", "'srun"])
-    assert "argument --launcher: invalid" in capfd.readouterr().err
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--only", "fore"], "there is no stage 'fore'\n    the stages are one, two, three"),
+        (["--from", ""], "there is no stage ''\n    the stages are one, two, three"),
+        (["--from", "two", "--until", "one"], "two comes after one"),
+        (["--only", "one", "--until", "two"], "--only: excludes --from and --until"),
+        (["--gpus_per_node", "8"], "--gpus_per_node: has no effect on stages that run here"),
+        (["--launcher", "'srun"], "argument --launcher: invalid"),
+    ],
+)
+def test_invalid_flags_are_rejected(path: Path, recipes, flags: list[str], message: str) -> None:
+    assert message in recipes("run", path, *flags, code=2)
 
 
-def test_check_validates_keys_before_outputs_exist(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_check_validates_keys_before_outputs_exist(tmp_path: Path, recipes) -> None:
     (tmp_path / "chats.jsonl").touch()
     (tmp_path / "sft.yaml").write_text(
         f"model_name_or_path: none\nmodel_revision: null\ndataset_name: {tmp_path}/chats.jsonl\n"
@@ -101,19 +90,17 @@ def test_check_validates_keys_before_outputs_exist(tmp_path: Path, capfd: pytest
     }
     path = tmp_path / "p.yaml"
     path.write_text(json.dumps({"stages": stages}))
-    assert run_recipes(["run", str(path), "--check"]) == 0
-    assert capfd.readouterr().out == "3 stages, ready to run\n"
+    assert recipes("run", path, "--check") == "3 stages, ready to run\n"
     stages["sft"]["set"]["learnin_rate"] = 1
     stages["scores"]["set"]["limit"] = 0
     path.write_text(json.dumps({"stages": stages}))
-    assert run_recipes(["run", str(path), "--check"]) == 2
-    error = capfd.readouterr().err
+    error = recipes("run", path, "--check", code=2)
     assert "sft: --learnin_rate" in error
     assert "scores: --limit" in error
     assert not (tmp_path / "runs").exists()
 
 
-def test_check_validates_launch_files_commands_and_programs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_check_validates_launch_files_commands_and_programs(tmp_path: Path, recipes) -> None:
     (tmp_path / "chats.jsonl").touch()
     keys = {"model_name_or_path": "${base.output}", "dataset_name": f"{tmp_path}/chats.jsonl", "max_length": 64}
     stages = {
@@ -122,16 +109,14 @@ def test_check_validates_launch_files_commands_and_programs(tmp_path: Path, capf
     }
     path = tmp_path / "p.yaml"
     path.write_text(json.dumps({"stages": stages}))
-    assert run_recipes(["run", str(path), "--check"]) == 2
-    error = capfd.readouterr().err
+    error = recipes("run", path, "--check", code=2)
     assert "base: run: there is no program 'no-such-program'" in error
     assert "lora: --load_in_8bit" in error
     path.write_text("stages: {a: {command: sample-pair}}")
-    assert run_recipes(["run", str(path)]) == 2
-    assert "did you mean sample-pairs?" in capfd.readouterr().err
+    assert "did you mean sample-pairs?" in recipes("run", path, code=2)
 
 
-def test_check_and_plan_leave_outputs_outside_output_dir_unchanged(tmp_path: Path) -> None:
+def test_check_and_plan_leave_outputs_outside_output_dir_unchanged(recipes, tmp_path: Path) -> None:
     """An existing output keeps its content, a missing one stays missing; a dot in a name makes no file."""
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "config.json").write_text("{}")
@@ -146,22 +131,21 @@ def test_check_and_plan_leave_outputs_outside_output_dir_unchanged(tmp_path: Pat
     stages = {"rows": run, "there": base, "copy": copy, "base-v1.5": {**base, "output": None}, "sft": sft}
     path.write_text(json.dumps({"output_dir": str(tmp_path / "out"), "stages": stages}))
     before = sorted(tmp_path.rglob("*"))
-    assert run_recipes(["run", str(path), "--check", "--keys"]) == 0
+    recipes("run", path, "--check", "--keys")
     assert any(line.startswith("sft ") for line in plan_stages(path, "H100", 1, None))
     assert sorted(tmp_path.rglob("*")) == before
     assert (tmp_path / "there" / "config.json").read_text() == "{}"
 
 
-def test_check_inspects_existing_models_and_data(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_check_inspects_existing_models_and_data(recipes, tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text("")
     keys = {"model_name_or_path": str(tmp_path), "dataset_name": f"{tmp_path}/chats.jsonl", "max_length": 64}
     path = tmp_path / "p.yaml"
     path.write_text(json.dumps({"stages": {"sft": {"recipe": "sft", "set": keys}}}))
-    assert run_recipes(["run", str(path), "--check", "--keys", "--output_dir", str(tmp_path / "o")]) == 0
-    assert run_recipes(["run", str(path), "--check", "--output_dir", str(tmp_path / "o")]) == 2
-    captured = capfd.readouterr()
-    assert "sft: recipes check" in captured.out
-    assert "problems above" in captured.err
+    recipes("run", path, "--check", "--keys", "--output_dir", tmp_path / "o")
+    output = recipes("run", path, "--check", "--output_dir", tmp_path / "o", code=2)
+    assert "sft: recipes check" in output
+    assert "problems above" in output
 
 
 def test_table_shows_metric_of_gate_first(tmp_path: Path) -> None:
@@ -220,7 +204,7 @@ def test_plan_hours_and_cost_follow_flops(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_plan_hours_of_rl_match_recipes_plan(tmp_path: Path, capsys) -> None:
+def test_plan_hours_of_rl_match_recipes_plan(tmp_path: Path, recipes) -> None:
     """The cost equals that of `recipes plan` for the recipe alone."""
     (tmp_path / "rows.jsonl").touch()
     shape = tmp_path / "shape"
@@ -237,8 +221,7 @@ def test_plan_hours_of_rl_match_recipes_plan(tmp_path: Path, capsys) -> None:
     assert double == pytest.approx(2 * cost, rel=1e-3)
     flags = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     shared = ["--gpu", "H100", "--price-per-gpu-hour", "1e6", "--output_dir", "out"]
-    assert run_recipes(["plan", "--recipe", "grpo", *shared, *flags]) == 0
-    total_cost = re.search(r"cost +([\d,.]+),", capsys.readouterr().out)
+    total_cost = re.search(r"cost +([\d,.]+),", recipes("plan", "--recipe", "grpo", *shared, *flags))
     assert total_cost is not None
     assert cost == pytest.approx(float(total_cost[1].replace(",", "")), rel=1e-3)
 
@@ -256,7 +239,7 @@ def test_plan_of_unknown_length_has_no_hours(stage: str, keys: dict[str, object]
     assert note == f"without the time of {stage}, scores"
 
 
-def test_configurations_and_models_that_commands_will_write_are_unknown(tmp_path: Path) -> None:
+def test_configurations_and_models_that_commands_will_write_are_unknown(recipes, tmp_path: Path) -> None:
     path = write_pipeline(tmp_path)
     document = json.loads(path.read_text())
     stages, sft = document["stages"], document["stages"]["sft"]
@@ -266,7 +249,7 @@ def test_configurations_and_models_that_commands_will_write_are_unknown(tmp_path
     for start in ("merged", "scores", "written", "of-scores"):
         stages[f"of-{start}"] = {**sft, "set": {**sft["set"], "model_name_or_path": f"${{{start}.output}}"}}
     path.write_text(json.dumps(document))
-    assert run_recipes(["run", str(path), "--check", "--keys"]) == 0
+    recipes("run", path, "--check", "--keys")
     *_, note = plan_stages(path, "H100", None, None)
     assert note == "without the time of scores, keys, written, merged, of-scores, of-written, of-of-scores"
 
@@ -281,11 +264,12 @@ SHIPPED = {"speedrun": 7, "teaching_assistants": 3, "zephyr": 4, "iterated_dpo":
 
 @pytest.mark.parametrize(("name", "num_stages"), SHIPPED.items())
 def test_keys_of_shipped_pipeline_are_valid(
-    name: str, num_stages: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, num_stages: int, monkeypatch: pytest.MonkeyPatch, recipes
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert run_recipes(["run", f"recipes/pipelines/{name}.yaml", "--check", "--keys"]) == 0
-    assert capsys.readouterr().out == f"{num_stages} stages, ready to run\n"
+    assert (
+        recipes("run", f"recipes/pipelines/{name}.yaml", "--check", "--keys") == f"{num_stages} stages, ready to run\n"
+    )
 
 
 def test_teaching_assistants_pass_teacher_between_stages() -> None:

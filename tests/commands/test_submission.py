@@ -6,11 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from recipes_lib.cli import main as run_recipes
 
 SBATCH = """#!/bin/bash
 id=$(( $(cat "$SLURM/last") + 1 )); echo $id > "$SLURM/last"
@@ -36,75 +35,67 @@ stages:
 class Cluster:
     """Stub programs of a cluster, and the calls that they have recorded."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, recipes: Callable[..., str]) -> None:
         self.folder, self.pipeline, self.output_dir = folder, folder / "p.yaml", folder / "an output"
+        self.recipes = recipes
 
-    def run(self, *flags: str) -> int:
-        arguments = ["run", str(self.pipeline), "--output_dir", str(self.output_dir), "--executor", "slurm", *flags]
-        return run_recipes(arguments)
-
-    def put(self, program: str, text: str) -> None:
-        (self.folder / program).write_text(text)
-        (self.folder / program).chmod(0o755)
+    def run(self, *flags: str, code: int = 0) -> str:
+        words = ["run", self.pipeline, "--output_dir", self.output_dir, "--executor", "slurm"]
+        return self.recipes(*words, *flags, code=code)
 
     def read_calls(self) -> list[str]:
         return (self.folder / "calls").read_text().splitlines() if (self.folder / "calls").exists() else []
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    cluster = Cluster(tmp_path)
-    cluster.put("sbatch", SBATCH)
-    cluster.put("squeue", SQUEUE)
+def cluster(install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipes: Callable[..., str]) -> Cluster:
+    cluster = Cluster(tmp_path, recipes)
+    install({"sbatch": SBATCH, "squeue": SQUEUE})
     (tmp_path / "last").write_text("0")
     (tmp_path / "queued").touch()
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("SLURM", str(tmp_path))
     cluster.pipeline.write_text(PIPELINE)
     return cluster
 
 
-def test_stages_are_jobs_with_dependencies(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cluster.run() == 0
+def test_stages_are_jobs_with_dependencies(cluster: Cluster) -> None:
+    assert "three: submitted as job 3" in cluster.run()
     one, two, three = cluster.read_calls()
     assert "--dependency" not in one + two
     assert "--dependency=afterok:1:2 " in three
     assert {name: (cluster.folder / name).read_text() for name in "123"} == dict.fromkeys("123", "0\n")
     assert (cluster.output_dir / "three").is_dir()
-    assert "three: submitted as job 3" in capsys.readouterr().out
-    assert cluster.run() == 0
+    assert "three: already done" in cluster.run()
     assert len(cluster.read_calls()) == 3
-    assert "three: already done" in capsys.readouterr().out
 
 
 def test_percent_sign_in_path_of_output_is_escaped(cluster: Cluster) -> None:
     """`sbatch` replaces patterns such as %j in its `--output`."""
     cluster.output_dir = cluster.folder / "100%u"
-    assert cluster.run("--until", "one") == 0
+    cluster.run("--until", "one")
     assert f"--output={cluster.folder}/100%%u/jobs/one-%j.out " in cluster.read_calls()[0]
 
 
 def test_failed_stage_and_dependents_are_resubmitted(cluster: Cluster) -> None:
     (cluster.output_dir / "two").mkdir(parents=True)
-    assert cluster.run() == 0
+    cluster.run()
     assert (cluster.folder / "2").read_text() != "0\n"
     assert (cluster.folder / "3").read_text() == "cancelled\n"
     assert not (cluster.output_dir / "three").exists()
     (cluster.output_dir / "two").rmdir()
-    assert cluster.run() == 0
+    cluster.run()
     assert "--dependency=afterok:4 " in cluster.read_calls()[-1]
     assert (cluster.output_dir / "three").is_dir()
 
 
-def test_queued_stage_is_not_resubmitted(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_queued_stage_is_not_resubmitted(cluster: Cluster) -> None:
     (cluster.folder / "holds").touch()
-    assert cluster.run("--until", "two") == 0
+    cluster.run("--until", "two")
     (cluster.folder / "1").write_text("0")
     (cluster.folder / "2").write_text("0")
-    assert cluster.run() == 0
+    assert "one: already queued as job 1" in cluster.run()
     assert len(cluster.read_calls()) == 3
     assert "--dependency=afterok:1:2 " in cluster.read_calls()[-1]
-    assert "one: already queued as job 1" in capsys.readouterr().out
 
 
 def test_launched_stage_requests_its_machines(cluster: Cluster, tmp_path: Path) -> None:
@@ -115,7 +106,7 @@ def test_launched_stage_requests_its_machines(cluster: Cluster, tmp_path: Path) 
     cluster.pipeline.write_text(json.dumps({"stages": stages}))
     (cluster.folder / "holds").touch()
     (cluster.folder / "1").write_text("0")
-    assert cluster.run("--num_nodes", "2", "--gpus_per_node", "8", "--hours", "4", "--secret", "HF_TOKEN") == 0
+    cluster.run("--num_nodes", "2", "--gpus_per_node", "8", "--hours", "4", "--secret", "HF_TOKEN")
     script = (cluster.output_dir / "jobs" / "sft.sh").read_text()
     directives = [f"#SBATCH --{flag}\n" for flag in ("nodes=2", "gpus-per-node=8", "time=4:00:00")]
     launcher = "--launcher 'srun --kill-on-bad-exit=1 --ntasks-per-node=1 --cpu-bind=none'"
@@ -125,12 +116,9 @@ def test_launched_stage_requests_its_machines(cluster: Cluster, tmp_path: Path) 
     assert "srun --kill" not in rest
 
 
-def test_errors_are_reported_before_submission(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_are_reported_before_submission(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(message: str, *flags: str) -> None:
-        assert cluster.run(*flags) == 2
-        assert message in capsys.readouterr().err
+        assert message in cluster.run(*flags, code=2)
         assert cluster.read_calls() == []
 
     fails("--volume: is required for skypilot", "--executor", "skypilot", "--gpu", "H100")
@@ -143,18 +131,14 @@ def test_errors_are_reported_before_submission(
     monkeypatch.setenv("SQUEUE_FAILS", "1")
     fails("Unable to contact")
     monkeypatch.delenv("SQUEUE_FAILS")
-    (cluster.folder / "squeue").unlink()
+    (cluster.folder / "programs" / "squeue").unlink()
     fails("there is no squeue here")
 
 
-def test_rejected_job_is_an_error_and_earlier_jobs_are_recorded(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
-    submit = (cluster.folder / "sbatch").read_text()
+def test_rejected_job_is_an_error_and_earlier_jobs_are_recorded(cluster: Cluster, install) -> None:
     refusal = 'case "$*" in *two.sh) echo "Invalid account" >&2; exit 1;; esac\n'
-    (cluster.folder / "sbatch").write_text(submit.replace("\n", f"\n{refusal}", 1))
-    assert cluster.run() == 2
-    assert "Invalid account" in capsys.readouterr().err
+    install({"sbatch": SBATCH.replace("\n", f"\n{refusal}", 1)})
+    assert "Invalid account" in cluster.run(code=2)
     assert json.loads((cluster.output_dir / "jobs" / "jobs.json").read_text())["jobs"] == {"one": "1"}
 
 
@@ -196,10 +180,9 @@ print("ended with", subprocess.run([word.replace("cd /app", ":") for word in wor
 
 
 @pytest.fixture
-def cloud(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+def cloud(cluster: Cluster, install, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """A stub of ``kubectl`` and ``sky`` that runs the job at once, and prints its exit code."""
-    for program in ("kubectl", "sky"):
-        cluster.put(program, CLOUD)
+    install(dict.fromkeys(("kubectl", "sky"), CLOUD))
     (cluster.folder / "recipes" / "pipelines").mkdir(parents=True)
     monkeypatch.chdir(cluster.folder)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
@@ -216,23 +199,20 @@ CLOUD_FLAGS = ("--image", "me/recipes", "--volume", "runs", "--gpu", "H100", "--
     ("executor", "submit"),
     [("kubernetes", "create -f"), ("skypilot", "jobs launch --yes -d --secret HF_TOKEN")],
 )
-def test_cloud_job_runs_all_stages(cloud: Cluster, capsys, executor: str, submit: str) -> None:
-    assert cloud.run("--executor", executor, *CLOUD_FLAGS) == 0
+def test_cloud_job_runs_all_stages(cloud: Cluster, executor: str, submit: str) -> None:
+    output = cloud.run("--executor", executor, *CLOUD_FLAGS)
     assert cloud.read_calls() == [submit]
-    output = capsys.readouterr().out
     assert "ended with 0" in output
     assert f"3 stages submitted as one job: {cloud.output_dir}/jobs/{executor}.yaml" in output
     assert (cloud.output_dir / "three").is_dir()
     assert "name: pipeline\n" in (cloud.output_dir / f"jobs/{executor}.yaml").read_text()
 
 
-def test_exit_code_of_cloud_job_tells_failed_stage_from_failed_gate(cloud: Cluster, capsys) -> None:
+def test_exit_code_of_cloud_job_tells_failed_stage_from_failed_gate(cloud: Cluster) -> None:
     """The cluster restarts a job that ends with 1, and none that ends with 2."""
     cloud.pipeline.write_text(PIPELINE.replace(", needs", ", require: {eval_loss: '< 3'}, needs"))
     flags = ("--executor", "kubernetes", *CLOUD_FLAGS)
     (cloud.output_dir / "one").mkdir(parents=True)
-    assert cloud.run(*flags) == 0
-    assert "ended with 1" in capsys.readouterr().out
+    assert "ended with 1" in cloud.run(*flags)
     (cloud.output_dir / "one").rmdir()
-    assert cloud.run(*flags) == 0
-    assert "ended with 2" in capsys.readouterr().out
+    assert "ended with 2" in cloud.run(*flags)

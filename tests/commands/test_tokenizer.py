@@ -1,5 +1,6 @@
 """``recipes tokenizer``: training, the held-out tail, and errors reported before training."""
 
+import functools
 import re
 from types import SimpleNamespace
 
@@ -10,7 +11,6 @@ from hypothesis import strategies as st
 from tests.rows import write_rows
 from transformers import AutoTokenizer
 
-from recipes_lib.cli import main
 from recipes_lib.commands.tokenizer import MAX_TAIL_BYTES, MAX_TAIL_SHARE, HeldOutTail, read_texts
 from recipes_lib.data.chat.templates import ChatTemplate
 from recipes_lib.data.sources.canonical import load_source
@@ -28,14 +28,8 @@ def data(tmp_path):
 
 
 @pytest.fixture
-def run(capsys):
-    def run(*argv, code=0):
-        assert main(["tokenizer", *map(str, argv)]) == code
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        return captured.err if code else captured.out
-
-    return run
+def run(recipes):
+    return functools.partial(recipes, "tokenizer")
 
 
 def open_data(path, **options):

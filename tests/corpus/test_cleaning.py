@@ -497,15 +497,10 @@ case "$2" in hostnames) echo n;; *) echo "JobId=$3 JobState=$(cat $STUB/state)";
 
 
 @pytest.fixture
-def slurm(tmp_path, monkeypatch):
+def slurm(install, monkeypatch):
     """Stub Slurm commands that queue jobs, or run them immediately if the file ``runs`` exists."""
-    stub = tmp_path / "stub"
-    stub.mkdir()
-    for name, text in (("sbatch", SBATCH), ("srun", SRUN), ("scontrol", SCONTROL)):
-        (stub / name).write_text(text)
-        (stub / name).chmod(0o755)
+    stub = install({"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL})
     monkeypatch.setenv("STUB", str(stub))
-    monkeypatch.setenv("PATH", f"{stub}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return stub
 

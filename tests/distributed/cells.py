@@ -139,6 +139,17 @@ def in_bf16(job: sharding.Job) -> sharding.Job:
     return {**job, "keys": {**job["keys"], "bf16": "true"}}
 
 
+def resume(job: sharding.Job, run: Path, step: int = 2) -> sharding.Job:
+    """Return the job resumed from a checkpoint of a finished run."""
+    return {**job, "copy_of": run, "step": step}
+
+
+def read_losses(run: Path) -> list[float]:
+    """Return the training and held-out losses of a run, in order."""
+    events = read_rows(run / "metrics.jsonl")
+    return [event[name] for event in events for name in ("loss", "eval_loss") if name in event]
+
+
 def read_weights(run: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of all safetensors files of a folder."""
     return {name: tensor for file in run.glob("*.safetensors") for name, tensor in load_file(file).items()}
@@ -181,13 +192,19 @@ def measure_weight_gap(one: Path, two: Path) -> float:
     return max(float(gap.max()) for gap in gaps)
 
 
-def assert_same_run(expected: Path, run: Path, tolerance: float = 1e-5) -> None:
-    """Assert that metrics, samples and weights of two finished runs differ by at most ``tolerance``."""
-    wrong = {name: gap for name, gap in measure_gaps(expected, run).items() if not gap <= tolerance}
+def assert_same_run(expected: Path, run: Path, tolerance: float = 1e-5) -> set[str]:
+    """Assert that metrics, samples and weights of two finished runs differ by at most ``tolerance``.
+
+    Returns:
+        Names of what was compared: metrics, ``answers`` and ``weights``.
+    """
+    gaps = measure_gaps(expected, run)
+    wrong = {name: gap for name, gap in gaps.items() if not gap <= tolerance}
     assert not wrong, (run, wrong)
+    return set(gaps)
 
 
-def assert_resumed(expected: Path, run: Path, tolerance: float = 0.0) -> None:
-    """Assert that a run was resumed from step 2, and that its weights differ by at most ``tolerance``."""
-    assert json.loads((run / "run.json").read_text())["resumed_from"] == "checkpoint-2"
+def assert_resumed(expected: Path, run: Path, tolerance: float = 0.0, step: int = 2) -> None:
+    """Assert that a run was resumed from this step, and that its weights differ by at most ``tolerance``."""
+    assert json.loads((run / "run.json").read_text())["resumed_from"] == f"checkpoint-{step}"
     assert measure_weight_gap(expected, run) <= tolerance

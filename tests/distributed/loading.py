@@ -55,8 +55,8 @@ def measure(folder: Path, layout: str) -> list[tuple[int, int]]:
         layout: Key of ``LAYOUTS``.
     """
     how, variables = LAYOUTS[layout]
-    keys = recipe_runs.make_keys(folder, "pretrain", model_name_or_path=folder / "large")
-    keys = {name: value for name, value in keys.items() if name != "model_config"} | {"num_sample_prompts": 0}
+    model = {"model_name_or_path": folder / "large", "model_config": None}
+    keys = recipe_runs.make_keys(folder, "pretrain", **model, num_sample_prompts=0)
     job = json.dumps({"keys": keys, "variables": variables}, default=str)
     (folder / layout).mkdir()
     how.launch("tests.distributed.loading", str(folder / layout), "--job", job)

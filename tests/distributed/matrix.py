@@ -25,6 +25,7 @@ from tests.distributed.cells import (
     build_jobs,
     measure_gaps,
     measure_weight_gap,
+    resume,
     write_inputs,
 )
 from tests.forked import ROOT, find_free_port
@@ -175,7 +176,7 @@ def measure(folder: Path, cells: Sequence[str], layouts: Sequence[str] = ()) -> 
         if layout == next(iter(LAYOUTS)):  # Faults are injected under DDP.
             jobs |= {fault: {**jobs[first], "fault": fault} for fault in CONTROLS}
         elif before is not None and not is_of_deepspeed(layout):
-            jobs[RESUMED] = {**jobs[first], "copy_of": before / first, "step": 2}
+            jobs[RESUMED] = resume(jobs[first], before / first)
         ended = how.launch_jobs(jobs, folder / layout)
         for name in jobs:
             one, several = alone / (name if name in cells else first), folder / layout / name

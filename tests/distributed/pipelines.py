@@ -12,6 +12,7 @@ from tests.faults import recipe_runs
 
 from recipes_lib.training.layouts.launch_environment import name_pipeline
 
+METRICS = {"eval_bits_per_byte", "grad_norm", "parameter_norm", "update_ratio", "num_target_tokens"}
 LAYERS = recipe_runs.SIZES | {"num_hidden_layers": 4}
 UNTIED = json.dumps({"model_type": "llama"} | LAYERS)
 TIED = json.dumps({"model_type": "llama", "tie_word_embeddings": True} | LAYERS)
@@ -42,8 +43,3 @@ def build_rollback(inputs: Path, num_stages: int, num_replicas: int = 1, *, save
     keys = {"max_steps": 5, "save_steps": save_steps, "max_rollbacks": 1}
     job = build_job(inputs, "tied", num_stages, num_replicas, **keys)
     return {name: job | {"fault": name} for name in ("spike", "without skipped rows")}
-
-
-def resume(job: dict[str, Any], run: Path) -> dict[str, Any]:
-    """Return the job resumed from step 2 of a finished run."""
-    return {**job, "copy_of": run, "step": 2}

@@ -10,7 +10,7 @@ import runpy
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -113,6 +113,12 @@ def cut(source: Path, target: Path, step: int) -> None:
     record = json.loads((source / "run.json").read_text())
     record["config"]["output_dir"] = str(target)
     (target / "run.json").write_text(json.dumps(record | {"status": "running"}))
+
+
+def build_job(stage: str, flags: Iterable[str]) -> Job:
+    """Return the job of a recipe with these flags, without its output directory."""
+    keys = dict(flag.removeprefix("--").split("=", 1) for flag in flags)
+    return {"stage": stage, "keys": {name: value for name, value in keys.items() if name != "output_dir"}}
 
 
 def run_recipe(recipe: str, keys: Mapping[str, Any]) -> int:

@@ -11,7 +11,15 @@ import pytest
 import torch
 from tests.distillation.test_distillation import load, make_batch
 from tests.distributed import sharding
-from tests.distributed.cells import FULL_PRECISION, FURTHER_CELLS, LAYERS, build_jobs, measure_gaps, read_weights
+from tests.distributed.cells import (
+    FULL_PRECISION,
+    FURTHER_CELLS,
+    LAYERS,
+    assert_same_run,
+    build_jobs,
+    read_weights,
+    resume,
+)
 from tests.forked import run_forked
 from tests.training import students
 from tests.training.trajectories import make_packs
@@ -75,20 +83,19 @@ def test_layer_losses_under_fsdp2_match_one_process(inputs: Path, tmp_path: Path
     name = "distill layers"
     one, two = (build_jobs(inputs, {name: FURTHER_CELLS[name]}, size)[name] for size in (1, 2))
     sharding.run_jobs({"run": one}, tmp_path / "one")
-    jobs = {"run": two, "resumed": {**two, "copy_of": tmp_path / "two" / "run", "step": 2}}
+    jobs = {"run": two, "resumed": resume(two, tmp_path / "two" / "run")}
     sharding.run_jobs(jobs, tmp_path / "two", "fsdp2", *FULL_PRECISION)
-    gaps = measure_gaps(tmp_path / "one" / "run", tmp_path / "two" / "run")
-    assert not {name: gap for name, gap in gaps.items() if not gap <= 1e-5}
     kinds = ("feature", "attention", "similarity", "distance", "angle")
-    assert {f"distillation/{kind}" for kind in kinds} <= gaps.keys()
+    compared = assert_same_run(tmp_path / "one" / "run", tmp_path / "two" / "run")
+    assert {f"distillation/{kind}" for kind in kinds} <= compared
     alone, straight, resumed = (_read_end(tmp_path / run) for run in ("one/run", "two/run", "two/resumed"))
     assert all(torch.equal(resumed[key], tensor) for key, tensor in straight.items())
     for key, tensor in alone.items():
         torch.testing.assert_close(straight[key], tensor, rtol=0, atol=1e-5, msg=key)
     if is_slow:
-        jobs = {"from one": {**two, "copy_of": tmp_path / "one" / "run", "step": 2}}
-        sharding.run_jobs(jobs, tmp_path / "two", "fsdp2", *FULL_PRECISION)
-        sharding.run_jobs({"from two": {**one, "copy_of": tmp_path / "two" / "run", "step": 2}}, tmp_path / "one")
+        from_one = {"from one": resume(two, tmp_path / "one" / "run")}
+        sharding.run_jobs(from_one, tmp_path / "two", "fsdp2", *FULL_PRECISION)
+        sharding.run_jobs({"from two": resume(one, tmp_path / "two" / "run")}, tmp_path / "one")
         for run in ("one/from two", "two/from one"):
             for key, tensor in _read_end(tmp_path / run).items():
                 torch.testing.assert_close(tensor, straight[key], rtol=0, atol=1e-5, msg=f"{run}: {key}")

@@ -19,9 +19,11 @@ from tests.distributed.cells import (
     build_jobs,
     in_bf16,
     measure_weight_gap,
+    read_losses,
     read_weights,
+    resume,
 )
-from tests.rows import read_events, read_rows
+from tests.rows import read_events
 
 from recipes_lib.commands.weights.export import export_checkpoint
 
@@ -35,9 +37,8 @@ def runs(inputs: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("runs")
     jobs = build_jobs(inputs, {name: CELLS[name] for name in (PACKED, LORA, "reward")}, 2)
     for name in (PACKED, LORA):
-        resumed = {**jobs[name], "copy_of": folder / name, "step": 2}
-        jobs[f"{name}, resumed"] = {**resumed, "fault": "logged hashes"}
-    jobs["from one"] = {**jobs[LORA], "copy_of": alone / LORA, "step": 2}
+        jobs[f"{name}, resumed"] = {**resume(jobs[name], folder / name), "fault": "logged hashes"}
+    jobs["from one"] = resume(jobs[LORA], alone / LORA)
     jobs["bf16"] = in_bf16(jobs[PACKED])
     jobs["nan"] = {**jobs[PACKED], "fault": "nan loss"}
     return folder, sharding.run_jobs(jobs, folder, "fsdp2", *FULL_PRECISION)
@@ -103,7 +104,7 @@ def test_checkpoint_is_resumed_in_other_layout(
     """The optimizer states too: with fresh ones the third step differs."""
     assert_resumed(alone / LORA, runs[0] / "from one", 1e-5)
     job = build_jobs(inputs, {PACKED: CELLS[PACKED]}, 1)[PACKED]
-    sharding.run_jobs({"back": {**job, "copy_of": runs[0] / PACKED, "step": 2}}, tmp_path)
+    sharding.run_jobs({"back": resume(job, runs[0] / PACKED)}, tmp_path)
     assert_resumed(alone / PACKED, tmp_path / "back", 1e-5)
 
 
@@ -111,11 +112,9 @@ def test_checkpoint_is_resumed_in_other_layout(
 def test_every_cell_is_resumed_in_other_layout(
     runs: tuple[Path, Any], inputs: Path, alone: Path, tmp_path: Path
 ) -> None:
-    packed = build_jobs(inputs, {PACKED: CELLS[PACKED]}, 2)[PACKED]
-    from_one = {PACKED: {**packed, "copy_of": alone / PACKED, "step": 2}}
-    sharding.run_jobs(from_one, tmp_path, "fsdp2", *FULL_PRECISION)
-    back = {LORA: {**build_jobs(inputs, {LORA: CELLS[LORA]}, 1)[LORA], "copy_of": runs[0] / LORA, "step": 2}}
-    sharding.run_jobs(back, tmp_path)
+    packed, lora = (build_jobs(inputs, CELLS, size)[name] for size, name in ((2, PACKED), (1, LORA)))
+    sharding.run_jobs({PACKED: resume(packed, alone / PACKED)}, tmp_path, "fsdp2", *FULL_PRECISION)
+    sharding.run_jobs({LORA: resume(lora, runs[0] / LORA)}, tmp_path)
     for name in (PACKED, LORA):
         assert_resumed(alone / name, tmp_path / name, 1e-5)
 
@@ -147,7 +146,7 @@ def test_8_bit_optimizer_resumes_exactly(inputs: Path, alone: Path, tmp_path: Pa
     pytest.importorskip("torchao")
     job = build_jobs(inputs, {PACKED: CELLS[PACKED]}, 2)[PACKED]
     first = {**job, "keys": {**job["keys"], "optim": "adamw_torch_8bit"}}
-    jobs = {"first": first, "resumed": {**first, "copy_of": tmp_path / "first", "step": 2}}
+    jobs = {"first": first, "resumed": resume(first, tmp_path / "first")}
     sharding.run_jobs(jobs, tmp_path, "fsdp2", *FULL_PRECISION)
     assert_resumed(tmp_path / "first", tmp_path / "resumed")
     losses = [[event["loss"] for event in read_events(run)] for run in (alone / PACKED, tmp_path / "first")]
@@ -164,11 +163,8 @@ def test_nan_loss_on_one_rank_stops_all_before_update(runs: tuple[Path, Any]) ->
 
 def measure_bf16_error(expected: Path, run: Path) -> float:
     """Return the largest relative difference of a loss between two runs."""
-    losses = [
-        [event[name] for event in read_rows(path / "metrics.jsonl") for name in ("loss", "eval_loss") if name in event]
-        for path in (expected, run)
-    ]
-    return max(abs(other - loss) / loss for loss, other in zip(*losses, strict=True))
+    losses = zip(read_losses(expected), read_losses(run), strict=True)
+    return max(abs(other - loss) / loss for loss, other in losses)
 
 
 def test_bf16_sums_are_in_fp32(runs: tuple[Path, Any], alone: Path) -> None:

@@ -53,7 +53,7 @@ def test_rl_recipe_matches_cpu(tmp_path, recipe) -> None:
     prompts = keys_task.write_prompts(tmp_path / "prompts.jsonl", 100, seed=5)
     build = keys_task.build_flags if recipe == "ppo" else keys_task.build_group_flags
     flags = build(policy, tmp_path, prompts, per_device_train_batch_size=8, **RL_KEYS)
-    jobs = {recipe: {"stage": recipe, "keys": dict(flag.removeprefix("--").split("=", 1) for flag in flags)}}
+    jobs = {recipe: sharding.build_job(recipe, flags)}
     sharding.run_jobs(jobs, tmp_path / "cpu")
     sharding.run_jobs(place(jobs), tmp_path / "device", variables=SIMULATED)
     # Kernels differ in rounding, which Adam at a learning rate of 1e-3 amplifies.

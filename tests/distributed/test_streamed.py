@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.distributed import sharding
-from tests.distributed.cells import measure_weight_gap, read_weights
+from tests.distributed.cells import assert_resumed, measure_weight_gap, read_losses, resume
 from tests.faults import recipe_runs
-from tests.rows import read_rows
 
 KEYS: dict[str, Any] = {
     "dataset_streaming": "true",
@@ -27,19 +25,17 @@ def test_streamed_steps_are_independent_of_loaders_and_world_size(tmp_path: Path
     recipe_runs.write_inputs(tmp_path)
 
     def build(num_processes: int = 1, **more: Any) -> dict[str, Any]:
-        keys = {**recipe_runs.make_keys(tmp_path, "sft", num_processes), **KEYS, **more}
-        return {"stage": "sft", "keys": {key: value for key, value in keys.items() if key not in LEFT_OUT}}
+        keys = {**KEYS, **dict.fromkeys(LEFT_OUT), **more}
+        return {"stage": "sft", "keys": recipe_runs.make_keys(tmp_path, "sft", num_processes, **keys)}
 
     one, two = tmp_path / "one", tmp_path / "two"
-    resumed = {**build(dataloader_num_workers=2), "copy_of": one / "straight", "step": 2}
-    jobs = {"straight": build(), "resumed by two workers": resumed}
+    jobs = {"straight": build()}
+    jobs["resumed by two workers"] = resume(build(dataloader_num_workers=2), one / "straight")
     # In a new process, because the workers are forked from it.
     assert not any(sharding.run_jobs(jobs, one, variables={})["codes"].values())
     assert not any(sharding.run_jobs({"straight": build(2)}, two, "cpu_ddp")["codes"].values())
-    weights = read_weights(one / "straight")
-    resumed = read_weights(one / "resumed by two workers")
-    assert all(torch.equal(tensor, weights[key]) for key, tensor in resumed.items())
+    assert_resumed(one / "straight", one / "resumed by two workers")
     assert measure_weight_gap(one / "straight", two / "straight") < 1e-5
-    losses = [[event["loss"] for event in read_rows(run / "straight" / "metrics.jsonl")] for run in (one, two)]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert len(set(losses[0])) == KEYS["max_steps"]
+    losses = read_losses(one / "straight")
+    assert read_losses(two / "straight") == pytest.approx(losses, rel=1e-5)
+    assert len(set(losses)) == KEYS["max_steps"]

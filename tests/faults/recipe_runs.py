@@ -81,19 +81,22 @@ def write_inputs(folder: Path) -> None:
     tokenizer = tiny.build_tokenizer()
     tiny.save_model(folder / "model", tokenizer)
     tokenizer.save_pretrained(folder / "tokenizer")
-    _write(folder / "prompts.jsonl", ({"prompt": [{"role": "user", "content": f"{n}?"}]} for n in range(60)))
+    write_rows(folder / "prompts.jsonl", ({"prompt": [{"role": "user", "content": f"{n}?"}]} for n in range(60)))
     write_chats(folder / "chats.jsonl", range(1, 60))
-    _write(folder / "pairs.jsonl", make_rows(34))
+    write_rows(folder / "pairs.jsonl", make_rows(34))
     write_documents(folder / "documents.jsonl", 80)
 
 
 def write_chats(path: Path, numbers: Iterable[int]) -> None:
     """Write a chat for each number."""
-    _write(path, (_make_chat(number) for number in numbers))
+    write_rows(path, (_make_chat(number) for number in numbers))
 
 
 def make_keys(folder: Path, name: str, num_processes: int = 1, **more: Any) -> dict[str, Any]:
-    """Return the keys of a run without ``output_dir``; the global batch is the same on one process and on two."""
+    """Return the keys of a run without ``output_dir``; the global batch is the same on one process and on two.
+
+    Keys whose value in ``more`` is ``None`` are left out.
+    """
     recipe = name.split()[0]
     keys: dict[str, Any] = {"dataset_name": folder / f"{DATA[recipe]}.jsonl"}
     if DATA[recipe] != "prompts":
@@ -105,7 +108,8 @@ def make_keys(folder: Path, name: str, num_processes: int = 1, **more: Any) -> d
     batch = {"gradient_accumulation_steps": 2 // num_processes}
     if recipe in ("rloo", "grpo"):
         batch["steps_per_generation"] = 4 // num_processes
-    return keys | COMMON | OF_RECIPE[name] | batch | more
+    keys |= COMMON | OF_RECIPE[name] | batch | more
+    return {key: value for key, value in keys.items() if value is not None}
 
 
 def prefer_short(*, completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -121,7 +125,3 @@ def measure_shortness(*, completion_ids: list[list[int]], **_: Any) -> list[floa
 def _make_chat(number: int) -> dict[str, Any]:
     answer = f"{number}, yes. " * (1 + number % 7)
     return {"messages": [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": answer}]}
-
-
-def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    write_rows(path, rows)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
+import trl
+from tests.parity import trl_runs
+from tests.rows import write_rows
 from tests.training.trajectories import Recorder
 from transformers import AutoTokenizer
 from trl import DPOConfig
-from trl import DPOTrainer as TRLTrainer
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.pairs.preference_sets import load_pair_data
@@ -30,17 +33,11 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SHARED: dict[str, Any] = {
+SHARED: dict[str, Any] = trl_runs.SHARED | {
     "learning_rate": 3e-4,
     "lr_scheduler_type": "cosine",
     "warmup_steps": 3,
     "max_steps": 10,
-    "seed": 3,
-    "logging_steps": 1,
-    "bf16": False,
-    "use_cpu": True,
-    "save_strategy": "no",
-    "activation_checkpointing": False,
     "train_sampling_strategy": "sequential",
     "max_grad_norm": 0.7,
     "beta": 0.2,
@@ -59,9 +56,8 @@ RPO: dict[str, Any] = {
 }
 
 
-def write_rows(layout: str, path: Path) -> None:
-    """Write sixteen pairs of unequal lengths, in some of which the rejected answer is longer."""
-    rows = []
+def make_pairs(layout: str) -> Iterator[dict[str, Any]]:
+    """Yield sixteen pairs of unequal lengths, in some of which the rejected answer is longer."""
     for n in range(16):
         prompt = f"What is {n} times {n + 3}? " * (1 + n % 3)
         chosen, rejected = f"It is {n * (n + 3)}. " * (1 + n % 4), "Who knows? " * (1 + (n + 2) % 3) + str(n)
@@ -69,36 +65,7 @@ def write_rows(layout: str, path: Path) -> None:
             turns = (("user", prompt), ("assistant", chosen), ("assistant", rejected))
             prompt, chosen, rejected = ([{"role": role, "content": text}] for role, text in turns)
             prompt = [{"role": "system", "content": "Be brief."}, *prompt]
-        rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-@pytest.fixture(scope="module")
-def model_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("marked") / "model"
-    folder.mkdir()
-    for path in tiny_model_dir.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def train_trl(model_dir: Path, folder: Path, keys: dict[str, Any]) -> list[dict[str, float]]:
-    recorder = Recorder()
-    TRLTrainer(
-        str(model_dir),
-        args=DPOConfig(
-            output_dir=str(folder / "trl"), max_length=None, report_to="none", disable_tqdm=True, **SHARED, **keys
-        ),
-        train_dataset=datasets.load_dataset(
-            "json", data_files=str(folder / "rows.jsonl"), split="train", cache_dir=str(folder / "cache")
-        ),
-        processing_class=AutoTokenizer.from_pretrained(model_dir),
-        callbacks=[recorder],
-    ).train()
-    return recorder.steps
+        yield {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
 def train_ours(model_dir: Path, folder: Path, output_dir: Path, **keys: Any) -> list[dict[str, float]]:
@@ -147,14 +114,14 @@ def _format_loss_types(value: Any) -> str:
     ids=["dpo", "rpo"],
 )
 def test_dpo_trajectory_equals_trl(
-    layout: str, keys: dict[str, Any], options: list[tuple[bool, bool]], model_dir: Path, tmp_path: Path
+    layout: str, keys: dict[str, Any], options: list[tuple[bool, bool]], tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    write_rows(layout, tmp_path / "rows.jsonl")
-    theirs = train_trl(model_dir, tmp_path, keys)
+    model_dir = trl_runs.copy_with_template(tiny_model_dir, tmp_path / "model", TEMPLATE)
+    rows = write_rows(tmp_path / "rows.jsonl", make_pairs(layout))
+    arguments = partial(DPOConfig, max_length=None, **SHARED, **keys)
+    theirs = trl_runs.train_trl(trl.DPOTrainer, arguments, str(model_dir), model_dir, rows, tmp_path)
     assert len(theirs) == SHARED["max_steps"]
     assert theirs[0]["loss"] - theirs[-1]["loss"] > 0.1
     for is_shared, is_stored in options:
         names = {"shared_prompt": is_shared, "precompute_ref_log_probs": is_stored}
-        ours = train_ours(model_dir, tmp_path, tmp_path / f"{is_shared} {is_stored}", **keys, **names)
-        for step, (expected, got) in enumerate(zip(theirs, ours, strict=True), 1):
-            assert got == pytest.approx(expected, rel=1e-5), f"{names}, step {step}"
+        trl_runs.assert_same_steps(theirs, train_ours(model_dir, tmp_path, tmp_path / f"{names}", **keys, **names))

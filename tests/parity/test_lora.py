@@ -1,33 +1,27 @@
 """LoRA trajectory against plain PEFT under TRL's ``SFTTrainer`` on the same chats."""
 
-import datasets
+from functools import partial
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tests.parity import trl_runs
 from tests.rows import write_rows
 from tests.training.adapter_runs import make_adapter_trainer
-from tests.training.trajectories import Recorder
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import SFTConfig
-from trl import SFTTrainer as TRLTrainer
+from trl import SFTConfig, SFTTrainer
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.data.packed.prepared_set import prepare
 
-SHARED = {
+KEYS = trl_runs.SHARED | {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
     "learning_rate": 5e-3,
     "lr_scheduler_type": "linear",
     "warmup_steps": 2,
     "max_steps": 8,
-    "seed": 3,
-    "logging_steps": 1,
-    "bf16": False,
-    "use_cpu": True,
-    "save_strategy": "no",
-    "activation_checkpointing": False,
 }
 ADAPTERS = {
     "lora": ({}, {}),
@@ -46,14 +40,12 @@ ADAPTERS = {
 
 @pytest.fixture
 def rows(tmp_path):
-    path = tmp_path / "rows.jsonl"
     texts = ({"prompt": f"{n} plus {n} is", "completion": f" {2 * n}, " * (1 + n % 4)} for n in range(24))
-    write_rows(path, texts)
-    return path
+    return write_rows(tmp_path / "rows.jsonl", texts)
 
 
 def train_ours(model_dir, path, tmp_path, adapter):
-    keys = SHARED | {
+    keys = KEYS | {
         "model_name_or_path": model_dir,
         "dataset_name": path,
         "output_dir": tmp_path / "ours",
@@ -62,24 +54,8 @@ def train_ours(model_dir, path, tmp_path, adapter):
     }
     config = load_config("lora", [f"--{name}={value}" for name, value in keys.items()])
     data = prepare(config, lambda _: AutoTokenizer.from_pretrained(model_dir))
-    trainer, recorder, _ = make_adapter_trainer(model_dir, tmp_path / "ours", data.train, adapter, **SHARED)
+    trainer, recorder, _ = make_adapter_trainer(model_dir, tmp_path / "ours", data.train, adapter, **KEYS)
     trainer.train()
-    return recorder.steps
-
-
-def train_trl(model_dir, path, tmp_path, settings):
-    torch.manual_seed(SHARED["seed"])
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_dir), settings)
-    recorder = Recorder()
-    TRLTrainer(
-        model=model,
-        args=SFTConfig(output_dir=str(tmp_path / "trl"), max_length=512, report_to="none", disable_tqdm=True, **SHARED),
-        train_dataset=datasets.load_dataset(
-            "json", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache")
-        ),
-        processing_class=AutoTokenizer.from_pretrained(model_dir),
-        callbacks=[recorder],
-    ).train()
     return recorder.steps
 
 
@@ -88,8 +64,10 @@ def test_lora_losses_and_gradient_norms_equal_peft_and_trl(tiny_model_dir, rows,
     ours, theirs = ADAPTERS[name]
     shared = {"r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM", "target_modules": "all-linear"}
     got = train_ours(tiny_model_dir, rows, tmp_path, AdapterConfig(use_peft=True, lora_r=8, lora_alpha=16, **ours))
-    expected = train_trl(tiny_model_dir, rows, tmp_path, LoraConfig(**(shared | theirs)))
-    assert len(got) == SHARED["max_steps"]
+    torch.manual_seed(KEYS["seed"])
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model_dir), LoraConfig(**(shared | theirs)))
+    arguments = partial(SFTConfig, max_length=512, **KEYS)
+    expected = trl_runs.train_trl(SFTTrainer, arguments, model, tiny_model_dir, rows, tmp_path)
+    assert len(got) == KEYS["max_steps"]
     assert got[-1]["loss"] < got[0]["loss"] - 0.1
-    for step, (one, other) in enumerate(zip(expected, got, strict=True), 1):
-        assert other == pytest.approx(one, rel=1e-5), f"step {step}"
+    trl_runs.assert_same_steps(expected, got)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trl
 from datasets import Dataset
+from tests.parity import trl_runs
 from tests.training.pairs import make_pairs
 from tests.training.trajectories import Recorder
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl import RewardConfig
-from trl import RewardTrainer as TRLTrainer
 
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.data.pairs.collator import PairCollator, PairLayout
@@ -21,23 +23,16 @@ from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_trainer import RewardObjective, RewardTrainer
 
-SHARED: dict[str, Any] = {
+SHARED: dict[str, Any] = trl_runs.SHARED | {
     "learning_rate": 3e-4,
     "lr_scheduler_type": "cosine",
     "warmup_steps": 3,
     "max_steps": 10,
-    "seed": 3,
-    "logging_steps": 1,
-    "bf16": False,
-    "use_cpu": True,
-    "save_strategy": "no",
-    "activation_checkpointing": False,
     "train_sampling_strategy": "sequential",
     "max_grad_norm": 0.7,
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
     "center_rewards_coefficient": 0.01,
-    "report_to": "none",
 }
 PAD = 1
 
@@ -61,15 +56,9 @@ def train_trl(start_dir: Path, folder: Path, pairs: Dataset) -> list[dict[str, f
     }
     if "margin" in pairs.column_names:
         whole["margin"] = [float(row["margin"]) for row in rows]
-    recorder = Recorder()
-    TRLTrainer(
-        model=AutoModelForSequenceClassification.from_pretrained(start_dir, num_labels=1),
-        args=RewardConfig(str(folder), max_length=None, disable_tqdm=True, **SHARED),
-        train_dataset=Dataset.from_dict(whole),
-        processing_class=AutoTokenizer.from_pretrained(start_dir),
-        callbacks=[recorder],
-    ).train()
-    return recorder.steps
+    model = AutoModelForSequenceClassification.from_pretrained(start_dir, num_labels=1)
+    arguments = partial(RewardConfig, max_length=None, **SHARED)
+    return trl_runs.train_trl(trl.RewardTrainer, arguments, model, start_dir, Dataset.from_dict(whole), folder)
 
 
 def train_ours(start_dir: Path, folder: Path, pairs: Dataset, layout: PairLayout) -> list[dict[str, float]]:
@@ -78,7 +67,7 @@ def train_ours(start_dir: Path, folder: Path, pairs: Dataset, layout: PairLayout
     recorder = Recorder()
     trainer = RewardTrainer(
         model=model,
-        args=RewardConfig(str(folder), remove_unused_columns=False, disable_tqdm=True, **SHARED),
+        args=RewardConfig(str(folder), remove_unused_columns=False, disable_tqdm=True, report_to="none", **SHARED),
         objective=RewardObjective(center_coefficient=SHARED["center_rewards_coefficient"]),
         train_dataset=pairs,
         data_collator=PairCollator(pad_token_id=PAD, layout=layout),
@@ -96,6 +85,5 @@ def test_reward_losses_and_gradient_norms_equal_trl(start_dir, tmp_path, layout,
         pairs = pairs.add_column("margin", [0.1 * number for number in range(len(pairs))]).with_format("numpy")
     expected = train_trl(start_dir, tmp_path / "trl", pairs)
     got = train_ours(start_dir, tmp_path / "ours", pairs, layout)
-    assert len(expected) == len(got) == SHARED["max_steps"]
-    for theirs, own in zip(expected, got, strict=True):
-        assert own == pytest.approx(theirs, rel=1e-5, abs=1e-7)
+    assert len(got) == SHARED["max_steps"]
+    trl_runs.assert_same_steps(expected, got)

@@ -1,12 +1,14 @@
 """SFT preparation and trajectory against TRL's ``SFTTrainer`` on the same chats."""
 
-import datasets
+from functools import partial
+
 import pytest
+import trl
+from tests.parity import trl_runs
 from tests.rows import write_rows
 from tests.training.trajectories import Recorder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig
-from trl import SFTTrainer as TRLTrainer
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.packed.collators import PackedCollator
@@ -24,19 +26,13 @@ MARKED = (
     "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}\n{% else %}{{ m['content'] }}<|im_end|>\n"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SHARED = {
+KEYS = trl_runs.SHARED | {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
     "learning_rate": 1e-3,
     "lr_scheduler_type": "linear",
     "warmup_steps": 0,
     "max_steps": 5,
-    "seed": 3,
-    "logging_steps": 1,
-    "bf16": False,
-    "use_cpu": True,
-    "save_strategy": "no",
-    "activation_checkpointing": False,
 }
 LAYOUTS = {
     "messages": lambda n: {
@@ -53,24 +49,8 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(params=LAYOUTS)
-def rows(request, tmp_path):
-    path = tmp_path / "rows.jsonl"
-    write_rows(path, (LAYOUTS[request.param](n) for n in range(16)))
-    return request.param, path
-
-
-@pytest.fixture
-def model_dir(tiny_model_dir, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
-    tokenizer.chat_template = MARKED
-    tokenizer.save_pretrained(tmp_path / "model")
-    AutoModelForCausalLM.from_pretrained(tiny_model_dir).save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
-
-
 def train_ours(model_dir, path, tmp_path):
-    keys = SHARED | {
+    keys = KEYS | {
         "model_name_or_path": model_dir,
         "dataset_name": path,
         "output_dir": tmp_path / "ours",
@@ -92,31 +72,13 @@ def train_ours(model_dir, path, tmp_path):
     return recorder.steps
 
 
-def train_trl(model_dir, path, tmp_path, layout):
-    recorder = Recorder()
-    TRLTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model_dir),
-        args=SFTConfig(
-            output_dir=str(tmp_path / "trl"),
-            max_length=512,
-            assistant_only_loss=layout == "messages",
-            report_to="none",
-            disable_tqdm=True,
-            **SHARED,
-        ),
-        train_dataset=datasets.load_dataset(
-            "json", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache")
-        ),
-        processing_class=AutoTokenizer.from_pretrained(model_dir),
-        callbacks=[recorder],
-    ).train()
-    return recorder.steps
-
-
-def test_sft_trajectory_equals_trl(rows, model_dir, tmp_path):
-    layout, path = rows
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sft_trajectory_equals_trl(tiny_model_dir, tmp_path, layout):
+    model_dir = trl_runs.copy_with_template(tiny_model_dir, tmp_path / "model", MARKED)
+    path = write_rows(tmp_path / "rows.jsonl", (LAYOUTS[layout](n) for n in range(16)))
     ours = train_ours(model_dir, path, tmp_path)
-    theirs = train_trl(model_dir, path, tmp_path, layout)
-    assert len(ours) == 5
-    for step, (expected, got) in enumerate(zip(theirs, ours, strict=True), 1):
-        assert got == pytest.approx(expected, rel=2e-5), f"step {step}"
+    arguments = partial(SFTConfig, max_length=512, assistant_only_loss=layout == "messages", **KEYS)
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    theirs = trl_runs.train_trl(trl.SFTTrainer, arguments, model, model_dir, path, tmp_path)
+    assert len(ours) == KEYS["max_steps"]
+    trl_runs.assert_same_steps(theirs, ours, rel=2e-5)

@@ -22,9 +22,8 @@ from tests.forked import ROOT
 from tests.publish.hub_server import Commit, Fault
 from tests.publish.runs import finish, link_files, make_run, read_weight, save_checkpoint
 
-from recipes_lib.cli import main
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.errors import EXIT_DONE, EXIT_USER, PreemptedError
+from recipes_lib.errors import PreemptedError
 from recipes_lib.publish import publishing
 from recipes_lib.publish.access import NO_ANSWER, Target, limit_silence
 from recipes_lib.publish.publishing import Publication
@@ -62,12 +61,11 @@ def test_find_contents_skips_incomplete_checkpoints(run, strategy, state):
     assert list(find_contents(finish(run), {"hub_strategy": "end", "tag": "v1"})) == [MODEL]
 
 
-def test_command_publishes_once(hub, run, capsys):
+def test_command_publishes_once(hub, run, recipes):
     for step in (10, 20):
         save_checkpoint(run, step)
     finish(run)
-    assert main(["publish", str(run), "--tag", "v1.0"]) == EXIT_DONE
-    output = capsys.readouterr().out
+    output = recipes("publish", run, "--tag", "v1.0")
     assert "publishes to me/mine, private, which will be created" in output
     assert "published at https://huggingface.co/me/mine: 3 commits" in output
     repository = hub.repositories["me/mine"]
@@ -77,17 +75,17 @@ def test_command_publishes_once(hub, run, capsys):
     assert "| eval_loss | 1.0 |" in files["README.md"].decode()
     model = {"model.safetensors", "config.json", "tokenizer.json"}
     assert files.keys() == {".gitattributes", "README.md", "run.json", "metrics.jsonl", *model}
-    assert main(["publish", str(run), "--tag", "v1.0"]) == EXIT_DONE
+    recipes("publish", run, "--tag", "v1.0")
     assert read_messages(hub) == ["checkpoint-10", "checkpoint-20", MODEL]
 
 
-def test_merged_model_is_published(hub, run, tmp_path):
+def test_merged_model_is_published(recipes, hub, run, tmp_path):
     folder = finish(make_run(tmp_path / "merged"))
     (folder / "run.json").unlink()
     (folder / "merge.json").write_text(json.dumps({"base": "owner/base", "adapter": "/somewhere/secret/lora"}))
     (folder / "README.md").write_text("---\nlibrary_name: transformers\n---\n# merged\n")
     command = ["publish", str(folder), "--hub_model_id", "me/joined", "--hub_revision", "trial"]
-    assert main([*command, "--hub_private_repo", "false"]) == EXIT_DONE
+    recipes(*command, "--hub_private_repo", "false")
     repository = hub.repositories["me/joined"]
     assert not repository.private
     files = repository.find("trial").files
@@ -97,24 +95,23 @@ def test_merged_model_is_published(hub, run, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "metrics.jsonl"])
-def test_file_with_secret_is_not_published(hub, run, capsys, name):
+def test_file_with_secret_is_not_published(hub, run, recipes, name):
     secret = "hf_" + "k" * 34
     with (finish(run) / name).open("a") as file:
         file.write(f'{{"told": "{secret}"}}')
-    assert main(["publish", str(run)]) == EXIT_USER
-    error = capsys.readouterr().err
+    error = recipes("publish", run, code=2)
     assert f"{run / name}: it would be published, and contains what looks like an access token" in error
     assert secret not in error
     assert read_messages(hub) == []
 
 
-def test_symbolic_links_to_hub_cache_are_published(hub, run, monkeypatch):
+def test_symbolic_links_to_hub_cache_are_published(recipes, hub, run, monkeypatch):
     """Replacing a file by a link into the Hub's cache does not delete it from the repository."""
-    assert main(["publish", str(finish(run))]) == EXIT_DONE
+    recipes("publish", finish(run))
     before = dict(hub.repositories["me/mine"].find("main").files)
     link_files(run, monkeypatch)
     (run / "model.safetensors").resolve().write_bytes(save({"weight": np.full(300, 7, np.float32)}))
-    assert main(["publish", str(run)]) == EXIT_DONE
+    recipes("publish", run)
     after = hub.repositories["me/mine"].find("main").files
     assert after.keys() == before.keys()
     assert read_weight(after) == 7
@@ -142,42 +139,40 @@ def squash(hub):
 
 
 @pytest.mark.parametrize("lose", [lose_repository, lose_branch, push_over, squash])
-def test_content_lost_on_hub_is_published_again(hub, run, lose):
+def test_content_lost_on_hub_is_published_again(recipes, hub, run, lose):
     command = ["publish", str(finish(run)), "--hub_revision", "trial", "--tag", "v1"]
-    assert main(command) == EXIT_DONE
+    recipes(*command)
     before = dict(hub.repositories["me/mine"].find("trial").files)
     lose(hub)
-    assert main(command) == EXIT_DONE
+    recipes(*command)
     repository = hub.repositories["me/mine"]
     assert repository.find("trial").files == repository.find("v1").files == before
 
 
-def test_edited_card_is_kept(hub, run):
-    assert main(["publish", str(finish(run))]) == EXIT_DONE
+def test_edited_card_is_kept(recipes, hub, run):
+    recipes("publish", finish(run))
     history = hub.repositories["me/mine"].branches["main"]
     history.append(Commit("d" * 40, "a better card", dict(history[-1].files, **{"README.md": b"by hand"})))
-    assert main(["publish", str(run)]) == EXIT_DONE
+    recipes("publish", run)
     assert history[-1].files["README.md"] == b"by hand"
 
 
 @pytest.mark.parametrize(("word", "is_private"), [("no", False), ("FALSE", False), ("yes", True), ("on", True)])
-def test_hub_private_repo_accepts_yaml_booleans(hub, run, word, is_private):
-    assert main(["publish", str(finish(run)), "--hub_private_repo", word]) == EXIT_DONE
+def test_hub_private_repo_accepts_yaml_booleans(recipes, hub, run, word, is_private):
+    recipes("publish", finish(run), "--hub_private_repo", word)
     assert hub.repositories["me/mine"].private is is_private
 
 
-def test_abbreviated_flag_is_rejected(hub, run, capsys):
-    with pytest.raises(SystemExit):
-        main(["publish", str(finish(run)), "--hub_private", "false"])
-    assert "unrecognized arguments: --hub_private false" in capsys.readouterr().err
-    assert hub.repositories == {}
-
-
-def test_invalid_boolean_is_rejected(hub, run, capsys):
-    with pytest.raises(SystemExit) as caught:
-        publishing.main([str(finish(run)), "--hub_private_repo", "perhaps"])
-    assert caught.value.code == EXIT_USER
-    assert "--hub_private_repo: 'perhaps' is neither true nor false" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--hub_private", "false"], "unrecognized arguments: --hub_private false"),
+        (["--hub_private_repo", "perhaps"], "--hub_private_repo: 'perhaps' is neither true nor false"),
+    ],
+    ids=["abbreviated", "not a boolean"],
+)
+def test_invalid_flag_is_rejected(recipes, hub, run, flags, message):
+    assert message in recipes("publish", finish(run), *flags, code=2)
     assert hub.repositories == {}
 
 
@@ -191,18 +186,17 @@ def test_invalid_boolean_is_rejected(hub, run, capsys):
         (lambda hub, run: hub.faults["commit"].extend([Fault(403)] * 9), "not everything is published"),
     ],
 )
-def test_failed_publishing_names_remedy(hub, run, capsys, change, words):
+def test_failed_publishing_names_remedy(hub, run, recipes, change, words):
     finish(run)
     change(hub, run)
-    assert main(["publish", str(run)]) == EXIT_USER
-    error = capsys.readouterr().err
+    error = recipes("publish", run, code=2)
     assert words in error
     assert "\n    " in error
     if "me/mine" in hub.repositories:
         assert read_messages(hub) == []
 
 
-def test_read_only_folder_is_published(hub, run, monkeypatch):
+def test_read_only_folder_is_published(recipes, hub, run, monkeypatch):
     opened = Path.open
 
     def open_or_refuse(path, mode="r", **options):
@@ -212,19 +206,18 @@ def test_read_only_folder_is_published(hub, run, monkeypatch):
 
     finish(run)
     monkeypatch.setattr(Path, "open", open_or_refuse)
-    assert main(["publish", str(run)]) == EXIT_DONE
+    recipes("publish", run)
     assert read_messages(hub) == [MODEL]
 
 
-def test_concurrent_publisher_is_rejected(hub, run, capsys):
+def test_concurrent_publisher_is_rejected(recipes, hub, run):
     finish(run)
     hold = f"import fcntl, sys; f = open({str(run / '_published.lock')!r}, 'a'); fcntl.lockf(f, fcntl.LOCK_EX)"
     command = [sys.executable, "-c", f"{hold}; print('held', flush=True); sys.stdin.read()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"
-        assert main(["publish", str(run)]) == EXIT_USER
+        assert "another process publishes it" in recipes("publish", run, code=2)
         other.stdin.close()
-    assert "another process publishes it" in capsys.readouterr().err
 
 
 def recipe(run, train, **keys):
@@ -398,23 +391,18 @@ def test_rejected_request_is_not_retried(hub, run, publish, kind, status, pauses
     assert pauses.ours == []
 
 
-def test_rejected_large_file_is_reported_with_reason(hub, run, capsys):
+def test_rejected_large_file_is_reported_with_reason(hub, run, recipes):
     rejected = {"oid": "0" * 64, "size": 1, "error": {"code": 403, "message": "storage quota exceeded"}}
     body = json.dumps({"objects": [rejected]}).encode()
     hub.faults["batch"] = [Fault(200, {"Content-Type": "application/vnd.git-lfs+json"}, body)]
-    assert main(["publish", str(finish(run))]) == EXIT_USER
-    error = capsys.readouterr().err
-    assert "storage quota exceeded" in error
-    assert "Traceback" not in error
+    assert "storage quota exceeded" in recipes("publish", finish(run), code=2)
 
 
-def test_rejected_card_is_reported_with_reason(hub, run, capsys):
+def test_rejected_card_is_reported_with_reason(hub, run, recipes):
     errors = [{"message": '"base_model" with value "/tmp/base" is not valid'}]
     hub.faults["yaml"] = [Fault(400, {}, json.dumps({"errors": errors}).encode())]
-    assert main(["publish", str(finish(run))]) == EXIT_USER
-    error = capsys.readouterr().err
+    error = recipes("publish", finish(run), code=2)
     assert 'Invalid metadata in README.md. - "base_model" with value "/tmp/base" is not valid' in error
-    assert "Traceback" not in error
 
 
 def test_failed_commit_does_not_repeat_upload(hub, run, publish):
@@ -563,7 +551,7 @@ def test_publisher_waits_for_lock_of_other_process(hub, run, monkeypatch, capsys
     assert capsys.readouterr().err.count("another process publishes it") == 1
 
 
-def test_stalled_hub_blocks_neither_training_nor_exit(hub, run):
+def test_stalled_hub_blocks_neither_training_nor_exit(recipes, hub, run):
     """All uploads stall, of single files and of files in parts."""
     hub.sabotage = lambda kind: Fault(stalls=True) if kind == "upload" else None
     code = f"""
@@ -586,7 +574,7 @@ recipe(run, train, hub_strategy="all_checkpoints")()
     assert "not everything is published (the upload has taken more than 1 s)" in done.stderr
     assert f"`recipes publish {run}` publishes the rest" in done.stderr
     hub.sabotage = lambda kind: None
-    assert main(["publish", str(run)]) == EXIT_DONE
+    recipes("publish", run)
     assert read_messages(hub) == ["checkpoint-10", MODEL]
 
 

@@ -30,7 +30,6 @@ def ask(base, folder, questions):
     from tests.forked import run_script
 
     done = run_script(Path(__file__), base, folder, json.dumps(questions))
-    assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
 

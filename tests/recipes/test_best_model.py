@@ -23,7 +23,7 @@ KEYS = {"learning_rate": 0.6, "lr_scheduler_type": "constant", "load_best_model_
 
 def run(inputs: Path, name: str, folder: Path, **keys: Any) -> list[dict[str, Any]]:
     given = recipe_runs.make_keys(inputs, name, **{**KEYS, "num_sample_prompts": 0, **keys}, output_dir=folder)
-    assert sharding.run_recipe(name, {key: value for key, value in given.items() if value is not None}) == 0
+    assert sharding.run_recipe(name, given) == 0
     return read_rows(folder / "metrics.jsonl")
 
 

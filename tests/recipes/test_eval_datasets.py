@@ -9,21 +9,20 @@ from typing import Any
 import pytest
 from tests.distributed import sharding
 from tests.faults import recipe_runs
-from tests.rows import read_rows
+from tests.rows import read_events, read_rows, write_rows
 
 from recipes_lib.publish.card import build_card
 from recipes_lib.report.run_files import read_run
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    recipe_runs.write_inputs(folder)
+def inputs(inputs: Path) -> Path:
+    """The last eight rows of each dataset are a second one."""
     for name in ("chats", "pairs", "documents"):
-        lines = (folder / f"{name}.jsonl").read_text().splitlines(keepends=True)
-        (folder / f"{name}.jsonl").write_text("".join(lines[:-8]))
-        (folder / f"{name} web.jsonl").write_text("".join(lines[-8:]))
-    return folder
+        rows = read_rows(inputs / f"{name}.jsonl")
+        write_rows(inputs / f"{name}.jsonl", rows[:-8])
+        write_rows(inputs / f"{name} web.jsonl", rows[-8:])
+    return inputs
 
 
 def run(inputs: Path, folder: Path, recipe: str, **keys: Any) -> list[dict[str, Any]]:
@@ -32,16 +31,15 @@ def run(inputs: Path, folder: Path, recipe: str, **keys: Any) -> list[dict[str, 
     data = recipe_runs.DATA[recipe]
     sets = json.dumps({"web": str(inputs / f"{data} web.jsonl"), "own": {"name": str(inputs / f"{data} web.jsonl")}})
     usual = {"max_steps": 2, "eval_steps": 1, "save_steps": 1, "eval_datasets": sets}
-    made = recipe_runs.make_keys(inputs, recipe, **usual | keys, output_dir=folder)
     if "dataset_test_split" in keys:
-        made.pop("test_split_size")
+        usual["test_split_size"] = None
     if recipe != "reward":
-        made["num_sample_prompts"] = 0
+        usual["num_sample_prompts"] = 0
     if recipe == "dpo":
-        made |= {"loss_type": '["sigmoid"]', "precompute_ref_log_probs": "true"}
+        usual |= {"loss_type": '["sigmoid"]', "precompute_ref_log_probs": "true"}
     script = "distill" if "teacher_model_name_or_path" in keys else recipe
-    assert sharding.run_recipe(script, made) == 0
-    return [event for event in read_rows(folder / "metrics.jsonl") if event["kind"] == "eval"]
+    assert sharding.run_recipe(script, recipe_runs.make_keys(inputs, recipe, **usual | keys, output_dir=folder)) == 0
+    return read_events(folder, "eval")
 
 
 @pytest.mark.parametrize(

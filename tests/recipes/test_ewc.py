@@ -21,28 +21,24 @@ COEFFICIENT = 1e5
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(inputs: Path) -> Path:
     """Folder with data and a model, and the Fisher information of documents beside the model."""
-    folder = tmp_path_factory.mktemp("inputs")
-    recipe_runs.write_inputs(folder)
-    shutil.copytree(folder / "model", folder / "earlier")
-    keys = {"dataset_name": folder / "documents.jsonl", "model_name_or_path": folder / "earlier", "max_length": 32}
-    keys |= {"output_dir": folder / "earlier", "prepared_dir": folder / "prepared", "max_steps": 4}
+    shutil.copytree(inputs / "model", inputs / "earlier")
+    keys = {"dataset_name": inputs / "documents.jsonl", "model_name_or_path": inputs / "earlier", "max_length": 32}
+    keys |= {"output_dir": inputs / "earlier", "prepared_dir": inputs / "prepared", "max_steps": 4}
     keys |= {"bf16": "false", "use_cpu": "true", "num_documents": 20}
     flags = [f"--{name}={value}" for name, value in keys.items()]
     assert run_recipes(["fisher", "--recipe=pretrain", *flags]) == 0
-    return folder
+    return inputs
 
 
 def train(inputs: Path, folder: Path, name: str, **keys: Any) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     usual = {"max_steps": STEPS, "logging_steps": 1, "save_steps": 1, "save_total_limit": STEPS}
     usual |= {"model_name_or_path": inputs / "earlier", "eval_strategy": "no"}
-    given = recipe_runs.make_keys(inputs, name, **usual | keys, output_dir=folder)
-    unused = {"eval_steps", "test_split_size", "num_sample_prompts", "sample_max_new_tokens"}
-    if name == "pretrain":
-        unused |= {"model_config", "tokenizer_name_or_path"}
-    recipe = name.split()[0]
-    assert sharding.run_recipe(recipe, {key: value for key, value in given.items() if key not in unused}) == 0
+    unset = ("eval_steps", "test_split_size", "num_sample_prompts", "sample_max_new_tokens")
+    of_pretraining = ("model_config", "tokenizer_name_or_path") if name == "pretrain" else ()
+    keys = {**usual, **keys, **dict.fromkeys((*unset, *of_pretraining)), "output_dir": folder}
+    assert sharding.run_recipe(name, recipe_runs.make_keys(inputs, name, **keys)) == 0
     return read_events(folder, "train"), load_file(folder / "model.safetensors")
 
 

@@ -42,8 +42,7 @@ def test_groups_of_step_are_divided_over_ranks(inputs, tmp_path):
 def test_rloo_run_writes_model_record_and_report(inputs, tmp_path):
     out = tmp_path / "out put"
     keys = recipe_runs.make_keys(inputs, "rloo", **KEYS, output_dir=out)
-    done = run_script(ROOT / "recipes" / "rloo.py", *(f"--{name}={value}" for name, value in keys.items()))
-    assert done.returncode == 0, done.stderr
+    run_script(ROOT / "recipes" / "rloo.py", keys)
     record = json.loads((out / "run.json").read_text())
     assert (record["status"], record["stage"], record["answers_per_generation"]) == ("done", "rloo", 4)
     assert [event["step"] for event in read_events(out, "eval")] == [0, 2, 4]

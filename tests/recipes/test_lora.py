@@ -13,8 +13,6 @@ from tests.forked import ROOT, run_script
 from tests.recipes.stranger import ANSWERS, QUESTIONS, ask, write_chats
 from tests.rows import read_events
 
-from recipes_lib import cli
-
 
 @pytest.fixture
 def chats(tmp_path):
@@ -35,13 +33,10 @@ def run_lora(tmp_path, tiny_model_dir, chats, *, output="a run", num_processes=N
         "num_sample_prompts": 0,
         "save_strategy": "no",
     } | keys
-    flags = [f"--{name}={value}" for name, value in keys.items()]
-    done = run_script(ROOT / "recipes" / "lora.py", *flags, num_processes=num_processes)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stderr
+    return run_script(ROOT / "recipes" / "lora.py", keys, num_processes=num_processes).stderr
 
 
-def test_adapter_and_merged_model_answer_in_plain_peft(tmp_path, tiny_model_dir, chats):
+def test_adapter_and_merged_model_answer_in_plain_peft(recipes, tmp_path, tiny_model_dir, chats):
     keys = {"max_steps": 100, "lora_r": 32, "lora_modules_to_save": "[norm]", "loraplus_lr_ratio": 4}
     printed = run_lora(tmp_path, tiny_model_dir, chats, **keys)
     output = tmp_path / "a run"
@@ -57,7 +52,7 @@ def test_adapter_and_merged_model_answer_in_plain_peft(tmp_path, tiny_model_dir,
     assert record["status"] == "done"
     assert record["adapter"]["base_model"] == str(tiny_model_dir)
 
-    assert cli.main(["merge", "--adapter", str(output), "--output", str(tmp_path / "m m")]) == 0
+    recipes("merge", "--adapter", output, "--output", tmp_path / "m m")
     assert ask(tmp_path / "m m", tmp_path / "m m", QUESTIONS[:4]) == answers
 
 

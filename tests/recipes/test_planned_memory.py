@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +51,8 @@ def make_chat(role: str, *text: Any) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(inputs: Path) -> Path:
     """Folder with rows of maximum length, and a model large enough that its tensors dominate the peak."""
-    folder = tmp_path_factory.mktemp("inputs")
-    recipe_runs.write_inputs(folder)
     stop = tiny.build_tokenizer().eos_token_id
     shape = LlamaConfig(
         vocab_size=512,
@@ -67,35 +64,33 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=stop,
         pad_token_id=stop,
     )
-    LlamaForCausalLM(shape).save_pretrained(folder / "model")
-    write_rows(folder / "documents.jsonl", ({"text": make_words(n, 400)} for n in range(40)))
+    LlamaForCausalLM(shape).save_pretrained(inputs / "model")
+    write_rows(inputs / "documents.jsonl", ({"text": make_words(n, 400)} for n in range(40)))
     chats = ([*make_chat("user", n, 1), *make_chat("assistant", n, 36)] for n in range(80))
-    write_rows(folder / "chats.jsonl", ({"messages": chat} for chat in chats))
+    write_rows(inputs / "chats.jsonl", ({"messages": chat} for chat in chats))
     pairs = (
         (make_chat("user", n, 1), make_chat("assistant", n, 36), make_chat("assistant", n + 1, 36)) for n in range(60)
     )
-    write_rows(folder / "pairs.jsonl", ({"prompt": a, "chosen": b, "rejected": c} for a, b, c in pairs))
-    write_rows(folder / "prompts.jsonl", ({"prompt": make_chat("user", n, 15)} for n in range(60)))
-    return folder
+    write_rows(inputs / "pairs.jsonl", ({"prompt": a, "chosen": b, "rejected": c} for a, b, c in pairs))
+    write_rows(inputs / "prompts.jsonl", ({"prompt": make_chat("user", n, 15)} for n in range(60)))
+    return inputs
 
 
-def build_flags(inputs: Path, name: str, output_dir: Path) -> Iterator[tuple[str, Any]]:
+def make_keys(inputs: Path, name: str, output_dir: Path) -> dict[str, Any]:
     keys = {"output_dir": output_dir, "max_steps": 2, "save_strategy": "no", "eval_strategy": "no"} | KEYS[name]
     if name == "pretrain":
         keys |= {"model_name_or_path": inputs / "model", "tokenizer_name_or_path": None}
     if name == "distill":
         keys |= {"teacher_model_name_or_path": inputs / "model"}
     usual = name if name in recipe_runs.RECIPE_NAMES else "sft"
-    for key, value in recipe_runs.make_keys(inputs, usual, **keys).items():
-        if value is not None and key not in UNUSED:
-            yield key, value
+    return recipe_runs.make_keys(inputs, usual, **dict.fromkeys(UNUSED), **keys)
 
 
 @pytest.mark.parametrize(
     "name", [name if name in ("sft", "grpo") else pytest.param(name, marks=pytest.mark.slow) for name in KEYS]
 )
 def test_planned_memory_matches_peak_of_live_tensors(inputs: Path, tmp_path: Path, name: str) -> None:
-    keys = dict(build_flags(inputs, name, tmp_path / "run"))
+    keys = make_keys(inputs, name, tmp_path / "run")
     recipe = name.split()[0]
     with LiveTensors() as live:
         assert sharding.run_recipe(recipe, keys) == 0

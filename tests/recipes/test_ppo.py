@@ -59,8 +59,7 @@ def run_here(tiny_model_dir, folder, monkeypatch):
 
 def test_run_writes_model_record_and_report(tiny_model_dir, folder):
     keys = make_keys(tiny_model_dir, folder)
-    done = run_script(RECIPE, *(f"--{name}={value}" for name, value in keys.items()), paths=[folder])
-    assert done.returncode == 0, done.stderr
+    run_script(RECIPE, keys, paths=[folder])
     finished = folder / "out put"
     record = json.loads((finished / "run.json").read_text())
     assert record["status"] == "done"

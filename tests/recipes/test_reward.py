@@ -40,15 +40,14 @@ def run(model_dir: Path, folder: Path, **keys: object) -> subprocess.CompletedPr
         "save_steps": 2,
         **keys,
     }
-    return run_script(RECIPE, *(f"--{name}={value}" for name, value in given.items()))
+    return run_script(RECIPE, given)
 
 
 @pytest.fixture(scope="module")
 def folder(tiny_model_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("reward")
     write_rows(folder / "pairs.jsonl", make_rows(24))
-    done = run(tiny_model_dir, folder)
-    assert done.returncode == 0, done.stderr
+    run(tiny_model_dir, folder)
     return folder
 
 
@@ -88,7 +87,6 @@ def test_scores_match_plain_transformers(folder):
 def test_adapter_scores_match_plain_peft(tiny_model_dir, tmp_path):
     write_rows(tmp_path / "pairs.jsonl", make_rows(24))
     done = run(tiny_model_dir, tmp_path, use_peft=True, lora_r=4, shared_prompt=False)
-    assert done.returncode == 0, done.stderr
     assert "LOAD REPORT" not in done.stdout + done.stderr
     assert "Warning" not in done.stdout + done.stderr
     out = tmp_path / "out put"

@@ -17,13 +17,6 @@ SECRETS = {
 }
 
 
-def run(inputs, tmp_path, *flags):
-    keys = recipe_runs.make_keys(inputs, "sft", max_steps=2, report_to="tensorboard", output_dir=tmp_path / "run")
-    flags = (*(f"--{name}={value}" for name, value in keys.items()), *flags)
-    variables = SECRETS | {"TENSORBOARD_LOGGING_DIR": str(tmp_path / "tracker")}
-    return run_script(ROOT / "recipes" / "sft.py", *flags, variables=variables)
-
-
 def find_leaks(folder: Path, *output: str) -> list[str]:
     """Return where the first half of a secret occurs: in file names, file contents or texts."""
     texts = [("output", text.encode()) for text in output]
@@ -33,16 +26,20 @@ def find_leaks(folder: Path, *output: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("ending", ["done", "failed", "refused"])
-def test_secrets_are_neither_printed_nor_written(inputs, tmp_path, ending):
-    flags = {
-        "done": [],
+@pytest.mark.parametrize(
+    ("ending", "keys", "code"),
+    [
+        ("done", {}, 0),
         # The cosine of infinity, which only the scheduler notices, ends in a traceback.
-        "failed": ['--lr_scheduler_kwargs={"num_cycles": 1e308}'],
-        "refused": [f"--run_name={SECRETS['WANDB_API_KEY']}"],
-    }[ending]
-    done = run(inputs, tmp_path, *flags)
-    assert done.returncode == {"done": 0, "failed": 1, "refused": 2}[ending], done.stderr[-3000:]
+        ("failed", {"lr_scheduler_kwargs": '{"num_cycles": 1e308}'}, 1),
+        ("refused", {"run_name": SECRETS["WANDB_API_KEY"]}, 2),
+    ],
+)
+def test_secrets_are_neither_printed_nor_written(inputs, tmp_path, ending, keys, code):
+    keys |= {"max_steps": 2, "report_to": "tensorboard", "output_dir": tmp_path / "run"}
+    variables = SECRETS | {"TENSORBOARD_LOGGING_DIR": str(tmp_path / "tracker")}
+    keys = recipe_runs.make_keys(inputs, "sft", **keys)
+    done = run_script(ROOT / "recipes" / "sft.py", keys, variables=variables, code=code)
     assert ("Traceback" in done.stderr) == (ending == "failed")
     assert find_leaks(tmp_path, done.stdout, done.stderr) == []
     assert (tmp_path / "run" / "run.json").exists() == (ending != "refused")

@@ -36,8 +36,7 @@ def write(tmp_path, tiny_model_dir, chats):
 def test_memorised_chats_are_answered_in_plain_transformers(write, tmp_path):
     keys = {"max_steps": 150, "lr_scheduler_type": "linear", "max_length": 64, "save_strategy": "no"}
     config = write(**keys)
-    done = run_script(RECIPE, "--config", config)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_script(RECIPE, "--config", config)
 
     answers = ask(tmp_path / "a run", tmp_path / "a run", QUESTIONS)
     assert [answer["text"] for answer in answers] == ANSWERS
@@ -55,8 +54,7 @@ def test_memorised_chats_are_answered_in_plain_transformers(write, tmp_path):
 
 def test_run_writes_documented_files_and_rerun_changes_nothing(write, tmp_path):
     config = write(test_split_size=2)
-    first = run_script(RECIPE, "--config", config)
-    assert first.returncode == 0, first.stderr[-3000:]
+    run_script(RECIPE, "--config", config)
     output = tmp_path / "a run"
     names = {path.name for path in output.iterdir()}
     assert {"run.json", "metrics.jsonl", "samples.jsonl", "model.safetensors", "config.json", "README.md"} <= names
@@ -81,12 +79,10 @@ def test_run_writes_documented_files_and_rerun_changes_nothing(write, tmp_path):
     assert {"eval_loss", "eval_perplexity", "eval_bits_per_byte", "eval_token_accuracy"} <= evaluations[0].keys()
 
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
-    again = run_script(RECIPE, "--config", config)
-    assert again.returncode == 0, again.stderr[-3000:]
+    run_script(RECIPE, "--config", config)
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
 
-    other = run_script(RECIPE, "--config", config, "--learning_rate", "1e-3")
-    assert other.returncode == 2
+    other = run_script(RECIPE, "--config", config, "--learning_rate", "1e-3", code=2)
     assert "learning_rate was 0.005" in other.stderr
     assert "Traceback" not in other.stderr
 
@@ -99,8 +95,7 @@ def test_two_processes_reuse_prepared_set(write, tmp_path, tiny_model_dir):
     parsed = load_config("sft", ["--config", str(config)])
     prepared = prepare(parsed, lambda _: AutoTokenizer.from_pretrained(tiny_model_dir))
     made = {path: path.stat().st_mtime_ns for path in prepared.path.rglob("*")}
-    done = run_script(RECIPE, "--config", config, num_processes=2)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_script(RECIPE, "--config", config, num_processes=2)
     record = read_record(tmp_path / "a run")
     assert record["num_processes"] == 2
     assert record["data"]["key"] == prepared.key
@@ -110,8 +105,7 @@ def test_two_processes_reuse_prepared_set(write, tmp_path, tiny_model_dir):
 
 def test_unknown_key_is_rejected_before_anything_is_written(write, tmp_path):
     config = write(learning_rat=1e-5)
-    done = run_script(RECIPE, "--config", config)
-    assert done.returncode == 2
+    done = run_script(RECIPE, "--config", config, code=2)
     line = next(number for number, text in enumerate(config.read_text().splitlines(), 1) if "learning_rat:" in text)
     assert f"{config}:{line}" in done.stderr
     assert not (tmp_path / "a run").exists()
@@ -123,8 +117,7 @@ def test_invalid_data_exit_with_code_2_and_location(write, tmp_path, chats, dama
         chats.write_text(chats.read_text() + '{"messages": "oops"}\n')
     else:
         chats.write_text("")
-    done = run_script(RECIPE, "--config", write())
-    assert done.returncode == 2
+    done = run_script(RECIPE, "--config", write(), code=2)
     assert str(chats) in done.stderr
     assert "Traceback" not in done.stderr
     assert read_record(tmp_path / "a run")["status"] == "refused"

@@ -70,15 +70,14 @@ def test_folder_deleted_while_runs_are_listed_is_skipped(tmp_path: Path, monkeyp
     assert [entry.name for entry in list_entries(tmp_path)] == ["a"]
 
 
-def test_runs_are_read_once_and_listed_before_the_page_fails(tmp_path: Path, capsys, monkeypatch) -> None:
+def test_runs_are_read_once_and_listed_before_the_page_fails(recipes, tmp_path: Path, monkeypatch) -> None:
     """As for the runs of a colleague, in a folder that only they may write to."""
     write_run(tmp_path / "a", SFT)
     (tmp_path / "index.html.partial").mkdir()
     reads: list[Path] = []
     monkeypatch.setattr(overview, "read_run", lambda path: reads.append(path) or read_run(path))
-    assert run_recipes(["runs", str(tmp_path)]) == 2
+    assert "eval_loss 5 -> 2" in recipes("runs", tmp_path, code=2)
     assert reads == [tmp_path / "a"]
-    assert "eval_loss 5 -> 2" in capsys.readouterr().out
 
 
 def test_overview_lists_pipeline_stages_in_order(tmp_path: Path) -> None:
@@ -145,32 +144,27 @@ def test_invalid_pipeline_record_is_tolerated(tmp_path: Path, record: str, capsy
 
 
 def test_runs_command_prints_status_step_metric_and_age(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recipes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_run(tmp_path / "sft", SFT, status="preempted")
     for file in (tmp_path / "sft").iterdir():
         os.utime(file, (0, 0))
-    assert run_recipes(["runs", str(tmp_path)]) == 0
-    output = capsys.readouterr().out.splitlines()
+    output = recipes("runs", tmp_path).splitlines()
     assert output[1].startswith("sft  sft     preempted  30    eval_loss 5 -> 2  2 min 0 s  ")
     assert output[1].endswith(" ago")
     assert output[2] == str(tmp_path / "index.html")
     monkeypatch.chdir(tmp_path)
-    assert run_recipes(["runs"]) == 0
-    assert capsys.readouterr().out.splitlines()[2] == "index.html"
+    assert recipes("runs").splitlines()[2] == "index.html"
     (tmp_path / "runs").mkdir()
-    assert run_recipes(["runs"]) == 2
-    assert "runs: has no run" in capsys.readouterr().err
-    assert run_recipes(["runs", str(tmp_path / "none")]) == 2
+    assert "runs: has no run" in recipes("runs", code=2)
+    recipes("runs", tmp_path / "none", code=2)
     (tmp_path / "empty").mkdir()
-    assert run_recipes(["report", str(tmp_path / "empty")]) == 2
-    assert "has no run and no pipeline" in capsys.readouterr().err
-    assert run_recipes(["report", str(tmp_path)]) == 0
+    assert "has no run and no pipeline" in recipes("report", tmp_path / "empty", code=2)
+    assert str(tmp_path / "sft" / "report.html") in recipes("report", tmp_path / "sft")
+    recipes("report", tmp_path)
 
 
-def test_runs_command_escapes_control_characters_and_non_utf8_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_command_escapes_control_characters_and_non_utf8_names(tmp_path: Path, recipes) -> None:
     write_run(tmp_path / "a\x1b[31m", SFT, status="done\x1b]0;owned\x07\n")
     try:
         write_run(tmp_path / os.fsdecode(b"b\xff"), SFT)
@@ -178,8 +172,7 @@ def test_runs_command_escapes_control_characters_and_non_utf8_names(
         pytest.skip("the file system has UTF-8 names alone")
     (tmp_path / os.fsdecode(b"b\xff") / "report.html").write_text("")
     assert 'href="b%FF/report.html"' in write_overview(tmp_path).read_text()
-    assert run_recipes(["runs", str(tmp_path)]) == 0
-    output = capsys.readouterr().out
+    output = recipes("runs", tmp_path)
     assert "\x1b" not in output
     assert "\\udcff" in output
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.forked import run_python
 from tests.rows import write_rows
 
 from recipes_lib.errors import DataError
@@ -350,4 +349,4 @@ def test_pages_do_not_import_torch() -> None:
     """``recipes report`` and ``recipes runs`` begin at once."""
     modules = ", ".join(f"recipes_lib.report.{name}" for name in ("page", "overview", "run_comparison"))
     code = f"import sys, {modules}\nassert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_python(code)

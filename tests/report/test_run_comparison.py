@@ -9,7 +9,6 @@ import pytest
 from tests.report.test_overview import SFT, write_run
 from tests.report.test_page import HOSTILE, Page
 
-from recipes_lib.cli import main as run_recipes
 from recipes_lib.report.overview import describe_result
 from recipes_lib.report.run_comparison import _build_row, compare_figures, compare_keys
 from recipes_lib.report.run_files import read_run
@@ -57,10 +56,10 @@ def test_compare_keys_lists_meaningful_differences(folders: list[Path]) -> None:
     assert [(row.name, row.values[0]) for row in rows] == [("learning_rate", "1e-05"), ("commit", "")]
 
 
-def test_comparison_page_overlays_runs(folders: list[Path], tmp_path: Path) -> None:
+def test_comparison_page_overlays_runs(recipes, folders: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "pages" / "c.html"
     out.parent.mkdir()
-    assert run_recipes(["report", *map(str, folders), "--compare", "--output", str(out)]) == 0
+    recipes("report", *folders, "--compare", "--output", out)
     html = out.read_text()
     page = Page(html)
     assert page.elements.count("script") == 1
@@ -74,33 +73,35 @@ def test_comparison_page_overlays_runs(folders: list[Path], tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "page"), [(".", "compare.html"), ("new", "new/compare.html"), ("v1.2", "v1.2/compare.html")]
 )
-def test_output_may_be_a_folder(folders: list[Path], tmp_path: Path, monkeypatch, name: str, page: str) -> None:
+def test_output_may_be_a_folder(
+    recipes, folders: list[Path], tmp_path: Path, monkeypatch, name: str, page: str
+) -> None:
     """Charts are written beside the page: a page without suffix would have the name of their folder."""
     (tmp_path / "v1.2").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert run_recipes(["report", *map(str, folders), "--compare", "--output", name]) == 0
+    recipes("report", *folders, "--compare", "--output", name)
     assert (tmp_path / page).is_file()
     assert list((tmp_path / page).with_suffix("").glob("*.png"))
 
 
-def test_losses_of_different_recipes_are_omitted(folders: list[Path], tmp_path: Path) -> None:
+def test_losses_of_different_recipes_are_omitted(recipes, folders: list[Path], tmp_path: Path) -> None:
     write_run(tmp_path / "dpo", SFT, stage="dpo")
     out = tmp_path / "c.html"
-    assert run_recipes(["report", str(folders[0]), str(tmp_path / "dpo"), "--compare", "--output", str(out)]) == 0
+    recipes("report", folders[0], tmp_path / "dpo", "--compare", "--output", out)
     page = Page(out.read_text())
     assert "Losses of different recipes" in page.text
     assert "figure" not in page.elements
     assert "eval_loss" not in page.text
 
 
-def test_unrecorded_configurations_are_not_called_equal(folders: list[Path], tmp_path: Path) -> None:
+def test_unrecorded_configurations_are_not_called_equal(recipes, folders: list[Path], tmp_path: Path) -> None:
     (folders[0] / "run.json").unlink()
     (folders[1] / "run.json").unlink()
     out = tmp_path / "c.html"
-    assert run_recipes(["report", *map(str, folders), "--compare", "--output", str(out)]) == 0
+    recipes("report", *folders, "--compare", "--output", out)
     assert "A run has no record of its configuration." in Page(out.read_text()).text
 
 
 @pytest.mark.parametrize("names", [["a"], ["a", "a"], ["a", "b", "c", "d", "e"]])
-def test_number_of_compared_runs_is_limited(folders: list[Path], names: list[str], tmp_path: Path) -> None:
-    assert run_recipes(["report", *(str(tmp_path / name) for name in names), "--compare"]) == 2
+def test_number_of_compared_runs_is_limited(recipes, folders: list[Path], names: list[str], tmp_path: Path) -> None:
+    recipes("report", *(str(tmp_path / name) for name in names), "--compare", code=2)

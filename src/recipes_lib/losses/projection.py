@@ -228,7 +228,7 @@ class VocabularyShard:
         group: Tensor-parallel group over which the vocabulary is sharded.
         first: Token id of the first row of the shard.
 
-    Source: ``tests/distributed/test_tensor.py``.
+    Source: ``tests/distributed/test_parallel.py``.
     """
 
     group: distributed.ProcessGroup

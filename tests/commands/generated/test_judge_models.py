@@ -14,7 +14,6 @@ from tests.forked import Launch
 from tests.rl.reward_models import write_reward_model
 from tests.rows import read_rows, write_rows
 
-from recipes_lib.cli import main as run_recipes
 from recipes_lib.commands.generated.judge_models import compute_rates
 from recipes_lib.models.generation import GenerateBackend
 
@@ -43,10 +42,16 @@ def prefer_longer(body: dict[str, Any]) -> str:
     return f"Longer.\n[[{'A' if len(one) > len(two) else 'B' if len(two) > len(one) else 'C'}]]"
 
 
-def compare(folder: Path, *flags: Any, models: tuple[Any, ...] = ("a.jsonl", "b.jsonl")) -> int:
-    names = [str(folder / name) if str(name).endswith(".jsonl") else str(name) for name in models]
-    arguments = ["--prompts", folder / "q.jsonl", "--output_dir", folder / "out", *flags]
-    return run_recipes(["eval", "compare", *names, *map(str, arguments)])
+@pytest.fixture
+def compare(recipes, folder: Path):
+    """Compare answers, and return the output of the command."""
+
+    def compare(*flags: Any, models: tuple[Any, ...] = ("a.jsonl", "b.jsonl"), code: int = 0) -> str:
+        names = [folder / name if str(name).endswith(".jsonl") else name for name in models]
+        places = ["--prompts", folder / "q.jsonl", "--output_dir", folder / "out"]
+        return recipes("eval", "compare", *names, *places, *flags, code=code)
+
+    return compare
 
 
 def read_rates(folder: Path) -> dict[str, Any]:
@@ -55,9 +60,9 @@ def read_rates(folder: Path) -> dict[str, Any]:
     return rates
 
 
-def test_win_rates_by_category_and_token_counts(folder: Path, capsys) -> None:
+def test_win_rates_by_category_and_token_counts(folder: Path, compare) -> None:
     server = ChatEndpoint(prefer_longer)
-    assert compare(folder, "--judge", f"{server.url}#j") == 0
+    printed = compare("--judge", f"{server.url}#j")
     record = read_rates(folder)
     rates = {name: (rate["win_rate"], rate["num_wins"], rate["num_losses"]) for name, rate in record["rates"].items()}
     assert rates == {"all": (0.5, 10, 10), "words": (1.0, 10, 0), "maths": (0.0, 0, 10)}
@@ -65,7 +70,6 @@ def test_win_rates_by_category_and_token_counts(folder: Path, capsys) -> None:
     assert record["rates"]["words"]["low"] > 0.5
     assert len(server.asked) == 2 * NUM_QUESTIONS
     assert record["tokens"]["num_tokens"] == 2 * 2 * NUM_QUESTIONS
-    printed = capsys.readouterr().out
     assert f"{record['tokens']['num_prompt_tokens']:,} tokens read, 80 written" in printed
     assert "words" in printed
     row = read_rows(folder / "out" / "verdicts-1.jsonl")[0]
@@ -76,7 +80,7 @@ def test_win_rates_by_category_and_token_counts(folder: Path, capsys) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "SIGINT"])
-def test_interrupted_command_resumes_to_same_bytes(folder: Path, number: signal.Signals) -> None:
+def test_interrupted_command_resumes_to_same_bytes(recipes, compare, folder: Path, number: signal.Signals) -> None:
     """The signal arrives at the request for the thirteenth pair; Ctrl-C prints one line and no traceback."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         pytest.skip("SIGINT is ignored: started in the background by a shell")
@@ -90,7 +94,7 @@ def test_interrupted_command_resumes_to_same_bytes(folder: Path, number: signal.
     server = ChatEndpoint(interrupt)
     flags = ["--judge", f"{server.url}#j", "--prompts", folder / "q.jsonl", "--num_concurrent", 1]
     words = ["eval", "compare", folder / "a.jsonl", folder / "b.jsonl", *flags]
-    assert run_recipes([*map(str, words), "--output_dir", str(folder / "whole")]) == 0
+    recipes(*words, "--output_dir", folder / "whole")
     server.asked.clear()
     launches.append(Launch("recipes_lib.cli", *words, "--output_dir", folder / "out"))
     process = launches[0].finish()
@@ -101,21 +105,21 @@ def test_interrupted_command_resumes_to_same_bytes(folder: Path, number: signal.
         assert "Traceback" not in process.stderr
     assert 0 < (num_done := len(read_rows(folder / "out" / "verdicts-1.jsonl"))) < NUM_QUESTIONS
     num_asked = len(server.asked)
-    assert run_recipes([*map(str, words), "--output_dir", str(folder / "out")]) == 0
+    recipes(*words, "--output_dir", folder / "out")
     assert len(server.asked) - num_asked == 2 * (NUM_QUESTIONS - num_done), "only the remaining pairs"
     for name in ("verdicts-1.jsonl", "judge.json"):
         assert (folder / "out" / name).read_bytes() == (folder / "whole" / name).read_bytes()
     another = ChatEndpoint(prefer_longer)
-    assert compare(folder, "--judge", f"{another.url}#another") == 2
+    compare("--judge", f"{another.url}#another", code=2)
     assert not another.asked, "another judge is rejected before any request"
 
 
-def test_local_models_and_reward_model_judge(folder: Path, tiny_model_dir: Path, monkeypatch) -> None:
+def test_local_models_and_reward_model_judge(folder: Path, compare, tiny_model_dir: Path, monkeypatch) -> None:
     other = tiny.save_model(folder / "other model", tiny.build_tokenizer(), seed=1)
     judge = write_reward_model(folder / "reward", tiny_model_dir)
     flags = ["--judge", judge, "--use_cpu", "--max_new_tokens", 8, "--limit", 9, "--batch_size", 4]
     models = (tiny_model_dir, other, tiny_model_dir)
-    assert compare(folder, *flags, models=models) == 0
+    compare(*flags, models=models)
     record = json.loads((folder / "out" / "judge.json").read_text())
     one, same = (record["compared"][str(name)]["rates"]["all"] for name in (other, tiny_model_dir))
     assert one["num_wins"] + one["num_ties"] + one["num_losses"] == 9
@@ -124,14 +128,14 @@ def test_local_models_and_reward_model_judge(folder: Path, tiny_model_dir: Path,
     assert b'"answers"' in first[0]
     # All answers are on disk: generation would raise.
     monkeypatch.setattr(GenerateBackend, "generate", None)
-    assert compare(folder, *flags, models=models) == 0
+    compare(*flags, models=models)
     assert [(folder / "out" / f"answers-{at}.jsonl").read_bytes() for at in range(3)] == first
 
 
-def test_endpoint_is_compared_with_answer_file(folder: Path) -> None:
+def test_endpoint_is_compared_with_answer_file(folder: Path, compare) -> None:
     server = ChatEndpoint(lambda body: "x" * 7 if body["model"] == "m" else prefer_longer(body))
     flags = ["--judge", f"{server.url}#j", "--judge_request", '{"reasoning_effort": "low"}']
-    assert compare(folder, *flags, models=("a.jsonl", f"{server.url}#m")) == 0
+    compare(*flags, models=("a.jsonl", f"{server.url}#m"))
     assert read_rates(folder)["rates"]["all"]["win_rate"] == 1.0
     requests = {body["model"]: body for body in server.asked}
     assert (requests["j"].get("reasoning_effort"), requests["m"].get("reasoning_effort")) == ("low", None)
@@ -146,25 +150,17 @@ def test_endpoint_is_compared_with_answer_file(folder: Path) -> None:
         ("b.jsonl", ("--judge", "no/such-reward-model-here"), "no/such-reward-model-here"),
         *(("b.jsonl", (f"--{flag}", 0), "is 0") for flag in ("limit", "judge_tokens", "num_concurrent", "timeout")),
         *(("b.jsonl", (f"--{flag}", -1), "is -1") for flag in ("temperature", "seed")),
+        *(("b.jsonl", ("--request", text), f"request: {text!r} is not a JSON object") for text in ("x", "[1]", "3")),
     ],
 )
-def test_invalid_input_is_rejected(folder: Path, capsys, other: str, flags: Any, message: str) -> None:
+def test_invalid_input_is_rejected(compare, other: str, flags: Any, message: str) -> None:
     models = ("a.jsonl", other) if other else ("a.jsonl",)
-    assert compare(folder, "--judge", "http://h/v1#j", *flags, models=models) == 2
-    assert message in capsys.readouterr().err
+    assert message in compare("--judge", "http://h/v1#j", *flags, models=models, code=2)
 
 
-@pytest.mark.parametrize("text", ["x", "[1]", "3"])
-def test_request_flag_must_be_json_object(folder: Path, capsys, text: str) -> None:
-    with pytest.raises(SystemExit):
-        compare(folder, "--judge", "http://localhost/v1#j", "--request", text)
-    assert f"argument --request: {text!r} is not a JSON object" in capsys.readouterr().err
-
-
-def test_judge_without_verdicts_is_an_error(folder: Path, capsys) -> None:
+def test_judge_without_verdicts_is_an_error(folder: Path, compare) -> None:
     server = ChatEndpoint(lambda body: "Both are fine.")
-    assert compare(folder, "--judge", f"{server.url}#j", "--limit", 3) == 2
-    error = capsys.readouterr().err
+    error = compare("--judge", f"{server.url}#j", "--limit", 3, code=2)
     assert f"the judge gave no verdict on {folder / 'b.jsonl'}" in error
     assert "verdicts-1.jsonl" in error
     assert read_rates(folder)["rates"]["all"]["num_unparsable"] == 3

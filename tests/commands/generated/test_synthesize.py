@@ -18,7 +18,6 @@ from tests.rl.reward_models import write_reward_model
 from tests.rows import read_rows, write_rows
 from transformers import GenerationConfig
 
-from recipes_lib.cli import main as run_recipes
 from recipes_lib.commands.generated.synthesize import Limits, ReplyCounts, SpentError
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.synthesis_keys import SynthesisConfig
@@ -66,8 +65,10 @@ def list_words(folder: Path, server: ChatEndpoint | None = None, out: str = "out
     return ["synthesize", *(f"--{name}={value}" for name, value in (flags | keys).items())]
 
 
-def synthesize(*arguments: Any, **keys: Any) -> int:
-    return run_recipes(list_words(*arguments, **keys))
+@pytest.fixture
+def synthesize(recipes, folder: Path):
+    """Run the command, and return its output."""
+    return lambda *arguments, code=0, **keys: recipes(*list_words(folder, *arguments, **keys), code=code)
 
 
 def read(folder: Path, name: str, out: str = "out") -> Any:
@@ -85,10 +86,10 @@ def read(folder: Path, name: str, out: str = "out") -> Any:
         ("textbook", "texts", "It is so"),
     ],
 )
-def test_each_method_writes_rows_with_provenance(folder: Path, capsys, method, source, first) -> None:
+def test_each_method_writes_rows_with_provenance(synthesize, folder: Path, method, source, first) -> None:
     server = ChatEndpoint(write)
     keys = {"method": method, "dataset_name": folder / f"{source}.jsonl", "near_duplicates_threshold": 0.95}
-    assert synthesize(folder, server, num_candidates=6, **keys) == 0
+    assert "rows and 0 pairs of 6 candidates" in synthesize(server, num_candidates=6, **keys)
     rows, record = read(folder, "rows.jsonl"), read(folder, "synthesis.json")
     assert len(rows) == record["num_rows"] == 6 - sum(record["removed"].values())
     assert rows
@@ -97,19 +98,18 @@ def test_each_method_writes_rows_with_provenance(folder: Path, capsys, method, s
         assert row["synthesis"]["method"] == method
         assert all(f"{source}.jsonl:" in place for place in row["synthesis"]["source"])
     assert record["num_tokens"] == sum(len(write(body).split()) for body in server.asked)
-    assert "rows and 0 pairs of 6 candidates" in capsys.readouterr().out
     page = (folder / "out" / "report.html").read_text()
     assert first in page
     num_asked = len(server.asked)
-    assert synthesize(folder, server, num_candidates=6, **keys) == 0
+    synthesize(server, num_candidates=6, **keys)
     assert len(server.asked) == num_asked, "the same command sends no requests"
 
 
-def test_killed_command_resumes_to_same_bytes(folder: Path) -> None:
+def test_killed_command_resumes_to_same_bytes(synthesize, recipes, folder: Path) -> None:
     """SIGKILL arrives in the second batch of replies, and again during grading."""
     keys = {"method": "instructions", "num_candidates": 12, "batch_size": 4, "num_answers": 2, "num_concurrent": 1}
     whole = ChatEndpoint(write)
-    assert synthesize(folder, whole, "whole", judge=f"{whole.url}#j", **keys) == 0
+    synthesize(whole, "whole", judge=f"{whole.url}#j", **keys)
     victims: list[Launch] = []
 
     def kill(body: dict[str, Any]) -> str:
@@ -124,7 +124,7 @@ def test_killed_command_resumes_to_same_bytes(folder: Path) -> None:
         assert victim.finish().returncode == -signal.SIGKILL
         assert (folder / "out" / f"{kind}.jsonl").exists()
         assert not (folder / "out" / "rows.jsonl").exists()
-    assert run_recipes(words) == 0
+    recipes(*words)
     for name in ("rows.jsonl", "pairs.jsonl"):
         assert (folder / "out" / name).read_bytes() == (folder / "whole" / name).read_bytes()
     lines = [(folder / place / "grades.jsonl").read_text().splitlines() for place in ("out", "whole")]
@@ -133,26 +133,25 @@ def test_killed_command_resumes_to_same_bytes(folder: Path) -> None:
     assert len(server.asked) > len(whole.asked)
 
 
-def test_changed_filters_reuse_replies_and_grades(folder: Path) -> None:
+def test_changed_filters_reuse_replies_and_grades(synthesize, folder: Path) -> None:
     server = ChatEndpoint(write)
     keys = {"method": "answers", "num_answers": 2, "judge": f"{server.url}#j"}
-    assert synthesize(folder, server, min_words=6, **keys) == 0
+    synthesize(server, min_words=6, **keys)
     num_asked, num_rows = len(server.asked), len(read(folder, "rows.jsonl"))
-    assert synthesize(folder, server, min_words=6, min_score=10, **keys) == 0
+    synthesize(server, min_words=6, min_score=10, **keys)
     assert len(server.asked) == num_asked
     assert 0 < len(read(folder, "rows.jsonl")) < num_rows
     grades = len(read(folder, "grades.jsonl"))
-    assert synthesize(folder, server, **keys) == 0
+    synthesize(server, **keys)
     assert len(server.asked) - num_asked == len(read(folder, "grades.jsonl")) - grades > 0
-    assert synthesize(folder, server, temperature=0.1, **keys) == 2, (
-        "replies with other sampling parameters are rejected"
-    )
-    assert synthesize(folder, server, num_answers=2, judge=f"{server.url}#another") == 2
+    # Replies with other sampling parameters are rejected.
+    synthesize(server, temperature=0.1, **keys, code=2)
+    synthesize(server, num_answers=2, judge=f"{server.url}#another", code=2)
 
 
-def test_rows_and_pairs_are_valid_training_data(folder: Path, tiny_model_dir: Path) -> None:
+def test_rows_and_pairs_are_valid_training_data(synthesize, recipes, folder: Path, tiny_model_dir: Path) -> None:
     server = ChatEndpoint(write)
-    assert synthesize(folder, server, num_answers=4, judge=f"{server.url}#j") == 0
+    synthesize(server, num_answers=4, judge=f"{server.url}#j")
     rows, pairs = read(folder, "rows.jsonl"), read(folder, "pairs.jsonl")
     assert len(rows) == 8
     assert pairs
@@ -164,33 +163,32 @@ def test_rows_and_pairs_are_valid_training_data(folder: Path, tiny_model_dir: Pa
     config = load_config("sft", [*flags, f"--dataset_name={folder / 'out' / 'rows.jsonl'}", "--packing=false"])
     data = load_training_data(config, load_tokenizer(config.model, config.tokens))
     assert len(data.train) == 8
-    assert run_recipes(["check", "--recipe", "dpo", *flags, f"--dataset_name={folder / 'out' / 'pairs.jsonl'}"]) == 0
+    recipes("check", "--recipe", "dpo", *flags, f"--dataset_name={folder / 'out' / 'pairs.jsonl'}")
 
 
-def test_cost_limit_is_not_exceeded_and_higher_limit_resumes(folder: Path, capsys) -> None:
+def test_cost_limit_is_not_exceeded_and_higher_limit_resumes(synthesize, folder: Path) -> None:
     server = ChatEndpoint(write)
     keys = {"method": "instructions", "num_candidates": 20, "batch_size": 2, "input_price": 10, "output_price": 20}
-    assert synthesize(folder, server, max_cost=0.012, **keys) == 0
+    assert "stopped at a limit" in synthesize(server, max_cost=0.012, **keys)
     first = read(folder, "synthesis.json")
     assert 0 < first["num_candidates"] < 20
     assert first["cost"] == (first["num_prompt_tokens"] * 10 + first["num_tokens"] * 20) / 1e6 <= 0.012
-    assert "stopped at a limit" in capsys.readouterr().out
-    assert synthesize(folder, server, max_cost=0.012, **keys) == 0
+    synthesize(server, max_cost=0.012, **keys)
     again = read(folder, "synthesis.json")
     assert again["num_candidates"] == first["num_candidates"]
     assert again["cost"] <= 0.012
-    assert synthesize(folder, server, **keys) == 0
-    assert synthesize(folder, ChatEndpoint(write), "whole", **keys) == 0
+    synthesize(server, **keys)
+    synthesize(ChatEndpoint(write), "whole", **keys)
     assert [row["messages"] for row in read(folder, "rows.jsonl")] == [
         row["messages"] for row in read(folder, "rows.jsonl", "whole")
     ]
     server.has_usage = False
-    assert synthesize(folder, server, "other", max_total_tokens=10**6, **keys) == 2
-    assert "does not report token counts" in capsys.readouterr().err
+    error = synthesize(server, "other", max_total_tokens=10**6, **keys, code=2)
+    assert "does not report token counts" in error
 
 
 @pytest.mark.parametrize("num_answered", [3, 6])
-def test_replies_before_a_failure_count_towards_the_limit(folder: Path, num_answered: int) -> None:
+def test_replies_before_a_failure_count_towards_the_limit(synthesize, folder: Path, num_answered: int) -> None:
     """The endpoint fails in the first or in the second step of the only batch."""
     answered: list[str] = []
 
@@ -202,11 +200,11 @@ def test_replies_before_a_failure_count_towards_the_limit(folder: Path, num_answ
 
     server = ChatEndpoint(write_some)
     keys = {"method": "instructions", "num_candidates": 4, "batch_size": 4, "num_concurrent": 1}
-    assert synthesize(folder, server, **keys) == 2
+    synthesize(server, **keys, code=2)
     record = read(folder, "replies.jsonl.record.json")
     assert (record["num_candidates"], record["num_tokens"]) == (0, sum(len(text.split()) for text in answered))
     num_asked = len(server.asked)
-    synthesize(folder, server, max_total_tokens=record["num_tokens"] + record["num_prompt_tokens"], **keys)
+    synthesize(server, max_total_tokens=record["num_tokens"] + record["num_prompt_tokens"], **keys, code=2)
     assert len(server.asked) == num_asked, "the limit is reached"
 
 
@@ -225,13 +223,15 @@ def test_limits_bound_cost_of_requests() -> None:
         Limits(dear, ReplyCounts(num_tokens=1)).verify_room([chat])
 
 
-def test_local_model_and_reward_model_judge(folder: Path, tiny_model_dir: Path, writer: Path, monkeypatch) -> None:
+def test_local_model_and_reward_model_judge(
+    synthesize, folder: Path, tiny_model_dir: Path, writer: Path, monkeypatch
+) -> None:
     judge = write_reward_model(folder / "reward", tiny_model_dir)
     keys = {
         "model_name_or_path": writer, "use_cpu": True, "num_answers": 6, "judge": judge, "batch_size": 3,
         "temperature": 1.5, "max_rows": 3, "max_new_tokens": 16,
     }  # fmt: skip
-    assert synthesize(folder, **keys) == 0
+    synthesize(**keys)
     rows, pairs = read(folder, "rows.jsonl"), read(folder, "pairs.jsonl")
     assert 0 < len(rows) <= 3
     assert 0 < len(pairs) <= 3
@@ -245,14 +245,14 @@ def test_local_model_and_reward_model_judge(folder: Path, tiny_model_dir: Path, 
         return generate(*arguments)
 
     monkeypatch.setattr(GenerateBackend, "generate", die)
-    assert synthesize(folder, out="killed", **keys) != 0
+    synthesize(out="killed", **keys, code=130)
     assert 0 < len(read(folder, "replies.jsonl", "killed")) < 8
-    assert synthesize(folder, out="killed", **keys) == 0
+    synthesize(out="killed", **keys)
     for name in ("replies.jsonl", "rows.jsonl"):
         assert (folder / "killed" / name).read_bytes() == (folder / "out" / name).read_bytes()
 
 
-def test_vllm_engine_loads_checkpoint(folder: Path, tiny_model_dir: Path, monkeypatch) -> None:
+def test_vllm_engine_loads_checkpoint(synthesize, folder: Path, tiny_model_dir: Path, monkeypatch) -> None:
     """A stand-in for the RL engine, which receives no policy here and generates as ``GenerateBackend`` does."""
     started: list[Any] = []
 
@@ -272,10 +272,10 @@ def test_vllm_engine_loads_checkpoint(folder: Path, tiny_model_dir: Path, monkey
 
     monkeypatch.setattr(vllm, "start", start)
     keys = {"model_name_or_path": tiny_model_dir, "use_cpu": True, "num_answers": 4, "temperature": 1.5}
-    assert synthesize(folder, engine="vllm", **keys) == 0
+    synthesize(engine="vllm", **keys)
     assert started[0].config.engine.vllm_gpu_memory_utilization == 0.9
     assert started[0].length == 512
-    assert synthesize(folder, out="plain", **keys) == 0
+    synthesize(out="plain", **keys)
     texts = [[row["messages"] for row in read(folder, "rows.jsonl", out)] for out in ("out", "plain")]
     assert texts[0] == texts[1]
 
@@ -292,17 +292,15 @@ def test_vllm_engine_loads_checkpoint(folder: Path, tiny_model_dir: Path, monkey
         ({"judge": "http://127.0.0.1:9/v1#j", "judge_prompt": "README.md"}, "README.md"),
     ],
 )
-def test_invalid_input_is_rejected(folder: Path, capsys, keys: dict[str, Any], message: str) -> None:
+def test_invalid_input_is_rejected(synthesize, keys: dict[str, Any], message: str) -> None:
     server = ChatEndpoint(write)
-    assert synthesize(folder, server, **keys) == 2
-    assert message in capsys.readouterr().err
+    assert message in synthesize(server, **keys, code=2)
     assert bool(server.asked) == ("min_words" in keys), "other errors are found before any request"
 
 
-def test_check_shows_first_prompt_without_requests(folder: Path, capsys) -> None:
+def test_check_shows_first_prompt_without_requests(folder: Path, recipes) -> None:
     flags = ["--model_name_or_path=m/m", f"--dataset_name={folder / 'seeds.jsonl'}", f"--output_dir={folder / 'out'}"]
-    assert run_recipes(["check", "--recipe", "synthesize", "--method=evolution", *flags]) == 0
-    printed = capsys.readouterr().out
+    printed = recipes("check", "--recipe", "synthesize", "--method=evolution", *flags)
     assert "8 prompts" in printed
     assert "Explain thing0 to child0 é" in printed
     assert not (folder / "out").exists()

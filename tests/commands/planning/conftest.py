@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-
-from recipes_lib.cli import main
 
 
 def unwrap(output: str) -> str:
@@ -19,21 +18,10 @@ def unwrap(output: str) -> str:
 
 
 @pytest.fixture
-def run_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def run_command(monkeypatch: pytest.MonkeyPatch, recipes: Callable[..., str]):
     """Run a command and return its output; network connections fail."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("planning needs no network")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-
-    def run_command(*words: object, code: int = 0) -> str:
-        assert main([*map(str, words)]) == code
-        output = capsys.readouterr()
-        assert "Traceback" not in output.err
-        return unwrap(output.err if code else output.out)
-
-    return run_command
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("planning needs no network"))
+    return lambda *words, code=0: unwrap(recipes(*words, code=code))
 
 
 @pytest.fixture

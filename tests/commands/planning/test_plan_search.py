@@ -19,7 +19,6 @@ from tests.planning.runs import build_config
 from tests.rows import write_rows
 from transformers import AutoConfig
 
-from recipes_lib.cli import main
 from recipes_lib.commands.planning.plan import _read_gpus
 from recipes_lib.commands.planning.plan_search import describe_misfit, list_starts, verify_limits, write_plan
 from recipes_lib.commands.planning.planned_hardware import Hardware
@@ -234,20 +233,18 @@ def keys_of(tiny_model_dir: Path, tmp_path: Path):
     return keys_of
 
 
-def check(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Run ``recipes check`` on a written plan."""
-    recipes, launch, *words = shlex.split((folder / "launch.sh").read_text())
-    assert (recipes, launch) == ("recipes", "launch")
-    code = main(["check", *words])
-    output = capsys.readouterr()
-    assert code == 0, f"{words}\n{output.out}{output.err}"
+def read_launch(folder: Path) -> list[str]:
+    """Return the flags of the launch of a written plan."""
+    program, command, *flags = shlex.split((folder / "launch.sh").read_text())
+    assert (program, command) == ("recipes", "launch")
+    return flags
 
 
 @pytest.mark.parametrize(
     ("recipe", "least"),
     [pytest.param("sft", 6, marks=pytest.mark.slow), ("pretrain", 8), pytest.param("dpo", 3, marks=pytest.mark.slow)],
 )
-def test_written_plan_of_every_layout_passes_check(recipe, least, keys_of, tiny_model_dir, tmp_path, capsys) -> None:
+def test_written_plan_of_every_layout_passes_check(recipe, least, keys_of, tiny_model_dir, tmp_path, recipes) -> None:
     keys = keys_of(recipe)
     config, model = build_config(recipe, **keys), AutoConfig.from_pretrained(tiny_model_dir)
     starts, _ = list_starts(model, 2)
@@ -264,7 +261,7 @@ def test_written_plan_of_every_layout_passes_check(recipe, least, keys_of, tiny_
     for layout, one in best.items():
         flags = ["--recipe", recipe, *(f"--{key}={value}" for key, value in keys.items())]
         write_plan(tmp_path / starts[layout].name, flags, one.keys, layout, starts[layout])
-        check(tmp_path / starts[layout].name, capsys)
+        recipes("check", *read_launch(tmp_path / starts[layout].name))
 
 
 FAST = {("lora 4 bit", "2x4090"), ("grpo", "8xH100"), ("distill", "16xH100")}
@@ -278,10 +275,10 @@ FAST = {("lora 4 bit", "2x4090"), ("grpo", "8xH100"), ("distill", "16xH100")}
         for case in itertools.product(SHAPES, ["2x4090", "8xH100", "1xA100-40GB", "16xH100"])
     ],
 )
-def test_written_plan_of_every_recipe_passes_check(stage, gpus, keys_of, plan_recipe, tmp_path, capsys) -> None:
+def test_written_plan_of_every_recipe_passes_check(stage, gpus, keys_of, plan_recipe, tmp_path, recipes) -> None:
     is_rl = SHAPES[stage][1] == REWARDED
     batch = {} if is_rl else {"gradient_accumulation_steps": 16}
     written = () if is_rl else ("--num_processes", 1)
     keys = {key: yaml.safe_load(value) for key, value in keys_of(stage).items()}
     plan_recipe(SHAPES[stage][0], "--gpus", gpus, *written, "--write", tmp_path / "plan", **keys, **batch)
-    check(tmp_path / "plan", capsys)
+    recipes("check", *read_launch(tmp_path / "plan"))

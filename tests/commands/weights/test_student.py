@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -9,17 +10,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes_lib.cli import main
-
 LAYER = "model.layers.{}.self_attn.q_proj.weight"
 
 
-def cut(teacher: Path, output: Path, *flags: str) -> int:
-    return main(["student", "--teacher", str(teacher), "--output", str(output), *flags])
+@pytest.fixture
+def cut(recipes, tiny_model_dir: Path):
+    """Write a student of the tiny model, and return the output of the command."""
+    return functools.partial(recipes, "student", "--teacher", tiny_model_dir, "--output")
 
 
-def test_student_has_selected_layers_and_all_other_weights(tiny_model_dir, tmp_path, capsys) -> None:
-    assert cut(tiny_model_dir, tmp_path / "a student", "--num_layers", "1") == 0
+def test_student_has_selected_layers_and_all_other_weights(cut, tiny_model_dir, tmp_path) -> None:
+    assert "layers       2 of 2" in cut(tmp_path / "a student", "--num_layers", "1")
     teacher, student = (AutoModelForCausalLM.from_pretrained(path) for path in (tiny_model_dir, tmp_path / "a student"))
     own, others = student.state_dict(), teacher.state_dict()
     assert torch.equal(own[LAYER.format(0)], others[LAYER.format(1)]), (
@@ -33,14 +34,13 @@ def test_student_has_selected_layers_and_all_other_weights(tiny_model_dir, tmp_p
     )
     record = json.loads((tmp_path / "a student" / "student.json").read_text())
     assert record == {"teacher": str(tiny_model_dir), "teacher_revision": None, "layers": [2], "of": 2}
-    assert "layers       2 of 2" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"a student"}
 
 
-def test_all_layers_equal_teacher_and_order_is_kept(tiny_model_dir, tmp_path) -> None:
+def test_all_layers_equal_teacher_and_order_is_kept(cut, tiny_model_dir, tmp_path) -> None:
     ids = torch.arange(4, 20)[None]
-    assert cut(tiny_model_dir, tmp_path / "all", "--num_layers", "2") == 0
-    assert cut(tiny_model_dir, tmp_path / "turned", "--layers", "2", "1") == 0
+    cut(tmp_path / "all", "--num_layers", "2")
+    cut(tmp_path / "turned", "--layers", "2", "1")
     paths = (tiny_model_dir, tmp_path / "all", tmp_path / "turned")
     teacher, whole, turned = (AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in paths)
     assert torch.equal(teacher, whole)
@@ -55,10 +55,8 @@ def test_all_layers_equal_teacher_and_order_is_kept(tiny_model_dir, tmp_path) ->
         (("--layers", "1", "3"), "has layers 1 to 2"),
     ],
 )
-def test_invalid_layers_leave_no_files(tiny_model_dir, tmp_path, capsys, flags, words) -> None:
-    assert cut(tiny_model_dir, tmp_path / "student", *flags) == 2
-    assert words in capsys.readouterr().err
+def test_invalid_layers_leave_no_files(cut, tmp_path, flags, words) -> None:
+    assert words in cut(tmp_path / "student", *flags, code=2)
     assert not any(tmp_path.iterdir())
     (tmp_path / "file").touch()
-    assert cut(tiny_model_dir, tmp_path, "--num_layers", "1") == 2
-    assert "is not empty" in capsys.readouterr().err
+    assert "is not empty" in cut(tmp_path, "--num_layers", "1", code=2)
