@@ -79,12 +79,13 @@ class Projection:
             inputs = hidden[rows].to(self.dtype)
             narrow, logits = buffer[: len(inputs)], wide_buffer[: len(inputs)]
             # (n, D) @ (D, V) -> (n, V); ``t`` is a view, so the weight is not copied.
-            if narrow.is_cuda and narrow.dtype != logits.dtype:
+            if narrow.dtype == logits.dtype:
+                torch.mm(inputs, matrix.t(), out=logits)
+            elif narrow.is_cuda:
                 # Rounded to bfloat16, logits from 16 to 32 would be multiples of 0.125.
                 torch.mm(inputs, matrix.t(), out_dtype=logits.dtype, out=logits)
             else:
-                # A CPU has no product with another dtype than its operands. In float32 nothing is copied: both are the
-                # same buffer.
+                # A CPU has no product with another dtype than its operands.
                 logits.copy_(torch.mm(inputs, matrix.t(), out=narrow))
             yield Chunk(rows, inputs, logits, narrow, self._apply_transform(logits, bias))
 
@@ -196,10 +197,13 @@ class ProjectionGradients:
             wide.mul_(chunk.slope)
         if scale != 1.0:
             wide.mul_(scale)
-        # In float32 both are the same buffer, and nothing is copied.
-        narrow.copy_(wide)
-        if self._hidden is not None:
-            # (n, V) @ (V, D) -> (n, D)
+        # In float32 both are the same buffer.
+        if narrow.data_ptr() != wide.data_ptr():
+            narrow.copy_(wide)
+        # (n, V) @ (V, D) -> (n, D), into its rows of the result where dtypes allow it.
+        if self._hidden is not None and self._hidden.dtype == narrow.dtype:
+            torch.mm(narrow, matrix, out=self._hidden[chunk.rows])
+        elif self._hidden is not None:
             self._hidden[chunk.rows] = narrow @ matrix
         if (total := self._weight) is not None:
             # With beta = 0, the uninitialised memory is ignored, NaN included.
