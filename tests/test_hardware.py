@@ -60,6 +60,16 @@ def test_measured_flops_are_those_of_fastest_product(monkeypatch) -> None:
     assert hardware.measure_matmul_flops(torch.float32, size=10, repeats=3) == pytest.approx(2 * 10**3 / 0.1)
 
 
+@pytest.mark.parametrize("groups", [None, "", "\n", "strange"])
+def test_free_memory_without_cgroups_is_that_of_machine(tmp_path, monkeypatch, groups: str | None) -> None:
+    monkeypatch.setattr(hardware, "_PROCESSES", tmp_path)
+    (tmp_path / "meminfo").write_text("MemAvailable: 9216 kB\n")
+    if groups is not None:
+        (tmp_path / "self").mkdir()
+        (tmp_path / "self/cgroup").write_text(groups)
+    assert read_free_memory() == 9 << 20
+
+
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="the operating system has no /proc/meminfo")
 def test_free_memory_is_at_most_total_memory() -> None:
     total = next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in line)

@@ -152,6 +152,8 @@ def write_quota(tmp_path, monkeypatch, quota, affinity):
         ((-1, 100000), 3),
         ((250000, 100000), 2),
         ((765000, 100000), 3),
+        ("100000 0", 3),
+        ("abc", 3),
     ],
 )
 def test_cores_are_those_of_affinity_and_of_quota_of_container(tmp_path, monkeypatch, quota, expected):

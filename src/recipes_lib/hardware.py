@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sysconfig
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -102,21 +102,21 @@ def read_free_memory() -> int:
     try:
         lines = (_PROCESSES / "meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-        groups = (_PROCESSES / "self/cgroup").read_text().splitlines()
     except (OSError, StopIteration):
         return 0
-    return min([free, *_list_group_memory(groups)])
+    return min([free, *_list_group_memory()])
 
 
-def _list_group_memory(groups: Sequence[str]) -> Iterator[int]:
-    """Yield the memory left under each limit of these cgroups and those above them; page cache is free.
-
-    Args:
-        groups: Lines ``number:controller:path``. In a container, the path may be the host's; its own group is the root.
-    """
-    for _, controller, path in (line.split(":", 2) for line in groups):
+def _list_group_memory() -> Iterator[int]:
+    """Yield the memory left under each limit of this process's cgroups and those above them; page cache is free."""
+    groups = ""
+    with suppress(OSError):  # A kernel without cgroups.
+        groups = (_PROCESSES / "self/cgroup").read_text()
+    for line in groups.splitlines():  # number:controller:path
+        controller, _, path = line.partition(":")[2].partition(":")
         if controller in _MEMORY_FILES:
             folder, limit, use, cached = _MEMORY_FILES[controller]
+            # In a container, the path may be the host's, which does not exist here; its own group is the root.
             group = _CGROUPS / folder / path.lstrip("/")
             for one in (group, *group.parents):
                 with suppress(OSError, ValueError):  # No such file, or no number without a limit.

@@ -171,7 +171,7 @@ def _count_affinity() -> int:
 def _read_quota() -> int | None:
     """Return the whole cores of the container's CPU quota, at least 1; ``None`` without a quota."""
     for names in _CPU_QUOTAS:
-        with suppress(OSError, ValueError):  # No such file, or no number without a limit.
+        with suppress(OSError, ValueError, ZeroDivisionError):  # No such file, no number without a limit, or no period.
             texts = [(_CGROUP / name).read_text(encoding="ascii") for name in names]
             quota, period = map(int, " ".join(texts).split())
             return max(1, quota // period) if quota > 0 else None
