@@ -143,10 +143,10 @@ def main(argv: Sequence[str]) -> int:
     # Checked once here, instead of by every process that would be started.
     config = parse_command(recipe, named)
     machines = _resolve_machines(options, find_machines(read_environment()))
-    file = find_launch_file(options.hardware or choose_for_this_machine(machines.num_machines))
+    given = options.num_processes
+    file = find_launch_file(options.hardware or choose_for_this_machine(given or machines.num_machines))
     document = read_launch_file(file)
     _verify_num_machines(file, document, machines, options)
-    given = options.num_processes
     num_processes = _count_processes(file, document, machines) if given is None else given
     if num_processes % machines.num_machines:
         found = f"{num_processes} processes cannot be divided equally among {machines.num_machines} machines"
@@ -173,8 +173,10 @@ def _verify_num_machines(file: Path, document: dict[str, Any], machines: Machine
     Raises:
         ConfigError: The launch file is for one process, or it is for several machines and nothing else names them.
     """
-    if machines.num_machines > 1 and document["distributed_type"] == "NO":
-        found = f"{file} is for one process: each of {machines.num_machines} machines would train a separate model"
+    if document["distributed_type"] == "NO" and max(machines.num_machines, options.num_processes or 1) > 1:
+        found = f"{file} is for one process"
+        if machines.num_machines > 1:
+            found += f": each of {machines.num_machines} machines would train a separate model"
         raise ConfigError(Problem("--hardware", found, "use accelerate_configs/ddp.yaml, or cpu_ddp.yaml on CPUs"))
     count = document.get("num_machines", 1)
     if machines.num_machines == 1 < count and options.num_machines is None:
@@ -268,8 +270,8 @@ def _resolve_machines(options: argparse.Namespace, detected: Machines) -> Machin
     return machines
 
 
-def choose_for_this_machine(num_machines: int = 1) -> str:
-    """Return the name of the default launch file for ``num_machines`` machines with the accelerators of this one.
+def choose_for_this_machine(num_processes: int = 1) -> str:
+    """Return the name of the default launch file for this machine's accelerators and at least ``num_processes``.
 
     Warns if torch cannot use the GPU of this machine: the launch file for CPUs would hide it.
     """
@@ -278,7 +280,7 @@ def choose_for_this_machine(num_machines: int = 1) -> str:
     if obstacle := find_gpu_obstacle(read_environment()):
         sys.stderr.write(f"warning: CPUs are used, for torch cannot use the GPU: {obstacle}; {INSTALL_CUDA}\n")
     one, several = {0: ("cpu", "cpu_ddp"), 1: ("single_gpu", "ddp")}.get(count_accelerators(), ("ddp", "ddp"))
-    return one if num_machines == 1 else several
+    return one if num_processes == 1 else several
 
 
 def _count_processes(file: Path, document: dict[str, Any], machines: Machines) -> int:
