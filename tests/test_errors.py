@@ -1,6 +1,8 @@
 """Error messages: location, finding and remedy; merging of similar problems; exhausted system resources."""
 
 import errno
+import multiprocessing
+import os
 import threading
 
 import pytest
@@ -131,7 +133,7 @@ class OutOfMemoryError(RuntimeError):
                 "Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
                 "RuntimeError: unable to allocate shared memory(shm) for file </torch_7>: No space left on device (28)"
             ),
-            "/dev/shm: the shared memory of this machine or container is full: RuntimeError: unable to allocate",
+            "/dev/shm: the shared memory of this machine or container is full or not writable: RuntimeError: unable",
         ),
         (
             RuntimeError("unable to open shared memory object </torch_7> in read-write mode: Too many open files (24)"),
@@ -162,6 +164,17 @@ def test_explain_refusal_recognises_system_errors(error, words):
 )
 def test_explain_refusal_ignores_other_errors(error):
     assert explain_refusal(error) is None
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_explain_refusal_recognises_shared_memory_that_holds_no_semaphore(code, monkeypatch):
+    def fail(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("_multiprocessing.SemLock", fail)
+    with pytest.raises(OSError, match=os.strerror(code)) as caught:
+        multiprocessing.get_context("fork").Lock()
+    assert str(explain_refusal(caught.value)).startswith("/dev/shm: the shared memory of this machine or container is")
 
 
 def test_explain_refusal_recognises_thread_limit_of_python():

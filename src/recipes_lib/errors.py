@@ -6,6 +6,7 @@ import errno
 import importlib.util
 import os
 import re
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -47,7 +48,7 @@ _PHRASES: Final[Mapping[str, tuple[str | None, str, str]]] = {
     ),
     r"shared memory(\(shm\)| object| segment)|out of shared memory": (
         "/dev/shm",
-        "the shared memory of this machine or container is full",
+        "the shared memory of this machine or container is full or not writable",
         "enlarge it (`docker run --shm-size 16g`, or `--ipc host`), or write dataloader_num_workers: 0",
     ),
     r"DataLoader worker \(pid": (
@@ -284,6 +285,10 @@ def explain_refusal(error: BaseException) -> Problem | None:
     while chain is not None:
         # A problem has one line.
         lines = str(chain).splitlines() or [""]
+        # A semaphore of Python is a file in /dev/shm; its errors name no file.
+        frames = traceback.extract_tb(chain.__traceback__)
+        if any(frame.filename.endswith("multiprocessing/synchronize.py") for frame in frames):
+            lines[0] = f"shared memory object: {lines[0]}"
         code, name = getattr(chain, "errno", None), getattr(chain, "filename", None)
         for pattern, (place, found, remedy) in _PHRASES.items():
             if line := next(filter(re.compile(pattern).search, lines), None):
