@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipes_lib import sandbox
+from recipes_lib.errors import ConfigError
 from recipes_lib.sandbox import MAX_STDERR, run_program
 
 
@@ -175,3 +176,10 @@ def test_deep_folders_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_environment_variables_are_not_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "x")
     assert run_program("import os; assert 'SECRET_TOKEN' not in os.environ").outcome == "passed"
+
+
+def test_sandbox_that_runs_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_ADDRESS_SPACE", 1 << 16)
+    sandbox._verify_sandbox.cache_clear()
+    with pytest.raises(ConfigError, match="an empty program failed"):
+        run_program("pass")

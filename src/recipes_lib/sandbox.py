@@ -5,6 +5,7 @@ It protects against accidents, not against an attacker: run evaluations of code 
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import secrets
@@ -17,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
+
+from recipes_lib.errors import ConfigError, Problem
 
 Outcome = Literal["passed", "failed", "timed out"]
 MAX_STDERR: Final = 2000
@@ -54,10 +57,13 @@ def restrict():
     ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)
     if system(446, rules, 0):
         raise OSError("Landlock refuses its own rules")
-restrict()
+if sys.platform == "linux":
+    restrict()
+    # macOS does not limit address space: the call fails there.
+    resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]), int(sys.argv[2])))
 for kind, limit in (
-    (resource.RLIMIT_CPU, int(sys.argv[1])), (resource.RLIMIT_AS, int(sys.argv[2])), (resource.RLIMIT_FSIZE, 1 << 24),
-    (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NPROC, 0),
+    (resource.RLIMIT_CPU, int(sys.argv[1])), (resource.RLIMIT_FSIZE, 1 << 24), (resource.RLIMIT_NOFILE, 64),
+    (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NPROC, 0),
 ):
     resource.setrlimit(kind, (limit, limit))
 with open("program.py", encoding="utf-8-sig") as file:
@@ -140,15 +146,32 @@ def run_program(source: str, *, seconds: float = 10.0) -> Verdict:
     """Run a Python program and return how it ended: ``passed`` if its last line was reached without an exception.
 
     It runs isolated (``python -I``) in an empty folder, without this process's environment variables. Limits: wall
-    time, 1 GiB of address space, 16 MiB per file and of output, 64 MiB of files; no child processes, ctypes, network
-    access, or writes outside the folder. Packages of this environment can be imported.
+    time, 1 GiB of address space (not on macOS), 16 MiB per file and of output, 64 MiB of files; no child processes,
+    ctypes, network access, or writes outside the folder. Packages of this environment can be imported.
 
     Args:
         source: Source code of the program, tests included.
         seconds: Limit on wall time.
 
+    Raises:
+        ConfigError: This machine runs no program in the sandbox.
+
     Source: ``tests/test_sandbox.py`` has endless loops, fork bombs, writes and connections.
     """
+    _verify_sandbox()
+    return _run(source, seconds)
+
+
+@functools.cache
+def _verify_sandbox() -> None:
+    # Such as with a lower `ulimit -v`, or a kernel that denies a call: every program would count as wrong.
+    verdict = _run("", seconds=60.0)
+    if verdict.outcome != "passed":
+        found = f"an empty program {verdict.outcome}: {(verdict.stderr.strip().splitlines() or [''])[-1]}"
+        raise ConfigError(Problem("sandbox for programs", found, "raise the limits of `ulimit -a`, or use a container"))
+
+
+def _run(source: str, seconds: float) -> Verdict:
     word = secrets.token_hex(8).encode()
     # Output goes to files, not pipes: RLIMIT_FSIZE bounds a file, while a pipe would have to be drained into memory.
     with (
