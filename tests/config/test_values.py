@@ -42,6 +42,7 @@ def read(line: str) -> tuple[Any, list[Problem]]:
         ("report_to: wandb", "wandb"),
         ("report_to: [wandb, trackio]", ["wandb", "trackio"]),
         ("lr_scheduler_kwargs: {min_lr: 1e-6, decay: cosine}", {"min_lr": 1e-6, "decay": "cosine"}),
+        ("dataset_mixture: a/b", [{"name": "a/b"}]),
         ("dataset_mixture: [{name: a/b, weight: 2}]", [{"name": "a/b", "weight": 2}]),
         ("test_split_size: 100", 100),
         # A scalar becomes a list of one item.
@@ -90,7 +91,8 @@ def test_value_is_converted_to_declared_type(line: str, value: Any) -> None:
         ("optim: adamw", "did you mean adamw_torch"),
         ("report_to: wandbb", "did you mean wandb"),
         ("report_to: [wandbb]", "did you mean wandb"),
-        ("dataset_mixture: a/b", "a list of mappings"),
+        ("dataset_mixture: ''", "a list of mappings"),
+        ("dataset_mixture: '[{name: a/b}]'", "delete the quotes"),
         ("lr_scheduler_kwargs: 3", "mapping"),
         ("lr_scheduler_kwargs: '{\"num_cycles\": 1}'", "delete the quotes"),
         ("dataset_mixture: {name: a/b}", "write a list of mappings or null: [{name: a/b}, ...]"),

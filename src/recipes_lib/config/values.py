@@ -354,7 +354,11 @@ def _list_items(name: str, node: yaml.Node, schema: Schema) -> list[tuple[str, y
     """Return the named items of a list, or of a scalar (``a, b`` has two items); ``None`` if it is not a list."""
     if isinstance(node, yaml.SequenceNode):
         return [(f"{name}[{index}]", item) for index, item in enumerate(node.value)]
-    if not isinstance(node, yaml.ScalarNode) or "object" in schema["items"]["type"]:
+    if not isinstance(node, yaml.ScalarNode):
+        return None
+    # An entry of `sources` may be a name; a text that is empty or in brackets, a quoted list or mapping, is none.
+    kinds = schema["items"]["type"]
+    if "object" in kinds and ("string" not in kinds or node.value[:1] in ("", "[", "{")):
         return None
     # Split plain names only: a comma in a file name, a call, a pattern or a prompt belongs to it.
     has_names = name != "sample_prompts" and _NAMES.fullmatch(node.value) is not None
@@ -408,7 +412,7 @@ def _explain(text: str, schema: Schema) -> str:
     if share is not None:
         return f"write {share / 100:g}"
     if "array" in schema["type"]:
-        return f"write {describe(schema)}, such as [{text[:40]}]"
+        return "delete the quotes" if text.startswith("[") else f"write {describe(schema)}, such as [{text[:40]}]"
     if "object" in schema["type"] and text.startswith("{"):
         return "delete the quotes around the mapping"
     return f"write {describe(schema)}"
