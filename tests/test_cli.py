@@ -71,6 +71,7 @@ def test_version_is_package_version(flag: str, recipes) -> None:
     ("typed", "message"),
     [
         ("chekc", "did you mean `recipes check`?"),
+        ("serve", "load the model of a run: docs/serving.md"),
         ("xyz", "the commands are: "),
     ],
 )

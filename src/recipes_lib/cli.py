@@ -79,6 +79,8 @@ GROUPS = {
 RECIPES = ("pretrain", "sft", "lora", "reward", "dpo", "ppo", "rloo", "grpo", "distill")
 TAKE_RECIPE = ("check", "launch", "prepare", "preview", "plan", "fisher", "job")
 """Commands with ``--recipe`` and ``--config``, both of which may be written without the flag's name."""
+SERVING = ("chat", "serve", "generate", "infer", "inference", "deploy")
+"""Commands of other programs for what engines do."""
 EXAMPLES = (
     "recipes check --config recipes/configs/qwen3-0.6b/sft.yaml",
     "recipes launch --config recipes/configs/qwen3-0.6b/sft.yaml --learning_rate 1e-5",
@@ -117,6 +119,8 @@ def _describe_unknown(name: str) -> str:
     if not name:
         return format_help()
     remedy = suggest(name, COMMANDS, f"the commands are: {', '.join(COMMANDS)}", "`recipes {}`")
+    if name in SERVING:
+        remedy = "vLLM, TGI, llama.cpp and transformers load the model of a run: docs/serving.md"
     return f"recipes: there is no command {name!r}\n    {remedy}\n"
 
 
