@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import sysconfig
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from torch.utils._triton import has_triton
 
 INSTALL_CUDA: Final = "update the driver, or install torch for a CUDA version that it supports (PIP_EXTRA_INDEX_URL)"
 INSTALL_COMPILER: Final = "install a C++ compiler and the headers of Python (on Debian: apt install g++ python3-dev)"
@@ -57,8 +59,11 @@ def find_gpu_obstacle(environment: Mapping[str, str]) -> str:
 
 def find_compiler_obstacle() -> str:
     """Return why Inductor and Triton cannot compile kernels on this machine; empty if they can."""
-    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+    # An activated environment of conda has a compiler of another name, and CXX names it.
+    if not any(map(shutil.which, ("c++", "g++", "clang++", f"{platform.machine()}-conda-linux-gnu-c++"))):
         return "no C++ compiler"
+    if torch.cuda.is_available() and not has_triton():
+        return "no Triton for its GPU, which needs compute capability 7.0 or later"
     # Kernels are launched by extension modules, which are compiled on first use. Debian and Ubuntu package the header
     # separately from the interpreter.
     return "" if Path(sysconfig.get_path("include"), "Python.h").exists() else "no Python.h"
