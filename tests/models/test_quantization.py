@@ -5,6 +5,8 @@ import importlib.util
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import AdapterConfig, ModelConfig, QuantizationConfig
@@ -73,6 +75,16 @@ def test_quant_storage_is_compute_dtype_under_sharding_engines(tiny_model_dir, e
     assert weight.nbytes == 128 * 64 // 2
     if engine:
         assert torch.equal(weight.to(compute_dtype).view(torch.uint8), weight.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8"])
+def test_run_on_cpu_loads_to_cpu_on_machine_with_gpu(tiny_model_dir, monkeypatch, name):
+    def choose_as_with_gpu(_, device_map):
+        return {"": "meta"} if device_map is None else device_map
+
+    for quantizer in (Bnb4BitHfQuantizer, Bnb8BitHfQuantizer):
+        monkeypatch.setattr(quantizer, "update_device_map", choose_as_with_gpu)
+    assert load(tiny_model_dir, BITS[name]).device.type == "cpu"
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,11 @@ def test_each_process_reports_rank_and_host_at_start(tmp_path, capsys, monkeypat
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H100")
     begin, idle = f"process 0 of 1: {socket.gethostname()}, ", "one of 8 GPUs; the others are idle"
     assert describe_process(ONE) == f"{begin}cuda:0 (NVIDIA H100), {idle} (`recipes launch` uses all)"
-    start_run(make_config(tmp_path / "on cpu"), dataclasses.replace(ONE, layout=Layout(uses_cpu=True)))
-    assert (logged := capsys.readouterr().err).startswith(f"{begin}cpu")
-    assert "idle" not in logged
+    for name, by_recipe in (("by recipe", True), ("by launch file", False)):
+        launch = dataclasses.replace(ONE, layout=Layout(uses_cpu=not by_recipe))
+        start_run(make_config(tmp_path / name, use_cpu=by_recipe), launch)
+        assert (logged := capsys.readouterr().err).startswith(f"{begin}cpu")
+        assert "idle" not in logged
 
 
 @pytest.mark.parametrize(("use_cpu", "warns"), [(False, True), (True, False)])

@@ -250,7 +250,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
         ConfigError: The world size cannot load the checkpoint, or cannot divide its global batch.
     """
     if max(launch.world_size, torch.cuda.device_count()) > 1:
-        sys.stderr.write(f"{describe_process(launch)}\n")
+        sys.stderr.write(f"{describe_process(launch, uses_cpu=bool(config.training.get('use_cpu')))}\n")
     verify_rendezvous(launch)
     verify_expected(launch)
     verify_trackers(config)
@@ -412,10 +412,10 @@ def describe_hardware(config: RecipeConfig) -> dict[str, Any]:
     return hardware
 
 
-def describe_process(launch: Launch) -> str:
+def describe_process(launch: Launch, *, uses_cpu: bool = False) -> str:
     """Return rank, host and device of this process; every process logs it before loading."""
     # NVML also counts GPUs that torch cannot use.
-    is_on_gpu = torch.cuda.is_available() and not launch.layout.uses_cpu
+    is_on_gpu = torch.cuda.is_available() and not (uses_cpu or launch.layout.uses_cpu)
     rank, num_gpus = launch.local_rank, torch.cuda.device_count() if is_on_gpu else 0
     name = f"cuda:{rank} ({torch.cuda.get_device_name(rank)})" if rank < num_gpus else "cpu"
     text = f"process {launch.rank} of {launch.world_size}: {socket.gethostname()}, {name}"
