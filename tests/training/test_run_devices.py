@@ -57,6 +57,23 @@ def test_run_on_cpu_beside_unusable_gpu_warns(
     assert ("torch cannot use the GPU: the driver is too old" in capsys.readouterr().err) == warns
 
 
+@pytest.mark.parametrize(
+    ("precision", "has_bf16", "warns"), [("bf16", False, True), ("bf16", True, False), ("fp16", False, False)]
+)
+def test_emulated_bf16_warns(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    precision: str,
+    has_bf16: bool,
+    warns: bool,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(run_module, "supports_bf16", lambda: has_bf16)
+    start_run(make_config(tmp_path / "run"), dataclasses.replace(ONE, precision=precision))
+    assert ("emulates it slowly: write `mixed_precision: fp16`" in capsys.readouterr().err) == warns
+
+
 def test_launch_file_for_cpus_is_kept_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers would choose the GPU for batches, and accelerate the CPU for the model."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -39,7 +39,7 @@ from recipes_lib.errors import (
     explain_refusal,
 )
 from recipes_lib.files import is_inside, read_lines, read_record, replace_record, try_lock, verify_fields
-from recipes_lib.hardware import INSTALL_CUDA, find_gpu_obstacle
+from recipes_lib.hardware import INSTALL_CUDA, find_gpu_obstacle, supports_bf16
 from recipes_lib.models.loading import find_commit, find_model_folder
 from recipes_lib.models.model_files import find_missing, list_model_files
 from recipes_lib.processes import explain_lost_connection
@@ -77,6 +77,7 @@ from recipes_lib.training.monitoring.callbacks import verify_trackers
 from recipes_lib.training.monitoring.metrics import METRICS_FILE, measure_run
 from recipes_lib.training.monitoring.progress import build_progress
 from recipes_lib.training.optim.optimizers import verify_optimizer
+from recipes_lib.training.trainers.arguments import resolve_precision
 
 RUN_FILE = "run.json"
 RECORDED: Final = {"stage": str, "config": dict, "rows_per_step": int | None, "started": str | None}
@@ -388,7 +389,8 @@ def _affects_result(key: str) -> bool:
 def _choose_device(config: RecipeConfig, launch: Launch) -> RecipeConfig:
     """Return the configuration with ``use_cpu`` of the launch file.
 
-    Warns if the run uses the CPU of a machine with a GPU that torch cannot use; raises as ``verify_accelerator``.
+    Warns if the run uses the CPU of a machine with a GPU that torch cannot use, or bf16 on a GPU without it; raises as
+    ``verify_accelerator``.
     """
     if launch.layout.uses_cpu:
         # accelerate reads the launch file; transformers, and our choices for GPUs, the recipe.
@@ -396,6 +398,9 @@ def _choose_device(config: RecipeConfig, launch: Launch) -> RecipeConfig:
     on_cpus = config.training.get("use_cpu")
     num_gpus = 0 if on_cpus else torch.cuda.device_count()
     verify_accelerator(launch, is_available=torch.accelerator.is_available(), num_gpus=num_gpus)
+    if num_gpus and launch.rank == 0 and resolve_precision(config, launch.precision)["bf16"] and not supports_bf16():
+        remedy = "write `mixed_precision: fp16` (or `no`) in the launch file"
+        sys.stderr.write(f"warning: this GPU has no hardware for bf16 and emulates it slowly: {remedy}\n")
     if not on_cpus and launch.rank == 0 and (obstacle := find_gpu_obstacle(read_environment())):
         sys.stderr.write(f"warning: training on the CPU, for torch cannot use the GPU: {obstacle}; {INSTALL_CUDA}\n")
     return config
