@@ -1,6 +1,7 @@
 """Quantised loading by bitsandbytes: quantised layers, memory, gradients and adapters."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import AdapterConfig, ModelConfig, QuantizationConfig
 from recipes_lib.errors import ConfigError
+from recipes_lib.models import loading
 from recipes_lib.models.adapters.lora import adapters_off, add_adapter
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
 from recipes_lib.models.inference import compute_probe_logits
@@ -77,14 +79,20 @@ def test_quant_storage_is_compute_dtype_under_sharding_engines(tiny_model_dir, e
         assert torch.equal(weight.to(compute_dtype).view(torch.uint8), weight.view(torch.uint8))
 
 
-@pytest.mark.parametrize("name", ["nf4", "int8"])
-def test_run_on_cpu_loads_to_cpu_on_machine_with_gpu(tiny_model_dir, monkeypatch, name):
-    def choose_as_with_gpu(_, device_map):
-        return {"": "meta"} if device_map is None else device_map
-
+@pytest.mark.parametrize(
+    ("name", "run_on", "expected"), [("nf4", "cpu", {"": "cpu"}), ("int8", "cpu", {"": "cpu"}), ("nf4", "cuda", None)]
+)
+def test_run_on_cpu_of_machine_with_gpu_loads_to_cpu(tiny_model_dir, monkeypatch, name, run_on, expected):
+    """transformers chooses the GPU unless a map is given."""
+    given = []
     for quantizer in (Bnb4BitHfQuantizer, Bnb8BitHfQuantizer):
-        monkeypatch.setattr(quantizer, "update_device_map", choose_as_with_gpu)
-    assert load(tiny_model_dir, BITS[name]).device.type == "cpu"
+        choose = quantizer.update_device_map
+        monkeypatch.setattr(
+            quantizer, "update_device_map", lambda self, map_, choose=choose: given.append(map_) or choose(self, map_)
+        )
+    monkeypatch.setattr(loading, "PartialState", lambda: SimpleNamespace(device=torch.device(run_on)))
+    load(tiny_model_dir, BITS[name])
+    assert given == [expected]
 
 
 @pytest.mark.parametrize(
