@@ -51,10 +51,11 @@ def test_no_quantization_config_by_default():
     assert build(QuantizationConfig()) is None
 
 
-def test_missing_bitsandbytes_is_reported(monkeypatch):
+@pytest.mark.parametrize(("name", "key"), [("nf4", "load_in_4bit"), ("int8", "load_in_8bit")])
+def test_missing_bitsandbytes_is_reported(monkeypatch, name, key):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (problem,) = catch_problems(BITS["nf4"])
-    assert problem.where == "load_in_4bit"
+    (problem,) = catch_problems(BITS[name])
+    assert problem.where == key
     assert "bitsandbytes" in problem.found
     assert problem.remedy == "pip install bitsandbytes"
 
