@@ -40,7 +40,8 @@ def permute(tokenizer: PreTrainedTokenizerFast, order: torch.Tensor) -> PreTrain
 
 
 def make_model(vocab_size: int, *, is_tied: bool = False) -> Any:
-    config = LlamaConfig(**SHAPE | {"vocab_size": vocab_size}, tie_word_embeddings=is_tied, pad_token_id=1)
+    # The padding token may be in a row that is removed.
+    config = LlamaConfig(**SHAPE | {"vocab_size": vocab_size}, tie_word_embeddings=is_tied, pad_token_id=vocab_size - 1)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return LlamaForCausalLM(config).eval().requires_grad_(False)
