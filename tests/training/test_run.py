@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from tests.training.configurations import build_recipe
 from torch.utils.data import DataLoader
 
+from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import DataConfig, ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.errors import ConfigError, DivergedError, LostPeerError, PreemptedError
 from recipes_lib.processes import explain_lost_connection
@@ -364,6 +365,24 @@ def test_resumed_run_must_have_the_same_start_weights(tmp_path, monkeypatch, is_
         choose()
     write(2.0)
     assert choose()["resumed_from"] == "checkpoint-5"
+
+
+def test_resumed_run_must_have_the_same_teacher(tmp_path):
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    flags = {"teacher_model_name_or_path": teacher, "model_name_or_path": "model", "dataset_name": "d", "max_steps": 9}
+    flags |= {"output_dir": tmp_path / "run", "bf16": "false"}
+    config = load_config("distill", [f"--{name}={value}" for name, value in flags.items()])
+
+    def choose(value: float) -> None:
+        save_file({"weight": torch.full((10,), value)}, teacher / "model.safetensors")
+        start_run(config, ONE).choose_checkpoint()
+
+    choose(1.0)
+    write_checkpoint(tmp_path / "run", 5)
+    choose(1.0)
+    with pytest.raises(ConfigError, match="the weights of the reward model, reference or teacher are not those"):
+        choose(2.0)
 
 
 def test_fingerprint_depends_only_on_keys_that_affect_results(tmp_path):

@@ -23,7 +23,7 @@ from torch._C import _error_if_any_worker_fails
 from transformers.utils.logging import disable_progress_bar
 
 from recipes_lib.config.recipes import read_harmless
-from recipes_lib.config.schema import ModelConfig, RecipeConfig, flatten_config
+from recipes_lib.config.schema import RecipeConfig, flatten_config
 from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.environment import read_git_commit, read_versions
 from recipes_lib.errors import (
@@ -85,8 +85,14 @@ RECORDED: Final = {"stage": str, "config": dict, "rows_per_step": int | None, "s
 LOCK_FILE: Final = "_lock"
 """Lock file of the main process of a run; names with an underscore are not uploaded."""
 
-_INPUTS: Final = {"data": "the rows of the dataset", "weights": "the weights of `model_name_or_path`"}
+_INPUTS: Final = {
+    "data": "the rows of the dataset",
+    "weights": "the weights of `model_name_or_path`",
+    "other_weights": "the weights of the reward model, reference or teacher",
+}
 """Fields of ``run.json`` that describe the inputs of a run, which must stay the same."""
+_OTHERS: Final = ("reward_model_name_or_path", "ref_model_name_or_path", "teacher_model_name_or_path")
+"""Keys of frozen models; folders only, since the cache of the Hub has a commit."""
 _NUM_SAMPLES: Final = 4096
 """Sampled bytes of a weight file, which detect other weights without reading a large model."""
 
@@ -133,16 +139,20 @@ class Run:
         if checkpoint is None and (ignored := list_checkpoints(self.output_dir)):
             found = f"{ignored[0][1].name} is ignored: it has no readable {COMPLETE}, as if another program wrote it"
             say(f"{found}; training starts at step 0")
-        # Those of rank 0: other machines may have only a part of the files.
-        weights = broadcast_object(_sample_weights(self.config.model) if self.launch.is_main else None)
-        self.record(resumed_from=checkpoint and checkpoint.name, weights=weights)
+        found: Any = None, None
+        if self.launch.is_main:  # Other machines may have only a part of the files.
+            model, flat = self.config.model, flatten_config(self.config)
+            own = find_model_folder(str(model.model_name_or_path), model.model_revision)
+            found = _sample_weights(own), _sample_weights(*(Path(flat[key]) for key in _OTHERS if flat.get(key)))
+        weights, other_weights = broadcast_object(found)
+        self.record(resumed_from=checkpoint and checkpoint.name, weights=weights, other_weights=other_weights)
         return checkpoint
 
     def record(self, **facts: Any) -> None:
         """Add facts to ``run.json``; only the main process writes.
 
         Raises:
-            ConfigError: The run resumes, and the facts have other ``data`` or ``weights`` than those it began with.
+            ConfigError: The run resumes, and the facts have other inputs (``_INPUTS``) than those it began with.
         """
         for name, what in _INPUTS.items() if self.resume_from else ():
             before, now = (_list_fingerprints(record.get(name)) for record in (self.facts, facts))
@@ -501,17 +511,14 @@ def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]
     return {}
 
 
-def _sample_weights(model: ModelConfig) -> dict[str, str] | None:
-    """Return a hash of sizes and samples of the weight files of a start model; ``None`` for random weights."""
-    folder = find_model_folder(str(model.model_name_or_path), model.model_revision)
-    if folder is None:
-        return None
-    digest = hashlib.sha256()
-    for part in sorted(folder.glob("*.safetensors")):
+def _sample_weights(*models: Path | None) -> dict[str, str] | None:
+    """Return a hash of sizes and samples of the weight files in folders; ``None`` if there is no such folder."""
+    folders, digest = [model for model in models if model is not None and model.is_dir()], hashlib.sha256()
+    for part in (part for folder in folders for part in sorted(folder.glob("*.safetensors"))):
         content = np.memmap(part, mode="r")
         # An odd stride meets all bytes of numbers; training seldom changes the highest.
         digest.update(f"{part.name} {len(content)} ".encode() + content[:: len(content) // _NUM_SAMPLES | 1].tobytes())
-    return {"fingerprint": digest.hexdigest()[:16]}
+    return {"fingerprint": digest.hexdigest()[:16]} if folders else None
 
 
 def _list_fingerprints(data: Any) -> list[Any]:
