@@ -139,12 +139,12 @@ class Run:
         if checkpoint is None and (ignored := list_checkpoints(self.output_dir)):
             found = f"{ignored[0][1].name} is ignored: it has no readable {COMPLETE}, as if another program wrote it"
             say(f"{found}; training starts at step 0")
-        found: Any = None, None
+        hashes: Any = None, None
         if self.launch.is_main:  # Other machines may have only a part of the files.
             model, flat = self.config.model, flatten_config(self.config)
             own = find_model_folder(str(model.model_name_or_path), model.model_revision)
-            found = _sample_weights(own), _sample_weights(*(Path(flat[key]) for key in _OTHERS if flat.get(key)))
-        weights, other_weights = broadcast_object(found)
+            hashes = _sample_weights(own), _sample_weights(*(Path(flat[key]) for key in _OTHERS if flat.get(key)))
+        weights, other_weights = broadcast_object(hashes)
         self.record(resumed_from=checkpoint and checkpoint.name, weights=weights, other_weights=other_weights)
         return checkpoint
 

@@ -278,8 +278,7 @@ class Pipeline(nn.Module):
 
     @property
     def _device(self) -> torch.device:
-        device: torch.device = find_device(self.model)
-        return device
+        return find_device(self.model)
 
 
 def _to_host(output: Any) -> dict[str, Tensor]:
