@@ -21,7 +21,6 @@ from recipes_lib.training.layouts.launch_environment import Launch
 from recipes_lib.training.monitoring.progress import TrainingProgress
 
 _CROSS_ENTROPIES: Final = ("cross_entropy", "fused_linear_cross_entropy")
-_COMPILED_BY_DEFAULT: Final = "pretrain"
 _SAMPLES: Final = ("ppo", "rloo", "grpo")
 
 
@@ -44,7 +43,7 @@ def choose_compilation(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -
     is_compiled = training.get("torch_compile")
     if is_compiled is None:
         is_supported = is_cuda and _has_whole_layers(launch) and not obstacle
-        is_default = is_supported and config.recipe == _COMPILED_BY_DEFAULT
+        is_default = is_supported and config.recipe == "pretrain"
         is_compiled = is_default or is_fp8 or any(options.values())
     if is_fp8 and not is_compiled:
         found = "fp8 without torch.compile is slower than bf16"
