@@ -8,11 +8,11 @@ import sysconfig
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 import torch
-from torch.utils._triton import has_triton
 
 INSTALL_CUDA: Final = "update the driver, or install torch for a CUDA version that it supports (PIP_EXTRA_INDEX_URL)"
 INSTALL_COMPILER: Final = "install a C++ compiler and the headers of Python (on Debian: apt install g++ python3-dev)"
@@ -62,7 +62,8 @@ def find_compiler_obstacle() -> str:
     # An activated environment of conda has a compiler of another name, and CXX names it.
     if not any(map(shutil.which, ("c++", "g++", "clang++", f"{platform.machine()}-conda-linux-gnu-c++"))):
         return "no C++ compiler"
-    if torch.cuda.is_available() and not has_triton():
+    # Not torch's ``has_triton``, whose imports take seconds.
+    if torch.cuda.is_available() and (find_spec("triton") is None or torch.cuda.get_device_capability() < (7, 0)):
         return "no Triton for its GPU, which needs compute capability 7.0 or later"
     # Kernels are launched by extension modules, which are compiled on first use. Debian and Ubuntu package the header
     # separately from the interpreter.
