@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from tests.training.configurations import build_recipe
 from torch.utils.data import DataLoader
 
-from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import DataConfig, ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.errors import ConfigError, DivergedError, LostPeerError, PreemptedError
 from recipes_lib.processes import explain_lost_connection
@@ -333,13 +332,16 @@ def test_run_whose_record_has_no_fingerprint_resumes(tmp_path, data):
     start_run(make_config(tmp_path), ONE).record(data=DATA["packed"]("c"))
 
 
-@pytest.mark.parametrize("is_on_hub", [False, True])
-def test_resumed_run_must_have_the_same_start_weights(tmp_path, monkeypatch, is_on_hub):
+@pytest.mark.parametrize("kind", ["model_name_or_path", "Hub", "teacher"])
+def test_resumed_run_must_have_the_same_weights(tmp_path, monkeypatch, kind):
     base = tmp_path / "base"
     base.mkdir()
     config = make_config(tmp_path)
-    if is_on_hub:
+    if kind == "Hub":
         monkeypatch.setattr(run_module, "find_model_folder", lambda *_: base)
+    elif kind == "teacher":
+        teacher = dataclasses.replace(config.distillation, teacher_model_name_or_path=str(base))
+        config = dataclasses.replace(config, recipe="distill", distillation=teacher)
     else:
         config = dataclasses.replace(config, model=ModelConfig(model_name_or_path=str(base)))
 
@@ -361,28 +363,11 @@ def test_resumed_run_must_have_the_same_start_weights(tmp_path, monkeypatch, is_
     write_checkpoint(tmp_path, 5)
     choose()
     write(3.0)
-    with pytest.raises(ConfigError, match=r"the weights of `model_name_or_path` are not those that this run began"):
+    named = "the reward model, reference or teacher" if kind == "teacher" else "`model_name_or_path`"
+    with pytest.raises(ConfigError, match=f"the weights of {named} are not those that this run began"):
         choose()
     write(2.0)
     assert choose()["resumed_from"] == "checkpoint-5"
-
-
-def test_resumed_run_must_have_the_same_teacher(tmp_path):
-    teacher = tmp_path / "teacher"
-    teacher.mkdir()
-    flags = {"teacher_model_name_or_path": teacher, "model_name_or_path": "model", "dataset_name": "d", "max_steps": 9}
-    flags |= {"output_dir": tmp_path / "run", "bf16": "false"}
-    config = load_config("distill", [f"--{name}={value}" for name, value in flags.items()])
-
-    def choose(value: float) -> None:
-        save_file({"weight": torch.full((10,), value)}, teacher / "model.safetensors")
-        start_run(config, ONE).choose_checkpoint()
-
-    choose(1.0)
-    write_checkpoint(tmp_path / "run", 5)
-    choose(1.0)
-    with pytest.raises(ConfigError, match="the weights of the reward model, reference or teacher are not those"):
-        choose(2.0)
 
 
 def test_fingerprint_depends_only_on_keys_that_affect_results(tmp_path):
