@@ -141,6 +141,7 @@ class OutOfMemoryError(RuntimeError):
         ),
         (OSError("Caught OSError in DataLoader worker process 1.\nOSError: No space left on device"), "disk is full"),
         (RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors"), "GPU: the hardware is"),
+        (RuntimeError("CUDA driver error: operation not supported"), "PYTORCH_ALLOC_CONF=expandable_segments:False"),
         (RuntimeError("can't start new thread"), "threads: no more threads can be started"),
         (RuntimeError("failed to listen. port: 29500, name: EADDRINUSE"), "MASTER_PORT: another process uses the port"),
         (OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"), "lower per_device_train_batch_size"),

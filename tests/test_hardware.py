@@ -119,17 +119,35 @@ def test_device_memory_is_that_of_first_device(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("has_compiler", "has_header", "expected"),
-    [(True, True, ""), (False, True, "no C++ compiler"), (True, False, "no Python.h")],
+    ("compilers", "has_header", "capability", "expected"),
+    [
+        ({"g++"}, True, None, ""),
+        ({"x86_64-conda-linux-gnu-c++"}, True, None, ""),
+        ({"gcc"}, True, None, "no C++ compiler"),
+        ({"g++"}, False, None, "no Python.h"),
+        ({"g++"}, True, (7, 0), ""),
+        ({"g++"}, True, (6, 1), "no Triton for its GPU, which needs compute capability 7.0 or later"),
+    ],
 )
 def test_compiler_obstacle_names_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_compiler: bool, has_header: bool, expected: str
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    compilers: set[str],
+    has_header: bool,
+    capability: tuple[int, int] | None,
+    expected: str,
 ) -> None:
-    monkeypatch.setattr(hardware.shutil, "which", lambda name: f"/usr/bin/{name}" if has_compiler else None)
+    monkeypatch.setattr(hardware.shutil, "which", lambda name: name if name in compilers else None)
+    monkeypatch.setattr(hardware.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(hardware, "find_spec", lambda name: name)
     monkeypatch.setattr(hardware.sysconfig, "get_path", lambda name: {"include": str(tmp_path)}[name])
     if has_header:
         (tmp_path / "Python.h").touch()
     assert hardware.find_compiler_obstacle() == expected
+    monkeypatch.setattr(hardware, "find_spec", lambda _: None)
+    assert ("Triton" in hardware.find_compiler_obstacle()) is (capability is not None)
 
 
 @pytest.mark.parametrize(

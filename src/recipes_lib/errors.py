@@ -88,6 +88,12 @@ _PHRASES: Final[Mapping[str, tuple[str | None, str, str]]] = {
         "the hardware is faulty",
         f"reset the GPU or take another machine, and {_RESUMES}",
     ),
+    # `recipes launch` enables them. Virtual GPUs (vGPU) and Jetson lack CUDA's virtual memory management.
+    "CUDA driver error: operation not supported": (
+        "GPU",
+        "it does not support expandable segments",
+        "set PYTORCH_ALLOC_CONF=expandable_segments:False, and run the same command",
+    ),
 }
 """Pattern of a message -> its location (``None``: the file), what is wrong, and the remedy."""
 

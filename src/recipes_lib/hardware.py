@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import sysconfig
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -57,8 +59,12 @@ def find_gpu_obstacle(environment: Mapping[str, str]) -> str:
 
 def find_compiler_obstacle() -> str:
     """Return why Inductor and Triton cannot compile kernels on this machine; empty if they can."""
-    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+    # An activated environment of conda has a compiler of another name, and CXX names it.
+    if not any(map(shutil.which, ("c++", "g++", "clang++", f"{platform.machine()}-conda-linux-gnu-c++"))):
         return "no C++ compiler"
+    # Not torch's ``has_triton``, whose imports take seconds.
+    if torch.cuda.is_available() and (find_spec("triton") is None or torch.cuda.get_device_capability() < (7, 0)):
+        return "no Triton for its GPU, which needs compute capability 7.0 or later"
     # Kernels are launched by extension modules, which are compiled on first use. Debian and Ubuntu package the header
     # separately from the interpreter.
     return "" if Path(sysconfig.get_path("include"), "Python.h").exists() else "no Python.h"

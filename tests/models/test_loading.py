@@ -14,6 +14,7 @@ import torch
 from huggingface_hub import errors as hub
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -237,6 +238,8 @@ def test_all_tokenizer_problems_are_reported_at_once(model_dir: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_tokenizer(config_for(model_dir), tokens)
     assert [problem.where for problem in caught.value.problems] == ["pad_token", "eos_token", "chat_template_path"]
+    where, found, _ = catch_problem(lambda: load_tokenizer(config_for(model_dir), TokensConfig(eos_token="<|no|>")))
+    assert (where, "has no token '<|no|>'" in found) == ("eos_token", True)
 
 
 def test_tokenizer_without_offsets_is_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,6 +308,9 @@ def test_chat_templates_without_a_default_are_refused(tiny_tokenizer_dir: Path, 
     (tmp_path / "own.jinja").write_text("c")
     chosen = TokensConfig(chat_template_path=str(tmp_path / "own.jinja"))
     assert load_tokenizer(config_for(tmp_path), chosen).chat_template == "c"
+    tokenizer.chat_template |= {"default": "d"}
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(config_for(tmp_path), TokensConfig()).get_chat_template() == "d"
 
 
 def test_model_revision_is_not_applied_to_other_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,10 +321,26 @@ def test_model_revision_is_not_applied_to_other_tokenizer(monkeypatch: pytest.Mo
         raise OSError("no")
 
     monkeypatch.setattr("recipes_lib.models.loading.AutoTokenizer.from_pretrained", refuse)
-    for changes in ({}, {"tokenizer_name_or_path": "org/other"}):
+    other = {"tokenizer_name_or_path": "org/other"}
+    for changes in ({}, other, other | {"tokenizer_revision": "v2"}, {"tokenizer_revision": "v3"}):
         with pytest.raises(ConfigError):
             load_tokenizer(config_for("org/model", model_revision="v1", **changes), TokensConfig())
-    assert asked == [("org/model", "v1"), ("org/other", None)]
+    assert asked == [("org/model", "v1"), ("org/other", None), ("org/other", "v2"), ("org/model", "v3")]
+
+
+def test_configurations_are_of_model_revision(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    for kind in (AutoConfig, GenerationConfig):
+        read = kind.from_pretrained
+
+        def load(name: str, *, revision: str | None, read: Any = read, **_: object) -> Any:
+            asked.append(revision)
+            return read(name)
+
+        monkeypatch.setattr(kind, "from_pretrained", load)
+    for revision in ("v1", None):
+        load_model_config(config_for(tiny_model_dir, model_revision=revision))
+    assert asked == ["v1", "v1", None, "main"]
 
 
 def test_commit_of_hub_model_is_found(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

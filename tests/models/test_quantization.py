@@ -1,14 +1,18 @@
 """Quantised loading by bitsandbytes: quantised layers, memory, gradients and adapters."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import AdapterConfig, ModelConfig, QuantizationConfig
 from recipes_lib.errors import ConfigError
+from recipes_lib.models import loading
 from recipes_lib.models.adapters.lora import adapters_off, add_adapter
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
 from recipes_lib.models.inference import compute_probe_logits
@@ -47,10 +51,11 @@ def test_no_quantization_config_by_default():
     assert build(QuantizationConfig()) is None
 
 
-def test_missing_bitsandbytes_is_reported(monkeypatch):
+@pytest.mark.parametrize(("name", "key"), [("nf4", "load_in_4bit"), ("int8", "load_in_8bit")])
+def test_missing_bitsandbytes_is_reported(monkeypatch, name, key):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (problem,) = catch_problems(BITS["nf4"])
-    assert problem.where == "load_in_4bit"
+    (problem,) = catch_problems(BITS[name])
+    assert problem.where == key
     assert "bitsandbytes" in problem.found
     assert problem.remedy == "pip install bitsandbytes"
 
@@ -73,6 +78,22 @@ def test_quant_storage_is_compute_dtype_under_sharding_engines(tiny_model_dir, e
     assert weight.nbytes == 128 * 64 // 2
     if engine:
         assert torch.equal(weight.to(compute_dtype).view(torch.uint8), weight.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("name", "run_on", "expected"), [("nf4", "cpu", {"": "cpu"}), ("int8", "cpu", {"": "cpu"}), ("nf4", "cuda", None)]
+)
+def test_run_on_cpu_of_machine_with_gpu_loads_to_cpu(tiny_model_dir, monkeypatch, name, run_on, expected):
+    """transformers chooses the GPU unless a map is given."""
+    given = []
+    for quantizer in (Bnb4BitHfQuantizer, Bnb8BitHfQuantizer):
+        choose = quantizer.update_device_map
+        monkeypatch.setattr(
+            quantizer, "update_device_map", lambda self, map_, choose=choose: given.append(map_) or choose(self, map_)
+        )
+    monkeypatch.setattr(loading, "PartialState", lambda: SimpleNamespace(device=torch.device(run_on)))
+    load(tiny_model_dir, BITS[name])
+    assert given == [expected]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,8 @@ def permute(tokenizer: PreTrainedTokenizerFast, order: torch.Tensor) -> PreTrain
 
 
 def make_model(vocab_size: int, *, is_tied: bool = False) -> Any:
-    config = LlamaConfig(**SHAPE | {"vocab_size": vocab_size}, tie_word_embeddings=is_tied, pad_token_id=1)
+    # The padding token may be in a row that is removed.
+    config = LlamaConfig(**SHAPE | {"vocab_size": vocab_size}, tie_word_embeddings=is_tied, pad_token_id=vocab_size - 1)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return LlamaForCausalLM(config).eval().requires_grad_(False)
@@ -79,7 +80,10 @@ def test_tokens_unknown_to_student_are_removed() -> None:
     teacher_tokenizer.add_tokens(["<think>"])
     vocabulary = map_vocabulary(student, teacher_tokenizer, "teacher")
     assert list(vocabulary.teacher_ids) == list(range(512))
-    with pytest.raises(ConfigError, match="the teacher has no token '<think>'"):
+    with pytest.raises(ConfigError, match="the teacher has no token '<think>'\n"):
+        map_vocabulary(teacher_tokenizer, student, "teacher")
+    teacher_tokenizer.add_tokens(["<tool>"])
+    with pytest.raises(ConfigError, match="'<think>', '<tool>' and lacks 2 of the student's 514 in all"):
         map_vocabulary(teacher_tokenizer, student, "teacher")
 
 
@@ -109,9 +113,10 @@ def test_different_tokenization_rules_are_refused(change: Any, words: str) -> No
     assert "GOLD" in problem.remedy
 
 
-def test_model_with_fewer_rows_than_tokens_is_refused() -> None:
-    with pytest.raises(ConfigError, match="500 embeddings"):
-        adopt_vocabulary(make_model(500), VocabularyMap(range(512)), "teacher")
+@pytest.mark.parametrize("num_rows", [500, 511])
+def test_model_with_fewer_rows_than_tokens_is_refused(num_rows: int) -> None:
+    with pytest.raises(ConfigError, match=f"{num_rows} embeddings, and its tokenizer gives ids up to 511"):
+        adopt_vocabulary(make_model(num_rows), VocabularyMap(range(512)), "teacher")
 
 
 def test_changed_logits_after_remapping_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:

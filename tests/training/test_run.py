@@ -332,13 +332,16 @@ def test_run_whose_record_has_no_fingerprint_resumes(tmp_path, data):
     start_run(make_config(tmp_path), ONE).record(data=DATA["packed"]("c"))
 
 
-@pytest.mark.parametrize("is_on_hub", [False, True])
-def test_resumed_run_must_have_the_same_start_weights(tmp_path, monkeypatch, is_on_hub):
+@pytest.mark.parametrize("kind", ["model_name_or_path", "Hub", "teacher"])
+def test_resumed_run_must_have_the_same_weights(tmp_path, monkeypatch, kind):
     base = tmp_path / "base"
     base.mkdir()
     config = make_config(tmp_path)
-    if is_on_hub:
+    if kind == "Hub":
         monkeypatch.setattr(run_module, "find_model_folder", lambda *_: base)
+    elif kind == "teacher":
+        teacher = dataclasses.replace(config.distillation, teacher_model_name_or_path=str(base))
+        config = dataclasses.replace(config, recipe="distill", distillation=teacher)
     else:
         config = dataclasses.replace(config, model=ModelConfig(model_name_or_path=str(base)))
 
@@ -360,7 +363,8 @@ def test_resumed_run_must_have_the_same_start_weights(tmp_path, monkeypatch, is_
     write_checkpoint(tmp_path, 5)
     choose()
     write(3.0)
-    with pytest.raises(ConfigError, match=r"the weights of `model_name_or_path` are not those that this run began"):
+    named = "the reward model, reference or teacher" if kind == "teacher" else "`model_name_or_path`"
+    with pytest.raises(ConfigError, match=f"the weights of {named} are not those that this run began"):
         choose()
     write(2.0)
     assert choose()["resumed_from"] == "checkpoint-5"

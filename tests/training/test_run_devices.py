@@ -41,9 +41,11 @@ def test_each_process_reports_rank_and_host_at_start(tmp_path, capsys, monkeypat
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H100")
     begin, idle = f"process 0 of 1: {socket.gethostname()}, ", "one of 8 GPUs; the others are idle"
     assert describe_process(ONE) == f"{begin}cuda:0 (NVIDIA H100), {idle} (`recipes launch` uses all)"
-    start_run(make_config(tmp_path / "on cpu"), dataclasses.replace(ONE, layout=Layout(uses_cpu=True)))
-    assert (logged := capsys.readouterr().err).startswith(f"{begin}cpu")
-    assert "idle" not in logged
+    for name, by_recipe in (("by recipe", True), ("by launch file", False)):
+        launch = dataclasses.replace(ONE, layout=Layout(uses_cpu=not by_recipe))
+        start_run(make_config(tmp_path / name, use_cpu=by_recipe), launch)
+        assert (logged := capsys.readouterr().err).startswith(f"{begin}cpu")
+        assert "idle" not in logged
 
 
 @pytest.mark.parametrize(("use_cpu", "warns"), [(False, True), (True, False)])
@@ -53,6 +55,23 @@ def test_run_on_cpu_beside_unusable_gpu_warns(
     monkeypatch.setattr(run_module, "find_gpu_obstacle", lambda _: "the driver is too old")
     start_run(make_config(tmp_path / "run", use_cpu=use_cpu), ONE)
     assert ("torch cannot use the GPU: the driver is too old" in capsys.readouterr().err) == warns
+
+
+@pytest.mark.parametrize(
+    ("precision", "has_bf16", "warns"), [("bf16", False, True), ("bf16", True, False), ("fp16", False, False)]
+)
+def test_emulated_bf16_warns(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    precision: str,
+    has_bf16: bool,
+    warns: bool,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(run_module, "supports_bf16", lambda: has_bf16)
+    start_run(make_config(tmp_path / "run"), dataclasses.replace(ONE, precision=precision))
+    assert ("emulates it slowly: write `mixed_precision: fp16`" in capsys.readouterr().err) == warns
 
 
 def test_launch_file_for_cpus_is_kept_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from accelerate import PartialState
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -229,6 +230,9 @@ def load_pretrained(
         raise ConfigError(Problem("model_name_or_path", f"{name}: {damage}", "save or download the model again"))
     if quantization and (faults := [*check_checkpoint_bits(name, load_model_config(config)[0], quantization)]):
         raise ConfigError(*faults)
+    if quantization and PartialState().device.type == "cpu":
+        # transformers' default for quantised weights is a GPU, also for a run on the CPU of a machine with one.
+        options["device_map"] = {"": "cpu"}
     with explained("model_name_or_path", name), without_report():
         loaded: Any = auto_class.from_pretrained(
             name,

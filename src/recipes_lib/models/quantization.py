@@ -72,9 +72,7 @@ def check_checkpoint_bits(
         requested: Requested number of bits.
     """
     saved = getattr(model_config, "quantization_config", None) or {}
-    if not isinstance(saved, dict) or saved.get("quant_method") != "bitsandbytes":
-        return
-    keys = ("load_in_4bit", "load_in_8bit")
+    keys = ("load_in_4bit", "load_in_8bit")  # Configurations of other methods do not have them.
     held, wanted = ([key for key in keys if is_set(key)] for is_set in (saved.get, partial(getattr, requested)))
     if held and held != wanted:
         found = f"the checkpoint of {name} is quantised ({held[0]})" + (f", not to {wanted[0]}" if wanted else "")

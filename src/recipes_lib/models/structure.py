@@ -55,10 +55,7 @@ def list_layer_configs(text_config: PreTrainedConfig) -> Sequence[Any]:
 
 def find_head_dim(layer_config: Any) -> int:
     """Return the dimension of the attention heads of a layer; without the key, the hidden size divided by the heads."""
-    head_dim: int = getattr(layer_config, "head_dim", None) or (
-        layer_config.hidden_size // layer_config.num_attention_heads
-    )
-    return head_dim
+    return int(getattr(layer_config, "head_dim", None) or layer_config.hidden_size // layer_config.num_attention_heads)
 
 
 def find_sliding_window(text_config: PreTrainedConfig) -> int | None:

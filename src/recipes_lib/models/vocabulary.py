@@ -233,8 +233,7 @@ def adopt_vocabulary(model: PreTrainedModel, vocabulary: VocabularyMap, where: s
         embedding.weight = projection.weight
     else:
         _take_rows(embedding, ids)
-    projection.out_features = embedding.num_embeddings = len(ids)
-    embedding.padding_idx = None  # An id of the teacher's vocabulary.
+    embedding.padding_idx = None  # An id of the teacher's vocabulary, whose row may be removed.
     model.config.get_text_config().vocab_size = len(ids)
     difference, scale = (compute_probe_logits(model, probe) - expected).abs().max(), expected.abs().max()
     if not difference <= scale * max(1e-4, 4 * torch.finfo(model.dtype).eps):

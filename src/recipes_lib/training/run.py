@@ -23,7 +23,7 @@ from torch._C import _error_if_any_worker_fails
 from transformers.utils.logging import disable_progress_bar
 
 from recipes_lib.config.recipes import read_harmless
-from recipes_lib.config.schema import ModelConfig, RecipeConfig, flatten_config
+from recipes_lib.config.schema import RecipeConfig, flatten_config
 from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.environment import read_git_commit, read_versions
 from recipes_lib.errors import (
@@ -39,7 +39,7 @@ from recipes_lib.errors import (
     explain_refusal,
 )
 from recipes_lib.files import is_inside, read_lines, read_record, replace_record, try_lock, verify_fields
-from recipes_lib.hardware import INSTALL_CUDA, find_gpu_obstacle
+from recipes_lib.hardware import INSTALL_CUDA, find_gpu_obstacle, supports_bf16
 from recipes_lib.models.loading import find_commit, find_model_folder
 from recipes_lib.models.model_files import find_missing, list_model_files
 from recipes_lib.processes import explain_lost_connection
@@ -77,6 +77,7 @@ from recipes_lib.training.monitoring.callbacks import verify_trackers
 from recipes_lib.training.monitoring.metrics import METRICS_FILE, measure_run
 from recipes_lib.training.monitoring.progress import build_progress
 from recipes_lib.training.optim.optimizers import verify_optimizer
+from recipes_lib.training.trainers.arguments import resolve_precision
 
 RUN_FILE = "run.json"
 RECORDED: Final = {"stage": str, "config": dict, "rows_per_step": int | None, "started": str | None}
@@ -84,8 +85,14 @@ RECORDED: Final = {"stage": str, "config": dict, "rows_per_step": int | None, "s
 LOCK_FILE: Final = "_lock"
 """Lock file of the main process of a run; names with an underscore are not uploaded."""
 
-_INPUTS: Final = {"data": "the rows of the dataset", "weights": "the weights of `model_name_or_path`"}
+_INPUTS: Final = {
+    "data": "the rows of the dataset",
+    "weights": "the weights of `model_name_or_path`",
+    "other_weights": "the weights of the reward model, reference or teacher",
+}
 """Fields of ``run.json`` that describe the inputs of a run, which must stay the same."""
+_OTHERS: Final = ("reward_model_name_or_path", "ref_model_name_or_path", "teacher_model_name_or_path")
+"""Keys of frozen models; folders only, since the cache of the Hub has a commit."""
 _NUM_SAMPLES: Final = 4096
 """Sampled bytes of a weight file, which detect other weights without reading a large model."""
 
@@ -132,16 +139,20 @@ class Run:
         if checkpoint is None and (ignored := list_checkpoints(self.output_dir)):
             found = f"{ignored[0][1].name} is ignored: it has no readable {COMPLETE}, as if another program wrote it"
             say(f"{found}; training starts at step 0")
-        # Those of rank 0: other machines may have only a part of the files.
-        weights = broadcast_object(_sample_weights(self.config.model) if self.launch.is_main else None)
-        self.record(resumed_from=checkpoint and checkpoint.name, weights=weights)
+        hashes: Any = None, None
+        if self.launch.is_main:  # Other machines may have only a part of the files.
+            model, flat = self.config.model, flatten_config(self.config)
+            own = find_model_folder(str(model.model_name_or_path), model.model_revision)
+            hashes = _sample_weights(own), _sample_weights(*(Path(flat[key]) for key in _OTHERS if flat.get(key)))
+        weights, other_weights = broadcast_object(hashes)
+        self.record(resumed_from=checkpoint and checkpoint.name, weights=weights, other_weights=other_weights)
         return checkpoint
 
     def record(self, **facts: Any) -> None:
         """Add facts to ``run.json``; only the main process writes.
 
         Raises:
-            ConfigError: The run resumes, and the facts have other ``data`` or ``weights`` than those it began with.
+            ConfigError: The run resumes, and the facts have other inputs (``_INPUTS``) than those it began with.
         """
         for name, what in _INPUTS.items() if self.resume_from else ():
             before, now = (_list_fingerprints(record.get(name)) for record in (self.facts, facts))
@@ -250,7 +261,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
         ConfigError: The world size cannot load the checkpoint, or cannot divide its global batch.
     """
     if max(launch.world_size, torch.cuda.device_count()) > 1:
-        sys.stderr.write(f"{describe_process(launch)}\n")
+        sys.stderr.write(f"{describe_process(launch, uses_cpu=bool(config.training.get('use_cpu')))}\n")
     verify_rendezvous(launch)
     verify_expected(launch)
     verify_trackers(config)
@@ -388,7 +399,8 @@ def _affects_result(key: str) -> bool:
 def _choose_device(config: RecipeConfig, launch: Launch) -> RecipeConfig:
     """Return the configuration with ``use_cpu`` of the launch file.
 
-    Warns if the run uses the CPU of a machine with a GPU that torch cannot use; raises as ``verify_accelerator``.
+    Warns if the run uses the CPU of a machine with a GPU that torch cannot use, or bf16 on a GPU without it; raises as
+    ``verify_accelerator``.
     """
     if launch.layout.uses_cpu:
         # accelerate reads the launch file; transformers, and our choices for GPUs, the recipe.
@@ -396,6 +408,9 @@ def _choose_device(config: RecipeConfig, launch: Launch) -> RecipeConfig:
     on_cpus = config.training.get("use_cpu")
     num_gpus = 0 if on_cpus else torch.cuda.device_count()
     verify_accelerator(launch, is_available=torch.accelerator.is_available(), num_gpus=num_gpus)
+    if num_gpus and launch.rank == 0 and resolve_precision(config, launch.precision)["bf16"] and not supports_bf16():
+        remedy = "write `mixed_precision: fp16` (or `no`) in the launch file"
+        sys.stderr.write(f"warning: this GPU has no hardware for bf16 and emulates it slowly: {remedy}\n")
     if not on_cpus and launch.rank == 0 and (obstacle := find_gpu_obstacle(read_environment())):
         sys.stderr.write(f"warning: training on the CPU, for torch cannot use the GPU: {obstacle}; {INSTALL_CUDA}\n")
     return config
@@ -412,10 +427,10 @@ def describe_hardware(config: RecipeConfig) -> dict[str, Any]:
     return hardware
 
 
-def describe_process(launch: Launch) -> str:
+def describe_process(launch: Launch, *, uses_cpu: bool = False) -> str:
     """Return rank, host and device of this process; every process logs it before loading."""
     # NVML also counts GPUs that torch cannot use.
-    is_on_gpu = torch.cuda.is_available() and not launch.layout.uses_cpu
+    is_on_gpu = torch.cuda.is_available() and not (uses_cpu or launch.layout.uses_cpu)
     rank, num_gpus = launch.local_rank, torch.cuda.device_count() if is_on_gpu else 0
     name = f"cuda:{rank} ({torch.cuda.get_device_name(rank)})" if rank < num_gpus else "cpu"
     text = f"process {launch.rank} of {launch.world_size}: {socket.gethostname()}, {name}"
@@ -496,17 +511,14 @@ def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]
     return {}
 
 
-def _sample_weights(model: ModelConfig) -> dict[str, str] | None:
-    """Return a hash of sizes and samples of the weight files of a start model; ``None`` for random weights."""
-    folder = find_model_folder(str(model.model_name_or_path), model.model_revision)
-    if folder is None:
-        return None
-    digest = hashlib.sha256()
-    for part in sorted(folder.glob("*.safetensors")):
+def _sample_weights(*models: Path | None) -> dict[str, str] | None:
+    """Return a hash of sizes and samples of the weight files in folders; ``None`` if there is no such folder."""
+    folders, digest = [model for model in models if model is not None and model.is_dir()], hashlib.sha256()
+    for part in (part for folder in folders for part in sorted(folder.glob("*.safetensors"))):
         content = np.memmap(part, mode="r")
         # An odd stride meets all bytes of numbers; training seldom changes the highest.
         digest.update(f"{part.name} {len(content)} ".encode() + content[:: len(content) // _NUM_SAMPLES | 1].tobytes())
-    return {"fingerprint": digest.hexdigest()[:16]}
+    return {"fingerprint": digest.hexdigest()[:16]} if folders else None
 
 
 def _list_fingerprints(data: Any) -> list[Any]:

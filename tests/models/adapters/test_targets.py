@@ -6,6 +6,7 @@ from tests.models.adapter_models import build_model
 from transformers import AutoModelForCausalLM, DeepseekV32Config, FalconMambaConfig, PhimoeConfig
 
 from recipes_lib.config.schema import AdapterConfig
+from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters.lora import add_adapter, check_layers, find_modules, find_targets, stores_transposed
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
@@ -64,7 +65,10 @@ def test_invalid_targets_and_options_are_reported_with_remedy(keys, where, found
 
 def test_all_problems_are_reported_at_once():
     keys = {"lora_target_modules": ["q_porj", "q_proj", "nrom"], "lora_modules_to_save": ["nothing"]}
-    assert len(problems_of(build_model("llama"), **keys, init_lora_weights="orthogonal", lora_r=5)) == 4
+    config = AdapterConfig(use_peft=True, **keys, init_lora_weights="orthogonal", lora_r=5)
+    with pytest.raises(ConfigError) as caught:
+        add_adapter(build_model("llama"), config, seed=0)
+    assert len(caught.value.problems) == 4
 
 
 def test_olora_is_refused_on_transposed_weights():

@@ -83,6 +83,12 @@ def test_host_copy_reuses_memory(model_and_optimizer):
     assert torch.equal(again["head.weight"], model["head"].weight)
 
 
+def test_host_copy_of_run_on_cpu_does_not_touch_gpu(model_and_optimizer, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model, _, _ = model_and_optimizer
+    assert not HostCopy().take(model.state_dict())["head.weight"].is_pinned()
+
+
 def test_host_copy_is_refused_without_memory(model_and_optimizer, monkeypatch):
     model, optimizer, _ = model_and_optimizer
     states = list(model.parameters()), optimizer.state_dict()

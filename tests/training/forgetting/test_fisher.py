@@ -77,6 +77,23 @@ def test_fisher_of_softmax_regression_equals_closed_form() -> None:
     assert closed.min() > 1e-4
 
 
+def test_fisher_has_trained_weights_only_and_0_for_unused_ones() -> None:
+    model, *_ = make_regression()
+    model.frozen, model.unused = nn.Parameter(torch.ones(1), requires_grad=False), nn.Parameter(torch.ones(2))
+    model.dropout = nn.Dropout(1.0)
+    fisher = compute_fisher(model, [make_document(0, 1)], COLLATE, labels="empirical", seed=0, progress=QUIET)
+    assert not model.dropout.training
+    assert fisher.diagonal.keys() == {"weight", "unused"}
+    assert fisher.diagonal["unused"].tolist() == [0, 0]
+
+
+def test_overflow_of_squared_gradients_is_refused() -> None:
+    model, *_ = make_regression()
+    model.features = 1e20 * model.features
+    with pytest.raises(DataError, match=r"squared gradients of 1 weights are not finite: weight"):
+        compute_fisher(model, [make_document(0, 0)], COLLATE, labels="empirical", seed=0, progress=QUIET)
+
+
 def test_sampled_labels_ignore_targets() -> None:
     model, eighths, features = make_regression()
     p = (eighths / 8).double()

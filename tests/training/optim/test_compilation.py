@@ -70,7 +70,10 @@ def test_compilation_options_by_recipe_and_launch(
 def test_pretraining_is_not_compiled_without_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "find_compiler_obstacle", lambda: "no Python.h")
     assert choose_compilation(read("pretrain"), ONE, is_cuda=True) is None
-    assert choose_compilation(read("pretrain", torch_compile="true"), ONE, is_cuda=True) == {}
+    assert choose_compilation(read("sft", torch_compile_backend="eager"), ONE, is_cuda=True) == {"backend": "eager"}
+    for config, launch in ((read("sft", torch_compile="true"), ONE), (read("sft"), FP8)):
+        with pytest.raises(ConfigError, match=r"torch_compile: .* this machine has no Python\.h"):
+            choose_compilation(config, launch, is_cuda=True)
 
 
 def test_fp8_without_compilation_is_refused() -> None:

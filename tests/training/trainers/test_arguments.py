@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import PartialState
 from tests.training.configurations import build_recipe
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -140,6 +141,16 @@ def test_beta_of_zero_is_accepted_by_torch(tmp_path):
     args = build_training_arguments(make_config(tmp_path, adam_beta1=0), ONE, has_eval=False)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], betas=(args.adam_beta1, args.adam_beta2))
     assert optimizer.defaults["betas"][0] == 0
+
+
+def test_driver_that_accelerate_refuses_is_reported(tmp_path, monkeypatch):
+    def refuse(_):
+        raise NotImplementedError("RTX 4000 does not support P2P")
+
+    monkeypatch.setattr(PartialState, "set_device", refuse)
+    with pytest.raises(ConfigError, match="launch: RTX 4000 does not support P2P"):
+        build_training_arguments(make_config(tmp_path), ONE, has_eval=False)
+    PartialState._reset_state()
 
 
 def test_missing_distributed_backend_is_refused(tmp_path):

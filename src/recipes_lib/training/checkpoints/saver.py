@@ -102,7 +102,8 @@ class HostCopy:
 
     def __init__(self) -> None:
         """Create the stager without allocating memory."""
-        self._has_device = torch.cuda.is_available()
+        # Not ``is_available``: a run on the CPU would pin memory, and so open a context on a GPU that others may use.
+        self._has_device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         # Not the public DefaultStager: in torch 2.11 and 2.12 it closes this inner class after the first copy, so the
         # memory is not reused and the second copy fails with ``KeyError: <class 'type'>`` (pytorch/torchtitan #3476).
         # Use DefaultStager once torch 2.13 is the lowest supported version.

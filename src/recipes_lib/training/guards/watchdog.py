@@ -55,16 +55,14 @@ class Watchdog:
             clock: Monotonic clock in seconds.
         """
         self.on_stall: Callable[[str], None] = lambda _: None
-        self.phase = "starting"
         self._clock = clock
-        self._began = self._last_sign = self._last_poll = self._clock()
-        self._is_shown = False
+        self._last_poll = clock()
         self._steps: deque[float] = deque(maxlen=_NUM_STEPS_KEPT)
+        self.enter("starting")
 
     def begin(self) -> None:
         """Reset the step times of an earlier training."""
         self._steps.clear()
-        self._last_poll = self._clock()
         self.enter("the first step")
 
     def enter(self, phase: str) -> None:

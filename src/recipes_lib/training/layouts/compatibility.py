@@ -93,8 +93,7 @@ def _has_pipeline(launch: Launch) -> bool:
 
 
 def _count_batches(keys: Keys) -> int:
-    num_batches: int = keys.get("gradient_accumulation_steps", 1)
-    return num_batches
+    return int(keys.get("gradient_accumulation_steps", 1))
 
 
 def _trains_few_bits(keys: Keys, launch: Launch) -> bool:

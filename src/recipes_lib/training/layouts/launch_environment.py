@@ -122,11 +122,6 @@ class Launch:
         return self.layout.sizes.get("tp", 1)
 
     @property
-    def tensor_rank(self) -> int:
-        """Rank in the tensor-parallel group."""
-        return self.rank % self.tensor_size
-
-    @property
     def context_size(self) -> int:
         """Size of a context-parallel group; 1: no context parallelism."""
         return self.layout.sizes.get("cp", 1) * self.layout.sizes.get("sp", 1)

@@ -278,8 +278,7 @@ class Pipeline(nn.Module):
 
     @property
     def _device(self) -> torch.device:
-        device: torch.device = find_device(self.model)
-        return device
+        return find_device(self.model)
 
 
 def _to_host(output: Any) -> dict[str, Tensor]:
@@ -379,7 +378,7 @@ class PipelineTrainer(PretrainTrainer):
         outputs = self.pipeline.compute_gradients(batches, inputs.num_terms)
         self.pipeline.reduce_gradients()
         # Tensor-parallel ranks compute the same loss: only rank 0 of a group counts it.
-        if not outputs or self.launch.tensor_rank:
+        if not outputs or self.launch.rank % self.launch.tensor_size:
             return [torch.zeros((), device=self.args.device) for _ in batches]
         for tokens, output in zip(num_tokens, outputs, strict=True):
             self.observer.counter.add(tokens, output.num_targets, output.num_correct)

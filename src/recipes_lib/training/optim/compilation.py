@@ -21,7 +21,6 @@ from recipes_lib.training.layouts.launch_environment import Launch
 from recipes_lib.training.monitoring.progress import TrainingProgress
 
 _CROSS_ENTROPIES: Final = ("cross_entropy", "fused_linear_cross_entropy")
-_COMPILED_BY_DEFAULT: Final = "pretrain"
 _SAMPLES: Final = ("ppo", "rloo", "grpo")
 
 
@@ -37,19 +36,21 @@ def choose_compilation(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -
         is_cuda: Whether the run is on a GPU.
 
     Raises:
-        ConfigError: fp8 with ``torch_compile: false``.
+        ConfigError: fp8 with ``torch_compile: false``; or this machine cannot compile the kernels of a compiled run.
     """
-    training, is_fp8 = config.training, launch.precision == "fp8"
+    training, is_fp8, obstacle = config.training, launch.precision == "fp8", find_compiler_obstacle()
     options = {name: training.get(f"torch_compile_{name}") for name in ("backend", "mode")}
     is_compiled = training.get("torch_compile")
-    if is_compiled is None and any(options.values()):
-        is_compiled = True
-    if is_compiled is False and is_fp8:
+    if is_compiled is None:
+        is_supported = is_cuda and _has_whole_layers(launch) and not obstacle
+        is_default = is_supported and config.recipe == "pretrain"
+        is_compiled = is_default or is_fp8 or any(options.values())
+    if is_fp8 and not is_compiled:
         found = "fp8 without torch.compile is slower than bf16"
         raise ConfigError(Problem("torch_compile", found, "delete the line, or use another launch file"))
-    if is_compiled is None:
-        is_supported = is_cuda and _has_whole_layers(launch) and not find_compiler_obstacle()
-        is_compiled = is_fp8 or (is_supported and config.recipe == _COMPILED_BY_DEFAULT)
+    if is_compiled and obstacle and options["backend"] in (None, "inductor"):
+        found = f"its kernels cannot be compiled: this machine has {obstacle}"
+        raise ConfigError(Problem("torch_compile", found, f"{INSTALL_COMPILER}, or train without torch.compile"))
     return {name: value for name, value in options.items() if value is not None} if is_compiled else None
 
 

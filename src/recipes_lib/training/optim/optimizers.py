@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.optim.optimizer import ParamsT, StateDict
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import TrainingArguments
 
 from recipes_lib.config.schema import RecipeConfig, read_training
 from recipes_lib.errors import ConfigError, Problem
@@ -439,11 +439,6 @@ def _find_argument_problems(optim: str, text: str) -> Iterator[Problem]:
 
 def _find_embeddings(model: nn.Module) -> set[int]:
     """Return the ids of the parameters of input, position and output embeddings."""
-    modules: set[nn.Module] = set()
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            modules.add(module)
-        elif isinstance(module, PreTrainedModel):
-            head = module.get_output_embeddings()  # type: ignore[no-untyped-call]
-            modules |= {head} if head is not None else set()
-    return {id(parameter) for module in modules for parameter in module.parameters()}
+    embeddings = {module for module in model.modules() if isinstance(module, nn.Embedding)}
+    heads: Any = {getattr(module, "get_output_embeddings", lambda: None)() for module in model.modules()} - {None}
+    return {id(parameter) for module in embeddings | heads for parameter in module.parameters()}

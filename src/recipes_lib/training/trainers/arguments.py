@@ -211,6 +211,9 @@ def _construct(config: RecipeConfig, arguments: dict[str, Any]) -> TrainingArgum
         # Upstream's checks of combinations, such as a plateau scheduler without evaluation.
         key = next((name for name in config.training if name in str(error)), "training arguments")
         raise ConfigError(Problem(config.provenance.get(key, key), str(error), "change the key")) from error
+    except NotImplementedError as error:
+        # accelerate refuses several RTX 40 GPUs with a driver before 550, also for one process.
+        raise ConfigError(Problem("launch", str(error), "update the driver, or start by `recipes launch`")) from error
     return args
 
 
