@@ -74,6 +74,16 @@ def test_emulated_bf16_warns(
     assert ("emulates it slowly: write `mixed_precision: fp16`" in capsys.readouterr().err) == warns
 
 
+@pytest.mark.parametrize(
+    ("precision", "use_cpu", "warns"), [("bf16", False, True), ("bf16", True, False), ("no", False, False)]
+)
+def test_launch_file_for_gpus_without_one_warns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str, use_cpu: bool, warns: bool
+) -> None:
+    start_run(make_config(tmp_path / "run", use_cpu=use_cpu), dataclasses.replace(ONE, precision=precision))
+    assert ("asks for bf16, and there is no GPU: in a container" in capsys.readouterr().err) == warns
+
+
 def test_launch_file_for_cpus_is_kept_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers would choose the GPU for batches, and accelerate the CPU for the model."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

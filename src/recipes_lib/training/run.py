@@ -399,8 +399,8 @@ def _affects_result(key: str) -> bool:
 def _choose_device(config: RecipeConfig, launch: Launch) -> RecipeConfig:
     """Return the configuration with ``use_cpu`` of the launch file.
 
-    Warns if the run uses the CPU of a machine with a GPU that torch cannot use, or bf16 on a GPU without it; raises as
-    ``verify_accelerator``.
+    Warns if the run uses the CPU of a machine with a GPU that torch cannot use, or with a launch file for GPUs, or bf16
+    on a GPU without it; raises as ``verify_accelerator``.
     """
     if launch.layout.uses_cpu:
         # accelerate reads the launch file; transformers, and our choices for GPUs, the recipe.
@@ -411,8 +411,13 @@ def _choose_device(config: RecipeConfig, launch: Launch) -> RecipeConfig:
     if num_gpus and launch.rank == 0 and resolve_precision(config, launch.precision)["bf16"] and not supports_bf16():
         remedy = "write `mixed_precision: fp16` (or `no`) in the launch file"
         sys.stderr.write(f"warning: this GPU has no hardware for bf16 and emulates it slowly: {remedy}\n")
-    if not on_cpus and launch.rank == 0 and (obstacle := find_gpu_obstacle(read_environment())):
+    if on_cpus or launch.rank > 0:
+        return config
+    if obstacle := find_gpu_obstacle(read_environment()):
         sys.stderr.write(f"warning: training on the CPU, for torch cannot use the GPU: {obstacle}; {INSTALL_CUDA}\n")
+    elif launch.precision in ("bf16", "fp16") and not torch.accelerator.is_available():
+        remedy = "in a container, start it with `docker run --gpus all`; for a CPU, take accelerate_configs/cpu.yaml"
+        sys.stderr.write(f"warning: the launch file asks for {launch.precision}, and there is no GPU: {remedy}\n")
     return config
 
 
