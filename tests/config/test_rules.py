@@ -116,6 +116,7 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
         ("lora_r: 8", 5, "`lora_r` has no effect: `use_peft` is false"),
         ("use_peft: true\nlora_dropout: 0.1", 6, "adds noise"),
         ("loss_type: [sigmoid, sft]\nloss_weights: [1.0]", 6, "1 numbers for 2 losses"),
+        ("loss_type: [sigmoid, sft]\nloss_weights: [0, 0.0]", 6, "all are 0: nothing would be trained"),
         ("simpo_gamma: 1.0", 5, "`simpo_gamma` has no effect: `loss_type` is"),
         ("loss_type: sigmoid\nlabel_smoothing: 0.1", 6, "`label_smoothing` has no effect: `loss_type` is"),
         ("loss_type: exo_pair", 5, "needs `label_smoothing`"),

@@ -144,14 +144,18 @@ def convert_datasets(values: Mapping[str, Any]) -> tuple[dict[str, Any] | None, 
         extra = {"test_split_size": legacy["test_split_size"]} if legacy.get("test_split_size") else {}
         legacy = legacy.get("datasets")
     if not isinstance(legacy, Sequence) or not all(
-        isinstance(item, Mapping) and item.keys() <= _ENTRY_KEYS and not isinstance(item.get("type"), Mapping)
+        isinstance(item, Mapping)
+        and item.keys() <= _ENTRY_KEYS
+        and not isinstance(item.get("type"), Mapping)
+        and isinstance(item.get("fraction") or 0, int | float)
         for item in legacy
     ):
         return None, ""
-    return _join([_convert_entry(item) for item in legacy], extra)
+    total = sum(item.get("fraction") or 0 for item in legacy)
+    return _join([_convert_entry(item, total) for item in legacy], extra)
 
 
-def _convert_entry(item: Mapping[str, Any]) -> dict[str, Any]:
+def _convert_entry(item: Mapping[str, Any], total: float) -> dict[str, Any]:
     name = item.get("id") or item.get("path") or item.get("name")
     # With `path`, TRL's `name` is the configuration of a Hub dataset, as in `datasets.load_dataset`.
     config = item.get("config") or (item.get("name") if "path" in item else None)
@@ -159,8 +163,10 @@ def _convert_entry(item: Mapping[str, Any]) -> dict[str, Any]:
         "name": name,
         "config": config,
         "split": item.get("split"),
-        # Their weight is a fraction of the dataset's own rows, which is `repeat` here.
-        "repeat": item.get("weight", item.get("fraction")),
+        # alignment-handbook's weight is a fraction of the dataset's own rows, which is `repeat` here; TRL's fraction is
+        # a share of the mixture, of any sum.
+        "repeat": item.get("weight"),
+        "weight": round(item["fraction"] / total, 6) if item.get("fraction") else None,
     }
     return {key: value for key, value in entry.items() if value is not None}
 

@@ -203,6 +203,8 @@ class _Rewriter:
         elif (new := read_synonyms().get(key)) and self._takes(new, entry):
             self._rename(entry, new, f"`{key}` became `{new}`: check that it has the same meaning", by_hand=True)
             self.taken |= {new}
+        elif value is None or (value == 0 and new == "test_split_size"):
+            self._replace(entry, {}, f"deleted `{key}: {value}`, which sets nothing")
         else:
             problem = explain_unknown(entry, self.table, self.taken)
             self._comment_out(entry, f"{problem.found}; {problem.remedy}")
