@@ -34,6 +34,7 @@ def read(line: str) -> tuple[Any, list[Problem]]:
         ("bf16: ~", None),
         ("bf16:", None),
         ("eval_strategy: no", "no"),
+        ("eval_strategy: false", "no"),
         ("dataset_revision: 1234567", "1234567"),
         ("run_name: 2026-11-21", "2026-11-21"),
         ("run_name: 'null'", "null"),

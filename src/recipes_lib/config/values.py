@@ -308,9 +308,12 @@ class Reader:
 
     def _read_choice(self, name: str, node: yaml.ScalarNode, schema: Schema) -> Any:
         choices = schema.get("enum")
-        # Upper case is accepted, as in `log_level: INFO`: no two choices differ in case only.
-        if choices is None or node.value in choices or node.value.lower() in choices:
-            return node.value if choices is None or node.value in choices else node.value.lower()
+        if choices is None or node.value in choices:
+            return node.value
+        # Upper case is accepted, as in `log_level: INFO`: no two choices differ in case only. So is the boolean that
+        # other parsers read for `no`.
+        if (value := "no" if node.value == "false" else node.value.lower()) in choices:
+            return value
         known = [choice for choice in choices if choice and isinstance(choice, str)] if len(choices) > 8 else []
         remedy = suggest(node.value, known, f"write {describe(schema)}", "{}")
         return self._refuse_scalar(name, node, remedy)

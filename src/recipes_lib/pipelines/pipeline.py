@@ -387,7 +387,8 @@ class _Reader:
         self.problems.append(Problem(where, found, remedy))
 
     def _refuse_reference(self, where: str, name: str, known: Any) -> None:
-        remedy = suggest(name, known, "name a stage above it, as in ${sft.output}", "{}")
+        otherwise = "name a stage above it, as in ${sft.output}; environment variables are not expanded"
+        remedy = suggest(name, known, otherwise, "{}")
         stage = name.removesuffix(".output")
         sweep = self.groups.get(stage, [])
         if len(sweep) > 1:
