@@ -327,7 +327,7 @@ def run_child(words: Sequence[str], environment: Mapping[str, str], locks: Seque
     # `env` adds the variables to the inherited ones, which this module need not read.
     variables = ["env", *(f"{name}={value}" for name, value in environment.items())] if environment else []
     process: subprocess.Popen[bytes] | None = None
-    is_interrupted = is_terminated = False
+    is_terminated = False
 
     def forward(*_: object) -> None:
         nonlocal is_terminated
@@ -343,13 +343,7 @@ def run_child(words: Sequence[str], environment: Mapping[str, str], locks: Seque
         process = subprocess.Popen([*variables, *words], pass_fds=locks)
         if is_terminated:
             process.terminate()
-        while True:
-            try:
-                code = process.wait()
-                break
-            # The terminal has sent SIGINT to the stage as well, which may be saving a checkpoint.
-            except KeyboardInterrupt:
-                is_interrupted = True
+        code, is_interrupted = _wait(process)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         found, remedy = f"cannot be started: {reason}", "name its interpreter: [bash, script.sh]"
@@ -363,6 +357,17 @@ def run_child(words: Sequence[str], environment: Mapping[str, str], locks: Seque
         raise PreemptedError("stop signal received: the pipeline stops here; the same command resumes it")
     # The convention of shells for a process that a signal has ended.
     return code if code >= 0 else 128 - code
+
+
+def _wait(process: subprocess.Popen[bytes]) -> tuple[int, bool]:
+    """Wait for a process; return its exit code, and whether ctrl-C was pressed meanwhile."""
+    is_interrupted = False
+    while True:
+        try:
+            return process.wait(), is_interrupted
+        # The terminal has sent SIGINT to the stage as well, which may be saving a checkpoint.
+        except KeyboardInterrupt:
+            is_interrupted = True
 
 
 def find_broken_gates(stage: Stage) -> Iterator[str]:
