@@ -114,6 +114,15 @@ stages:
         read(tmp_path, 'stages: {sft: {run: "true", matrix: {seed: [0, 1]}}, b: {run: "cp ${sft.output}"}}')
 
 
+@pytest.mark.parametrize("text", ["matrix: {seed: [0], config: [x.yaml]}", "config: no.yaml, set: {config: x.yaml}"])
+def test_config_of_sweep_or_set_is_hashed_as_that_of_the_stage(tmp_path: Path, text: str) -> None:
+    (stage,) = read(tmp_path, f"stages: {{a: {{recipe: sft, {text}}}}}").stages
+    assert stage.files == (Path("x.yaml"),)
+    assert stage.argv[:2] == ["--config", "x.yaml"]
+    assert stage.argv.count("--config") == 1
+    assert stage.has_given_config
+
+
 def test_config_next_to_pipeline_suggests_here_reference(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").touch()
     with pytest.raises(ConfigError, match=r"a.config: there is no mine.yaml here\n    write \$\{here\}/mine.yaml"):

@@ -261,20 +261,21 @@ class _Reader:
         def resolve(value: Any) -> _Known:
             return self._resolve(where, _write(value))
 
-        flags = {**(entry.get("set") or {}), **keys}
         words = [resolve(word) for word in self._find_program(where, kind, entry)]
-        argv = [_Known("--config", "--config"), resolve(entry["config"])] if "config" in entry else []
-        for key, value in flags.items():
-            argv += [_Known(f"--{key}", f"--{key}"), resolve(value)]
+        # `config` comes first, and may be swept too.
+        given = {"config": entry.get("config")} | (entry.get("set") or {}) | dict(keys)
+        flags = {key: resolve(value) for key, value in given.items() if (key, value) != ("config", None)}
+        argv = [word for key, value in flags.items() for word in (_Known(f"--{key}", f"--{key}"), value)]
         # A recipe writes to its own `output_dir` if `set` has one.
-        place = entry.get("output", flags.get("output_dir") if kind == "recipe" else None)
-        output = _Known(str(folder / name), "") if place is None else resolve(place)
+        place = resolve(entry["output"]) if "output" in entry else flags.get("output_dir") if kind == "recipe" else None
+        output = place or _Known(str(folder / name), "")
         needs = [stage for word in (*words, *argv, output) for stage in word.stages]
         needs += self._find_needs(where, entry)
         identity = [kind, *(word.symbol for word in (*words, *argv, output))]
         arguments = [word.text for word in argv]
         # A configuration that another stage writes is covered by the hash of that stage.
-        files = [find_shipped(Path(arguments[1]))] if "config" in entry and not argv[1].stages else []
+        config = flags.get("config")
+        files = [find_shipped(Path(config.text))] if config and not config.stages else []
         if files and not files[0].exists() and (self.path.parent / files[0]).is_file():
             self._refuse(f"{where}.config", f"there is no {files[0]} here", f"write ${{here}}/{files[0]}")
         if kind == "recipe":
