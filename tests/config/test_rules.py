@@ -244,6 +244,12 @@ COMPATIBLE = {
         "scale_rewards: true",
         "scale_rewards: false",
         "sapo_temperature_pos: 1.1\nloss_type: sapo\nnum_generations: 4",
+        "push_to_hub: true\nhub_strategy: end",
+        "hub_strategy: every_save\nattn_implementation: varlen",
+        "vllm_importance_sampling_clip_min: 0.5",
+        "vllm_importance_sampling_clip_min: 0.5\nvllm_importance_sampling_clip_max: null",
+        "vllm_importance_sampling_mode: sequence_mask",
+        "vllm_importance_sampling_mode: token_mask\nloss_type: vespo",
     ],
     "pretrain": [
         "dtype: bfloat16\noptim: adamw_torch_4bit\noptim_args: bf16_stochastic_round=True",
@@ -323,6 +329,8 @@ def test_ppo_needs_reward_and_pretrain_needs_model(problems_of) -> None:
     assert "no reward: neither" in problem.found
     (problem,) = problems_of("reward_funcs: [length]\n", text=text, recipe="ppo")
     assert "not an import path" in problem.found
+    (problem,) = problems_of("reward_funcs: {a: b}\nreward_weights: [1]\n", text=text, recipe="ppo")
+    assert "`reward_funcs` is a mapping" in problem.found
     text = "dataset_name: owner/dataset\noutput_dir: out\nmax_length: 64\n"
     (problem,) = problems_of(text=text, recipe="pretrain")
     assert "neither `model_config` nor" in problem.found
