@@ -21,6 +21,10 @@ from recipes_lib.errors import ConfigError
         ("sft/config_qlora", {"use_peft": True}, "lora", None),
         ("sft/config_full", {"load_in_4bit": True}, "lora", None),
         ("sft/config_lora", {}, "lora", None),
+        ("dpo/config_lora", {}, "dpo", None),
+        ("online/dpo_full", {"output_dir": "data/gold"}, "dpo", None),
+        ("dpo/config", {"output_dir": "data/gold"}, "dpo", None),
+        ("mine/config", {"output_dir": "data/gold"}, "sft", None),
         ("sft/config_full", {"use_peft": False}, "sft", None),
         ("cpt/config_full", {}, "pretrain", None),
         ("recipes/mine", {}, "sft", None),
@@ -57,9 +61,11 @@ def test_method_is_inferred_from_file_name(recipe: str) -> None:
 
 @pytest.mark.parametrize("name", ["cpo", "online_dpo", "nash_md", "bco", "kto"])
 def test_unsupported_method_is_refused_unless_recipe_is_given(name: str) -> None:
-    with pytest.raises(ConfigError, match=name.split("_")[0].upper()):
-        infer_method([name, "scripts"], {"beta": 0.1})
+    for names in ([name, "scripts"], ["config_full", name]):
+        with pytest.raises(ConfigError, match=name.split("_")[0].upper()):
+            infer_method(names, {"beta": 0.1})
     assert infer_method([name, "scripts"], {"beta": 0.1}, "dpo").recipe == "dpo"
+    assert infer_method(["orpo"], {}, "sft").loss_type is None
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ _RECIPES_OF_KEYS: Final = {key: recipes.split() for keys, recipes in _METHODS["k
 """Key -> recipes that it identifies, the most likely first."""
 _ADAPTER_KEYS: Final = ("use_peft", "load_in_4bit", "load_in_8bit", "adapter", "finetuning_type")
 """Keys that train an adapter at ``true``, ``lora`` or ``qlora``."""
-_TEACHER: Final = "teacher_model_name_or_path"
 _NAMES_OF_RUNS: Final = ("stage", "rl", "adapter", "finetuning_type", "output_dir", "hub_model_id", "run_name")
 """Keys whose text names the method: those of LLaMA-Factory and axolotl, then names of outputs."""
 
@@ -78,8 +77,8 @@ def infer_method(names: Sequence[str], values: Mapping[str, Any], recipe: str | 
         found = f"the name {named[0][0]!r} says {unsupported.upper()}, which no recipe trains"
         raise ConfigError(Problem("--migrate", found, "write `--recipe` if the file is for another method"))
     keys, possible = _narrow(values)
-    # A name with "distill" but no teacher is more likely that of a model or of data: other words take precedence.
-    named.sort(key=lambda pair: _RECIPE_OF_WORDS.get(pair[1]) == "distill" and _TEACHER not in values)
+    # Without a teacher, "distill" is more likely in the name of a model or of data: other words take precedence.
+    named.sort(key=lambda pair: _RECIPE_OF_WORDS.get(pair[1]) == "distill")
     name, word = next((pair for pair in named if _RECIPE_OF_WORDS.get(pair[1]) in possible), ("", ""))
     inferred = _RECIPE_OF_WORDS[word] if word else possible[0] if keys else "sft"
     adapters = [key for key in _ADAPTER_KEYS if values.get(key) in (True, "lora", "qlora")]
