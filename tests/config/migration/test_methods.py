@@ -37,6 +37,8 @@ from recipes_lib.errors import ConfigError
         ("rloo/mine", {"num_generations": 8, "beta": 0.0}, "rloo", None),
         ("recipes/mine", {"kl_coef": 0.05, "reward_model_path": "a/b"}, "ppo", None),
         ("recipes/mine", {"kl_coef": 0.05, "rloo_k": 4}, "rloo", None),
+        ("recipes/mine", {"num_ppo_epochs": 4, "num_generations": 4}, "rloo", None),
+        ("recipes/mine", {"rloo_k": 4, "packing": True}, "rloo", None),
         ("recipes/gkd", {"teacher_model_name_or_path": "a/b", "beta": 0.5}, "distill", None),
         ("sft/config_distill", {"output_dir": "data/Distill-7B"}, "sft", None),
         ("sft/config_distill", {"teacher_model_name_or_path": "a/b"}, "distill", None),
@@ -95,6 +97,7 @@ def test_file_of_another_method_is_not_ready(tmp_path: Path, minimal_text: str, 
     path = tmp_path / name
     path.write_text(f"{minimal_text}{line}\n")
     assert not migrate(path).is_ready
+    assert not infer_method(["mine"], {"stage": "pt"}, "pretrain").doubt
 
 
 def test_relative_path_is_resolved_to_infer_method(tmp_path: Path, monkeypatch) -> None:

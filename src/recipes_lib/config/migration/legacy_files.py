@@ -117,7 +117,7 @@ def _narrow(values: Mapping[str, Any]) -> tuple[list[str], Sequence[str]]:
 
 
 def _doubt(recipe: str, keys: Sequence[str], possible: Sequence[str], adapters: Sequence[str]) -> str:
-    if keys and recipe not in possible:
+    if recipe not in possible:
         shown = ", ".join(f"`{key}`" for key in keys[:3])
         return f"{shown} belong to {' or '.join(possible)}, and the recipe is {recipe}: it would be another method"
     if adapters and "use_peft" not in load_table(recipe).keys:
