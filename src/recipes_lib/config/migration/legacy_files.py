@@ -143,18 +143,14 @@ def convert_datasets(values: Mapping[str, Any]) -> tuple[dict[str, Any] | None, 
         extra = {"test_split_size": legacy["test_split_size"]} if legacy.get("test_split_size") else {}
         legacy = legacy.get("datasets")
     if not isinstance(legacy, Sequence) or not all(
-        isinstance(item, Mapping)
-        and item.keys() <= _ENTRY_KEYS
-        and not isinstance(item.get("type"), Mapping)
-        and isinstance(item.get("fraction") or 0, int | float)
+        isinstance(item, Mapping) and item.keys() <= _ENTRY_KEYS and not isinstance(item.get("type"), Mapping)
         for item in legacy
     ):
         return None, ""
-    total = sum(item.get("fraction") or 0 for item in legacy)
-    return _join([_convert_entry(item, total) for item in legacy], extra)
+    return _join([_convert_entry(item) for item in legacy], extra)
 
 
-def _convert_entry(item: Mapping[str, Any], total: float) -> dict[str, Any]:
+def _convert_entry(item: Mapping[str, Any]) -> dict[str, Any]:
     name = item.get("id") or item.get("path") or item.get("name")
     # With `path`, TRL's `name` is the configuration of a Hub dataset, as in `datasets.load_dataset`.
     config = item.get("config") or (item.get("name") if "path" in item else None)
@@ -163,9 +159,9 @@ def _convert_entry(item: Mapping[str, Any], total: float) -> dict[str, Any]:
         "config": config,
         "split": item.get("split"),
         # alignment-handbook's weight is a fraction of the dataset's own rows, which is `repeat` here; TRL's fraction is
-        # a share of the mixture, of any sum.
+        # a share of the mixture.
         "repeat": item.get("weight"),
-        "weight": round(item["fraction"] / total, 6) if item.get("fraction") else None,
+        "weight": item.get("fraction"),
     }
     return {key: value for key, value in entry.items() if value is not None}
 
@@ -180,11 +176,9 @@ def _convert_mixer(mixer: Any, splits: Any, configs: Any) -> tuple[dict[str, Any
     test = [split for split in splits or [] if str(split).startswith("test")]
     if len(train) > 1 or len(test) > 1 or (configs and len(configs) != len(pairs)):
         return None, ""
-    entries = [{"name": name, "repeat": fraction} for name, fraction in pairs]
-    for entry, config in zip(entries, configs or [], strict=False):
-        entry["config"] = config
-    for entry in entries:
-        entry |= {"split": train[0]} if train else {}
+    split = {"split": train[0]} if train else {}
+    named = [{"config": config} for config in configs or []] or [{}] * len(pairs)
+    entries = [{"name": pair[0], "repeat": pair[1]} | config | split for pair, config in zip(pairs, named, strict=True)]
     return _join(entries, {"dataset_test_split": test[0]} if test and len(entries) == 1 else {})
 
 
