@@ -85,7 +85,7 @@ def test_value_is_converted_to_declared_type(line: str, value: Any) -> None:
         ("packing: 1", "true or false"),
         ("packing: maybe", "true or false"),
         ("eos_token: None", "null"),
-        ("pad_token: [PAD]", "quote a text"),
+        ("pad_token: [PAD]", "quote a text in brackets"),
         ("eval_strategy: off", "one of"),
         ("optim: adamw_hf", "adamw_torch"),
         ("optim: adam_torch", "did you mean adamw_torch"),

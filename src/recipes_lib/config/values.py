@@ -276,7 +276,7 @@ class Reader:
         found, remedy = "a list" if isinstance(node, yaml.SequenceNode) else "a mapping", f"write {describe(schema)}"
         # An entry that is not in a list, or as in alignment-handbook's dataset_mixer: {a/b: 0.5}.
         remedy += ": [{name: a/b}, ...]" if "name" in schema.get("items", {}).get("properties", {}) else ""
-        remedy += "; quote a text that begins with a bracket" if "string" in schema["type"] else ""
+        remedy += "; quote a text in brackets" if "string" in schema["type"] and len(node.value) == 1 else ""
         return self._refuse(node, f"`{name}` is {found}", remedy)
 
     def _read_mapping(self, name: str, node: yaml.MappingNode, schema: Schema) -> Any:
