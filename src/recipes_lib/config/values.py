@@ -28,6 +28,7 @@ _REMEDIES = (
     ("could not find expected ':'", "write `key: value`, with a blank after the colon"),
     ("'<document start>'", f"write one `key: value` a line; {_NEXT_TO}"),
     ("<block end>", "indent all keys of a mapping by the same number of blanks"),
+    ("'}', but got '{'", 'quote a value that contains braces, as in "${{sft.output}}"'),
     ("expected ',' or", "put commas between the items, and close the bracket of line {opened}"),
     ("end of stream", "close the quote that begins here"),
     ("escape", "write it in single quotes, in which a backslash is literal"),
