@@ -123,6 +123,13 @@ def test_config_of_sweep_or_set_is_hashed_as_that_of_the_stage(tmp_path: Path, t
     assert stage.has_given_config
 
 
+def test_keys_without_value_are_unset_and_a_sweep_may_have_one_value(tmp_path: Path) -> None:
+    text = "output_dir: null\nstages: {a: {run: x, config: null, output: null, needs: null, matrix: {seed: 0}}}"
+    (stage,) = read(tmp_path, text).stages
+    assert (stage.words, stage.output) == (["x", "--seed", "0"], tmp_path / "out" / "a-1")
+    assert load_pipeline(tmp_path / "p.yaml").output_dir == Path("runs")
+
+
 def test_config_next_to_pipeline_suggests_here_reference(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").touch()
     with pytest.raises(ConfigError, match=r"a.config: there is no mine.yaml here\n    write \$\{here\}/mine.yaml"):
