@@ -160,6 +160,14 @@ def test_home_folder_is_expanded_as_in_recipes(tmp_path: Path, monkeypatch: pyte
     assert second.output == tmp_path / "b"
 
 
+@pytest.mark.parametrize("folder", ["$SCRATCH/runs", "${HOME}/runs", "${here}/runs"])
+def test_variable_in_output_dir_is_refused(tmp_path: Path, folder: str) -> None:
+    """It would be a folder of that name."""
+    (tmp_path / "p.yaml").write_text(f"output_dir: {folder}\nstages: {{a: {{run: x}}}}")
+    with pytest.raises(ConfigError, match=r"p.yaml: output_dir: is '.*runs'\n    variables are not expanded"):
+        load_pipeline(tmp_path / "p.yaml")
+
+
 def test_output_dir_of_set_is_output_of_recipe(tmp_path: Path) -> None:
     text = "stages: {a: {recipe: sft, set: {output_dir: '${output_dir}/x'}}, b: {run: 'show ${a.output}'}}"
     first, second = read(tmp_path, text).stages

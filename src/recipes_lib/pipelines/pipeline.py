@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import yaml
 
-from recipes_lib.config.paths import expand_home
+from recipes_lib.config.paths import NO_VARIABLES, VARIABLE, expand_home
 from recipes_lib.config.table import RECIPE_NAMES, TABLES
 from recipes_lib.config.values import SECRET_REMEDY, has_secret_shape, read_yaml
 from recipes_lib.errors import ConfigError, Problem, suggest
@@ -43,7 +43,7 @@ _REQUIREMENT: Final = re.compile(
 _RESERVED: Final = ("pipeline.json", "index.html", "jobs")
 """Names in the output folder that `recipes run` writes itself."""
 _SHELL_OPERATORS: Final = {"&&", "||", "|", ";", "&", ">", ">>", "<"}
-_VARIABLE: Final = re.compile(r"[^\W\d]\w*", re.ASCII)
+_VARIABLE_NAME: Final = re.compile(r"[^\W\d]\w*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,10 @@ def load_pipeline(path: Path, output_dir: str | None = None) -> Pipeline:
         raise ConfigError(Problem(str(path), "has no `stages`", f"write {_KEYS['pipeline']['stages']['example']}"))
     reader = _Reader(path)
     if reader.has_shape(str(path), document, "pipeline"):
-        folder = Path(expand_home(output_dir or document.get("output_dir") or "runs"))
+        text = output_dir or document.get("output_dir") or "runs"
+        if VARIABLE.search(text):
+            raise ConfigError(Problem(f"{path}: output_dir", f"is {text[:120]!r}", NO_VARIABLES))
+        folder = Path(expand_home(text))
         stages = reader.read(document["stages"], folder)
         environment = reader.read_environment(document.get("environment") or {})
         if not reader.problems:
@@ -159,7 +162,7 @@ class _Reader:
         environment = {str(name): _write(value) for name, value in entries.items()}
         for name, value in environment.items():
             where = f"{self.path}: environment.{name}"
-            if not _VARIABLE.fullmatch(name):
+            if not _VARIABLE_NAME.fullmatch(name):
                 self._refuse(where, "is not a name of an environment variable", "write letters, digits and _")
             if has_secret_shape(f"{name}={value}"):
                 self._refuse(where, "looks like an access token", SECRET_REMEDY)
