@@ -84,8 +84,7 @@ def run_pipeline(
                     return code
             # Also for a stage that was skipped: its gates may have been changed since.
             if broken := list(find_broken_gates(stage)):
-                for gate in broken:
-                    say(f"{stage.name}: {gate}")
+                say("\n".join(f"{stage.name}: {gate}" for gate in broken))
                 return EXIT_DIVERGED
     return EXIT_DONE
 

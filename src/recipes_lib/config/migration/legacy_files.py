@@ -15,7 +15,6 @@ from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.config.values import plain_value
 from recipes_lib.errors import ConfigError, Problem
 
-_GROUP_RECIPES: Final = ("grpo", "rloo")
 _METHODS: Final = read_lists(Path(__file__).with_name("methods.yaml"))
 _RECIPES_OF_KEYS: Final = {key: recipes.split() for keys, recipes in _METHODS["keys"] for key in keys.split()}
 """Key -> recipes that it identifies, the most likely first."""
@@ -39,7 +38,6 @@ COMPANIONS: Final = ("dataset_splits", "dataset_configs")
 # `type` is axolotl's layout of the rows, which is detected here.
 _ENTRY_KEYS = {"id", "path", "name", "config", "split", "columns", "weight", "fraction", "type"}
 _COMMAND: Final = re.compile(r"\s*(#.*\n|\$ |\w+=\S*\s)*\s*(python3?|accelerate launch|torchrun|trl|uv run)\s")
-_TEXT: Final = "tag:yaml.org,2002:str"
 
 
 class Method(NamedTuple):
@@ -105,7 +103,7 @@ def _narrow(values: Mapping[str, Any]) -> tuple[list[str], Sequence[str]]:
         if loss in load_table("dpo").keys["loss_type"].schema["items"]["enum"]:
             evidence["loss_type"] = ("dpo",)
         elif loss in load_table("grpo").keys["loss_type"].schema["enum"]:
-            evidence["loss_type"] = _GROUP_RECIPES
+            evidence["loss_type"] = ("grpo", "rloo")
     keys: list[str] = []
     possible: Sequence[str] = RECIPE_NAMES
     # A key that contradicts those before it is ignored.
@@ -264,4 +262,4 @@ def _read_word(word: str) -> Any:
         except yaml.YAMLError:
             return word
     # Not a boolean: `no` is a value of `eval_strategy`.
-    return word if word.lower() in ("yes", "no", "on", "off") else plain_value(yaml.ScalarNode(_TEXT, word))
+    return word if word.lower() in ("yes", "no", "on", "off") else plain_value(yaml.ScalarNode("", word))
