@@ -324,21 +324,30 @@ def test_hidden_state_losses_are_off_by_default() -> None:
     assert not any(getattr(LayersConfig(), key) for key in WEIGHTS)
 
 
-def test_ppo_needs_reward_and_pretrain_needs_model(problems_of) -> None:
-    text = "model_name_or_path: owner/model\ndataset_name: owner/dataset\noutput_dir: out\n"
-    (problem,) = problems_of(text=text, recipe="ppo")
-    assert "no reward: neither" in problem.found
-    (problem,) = problems_of("reward_funcs: [length]\n", text=text, recipe="ppo")
-    assert "not an import path" in problem.found
-    (problem,) = problems_of("reward_funcs: {a: b}\nreward_weights: [1]\n", text=text, recipe="ppo")
-    assert "`reward_funcs` is a mapping" in problem.found
-    text = "dataset_name: owner/dataset\noutput_dir: out\nmax_length: 64\n"
-    (problem,) = problems_of(text=text, recipe="pretrain")
-    assert "neither `model_config` nor" in problem.found
-    (problem,) = problems_of(
-        "model_config: {vocab_size: 8}\ntokenizer_name_or_path: a/b\n", text=text, recipe="pretrain"
-    )
-    assert problem.found == "`model_config` has no `model_type`"
+@pytest.mark.parametrize(
+    ("recipe", "lines", "found"),
+    [
+        ("ppo", "model_name_or_path: a/b\n", "no reward: neither"),
+        ("ppo", "model_name_or_path: a/b\nreward_funcs: [length]\n", "not an import path"),
+        ("ppo", "model_name_or_path: a/b\nreward_funcs: {a: b}\nreward_weights: [1]\n", "`reward_funcs` is a mapping"),
+        ("pretrain", "max_length: 64\n", "neither `model_config` nor"),
+        ("pretrain", "max_length: 64\nmodel_config: 3\n", "`model_config` is '3'"),
+        ("pretrain", "max_length: 64\nmodel_config: {model_type: llama}\n", "has no tokenizer"),
+        (
+            "pretrain",
+            "max_length: 64\nmodel_config: {model_type: llama}\ntokenizer_name_or_path: {a: b}\n",
+            "`tokenizer_name_or_path` is a mapping",
+        ),
+        (
+            "pretrain",
+            "max_length: 64\nmodel_config: {vocab_size: 8}\ntokenizer_name_or_path: a/b\n",
+            "`model_config` has no `model_type`",
+        ),
+    ],
+)
+def test_start_of_ppo_and_pretraining_is_one_problem(problems_of, recipe: str, lines: str, found: str) -> None:
+    (problem,) = problems_of(text=f"dataset_name: owner/dataset\noutput_dir: out\n{lines}", recipe=recipe)
+    assert found in problem.found
 
 
 def test_missing_keys_are_reported_together(problems_of) -> None:
