@@ -440,6 +440,7 @@ def test_mixture_with_weight_and_repeat_is_refused(recipe: str) -> None:
         ([(0, [1])], "phase 0"),
         ([(0, [1, -1])], "phase 0"),
         ([(0, [0, 0])], "phase 0"),
+        ([], "start at [] tokens"),
     ],
 )
 def test_curriculum_phases_are_validated(problems_of, phases, found) -> None:
