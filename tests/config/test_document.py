@@ -73,6 +73,7 @@ def test_document_must_be_one_flat_mapping(text: str, line: int, word: str) -> N
         ("a:\n    b: 1\n  c: 2\n", 3, "the same number of blanks"),
         ("a: 1\nb: 'x\nc: 3\nd: 4\n", 2, "close the quote"),
         ("a: 1\nb: [1, 2\nc: 3\n", 3, "the bracket of line 2"),
+        ("a: 1\nb: {c: ${d.output}}\n", 2, 'contains braces, as in "${sft.output}"'),
         ("a: 1\nb: @x\n", 2, "quote a value"),
         ("a: 1\nb: %x\n", 2, "quote a value"),
         ("a: 1\nb: *\n", 2, "quote a value"),

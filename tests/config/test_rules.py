@@ -82,6 +82,7 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
             5,
             "dataset_streaming",
         ),
+        ("max_steps: 9\nwarmup_steps: 0\ndataset_streaming: true\nmax_length: x", 8, "`max_length` is 'x'"),
         ("save_keep_steps: 100", 5, "is not a multiple of"),
         ("save_keep_steps: 100\nsave_steps: 30", 5, "is not a multiple of"),
         ("save_keep_steps: 100\nsave_strategy: no", 5, "no effect: `save_strategy` is"),
@@ -116,6 +117,7 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
         ("lora_r: 8", 5, "`lora_r` has no effect: `use_peft` is false"),
         ("use_peft: true\nlora_dropout: 0.1", 6, "adds noise"),
         ("loss_type: [sigmoid, sft]\nloss_weights: [1.0]", 6, "1 numbers for 2 losses"),
+        ("loss_type: [sigmoid, sft]\nloss_weights: [0, 0.0]", 6, "all are 0: nothing would be trained"),
         ("simpo_gamma: 1.0", 5, "`simpo_gamma` has no effect: `loss_type` is"),
         ("loss_type: sigmoid\nlabel_smoothing: 0.1", 6, "`label_smoothing` has no effect: `loss_type` is"),
         ("loss_type: exo_pair", 5, "needs `label_smoothing`"),
@@ -132,6 +134,8 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
     ],
     "pretrain": [
         ("model_config: {model_type: llama}\ntokenizer_name_or_path: a/b", 5, "are both set"),
+        ("dtype: bfloat16\noptim: adamw_torch_4bit", 5, "is rounded to 0"),
+        ("dtype: float16\noptim: adamw_torch_4bit\noptim_args: bf16_stochastic_round=True", 5, "is rounded to 0"),
         ("max_tokens: 1000\nmax_steps: 5", 6, "`max_steps` has no effect"),
         ("max_tokens: 1000\nnum_train_epochs: 2", 6, "`num_train_epochs` has no effect"),
         ("warmup_tokens: 10\nwarmup_steps: 5", 6, "`warmup_steps` has no effect"),
@@ -243,10 +247,17 @@ COMPATIBLE = {
         "scale_rewards: true",
         "scale_rewards: false",
         "sapo_temperature_pos: 1.1\nloss_type: sapo\nnum_generations: 4",
+        "push_to_hub: true\nhub_strategy: end",
+        "hub_strategy: every_save\nattn_implementation: varlen",
+        "vllm_importance_sampling_clip_min: 0.5",
+        "vllm_importance_sampling_clip_min: 0.5\nvllm_importance_sampling_clip_max: null",
+        "vllm_importance_sampling_mode: sequence_mask",
+        "vllm_importance_sampling_mode: token_mask\nloss_type: vespo",
     ],
     "pretrain": [
         "dtype: bfloat16\noptim: adamw_torch_4bit\noptim_args: bf16_stochastic_round=True",
         "dtype: bfloat16\noptim: adamw_torch_8bit\noptim_args: bf16_stochastic_round=True",
+        "dtype: bfloat16\noptim: adamw_bf16_stochastic",
     ],
     "sft": [
         "max_steps: 10\nwarmup_steps: 0.1\ndataset_streaming: true\nmax_length: 64",
@@ -316,19 +327,30 @@ def test_hidden_state_losses_are_off_by_default() -> None:
     assert not any(getattr(LayersConfig(), key) for key in WEIGHTS)
 
 
-def test_ppo_needs_reward_and_pretrain_needs_model(problems_of) -> None:
-    text = "model_name_or_path: owner/model\ndataset_name: owner/dataset\noutput_dir: out\n"
-    (problem,) = problems_of(text=text, recipe="ppo")
-    assert "no reward: neither" in problem.found
-    (problem,) = problems_of("reward_funcs: [length]\n", text=text, recipe="ppo")
-    assert "not an import path" in problem.found
-    text = "dataset_name: owner/dataset\noutput_dir: out\nmax_length: 64\n"
-    (problem,) = problems_of(text=text, recipe="pretrain")
-    assert "neither `model_config` nor" in problem.found
-    (problem,) = problems_of(
-        "model_config: {vocab_size: 8}\ntokenizer_name_or_path: a/b\n", text=text, recipe="pretrain"
-    )
-    assert problem.found == "`model_config` has no `model_type`"
+@pytest.mark.parametrize(
+    ("recipe", "lines", "found"),
+    [
+        ("ppo", "model_name_or_path: a/b\n", "no reward: neither"),
+        ("ppo", "model_name_or_path: a/b\nreward_funcs: [length]\n", "not an import path"),
+        ("ppo", "model_name_or_path: a/b\nreward_funcs: {a: b}\nreward_weights: [1]\n", "`reward_funcs` is a mapping"),
+        ("pretrain", "max_length: 64\n", "neither `model_config` nor"),
+        ("pretrain", "max_length: 64\nmodel_config: 3\n", "`model_config` is '3'"),
+        ("pretrain", "max_length: 64\nmodel_config: {model_type: llama}\n", "has no tokenizer"),
+        (
+            "pretrain",
+            "max_length: 64\nmodel_config: {model_type: llama}\ntokenizer_name_or_path: {a: b}\n",
+            "`tokenizer_name_or_path` is a mapping",
+        ),
+        (
+            "pretrain",
+            "max_length: 64\nmodel_config: {vocab_size: 8}\ntokenizer_name_or_path: a/b\n",
+            "`model_config` has no `model_type`",
+        ),
+    ],
+)
+def test_start_of_ppo_and_pretraining_is_one_problem(problems_of, recipe: str, lines: str, found: str) -> None:
+    (problem,) = problems_of(text=f"dataset_name: owner/dataset\noutput_dir: out\n{lines}", recipe=recipe)
+    assert found in problem.found
 
 
 def test_missing_keys_are_reported_together(problems_of) -> None:
@@ -418,6 +440,7 @@ def test_mixture_with_weight_and_repeat_is_refused(recipe: str) -> None:
         ([(0, [1])], "phase 0"),
         ([(0, [1, -1])], "phase 0"),
         ([(0, [0, 0])], "phase 0"),
+        ([], "start at [] tokens"),
     ],
 )
 def test_curriculum_phases_are_validated(problems_of, phases, found) -> None:

@@ -114,6 +114,22 @@ stages:
         read(tmp_path, 'stages: {sft: {run: "true", matrix: {seed: [0, 1]}}, b: {run: "cp ${sft.output}"}}')
 
 
+@pytest.mark.parametrize("text", ["matrix: {seed: [0], config: [x.yaml]}", "config: no.yaml, set: {config: x.yaml}"])
+def test_config_of_sweep_or_set_is_hashed_as_that_of_the_stage(tmp_path: Path, text: str) -> None:
+    (stage,) = read(tmp_path, f"stages: {{a: {{recipe: sft, {text}}}}}").stages
+    assert stage.files == (Path("x.yaml"),)
+    assert stage.argv[:2] == ["--config", "x.yaml"]
+    assert stage.argv.count("--config") == 1
+    assert stage.has_given_config
+
+
+def test_keys_without_value_are_unset_and_a_sweep_may_have_one_value(tmp_path: Path) -> None:
+    text = "output_dir: null\nstages: {a: {run: x, config: null, output: null, needs: null, matrix: {seed: 0}}}"
+    (stage,) = read(tmp_path, text).stages
+    assert (stage.words, stage.output) == (["x", "--seed", "0"], tmp_path / "out" / "a-1")
+    assert load_pipeline(tmp_path / "p.yaml").output_dir == Path("runs")
+
+
 def test_config_next_to_pipeline_suggests_here_reference(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").touch()
     with pytest.raises(ConfigError, match=r"a.config: there is no mine.yaml here\n    write \$\{here\}/mine.yaml"):
@@ -142,6 +158,14 @@ def test_home_folder_is_expanded_as_in_recipes(tmp_path: Path, monkeypatch: pyte
     assert first.output == tmp_path / "runs" / "a"
     assert second.words == ["show", str(first.output)]
     assert second.output == tmp_path / "b"
+
+
+@pytest.mark.parametrize("folder", ["$SCRATCH/runs", "${HOME}/runs", "${here}/runs"])
+def test_variable_in_output_dir_is_refused(tmp_path: Path, folder: str) -> None:
+    """It would be a folder of that name."""
+    (tmp_path / "p.yaml").write_text(f"output_dir: {folder}\nstages: {{a: {{run: x}}}}")
+    with pytest.raises(ConfigError, match=r"p.yaml: output_dir: is '.*runs'\n    variables are not expanded"):
+        load_pipeline(tmp_path / "p.yaml")
 
 
 def test_output_dir_of_set_is_output_of_recipe(tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ def test_failing_stage_ends_pipeline_and_resumes(project: Project, monkeypatch: 
     monkeypatch.setenv("FAIL_b", "75")
     assert project.go() == 75
     assert project.log == ["a", "b"]
+    assert project.messages[-1] == "b ended with exit code 75; the same command resumes here"
     monkeypatch.delenv("FAIL_b")
     assert project.go() == 0
     assert project.log == ["a", "b", "b", "c"]
@@ -239,6 +240,18 @@ def test_concurrent_run_is_rejected(project: Project) -> None:
     assert project.go() == 0
 
 
+def test_job_of_one_stage_excludes_that_stage_and_longer_runs(project: Project) -> None:
+    assert project.go() == 0
+    out = project.folder / "out"
+    with (out / "pipeline.json.lock").open("a") as all_stages, (out / "pipeline.json.a.lock").open("a") as own:
+        assert try_lock(all_stages, is_shared=True)
+        assert try_lock(own, is_shared=True)
+        assert project.go("c") == 0
+        for names in ((), ("a",), ("b", "c")):
+            with pytest.raises(ConfigError, match="another `recipes run` is running this pipeline"):
+                project.go(*names)
+
+
 def test_seconds_accumulate_and_damaged_record_is_rejected(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     path = project.folder / "out" / "pipeline.json"
     monkeypatch.setenv("FAIL_a", "1")
@@ -265,8 +278,9 @@ def test_missing_program_is_rejected(tmp_path: Path, environment: str) -> None:
     assert json.loads((tmp_path / "out" / "pipeline.json").read_text())["stages"]["a"]["status"] == "stopped"
 
 
-def test_sigterm_is_forwarded_to_stage_and_pipeline_resumes(project: Project) -> None:
-    (project.folder / "work.sh").write_text("trap 'exit 75' TERM; kill -TERM $PPID; while :; do sleep 0.01; done")
+@pytest.mark.parametrize("name", ["TERM", "USR1", "HUP"])
+def test_stop_signal_is_forwarded_to_stage_and_pipeline_resumes(project: Project, name: str) -> None:
+    (project.folder / "work.sh").write_text(f"trap 'exit 75' TERM; kill -{name} $PPID; while :; do sleep 0.01; done")
     assert project.go() == 75
     assert project.read_status() == {"a": "stopped"}
     (project.folder / "work.sh").write_text(WORK)
@@ -282,6 +296,15 @@ def test_sigterm_stops_pipeline_after_stage_that_ignores_it(project: Project) ->
     (project.folder / "work.sh").write_text(WORK)
     assert project.go() == 0
     assert project.log == ["a", "b", "c"]
+
+
+def test_hangup_is_ignored_under_nohup(project: Project) -> None:
+    (project.folder / "work.sh").write_text(f"kill -HUP $PPID\n{WORK}")
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert project.go() == 0
+    finally:
+        signal.signal(signal.SIGHUP, previous)
 
 
 def test_killed_pipeline_resumes(project: Project) -> None:

@@ -24,8 +24,8 @@ REFERENCES: Final = (
     *("replay_dataset", "ewc_reference"),
 )
 """Keys whose value is a path or a Hub id."""
-_VARIABLE = re.compile(r"\$[\w{]")
-_NO_VARIABLES = "variables are not expanded in a file: write the value, or pass it as a flag, which the shell expands"
+VARIABLE: Final = re.compile(r"\$[\w{]")
+NO_VARIABLES = "variables are not expanded in a file: write the value, or pass it as a flag, which the shell expands"
 _OUTPUTS = ("output_dir", "prepared_dir")
 PATH_KEYS: Final = (*REFERENCES, "replay_from", "dataset_test_split", "chat_template_path", *_OUTPUTS)
 """Keys whose value may be a path, in which ``~/`` is expanded to the home folder."""
@@ -77,8 +77,8 @@ def _check_output(key: str, settings: Settings) -> Iterator[Problem]:
     if path.startswith("~"):
         found = f"`{key}` begins with `{path.partition('/')[0]}`, and only `~/` is expanded"
         yield settings.problem(key, found, f"write `~/...`, or `./{path}` if that is its name")
-    if _VARIABLE.search(path):
-        yield settings.problem(key, f"`{key}` is {path[:120]!r}", _NO_VARIABLES)
+    if VARIABLE.search(path):
+        yield settings.problem(key, f"`{key}` is {path[:120]!r}", NO_VARIABLES)
 
 
 def _locate_entry(settings: Settings, index: int) -> str:
@@ -125,8 +125,8 @@ def suggest_sibling(text: str) -> str:
     path = Path(text)
     if "*" in text:
         return "patterns are not expanded: name the folder, or list the files in `dataset_mixture`"
-    if _VARIABLE.search(text):
-        return _NO_VARIABLES
+    if VARIABLE.search(text):
+        return NO_VARIABLES
     try:
         return suggest(path.name, [sibling.name for sibling in path.parent.iterdir()], "", f"{path.parent / '{}'}")
     except (OSError, ValueError):

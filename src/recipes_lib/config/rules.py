@@ -495,6 +495,8 @@ def check_preference(settings: Settings) -> Iterator[Problem]:
     if weights is not None and len(weights) != len(losses):
         found = f"`loss_weights` has {len(weights)} numbers for {len(losses)} losses"
         yield settings.problem("loss_weights", found, f"write {len(losses)}, in the order of `loss_type`")
+    elif weights and not any(weights):
+        yield settings.problem("loss_weights", "all are 0: nothing would be trained", "give a loss a weight")
     if settings["beta"] == 0:
         found = "`beta: 0` makes the loss constant: `beta` scales the log-ratios"
         yield settings.problem("beta", found, "write a number above 0, such as 0.1")

@@ -28,6 +28,7 @@ _REMEDIES = (
     ("could not find expected ':'", "write `key: value`, with a blank after the colon"),
     ("'<document start>'", f"write one `key: value` a line; {_NEXT_TO}"),
     ("<block end>", "indent all keys of a mapping by the same number of blanks"),
+    ("'}', but got '{'", 'quote a value that contains braces, as in "${{sft.output}}"'),
     ("expected ',' or", "put commas between the items, and close the bracket of line {opened}"),
     ("end of stream", "close the quote that begins here"),
     ("escape", "write it in single quotes, in which a backslash is literal"),
@@ -276,6 +277,7 @@ class Reader:
         found, remedy = "a list" if isinstance(node, yaml.SequenceNode) else "a mapping", f"write {describe(schema)}"
         # An entry that is not in a list, or as in alignment-handbook's dataset_mixer: {a/b: 0.5}.
         remedy += ": [{name: a/b}, ...]" if "name" in schema.get("items", {}).get("properties", {}) else ""
+        remedy += "; quote a text in brackets" if "string" in schema["type"] and len(node.value) == 1 else ""
         return self._refuse(node, f"`{name}` is {found}", remedy)
 
     def _read_mapping(self, name: str, node: yaml.MappingNode, schema: Schema) -> Any:
@@ -308,9 +310,12 @@ class Reader:
 
     def _read_choice(self, name: str, node: yaml.ScalarNode, schema: Schema) -> Any:
         choices = schema.get("enum")
-        # Upper case is accepted, as in `log_level: INFO`: no two choices differ in case only.
-        if choices is None or node.value in choices or node.value.lower() in choices:
-            return node.value if choices is None or node.value in choices else node.value.lower()
+        if choices is None or node.value in choices:
+            return node.value
+        # Upper case is accepted, as in `log_level: INFO`: no two choices differ in case only. So is the boolean that
+        # other parsers read for `no`.
+        if (value := "no" if node.value == "false" else node.value.lower()) in choices:
+            return value
         known = [choice for choice in choices if choice and isinstance(choice, str)] if len(choices) > 8 else []
         remedy = suggest(node.value, known, f"write {describe(schema)}", "{}")
         return self._refuse_scalar(name, node, remedy)

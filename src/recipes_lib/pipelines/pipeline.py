@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import yaml
 
-from recipes_lib.config.paths import expand_home
+from recipes_lib.config.paths import NO_VARIABLES, VARIABLE, expand_home
 from recipes_lib.config.table import RECIPE_NAMES, TABLES
 from recipes_lib.config.values import SECRET_REMEDY, has_secret_shape, read_yaml
 from recipes_lib.errors import ConfigError, Problem, suggest
@@ -43,7 +43,7 @@ _REQUIREMENT: Final = re.compile(
 _RESERVED: Final = ("pipeline.json", "index.html", "jobs")
 """Names in the output folder that `recipes run` writes itself."""
 _SHELL_OPERATORS: Final = {"&&", "||", "|", ";", "&", ">", ">>", "<"}
-_VARIABLE: Final = re.compile(r"[^\W\d]\w*", re.ASCII)
+_VARIABLE_NAME: Final = re.compile(r"[^\W\d]\w*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,10 @@ def load_pipeline(path: Path, output_dir: str | None = None) -> Pipeline:
         raise ConfigError(Problem(str(path), "has no `stages`", f"write {_KEYS['pipeline']['stages']['example']}"))
     reader = _Reader(path)
     if reader.has_shape(str(path), document, "pipeline"):
-        folder = Path(expand_home(output_dir or document.get("output_dir") or "runs"))
+        text = output_dir or document.get("output_dir") or "runs"
+        if VARIABLE.search(text):
+            raise ConfigError(Problem(f"{path}: output_dir", f"is {text[:120]!r}", NO_VARIABLES))
+        folder = Path(expand_home(text))
         stages = reader.read(document["stages"], folder)
         environment = reader.read_environment(document.get("environment") or {})
         if not reader.problems:
@@ -159,7 +162,7 @@ class _Reader:
         environment = {str(name): _write(value) for name, value in entries.items()}
         for name, value in environment.items():
             where = f"{self.path}: environment.{name}"
-            if not _VARIABLE.fullmatch(name):
+            if not _VARIABLE_NAME.fullmatch(name):
                 self._refuse(where, "is not a name of an environment variable", "write letters, digits and _")
             if has_secret_shape(f"{name}={value}"):
                 self._refuse(where, "looks like an access token", SECRET_REMEDY)
@@ -261,20 +264,21 @@ class _Reader:
         def resolve(value: Any) -> _Known:
             return self._resolve(where, _write(value))
 
-        flags = {**(entry.get("set") or {}), **keys}
         words = [resolve(word) for word in self._find_program(where, kind, entry)]
-        argv = [_Known("--config", "--config"), resolve(entry["config"])] if "config" in entry else []
-        for key, value in flags.items():
-            argv += [_Known(f"--{key}", f"--{key}"), resolve(value)]
+        # `config` comes first, and may be swept too.
+        given = {"config": entry.get("config")} | (entry.get("set") or {}) | dict(keys)
+        flags = {key: resolve(value) for key, value in given.items() if (key, value) != ("config", None)}
+        argv = [word for key, value in flags.items() for word in (_Known(f"--{key}", f"--{key}"), value)]
         # A recipe writes to its own `output_dir` if `set` has one.
-        place = entry.get("output", flags.get("output_dir") if kind == "recipe" else None)
-        output = _Known(str(folder / name), "") if place is None else resolve(place)
+        place = resolve(entry["output"]) if "output" in entry else flags.get("output_dir") if kind == "recipe" else None
+        output = place or _Known(str(folder / name), "")
         needs = [stage for word in (*words, *argv, output) for stage in word.stages]
         needs += self._find_needs(where, entry)
         identity = [kind, *(word.symbol for word in (*words, *argv, output))]
         arguments = [word.text for word in argv]
         # A configuration that another stage writes is covered by the hash of that stage.
-        files = [find_shipped(Path(arguments[1]))] if "config" in entry and not argv[1].stages else []
+        config = flags.get("config")
+        files = [find_shipped(Path(config.text))] if config and not config.stages else []
         if files and not files[0].exists() and (self.path.parent / files[0]).is_file():
             self._refuse(f"{where}.config", f"there is no {files[0]} here", f"write ${{here}}/{files[0]}")
         if kind == "recipe":
@@ -387,7 +391,8 @@ class _Reader:
         self.problems.append(Problem(where, found, remedy))
 
     def _refuse_reference(self, where: str, name: str, known: Any) -> None:
-        remedy = suggest(name, known, "name a stage above it, as in ${sft.output}", "{}")
+        otherwise = "name a stage above it, as in ${sft.output}; environment variables are not expanded"
+        remedy = suggest(name, known, otherwise, "{}")
         stage = name.removesuffix(".output")
         sweep = self.groups.get(stage, [])
         if len(sweep) > 1:

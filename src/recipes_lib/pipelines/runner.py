@@ -34,6 +34,7 @@ from recipes_lib.files import explain_write_errors, parse_number, read_lines, re
 from recipes_lib.pipelines.pipeline import Pipeline, Stage, holds
 
 STATE_FILE: Final = "pipeline.json"
+_STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _LOGS: Final = ("checkpoint-*", "report", "report.html", "index.html", "_lock", "*.replaced-*", "*.partial")
 """Patterns of files that may change or be deleted after the stage: they are not verified."""
 _SCORE: Final = re.compile(r"(?:tasks|groups)\.(.+)\.scores\.(.+)\.value")
@@ -66,7 +67,7 @@ def run_pipeline(
     Raises:
         ConfigError: A needed stage is neither chosen nor done; an old output cannot be renamed; a program does not
             exist; or another process runs this pipeline, or the same single stage.
-        PreemptedError: The process has received SIGTERM.
+        PreemptedError: The process has received a stop signal.
     """
     with _holding(pipeline.output_dir, chosen[0].name if len(chosen) == 1 else "") as locks:
         progress = _Progress(pipeline, on_change, launcher, locks)
@@ -83,8 +84,7 @@ def run_pipeline(
                     return code
             # Also for a stage that was skipped: its gates may have been changed since.
             if broken := list(find_broken_gates(stage)):
-                for gate in broken:
-                    say(f"{stage.name}: {gate}")
+                say("\n".join(f"{stage.name}: {gate}" for gate in broken))
                 return EXIT_DIVERGED
     return EXIT_DONE
 
@@ -313,11 +313,11 @@ def find_program(words: Sequence[str]) -> str | None:
 
 
 def run_child(words: Sequence[str], environment: Mapping[str, str], locks: Sequence[int] = ()) -> int:
-    """Run a command and return its exit code; SIGTERM is forwarded to it, and the command is waited for.
+    """Run a command and return its exit code; stop signals are forwarded as SIGTERM, and the command is waited for.
 
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed; raised when the command has ended.
-        PreemptedError: SIGTERM was received, and the command has finished successfully nevertheless.
+        PreemptedError: A stop signal was received, and the command has finished successfully nevertheless.
         ConfigError: The program does not exist or cannot be executed.
     """
     if missing := find_program(words):
@@ -326,7 +326,7 @@ def run_child(words: Sequence[str], environment: Mapping[str, str], locks: Seque
     # `env` adds the variables to the inherited ones, which this module need not read.
     variables = ["env", *(f"{name}={value}" for name, value in environment.items())] if environment else []
     process: subprocess.Popen[bytes] | None = None
-    is_interrupted = is_terminated = False
+    is_terminated = False
 
     def forward(*_: object) -> None:
         nonlocal is_terminated
@@ -334,32 +334,39 @@ def run_child(words: Sequence[str], environment: Mapping[str, str], locks: Seque
         if process is not None:
             process.terminate()
 
-    # A terminal sends ctrl-C to all of its processes; SIGTERM is sent to this one alone. Before the start, so that a
-    # signal at any time ends the stage too.
-    before = signal.signal(signal.SIGTERM, forward)
+    # A terminal sends ctrl-C to all of its processes; others may signal this one alone. Before the start, so that a
+    # signal at any time ends the stage too. nohup ignores SIGHUP, and so must this.
+    handled = [number for number in _STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in handled}
     try:
         process = subprocess.Popen([*variables, *words], pass_fds=locks)
         if is_terminated:
             process.terminate()
-        while True:
-            try:
-                code = process.wait()
-                break
-            # The terminal has sent SIGINT to the stage as well, which may be saving a checkpoint.
-            except KeyboardInterrupt:
-                is_interrupted = True
+        code, is_interrupted = _wait(process)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         found, remedy = f"cannot be started: {reason}", "name its interpreter: [bash, script.sh]"
         raise ConfigError(Problem(shlex.join(words), found, remedy)) from error
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if is_interrupted:
         raise KeyboardInterrupt
     if is_terminated and code == EXIT_DONE:
-        raise PreemptedError("SIGTERM received: the pipeline stops here; the same command resumes it")
+        raise PreemptedError("stop signal received: the pipeline stops here; the same command resumes it")
     # The convention of shells for a process that a signal has ended.
     return code if code >= 0 else 128 - code
+
+
+def _wait(process: subprocess.Popen[bytes]) -> tuple[int, bool]:
+    """Wait for a process; return its exit code, and whether ctrl-C was pressed meanwhile."""
+    is_interrupted = False
+    while True:
+        try:
+            return process.wait(), is_interrupted
+        # The terminal has sent SIGINT to the stage as well, which may be saving a checkpoint.
+        except KeyboardInterrupt:
+            is_interrupted = True
 
 
 def find_broken_gates(stage: Stage) -> Iterator[str]:

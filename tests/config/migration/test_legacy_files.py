@@ -29,6 +29,11 @@ from recipes_lib.config.migration.legacy_files import convert_datasets
             {"dataset_mixture": [{"name": "a/b", "config": "en", "split": "train"}, {"name": "c/d"}]},
         ),
         (
+            {"datasets": [{"path": "a/b", "fraction": 0.75}, {"path": "c/d", "fraction": 0.25, "split": "train"}]},
+            {"dataset_mixture": [{"name": "a/b", "weight": 0.75}, {"name": "c/d", "weight": 0.25, "split": "train"}]},
+        ),
+        ({"datasets": [{"path": "a/b", "fraction": 0.3, "name": None}]}, {"dataset_name": "a/b"}),
+        (
             {
                 "dataset_mixture": {
                     "datasets": [{"id": "a/b", "columns": ["messages"], "weight": 1.0}],

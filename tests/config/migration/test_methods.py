@@ -21,6 +21,10 @@ from recipes_lib.errors import ConfigError
         ("sft/config_qlora", {"use_peft": True}, "lora", None),
         ("sft/config_full", {"load_in_4bit": True}, "lora", None),
         ("sft/config_lora", {}, "lora", None),
+        ("dpo/config_lora", {}, "dpo", None),
+        ("online/dpo_full", {"output_dir": "data/gold"}, "dpo", None),
+        ("dpo/config", {"output_dir": "data/gold"}, "dpo", None),
+        ("mine/config", {"output_dir": "data/gold"}, "sft", None),
         ("sft/config_full", {"use_peft": False}, "sft", None),
         ("cpt/config_full", {}, "pretrain", None),
         ("recipes/mine", {}, "sft", None),
@@ -33,6 +37,8 @@ from recipes_lib.errors import ConfigError
         ("rloo/mine", {"num_generations": 8, "beta": 0.0}, "rloo", None),
         ("recipes/mine", {"kl_coef": 0.05, "reward_model_path": "a/b"}, "ppo", None),
         ("recipes/mine", {"kl_coef": 0.05, "rloo_k": 4}, "rloo", None),
+        ("recipes/mine", {"num_ppo_epochs": 4, "num_generations": 4}, "rloo", None),
+        ("recipes/mine", {"rloo_k": 4, "packing": True}, "rloo", None),
         ("recipes/gkd", {"teacher_model_name_or_path": "a/b", "beta": 0.5}, "distill", None),
         ("sft/config_distill", {"output_dir": "data/Distill-7B"}, "sft", None),
         ("sft/config_distill", {"teacher_model_name_or_path": "a/b"}, "distill", None),
@@ -57,9 +63,11 @@ def test_method_is_inferred_from_file_name(recipe: str) -> None:
 
 @pytest.mark.parametrize("name", ["cpo", "online_dpo", "nash_md", "bco", "kto"])
 def test_unsupported_method_is_refused_unless_recipe_is_given(name: str) -> None:
-    with pytest.raises(ConfigError, match=name.split("_")[0].upper()):
-        infer_method([name, "scripts"], {"beta": 0.1})
+    for names in ([name, "scripts"], ["config_full", name]):
+        with pytest.raises(ConfigError, match=name.split("_")[0].upper()):
+            infer_method(names, {"beta": 0.1})
     assert infer_method([name, "scripts"], {"beta": 0.1}, "dpo").recipe == "dpo"
+    assert infer_method(["orpo"], {}, "sft").loss_type is None
 
 
 @pytest.mark.parametrize(
@@ -89,6 +97,7 @@ def test_file_of_another_method_is_not_ready(tmp_path: Path, minimal_text: str, 
     path = tmp_path / name
     path.write_text(f"{minimal_text}{line}\n")
     assert not migrate(path).is_ready
+    assert not infer_method(["mine"], {"stage": "pt"}, "pretrain").doubt
 
 
 def test_relative_path_is_resolved_to_infer_method(tmp_path: Path, monkeypatch) -> None:

@@ -242,6 +242,8 @@ def test_synonyms_are_renamed_and_marked_for_review(write) -> None:
             "",
         ),
         ("dpo", "dpo_label_smoothing: 0.1\nloss_type: robust", {"label_smoothing": 0.1, "loss_type": "robust"}, ""),
+        ("sft", "val_set_size: 0.0\nlora_model_dir:\nxformers_attention: null", {}, ""),
+        ("sft", "val_set_size: 0.1", {"test_split_size": 0.1}, ""),
         ("sft", "batch_size: 8\nmicro_batch_size: 2", {}, "batch_size micro_batch_size"),
         ("sft", "validation_split_percentage: 5", {}, "validation_split_percentage"),
         ("sft", "plugins: [axolotl.integrations.kd.KDPlugin]", {}, "plugins"),

@@ -451,7 +451,6 @@ def test_keys_reach_preference_options():
     [
         ({"loss_type": ["aot"], "use_weighting": True}, "use_weighting weighs pairs"),
         ({"loss_type": ["nca_pair"], "f_divergence_type": "js_divergence"}, "js_divergence is defined for"),
-        ({"loss_weights": [0.0]}, "loss_weights: all are 0"),
     ],
 )
 def test_invalid_options_of_losses_are_refused(keys, found):

@@ -15,13 +15,11 @@ from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.config.values import plain_value
 from recipes_lib.errors import ConfigError, Problem
 
-_GROUP_RECIPES: Final = ("grpo", "rloo")
 _METHODS: Final = read_lists(Path(__file__).with_name("methods.yaml"))
 _RECIPES_OF_KEYS: Final = {key: recipes.split() for keys, recipes in _METHODS["keys"] for key in keys.split()}
 """Key -> recipes that it identifies, the most likely first."""
 _ADAPTER_KEYS: Final = ("use_peft", "load_in_4bit", "load_in_8bit", "adapter", "finetuning_type")
 """Keys that train an adapter at ``true``, ``lora`` or ``qlora``."""
-_TEACHER: Final = "teacher_model_name_or_path"
 _NAMES_OF_RUNS: Final = ("stage", "rl", "adapter", "finetuning_type", "output_dir", "hub_model_id", "run_name")
 """Keys whose text names the method: those of LLaMA-Factory and axolotl, then names of outputs."""
 
@@ -40,7 +38,6 @@ COMPANIONS: Final = ("dataset_splits", "dataset_configs")
 # `type` is axolotl's layout of the rows, which is detected here.
 _ENTRY_KEYS = {"id", "path", "name", "config", "split", "columns", "weight", "fraction", "type"}
 _COMMAND: Final = re.compile(r"\s*(#.*\n|\$ |\w+=\S*\s)*\s*(python3?|accelerate launch|torchrun|trl|uv run)\s")
-_TEXT: Final = "tag:yaml.org,2002:str"
 
 
 class Method(NamedTuple):
@@ -78,8 +75,8 @@ def infer_method(names: Sequence[str], values: Mapping[str, Any], recipe: str | 
         found = f"the name {named[0][0]!r} says {unsupported.upper()}, which no recipe trains"
         raise ConfigError(Problem("--migrate", found, "write `--recipe` if the file is for another method"))
     keys, possible = _narrow(values)
-    # A name with "distill" but no teacher is more likely that of a model or of data: other words take precedence.
-    named.sort(key=lambda pair: _RECIPE_OF_WORDS.get(pair[1]) == "distill" and _TEACHER not in values)
+    # Without a teacher, "distill" is more likely in the name of a model or of data: other words take precedence.
+    named.sort(key=lambda pair: _RECIPE_OF_WORDS.get(pair[1]) == "distill")
     name, word = next((pair for pair in named if _RECIPE_OF_WORDS.get(pair[1]) in possible), ("", ""))
     inferred = _RECIPE_OF_WORDS[word] if word else possible[0] if keys else "sft"
     adapters = [key for key in _ADAPTER_KEYS if values.get(key) in (True, "lora", "qlora")]
@@ -106,7 +103,7 @@ def _narrow(values: Mapping[str, Any]) -> tuple[list[str], Sequence[str]]:
         if loss in load_table("dpo").keys["loss_type"].schema["items"]["enum"]:
             evidence["loss_type"] = ("dpo",)
         elif loss in load_table("grpo").keys["loss_type"].schema["enum"]:
-            evidence["loss_type"] = _GROUP_RECIPES
+            evidence["loss_type"] = ("grpo", "rloo")
     keys: list[str] = []
     possible: Sequence[str] = RECIPE_NAMES
     # A key that contradicts those before it is ignored.
@@ -118,7 +115,7 @@ def _narrow(values: Mapping[str, Any]) -> tuple[list[str], Sequence[str]]:
 
 
 def _doubt(recipe: str, keys: Sequence[str], possible: Sequence[str], adapters: Sequence[str]) -> str:
-    if keys and recipe not in possible:
+    if recipe not in possible:
         shown = ", ".join(f"`{key}`" for key in keys[:3])
         return f"{shown} belong to {' or '.join(possible)}, and the recipe is {recipe}: it would be another method"
     if adapters and "use_peft" not in load_table(recipe).keys:
@@ -159,8 +156,10 @@ def _convert_entry(item: Mapping[str, Any]) -> dict[str, Any]:
         "name": name,
         "config": config,
         "split": item.get("split"),
-        # Their weight is a fraction of the dataset's own rows, which is `repeat` here.
-        "repeat": item.get("weight", item.get("fraction")),
+        # alignment-handbook's weight is a fraction of the dataset's own rows, which is `repeat` here; TRL's fraction is
+        # a share of the mixture.
+        "repeat": item.get("weight"),
+        "weight": item.get("fraction"),
     }
     return {key: value for key, value in entry.items() if value is not None}
 
@@ -175,11 +174,9 @@ def _convert_mixer(mixer: Any, splits: Any, configs: Any) -> tuple[dict[str, Any
     test = [split for split in splits or [] if str(split).startswith("test")]
     if len(train) > 1 or len(test) > 1 or (configs and len(configs) != len(pairs)):
         return None, ""
-    entries = [{"name": name, "repeat": fraction} for name, fraction in pairs]
-    for entry, config in zip(entries, configs or [], strict=False):
-        entry["config"] = config
-    for entry in entries:
-        entry |= {"split": train[0]} if train else {}
+    split = {"split": train[0]} if train else {}
+    named = [{"config": config} for config in configs or []] or [{}] * len(pairs)
+    entries = [{"name": pair[0], "repeat": pair[1]} | config | split for pair, config in zip(pairs, named, strict=True)]
     return _join(entries, {"dataset_test_split": test[0]} if test and len(entries) == 1 else {})
 
 
@@ -265,4 +262,4 @@ def _read_word(word: str) -> Any:
         except yaml.YAMLError:
             return word
     # Not a boolean: `no` is a value of `eval_strategy`.
-    return word if word.lower() in ("yes", "no", "on", "off") else plain_value(yaml.ScalarNode(_TEXT, word))
+    return word if word.lower() in ("yes", "no", "on", "off") else plain_value(yaml.ScalarNode("", word))

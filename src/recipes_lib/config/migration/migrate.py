@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,23 +129,12 @@ def migrate(path: Path, recipe: str | None = None) -> Migration:
     return Migration(new_text, changes, method.recipe, is_ready=not left)
 
 
-@dataclass(slots=True)
 class _Rewriter:
-    table: KeyTable
-    text: str
-    entries: Sequence[Entry]
-    path: Path
-    changes: list[Change] = field(default_factory=list)
-    edits: dict[int, tuple[int, list[str]]] = field(default_factory=dict)
-    added: dict[str, Any] = field(default_factory=dict)
-    lines: list[str] = field(init=False)
-    values: dict[str, Any] = field(init=False)
-    taken: set[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.lines = self.text.splitlines()
-        self.values = {entry.key: plain_value(entry.node) for entry in self.entries}
-        self.taken = {*self.values}
+    def __init__(self, table: KeyTable, text: str, entries: Sequence[Entry], path: Path) -> None:
+        self.table, self.entries, self.path, self.lines = table, entries, path, text.splitlines()
+        self.values = {entry.key: plain_value(entry.node) for entry in entries}
+        self.taken, self.added = {*self.values}, dict[str, Any]()
+        self.changes, self.edits = list[Change](), dict[int, tuple[int, list[str]]]()
 
     def drop_ignored(self) -> None:
         """Drop current keys that upstream ignored because of an old key in the same file."""
@@ -203,6 +192,8 @@ class _Rewriter:
         elif (new := read_synonyms().get(key)) and self._takes(new, entry):
             self._rename(entry, new, f"`{key}` became `{new}`: check that it has the same meaning", by_hand=True)
             self.taken |= {new}
+        elif value is None or (value == 0 and new == "test_split_size"):
+            self._replace(entry, {}, f"deleted `{key}: {value}`, which sets nothing")
         else:
             problem = explain_unknown(entry, self.table, self.taken)
             self._comment_out(entry, f"{problem.found}; {problem.remedy}")

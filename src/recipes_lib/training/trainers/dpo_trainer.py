@@ -171,7 +171,7 @@ def build_objective(
         held_out: Statistics of the held-out pairs, with the names of ``PairAudit``; ``None`` without any.
 
     Raises:
-        ConfigError: ``loss_type`` and its options are incompatible, or all ``loss_weights`` are 0.
+        ConfigError: ``loss_type`` and its options are incompatible.
     """
     options = PreferenceOptions(
         beta=args.beta,
@@ -186,8 +186,6 @@ def build_objective(
     except ValueError as error:
         raise ConfigError(Problem("loss_type", str(error), "choose values that go together")) from None
     weights = args.loss_weights or [1.0] * len(args.loss_type)
-    if not any(weights):
-        raise ConfigError(Problem("loss_weights", "all are 0: nothing would be trained", "give a loss a weight"))
     mean = None if held_out is None else torch.tensor(held_out["num_chosen_tokens"] / held_out["num_pairs"])
     return PreferenceObjective(list(args.loss_type), weights, options, args.ld_alpha, args.use_weighting, mean)
 
