@@ -214,11 +214,13 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield the ``staging_folder`` of ``folder``, which is flushed and renamed to ``folder`` if the block succeeds.
 
     Raises:
-        ConfigError: Another process writes ``folder``.
-        OSError: The folder cannot be created, or ``folder`` exists and is not empty.
+        ConfigError: ``folder`` is not empty, or another process writes it.
+        OSError: The folder cannot be created.
     """
     folder = folder.resolve()  # A link keeps its place, and `.` gets a name.
     with staging_folder(folder) as staging:
+        # Under the lock: another process may have written it since the command began.
+        verify_empty_folder(folder)
         yield staging
         for file in staging.rglob("*"):
             if file.is_file():
