@@ -29,6 +29,22 @@ SFT = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("losses", "figure"),
+    [
+        ([4.0, *[1.0] * 78, 9.0], "loss 4 -> 1"),  # The last running median, as on the page of the run.
+        ([4.0, *[1.0] * 78, "nan"], "loss 4 -> nan"),
+        (["nan", "nan"], "loss nan"),
+        ([], ""),
+    ],
+)
+def test_training_loss_is_that_of_the_page_unless_the_run_has_diverged(
+    tmp_path: Path, losses: list[Any], figure: str
+) -> None:
+    write_run(tmp_path / "sft", [{"kind": "train", "step": n, "loss": loss} for n, loss in enumerate(losses, 1)])
+    assert [show_figure(entry) for entry in list_entries(tmp_path)] == [figure]
+
+
 def test_describe_result(tmp_path: Path) -> None:
     write_run(tmp_path / "sft", SFT)
     assert describe_result(read_run(tmp_path / "sft")) == "eval_loss 5 -> 2, 30 steps, 2 min 0 s"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes_lib.quantities import format_count, format_duration
-from recipes_lib.report.charts import draw_charts, smooth
+from recipes_lib.report.charts import draw_charts
 from recipes_lib.report.html_pages import write_page
 from recipes_lib.report.reward_report import draw_reliability, read_reward_report
 from recipes_lib.report.run_files import (
@@ -26,6 +26,7 @@ from recipes_lib.report.run_files import (
     read_curve,
     read_number,
     read_run,
+    smooth,
 )
 
 MAX_TEXT = 2000
