@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -213,15 +214,14 @@ def trace_lineage(record: Record) -> list[Row]:
     """
     rows: list[Row] = []
     # The limit also ends a cycle, as of a run that was repeated over its own start model.
-    while len(rows) < _MAX_GENERATIONS:
-        config = record["config"]
-        start, commit = config.get("model_name_or_path"), record.get("model_commit") or config.get("model_revision")
-        name = "random weights" if start is None else _shorten(str(start))
-        rows.append((record["stage"], f"{name} at {commit}" if commit else name, name_data(config)))
-        try:
+    # Random weights end it too, a model that was not trained by a recipe, and the invalid record of a stranger's model.
+    with suppress(DataError, AttributeError, LookupError, TypeError, ValueError):
+        while len(rows) < _MAX_GENERATIONS:
+            config = record["config"]
+            start, commit = config.get("model_name_or_path"), record.get("model_commit") or config.get("model_revision")
+            name = "random weights" if start is None else _shorten(str(start))
+            rows.append((record["stage"], f"{name} at {commit}" if commit else name, name_data(config)))
             record = read_record(Path(str(start)) / "run.json", {"stage": str, "config": dict})
-        except DataError:
-            break  # Random weights, or a model that was not trained by a recipe.
     return rows[::-1]
 
 

@@ -116,10 +116,11 @@ class RunFiles:
         last = parse_number(self.best.get("best_step"))
         return [event for event in self.evaluations if last is None or event["step"] <= last]
 
-    def find_figures(self, step: float | None = None) -> dict[str, Any]:
+    def find_figures(self, step: float | None = None) -> dict[str, float]:
         """Return the metrics ``eval_...`` of the last evaluation, of the final model or up to ``step``."""
         known = self.held_out if step is None else [event for event in self.evaluations if event["step"] <= step]
-        return {name: value for name, value in (known or [{}])[-1].items() if name.startswith("eval_")}
+        numbers = {name: parse_number(value) for name, value in (known or [{}])[-1].items() if name.startswith("eval_")}
+        return {name: number for name, number in numbers.items() if number is not None}
 
     @property
     def metrics(self) -> list[Record]:
