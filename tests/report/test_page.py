@@ -259,6 +259,20 @@ def test_malformed_facts_make_a_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("figures")
+@pytest.mark.parametrize("last", ["nan", "inf"])
+def test_key_figures_end_with_the_last_value_also_if_it_is_not_finite(tmp_path: Path, last: str) -> None:
+    events = [
+        {"kind": kind, "step": step, name: value}
+        for kind, name in (("train", "loss"), ("eval", "eval_own_metric"))
+        for step, value in ((1, 0.5), (2, 0.25), (3, last))
+    ]
+    write_rows(tmp_path / "metrics.jsonl", events)
+    text = read_page(tmp_path).text
+    for label in ("Training loss", "own metric"):
+        assert f"{label}{last}0.5 at step 1" in text
+
+
+@pytest.mark.usefixtures("figures")
 @pytest.mark.parametrize(("mfu", "words"), [(0.42, "42% of the peak FLOPs"), (12.3, "median")])
 def test_mfu_above_one_is_not_shown(tmp_path: Path, mfu: float, words: str) -> None:
     """The measured peak of a CPU can be too low while other programs run."""

@@ -21,12 +21,12 @@ from recipes_lib.report.reward_report import draw_reliability, read_reward_repor
 from recipes_lib.report.run_files import (
     Record,
     RunFiles,
+    find_end,
     find_non_finite_steps,
     list_scores,
     read_curve,
     read_number,
     read_run,
-    smooth,
 )
 
 MAX_TEXT = 2000
@@ -142,9 +142,8 @@ def _choose_figures(run: RunFiles) -> Iterator[KeyFigure]:
     labels = {name: (name.removeprefix("eval_").replace("_", " "), "{:.4g}") for name in sorted(own)}
     yield from _compare_ends(run.held_out, {**_HELD_OUT, **labels})
     # The clipped surrogate loss of RL is about 0 whatever the policy learns.
-    is_rl = bool(read_curve(run.train, "objective/score"))
-    if (loss := read_curve(run.train, "loss")) and not is_rl:
-        yield KeyFigure("Training loss", f"{smooth(loss)[-1][1]:.4g}", f"{loss[0][1]:.4g} at step {loss[0][0]}")
+    if not read_curve(run.train, "objective/score"):
+        yield from _compare_ends(run.train, {"loss": ("Training loss", "{:.4g}")})
     if (tokens := read_curve(run.train, "num_target_tokens")) and tokens[-1][1]:
         total = read_curve(run.train, "num_tokens")
         note = f"of {format_count(total[-1][1])} tokens seen" if total else ""
@@ -181,10 +180,9 @@ def _choose_scores(run: RunFiles) -> Iterator[KeyFigure]:
 def _compare_ends(records: Sequence[Record], labels: Mapping[str, tuple[str, str]]) -> Iterator[KeyFigure]:
     """Yield the last value of each metric that has a label, with the first value as a note."""
     for name, (label, template) in labels.items():
-        curve = read_curve(records, name)
-        if label and curve:
-            (first_step, first), (_, last) = curve[0], curve[-1]
-            note = f"{template.format(first)} at step {first_step}" if len(curve) > 1 else ""
+        if label and (last := find_end(records, name)) is not None:
+            curve = read_curve(records, name)
+            note = f"{template.format(curve[0][1])} at step {curve[0][0]}" if len(curve) > 1 else ""
             yield KeyFigure(label, template.format(last), note)
 
 
