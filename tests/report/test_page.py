@@ -326,7 +326,7 @@ def test_healthy_run_has_no_problems() -> None:
         ({"train": []}, "No training step"),
         ({"facts": {"status": "done", "config": BEST}}, "found no checkpoint of a step whose evaluation is finite"),
         ({"train": [{"step": 3, "loss": "nan"}, {"step": 4, "loss": 1.0}]}, "loss was not finite at step 3."),
-        ({"train": [{"step": n, "grad_norm": "inf"} for n in range(7)]}, "at steps 0, 1, 2, 3, 4 and 2 more"),
+        ({"train": [{"step": n, "grad_norm": "inf"} for n in range(7)]}, "at steps 0, 1, 2 and 4 more"),
         ({"evaluations": build_losses(3.0, 2.0, 2.5)}, "lowest at step 10 (2) and rose to 2.5 by step 20"),
         ({"evaluations": build_losses(2.0, 2.5, 3.0)}, "made the held-out loss worse"),
         ({"evaluations": build_losses(3.0, "nan", 2.0)}, "held-out loss was not finite at step 10"),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes_lib.errors import list_first
 from recipes_lib.quantities import format_count, format_duration
 from recipes_lib.report.charts import draw_charts
 from recipes_lib.report.html_pages import write_page
@@ -385,6 +386,4 @@ def _check_training(run: RunFiles) -> Iterator[str]:
 
 
 def _list_steps(steps: Sequence[int]) -> str:
-    listed = ", ".join(str(step) for step in steps[:5])
-    rest = len(steps) - 5
-    return f"step{'s' if len(steps) > 1 else ''} {listed}" + (f" and {rest} more" if rest > 0 else "")
+    return f"step{'s' if len(steps) > 1 else ''} {list_first(map(str, steps))}"
