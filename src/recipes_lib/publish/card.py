@@ -43,13 +43,17 @@ def add_scores(folder: Path, evaluation: Record) -> None:
     Args:
         folder: Folder of the model.
         evaluation: Content of ``eval.json``.
+
+    Raises:
+        DataError: The record is invalid (``build_card``); nothing is written.
     """
     if not (folder / "run.json").is_file():
         return
     run = read_run(folder)
     record = {**run.facts, "scores": {**(run.facts.get("scores") or {}), **_list_scored(evaluation)}}
+    card = build_card(folder, record, run.find_figures())
     replace_record(folder / "run.json", record)
-    replace_text(folder / "README.md", build_card(folder, record, run.find_figures()))
+    replace_text(folder / "README.md", card)
     # Imported here, because it imports matplotlib, which `recipes publish --help` does not need.
     from recipes_lib.report.page import build_report
 
