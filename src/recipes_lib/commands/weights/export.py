@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.files import atomic_folder, staging_folder, verify_empty_folder
+from recipes_lib.models.model_files import TEMPLATES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,6 +80,8 @@ def export_checkpoint(checkpoint: Path, output: Path) -> int:
         for file in checkpoint.iterdir():
             if file.suffix in (".json", ".jinja", ".model", ".txt") and file.name not in _OF_TRAINING:
                 shutil.copy(file, staging)
+        if (checkpoint / TEMPLATES).is_dir():
+            shutil.copytree(checkpoint / TEMPLATES, staging / TEMPLATES)
         write = _write_adapter if (checkpoint / "adapter_config.json").exists() else _write_model
         return write(checkpoint, staging)
 
