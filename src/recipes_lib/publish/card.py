@@ -115,7 +115,7 @@ def _build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, f
         base=base if record.get("model_commit", base) else None,
         datasets=datasets,
         adapter=adapter,
-        figures=[(name, _number(value)) for name, value in figures.items()],
+        figures=[(name, _show(value)) for name, value in figures.items()],
         scores=list(list_scores(record)),
         curve=list_curve(events),
         chart=CHART,
@@ -368,7 +368,8 @@ def _name_part(part: Record) -> str:
 
 
 def _show(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else "" if value is None else str(value)
+    is_decimal = isinstance(value, float) and math.isfinite(value) and value != int(value)
+    return f"{value:.4f}" if is_decimal else "" if value is None else str(value)
 
 
 def _read_adapter(folder: Path) -> dict[str, Any] | None:
@@ -396,7 +397,3 @@ def make_portable(value: Any) -> Any:
 def _escape(text: object) -> str:
     """Return text as one line without Markdown or HTML markup; names and paths may be untrusted."""
     return re.sub(r"([\\`|\[\]<>])", r"\\\1", escape_controls(text))
-
-
-def _number(value: float) -> str:
-    return f"{value:.4f}" if math.isfinite(value) and value != int(value) else str(value)

@@ -290,7 +290,7 @@ def _diagnose_length(scores: HeldOutScores, margins: Floats, prompts: Ints) -> d
     from scipy.stats import rankdata
 
     difference = np.asarray(scores.chosen_lengths - scores.rejected_lengths, dtype=np.float64)
-    is_shorter = difference < 0
+    short = difference < 0
     both = np.concatenate([scores.chosen, scores.rejected])
     lengths = np.concatenate([scores.chosen_lengths, scores.rejected_lengths])
     groups = np.tile(prompts, 2)
@@ -299,9 +299,7 @@ def _diagnose_length(scores: HeldOutScores, margins: Floats, prompts: Ints) -> d
     return {
         "share_chosen_longer": float((difference > 0).mean()),
         "longer_wins_accuracy": float((difference > 0).mean() + 0.5 * (difference == 0).mean()),
-        "accuracy_where_chosen_is_shorter": (
-            compute_accuracy(margins[is_shorter], prompts[is_shorter]) if is_shorter.any() else None
-        ),
+        "accuracy_where_chosen_is_shorter": compute_accuracy(margins[short], prompts[short]) if short.any() else None,
         "pearson": compute_correlation(both, lengths),
         "spearman": compute_correlation(rankdata(both), rankdata(lengths)),
         "pearson_within_prompts": compute_correlation(inner_scores, inner_lengths),
@@ -318,10 +316,8 @@ def _subtract_means(values: Floats | Ints, groups: Ints) -> Floats:
 
 def _compare_swapped(scores: HeldOutScores, prompts: Ints) -> dict[str, Any] | None:
     margins = scores.swapped_chosen - scores.swapped_rejected
-    is_measured = ~np.isnan(margins)
-    if not is_measured.any():
-        return None
-    return {"num_pairs": int(is_measured.sum()), **compute_accuracy(margins[is_measured], prompts[is_measured])}
+    known = ~np.isnan(margins)
+    return {"num_pairs": int(known.sum()), **compute_accuracy(margins[known], prompts[known])} if known.any() else None
 
 
 def _compare_probe(chosen: Floats, altered: Floats) -> dict[str, Any] | None:

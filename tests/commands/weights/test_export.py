@@ -156,7 +156,8 @@ assert (options.model / "model.safetensors").is_file()
 if options.outtype == "fails":
     options.outfile.write_bytes(b"GGUF")
     sys.exit(3)
-options.outfile.write_bytes(b"none" if options.outtype == "empty" else f"GGUF {size} {options.outtype}".encode())
+if options.outtype != "nothing":
+    options.outfile.write_text(f"GGUF {size} {options.outtype}")
 """
 
 
@@ -177,7 +178,7 @@ def test_gguf_is_written_by_converter(kind, tiny_tokenizer_dir, tmp_path, capsys
     with pytest.raises(ConfigError, match="already exists"):
         main([*flags, "q8_0"])
     out.unlink()
-    for wrong, words in (("fails", "exit code 3"), ("empty", "not written a GGUF file")):
+    for wrong, words in (("fails", "exit code 3"), ("nothing", "has not written a file")):
         with pytest.raises(ConfigError, match=words):
             main([*flags, wrong])
         assert list(out.parent.iterdir()) == []

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 CONVERTER: Final = "convert_hf_to_gguf.py"
 """Conversion script of llama.cpp."""
-_MAGIC: Final = b"GGUF"
-"""First bytes of a GGUF file."""
 _OF_TRAINING: Final = ("COMPLETE.json", "trainer_state.json", "model.safetensors.index.json")
 """JSON files of a checkpoint that are not copied."""
 
@@ -116,12 +114,8 @@ def export_gguf(source: Path, output: Path, kind: str, llama_cpp: Path | None) -
             export_checkpoint(source, model)
         command += [str(model), "--outfile", str(file), "--outtype", kind]
         code = subprocess.run(command, check=False).returncode
-        is_written = False
-        if file.is_file():
-            with file.open("rb") as opened:
-                is_written = opened.read(len(_MAGIC)) == _MAGIC
-        if code or not is_written:
-            found = f"failed with exit code {code}" if code else "has not written a GGUF file"
+        if code or not file.is_file():
+            found = f"failed with exit code {code}" if code else "has not written a file"
             raise ConfigError(Problem(shlex.join(command), found, "see its output above"))
         file.replace(output)
 
