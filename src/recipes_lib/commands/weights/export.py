@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.files import atomic_folder, staging_folder, verify_empty_folder
+from recipes_lib.files import atomic_folder, staging_folder
 from recipes_lib.models.model_files import TEMPLATES
 
 if TYPE_CHECKING:
@@ -71,10 +71,9 @@ def export_checkpoint(checkpoint: Path, output: Path) -> int:
     """
     from recipes_lib.training.checkpoints.manifest import find_damage
 
-    verify_empty_folder(output)
-    if damage := find_damage(checkpoint):
-        raise ConfigError(Problem(str(checkpoint), damage, "name another checkpoint"))
     with atomic_folder(output) as staging:
+        if damage := find_damage(checkpoint):
+            raise ConfigError(Problem(str(checkpoint), damage, "name another checkpoint"))
         for file in checkpoint.iterdir():
             if file.suffix in (".json", ".jinja", ".model", ".txt") and file.name not in _OF_TRAINING:
                 shutil.copy(file, staging)
