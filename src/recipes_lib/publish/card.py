@@ -218,7 +218,7 @@ def trace_lineage(record: Record) -> list[Row]:
     """
     rows: list[Row] = []
     # The limit also ends a cycle, as of a run that was repeated over its own start model.
-    # Random weights end it too, a model that was not trained by a recipe, and the invalid record of a stranger's model.
+    # Random weights end it too, a model that was not trained by a recipe, and an invalid record, which is untrusted.
     with suppress(DataError, AttributeError, LookupError, TypeError, ValueError):
         while len(rows) < _MAX_GENERATIONS:
             config = record["config"]
