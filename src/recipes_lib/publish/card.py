@@ -217,8 +217,8 @@ def trace_lineage(record: Record) -> list[Row]:
     Earlier stages are found through ``run.json`` of the start model, as far as it is on this machine.
     """
     rows: list[Row] = []
-    # The limit also ends a cycle, as of a run that was repeated over its own start model.
-    # Random weights end it too, a model that was not trained by a recipe, and an invalid record, which is untrusted.
+    # Ended by random weights, a model that no recipe has trained, or an invalid record, for records are untrusted; the
+    # limit ends a cycle, as of a run that was repeated over its own start model.
     with suppress(DataError, AttributeError, LookupError, TypeError, ValueError):
         while len(rows) < _MAX_GENERATIONS:
             config = record["config"]
