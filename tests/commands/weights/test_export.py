@@ -195,6 +195,6 @@ def test_gguf_without_converter_or_model_is_rejected(tmp_path, monkeypatch):
     converter.write_text("#!/bin/sh\n")
     converter.chmod(0o755)
     fails("holds no model")
-    fails(r"ends with \.gguf", "a")
+    fails(r"is not the name of a GGUF file\n.*ends with \.gguf", "a")
     (tmp_path / "adapter_config.json").write_text("{}")
     fails("recipes merge")
