@@ -171,16 +171,6 @@ def explain_write_errors(place: Path, remedy: str, found: str = "cannot be writt
         raise ConfigError(Problem(str(place), f"{found}: {error.strerror}", remedy)) from error
 
 
-def verify_empty_folder(folder: Path) -> None:
-    """Raise if ``folder`` is a file or a folder with content.
-
-    Raises:
-        ConfigError: ``folder`` is a file, or not empty.
-    """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(Problem(str(folder), "is not empty", "name another folder"))
-
-
 @contextmanager
 def staging_folder(place: Path) -> Iterator[Path]:
     """Yield an empty folder beside ``place``, which is deleted after the block.
@@ -214,11 +204,14 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield the ``staging_folder`` of ``folder``, which is flushed and renamed to ``folder`` if the block succeeds.
 
     Raises:
-        ConfigError: Another process writes ``folder``.
-        OSError: The folder cannot be created, or ``folder`` exists and is not empty.
+        ConfigError: ``folder`` is a file or not empty, or another process writes it.
+        OSError: The folder cannot be created.
     """
     folder = folder.resolve()  # A link keeps its place, and `.` gets a name.
     with staging_folder(folder) as staging:
+        # Under the lock, and before the work of the block, which would be lost.
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(Problem(str(folder), "is not empty", "name another folder"))
         yield staging
         for file in staging.rglob("*"):
             if file.is_file():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -58,6 +59,22 @@ def test_scores_are_in_record_card_and_reports(evaluated: Path) -> None:
     assert f"local_choice | acc | {acc:.4f}" in card
     assert "local_choice, acc" in (evaluated / "one" / "report.html").read_text()
     assert "local_choice" in (evaluated / "one" / "eval" / "report.html").read_text()
+
+
+def test_record_that_takes_no_scores_is_a_warning(evaluated: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    record = json.loads((evaluated / "one" / "eval" / "eval.json").read_text())
+    monkeypatch.setattr("recipes_lib.evaluation.harness.evaluate_model", lambda config: record)
+    for name, text in (("of-another-program", '{"stage": 3}'), ("read-only", '{"stage": "sft", "config": {}}')):
+        folder = tmp_path / name
+        shutil.copytree(evaluated / "one" / "eval", folder / "eval")
+        (folder / "run.json").write_text(text)
+        (folder / "run.json.partial").mkdir()  # Where a new record would be written.
+        capsys.readouterr()
+        assert run_recipes(["eval", str(folder), "--tasks", "local_choice", "--output_dir", str(folder / "eval")]) == 0
+        printed = capsys.readouterr()
+        assert "local_choice: acc" in printed.out
+        assert "card and report of the model lack these scores" in printed.err
+        assert (folder / "run.json").read_text() == text
 
 
 def test_card_lists_groups_and_marks_limited_scores(recipes, evaluated: Path) -> None:

@@ -62,6 +62,23 @@ printf '%s\\n' "$@"
 """
 
 
+@pytest.mark.parametrize(
+    ("to", "given", "place"),
+    [("slurm", "runs/a", "runs/a"), ("skypilot", "runs/a", "/data/runs/a"), ("skypilot", "/other/a", "/other/a")],
+)
+@pytest.mark.parametrize("recipe", ["sft", "lora"])
+def test_job_launches_its_recipe_into_its_output_directory(write, to, given, place, recipe):
+    named = [] if recipe == "sft" else ["--recipe", recipe]
+    job = write(to, *(CLOUD if to != "slurm" else ()), *named, "--output_dir", given)
+    flags = find_shell_launch(job)
+    assert flags[flags.index("--recipe") + 1] == recipe
+    assert flags[flags.index("--output_dir") + 1] == place
+
+
+def test_flag_of_the_recipe_alone_is_rejected(write):
+    assert "that flag belongs to the recipe" in write("slurm", "--print-config", code=2)
+
+
 def test_batch_script_launches_per_node(write, install, tmp_path, monkeypatch, capsys):
     script = write(
         "slurm", *TWO, "--output_dir", str(tmp_path / "a run"), "--secret", "HF_TOKEN", "--learning_rate", "2e-5"

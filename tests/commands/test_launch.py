@@ -152,11 +152,10 @@ def test_default_launch_file_depends_on_accelerators(num, name, monkeypatch):
     assert launching.choose_for_this_machine(2) == ("ddp" if num else "cpu_ddp")
 
 
-def test_several_processes_without_gpus_are_data_parallel(monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
+def test_default_launch_file_is_for_the_requested_processes(compose, monkeypatch):
     monkeypatch.setattr("recipes_lib.hardware.count_accelerators", lambda: 0)
-    assert launching.main(["--config", CONFIG, "--dry_run", "--num_processes", "2"]) == 0
-    assert "2 processes by accelerate_configs/cpu_ddp.yaml:" in capsys.readouterr().err
+    assert compose("--num_processes", "3").config_file.endswith("cpu_ddp.yaml")
+    assert compose("--num_processes", "1").config_file.endswith("cpu.yaml")
 
 
 def test_default_of_cpus_beside_unusable_gpu_warns(monkeypatch, capsys):
@@ -192,9 +191,9 @@ def test_used_port_of_first_machine_is_refused(rank, is_refused, monkeypatch):
         ),
         (
             ["--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "a", "--hardware", "single_gpu"],
-            "each of 2 machines would train a separate model",
+            "single_gpu.yaml is for one process, not for 2",
         ),
-        (["--hardware", "cpu", "--num_processes", "2"], r"cpu\.yaml is for one process\n    use"),
+        (["--hardware", "cpu", "--num_processes", "3"], "cpu.yaml is for one process, not for 3"),
         (
             ["--num_machines", "3", "--machine_rank", "1", "--main_process_ip", "a"],
             "2 processes cannot be divided equally among 3 machines",

@@ -1,5 +1,6 @@
 """Model cards: valid metadata, escaped names, and no paths of the machine."""
 
+import json
 import re
 from pathlib import Path
 
@@ -7,7 +8,9 @@ import pytest
 from huggingface_hub import ModelCard
 
 from recipes_lib.errors import DataError
+from recipes_lib.files import spell_numbers
 from recipes_lib.publish.card import write_card
+from recipes_lib.report.run_files import read_run
 
 
 def record(**config):
@@ -98,8 +101,12 @@ def test_card_of_reward_model_loads_score_head(tmp_path):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_non_finite_metrics_are_shown(tmp_path, value):
-    write_card(tmp_path, record(), {"eval_loss": value})
-    assert f"| eval_loss | {value} |" in (tmp_path / "README.md").read_text()
+    """As of a metric of the user without a value, and of the perplexity of an untrained model."""
+    event = {"kind": "eval", "step": 1, "eval_loss": 2.5, "eval_mine": value, "eval_num_pairs": 3}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(spell_numbers(event)))
+    write_card(tmp_path, record(), read_run(tmp_path).find_figures())
+    rows = f"| eval_loss | 2.5000 |\n| eval_mine | {value} |\n| eval_num_pairs | 3 |"
+    assert rows in (tmp_path / "README.md").read_text()
 
 
 def test_mixture_lists_parts(tmp_path):
@@ -133,7 +140,14 @@ def test_optional_fields_of_record_may_be_missing(tmp_path):
     ModelCard.load(tmp_path / "README.md")
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"stage": "sft"}', '{"stage": "sft", "config": []}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", '{"stage": "sft"}', '{"stage": "sft", "config": []}', "[" * 100_000),
+        '{"stage": "sft", "config": {"dataset_mixture": "a"}}',
+        '{"stage": "sft", "config": {"dataset_mixture": [{"name": 1, "weight": "x"}]}}',
+    ],
+)
 def test_base_with_invalid_record_is_named(tmp_path, text):
     base = tmp_path / "base"
     base.mkdir()

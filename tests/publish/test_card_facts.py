@@ -92,7 +92,7 @@ def test_curve_is_thinned_to_first_and_last_step():
     assert len(rows) == MAX_CURVE_ROWS
     assert rows[0] == ("1", "3.9900", "")
     assert rows[-1] == ("101", "nan", "")
-    assert list_curve(events[99:101]) == [("100", "3.0000", "3.2500")]
+    assert list_curve(events[99:101]) == [("100", "3.0", "3.2500")]
     assert list_curve([]) == []
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from tests.forked import ROOT
 
-from recipes_lib.report.charts import COLOURS, Chart, _plan_charts, draw_chart, draw_charts, smooth, thin_out
-from recipes_lib.report.run_files import RunFiles
+from recipes_lib.report.charts import COLOURS, Chart, _plan_charts, draw_chart, draw_charts, thin_out
+from recipes_lib.report.run_files import RunFiles, smooth
 
 CURVES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300).map(lambda values: list(enumerate(values)))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.report.test_page import HOSTILE, Page
+from tests.rows import write_rows
 
 from recipes_lib.cli import main as run_recipes
 from recipes_lib.report import overview
@@ -29,6 +30,22 @@ SFT = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("losses", "figure"),
+    [
+        ([4.0, *[1.0] * 78, 9.0], "loss 4 -> 1"),  # The last running median, as on the page of the run.
+        ([4.0, *[1.0] * 78, "nan"], "loss 4 -> nan"),
+        (["nan", "nan"], "loss nan"),
+        ([], ""),
+    ],
+)
+def test_training_loss_is_that_of_the_page_unless_the_run_has_diverged(
+    tmp_path: Path, losses: list[Any], figure: str
+) -> None:
+    write_run(tmp_path / "sft", [{"kind": "train", "step": n, "loss": loss} for n, loss in enumerate(losses, 1)])
+    assert [show_figure(entry) for entry in list_entries(tmp_path)] == [figure]
+
+
 def test_describe_result(tmp_path: Path) -> None:
     write_run(tmp_path / "sft", SFT)
     assert describe_result(read_run(tmp_path / "sft")) == "eval_loss 5 -> 2, 30 steps, 2 min 0 s"
@@ -45,8 +62,12 @@ def test_list_entries_finds_nested_runs_but_not_checkpoints(tmp_path: Path) -> N
     write_run(tmp_path / "a" / "checkpoint-3", [])
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "corpus.json").write_text("{}")
+    (tmp_path / "hf" / "checkpoint-7").mkdir(parents=True)
+    write_rows(tmp_path / "hf" / "checkpoint-7" / "trainer_state.json", [{"log_history": [{"step": 7, "loss": 1.0}]}])
+    (tmp_path / "link").symlink_to("a")
     assert [(entry.name, entry.kind, entry.status, entry.step) for entry in list_entries(tmp_path)] == [
         ("a", "sft", "running", 30), ("b/deep", "sft", "done", 30), ("corpus", "corpus", "done", None),
+        ("hf", "", "", 7),
     ]  # fmt: skip
 
 

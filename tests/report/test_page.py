@@ -259,6 +259,20 @@ def test_malformed_facts_make_a_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("figures")
+@pytest.mark.parametrize("last", ["nan", "inf"])
+def test_key_figures_end_with_the_last_value_also_if_it_is_not_finite(tmp_path: Path, last: str) -> None:
+    events = [
+        {"kind": kind, "step": step, name: value}
+        for kind, name in (("train", "loss"), ("eval", "eval_own_metric"))
+        for step, value in ((1, 0.5), (2, 0.25), (3, last))
+    ]
+    write_rows(tmp_path / "metrics.jsonl", events)
+    text = read_page(tmp_path).text
+    for label in ("Training loss", "own metric"):
+        assert f"{label}{last}0.5 at step 1" in text
+
+
+@pytest.mark.usefixtures("figures")
 @pytest.mark.parametrize(("mfu", "words"), [(0.42, "42% of the peak FLOPs"), (12.3, "median")])
 def test_mfu_above_one_is_not_shown(tmp_path: Path, mfu: float, words: str) -> None:
     """The measured peak of a CPU can be too low while other programs run."""
@@ -312,7 +326,7 @@ def test_healthy_run_has_no_problems() -> None:
         ({"train": []}, "No training step"),
         ({"facts": {"status": "done", "config": BEST}}, "found no checkpoint of a step whose evaluation is finite"),
         ({"train": [{"step": 3, "loss": "nan"}, {"step": 4, "loss": 1.0}]}, "loss was not finite at step 3."),
-        ({"train": [{"step": n, "grad_norm": "inf"} for n in range(7)]}, "at steps 0, 1, 2, 3, 4 and 2 more"),
+        ({"train": [{"step": n, "grad_norm": "inf"} for n in range(7)]}, "at steps 0, 1, 2 and 4 more"),
         ({"evaluations": build_losses(3.0, 2.0, 2.5)}, "lowest at step 10 (2) and rose to 2.5 by step 20"),
         ({"evaluations": build_losses(2.0, 2.5, 3.0)}, "made the held-out loss worse"),
         ({"evaluations": build_losses(3.0, "nan", 2.0)}, "held-out loss was not finite at step 10"),

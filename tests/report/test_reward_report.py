@@ -45,11 +45,24 @@ def test_wilson_interval_matches_scipy(num_won: int, num: int) -> None:
 
 
 def test_accuracy_counts_tie_as_half() -> None:
-    accuracy = compute_accuracy(np.array([1.0, 0.0, -1.0, 0.0, 2.0]))
+    accuracy = compute_accuracy(np.array([1.0, 0.0, -1.0, 0.0, 2.0]), np.arange(5))
     assert accuracy["accuracy"] == 3 / 5
-    assert (accuracy["accuracy_low"], accuracy["accuracy_high"]) == compute_wilson_interval(3, 5)
+    expected = compute_wilson_interval(3, 5)
+    assert (accuracy["accuracy_low"], accuracy["accuracy_high"]) == pytest.approx(expected)
     report = build_reward_report(make_scores([1, 2, 3], [1, 1, 4]))
     assert (report["num_pairs"], report["accuracy"]) == (3, 0.5)
+
+
+@pytest.mark.parametrize("results", [[1.0, -1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
+def test_pairs_that_repeat_a_prompt_do_not_narrow_the_interval(results: list[float]) -> None:
+    single = build_reward_report(make_scores(results, [0.0] * 4))
+    chosen, prompts = np.repeat(results, 9), [f"prompt {at}" for at in range(4) for _ in range(9)]
+    repeated = build_reward_report(make_scores(chosen, np.zeros(36), prompts=prompts))
+    names = ("accuracy", "accuracy_low", "accuracy_high")
+    assert [repeated[name] for name in names] == pytest.approx([single[name] for name in names])
+    # Each prompt with one pair that is won and one that is lost: not wider than that of independent pairs.
+    mixed = build_reward_report(make_scores([1, -1] * 4, [0] * 8, prompts=np.repeat(range(4), 2).tolist()))
+    assert (mixed["accuracy_low"], mixed["accuracy_high"]) == pytest.approx(compute_wilson_interval(4, 8))
 
 
 def test_nll_and_brier_score_match_closed_form() -> None:
@@ -154,7 +167,7 @@ def test_longer_answer_win_rate() -> None:
     found = build_reward_report(make_scores([1, 1, 1, 1, 1, 0], [0, 0, 0, 0, 0, 1], **lengths))["length"]
     assert found["share_chosen_longer"] == 3 / 6
     assert found["longer_wins_accuracy"] == pytest.approx(3.5 / 6)
-    assert found["accuracy_where_chosen_is_shorter"] == compute_accuracy(np.array([1.0, -1.0]))
+    assert found["accuracy_where_chosen_is_shorter"] == compute_accuracy(np.array([1.0, -1.0]), np.arange(2))
 
 
 def test_length_statistics_are_none_for_equal_lengths() -> None:
@@ -196,7 +209,7 @@ def test_probe_and_swap_counts_exclude_nan() -> None:
         probes={"eos_dropped": np.array([0.5, 2, 4, nan]), "truncated": np.full(4, nan)},
     )
     report = build_reward_report(scores)
-    assert report["prompt_swap"] == {"num_pairs": 3, **compute_accuracy(np.array([1.0, -1.0, 0.0]))}
+    assert report["prompt_swap"] == {"num_pairs": 3, **compute_accuracy(np.array([1.0, -1.0, 0.0]), np.arange(3))}
     dropped = {"num_answers": 3, "share_lower": pytest.approx(1 / 3), "mean_change": pytest.approx(0.5 / 3)}
     assert report["probes"] == {"eos_dropped": dropped, "truncated": None}
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from recipes_lib.config.evaluation import EvalConfig, parse_eval_command
 from recipes_lib.config.loader import exit_after_help
-from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, verify_extra
+from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError, verify_extra
 from recipes_lib.files import read_record, replace_record, try_lock
 
 _USAGE: Final = (
@@ -50,10 +50,13 @@ def main(argv: Sequence[str]) -> int:
     if (record := evaluate_model(config)) is None:
         return EXIT_DONE
     report = write_eval_report(config.folder)
-    add_scores(Path(config.model_name_or_path), record)
     for line in describe(record):
         sys.stdout.write(f"{line}\n")
     sys.stdout.write(f"every question and answer: {report}\n")
+    try:
+        add_scores(Path(config.model_name_or_path), record)
+    except (OSError, UserError) as error:  # The model of another user may be read-only, or its record invalid.
+        sys.stderr.write(f"warning: card and report of the model lack these scores: {error}\n")
     return EXIT_DONE
 
 

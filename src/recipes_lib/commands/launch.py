@@ -78,7 +78,7 @@ def find_machines(environment: Mapping[str, str]) -> Machines:
 def find_first_host(nodes: str) -> str:
     """Return the first host of SLURM's node list: ``gpu-017`` for ``gpu-[017-020,031],login``."""
     name, _, rest = nodes.partition("[")
-    if not rest or "," in name:
+    if not rest:
         return name.split(",")[0]
     first = re.split(r"[-,\]]", rest)[0]
     # Names of several dimensions have further brackets: rack[1-2]node[01-16].
@@ -124,7 +124,8 @@ def main(argv: Sequence[str]) -> int:
 
     Raises:
         ConfigError: The configuration is invalid; the launch file or pipeline schedule does not exist, is incompatible
-            with the recipe, or needs GPUs that this machine lacks; or the address of machine 0 is unknown.
+            with the recipe, is for one process instead of several, or needs GPUs that this machine lacks; or the
+            address of machine 0 is unknown.
     """
     about = "Start a recipe on one or several machines: print accelerate's command, and execute it."
     parser = argparse.ArgumentParser(prog="recipes launch", description=about, allow_abbrev=False)
@@ -143,10 +144,8 @@ def main(argv: Sequence[str]) -> int:
     # Checked once here, instead of by every process that would be started.
     config = parse_command(recipe, named)
     machines = _resolve_machines(options, find_machines(read_environment()))
+    file, document = _read_hardware(options, machines)
     given = options.num_processes
-    file = find_launch_file(options.hardware or choose_for_this_machine(given or machines.num_machines))
-    document = read_launch_file(file)
-    _verify_num_machines(file, document, machines, options)
     num_processes = _count_processes(file, document, machines) if given is None else given
     if num_processes % machines.num_machines:
         found = f"{num_processes} processes cannot be divided equally among {machines.num_machines} machines"
@@ -167,22 +166,25 @@ def main(argv: Sequence[str]) -> int:
     return EXIT_DONE
 
 
-def _verify_num_machines(file: Path, document: dict[str, Any], machines: Machines, options: argparse.Namespace) -> None:
-    """Raise if each machine would train a separate model.
+def _read_hardware(options: argparse.Namespace, machines: Machines) -> tuple[Path, dict[str, Any]]:
+    """Return path and contents of the launch file of --hardware, else of the default one.
 
     Raises:
-        ConfigError: The launch file is for one process, or it is for several machines and nothing else names them.
+        ConfigError: It does not exist or is invalid; it is for one process, and several are requested; or it is for
+            several machines, and nothing else names them.
     """
-    if document["distributed_type"] == "NO" and max(machines.num_machines, options.num_processes or 1) > 1:
-        found = f"{file} is for one process"
-        if machines.num_machines > 1:
-            found += f": each of {machines.num_machines} machines would train a separate model"
+    num_needed = max(machines.num_machines, options.num_processes or 1)
+    file = find_launch_file(options.hardware or choose_for_this_machine(num_needed))
+    document = read_launch_file(file)
+    if num_needed > 1 and document["distributed_type"] == "NO":
+        found = f"{file} is for one process, not for {num_needed}"
         raise ConfigError(Problem("--hardware", found, "use accelerate_configs/ddp.yaml, or cpu_ddp.yaml on CPUs"))
     count = document.get("num_machines", 1)
     if machines.num_machines == 1 < count and options.num_machines is None:
         found = f"{file} is for {count} machines: each would train a separate model"
         remedy = "write --num_machines, --machine_rank and --main_process_ip, or --num_machines 1"
         raise ConfigError(Problem("--num_machines", found, remedy))
+    return file, document
 
 
 def _verify_port(machines: Machines) -> None:
@@ -271,7 +273,7 @@ def _resolve_machines(options: argparse.Namespace, detected: Machines) -> Machin
 
 
 def choose_for_this_machine(num_processes: int = 1) -> str:
-    """Return the name of the default launch file for this machine's accelerators and at least ``num_processes``.
+    """Return the name of the default launch file for at least ``num_processes``, on machines such as this one.
 
     Warns if torch cannot use the GPU of this machine: the launch file for CPUs would hide it.
     """

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from recipes_lib.commands.sampling import Counts, RowFile
@@ -158,7 +157,8 @@ def _read_both(source: Source, config: RecipeConfig) -> Iterator[tuple[Row, dict
     Raises:
         DataError: As ``read_rows``.
     """
-    from recipes_lib.data.sources.canonical import read_rows
+    from recipes_lib.data.sources.broken_rows import BrokenRows
+    from recipes_lib.data.sources.canonical import read_entries
 
     columns: dict[str, Any] = {}
 
@@ -168,8 +168,8 @@ def _read_both(source: Source, config: RecipeConfig) -> Iterator[tuple[Row, dict
             columns = {} if isinstance(entry, Problem) else entry.columns
             yield entry
 
-    remembering: Any = SimpleNamespace(rows=remember, name=source.name, streaming=source.streaming)
-    for row in read_rows(remembering, config.data.dataset_format, config.tokens):
+    entries = read_entries(remember(), source.name, config.data.dataset_format)
+    for row in BrokenRows(config.tokens, is_stream=source.streaming).read(entries, source.name):
         yield row, columns
 
 

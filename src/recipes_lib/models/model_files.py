@@ -16,6 +16,8 @@ _WEIGHTS: Final = ("model*.safetensors", "adapter_model*.safetensors")
 _LFS: Final = b"version https://git-lfs"
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
+TEMPLATES: Final = "additional_chat_templates"
+"""Folder of a tokenizer's chat templates besides the default one."""
 MODEL_FILES: Final = (
     *(*_WEIGHTS, INDEX, "config.json", "adapter_config.json", "generation_config.json", "reward_scale.json"),
     *("chat_template.jinja", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),

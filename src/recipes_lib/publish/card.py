@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,13 +43,17 @@ def add_scores(folder: Path, evaluation: Record) -> None:
     Args:
         folder: Folder of the model.
         evaluation: Content of ``eval.json``.
+
+    Raises:
+        DataError: The record is invalid (``build_card``); nothing is written.
     """
     if not (folder / "run.json").is_file():
         return
     run = read_run(folder)
     record = {**run.facts, "scores": {**(run.facts.get("scores") or {}), **_list_scored(evaluation)}}
+    card = build_card(folder, record, run.find_figures())
     replace_record(folder / "run.json", record)
-    replace_text(folder / "README.md", build_card(folder, record, run.find_figures()))
+    replace_text(folder / "README.md", card)
     # Imported here, because it imports matplotlib, which `recipes publish --help` does not need.
     from recipes_lib.report.page import build_report
 
@@ -110,7 +115,7 @@ def _build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, f
         base=base if record.get("model_commit", base) else None,
         datasets=datasets,
         adapter=adapter,
-        figures=[(name, _number(value)) for name, value in figures.items()],
+        figures=[(name, _show(value)) for name, value in figures.items()],
         scores=list(list_scores(record)),
         curve=list_curve(events),
         chart=CHART,
@@ -212,16 +217,15 @@ def trace_lineage(record: Record) -> list[Row]:
     Earlier stages are found through ``run.json`` of the start model, as far as it is on this machine.
     """
     rows: list[Row] = []
-    # The limit also ends a cycle, as of a run that was repeated over its own start model.
-    while len(rows) < _MAX_GENERATIONS:
-        config = record["config"]
-        start, commit = config.get("model_name_or_path"), record.get("model_commit") or config.get("model_revision")
-        name = "random weights" if start is None else _shorten(str(start))
-        rows.append((record["stage"], f"{name} at {commit}" if commit else name, name_data(config)))
-        try:
+    # Ended by random weights, a model that no recipe has trained, or an invalid record, for records are untrusted; the
+    # limit ends a cycle, as of a run that was repeated over its own start model.
+    with suppress(DataError, AttributeError, LookupError, TypeError, ValueError):
+        while len(rows) < _MAX_GENERATIONS:
+            config = record["config"]
+            start, commit = config.get("model_name_or_path"), record.get("model_commit") or config.get("model_revision")
+            name = "random weights" if start is None else _shorten(str(start))
+            rows.append((record["stage"], f"{name} at {commit}" if commit else name, name_data(config)))
             record = read_record(Path(str(start)) / "run.json", {"stage": str, "config": dict})
-        except DataError:
-            break  # Random weights, or a model that was not trained by a recipe.
     return rows[::-1]
 
 
@@ -364,7 +368,8 @@ def _name_part(part: Record) -> str:
 
 
 def _show(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else "" if value is None else str(value)
+    is_decimal = isinstance(value, float) and math.isfinite(value) and value != int(value)
+    return f"{value:.4f}" if is_decimal else "" if value is None else str(value)
 
 
 def _read_adapter(folder: Path) -> dict[str, Any] | None:
@@ -392,7 +397,3 @@ def make_portable(value: Any) -> Any:
 def _escape(text: object) -> str:
     """Return text as one line without Markdown or HTML markup; names and paths may be untrusted."""
     return re.sub(r"([\\`|\[\]<>])", r"\\\1", escape_controls(text))
-
-
-def _number(value: float) -> str:
-    return f"{value:.4f}" if math.isfinite(value) and value != int(value) else str(value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import functools
-import hashlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+from huggingface_hub.utils.sha import git_hash
 
 from recipes_lib import processes
 from recipes_lib.config.schema import RecipeConfig
@@ -213,9 +213,8 @@ def _is_same(remote: RepoFile, file: Path | bytes, digest: str | None) -> bool:
         if digest is None:
             digest = CommitOperationAdd(remote.path, file).upload_info.sha256.hex()
         return bool(remote.lfs.sha256 == digest)
-    # Files outside of large-file storage have git's blob id: the SHA-1 of a header with the size, and the content.
-    content = file.read_bytes() if isinstance(file, Path) else file
-    return bool(remote.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest())
+    # Files outside of large-file storage have git's blob id.
+    return bool(remote.blob_id == git_hash(file.read_bytes() if isinstance(file, Path) else file))
 
 
 @contextmanager

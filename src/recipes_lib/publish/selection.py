@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from recipes_lib.config.values import has_secret_shape
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import read_record, verify_fields
-from recipes_lib.models.model_files import MODEL_FILES, find_damage, is_model
+from recipes_lib.models.model_files import MODEL_FILES, TEMPLATES, find_damage, is_model
 from recipes_lib.publish.card import CHART, build_card, make_portable
 from recipes_lib.report.run_files import read_run
 from recipes_lib.training.checkpoints.manifest import COMPLETE, is_complete, list_checkpoints, read_complete
@@ -25,7 +25,6 @@ STATES: Final = {"checkpoint": "last-checkpoint", "all_checkpoints": "{name}"}
 """Repository folder for complete checkpoints, by ``hub_strategy``; other strategies publish no optimizer states."""
 MANIFESTS: Final = ("run.json", "merge.json")
 RECORDS: Final = ("README.md", *MANIFESTS, "metrics.jsonl", "reward_report.json")
-_TEMPLATES: Final = "additional_chat_templates"
 _HEAD_BYTES: Final = 8192
 """Bytes in which a zero byte marks a file as binary; git uses the same rule."""
 
@@ -143,7 +142,7 @@ def list_published(folder: Path) -> list[str]:
         from recipes_lib.models.loading import list_code
 
         chosen |= top.intersection(list_code(folder))
-    chosen |= {f"{_TEMPLATES}/{path.name}" for path in (folder / _TEMPLATES).glob("*.jinja") if not path.is_dir()}
+    chosen |= {f"{TEMPLATES}/{path.name}" for path in (folder / TEMPLATES).glob("*.jinja") if not path.is_dir()}
     chosen |= {CHART} if (folder / CHART).is_file() else set()
     chosen = {path for path in chosen if not Path(path).name.startswith(".")}
     # Links into the Hub's cache are allowed: its files come from the Hub.

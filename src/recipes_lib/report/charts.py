@@ -12,16 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import matplotlib as mpl
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from recipes_lib.errors import escape_controls
 from recipes_lib.files import explain_write_errors
-from recipes_lib.report.run_files import RunFiles, find_non_finite_steps, read_curve
+from recipes_lib.report.run_files import Curve, RunFiles, find_non_finite_steps, read_curve, smooth
 
-Curve = Sequence[tuple[int, float]]
 Kind = Literal["noisy", "exact", "points"]
 
 COLOURS: Mapping[str, str] = {
@@ -38,8 +36,6 @@ COLOURS: Mapping[str, str] = {
 PNG_BACKGROUND = "#ffffff"
 MAX_POINTS = 800
 """Maximum points of a drawn curve."""
-MAX_SMOOTHED = 400
-"""Maximum points of a running median."""
 MAX_HOVERED = 200
 """Maximum points of a curve with values on hover."""
 _MAX_ALARMS = 100
@@ -367,21 +363,6 @@ def _shade(axes: Axes, least: float, largest: float) -> None:
         place: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "ha": "left", "va": "top"}
         axes.text(0.01, end, "healthy", color=COLOURS["good"], fontsize=8, **place)
         axes.set_ylim(bottom, top)
-
-
-def smooth(curve: Curve) -> Curve:
-    """Return the running median over a window of a twentieth of the curve, at up to ``MAX_SMOOTHED`` points.
-
-    Unlike a running mean, a median does not spread a spike over its window. At the beginning, where curves are steep,
-    the window is symmetric and shorter.
-    """
-    # Half a window; 40 halves are 20 windows.
-    reach = max(1, len(curve) // 40)
-    stride = -(-len(curve) // MAX_SMOOTHED)
-    centres = sorted({*range(0, len(curve), stride), len(curve) - 1})
-    # NumPy's median selects instead of sorting: windows of a million steps have 50,000 values.
-    values = np.array([value for _, value in curve])
-    return [(curve[at][0], float(np.median(values[max(0, at - reach) : at + min(at, reach) + 1]))) for at in centres]
 
 
 def thin_out(curve: Curve, max_points: int = MAX_POINTS) -> Curve:

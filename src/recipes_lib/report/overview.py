@@ -17,7 +17,7 @@ from recipes_lib.errors import ConfigError, DataError, Problem, escape_controls
 from recipes_lib.files import read_record
 from recipes_lib.quantities import format_duration
 from recipes_lib.report.html_pages import write_page
-from recipes_lib.report.run_files import RunFiles, find_last, is_run, read_curve, read_number, read_run
+from recipes_lib.report.run_files import RunFiles, find_end, is_run, read_curve, read_number, read_run
 
 PIPELINE: Final = "pipeline.json"
 _SIGNS: Final = ("run.json", "metrics.jsonl", "corpus.json", "eval.json")
@@ -148,9 +148,9 @@ def summarize(run: RunFiles) -> dict[str, Any]:
     }
     for name in _FIGURES:
         records = run.held_out if name.startswith("eval_") else run.train
-        if curve := read_curve(records, name):
-            before = curve[0][1] if len(curve) > 1 else None
-            return {**facts, "figure": name, "before": before, "after": find_last(records, name)}
+        if (after := find_end(records, name)) is not None:
+            curve = read_curve(records, name)
+            return {**facts, "figure": name, "before": curve[0][1] if len(curve) > 1 else None, "after": after}
     return facts
 
 

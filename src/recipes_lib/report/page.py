@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes_lib.errors import list_first
 from recipes_lib.quantities import format_count, format_duration
-from recipes_lib.report.charts import draw_charts, smooth
+from recipes_lib.report.charts import draw_charts
 from recipes_lib.report.html_pages import write_page
 from recipes_lib.report.reward_report import draw_reliability, read_reward_report
 from recipes_lib.report.run_files import (
     Record,
     RunFiles,
+    find_end,
     find_non_finite_steps,
     list_scores,
     read_curve,
@@ -141,9 +143,8 @@ def _choose_figures(run: RunFiles) -> Iterator[KeyFigure]:
     labels = {name: (name.removeprefix("eval_").replace("_", " "), "{:.4g}") for name in sorted(own)}
     yield from _compare_ends(run.held_out, {**_HELD_OUT, **labels})
     # The clipped surrogate loss of RL is about 0 whatever the policy learns.
-    is_rl = bool(read_curve(run.train, "objective/score"))
-    if (loss := read_curve(run.train, "loss")) and not is_rl:
-        yield KeyFigure("Training loss", f"{smooth(loss)[-1][1]:.4g}", f"{loss[0][1]:.4g} at step {loss[0][0]}")
+    if not read_curve(run.train, "objective/score"):
+        yield from _compare_ends(run.train, {"loss": ("Training loss", "{:.4g}")})
     if (tokens := read_curve(run.train, "num_target_tokens")) and tokens[-1][1]:
         total = read_curve(run.train, "num_tokens")
         note = f"of {format_count(total[-1][1])} tokens seen" if total else ""
@@ -180,10 +181,9 @@ def _choose_scores(run: RunFiles) -> Iterator[KeyFigure]:
 def _compare_ends(records: Sequence[Record], labels: Mapping[str, tuple[str, str]]) -> Iterator[KeyFigure]:
     """Yield the last value of each metric that has a label, with the first value as a note."""
     for name, (label, template) in labels.items():
-        curve = read_curve(records, name)
-        if label and curve:
-            (first_step, first), (_, last) = curve[0], curve[-1]
-            note = f"{template.format(first)} at step {first_step}" if len(curve) > 1 else ""
+        if label and (last := find_end(records, name)) is not None:
+            curve = read_curve(records, name)
+            note = f"{template.format(curve[0][1])} at step {curve[0][0]}" if len(curve) > 1 else ""
             yield KeyFigure(label, template.format(last), note)
 
 
@@ -386,6 +386,4 @@ def _check_training(run: RunFiles) -> Iterator[str]:
 
 
 def _list_steps(steps: Sequence[int]) -> str:
-    listed = ", ".join(str(step) for step in steps[:5])
-    rest = len(steps) - 5
-    return f"step{'s' if len(steps) > 1 else ''} {listed}" + (f" and {rest} more" if rest > 0 else "")
+    return f"step{'s' if len(steps) > 1 else ''} {list_first(map(str, steps))}"

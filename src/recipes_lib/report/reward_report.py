@@ -93,10 +93,12 @@ def build_reward_report(scores: HeldOutScores) -> dict[str, Any]:
     margins = np.asarray(scores.chosen - scores.rejected, dtype=np.float64)
     both = np.concatenate([scores.chosen, scores.rejected])
     reliability, ece = compute_calibration(margins)
+    names: dict[Hashable, int] = {}
+    prompts = np.array([names.setdefault(prompt, len(names)) for prompt in scores.prompts])
     return {
         "num_pairs": len(margins),
-        **compute_accuracy(margins),
-        "by_length_difference": _group_by_length(scores, margins),
+        **compute_accuracy(margins, prompts),
+        "by_length_difference": _group_by_length(scores, margins, prompts),
         "nll": float(np.logaddexp(0, -margins).mean()),
         "brier": float((_sigmoid(-margins) ** 2).mean()),
         "ece": ece,
@@ -105,8 +107,8 @@ def build_reward_report(scores: HeldOutScores) -> dict[str, Any]:
         "temperature": fit_temperature(margins),
         "scores": {name: float(getattr(both, name)()) for name in ("mean", "std", "min", "max")},
         "histogram": _count_scores(scores, both),
-        "length": _diagnose_length(scores, margins),
-        "prompt_swap": _compare_swapped(scores),
+        "length": _diagnose_length(scores, margins, prompts),
+        "prompt_swap": _compare_swapped(scores, prompts),
         "probes": {name: _compare_probe(scores.chosen, altered) for name, altered in scores.probes.items()},
     }
 
@@ -153,14 +155,28 @@ def check_gates(report: Mapping[str, Any]) -> list[str]:
     return failed
 
 
-def compute_accuracy(margins: Floats) -> dict[str, Any]:
-    """Return the share of pairs whose chosen answer scores higher, with the bounds of its 95 % interval."""
-    num_won = float((margins > 0).sum() + 0.5 * (margins == 0).sum())
-    low, high = compute_wilson_interval(num_won, len(margins))
-    return {"accuracy": num_won / len(margins), "accuracy_low": low, "accuracy_high": high}
+def compute_accuracy(margins: Floats, prompts: Ints) -> dict[str, Any]:
+    """Return the share of pairs whose chosen answer scores higher, with the bounds of its 95 % interval.
+
+    Pairs of one prompt are not independent: the interval is that of P divided by the design effect, the variance of the
+    share over prompts relative to that of independent pairs, at least 1; of equal results, that of the prompts alone.
+
+    Args:
+        margins: Score of the chosen answer minus that of the rejected one, ``(P,)``.
+        prompts: Numbers of the prompts, ``(P,)``.
+
+    Source: Kish 1965 (design effect); Miller 2024, "Adding Error Bars to Evals", section 2.2.
+    """
+    won = np.where(margins == 0, 0.5, margins > 0)
+    share = float(won.mean())
+    deviations = won - share
+    sums, spread = np.bincount(prompts, weights=deviations), float(deviations @ deviations)
+    size = len(won) / max(1.0, float(sums @ sums) / spread) if spread else len(np.unique(prompts))
+    low, high = compute_wilson_interval(share * size, size)
+    return {"accuracy": share, "accuracy_low": low, "accuracy_high": high}
 
 
-def compute_wilson_interval(num_won: float, num: int) -> tuple[float, float]:
+def compute_wilson_interval(num_won: float, num: float) -> tuple[float, float]:
     """Return the bounds of the 95 % Wilson interval of ``num_won / num``, where a tie is half a win.
 
     Source: Wilson 1927; ``scipy.stats.binomtest(...).proportion_ci(method="wilson")``.
@@ -246,14 +262,15 @@ def _bin_predictions(margins: Floats) -> tuple[Floats, Ints]:
     return predicted, np.minimum(predicted * NUM_BINS, NUM_BINS - 1).astype(np.int64)
 
 
-def _group_by_length(scores: HeldOutScores, margins: Floats) -> list[dict[str, Any]]:
+def _group_by_length(scores: HeldOutScores, margins: Floats, prompts: Ints) -> list[dict[str, Any]]:
     difference = np.abs(scores.chosen_lengths - scores.rejected_lengths)
     groups = []
     for low, high in pairwise(LENGTH_BIN_EDGES):
         inside = (difference >= low) & (difference < high)
         if inside.any():
             edges = {"from": low, "to": None if math.isinf(high) else high}
-            groups.append({**edges, "num_pairs": int(inside.sum()), **compute_accuracy(margins[inside])})
+            accuracy = compute_accuracy(margins[inside], prompts[inside])
+            groups.append({**edges, "num_pairs": int(inside.sum()), **accuracy})
     return groups
 
 
@@ -264,7 +281,7 @@ def _count_scores(scores: HeldOutScores, both: Floats) -> dict[str, list[float]]
     return {"edges": edges.tolist(), **counts}
 
 
-def _diagnose_length(scores: HeldOutScores, margins: Floats) -> dict[str, Any]:
+def _diagnose_length(scores: HeldOutScores, margins: Floats, prompts: Ints) -> dict[str, Any]:
     """Return correlations of length and score over answers and within prompts, and the baseline of length.
 
     ``slope`` is the change of the margin per additional token of the chosen answer, by least squares.
@@ -273,17 +290,16 @@ def _diagnose_length(scores: HeldOutScores, margins: Floats) -> dict[str, Any]:
     from scipy.stats import rankdata
 
     difference = np.asarray(scores.chosen_lengths - scores.rejected_lengths, dtype=np.float64)
-    is_shorter = difference < 0
+    short = difference < 0
     both = np.concatenate([scores.chosen, scores.rejected])
     lengths = np.concatenate([scores.chosen_lengths, scores.rejected_lengths])
-    names: dict[Hashable, int] = {}
-    groups = np.tile([names.setdefault(prompt, len(names)) for prompt in scores.prompts], 2)
+    groups = np.tile(prompts, 2)
     inner_scores, inner_lengths = _subtract_means(both, groups), _subtract_means(lengths, groups)
     centred = difference - difference.mean()
     return {
         "share_chosen_longer": float((difference > 0).mean()),
         "longer_wins_accuracy": float((difference > 0).mean() + 0.5 * (difference == 0).mean()),
-        "accuracy_where_chosen_is_shorter": compute_accuracy(margins[is_shorter]) if is_shorter.any() else None,
+        "accuracy_where_chosen_is_shorter": compute_accuracy(margins[short], prompts[short]) if short.any() else None,
         "pearson": compute_correlation(both, lengths),
         "spearman": compute_correlation(rankdata(both), rankdata(lengths)),
         "pearson_within_prompts": compute_correlation(inner_scores, inner_lengths),
@@ -298,10 +314,10 @@ def _subtract_means(values: Floats | Ints, groups: Ints) -> Floats:
     return np.asarray(np.round(values - means[groups], 9))
 
 
-def _compare_swapped(scores: HeldOutScores) -> dict[str, Any] | None:
+def _compare_swapped(scores: HeldOutScores, prompts: Ints) -> dict[str, Any] | None:
     margins = scores.swapped_chosen - scores.swapped_rejected
-    measured = margins[~np.isnan(margins)]
-    return {"num_pairs": len(measured), **compute_accuracy(measured)} if len(measured) else None
+    known = ~np.isnan(margins)
+    return {"num_pairs": int(known.sum()), **compute_accuracy(margins[known], prompts[known])} if known.any() else None
 
 
 def _compare_probe(chosen: Floats, altered: Floats) -> dict[str, Any] | None:

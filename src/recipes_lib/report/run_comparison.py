@@ -12,9 +12,9 @@ from typing import Final
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.files import explain_write_errors
 from recipes_lib.quantities import format_duration
-from recipes_lib.report.charts import Chart, Kind, Line, Plan, draw_chart, smooth
+from recipes_lib.report.charts import Chart, Kind, Line, Plan, draw_chart
 from recipes_lib.report.html_pages import write_page
-from recipes_lib.report.run_files import MAX_FINITE, RunFiles, find_last, read_curve, read_number, read_run
+from recipes_lib.report.run_files import RunFiles, find_end, read_curve, read_number, read_run
 
 _COLOURS: Final = ("first", "second", "third", "good")
 """One colour per run; more than four are hard to distinguish."""
@@ -126,7 +126,8 @@ def compare_figures(runs: Sequence[RunFiles], *, is_one_recipe: bool) -> list[Ro
     for name in (*names, "objective/score", "loss"):
         if not is_one_recipe and name in _LOSSES:
             continue
-        rows.append(_build_row(name, [_find_end(run, name) for run in runs]))
+        places = (run.held_out if name.startswith("eval_") else run.train for run in runs)
+        rows.append(_build_row(name, [find_end(records, name) for records in places]))
     last = [run.train[-1] if run.train else {} for run in runs]
     rows.append(_build_row("steps", [read_number(event, "step") for event in last]))
     rows.append(_build_row("tokens", [read_number(event, "num_tokens") for event in last]))
@@ -135,14 +136,6 @@ def compare_figures(runs: Sequence[RunFiles], *, is_one_recipe: bool) -> list[Ro
     memory = [max((value for _, value in read_curve(run.train, "memory_bytes")), default=None) for run in runs]
     rows.append(_build_row("peak memory, GiB", [None if value is None else value / 2**30 for value in memory]))
     return [row for row in rows if any(row.values)]
-
-
-def _find_end(run: RunFiles, name: str) -> float | None:
-    records = run.held_out if name.startswith("eval_") else run.train
-    end = find_last(records, name)
-    # The training loss is noisy: use the last running median, as on the page of a run, unless the run has diverged.
-    is_noisy = name == "loss" and end is not None and abs(end) < MAX_FINITE
-    return smooth(read_curve(records, name))[-1][1] if is_noisy else end
 
 
 def _build_row(name: str, values: Sequence[float | None]) -> Row:

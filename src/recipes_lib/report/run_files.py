@@ -16,11 +16,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import parse_number, read_lines, read_record
 
 Record = Mapping[str, Any]
+Curve = Sequence[tuple[int, float]]
+"""``(step, value)`` points, ordered by step."""
 _STATE: Final = "trainer_state.json"
+_MAX_SMOOTHED: Final = 400
+"""Maximum points of a running median."""
 MAX_FINITE: Final = 1e300
 """Sums and axis limits of larger values, which only a broken file has, would overflow."""
 
@@ -110,10 +116,11 @@ class RunFiles:
         last = parse_number(self.best.get("best_step"))
         return [event for event in self.evaluations if last is None or event["step"] <= last]
 
-    def find_figures(self, step: float | None = None) -> dict[str, Any]:
+    def find_figures(self, step: float | None = None) -> dict[str, float]:
         """Return the metrics ``eval_...`` of the last evaluation, of the final model or up to ``step``."""
         known = self.held_out if step is None else [event for event in self.evaluations if event["step"] <= step]
-        return {name: value for name, value in (known or [{}])[-1].items() if name.startswith("eval_")}
+        numbers = {name: parse_number(value) for name, value in (known or [{}])[-1].items() if name.startswith("eval_")}
+        return {name: number for name, number in numbers.items() if number is not None}
 
     @property
     def metrics(self) -> list[Record]:
@@ -201,10 +208,30 @@ def read_curve(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
     return [(step, value) for step, value in _iterate_numbers(records, name) if abs(value) < MAX_FINITE]
 
 
-def find_last(records: Sequence[Record], name: str) -> float | None:
-    """Return the last value of a metric, which may be NaN or infinite; ``None`` if it was never recorded."""
+def find_end(records: Sequence[Record], name: str) -> float | None:
+    """Return the last value of a metric, which may be NaN or infinite; ``None`` if it was never recorded.
+
+    Of the training loss, which is noisy, it is the last running median, unless the run has diverged.
+    """
     last = deque(_iterate_numbers(records, name), maxlen=1)
-    return last[0][1] if last else None
+    end = last[0][1] if last else None
+    is_noisy = name == "loss" and end is not None and abs(end) < MAX_FINITE
+    return smooth(read_curve(records, name))[-1][1] if is_noisy else end
+
+
+def smooth(curve: Curve) -> Curve:
+    """Return the running median over a window of a twentieth of the curve, at up to ``_MAX_SMOOTHED`` points.
+
+    Unlike a running mean, a median does not spread a spike over its window. At the beginning, where curves are steep,
+    the window is symmetric and shorter.
+    """
+    # Half a window; 40 halves are 20 windows.
+    reach = max(1, len(curve) // 40)
+    stride = -(-len(curve) // _MAX_SMOOTHED)
+    centres = sorted({*range(0, len(curve), stride), len(curve) - 1})
+    # NumPy's median selects instead of sorting: windows of a million steps have 50,000 values.
+    values = np.array([value for _, value in curve])
+    return [(curve[at][0], float(np.median(values[max(0, at - reach) : at + min(at, reach) + 1]))) for at in centres]
 
 
 def find_non_finite_steps(records: Sequence[Record], name: str) -> list[int]:

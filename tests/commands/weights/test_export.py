@@ -45,7 +45,9 @@ def build(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 def write_model_checkpoint(folder: Path, model: nn.Module, tokenizer_dir: Path, *, is_sharded: bool = True) -> Path:
     """Write a complete checkpoint as the trainer does."""
     folder.mkdir(parents=True)
-    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "{{ messages }}"}
+    tokenizer.save_pretrained(folder)
     if is_sharded:
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
@@ -73,7 +75,10 @@ def test_exported_model_equals_checkpoint(kind, dtype, is_sharded, tiny_tokenize
     assert again.dtype == dtype
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
-    assert len(AutoTokenizer.from_pretrained(out)) == len(AutoTokenizer.from_pretrained(tiny_tokenizer_dir))
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (out, checkpoint)]
+    assert len(tokenizers[0]) == len(tokenizers[1])
+    assert tokenizers[0].chat_template == tokenizers[1].chat_template
+    assert tokenizers[0].chat_template.keys() == {"default", "tool_use"}
     # No training state is exported, and no temporary folder remains.
     assert not {"trainer_state.json", "COMPLETE.json", "model_shards"} & {file.name for file in out.iterdir()}
     assert [file.name for file in out.parent.iterdir()] == ["out"]
@@ -151,7 +156,8 @@ assert (options.model / "model.safetensors").is_file()
 if options.outtype == "fails":
     options.outfile.write_bytes(b"GGUF")
     sys.exit(3)
-options.outfile.write_bytes(b"none" if options.outtype == "empty" else f"GGUF {size} {options.outtype}".encode())
+if options.outtype != "nothing":
+    options.outfile.write_text(f"GGUF {size} {options.outtype}")
 """
 
 
@@ -172,7 +178,7 @@ def test_gguf_is_written_by_converter(kind, tiny_tokenizer_dir, tmp_path, capsys
     with pytest.raises(ConfigError, match="already exists"):
         main([*flags, "q8_0"])
     out.unlink()
-    for wrong, words in (("fails", "exit code 3"), ("empty", "not written a GGUF file")):
+    for wrong, words in (("fails", "exit code 3"), ("nothing", "has not written a file")):
         with pytest.raises(ConfigError, match=words):
             main([*flags, wrong])
         assert list(out.parent.iterdir()) == []
@@ -189,6 +195,6 @@ def test_gguf_without_converter_or_model_is_rejected(tmp_path, monkeypatch):
     converter.write_text("#!/bin/sh\n")
     converter.chmod(0o755)
     fails("holds no model")
-    fails(r"ends with \.gguf", "a")
+    fails(r"is not the name of a GGUF file\n.*ends with \.gguf", "a")
     (tmp_path / "adapter_config.json").write_text("{}")
     fails("recipes merge")

@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.files import atomic_folder, staging_folder, verify_empty_folder
+from recipes_lib.files import atomic_folder, staging_folder
+from recipes_lib.models.model_files import TEMPLATES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 CONVERTER: Final = "convert_hf_to_gguf.py"
 """Conversion script of llama.cpp."""
-_MAGIC: Final = b"GGUF"
-"""First bytes of a GGUF file."""
 _OF_TRAINING: Final = ("COMPLETE.json", "trainer_state.json", "model.safetensors.index.json")
 """JSON files of a checkpoint that are not copied."""
 
@@ -72,13 +71,14 @@ def export_checkpoint(checkpoint: Path, output: Path) -> int:
     """
     from recipes_lib.training.checkpoints.manifest import find_damage
 
-    verify_empty_folder(output)
-    if damage := find_damage(checkpoint):
-        raise ConfigError(Problem(str(checkpoint), damage, "name another checkpoint"))
     with atomic_folder(output) as staging:
+        if damage := find_damage(checkpoint):
+            raise ConfigError(Problem(str(checkpoint), damage, "name another checkpoint"))
         for file in checkpoint.iterdir():
             if file.suffix in (".json", ".jinja", ".model", ".txt") and file.name not in _OF_TRAINING:
                 shutil.copy(file, staging)
+        if (checkpoint / TEMPLATES).is_dir():
+            shutil.copytree(checkpoint / TEMPLATES, staging / TEMPLATES)
         write = _write_adapter if (checkpoint / "adapter_config.json").exists() else _write_model
         return write(checkpoint, staging)
 
@@ -113,12 +113,8 @@ def export_gguf(source: Path, output: Path, kind: str, llama_cpp: Path | None) -
             export_checkpoint(source, model)
         command += [str(model), "--outfile", str(file), "--outtype", kind]
         code = subprocess.run(command, check=False).returncode
-        is_written = False
-        if file.is_file():
-            with file.open("rb") as opened:
-                is_written = opened.read(len(_MAGIC)) == _MAGIC
-        if code or not is_written:
-            found = f"failed with exit code {code}" if code else "has not written a GGUF file"
+        if code or not file.is_file():
+            found = f"failed with exit code {code}" if code else "has not written a file"
             raise ConfigError(Problem(shlex.join(command), found, "see its output above"))
         file.replace(output)
 

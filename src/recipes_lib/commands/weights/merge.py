@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from recipes_lib.config.schema import ModelConfig, QuantizationConfig, TokensConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.files import atomic_folder, read_lines, read_record, verify_empty_folder
+from recipes_lib.files import atomic_folder, read_lines, read_record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +37,6 @@ def main(argv: Sequence[str]) -> None:
             too much; then nothing is written.
     """
     options = _parse(argv)
-    verify_empty_folder(options.output)
     settings = _read_adapter(options.adapter)
     if not (options.base or settings.get("base_model_name_or_path")):
         raise ConfigError(Problem("--base", f"{options.adapter} names no base model", "add --base, a folder or Hub id"))

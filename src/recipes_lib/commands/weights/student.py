@@ -11,7 +11,7 @@ from typing import Final
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.files import atomic_folder, verify_empty_folder
+from recipes_lib.files import atomic_folder
 
 RECORD_FILE: Final = "student.json"
 
@@ -23,7 +23,6 @@ def main(argv: Sequence[str]) -> None:
         ConfigError: A flag is wrong, or the teacher cannot be loaded or pruned; then nothing is written.
     """
     options = _parse(argv)
-    verify_empty_folder(options.output)
     from transformers.utils.logging import disable_progress_bar
 
     from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
@@ -35,11 +34,11 @@ def main(argv: Sequence[str]) -> None:
     teacher_config, _ = load_model_config(teacher)
     count = teacher_config.get_text_config().num_hidden_layers
     layers = options.layers or list(map_layers(_check_count(options.num_layers, count), count))
-    model = load_causal_lm(teacher, "eager")
-    num_before = model.num_parameters()
-    prune_layers(model, layers)
-    model.config.use_cache = True
     with atomic_folder(options.output) as student:
+        model = load_causal_lm(teacher, "eager")
+        num_before = model.num_parameters()
+        prune_layers(model, layers)
+        model.config.use_cache = True
         model.save_pretrained(student)
         tokenizer.save_pretrained(student)
         again = load_causal_lm(ModelConfig(model_name_or_path=str(student), dtype="auto"), "eager")
