@@ -97,7 +97,13 @@ def test_traffic_between_machines_uses_network() -> None:
     sent = Traffic(model=45e9, replicas=50e9, host=25e9)
     inside, across = Layout("fsdp2", 8, Held(8, 8, 8)), Layout("fsdp2", 16, Held(16, 16, 16))
     assert time_traffic(sent, inside, choose_device("H100"))[0] == pytest.approx(0.1)
-    assert time_traffic(sent, across, choose_device("H100"))[0] == pytest.approx(0.9)
+    # A ring through the eight adapters of each machine; through four, if only every second GPU is in it.
+    assert time_traffic(sent, across, choose_device("H100"))[0] == pytest.approx(45 / 400)
+    halved = Layout("fsdp2_tp", 8, Held(8, 8, 8), tensor=2)
+    assert time_traffic(sent, halved, choose_device("H100"))[0] == pytest.approx(45 / 200)
+    # A pipeline stage sends from one GPU to another.
+    staged = time_traffic(Traffic(stages=50e9), Layout("ddp", 8, pipeline_stages=2), choose_device("H100"))
+    assert staged.stages == pytest.approx(1)
     # Tensor-parallel groups of two are among the eight GPUs.
     tensor = Layout("fsdp2_tp", 4, Held(4, 4, 4), tensor=2)
     assert time_traffic(sent, tensor, choose_device("H100")).model == pytest.approx(0.1)

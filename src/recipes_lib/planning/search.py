@@ -17,7 +17,10 @@ from recipes_lib.planning.memory import Batch, count_choices, count_kept, plan_m
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
 
 NETWORK_BYTES: Final = 50e9
-"""Bytes per second and GPU between machines: 400 Gbit/s."""
+"""Bytes per second of a network adapter, of which a machine has one for each GPU: 400 Gbit/s.
+
+Source: NVIDIA/nccl#1221: 320 GB/s for each GPU of a ring through the eight adapters of each of four machines.
+"""
 GPUS_OF_A_MACHINE: Final = 8
 _HOST_BYTES: Final = 25e9
 """Bytes per second between a GPU and its host, by PCIe 4."""
@@ -185,19 +188,20 @@ class Traffic(NamedTuple):
 def time_traffic(traffic: Traffic, layout: Layout, device: Device) -> Traffic:
     """Return the seconds of traffic from its bytes; groups above ``GPUS_OF_A_MACHINE`` GPUs use the network."""
 
-    def time(num_bytes: float, num_ranks: int) -> float:
+    def time(num_bytes: float, num_ranks: int, stride: int = 1) -> float:
+        """Return the seconds in groups of every ``stride``-th of ``num_ranks`` consecutive GPUs."""
         rate = device.find_rate(min(num_ranks, GPUS_OF_A_MACHINE))
-        # A ring over several machines is as fast as its slowest link.
-        rate = rate if num_ranks <= GPUS_OF_A_MACHINE else min(rate, NETWORK_BYTES)
+        if num_ranks > GPUS_OF_A_MACHINE:
+            # Each GPU of a ring sends through the network adapters of all its GPUs in the machine.
+            rate = min(rate, NETWORK_BYTES * max(GPUS_OF_A_MACHINE // stride, 1))
         return num_bytes / rate if rate else 0.0
 
-    is_hybrid = layout.replicas > 1
-    spanned = layout.tensor * layout.shards.weights if is_hybrid else layout.num_gpus // layout.pipeline_stages
+    replica = layout.num_gpus // (layout.replicas * layout.pipeline_stages)
     return Traffic(
-        model=time(traffic.model, spanned),
-        replicas=time(traffic.replicas, layout.num_gpus),
+        model=time(traffic.model, replica, layout.tensor),
+        replicas=time(traffic.replicas, layout.num_gpus, replica),
         layers=time(traffic.layers, layout.tensor * layout.context),
-        stages=time(traffic.stages, layout.num_gpus),
+        stages=time(traffic.stages, layout.num_gpus, GPUS_OF_A_MACHINE),
         host=traffic.host / _HOST_BYTES,
     )
 
