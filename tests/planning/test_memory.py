@@ -326,6 +326,11 @@ def test_tensor_parallelism_shards_all_weights_except_norms(plan_pretraining, nu
     assert whole / 2 < components[KEPT] < whole
 
 
+def test_padding_token_may_be_in_part_of_another_tensor_parallel_rank(build) -> None:
+    shape = LlamaConfig(vocab_size=512, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, pad_token_id=511)
+    assert plan_memory(build("pretrain", max_steps=4), shape, Layout("", tensor=2)).peak > 0
+
+
 def test_pipeline_stage_has_its_layers_and_one_embedding(plan_pretraining, num_parameters) -> None:
     whole, stage = (plan_pretraining(Layout("", pipeline_stages=stages, in_flight=stages)) for stages in (1, 2))
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64

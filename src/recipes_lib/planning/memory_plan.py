@@ -144,6 +144,7 @@ class Layout:
             text.head_dim = find_head_dim(text)
             for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
                 setattr(text, name, getattr(text, name) // self.tensor)
+            text.pad_token_id = None  # It may be in another rank's part of the vocabulary.
         if self.pipeline_stages > 1:
             (layers,) = PipelinePart(0, self.pipeline_stages).share_layers(text.num_hidden_layers)
             narrowed = shorten(narrowed, len(layers))
