@@ -237,6 +237,13 @@ def test_requests_per_minute_paces_requests(waits: list[float], monkeypatch: pyt
     assert waits == pytest.approx([0, 2, 4, 6])
 
 
+def test_requests_that_wait_for_their_turn_are_not_sent_after_a_failure() -> None:
+    server = ChatEndpoint(lambda _: (401, {}, "no"))
+    with pytest.raises(ConfigError, match="returned 401"):
+        Endpoint(server.url, "m", requests_per_minute=1, num_concurrent=4).answer(CHATS, range(4))
+    assert len(server.asked) == 1
+
+
 @pytest.mark.parametrize(
     ("url", "found"),
     [
