@@ -288,18 +288,31 @@ def describe_misfit(
 
 
 def _find_change(config: RecipeConfig, model_config: PreTrainedConfig, hardware: Hardware, batch: int) -> str:
-    """Return the smallest change with which the run would fit: shorter rows, an adapter, or more GPUs."""
-    is_rl, number = config.recipe in RL_RECIPES, hardware.num_gpus
-    recomputed = config.with_training(list_keys("every layer"))
-    # The search of other recipes tries every micro-batch, and recomputation.
-    least = config if is_rl else recomputed.with_training({"per_device_train_batch_size": 1})
-    length, answer = config.tokens.max_length or 0, config.rewards.response_length if is_rl else 0
-    tried = [("`activation_checkpointing: true`", recomputed)] if is_rl else list[tuple[str, RecipeConfig]]()
-    tried += [
-        (f"max_length: {part}", dataclasses.replace(least, tokens=dataclasses.replace(config.tokens, max_length=part)))
-        for part in (length // 2, length // 4)
-        if part > answer
-    ]
+    """Return the smallest change with which the run would fit, whose GPUs divide ``batch`` rows."""
+    for change, changed, count in _list_changes(config, model_config, hardware.num_gpus):
+        starts, _ = list_starts(model_config, count)
+        for layout in list_layouts(count) if not batch % count else ():
+            plan = plan_memory(changed, model_config, layout)
+            if is_supported(changed, starts[layout], {}) and plan.fits(hardware.device.memory):
+                return f"{change} would fit"
+    return "name GPUs with more memory"
+
+
+def _list_changes(
+    config: RecipeConfig, model_config: PreTrainedConfig, number: int
+) -> Iterator[tuple[str, RecipeConfig, int]]:
+    """Yield changes of a run on ``number`` GPUs, the smallest first, with the new configuration and number of GPUs."""
+    is_rl, least = config.recipe in RL_RECIPES, config.with_training(list_keys("every layer"))
+    length, shortest = config.tokens.max_length or 0, config.rewards.response_length if is_rl else 0
+    if is_rl:
+        yield "`activation_checkpointing: true`", least, number
+        least = config
+    else:
+        # The search tries every micro-batch, and recomputation.
+        least = least.with_training({"per_device_train_batch_size": 1})
+    for part in (part for part in (length // 2, length // 4) if part > shortest):
+        tokens = dataclasses.replace(config.tokens, max_length=part)
+        yield f"max_length: {part}", dataclasses.replace(least, tokens=tokens), number
     if config.recipe in ("sft", "lora", "dpo", "reward", *RL_RECIPES):
         recipe, how, keys = config.recipe, "an adapter", "`use_peft: true`, `dtype: bfloat16`"
         if recipe == "sft":
@@ -313,16 +326,8 @@ def _find_change(config: RecipeConfig, model_config: PreTrainedConfig, hardware:
             is_refused = any(check_checkpoint_bits("", model_config, quantized))
             if not is_refused and not (quantized.load_in_4bit and config.engine.use_vllm):
                 changed = dataclasses.replace(adapted, quantization=quantized)
-                tried.append((f"{how} on {bits}-bit weights ({keys}{key})", changed))
-    counted = [(change, changed, number) for change, changed in tried]
-    counted += [(f"{number * factor} of these GPUs", least, number * factor) for factor in (2, 4, 8, 16)]
-    for change, changed, count in counted:
-        starts, _ = list_starts(model_config, count)
-        for layout in list_layouts(count) if not batch % count else ():
-            plan = plan_memory(changed, model_config, layout)
-            if is_supported(changed, starts[layout], {}) and plan.fits(hardware.device.memory):
-                return f"{change} would fit"
-    return "name GPUs with more memory"
+                yield f"{how} on {bits}-bit weights ({keys}{key})", changed, number
+    yield from ((f"{number * factor} of these GPUs", least, number * factor) for factor in (2, 4, 8, 16))
 
 
 def _join_keys(keys: Mapping[str, Any]) -> str:
