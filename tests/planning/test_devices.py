@@ -48,6 +48,7 @@ def test_other_names_are_no_known_gpu(name: str) -> None:
         ("V100", {}, "float32", "'V100' in bfloat16 is not known\n.*fp16: true"),
         ("H100", {"bf16": False}, "float32", "'H100' in float32 is not known\n.*bf16: true"),
         ("Abacus", {}, "float32", "'Abacus' is not known\n.*nvidia-smi"),
+        ("48GB", {}, "float32", "of '48GB' in bfloat16 is not known\n.*nvidia-smi"),
     ],
 )
 def test_peak_of_run_is_that_of_its_compute_dtype(name, training, dtype, expected) -> None:
@@ -161,7 +162,13 @@ def test_mig_instance_has_share_of_gpu(name) -> None:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("409", "did you mean .*`RTX 4090`"), ("H10", "H100"), ("Abacus", "nvidia-smi -L"), (" ", "nvidia-smi -L")],
+    [
+        ("409", "did you mean .*`RTX 4090`"),
+        ("H10", "H100"),
+        ("MI30X", "MI300X"),
+        ("Abacus", "nvidia-smi -L"),
+        (" ", "nvidia-smi -L"),
+    ],
 )
 def test_unknown_name_error_suggests_names(name, words) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -15,7 +15,15 @@ from recipes_lib.planning.compute import read_shapes
 from recipes_lib.planning.devices import Device, choose_device
 from recipes_lib.planning.memory import count_kept
 from recipes_lib.planning.memory_plan import Held, Layout
-from recipes_lib.planning.search import Candidate, Traffic, count_traffic, extrapolate_kept, search, time_traffic
+from recipes_lib.planning.search import (
+    Candidate,
+    Traffic,
+    _rank,
+    count_traffic,
+    extrapolate_kept,
+    search,
+    time_traffic,
+)
 
 REPLICATED, SHARDED = Layout("ddp", 2), Layout("fsdp2", 2, Held(2, 2, 2))
 
@@ -173,6 +181,14 @@ def test_fewer_rows_than_gpus_need_model_parallelism(tiny_model_dir: Path) -> No
     found = search(build(tiny_model_dir, max_length=4096), LLAMA, layouts, 2, choose_device("H100"), 989e12)
     assert {one.layout.launch_file for one in found} == {"fsdp2_tp"}
     assert found[0].fits
+
+
+def test_candidates_of_equal_speed_are_ranked_by_offload_then_groups_then_rows() -> None:
+    shards, keys = Held(2, 2, 2), {"per_device_train_batch_size": 1}
+    layouts = [Layout("fsdp2", 2, shards), Layout("fsdp2_cp", 1, shards, context=2), Layout("", 2, Held(0, 0, 0))]
+    ranked = [Candidate(one, keys, "none", None, fits=True, costs={"compute": 1.0}) for one in layouts]
+    ranked.insert(0, dataclasses.replace(ranked[0], keys={"per_device_train_batch_size": 2}))
+    assert sorted(ranked[::-1], key=_rank) == ranked
 
 
 def test_unsupported_keys_are_no_candidates(tiny_model_dir: Path) -> None:

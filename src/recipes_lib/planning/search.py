@@ -114,13 +114,14 @@ def search(
     return found
 
 
-def _rank(one: Candidate) -> tuple[bool, float, int, int]:
-    """Sort key: fitting candidates first, by speed, then with less model parallelism, then with larger micro-batches.
+def _rank(one: Candidate) -> tuple[bool, float, bool, int, int]:
+    """Sort key: fitting candidates first, by speed, then without offload, less model-parallel, with larger batches.
 
-    Candidates that do not fit are sorted by peak memory.
+    Candidates that do not fit are sorted by peak memory. Times do not include the update of offloaded weights.
     """
     groups, rows = one.layout.num_gpus // one.layout.num_processes, one.keys["per_device_train_batch_size"]
-    return not one.fits, float(f"{one.seconds:.3g}") if one.fits else one.memory.peak, groups, -rows
+    cost = float(f"{one.seconds:.3g}") if one.fits else one.memory.peak
+    return not one.fits, cost, not one.layout.shards.weights, groups, -rows
 
 
 def extrapolate_kept(config: RecipeConfig, narrowed: PreTrainedConfig, layout: Layout) -> Activations:
