@@ -285,8 +285,7 @@ class _Connection:
         sent = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
         for attempt in range(endpoint.num_attempts):
             # A pause ends early when another request has failed for good.
-            limit = endpoint.requests_per_minute
-            if limit is not None and self.pause(endpoint.pace.take(60 / limit)):
+            if endpoint.requests_per_minute and self.pause(endpoint.pace.take(60 / endpoint.requests_per_minute)):
                 break
             wait = min(2.0**attempt, MAX_WAIT)
             try:

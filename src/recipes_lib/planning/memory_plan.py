@@ -109,11 +109,6 @@ class Layout:
         return self.num_processes * self.tensor * self.context * self.pipeline_stages
 
     @property
-    def casts_weights(self) -> bool:
-        """Whether weights are cast to the compute dtype before a pass, not by autocast within it."""
-        return self.shards.weights != 1 or self.is_deepspeed
-
-    @property
     def replicas(self) -> int:
         """Number of groups of hybrid sharding, each of which holds the whole model."""
         shards = self.shards.weights

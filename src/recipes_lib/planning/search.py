@@ -156,7 +156,7 @@ def _list_costs(seconds: float, sent: Traffic, num_batches: int, layout: Layout)
     return {
         "compute": seconds,
         "bubble": bubble,
-        "weight traffic": max(sent.overlapped - seconds - bubble, 0.0),
+        "weight traffic": max(sent.model + sent.replicas - seconds - bubble, 0.0),
         "layer traffic": sent.layers,
         "stage traffic": sent.stages,
         "host traffic": sent.host,
@@ -179,11 +179,6 @@ class Traffic(NamedTuple):
     layers: float = 0.0
     stages: float = 0.0
     host: float = 0.0
-
-    @property
-    def overlapped(self) -> float:
-        """Traffic that overlaps with compute."""
-        return self.model + self.replicas
 
 
 def time_traffic(traffic: Traffic, layout: Layout, device: Device) -> Traffic:

@@ -302,14 +302,10 @@ def _list_changes(
     config: RecipeConfig, model_config: PreTrainedConfig, number: int
 ) -> Iterator[tuple[str, RecipeConfig, int]]:
     """Yield changes of a run on ``number`` GPUs, the smallest first, with the new configuration and number of GPUs."""
-    is_rl, least = config.recipe in RL_RECIPES, config.with_training(list_keys("every layer"))
-    length, shortest = config.tokens.max_length or 0, config.rewards.response_length if is_rl else 0
-    if is_rl:
-        yield "`activation_checkpointing: true`", least, number
-        least = config
-    else:
+    length, shortest, least = config.tokens.max_length or 0, config.rewards.response_length, config
+    if config.recipe not in RL_RECIPES:
         # The search tries every micro-batch, and recomputation.
-        least = least.with_training({"per_device_train_batch_size": 1})
+        shortest, least = 0, config.with_training({**list_keys("every layer"), "per_device_train_batch_size": 1})
     for part in (part for part in (length // 2, length // 4) if part > shortest):
         tokens = dataclasses.replace(config.tokens, max_length=part)
         yield f"max_length: {part}", dataclasses.replace(least, tokens=tokens), number
