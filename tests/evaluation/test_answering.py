@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -55,6 +56,9 @@ def test_overlong_chat_is_an_error_of_its_row(tiny_model_dir: Path) -> None:
     found = engine.answer([CHATS[0], long, CHATS[2]], [5, 6, 7])
     assert found[1].error is not None
     assert "leave no room for 12" in found[1].error
+    # The last position is used.
+    tight = dataclasses.replace(engine, positions=found[0].num_prompt_tokens + 12)
+    assert tight.answer(CHATS[:1], [5]) == found[:1]
     assert [found[0], found[2]] == [engine.answer(CHATS, [5, 6, 7])[at] for at in (0, 2)]
 
 

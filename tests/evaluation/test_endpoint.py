@@ -237,11 +237,18 @@ def test_requests_per_minute_paces_requests(waits: list[float], monkeypatch: pyt
     assert waits == pytest.approx([0, 2, 4, 6])
 
 
+def test_requests_that_wait_for_their_turn_are_not_sent_after_a_failure() -> None:
+    server = ChatEndpoint(lambda _: (401, {}, "no"))
+    with pytest.raises(ConfigError, match="returned 401"):
+        Endpoint(server.url, "m", requests_per_minute=1, num_concurrent=4).answer(CHATS, range(4))
+    assert len(server.asked) == 1
+
+
 @pytest.mark.parametrize(
     ("url", "found"),
     [
         ("file:///etc/passwd", "no address"),
-        ("localhost:8000", "no address"),
+        *(("localhost:8000", "no address"), ("ftp://h/v1", "no address"), ("http:///v1", "no address")),
         ("http://h/v1/completions", "answer chats"),
     ],
 )

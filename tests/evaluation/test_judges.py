@@ -205,5 +205,17 @@ def test_reward_model_judge_compares_rewards(tiny_model_dir: Path, tmp_path: Pat
         assert judgment.details == [one, two]
     assert found[2].winner == "tie"
     assert compute_win_rate([(one.winner, one.orders) for one in found]).position_agreement is None
-    long = judge.compare([QUESTION], [["word " * 600]], [["a"]], [0])
-    assert long[0].winner is None, "what has no room has no verdict"
+    # What has no room has no verdict.
+    short, long = ["a"], ["word " * 600]
+    assert [one.winner for one in judge.compare([QUESTION] * 2, [short, long], [long, short], [0, 1])] == [None, None]
+
+
+def test_reward_model_without_chat_template_scores_single_turns(tiny_model_dir: Path, tmp_path: Path) -> None:
+    judge = load_reward_judge(str(write_reward_model(tmp_path, tiny_model_dir)), device="cpu")
+    as_chat = judge.grade([QUESTION], [["a b"]], [0])[0].value
+    judge.model.tokenizer.chat_template = None
+    as_text = judge.grade([QUESTION], [["a b"]], [0])[0].value
+    assert as_text == pytest.approx(judge.model.score([("How?", "a b")])[0])
+    assert as_text != pytest.approx(as_chat)
+    with pytest.raises(ConfigError, match="has no chat template"):
+        judge.grade([QUESTION._replace(turns=["How?", "Why?"])], [["a b", "a"]], [0])

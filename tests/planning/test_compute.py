@@ -153,6 +153,9 @@ def test_step_counts_rows_and_passes_of_each_recipe(tiny_model_dir: Path) -> Non
         return count_step(build_config(recipe, **rows, **changes), model_config, 4)
 
     assert dataclasses.astuple(step("sft")) == (24, 64, pytest.approx(whole * 24 * 64))
+    assert step("sft").num_tokens == 24 * 64
+    # The base model reads each row too.
+    assert step("sft", kl_to_base=0.1).num_flops == pytest.approx(whole * 24 * 64 * 4 / 3)
     frozen = compute_flops_per_token(model_config, 64, is_frozen=True)
     assert step("lora").num_flops == pytest.approx((frozen.body + frozen.head) * 24 * 64)
     assert dataclasses.astuple(step("dpo")) == (48, 64, pytest.approx(whole * 48 * 64))

@@ -31,7 +31,7 @@ def test_peak_is_known_for_16_bit_products_only() -> None:
     "name",
     [
         *("Intel(R) Xeon(R) Platinum", "AMD EPYC 9B14", "Abacus", "0GB", "", "a2-ultragpu-8g"),
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        *("NVIDIA GeForce RTX 4090 Laptop GPU", "GeForce RTX 4090 Mobile"),
     ],
 )
 def test_other_names_are_no_known_gpu(name: str) -> None:
@@ -48,6 +48,7 @@ def test_other_names_are_no_known_gpu(name: str) -> None:
         ("V100", {}, "float32", "'V100' in bfloat16 is not known\n.*fp16: true"),
         ("H100", {"bf16": False}, "float32", "'H100' in float32 is not known\n.*bf16: true"),
         ("Abacus", {}, "float32", "'Abacus' is not known\n.*nvidia-smi"),
+        ("48GB", {}, "float32", "of '48GB' in bfloat16 is not known\n.*nvidia-smi"),
     ],
 )
 def test_peak_of_run_is_that_of_its_compute_dtype(name, training, dtype, expected) -> None:
@@ -93,7 +94,9 @@ def test_peak_of_run_is_that_of_its_compute_dtype(name, training, dtype, expecte
         ("Tesla T4", 16, ..., ..., ..., ...),
         ("V100 32", 32, ..., ..., ..., ...),
         ("V100 32G", 32, ..., ..., ..., ...),
-        ("RTX 4090", 24, ..., ..., ..., ...),
+        ("RTX 4090", 24, 165.2, ..., ..., 450),
+        ("NVIDIA GeForce RTX 4090 D", 24, 147, ..., ..., 425),
+        ("NVIDIA GeForce RTX 3090 Ti", 24, 80, 1008, ..., ...),
         ("4090", 24, ..., ..., ..., ...),
         ("rtx 4090", 24, ..., ..., ..., ...),
         ("rtx5090", 32, ..., ..., ..., ...),
@@ -159,7 +162,13 @@ def test_mig_instance_has_share_of_gpu(name) -> None:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("409", "did you mean `RTX 4090`"), ("H10", "H100"), ("Abacus", "nvidia-smi -L"), (" ", "nvidia-smi -L")],
+    [
+        ("409", "did you mean .*`RTX 4090`"),
+        ("H10", "H100"),
+        ("MI30X", "MI300X"),
+        ("Abacus", "nvidia-smi -L"),
+        (" ", "nvidia-smi -L"),
+    ],
 )
 def test_unknown_name_error_suggests_names(name, words) -> None:
     with pytest.raises(ConfigError, match=words):

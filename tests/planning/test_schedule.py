@@ -91,6 +91,7 @@ def test_stable_phase_keeps_peak_until_decay(decay, decay_factor, decay_steps, r
     assert schedule.factors(range(WARMUP, STEPS + 1)) == pytest.approx(expected, abs=1e-12)
     assert schedule.factors([STEPS + 1, 10**6]) == pytest.approx([ratio] * 2)
     assert schedule.first_decay_step == 80
+    assert build("cosine", min_lr_ratio=ratio).first_decay_step is None
 
 
 def test_inverse_sqrt_continues_past_end_down_to_floor():

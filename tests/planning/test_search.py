@@ -15,7 +15,15 @@ from recipes_lib.planning.compute import read_shapes
 from recipes_lib.planning.devices import Device, choose_device
 from recipes_lib.planning.memory import count_kept
 from recipes_lib.planning.memory_plan import Held, Layout
-from recipes_lib.planning.search import Candidate, Traffic, count_traffic, extrapolate_kept, search, time_traffic
+from recipes_lib.planning.search import (
+    Candidate,
+    Traffic,
+    _rank,
+    count_traffic,
+    extrapolate_kept,
+    search,
+    time_traffic,
+)
 
 REPLICATED, SHARDED = Layout("ddp", 2), Layout("fsdp2", 2, Held(2, 2, 2))
 
@@ -97,14 +105,20 @@ def test_traffic_between_machines_uses_network() -> None:
     sent = Traffic(model=45e9, replicas=50e9, host=25e9)
     inside, across = Layout("fsdp2", 8, Held(8, 8, 8)), Layout("fsdp2", 16, Held(16, 16, 16))
     assert time_traffic(sent, inside, choose_device("H100"))[0] == pytest.approx(0.1)
-    assert time_traffic(sent, across, choose_device("H100"))[0] == pytest.approx(0.9)
+    # A ring through the eight adapters of each machine; through four, if only every second GPU is in it.
+    assert time_traffic(sent, across, choose_device("H100"))[0] == pytest.approx(45 / 400)
+    halved = Layout("fsdp2_tp", 8, Held(8, 8, 8), tensor=2)
+    assert time_traffic(sent, halved, choose_device("H100"))[0] == pytest.approx(45 / 200)
+    # A pipeline stage sends from one GPU to another.
+    staged = time_traffic(Traffic(stages=50e9), Layout("ddp", 8, pipeline_stages=2), choose_device("H100"))
+    assert staged.stages == pytest.approx(1)
     # Tensor-parallel groups of two are among the eight GPUs.
     tensor = Layout("fsdp2_tp", 4, Held(4, 4, 4), tensor=2)
     assert time_traffic(sent, tensor, choose_device("H100")).model == pytest.approx(0.1)
     # Hybrid sharding: only gradients of a shard cross machines.
     hybrid = time_traffic(sent, Layout("hsdp", 16, Held(8, 8, 8)), choose_device("H100"))
     assert (hybrid.model, hybrid.replicas, hybrid.host) == pytest.approx((0.1, 1, 1))
-    assert hybrid.overlapped == pytest.approx(1.1)
+    assert hybrid.model + hybrid.replicas == pytest.approx(1.1)
 
 
 SHAPE = LlamaConfig(hidden_size=64, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=8)
@@ -167,6 +181,14 @@ def test_fewer_rows_than_gpus_need_model_parallelism(tiny_model_dir: Path) -> No
     found = search(build(tiny_model_dir, max_length=4096), LLAMA, layouts, 2, choose_device("H100"), 989e12)
     assert {one.layout.launch_file for one in found} == {"fsdp2_tp"}
     assert found[0].fits
+
+
+def test_candidates_of_equal_speed_are_ranked_by_offload_then_groups_then_rows() -> None:
+    shards, keys = Held(2, 2, 2), {"per_device_train_batch_size": 1}
+    layouts = [Layout("fsdp2", 2, shards), Layout("fsdp2_cp", 1, shards, context=2), Layout("", 2, Held(0, 0, 0))]
+    ranked = [Candidate(one, keys, "none", None, fits=True, costs={"compute": 1.0}) for one in layouts]
+    ranked.insert(0, dataclasses.replace(ranked[0], keys={"per_device_train_batch_size": 2}))
+    assert sorted((ranked[at] for at in (3, 1, 0, 2)), key=_rank) == ranked
 
 
 def test_unsupported_keys_are_no_candidates(tiny_model_dir: Path) -> None:

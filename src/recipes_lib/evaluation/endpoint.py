@@ -284,8 +284,9 @@ class _Connection:
         # `None` removes a field: newer OpenAI models refuse `max_tokens`.
         sent = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
         for attempt in range(endpoint.num_attempts):
-            if endpoint.requests_per_minute is not None:
-                self.pause(endpoint.pace.take(60 / endpoint.requests_per_minute))
+            # A pause ends early when another request has failed for good.
+            if endpoint.requests_per_minute and self.pause(endpoint.pace.take(60 / endpoint.requests_per_minute)):
+                break
             wait = min(2.0**attempt, MAX_WAIT)
             try:
                 return _read_reply(self._post(sent))
@@ -302,7 +303,6 @@ class _Connection:
                 wait = read_wait(error.headers.get("Retry-After"), wait)
             except _FAILURES as error:
                 reason = self._shorten(f"{type(error).__name__}: {error}")
-            # The pause ends early when another request has failed for good.
             if attempt + 1 < endpoint.num_attempts and self.pause(wait):
                 break
         found = f"{self._url} had no answer after {endpoint.num_attempts} attempts: {reason}"

@@ -240,10 +240,8 @@ def _verify_choices(config: EvalConfig, tasks: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: A task needs log-probabilities.
     """
-    if not config.is_chat_endpoint:
-        return
     scored = [name for name, task in tasks.items() if task.get_config("output_type") != "generate_until"]
-    if scored:
+    if scored and config.is_chat_endpoint:
         found = f"{list_first(scored)} need log-probabilities, which a chat endpoint does not return"
         raise ConfigError(Problem("tasks", found, "remove them, or name a completions endpoint"))
 

@@ -208,9 +208,8 @@ def _set_up(name: str, task: Any, config: EvalConfig, num_fewshot: int | None) -
     if (missing := _find_missing(task, config)) is not None:
         return [Problem(where, *missing)]
     count = task.get_config("num_fewshot") if num_fewshot is None else num_fewshot
-    # As `lm_eval run`: an unset number of examples is 0, and the seed determines which examples are drawn.
+    # As `lm_eval run`: an unset number of examples is 0.
     task.set_config(key="num_fewshot", value=count or 0)
-    task.set_fewshot_seed(seed=config.seed)
     if config.gen_kwargs and task.get_config("output_type") == "generate_until":
         task.set_config(key="generation_kwargs", value=dict(config.gen_kwargs), update=True)
     if task.get_config("output_type") != "multiple_choice":
@@ -239,10 +238,7 @@ def _find_missing(task: Any, config: EvalConfig) -> tuple[str, str] | None:
 
 def _lacks_punkt(task: Any) -> bool:
     """Return whether IFEval's sentence tokenizer is missing, which it loads only after the last answer."""
-    if ".ifeval." not in str(getattr(task.config.process_results, "__module__", "")):
-        return False
-    try:
-        sys.modules["nltk"].data.find("tokenizers/punkt_tab")
-    except LookupError:
-        return True
-    return False
+    is_ifeval = ".ifeval." in str(getattr(task.config.process_results, "__module__", ""))
+    with suppress(LookupError):
+        return is_ifeval and not sys.modules["nltk"].data.find("tokenizers/punkt_tab")
+    return True

@@ -163,11 +163,6 @@ class Activations:
     layers: tuple[LayerBytes, ...]
     num_operations: int = field(default=0, compare=False)
 
-    @property
-    def largest_layer(self) -> int:
-        """Bytes of the layer that saves most."""
-        return max(layer.total for layer in self.layers)
-
     def extend(self, kinds: Sequence[object]) -> Activations:
         """Return the activations of a model with layers of these kinds, further ones as the last of their kind."""
         last = dict(zip(kinds, self.layers, strict=False))

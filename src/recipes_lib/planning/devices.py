@@ -81,7 +81,7 @@ def find_device(name: str) -> Device | None:
         name: Name of a GPU, optionally with its memory, as in ``A100-SXM4-80GB``; or only a memory, as in ``48GB``.
     """
     # The GPU of a laptop has fewer multiprocessors and less memory than the board of its name.
-    if re.search("laptop|max-q", name, re.IGNORECASE):
+    if re.search("laptop|mobile|max-q", name, re.IGNORECASE):
         return None
     # A MIG instance has sevenths of the multiprocessors, and of the bandwidth the share of its memory.
     part = re.search(r"\b(\d)g\.(\d+)gb\b", name, re.IGNORECASE)

@@ -324,8 +324,8 @@ def count_kept(
         ConfigError: The adapter does not fit the model, or its activations cannot be counted.
     """
     batch, kernel, is_half = Batch.of(config, layout), _find_kernel(config, model_config), has_half_products(config)
-    # Hidden states have the dtype of the weights under autocast, the compute dtype under FSDP2 and ZeRO.
-    dtype = "bfloat16" if is_half and layout.casts_weights else config.model.dtype
+    # FSDP2 and ZeRO cast the weights before a pass, so that hidden states do not have their dtype, as under autocast.
+    dtype = "bfloat16" if is_half and (layout.shards.weights != 1 or layout.is_deepspeed) else config.model.dtype
     uses_liger, adapter = bool(config.training.get("use_liger_kernel")), repr(config.adapter)
     described = (type(model_config), model_config.to_json_string(), num_built)
     key = (*described, dtype, kernel, adapter, is_half, uses_liger, batch)
@@ -438,7 +438,7 @@ def _count_rollouts(
     is_narrow = width < _find_dtype(model_config, config.model.dtype).itemsize
     if config.engine.use_transformers_continuous_batching and is_narrow:
         temporary[memory_plan.ENGINE_COPY] = copied
-    return temporary | {memory_plan.LAYER: round(kept.largest_layer * batch / micro.num_rows)}
+    return temporary | {memory_plan.LAYER: round(max(layer.total for layer in kept.layers) * batch / micro.num_rows)}
 
 
 def _build_rl(config: RecipeConfig, model_config: PreTrainedConfig, _layout: Layout) -> _Built:

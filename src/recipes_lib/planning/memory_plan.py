@@ -109,11 +109,6 @@ class Layout:
         return self.num_processes * self.tensor * self.context * self.pipeline_stages
 
     @property
-    def casts_weights(self) -> bool:
-        """Whether weights are cast to the compute dtype before a pass, not by autocast within it."""
-        return self.shards.weights != 1 or self.is_deepspeed
-
-    @property
     def replicas(self) -> int:
         """Number of groups of hybrid sharding, each of which holds the whole model."""
         shards = self.shards.weights
@@ -144,6 +139,7 @@ class Layout:
             text.head_dim = find_head_dim(text)
             for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
                 setattr(text, name, getattr(text, name) // self.tensor)
+            text.pad_token_id = None  # It may be in another rank's part of the vocabulary.
         if self.pipeline_stages > 1:
             (layers,) = PipelinePart(0, self.pipeline_stages).share_layers(text.num_hidden_layers)
             narrowed = shorten(narrowed, len(layers))

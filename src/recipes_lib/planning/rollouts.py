@@ -141,7 +141,7 @@ def estimate_iteration(
         sampling=gathering + time(forward, prompt, reading) + num_batches * answer * token,
         scoring=max(len(readers) * time(forward, held.length, reading), num_passes_read * gathering),
         # Traffic with the host does not overlap: it waits for the optimizer step there.
-        updates=num_trained * (max(computing, num_steps * sent.overlapped) + num_steps * sent.host),
+        updates=num_trained * (max(computing, num_steps * (sent.model + sent.replicas)) + num_steps * sent.host),
         batch=batch,
         num_batches=num_batches,
         prompt=prompt,

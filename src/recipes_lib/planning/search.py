@@ -17,7 +17,10 @@ from recipes_lib.planning.memory import Batch, count_choices, count_kept, plan_m
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
 
 NETWORK_BYTES: Final = 50e9
-"""Bytes per second and GPU between machines: 400 Gbit/s."""
+"""Bytes per second of a network adapter, of which a machine has one for each GPU: 400 Gbit/s.
+
+Source: NVIDIA/nccl#1221: 320 GB/s for each GPU of a ring through the eight adapters of each of four machines.
+"""
 GPUS_OF_A_MACHINE: Final = 8
 _HOST_BYTES: Final = 25e9
 """Bytes per second between a GPU and its host, by PCIe 4."""
@@ -111,13 +114,14 @@ def search(
     return found
 
 
-def _rank(one: Candidate) -> tuple[bool, float, int, int]:
-    """Sort key: fitting candidates first, by speed, then with less model parallelism, then with larger micro-batches.
+def _rank(one: Candidate) -> tuple[bool, float, bool, int, int]:
+    """Sort key: fitting candidates first, by speed, then without offload, less model-parallel, with larger batches.
 
-    Candidates that do not fit are sorted by peak memory.
+    Candidates that do not fit are sorted by peak memory. Times do not include the update of offloaded weights.
     """
     groups, rows = one.layout.num_gpus // one.layout.num_processes, one.keys["per_device_train_batch_size"]
-    return not one.fits, float(f"{one.seconds:.3g}") if one.fits else one.memory.peak, groups, -rows
+    cost = float(f"{one.seconds:.3g}") if one.fits else one.memory.peak
+    return not one.fits, cost, not one.layout.shards.weights, groups, -rows
 
 
 def extrapolate_kept(config: RecipeConfig, narrowed: PreTrainedConfig, layout: Layout) -> Activations:
@@ -152,7 +156,7 @@ def _list_costs(seconds: float, sent: Traffic, num_batches: int, layout: Layout)
     return {
         "compute": seconds,
         "bubble": bubble,
-        "weight traffic": max(sent.overlapped - seconds - bubble, 0.0),
+        "weight traffic": max(sent.model + sent.replicas - seconds - bubble, 0.0),
         "layer traffic": sent.layers,
         "stage traffic": sent.stages,
         "host traffic": sent.host,
@@ -176,28 +180,24 @@ class Traffic(NamedTuple):
     stages: float = 0.0
     host: float = 0.0
 
-    @property
-    def overlapped(self) -> float:
-        """Traffic that overlaps with compute."""
-        return self.model + self.replicas
-
 
 def time_traffic(traffic: Traffic, layout: Layout, device: Device) -> Traffic:
     """Return the seconds of traffic from its bytes; groups above ``GPUS_OF_A_MACHINE`` GPUs use the network."""
 
-    def time(num_bytes: float, num_ranks: int) -> float:
+    def time(num_bytes: float, num_ranks: int, stride: int = 1) -> float:
+        """Return the seconds in groups of every ``stride``-th of ``num_ranks`` consecutive GPUs."""
         rate = device.find_rate(min(num_ranks, GPUS_OF_A_MACHINE))
-        # A ring over several machines is as fast as its slowest link.
-        rate = rate if num_ranks <= GPUS_OF_A_MACHINE else min(rate, NETWORK_BYTES)
+        if num_ranks > GPUS_OF_A_MACHINE:
+            # Each GPU of a ring sends through the network adapters of all its GPUs in the machine.
+            rate = min(rate, NETWORK_BYTES * max(GPUS_OF_A_MACHINE // stride, 1))
         return num_bytes / rate if rate else 0.0
 
-    is_hybrid = layout.replicas > 1
-    spanned = layout.tensor * layout.shards.weights if is_hybrid else layout.num_gpus // layout.pipeline_stages
+    replica = layout.num_gpus // (layout.replicas * layout.pipeline_stages)
     return Traffic(
-        model=time(traffic.model, spanned),
-        replicas=time(traffic.replicas, layout.num_gpus),
+        model=time(traffic.model, replica, layout.tensor),
+        replicas=time(traffic.replicas, layout.num_gpus, replica),
         layers=time(traffic.layers, layout.tensor * layout.context),
-        stages=time(traffic.stages, layout.num_gpus),
+        stages=time(traffic.stages, layout.num_gpus, GPUS_OF_A_MACHINE),
         host=traffic.host / _HOST_BYTES,
     )
 

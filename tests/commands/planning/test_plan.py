@@ -386,7 +386,7 @@ def test_cost_is_price_times_hours(plan_other) -> None:
         ("sft", ["--pipeline_stages", "2", "--num_processes", "4"], {}, "only pretraining supports pipeline"),
         ("sft", ["--hardware", "fsdp2_tp", "--num_processes", "6"], {}, "not `num_processes` together"),
         ("ppo", ["--num_processes", "0"], {}, "write a finite number >= 1"),
-        ("ppo", ["--gpu", "409"], {}, "did you mean `RTX 4090`?"),
+        ("ppo", ["--gpu", "409"], {}, "or `RTX 4090`?"),
         ("grpo", ["--gpus", "1xH100", "--deadline", "1"], {}, "--deadline: needs the length of the run"),
         ("ppo", ["--deadline", "1"], {}, "--deadline: needs --gpus"),
         ("ppo", ["--gpus", "2xH100", "--num_processes", "4"], {}, "one for each of --gpus"),

@@ -110,6 +110,19 @@ def test_impossible_search_raises_with_remedy(search_plan, flags, changes, words
     assert words in search_plan(*flags, code=2, **changes)
 
 
+def test_indivisible_batch_is_reported_beside_unsupported_layouts(plan_recipe) -> None:
+    output = plan_recipe("lora", "--gpus", "16xH100", "--num_processes", 1, code=2, **KEYS)
+    assert "8 rows of an optimizer step cannot be divided among 16 processes" in output
+    assert "only pretraining supports pipeline parallelism" in output
+
+
+def test_layout_without_offload_is_named_beside_faster_offload(search_plan, monkeypatch) -> None:
+    monkeypatch.setattr("recipes_lib.planning.search._rank", lambda one: (one.layout.shards.weights, one.seconds))
+    output = search_plan("2xH100", "--num_processes", 1)
+    assert "launch          --hardware fsdp2_offload" in output
+    assert re.search(r"without it +ddp, \S+ s a step", output)
+
+
 @pytest.mark.parametrize(
     ("limit", "hours", "price", "words"),
     [
@@ -127,27 +140,37 @@ def test_limits_are_compared_with_hours_and_cost_of_all_gpus(limit, hours, price
         verify_limits(options, hours, hardware)
 
 
-@pytest.mark.parametrize(("gigabytes", "words"), [(7, "16-bit weights"), (4.6, "`load_in_4bit: true`")])
-def test_misfit_suggests_adapter_with_largest_precision_that_fits(gigabytes, words) -> None:
-    """Full fine-tuning of four layers of an 8B model on two small GPUs, where shorter rows do not help."""
-    shape = AutoConfig.for_model(
-        **read_shapes()["meta-llama/Llama-3.1-8B"] | {"vocab_size": 32_000, "num_hidden_layers": 4}
-    )
+LAYERS = read_shapes()["meta-llama/Llama-3.1-8B"] | {"vocab_size": 32_000, "num_hidden_layers": 4}
+
+
+def find_remedy(config, gigabytes: float, **shape) -> str:
+    """Return the remedy for four layers of an 8B model on two small GPUs, with 16 rows per step."""
     device = dataclasses.replace(choose_device("RTX 4090"), memory=gigabytes * 1e9)
-    assert words in describe_misfit(build_config(**KEYS), shape, "2x4090", device, 2, 80.0).remedy
+    hardware = Hardware(device, 2, device.flops, 0.5, "a test", None, None, None, 1.0, None)
+    return describe_misfit(config, AutoConfig.for_model(**LAYERS, **shape), hardware, 80.0, 16).remedy
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gigabytes", "keys", "words"),
+    [
+        # Shorter rows do not help.
+        ("sft", 7, {}, "the `lora` recipe on 16-bit weights (`dtype: bfloat16`)"),
+        ("sft", 4.6, {}, "`load_in_4bit: true`"),
+        ("pretrain", 7.7, {"max_steps": 4}, "8 of these GPUs would fit"),
+        # Sixteen rows do not divide among 32 GPUs, and FSDP2 does not support the 8-bit optimizer.
+        ("pretrain", 6, {"max_steps": 4}, "name GPUs with more memory"),
+        ("pretrain", 7.7, {"max_steps": 4, "optim": "adamw_8bit"}, "name GPUs with more memory"),
+    ],
+)
+def test_misfit_suggests_smallest_change_that_fits(recipe, gigabytes, keys, words) -> None:
+    assert words in find_remedy(build_config(recipe, **KEYS, **keys), gigabytes)
 
 
 def test_misfit_of_quantized_checkpoint_suggests_no_other_bits() -> None:
     bits = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    shape = AutoConfig.for_model(
-        **read_shapes()["meta-llama/Llama-3.1-8B"] | {"vocab_size": 32_000, "num_hidden_layers": 4},
-        quantization_config=bits,
-    )
     config = build_config("lora", **KEYS, load_in_8bit=True)
-    device = dataclasses.replace(choose_device("RTX 4090"), memory=4.4e9)
-    assert "-bit weights" not in describe_misfit(config, shape, "2x4090", device, 2, 80.0).remedy
-    del shape.quantization_config
-    assert "4-bit weights" in describe_misfit(config, shape, "2x4090", device, 2, 80.0).remedy
+    assert "-bit weights" not in find_remedy(config, 4.4, quantization_config=bits)
+    assert "4-bit weights" in find_remedy(config, 4.4)
 
 
 def test_plan_that_cannot_be_written_is_an_error(search_plan, tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ _HOURS: Final = {
     **dict.fromkeys(("d", "day", "days"), 24.0),
 }
 _CURRENCIES: Final = re.compile(r"[$€£]|usd|eur|gbp", re.IGNORECASE)
+"""Removed from amounts of money, which are not converted."""
 _QUANTITY: Final = re.compile(r"([+-]?(?=\.?\d)(?:\d{1,3}(?:,\d{3})+|\d*)\.?\d*(?:e[+-]?\d+)?)\s*([a-z%]*)")
 
 
@@ -87,13 +88,9 @@ def _read_quantity(text: str, units: Mapping[str, float]) -> float:
     return float(found[1].replace(",", "")) * units[found[2]]
 
 
-def _read_amount(text: str) -> float:
-    """Return an amount of money, such as ``$500``, ``500 EUR`` or ``0.5k``; currencies are not converted."""
-    return _read_quantity(_CURRENCIES.sub("", text), _COUNTS)
-
-
 _TYPES: Final[Mapping[str, Callable[[str], Any]]] = {
-    **{"int": int, "float": float, "path": Path, "money": _read_amount},
+    **{"int": int, "float": float, "path": Path},
+    "money": lambda text: _read_quantity(_CURRENCIES.sub("", text), _COUNTS),
     "count": partial(_read_quantity, units=_COUNTS),
     "share": partial(_read_quantity, units={"": 1.0, "%": 0.01}),
     "hours": partial(_read_quantity, units=_HOURS),

@@ -83,13 +83,12 @@ def run(
     model_config = find_planned_model(config)
     recipe = config.recipe
     flags = ["--recipe", recipe, *(["--config", options.config] if options.config else []), *overrides]
-    if options.gpus and recipe not in RL_RECIPES:
-        assert hardware is not None
-        print_rows(search_plan(config, model_config, options, flags, hardware, written.num_processes or num_gpus))
-        return
     launch, plans = list[Row](), list[MemoryPlan]()
     if options.gpus:
         assert hardware is not None
+        if recipe not in RL_RECIPES:
+            print_rows(search_plan(config, model_config, options, flags, hardware, written.num_processes or num_gpus))
+            return
         plan, launch = search_rollouts(config, model_config, options, flags, hardware)
         plans = [plan]
     elif recipe != "pretrain" or options.gpu or options.hardware:
@@ -138,9 +137,8 @@ def _print_memory(plans: Sequence[MemoryPlan], options: argparse.Namespace, num_
     Raises:
         ConfigError: The GPU is unknown, or the run fits in none of the layouts; scripts read the exit code.
     """
-    devices = {f"{size} GB": size * 1e9 for size in _USUAL_GB}
-    if options.gpu:
-        devices = {options.gpu: choose_device(options.gpu).memory}
+    usual = {f"{size} GB": size * 1e9 for size in _USUAL_GB}
+    devices = {options.gpu: choose_device(options.gpu).memory} if options.gpu else usual
     lines = [line for plan in plans for line in plan.describe(devices, explains=options.explain)]
     sys.stdout.write("".join([f"{line}\n" for line in lines]))
     memory = max(devices.values())
@@ -205,9 +203,7 @@ def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus
     device, measured = choose_device(options.gpu), None
     if options.proof or options.calibrate:
         measured = read_proof(options.proof, device) if options.proof else calibrate(options.calibrate, device)
-    share, source = find_efficiency(config, measured)
-    if options.mfu is not None:
-        share, source = options.mfu, "--mfu"
+    share, source = find_efficiency(config, measured) if options.mfu is None else (options.mfu, "--mfu")
     price = config.evaluation.device_hour_price if options.price_per_gpu_hour is None else options.price_per_gpu_hour
     return Hardware(device, num_gpus, peak, share, source, measured, failures, price, options.pue, options.grid_gco2)
 

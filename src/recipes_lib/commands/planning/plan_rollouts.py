@@ -77,7 +77,7 @@ def search_rollouts(
     if not timed:
         least = min(tried, key=lambda one: one.peak)
         if least.peak > device.memory:
-            raise ConfigError(describe_misfit(config, model_config, options.gpus, device, number, least.peak / 1e9))
+            raise ConfigError(describe_misfit(config, model_config, hardware, least.peak / 1e9))
         found = f"vLLM's weights and one answer do not fit its {least.engine_share:.0%} of {options.gpus}"
         remedy = "raise `vllm_gpu_memory_utilization`, or name GPUs with more memory"
         raise ConfigError(Problem("--gpus", found, remedy))

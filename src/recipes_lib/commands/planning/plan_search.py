@@ -21,8 +21,8 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.files import explain_write_errors, replace_text
 from recipes_lib.models.quantization import check_checkpoint_bits
+from recipes_lib.planning.activations import list_keys
 from recipes_lib.planning.compute import RL_RECIPES
-from recipes_lib.planning.devices import Device
 from recipes_lib.planning.memory import list_layouts, plan_memory
 from recipes_lib.planning.memory_plan import KINDS, Held, Layout
 from recipes_lib.planning.pretraining import count_run_tokens
@@ -93,15 +93,14 @@ def search_plan(
         return is_supported(config.with_training(keys), starts[layout], refused)
 
     found = search(config, model_config, list(starts), batch, device, hardware.peak, hardware.measured, supports)
-    if not found and refused:
-        raise ConfigError(*refused.values())
     if not found:
         problem = f"{batch} rows of an optimizer step cannot be divided among {number} processes"
-        raise ConfigError(Problem("--gpus", problem, "name a number that divides them"))
+        undivided = [Problem("--gpus", problem, "name a number that divides them")] if batch % number else []
+        raise ConfigError(*undivided, *refused.values())
     best = found[0]
     if not best.fits:
         least = min(one.memory.peak for one in found) / 1e9
-        raise ConfigError(describe_misfit(config, model_config, options.gpus, device, number, least))
+        raise ConfigError(describe_misfit(config, model_config, hardware, least, batch))
     hours = best.seconds * steps / 3600
     verify_limits(options, hours, hardware)
     if options.write:
@@ -115,21 +114,31 @@ def search_plan(
     rows += [(UNLABELLED, line) for line in format_rows([_HEADS, *candidates])]
     searched = {starts[one.layout].name for one in found}
     rows += [(UNLABELLED, ""), *_describe_refused({name: why for name, why in refused.items() if name not in searched})]
-    return [*rows, *_describe_best(config, model_config, best, starts[best.layout], hardware, steps)]
+    return [*rows, *_describe_best(config, model_config, found, starts, hardware, batch, steps)]
 
 
 def _describe_best(
-    config: RecipeConfig, model_config: PreTrainedConfig, best: Candidate, start: Start, hardware: Hardware, steps: int
+    config: RecipeConfig,
+    model_config: PreTrainedConfig,
+    found: Sequence[Candidate],
+    starts: Mapping[Layout, Start],
+    hardware: Hardware,
+    batch: int,
+    steps: int,
 ) -> Iterator[Row]:
-    """Yield the keys and the launch of the best candidate, its host memory, and the hours and cost of the run."""
+    """Yield keys and launch of the best, first candidate, its host memory, and the hours and cost of the run."""
+    best = found[0]
     yield "keys", _join_keys(best.keys)
-    yield "launch", compose_flags(start, best.layout)
+    yield "launch", compose_flags(starts[best.layout], best.layout)
     # A share of 0 on the GPU: FSDP2 with offloading to the host.
     if not best.layout.shards.weights:
         size = _count_host_bytes(config.with_training(best.keys), model_config, best.layout)
         text = "for weights, gradients and optimizer states; the time does not include their update on the CPU"
         yield "host memory", f"{size / 1e9:,.1f} GB for each machine, {text}"
-        yield "without it", _find_change(config, model_config, hardware.device.memory, hardware.num_gpus)
+        if other := next((one for one in found if one.fits and one.layout.shards.weights), None):
+            yield "without it", f"{starts[other.layout].name}, {other.seconds:.3g} s a step"
+        else:
+            yield "without it", _find_change(config, model_config, hardware, batch)
     if not steps:
         yield "time", f"{best.seconds:.3g} s a step; for hours, write --num_rows, the packed rows of the training set"
         return
@@ -262,48 +271,59 @@ def _describe(name: str, one: Candidate, best: Candidate) -> tuple[str, ...]:
 
 
 def describe_misfit(
-    config: RecipeConfig, model_config: PreTrainedConfig, gpus: str, device: Device, number: int, least: float
+    config: RecipeConfig, model_config: PreTrainedConfig, hardware: Hardware, least: float, batch: int = 0
 ) -> Problem:
     """Return the problem of a run that fits in no layout; its remedy is the smallest change that would fit.
 
     Args:
         config: Configuration of the run.
         model_config: Configuration of the model.
-        gpus: GPUs as the user wrote them.
-        device: The GPU.
-        number: Number of GPUs.
+        hardware: The GPUs.
         least: Smallest peak memory of all layouts, in GB.
+        batch: Rows of an optimizer step, which more GPUs must divide; 0 if their number is per GPU.
     """
+    device, gpus = hardware.device, f"{hardware.num_gpus}x{hardware.device.name}"
     found = f"the run fits {gpus} in no layout: {least:.1f} GB at least, of {device.memory / 1e9:g} GB"
-    return Problem("--gpus", found, _find_change(config, model_config, device.memory, number))
+    return Problem("--gpus", found, _find_change(config, model_config, hardware, batch))
 
 
-def _find_change(config: RecipeConfig, model_config: PreTrainedConfig, memory: float, number: int) -> str:
-    """Return the smallest change with which the run would fit: shorter rows, an adapter, or more GPUs."""
-    keys: dict[str, Any] = {"per_device_train_batch_size": 1, "activation_checkpointing": True}
-    least = config.with_training({**keys, "activation_checkpointing_kwargs": None})
-    length = config.tokens.max_length or 0
-    tried = [
-        (f"max_length: {part}", dataclasses.replace(least, tokens=dataclasses.replace(config.tokens, max_length=part)))
-        for part in (length // 2, length // 4)
-        if part
-    ]
+def _find_change(config: RecipeConfig, model_config: PreTrainedConfig, hardware: Hardware, batch: int) -> str:
+    """Return the smallest change with which the run would fit, whose GPUs divide ``batch`` rows."""
+    for change, changed, count in _list_changes(config, model_config, hardware.num_gpus):
+        starts, _ = list_starts(model_config, count)
+        for layout in list_layouts(count) if not batch % count else ():
+            plan = plan_memory(changed, model_config, layout)
+            if is_supported(changed, starts[layout], {}) and plan.fits(hardware.device.memory):
+                return f"{change} would fit"
+    return "name GPUs with more memory"
+
+
+def _list_changes(
+    config: RecipeConfig, model_config: PreTrainedConfig, number: int
+) -> Iterator[tuple[str, RecipeConfig, int]]:
+    """Yield changes of a run on ``number`` GPUs, the smallest first, with the new configuration and number of GPUs."""
+    length, shortest, least = config.tokens.max_length or 0, config.rewards.response_length, config
+    if config.recipe not in RL_RECIPES:
+        # The search tries every micro-batch, and recomputation.
+        shortest, least = 0, config.with_training({**list_keys("every layer"), "per_device_train_batch_size": 1})
+    for part in (part for part in (length // 2, length // 4) if part > shortest):
+        tokens = dataclasses.replace(config.tokens, max_length=part)
+        yield f"max_length: {part}", dataclasses.replace(least, tokens=tokens), number
     if config.recipe in ("sft", "lora", "dpo", "reward", *RL_RECIPES):
+        recipe, how, keys = config.recipe, "an adapter", "`use_peft: true`, `dtype: bfloat16`"
+        if recipe == "sft":
+            recipe, how, keys = "lora", "the `lora` recipe", "`dtype: bfloat16`"
         adapter = dataclasses.replace(config.adapter, use_peft=True)
         model = dataclasses.replace(config.model, dtype="bfloat16")
-        for bits, key in (("16", "dtype: bfloat16"), ("4", "load_in_4bit: true")):
-            change = f"an adapter on {bits}-bit weights (`use_peft: true`, `{key}`)"
+        adapted = dataclasses.replace(least, recipe=recipe, adapter=adapter, model=model)
+        for bits, key in (("16", ""), ("4", ", `load_in_4bit: true`")):
             quantized = dataclasses.replace(config.quantization, load_in_4bit=bits == "4", load_in_8bit=False)
-            # A quantised checkpoint cannot be loaded with other bits.
-            if not any(check_checkpoint_bits("", model_config, quantized)):
-                changed = dataclasses.replace(least, adapter=adapter, model=model, quantization=quantized)
-                tried.append((change, changed))
-    counted = [(change, changed, number) for change, changed in tried]
-    counted += [(f"{number * factor} of these GPUs", least, number * factor) for factor in (2, 4, 8, 16)]
-    for change, changed, count in counted:
-        if any(plan_memory(changed, model_config, layout).fits(memory) for layout in list_layouts(count)):
-            return f"{change} would fit"
-    return "name GPUs with more memory"
+            # A quantised checkpoint cannot be loaded with other bits, and vLLM needs merged weights.
+            is_refused = any(check_checkpoint_bits("", model_config, quantized))
+            if not is_refused and not (quantized.load_in_4bit and config.engine.use_vllm):
+                changed = dataclasses.replace(adapted, quantization=quantized)
+                yield f"{how} on {bits}-bit weights ({keys}{key})", changed, number
+    yield from ((f"{number * factor} of these GPUs", least, number * factor) for factor in (2, 4, 8, 16))
 
 
 def _join_keys(keys: Mapping[str, Any]) -> str:
