@@ -191,8 +191,8 @@ def _find_pages(path: Path) -> list[Path]:
 def split_source(source: Source, label: str, task_bytes: int) -> Iterator[Part]:
     """Yield the parts of a source: ranges of large JSON Lines and Parquet files, other files, dataset shards."""
     if isinstance(source, RenamedSource):
-        for at, part in enumerate(split_source(source.source, label, task_bytes)):
-            yield replace(part, source=replace(source, source=part.source or source.source, has_start=at == 0))
+        for part in split_source(source.source, label, task_bytes):
+            yield replace(part, source=replace(source, source=part.source or source.source))
     elif isinstance(source, HubSource):
         dataset = source.dataset
         whole = source.num_bytes or (None if source.streaming else dataset.dataset_size)
