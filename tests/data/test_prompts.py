@@ -44,6 +44,7 @@ def load(tmp_path, tiny_tokenizer):
     [
         {"prompt": QUESTION},
         {"messages": [*QUESTION, FOUR]},
+        {"messages": [*QUESTION, FOUR], "label": True},
         {"prompt": "What is 2 plus 2?", "messages": [*QUESTION, FOUR]},
         {"prompt": "What is 2 plus 2?", "conversations": [*QUESTION, FOUR]},
         {"prompt": "What is 2 plus 2?", "chosen": [*QUESTION, FOUR], "rejected": [*QUESTION, FIVE]},
