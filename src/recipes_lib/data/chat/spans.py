@@ -436,17 +436,21 @@ class SpanFinder:
         header = self._header(row, message)
         if turn.startswith(header):
             return len(header)
-        # The turn differs from the generation prompt, for example where reasoning of earlier turns is dropped. The
-        # header is then their common prefix, at most up to the content, and without a partial special token or tag.
         # Content is not searched in the end token, whose name could contain a short answer.
         body_end = max((found.start() for found in self._special.finditer(turn)), default=len(turn))
         content = [turn.rfind(text, 0, body_end) for text in find_texts(_list_messages(row)[message])]
+        start = min((at for at in content if at >= 0), default=len(turn))
+        # Some templates write a default system prompt into a first turn that is an answer.
+        if start < len(turn) and (at := turn.rfind(header, 0, start)) >= 0:
+            return at + len(header)
+        # The turn differs from the generation prompt, for example where reasoning of earlier turns is dropped. The
+        # header is then their common prefix, at most up to the content, and without a partial special token or tag.
         shared = next((at for at, (a, b) in enumerate(zip(header, turn, strict=False)) if a != b), len(turn))
-        common = min([shared, *(at for at in content if at >= 0)])
+        common = min(shared, start)
         for token in self._undivided.finditer(turn):
             if token.start() < common < token.end():
                 common = token.start()
-        if common == 0:
+        if not turn[:common].strip():
             found = f"message {message} opens with {turn[:40]!r}, but the generation prompt is {header[:40]!r}"
             raise _fault(row, found, _MARK_IT)
         return common
