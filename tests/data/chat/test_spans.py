@@ -70,9 +70,7 @@ def test_chat_starting_with_answer_is_trained() -> None:
 
 def test_turn_that_shares_only_white_space_with_generation_prompt_is_error() -> None:
     template = LOOP.replace("<|im_start|>", " <|im_start|>") + PROMPT.replace("<|im_start|>", "  <|im_start|>")
-    with pytest.raises(
-        DataError, match="message 1 opens with ' <|im_start|>assistant:b<|im_end|>', but the generation"
-    ):
+    with pytest.raises(DataError, match=r"message 1 opens with .*assistant:b.*, but the generation prompt is"):
         find(template, row("a", "b"), 1)
 
 
