@@ -113,7 +113,7 @@ class WrittenCheck:
         if any(text not in turn for text in answers) and self._ignores(row, rendered, number, reword(message)):
             remarks.append(Remark.LOST_BESIDE_CALL)
         for at, call in enumerate(message["tool_calls"]):
-            function = call.get("function") or call
+            function = call["function"]
             arguments = function.get("arguments")
             if not isinstance(arguments, Mapping) or not arguments:
                 continue
@@ -195,12 +195,12 @@ def reword(message: Message) -> Message:
 
 
 def _read_name(call: Mapping[str, Any]) -> str:
-    return str((call.get("function") or call)["name"])
+    return str(call["function"]["name"])
 
 
 def _change_function(call: Mapping[str, Any], **changes: Any) -> Mapping[str, Any]:
     """Return a copy of the tool call with another name or other arguments."""
-    return {**call, "function": {**call["function"], **changes}} if call.get("function") else {**call, **changes}
+    return {**call, "function": {**call["function"], **changes}}
 
 
 def _replace_text(text: str) -> str:

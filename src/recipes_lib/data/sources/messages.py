@@ -308,6 +308,9 @@ def _join_parts(parts: Sequence[object], place: str) -> str:
 
 def _clean_call(call: object, place: str) -> Mapping[str, Any]:
     """Check a tool call; arguments as a JSON string, as in OpenAI's API, become the object that templates read."""
+    if isinstance(call, Mapping) and "function" not in call:  # `{name, arguments}` alone, as in Hermes' notation.
+        inner = {key: call[key] for key in ("name", "arguments") if key in call}
+        call = {"type": "function", **{key: call[key] for key in call if key not in inner}, "function": inner}
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not function.get("name"):
         raise RowError(f"{place} names no function", "write {type: function, function: {name: ..., arguments: {...}}}")
@@ -324,7 +327,7 @@ def _parse_function_calls(value: object, place: str) -> list[Mapping[str, Any]]:
     calls = parsed if isinstance(parsed, (list, tuple)) else [parsed]
     if not calls:
         raise RowError(f"{place} is an empty list", "write at least one function call")
-    return [_clean_call({"type": "function", "function": call}, f"{place}[{n}]") for n, call in enumerate(calls)]
+    return [_clean_call(call, f"{place}[{n}]") for n, call in enumerate(calls)]
 
 
 def _parse_tools(value: object) -> list[Any] | None:
