@@ -114,8 +114,7 @@ class WrittenCheck:
             remarks.append(Remark.LOST_BESIDE_CALL)
         for at, call in enumerate(message["tool_calls"]):
             function = call["function"]
-            arguments = function.get("arguments")
-            if not isinstance(arguments, Mapping) or not arguments:
+            if not (arguments := function.get("arguments")):
                 continue
             if str(dict(arguments)) in turn:  # `{{ arguments }}` in Jinja writes Python's `str` of the object.
                 remarks.append(Remark.PYTHON_ARGUMENTS)
@@ -131,8 +130,6 @@ class WrittenCheck:
         """Return whether the template omits the reasoning of the last turn, on which a reasoning model would train."""
         last = len(_list_messages(row)) - 1
         message = _list_messages(row)[last]
-        if len(message) == 2 and THINK_END not in (message.get("content") or ""):
-            return False
         key = next((key for key in REASONING_KEYS if message.get(key)), "content")
         text = message.get(key)
         if not isinstance(text, str) or (key == "content" and THINK_END not in text):
