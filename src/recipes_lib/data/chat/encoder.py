@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
@@ -41,19 +42,6 @@ class Claim(NamedTuple):
     text: str
 
 
-class _Surfaces(dict[int, str]):
-    """Cache of the text of single tokens; a lone surrogate, which equals no text, for those of partial characters."""
-
-    def __init__(self, backend: Any) -> None:
-        super().__init__()
-        self._backend = backend
-
-    def __missing__(self, token: int) -> str:
-        text = str(self._backend.decode([token], skip_special_tokens=False))
-        self[token] = text = "\ud800" if "\ufffd" in text else text
-        return text
-
-
 class Proof:
     """Verifies claims by decoding their tokens.
 
@@ -66,7 +54,7 @@ class Proof:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._backend = tokenizer.backend_tokenizer
-        self._surfaces = _Surfaces(self._backend) if isinstance(self._backend.decoder, ByteLevel) else None
+        self._surface = cache(self._decode_one) if isinstance(self._backend.decoder, ByteLevel) else None
         special = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._absorbing = [
             (re.compile((r"\s*" if t.lstrip else "") + re.escape(str(t)) + (r"\s*" if t.rstrip else "")), str(t))
@@ -87,9 +75,14 @@ class Proof:
         ]
 
     def _holds_by_cache(self, claim: Claim) -> bool:
-        if self._surfaces is None:
+        if self._surface is None:
             return False
-        return "".join(map(self._surfaces.__getitem__, claim.ids[claim.first : claim.last].tolist())) == claim.text
+        return "".join(map(self._surface, claim.ids[claim.first : claim.last].tolist())) == claim.text
+
+    def _decode_one(self, token: int) -> str:
+        """Return the text of a token; a lone surrogate, which equals no text, for one of partial characters."""
+        text = str(self._backend.decode([token], skip_special_tokens=False))
+        return "\ud800" if "\ufffd" in text else text
 
     def _holds_in_context(self, claim: Claim) -> bool:
         """Return whether the tokens decode to their text after the preceding tokens, up to normalisation.
