@@ -63,6 +63,8 @@ def test_split_parquet_file_yields_every_row_once_with_stable_ids(tmp_path, task
     assert [(document.text, document.id) for document in found] == [(text, f"a:{at}") for at, text in enumerate(rows)]
     assert len(parts) == min(7, -(-path.stat().st_size // task_bytes))
     assert abs(sum(part.num_bytes for part in parts) - path.stat().st_size) < 10
+    pq.write_table(pa.table({"text": rows}), path)  # A single row group.
+    assert [part.num_bytes for part in split_source(load_source(str(path)), "a", task_bytes)] == [path.stat().st_size]
     path.write_bytes(b"PAR1 broken")
     assert len(list(split_source(load_source(str(path)), "a", 1))) == 1
 
