@@ -552,8 +552,8 @@ _SPELLINGS: Final = {
     **dict.fromkeys(
         ("response", "solution", "generated_solution", "output", "target", "targets", "completion"), "answer"
     ),
-    **dict.fromkeys(("chosen_response", "accepted", "response_j"), "chosen"),
-    **dict.fromkeys(("rejected_response", "response_k"), "rejected"),
+    **dict.fromkeys(("chosen_response", "chosen_messages", "accepted", "response_j"), "chosen"),
+    **dict.fromkeys(("rejected_response", "rejected_messages", "response_k"), "rejected"),
 }
 """Other spelling of a column -> the layout's column; applied only if the columns match no layout as they are."""
 _SYSTEM_SPELLINGS: Final = {"system_prompt": "system"}

@@ -40,8 +40,10 @@ _PAIR: Final = {
 }
 """Key of a question with its answer, as in Capybara, XTuner's data and MOSS -> role of the turn."""
 
-_MARKS: Final = ("weight", "train", "training", "loss")
-"""Keys that include a turn in the loss or exclude it: OpenAI's ``weight``, 0 or 1; booleans of axolotl and ms-swift."""
+_WEIGHTS: Final = ("weight", "loss_weight")
+_MARKS: Final = (*_WEIGHTS, "train", "training", "loss")
+"""Keys that include a turn in the loss or exclude it: 0 or 1 of OpenAI and LLaMA-Factory; booleans of axolotl and
+ms-swift."""
 
 MEDIA: Final = ("image", "images", "video", "videos", "audio", "audios")
 _MEDIA_MARKS: Final = ("<image>", "<video>", "<audio>")
@@ -251,7 +253,7 @@ def _take_marks(message: dict[str, Any], role: str, place: str) -> bool:
         raise RowError(f"{place}.{partial} marks parts of a turn", "remove it: only whole turns can be excluded")
     marks = {key: message.pop(key) for key in _MARKS if key in message}
     for key, value in marks.items():
-        is_weight = key == "weight"
+        is_weight = key in _WEIGHTS
         if isinstance(value, bool) == is_weight or value not in (0, 1):
             raise RowError(f"{place}.{key} is {value!r}", f"write {'0 or 1' if is_weight else 'true or false'}")
     if len(set(map(bool, marks.values()))) > 1:
@@ -302,7 +304,7 @@ def _join_parts(parts: Sequence[object], place: str) -> str:
         if not isinstance(part, Mapping) or kind != "text":
             found = f"has type `{kind}`" if kind is not None else f"is {describe(part)}"
             raise RowError(f"{place}[{number}] {found}", "only text parts can be trained on: remove it, or the row")
-        texts.append(check_text(part.get("text"), f"{place}[{number}].text"))
+        texts.append(check_text(part.get("text", part.get("value")), f"{place}[{number}].text"))
     return "".join(texts)
 
 
