@@ -119,6 +119,16 @@ def test_short_benchmark_items_are_counted(benchmark):
     step = Decontamination([benchmark], 13, excises=False)
     assert step.index.num_short == {"gsm": 2}
     assert step.index.num_items == {"gsm": 4}
+    index = Index(13)
+    index.add("t", "one two three four five")
+    index.add("t", "one two three four")
+    assert (index.num_items, index.num_short) == ({"t": 1}, {"t": 1})
+
+
+def test_contaminated_document_names_its_benchmarks(benchmark):
+    document = Document(text=QUESTION, id="")
+    Decontamination([benchmark], 13, excises=True).apply(document, Counter())
+    assert document.metadata["contaminated_by"] == ["gsm"]
 
 
 def test_benchmark_columns_and_nested_texts_are_read(tmp_path):
@@ -130,6 +140,11 @@ def test_benchmark_columns_and_nested_texts_are_read(tmp_path):
         list(read_items({"name": str(path), "columns": ["question"]}))
     with pytest.raises(DataError, match="no text"):
         list(read_items({"name": str(path), "columns": ["n"]}))
+    path.write_text('{"q": "one"}\n{"q": ""}\n')
+    assert list(read_items({"name": str(path)})) == ["one"]
+    path.write_text('{"q": "one"}\n{\n')
+    with pytest.raises(DataError, match=r"mmlu\.jsonl:2: invalid JSON"):
+        list(read_items({"name": str(path)}))
 
 
 def test_copied_step_rebuilds_its_index(benchmark):

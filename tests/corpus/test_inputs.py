@@ -63,6 +63,8 @@ def test_split_parquet_file_yields_every_row_once_with_stable_ids(tmp_path, task
     assert [(document.text, document.id) for document in found] == [(text, f"a:{at}") for at, text in enumerate(rows)]
     assert len(parts) == min(7, -(-path.stat().st_size // task_bytes))
     assert abs(sum(part.num_bytes for part in parts) - path.stat().st_size) < 10
+    pq.write_table(pa.table({"text": rows}), path)  # A single row group.
+    assert [part.num_bytes for part in split_source(load_source(str(path)), "a", task_bytes)] == [path.stat().st_size]
     path.write_bytes(b"PAR1 broken")
     assert len(list(split_source(load_source(str(path)), "a", 1))) == 1
 
@@ -290,13 +292,13 @@ def test_ids_include_relative_folder(tmp_path):
 
 def test_large_file_with_renamed_columns_is_split(tmp_path):
     path = tmp_path / "a.jsonl"
-    # Every second row lacks the column, so that one of them is the first of a part.
-    rows = [{"n": at, "body" if at % 2 == 0 else "other": f"{at} " + "x" * 1000} for at in range(3000)]
+    # Every second row lacks the column, so that one of them is the first of the file, and of a part.
+    rows = [{"n": at, "body" if at % 2 else "other": f"{at} " + "x" * 1000} for at in range(3000)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     documents, ledger, source = read({"name": str(path), "columns": {"text": "body"}})
     starts = [next(part.source.source.rows()).columns["n"] % 2 for (part,) in source.tasks]
-    assert 1 in starts[1:]
-    assert [int(document.text.split()[0]) for document in documents] == list(range(0, 3000, 2))
+    assert 0 in starts[1:]
+    assert [int(document.text.split()[0]) for document in documents] == list(range(1, 3000, 2))
     assert ledger.tallies[READ].removed == {"cannot be read": 1500}
 
 

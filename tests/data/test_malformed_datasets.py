@@ -253,6 +253,14 @@ ROWS: dict[str, tuple[dict[str, object], str]] = {
         {"messages": [user(), assistant()], "kto_tag": False},
         "the boolean `kto_tag` says which answers are good",
     ),
+    "chats that are judged, as in LLaMA-Factory's KTO demo": (
+        {"messages": [user(), assistant()], "label": True},
+        "the boolean `label` says which answers are good",
+    ),
+    "wrong answer to a question": (
+        {"question": "a", "answer": "b", "is_correct": False},
+        "the boolean `is_correct` says which answers are good",
+    ),
     "answer that is not safe, as in BeaverTails": (
         {"prompt": "a", "response": "b", "is_safe": False},
         "the boolean `is_safe` says which answers are good",

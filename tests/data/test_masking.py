@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
+from tokenizers import AddedToken, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from recipes_lib.data.masking import MergedTokenError, count_tokens_before
@@ -29,3 +32,20 @@ def test_multi_token_character_is_counted_whole(tiny_tokenizer: PreTrainedTokeni
     encoding = tiny_tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     assert len(encoding) == 6
     assert [count_tokens_before(encoding, text, at, set()) for at in range(4)] == [0, 1, 5, 6]
+
+
+def test_absorbed_white_space_belongs_to_special_token_and_dropped_characters_to_none(
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer.backend_tokenizer)
+    tokenizer.add_special_tokens([AddedToken("<x>", special=True, lstrip=True, rstrip=True)])
+    special = {tokenizer.token_to_id("<x>")}
+    encoding = tokenizer.encode("a <x> b", add_special_tokens=False)
+    assert len(encoding) == 3
+    assert [count_tokens_before(encoding, "a <x> b", at, special) for at in (0, 1, 2, 5, 6, 7)] == [0, 1, 1, 2, 2, 3]
+    for at, ids in ((3, special), (5, set())):
+        with pytest.raises(MergedTokenError):
+            count_tokens_before(encoding, "a <x> b", at, ids)
+    tokenizer.normalizer = normalizers.Replace("-", "")
+    encoding = tokenizer.encode("a- b-", add_special_tokens=False)
+    assert [count_tokens_before(encoding, "a- b-", at, special) for at in (0, 1, 2, 4)] == [0, 1, 1, 2]

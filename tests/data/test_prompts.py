@@ -44,6 +44,8 @@ def load(tmp_path, tiny_tokenizer):
     [
         {"prompt": QUESTION},
         {"messages": [*QUESTION, FOUR]},
+        {"messages": [*QUESTION, FOUR], "label": True},
+        {"prompt": QUESTION, "messages": [{"role": "user", "content": "ignored"}, FOUR]},
         {"prompt": "What is 2 plus 2?", "messages": [*QUESTION, FOUR]},
         {"prompt": "What is 2 plus 2?", "conversations": [*QUESTION, FOUR]},
         {"prompt": "What is 2 plus 2?", "chosen": [*QUESTION, FOUR], "rejected": [*QUESTION, FIVE]},
@@ -55,6 +57,7 @@ def load(tmp_path, tiny_tokenizer):
         {"conversations": QUESTION, "chosen": FOUR, "rejected": FIVE},
         {"conversations": [{"from": "human", "value": "What is 2 plus 2?"}, {"from": "gpt", "value": "Four."}]},
         {"messages": QUESTION},
+        {"messages": [*QUESTION, FOUR], "chosen": None, "rejected": None},
         {"problem": "What is 2 plus 2?", "answer": "4"},
         {"messages": [*QUESTION, FOUR], "chosen": [*QUESTION, FOUR], "rejected": [*QUESTION, FIVE]},
         {"prompt": json.dumps(QUESTION)},
@@ -215,9 +218,10 @@ def test_overlong_prompt_is_error_or_dropped(load):
         ({"text": "just a text"}, "no prompt"),
         ({"prompt": 3}, "not a list"),
         ({"messages": [FOUR]}, "no message before its answer"),
+        (3, "the row is a number"),
     ],
 )
-def test_broken_rows_are_reported_or_dropped(load, row, words):
+def test_broken_rows_are_reported_or_dropped(load, row, words, caplog):
     with pytest.raises(DataError, match=words) as caught:
         load([{"prompt": "sound"}, row, row])
     (problem,) = caught.value.problems
@@ -226,6 +230,7 @@ def test_broken_rows_are_reported_or_dropped(load, row, words):
     dropped = load([*[{"prompt": "sound"}] * 9, row], broken_rows="drop", max_broken_fraction=0.1)
     assert len(dropped.train) == 9
     assert dropped.record["broken_rows"] == {"num_rows": 10, "num_broken": 1}
+    assert "1 of 10 rows (10.00%) are broken and left out" in caplog.text
     with pytest.raises(DataError, match=r"1 of 3 rows \(33.33%\) are broken, and max_broken_fraction is 0.1"):
         load([row, {"prompt": "sound"}, {"prompt": "sound"}], broken_rows="drop", max_broken_fraction=0.1)
 

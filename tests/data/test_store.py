@@ -85,6 +85,7 @@ def test_publish_set_seals_all_visible_files(tmp_path):
     (staging / "sub").mkdir(parents=True)
     (staging / "sub" / "data.bin").write_bytes(b"data")
     (staging / ".progress").write_text("")
+    (staging / "COMPLETE.json").write_text("{}")  # A killed process left it.
     published = store.publish_set(staging, tmp_path, KEY, MANIFEST)
     assert (published.path, published.manifest, published.is_new) == (tmp_path / KEY[:16], MANIFEST, True)
     assert not staging.exists()

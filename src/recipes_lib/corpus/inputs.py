@@ -191,8 +191,8 @@ def _find_pages(path: Path) -> list[Path]:
 def split_source(source: Source, label: str, task_bytes: int) -> Iterator[Part]:
     """Yield the parts of a source: ranges of large JSON Lines and Parquet files, other files, dataset shards."""
     if isinstance(source, RenamedSource):
-        for at, part in enumerate(split_source(source.source, label, task_bytes)):
-            yield replace(part, source=replace(source, source=part.source or source.source, has_start=at == 0))
+        for part in split_source(source.source, label, task_bytes):
+            yield replace(part, source=replace(source, source=part.source or source.source))
     elif isinstance(source, HubSource):
         dataset = source.dataset
         whole = source.num_bytes or (None if source.streaming else dataset.dataset_size)
@@ -201,7 +201,8 @@ def split_source(source: Source, label: str, task_bytes: int) -> Iterator[Part]:
         for index in range(num):
             shard = dataset.shard(num_shards=num, index=index) if num > 1 else dataset
             yield Part(f"{label}/{index}", source=replace(source, dataset=shard), num_bytes=size)
-    elif isinstance(source, FileSource):
+    else:
+        assert isinstance(source, FileSource)
         for name, path in source.files.items():
             # With the path relative to the folder, because files in two subfolders can have the same name.
             short = f"{label}{escape_surrogates(name.removeprefix(source.name.rstrip('/')))}"
@@ -216,8 +217,6 @@ def split_source(source: Source, label: str, task_bytes: int) -> Iterator[Part]:
                 place = f"{short}@{start}" if start and path.suffix in _LINES else short
                 share = size * (stop - start) // borders[-1]
                 yield Part(place, source=FileRange(place, path, start, stop), num_bytes=share)
-    else:
-        yield Part(label, source=source)
 
 
 def _find_borders(path: Path, size: int, num: int) -> list[int]:

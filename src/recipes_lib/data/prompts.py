@@ -98,7 +98,7 @@ def load_prompt_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -
         digests = [read.digest for read in rows]
         split = split_rows(digests, data.test_split_size, read_seed(config), inseparable="equal prompts")
         rows, held_out = [rows[at] for at in split.train], [rows[at] for at in split.test]
-    elif held_out and not data.allow_eval_overlap:
+    elif not data.allow_eval_overlap:
         overlap = find_overlap([read.digest for read in rows], [read.digest for read in held_out])
         train_places, eval_places = ([read.row.where for read in side] for side in (rows, held_out))
         relation = "ask what held-out rows ask"

@@ -38,7 +38,7 @@ def test_partial_character_differs_from_replacement_character() -> None:
     part = encoding.char_to_token(TEXT.index("\U0001f600"))
     assert part is not None
     assert tokenizer.decode([encoding.ids[part]]) == "\ufffd"
-    assert Proof(tokenizer)._surfaces[encoding.ids[part]] != "\ufffd"  # type: ignore[index]
+    assert Proof(tokenizer)._decode_one(encoding.ids[part]) != "\ufffd"
 
 
 def test_failed_proof_shows_first_difference() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from functools import cache
@@ -27,6 +28,7 @@ from tests.data.chat_cases import (
     user,
 )
 from tests.data.templates.tokenizers import build_byte_level, build_metaspace
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from recipes_lib.config.schema import LossOn
@@ -234,6 +236,20 @@ def test_text_has_masked_bos_and_trained_eos() -> None:
         assert tokenizer.convert_ids_to_tokens(row.input_ids.tolist()).count("</s>") == 1
         assert row.input_ids[[0, -1]].tolist() == [tokenizer.bos_token_id, tokenizer.eos_token_id]
         assert row.loss_mask.tolist() == [False] + [True] * (len(row.loss_mask) - 1)
+
+
+def test_text_has_all_tokens_that_tokenizer_puts_before_it() -> None:
+    tokenizer = copy.deepcopy(build_metaspace(None, adds_bos=False))
+    before = ["<|im_start|>", "<s>"]  # As GLM's `[gMASK]<sop>`.
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{' '.join(before)} $A",
+        special_tokens=[(token, tokenizer.convert_tokens_to_ids(token)) for token in before],
+    )
+    tokenizer.backend_tokenizer.enable_padding(length=4)  # As saved after such a call.
+    row, pair = RowEncoder(tokenizer).encode([text_row("Hello there"), plain("Hello", " there")])
+    assert row.input_ids.tolist() == [*tokenizer("Hello there").input_ids, tokenizer.eos_token_id]
+    assert row.loss_mask.tolist() == [False] * 2 + [True] * (len(row.input_ids) - 2)
+    assert spans(tokenizer, pair) == ["there</s>"]
 
 
 def test_no_bos_is_added_if_tokenizer_adds_none() -> None:

@@ -63,6 +63,15 @@ def test_chat_starting_with_answer_is_trained() -> None:
     messages = [{"role": "assistant", "content": "hello"}, {"role": "user", "content": "a"}]
     chat = Row(where="rows row 3", messages=messages)
     assert find(guard + LOOP + "{{ '' }}" + PROMPT, chat, 0) == [(0, "hello<|im_end|>")]
+    # Qwen 1.5 and 2.
+    default = "{% if loop.first and m.role != 'system' %}<|im_start|>system:be<|im_end|>{% endif %}"
+    assert find(LOOP.replace("%}", "%}" + default, 1) + PROMPT, chat, 0) == [(0, "hello<|im_end|>")]
+
+
+def test_turn_that_shares_only_white_space_with_generation_prompt_is_error() -> None:
+    template = LOOP.replace("<|im_start|>", " <|im_start|>") + PROMPT.replace("<|im_start|>", "  <|im_start|>")
+    with pytest.raises(DataError, match=r"message 1 opens with .*assistant:b.*, but the generation prompt is"):
+        find(template, row("a", "b"), 1)
 
 
 def test_eos_token_ends_turn_without_terminator() -> None:

@@ -78,6 +78,23 @@ def test_generation_blocks_agree_with_transformers(name: str) -> None:
 
 
 FOR = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+def test_messages_that_a_template_copies_are_attributed_in_order() -> None:
+    # As in templates of mistral-common, which merge adjacent turns of a role, and write reasoning as a part.
+    copies = (
+        "{% set ns = namespace(all=[]) %}{% for m in messages %}{% set content = m.content if m.thinking is undefined "
+        "else [{'type': 'thinking'}, {'type': 'text', 'text': m.content}] %}"
+        "{% set ns.all = ns.all + [{'role': m.role, 'content': content}] %}{% endfor %}{% for m in ns.all %}"
+        "<{{ m.role }}>{{ m.content if m.content is string else m.content[1].text }}{% endfor %}"
+    )
+    chat = [user("a"), answer("b"), user("a"), answer("b", thinking="c"), user("")]
+    turns = [(0, "<user>a"), (1, "<assistant>b"), (2, "<user>a"), (3, "<assistant>b"), (4, "<user>")]
+    assert pieces(render(copies, chat)) == turns
+    last = "{% for m in messages[:4] + [{'role': 'user', 'content': 'x'}] %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    assert pieces(render(last, chat)) == turns[:4]
+
+
 THREE = [user("a"), answer("b"), user("c")]
 EACH = [(0, "<user>a"), (1, "<assistant>b"), (2, "<user>c")]
 

@@ -86,13 +86,13 @@ def test_unpacked_examples_have_one_bin_each():
     assert bins.offsets.tolist() == [0, 1, 2, 3]
 
 
-def test_first_token_is_never_a_target():
+def test_first_token_is_never_a_target_and_id_0_can_be():
     rows = [
-        EncodedRow(np.array([7, 8], np.uint32), np.array([True, True])),
+        EncodedRow(np.array([7, 0], np.uint32), np.array([True, True])),
         EncodedRow(np.array([9], np.uint32), np.array([True])),
     ]
     examples = build_examples(rows, [10, 12])
-    assert examples.input_ids.tolist() == [7, 8, 9]
+    assert examples.input_ids.tolist() == [7, 0, 9]
     assert examples.loss_mask.tolist() == [False, True, False]
     assert examples.row_ids.tolist() == [10, 12]
     assert examples.num_targets.tolist() == [1, 0]

@@ -68,6 +68,17 @@ def test_held_out_rows_are_equal_streamed_or_prepared(config):
     assert prepared.typical_length == streamed.typical_length
 
 
+def test_eval_datasets_are_read_with_dataset_columns_unless_they_have_their_own(build_config, write_rows):
+    rows, others = [{"q": f"Q{at}", "a": "A"} for at in range(4)], [{"question": "Q9", "answer": "A"}]
+    own = {"name": str(write_rows("own.jsonl", others)), "columns": {}}
+    sets = {"web": {"name": str(write_rows("web.jsonl", rows[2:]))}, "own": own}
+    columns = {"question": "q", "answer": "a"}
+    train = str(write_rows(rows=rows[:2]))
+    data = load(build_config(dataset_name=train, dataset_columns=columns, eval_datasets=sets))
+    (width,) = {len(row) for row in data.train["seq_lengths"]}
+    assert [data.eval_sets[name][0]["seq_lengths"][0] for name in sets] == [data.train[0]["seq_lengths"][0]] * width
+
+
 def test_eval_datasets_overlap_is_refused_unless_allowed(build_config, write_rows, make_chats):
     def build(**options):
         return build_config(eval_datasets={"web": {"name": str(path)}, "apart": {"name": str(apart)}}, **options)

@@ -171,6 +171,19 @@ def test_dataset_columns_equal_renamed_dataset(
     assert renamed.fingerprint() not in (load_source(name).fingerprint(), load_source(name, columns={}).fingerprint())
 
 
+@pytest.mark.parametrize("name", ["d.jsonl", "d.parquet"])
+def test_renamed_column_may_be_null_or_missing_in_first_row(tmp_path: Path, name: str) -> None:
+    rows = [{"q": "a", "a": "b"}, {"q": "a", "a": "b", "preamble": "c"}]
+    if name == "d.jsonl":
+        write_rows(tmp_path / name, rows)
+    else:
+        pq.write_table(
+            pa.Table.from_pylist(rows, pa.schema([(column, pa.string()) for column in rows[1]])), tmp_path / name
+        )
+    source = load_source(str(tmp_path / name), columns={"question": "q", "answer": "a", "system": "preamble"})
+    assert [len(row.messages or ()) for row in read_rows(source)] == [2, 3]
+
+
 @pytest.mark.parametrize(
     ("columns", "error", "words"),
     [

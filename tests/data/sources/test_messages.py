@@ -63,6 +63,15 @@ def test_tool_calls_may_be_a_text() -> None:
     assert empty == null == turn
 
 
+def test_call_without_function_object_is_read() -> None:
+    calls = [{"id": "1", "name": "f", "arguments": '{"x": 1}'}, {"name": "g"}]
+    (message,) = clean_messages([{"role": "assistant", "tool_calls": calls}], "messages")
+    assert message["tool_calls"] == [
+        {"type": "function", "id": "1", "function": {"name": "f", "arguments": {"x": 1}}},
+        {"type": "function", "function": {"name": "g", "arguments": {}}},
+    ]
+
+
 def test_parallel_sharegpt_calls_share_one_turn() -> None:
     value = '[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"x": null}}]'
     (message,) = clean_messages([{"from": "function_call", "value": value}], "conversations")

@@ -155,6 +155,23 @@ PUBLIC: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         CHAT,
     ),
     "MOSS": ("sharegpt", {"conversation": [{"human": "What is 2 + 2?", "assistant": "4"}], "category": "x"}, CHAT),
+    "LLaMA-Factory 1": (
+        "messages",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "value": "What is 2 + 2?"}], "loss_weight": 0.0},
+                {"role": "assistant", "content": [{"type": "text", "value": "4"}], "loss_weight": 0.0},
+                {**USER, "loss_weight": 0.0},
+                {**ANSWER, "loss_weight": 1.0},
+            ]
+        },
+        {"messages": [USER, ANSWER, USER, ANSWER], "untrained": {0, 1, 2}},
+    ),
+    "LLaMA-Factory 1, pairs": (
+        "preference",
+        {"chosen_messages": [USER, {**ANSWER, "loss_weight": 1.0}], "rejected_messages": [USER, WRONG]},
+        PAIR,
+    ),
     "Magpie's pairs": (
         "preference",
         {"instruction": "What is 2 + 2?", "chosen": [USER, ANSWER], "rejected": [USER, WRONG], "responses": []},

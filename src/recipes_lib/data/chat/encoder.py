@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
@@ -41,19 +42,6 @@ class Claim(NamedTuple):
     text: str
 
 
-class _Surfaces(dict[int, str]):
-    """Cache of the text of single tokens; a lone surrogate, which equals no text, for those of partial characters."""
-
-    def __init__(self, backend: Any) -> None:
-        super().__init__()
-        self._backend = backend
-
-    def __missing__(self, token: int) -> str:
-        text = str(self._backend.decode([token], skip_special_tokens=False))
-        self[token] = text = "\ud800" if "\ufffd" in text else text
-        return text
-
-
 class Proof:
     """Verifies claims by decoding their tokens.
 
@@ -66,7 +54,7 @@ class Proof:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._backend = tokenizer.backend_tokenizer
-        self._surfaces = _Surfaces(self._backend) if isinstance(self._backend.decoder, ByteLevel) else None
+        self._surface = cache(self._decode_one) if isinstance(self._backend.decoder, ByteLevel) else None
         special = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._absorbing = [
             (re.compile((r"\s*" if t.lstrip else "") + re.escape(str(t)) + (r"\s*" if t.rstrip else "")), str(t))
@@ -87,9 +75,14 @@ class Proof:
         ]
 
     def _holds_by_cache(self, claim: Claim) -> bool:
-        if self._surfaces is None:
+        if self._surface is None:
             return False
-        return "".join(map(self._surfaces.__getitem__, claim.ids[claim.first : claim.last].tolist())) == claim.text
+        return "".join(map(self._surface, claim.ids[claim.first : claim.last].tolist())) == claim.text
+
+    def _decode_one(self, token: int) -> str:
+        """Return the text of a token; a lone surrogate, which equals no text, for one of partial characters."""
+        text = str(self._backend.decode([token], skip_special_tokens=False))
+        return "\ud800" if "\ufffd" in text else text
 
     def _holds_in_context(self, claim: Claim) -> bool:
         """Return whether the tokens decode to their text after the preceding tokens, up to normalisation.
@@ -166,9 +159,12 @@ class RowEncoder:
         added = tokenizer.added_tokens_decoder
         self._special = {id_: str(token) for id_, token in added.items() if token.special}
         self._bos_id: int | None = tokenizer.bos_token_id
-        # Observed instead of read: the post-processor decides, and not every tokenizer has `add_bos_token`.
-        adds_bos = self._bos_id is not None and self._backend.encode("a").ids[:1] == [self._bos_id]
-        self._bos: list[int] = [self._bos_id] if adds_bos else []
+        self._reset_backend()
+        # Observed instead of read: the post-processor decides, and not every tokenizer has `add_bos_token`. It may not
+        # be the BOS token, nor a single one: GLM's is `[gMASK]<sop>`.
+        bare, whole = (self._backend.encode("a", add_special_tokens=adds).ids for adds in (False, True))
+        num_before = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)
+        self._prefix = np.array(whole[:num_before], dtype=np.uint32)
         self._eos: str | None = eos_token or tokenizer.eos_token
         self._eos_id = self._backend.token_to_id(self._eos or "")
         self._byte_ends = ByteEnds(tokenizer) if ByteEnds.suits(tokenizer) else None
@@ -218,7 +214,7 @@ class RowEncoder:
         text = row.prompt if row.messages is None else self._finder(row).render_prompt(row)
         ids = np.array(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
         # Chat templates write BOS themselves; the tokenizer would add a second one.
-        return ids if row.messages is not None else self._with_bos(ids)
+        return ids if row.messages is not None else self._with_prefix(ids)
 
     @property
     def cautions(self) -> list[str]:
@@ -287,12 +283,15 @@ class RowEncoder:
         spans = None if draft.spans is None else [(start, min(stop, end)) for start, stop in draft.spans if start < end]
         return draft._replace(text=draft.text[:end], spans=spans, remarks=(*draft.remarks, Remark.CUT))
 
-    def _tokenize(self, drafts: Sequence[_Draft]) -> tuple[list[npt.NDArray[np.uint32]], Sequence[list[int] | None]]:
-        """Return the token ids of each draft, and the number of tokens before each of its ``places``."""
-        # An earlier call of the tokenizer leaves its truncation and padding set in the backend.
+    def _reset_backend(self) -> None:
+        """Disable truncation and padding, which an earlier call of the tokenizer leaves set, even in its saved file."""
         if self._backend.truncation or self._backend.padding:
             self._backend.no_truncation()
             self._backend.no_padding()
+
+    def _tokenize(self, drafts: Sequence[_Draft]) -> tuple[list[npt.NDArray[np.uint32]], Sequence[list[int] | None]]:
+        """Return the token ids of each draft, and the number of tokens before each of its ``places``."""
+        self._reset_backend()
         texts = [draft.text for draft in drafts]
         if self._byte_ends is not None:
             encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
@@ -302,18 +301,18 @@ class RowEncoder:
         ids = [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
         return ids, [self._try_cut(*pair) for pair in zip(drafts, encodings, strict=True)]
 
-    def _with_bos(self, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-        has_bos = not self._bos or (len(ids) > 0 and ids[0] == self._bos[0])
-        return ids if has_bos else np.concatenate([np.array(self._bos, dtype=np.uint32), ids])
+    def _with_prefix(self, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+        has_prefix = np.array_equal(ids[: len(self._prefix)], self._prefix)
+        return ids if has_prefix else np.concatenate([self._prefix, ids])
 
     def _mask(
         self, draft: _Draft, text_ids: npt.NDArray[np.uint32], cuts: list[int] | None, claims: list[Claim]
     ) -> EncodedRow:
         """Return the ids and loss mask of a row, and append a claim for each of its spans to ``claims``."""
         is_plain = draft.row.messages is None
-        ids = text_ids
+        ids = self._with_prefix(text_ids) if is_plain else text_ids
+        num_before = len(ids) - len(text_ids)
         if is_plain:
-            ids = self._with_bos(ids)
             if not len(ids) or ids[-1] != self._eos_id:
                 ids = np.append(ids, np.uint32(self._eos_id))
         elif self._bos_id is not None and len(ids) > 1 and ids[0] == ids[1] == self._bos_id:
@@ -322,16 +321,16 @@ class RowEncoder:
         if draft.spans is None:
             loss_mask = np.ones(len(ids), dtype=np.bool_)
             loss_mask[:1] = ids[:1] != self._bos_id
+            loss_mask[: len(self._prefix) * is_plain] = False
             return EncodedRow(ids, loss_mask, draft.remarks)
         if cuts is None:
             # A token crosses a boundary, or the tokens are not the literal text: character offsets decide.
             cuts = self._cut(draft, self._backend.encode(draft.text, add_special_tokens=False))
         loss_mask = np.zeros(len(ids), dtype=np.bool_)
-        # `cuts` count tokens of the text, without a prepended BOS; the appended EOS of a plain row is a target.
-        shift = int(is_plain and len(text_ids) > 0 and ids[0] != text_ids[0])
+        # `cuts` count tokens of the text, without the prefix; the appended EOS of a plain row is a target.
         for (start, end), first, last in zip(draft.spans, cuts[::2], cuts[1::2], strict=True):
-            loss_mask[first + shift : len(ids) if is_plain else last] = True
-            claims.append(Claim(draft.row.where, ids, first + shift, last + shift, draft.text[start:end]))
+            loss_mask[first + num_before : len(ids) if is_plain else last] = True
+            claims.append(Claim(draft.row.where, ids, first + num_before, last + num_before, draft.text[start:end]))
         return EncodedRow(ids, loss_mask, draft.remarks)
 
     def _try_cut(self, draft: _Draft, encoding: Encoding) -> list[int] | None:

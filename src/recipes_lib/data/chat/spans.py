@@ -53,9 +53,8 @@ class WrittenCheck:
         Raises:
             DataError: The template omits a message.
         """
-        written = _find_written(_list_messages(row), rendered, trained)
         for number in range(len(_list_messages(row))):
-            if number not in written:
+            if number not in trained:
                 self._check_message(row, rendered, number)
 
     def list_remarks(self, row: Row, rendered: Rendered, trained: Collection[int]) -> list[Remark]:
@@ -83,8 +82,7 @@ class WrittenCheck:
         return list(dict.fromkeys(remarks))
 
     def _spells_special(self, message: Message) -> bool:
-        content = message.get("content")
-        text = content if isinstance(content, str) else "".join(find_texts(message))
+        text = "".join(find_texts(message))
         # Most texts contain no first character of a special token, which is faster to test.
         return any(opener in text for opener in self._openers) and any(token in text for token in self._special)
 
@@ -93,7 +91,8 @@ class WrittenCheck:
         message = _list_messages(row)[number]
         if calls := message.get("tool_calls"):  # The text beside them can be omitted.
             renamed = [_change_function(call, name=_replace_text(_read_name(call))) for call in calls]
-            if self._ignores(row, rendered, number, {**message, "tool_calls": renamed}):
+            is_found = all(_read_name(call) in turn for call in calls)
+            if not is_found and self._ignores(row, rendered, number, {**message, "tool_calls": renamed}):
                 found = f"message {number} calls {_read_name(calls[0])!r}, but the chat template does not write that"
                 raise DataError(Problem(row.where, found, "use a template that writes tool_calls"))
             return
@@ -113,9 +112,8 @@ class WrittenCheck:
         if any(text not in turn for text in answers) and self._ignores(row, rendered, number, reword(message)):
             remarks.append(Remark.LOST_BESIDE_CALL)
         for at, call in enumerate(message["tool_calls"]):
-            function = call.get("function") or call
-            arguments = function.get("arguments")
-            if not isinstance(arguments, Mapping) or not arguments:
+            function = call["function"]
+            if not (arguments := function.get("arguments")):
                 continue
             if str(dict(arguments)) in turn:  # `{{ arguments }}` in Jinja writes Python's `str` of the object.
                 remarks.append(Remark.PYTHON_ARGUMENTS)
@@ -131,8 +129,6 @@ class WrittenCheck:
         """Return whether the template omits the reasoning of the last turn, on which a reasoning model would train."""
         last = len(_list_messages(row)) - 1
         message = _list_messages(row)[last]
-        if len(message) == 2 and THINK_END not in (message.get("content") or ""):
-            return False
         key = next((key for key in REASONING_KEYS if message.get(key)), "content")
         text = message.get(key)
         if not isinstance(text, str) or (key == "content" and THINK_END not in text):
@@ -163,19 +159,6 @@ class WrittenCheck:
             return False  # A template that refuses the change has read it.
 
 
-def _find_written(messages: Sequence[Message], rendered: Rendered, trained: Collection[int]) -> set[int]:
-    """Return the indices of target messages, and of messages whose text and calls occur in their rendering."""
-    written = set(trained)
-    for number, start, end in rendered.turns:
-        if number not in written:
-            content, calls = messages[number].get("content"), messages[number].get("tool_calls") or ()
-            if any(rendered.text.find(_read_name(call), start, end) < 0 for call in calls):
-                continue
-            if isinstance(content, str) and rendered.text.find(content.strip(), start, end) >= 0:
-                written.add(number)
-    return written
-
-
 def find_texts(message: Message) -> list[str]:
     """Return the non-empty texts of a message, one per content part, stripped as many templates do."""
     content = message.get("content")
@@ -195,12 +178,12 @@ def reword(message: Message) -> Message:
 
 
 def _read_name(call: Mapping[str, Any]) -> str:
-    return str((call.get("function") or call)["name"])
+    return str(call["function"]["name"])
 
 
 def _change_function(call: Mapping[str, Any], **changes: Any) -> Mapping[str, Any]:
     """Return a copy of the tool call with another name or other arguments."""
-    return {**call, "function": {**call["function"], **changes}} if call.get("function") else {**call, **changes}
+    return {**call, "function": {**call["function"], **changes}}
 
 
 def _replace_text(text: str) -> str:
@@ -436,17 +419,21 @@ class SpanFinder:
         header = self._header(row, message)
         if turn.startswith(header):
             return len(header)
-        # The turn differs from the generation prompt, for example where reasoning of earlier turns is dropped. The
-        # header is then their common prefix, at most up to the content, and without a partial special token or tag.
         # Content is not searched in the end token, whose name could contain a short answer.
         body_end = max((found.start() for found in self._special.finditer(turn)), default=len(turn))
         content = [turn.rfind(text, 0, body_end) for text in find_texts(_list_messages(row)[message])]
+        start = min((at for at in content if at >= 0), default=len(turn))
+        # Some templates write a default system prompt into a first turn that is an answer.
+        if start < len(turn) and (at := turn.rfind(header, 0, start)) >= 0:
+            return at + len(header)
+        # The turn differs from the generation prompt, for example where reasoning of earlier turns is dropped. The
+        # header is then their common prefix, at most up to the content, and without a partial special token or tag.
         shared = next((at for at, (a, b) in enumerate(zip(header, turn, strict=False)) if a != b), len(turn))
-        common = min([shared, *(at for at in content if at >= 0)])
+        common = min(shared, start)
         for token in self._undivided.finditer(turn):
             if token.start() < common < token.end():
                 common = token.start()
-        if common == 0:
+        if not turn[:common].strip():
             found = f"message {message} opens with {turn[:40]!r}, but the generation prompt is {header[:40]!r}"
             raise _fault(row, found, _MARK_IT)
         return common

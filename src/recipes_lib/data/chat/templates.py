@@ -166,7 +166,10 @@ class ChatTemplate:
             TemplateError: As ``render``.
         """
         if self._prompt is not None:
-            return self._render_prompt(variables) if variables else self._usual_prompt
+            try:
+                return str(self._prompt.render({**self._variables, **(variables or {})}))
+            except Exception as error:  # As in `render`.
+                raise TemplateError(str(error) or type(error).__name__) from error
         asking = self.render(messages, tools=tools, variables=variables, add_generation_prompt=True)
         if asking.tail.strip():
             return asking.tail
@@ -176,49 +179,46 @@ class ChatTemplate:
         with_prompt, without = asking.body, silent.body
         return with_prompt.removeprefix(without) + asking.tail if with_prompt.startswith(without) else None
 
-    @cached_property
-    def _usual_prompt(self) -> str:
-        return self._render_prompt({})
-
-    def _render_prompt(self, variables: Mapping[str, Any]) -> str:
-        assert self._prompt is not None
-        try:
-            return str(self._prompt.render({**self._variables, **variables}))
-        except Exception as error:  # As in `render`.
-            raise TemplateError(str(error) or type(error).__name__) from error
-
 
 class _Trace:
     """Records which message writes the output; called by the hooks during rendering."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self.pieces: list[str] = []
+        self._messages = messages
         # By identity, since turns can be equal; `_canonical` has made a new object of each.
         self._index = {id(message): index for index, message in enumerate(messages)}
         # (number of pieces, message that writes from there on)
         self._changes = [(0, NOBODY)]
-        # For each open loop: the message that writes outside of it, and whether the loop is over messages.
-        self._loops: list[tuple[int, bool]] = []
+        # For each open loop: the message that writes outside of it, and the message after that of the last item, 0 if
+        # the loop is not over messages.
+        self._loops: list[tuple[int, int]] = []
         self._open_block = 0
         # (message, first piece, piece after the last)
         self._blocks: list[tuple[int, int, int]] = []
 
     def enter_loop(self) -> None:
-        self._loops.append((self._changes[-1][1], False))
+        self._loops.append((self._changes[-1][1], 0))
 
     def item(self, *candidates: Any) -> None:
         """Record that a loop advanced: from here on, the message among the ``candidates`` writes, if there is one."""
-        message = NOBODY
-        for candidate in candidates:
-            # In a loop over indices, a candidate is the pair `(list, index)`.
-            item = _indexed(*candidate) if type(candidate) is tuple else candidate
-            message = self._index.get(id(item), message)
-        outer, over_messages = self._loops[-1]
+        # In a loop over indices, a candidate is the pair `(list, index)`.
+        items = [_indexed(*candidate) if type(candidate) is tuple else candidate for candidate in candidates]
+        outer, following = self._loops[-1]
+        message = next((self._index[id(item)] for item in items if id(item) in self._index), NOBODY)
+        if message == NOBODY:
+            message = self._find_copied(items, following)
         if message != NOBODY:
-            self._loops[-1] = (outer, True)
-        elif not over_messages:
+            self._loops[-1] = (outer, message + 1)
+        elif not following:
             return  # A loop over tools or content parts: the enclosing message continues.
         self._switch(message)
+
+    def _find_copied(self, items: Sequence[Any], first: int) -> int:
+        """Return the first message from ``first`` on that an item copies: Mistral's templates merge adjacent turns."""
+        copies = [_key(item) for item in items if isinstance(item, dict) and "role" in item]
+        rest = enumerate(self._messages[first:], first) if copies else ()
+        return next((number for number, message in rest if _key(message) in copies), NOBODY)
 
     def leave_loop(self) -> None:
         self._switch(self._loops.pop()[0])
@@ -245,6 +245,12 @@ class _Trace:
     def _switch(self, message: int) -> None:
         if message != self._changes[-1][1]:
             self._changes.append((len(self.pieces), message))
+
+
+def _key(message: Message) -> tuple[Any, str]:
+    """Return the role and the text of a message, whose content can be a list of parts."""
+    content = message.get("content") or ""
+    return message["role"], content if isinstance(content, str) else "".join([part.get("text", "") for part in content])
 
 
 def _indexed(items: Any, index: Any) -> Any:
@@ -336,8 +342,6 @@ def _separate_prompt(tree: nodes.Template, environment: Environment) -> Template
 
 def _canonical(message: Message) -> dict[str, Any]:
     """Return a copy of a message, normalised as by ``apply_chat_template``: no null keys, reasoning under all names."""
-    if len(message) == 2 and message.get("content") is not None:
-        return dict(message)  # Most messages have only a role and a content.
     present = {key: value for key, value in message.items() if value is not None}
     reasoning = next((present[key] for key in REASONING_KEYS if key in present), None)
     return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}

@@ -24,6 +24,8 @@ _OF_SOURCE: Final = ("name", "config", "revision", "split", "columns", "streamin
 """Keys of a mixture's entry that select its rows: the arguments of ``load_source``."""
 _MAX_WITHOUT_LAYOUT: Final = 20
 """Leading rows that are searched for one with a known layout."""
+_MAX_WITHOUT_COLUMN: Final = 1000
+"""Leading rows of which one must have a column of the dataset that ``columns`` names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +35,10 @@ class RenamedSource:
     Attributes:
         source: The underlying source.
         columns: New name -> column of the source or a field of one (``a.b``); ``None`` hides the column of that name.
-        has_start: Whether the first row is that of a dataset, and not of a later part of one.
     """
 
     source: Source
     columns: Mapping[str, str | None]
-    has_start: bool = True
 
     @property
     def name(self) -> str:
@@ -58,30 +58,15 @@ class RenamedSource:
         """Yield the rows from the start, with renamed columns.
 
         Raises:
-            DataError: The first row of a dataset lacks one of the columns; or as the source.
+            DataError: As the source.
         """
-        # Only the first row: in JSON Lines, later rows may omit optional columns.
-        is_first = self.has_start
         for entry in self.source.rows():
-            if isinstance(entry, RawRow):
-                if is_first:
-                    self._refuse_missing(entry)
-                is_first = False
-                entry = replace(entry, columns=self._rename(entry.columns))
-            yield entry
+            yield replace(entry, columns=self._rename(entry.columns)) if isinstance(entry, RawRow) else entry
 
     def _rename(self, row: Mapping[str, Any]) -> dict[str, Any]:
         hidden = {*self.columns, *self.columns.values()}
         kept = {name: value for name, value in row.items() if name not in hidden}
         return kept | {name: _find(row, column) for name, column in self.columns.items() if column}
-
-    def _refuse_missing(self, row: RawRow) -> None:
-        problems = []
-        for name, column in self.columns.items():
-            if column is not None and column not in row.columns and _find(row.columns, column) is None:
-                remedy = suggest(column, row.columns, f"name one of {', '.join(row.columns)}")
-                problems.append(Problem(row.where, f"dataset_columns.{name}: there is no column `{column}`", remedy))
-        raise_problems(problems, row.where)
 
 
 def _find(row: Mapping[str, Any], column: str) -> Any:
@@ -115,13 +100,15 @@ def load_source(
 
     Raises:
         ConfigError: ``columns`` has a key that no layout has, or a value that is not a column name.
-        DataError: The file, folder, Hub dataset or split does not exist, or has an unknown file type.
+        DataError: The file, folder, Hub dataset or split does not exist, or has an unknown file type; or none of the
+            leading rows has a column that ``columns`` names.
     """
     if columns is not None:
         _check_columns(columns)
         source = load_source(
             name, config=config, revision=revision, split=split, streaming=streaming, text_documents=text_documents
         )
+        _refuse_missing(source, columns)
         return RenamedSource(source, columns)
     path = Path(expand_home(name))
     try:
@@ -165,6 +152,31 @@ def _check_columns(columns: Mapping[str, Any]) -> None:
             problems.append(Problem("dataset_columns", f"`{name}: {column}` names no column", "quote it"))
     if problems:
         raise ConfigError(*problems)
+
+
+def _refuse_missing(source: Source, columns: Mapping[str, str | None]) -> None:
+    """Raise if none of the leading rows has a column; in some of them, it can be missing or null.
+
+    Raises:
+        DataError: A column is missing.
+    """
+    missing = {name: column for name, column in columns.items() if column is not None}
+    where, known = "", dict[str, None]()
+    try:
+        for entry in islice(source.rows(), _MAX_WITHOUT_COLUMN) if missing else ():
+            if isinstance(entry, RawRow):
+                row = entry.columns
+                where, known = where or entry.where, known | dict.fromkeys(row)
+                missing = {name: key for name, key in missing.items() if key not in row and _find(row, key) is None}
+            if not missing:
+                return
+    except DataError:  # Raised again where the rows are read.
+        return
+    problems = []
+    for name, column in missing.items() if known else ():
+        remedy = suggest(column, known, f"name one of {', '.join(known)}")
+        problems.append(Problem(where, f"dataset_columns.{name}: there is no column `{column}`", remedy))
+    raise_problems(problems, source.name)
 
 
 def read_rows(

@@ -227,8 +227,8 @@ def canonicalize(entry: RawRow, row_format: RowFormat, *, needs_answer: bool = T
             other = _name_optional(column, row_format.name)
             name = renamed.get(column, column if other in columns else other)
             raw[name] = parse_chat(value, column)
-        if row_format.name != "preference":
-            _refuse_labelled(raw, is_answer="answer" in renamed.values())
+        if needs_answer and row_format.name not in ("preference", "text"):
+            _refuse_labelled(raw)
         fields = _LAYOUTS[row_format.name].read(raw)
         refuse_media(raw, fields)
         if "messages" in fields:
@@ -240,16 +240,10 @@ def canonicalize(entry: RawRow, row_format: RowFormat, *, needs_answer: bool = T
         raise DataError(Problem(entry.where, error.found, error.remedy)) from None
 
 
-def _refuse_labelled(raw: Raw, *, is_answer: bool) -> None:
-    """Raise for a row with a boolean label of its answer, as in KTO datasets: it may be an undesirable answer.
-
-    Args:
-        raw: The row.
-        is_answer: Whether a renamed column is the answer, so that all labels but ``kto_tag`` may refer to it.
-    """
-    columns = _LABELS if is_answer or raw.get("completion") is not None else ("kto_tag",)
+def _refuse_labelled(raw: Raw) -> None:
+    """Raise for a row with a boolean label of its answer, as in KTO datasets: it may be an undesirable answer."""
     # As text, since in a table every cell is one.
-    if label := next((name for name in columns if str(raw.get(name)).lower() in _LABELS[name]), None):
+    if label := next((name for name, refused in _LABELS.items() if str(raw.get(name)).lower() in refused), None):
         found = f"the boolean `{label}` says which answers are good, and all of them would be trained on"
         hidden = f"`dataset_columns: {{{label}: null}}`"
         raise RowError(found, f"keep the rows where it is true; or write {hidden} if it has another meaning")
@@ -558,8 +552,8 @@ _SPELLINGS: Final = {
     **dict.fromkeys(
         ("response", "solution", "generated_solution", "output", "target", "targets", "completion"), "answer"
     ),
-    **dict.fromkeys(("chosen_response", "accepted", "response_j"), "chosen"),
-    **dict.fromkeys(("rejected_response", "response_k"), "rejected"),
+    **dict.fromkeys(("chosen_response", "chosen_messages", "accepted", "response_j"), "chosen"),
+    **dict.fromkeys(("rejected_response", "rejected_messages", "response_k"), "rejected"),
 }
 """Other spelling of a column -> the layout's column; applied only if the columns match no layout as they are."""
 _SYSTEM_SPELLINGS: Final = {"system_prompt": "system"}

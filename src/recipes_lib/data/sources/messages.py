@@ -40,8 +40,10 @@ _PAIR: Final = {
 }
 """Key of a question with its answer, as in Capybara, XTuner's data and MOSS -> role of the turn."""
 
-_MARKS: Final = ("weight", "train", "training", "loss")
-"""Keys that include a turn in the loss or exclude it: OpenAI's ``weight``, 0 or 1; booleans of axolotl and ms-swift."""
+_WEIGHTS: Final = ("weight", "loss_weight")
+_MARKS: Final = (*_WEIGHTS, "train", "training", "loss")
+"""Keys that include a turn in the loss or exclude it: 0 or 1 of OpenAI and LLaMA-Factory; booleans of axolotl and
+ms-swift."""
 
 MEDIA: Final = ("image", "images", "video", "videos", "audio", "audios")
 _MEDIA_MARKS: Final = ("<image>", "<video>", "<audio>")
@@ -251,7 +253,7 @@ def _take_marks(message: dict[str, Any], role: str, place: str) -> bool:
         raise RowError(f"{place}.{partial} marks parts of a turn", "remove it: only whole turns can be excluded")
     marks = {key: message.pop(key) for key in _MARKS if key in message}
     for key, value in marks.items():
-        is_weight = key == "weight"
+        is_weight = key in _WEIGHTS
         if isinstance(value, bool) == is_weight or value not in (0, 1):
             raise RowError(f"{place}.{key} is {value!r}", f"write {'0 or 1' if is_weight else 'true or false'}")
     if len(set(map(bool, marks.values()))) > 1:
@@ -302,12 +304,15 @@ def _join_parts(parts: Sequence[object], place: str) -> str:
         if not isinstance(part, Mapping) or kind != "text":
             found = f"has type `{kind}`" if kind is not None else f"is {describe(part)}"
             raise RowError(f"{place}[{number}] {found}", "only text parts can be trained on: remove it, or the row")
-        texts.append(check_text(part.get("text"), f"{place}[{number}].text"))
+        texts.append(check_text(part.get("text", part.get("value")), f"{place}[{number}].text"))
     return "".join(texts)
 
 
 def _clean_call(call: object, place: str) -> Mapping[str, Any]:
     """Check a tool call; arguments as a JSON string, as in OpenAI's API, become the object that templates read."""
+    if isinstance(call, Mapping) and "function" not in call:  # `{name, arguments}` alone, as in Hermes' notation.
+        inner = {key: call[key] for key in ("name", "arguments") if key in call}
+        call = {"type": "function", **{key: call[key] for key in call if key not in inner}, "function": inner}
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not function.get("name"):
         raise RowError(f"{place} names no function", "write {type: function, function: {name: ..., arguments: {...}}}")
@@ -324,7 +329,7 @@ def _parse_function_calls(value: object, place: str) -> list[Mapping[str, Any]]:
     calls = parsed if isinstance(parsed, (list, tuple)) else [parsed]
     if not calls:
         raise RowError(f"{place} is an empty list", "write at least one function call")
-    return [_clean_call({"type": "function", "function": call}, f"{place}[{n}]") for n, call in enumerate(calls)]
+    return [_clean_call(call, f"{place}[{n}]") for n, call in enumerate(calls)]
 
 
 def _parse_tools(value: object) -> list[Any] | None:

@@ -46,7 +46,7 @@ def derive_eval_configs(config: RecipeConfig, max_length: int) -> dict[str, Reci
         max_length: Maximum length of its rows, in tokens.
     """
     unset: dict[str, Any] = {
-        **dict.fromkeys(("dataset_name", "dataset_config", "dataset_revision", "dataset_columns", "eval_datasets")),
+        **dict.fromkeys(("dataset_name", "dataset_config", "dataset_revision", "eval_datasets")),
         **dict.fromkeys(("dataset_test_split", "test_split_size")),
     }
     tokens = replace(config.tokens, max_length=max_length)

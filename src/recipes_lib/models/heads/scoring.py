@@ -343,7 +343,7 @@ def encode_answers(
     encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     begin, ends = _find_begin(tokenizer), {tokenizer.eos_token_id, *_list_special(tokenizer)}
     for answer, ids, has_ended in zip(answers, encoded, ended, strict=True):
-        if _is_plain(answer) and ids[:1] != begin:
+        if _is_plain(answer) and ids[: len(begin)] != begin:
             ids[:0] = begin
         if not has_ended:
             continue
@@ -411,9 +411,9 @@ def _canonical(message: Message) -> dict[str, Any]:
 
 
 def _find_begin(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that the tokenizer puts before a plain text: its start token, or none."""
-    begin: list[int] = tokenizer("a")["input_ids"][:1]
-    return begin if begin == [tokenizer.bos_token_id] else []
+    """Return the tokens that the tokenizer puts before a plain text: its start token, several, or none."""
+    bare, whole = (list[int](tokenizer("a", add_special_tokens=adds)["input_ids"]) for adds in (False, True))
+    return whole[: next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)]
 
 
 def _cut(by_length: Sequence[int], rows: Sequence[TokenIds]) -> Iterator[list[int]]:
