@@ -15,6 +15,7 @@ class SFTInspection(Inspection):
 
     corpus_kind = "chat"
     flattens = True
+    balances_experts = True
 
     @property
     def keeps_documents_apart(self) -> bool:
