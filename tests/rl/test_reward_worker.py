@@ -112,6 +112,7 @@ def test_trl_reward_functions_score_texts_and_chats(form, seconds):
         "completions": [form(text) for text in ANSWERS],
         "completion_ids": [[1] * 6, [1] * 9],
         "prompts": ["a", "b"],
+        "function": ["f", "g"],  # A column of the dataset.
     }
     assert [list(function(**columns)) for function in functions.values()] == [[1.0, 0.0], [-0.5, -1.0]]
 

@@ -106,6 +106,24 @@ def test_dataset_columns_do_not_replace_reserved_arguments():
     assert Rewards({"length": length}, None, [1.0]).score(prompts, ["a"] * 3, [[1, 2]] * 3, ENDED).total == [2, 2, 2]
 
 
+def test_function_may_change_its_arguments():
+    """Answers to one prompt share its row, which the next function, the reward model and later iterations read."""
+
+    def extend(*, prompts, completions, completion_ids, solution, **_):
+        for chat, answer, ids, accepted in zip(prompts, completions, completion_ids, solution, strict=True):
+            chat += answer
+            ids.clear()
+            accepted.append(answer[0]["content"])
+        return [len(chat) + len(accepted) for chat, accepted in zip(prompts, solution, strict=True)]
+
+    row = PromptRow("here", [1], [{"role": "user", "content": "?"}], {"solution": ["0"]})
+    rewards = Rewards({"extend": extend, "again": extend, "length": length}, None, [1.0] * 3)
+    assert rewards.score([row] * 3, ["a", "b", "c"], [[1]] * 3, ENDED).parts == {
+        **dict.fromkeys(("extend", "again"), [4.0] * 3),
+        "length": [1.0] * 3,
+    }
+
+
 def test_functions_are_named_and_all_failed_imports_are_reported():
     assert list(load_reward_functions([f"{__name__}:exact", "json:loads", "pickle:loads"])) == [
         "exact",

@@ -72,7 +72,7 @@ def find_function(path: str) -> Callable[..., Any]:
     return partial(_ask_with_chats, found) if module_name == _OF_TRL else found
 
 
-def _ask_with_chats(function: Callable[..., Any], *, completions: Sequence[Any], **given: Any) -> Any:
+def _ask_with_chats(function: Callable[..., Any], /, *, completions: Sequence[Any], **given: Any) -> Any:
     chats = [[{"role": "assistant", "content": text}] if isinstance(text, str) else text for text in completions]
     return function(completions=chats, **given)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -180,12 +181,13 @@ def _call(
 ) -> list[float | None]:
     # ``load_prompt_data`` gives all prompts of a run one form and the same columns, so the first one represents all.
     is_chat = not isinstance(prompts[0].content, str)
+    # Each answer has copies of its own: functions may change them, such as by ``prompt += completion``.
     given: dict[str, list[Any]] = {
-        **{column: [prompt.columns[column] for prompt in prompts] for column in prompts[0].columns},
+        **{column: [copy.deepcopy(prompt.columns[column]) for prompt in prompts] for column in prompts[0].columns},
         # Last, so that a column of one of these names does not replace them.
-        "prompts": [prompt.content for prompt in prompts],
+        "prompts": [copy.deepcopy(prompt.content) for prompt in prompts],
         "completions": [[{"role": "assistant", "content": text}] for text in texts] if is_chat else list(texts),
-        "completion_ids": list(ids),
+        "completion_ids": [list(each) for each in ids],
     }
     try:
         scores = call(function, given)
