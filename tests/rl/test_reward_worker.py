@@ -11,7 +11,7 @@ from tests.rl.test_rewards import TEXTS
 from recipes_lib.errors import ConfigError
 from recipes_lib.rl import reward_worker
 from recipes_lib.rl.reward_worker import IsolatedFunction, call, find_function
-from recipes_lib.rl.rewards import Rewards, load_reward_functions
+from recipes_lib.rl.rewards import Rewards, load_reward_functions, verify_arguments
 from recipes_lib.training.guards.watchdog import WATCHDOG
 
 FAULTY = "tests.rl.faulty_rewards"
@@ -121,6 +121,8 @@ def test_accuracy_reward_compares_mathematical_values():
     pytest.importorskip("math_verify")
     function = find_function("trl.rewards:accuracy_reward")
     assert function(completions=ANSWERS, solution=[r"$\frac{2}{6}$"] * 2) == [1.0, 0.0]
+    with pytest.raises(ConfigError, match="missing a required argument: 'solution'"):
+        verify_arguments({"accuracy_reward": function}, ["answer"])
 
 
 def test_missing_math_verify_error_names_extra(monkeypatch):

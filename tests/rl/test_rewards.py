@@ -19,7 +19,14 @@ from recipes_lib.config.schema import RewardsConfig
 from recipes_lib.data.prompts import PromptRow
 from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.models.heads.scoring import RewardModel, RewardStatistics, store_reward_statistics
-from recipes_lib.rl.rewards import MAX_MODEL_SCORE, Rewards, load_reward_functions, load_rewards, verify_positions
+from recipes_lib.rl.rewards import (
+    MAX_MODEL_SCORE,
+    Rewards,
+    load_reward_functions,
+    load_rewards,
+    verify_arguments,
+    verify_positions,
+)
 
 CHATS = [PromptRow("here", [1], [{"role": "user", "content": f"{n}?"}], {"solution": str(n)}) for n in range(3)]
 ENDED = [True] * 3
@@ -133,6 +140,22 @@ def test_functions_are_named_and_all_failed_imports_are_reported():
     with pytest.raises(ConfigError) as caught:
         load_reward_functions([f"{__name__}:CHATS", "json:absent", "nowhere.at.all:f", "json:loads"])
     assert len(caught.value.problems) == 3
+
+
+def test_functions_that_cannot_be_called_are_reported():
+    functions = {
+        "exact": exact,
+        "bare": lambda completions: completions,
+        "builtin": max,
+    }
+    verify_arguments(functions | {"bare": whole}, ["solution"])
+    with pytest.raises(ConfigError) as caught:
+        verify_arguments(functions, ["answer"])
+    assert [problem.found for problem in caught.value.problems] == [
+        "exact cannot be called: missing a required argument: 'solution'",
+        "bare cannot be called: got an unexpected keyword argument 'answer'",
+    ]
+    assert "lists: answer, prompts, completions, completion_ids;" in caught.value.problems[0].remedy
 
 
 @pytest.mark.parametrize("path", ["rewards_of_mine:always", "rewards_of_mine.py:always"])

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from decimal import Decimal
-from functools import partial
+from functools import partial, wraps
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Final
@@ -69,12 +69,16 @@ def find_function(path: str) -> Callable[..., Any]:
         found = found(**read_constants(f"f({arguments}"))
     if not callable(found):
         raise TypeError(f"{name} is not a function")
-    return partial(_ask_with_chats, found) if module_name == _OF_TRL else found
+    return _give_chats(found) if module_name == _OF_TRL else found
 
 
-def _ask_with_chats(function: Callable[..., Any], /, *, completions: Sequence[Any], **given: Any) -> Any:
-    chats = [[{"role": "assistant", "content": text}] if isinstance(text, str) else text for text in completions]
-    return function(completions=chats, **given)
+def _give_chats(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def ask(*, completions: Sequence[Any], **given: Any) -> Any:
+        chats = [[{"role": "assistant", "content": text}] if isinstance(text, str) else text for text in completions]
+        return function(completions=chats, **given)
+
+    return ask
 
 
 def call(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Final, NamedTuple
@@ -26,6 +27,7 @@ MAX_REWARD: Final = 1e15
 MODEL: Final = "reward_model"
 """Name of the reward model among the rewards."""
 
+_ARGUMENTS: Final = ("prompts", "completions", "completion_ids")
 RewardFunction = Callable[..., Sequence[float | None]]
 
 
@@ -151,6 +153,32 @@ def load_reward_functions(paths: Sequence[str], seconds: float | None = None) ->
     return functions
 
 
+def verify_arguments(functions: Mapping[str, RewardFunction], columns: Collection[str]) -> None:
+    """Verify that reward functions take the arguments of their calls: ``prompts`` and so on, and all columns.
+
+    Args:
+        functions: User functions by name.
+        columns: Columns of the dataset that are passed to them.
+
+    Raises:
+        ConfigError: A function lacks a parameter, or requires another one; all such functions are listed.
+    """
+    given, problems = dict.fromkeys((*columns, *_ARGUMENTS)), []
+    for name, function in functions.items():
+        try:
+            inspect.signature(function).bind(**given)
+        except TypeError as error:
+            problems.append(Problem("reward_funcs", f"{name} cannot be called: {error}", _explain_call(given)))
+        except ValueError:  # A function that is written in C may have no signature.
+            continue
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _explain_call(given: Iterable[str]) -> str:
+    return f"it gets keyword arguments, all lists: {', '.join(given)}; `**_` takes those that it does not read"
+
+
 def verify_positions(
     config: PreTrainedConfig, own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, max_length: int
 ) -> str:
@@ -193,8 +221,7 @@ def _call(
         scores = call(function, given)
     except (Exception, SystemExit) as error:  # The function is the user's, and may raise anything.
         found = f"{name} failed on {len(texts)} answers: {type(error).__name__}: {error}"
-        remedy = f"it gets keyword arguments, all lists: {', '.join(given)}"
-        raise ConfigError(Problem("reward_funcs", found, remedy)) from error
+        raise ConfigError(Problem("reward_funcs", found, _explain_call(given))) from error
     if not isinstance(scores, Sequence) or len(scores) != len(texts):
         found = f"{name} returned {scores!r:.80} for {len(texts)} answers"
         raise ConfigError(Problem("reward_funcs", found, "return a list of one number for each"))
