@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 
@@ -93,6 +94,18 @@ def test_async_function_is_awaited_in_process_and_worker():
     function = find_function(f"{FAULTY}:score_async")
     assert call(function, {"completions": ["a", "ab"]}) == [1, 2]
     assert IsolatedFunction(f"{FAULTY}:score_async", 60)(completions=["a", "ab"]) == [1, 2]
+
+
+def test_calls_of_an_async_function_share_an_event_loop():
+    """Connections that a client keeps for the next call would belong to a closed loop."""
+    loops = []
+
+    async def score(**_):
+        loops.append(asyncio.get_running_loop())
+        return [1.0]
+
+    assert [call(score, {}) for _ in range(2)] == [[1.0], [1.0]]
+    assert loops[0] is loops[1]
 
 
 ANSWERS = ["<think>\nSum.\n</think>\n" + r"$\boxed{\frac{1}{3}}$", r"$\boxed{\frac{1}{2}}$"]

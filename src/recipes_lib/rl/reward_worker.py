@@ -35,6 +35,8 @@ _SECONDS_BETWEEN_LOOKS: Final = 5.0
 _OF_TRL: Final = "trl.rewards"
 _NEED_MATH_VERIFY: Final = ("accuracy_reward", "get_cosine_scaled_reward", "reasoning_accuracy_reward")
 _NUM_WORKERS: Final = min(8, count_cores())
+_RUNNER: Final = asyncio.Runner()
+"""One event loop for all calls, because clients of functions (httpx, openai) keep connections that belong to theirs."""
 MAX_LIMITS: Final = 10
 """Time limit of scoring answers one by one, as a multiple of the limit of a call."""
 
@@ -88,7 +90,7 @@ def call(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
     """
     result = function(**given)
     if inspect.iscoroutine(result):
-        result = asyncio.run(result)
+        result = _RUNNER.run(result)
     # By methods of arrays and tensors, because the worker imports neither numpy nor torch.
     result = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(result, list | tuple | Iterator):
