@@ -153,6 +153,8 @@ class RecordingEngine:
         self.calls.append("load")
 
     def generate(self, policy, prompts, uniforms):
+        # In training mode, layers with activation checkpointing ignore the cache.
+        assert not policy.training
         self.calls.append(len(prompts))
         return self.generator.generate(policy, prompts, uniforms)
 
@@ -161,7 +163,9 @@ def test_engine_without_batch_size_loads_weights_and_gets_all_prompts(collector_
     collector, prompts = collector_and_prompts
     engine = RecordingEngine(collector.generator)
     watched = replace(collector, generator=engine)
+    collector.models.set_training(training=True)
     rollout, _ = watched.collect(prompts[:12], range(12))
+    collector.models.set_training(training=True)
     watched.answer(prompts[:3], range(3))
     assert engine.calls == ["load", 12, "load", 3]
     expected, _ = collector.collect(prompts[:12], range(12))
