@@ -65,7 +65,7 @@ def test_right_answer_that_is_no_text_or_number_is_refused(wanted):
 def test_tests_that_are_data_are_refused():
     """As inputs and outputs of a competition, which every program that runs would pass."""
     for tests in ('{"inputs": ["1"], "outputs": ["2"]}', ["[1, 2]"], "true"):
-        with pytest.raises(ValueError, match="tests are data, not code"):
+        with pytest.raises(TypeError, match="tests are data, not code"):
             python_tests(completions=["a = 1"], tests=[tests])
 
 

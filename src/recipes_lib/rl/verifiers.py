@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from decimal import Decimal
 from typing import Any, Final
 
@@ -62,28 +63,22 @@ def python_tests(
     a list of lines such as assertions), appended to the program. Both run in the sandbox, with one process per core.
 
     Raises:
-        ValueError: Tests are JSON, such as inputs and outputs: every program that runs would pass them.
+        TypeError: Tests are JSON, such as inputs and outputs: every program that runs would pass them.
     """
 
     def score(pair: tuple[Completion, str | Sequence[str] | None]) -> float | None:
         completion, lines = pair[0], [pair[1]] if isinstance(pair[1], str) else pair[1] or []
         if not any(map(str.strip, lines)):
             return None
-        if _is_json(code := "\n".join(lines)):
-            raise ValueError(f"tests are data, not code such as assertions: {code:.80}")
+        code = "\n".join(lines)
+        with suppress(ValueError):  # Of code, which is no JSON.
+            json.loads(code)
+            raise TypeError(f"tests are data, not code such as assertions: {code:.80}")
         program = f"{read_program(_read_text(completion))}\n{code}"
         return float(run_program(program, seconds=SECONDS_TO_RUN).outcome == "passed")
 
     with ThreadPoolExecutor(count_cores()) as pool:
         return list(pool.map(score, zip(completions, tests, strict=True)))
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 def read_program(text: str) -> str:
