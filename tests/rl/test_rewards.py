@@ -43,6 +43,10 @@ def length(*, completion_ids, **_):
     return [len(ids) if ids else None for ids in completion_ids]
 
 
+reward_model = length
+"""With the name that the reward model has among the rewards."""
+
+
 def whole(*, prompts, completions, **_):
     return [len(prompt + completion) for prompt, completion in zip(prompts, completions, strict=True)]
 
@@ -132,11 +136,8 @@ def test_function_may_change_its_arguments():
 
 
 def test_functions_are_named_and_all_failed_imports_are_reported():
-    assert list(load_reward_functions([f"{__name__}:exact", "json:loads", "pickle:loads"])) == [
-        "exact",
-        "loads",
-        "pickle:loads",
-    ]
+    paths = [f"{__name__}:exact", "json:loads", "pickle:loads", f"{__name__}:reward_model"]
+    assert list(load_reward_functions(paths)) == ["exact", "loads", *paths[2:]]
     with pytest.raises(ConfigError) as caught:
         load_reward_functions([f"{__name__}:CHATS", "json:absent", "nowhere.at.all:f", "json:loads"])
     assert len(caught.value.problems) == 3

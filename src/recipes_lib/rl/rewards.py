@@ -125,7 +125,7 @@ def load_rewards(
 
 
 def load_reward_functions(paths: Sequence[str], seconds: float | None = None) -> dict[str, RewardFunction]:
-    """Import reward functions as ``find_function`` does; keys are their names, or paths if two have one name.
+    """Import reward functions as ``find_function`` does; keys are their names, or paths if another reward has the name.
 
     Args:
         paths: Import paths of the functions.
@@ -143,7 +143,7 @@ def load_reward_functions(paths: Sequence[str], seconds: float | None = None) ->
             function: RewardFunction = find_function(path)
             if seconds is not None:
                 function = IsolatedFunction(path, seconds)
-            functions[path if name in functions else name] = function
+            functions[path if name in {MODEL, *functions} else name] = function
         except (Exception, SystemExit) as error:  # Importing runs the user's code, which may raise anything.
             found = f"{path} cannot be imported: {type(error).__name__}: {error}"
             remedy = "run from its folder, install it, or put its folder on PYTHONPATH"
