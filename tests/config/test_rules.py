@@ -119,6 +119,7 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
         ("simpo_gamma: 1.0", 5, "`simpo_gamma` has no effect: `loss_type` is"),
         ("loss_type: sigmoid\nlabel_smoothing: 0.1", 6, "`label_smoothing` has no effect: `loss_type` is"),
         ("loss_type: exo_pair", 5, "needs `label_smoothing`"),
+        ("loss_type: robust\nlabel_smoothing: 0.5", 6, "below 0.5"),
         ("loss_type: []", 5, "there is no loss"),
         ("loss_weights: [0.0]", 5, "there is no loss"),
         ("f_divergence_type: kl", 5, "'kl'"),

@@ -370,14 +370,9 @@ def compute_bradley_terry(
         center_coefficient: Factor on ``(chosen + rejected)^2``, which keeps scores near 0; TRL's
             ``center_rewards_coefficient``.
 
-    Raises:
-        ValueError: ``label_smoothing`` is not in ``[0, 0.5)``.
-
     Source: ``trl.RewardTrainer.compute_loss``; margins: Llama 2 (Touvron et al. 2023, arXiv 2307.09288, eq. 2);
         centring: Eisenstein et al. 2023 (arXiv 2312.09244). ``tests/losses/test_reward.py``.
     """
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing must be in [0, 0.5), not {label_smoothing}")
     wide = torch.promote_types(chosen.dtype, torch.float32)
     chosen, rejected = chosen.to(wide), rejected.to(wide)
     gap = chosen - rejected if margins is None else chosen - rejected - margins
