@@ -90,6 +90,14 @@ def test_failed_import_in_worker_reports_reason():
         IsolatedFunction(f"{FAULTY}:absent", 60)(completions=["a", "b"])
 
 
+def test_files_of_working_directory_shadow_no_module_of_the_worker(tmp_path, monkeypatch):
+    """As in the run itself, whose script is elsewhere."""
+    (tmp_path / "asyncio.py").write_text("raise ImportError('of the working directory')")
+    (tmp_path / "mine.py").write_text("def always(*, completions, **_):\n    return [1.0] * len(completions)\n")
+    monkeypatch.chdir(tmp_path)
+    assert IsolatedFunction("mine:always", 60)(completions=["a", "b"]) == [1, 1]
+
+
 def test_async_function_is_awaited_in_process_and_worker():
     function = find_function(f"{FAULTY}:score_async")
     assert call(function, {"completions": ["a", "ab"]}) == [1, 2]

@@ -188,7 +188,7 @@ class _Worker:
 
     def _start(self) -> None:
         self._connection, theirs = Pipe()
-        command = [sys.executable, "-m", __name__, self._path, str(theirs.fileno())]
+        command = [sys.executable, "-P", "-m", __name__, self._path, str(theirs.fileno())]
         # Without standard input, so that the function cannot block on the terminal.
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         # If this process kept it open, reading would not end with EOFError when the worker dies.
