@@ -9,7 +9,6 @@ import functools
 import math
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -119,10 +118,8 @@ def _temporary_folder() -> Iterator[str]:
     try:
         yield folder
     finally:
-        try:
-            shutil.rmtree(folder)
-        except (OSError, RecursionError):  # Before Python 3.13, `rmtree` is recursive and limited to 1,000 levels.
-            subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL, check=False)
+        # Before Python 3.13, `shutil.rmtree` is recursive and limited to 1,000 levels.
+        subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL, check=False)
 
 
 def _measure(folder: str) -> int:

@@ -16,8 +16,14 @@ from tests.training.trajectories import assert_equal_weights, make_packs, weight
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from recipes_lib.config.schema import LayersConfig
 from recipes_lib.data.packed.collators import PackedCollator
-from recipes_lib.distillation.layer_features import PROJECTIONS, PROJECTIONS_FILE, find_target_positions
+from recipes_lib.distillation.layer_features import (
+    PROJECTIONS,
+    PROJECTIONS_FILE,
+    LayerDistillation,
+    find_target_positions,
+)
 from recipes_lib.errors import ConfigError
 
 FEATURES: dict[str, Any] = {"feature_weight": 0.5}
@@ -62,6 +68,20 @@ def make_row(*documents: int, seed: int = 0) -> dict[str, Any]:
 
 def make_rows(*rows: dict[str, Any]) -> Dataset:
     return Dataset.from_list([{name: list(value) for name, value in row.items()} for row in rows]).with_format("numpy")
+
+
+def shift_states(model: Any, inputs: Any, output: Any) -> None:
+    if output.hidden_states is not None:
+        output.hidden_states = tuple(states + 1 for states in output.hidden_states)
+
+
+@pytest.mark.parametrize("broken", [0, 1], ids=["student", "teacher"])
+def test_model_whose_states_are_not_those_of_its_layers_is_refused(tiny_model_dir, broken) -> None:
+    pair = [AutoModelForCausalLM.from_pretrained(tiny_model_dir) for _ in range(2)]
+    LayerDistillation(LayersConfig(feature_weight=1.0), *pair)
+    pair[broken].base_model.register_forward_hook(shift_states)
+    with pytest.raises(ConfigError, match="are not the hidden states"):
+        LayerDistillation(LayersConfig(feature_weight=1.0), *pair)
 
 
 def test_target_positions_are_counted_by_document() -> None:

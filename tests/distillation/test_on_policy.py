@@ -156,7 +156,7 @@ def test_loss_is_divergence_on_completion_tokens(tiny_model_dir, student_dir, tm
             total += 4 * float(compute_divergence(teacher, student, 0.7)[0].sum())
             num_tokens += len(answer)
     assert int(num_terms) == num_tokens
-    assert float(loss) == pytest.approx(total / num_tokens, rel=1e-5)
+    assert loss.item() == pytest.approx(total / num_tokens, rel=1e-5)
 
 
 def test_max_new_tokens_without_room_for_prompt_is_refused(tiny_model_dir, student_dir, tmp_path) -> None:

@@ -132,6 +132,14 @@ def test_reward_that_cannot_be_imported_is_reported(check_ppo):
     assert "nowhere" in problems[1].found
 
 
+def test_reward_that_needs_another_column_is_reported(check_ppo):
+    verifiers = "[recipes_lib.rl.verifiers:exact_match, recipes_lib.rl.verifiers:python_tests]"
+    problems, _ = check_ppo([{**row, "solution": "4"} for row in ROWS], reward_funcs=verifiers)
+    assert [problem.found for problem in problems] == [
+        "python_tests cannot be called: missing a required argument: 'tests'"
+    ]
+
+
 def test_response_beyond_model_positions_is_reported(check_ppo):
     problems, _ = check_ppo(response_length=600)
     assert [problem.where for problem in problems] == ["max_length"]

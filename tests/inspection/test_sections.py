@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import shutil
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 from tests.training.pretraining import build_config
 from tests.training.students import save_student
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.inspection.recipe_checks import PretrainInspection
@@ -82,6 +84,19 @@ def test_fault_that_ends_a_run_at_its_start_is_reported(
     keys = {name: other if value == "OTHER" else value for name, value in keys.items()}
     problems, output = run_check(recipe, rows, **keys)
     assert [found in problem.found for problem in problems] == [True], output
+
+
+def test_router_loss_is_refused_before_context_parallelism(run_check, tmp_path, tiny_tokenizer_dir) -> None:
+    """As at the start of a run, where SFT trains the experts of a model with its own coefficient."""
+    experts = shutil.copytree(tiny_tokenizer_dir, tmp_path / "experts")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_local_experts": 2}
+    config = MixtralConfig(vocab_size=512, num_attention_heads=2, num_key_value_heads=2, **sizes, bos_token_id=None)
+    MixtralForCausalLM(config).save_pretrained(experts)
+    keys = {"model_name_or_path": experts, "hardware": "fsdp2_cp", "num_processes": 2}
+    problems, output = run_check("sft", CHATS, **keys)
+    assert "router_aux_loss_coef" in [problem.where for problem in problems], output
+    problems, output = run_check("sft", CHATS, **keys, router_aux_loss_coef=0.0)
+    assert "router_aux_loss_coef" not in [problem.where for problem in problems], output
 
 
 def test_section_after_failed_requirement_is_silent(tmp_path, tiny_tokenizer_dir) -> None:

@@ -22,7 +22,6 @@ from recipes_lib.losses.preference import (
     compute_preference_metrics,
     compute_wpo_weights,
     sum_logps,
-    verify_preference_options,
 )
 
 SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")
@@ -254,35 +253,6 @@ def test_reference_is_required_only_by_losses_that_declare_it(name: str) -> None
             compute(name, free)
         moved = dataclasses.replace(batch, ref_rejected_logps=batch.ref_rejected_logps * 1.1 - 1)
         assert not torch.equal(compute(name, moved), compute(name, batch))
-
-
-@pytest.mark.parametrize(
-    ("names", "settings", "use_weighting", "message"),
-    [
-        (["kto"], {}, False, "loss_type is at least one of sigmoid, hinge"),
-        ([], {}, False, "loss_type is at least one of"),
-        (["sigmoid"], {"beta": 0.0}, False, "beta must be positive"),
-        (["sigmoid"], {"f_divergence_type": "kl"}, False, "f_divergence_type kl is none of reverse_kl"),
-        (["apo_zero"], {"f_divergence_type": "forward_kl"}, False, "forward_kl is defined for discopop, exo_pair"),
-        (["simpo"], {"f_divergence_type": "js_divergence"}, False, "js_divergence is defined for"),
-        (["robust"], {"label_smoothing": 0.5}, False, r"label_smoothing must be in \[0, 0.5\)"),
-        (["robust"], {"label_smoothing": -0.1}, False, r"label_smoothing must be in \[0, 0.5\)"),
-        (["sigmoid"], {"label_smoothing": 0.1}, False, "read by aot, aot_unpaired, exo_pair, robust only"),
-        (["exo_pair"], {}, False, "exo_pair needs a positive label_smoothing"),
-        (["sigmoid", "aot"], {}, True, "which aot and aot_unpaired take apart"),
-        (["kto"], {"beta": -1.0}, False, "loss_type .*; beta must be positive"),
-    ],
-)
-def test_incompatible_options_are_refused(
-    names: list[str], settings: dict[str, Any], use_weighting: bool, message: str
-) -> None:
-    options = PreferenceOptions(**settings)
-    with pytest.raises(ValueError, match=message):
-        verify_preference_options(names, options, use_weighting=use_weighting)
-    batch = make_pairs()
-    batch = dataclasses.replace(batch, weights=torch.ones(6)) if use_weighting else batch
-    with pytest.raises(ValueError, match=message):
-        compute_preference_losses(names, [1.0] * len(names), batch, options)
 
 
 TOKEN_LOGPS = torch.tensor([-1.0, -2.0, -4.0, -8.0, -16.0, -32.0, -64.0], dtype=torch.float64)

@@ -53,9 +53,3 @@ def test_half_precision_scores_are_compared_in_float32() -> None:
     loss = compute_bradley_terry(chosen, rejected)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(math.log1p(math.exp(-(chosen - rejected).item())), rel=1e-6)
-
-
-@pytest.mark.parametrize("label_smoothing", [-0.1, 0.5, 0.8])
-def test_uninformative_label_smoothing_is_refused(label_smoothing: float) -> None:
-    with pytest.raises(ValueError, match=r"label_smoothing must be in \[0, 0.5\)"):
-        compute_bradley_terry(scores(1.0), scores(0.0), label_smoothing=label_smoothing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -153,6 +154,8 @@ class RecordingEngine:
         self.calls.append("load")
 
     def generate(self, policy, prompts, uniforms):
+        # In training mode, layers with activation checkpointing ignore the cache.
+        assert not policy.training
         self.calls.append(len(prompts))
         return self.generator.generate(policy, prompts, uniforms)
 
@@ -161,11 +164,21 @@ def test_engine_without_batch_size_loads_weights_and_gets_all_prompts(collector_
     collector, prompts = collector_and_prompts
     engine = RecordingEngine(collector.generator)
     watched = replace(collector, generator=engine)
+    collector.models.set_training(training=True)
     rollout, _ = watched.collect(prompts[:12], range(12))
+    collector.models.set_training(training=True)
     watched.answer(prompts[:3], range(3))
     assert engine.calls == ["load", 12, "load", 3]
     expected, _ = collector.collect(prompts[:12], range(12))
     assert torch.equal(rollout.response_ids, expected.response_ids)
+
+
+def test_weights_are_loaded_once_early_answers_are_sampled(collector_and_prompts):
+    collector, prompts = collector_and_prompts
+    engine = RecordingEngine(collector.generator)
+    request = SimpleNamespace(exception=lambda: engine.calls.append("sampled"))
+    replace(collector, generator=engine, _request=request).answer(prompts[:3], range(3))
+    assert engine.calls == ["sampled", "load", 3]
 
 
 @pytest.fixture

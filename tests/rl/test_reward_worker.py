@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 
@@ -11,7 +12,7 @@ from tests.rl.test_rewards import TEXTS
 from recipes_lib.errors import ConfigError
 from recipes_lib.rl import reward_worker
 from recipes_lib.rl.reward_worker import IsolatedFunction, call, find_function
-from recipes_lib.rl.rewards import Rewards, load_reward_functions
+from recipes_lib.rl.rewards import Rewards, load_reward_functions, verify_arguments
 from recipes_lib.training.guards.watchdog import WATCHDOG
 
 FAULTY = "tests.rl.faulty_rewards"
@@ -89,10 +90,30 @@ def test_failed_import_in_worker_reports_reason():
         IsolatedFunction(f"{FAULTY}:absent", 60)(completions=["a", "b"])
 
 
+def test_files_of_working_directory_shadow_no_module_of_the_worker(tmp_path, monkeypatch):
+    """As in the run itself, whose script is elsewhere."""
+    (tmp_path / "asyncio.py").write_text("raise ImportError('of the working directory')")
+    (tmp_path / "mine.py").write_text("def always(*, completions, **_):\n    return [1.0] * len(completions)\n")
+    monkeypatch.chdir(tmp_path)
+    assert IsolatedFunction("mine:always", 60)(completions=["a", "b"]) == [1, 1]
+
+
 def test_async_function_is_awaited_in_process_and_worker():
     function = find_function(f"{FAULTY}:score_async")
     assert call(function, {"completions": ["a", "ab"]}) == [1, 2]
     assert IsolatedFunction(f"{FAULTY}:score_async", 60)(completions=["a", "ab"]) == [1, 2]
+
+
+def test_calls_of_an_async_function_share_an_event_loop():
+    """Connections that a client keeps for the next call would belong to a closed loop."""
+    loops = []
+
+    async def score(**_):
+        loops.append(asyncio.get_running_loop())
+        return [1.0]
+
+    assert [call(score, {}) for _ in range(2)] == [[1.0], [1.0]]
+    assert loops[0] is loops[1]
 
 
 ANSWERS = ["<think>\nSum.\n</think>\n" + r"$\boxed{\frac{1}{3}}$", r"$\boxed{\frac{1}{2}}$"]
@@ -112,6 +133,7 @@ def test_trl_reward_functions_score_texts_and_chats(form, seconds):
         "completions": [form(text) for text in ANSWERS],
         "completion_ids": [[1] * 6, [1] * 9],
         "prompts": ["a", "b"],
+        "function": ["f", "g"],  # A column of the dataset.
     }
     assert [list(function(**columns)) for function in functions.values()] == [[1.0, 0.0], [-0.5, -1.0]]
 
@@ -120,6 +142,8 @@ def test_accuracy_reward_compares_mathematical_values():
     pytest.importorskip("math_verify")
     function = find_function("trl.rewards:accuracy_reward")
     assert function(completions=ANSWERS, solution=[r"$\frac{2}{6}$"] * 2) == [1.0, 0.0]
+    with pytest.raises(ConfigError, match="missing a required argument: 'solution'"):
+        verify_arguments({"accuracy_reward": function}, ["answer"])
 
 
 def test_missing_math_verify_error_names_extra(monkeypatch):

@@ -19,7 +19,14 @@ from recipes_lib.config.schema import RewardsConfig
 from recipes_lib.data.prompts import PromptRow
 from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.models.heads.scoring import RewardModel, RewardStatistics, store_reward_statistics
-from recipes_lib.rl.rewards import MAX_MODEL_SCORE, Rewards, load_reward_functions, load_rewards, verify_positions
+from recipes_lib.rl.rewards import (
+    MAX_MODEL_SCORE,
+    Rewards,
+    load_reward_functions,
+    load_rewards,
+    verify_arguments,
+    verify_positions,
+)
 
 CHATS = [PromptRow("here", [1], [{"role": "user", "content": f"{n}?"}], {"solution": str(n)}) for n in range(3)]
 ENDED = [True] * 3
@@ -34,6 +41,10 @@ def exact(*, prompts, completions, solution, **_):
 
 def length(*, completion_ids, **_):
     return [len(ids) if ids else None for ids in completion_ids]
+
+
+reward_model = length
+"""With the name that the reward model has among the rewards."""
 
 
 def whole(*, prompts, completions, **_):
@@ -106,15 +117,46 @@ def test_dataset_columns_do_not_replace_reserved_arguments():
     assert Rewards({"length": length}, None, [1.0]).score(prompts, ["a"] * 3, [[1, 2]] * 3, ENDED).total == [2, 2, 2]
 
 
+def test_function_may_change_its_arguments():
+    """Answers to one prompt share its row, which the next function, the reward model and later iterations read."""
+
+    def extend(*, prompts, completions, completion_ids, solution, **_):
+        for chat, answer, ids, accepted in zip(prompts, completions, completion_ids, solution, strict=True):
+            chat += answer
+            ids.clear()
+            accepted.append(answer[0]["content"])
+        return [len(chat) + len(accepted) for chat, accepted in zip(prompts, solution, strict=True)]
+
+    row = PromptRow("here", [1], [{"role": "user", "content": "?"}], {"solution": ["0"]})
+    rewards = Rewards({"extend": extend, "again": extend, "length": length}, None, [1.0] * 3)
+    assert rewards.score([row] * 3, ["a", "b", "c"], [[1]] * 3, ENDED).parts == {
+        **dict.fromkeys(("extend", "again"), [4.0] * 3),
+        "length": [1.0] * 3,
+    }
+
+
 def test_functions_are_named_and_all_failed_imports_are_reported():
-    assert list(load_reward_functions([f"{__name__}:exact", "json:loads", "pickle:loads"])) == [
-        "exact",
-        "loads",
-        "pickle:loads",
-    ]
+    paths = [f"{__name__}:exact", "json:loads", "pickle:loads", f"{__name__}:reward_model"]
+    assert list(load_reward_functions(paths)) == ["exact", "loads", *paths[2:]]
     with pytest.raises(ConfigError) as caught:
         load_reward_functions([f"{__name__}:CHATS", "json:absent", "nowhere.at.all:f", "json:loads"])
     assert len(caught.value.problems) == 3
+
+
+def test_functions_that_cannot_be_called_are_reported():
+    functions = {
+        "exact": exact,
+        "bare": lambda completions: completions,
+        "builtin": max,
+    }
+    verify_arguments(functions | {"bare": whole}, ["solution"])
+    with pytest.raises(ConfigError) as caught:
+        verify_arguments(functions, ["answer"])
+    assert [problem.found for problem in caught.value.problems] == [
+        "exact cannot be called: missing a required argument: 'solution'",
+        "bare cannot be called: got an unexpected keyword argument 'answer'",
+    ]
+    assert "lists: answer, prompts, completions, completion_ids;" in caught.value.problems[0].remedy
 
 
 @pytest.mark.parametrize("path", ["rewards_of_mine:always", "rewards_of_mine.py:always"])

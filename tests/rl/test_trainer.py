@@ -61,12 +61,15 @@ def assert_equal_events(one, other):
 def test_epoch_strategies_save_and_evaluate_after_each_epoch_of_prompts(policy_dir, tmp_path):
     """8 of 20 prompts per iteration: iterations 3 and 5 end an epoch."""
     prompts = keys_task.write_prompts(tmp_path / "prompts.jsonl", 20, seed=5)
+    held_out = keys_task.write_prompts(tmp_path / "held_out.jsonl", 3, seed=6)
     keys = {"save_strategy": "epoch", "eval_strategy": "epoch", "num_train_epochs": 2, "num_sample_prompts": 2}
+    keys["dataset_test_split"] = held_out
     batch = {"per_device_train_batch_size": 8, "num_mini_batches": 1, "num_ppo_epochs": 1}
     keys_task.train(keys_task.build_flags(policy_dir, tmp_path / "run", prompts, **keys, **batch))
     assert sorted(step for step, _ in list_checkpoints(tmp_path / "run")) == [3, 5]
     # Step 0 by `eval_on_start`.
-    assert sorted({row["step"] for row in read_rows(tmp_path / "run" / "samples.jsonl")}) == [0, 3, 5]
+    samples, prompts = read_rows(tmp_path / "run" / "samples.jsonl"), [row["prompt"] for row in read_rows(held_out)]
+    assert [(row["step"], row["prompt"]) for row in samples] == list(itertools.product([0, 3, 5], prompts[:2]))
 
 
 @pytest.fixture(scope="module")

@@ -169,6 +169,15 @@ def test_every_minibatch_of_every_epoch_updates_both_learners(build):
     assert steps[0][-1]["ratio_max"] > 1.001
 
 
+def test_weight_decay_excludes_vectors(build):
+    updater, _ = build(ONE_STEP, weight_decay=0.1)
+    for learner in updater.learners.values():
+        decays = {id(p): group["weight_decay"] for group in learner.optimizer.param_groups for p in group["params"]}
+        expected = {name: 0.1 if p.ndim > 1 else 0.0 for name, p in learner.parameters.items()}
+        assert {name: decays[id(p)] for name, p in learner.parameters.items()} == expected
+        assert {*expected.values()} == {0.0, 0.1}
+
+
 def test_minibatches_are_a_new_permutation_in_every_epoch(build):
     ppo = {"num_ppo_epochs": 2, "num_mini_batches": 4}
     updater, _ = build(ppo)

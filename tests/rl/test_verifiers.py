@@ -1,5 +1,6 @@
 """Verifiable rewards: exact match, final numbers, programs with tests."""
 
+import math
 from decimal import Decimal
 
 import pytest
@@ -50,8 +51,22 @@ def test_any_answer_of_a_list_is_accepted():
 
 
 def test_blank_columns_give_none():
-    assert exact_match(completions=["", "a"], solution=["", " \n"]) == [None, None]
+    assert exact_match(completions=["", "a", "NaN"], solution=["", " \n", math.nan]) == [None] * 3
     assert python_tests(completions=["a = 1"] * 4, tests=["", " \n", [], [""]]) == [None] * 4
+
+
+@pytest.mark.parametrize("wanted", [True, {"value": "7"}, [["7"]]])
+def test_right_answer_that_is_no_text_or_number_is_refused(wanted):
+    for score, column in ((exact_match, "solution"), (final_number, "answer")):
+        with pytest.raises(TypeError, match="a right answer is a text or a number, not"):
+            score(completions=["7"], **{column: [wanted]})
+
+
+def test_tests_that_are_data_are_refused():
+    """As inputs and outputs of a competition, which every program that runs would pass."""
+    for tests in ('{"inputs": ["1"], "outputs": ["2"]}', ["[1, 2]"], "true"):
+        with pytest.raises(TypeError, match="tests are data, not code"):
+            python_tests(completions=["a = 1"], tests=[tests])
 
 
 def test_final_number_is_none_for_rows_without_number():

@@ -486,8 +486,12 @@ def check_compared(settings: Settings) -> Iterator[Problem]:
         yield settings.problem("lora_dropout", found, "write `lora_dropout: 0`")
 
 
+_OF_DIFFERENCES: Final = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"})
+"""Losses that support any f-divergence: those of differences of scores, in which its normaliser cancels."""
+
+
 def check_preference(settings: Settings) -> Iterator[Problem]:
-    """Each loss has a weight; losses that need ``beta`` or ``label_smoothing`` have it above 0."""
+    """Each loss has a weight, one of them another than 0, and supports the options."""
     losses, weights = settings["loss_type"], settings["loss_weights"]
     # The default would be compared with the weights of the invalid losses.
     if settings.broken("loss_type"):
@@ -495,14 +499,22 @@ def check_preference(settings: Settings) -> Iterator[Problem]:
     if weights is not None and len(weights) != len(losses):
         found = f"`loss_weights` has {len(weights)} numbers for {len(losses)} losses"
         yield settings.problem("loss_weights", found, f"write {len(losses)}, in the order of `loss_type`")
-    elif weights and not any(weights):
-        yield settings.problem("loss_weights", "all are 0: nothing would be trained", "give a loss a weight")
+    elif not losses or (weights and not any(weights)):
+        found = "there is no loss: `loss_type` is empty, or `loss_weights` are all 0"
+        yield settings.problem("loss_weights" if losses else "loss_type", found, "write a loss with another weight")
     if settings["beta"] == 0:
         found = "`beta: 0` makes the loss constant: `beta` scales the log-ratios"
         yield settings.problem("beta", found, "write a number above 0, such as 0.1")
     if "exo_pair" in losses and not settings["label_smoothing"]:
         found = "`loss_type: exo_pair` needs `label_smoothing` above 0, whose logarithm it takes"
         yield settings.problem("loss_type", found, "write `label_smoothing: 0.001`")
+    divergence, normalised = settings["f_divergence_type"], sorted({*losses} - _OF_DIFFERENCES)
+    if divergence != "reverse_kl" and normalised:
+        found = f"`f_divergence_type: {divergence}` is not defined for {', '.join(normalised)}"
+        yield settings.problem("f_divergence_type", found, f"write losses of {', '.join(sorted(_OF_DIFFERENCES))}")
+    if settings["use_weighting"] and not {*losses}.isdisjoint(("aot", "aot_unpaired")):
+        found = "`use_weighting` weighs pairs, which aot and aot_unpaired take apart"
+        yield settings.problem("use_weighting", found, "delete the line, or write another `loss_type`")
 
 
 _RULES: Final[tuple[Rule, ...]] = (

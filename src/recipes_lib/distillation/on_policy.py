@@ -20,6 +20,7 @@ from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.losses.distillation import DistillationSums
 from recipes_lib.models.generation import GenerateBackend, Sampling, mask_answers, read_stop_ids
+from recipes_lib.models.heads.scoring import read_positions
 from recipes_lib.models.inference import evaluating
 from recipes_lib.models.loading import load_model_config
 from recipes_lib.models.vocabulary import VocabularyMap
@@ -85,7 +86,7 @@ class OnPolicyAnswers:
         response_length: Maximum length of an answer in tokens.
         temperature: Divisor of the logits in sampling.
         num_tokens: Vocabulary size shared by student and teacher; larger token ids are not sampled.
-        max_length: Maximum length of prompt and answer together for both models; ``None`` without a limit.
+        max_length: Maximum length of prompt and answer together for both models; infinite without a limit.
         batch_size: Prompts per generation batch.
         precision: Factory of the autocast context of generation.
         collate: Collator from rows to a batch.
@@ -96,7 +97,7 @@ class OnPolicyAnswers:
     response_length: int
     temperature: float
     num_tokens: int
-    max_length: int | None
+    max_length: float
     batch_size: int
     precision: Callable[[], Any]
     collate: Collate
@@ -130,7 +131,7 @@ class OnPolicyAnswers:
         """
         # Tokens are read and rows are built on the host; the trainer moves the result to the device again.
         batch = send_to_device(batch, "cpu")
-        room = math.inf if self.max_length is None else self.max_length - self.response_length
+        room = self.max_length - self.response_length
         questions = [question for question in read_questions(batch) if len(question.prompt) <= room]
         try:
             with WATCHDOG.during("sampling answers"):
@@ -230,22 +231,19 @@ class AnswerFigures:
         self._of_answers.add(lengths, num_answers)
 
 
-def find_positions(config: RecipeConfig, teacher_config: PreTrainedConfig) -> int | None:
-    """Return the positions that student and teacher both have for prompt and answer; ``None`` without a limit.
+def find_positions(config: RecipeConfig, teacher_config: PreTrainedConfig) -> float:
+    """Return the positions that student and teacher both have for prompt and answer; infinite without a limit.
 
     Raises:
         ConfigError: They have none for a prompt before an answer of ``response_length`` tokens.
     """
     length = config.rewards.response_length
-    # Learned or scaled positions limit both models; rotary ones without a limit give None.
-    configs = load_model_config(config.model)[0], teacher_config
-    limits = [getattr(each.get_text_config(), "max_position_embeddings", None) for each in configs]
-    max_length: int | None = min((limit for limit in limits if limit is not None), default=None)
+    positions = min(map(read_positions, (load_model_config(config.model)[0], teacher_config)))
     # Otherwise every document would be dropped, and on-policy steps would train on nothing.
-    if max_length is not None and max_length <= length:
-        found = f"{length} tokens leave no room for a prompt in the {max_length} positions of student and teacher"
-        raise ConfigError(Problem("response_length", found, f"write less than {max_length}"))
-    return max_length
+    if positions <= length:
+        found = f"{length} tokens leave no room for a prompt in the {positions} positions of student and teacher"
+        raise ConfigError(Problem("response_length", found, f"write less than {positions}"))
+    return positions
 
 
 def prepare_answers(
@@ -267,17 +265,16 @@ def prepare_answers(
     Raises:
         ConfigError: As ``find_positions``.
     """
-    keys, length = config.distillation, config.rewards.response_length
+    keys = config.distillation
     if not keys.lmbda:
         return None
-    max_length = find_positions(config, teacher_config)
     return OnPolicyAnswers(
         lmbda=keys.lmbda,
         seed=args.seed,
-        response_length=length,
+        response_length=config.rewards.response_length,
         temperature=keys.sampling_temperature,
         num_tokens=len(vocabulary.teacher_ids),
-        max_length=max_length,
+        max_length=find_positions(config, teacher_config),
         batch_size=args.per_device_eval_batch_size,
         precision=build_autocast(args),
         collate=collate,

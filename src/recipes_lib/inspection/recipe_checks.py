@@ -15,6 +15,7 @@ class SFTInspection(Inspection):
 
     corpus_kind = "chat"
     flattens = True
+    balances_experts = True
 
     @property
     def keeps_documents_apart(self) -> bool:
@@ -260,10 +261,12 @@ class PPOInspection(Inspection):
             report("answers are sampled by transformers' continuous batching, not from the seed")
 
     def _check_rewards(self, report: Report) -> None:
-        from recipes_lib.rl.rewards import MODEL, load_reward_functions
+        from recipes_lib.rl.rewards import MODEL, load_reward_functions, verify_arguments
 
         rewards = self.config.rewards
-        names = list(load_reward_functions(rewards.reward_funcs or []))
+        names = list(functions := load_reward_functions(rewards.reward_funcs or []))
+        if self._data:
+            verify_arguments(functions, self._data.train[0].columns)
         if rewards.reward_model_name_or_path is not None:
             self._check_reward_model(rewards.reward_model_name_or_path, report)
             names.append(MODEL)

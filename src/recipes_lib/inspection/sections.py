@@ -44,6 +44,8 @@ class Inspection(ABC):
     """Kind of the data for ``recipes clean``, ``text`` or ``chat``; ``None`` if cleaning is not supported."""
     flattens = False
     """Whether batches without packing are concatenated to one row if the attention kernel supports it."""
+    balances_experts = False
+    """``RecipeTrainer.balances_experts`` of the recipe."""
     num_learners = 1
     """Number of models, or adapters, in a checkpoint, each with its optimizer states."""
 
@@ -298,7 +300,8 @@ class Inspection(ABC):
         verify_optimizer(self.config, is_installed=True)
         if self.model_config is not None:
             model = _build_on_meta(self.model_config)
-            configure_router_loss(model, self.config.training.get("router_aux_loss_coef"), by_default=False)
+            coefficient = self.config.training.get("router_aux_loss_coef")
+            configure_router_loss(model, coefficient, self.launch, by_default=self.balances_experts)
             for row in () if self.config.adapter.use_peft else plan_groups(model, self.config):
                 report(f"{format_group(row)}: {', '.join(row.parameters)}")
 

@@ -15,17 +15,20 @@ REFERENCE_FREE: Final = frozenset({"simpo", "orpo", "sft"})
 """Losses without reference log-probabilities: a run with only these needs no reference model."""
 COMPARING: Final = frozenset({"aot", "aot_unpaired"})
 """Losses that compare pairs within one call, so that the micro-batch size changes the result."""
-F_DIVERGENCES: Final = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
 
 @dataclass(frozen=True, slots=True)
 class PreferenceOptions:
     """Options of the losses, in upstream's spelling (``trl.DPOConfig``; ``simpo_gamma`` as ``trl``'s ``CPOConfig``).
 
+    ``check_preference`` of the configuration verifies that they go together with the losses.
+
     Attributes:
-        beta: Scale of the log-ratios; tau of IPO, and the weight of the odds ratio in ORPO.
-        label_smoothing: Expected fraction of pairs with a flipped preference, in ``[0, 0.5)``.
-        f_divergence_type: One of ``F_DIVERGENCES``.
+        beta: Scale of the log-ratios, above 0; tau of IPO, and the weight of the odds ratio in ORPO.
+        label_smoothing: Expected fraction of pairs with a flipped preference, in ``[0, 0.5)``; ``exo_pair`` needs one
+            above 0.
+        f_divergence_type: ``reverse_kl``, ``forward_kl``, ``js_divergence`` or ``alpha_divergence``; others than the
+            first are for losses of differences of scores, in which the normaliser of the divergence cancels.
         f_alpha_divergence_coef: Alpha of ``alpha_divergence``.
         discopop_tau: Temperature of DiscoPOP's mixture.
         simpo_gamma: Target reward margin of SimPO.
@@ -136,48 +139,14 @@ def compute_preference_losses(
         options: Options of the losses.
 
     Raises:
-        ValueError: As ``verify_preference_options``, or a loss needs reference log-probabilities that ``batch`` lacks.
+        ValueError: A loss needs reference log-probabilities that ``batch`` lacks.
 
     Source: each function of ``PREFERENCE_LOSSES`` names its paper; values and gradients are those of TRL's DPO trainer
         (``tests/parity/test_preference_losses.py``).
     """
-    verify_preference_options(names, options, use_weighting=batch.weights is not None)
     losses = [weight * PREFERENCE_LOSSES[name](batch, options) for name, weight in zip(names, weights, strict=True)]
     total = torch.stack(losses).sum(dim=0)
     return total if batch.weights is None else total * batch.weights
-
-
-def verify_preference_options(names: Sequence[str], options: PreferenceOptions, *, use_weighting: bool) -> None:
-    """Raise for options that TRL refuses or would silently ignore.
-
-    Args:
-        names: Names of the summed losses.
-        options: Options of the losses.
-        use_weighting: Whether pairs are weighted by ``compute_wpo_weights``.
-
-    Raises:
-        ValueError: A loss or divergence is unknown, or an option is out of range or unsupported by these losses.
-    """
-    given, smoothing, divergence = set(names), options.label_smoothing, options.f_divergence_type
-    faults = {
-        f"loss_type is at least one of {', '.join(PREFERENCE_LOSSES)}": not given or not given <= {*PREFERENCE_LOSSES},
-        "beta must be positive": options.beta <= 0,
-        f"f_divergence_type {divergence} is none of {', '.join(F_DIVERGENCES)}": divergence not in F_DIVERGENCES,
-        f"f_divergence_type {divergence} is defined for {', '.join(sorted(_WITH_DIVERGENCE))} only": (
-            divergence != "reverse_kl" and not given <= _WITH_DIVERGENCE
-        ),
-        "label_smoothing must be in [0, 0.5)": not 0 <= smoothing < 0.5,
-        f"label_smoothing is read by {', '.join(sorted(_WITH_SMOOTHING))} only": (
-            smoothing != 0 and not given & _WITH_SMOOTHING
-        ),
-        "exo_pair needs a positive label_smoothing, such as 0.001": "exo_pair" in given and smoothing == 0,
-        "use_weighting weighs pairs, which aot and aot_unpaired take apart": (
-            use_weighting and bool(given & COMPARING)
-        ),
-    }
-    found = [fault for fault, applies in faults.items() if applies]
-    if found:
-        raise ValueError("; ".join(found))
 
 
 @torch.no_grad()
@@ -281,7 +250,7 @@ def _exo_pair(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
     """EXO for two answers (Ji et al. 2024, arXiv 2402.00856, eq. 16): KL(policy's preference || smoothed label)."""
     gap = _gap(batch, options)
     chosen = gap.sigmoid() * (logsigmoid(gap) - math.log1p(-options.label_smoothing))
-    # label_smoothing > 0 (``verify_preference_options``): the KL divergence to a hard label is infinite.
+    # label_smoothing > 0: the KL divergence to a hard label is infinite.
     rejected = (-gap).sigmoid() * (logsigmoid(-gap) - math.log(options.label_smoothing))
     return chosen + rejected
 
@@ -295,7 +264,7 @@ def _nca_pair(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
 def _robust(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
     """Robust DPO (Chowdhury et al. 2024, arXiv 2403.00409): unbiased if ``label_smoothing`` of pairs are flipped."""
     gap, flipped = _gap(batch, options), options.label_smoothing
-    # label_smoothing < 1/2 (``verify_preference_options``), so that the denominator is positive.
+    # label_smoothing < 1/2, so that the denominator is positive.
     return (flipped * logsigmoid(-gap) - (1 - flipped) * logsigmoid(gap)) / (1 - 2 * flipped)
 
 
@@ -378,11 +347,6 @@ _ALL: Final[Sequence[Callable[[PreferenceBatch, PreferenceOptions], Tensor]]] = 
 )
 PREFERENCE_LOSSES: Final = {loss.__name__.removeprefix("_"): loss for loss in _ALL}
 """``loss_type`` -> loss of each pair; names of TRL's DPO trainer, and ``simpo`` and ``orpo``."""
-_WITH_DIVERGENCE: Final = frozenset(
-    {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
-)
-"""Losses that support any f-divergence: those of differences of scores, in which its normaliser cancels."""
-_WITH_SMOOTHING: Final = COMPARING | {"exo_pair", "robust"}
 
 
 def compute_bradley_terry(
@@ -406,14 +370,9 @@ def compute_bradley_terry(
         center_coefficient: Factor on ``(chosen + rejected)^2``, which keeps scores near 0; TRL's
             ``center_rewards_coefficient``.
 
-    Raises:
-        ValueError: ``label_smoothing`` is not in ``[0, 0.5)``.
-
     Source: ``trl.RewardTrainer.compute_loss``; margins: Llama 2 (Touvron et al. 2023, arXiv 2307.09288, eq. 2);
         centring: Eisenstein et al. 2023 (arXiv 2312.09244). ``tests/losses/test_reward.py``.
     """
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing must be in [0, 0.5), not {label_smoothing}")
     wide = torch.promote_types(chosen.dtype, torch.float32)
     chosen, rejected = chosen.to(wide), rejected.to(wide)
     gap = chosen - rejected if margins is None else chosen - rejected - margins

@@ -82,7 +82,7 @@ class Collector:
         self.precision: Callable[[], Any] = nullcontext if models.is_sharded else build_autocast(args)
         self._sampling = Sampling(
             stop_ids=models.stop_ids,
-            pad_id=0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+            pad_id=tokenizer.pad_token_id or 0,
             response_length=config.rewards.response_length,
             temperature=config.rewards.temperature,
             beat=raise_if_stop_pending,

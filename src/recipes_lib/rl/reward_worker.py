@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from decimal import Decimal
-from functools import partial
+from functools import partial, wraps
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Final
@@ -35,6 +35,8 @@ _SECONDS_BETWEEN_LOOKS: Final = 5.0
 _OF_TRL: Final = "trl.rewards"
 _NEED_MATH_VERIFY: Final = ("accuracy_reward", "get_cosine_scaled_reward", "reasoning_accuracy_reward")
 _NUM_WORKERS: Final = min(8, count_cores())
+_RUNNER: Final = asyncio.Runner()
+"""One event loop for all calls, because clients of functions (httpx, openai) keep connections that belong to theirs."""
 MAX_LIMITS: Final = 10
 """Time limit of scoring answers one by one, as a multiple of the limit of a call."""
 
@@ -69,12 +71,16 @@ def find_function(path: str) -> Callable[..., Any]:
         found = found(**read_constants(f"f({arguments}"))
     if not callable(found):
         raise TypeError(f"{name} is not a function")
-    return partial(_ask_with_chats, found) if module_name == _OF_TRL else found
+    return _give_chats(found) if module_name == _OF_TRL else found
 
 
-def _ask_with_chats(function: Callable[..., Any], *, completions: Sequence[Any], **given: Any) -> Any:
-    chats = [[{"role": "assistant", "content": text}] if isinstance(text, str) else text for text in completions]
-    return function(completions=chats, **given)
+def _give_chats(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def ask(*, completions: Sequence[Any], **given: Any) -> Any:
+        chats = [[{"role": "assistant", "content": text}] if isinstance(text, str) else text for text in completions]
+        return function(completions=chats, **given)
+
+    return ask
 
 
 def call(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
@@ -84,7 +90,7 @@ def call(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
     """
     result = function(**given)
     if inspect.iscoroutine(result):
-        result = asyncio.run(result)
+        result = _RUNNER.run(result)
     # By methods of arrays and tensors, because the worker imports neither numpy nor torch.
     result = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(result, list | tuple | Iterator):
@@ -182,7 +188,7 @@ class _Worker:
 
     def _start(self) -> None:
         self._connection, theirs = Pipe()
-        command = [sys.executable, "-m", __name__, self._path, str(theirs.fileno())]
+        command = [sys.executable, "-P", "-m", __name__, self._path, str(theirs.fileno())]
         # Without standard input, so that the function cannot block on the terminal.
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         # If this process kept it open, reading would not end with EOFError when the worker dies.

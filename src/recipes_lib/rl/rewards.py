@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Final, NamedTuple
@@ -25,6 +27,7 @@ MAX_REWARD: Final = 1e15
 MODEL: Final = "reward_model"
 """Name of the reward model among the rewards."""
 
+_ARGUMENTS: Final = ("prompts", "completions", "completion_ids")
 RewardFunction = Callable[..., Sequence[float | None]]
 
 
@@ -122,7 +125,7 @@ def load_rewards(
 
 
 def load_reward_functions(paths: Sequence[str], seconds: float | None = None) -> dict[str, RewardFunction]:
-    """Import reward functions as ``find_function`` does; keys are their names, or paths if two have one name.
+    """Import reward functions as ``find_function`` does; keys are their names, or paths if another reward has the name.
 
     Args:
         paths: Import paths of the functions.
@@ -140,7 +143,7 @@ def load_reward_functions(paths: Sequence[str], seconds: float | None = None) ->
             function: RewardFunction = find_function(path)
             if seconds is not None:
                 function = IsolatedFunction(path, seconds)
-            functions[path if name in functions else name] = function
+            functions[path if name in {MODEL, *functions} else name] = function
         except (Exception, SystemExit) as error:  # Importing runs the user's code, which may raise anything.
             found = f"{path} cannot be imported: {type(error).__name__}: {error}"
             remedy = "run from its folder, install it, or put its folder on PYTHONPATH"
@@ -148,6 +151,32 @@ def load_reward_functions(paths: Sequence[str], seconds: float | None = None) ->
     if problems:
         raise ConfigError(*problems)
     return functions
+
+
+def verify_arguments(functions: Mapping[str, RewardFunction], columns: Collection[str]) -> None:
+    """Verify that reward functions take the arguments of their calls: ``prompts`` and so on, and all columns.
+
+    Args:
+        functions: User functions by name.
+        columns: Columns of the dataset that are passed to them.
+
+    Raises:
+        ConfigError: A function lacks a parameter, or requires another one; all such functions are listed.
+    """
+    given, problems = dict.fromkeys((*columns, *_ARGUMENTS)), []
+    for name, function in functions.items():
+        try:
+            inspect.signature(function).bind(**given)
+        except TypeError as error:
+            problems.append(Problem("reward_funcs", f"{name} cannot be called: {error}", _explain_call(given)))
+        except ValueError:  # A function that is written in C may have no signature.
+            continue
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _explain_call(given: Iterable[str]) -> str:
+    return f"it gets keyword arguments, all lists: {', '.join(given)}; `**_` takes those that it does not read"
 
 
 def verify_positions(
@@ -180,19 +209,19 @@ def _call(
 ) -> list[float | None]:
     # ``load_prompt_data`` gives all prompts of a run one form and the same columns, so the first one represents all.
     is_chat = not isinstance(prompts[0].content, str)
+    # Each answer has copies of its own: functions may change them, such as by ``prompt += completion``.
     given: dict[str, list[Any]] = {
-        **{column: [prompt.columns[column] for prompt in prompts] for column in prompts[0].columns},
+        **{column: [copy.deepcopy(prompt.columns[column]) for prompt in prompts] for column in prompts[0].columns},
         # Last, so that a column of one of these names does not replace them.
-        "prompts": [prompt.content for prompt in prompts],
+        "prompts": [copy.deepcopy(prompt.content) for prompt in prompts],
         "completions": [[{"role": "assistant", "content": text}] for text in texts] if is_chat else list(texts),
-        "completion_ids": list(ids),
+        "completion_ids": [list(each) for each in ids],
     }
     try:
         scores = call(function, given)
     except (Exception, SystemExit) as error:  # The function is the user's, and may raise anything.
         found = f"{name} failed on {len(texts)} answers: {type(error).__name__}: {error}"
-        remedy = f"it gets keyword arguments, all lists: {', '.join(given)}"
-        raise ConfigError(Problem("reward_funcs", found, remedy)) from error
+        raise ConfigError(Problem("reward_funcs", found, _explain_call(given))) from error
     if not isinstance(scores, Sequence) or len(scores) != len(texts):
         found = f"{name} returned {scores!r:.80} for {len(texts)} answers"
         raise ConfigError(Problem("reward_funcs", found, "return a list of one number for each"))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from decimal import Decimal
 from typing import Any, Final
 
@@ -58,13 +61,20 @@ def python_tests(
 
     The program is the last fenced block of the answer, or the whole answer without a block. Tests are code (a string or
     a list of lines such as assertions), appended to the program. Both run in the sandbox, with one process per core.
+
+    Raises:
+        TypeError: Tests are JSON, such as inputs and outputs: every program that runs would pass them.
     """
 
     def score(pair: tuple[Completion, str | Sequence[str] | None]) -> float | None:
         completion, lines = pair[0], [pair[1]] if isinstance(pair[1], str) else pair[1] or []
         if not any(map(str.strip, lines)):
             return None
-        program = "\n".join([read_program(_read_text(completion)), *lines])
+        code = "\n".join(lines)
+        with suppress(ValueError):  # Of code, which is no JSON.
+            json.loads(code)
+            raise TypeError(f"tests are data, not code such as assertions: {code:.80}")
+        program = f"{read_program(_read_text(completion))}\n{code}"
         return float(run_program(program, seconds=SECONDS_TO_RUN).outcome == "passed")
 
     with ThreadPoolExecutor(count_cores()) as pool:
@@ -82,9 +92,18 @@ def _list_accepted(value: Accepted) -> Sequence[str | float | None]:
 
 
 def _write(value: str | float | None) -> str:
-    """Return a column's value as text, numbers without exponent, because ``1e+20`` would be read as 20."""
-    if value is None or isinstance(value, str):
-        return value or ""
+    """Return a column's value as text, numbers without exponent, because ``1e+20`` would be read as 20.
+
+    Raises:
+        TypeError: It is neither a text nor a number.
+    """
+    if isinstance(value, str):
+        return value
+    # pandas has NaN for no value.
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+        raise TypeError(f"a right answer is a text or a number, not {value!r:.80}")
     return f"{Decimal(str(value)):f}"
 
 

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import (
     AutoModelForCausalLM,
     BertGenerationConfig,
+    DogeConfig,
     Gemma3TextConfig,
     Glm4MoeConfig,
     LlamaConfig,
@@ -214,6 +215,10 @@ def test_verify_loss_head_refuses_rescaled_logits() -> None:
             vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
         ),
         Gemma3TextConfig(**architectures.SHAPE, use_bidirectional_attention=True),
+        # Its experts are routed by all tokens, and their load-balancing loss has another form.
+        DogeConfig(
+            **architectures.SHAPE, is_moe=True, num_experts=16, num_experts_per_tok=2, output_router_logits=True
+        ),
     ],
     ids=lambda config: config.model_type,
 )

@@ -69,6 +69,7 @@ def test_float32_policy_samples_by_bfloat16_copy_and_is_unchanged():
     before = {name: value.clone() for name, value in policy.state_dict().items()}
     for _ in range(2):
         engine.load(policy)
+        assert (policy.dtype, engine._model.dtype) == (torch.float32, torch.bfloat16)
         answers = engine.generate(policy, PROMPTS, draw(4))
         assert 1e-6 < measure_gap(policy, PROMPTS, answers, 1.0, half()) < 0.05
         assert all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())

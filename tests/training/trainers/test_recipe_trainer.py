@@ -3,11 +3,17 @@
 import pytest
 import torch
 from tests.training.trajectories import assert_equal_weights, make_packs, make_trainer, weights_of
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    JetMoeConfig,
+    JetMoeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from recipes_lib.errors import ConfigError, DivergedError
 from recipes_lib.models.heads.loss_head import add_loss_head
-from recipes_lib.models.parallel.pipeline_part import PipelinePart
 from recipes_lib.training.checkpoints.manifest import is_complete
 from recipes_lib.training.layouts.launch_environment import Launch, Layout
 from recipes_lib.training.trainers.recipe_trainer import configure_router_loss
@@ -90,6 +96,7 @@ def test_dropping_all_rows_is_refused(tiny_model_dir, tmp_path):
         trainer.train()
 
 
+ONE = Launch(rank=0, local_rank=0, world_size=1, engine="")
 SIZES = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
@@ -110,7 +117,7 @@ def test_router_loss_follows_key_and_model_config(key, by_default, in_config, co
         **SIZES, num_key_value_heads=2, router_aux_loss_coef=0.5, output_router_logits=in_config, num_local_experts=2
     )
     model = MixtralForCausalLM(config)
-    assert configure_router_loss(model, key, by_default=by_default) == coefficient
+    assert configure_router_loss(model, key, ONE, by_default=by_default) == coefficient
     add_loss_head(model)
     ids = torch.arange(8)[None]
     assert (model(input_ids=ids, labels=ids, loss_head=True).aux_loss is not None) is is_on
@@ -119,20 +126,25 @@ def test_router_loss_follows_key_and_model_config(key, by_default, in_config, co
     assert model.config.router_aux_loss_coef == coefficient
 
 
-@pytest.mark.parametrize("layout", ["context", "pipeline"])
+@pytest.mark.parametrize("layout", [Layout(sizes={"cp": 2}), Layout(pipeline_stages=2)], ids=["context", "pipeline"])
 def test_router_loss_is_refused_where_ranks_share_tokens_or_layers(layout) -> None:
     model = MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=2))
-    if layout == "context":
-        model.config._attn_implementation = "context"
-    else:
-        model.part = PipelinePart(0, 2)
+    launch = Launch(rank=0, local_rank=0, world_size=2, engine="", layout=layout)
     with pytest.raises(ConfigError, match="router_aux_loss_coef: context and pipeline parallelism"):
-        configure_router_loss(model, None, by_default=True)
-    assert configure_router_loss(model, 0.0, by_default=True) == 0.0
+        configure_router_loss(model, None, launch, by_default=True)
+    assert configure_router_loss(model, 0.0, launch, by_default=True) == 0.0
+
+
+def test_jetmoe_has_another_name_of_the_router_coefficient() -> None:
+    shape = {name: size for name, size in SIZES.items() if name != "num_attention_heads"}
+    config = JetMoeConfig(**shape, num_key_value_heads=1, kv_channels=4, num_local_experts=2, aux_loss_coef=0.5)
+    model = JetMoeForCausalLM(config)
+    assert configure_router_loss(model, None, ONE, by_default=True) == 0.5
+    assert configure_router_loss(model, 0.1, ONE, by_default=True) == model.config.aux_loss_coef == 0.1
 
 
 def test_router_loss_of_dense_model_is_refused() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
-    assert configure_router_loss(model, None, by_default=True) == 0.0
+    assert configure_router_loss(model, None, ONE, by_default=True) == 0.0
     with pytest.raises(ConfigError, match="LlamaForCausalLM is no mixture of experts"):
-        configure_router_loss(model, 0.5, by_default=True)
+        configure_router_loss(model, 0.5, ONE, by_default=True)

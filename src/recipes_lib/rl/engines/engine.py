@@ -21,6 +21,7 @@ from recipes_lib.models.generation import (
     build_plain_generation,
     join_answers,
 )
+from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.rl.monitor import TOLERANCE
 from recipes_lib.rl.policy_loss import PolicyObjective
 from recipes_lib.rl.rollout import Rollout
@@ -64,7 +65,7 @@ class ContinuousBatchingBackend(Generator):
 
     def load(self, policy: Any) -> None:
         """Use the policy itself, or update the copy in the compute dtype."""
-        own = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+        own = unwrap_adapter(policy)
         if own.dtype == self._dtype or getattr(own, "is_quantized", False):
             self._model = own
             return

@@ -36,7 +36,6 @@ from recipes_lib.losses.preference import (
     compute_preference_metrics,
     compute_wpo_weights,
     sum_logps,
-    verify_preference_options,
 )
 from recipes_lib.models.adapters.lora import adapters_off, has_changed_base
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
@@ -169,9 +168,6 @@ def build_objective(
         args: Keys of TRL's ``DPOConfig``.
         config: Keys of this library.
         held_out: Statistics of the held-out pairs, with the names of ``PairAudit``; ``None`` without any.
-
-    Raises:
-        ConfigError: ``loss_type`` and its options are incompatible.
     """
     options = PreferenceOptions(
         beta=args.beta,
@@ -181,10 +177,6 @@ def build_objective(
         discopop_tau=args.discopop_tau,
         simpo_gamma=config.simpo_gamma,
     )
-    try:
-        verify_preference_options(args.loss_type, options, use_weighting=args.use_weighting)
-    except ValueError as error:
-        raise ConfigError(Problem("loss_type", str(error), "choose values that go together")) from None
     weights = args.loss_weights or [1.0] * len(args.loss_type)
     mean = None if held_out is None else torch.tensor(held_out["num_chosen_tokens"] / held_out["num_pairs"])
     return PreferenceObjective(list(args.loss_type), weights, options, args.ld_alpha, args.use_weighting, mean)

@@ -37,7 +37,7 @@ from recipes_lib.training.guards.step_guard import StepGuard
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.context_rows import shard_batch
 from recipes_lib.training.layouts.fsdp import clip_gradients, compute_total_norm, has_shards, reshard, set_precision
-from recipes_lib.training.layouts.launch_environment import verify_engine
+from recipes_lib.training.layouts.launch_environment import Launch, verify_engine
 from recipes_lib.training.monitoring.callbacks import (
     EVALUATION_KEY,
     Observer,
@@ -125,7 +125,8 @@ class RecipeTrainer(CheckpointingTrainer):
         if args.mixed_precision == "fp8":
             verify_fp8_layers(self.model)
         coefficient = getattr(args, "router_aux_loss_coef", None)
-        self.router_aux_loss_coef = configure_router_loss(model, coefficient, by_default=self.balances_experts)
+        by_default = self.balances_experts
+        self.router_aux_loss_coef = configure_router_loss(model, coefficient, self.launch, by_default=by_default)
         self.add_callback(StartChecks(self, has_adapter=self.adapter.use_peft))
         self.guard = StepGuard(self, observer.guards)
         if penalty is not None:
@@ -447,12 +448,15 @@ class RecipeTrainer(CheckpointingTrainer):
         return metrics
 
 
-def configure_router_loss(model: PreTrainedModel, coefficient: float | None, *, by_default: bool) -> float:
+def configure_router_loss(
+    model: PreTrainedModel, coefficient: float | None, launch: Launch, *, by_default: bool
+) -> float:
     """Enable or disable the load-balancing loss of a mixture of experts; return its coefficient.
 
     Args:
         model: The model; the coefficient is saved in its configuration.
         coefficient: ``router_aux_loss_coef``; ``None``: the value of the model's configuration.
+        launch: Launch layout of the run.
         by_default: Whether a nonzero coefficient of the model enables the loss; otherwise its
             ``output_router_logits`` decides.
 
@@ -467,16 +471,17 @@ def configure_router_loss(model: PreTrainedModel, coefficient: float | None, *, 
     if coefficient and not hasattr(config, "output_router_logits"):
         found = f"{type(model).__name__} is no mixture of experts that returns its router logits"
         raise ConfigError(Problem("router_aux_loss_coef", found, "delete the line"))
-    own = float(getattr(config, "router_aux_loss_coef", None) or 0.0)
+    name = "aux_loss_coef" if config.model_type == "jetmoe" else "router_aux_loss_coef"
+    chosen = float(getattr(config, name, None) or 0.0) if coefficient is None else coefficient
     if hasattr(config, "output_router_logits") and (by_default or coefficient is not None):
-        config.router_aux_loss_coef = own if coefficient is None else coefficient
+        setattr(config, name, chosen)
         # Not by ``output_router_logits``, which would be saved: with it, transformers fails to continue padded prompts.
-        base.has_router_loss = config.router_aux_loss_coef != 0.0
-        if base.has_router_loss and (config._attn_implementation == "context" or hasattr(base, "part")):
+        base.has_router_loss = chosen != 0.0
+        if base.has_router_loss and (launch.context_size > 1 or launch.part):
             found = "context and pipeline parallelism do not support the load-balancing loss of experts"
             remedy = "write router_aux_loss_coef: 0, or launch with accelerate_configs/fsdp2.yaml"
             raise ConfigError(Problem("router_aux_loss_coef", found, remedy))
-    return own if coefficient is None else coefficient
+    return chosen
 
 
 class _LogParameterGroups(TrainerCallback):
