@@ -54,6 +54,8 @@ def test_mixture_entry_may_be_a_name(write, problems_of) -> None:
     assert load_config("sft", ["--config", str(path)]).data.dataset_mixture == names
     text = "model_name_or_path: a/b\noutput_dir: o\ndataset_mixture:\n- a/b\n- gone.jsonl\n- ''\n"
     assert [problem.where for problem in problems_of(text=text)] == ["recipe.yaml:5", "recipe.yaml:6"]
+    text = "model_name_or_path: a/b\noutput_dir: o\ndataset_mixture: gone.jsonl\n"
+    assert [problem.where for problem in problems_of(text=text)] == ["recipe.yaml:3"]
 
 
 @pytest.mark.parametrize("line", ["output_dir: $SCRATCH/run", "prepared_dir: ${TMP}", "dataset_name: $DATA/x.jsonl"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def test_completions_are_sampled_from_student_up_to_stop_token(student_dir: Path
 def test_completion_depends_on_seed_step_and_text_only(student_dir: Path) -> None:
     student, rows, collate = load(student_dir, is_teacher=False), list(make_packs(6)), PackedCollator(pad_token_id=1)
     # As with models without a limit of positions.
-    answers = build_answers(max_length=None)
+    answers = build_answers(max_length=math.inf)
     together = read_documents(answers.replace(student, collate(rows), 3))
     apart = [read_documents(answers.replace(student, collate([row]), 3)) for row in rows]
     assert together == [document for part in apart for document in part]

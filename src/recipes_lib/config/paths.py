@@ -83,7 +83,8 @@ def _check_output(key: str, settings: Settings) -> Iterator[Problem]:
 
 def _locate_entry(settings: Settings, index: int) -> str:
     entry = settings.given["dataset_mixture"]
-    node = entry.node.value[index]
+    # A mixture of one dataset may be its name alone.
+    node = entry.node.value[index] if isinstance(entry.node, yaml.SequenceNode) else entry.node
     if isinstance(node, yaml.MappingNode):
         # The line of the name, in an entry of several lines.
         node = next(value for key, value in node.value if key.value == "name")
