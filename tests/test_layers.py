@@ -42,7 +42,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "hardware": set(),
     "quantities": set(),
     "processes": {"errors", "files"},
-    "sandbox": set(),
+    "sandbox": {"errors"},
     "stopping": {"errors", "processes"},
     "losses": set(),
     "config": {"errors", "shipped"},
