@@ -82,7 +82,8 @@ class WrittenCheck:
         return list(dict.fromkeys(remarks))
 
     def _spells_special(self, message: Message) -> bool:
-        text = "".join(find_texts(message))
+        content = message.get("content")
+        text = content if isinstance(content, str) else "".join(find_texts(message))
         # Most texts contain no first character of a special token, which is faster to test.
         return any(opener in text for opener in self._openers) and any(token in text for token in self._special)
 

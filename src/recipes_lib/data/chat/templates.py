@@ -166,10 +166,7 @@ class ChatTemplate:
             TemplateError: As ``render``.
         """
         if self._prompt is not None:
-            try:
-                return str(self._prompt.render({**self._variables, **(variables or {})}))
-            except Exception as error:  # As in `render`.
-                raise TemplateError(str(error) or type(error).__name__) from error
+            return self._render_prompt(variables) if variables else self._usual_prompt
         asking = self.render(messages, tools=tools, variables=variables, add_generation_prompt=True)
         if asking.tail.strip():
             return asking.tail
@@ -178,6 +175,17 @@ class ChatTemplate:
             return ""
         with_prompt, without = asking.body, silent.body
         return with_prompt.removeprefix(without) + asking.tail if with_prompt.startswith(without) else None
+
+    @cached_property
+    def _usual_prompt(self) -> str:
+        return self._render_prompt({})
+
+    def _render_prompt(self, variables: Mapping[str, Any]) -> str:
+        assert self._prompt is not None
+        try:
+            return str(self._prompt.render({**self._variables, **variables}))
+        except Exception as error:  # As in `render`.
+            raise TemplateError(str(error) or type(error).__name__) from error
 
 
 class _Trace:
@@ -342,6 +350,8 @@ def _separate_prompt(tree: nodes.Template, environment: Environment) -> Template
 
 def _canonical(message: Message) -> dict[str, Any]:
     """Return a copy of a message, normalised as by ``apply_chat_template``: no null keys, reasoning under all names."""
+    if len(message) == 2 and message.get("content") is not None:
+        return dict(message)  # Most messages have only a role and a content.
     present = {key: value for key, value in message.items() if value is not None}
     reasoning = next((present[key] for key in REASONING_KEYS if key in present), None)
     return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
