@@ -1,4 +1,4 @@
-"""Number of token ids, end tokens, and tokens before the end of an answer."""
+"""Number of token ids, tokens before a text, end tokens, and tokens before the end of an answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from recipes_lib.config.token_ids import count_before_end, count_ids, find_end_tokens
+from recipes_lib.config.token_ids import count_before_end, count_ids, find_end_tokens, find_prefix
 
 
 @pytest.mark.parametrize(("ids", "expected"), [([], 0), ([0, 1, 2], 3), ([7, 0, 2], 8)])
@@ -23,6 +23,14 @@ def test_count_ids_includes_added_tokens(tiny_tokenizer) -> None:
 def test_end_tokens_are_the_special_tokens(tiny_tokenizer) -> None:
     ids = set(tiny_tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]))
     assert find_end_tokens(tiny_tokenizer) == ids
+
+
+@pytest.mark.parametrize(
+    ("bare", "whole", "prefix"),
+    [([7], [7], []), ([7], [1, 7], [1]), ([7], [1, 2, 7, 3], [1, 2]), ([7], [7, 3], []), ([], [1], []), ([7], [9], [])],
+)
+def test_prefix_is_what_comes_before_the_text(bare: list[int], whole: list[int], prefix: list[int]) -> None:
+    assert find_prefix(bare, whole) == prefix
 
 
 @pytest.mark.parametrize(

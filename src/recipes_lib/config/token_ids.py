@@ -1,8 +1,8 @@
-"""Token ids of a tokenizer: the vocabulary size that embeddings need, and the tokens that end an answer."""
+"""Token ids of a tokenizer: the vocabulary size that embeddings need, tokens before a text, and ends of an answer."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 NUM_OF_END: Final = 3
@@ -33,6 +33,20 @@ def find_end_tokens(tokenizer: Vocabulary) -> Collection[int]:
     """Return the ids that may end an answer, special tokens and EOS: each answer must end with one, and train on it."""
     special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return special if tokenizer.eos_token_id is None else special | {tokenizer.eos_token_id}
+
+
+def find_prefix(bare: Sequence[int], whole: Sequence[int]) -> list[int]:
+    """Return the tokens that a tokenizer puts before a text: its start token, several, or none.
+
+    Observed instead of read: the post-processor decides, and not every tokenizer has ``add_bos_token``. They need not
+    include BOS: GLM's are ``[gMASK]<sop>``.
+
+    Args:
+        bare: Token ids of a text without special tokens.
+        whole: Token ids of the same text with them.
+    """
+    places = (at for at in range(len(whole)) if [*whole[at : at + len(bare)]] == [*bare])
+    return [*whole[: next(places, 0)]]
 
 
 def count_before_end(answer: Any, end_tokens: Collection[int]) -> int:

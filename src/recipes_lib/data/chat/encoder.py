@@ -21,7 +21,7 @@ from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import LossOn
-from recipes_lib.config.token_ids import count_ids
+from recipes_lib.config.token_ids import count_ids, find_prefix
 from recipes_lib.data.chat.spans import SpanFinder, refuse_inner_ends
 from recipes_lib.data.chat.templates import TEMPLATE_DATE, ChatTemplate, TemplateError
 from recipes_lib.data.masking import MergedTokenError, count_tokens_before
@@ -160,11 +160,8 @@ class RowEncoder:
         self._special = {id_: str(token) for id_, token in added.items() if token.special}
         self._bos_id: int | None = tokenizer.bos_token_id
         self._reset_backend()
-        # Observed instead of read: the post-processor decides, and not every tokenizer has `add_bos_token`. It may not
-        # be the BOS token, nor a single one: GLM's is `[gMASK]<sop>`.
         bare, whole = (self._backend.encode("a", add_special_tokens=adds).ids for adds in (False, True))
-        num_before = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)
-        self._prefix = np.array(whole[:num_before], dtype=np.uint32)
+        self._prefix = np.array(find_prefix(bare, whole), dtype=np.uint32)
         self._eos: str | None = eos_token or tokenizer.eos_token
         self._eos_id = self._backend.token_to_id(self._eos or "")
         self._byte_ends = ByteEnds(tokenizer) if ByteEnds.suits(tokenizer) else None

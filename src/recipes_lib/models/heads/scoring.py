@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template, _render_with_assistant_indices
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
+from recipes_lib.config.token_ids import find_prefix
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import read_record
 from recipes_lib.models.adapters.lora import load_adapter
@@ -341,7 +342,8 @@ def encode_answers(
         raise DataError(*problems)
     # Rendered text has its special tokens already.
     encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-    begin, ends = _find_begin(tokenizer), {tokenizer.eos_token_id, *_list_special(tokenizer)}
+    begin = find_prefix(*(tokenizer("a", add_special_tokens=adds)["input_ids"] for adds in (False, True)))
+    ends = {tokenizer.eos_token_id, *_list_special(tokenizer)}
     for answer, ids, has_ended in zip(answers, encoded, ended, strict=True):
         if _is_plain(answer) and ids[: len(begin)] != begin:
             ids[:0] = begin
@@ -408,12 +410,6 @@ def _canonical(message: Message) -> dict[str, Any]:
     present = {key: value for key, value in message.items() if value is not None}
     reasoning = next((present[key] for key in _REASONING_KEYS if key in present), None)
     return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
-
-
-def _find_begin(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that the tokenizer puts before a plain text: its start token, several, or none."""
-    bare, whole = (list[int](tokenizer("a", add_special_tokens=adds)["input_ids"]) for adds in (False, True))
-    return whole[: next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)]
 
 
 def _cut(by_length: Sequence[int], rows: Sequence[TokenIds]) -> Iterator[list[int]]:
