@@ -97,6 +97,12 @@ def test_traffic_matches_ring_collectives(tiny_model_dir: Path) -> None:
     # Two replicas of two shards: weights stay in a replica, gradients of a shard are reduced between them.
     hybrid = Layout("hsdp", 4, Held(2, 2, 2))
     assert count_traffic(config, model, 1000, hybrid) == Traffic(0.5 * 3 * 8 * 1000, replicas=4 * 1000 / 2)
+    # DeepSpeed sends 16-bit gradients: ZeRO-1 reduces them once, ZeRO-2 per micro-batch; both gather updated weights.
+    for weights, gradients, sent in ((1, 1, 2 * 2 + 2), (1, 2, 3 * 2 * 2 + 2), (2, 2, 3 * (2 * 2 + 2))):
+        layout = Layout("zero", 2, Held(weights, gradients, 2), is_deepspeed=True)
+        assert count_traffic(config, model, 1000, layout) == Traffic(model=0.5 * sent * 1000)
+    single = build(tiny_model_dir, gradient_accumulation_steps=3, bf16=False)
+    assert count_traffic(single, model, 1000, layout) == Traffic(model=0.5 * 3 * (2 * 2 + 4) * 1000)
     adapter = build(tiny_model_dir, "lora", gradient_accumulation_steps=3)
     assert count_traffic(adapter, model, 1000, REPLICATED) == Traffic()
 
