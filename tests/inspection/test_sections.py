@@ -8,12 +8,14 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from tests.models.vision_models import build_gemma3
 from tests.training.pretraining import build_config
 from tests.training.students import save_student
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.inspection.recipe_checks import PretrainInspection
+from recipes_lib.models.structure import freeze_outside_text
 from recipes_lib.training.layouts.launch_environment import plan_launch
 
 
@@ -106,6 +108,16 @@ def test_section_after_failed_requirement_is_silent(tmp_path, tiny_tokenizer_dir
     inspection.run()
     assert [problem.where for problem in inspection.problems] == ["tokenizer_name_or_path"]
     assert "data\n" not in output.getvalue()
+
+
+def test_frozen_vision_tower_is_saved_without_optimizer_states(tmp_path, tiny_tokenizer_dir) -> None:
+    config, model = build_config(tmp_path, tiny_tokenizer_dir), build_gemma3()
+    inspection = PretrainInspection(config, plan_launch(None, 1), Console())
+    inspection.model_config, inspection.num_parameters = model.config, model.num_parameters()
+    freeze_outside_text(model)
+    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert num_trained < model.num_parameters()
+    assert inspection.count_saved() == (4 * model.num_parameters() + 8 * num_trained, 4 * model.num_parameters())
 
 
 def test_key_of_file_named_derived_counts_as_given(tmp_path, tiny_tokenizer_dir) -> None:

@@ -317,6 +317,24 @@ def test_offloaded_zero_holds_16_bit_weights_only(plan_pretraining, num_paramete
     assert components["bucket in which gradients are reduced"] == 2 * num_parameters
 
 
+@pytest.mark.parametrize(
+    ("recipe", "keys"), [("dpo", {}), ("grpo", {"reward_funcs": ["a.b:c"], "response_length": 8, "beta": 0.1})]
+)
+def test_offloaded_states_are_in_host_memory(build, recipe, keys) -> None:
+    """With FSDP2, those of all models; the processes share them."""
+    config, model = build(recipe, **keys), LlamaConfig(**FEW_LAYERS)
+    whole = plan_memory(config, model, Layout("single_gpu")).components
+    size = sum(size for name, size in whole.items() if name.rpartition(", ")[2] in KINDS)
+    plan = plan_memory(config, model, Layout("fsdp2_offload", 4, Held(0, 0, 0)))
+    assert plan.host_bytes == size // 4
+    lines = [*plan.describe({"GPU": 80e9})]
+    assert lines[0] == (
+        "accelerate_configs/fsdp2_offload.yaml: the layers in use on each process; "
+        "on the host weights, gradients, optimizer states"
+    )
+    assert f"    host memory of each process: {size / 4e9:.2f} GB" in lines
+
+
 def test_tensor_parallelism_shards_all_weights_except_norms(plan_pretraining, num_parameters) -> None:
     components = plan_pretraining(Layout("", tensor=2), activation_checkpointing=False)
     norms = 5 * 64

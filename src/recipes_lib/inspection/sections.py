@@ -314,20 +314,13 @@ class Inspection(ABC):
 
     def check_disk(self, report: Report) -> None:
         """Verify that the checkpoints fit on the disk, and report their size."""
-        from recipes_lib.planning.disk import compute_disk, verify_disk
+        from recipes_lib.planning.disk import plan_disk, verify_disk
 
         if not self.num_steps:
             return
-        num_trained, weight_bytes = self.count_trained()
         keep_every = self.config.checkpoints.save_keep_steps
-        plan = compute_disk(
-            num_trained,
-            weight_bytes,
-            self.num_steps,
-            self.config.training,
-            keep_every=keep_every,
-            num_learners=self.num_learners,
-            num_epochs=self.num_epochs,
+        plan = plan_disk(
+            *self.count_saved(), self.num_steps, self.config.training, keep_every=keep_every, num_epochs=self.num_epochs
         )
         report(
             f"{plan.num_checkpoints} checkpoints of {plan.checkpoint_bytes / 1e9:.2f} GB and the model: "
@@ -335,24 +328,30 @@ class Inspection(ABC):
         )
         verify_disk(plan, self.config.training["output_dir"])
 
-    def count_trained(self) -> tuple[int, int]:
-        """Return the number of trained parameters, with an adapter only those of it, and the bytes per parameter."""
+    def count_saved(self) -> tuple[int, int]:
+        """Return the bytes of a checkpoint and of the final model: of the whole model, or of an adapter alone."""
         import torch
 
         from recipes_lib.models.adapters.lora import add_adapter
+        from recipes_lib.planning.disk import count_state_bytes
 
+        model, num_saved = _build_on_meta(self.model_config), self.num_parameters
         if self.config.adapter.use_peft:
             # The initialisation does not change shapes, and some methods need weights, which the meta device lacks.
             adapter = replace(self.config.adapter, init_lora_weights="default")
             with torch.device("meta"), warnings.catch_warnings():
                 # Loading a saved adapter on the meta device warns that its values are not used.
                 warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")
-                adapted = add_adapter(_build_on_meta(self.model_config), adapter, seed=0)
-            trained = (parameter for parameter in adapted.parameters() if parameter.requires_grad)
-            return sum(parameter.numel() for parameter in trained), 4
-        named = self.config.model.dtype
-        dtype = (self.model_config.dtype or torch.float32) if named == "auto" else getattr(torch, named)
-        return self.num_parameters, dtype.itemsize
+                model = add_adapter(model, adapter, seed=0)
+        # A frozen vision tower is saved with the model, and has no optimizer states.
+        num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        if self.config.adapter.use_peft:
+            num_saved, width = num_trained, 4
+        else:
+            named = self.config.model.dtype
+            width = ((self.model_config.dtype or torch.float32) if named == "auto" else getattr(torch, named)).itemsize
+        states = round(num_trained * count_state_bytes(self.config.training, width))
+        return self.num_learners * (num_saved * width + states), num_saved * width
 
     def check_hub(self, report: Report) -> None:
         """Verify that the model can be pushed, if ``push_to_hub`` is set."""

@@ -43,33 +43,6 @@ class DiskPlan:
     free_bytes: int
 
 
-def compute_disk(
-    num_trained: int,
-    weight_bytes: int,
-    num_steps: int,
-    training: Mapping[str, Any],
-    *,
-    keep_every: int | None = None,
-    num_learners: int = 1,
-    num_epochs: float | None = None,
-) -> DiskPlan:
-    """Compute the disk space of a run from the number of trained parameters; frozen ones are not saved.
-
-    Args:
-        num_trained: Trained parameters of a learner: of a model, or of an adapter.
-        weight_bytes: Bytes of one saved parameter.
-        num_steps: Optimizer steps of the run.
-        training: Keys of ``TrainingArguments``.
-        keep_every: ``save_keep_steps``.
-        num_learners: Learners of that size in a checkpoint, each with optimizer states; 2 with a critic.
-        num_epochs: As for ``plan_disk``.
-    """
-    weights = num_trained * weight_bytes
-    states = round(num_trained * count_state_bytes(training, weight_bytes))
-    size = num_learners * (weights + states)
-    return plan_disk(size, weights, num_steps, training, keep_every=keep_every, num_epochs=num_epochs)
-
-
 def plan_disk(
     checkpoint_bytes: int,
     model_bytes: int,

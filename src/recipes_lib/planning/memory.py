@@ -121,11 +121,12 @@ def plan_memory(
         memory_plan.CONTEXT: memory_plan.CONTEXT_BYTES,
         memory_plan.COMMUNICATION: memory_plan.COMMUNICATION_BYTES if layout.num_gpus > 1 else 0,
     }
-    held = {
-        f"{name}, {kind}": size // shards if shards else 0
+    states = [
+        (f"{name}, {kind}", size, shards)
         for name, model in built.models.items()
         for kind, size, shards in zip(KINDS, model, layout.shards, strict=True)
-    }
+    ]
+    held = {name: size // shards for name, size, shards in states if shards}
     components = {name: size for name, size in (held | temporary).items() if size}
     is_colocated = memory_plan.ENGINE in components
     return MemoryPlan(
@@ -139,6 +140,7 @@ def plan_memory(
         chunk_part=TEACHER_PART if reads_teacher(config) else 1,
         engine_share=config.engine.vllm_gpu_memory_utilization if is_colocated else 0,
         engine_row=components[memory_plan.ENGINE_CACHE] if is_colocated else 0,
+        host_bytes=sum(size for _, size, shards in states if not shards) // layout.num_gpus,
         choices=choices if is_auto else {},
     ).place(device_bytes)
 

@@ -116,7 +116,7 @@ class Layout:
 
     def __str__(self) -> str:
         shared = [kind for kind, shards in zip(KINDS, self.shards, strict=True) if shards > 1]
-        how = "a copy of everything on each process"
+        how = "a copy of everything on each process" if any(self.shards) else "the layers in use on each process"
         if shared:
             what = "" if len(shared) == len(KINDS) else f"{' and '.join(shared)} "
             how = f"{what}shared by {max(self.shards)} processes"
@@ -175,6 +175,7 @@ class MemoryPlan:
         chunk_part: Divisor of the bytes of a chunk.
         engine_share: Share of the device for weights and KV cache of a colocated engine; 0 without one.
         engine_row: Bytes of the engine's KV cache for one row.
+        host_bytes: Weights, gradients and optimizer states that are offloaded to host memory.
         choices: With ``activation_checkpointing: auto``, the components that depend on it by kind, the fastest first;
             otherwise empty.
         checkpointing: Kind that was chosen for the device; empty without ``choices``.
@@ -190,6 +191,7 @@ class MemoryPlan:
     chunk_part: int = 1
     engine_share: float = 0
     engine_row: int = 0
+    host_bytes: int = 0
     choices: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     checkpointing: str = ""
 
@@ -271,6 +273,8 @@ class MemoryPlan:
         if self.phases:
             yield "    at once, with weights and optimizer states:"
             yield from (f"{size / 1e9:13.2f} GB  {name}" for name, size in placed.peaks.items())
+        if self.host_bytes:
+            yield f"    host memory of each process: {self.host_bytes / 1e9:.2f} GB"
         fitting = [name for name, size in devices.items() if self.fits(size)]
         verdict = f"fits {', '.join(fitting)}" if fitting else f"does not fit {', '.join(devices)}"
         if placed.checkpointing:

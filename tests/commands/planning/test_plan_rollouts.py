@@ -39,6 +39,13 @@ def test_run_in_epochs_has_cost_of_thousand_iterations(plan) -> None:
     assert f"{seconds * 1000 / 3600:.1f} hours for 1,000 iterations" in output
     assert re.search(r"cost +[\d.]+ for 1,000 iterations, at 3 for a GPU hour", output)
     assert "forward passes of policy\n" in output
+    seconds, cost, rest = re.search(
+        r"time +([\d.e-]+) s an iteration.*\ncost +([\d.]+) for 1,000 iterations(.*?), at 3",
+        plan("--gpu", "H100", "--price_per_gpu_hour", 3, use_vllm=True, vllm_mode="server"),
+        re.DOTALL,
+    ).groups()
+    assert float(cost) == pytest.approx(2 * 3 * float(seconds) * 1000 / 3600, abs=0.01)
+    assert rest == " on 2 GPUs, half of them for the vLLM server"
 
 
 @pytest.mark.parametrize(

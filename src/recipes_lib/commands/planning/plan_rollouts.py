@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 from transformers import PreTrainedConfig
@@ -85,7 +86,7 @@ def search_rollouts(
     best = min(timed, key=lambda layout: timed[layout])
     (chosen,) = (plan for plan in tried if plan.layout == best)
     hours = timed[best] * num_iterations / 3600
-    verify_limits(options, hours, hardware)
+    verify_limits(options, hours, _add_server(config, hardware))
     if options.write:
         keys = list_keys(chosen.checkpointing) if chosen.choices else {}
         write_plan(options.write, flags, keys, best, starts[best])
@@ -120,7 +121,16 @@ def describe_iteration(
     number = schedule.num_iterations if is_known else _ITERATIONS
     hours = one.seconds * number / 3600
     yield "", f"{hours:.1f} hours for {number:,} iterations"
-    yield from hardware.describe_bill(hours, "" if is_known else f" for {number:,} iterations")
+    billed, of = _add_server(config, hardware), "" if is_known else f" for {number:,} iterations"
+    if billed.num_gpus > hardware.num_gpus:
+        of += f" on {billed.num_gpus:,} GPUs, half of them for the vLLM server"
+    yield from billed.describe_bill(hours, of)
+
+
+def _add_server(config: RecipeConfig, hardware: Hardware) -> Hardware:
+    """Return the hardware with the GPUs of a vLLM server, which are assumed to be as many as those of training."""
+    is_server = config.engine.use_vllm and config.engine.vllm_mode == "server"
+    return replace(hardware, num_gpus=2 * hardware.num_gpus) if is_server else hardware
 
 
 def plan_iteration(

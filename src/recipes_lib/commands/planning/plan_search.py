@@ -24,7 +24,7 @@ from recipes_lib.models.quantization import check_checkpoint_bits
 from recipes_lib.planning.activations import list_keys
 from recipes_lib.planning.compute import RL_RECIPES
 from recipes_lib.planning.memory import list_layouts, plan_memory
-from recipes_lib.planning.memory_plan import KINDS, Held, Layout
+from recipes_lib.planning.memory_plan import Layout
 from recipes_lib.planning.pretraining import count_run_tokens
 from recipes_lib.planning.schedule import compute_steps
 from recipes_lib.planning.search import GPUS_OF_A_MACHINE, Candidate, search
@@ -132,7 +132,7 @@ def _describe_best(
     yield "launch", compose_flags(starts[best.layout], best.layout)
     # A share of 0 on the GPU: FSDP2 with offloading to the host.
     if not best.layout.shards.weights:
-        size = _count_host_bytes(config.with_training(best.keys), model_config, best.layout)
+        size = best.memory.host_bytes * min(GPUS_OF_A_MACHINE, best.layout.num_gpus)
         text = "for weights, gradients and optimizer states; the time does not include their update on the CPU"
         yield "host memory", f"{size / 1e9:,.1f} GB for each machine, {text}"
         if other := next((one for one in found if one.fits and one.layout.shards.weights), None):
@@ -211,14 +211,6 @@ def _count_steps(config: RecipeConfig, num_rows: int | None, batch: int, num_pro
         num_tokens, length = count_run_tokens(config, num_processes), config.tokens.max_length
         return round(num_tokens / (batch * length)) if num_tokens and length else 0
     return compute_steps(num_rows, config.training, num_processes).num_steps
-
-
-def _count_host_bytes(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout) -> float:
-    """Return the bytes of host memory per machine with FSDP2 offloading: its share of weights and optimizer states."""
-    # Planned without sharding, because a layout that offloads has no such components on the GPU.
-    unsharded = plan_memory(config, model_config, dataclasses.replace(layout, shards=Held(1, 1, 1))).components
-    states = sum(size for name, size in unsharded.items() if name.rpartition(", ")[2] in KINDS)
-    return states * min(GPUS_OF_A_MACHINE, layout.num_gpus) / layout.num_gpus
 
 
 def verify_limits(options: argparse.Namespace, hours: float, hardware: Hardware) -> None:
