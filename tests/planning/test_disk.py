@@ -48,11 +48,19 @@ def test_checkpoint_size_matches_files_of_trainer(tiny_model_dir, tmp_path, opti
         ({"save_steps": 10, "save_total_limit": 2}, {"keep_every": 50, "num_protected": 1}, 6),
         ({"save_steps": 10, "save_total_limit": 2}, {"keep_every": 10}, 10),
         ({"save_steps": 10, "save_total_limit": 2, "load_best_model_at_end": True}, {}, 4),
+        ({"save_steps": 10, "save_total_limit": 2, "metric_for_best_model": "eval_loss"}, {}, 4),
     ],
 )
 def test_checkpoints_are_counted_at_their_maximum(tmp_path, training, options, expected):
     plan = plan_disk(1000, 10, 100, {"output_dir": str(tmp_path)} | training, **options)
     assert (plan.num_checkpoints, plan.total_bytes) == (expected, expected * 1000 + 10)
+
+
+def test_states_have_fixed_width_or_that_of_weights() -> None:
+    """SGD without momentum has none."""
+    widths = {"adamw_torch": (8, 4), "adamw_bnb_8bit": (2.3, 2.3), "sgd": (0, 0)}
+    for optim, expected in widths.items():
+        assert tuple(count_state_bytes({"optim": optim}, width) for width in (4, 2)) == expected
 
 
 def test_too_small_disk_raises_with_remedy(tmp_path, monkeypatch):

@@ -101,8 +101,6 @@ def test_traffic_matches_ring_collectives(tiny_model_dir: Path) -> None:
     for weights, gradients, sent in ((1, 1, 2 * 2 + 2), (1, 2, 3 * 2 * 2 + 2), (2, 2, 3 * (2 * 2 + 2))):
         layout = Layout("zero", 2, Held(weights, gradients, 2), is_deepspeed=True)
         assert count_traffic(config, model, 1000, layout) == Traffic(model=0.5 * sent * 1000)
-    single = build(tiny_model_dir, gradient_accumulation_steps=3, bf16=False)
-    assert count_traffic(single, model, 1000, layout) == Traffic(model=0.5 * 3 * (2 * 2 + 4) * 1000)
     adapter = build(tiny_model_dir, "lora", gradient_accumulation_steps=3)
     assert count_traffic(adapter, model, 1000, REPLICATED) == Traffic()
 

@@ -101,7 +101,7 @@ def count_state_bytes(training: Mapping[str, Any], weight_bytes: int) -> float:
     optim = str(read_training(training, "optim"))
     size: float = next((size for name, size in _read_optimizers().items() if name in optim), _DEFAULT_OPTIMIZER_BYTES)
     if optim == "sgd":
-        size = 4 if "momentum" in str(training.get("optim_args") or "") else 0
+        size = 4 if "momentum" in str(training.get("optim_args")) else 0
     return size * weight_bytes / 4 if optim in _LIKE_WEIGHTS else size
 
 

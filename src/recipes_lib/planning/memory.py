@@ -483,9 +483,7 @@ def find_critic_start(config: RecipeConfig) -> tuple[str, str | None]:
 
 def _build_critic(config: RecipeConfig, model_config: PreTrainedConfig) -> Iterable[Tensor]:
     """Return the parameters of a separate critic."""
-    named, revision = find_critic_start(config)
-    is_policy = named == config.model.model_name_or_path
-    critic_config = model_config if is_policy else _find_config(named, revision, model_config)
+    critic_config = _find_config(*find_critic_start(config), model_config)
     critic: nn.Module = _build(AutoModelForSequenceClassification, critic_config, config.model.dtype)
     return critic.parameters()
 

@@ -13,14 +13,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.planning.activations import MODE_LAYERS, Activations, list_keys
 from recipes_lib.planning.compute import compute_hours, compute_model_size, count_features, count_step
 from recipes_lib.planning.devices import Device, Measured, find_efficiency
-from recipes_lib.planning.memory import (
-    Batch,
-    count_choices,
-    count_kept,
-    has_half_products,
-    plan_memory,
-    read_checkpointing,
-)
+from recipes_lib.planning.memory import Batch, count_choices, count_kept, plan_memory, read_checkpointing
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
 
 NETWORK_BYTES: Final = 50e9
@@ -223,8 +216,8 @@ def count_traffic(
     """Count the traffic of an optimizer step.
 
     Weights are gathered in 16 bits for the forward and the backward pass of each micro-batch, in pipeline stages once
-    per step. Gradients are reduced in 32 bits, by DeepSpeed in the compute dtype: in DDP, ZeRO-1 and pipeline stages
-    once per step, in FSDP2, ZeRO-2 and ZeRO-3 once per micro-batch. ZeRO-1 and ZeRO-2 reduce by all-reduce, and gather
+    per step. Gradients are reduced in 32 bits, by DeepSpeed in 16: in DDP, ZeRO-1 and pipeline stages once per step,
+    in FSDP2, ZeRO-2 and ZeRO-3 once per micro-batch. ZeRO-1 and ZeRO-2 reduce by all-reduce, and gather
     the updated weights once per step. A frozen model under an adapter has no gradients.
 
     Args:
@@ -239,15 +232,12 @@ def count_traffic(
     stages = layout.pipeline_stages
     held = num_parameters / (layout.tensor * stages)
     times = 1 if stages > 1 else config.read("gradient_accumulation_steps")
-    width = 2 if layout.is_deepspeed and has_half_products(config) else 4
-    gradients = 0.0 if config.adapter.use_peft else width * held
+    gradients = 0.0 if config.adapter.use_peft else (2 if layout.is_deepspeed else 4) * held
     layers, between = _count_hidden_states(config, model_config, layout)
     found = Traffic(layers=layers, stages=between)
     if layout.shards.weights == 1:
-        num_reductions = 1 if layout.shards.gradients == 1 else times
-        return found._replace(
-            model=(2 * num_reductions + layout.is_deepspeed) * gradients * _others(layout.num_processes)
-        )
+        passes = 2 * (1 if layout.shards.gradients == 1 else times) + layout.is_deepspeed
+        return found._replace(model=passes * gradients * _others(layout.num_processes))
     group = layout.shards.weights or layout.num_processes
     return found._replace(
         model=times * (2 * count_gathered(num_parameters, layout) + _others(group) * gradients),

@@ -23,7 +23,6 @@ from recipes_lib.commands.planning.plan_rollouts import describe_iteration, sear
 from recipes_lib.commands.planning.plan_search import search_plan
 from recipes_lib.commands.planning.planned_hardware import UNLABELLED, Hardware, Row, calibrate, print_rows, read_proof
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS, compute_weights, list_entries, share_tokens
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import read_record
@@ -37,7 +36,7 @@ from recipes_lib.planning.compute import (
     count_step,
     find_planned_model,
 )
-from recipes_lib.planning.devices import choose_device, find_device, find_efficiency, find_peak
+from recipes_lib.planning.devices import choose_device, find_efficiency, find_peak
 from recipes_lib.planning.failures import Failures
 from recipes_lib.planning.memory import list_layouts, plan_memory, resolve_checkpointing
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
@@ -186,21 +185,20 @@ def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus
     """
     if options.gpu is None:
         return None
-    if num_gpus > 1 and (device := find_device(options.gpu)) and device.is_part:
+    device, measured, failures = choose_device(options.gpu), None, None
+    if num_gpus > 1 and device.is_part:
         found = f"NCCL, by which {num_gpus} processes communicate, does not support MIG instances"
         raise ConfigError(Problem("--gpu", found, "plan for one of them, or for the whole GPU without MIG"))
     try:
         peak = find_peak(options.gpu, config)
     except ConfigError:
         # For reinforcement learning, memory can be planned without a peak; hours cannot.
-        if config.recipe in RL_RECIPES and not options.gpus and find_device(options.gpu):
+        if config.recipe in RL_RECIPES and not options.gpus:
             return None
         raise
-    failures = None
     if options.save_seconds:
         mean_seconds = options.failure_hours * 3600 / num_gpus
         failures = Failures(mean_seconds, options.save_seconds, options.restart_seconds)
-    device, measured = choose_device(options.gpu), None
     if options.proof or options.calibrate:
         measured = read_proof(options.proof, device) if options.proof else calibrate(options.calibrate, device)
     share, source = find_efficiency(config, measured) if options.mfu is None else (options.mfu, "--mfu")
@@ -295,16 +293,13 @@ def draw_curve(values: Sequence[float], height: int) -> list[str]:
     ]
 
 
-_FINETUNING: Final = tuple(recipe for recipe in RECIPE_NAMES if recipe not in ("pretrain", *RL_RECIPES))
-
-
 def _find_problems(config: RecipeConfig, written: argparse.Namespace) -> Iterator[Problem]:
     """Yield what planning needs of a recipe; ``written`` are the flags before ``--gpus`` sets processes and GPU."""
     recipe = config.recipe
     if recipe == "pretrain" and config.pretraining.max_tokens is None and config.read("max_steps") < 1:
         found = "the length of the run is in epochs, and planning reads no data"
         yield Problem("max_tokens", found, "write `max_tokens: ...` or `max_steps: ...`")
-    if recipe in _FINETUNING and config.tokens.max_length is None:
+    if recipe not in RL_RECIPES and config.tokens.max_length is None:
         found = "the row length depends on the data, and planning reads none"
         yield Problem("max_length", found, "write `max_length: ...`")
     if recipe in RL_RECIPES and written.gpus and written.num_processes:
