@@ -28,6 +28,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.losses.distillation import DistillationTargets, Objective, TeacherHead, TopLogps, compute_distillation
 from recipes_lib.losses.next_token import compute_cross_entropy, compute_token_logps
+from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.models.structure import freeze_outside_text
 from recipes_lib.planning import memory
 from recipes_lib.planning.activations import MODES, list_keys
@@ -315,6 +316,14 @@ def test_offloaded_zero_holds_16_bit_weights_only(plan_pretraining, num_paramete
     assert held == pytest.approx(2 / 4 * num_parameters, abs=3)
     assert NARROW not in components
     assert components["bucket in which gradients are reduced"] == 2 * num_parameters
+
+
+def test_tied_embeddings_trained_beside_adapter_count_once(build) -> None:
+    config = build("lora", lora_modules_to_save="[lm_head]")
+    shape = LlamaConfig(**FEW_LAYERS, tie_word_embeddings=True)
+    adapted = add_adapter(AutoModelForCausalLM.from_config(shape), config.adapter, seed=0)
+    size = sum(parameter.nbytes for parameter in adapted.parameters() if parameter.requires_grad)
+    assert plan_memory(config, shape, SINGLE).components["model, gradients"] == size
 
 
 @pytest.mark.parametrize(

@@ -335,9 +335,9 @@ def count_kept(
     def count(shortened: PreTrainedConfig, batch: Batch) -> Activations:
         with torch.device("meta"):
             model = _build(AutoModelForCausalLM, shortened, dtype, kernel)
-            add_loss_head(model)
             if config.adapter.use_peft:
                 model = add_adapter(model, config.adapter, seed=0)
+            add_loss_head(model)
         with on_fakes(model, is_half=is_half):
             if uses_liger:
                 fuse_as_liger(model)
