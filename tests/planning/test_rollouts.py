@@ -56,6 +56,7 @@ def test_engine_decoding_is_bound_by_memory_bandwidth(shape: PretrainedConfig) -
 def test_generate_is_bound_by_host_and_batches_are_sequential() -> None:
     one, two = (estimate(answers=answers) for answers in (32, 64))
     assert two.num_batches == 2 * one.num_batches == 2
+    assert estimate(use_transformers_continuous_batching=True).num_batches == 1
     assert two.sampling == pytest.approx(2 * one.sampling)
     assert one.sampling > 512 * 8 / 32 / 25.5 > estimate(answers=32, **VLLM).sampling
     assert estimate(answers=64, gpus=2).sampling == pytest.approx(one.sampling)
