@@ -46,6 +46,12 @@ def test_every_role_maps_to_template_role(written: str) -> None:
     assert message["role"] in ("system", "developer", "user", "assistant", "tool")
 
 
+@pytest.mark.parametrize("key", ["content", "value"])
+def test_invalid_call_is_located_by_the_key_of_the_dataset(key: str) -> None:
+    with pytest.raises(RowError, match=rf"messages\[0\]\.{key} is not valid JSON"):
+        clean_messages([{"role": "tool_call", key: "{'name': 'f'}"}], "messages")
+
+
 @pytest.mark.parametrize("written", [{}, {"arguments": ""}, {"arguments": None}])
 def test_tool_call_without_arguments_gets_empty_object(written: dict[str, object]) -> None:
     call = {"type": "function", "function": {"name": "now", **written}}
