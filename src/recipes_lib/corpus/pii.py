@@ -155,7 +155,7 @@ PATTERNS: Final = (
         _whole(_is_phone),
     ),
     Pattern(
-        "ip", re.compile(r"\d(?<!(?a:[\w.])\d)\d{0,2}(?:\.\d{1,3}){3}(?!(?a:\w)|\.\d)"), _whole(_is_public_ip), (".",)
+        "ip", re.compile(r"\d(?<!(?a:[\w.])\d)\d{0,2}(?:\.\d{1,3}){3}(?!(?a:\w|\.\d))"), _whole(_is_public_ip), (".",)
     ),
     Pattern(
         "ip",

@@ -46,10 +46,9 @@ def test_every_role_maps_to_template_role(written: str) -> None:
     assert message["role"] in ("system", "developer", "user", "assistant", "tool")
 
 
-@pytest.mark.parametrize("key", ["content", "value"])
-def test_invalid_call_is_located_by_the_key_of_the_dataset(key: str) -> None:
-    with pytest.raises(RowError, match=rf"messages\[0\]\.{key} is not valid JSON"):
-        clean_messages([{"role": "tool_call", key: "{'name': 'f'}"}], "messages")
+def test_invalid_call_in_a_turn_is_located() -> None:
+    with pytest.raises(RowError, match=r"messages\[0\]\.content\[0\] names no function"):
+        clean_messages([{"role": "tool_call", "content": "{}"}], "messages")
 
 
 @pytest.mark.parametrize("written", [{}, {"arguments": ""}, {"arguments": None}])
