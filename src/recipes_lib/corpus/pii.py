@@ -207,11 +207,9 @@ class PII:
 
 def build_masker(config: CorpusConfig) -> Hide | None:
     """Return the function that masks samples of the report; ``None`` if the step ``pii`` is off."""
-    return None if config.pii == "off" else functools.partial(_hide, config.pii_kinds or PII_KINDS)
-
-
-def _hide(kinds: Sequence[str], text: str) -> str:
-    return mask(text, kinds, Counter())
+    # Not a closure, because worker processes unpickle it; its counts are not read.
+    kinds = config.pii_kinds or PII_KINDS
+    return None if config.pii == "off" else functools.partial(mask, kinds=kinds, found=Counter())
 
 
 def mask(text: str, kinds: Sequence[str], found: Counter[str]) -> str:
