@@ -47,7 +47,7 @@ LEFT = [
 
 
 @pytest.mark.parametrize(("kind", "text"), FOUND)
-@pytest.mark.parametrize("around", ["{}", "see {}.", "({}),", "é {} AND more", "\n{}\n"])
+@pytest.mark.parametrize("around", ["{}", "see {}.", "({}),", "é {} AND more", "\n{}\n", "电话{}谢谢", "주소{}으로"])
 def test_pii_is_masked_without_context(kind, text, around):
     found = Counter()
     assert mask(around.format(text), PII_KINDS, found) == around.format(f"<{kind.upper()}>")
@@ -79,7 +79,10 @@ def test_luhn_and_iban_check_digits():
     # Every single-digit error must be detected.
     for at in range(8, len(iban)):
         assert not is_iban(iban[:at] + str((int(iban[at]) + 1) % 10) + iban[at + 1 :])
+    assert not is_iban("GB88WEST1234569876543")
     assert not is_card("4" * 16)
+    assert is_luhn("9000000000000001")
+    assert not is_card("9000000000000001")
     assert not is_card("4111111111111111"[:-1])
 
 
@@ -93,6 +96,15 @@ def test_pii_drops_document():
     document = Document(text="a@b.co and 8.8.8.8", id="1")
     assert PII(None, drops=True).apply(document, Counter()) == "email and ip"
     assert PII(None, drops=True).apply(Document(text="nothing", id="1"), Counter()) is None
+
+
+def test_metadata_is_replaced_only_if_it_has_pii():
+    document = Document(text="a@b.co", id="1", metadata=(metadata := {"year": 2025}))
+    PII(None, drops=False).apply(document, Counter())
+    assert document.metadata is metadata
+    document.metadata["author"] = "a@b.co"
+    PII(None, drops=False).apply(document, Counter())
+    assert document.metadata == {"year": 2025, "author": "<EMAIL>", "source": None}
 
 
 def test_masked_pii_is_absent_from_corpus(tmp_path):

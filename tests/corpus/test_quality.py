@@ -90,6 +90,8 @@ def test_code_quality_filter():
     assert apply_quality(code, "code")[0] is None
     assert apply_quality(code)[0] is not None
     rule = CodeQualityFilter(max_line_length=100, max_avg_line_length=30, min_alnum_ratio=0.25)
+    at_limits = "\n".join(["x" * 54 + "-" * 46, *["-" * 20] * 5, "-" * 10])
+    assert rule.filter(Document(text=at_limits, id="")) is True
     assert rule.filter(Document(text="x" * 101, id="")) == (False, "line_too_long")
     assert rule.filter(Document(text="\n".join(["x" * 40] * 3), id="")) == (False, "lines_too_long")
     assert rule.filter(Document(text="+-" * 10, id="")) == (False, "few_letters")
@@ -104,6 +106,8 @@ def test_regex_tokenizer():
     tokenizer = RegexTokenizer()
     assert tokenizer.word_tokenize("It's a well-read cat, no?") == ["It's", "a", "well-read", "cat", ",", "no", "?"]
     assert tokenizer.sent_tokenize('One. "Two!" Three?') == ["One.", '"Two!', "Three?"]
+    assert tokenizer.sent_tokenize("一。「二！」三？！四") == ["一。", "「二！", "三？！", "四"]
+    assert tokenizer.sent_tokenize("One. \n") == ["One."]
     text = "One. Two."
     assert [text[start:stop] for start, stop in tokenizer.span_tokenize(text)] == ["One. ", "Two."]
 

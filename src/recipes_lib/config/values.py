@@ -441,7 +441,8 @@ SECRET = re.compile(
     r"|\bxox[abeoprs]-[\w-]{10,}|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{5,}"  # Slack; a signed JSON web token
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
     r"|://[^/\s:@]+:[^/\s:@]+@"  # user:password@host
-    r"|[?&](?i:[\w-]*(?:token|key|secret|password|signature)|sig)=[^&\s]{4,}"  # signed URLs
+    r"|[?&](?i:[\w-]*(?:token|key|secret|password|signature)|sig)=[^&\s]{4,}",  # signed URLs
+    re.ASCII,  # A token ends where Chinese, Japanese or Korean text begins.
 )
 """Pattern of access tokens and private keys."""
 SECRET_HINTS = (

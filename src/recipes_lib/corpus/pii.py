@@ -55,8 +55,8 @@ def is_luhn(digits: str) -> bool:
 
 
 def is_card(digits: str) -> bool:
-    """Return whether digits are a card number: prefix and length of a network, Luhn, and not all digits equal."""
-    return bool(_CARD_NETWORKS.fullmatch(digits)) and is_luhn(digits) and len(set(digits)) > 1
+    """Return whether digits are a card number: prefix and length of a network, and Luhn."""
+    return bool(_CARD_NETWORKS.fullmatch(digits)) and is_luhn(digits)
 
 
 _CARD_NETWORKS: Final = re.compile(
@@ -109,6 +109,8 @@ def _is_ssn(text: str) -> bool:
 
 
 _LOCAL: Final = r"A-Za-z0-9.!#$%&'*+/=?^_`{|}~-"
+# Only ASCII letters and digits around a finding make it part of a longer word: in Chinese, Japanese and Korean, words
+# follow an address or number without a space.
 PATTERNS: Final = (
     Pattern(
         "private_key",
@@ -125,37 +127,39 @@ PATTERNS: Final = (
         # The local part is bounded and starts at the first character of a run: a megabyte without @ takes linear time.
         re.compile(
             rf"[{_LOCAL}](?<![{_LOCAL}]{{2}})[{_LOCAL}]{{0,63}}@"
-            r"(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}[A-Za-z]{2,24}(?![\w-])"
+            r"(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}[A-Za-z]{2,24}(?!(?a:[\w-]))"
         ),
         len,
         ("@",),
     ),
     Pattern(
         "iban",
-        re.compile(r"[A-Z](?<!\w[A-Z])[A-Z]\d{2}(?: ?[A-Z0-9]){11,32}(?!\w)"),
+        re.compile(r"[A-Z](?<!(?a:\w)[A-Z])[A-Z]\d{2}(?: ?[A-Z0-9]){11,32}(?!(?a:\w))"),
         functools.partial(_measure_grouped, is_valid=is_iban),
     ),
     Pattern(
         "card",
-        re.compile(r"\d(?<![\w.-]\d)(?:[ -]?\d){12,18}(?![\w-])"),
+        re.compile(r"\d(?<!(?a:[\w.-])\d)(?:[ -]?\d){12,18}(?!(?a:[\w-]))"),
         functools.partial(_measure_grouped, is_valid=is_card),
     ),
-    Pattern("ssn", re.compile(r"\d(?<![\w-]\d)\d\d-\d{2}-\d{4}(?![\w-])"), _whole(_is_ssn), ("-",)),
+    Pattern("ssn", re.compile(r"\d(?<!(?a:[\w-])\d)\d\d-\d{2}-\d{4}(?!(?a:[\w-]))"), _whole(_is_ssn), ("-",)),
     Pattern(
         "phone",
-        re.compile(r"\+(?<!\w\+)\d{1,3}(?:[ .-]?(?:\(\d{1,4}\)|\d{1,8})){1,5}(?!\w)"),
+        re.compile(r"\+(?<!(?a:\w)\+)\d{1,3}(?:[ .-]?(?:\(\d{1,4}\)|\d{1,8})){1,5}(?!(?a:\w))"),
         _whole(_is_phone),
         ("+",),
     ),
     Pattern(
         "phone",
-        re.compile(r"[(\d](?<![\w.-][(\d])(?:(?<=\()\d{3}\) ?|(?<=\d)\d{2}[-. ])\d{3}[-.]\d{4}(?![\w-])"),
+        re.compile(r"[(\d](?<!(?a:[\w.-])[(\d])(?:(?<=\()\d{3}\) ?|(?<=\d)\d{2}[-. ])\d{3}[-.]\d{4}(?!(?a:[\w-]))"),
         _whole(_is_phone),
     ),
-    Pattern("ip", re.compile(r"\d(?<![\w.]\d)\d{0,2}(?:\.\d{1,3}){3}(?!\w|\.\d)"), _whole(_is_public_ip), (".",)),
+    Pattern(
+        "ip", re.compile(r"\d(?<!(?a:[\w.])\d)\d{0,2}(?:\.\d{1,3}){3}(?!(?a:\w|\.\d))"), _whole(_is_public_ip), (".",)
+    ),
     Pattern(
         "ip",
-        re.compile(r"[23](?<![\w:][23])[0-9a-fA-F]{3}:(?:[0-9a-fA-F]{0,4}:){1,6}[0-9a-fA-F]{0,4}(?![\w:])"),
+        re.compile(r"[23](?<!(?a:[\w:])[23])[0-9a-fA-F]{3}:(?:[0-9a-fA-F]{0,4}:){1,6}[0-9a-fA-F]{0,4}(?!(?a:[\w:]))"),
         _whole(_is_public_ip),
         (":",),
     ),
@@ -203,11 +207,9 @@ class PII:
 
 def build_masker(config: CorpusConfig) -> Hide | None:
     """Return the function that masks samples of the report; ``None`` if the step ``pii`` is off."""
-    return None if config.pii == "off" else functools.partial(_hide, config.pii_kinds or PII_KINDS)
-
-
-def _hide(kinds: Sequence[str], text: str) -> str:
-    return mask(text, kinds, Counter())
+    # Not a closure, because worker processes unpickle it; its counts are not read.
+    kinds = config.pii_kinds or PII_KINDS
+    return None if config.pii == "off" else functools.partial(mask, kinds=kinds, found=Counter())
 
 
 def mask(text: str, kinds: Sequence[str], found: Counter[str]) -> str:

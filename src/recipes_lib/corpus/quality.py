@@ -39,7 +39,8 @@ PRESETS: Final[Mapping[str, Mapping[str, Thresholds]]] = yaml.safe_load(
 
 # Marks are matched after letters only, so that texts without marks take hardly more time.
 _WORD: Final = re.compile(rf"\w+(?:[{COMBINING_MARKS}]+\w*|['’-]\w+)*|[^\w\s]")
-_SENTENCE_END: Final = re.compile(r"(?<=[.!?。！？])[\"'”’)\]]*\s+")
+# No space follows a sentence in Chinese and Japanese.
+_SENTENCE_END: Final = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+|(?<=[。！？])(?![。！？])[\"'”’)\]」』）]*\s*")
 
 
 class RegexTokenizer(WordTokenizer):  # type: ignore[misc]
@@ -71,7 +72,7 @@ class CodeQualityFilter:
 
     def filter(self, document: Document) -> bool | tuple[bool, str]:
         """Return True to keep a file, or False and the reason."""
-        lengths = [len(line) for line in document.text.splitlines()] or [0]
+        lengths = [len(line) for line in document.text.splitlines()]
         if max(lengths) > self.max_line:
             return False, "line_too_long"
         if sum(lengths) / len(lengths) > self.max_avg:

@@ -187,6 +187,7 @@ EVERYTHING = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n
         ("chatml", FOUR, {"loss_on": "last_assistant"}, ["d<|im_end|>"]),
         ("chatml", FOUR, {"loss_on": "all"}, [EVERYTHING]),
         ("chatml", FOUR, {"num_prompt_messages": 3}, ["d<|im_end|>"]),
+        ("chatml", FOUR, {"num_prompt_messages": 3, "loss_on": "completion"}, ["d<|im_end|>"]),
         ("chatml", FOUR, {"num_prompt_messages": 3, "loss_on": "assistant"}, ["b<|im_end|>", "d<|im_end|>"]),
         # Turns that are excluded from the loss.
         ("chatml", FOUR, {"untrained": {1}}, ["d<|im_end|>"]),
@@ -250,6 +251,16 @@ def test_text_has_all_tokens_that_tokenizer_puts_before_it() -> None:
     assert row.input_ids.tolist() == [*tokenizer("Hello there").input_ids, tokenizer.eos_token_id]
     assert row.loss_mask.tolist() == [False] * 2 + [True] * (len(row.input_ids) - 2)
     assert spans(tokenizer, pair) == ["there</s>"]
+
+
+@pytest.mark.parametrize("options", [{"truncation": True, "max_length": 2}, {"padding": "max_length"}])
+def test_calls_of_tokenizer_between_rows_do_not_change_them(options: dict[str, Any]) -> None:
+    tokenizer = build_byte_level("")
+    encoder = RowEncoder(tokenizer)
+    (before,) = encoder.encode([plain("The capital of France is", " Paris.")])
+    tokenizer("Berlin", **{"max_length": 100} | options)
+    (after,) = encoder.encode([plain("The capital of France is", " Paris.")])
+    assert after.input_ids.tolist() == before.input_ids.tolist()
 
 
 def test_no_bos_is_added_if_tokenizer_adds_none() -> None:

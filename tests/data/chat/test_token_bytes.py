@@ -120,10 +120,12 @@ def test_tokens_of_partial_text_have_no_offsets(tiny_tokenizer: PreTrainedTokeni
 
 def test_only_lossless_tokenizers_have_token_bytes(tiny_tokenizer_dir: Path) -> None:
     plain, lossy, swallowing = (PreTrainedTokenizerFast.from_pretrained(tiny_tokenizer_dir) for _ in range(3))
+    plain.add_tokens(["\u8bf7"])
     lossy.backend_tokenizer.normalizer = normalizers.Lowercase()
     swallowing.add_tokens([AddedToken("<turn>", special=True, rstrip=True)])
 
     assert ByteEnds.suits(plain)
+    assert compute_token_byte_lengths(plain)[plain.convert_tokens_to_ids("\u8bf7")] == 3
     assert not ByteEnds.suits(lossy)
     assert not ByteEnds.suits(swallowing)
     assert not ByteEnds.suits(METASPACE)

@@ -46,6 +46,11 @@ def test_every_role_maps_to_template_role(written: str) -> None:
     assert message["role"] in ("system", "developer", "user", "assistant", "tool")
 
 
+def test_invalid_call_in_a_turn_is_located() -> None:
+    with pytest.raises(RowError, match=r"messages\[0\]\.content\[0\] names no function"):
+        clean_messages([{"role": "tool_call", "content": "{}"}], "messages")
+
+
 @pytest.mark.parametrize("written", [{}, {"arguments": ""}, {"arguments": None}])
 def test_tool_call_without_arguments_gets_empty_object(written: dict[str, object]) -> None:
     call = {"type": "function", "function": {"name": "now", **written}}

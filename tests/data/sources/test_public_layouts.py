@@ -80,6 +80,16 @@ PUBLIC: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         {"messages": [USER, {"role": "tool_call", "content": json.dumps(CALL)}, {**RESULT, "role": "tool_response"}]},
         {"messages": [USER, CALLED, RESULT]},
     ),
+    "OpenAI's Responses": (
+        "question_answer",
+        {"input": [{**USER, "content": [{"type": "input_text", "text": "What is 2 + 2?"}]}], "output": "4"},
+        CHAT,
+    ),
+    "Llama 3's roles": (
+        "messages",
+        {"messages": [USER, ANSWER, {**RESULT, "role": "ipython"}]},
+        {"messages": [USER, ANSWER, RESULT]},
+    ),
     "Cohere's roles": (
         "messages",
         {"messages": [{**SYSTEM, "role": "System"}, {**USER, "role": "User"}, {**ANSWER, "role": "Chatbot"}]},

@@ -122,9 +122,8 @@ def _check_turns(row: Row) -> Problem | None:
 
 def take_rejected(row: Row) -> Row:
     """Return the row with its rejected answer in place of the chosen one."""
-    if row.messages is None:
-        assert isinstance(row.rejected, str)
+    if isinstance(row.rejected, str):
         return replace(row, completion=row.rejected)
+    assert row.messages is not None
     assert row.rejected is not None
-    assert not isinstance(row.rejected, str)
     return replace(row, messages=[*row.messages[: row.num_prompt_messages], *row.rejected])

@@ -144,7 +144,6 @@ def _build(
     # Imports transformers, which is slow and not needed to find an existing set.
     from recipes_lib.data.pairs.pair_encoding import PairEncoder
 
-    assert config.tokens.overlong in ("error", "drop"), "half an answer cannot be preferred to another"
     # Of a cut text, the answer could be lost, so that only an error can be found early.
     limit = config.tokens.max_length if config.tokens.overlong == "error" else None
     encoder = PairEncoder(build_encoder(config, tokenizer, limit), tokenizer)

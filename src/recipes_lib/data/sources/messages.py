@@ -18,9 +18,10 @@ ROLES: Final = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
     **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "chatbot", "ai", *_CALLERS), "assistant"),
-    **dict.fromkeys(("observation", "function", "function_response", "tool_response", "environment"), "tool"),
+    **dict.fromkeys(("observation", "function", "function_response"), "tool"),
+    **dict.fromkeys(("tool_response", "environment", "ipython"), "tool"),
 }
-"""Role in a dataset (OpenAI, ShareGPT, ms-swift, OLMo and variants) -> role in chat templates."""
+"""Role in a dataset (OpenAI, ShareGPT, ms-swift, OLMo, Llama 3 and variants) -> role in chat templates."""
 
 _TEMPLATE_ROLES: Final = tuple(dict.fromkeys(ROLES.values()))
 _KEYS: Final = {"from": "role", "value": "content"}
@@ -236,7 +237,7 @@ def _clean_message(written: object, place: str) -> Message:
     role = cleaned["role"] = _read_role(cleaned, place)
     is_trained = _take_marks(cleaned, role, place)
     if str(message.get("role", message.get("from"))).lower() in _CALLERS:
-        calls = _parse_function_calls(cleaned.get("content"), f"{place}.value")
+        calls = _parse_function_calls(cleaned.get("content"), f"{place}.content")
         cleaned = {"role": role, "content": "", "tool_calls": calls}
     else:
         _clean_extras(cleaned, place)
@@ -301,7 +302,8 @@ def _join_parts(parts: Sequence[object], place: str) -> str:
             texts.append(check_text(part, f"{place}[{number}]"))
             continue
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if not isinstance(part, Mapping) or kind != "text":
+        # The last two are those of OpenAI's Responses API.
+        if not isinstance(part, Mapping) or kind not in ("text", "input_text", "output_text"):
             found = f"has type `{kind}`" if kind is not None else f"is {describe(part)}"
             raise RowError(f"{place}[{number}] {found}", "only text parts can be trained on: remove it, or the row")
         texts.append(check_text(part.get("text", part.get("value")), f"{place}[{number}].text"))
