@@ -12,7 +12,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from recipes_lib.errors import PreemptedError
 from recipes_lib.models.inference import RandomStates
 from recipes_lib.stopping import STOP
-from recipes_lib.training.collectives import gather_objects, sum_over_processes
+from recipes_lib.training.collectives import gather_objects, is_any
 from recipes_lib.training.guards.step_facts import TrainerView
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY
@@ -30,7 +30,7 @@ def stop_if_agreed() -> None:
     WATCHDOG.beat()
     # Outside of training a signal raises immediately, without agreement. ``is_deferred`` has the same value on all
     # ranks at the same point of the program, so that no rank enters the collective alone.
-    if STOP.is_deferred and sum_over_processes([STOP.reason is not None])[0]:
+    if STOP.is_deferred and is_any(STOP.reason is not None):
         raise build_preemption()
 
 
