@@ -104,12 +104,7 @@ class _LostError(Exception):
 
 
 _Request = tuple[int, Mapping[str, Any]]
-"""Seed and arguments of a call."""
-
-
-def _draw_seed(given: Mapping[str, Any]) -> _Request:
-    # From the global generator, which the run seeds before it scores.
-    return random.getrandbits(32), given
+"""Seed of a call, drawn from the global generator, which the run seeds before it scores; and its arguments."""
 
 
 class IsolatedFunction:
@@ -141,9 +136,9 @@ class IsolatedFunction:
         """
         with suppress(_LostError):
             # One call for all answers, because some functions compare them or batch a model.
-            return self._threads.submit(self._ask, _draw_seed(given)).result()
+            return self._threads.submit(self._ask, (random.getrandbits(32), given)).result()
         rows = range(len(given["completions"]))
-        alone = [_draw_seed({name: [column[row]] for name, column in given.items()}) for row in rows]
+        alone = [(random.getrandbits(32), {name: [column[row]] for name, column in given.items()}) for row in rows]
         found = list(self._threads.map(partial(self._ask_before, time.monotonic() + MAX_LIMITS * self._seconds), alone))
         lost = [error for error in found if isinstance(error, _LostError)]
         if len(lost) == len(found) > 1:
