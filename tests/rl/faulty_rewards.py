@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -39,3 +40,11 @@ async def score_async(*, completions, **_):
 
 def report_pid(*, completions, **_):
     return [os.getpid()] * len(completions)
+
+
+def draw(*, completions, **_):
+    """Return random numbers of Python, NumPy and torch, for three answers."""
+    import numpy
+    import torch
+
+    return [random.random(), numpy.random.rand(), float(torch.rand(()))]  # noqa: NPY002 (the global generator)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import random
 
 import pytest
 from tests.rl.test_rewards import TEXTS
@@ -45,6 +46,17 @@ def test_faulty_answer_is_unscored_and_others_are_scored(isolated, capfd, fault,
     assert printed.count("gave 1 of 3 answers no score") == 1
     assert words in printed
     assert isolated(completions=["ab"]) == [2]
+
+
+def test_random_numbers_follow_those_of_the_run():
+    """So that a resumed run gives the same rewards."""
+    function = IsolatedFunction(f"{FAULTY}:draw", 60)
+    drawn = []
+    for seed in (0, 1, 1, 2):  # The first call imports the libraries.
+        random.seed(seed)
+        drawn.append(function(completions=["a", "b", "c"]))
+    assert drawn[1] == drawn[2]
+    assert not set(drawn[2]) & set(drawn[3])
 
 
 def test_worker_ignores_sigint(isolated, capfd):

@@ -73,13 +73,19 @@ def test_saved_state_is_that_of_staging(tmp_path):
     assert find_damage(tmp_path / "checkpoint-3") is None
 
 
-def test_verification_detects_one_flipped_bit(tmp_path):
+def test_verification_detects_one_flipped_bit_and_a_truncated_schedule(tmp_path):
     model, learner = build(tmp_path, 0)
     step(model, learner, 3)
     staged = stage_state(build_saver(tmp_path), PPOState(step=3), {"policy": learner}, compares=True)
     for task in staged.tasks:
         task()
     staged.verify()
+    schedule = staged.folder / "policy_scheduler.pt"
+    whole = schedule.read_bytes()
+    schedule.write_bytes(whole[:-1])
+    with pytest.raises(BrokenSaveError, match=r"policy_scheduler\.pt cannot be read back"):
+        staged.verify()
+    schedule.write_bytes(whole)
     learner.optimizer.state[model.bias]["exp_avg_sq"].view(torch.int32)[0] ^= 1
     with pytest.raises(BrokenSaveError, match=r"policy_optimizer\.pt: a state differs"):
         staged.verify()
@@ -105,3 +111,11 @@ def test_checkpoint_with_other_parameters_raises(tmp_path):
     other.parameters = {"weight": other.parameters["weight"]}
     with pytest.raises(DataError, match="has other parameters than the policy of this run"):
         load_state(tmp_path / "checkpoint-1", {"policy": other})
+
+
+def test_progress_of_another_version_raises(tmp_path):
+    _, learner = build(tmp_path, 0)
+    save(tmp_path, PPOState(step=1), learner)
+    (tmp_path / "checkpoint-1" / "ppo_state.json").write_text('{"step": 1, "unknown": 2}')
+    with pytest.raises(DataError, match="has other fields than this version writes"):
+        load_state(tmp_path / "checkpoint-1", {"policy": learner})

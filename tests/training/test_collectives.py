@@ -23,6 +23,7 @@ def test_collectives_return_own_value_without_process_group() -> None:
     assert collectives.gather_objects({"a": 1}) == [{"a": 1}]
     assert collectives.broadcast_object("seen") == "seen"
     assert collectives.sum_over_processes([1, 2.5]) == [1, 2.5]
+    assert (collectives.is_any(True), collectives.is_any(False)) == (True, False)
 
 
 def test_compute_on_main_returns_or_raises_same_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:

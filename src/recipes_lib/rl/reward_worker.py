@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -102,6 +103,10 @@ class _LostError(Exception):
     """The function returned no result."""
 
 
+_Request = tuple[int, Mapping[str, Any]]
+"""Seed of a call, drawn from the global generator, which the run seeds before it scores; and its arguments."""
+
+
 class IsolatedFunction:
     """Reward function with a time limit.
 
@@ -131,9 +136,9 @@ class IsolatedFunction:
         """
         with suppress(_LostError):
             # One call for all answers, because some functions compare them or batch a model.
-            return self._threads.submit(self._ask, given).result()
+            return self._threads.submit(self._ask, (random.getrandbits(32), given)).result()
         rows = range(len(given["completions"]))
-        alone = [{name: [column[row]] for name, column in given.items()} for row in rows]
+        alone = [(random.getrandbits(32), {name: [column[row]] for name, column in given.items()}) for row in rows]
         found = list(self._threads.map(partial(self._ask_before, time.monotonic() + MAX_LIMITS * self._seconds), alone))
         lost = [error for error in found if isinstance(error, _LostError)]
         if len(lost) == len(found) > 1:
@@ -143,18 +148,18 @@ class IsolatedFunction:
             sys.stderr.write(f"{escape_controls(warning)}\n")
         return [score for scores in found for score in ([None] if isinstance(scores, _LostError) else scores)]
 
-    def _ask(self, given: Mapping[str, Any]) -> Any:
+    def _ask(self, request: _Request) -> Any:
         """Return the function's result, from the process of this thread."""
         if not hasattr(self._own, "worker"):
             self._own.worker = _Worker(self._path, self._seconds)
-        return self._own.worker.ask(given)
+        return self._own.worker.ask(request)
 
-    def _ask_before(self, end: float, given: Mapping[str, Any]) -> Any:
+    def _ask_before(self, end: float, request: _Request) -> Any:
         """Return the function's result for an answer, or the error of its failure; the latter after ``end``."""
         try:
             if time.monotonic() > end:
                 raise _LostError(f"others took {MAX_LIMITS} times the {self._seconds:g} s of a call")
-            return self._ask(given)
+            return self._ask(request)
         except _LostError as error:
             return error
         finally:
@@ -169,7 +174,7 @@ class _Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Any = None
 
-    def ask(self, given: Mapping[str, Any]) -> Any:
+    def ask(self, request: _Request) -> Any:
         """Return the function's result for some answers.
 
         Raises:
@@ -178,7 +183,7 @@ class _Worker:
         try:
             if self._process is None:
                 self._start()
-            self._connection.send(given)
+            self._connection.send(request)
             is_done, result = self._receive(self._seconds)
         except (EOFError, OSError) as error:
             raise _LostError(self._end(error)) from error
@@ -228,13 +233,23 @@ def main(path: str, descriptor: int) -> None:
     connection.send((True, None))
     while True:
         try:
-            given = connection.recv()
+            seed, given = connection.recv()
         except EOFError:
             return
         try:
+            _seed(seed)
             connection.send((True, call(function, given)))
         except Exception as error:  # The function is the user's; an unpicklable result is reported, too.
             connection.send((False, f"{type(error).__name__}: {error}"))
+
+
+def _seed(seed: int) -> None:
+    """Seed the global generators of the libraries that are imported, as transformers' ``set_seed`` does in a run."""
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)
 
 
 def _leave_with(parent: int) -> None:

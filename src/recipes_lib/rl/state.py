@@ -23,7 +23,6 @@ from recipes_lib.training.checkpoints.manifest import STAGING
 from recipes_lib.training.checkpoints.model_layout import load_trained
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, Task, compare_state, write_state
 from recipes_lib.training.checkpoints.sharded import gather_trained_state
-from recipes_lib.training.collectives import get_rank
 
 _STATE: Final = "ppo_state.json"
 
@@ -100,7 +99,7 @@ def stage_state(
             learner.layout.verify_trained(staged / name, shapes)
             if compares:
                 learner.layout.compare_trained(staged / name, learner.parameters, learner.optimizer)
-            if compares and get_rank() == 0:
+            if compares and saver.is_main:
                 compare_state(staged / f"{name}_scheduler.pt")
 
     return Staged(staged, state.step, tasks, verify, is_shared=is_shared)

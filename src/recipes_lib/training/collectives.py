@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import torch
+from accelerate import PartialState
 from torch import Tensor, distributed
 
 from recipes_lib.errors import UserError
@@ -98,6 +100,13 @@ def compute_on_main(compute: Callable[[], T]) -> T:
 def sum_over_processes(values: Sequence[float], group: Group = None) -> list[float]:
     """Return the elementwise sum of ``values`` over ranks, exact for integers; all ranks of ``group`` must call."""
     return [sum(column) for column in zip(*gather_objects(list(values), group), strict=True)]
+
+
+def is_any(value: bool) -> bool:
+    """Return whether ``value`` is true on any rank, by one all-reduce; all ranks must call."""
+    if not is_distributed():
+        return value
+    return bool(sum_tensor(torch.tensor(int(value), device=PartialState().device)))
 
 
 def sum_tensor(tensor: Tensor) -> Tensor:

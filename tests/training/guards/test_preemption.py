@@ -14,7 +14,7 @@ from tests.forked import FORKING
 from tests.training.trajectories import assert_equal_weights, make_packs, make_trainer, weights_of
 from torch import distributed
 from torch.multiprocessing import start_processes
-from transformers import TrainerState
+from transformers import TrainerState, TrainingArguments
 
 from recipes_lib.errors import PreemptedError
 from recipes_lib.stopping import STOP
@@ -25,8 +25,8 @@ from recipes_lib.training.guards.preemption import (
     read_evaluation,
     stop_if_agreed,
 )
-from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY, EarlyStopping
-from recipes_lib.training.monitoring.metrics import MetricsWriter
+from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY, EarlyStopping, MetricsCallback
+from recipes_lib.training.monitoring.metrics import MetricsWriter, StepCounter, ThroughputMeter
 
 
 @pytest.fixture(autouse=True)
@@ -80,8 +80,9 @@ def test_stop_is_not_collective_outside_deferred():
         stop_if_agreed()
 
 
-def test_old_trainer_state_has_no_pending_evaluation():
-    assert read_evaluation(TrainerState(stateful_callbacks=[])) == {"last": -1, "is_owed": False}
+def test_old_trainer_state_has_no_pending_evaluation(tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    assert read_evaluation(args, TrainerState(stateful_callbacks=[])) == (-1, False)
 
 
 class Hook:
@@ -141,6 +142,27 @@ def test_interrupted_evaluation_is_repeated_on_resume(tiny_model_dir, tmp_path, 
     assert resumed.state.best_global_step == uninterrupted.state.best_global_step
 
 
+@pytest.mark.parametrize("delay", [0, 3], ids=["evaluated", "before eval_delay"])
+def test_kill_between_save_and_evaluation_of_an_epoch_loses_no_evaluation(tiny_model_dir, tmp_path, delay):
+    """Upstream saves the last step of an epoch first, so that the checkpoint does not have the evaluation."""
+    keys = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "epoch", "eval_delay": delay}
+
+    def train(hook, checkpoint=None):
+        trainer, _ = make_trainer(
+            tiny_model_dir, tmp_path / "run", make_packs(), hooks=[hook], gradient_accumulation_steps=2, **keys
+        )
+        counter, writer = StepCounter(), MetricsWriter(tmp_path / "metrics.jsonl")
+        trainer.add_figures(MetricsCallback(counter, ThroughputMeter(counter), writer, trainer.observer.progress))
+        trainer.train(resume_from_checkpoint=checkpoint)
+        events = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+        return [(event["kind"], event["step"]) for event in events]
+
+    first, second = Hook(), Hook()
+    expected = train(first)
+    assert train(second, str(tmp_path / "run" / "checkpoint-2")) == expected
+    assert second.steps == [step for step in first.steps if step >= 2]
+
+
 def test_repeated_evaluation_stops_early(tiny_model_dir, tmp_path):
     keys = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 6, "save_strategy": "steps", "save_steps": 6}
 
@@ -188,7 +210,7 @@ def test_stop_between_epochs_saves_rng_state_of_last_step(tiny_model_dir, tmp_pa
     resumed, _ = make_trainer(tiny_model_dir, tmp_path / "run", packs, **keys)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{steps_per_epoch}"))
     assert_equal_weights(weights_of(uninterrupted), weights_of(resumed))
-    assert read_evaluation(resumed.state)["is_owed"] is False
+    assert read_evaluation(resumed.args, resumed.state) == (-1, False)
     assert EVALUATION_KEY in stopped.state.stateful_callbacks
 
 

@@ -144,8 +144,8 @@ class CheckpointingTrainer(Trainer):
             state.best_metric, state.best_global_step = self._best_before
 
     def run_pending_evaluation(self) -> None:
-        """Run the evaluation that a stop request interrupted, if any, as upstream does after a step."""
-        if read_evaluation(self.state)["is_owed"]:
+        """Run the evaluation that a preemption or a kill interrupted, if any, as upstream does after a step."""
+        if read_evaluation(self.args, self.state)[1]:
             with self.best_is_saved():
                 self._determine_best_metric(self._evaluate(None, None), None)
 

@@ -7,12 +7,12 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import SaveStrategy
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from recipes_lib.errors import PreemptedError
 from recipes_lib.models.inference import RandomStates
 from recipes_lib.stopping import STOP
-from recipes_lib.training.collectives import gather_objects, sum_over_processes
+from recipes_lib.training.collectives import gather_objects, is_any
 from recipes_lib.training.guards.step_facts import TrainerView
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY
@@ -30,7 +30,7 @@ def stop_if_agreed() -> None:
     WATCHDOG.beat()
     # Outside of training a signal raises immediately, without agreement. ``is_deferred`` has the same value on all
     # ranks at the same point of the program, so that no rank enters the collective alone.
-    if STOP.is_deferred and sum_over_processes([STOP.reason is not None])[0]:
+    if STOP.is_deferred and is_any(STOP.reason is not None):
         raise build_preemption()
 
 
@@ -104,7 +104,7 @@ class LastStep(TrainerCallback):
     ) -> None:
         """Read the checkpoint's step and last evaluation; a resumed run skips ``eval_on_start``."""
         self._saved_step, self._random = state.global_step, None
-        self._trainer.last_evaluated_step = read_evaluation(state)["last"]
+        self._trainer.last_evaluated_step = read_evaluation(args, state)[0]
         if state.global_step > 0:
             args.eval_on_start = False
 
@@ -164,11 +164,14 @@ class LastStep(TrainerCallback):
         return close_preempted(request, step=state.global_step, saved_step=self._saved_step)
 
 
-def read_evaluation(state: TrainerState) -> dict[str, Any]:
-    """Return the stored record of evaluations.
+def read_evaluation(args: TrainingArguments, state: TrainerState) -> tuple[int, bool]:
+    """Return the step of the last evaluation, -1 if there is none, and whether that of the present step is pending.
 
-    ``last`` is the step of the last evaluation, -1 if there is none; ``is_owed`` is whether a preemption interrupted
-    the evaluation of the present step.
+    It is pending after a preemption within it, and after a kill between the save of an epoch's last step and the
+    evaluation of the epoch, which upstream makes in this order.
     """
     stored: Any = state.stateful_callbacks
-    return {"last": -1, "is_owed": False, **stored.get(EVALUATION_KEY, {})}
+    record = {"last": -1, "is_owed": False, **stored.get(EVALUATION_KEY, {})}
+    epoch = state.epoch if state.global_step and args.eval_strategy == IntervalStrategy.EPOCH else None
+    is_missing = epoch is not None and epoch % 1 == 0 and epoch >= args.eval_delay
+    return record["last"], record["is_owed"] or (is_missing and record["last"] != state.global_step)

@@ -85,8 +85,9 @@ class MetricsCallback(TrainerCallback):
         counts = stored.get(STATE_KEY, {"seconds": 0.0})
         self.counter.restore(counts)
         self.meter.begin(counts["seconds"])
-        is_owed = stored.get(EVALUATION_KEY, {}).get("is_owed", False)
-        self.writer.rewind(state.global_step, is_evaluated=not is_owed)
+        # Written after the checkpoint, an evaluation of its step is repeated.
+        is_evaluated = stored.get(EVALUATION_KEY, {}).get("last") == state.global_step
+        self.writer.rewind(state.global_step, is_evaluated=is_evaluated)
         self.progress.start(state.max_steps, state.global_step)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
