@@ -298,8 +298,8 @@ class Reader:
             return None if "null" in kinds else self._refuse(node, f"`{name}` has no value", remedy)
         if plain and text == "None" and "null" in kinds:
             return self._refuse(node, f"`{name}` is the text 'None'", "write null")
-        # A quoted "true" is a string for keys that accept strings, else a boolean.
-        if "boolean" in kinds and text.lower() in BOOLEANS and (plain or "string" not in kinds):
+        # Also in quotes.
+        if "boolean" in kinds and text.lower() in BOOLEANS:
             return BOOLEANS[text.lower()]
         if "string" in kinds:
             return self._read_choice(name, node, schema)
@@ -310,7 +310,7 @@ class Reader:
 
     def _read_choice(self, name: str, node: yaml.ScalarNode, schema: Schema) -> Any:
         choices = schema.get("enum")
-        if choices is None or node.value in choices:
+        if choices is None:
             return node.value
         # Upper case is accepted, as in `log_level: INFO`: no two choices differ in case only. So is the boolean that
         # other parsers read for `no`.
@@ -348,7 +348,7 @@ class Reader:
         missing = [key for key in schema["required"] if key not in entry]
         if missing and not unknown:
             return self._refuse(node, f"`{name}` has no `{missing[0]}`", f"write its `{missing[0]}`")
-        return INVALID if unknown or missing or INVALID in entry.values() else entry
+        return INVALID if unknown or INVALID in entry.values() else entry
 
     def _refuse(self, node: yaml.Node, found: str, remedy: str) -> Any:
         self.problems.append(Problem(self.locate(node), found, remedy))
