@@ -112,10 +112,9 @@ def read_yaml(path: Path) -> Any:
         ConfigError: The file cannot be read or has problems of syntax.
     """
     problems: list[Problem] = []
-    text = read_text(path, problems)
-    if text is not None:
-        compose(text, str(path), problems)
-    if text is None or problems:
+    text = read_text(path, problems) or ""
+    compose(text, str(path), problems)
+    if problems:
         raise ConfigError(*problems)
     try:
         return yaml.safe_load(text)
@@ -497,8 +496,7 @@ def read_constants(text: str) -> dict[str, Any]:
     Raises:
         ValueError: The text is not a call of a plain name with literal keyword arguments only.
     """
-    called = ast.parse(text, mode="eval").body
-    is_plain = isinstance(called, ast.Call) and isinstance(called.func, ast.Name) and not called.args
-    if not isinstance(called, ast.Call) or not is_plain or None in [keyword.arg for keyword in called.keywords]:
-        raise ValueError("write name=value between the parentheses")
-    return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in called.keywords}
+    match ast.parse(text, mode="eval").body:
+        case ast.Call(func=ast.Name(), args=[], keywords=given) if all(keyword.arg for keyword in given):
+            return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in given}
+    raise ValueError("write name=value between the parentheses")

@@ -124,8 +124,7 @@ def load_pipeline(path: Path, output_dir: str | None = None) -> Pipeline:
         reader.problems.append(Problem(f"{path}: output_dir", f"is {text[:120]!r}", NO_VARIABLES))
     folder = Path(expand_home(text))
     stages = reader.read(document["stages"], folder)
-    entries = document.get("environment")
-    environment = reader.read_environment(entries if isinstance(entries, Mapping) else {})
+    environment = reader.read_environment(document.get("environment"))
     if not reader.problems:
         return Pipeline(folder, environment, stages)
     # Once each: a stage of a loop is parsed once per round.
@@ -160,9 +159,9 @@ class _Reader:
         self.entries: set[str] = set()
         """Names of all entries of the file, including those that are not parsed yet."""
 
-    def read_environment(self, entries: Mapping[Any, Any]) -> dict[str, str]:
-        """Parse ``environment``; problems are added to ``self.problems``."""
-        environment = {str(name): _write(value) for name, value in entries.items()}
+    def read_environment(self, entries: Any) -> dict[str, str]:
+        """Parse ``environment``, if it is a mapping; problems are added to ``self.problems``."""
+        environment = {str(name): _write(value) for name, value in entries.items()} if isinstance(entries, dict) else {}
         for name, value in environment.items():
             where = f"{self.path}: environment.{name}"
             if not _VARIABLE_NAME.fullmatch(name):
@@ -240,14 +239,12 @@ class _Reader:
         """Return the kind of a stage: recipe, command or program; ``None`` for an invalid entry."""
         if not isinstance(entry, Mapping):
             self._refuse(where, "is not a stage", "write {recipe: ..., config: ...}")
-            return None
-        if not self.has_shape(where, entry, "stage"):
-            return None
-        kinds = [kind for kind in _KINDS if entry.get(kind)]
-        if len(kinds) != 1:
+        elif self.has_shape(where, entry, "stage"):
+            kinds = [kind for kind in _KINDS if entry.get(kind)]
+            if len(kinds) == 1:
+                return kinds[0]
             self._refuse(where, f"has {len(kinds)} of {', '.join(_KINDS)}", "write one of them")
-            return None
-        return kinds[0]
+        return None
 
     def _remember(self, name: str, stages: Sequence[Stage]) -> None:
         self.groups[name] = [stage.name for stage in stages]
