@@ -11,10 +11,14 @@ from recipes_lib.errors import (
     ConfigError,
     DataError,
     DivergedError,
+    LostPeerError,
+    PreemptedError,
     Problem,
     UserError,
     collect_problems,
+    escape_controls,
     explain_refusal,
+    list_first,
     merge_alike,
     raise_problems,
     suggest,
@@ -36,6 +40,14 @@ def test_error_message_lists_every_problem():
 def test_exit_codes():
     assert UserError().exit_code == ConfigError().exit_code == DataError().exit_code == 2
     assert DivergedError("nan").exit_code == 3
+    # `code`: what Python exits with if nothing catches it.
+    for error, code in ((PreemptedError("stopped"), 75), (LostPeerError("stopped"), 1)):
+        assert (error.code, error.exit_code, str(error)) == (code, code, "stopped")
+
+
+def test_names_beyond_three_are_counted_and_control_characters_escaped() -> None:
+    assert [list_first("abc"), list_first("abcde")] == ["a, b, c", "a, b, c and 2 more"]
+    assert escape_controls("ä\n\x1b[2J") == "ä\\n\\x1b[2J"
 
 
 def long_row(line: int, tokens: int, file: str = "a.jsonl") -> Problem:
@@ -81,6 +93,9 @@ def test_collect_problems_catches_data_errors_only() -> None:
 
 def test_problems_beyond_limit_are_counted():
     raise_problems([], "nothing")
+    with pytest.raises(DataError) as caught:
+        raise_problems([Problem("file", "broken")] * 20, "data")
+    assert len(caught.value.problems) == 20
     with pytest.raises(DataError) as caught:
         raise_problems([Problem(f"file {number}", "broken") for number in range(26)], "data")
     assert len(caught.value.problems) == 21

@@ -103,6 +103,7 @@ def test_non_finite_numbers_round_trip(tmp_path) -> None:
     text = json.dumps(spell_numbers(record), allow_nan=False)
     assert text == '{"loss": "nan", "losses": ["-inf", 1.5], "norms": {"a": "inf"}, "step": 3, "name": "x"}'
     assert parse_number(json.loads(text)["losses"][0]) == float("-inf")
+    assert [parse_number(value) for value in (1.5, 3, "1", True, None, [1])] == [1.5, 3, None, None, None, None]
 
 
 def test_replace_record_is_atomic(tmp_path, monkeypatch) -> None:
@@ -197,6 +198,10 @@ def test_atomic_file_replaces_after_successful_block_only(tmp_path):
     # A new inode: a reader that has the old file open reads it to its end.
     assert path.stat().st_ino != inode
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "b"]
+    tmp_path.chmod(0o755)
+    with atomic_file(path) as partial:
+        partial.touch(0o600)  # As safetensors 0.8 creates it.
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
 
 
 def test_atomic_folder_is_renamed_after_successful_block_only(tmp_path: Path) -> None:

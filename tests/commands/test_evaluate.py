@@ -163,8 +163,8 @@ def write_status(run: Path, status: str) -> None:
 
 def run_here(words: Sequence[Any], **_: Any) -> subprocess.CompletedProcess[str]:
     """Stand-in for ``subprocess.run``: run the command in this process."""
-    assert words[:3] == [sys.executable, "-m", "recipes_lib.cli"]
-    return subprocess.CompletedProcess(words, run_recipes([str(word) for word in words[3:]]))
+    assert words[:4] == [sys.executable, "-P", "-m", "recipes_lib.cli"]
+    return subprocess.CompletedProcess(words, run_recipes([str(word) for word in words[4:]]))
 
 
 def test_watch_evaluates_each_complete_checkpoint_once(
@@ -194,10 +194,10 @@ class RecordedCommands:
         self.code = 0
 
     def __call__(self, words: Sequence[Any], **_: Any) -> subprocess.CompletedProcess[str]:
-        self.commands.append(words[3])
-        if words[3] == "export":
+        self.commands.append(words[4])
+        if words[4] == "export":
             return run_here(words)
-        assert (Path(words[4]) / "model.safetensors").exists()
+        assert (Path(words[5]) / "model.safetensors").exists()
         if not self.code:
             (Path(words[words.index("--output_dir") + 1]) / "eval.json").write_text("{}")
         return subprocess.CompletedProcess(words, self.code)

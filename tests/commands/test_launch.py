@@ -50,8 +50,8 @@ def compose(monkeypatch, capsys):
             monkeypatch.setenv(name, value)
         assert launching.main(["--config", CONFIG, "--dry_run", *flags]) == 0
         command = shlex.split(capsys.readouterr().err.splitlines()[1])
-        assert command[:4] == [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-        return launch_command_parser().parse_args(command[4:])
+        assert command[:5] == [sys.executable, "-P", "-m", "accelerate.commands.accelerate_cli", "launch"]
+        return launch_command_parser().parse_args(command[5:])
 
     return compose
 

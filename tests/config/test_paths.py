@@ -16,6 +16,8 @@ from recipes_lib.errors import ConfigError
     "line",
     [
         "chat_template_path: template.jinja",
+        "chat_template_path: template",
+        "replay_from: gone",
         "tokenizer_name_or_path: ./tokenizer",
         "dataset_test_split: held_out.jsonl",
         "dataset_test_split: ./test",
@@ -28,6 +30,12 @@ def test_missing_or_invalid_path_is_refused(problems_of, tmp_path: Path, line: s
     (tmp_path / "file").touch()
     (problem,) = problems_of(line.format(file=tmp_path / "file") + "\n")
     assert problem.where == "recipe.yaml:5"
+
+
+def test_chat_template_of_the_hub_is_downloaded_first(problems_of) -> None:
+    """TRL also accepts a repository."""
+    (problem,) = problems_of("chat_template_path: owner/model\n")
+    assert "hf download owner/model chat_template.jinja" in problem.remedy
 
 
 @pytest.mark.parametrize("split", ["test", "test_sft", "train[90%:]", "v1.5"])

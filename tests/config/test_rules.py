@@ -383,6 +383,11 @@ def test_invalid_value_is_not_also_reported_as_incompatible(problems_of) -> None
     assert len(problems_of("max_length: x\noverlong: drop\n")) == 1
 
 
+def test_key_without_effect_is_accepted_at_its_default(problems_of) -> None:
+    assert not problems_of("replay_share: 0.05\n")
+    assert len(problems_of("replay_share: 0.1\n")) == 1
+
+
 def test_flag_drops_file_key_that_it_makes_ineffective(write, minimal_text: str) -> None:
     path = write(minimal_text + "num_train_epochs: 3\neval_steps: 10\n")
     config = load_config("sft", ["--config", str(path), "--max_steps", "2", "--eval_strategy", "no"])

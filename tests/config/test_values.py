@@ -39,7 +39,7 @@ def read(line: str) -> tuple[Any, list[Problem]]:
         ("run_name: 2026-11-21", "2026-11-21"),
         ("run_name: 'null'", "null"),
         ("trackio_static_space_id: false", False),
-        ("trackio_static_space_id: 'false'", "false"),
+        ("activation_checkpointing: 'true'", True),
         ("report_to: wandb", "wandb"),
         ("report_to: [wandb, trackio]", ["wandb", "trackio"]),
         ("lr_scheduler_kwargs: {min_lr: 1e-6, decay: cosine}", {"min_lr": 1e-6, "decay": "cosine"}),
@@ -69,6 +69,8 @@ def test_value_is_converted_to_declared_type(line: str, value: Any) -> None:
     [
         ("learning_rate: fast", "number"),
         ("learning_rate: .nan", "number"),
+        ("learning_rate: 1e999", "number"),
+        ("learning_rate: 5x", "write a number"),
         ("learning_rate: -1e-5", "above 0"),
         ("learning_rate: [1e-5]", "number"),
         ("max_steps: 1.5", "whole number"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -30,7 +31,13 @@ def test_recipe_stage_command_line(tmp_path: Path) -> None:
     assert dict(zip(stage.argv[::2], stage.argv[1::2], strict=True)) == {**expected, "--output_dir": str(stage.output)}
     assert stage.files == (Path("a.yaml"),)
     (stage,) = read(tmp_path, "stages: {sft: {recipe: sft, config: a.yaml, launch: fsdp2}}").stages
-    assert stage.words[1:8] == ["-m", "recipes_lib.cli", "launch", "--recipe", "sft", "--hardware", "fsdp2"]
+    assert stage.words[1:9] == ["-P", "-m", "recipes_lib.cli", "launch", "--recipe", "sft", "--hardware", "fsdp2"]
+
+
+def test_script_in_working_directory_replaces_no_module(tmp_path: Path) -> None:
+    (tmp_path / "tokenize.py").write_text("raise SystemExit('the module of a user')")
+    (stage,) = read(tmp_path, "stages: {a: {command: --version}}").stages
+    subprocess.run(stage.words, cwd=tmp_path, check=True)
 
 
 def test_references_become_needs(tmp_path: Path) -> None:
@@ -53,7 +60,7 @@ stages:
     other, scores = pipeline.stages[2:]
     assert other.words == ["echo", f"{tmp_path}/out/sft/x"]
     assert other.output == tmp_path / "out" / "o.txt"
-    assert scores.words[1:4] == ["-m", "recipes_lib.cli", "eval"]
+    assert scores.words[1:5] == ["-P", "-m", "recipes_lib.cli", "eval"]
 
 
 def test_rounds_pass_previous_output(tmp_path: Path) -> None:
@@ -146,6 +153,8 @@ def test_values_are_passed_as_yaml(tmp_path: Path) -> None:
     assert pipeline.environment == {"DAY": "2024-01-31", "N": "1"}
     (stage,) = read(tmp_path, "stages: {a: {run: [x, true, null, 1, 2024-01-31]}}").stages
     assert stage.words == ["x", "true", "null", "1", "2024-01-31"]
+    (stage,) = read(tmp_path, "stages: {a: {recipe: sft, set: {seed: 1e-5, a: {b: [1e-5, 1.5e3, 1e, e5]}}}}").stages
+    assert stage.argv[1:4] == ["1e-5", "--a", '{"b": [1e-5, 1.5e3, "1e", "e5"]}']
 
 
 def test_home_folder_is_expanded_as_in_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,8 +285,9 @@ def test_invalid_file_is_rejected_with_location(tmp_path: Path, text: str, messa
         ("stages: {a: {recip: sft}, b: {recipe: no}, c: {run: '${d.output}'}}", 3),
         ("stages: {a: {run: x, matrix: {seed: []}}, b: {run: 'y ${a.output}'}}", 1),
         ("stages: {a: {recip: sft}, b: {run: 'y ${a.output}', needs: [a]}}", 1),
+        ("output: x\noutput_dir: 5\nenvironment: [A]\nstages: {a: {recip: sft}}", 4),
     ],
-    ids=["independent", "empty sweep and its dependent", "invalid stage and its dependent"],
+    ids=["independent", "empty sweep and its dependent", "invalid stage and its dependent", "file and stage"],
 )
 def test_problems_are_reported_together_and_once(tmp_path: Path, text: str, num_problems: int) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -125,7 +125,7 @@ def _evaluate_checkpoint(checkpoint: Path, folder: Path, flags: Sequence[str]) -
     """Run ``recipes eval`` in a subprocess, on a link or an export of a checkpoint's weights; return its exit code."""
     from recipes_lib.training.checkpoints.manifest import is_complete
 
-    recipes, model, code = [sys.executable, "-m", "recipes_lib.cli"], folder / "model", EXIT_DONE
+    recipes, model, code = [sys.executable, "-P", "-m", "recipes_lib.cli"], folder / "model", EXIT_DONE
     shutil.rmtree(model, ignore_errors=True)
     try:
         if list(checkpoint.glob("*.safetensors")):

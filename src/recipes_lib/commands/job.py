@@ -313,7 +313,7 @@ def _submit(options: argparse.Namespace, pipeline: Pipeline, stage: Stage, neede
 def _describe(options: argparse.Namespace, pipeline: Pipeline, stage: Stage) -> dict[str, Any]:
     """Return the template variables of the batch script of a stage, as ``describe_job`` for ``recipes run --only``."""
     num_nodes, gpus_per_node = (options.num_nodes, options.gpus_per_node) if stage.launch else (1, 1)
-    command = [sys.executable, "-m", "recipes_lib.cli", "run", str(options.pipeline), "--only", stage.name]
+    command = [sys.executable, "-P", "-m", "recipes_lib.cli", "run", str(options.pipeline), "--only", stage.name]
     command += ["--output_dir", str(pipeline.output_dir)]
     command += ["--launcher", shlex.join(SRUN)] if num_nodes > 1 else []
     return {

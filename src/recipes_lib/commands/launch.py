@@ -236,7 +236,7 @@ def _execute(command: Sequence[str], *, is_alone: bool) -> None:
 
 def compose(file: Path, script: Sequence[str], machines: Machines, num_processes: int) -> list[str]:
     """Return the command of accelerate; ``--config_file`` keeps it from reading the user's ``default_config.yaml``."""
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(file)]
+    command = [sys.executable, "-P", "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(file)]
     command += ["--num_processes", str(num_processes), "--num_machines", str(machines.num_machines)]
     if machines.num_machines > 1:
         command += ["--machine_rank", str(machines.machine_rank)]

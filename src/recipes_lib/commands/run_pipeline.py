@@ -315,9 +315,8 @@ def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | 
         cost = "" if price is None or plan.hours is None else f"{plan.hours * plan.num_gpus * price:,.2f}"
         hours = "" if plan.hours is None else f"{plan.hours:.2f}"
         rows.append((name, str(plan.num_gpus or ""), memory, hours, cost))
-    known = [plan for plan in plans.values() if plan.hours is not None]
-    total = sum(plan.hours or 0 for plan in known)
-    spent = sum((plan.hours or 0) * plan.num_gpus for plan in known)
+    total = sum(plan.hours or 0 for plan in plans.values())
+    spent = sum((plan.hours or 0) * plan.num_gpus for plan in plans.values())
     rows.append(("in all", "", "", f"{total:.2f}", "" if price is None else f"{spent * price:,.2f}"))
     unknown = [name for name, plan in plans.items() if plan.hours is None]
     note = [f"without the time of {', '.join(unknown)}"] if unknown else []

@@ -37,7 +37,7 @@ def expand_home(text: str) -> str:
     Raises:
         ConfigError: The user has no home folder.
     """
-    if text != "~" and not text.startswith("~/"):
+    if not text.startswith("~/"):
         return text
     try:
         return str(Path.home()) + text[1:]
@@ -111,6 +111,8 @@ def check_exists(where: str, key: str, text: str) -> Iterator[Problem]:
     # `find_shipped`: the package's own templates (`recipes/configs/chat_templates/...`) need no checkout.
     if not is_local(str(find_shipped(Path(text)))):
         remedy = suggest_sibling(text) or "correct the path; it is relative to the working directory"
+        if key == "chat_template_path" and _HUB_ID.fullmatch(text) and "/" in text:
+            remedy += f", or download it: hf download {text} chat_template.jinja --local-dir ."
         yield Problem(where, f"`{key}` does not exist: {text[:120]!r}", remedy)
 
 

@@ -112,10 +112,9 @@ def read_yaml(path: Path) -> Any:
         ConfigError: The file cannot be read or has problems of syntax.
     """
     problems: list[Problem] = []
-    text = read_text(path, problems)
-    if text is not None:
-        compose(text, str(path), problems)
-    if text is None or problems:
+    text = read_text(path, problems) or ""
+    compose(text, str(path), problems)
+    if problems:
         raise ConfigError(*problems)
     try:
         return yaml.safe_load(text)
@@ -156,7 +155,7 @@ def compose(text: str, name: str, problems: list[Problem], syntax_remedy: str = 
         syntax_remedy: Remedy for every syntax error; by default it depends on the error.
     """
     try:
-        loader = _Loader(text)
+        loader = _Loader(text, name)
         node: yaml.Node | None = loader.get_single_node()
     except yaml.reader.ReaderError as error:
         line, found = text.count("\n", 0, error.position), f"the character #x{error.character:04x}"
@@ -164,57 +163,51 @@ def compose(text: str, name: str, problems: list[Problem], syntax_remedy: str = 
         remedy = "delete it" if error.character else "delete it, or save the file as UTF-8 if it is UTF-16"
     except yaml.MarkedYAMLError as error:
         found = " ".join(part for part in (error.context, error.problem) if part)
-        marks = [mark for mark in (error.context_mark, error.problem_mark) if mark] or [yaml.Mark("", 0, 0, 0, "", 0)]
+        marks = [mark for mark in (error.context_mark, error.problem_mark) if mark]
         line = marks[0 if found.endswith(_BEGINS_THERE) else -1].line
         remedy = next((remedy for sign, remedy in _REMEDIES if sign in found), "correct the YAML syntax here")
         remedy = syntax_remedy or remedy.format(opened=marks[0].line + 1)
-    except _RefusedError as error:
-        line, found, remedy = error.line, error.found, error.remedy
+    except ConfigError as error:
+        problems += error.problems
+        return None
     except (ValueError, OverflowError):
         # PyYAML passes escapes such as "\\U99999999" to `chr` unchecked.
         line, found, remedy = loader.get_mark().line, "an escape that is not a character", "correct or quote the value"
     else:
-        problems += [Problem(f"{name}:{error.line + 1}", error.found, error.remedy) for error in loader.refused]
+        problems += loader.refused
         return node
     problems.append(Problem(f"{name}:{line + 1}", found, remedy))
     return None
-
-
-class _RefusedError(Exception):
-    """Valid YAML that configurations do not support."""
-
-    def __init__(self, found: str, remedy: str, line: int) -> None:
-        super().__init__(found)
-        self.found, self.remedy, self.line = found, remedy, line
 
 
 class _Loader(yaml.SafeLoader):
     """YAML loader that joins surrogate pairs; rejects aliases, merge keys, tags, deep nesting, unpaired surrogates.
 
     Attributes:
-        refused: Refused keys, which are left out; tags, which are ignored; and aliases, tagged ``_REFUSED``.
+        name: File name or flag, for locations.
+        refused: Problems: refused keys, which are left out; tags, which are ignored; and aliases, tagged ``_REFUSED``.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, name: str) -> None:
         super().__init__(text)
-        self.depth, self.refused = 0, list[_RefusedError]()
+        self.name, self.depth, self.refused = name, 0, list[Problem]()
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Compose a mapping with distinct scalar keys; others are left out and added to ``refused``."""
         node, kept = super().compose_mapping_node(anchor), dict[str, tuple[yaml.Node, yaml.Node]]()
         for key, value in node.value:
-            line = int(key.start_mark.line)
+            where = f"{self.name}:{key.start_mark.line + 1}"
             if not isinstance(key, yaml.ScalarNode):
-                self.refused.append(_RefusedError("a key is a list or a mapping", "write a plain name", line))
+                self.refused.append(Problem(where, "a key is a list or a mapping", "write a plain name"))
             elif key.tag == "tag:yaml.org,2002:merge":
                 # One problem with the alias that it merges.
-                self.refused = [error for error in self.refused if error.line != line]
-                self.refused.append(_RefusedError("a merge key (<<)", "write its keys themselves", line))
+                self.refused = [problem for problem in self.refused if problem.where != where]
+                self.refused.append(Problem(where, "a merge key (<<)", "write its keys themselves"))
             # PyYAML would silently keep the last one.
             elif key.value in kept:
                 first = kept[key.value][0].start_mark
                 found = f"`{escape_controls(key.value[:60])}` is repeated; it is already set in line {first.line + 1}"
-                self.refused.append(_RefusedError(found, "keep one of the two", line))
+                self.refused.append(Problem(where, found, "keep one of the two"))
             else:
                 kept[key.value] = (key, value)
         node.value = list(kept.values())
@@ -223,18 +216,18 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Compose one node; raise for nesting and surrogates, of which nothing can be kept."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-        line = int(event.start_mark.line)
+        where = f"{self.name}:{event.start_mark.line + 1}"
         # Nested aliases expand exponentially ("billion laughs"), and deep nesting raises RecursionError.
         if self.check_event(yaml.AliasEvent):
             self.get_event()  # type: ignore[no-untyped-call]
-            self.refused.append(_RefusedError("the value is an alias (*name)", "write the value itself", line))
+            self.refused.append(Problem(where, "the value is an alias (*name)", "write the value itself"))
             return yaml.ScalarNode(_REFUSED, "", event.start_mark, event.end_mark)
         if event.tag is not None:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")
             found = f"the value has the YAML tag {tag[:40]}"
-            self.refused.append(_RefusedError(found, "delete the tag; quote a text", line))
+            self.refused.append(Problem(where, found, "delete the tag; quote a text"))
         if self.depth > _MAX_DEPTH:
-            raise _RefusedError(f"more than {_MAX_DEPTH} levels deep", "nest it less", line)
+            raise ConfigError(Problem(where, f"more than {_MAX_DEPTH} levels deep", "nest it less"))
         self.depth += 1
         node: yaml.Node | None = super().compose_node(parent, index)
         self.depth -= 1
@@ -244,7 +237,7 @@ class _Loader(yaml.SafeLoader):
                 node.value = node.value.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
             except UnicodeDecodeError as error:
                 found, remedy = "an escape is an unpaired surrogate", "write the character itself"
-                raise _RefusedError(found, remedy, line) from error
+                raise ConfigError(Problem(where, found, remedy)) from error
         return node
 
 
@@ -298,8 +291,8 @@ class Reader:
             return None if "null" in kinds else self._refuse(node, f"`{name}` has no value", remedy)
         if plain and text == "None" and "null" in kinds:
             return self._refuse(node, f"`{name}` is the text 'None'", "write null")
-        # A quoted "true" is a string for keys that accept strings, else a boolean.
-        if "boolean" in kinds and text.lower() in BOOLEANS and (plain or "string" not in kinds):
+        # Also in quotes.
+        if "boolean" in kinds and text.lower() in BOOLEANS:
             return BOOLEANS[text.lower()]
         if "string" in kinds:
             return self._read_choice(name, node, schema)
@@ -310,7 +303,7 @@ class Reader:
 
     def _read_choice(self, name: str, node: yaml.ScalarNode, schema: Schema) -> Any:
         choices = schema.get("enum")
-        if choices is None or node.value in choices:
+        if choices is None:
             return node.value
         # Upper case is accepted, as in `log_level: INFO`: no two choices differ in case only. So is the boolean that
         # other parsers read for `no`.
@@ -348,7 +341,7 @@ class Reader:
         missing = [key for key in schema["required"] if key not in entry]
         if missing and not unknown:
             return self._refuse(node, f"`{name}` has no `{missing[0]}`", f"write its `{missing[0]}`")
-        return INVALID if unknown or missing or INVALID in entry.values() else entry
+        return INVALID if unknown or INVALID in entry.values() else entry
 
     def _refuse(self, node: yaml.Node, found: str, remedy: str) -> Any:
         self.problems.append(Problem(self.locate(node), found, remedy))
@@ -504,8 +497,7 @@ def read_constants(text: str) -> dict[str, Any]:
     Raises:
         ValueError: The text is not a call of a plain name with literal keyword arguments only.
     """
-    called = ast.parse(text, mode="eval").body
-    is_plain = isinstance(called, ast.Call) and isinstance(called.func, ast.Name) and not called.args
-    if not isinstance(called, ast.Call) or not is_plain or None in [keyword.arg for keyword in called.keywords]:
-        raise ValueError("write name=value between the parentheses")
-    return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in called.keywords}
+    match ast.parse(text, mode="eval").body:
+        case ast.Call(func=ast.Name(), args=[], keywords=given) if all(keyword.arg for keyword in given):
+            return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in given}
+    raise ValueError("write name=value between the parentheses")

@@ -43,6 +43,8 @@ _REQUIREMENT: Final = re.compile(
 _RESERVED: Final = ("pipeline.json", "index.html", "jobs")
 """Names in the output folder that `recipes run` writes itself."""
 _SHELL_OPERATORS: Final = {"&&", "||", "|", ";", "&", ">", ">>", "<"}
+_EXPONENTIAL: Final = re.compile(r'"([-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+)"')
+"""A number in a JSON text that PyYAML reads as a string, unlike configurations: ``1e-5``."""
 _VARIABLE_NAME: Final = re.compile(r"[^\W\d]\w*", re.ASCII)
 
 
@@ -116,15 +118,15 @@ def load_pipeline(path: Path, output_dir: str | None = None) -> Pipeline:
     if not isinstance(document, Mapping) or not isinstance(document.get("stages"), Mapping) or not document["stages"]:
         raise ConfigError(Problem(str(path), "has no `stages`", f"write {_KEYS['pipeline']['stages']['example']}"))
     reader = _Reader(path)
-    if reader.has_shape(str(path), document, "pipeline"):
-        text = output_dir or document.get("output_dir") or "runs"
-        if VARIABLE.search(text):
-            raise ConfigError(Problem(f"{path}: output_dir", f"is {text[:120]!r}", NO_VARIABLES))
-        folder = Path(expand_home(text))
-        stages = reader.read(document["stages"], folder)
-        environment = reader.read_environment(document.get("environment") or {})
-        if not reader.problems:
-            return Pipeline(folder, environment, stages)
+    reader.has_shape(str(path), document, "pipeline")
+    text = output_dir or str(document.get("output_dir") or "runs")
+    if VARIABLE.search(text):
+        reader.problems.append(Problem(f"{path}: output_dir", f"is {text[:120]!r}", NO_VARIABLES))
+    folder = Path(expand_home(text))
+    stages = reader.read(document["stages"], folder)
+    environment = reader.read_environment(document.get("environment"))
+    if not reader.problems:
+        return Pipeline(folder, environment, stages)
     # Once each: a stage of a loop is parsed once per round.
     raise ConfigError(*dict.fromkeys(reader.problems))
 
@@ -157,9 +159,9 @@ class _Reader:
         self.entries: set[str] = set()
         """Names of all entries of the file, including those that are not parsed yet."""
 
-    def read_environment(self, entries: Mapping[Any, Any]) -> dict[str, str]:
-        """Parse ``environment``; problems are added to ``self.problems``."""
-        environment = {str(name): _write(value) for name, value in entries.items()}
+    def read_environment(self, entries: Any) -> dict[str, str]:
+        """Parse ``environment``, if it is a mapping; problems are added to ``self.problems``."""
+        environment = {str(name): _write(value) for name, value in entries.items()} if isinstance(entries, dict) else {}
         for name, value in environment.items():
             where = f"{self.path}: environment.{name}"
             if not _VARIABLE_NAME.fullmatch(name):
@@ -237,14 +239,12 @@ class _Reader:
         """Return the kind of a stage: recipe, command or program; ``None`` for an invalid entry."""
         if not isinstance(entry, Mapping):
             self._refuse(where, "is not a stage", "write {recipe: ..., config: ...}")
-            return None
-        if not self.has_shape(where, entry, "stage"):
-            return None
-        kinds = [kind for kind in _KINDS if entry.get(kind)]
-        if len(kinds) != 1:
+        elif self.has_shape(where, entry, "stage"):
+            kinds = [kind for kind in _KINDS if entry.get(kind)]
+            if len(kinds) == 1:
+                return kinds[0]
             self._refuse(where, f"has {len(kinds)} of {', '.join(_KINDS)}", "write one of them")
-            return None
-        return kinds[0]
+        return None
 
     def _remember(self, name: str, stages: Sequence[Stage]) -> None:
         self.groups[name] = [stage.name for stage in stages]
@@ -417,7 +417,7 @@ def _find_words(kind: str, entry: Mapping[str, Any], named: list[str]) -> list[s
     """Return the program of a stage and its first words, which ``Stage.argv`` follows."""
     if kind == "run":
         return named
-    recipes = [sys.executable, "-m", "recipes_lib.cli"]
+    recipes = [sys.executable, "-P", "-m", "recipes_lib.cli"]
     if kind == "command":
         return [*recipes, *named]
     if "launch" in entry:
@@ -428,8 +428,9 @@ def _find_words(kind: str, entry: Mapping[str, Any], named: list[str]) -> list[s
 def _write(value: Any) -> str:
     """Return a YAML value as the text of a flag or an environment variable."""
     # Numbers, booleans, lists and mappings as JSON, which is YAML; a date as it was written.
-    is_json = isinstance(value, bool | int | float | list | dict | None)
-    return json.dumps(value, default=str) if is_json else str(value)
+    if not isinstance(value, bool | int | float | list | dict | None):
+        return str(value)
+    return _EXPONENTIAL.sub(r"\1", json.dumps(value, default=str))
 
 
 def holds(wanted: str, value: float) -> bool:

@@ -48,6 +48,8 @@ from recipes_lib.errors import ConfigError
         ("recipes/mine", {"rl": "ipo", "adapter": "qlora", "load_in_4bit": True}, "dpo", "ipo"),
         ("recipes/mine", {"stage": "rm", "finetuning_type": "full"}, "reward", None),
         ("recipes/mine", {"adapter": "lora"}, "lora", None),
+        ("recipes/mine", {"stage": "dpo", "packing": False, "finetuning_type": "lora"}, "dpo", None),
+        ("sft/mine", {"stage": "sft", "finetuning_type": "lora", "beta": 0.1}, "lora", None),
     ],
 )
 def test_method_is_inferred_from_keys_then_from_names(name: str, values: dict, recipe: str, loss: str | None) -> None:

@@ -229,6 +229,7 @@ def test_synonyms_are_renamed_and_marked_for_review(write) -> None:
     [
         ("dpo", "adapter: qlora\nload_in_4bit: true", {"use_peft": True, "load_in_4bit": True}, ""),
         ("lora", "adapter: lora\nlora_target_linear: true", {"use_peft": True}, ""),
+        ("lora", "adapter: lora\nlora_target_linear: true\nlora_target_modules: [q_proj]", {"use_peft": True}, ""),
         ("lora", "finetuning_type: lora\nlora_target: all", {"use_peft": True}, ""),
         ("sft", "finetuning_type: full", {}, ""),
         ("dpo", "pref_loss: ipo", {"loss_type": "ipo"}, ""),

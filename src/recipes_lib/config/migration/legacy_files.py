@@ -97,13 +97,16 @@ def _is_foreign(method: Any) -> bool:
 
 def _narrow(values: Mapping[str, Any]) -> tuple[list[str], Sequence[str]]:
     """Return the keys that identify the recipe, and the possible recipes, the most likely first."""
-    evidence = {key: recipes for key, recipes in _RECIPES_OF_KEYS.items() if values.get(key) is not None}
+    # What LLaMA-Factory and axolotl train is named by one key: `packing: false` may stand beside `stage: dpo`.
+    named = {key: _RECIPE_OF_WORDS.get(str(values.get(key)).lower()) for key in ("stage", "rl")}
+    evidence = {key: ["sft", "lora"] if recipe == "sft" else [recipe] for key, recipe in named.items() if recipe}
+    evidence |= {key: recipes for key, recipes in _RECIPES_OF_KEYS.items() if values.get(key) is not None}
     losses = values.get("loss_type")
     for loss in losses if isinstance(losses, list) else [losses]:
         if loss in load_table("dpo").keys["loss_type"].schema["items"]["enum"]:
-            evidence["loss_type"] = ("dpo",)
+            evidence["loss_type"] = ["dpo"]
         elif loss in load_table("grpo").keys["loss_type"].schema["enum"]:
-            evidence["loss_type"] = ("grpo", "rloo")
+            evidence["loss_type"] = ["grpo", "rloo"]
     keys: list[str] = []
     possible: Sequence[str] = RECIPE_NAMES
     # A key that contradicts those before it is ignored.

@@ -143,6 +143,8 @@ class _Rewriter:
             self._give_way(entries["warmup_steps"], "warmup_ratio")
         if values.get("assistant_only_loss") is True and values.get("completion_only_loss", True) is False:
             self._give_way(entries["completion_only_loss"], "assistant_only_loss")
+        if values.get("lora_target_linear") is True and values.get("lora_target_modules"):
+            self._give_way(entries["lora_target_modules"], "lora_target_linear")
         recipe = self.table.recipe
         if recipe in ("ppo", "rloo") and values.get("sft_model_path") and values.get("model_name_or_path"):
             # TRL's PPO loaded the policy from `sft_model_path`, and only the tokenizer from `model_name_or_path`.
