@@ -485,15 +485,25 @@ def test_checkpoint_deleted_during_retry_is_skipped(hub, run, publish):
     assert "checkpoint-10 is not published: it was deleted in the meantime" in publish.lines[0]
 
 
-def test_new_model_replaces_weights_and_keeps_user_files(hub, run, publish):
-    shards = {f"model-0000{number}-of-00002.safetensors": b"old" for number in (1, 2)}
+def test_new_model_replaces_older_one_and_keeps_user_files(hub, run, publish):
+    shards = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
     files = hub.repositories["me/mine"].branches["main"][-1].files
-    files |= shards | {"model.safetensors.index.json": b"{}", "NOTES.md": b"the user's own"}
+    older = {*shards, "model.safetensors.index.json", "adapter_config.json", "reward_scale.json"}
+    files |= dict.fromkeys(older, b"{}") | {"NOTES.md": b"the user's own"}
     finish(run)
     publish()
     after = set(hub.repositories["me/mine"].find("main").files)
-    assert not after & {*shards, "model.safetensors.index.json"}
-    assert {"NOTES.md", "model.safetensors"} <= after
+    assert not after & older
+    assert {"NOTES.md", "model.safetensors", "config.json"} <= after
+
+
+def test_model_is_published_only_after_the_end_of_its_run(hub, run, publish):
+    """Its status is `done` before its card and report are written."""
+    save_checkpoint(run, 10)
+    Publication(finish(run), TARGET, {"hub_strategy": "every_save"}, publish.lines.append).publish_missing(
+        with_model=False
+    )
+    assert read_messages(hub) == ["checkpoint-10"]
 
 
 def test_last_checkpoint_folder_has_only_last_checkpoint(hub, run, publish):

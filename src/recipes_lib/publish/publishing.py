@@ -54,7 +54,11 @@ PAUSE_SECONDS: Final = 120.0
 SECONDS_BETWEEN_LOOKS: Final = 0.5
 """Interval at which the background thread looks for new checkpoints."""
 _LOCK: Final = "_published.lock"
-_WEIGHT_FILES: Final = ("*.safetensors", "*.safetensors.index.json")
+_OF_ONE_MODEL: Final = (
+    *("*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json", "reward_scale.json"),
+)
+"""Patterns of files that belong to one model, and are deleted with it: transformers would load a merged model beside
+the ``adapter_config.json`` of its adapter as the base."""
 
 
 class DamagedError(Exception):
@@ -186,10 +190,10 @@ class Publication:
 
     def _list_deletions(self, contents: Contents, files: Files) -> Iterator[CommitOperationDelete]:
         for path in self._list_files(self._target.branch):
-            # Deleted: files of an older checkpoint in the state folder, and shards of an older model at the top.
-            is_stale = bool(contents.state) and path.startswith(f"{contents.state}/")
-            is_weight = "/" not in path and any(fnmatch.fnmatch(path, pattern) for pattern in _WEIGHT_FILES)
-            if (is_stale or is_weight) and path not in files:
+            # Deleted: files of an older checkpoint in the state folder, and of an older model at the top.
+            is_state = bool(contents.state) and path.startswith(f"{contents.state}/")
+            is_model = "/" not in path and any(fnmatch.fnmatch(path, pattern) for pattern in _OF_ONE_MODEL)
+            if (is_state or is_model) and path not in files:
                 yield CommitOperationDelete(path, is_folder=False)
 
     def _tag(self, tag: str, commit: str) -> None:
