@@ -205,7 +205,7 @@ def prune_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
 
 
 def verify_copy(student: PreTrainedModel, pruned: PreTrainedModel, folder: Path) -> None:
-    """Verify that a reloaded student equals the pruned model in memory, bit by bit.
+    """Verify that a reloaded student equals the pruned model in memory: tensors bit by bit, logits within rounding.
 
     Args:
         student: Student loaded from ``folder``.
@@ -218,7 +218,10 @@ def verify_copy(student: PreTrainedModel, pruned: PreTrainedModel, folder: Path)
     """
     own, expected = student.state_dict(), pruned.state_dict()
     differing = [name for name in expected if name not in own or not torch.equal(own[name], expected[name])]
-    if differing or not torch.equal(compute_probe_logits(student), compute_probe_logits(pruned)):
+    logits = compute_probe_logits(pruned)
+    # Experts round differently with another memory layout of the same weights.
+    shift, scale = (compute_probe_logits(student) - logits).abs().max(), logits.abs().max()
+    if differing or not shift <= scale * max(1e-4, 4 * torch.finfo(pruned.dtype).eps):
         what = f"the tensor {differing[0]}" if differing else "the logits"
         found = f"{type(pruned).__name__} cannot be pruned: {what} changed when {folder} was loaded again"
         raise ConfigError(Problem("--teacher", found, "name layers whose index in the model does not matter, or all"))
