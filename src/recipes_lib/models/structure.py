@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.inference import compute_probe_logits, evaluating, find_device, kernel_precision
 
 Read = Callable[[Tensor], Tensor]
+_UNTRAINED: Final = ("e_score_correction_bias", "expert_bias", "z_L_init")
+"""Ends of the names of parameters that are frozen by their architecture, such as biases for the choice of experts,
+which no gradient reaches; transformers 5.23 makes them trainable on loading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +257,8 @@ def is_outside(path: str, parts: list[str]) -> bool:
 
 
 def freeze_outside_text(model: Any) -> None:
-    """Freeze the modules outside the text model; they are saved with the model, but not trained."""
+    """Freeze modules outside the text model and what the architecture does not train; they are saved with the model."""
     parts = find_outside_text(model)
     for name, parameter in model.named_parameters():
-        if is_outside(name, parts):
+        if is_outside(name, parts) or name.endswith(_UNTRAINED):
             parameter.requires_grad_(False)
