@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.models.test_structure import SIZES, build_gpt2, build_llama
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, GraniteMoeConfig, GraniteMoeForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.inference import compute_probe_logits
@@ -22,7 +22,19 @@ def make_qwen2(num_layers: int) -> Any:
     return Qwen2ForCausalLM(Qwen2Config(**SIZES, **settings, num_hidden_layers=num_layers, attn_implementation="eager"))
 
 
-@pytest.mark.parametrize("make", [build_llama, build_gpt2, make_qwen2])
+def make_granite_moe(num_layers: int) -> Any:
+    """Experts, which round differently after reloading."""
+    torch.manual_seed(0)
+    sizes = {**SIZES, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_local_experts": 4}
+    config = GraniteMoeConfig(**sizes, num_hidden_layers=num_layers, attn_implementation="eager")
+    model = GraniteMoeForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    return model
+
+
+@pytest.mark.parametrize("make", [build_llama, build_gpt2, make_qwen2, make_granite_moe])
 @pytest.mark.parametrize("layers", [[2, 4], [4, 1, 3], [1, 2, 3, 4]])
 def test_selected_layers_are_copied_with_remaining_weights(make, layers, tmp_path) -> None:
     teacher = make(4)

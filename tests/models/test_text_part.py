@@ -2,9 +2,15 @@
 
 import pytest
 import torch
-from tests.models.adapter_models import build_model
+from tests.models.adapter_models import SHAPE, build_model
 from tests.models.vision_models import OUTSIDE, build_gemma3
-from transformers import AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    HrmTextConfig,
+    HrmTextForCausalLM,
+)
 
 from recipes_lib.config.schema import AdapterConfig, ModelConfig
 from recipes_lib.models.adapters.lora import add_adapter, check_layers, load_adapter
@@ -25,6 +31,27 @@ def test_trained_parameters_are_those_with_gradient_from_text(tmp_path):
     model = load_causal_lm(ModelConfig(model_name_or_path=str(tmp_path), dtype="float32"), "eager")
     assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == expected
     assert not any(name.startswith(OUTSIDE) for name in expected)
+
+
+def build_ernie():
+    return Ernie4_5_MoeForCausalLM(
+        Ernie4_5_MoeConfig(**SHAPE, moe_intermediate_size=8, moe_num_experts=4, moe_k=2, moe_layer_start_index=1)
+    )
+
+
+def build_hrm():
+    return HrmTextForCausalLM(HrmTextConfig(**SHAPE))
+
+
+@pytest.mark.parametrize("build", [build_ernie, build_hrm])
+def test_parameters_that_the_architecture_freezes_stay_frozen_on_loading(build, tmp_path):
+    """DDP ends at the second step if a trainable parameter gets no gradient."""
+    model = build()
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    model.save_pretrained(tmp_path)
+    loaded = load_causal_lm(ModelConfig(model_name_or_path=str(tmp_path), dtype="float32"), "eager")
+    assert frozen
+    assert {name for name, parameter in loaded.named_parameters() if not parameter.requires_grad} == frozen
 
 
 def test_find_layers_returns_layers_of_text_model():

@@ -125,7 +125,9 @@ class GenerateBackend(Generator):
         """Answer every prompt once, as one left-padded batch from which finished answers are removed."""
         device = find_device(policy)
         ids, mask = (part.to(device) for part in pad_left(prompts, self._sampling.pad_id))
-        uniforms, rows = uniforms.to(device), torch.arange(len(prompts), device=device)
+        # MPS has no float64.
+        uniforms = uniforms.to(device, torch.float32 if device.type == "mps" else torch.float64)
+        rows = torch.arange(len(prompts), device=device)
         length, done = self._sampling.response_length, 0
         # In the order of the prompts; `rows` are the indices of the answers that have not ended.
         response_ids = torch.full((len(prompts), length), self._sampling.pad_id, device=device)
@@ -346,7 +348,7 @@ class SampleByUniforms(LogitsProcessor):
     """
 
     def __init__(self, uniforms: Tensor, sampling: Sampling) -> None:
-        """Initialise with the ``uniforms`` of each token, ``float64 (B, T)`` in ``[0, 1)``."""
+        """Initialise with the ``uniforms`` of each token, ``float64 (B, T)`` in ``[0, 1)``, on MPS ``float32``."""
         self._uniforms = uniforms
         self._sampling = sampling
         self._logps = uniforms.new_empty(uniforms.shape, dtype=torch.float32)
@@ -357,7 +359,7 @@ class SampleByUniforms(LogitsProcessor):
         self._sampling.beat()
         logps = (scores[:, : self._sampling.num_tokens].float() / self._sampling.temperature).log_softmax(dim=-1)
         # In double precision: near 1, the spacing of float32 exceeds the probability of rare tokens.
-        cumulative = logps.double().exp_().cumsum_(dim=-1)
+        cumulative = logps.to(self._uniforms.dtype, copy=True).exp_().cumsum_(dim=-1)
         # Scaled by the last sum, which is not exactly 1 in floating point.
         at = self._uniforms[:, self._num_done, None] * cumulative[:, -1:]
         # right=True selects the first sum above `at`, so that no token of probability 0 is sampled. The clamp covers an

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.inference import compute_probe_logits, evaluating, find_device, kernel_precision
 
 Read = Callable[[Tensor], Tensor]
+_UNTRAINED: Final = ("e_score_correction_bias", "expert_bias", "z_L_init")
+"""Ends of the names of parameters that are frozen by their architecture, such as biases for the choice of experts,
+which no gradient reaches; transformers 5.23 makes them trainable on loading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +208,7 @@ def prune_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
 
 
 def verify_copy(student: PreTrainedModel, pruned: PreTrainedModel, folder: Path) -> None:
-    """Verify that a reloaded student equals the pruned model in memory, bit by bit.
+    """Verify that a reloaded student equals the pruned model in memory: tensors bit by bit, logits within rounding.
 
     Args:
         student: Student loaded from ``folder``.
@@ -218,7 +221,10 @@ def verify_copy(student: PreTrainedModel, pruned: PreTrainedModel, folder: Path)
     """
     own, expected = student.state_dict(), pruned.state_dict()
     differing = [name for name in expected if name not in own or not torch.equal(own[name], expected[name])]
-    if differing or not torch.equal(compute_probe_logits(student), compute_probe_logits(pruned)):
+    logits = compute_probe_logits(pruned)
+    # Experts round differently with another memory layout of the same weights.
+    shift, scale = (compute_probe_logits(student) - logits).abs().max(), logits.abs().max()
+    if differing or not shift <= scale * max(1e-4, 4 * torch.finfo(pruned.dtype).eps):
         what = f"the tensor {differing[0]}" if differing else "the logits"
         found = f"{type(pruned).__name__} cannot be pruned: {what} changed when {folder} was loaded again"
         raise ConfigError(Problem("--teacher", found, "name layers whose index in the model does not matter, or all"))
@@ -251,8 +257,8 @@ def is_outside(path: str, parts: list[str]) -> bool:
 
 
 def freeze_outside_text(model: Any) -> None:
-    """Freeze the modules outside the text model; they are saved with the model, but not trained."""
+    """Freeze modules outside the text model and what the architecture does not train; they are saved with the model."""
     parts = find_outside_text(model)
     for name, parameter in model.named_parameters():
-        if is_outside(name, parts):
+        if is_outside(name, parts) or name.endswith(_UNTRAINED):
             parameter.requires_grad_(False)

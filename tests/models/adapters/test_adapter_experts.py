@@ -8,6 +8,8 @@ from torch import nn
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    LagunaConfig,
+    LagunaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen2MoeConfig,
@@ -134,3 +136,14 @@ def test_saved_adapter_with_expert_weights_is_refused(tmp_path):
         list(iterate_weights(stacked))
     with pytest.raises(ConfigError, match="gate_up_proj"):
         load_adapter(qwen3_moe(), str(tmp_path), on_any_base=True)
+
+
+def test_adapter_whose_weights_peft_does_not_restore_is_refused(tmp_path):
+    """transformers renames `shared_experts` of Laguna to a name that no module has, and PEFT only warns."""
+    sizes = {"num_attention_heads_per_layer": [2, 2], "shared_expert_intermediate_size": 8, "head_dim": 8}
+    model = LagunaForCausalLM(LagunaConfig(**SHAPE, **EXPERTS, **sizes))
+    model.save_pretrained(tmp_path / "base")
+    add_adapter(model, AdapterConfig(use_peft=True), seed=0).save_pretrained(tmp_path / "adapter")
+    base = LagunaForCausalLM.from_pretrained(tmp_path / "base")
+    with pytest.raises(ConfigError, match=r"PEFT does not restore 3 weights of .*shared_experts\.down_proj\.lora_A"):
+        load_adapter(base, str(tmp_path / "adapter"), on_any_base=True)

@@ -25,6 +25,8 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
     MptConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -131,6 +133,20 @@ def test_verify_isolation_accepts_isolating_kernels(name: str, kernel: str) -> N
     verify_isolation(model, LAYOUTS[kernel])
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(3))
+def test_rounding_of_experts_is_no_leak(seed: int, dtype: torch.dtype) -> None:
+    """Experts multiply the tokens of all documents at once, and by rounding tokens change experts."""
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, attn_implementation="sdpa"))
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    verify_isolation(model.to(dtype), "rows")
 
 
 # Not Falcon with ALiBi, which transformers 5.24 isolates.

@@ -22,7 +22,6 @@ from peft import (
 )
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
@@ -175,12 +174,14 @@ def load_adapter(
         found = f"{name} has low-rank matrices on tied embeddings, and merging them would change both embeddings"
         raise ConfigError(Problem(key, found, "name an adapter without them, or with modules_to_save"))
     _train_whole_modules_in_float32(adapted)
-    # PEFT only warns about missing weights, and ignores unexpected ones.
-    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
-        saved_names = {name for name in file.keys() if BASE_LAYER not in name}  # noqa: SIM118 (no mapping)
-    differing = read_adapter_state(adapted).keys() ^ saved_names
-    if differing:
+    # PEFT only warns about missing weights, ignores unexpected ones, and renames those of some models wrongly (Laguna).
+    weights = {name: tensor for name, tensor in load_file(folder / ADAPTER_WEIGHTS).items() if BASE_LAYER not in name}
+    state = read_adapter_state(adapted)
+    if differing := state.keys() ^ weights.keys():
         raise _refuse_weights(key, name, differing)
+    if lost := [name for name, tensor in weights.items() if not torch.equal(state[name].cpu().to(tensor), tensor)]:
+        found = f"PEFT does not restore {len(lost)} weights of {name}, such as {min(lost)}"
+        raise ConfigError(Problem(key, found, "leave these layers out of lora_target_modules"))
     return adapted
 
 

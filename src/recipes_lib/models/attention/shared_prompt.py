@@ -152,7 +152,7 @@ def prove_shared_prompt(model: Any) -> str | None:
     except (RuntimeError, TypeError, ValueError) as error:
         return f"this model fails on a row with shared prompts: {error}"
     scale = max(states.abs().max().item() for states in alone.values())
-    # Tolerances as in verify_isolation: kernels and shapes may differ from those of rows alone.
+    # Kernels and shapes may differ from those of rows alone: that tolerance is larger.
     for others, tolerance in ((alone, max(1e-4, 4 * eps)), *((others, 4 * eps) for others in beside_another)):
         difference = max((together[answer] - states).abs().max().item() for answer, states in others.items())
         if not difference <= scale * tolerance:

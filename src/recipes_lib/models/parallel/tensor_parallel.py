@@ -86,7 +86,7 @@ def count_tensor_parallel_ranks(model: nn.Module) -> int:
     numbers = {name: _count_parts(tensor) for name, tensor in model.named_parameters() if tensor.ndim > 1}
     if len(set(numbers.values())) > 1:
         whole = sorted(name for name, number in numbers.items() if number == 1)
-        found = f"{len(whole)} of {len(numbers)} matrices are not sharded, {(whole or sorted(numbers))[0]} first"
+        found = f"{len(whole)} of {len(numbers)} matrices are not sharded, {whole[0]} first"
         raise ConfigError(Problem("parallelism_config_tp_size", found, "launch with accelerate_configs/fsdp2.yaml"))
     return next(iter(numbers.values()), 1)
 

@@ -120,7 +120,7 @@ class RowScorer:
         with self.autocast():
             scored = self.model(**send_to_device(inputs, find_device(self.model)), token_logps=True)
         num_bytes = np.zeros(len(targets)) if self.byte_lengths is None else self.byte_lengths[targets].numpy()
-        figures = np.stack([-scored.logps.double().cpu().numpy(), np.ones(len(targets)), num_bytes], axis=1)
+        figures = np.stack([-scored.logps.cpu().double().numpy(), np.ones(len(targets)), num_bytes], axis=1)
         sums = np.zeros((len(windows), figures.shape[1]))
         np.add.at(sums, owners[places.numpy()], figures)
         return sums
