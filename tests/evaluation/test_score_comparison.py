@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from lm_eval.api import metrics
 from tests.rows import write_rows
 
 from recipes_lib.errors import DataError
@@ -17,7 +18,7 @@ from recipes_lib.evaluation.score_comparison import Difference, compare_folders,
 
 def write(
     folder: Path,
-    scores: Sequence[float] | Mapping[str, Sequence[float]],
+    scores: Sequence[Any] | Mapping[str, Sequence[float]],
     metric: str = "acc",
     prompt: str = "p",
     *,
@@ -57,6 +58,27 @@ def test_lower_loss_is_better(tmp_path: Path) -> None:
     losses = {"a": [2.0, 3.0] * 20, "b": [1.9, 2.9] * 20}
     (row,) = compare_folders([write(tmp_path / name, found, "bpb", rises=False) for name, found in losses.items()])
     assert row.verdict == "better"
+
+
+def test_log_likelihoods_are_compared_as_losses(tmp_path: Path) -> None:
+    """lm-eval records the log-likelihood of a question, or it and a number of words or bytes, and aggregates them."""
+    drawn = np.random.default_rng(0)
+    sizes, losses = drawn.integers(2, 9, 40).tolist(), -drawn.uniform(3, 9, 40)
+    figures = {
+        "perplexity": (metrics.perplexity, False, np.log),
+        "word_perplexity": (metrics.weighted_perplexity, True, np.log),
+        "bits_per_byte": (metrics.bits_per_byte, True, float),
+    }
+    for name, (aggregate, is_weighted, scale) in figures.items():
+        items = {}
+        for side, gain in (("a", 0.0), ("b", 0.2)):
+            found = (losses * (1 - gain)).tolist()
+            items[side] = list(zip(found, sizes, strict=True)) if is_weighted else found
+        folders = [write(tmp_path / f"{side} {name}", found, name, rises=False) for side, found in items.items()]
+        (row,) = compare_folders(folders)
+        assert row.verdict == "better"
+        assert (row.base, row.other) == pytest.approx([scale(aggregate(items[side])) for side in "ab"])
+        assert row.metric == ("bits_per_byte" if scale is float else f"log {name}")
 
 
 def test_differing_prompts_are_not_comparable(tmp_path: Path) -> None:

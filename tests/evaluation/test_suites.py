@@ -28,8 +28,10 @@ def test_num_fewshot_overrides_task_file(tasks: Path) -> None:
         "local_choice": 1,
         "local_written": 0,
     }
-    (task,) = load_tasks(build(tasks, "local_choice", num_fewshot=3))["tasks"].values()
-    assert task.get_config("num_fewshot") == 3
+    names = ("local_choice", "local_written", "local_code")
+    loaded = load_tasks(build(tasks, *names, num_fewshot=3, confirm_run_unsafe_code=True))["tasks"]
+    # As `lm_eval run`, which keeps the 0 of a task file.
+    assert [loaded[name].get_config("num_fewshot") for name in names] == [3, 3, 0]
 
 
 def test_gen_kwargs_override_task_file(tasks: Path) -> None:
