@@ -44,7 +44,10 @@ def test_last_value_of_a_diverged_run_is_not_the_last_finite_one(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("base", "value", "words"),
-    [(2, 1.5, "-0.5 (-25.0%)"), (-2, 1, "+3"), (0, 1, "+1"), (2, 2, "="), (None, 2, ""), (2, None, "")],
+    [
+        *((2, 1.5, "-0.5 (-25.0%)"), (-2, 1, "+3"), (0, 1, "+1"), (2, 2, "="), (None, 2, ""), (2, None, "")),
+        (983_040, 8192, "-974,848 (-99.2%)"),
+    ],
 )
 def test_percentage_requires_positive_base(base, value, words) -> None:
     """A reward that rises from -2 to 1 has not changed by -150 %."""

@@ -89,7 +89,7 @@ def _enumerate_settings(manager: TaskManager, name: str) -> Iterator[tuple[str, 
     if entry.kind.name == "TAG":
         members: Sequence[Any] = sorted(entry.tags)
     else:
-        settings = load_yaml(entry.yaml_path, resolve_func=False) if entry.yaml_path else entry.cfg or {}
+        settings = load_yaml(entry.yaml_path, resolve_func=False)
         members = settings["task"] if isinstance(settings.get("task"), list) else ()
         if not members:
             yield name, settings

@@ -146,12 +146,15 @@ def _build_row(name: str, values: Sequence[float | None]) -> Row:
         else "="
         if value == base
         # A relative difference is defined for a positive base only.
-        else f"{value - base:+.4g}" + (f" ({value / base - 1:+.1%})" if base > 0 else "")
+        else _show(value - base, "+", 4) + (f" ({value / base - 1:+.1%})" if base > 0 else "")
         for value in values[1:]
     ]
-    # Large numbers are counts and shown exactly, others with five digits.
-    shown = ["" if value is None else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.5g}" for value in values]
-    return Row(name, shown, differences)
+    return Row(name, ["" if value is None else _show(value, "", 5) for value in values], differences)
+
+
+def _show(value: float, sign: str, digits: int) -> str:
+    # Large numbers are counts and shown exactly.
+    return format(value, f"{sign},.0f" if abs(value) >= 1e4 else f"{sign}.{digits}g")
 
 
 def compare_keys(runs: Sequence[RunFiles]) -> list[Row]:
