@@ -112,9 +112,19 @@ def test_group_is_compared_by_its_mean(tmp_path: Path) -> None:
         ]
 
 
+def test_rows_have_names_of_models_or_of_folders_if_equal(tmp_path: Path) -> None:
+    folders = [write(tmp_path / folder, [1.0] * 8) for folder in "ab"]
+    for names, shown in ((("x", "y"), "y"), (("x", "x"), str(folders[1])), ((None, "y"), str(folders[1]))):
+        for folder, name in zip(folders, names, strict=True):
+            record = json.loads((folder / "eval.json").read_text()) | {"model": {"name": name}}
+            (folder / "eval.json").write_text(json.dumps(record))
+        assert [row.model for row in compare_folders(folders)] == [shown]
+
+
 def test_infinite_interval_is_null_in_json() -> None:
     row = Difference("t", "acc", "m", 1, 0.0, 1.0, -np.inf, np.inf, "same")
-    assert json.loads(json.dumps(row.describe(), allow_nan=False))["low"] is None
+    found = json.loads(json.dumps(row.describe(), allow_nan=False))
+    assert found == {**row._asdict(), "low": None, "high": None}
 
 
 def test_tasks_and_groups_that_one_lacks_are_left_out(tmp_path: Path) -> None:
@@ -122,5 +132,7 @@ def test_tasks_and_groups_that_one_lacks_are_left_out(tmp_path: Path) -> None:
     whole = write(tmp_path / "whole", {"t": [1.0] * 8, "u": [0.0] * 8}, groups=groups)
     part = write(tmp_path / "part", {"t": [1.0] * 8}, groups=groups)
     assert [row.task for row in compare_folders([whole, part])] == ["t"]
+    fewer = write(tmp_path / "fewer", {"t": [1.0] * 8, "u": [0.0] * 8}, groups={"g": {"tasks": ["t"]}})
+    assert [row.task for row in compare_folders([whole, fewer])] == ["t", "u"]
     other = write(tmp_path / "other", {"v": [1.0] * 8})
     assert list(format_rows(compare_folders([whole, other])))[1:] == ["no task and metric that both have"]

@@ -71,11 +71,11 @@ def compare_folders(folders: Sequence[Path]) -> list[Difference]:
     labels = [record.get("model", {}).get("name") for record in records]
     if len({*labels, None}) <= len(labels):  # A name is missing, or two are equal.
         labels = [str(folder) for folder in folders]
-    rows = []
+    metrics, rows = dict.fromkeys(metric for _, metric in base), []
     for label, other, record in zip(labels[1:], others, records[1:], strict=True):
         for name, group in _list_compared(records[0], record):
             members = group.get("tasks", [name])
-            for metric in dict.fromkeys(metric for task, metric in base if task in members):
+            for metric in metrics:
                 pairs = [(base.get((task, metric)), other.get((task, metric))) for task in members]
                 # A group is compared only if both have all members: a mean over fewer tasks is a different score.
                 if all(one and two for one, two in pairs):
