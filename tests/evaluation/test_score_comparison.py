@@ -49,6 +49,9 @@ def test_paired_difference_detects_small_improvement(tmp_path: Path) -> None:
     assert 0 < row.low < 0.05 < row.high
     (back,) = compare_folders([tmp_path / "b", tmp_path / "a"])
     assert back.verdict == "worse"
+    write(tmp_path / "first", base[:150])
+    for folders in (("a", "first"), ("first", "a")):
+        assert [row.num_questions for row in compare_folders([tmp_path / name for name in folders])] == [150]
     (none,) = compare_folders([tmp_path / "a", tmp_path / "a"])
     assert none.verdict == "same"
     assert -0.02 < none.low < 0 < none.high < 0.02
