@@ -271,6 +271,7 @@ def test_apply_chat_template_needs_a_template(model: Path, tasks: Path) -> None:
     ("change", "message"),
     [
         ({"architectures": ["LlamaForSequenceClassification"]}, "which does not generate text"),
+        ({"architectures": ["LlamaForRewardModel"]}, "which does not generate text"),
         ({"model_type": "no such"}, "model_name_or_path"),
     ],
 )

@@ -88,12 +88,13 @@ def test_output_may_be_a_folder(
 
 
 def test_losses_of_different_recipes_are_omitted(recipes, folders: list[Path], tmp_path: Path) -> None:
-    write_run(tmp_path / "dpo", SFT, stage="dpo")
+    write_run(tmp_path / "dpo", [{**event, "grad_norm": 1.0} for event in SFT], stage="dpo")
     out = tmp_path / "c.html"
     recipes("report", folders[0], tmp_path / "dpo", "--compare", "--output", out)
     page = Page(out.read_text())
     assert "Losses of different recipes" in page.text
-    assert "figure" not in page.elements
+    assert page.elements.count("figure") == 1
+    assert "grad_norm" in page.text
     assert "eval_loss" not in page.text
 
 
