@@ -50,6 +50,9 @@ USER = {"role": "user", "content": "How?"}
             {"messages": [{"role": "system", "content": "Be kind."}, USER, {"role": "assistant", "content": "So."}]},
             Question("5", None, [{"role": "system", "content": "Be kind."}], ["How?"], ["So."]),
         ),
+        ({"messages": [USER], "input": "x"}, Question("5", None, [], ["How?"], [])),
+        ({"question": "Why?", "messages": [USER]}, Question("5", None, [], ["Why?"], [])),
+        ({"question": "Why?", "prompt": ["a"]}, Question("5", None, [], ["Why?"], [])),
         ({"prompt": [USER], "id": 0}, Question("0", None, [], ["How?"], [])),
         (
             {"messages": [USER, {"role": "assistant", "content": "No."}], "reference": "So."},
@@ -83,6 +86,7 @@ def test_read_question_of_public_formats(row: dict[str, Any], question: Question
         {"turns": ["a", " "]},
         {"prompt": 3},
         {"messages": [{"role": "user", "content": None}]},
+        {"messages": [{"role": "assistant", "content": "So."}]},
         {"prompt": []},
         {"prompt": ["a", 3]},
     ],

@@ -138,18 +138,18 @@ def _run_cached(
         "versions": origin["versions"],
         "seconds": round(time.time() - began, 1),
     }
-    lines = (
-        json.dumps(row, default=lambda value: value.item() if isinstance(value, np.generic) else str(value))
-        for row in rows
-    )
     with explain_write_errors(config.folder, "free some space; the same command resumes"):
         with atomic_file(config.folder / SAMPLES) as partial:
-            partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            partial.write_text("".join(f"{json.dumps(row, default=_simplify)}\n" for row in rows), encoding="utf-8")
         replace_record(config.folder / RECORD, record)
     # After the record is written, so that an evaluation killed before that repeats no request.
     for file in cache.glob(f"{key}-*"):
         file.unlink(missing_ok=True)
     return record
+
+
+def _simplify(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else str(value)
 
 
 def run_tasks(model: Any, tasks: dict[str, Any], config: EvalConfig, *, with_errors: bool = True) -> Any:

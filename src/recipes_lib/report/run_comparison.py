@@ -100,17 +100,13 @@ def draw_overlays(runs: dict[str, RunFiles], folder: Path, *, is_one_recipe: boo
         if not is_one_recipe and name in _LOSSES:
             continue
         lines = [
-            Line(label, _read(run, name), colour, kind)
+            Line(label, read_curve(run.evaluations if name.startswith("eval_") else run.train, name), colour, kind)
             for (label, run), colour in zip(runs.items(), _COLOURS, strict=False)
         ]
         if any(line.curve for line in lines):
             # The page has the legend: names of folders are long.
             charts.append(draw_chart(Plan(name.replace("/", "_"), name, lines, unit, has_legend=False), folder))
     return charts
-
-
-def _read(run: RunFiles, name: str) -> list[tuple[int, float]]:
-    return read_curve(run.evaluations if name.startswith("eval_") else run.train, name)
 
 
 def compare_figures(runs: Sequence[RunFiles], *, is_one_recipe: bool) -> list[Row]:
