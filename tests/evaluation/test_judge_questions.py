@@ -142,6 +142,14 @@ def test_invalid_line_is_reported_with_number(tmp_path: Path) -> None:
         load_questions(tmp_path / "absent.jsonl")
 
 
+def test_invalid_questions_are_reported_together(tmp_path: Path) -> None:
+    rows = [{"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"}, {"text": "z"}]
+    with pytest.raises(DataError) as caught:
+        load_questions(write_rows(tmp_path / "q.jsonl", rows))
+    found = [problem.found for problem in caught.value.problems]
+    assert found == ["has no question", "several rows have the same id: a"]
+
+
 class CountingEngine:
     """Engine whose answer is the number of messages that it received."""
 
