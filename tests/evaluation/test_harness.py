@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
@@ -145,6 +146,25 @@ def test_empty_answers_are_counted_before_filters(
         assert found["num_empty"] == number
 
 
+def test_scores_of_own_task_may_be_numpy_scalars(
+    model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "own.py").write_text(
+        "import numpy as np\n\ndef score(doc, results):\n    return {'acc': np.bool_(results[0] == doc['a'])}\n\n"
+        "def average(items):\n    return np.float32(np.mean(items))\n"
+    )
+    task = json.loads((tasks / "written.yaml").read_text()) | {"task": "own"}
+    del task["metric_list"]
+    (tmp_path / "own" / "own.yaml").write_text(
+        "process_results: !function own.score\nmetric_list: [{metric: acc, aggregation: !function own.average}]\n"
+        + yaml.safe_dump(task)
+    )
+    found = answer(TableModel(None, lambda _: WORDS[0]), build(model, tmp_path / "own", "own"), monkeypatch)["own"]
+    assert found["scores"]["acc"]["value"] == pytest.approx(1 / len(WORDS))
+    assert [row["scores"]["acc"] for row in read_samples(model / "eval")] == [True] + [False] * (len(WORDS) - 1)
+
+
 def test_code_task_runs_in_sandbox(model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Incorrect programs are in ``tasks/test_programs.py``."""
     config = build(model, tasks, "local_code", confirm_run_unsafe_code=True)
@@ -251,6 +271,7 @@ def test_apply_chat_template_needs_a_template(model: Path, tasks: Path) -> None:
     ("change", "message"),
     [
         ({"architectures": ["LlamaForSequenceClassification"]}, "which does not generate text"),
+        ({"architectures": ["LlamaForRewardModel"]}, "which does not generate text"),
         ({"model_type": "no such"}, "model_name_or_path"),
     ],
 )

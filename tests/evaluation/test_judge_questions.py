@@ -50,6 +50,9 @@ USER = {"role": "user", "content": "How?"}
             {"messages": [{"role": "system", "content": "Be kind."}, USER, {"role": "assistant", "content": "So."}]},
             Question("5", None, [{"role": "system", "content": "Be kind."}], ["How?"], ["So."]),
         ),
+        ({"messages": [USER], "input": "x"}, Question("5", None, [], ["How?"], [])),
+        ({"question": "Why?", "messages": [USER]}, Question("5", None, [], ["Why?"], [])),
+        ({"question": "Why?", "prompt": ["a"]}, Question("5", None, [], ["Why?"], [])),
         ({"prompt": [USER], "id": 0}, Question("0", None, [], ["How?"], [])),
         (
             {"messages": [USER, {"role": "assistant", "content": "No."}], "reference": "So."},
@@ -83,6 +86,7 @@ def test_read_question_of_public_formats(row: dict[str, Any], question: Question
         {"turns": ["a", " "]},
         {"prompt": 3},
         {"messages": [{"role": "user", "content": None}]},
+        {"messages": [{"role": "assistant", "content": "So."}]},
         {"prompt": []},
         {"prompt": ["a", 3]},
     ],
@@ -136,6 +140,14 @@ def test_invalid_line_is_reported_with_number(tmp_path: Path) -> None:
         load_questions(path)
     with pytest.raises(DataError, match="missing or empty"):
         load_questions(tmp_path / "absent.jsonl")
+
+
+def test_invalid_questions_are_reported_together(tmp_path: Path) -> None:
+    rows = [{"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"}, {"text": "z"}]
+    with pytest.raises(DataError) as caught:
+        load_questions(write_rows(tmp_path / "q.jsonl", rows))
+    found = [problem.found for problem in caught.value.problems]
+    assert found == ["has no question", "several rows have the same id: a"]
 
 
 class CountingEngine:

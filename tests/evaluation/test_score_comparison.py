@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from lm_eval.api import metrics
 from tests.rows import write_rows
 
 from recipes_lib.errors import DataError
@@ -17,7 +18,7 @@ from recipes_lib.evaluation.score_comparison import Difference, compare_folders,
 
 def write(
     folder: Path,
-    scores: Sequence[float] | Mapping[str, Sequence[float]],
+    scores: Sequence[Any] | Mapping[str, Sequence[float]],
     metric: str = "acc",
     prompt: str = "p",
     *,
@@ -48,6 +49,9 @@ def test_paired_difference_detects_small_improvement(tmp_path: Path) -> None:
     assert 0 < row.low < 0.05 < row.high
     (back,) = compare_folders([tmp_path / "b", tmp_path / "a"])
     assert back.verdict == "worse"
+    write(tmp_path / "first", base[:150])
+    for folders in (("a", "first"), ("first", "a")):
+        assert [row.num_questions for row in compare_folders([tmp_path / name for name in folders])] == [150]
     (none,) = compare_folders([tmp_path / "a", tmp_path / "a"])
     assert none.verdict == "same"
     assert -0.02 < none.low < 0 < none.high < 0.02
@@ -57,6 +61,27 @@ def test_lower_loss_is_better(tmp_path: Path) -> None:
     losses = {"a": [2.0, 3.0] * 20, "b": [1.9, 2.9] * 20}
     (row,) = compare_folders([write(tmp_path / name, found, "bpb", rises=False) for name, found in losses.items()])
     assert row.verdict == "better"
+
+
+def test_log_likelihoods_are_compared_as_losses(tmp_path: Path) -> None:
+    """lm-eval records the log-likelihood of a question, or it and a number of words or bytes, and aggregates them."""
+    drawn = np.random.default_rng(0)
+    sizes, losses = drawn.integers(2, 9, 40).tolist(), -drawn.uniform(3, 9, 40)
+    figures = {
+        "perplexity": (metrics.perplexity, False, np.log),
+        "word_perplexity": (metrics.weighted_perplexity, True, np.log),
+        "bits_per_byte": (metrics.bits_per_byte, True, float),
+    }
+    for name, (aggregate, is_weighted, scale) in figures.items():
+        items = {}
+        for side, gain in (("a", 0.0), ("b", 0.2)):
+            found = (losses * (1 - gain)).tolist()
+            items[side] = list(zip(found, sizes, strict=True)) if is_weighted else found
+        folders = [write(tmp_path / f"{side} {name}", found, name, rises=False) for side, found in items.items()]
+        (row,) = compare_folders(folders)
+        assert row.verdict == "better"
+        assert (row.base, row.other) == pytest.approx([scale(aggregate(items[side])) for side in "ab"])
+        assert row.metric == ("bits_per_byte" if scale is float else f"log {name}")
 
 
 def test_differing_prompts_are_not_comparable(tmp_path: Path) -> None:
@@ -90,9 +115,19 @@ def test_group_is_compared_by_its_mean(tmp_path: Path) -> None:
         ]
 
 
+def test_rows_have_names_of_models_or_of_folders_if_equal(tmp_path: Path) -> None:
+    folders = [write(tmp_path / folder, [1.0] * 8) for folder in "ab"]
+    for names, shown in ((("x", "y"), "y"), (("x", "x"), str(folders[1])), ((None, "y"), str(folders[1]))):
+        for folder, name in zip(folders, names, strict=True):
+            record = json.loads((folder / "eval.json").read_text()) | {"model": {"name": name}}
+            (folder / "eval.json").write_text(json.dumps(record))
+        assert [row.model for row in compare_folders(folders)] == [shown]
+
+
 def test_infinite_interval_is_null_in_json() -> None:
     row = Difference("t", "acc", "m", 1, 0.0, 1.0, -np.inf, np.inf, "same")
-    assert json.loads(json.dumps(row.describe(), allow_nan=False))["low"] is None
+    found = json.loads(json.dumps(row.describe(), allow_nan=False))
+    assert found == {**row._asdict(), "low": None, "high": None}
 
 
 def test_tasks_and_groups_that_one_lacks_are_left_out(tmp_path: Path) -> None:
@@ -100,5 +135,7 @@ def test_tasks_and_groups_that_one_lacks_are_left_out(tmp_path: Path) -> None:
     whole = write(tmp_path / "whole", {"t": [1.0] * 8, "u": [0.0] * 8}, groups=groups)
     part = write(tmp_path / "part", {"t": [1.0] * 8}, groups=groups)
     assert [row.task for row in compare_folders([whole, part])] == ["t"]
+    fewer = write(tmp_path / "fewer", {"t": [1.0] * 8, "u": [0.0] * 8}, groups={"g": {"tasks": ["t"]}})
+    assert [row.task for row in compare_folders([whole, fewer])] == ["t", "u"]
     other = write(tmp_path / "other", {"v": [1.0] * 8})
     assert list(format_rows(compare_folders([whole, other])))[1:] == ["no task and metric that both have"]

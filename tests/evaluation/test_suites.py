@@ -28,8 +28,10 @@ def test_num_fewshot_overrides_task_file(tasks: Path) -> None:
         "local_choice": 1,
         "local_written": 0,
     }
-    (task,) = load_tasks(build(tasks, "local_choice", num_fewshot=3))["tasks"].values()
-    assert task.get_config("num_fewshot") == 3
+    names = ("local_choice", "local_written", "local_code")
+    loaded = load_tasks(build(tasks, *names, num_fewshot=3, confirm_run_unsafe_code=True))["tasks"]
+    # As `lm_eval run`, which keeps the 0 of a task file.
+    assert [loaded[name].get_config("num_fewshot") for name in names] == [3, 3, 0]
 
 
 def test_gen_kwargs_override_task_file(tasks: Path) -> None:
@@ -200,11 +202,11 @@ def test_list_datasets_resolves_task_files(tmp_path: Path) -> None:
         "task: local\ndataset_path: json\nvalidation_split: dev\n"
         f"dataset_kwargs: {{data_files: {{dev: [{tmp_path}/a.jsonl, b.jsonl], train: c.jsonl}}}}\n{shared}"
     )
-    (tmp_path / "outer.yaml").write_text("group: outer\ntask: [inner, {task: hub, num_fewshot: 2}]\n")
+    (tmp_path / "outer.yaml").write_text("group: outer\ntask: [{task: hub, num_fewshot: 2}, inner]\n")
     (tmp_path / "inner.yaml").write_text("group: inner\ntask: [local, same]\n")
     hub = {"name": "org/sets", "config": "one", "split": "exam"}
     local = [{"name": name, "label": "local"} for name in (f"{tmp_path}/a.jsonl", "b.jsonl")]
-    assert list_datasets(build(tmp_path, "outer")) == [*local, {**hub, "label": "same"}]
+    assert list_datasets(build(tmp_path, "outer")) == [{**hub, "label": "hub"}, *local]
     assert list_datasets(build(tmp_path, "all_of_it")) == [{**hub, "label": "hub"}]
     (tmp_path / "mute.yaml").write_text(f"task: mute\n{shared}")
     with pytest.raises(ConfigError, match="where its questions are"):

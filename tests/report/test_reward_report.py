@@ -228,10 +228,11 @@ def test_reward_report_is_json_serialisable() -> None:
     assert json.loads(json.dumps(report, allow_nan=False)) == report
 
 
-@pytest.mark.parametrize("chosen", [[math.nan, 1], [math.inf, 1]])
-def test_non_finite_scores_are_refused(chosen: list[float]) -> None:
-    with pytest.raises(ValueError, match="a score is NaN or infinite"):
-        make_scores(chosen, [0, 0])
+@pytest.mark.parametrize("scores", [[math.nan, 1], [math.inf, 1]])
+def test_non_finite_scores_are_refused(scores: list[float]) -> None:
+    for chosen, rejected in ((scores, [0, 0]), ([0, 0], scores)):
+        with pytest.raises(ValueError, match="a score is NaN or infinite"):
+            make_scores(chosen, rejected)
 
 
 PASSING: dict[str, Any] = {

@@ -44,7 +44,10 @@ def test_last_value_of_a_diverged_run_is_not_the_last_finite_one(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("base", "value", "words"),
-    [(2, 1.5, "-0.5 (-25.0%)"), (-2, 1, "+3"), (0, 1, "+1"), (2, 2, "="), (None, 2, ""), (2, None, "")],
+    [
+        *((2, 1.5, "-0.5 (-25.0%)"), (-2, 1, "+3"), (0, 1, "+1"), (2, 2, "="), (None, 2, ""), (2, None, "")),
+        (983_040, 8192, "-974,848 (-99.2%)"),
+    ],
 )
 def test_percentage_requires_positive_base(base, value, words) -> None:
     """A reward that rises from -2 to 1 has not changed by -150 %."""
@@ -85,12 +88,13 @@ def test_output_may_be_a_folder(
 
 
 def test_losses_of_different_recipes_are_omitted(recipes, folders: list[Path], tmp_path: Path) -> None:
-    write_run(tmp_path / "dpo", SFT, stage="dpo")
+    write_run(tmp_path / "dpo", [{**event, "grad_norm": 1.0} for event in SFT], stage="dpo")
     out = tmp_path / "c.html"
     recipes("report", folders[0], tmp_path / "dpo", "--compare", "--output", out)
     page = Page(out.read_text())
     assert "Losses of different recipes" in page.text
-    assert "figure" not in page.elements
+    assert page.elements.count("figure") == 1
+    assert "grad_norm" in page.text
     assert "eval_loss" not in page.text
 
 

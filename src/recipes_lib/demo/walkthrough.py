@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from recipes_lib.demo.stdlib_texts import (
@@ -99,16 +99,8 @@ def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_tokenizer(folder: Path, texts: Iterable[str]) -> int:
-    """Write the tokenizer; return its vocabulary size."""
-    tokenizer = build_tokenizer(texts)
-    tokenizer.save_pretrained(folder)
-    return len(tokenizer)
-
-
-def save_student(folder: Path, tokenizer_dir: Path, seed: int) -> int:
+def save_student(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> int:
     """Write a randomly initialised Llama, a quarter of the teacher's size, with the tokenizer; return its weights."""
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -246,9 +238,10 @@ def write_start(output_dir: Path) -> Iterator[str]:
         yield f"{path}: {len(rows)} rows"
     (output_dir / "tasks").mkdir(exist_ok=True)
     (output_dir / "tasks" / "held_out_pairs.yaml").write_text(TASK, encoding="utf-8")
-    num_tokens = save_tokenizer(output_dir / "tokenizer", texts.train)
-    yield f"{output_dir / 'tokenizer'}: {num_tokens} tokens"
-    num_weights = save_student(output_dir / "student", output_dir / "tokenizer", SEED)
+    tokenizer = build_tokenizer(texts.train)
+    tokenizer.save_pretrained(output_dir / "tokenizer")
+    yield f"{output_dir / 'tokenizer'}: {len(tokenizer)} tokens"
+    num_weights = save_student(output_dir / "student", tokenizer, SEED)
     yield f"{output_dir / 'student'}: {num_weights:,} random weights"
 
 

@@ -297,9 +297,8 @@ class _CompleteModel:
             model, info = self.auto_class.from_pretrained(name, **options, output_loading_info=True)
         if missing := sorted(info["missing_keys"]):
             found = f"the checkpoint of {name} lacks {len(missing)} weights, such as {missing[0]}"
-            raise ConfigError(
-                Problem("model_name_or_path", found, f"name a complete {type(model).__name__} checkpoint")
-            )
+            remedy = f"name a complete {type(model).__name__} checkpoint"
+            raise ConfigError(Problem("model_name_or_path", found, remedy))
         return model
 
 

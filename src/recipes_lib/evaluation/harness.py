@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 from typing import Any, Final
 
@@ -139,12 +140,16 @@ def _run_cached(
     }
     with explain_write_errors(config.folder, "free some space; the same command resumes"):
         with atomic_file(config.folder / SAMPLES) as partial:
-            partial.write_text("".join(f"{json.dumps(row, default=str)}\n" for row in rows), encoding="utf-8")
+            partial.write_text("".join(f"{json.dumps(row, default=_simplify)}\n" for row in rows), encoding="utf-8")
         replace_record(config.folder / RECORD, record)
     # After the record is written, so that an evaluation killed before that repeats no request.
     for file in cache.glob(f"{key}-*"):
         file.unlink(missing_ok=True)
     return record
+
+
+def _simplify(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else str(value)
 
 
 def run_tasks(model: Any, tasks: dict[str, Any], config: EvalConfig, *, with_errors: bool = True) -> Any:
@@ -326,7 +331,7 @@ def read_scores(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     scores = {}
     for name, value in found.items():
         metric, comma, filter_name = name.partition(",")
-        if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+        if not comma or metric.endswith("_stderr") or not isinstance(value, Real):
             continue
         error = found.get(f"{metric}_stderr,{filter_name}")
         label = metric if filter_name == "none" else f"{metric}, {filter_name}"

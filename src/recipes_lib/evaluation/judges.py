@@ -319,18 +319,6 @@ def split_place(place: str) -> tuple[str, str] | None:
     return url, name
 
 
-def verify_reward_model(name: str) -> None:
-    """Verify that a reward model exists, by loading its configuration only.
-
-    Raises:
-        ConfigError: The configuration cannot be loaded.
-    """
-    from recipes_lib.models.heads.scoring import find_saved
-    from recipes_lib.models.loading import load_model_config
-
-    load_model_config(find_saved(name, None).weights)
-
-
 def load_reward_judge(name: str, *, device: str, revision: str | None = None) -> RewardJudge:
     """Load a reward model as judge.
 

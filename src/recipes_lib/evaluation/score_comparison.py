@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -50,8 +50,14 @@ class Difference(NamedTuple):
         }
 
 
-_Scores = dict[tuple[str, str], dict[str, tuple[str, float]]]
-"""Task and metric -> question -> hash of its prompt, and score."""
+_Scores = dict[tuple[str, str], dict[str, tuple[str, float, float]]]
+"""Task and metric -> question -> hash of its prompt, score, and weight in the mean."""
+_LOGARITHMS: Final = {name: f"log {name}" for name in ("perplexity", "word_perplexity", "byte_perplexity")}
+_NATS: Final = {**dict.fromkeys(_LOGARITHMS, 1.0), "bits_per_byte": math.log(2)}
+"""Metrics of whose questions lm-eval records the log-likelihood, or it and a number of words or bytes -> nats per unit.
+
+Their means are logarithms of perplexities, or bits per byte.
+"""
 
 
 def compare_folders(folders: Sequence[Path]) -> list[Difference]:
@@ -65,17 +71,17 @@ def compare_folders(folders: Sequence[Path]) -> list[Difference]:
     labels = [record.get("model", {}).get("name") for record in records]
     if len({*labels, None}) <= len(labels):  # A name is missing, or two are equal.
         labels = [str(folder) for folder in folders]
-    rows = []
+    metrics, rows = dict.fromkeys(metric for _, metric in base), []
     for label, other, record in zip(labels[1:], others, records[1:], strict=True):
         for name, group in _list_compared(records[0], record):
             members = group.get("tasks", [name])
-            for metric in dict.fromkeys(metric for task, metric in base if task in members):
+            for metric in metrics:
                 pairs = [(base.get((task, metric)), other.get((task, metric))) for task in members]
                 # A group is compared only if both have all members: a mean over fewer tasks is a different score.
                 if all(one and two for one, two in pairs):
                     higher_is_better = record["tasks"].get(members[0], {}).get("higher_is_better", {})
                     # By default, higher is better.
-                    falls = higher_is_better.get(metric.partition(",")[0]) is False
+                    falls = higher_is_better.get(metric.partition(",")[0].removeprefix("log ")) is False
                     is_mean = not group.get("is_weighted_by_size", True)
                     rows.append(_compare(name, metric, label, pairs, falls=falls, is_mean_of_tasks=is_mean))
     return rows
@@ -93,11 +99,16 @@ def _read_scores(folder: Path) -> _Scores:
     found: _Scores = {}
     for row in read_samples(folder):
         for metric, value in row["scores"].items():
+            weight = 1.0
+            if metric in _NATS:
+                value, weight = value if isinstance(value, list) else (value, 1.0)
+                value /= -_NATS[metric]
             if isinstance(value, int | float):
-                label = metric if row["filter"] == "none" else f"{metric}, {row['filter']}"
+                shown = _LOGARITHMS.get(metric, metric)
+                label = shown if row["filter"] == "none" else f"{shown}, {row['filter']}"
                 # With a hash of the content: another version of the data has different questions of the same number.
                 question = f"{row['doc_id']} {row['doc_hash']}"
-                found.setdefault((row["task"], label), {})[question] = (row["prompt_hash"], float(value))
+                found.setdefault((row["task"], label), {})[question] = (row["prompt_hash"], float(value), weight)
     return found
 
 
@@ -110,21 +121,23 @@ def _compare(
         name: Name of the task or group.
         metric: Name of the metric.
         model: Name of the compared model.
-        pairs: For each task, the base's and the other's scores: question -> hash of its prompt, and score.
+        pairs: For each task, the base's and the other's questions, as in ``_Scores``.
         falls: Whether a lower score is better.
         is_mean_of_tasks: Whether a group's score is the mean of its tasks instead of the mean of all questions.
     """
-    values = []  # For each task, the scores (N, 2) of questions with equal prompts.
+    values = []  # For each task, the scores and weights (N, 3) of questions with equal prompts.
     for one, two in pairs:
         both = [(one[key], two[key]) for key in one if key in two and one[key][0] == two[key][0]]
-        values.append(np.array([(first, second) for (_, first), (_, second) in both]))
+        values.append(np.array([(first, second, weight) for (_, first, weight), (_, second, _) in both]))
     if not all(map(len, values)):
         nan = float("nan")
         return Difference(name, metric, model, 0, nan, nan, nan, nan, "not comparable")
     number = sum(map(len, values))
     # With these weights, the mean of all questions is the mean of the tasks' means.
     scales = [number / len(values) / len(task) if is_mean_of_tasks else 1.0 for task in values]
-    scaled = np.concatenate([task * scale for task, scale in zip(values, scales, strict=True)])
+    scaled = np.concatenate(
+        [task[:, :2] * scale / task[:, 2].mean() for task, scale in zip(values, scales, strict=True)]
+    )
     low, high = compute_interval(scaled[:, 1] - scaled[:, 0])
     verdict: Verdict = "same"
     if low > 0 or high < 0:

@@ -89,7 +89,7 @@ def _enumerate_settings(manager: TaskManager, name: str) -> Iterator[tuple[str, 
     if entry.kind.name == "TAG":
         members: Sequence[Any] = sorted(entry.tags)
     else:
-        settings = load_yaml(entry.yaml_path, resolve_func=False) if entry.yaml_path else entry.cfg or {}
+        settings = load_yaml(entry.yaml_path, resolve_func=False)
         members = settings["task"] if isinstance(settings.get("task"), list) else ()
         if not members:
             yield name, settings
@@ -207,9 +207,9 @@ def _set_up(name: str, task: Any, config: EvalConfig, num_fewshot: int | None) -
     where = f"tasks: {name}"
     if (missing := _find_missing(task, config)) is not None:
         return [Problem(where, *missing)]
-    count = task.get_config("num_fewshot") if num_fewshot is None else num_fewshot
-    # As `lm_eval run`: an unset number of examples is 0.
-    task.set_config(key="num_fewshot", value=count or 0)
+    own = task.get_config("num_fewshot")
+    # As `lm_eval run`: an unset number of examples is 0, and the 0 of a task file is kept, as of IFEval.
+    task.set_config(key="num_fewshot", value=(own if own == 0 or num_fewshot is None else num_fewshot) or 0)
     if config.gen_kwargs and task.get_config("output_type") == "generate_until":
         task.set_config(key="generation_kwargs", value=dict(config.gen_kwargs), update=True)
     if task.get_config("output_type") != "multiple_choice":

@@ -390,8 +390,6 @@ def _draw_histogram(axes: Axes, histogram: Mapping[str, Any]) -> None:
     axes.legend(frameon=False, labelcolor=COLOURS["ink"], loc="upper right", ncols=2)
 
 
-TokenIds = npt.NDArray[np.int64]
-
 Pair = Mapping[str, Any]
 """Prepared pair: ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``, whose answers end with an end token."""
 
@@ -447,7 +445,7 @@ def choose_other_prompts(prompts: Sequence[Hashable]) -> list[int | None]:
     return [others[row] if prompts[others[row]] != prompts[row] else None for row in range(len(prompts))]
 
 
-def _swap_prompts(parts: Sequence[Sequence[TokenIds]]) -> dict[str, list[TokenIds | None]]:
+def _swap_prompts(parts: Sequence[Sequence[Ints]]) -> dict[str, list[Ints | None]]:
     others = choose_other_prompts([row[0].tobytes() for row in parts])
     return {
         name: [
@@ -458,11 +456,9 @@ def _swap_prompts(parts: Sequence[Sequence[TokenIds]]) -> dict[str, list[TokenId
     }
 
 
-def _alter_chosen(
-    parts: Sequence[Sequence[TokenIds]], tokenizer: PreTrainedTokenizerBase
-) -> dict[str, list[TokenIds | None]]:
+def _alter_chosen(parts: Sequence[Sequence[Ints]], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Ints | None]]:
     """Return alteration -> prompts with altered chosen answers; all but ``eos_dropped`` keep the end token."""
-    altered: dict[str, list[TokenIds | None]] = {}
+    altered: dict[str, list[Ints | None]] = {}
     gap = _encode(tokenizer, _WHITE_SPACE)
     end_tokens = find_end_tokens(tokenizer)
     for prompt, answer, _ in parts:
@@ -480,11 +476,11 @@ def _alter_chosen(
     return altered
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> TokenIds:
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Ints:
     return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
 
 
-def _score_altered(reward_model: RewardModel, rows: Sequence[TokenIds | None]) -> npt.NDArray[np.float64]:
+def _score_altered(reward_model: RewardModel, rows: Sequence[Ints | None]) -> npt.NDArray[np.float64]:
     """Return the raw score of each row; NaN for a row that is ``None`` or longer than the model's maximum length."""
     scores = np.full(len(rows), np.nan)
     given = [at for at, row in enumerate(rows) if row is not None]

@@ -100,17 +100,13 @@ def draw_overlays(runs: dict[str, RunFiles], folder: Path, *, is_one_recipe: boo
         if not is_one_recipe and name in _LOSSES:
             continue
         lines = [
-            Line(label, _read(run, name), colour, kind)
+            Line(label, read_curve(run.evaluations if name.startswith("eval_") else run.train, name), colour, kind)
             for (label, run), colour in zip(runs.items(), _COLOURS, strict=False)
         ]
         if any(line.curve for line in lines):
             # The page has the legend: names of folders are long.
             charts.append(draw_chart(Plan(name.replace("/", "_"), name, lines, unit, has_legend=False), folder))
     return charts
-
-
-def _read(run: RunFiles, name: str) -> list[tuple[int, float]]:
-    return read_curve(run.evaluations if name.startswith("eval_") else run.train, name)
 
 
 def compare_figures(runs: Sequence[RunFiles], *, is_one_recipe: bool) -> list[Row]:
@@ -146,12 +142,15 @@ def _build_row(name: str, values: Sequence[float | None]) -> Row:
         else "="
         if value == base
         # A relative difference is defined for a positive base only.
-        else f"{value - base:+.4g}" + (f" ({value / base - 1:+.1%})" if base > 0 else "")
+        else _show(value - base, "+", 4) + (f" ({value / base - 1:+.1%})" if base > 0 else "")
         for value in values[1:]
     ]
-    # Large numbers are counts and shown exactly, others with five digits.
-    shown = ["" if value is None else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.5g}" for value in values]
-    return Row(name, shown, differences)
+    return Row(name, ["" if value is None else _show(value, "", 5) for value in values], differences)
+
+
+def _show(value: float, sign: str, digits: int) -> str:
+    # Large numbers are counts and shown exactly.
+    return format(value, f"{sign},.0f" if abs(value) >= 1e4 else f"{sign}.{digits}g")
 
 
 def compare_keys(runs: Sequence[RunFiles]) -> list[Row]:

@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.config.synthesis_keys import SynthesisConfig
 from recipes_lib.evaluation.endpoint import Answerer, Endpoint
-from recipes_lib.evaluation.judges import (
-    PROMPTS,
-    Judge,
-    PromptedJudge,
-    load_reward_judge,
-    split_place,
-    verify_reward_model,
-)
+from recipes_lib.evaluation.judges import PROMPTS, Judge, PromptedJudge, load_reward_judge, split_place
 
 if TYPE_CHECKING:
     from recipes_lib.models.generation import Generator, Sampling
@@ -84,7 +77,10 @@ def verify_judge(settings: Settings, task: Task) -> None:
     if settings.judge is None:
         return
     if split_place(settings.judge) is None:
-        verify_reward_model(settings.judge)
+        from recipes_lib.models.heads.scoring import find_saved
+        from recipes_lib.models.loading import load_model_config
+
+        load_model_config(find_saved(settings.judge, None).weights)
     else:
         load_judge(settings, task).describe()
 
