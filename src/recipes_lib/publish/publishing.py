@@ -54,9 +54,7 @@ PAUSE_SECONDS: Final = 120.0
 SECONDS_BETWEEN_LOOKS: Final = 0.5
 """Interval at which the background thread looks for new checkpoints."""
 _LOCK: Final = "_published.lock"
-_OF_ONE_MODEL: Final = (
-    *("*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json", "reward_scale.json"),
-)
+_MODEL_FILES: Final = ("*.safetensors*", "config.json", "adapter_config.json", "reward_scale.json")
 """Patterns of files that belong to one model, and are deleted with it: transformers would load a merged model beside
 the ``adapter_config.json`` of its adapter as the base."""
 
@@ -192,7 +190,7 @@ class Publication:
         for path in self._list_files(self._target.branch):
             # Deleted: files of an older checkpoint in the state folder, and of an older model at the top.
             is_state = bool(contents.state) and path.startswith(f"{contents.state}/")
-            is_model = "/" not in path and any(fnmatch.fnmatch(path, pattern) for pattern in _OF_ONE_MODEL)
+            is_model = "/" not in path and any(fnmatch.fnmatch(path, pattern) for pattern in _MODEL_FILES)
             if (is_state or is_model) and path not in files:
                 yield CommitOperationDelete(path, is_folder=False)
 
