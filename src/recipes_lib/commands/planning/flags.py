@@ -141,8 +141,9 @@ def _find_problems(command: str, options: argparse.Namespace, recipe: str = "") 
 def _build_plan_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="recipes plan", description=_PLAN, allow_abbrev=False)
     add_recipe_flags(parser)
-    _add_flags(parser, "plan")
+    # First: since Python 3.14, argparse formats the help of a flag, which shows its default, when the flag is added.
     parser.set_defaults(failure_hours=GPU_HOURS_BETWEEN_FAILURES)
+    _add_flags(parser, "plan")
     add_pipeline_flags(parser)
     return parser
 
