@@ -91,7 +91,7 @@ def test_batch_script_launches_per_node(write, install, tmp_path, monkeypatch, c
     step = {"SLURM_JOB_ID": "77", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     step |= {"SLURM_STEP_NODELIST": "gpu-[3-4]", "SLURM_NODEID": "1"}
     composed = compose(read_launch_flags(started[3:]), step, monkeypatch, capsys)
-    assert composed[6:14] == [*PLACE, "gpu-3"]
+    assert composed[7:15] == [*PLACE, "gpu-3"]
     assert composed[-4:] == ["--learning_rate", "2e-5", "--output_dir", str(tmp_path / "a run")]
 
 
@@ -238,7 +238,7 @@ def test_jobset_is_valid_and_sets_machine_rank(write, monkeypatch, capsys):
     assert (machines.num_machines, machines.machine_rank) == (2, 1)
     flags = read_launch_flags(find_shell_launch(container["command"][2]))
     composed = compose(flags, place, monkeypatch, capsys)
-    assert composed[6:13] == PLACE
+    assert composed[7:14] == PLACE
     assert composed[-2:] == ["--output_dir", OUT]
 
 
@@ -284,7 +284,7 @@ def test_skypilot_task_is_valid_and_sets_machine_rank(image, write, monkeypatch,
     ).stdout
     place = dict(line.split("=", 1) for line in stdout.splitlines() if line.startswith("PET_"))
     composed = compose(read_launch_flags(find_shell_launch(document["run"])), place, monkeypatch, capsys)
-    assert composed[6:14] == [*PLACE, "10.0.0.1"]
+    assert composed[7:15] == [*PLACE, "10.0.0.1"]
 
 
 def test_hf_job_is_accepted_by_hf_cli(write):
