@@ -54,9 +54,7 @@ PAUSE_SECONDS: Final = 120.0
 SECONDS_BETWEEN_LOOKS: Final = 0.5
 """Interval at which the background thread looks for new checkpoints."""
 _LOCK: Final = "_published.lock"
-_OF_ONE_MODEL: Final = (
-    *("*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json", "reward_scale.json"),
-)
+_OF_ONE_MODEL: Final = ("*.safetensors*", "config.json", "adapter_config.json", "reward_scale.json")
 """Patterns of files that belong to one model, and are deleted with it: transformers would load a merged model beside
 the ``adapter_config.json`` of its adapter as the base."""
 
