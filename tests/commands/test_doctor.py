@@ -82,8 +82,10 @@ def test_exit_code_is_2_for_invalid_core_package(
 
     monkeypatch.setattr(importlib.metadata, "version", report)
     assert doctor.main([]) == 2
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.split()[1] == "trl"]
-    assert line.startswith(verdict)
+    lines = capsys.readouterr().out.splitlines()
+    (at,) = [number for number, line in enumerate(lines) if line.split()[1] == "trl"]
+    assert lines[at].startswith(verdict)
+    assert lines[at + 1].strip() == "run `make install`"
 
 
 def test_failing_probe_becomes_finding(no_compiled_packages: None, monkeypatch: pytest.MonkeyPatch) -> None:
