@@ -6,9 +6,11 @@ import importlib.metadata
 import importlib.util
 import re
 import shutil
+import sys
 import tomllib
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -82,8 +84,10 @@ def test_exit_code_is_2_for_invalid_core_package(
 
     monkeypatch.setattr(importlib.metadata, "version", report)
     assert doctor.main([]) == 2
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.split()[1] == "trl"]
-    assert line.startswith(verdict)
+    lines = capsys.readouterr().out.splitlines()
+    (at,) = [number for number, line in enumerate(lines) if line.split()[1] == "trl"]
+    assert lines[at].startswith(verdict)
+    assert lines[at + 1].strip() == "run `make install`"
 
 
 def test_failing_probe_becomes_finding(no_compiled_packages: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +155,26 @@ def test_gpu_that_torch_cannot_use_is_broken(monkeypatch: pytest.MonkeyPatch) ->
     assert finding.verdict == "broken"
     assert "the driver is too old" in finding.detail
     assert "PIP_EXTRA_INDEX_URL" in finding.remedy
+
+
+def test_broken_torch_is_a_core_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    (finding,) = doctor._probe_torch()
+    assert (finding.verdict, finding.is_core) == ("broken", True)
+
+
+def test_each_gpu_is_listed_with_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="H100", total_memory=85e9))
+    found = [(one.name, one.detail) for one in doctor._probe_torch() if one.name.startswith("gpu")]
+    assert found == [("gpu 0", "H100, 85 GB"), ("gpu 1", "H100, 85 GB")]
+
+
+@pytest.mark.parametrize(("supported", "verdict"), [(True, "ok"), (False, "missing")])
+def test_bf16_verdict_is_that_of_the_hardware(supported: bool, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "supports_bf16", lambda: supported)
+    assert [finding.verdict for finding in doctor._probe_bf16()] == [verdict]
 
 
 @pytest.mark.parametrize(("token", "verdict"), [(CANARY, "ok"), (None, "missing")])

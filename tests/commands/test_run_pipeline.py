@@ -173,7 +173,7 @@ def write_pipeline(folder: Path, **of_sft: object) -> Path:
     sft = {**shared, "model_name_or_path": "${base.output}", "max_steps": 1000, **of_sft}
     stages = {
         "base": {"recipe": "pretrain", "launch": "ddp", "set": {**pretraining, "learning_rate": 1e-3}},
-        "sft": {"recipe": "sft", "set": sft},
+        "sft": {"recipe": "sft", "launch": "single_gpu", "set": sft},
         "scores": {"recipe": "eval", "set": {"model_name_or_path": "${sft.output}", "tasks": ["core"]}},
     }
     path = folder / "p.yaml"

@@ -213,7 +213,7 @@ ROWS: dict[str, tuple[dict[str, object], str]] = {
     "sharegpt value is null": ({"conversations": [{"from": "gpt", "value": None}]}, "missing"),
     "function call not JSON": (
         {"conversations": [{"from": "function_call", "value": "f(x)"}]},
-        "conversations[0].value is not valid JSON",
+        "conversations[0].content is not valid JSON",
     ),
     "two system prompts": (
         {"conversations": [{"from": "system", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "c"},

@@ -43,7 +43,7 @@ def test_card_is_written_atomically(tmp_path, monkeypatch):
 
 
 def test_names_are_escaped(tmp_path):
-    hostile = "x\n# Evil <script>alert(1)</script> | [a](http://b) `c`"
+    hostile = "x\n# Evil <script>alert(1)</script> | [a](b) `c`"
     names = dict.fromkeys(("output_dir", "dataset_name", "model_name_or_path", "```\n# Evil"), hostile)
     write_card(tmp_path, record(**names), {hostile: 1.5})
     card = ModelCard.load(tmp_path / "README.md")
@@ -52,7 +52,7 @@ def test_names_are_escaped(tmp_path):
     prose = card.text.partition("```yaml")[0]
     assert "\n# Evil" not in card.text
     assert re.search(r"(?<!\\)(<script|\[a\]|`c)", prose) is None
-    assert r"| x\\n# Evil \<script\>alert(1)\</script\> \| \[a\](http://b) \`c\` | 1.5000 |" in prose
+    assert r"| x\\n# Evil \<script\>alert(1)\</script\> \| \[a\](b) \`c\` | 1.5000 |" in prose
 
 
 def test_local_paths_are_not_hub_ids(tmp_path):
@@ -73,7 +73,7 @@ def test_base_without_commit_is_not_a_hub_id(tmp_path, commit, base):
     assert ModelCard.load(tmp_path / "README.md").data.base_model == base
 
 
-@pytest.mark.parametrize("name", ["/gone/models/x", "../x", "C:\\models\\x"])
+@pytest.mark.parametrize("name", ["/gone/models/x", "../x", "C:\\models\\x", "runs/sft/final"])
 def test_paths_of_other_machines_are_not_hub_ids(tmp_path, name):
     write_card(tmp_path, record(model_name_or_path=name, dataset_name="/gone/rows.jsonl"), {})
     card = ModelCard.load(tmp_path / "README.md")

@@ -49,6 +49,9 @@ def test_missing_or_truncated_card_and_report_are_rewritten(build, capsys):
         assert str(report) in output
         # The second card links the chart that the report has drawn.
         assert (card.read_text().replace("![loss](report/loss.png)\n\n", ""), report.read_text()) == before
+    card.write_text("edited by hand")
+    finish_run(run)
+    assert card.read_text() == "edited by hand"
 
 
 def test_report_is_rebuilt_only_after_training(build, monkeypatch):

@@ -97,7 +97,7 @@ def test_page_shows_metrics_samples_and_facts(tmp_path: Path) -> None:
         "my-run", "60 optimizer steps, 2 epochs, 2 min 0 s of training", "Held-out loss", "5 at step 0", "own metric",
         "0.875", "6k", "of 12k tokens seen", "40% of the peak FLOPs", "1.00 GiB", "why why", "Because!", "Because.",
         "cut off at 9 tokens", "stopped after 4 tokens", "Before training", "After training, step 60",
-        "sft.py --config 'my file.yaml'", "hardware · device", "a GPU", "0123abc", "sft.yaml:7", "3 keys",
+        "sft.py --config 'my file.yaml'", "hardware · device", "a GPU", "0123abc", "sft.yaml:7", "Configuration (3)",
         "1.5 / 1 GiB of memory, 0.5 / 0.6 s a step",
     ):  # fmt: skip
         assert words in page.text, words

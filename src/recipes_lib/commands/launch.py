@@ -170,15 +170,11 @@ def _read_hardware(options: argparse.Namespace, machines: Machines) -> tuple[Pat
     """Return path and contents of the launch file of --hardware, else of the default one.
 
     Raises:
-        ConfigError: It does not exist or is invalid; it is for one process, and several are requested; or it is for
-            several machines, and nothing else names them.
+        ConfigError: It does not exist or is invalid, or is for several machines, and nothing else names them.
     """
     num_needed = max(machines.num_machines, options.num_processes or 1)
     file = find_launch_file(options.hardware or choose_for_this_machine(num_needed))
     document = read_launch_file(file)
-    if num_needed > 1 and document["distributed_type"] == "NO":
-        found = f"{file} is for one process, not for {num_needed}"
-        raise ConfigError(Problem("--hardware", found, "use accelerate_configs/ddp.yaml, or cpu_ddp.yaml on CPUs"))
     count = document.get("num_machines", 1)
     if machines.num_machines == 1 < count and options.num_machines is None:
         found = f"{file} is for {count} machines: each would train a separate model"
@@ -286,12 +282,14 @@ def choose_for_this_machine(num_processes: int = 1) -> str:
 
 
 def _count_processes(file: Path, document: dict[str, Any], machines: Machines) -> int:
-    """Return the default number of processes: one per GPU (of ``gpu_ids``), or that of a file for CPUs or one process.
+    """Return the default number of processes: one per GPU (of ``gpu_ids``), or that of a file for CPUs, or one.
 
     Raises:
         ConfigError: The launch file needs GPUs, and this machine has none.
     """
-    if document.get("use_cpu") or document["distributed_type"] == "NO":
+    if document["distributed_type"] == "NO":
+        return machines.num_machines
+    if document.get("use_cpu"):
         return int(document.get("num_processes", 1))
     from recipes_lib.hardware import count_accelerators
 

@@ -285,7 +285,7 @@ def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | 
     Args:
         path: The pipeline file.
         gpu: Name of the GPU.
-        num_processes: Processes of stages that have a launch file; ``None``: the number in the launch file.
+        num_processes: Processes of stages whose launch file is for several; ``None``: the number in the launch file.
         price: Price of a GPU hour; ``None`` to omit costs.
 
     Raises:
@@ -329,12 +329,13 @@ def _plan(stage: Stage, gpu: str, num_processes: int | None, *, writes_config: b
     from recipes_lib.planning.devices import choose_device, find_efficiency, find_peak
     from recipes_lib.planning.memory import plan_memory, resolve_checkpointing
     from recipes_lib.planning.pretraining import count_run_tokens
-    from recipes_lib.training.layouts.launch_environment import plan_launch
+    from recipes_lib.training.layouts.launch_environment import plan_launch, read_launch_file
     from recipes_lib.training.layouts.memory_layout import build_layout
 
     config = load_config(stage.recipe, stage.argv)
     file = find_launch_file(stage.launch) if stage.launch else None
-    launch = plan_launch(file, num_processes if file else None)
+    is_alone = file is None or read_launch_file(file)["distributed_type"] == "NO"
+    launch = plan_launch(file, None if is_alone else num_processes)
     model_config = find_planned_model(config)
     if writes_config:
         # The placeholder of its output has a model of this shape, for the plans of later stages.

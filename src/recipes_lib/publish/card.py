@@ -351,9 +351,9 @@ def list_limits(record: Record, figures: Record) -> Iterator[str]:
 
 def _is_path(name: str | None) -> bool:
     """Return whether a name is a path on this machine or on that of the run, and not a Hub id."""
-    # ``looks_local``: the card may be written on another machine, or after the files were deleted. A relative path
-    # without dots is then taken for a Hub id.
-    return name is not None and (is_local(name) or looks_local(name))
+    # ``looks_local``: the card may be written on another machine, or after the files were deleted. A relative path of
+    # one folder in another is then taken for a Hub id, and one of more folders cannot be.
+    return name is not None and (is_local(name) or looks_local(name) or name.count("/") > 1)
 
 
 def _shorten(name: str) -> str:

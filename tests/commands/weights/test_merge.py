@@ -138,6 +138,7 @@ def test_output_folder_must_be_empty(merge, tmp_path):
         (lambda folder: edit(folder, base_model_name_or_path=None), "names no base model"),
         (lambda folder: edit(folder, init_lora_weights="pissa"), "not a checkpoint"),
         (lambda folder: empty(folder), "the adapter does not change the base"),
+        (lambda folder: enlarge(folder), "if its vocabulary is larger, merge it with PEFT first"),
     ],
 )
 def test_invalid_adapter_is_rejected_and_leaves_no_files(merge, adapter, tmp_path, break_it, message):
@@ -155,6 +156,13 @@ def empty(folder):
     tensors = load_file(folder / "adapter_model.safetensors")
     emptied = {name: torch.zeros_like(tensor) if "lora_B" in name else tensor for name, tensor in tensors.items()}
     save_file(emptied, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def enlarge(folder):
+    """Add embeddings of two more tokens, as PEFT saves those of a base that was resized for training."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors["base_model.model.lm_head.weight"] = torch.zeros(514, 64)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def edit(folder, **changes):

@@ -229,6 +229,16 @@ def test_non_positive_num_processes_is_refused(count: int) -> None:
         plan_launch(None, count)
 
 
+@pytest.mark.parametrize(("count", "given"), [(2, None), (1, 2)])
+def test_several_processes_of_a_file_for_one_are_refused(count: int, given: int | None, tmp_path: Path) -> None:
+    """accelerate would start one process, whatever ``num_processes`` says."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"distributed_type: 'NO'\nnum_processes: {count}\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml is for one process, not for 2"):
+        plan_launch(file, given)
+    assert plan_launch(file, 1).world_size == 1
+
+
 def test_empty_sections_are_ignored(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("distributed_type: FSDP\nfsdp_config:\nparallelism_config:\n")

@@ -168,7 +168,8 @@ def load_adapter(
         # Caught inside of ``explained``, which would report a damaged file rather than another architecture.
         except (RuntimeError, KeyError) as error:
             found = f"{name} does not fit the model: {str(error).strip().splitlines()[-1].strip()}"
-            raise ConfigError(Problem(key, found, "name a complete adapter of this model")) from error
+            remedy = "name a complete adapter of this model; if its vocabulary is larger, merge it with PEFT first"
+            raise ConfigError(Problem(key, found, remedy)) from error
     verify_layers(adapted, key)
     if _adapts_tied_embeddings(adapted):
         found = f"{name} has low-rank matrices on tied embeddings, and merging them would change both embeddings"

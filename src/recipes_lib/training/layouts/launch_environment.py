@@ -558,9 +558,14 @@ def plan_launch(
         pipeline: From ``name_pipeline``; ``None``: no pipeline parallelism.
 
     Raises:
-        ConfigError: As ``read_launch_file`` and ``read_launch``, or ``num_processes`` is below 1.
+        ConfigError: As ``read_launch_file`` and ``read_launch``; ``num_processes`` is below 1; or the file is for one
+            process.
     """
     if num_processes is not None and num_processes < 1:
         raise ConfigError(Problem("--num_processes", f"is {num_processes}", "write 1 or more"))
     document = {"distributed_type": "NO"} if file is None else read_launch_file(file)
-    return read_launch({**name_variables(document, num_processes), **(pipeline or {})})
+    launch = read_launch({**name_variables(document, num_processes), **(pipeline or {})})
+    if file is not None and document["distributed_type"] == "NO" and launch.world_size > 1:
+        found = f"{file} is for one process, not for {launch.world_size}"
+        raise ConfigError(Problem("--hardware", found, "use accelerate_configs/ddp.yaml, or cpu_ddp.yaml on CPUs"))
+    return launch
