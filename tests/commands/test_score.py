@@ -94,15 +94,22 @@ def test_existing_columns_require_prefix(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "flags", "error"),
+    ("rows", "flags", "error", "message"),
     [
-        ([{"text": "a"}, {"text": 3}], [], DataError),
-        (ROWS, ["--max_length=16", "--learning_rat=1"], ConfigError),
-        (ROWS, ["--dataset_streaming=true", "--max_steps=1"], ConfigError),
+        ([{"text": "a"}, {"text": 3}], [], DataError, "rows.jsonl:2"),
+        (ROWS, ["--max_length=16", "--learning_rat=1"], ConfigError, "learning_rate"),
+        (
+            ROWS,
+            ["--dataset_streaming=true", "--max_steps=1", "--max_length=16"],
+            ConfigError,
+            "not supported by recipes score",
+        ),
+        (ROWS, ["--min_loss=2", "--max_loss=1"], ConfigError, "no loss is between 2.0 and 1.0"),
+        (ROWS, ["--max_loss=nan"], ConfigError, "no loss is between"),
     ],
 )
-def test_invalid_rows_and_flags_are_rejected(run, rows, flags, error):
-    with pytest.raises(error):
+def test_invalid_rows_and_flags_are_rejected(run, rows, flags, error, message):
+    with pytest.raises(error, match=message):
         run(rows, *flags)
 
 
