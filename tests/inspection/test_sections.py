@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 from rich.console import Console
 from tests.models.vision_models import build_gemma3
 from tests.training.pretraining import build_config
@@ -17,6 +18,7 @@ from recipes_lib.errors import DataError, Problem
 from recipes_lib.inspection.recipe_checks import PretrainInspection
 from recipes_lib.models.structure import freeze_outside_text
 from recipes_lib.training.layouts.launch_environment import plan_launch
+from recipes_lib.training.optim import compilation
 
 
 def test_section_prints_facts_or_problems_or_nothing(tmp_path, tiny_tokenizer_dir) -> None:
@@ -86,6 +88,16 @@ def test_fault_that_ends_a_run_at_its_start_is_reported(
     keys = {name: other if value == "OTHER" else value for name, value in keys.items()}
     problems, output = run_check(recipe, rows, **keys)
     assert [found in problem.found for problem in problems] == [True], output
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_missing_compiler_is_a_problem_of_a_machine_with_a_gpu(run_check, monkeypatch, has_gpu) -> None:
+    """Without a GPU, the run is for another machine."""
+    monkeypatch.setattr(compilation, "find_compiler_obstacle", lambda: "no C++ compiler")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)
+    problems, output = run_check("sft", CHATS, torch_compile=True, use_cpu=True)
+    assert [problem.where for problem in problems] == ["torch_compile"] * has_gpu, output
+    assert ("warning: torch_compile: its kernels cannot be compiled" in output) is not has_gpu
 
 
 def test_router_loss_is_refused_before_context_parallelism(run_check, tmp_path, tiny_tokenizer_dir) -> None:

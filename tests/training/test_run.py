@@ -291,7 +291,8 @@ def test_final_status_is_recorded_and_error_reraised(tmp_path, error, status):
 
 def test_killed_data_loader_worker_is_named(tmp_path):
     run = start_run(make_config(tmp_path), ONE)
-    rows = iter(DataLoader([1, 2, 3, 4], num_workers=1))
+    # Forked, as those of a run on Linux, which is not the default of Python 3.14.
+    rows = iter(DataLoader([1, 2, 3, 4], num_workers=1, multiprocessing_context="fork"))
     assert next(rows).tolist() == [1]
 
     def receive() -> None:

@@ -202,10 +202,17 @@ class Inspection(ABC):
         import torch
 
         from recipes_lib.models.attention.kernels import choose_kernel
-        from recipes_lib.training.optim.compilation import choose_compilation
+        from recipes_lib.training.optim.compilation import choose_compilation, verify_compiler
         from recipes_lib.training.trainers.arguments import resolve_precision
 
-        choose_compilation(self.config, self.launch, is_cuda=False)
+        compilation = choose_compilation(self.config, self.launch, is_cuda=False)
+        try:
+            verify_compiler(compilation)
+        except ConfigError as error:
+            # Without a GPU here, the run is probably for another machine, which has its own compiler.
+            if torch.accelerator.is_available():
+                raise
+            report(f"warning: {error.problems[0].where}: {error.problems[0].found}; {error.problems[0].remedy}")
         precision = resolve_precision(self.config, self.launched_precision)
         compute_dtype = torch.bfloat16 if precision["bf16"] else torch.float16 if precision["fp16"] else torch.float32
         device = torch.device("cpu") if precision["use_cpu"] else torch.accelerator.current_accelerator()

@@ -99,6 +99,7 @@ def test_plan_of_run_on_gpu(configure, monkeypatch) -> None:
 
 def test_plan_includes_liger_if_used(configure, monkeypatch) -> None:
     monkeypatch.setattr("recipes_lib.training.layouts.memory_layout.read_device_memory", lambda: 80e9)
+    monkeypatch.setattr("recipes_lib.training.optim.compilation.find_compiler_obstacle", lambda: "")
     launch = Launch(rank=0, local_rank=0, world_size=1, engine="")
 
     def plan(**keys: str) -> float:

@@ -24,6 +24,7 @@ from recipes_lib.training.optim.compilation import (
     choose_liger,
     compile_layers,
     is_compiled,
+    verify_compiler,
 )
 
 ONE = Launch(rank=0, local_rank=0, world_size=1, engine="")
@@ -73,7 +74,9 @@ def test_pretraining_is_not_compiled_without_c_compiler(monkeypatch: pytest.Monk
     assert choose_compilation(read("sft", torch_compile_backend="eager"), ONE, is_cuda=True) == {"backend": "eager"}
     for config, launch in ((read("sft", torch_compile="true"), ONE), (read("sft"), FP8)):
         with pytest.raises(ConfigError, match=r"torch_compile: .* this machine has no Python\.h"):
-            choose_compilation(config, launch, is_cuda=True)
+            verify_compiler(choose_compilation(config, launch, is_cuda=True))
+    verify_compiler({"backend": "eager"})
+    verify_compiler(None)
 
 
 def test_fp8_without_compilation_is_refused() -> None:

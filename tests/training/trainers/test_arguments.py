@@ -211,6 +211,7 @@ def test_other_precisions_have_no_requirements(precision):
 def test_fp8_of_launch_file_disables_default_bf16(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     monkeypatch.setattr("recipes_lib.training.trainers.arguments.verify_fp8", lambda precision: None)
+    monkeypatch.setattr("recipes_lib.training.trainers.arguments.verify_compiler", lambda compilation: None)
     launch = Launch(rank=0, local_rank=0, world_size=1, engine="", precision="fp8")
     args = build_training_arguments(make_config(tmp_path), launch, has_eval=False)
     assert args.mixed_precision == "fp8"

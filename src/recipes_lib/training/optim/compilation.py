@@ -36,22 +36,34 @@ def choose_compilation(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -
         is_cuda: Whether the run is on a GPU.
 
     Raises:
-        ConfigError: fp8 with ``torch_compile: false``; or this machine cannot compile the kernels of a compiled run.
+        ConfigError: fp8 with ``torch_compile: false``.
     """
-    training, is_fp8, obstacle = config.training, launch.precision == "fp8", find_compiler_obstacle()
+    training, is_fp8 = config.training, launch.precision == "fp8"
     options = {name: training.get(f"torch_compile_{name}") for name in ("backend", "mode")}
     is_compiled = training.get("torch_compile")
     if is_compiled is None:
-        is_supported = is_cuda and _has_whole_layers(launch) and not obstacle
+        is_supported = is_cuda and _has_whole_layers(launch) and not find_compiler_obstacle()
         is_default = is_supported and config.recipe == "pretrain"
         is_compiled = is_default or is_fp8 or any(options.values())
     if is_fp8 and not is_compiled:
         found = "fp8 without torch.compile is slower than bf16"
         raise ConfigError(Problem("torch_compile", found, "delete the line, or use another launch file"))
-    if is_compiled and obstacle and options["backend"] in (None, "inductor"):
+    return {name: value for name, value in options.items() if value is not None} if is_compiled else None
+
+
+def verify_compiler(compilation: Mapping[str, Any] | None) -> None:
+    """Verify that this machine can compile the kernels of a run.
+
+    Args:
+        compilation: Options from ``choose_compilation``.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    uses_inductor = compilation is not None and compilation.get("backend") in (None, "inductor")
+    if uses_inductor and (obstacle := find_compiler_obstacle()):
         found = f"its kernels cannot be compiled: this machine has {obstacle}"
         raise ConfigError(Problem("torch_compile", found, f"{INSTALL_COMPILER}, or train without torch.compile"))
-    return {name: value for name, value in options.items() if value is not None} if is_compiled else None
 
 
 def choose_liger(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -> dict[str, Any]:

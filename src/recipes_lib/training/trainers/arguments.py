@@ -22,7 +22,7 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.hardware import supports_bf16
 from recipes_lib.models.inference import find_factor_dtype
 from recipes_lib.training.layouts.launch_environment import Launch, disable_accelerate_parallelism, verify_launch
-from recipes_lib.training.optim.compilation import choose_compilation, choose_liger
+from recipes_lib.training.optim.compilation import choose_compilation, choose_liger, verify_compiler
 
 MIN_CAPABILITY: Final = (8, 9)
 """CUDA compute capability of Ada, the first generation with fp8 tensor cores."""
@@ -145,8 +145,8 @@ def build_training_arguments(
 
     Raises:
         ConfigError: As ``verify_launch``: accelerate has silently changed the launch.
-        ConfigError: As ``verify_fp8``, ``choose_compilation`` and ``choose_liger``; torch lacks ``ddp_backend``, or
-            transformers refuses the keys.
+        ConfigError: As ``verify_fp8``, ``choose_compilation``, ``verify_compiler`` and ``choose_liger``; torch lacks
+            ``ddp_backend``, or transformers refuses the keys.
     """
     verify_fp8(launch.precision)
     disable_accelerate_parallelism(launch)
@@ -171,6 +171,7 @@ def build_training_arguments(
         # Python 3.14 starts workers by a server, and a signal to the process group would end them before the run saves.
         arguments.setdefault("dataloader_multiprocessing_context", "fork")
     compilation = choose_compilation(config, launch, is_cuda=is_cuda)
+    verify_compiler(compilation)
     # Upstream would compile the whole model; ``RecipeTrainer.train`` compiles layer by layer.
     for key in ("torch_compile", "torch_compile_backend", "torch_compile_mode"):
         arguments.pop(key, None)
