@@ -69,7 +69,7 @@ def test_emulated_bf16_warns(
     warns: bool,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA T4")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA T4")
     monkeypatch.setattr(run_module, "supports_bf16", lambda: has_bf16)
     start_run(make_config(tmp_path / "run"), dataclasses.replace(ONE, precision=precision))
     assert ("emulates it slowly: write `mixed_precision: fp16`" in capsys.readouterr().err) == warns
