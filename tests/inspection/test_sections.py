@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from tests.models.vision_models import build_gemma3
 from tests.training.pretraining import build_config
 from tests.training.students import save_student
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.inspection.recipe_checks import PretrainInspection
@@ -88,6 +89,16 @@ def test_fault_that_ends_a_run_at_its_start_is_reported(
     keys = {name: other if value == "OTHER" else value for name, value in keys.items()}
     problems, output = run_check(recipe, rows, **keys)
     assert [found in problem.found for problem in problems] == [True], output
+
+
+def test_saved_adapter_is_counted_without_its_values(run_check, tmp_path, tiny_model_dir) -> None:
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tiny_model_dir),
+        LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]),
+    )
+    model.save_pretrained(tmp_path / "adapter")
+    problems, output = run_check("lora", CHATS, adapter_name_or_path=tmp_path / "adapter")
+    assert not problems, output
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from tests.models.adapter_models import SHAPE, compute_logits, train
 from torch import nn
 from transformers import (
@@ -21,7 +22,14 @@ from transformers import (
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.adapters.lora import add_adapter, check_layers, load_adapter, load_fresh_base
+from recipes_lib.models.adapters import lora
+from recipes_lib.models.adapters.lora import (
+    add_adapter,
+    check_layers,
+    load_adapter,
+    load_fresh_base,
+    read_adapter_state,
+)
 from recipes_lib.models.adapters.saved import iterate_weights
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -138,12 +146,20 @@ def test_saved_adapter_with_expert_weights_is_refused(tmp_path):
         load_adapter(qwen3_moe(), str(tmp_path), on_any_base=True)
 
 
-def test_adapter_whose_weights_peft_does_not_restore_is_refused(tmp_path):
+def test_weights_that_peft_does_not_restore_are_restored_or_refused(tmp_path, monkeypatch):
     """transformers renames `shared_experts` of Laguna to a name that no module has, and PEFT only warns."""
     sizes = {"num_attention_heads_per_layer": [2, 2], "shared_expert_intermediate_size": 8, "head_dim": 8}
     model = LagunaForCausalLM(LagunaConfig(**SHAPE, **EXPERTS, **sizes))
     model.save_pretrained(tmp_path / "base")
     add_adapter(model, AdapterConfig(use_peft=True), seed=0).save_pretrained(tmp_path / "adapter")
-    base = LagunaForCausalLM.from_pretrained(tmp_path / "base")
-    with pytest.raises(ConfigError, match=r"PEFT does not restore 3 weights of .*shared_experts\.down_proj\.lora_A"):
-        load_adapter(base, str(tmp_path / "adapter"), on_any_base=True)
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+
+    def load():
+        return load_adapter(LagunaForCausalLM.from_pretrained(tmp_path / "base"), str(tmp_path / "adapter"))
+
+    restored = read_adapter_state(load())
+    assert all(torch.equal(restored[name], tensor) for name, tensor in saved.items())
+    copies = {name: tensor + 1 for name, tensor in saved.items()}
+    monkeypatch.setattr(lora, "read_adapter_state", lambda model: {name: one.clone() for name, one in copies.items()})
+    with pytest.raises(ConfigError, match=rf"PEFT does not restore {len(saved)} weights of "):
+        load()

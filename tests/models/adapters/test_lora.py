@@ -17,6 +17,7 @@ from recipes_lib.models.adapters.lora import (
     add_adapter,
     describe_adapter,
     has_changed_base,
+    load_adapter,
     load_fresh_base,
     read_adapter_state,
 )
@@ -223,7 +224,7 @@ def test_weight_tying_unknown_to_peft_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["tied", "llama"])
-def test_modules_to_save_are_float32_in_half_precision_model(kind):
+def test_modules_to_save_are_float32_in_half_precision_model(kind, tmp_path):
     model = build_model(kind).to(torch.bfloat16)
     before = compute_logits(model)
     adapted = adapt(model, lora_modules_to_save=["embed_tokens", "lm_head", "norm"])
@@ -240,6 +241,9 @@ def test_modules_to_save_are_float32_in_half_precision_model(kind):
     optimizer.step()
     now = trained_of(adapted)
     assert all(not torch.equal(now[name], tensor) for name, tensor in moved.items())
+    adapted.save_pretrained(tmp_path)
+    loaded = load_adapter(build_model(kind).to(torch.bfloat16), str(tmp_path), is_trainable=True)
+    assert all(torch.equal(trained_of(loaded)[name], tensor) for name, tensor in now.items())
 
 
 @pytest.mark.parametrize("first", ["head", "adapter"])

@@ -175,12 +175,18 @@ def load_adapter(
         found = f"{name} has low-rank matrices on tied embeddings, and merging them would change both embeddings"
         raise ConfigError(Problem(key, found, "name an adapter without them, or with modules_to_save"))
     _train_whole_modules_in_float32(adapted)
-    # PEFT only warns about missing weights, ignores unexpected ones, and renames those of some models wrongly (Laguna).
+    # PEFT only warns about missing weights, and ignores unexpected ones.
     weights = {name: tensor for name, tensor in load_file(folder / ADAPTER_WEIGHTS).items() if BASE_LAYER not in name}
     state = read_adapter_state(adapted)
     if differing := state.keys() ^ weights.keys():
         raise _refuse_weights(key, name, differing)
-    if lost := [name for name, tensor in weights.items() if not torch.equal(state[name].cpu().to(tensor), tensor)]:
+    # It rounds whole modules to half precision, and renames the weights of some models wrongly (Laguna).
+    for one, tensor in state.items():
+        tensor.copy_(weights[one])
+    # A model on the meta device, of which shapes are counted, has no values.
+    values = {one: tensor.cpu() for one, tensor in read_adapter_state(adapted).items() if not tensor.is_meta}
+    lost = [one for one, tensor in values.items() if not torch.equal(tensor.to(weights[one]), weights[one])]
+    if lost:
         found = f"PEFT does not restore {len(lost)} weights of {name}, such as {min(lost)}"
         raise ConfigError(Problem(key, found, "leave these layers out of lora_target_modules"))
     return adapted
