@@ -185,8 +185,11 @@ def load_adapter(
         tensor.copy_(weights[one])
     # A model on the meta device, of which shapes are counted, has no values.
     values = {one: tensor.cpu() for one, tensor in read_adapter_state(adapted).items() if not tensor.is_meta}
-    lost = [one for one, tensor in values.items() if not torch.equal(tensor.to(weights[one]), weights[one])]
-    if lost:
+
+    def is_equal(one: Tensor, other: Tensor) -> bool:
+        return torch.allclose(one.to(other), other, rtol=0, atol=0, equal_nan=True)
+
+    if lost := [one for one, tensor in values.items() if not is_equal(tensor, weights[one])]:
         found = f"PEFT does not restore {len(lost)} weights of {name}, such as {min(lost)}"
         raise ConfigError(Problem(key, found, "leave these layers out of lora_target_modules"))
     return adapted
