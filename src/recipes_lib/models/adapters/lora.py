@@ -180,16 +180,16 @@ def load_adapter(
     state = read_adapter_state(adapted)
     if differing := state.keys() ^ weights.keys():
         raise _refuse_weights(key, name, differing)
+    if infinite := [one for one, tensor in weights.items() if not tensor.isfinite().all()]:
+        found = f"{name} has NaN or infinity in {len(infinite)} weights, such as {min(infinite)}"
+        raise ConfigError(Problem(key, found, "name an earlier checkpoint"))
     # It rounds whole modules to half precision, and renames the weights of some models wrongly (Laguna).
     for one, tensor in state.items():
         tensor.copy_(weights[one])
     # A model on the meta device, of which shapes are counted, has no values.
     values = {one: tensor.cpu() for one, tensor in read_adapter_state(adapted).items() if not tensor.is_meta}
-
-    def is_equal(one: Tensor, other: Tensor) -> bool:
-        return torch.allclose(one.to(other), other, rtol=0, atol=0, equal_nan=True)
-
-    if lost := [one for one, tensor in values.items() if not is_equal(tensor, weights[one])]:
+    lost = [one for one, tensor in values.items() if not torch.equal(tensor.to(weights[one]), weights[one])]
+    if lost:
         found = f"PEFT does not restore {len(lost)} weights of {name}, such as {min(lost)}"
         raise ConfigError(Problem(key, found, "leave these layers out of lora_target_modules"))
     return adapted
