@@ -240,6 +240,7 @@ def test_overlong_prompt_is_error_or_dropped(load):
     assert (len(data.train), data.record["num_overlong"]) == (1, 1)
     with pytest.raises(DataError, match="every prompt is too long"):
         load(rows[1:], max_length=24, overlong="drop")
+    assert load(rows[1:], max_length=load(rows).max_length).record["num_overlong"] == 0
 
 
 @pytest.mark.parametrize(
