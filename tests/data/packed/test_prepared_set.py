@@ -15,8 +15,8 @@ from recipes_lib.data import store
 from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed import prepared_set as module
 from recipes_lib.data.packed.prepared_set import prepare, render_summary
-from recipes_lib.data.sources.mixtures import load_train_data
 from recipes_lib.data.prompts import prepare_prompts
+from recipes_lib.data.sources.mixtures import load_train_data
 from recipes_lib.data.store import find_root
 from recipes_lib.errors import ConfigError, DataError
 
