@@ -33,7 +33,7 @@ def main(run: Run) -> None:
     config = run.config
     # Prompts, and their share of each generation.
     tokenizer = load_tokenizer(config.model, config.tokens)
-    prompts = load_prompt_data(config, tokenizer)
+    prompts = load_prompt_data(config, tokenizer, local_rank=run.launch.local_rank)
     load_verified_config(config, tokenizer, prompts.max_length)
     plan = plan_groups(len(prompts.train), config, run.launch.world_size)
     run.record(data=prompts.record, answers_per_generation=plan.answers_per_generation)

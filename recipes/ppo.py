@@ -32,7 +32,7 @@ def main(run: Run) -> None:
     config = run.config
     # Prompts.
     tokenizer = load_tokenizer(config.model, config.tokens)
-    prompts = load_prompt_data(config, tokenizer)
+    prompts = load_prompt_data(config, tokenizer, local_rank=run.launch.local_rank)
     load_verified_config(config, tokenizer, prompts.max_length)
     run.record(data=prompts.record)
     args = build_training_arguments(config, run.launch, has_eval=True)

@@ -1,4 +1,4 @@
-"""Packs, pairs and tokens are prepared once: second calls, processes, threads and ranks find the set."""
+"""Packs, pairs, tokens and prompts are prepared once: second calls, processes, threads and ranks find the set."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from recipes_lib.commands.prepare import prepare as command
 from recipes_lib.data import store
 from recipes_lib.data.packed.prepared_set import prepare
 from recipes_lib.data.pairs.preference_sets import prepare_pairs
+from recipes_lib.data.prompts import prepare_prompts
 from recipes_lib.data.tokens.token_data import prepare_tokens
 from recipes_lib.errors import DataError
 
-PREPARES = {"sft": prepare, "dpo": prepare_pairs, "pretrain": prepare_tokens}
+PREPARES = {"sft": prepare, "dpo": prepare_pairs, "pretrain": prepare_tokens, "grpo": prepare_prompts}
 
 
 @pytest.fixture(params=PREPARES)
@@ -29,12 +30,19 @@ def build(request, build_config, write_rows, make_chats):
         "sft": make_chats(40),
         "dpo": [{"prompt": f"{n} =", "chosen": f" {n}", "rejected": f" {-n}"} for n in range(1, 41)],
         "pretrain": [{"text": f"Text {number} of the baker"} for number in range(40)],
+        "grpo": make_chats(40),
     }
     path = write_rows(rows=rows[request.param])
 
     def run(**options):
         return build_config(
-            recipe=request.param, dataset_name=str(path), test_split_size=0.2, max_length=64, seed=3, **options
+            recipe=request.param,
+            dataset_name=str(path),
+            test_split_size=0.2,
+            max_length=64,
+            seed=3,
+            response_length=8,
+            **options,
         )
 
     return run
@@ -65,12 +73,14 @@ def test_prepare_command_reports_new_and_existing_set(build, load_tokenizer, tmp
         "prepared_dir": tmp_path / "prepared",
     }
     start = {"model_config": "{model_type: llama}"} if config.recipe == "pretrain" else {"model_name_or_path": "none"}
+    start |= {"reward_funcs": "[a.b:c]", "response_length": 8} if config.recipe == "grpo" else {}
     argv = [f"--{name}={value}" for name, value in (keys | start).items()]
     outputs = []
     for _ in range(2):
         command(argv, load_tokenizer)
         outputs.append(capsys.readouterr().out)
-    assert {"sft": "packs", "dpo": "prompts", "pretrain": "held out of"}[config.recipe] in outputs[0]
+    found = {"sft": "packs", "dpo": "prompts", "pretrain": "held out of", "grpo": "left out, too long"}
+    assert found[config.recipe] in outputs[0]
     assert outputs[0].split("prepared in")[0] == outputs[1].split("nothing to do: already prepared")[0] != outputs[0]
     assert load_tokenizer.calls == 1
 

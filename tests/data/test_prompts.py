@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import trl
 from tests.rows import write_rows
@@ -18,7 +20,7 @@ FOUR, FIVE = ({"role": "assistant", "content": text} for text in ("Four.", "Five
 
 
 @pytest.fixture
-def load(tmp_path, tiny_tokenizer):
+def load(tmp_path, tiny_tokenizer, tiny_tokenizer_dir):
     def load_rows(rows, held_out=(), **keys):
         path = tmp_path / "prompts.jsonl"
         write_rows(path, rows)
@@ -26,7 +28,8 @@ def load(tmp_path, tiny_tokenizer):
             write_rows(tmp_path / "held_out.jsonl", held_out)
             keys["dataset_test_split"] = tmp_path / "held_out.jsonl"
         values = {
-            "model_name_or_path": "owner/model",
+            "model_name_or_path": tiny_tokenizer_dir,
+            "prepared_dir": tmp_path / "prepared",
             "dataset_name": path,
             "output_dir": tmp_path,
             "reward_funcs": "[a.b:c]",
@@ -159,6 +162,35 @@ def test_prompts_have_union_of_columns(load):
         }
 
 
+def test_columns_and_contents_are_as_in_the_dataset(load, tmp_path):
+    rows = [
+        {"prompt": [{"role": "user", "content": "\u201ccaf\u00e9\u201d", "name": "x"}], "solution": ["1", 2.5, None]},
+        {"prompt": QUESTION, "solution": {"a": {"b": [True, -0.0, 10**30]}}},
+        {"prompt": [{"role": "user", "content": "Why?"}], "solution": "\ud800 alone"},
+    ]
+    write_rows(tmp_path / "rows.jsonl", rows, ensure_ascii=True)
+    train = load(rows[:1], dataset_name=tmp_path / "rows.jsonl").train
+    assert [(prompt.content, prompt.columns["solution"]) for prompt in train] == [tuple(row.values()) for row in rows]
+    assert [prompt.where.rpartition(":")[2] for prompt in train[1:]] == ["2", "3"]
+    assert train[-1] == train[2] == list(train)[2]
+    with pytest.raises(IndexError):
+        train[3]
+
+
+def test_binary_columns_stay_bytes(load, tmp_path):
+    path = tmp_path / "binary.parquet"
+    pq.write_table(pa.table({"prompt": ["a"], "image_hash": [b"\x00\xff"]}), path)
+    assert load([], dataset_name=path).train[0].columns == {"image_hash": b"\x00\xff"}
+
+
+def test_terminators_are_not_those_of_a_broken_row(load, tiny_tokenizer, monkeypatch):
+    template = "{{ raise_exception('no') if messages[0].content == 'bad' }}{% for m in messages %}{{ m.content }}"
+    monkeypatch.setattr(tiny_tokenizer, "chat_template", template + "<|im_end|>{% endfor %}")
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("bad", *"good")]
+    data = load(rows, broken_rows="drop", max_broken_fraction=0.5)
+    assert data.terminators == [tiny_tokenizer.convert_tokens_to_ids("<|im_end|>")]
+
+
 def test_terminators_cover_every_template_in_use(load, tiny_tokenizer, monkeypatch):
     turns = "{% for m in messages %}{{ m.role }}:\n{{ m.content }}END{% endfor %}"
     turns += "{% if add_generation_prompt %}assistant:\n{% endif %}"
@@ -208,6 +240,7 @@ def test_overlong_prompt_is_error_or_dropped(load):
     assert (len(data.train), data.record["num_overlong"]) == (1, 1)
     with pytest.raises(DataError, match="every prompt is too long"):
         load(rows[1:], max_length=24, overlong="drop")
+    assert load(rows[1:], max_length=load(rows).max_length).record["num_overlong"] == 0
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from recipes_lib.data.packed.encoding import TokenizerLoader
+    from recipes_lib.data.store import PreparedSet
 
 
 def _load_tokenizer(config: RecipeConfig) -> PreTrainedTokenizerBase:
@@ -35,7 +36,7 @@ def prepare(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
         load_tokenizer: Loads the tokenizer; called only if something is tokenised.
 
     Raises:
-        ConfigError: The configuration is invalid, or the recipe has nothing to prepare.
+        ConfigError: The configuration is invalid.
         DataError: The data cannot be read or tokenised.
     """
     about = "Tokenise, mask and pack the data of a run, unless the prepared set exists."
@@ -43,9 +44,6 @@ def prepare(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
     add_recipe_flags(parser)
     options, overrides = parser.parse_known_args(argv)
     recipe, _ = split_recipe(argv)
-    if recipe in ("ppo", "rloo", "grpo"):
-        found = f"{recipe} has nothing to prepare: its prompts are tokenised when the run starts"
-        raise ConfigError(Problem("--recipe", found, "inspect them by `recipes check` and `recipes preview`"))
     config = load_for_command(recipe, overrides, options.config)
     started = time.monotonic()
     summary, is_new, places = _prepare(recipe, config, load_tokenizer)
@@ -67,6 +65,11 @@ def _prepare(recipe: str, config: RecipeConfig, load_tokenizer: TokenizerLoader)
         named = tokens.record.get("eval_datasets", {}).values()
         places = [f"{source['name']}: {source['path']}" for source in (*tokens.record["sources"], *named)]
         return token_data.render_summary(tokens), tokens.is_new, places
+    if recipe in ("ppo", "rloo", "grpo"):
+        from recipes_lib.data import prompts
+
+        prepared = prompts.prepare_prompts(config, load_tokenizer)
+        return prompts.render_summary(prepared), prepared.is_new, _describe(prepared)
     if recipe in ("reward", "dpo"):
         from recipes_lib.data.pairs.preference_sets import prepare_pairs as prepare_rows
         from recipes_lib.data.pairs.preference_sets import render_summary
@@ -80,12 +83,12 @@ def _prepare(recipe: str, config: RecipeConfig, load_tokenizer: TokenizerLoader)
         name: prepare_rows(derived, load_tokenizer)
         for name, derived in derive_eval_configs(config, prepared.manifest["max_length"]).items()
     }
-    places = [
-        f"key  {prepared.key}",
-        f"path {prepared.path}",
-        *(f"{name}: {found.path}" for name, found in sets.items()),
-    ]
+    places = [*_describe(prepared), *(f"{name}: {found.path}" for name, found in sets.items())]
     return render_summary(prepared), any(found.is_new for found in (prepared, *sets.values())), places
+
+
+def _describe(prepared: PreparedSet) -> list[str]:
+    return [f"key  {prepared.key}", f"path {prepared.path}"]
 
 
 def preview(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokenizer) -> None:

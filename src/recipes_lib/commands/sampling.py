@@ -319,7 +319,7 @@ def _prepare(config: RecipeConfig) -> tuple[Launch, Any, PromptData, TrainingArg
 
     launch = read_launch()
     tokenizer = load_tokenizer(config.model, config.tokens)
-    prompts = load_prompt_data(config, tokenizer)
+    prompts = load_prompt_data(config, tokenizer, local_rank=launch.local_rank)
     args = build_training_arguments(config, launch, has_eval=False)
     attention = choose_attention(config.model, load_model_config(config.model)[0], args, packing=False)
     return launch, tokenizer, prompts, args, attention.implementation

@@ -1,27 +1,39 @@
-"""Prompts for sampling from the policy: their token ids, and the other columns of the dataset for reward functions."""
+"""Prompts for sampling from the policy, prepared once per content: token ids, and columns for reward functions."""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import json
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+import numpy.typing as npt
+from rich.table import Table
 
 from recipes_lib.config.schema import DataConfig, RecipeConfig
 from recipes_lib.config.token_ids import count_before_end, find_end_tokens
-from recipes_lib.data.chat.encoder import RowEncoder
-from recipes_lib.data.packed.encoding import build_encoder, read_seed
+from recipes_lib.data.packed.encoding import TokenizerLoader, build_encoder, map_chunks, read_seed, verify_unchanged
+from recipes_lib.data.packed.packing import IntArray
+from recipes_lib.data.packed.prepared_set import SetIdentity, add_findings, build_lists, identify_set
 from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.formats import canonicalize, detect_format, read_question
 from recipes_lib.data.sources.messages import RowError, parse_chat, refuse_media
-from recipes_lib.data.sources.mixtures import Mixture, load_test_data, load_train_data
+from recipes_lib.data.sources.mixtures import Mixture
 from recipes_lib.data.sources.rows import Message, RawRow, Row
-from recipes_lib.data.sources.splits import compute_row_digest, find_overlap, refuse_overlap, split_rows
-from recipes_lib.errors import DataError, Problem, merge_alike, raise_problems
+from recipes_lib.data.sources.splits import compute_digests, find_overlap, refuse_overlap, split_rows
+from recipes_lib.data.store import PreparedSet, make_set, open_rows, write_splits
+from recipes_lib.errors import DataError, Problem, collect_problems, merge_alike, raise_problems
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from transformers import PreTrainedTokenizerBase
+
+    from recipes_lib.data.chat.encoder import RowEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +42,9 @@ _CHATS: Final = ("messages", "conversations", "chosen")
 
 _TURNS: Final = ("messages", "conversations", "chosen", "completion")
 """Columns whose lists of messages make the row a chat; its string ``prompt`` is then an additional column."""
+
+_BYTES: Final = "\0base64"
+"""Key of the object that stands for binary data in stored rows, which are JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +63,27 @@ class PromptRow:
     input_ids: list[int]
     content: list[Message] | str
     columns: dict[str, Any]
+
+
+class _StoredPrompts(Sequence[PromptRow]):
+    """Prompts of one split, read from the disk when they are accessed."""
+
+    def __init__(self, rows: Any, positions: IntArray, columns: Sequence[str]) -> None:
+        self._rows, self._positions, self._columns = rows, positions, columns
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    @overload
+    def __getitem__(self, index: int) -> PromptRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PromptRow]: ...
+    def __getitem__(self, index: int | slice) -> PromptRow | list[PromptRow]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(len(self))[index]]
+        row = self._rows[int(self._positions[index])]
+        content, columns = json.loads(row["row"], object_hook=_restore_bytes)
+        return PromptRow(row["where"], row["input_ids"], content, {name: columns.get(name) for name in self._columns})
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +105,33 @@ class PromptData:
     record: dict[str, Any]
 
 
-def load_prompt_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> PromptData:
-    """Read and tokenise the prompts of a run.
+def load_prompt_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, *, local_rank: int = 0) -> PromptData:
+    """Find or build the prepared prompts of a run.
+
+    Call it before the process group is created: local rank 0 can take longer than the timeout of a collective.
+
+    Args:
+        config: Configuration of the run.
+        tokenizer: Tokenizer of the policy.
+        local_rank: Local rank of this process; rank 0 builds the set, the others wait for it.
+
+    Raises:
+        ConfigError: As ``prepare_prompts``.
+        DataError: As ``prepare_prompts``.
+    """
+    prepared = prepare_prompts(config, lambda _: tokenizer, local_rank=local_rank)
+    manifest, rows = prepared.manifest, open_rows(prepared.path, "rows").with_format(None)
+    for finding in manifest["findings"]:
+        logger.warning(finding["found"])
+    train, eval_ = (
+        _StoredPrompts(rows, np.load(prepared.path / f"{split}.npy"), manifest["columns"])
+        for split in ("train", "eval")
+    )
+    return PromptData(train, eval_, manifest["terminators"], manifest["max_length"], dict(manifest["record"]))
+
+
+def prepare_prompts(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank: int = 0) -> PreparedSet:
+    """Find the prepared prompts of a run, or build them with memory of a few numbers per row.
 
     The prompt of a row is its column ``prompt``, a string or messages; or a chat in any known layout without its last
     answer; or a question in a column such as ``question`` (GSM8K) or ``problem``. Strings in ``prompt`` are used
@@ -79,68 +140,187 @@ def load_prompt_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -
     Args:
         config: Configuration of the run. With ``max_length``, a prompt longer than ``max_length - response_length`` is
             handled according to ``overlong``.
-        tokenizer: Tokenizer of the policy.
+        load_tokenizer: Function that loads the tokenizer of the policy; called only to build the set.
+        local_rank: Local rank of this process; all ranks but 0 wait for the set.
 
     Raises:
-        ConfigError: As ``build_encoder``.
-        DataError: Rows are broken, too long, or without a prompt; some prompts are texts and others chats; or training
-            prompts are also held out.
+        ConfigError: The tokenizer does not exist; as ``build_encoder``.
+        DataError: Rows are broken, too long, or without a prompt; some prompts are texts and others chats; training
+            prompts are also held out; the set cannot be written; on other ranks, local rank 0 has not built the set.
     """
-    encoder, data = build_encoder(config, tokenizer), config.data
-    mixture, held_out_mixture = load_train_data(data), load_test_data(data)
-    broken, name = BrokenRows(config.tokens), str(data.dataset_name)
-    rows = list(broken.filter_valid(_read(mixture, data)))
-    held_out = [] if held_out_mixture is None else list(broken.filter_valid(_read(held_out_mixture, data)))
-    raise_problems(broken.list_problems(name), name)
-    _refuse_mixed_forms([read.row for read in (*rows, *held_out)], name)
-    _unify_columns([read.columns for read in (*rows, *held_out)])
-    if data.test_split_size is not None:
-        digests = [read.digest for read in rows]
-        split = split_rows(digests, data.test_split_size, read_seed(config), inseparable="equal prompts")
-        rows, held_out = [rows[at] for at in split.train], [rows[at] for at in split.test]
-    elif not data.allow_eval_overlap:
-        overlap = find_overlap([read.digest for read in rows], [read.digest for read in held_out])
-        train_places, eval_places = ([read.row.where for read in side] for side in (rows, held_out))
-        relation = "ask what held-out rows ask"
-        refuse_overlap(overlap, train_places.__getitem__, eval_places.__getitem__, relation=relation)
-    overlong: list[Problem] = []
-    train, eval_ = (list(_encode(side, encoder, config, broken, overlong)) for side in (rows, held_out))
+    data = dataclasses.replace(config.data, dataset_streaming=False)  # Sampling shuffles all prompts.
+    read = dataclasses.replace(config, data=data)
+    identity = identify_set(read, rows="prompts", response_length=str(config.rewards.response_length))
+
+    def build(staging: Path) -> dict[str, Any]:
+        return _build(read, load_tokenizer(config), identity, staging)
+
+    return make_set(identity.root, identity.key, identity.inputs, build, local_rank=local_rank)
+
+
+def render_summary(prepared: PreparedSet) -> Table:
+    """Return a table of the figures of prepared prompts."""
+    record = prepared.manifest["record"]
+    table = Table("", "train", "eval", title=f"up to {prepared.manifest['max_length']:,} tokens with the answer")
+    table.add_row("prompts", f"{record['num_prompts']:,}", f"{record['num_eval_prompts']:,}")
+    table.add_row("tokens, mean / longest", f"{record['prompt_tokens_mean']:,.0f} / {record['prompt_tokens_max']:,}")
+    table.add_row("left out, too long", f"{record['num_overlong']:,}")
+    add_findings(table, prepared.manifest["findings"])
+    return table
+
+
+class _Chunk(NamedTuple):
+    """Encoded prompts, R rows.
+
+    Attributes:
+        batch: Their locations, token ids and stored rows.
+        digests: Digests of the prompts, ``S16 (R,)``.
+        lengths: Their lengths in tokens, ``int64 (R,)``.
+        is_text: True at plain texts, ``bool (R,)``.
+        columns: Names of their other columns.
+        chats: The first chat with and the first without tools.
+    """
+
+    batch: pa.RecordBatch | None
+    digests: npt.NDArray[np.bytes_]
+    lengths: IntArray
+    is_text: npt.NDArray[np.bool_]
+    columns: Mapping[str, None]
+    chats: Mapping[bool, Row]
+
+
+def _build(
+    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, identity: SetIdentity, staging: Path
+) -> dict[str, Any]:
+    """Write the prompts, and the positions of each split's; return the entries of the manifest."""
+    import pyarrow as pa
+
+    encoder, broken, name = build_encoder(config, tokenizer), BrokenRows(config.tokens), identity.train.name
+    mixtures = [identity.train, *([] if identity.test is None else [identity.test])]
+    first = _encode(encoder, [], [])
+    chunks, sizes = [first], []
+
+    def encode_all() -> Iterator[pa.RecordBatch]:
+        for mixture in mixtures:
+            for chunk in map_chunks(_read(mixture, config.data), lambda *rows: _encode(encoder, *rows), broken):
+                chunks.append(chunk._replace(batch=None))  # Memory keeps only a few numbers per row.
+                yield chunk.batch
+            sizes.append(sum(len(chunk.digests) for chunk in chunks))
+
+    assert first.batch is not None
+    write_splits(staging, {"rows": pa.RecordBatchReader.from_batches(first.batch.schema, encode_all())})
+    for mixture, fingerprint in zip(mixtures, identity.inputs["sources"].values(), strict=True):
+        verify_unchanged(mixture, fingerprint)
+    rows = open_rows(staging, "rows").with_format(None)
+
+    def find_place(position: int) -> str:
+        return str(rows[position]["where"])
+
+    digests, lengths, is_text = (np.concatenate(arrays) for arrays in list(zip(*chunks, strict=True))[1:4])
+    response_length = config.rewards.response_length
+    fits = lengths <= (config.tokens.max_length or np.inf) - response_length
     if config.tokens.overlong == "error":
-        broken.fatal += merge_alike(overlong, broken.num_rows)
+        overlong = np.flatnonzero(~fits)
+        places = zip(rows.select(overlong)["where"], lengths[overlong].tolist(), strict=True)
+        broken.fatal += merge_alike([_describe_overlong(config, *place) for place in places], broken.num_rows)
     raise_problems(broken.list_problems(name), name)
-    if not train:
+    _refuse_mixed_forms(is_text, find_place, name)
+    train, held_out = _separate(config, digests, sizes[0], find_place)
+    train, held_out = train[fits[train]], held_out[fits[held_out]]
+    if not len(train):
         found = f"every prompt is too long for max_length: {config.tokens.max_length} with its answer"
         raise DataError(Problem(name, found, "raise max_length"))
-    for warning in broken.list_warnings(name):
-        logger.warning(warning)
-    lengths = np.array([len(prompt.input_ids) for prompt in train])
-    return PromptData(
-        train=train,
-        eval=eval_,
-        terminators=_find_terminators([read.row for read in (*rows, *held_out)], encoder, find_end_tokens(tokenizer)),
-        max_length=max(len(prompt.input_ids) for prompt in (*train, *eval_)) + config.rewards.response_length,
-        record={
+    for split, positions in (("train", train), ("eval", held_out)):
+        np.save(staging / f"{split}.npy", positions)
+    chats = {with_tools: row for chunk in reversed(chunks) for with_tools, row in chunk.chats.items()}
+    return {
+        "columns": list(dict.fromkeys(column for chunk in chunks for column in chunk.columns)),
+        "terminators": _find_terminators(list(chats.values()), encoder, find_end_tokens(tokenizer)),
+        "max_length": int(lengths[np.concatenate([train, held_out])].max()) + response_length,
+        "findings": [{"severity": "warning", "found": text, "remedy": ""} for text in broken.list_warnings(name)],
+        "record": {
             "num_prompts": len(train),
-            "num_eval_prompts": len(eval_),
-            "num_overlong": len(overlong),
+            "num_eval_prompts": len(held_out),
+            "num_overlong": int((~fits).sum()),
             "broken_rows": broken.count(),
-            "prompt_tokens_mean": float(lengths.mean()),
-            "prompt_tokens_max": int(lengths.max()),
-            "fingerprint": mixture.fingerprint(),
+            "prompt_tokens_mean": float(lengths[train].mean()),
+            "prompt_tokens_max": int(lengths[train].max()),
+            "fingerprint": identity.inputs["sources"]["train"],
         },
+    }
+
+
+def _separate(
+    config: RecipeConfig, digests: npt.NDArray[np.bytes_], num_train: int, find_place: Callable[[int], str]
+) -> tuple[IntArray, IntArray]:
+    """Return the positions of training and of held-out prompts, after verifying that none is both.
+
+    Raises:
+        DataError: As ``split_rows``; or training prompts are also held out.
+    """
+    if config.data.test_split_size is not None:
+        return split_rows(digests, config.data.test_split_size, read_seed(config), inseparable="equal prompts")
+    if not config.data.allow_eval_overlap:
+        overlap = find_overlap(digests[:num_train], digests[num_train:])
+        relation = "ask what held-out rows ask"
+        refuse_overlap(overlap, find_place, lambda at: find_place(num_train + at), relation=relation)
+    return np.arange(num_train), np.arange(num_train, len(digests))
+
+
+def _describe_overlong(config: RecipeConfig, where: str, length: int) -> Problem:
+    maximum, answer = config.tokens.max_length, config.rewards.response_length
+    found = f"{length:,} tokens and an answer of {answer:,} are more than max_length {maximum:,}"
+    return Problem(where, found, "raise max_length, or write `overlong: drop`", size=length)
+
+
+def _encode(encoder: RowEncoder, rows: Sequence[Row], _: Sequence[int]) -> _Chunk:
+    """Encode the prompts of a chunk.
+
+    Raises:
+        DataError: Prompts cannot be rendered, or are empty.
+    """
+    import pyarrow as pa
+
+    problems: list[Problem] = []
+    ids = [np.zeros(0, np.uint32)]
+    for row in rows:
+        with collect_problems(problems):
+            ids.append(encoder.encode_prompt(row))
+            if not len(ids[-1]):
+                raise DataError(Problem(row.where, "the prompt is empty", "write one, or remove the row"))
+    if problems:
+        raise DataError(*problems)
+    stored = [
+        json.dumps([row.prompt if row.messages is None else list(row.messages), row.others], default=_write_bytes)
+        for row in rows
+    ]
+    batch = pa.record_batch(
+        {
+            "where": pa.array([row.where for row in rows], pa.string()),
+            "input_ids": build_lists(np.cumsum([len(tokens) for tokens in ids]), np.concatenate(ids)),
+            "row": pa.array(stored, pa.string()),
+        }
+    )
+    return _Chunk(
+        batch,
+        digests=compute_digests(rows),
+        lengths=np.array([len(tokens) for tokens in ids[1:]], np.int64),
+        is_text=np.array([row.messages is None for row in rows], np.bool_),
+        columns=dict.fromkeys(name for row in rows for name in row.others),
+        chats={bool(row.tools): row for row in reversed(rows) if row.messages is not None},
     )
 
 
-class _Read(NamedTuple):
-    """A prompt as a canonical row without an answer, the other columns of its row, and the digest of the prompt."""
-
-    row: Row
-    columns: dict[str, Any]
-    digest: bytes
+def _write_bytes(value: Any) -> dict[str, str]:
+    return {_BYTES: base64.b64encode(value).decode("ascii")}
 
 
-def _read(mixture: Mixture, data: DataConfig) -> Iterator[_Read | Problem]:
-    """Yield each prompt, or a ``Problem`` in place of a broken one.
+def _restore_bytes(value: dict[str, Any]) -> Any:
+    return base64.b64decode(value[_BYTES]) if _BYTES in value else value
+
+
+def _read(mixture: Mixture, data: DataConfig) -> Iterator[Row | Problem]:
+    """Yield each prompt as a row without an answer, or a ``Problem`` in place of a broken one.
 
     Raises:
         DataError: The source has no rows, or cannot be read further; raised after the last row.
@@ -149,19 +329,15 @@ def _read(mixture: Mixture, data: DataConfig) -> Iterator[_Read | Problem]:
     is_empty = True
     for entry in part.source.rows():
         is_empty = False
-        if isinstance(entry, Problem):
-            yield entry
-            continue
         try:
-            row, columns = _take_prompt(entry, data)
-            yield _Read(row, columns, compute_row_digest(row))
+            yield entry if isinstance(entry, Problem) else _take_prompt(entry, data)
         except DataError as error:
             yield error.problems[0]
     if is_empty:
         raise DataError(Problem(part.source.name, "no rows: it is empty", "check how it was written"))
 
 
-def _take_prompt(raw: RawRow, data: DataConfig) -> tuple[Row, dict[str, Any]]:
+def _take_prompt(raw: RawRow, data: DataConfig) -> Row:
     others = {name: value for name, value in raw.columns.items() if name != "prompt"}
     try:
         columns = {name: parse_chat(value, name) for name, value in raw.columns.items() if value is not None}
@@ -175,14 +351,14 @@ def _take_prompt(raw: RawRow, data: DataConfig) -> tuple[Row, dict[str, Any]]:
     except RowError as error:
         raise DataError(Problem(raw.where, error.found, error.remedy)) from None
     if fields is not None:
-        return Row(where=raw.where, **fields), others
+        return Row(where=raw.where, **fields, others=others)
     # Pairs often have columns of other layouts too, with the same prompt.
     is_pair = {"chosen", "rejected"} <= columns.keys()
     declared = "preference" if is_pair and data.dataset_format == "auto" else data.dataset_format
     row_format = detect_format(raw, declared)
     row = canonicalize(raw, row_format, needs_answer=False)
     if row.prompt is not None:
-        return dataclasses.replace(row, completion=None, rejected=None), others
+        return dataclasses.replace(row, completion=None, rejected=None, others=others)
     if row.messages is None:
         found = f"the `{row_format.name}` layout has no prompt"
         raise DataError(Problem(raw.where, found, "if the text is one, write `dataset_columns: {question: text}`"))
@@ -191,64 +367,34 @@ def _take_prompt(raw: RawRow, data: DataConfig) -> tuple[Row, dict[str, Any]]:
     messages = list(row.messages[: row.num_prompt_messages or len(row.messages) - is_answered])
     if not messages:
         raise DataError(Problem(raw.where, "the chat has no message before its answer", "add the prompt"))
-    return dataclasses.replace(row, messages=messages, num_prompt_messages=len(messages), rejected=None), others
+    return dataclasses.replace(row, messages=messages, num_prompt_messages=len(messages), rejected=None, others=others)
 
 
-def _refuse_mixed_forms(rows: Sequence[Row], name: str) -> None:
+def _refuse_mixed_forms(is_text: npt.NDArray[np.bool_], find_place: Callable[[int], str], name: str) -> None:
     """Raise for plain texts among chats: a reward function gets all answers of a run in one form.
 
     Raises:
         DataError: There are both.
     """
-    texts, chats = ([row for row in rows if (row.messages is None) is is_text] for is_text in (True, False))
-    if texts and chats:
+    num_texts = int(is_text.sum())
+    if 0 < num_texts < len(is_text):
+        text, chat = find_place(int(is_text.argmax())), find_place(int(is_text.argmin()))
         found = (
-            f"{len(texts):,} prompts are plain text, first {texts[0].where}, and {len(chats):,} are chats, first "
-            f"{chats[0].where}"
+            f"{num_texts:,} prompts are plain text, first {text}, and {len(is_text) - num_texts:,} are chats, first "
+            f"{chat}"
         )
         raise DataError(Problem(name, found, "write all of them as texts, or all as messages"))
 
 
-def _unify_columns(rows: Sequence[dict[str, Any]]) -> None:
-    """Add the columns of all rows to every row in place, with the value ``None``."""
-    names = dict.fromkeys(name for columns in rows for name in columns)
-    for columns in rows:
-        for name in names:
-            columns.setdefault(name)
-
-
-def _encode(
-    rows: Sequence[_Read], encoder: RowEncoder, config: RecipeConfig, broken: BrokenRows, overlong: list[Problem]
-) -> Iterator[PromptRow]:
-    """Yield the prompts that can be used; add the problems of the others to ``broken`` and ``overlong``."""
-    max_length, response_length = config.tokens.max_length, config.rewards.response_length
-    for row, columns, _ in rows:
-        try:
-            ids = encoder.encode_prompt(row).tolist()
-        except DataError as error:
-            broken.add(0, error.problems)  # The row was counted when it was read.
-            continue
-        if not ids:
-            broken.add(0, [Problem(row.where, "the prompt is empty", "write one, or remove the row")])
-        elif max_length is not None and len(ids) + response_length > max_length:
-            found = f"{len(ids):,} tokens and an answer of {response_length:,} are more than max_length {max_length:,}"
-            overlong.append(Problem(row.where, found, "raise max_length, or write `overlong: drop`", size=len(ids)))
-        else:
-            content = row.prompt if row.messages is None else list(row.messages)
-            assert content is not None
-            yield PromptRow(row.where, ids, content, columns)
-
-
-def _find_terminators(rows: Sequence[Row], encoder: RowEncoder, end_tokens: Collection[int]) -> list[int]:
+def _find_terminators(chats: Sequence[Row], encoder: RowEncoder, end_tokens: Collection[int]) -> list[int]:
     """Return the ids of tokens that end answers in fine-tuning data with such prompts; none for plain texts.
 
-    One answered row is encoded with and one without tools, because a tokenizer can have a separate template for tools.
+    Args:
+        chats: A chat with and one without tools, because a tokenizer can have a separate template for tools.
+        encoder: Encoder of the run.
+        end_tokens: Ids of the tokens that end a text.
     """
-    answered: dict[bool, Row] = {}
-    for row in rows:
-        if row.messages is not None and bool(row.tools) not in answered:
-            messages = [*row.messages, {"role": "assistant", "content": "a"}]
-            answered[bool(row.tools)] = dataclasses.replace(row, messages=messages)
-    encoded = encoder.encode(list(answered.values()))
+    answer = {"role": "assistant", "content": "a"}
+    encoded = encoder.encode([dataclasses.replace(row, messages=[*(row.messages or ()), answer]) for row in chats])
     answers = [row.input_ids[row.loss_mask] for row in encoded]
     return sorted({int(ids[count_before_end(ids, end_tokens)]) for ids in answers})

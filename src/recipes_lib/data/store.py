@@ -61,17 +61,19 @@ class PreparedSet:
         Packs have the columns ``input_ids``, ``loss_mask``, ``seq_lengths`` and ``row_ids``; for those of pairs, see
         ``prepare_pairs``.
         """
-        return self._load("train")
+        return open_rows(self.path, "train")
 
     @property
     def eval(self) -> datasets.Dataset | None:
         """Held-out rows in the same form; ``None`` if there are none."""
-        return self._load("eval") if _data_file(self.path, "eval").exists() else None
+        return open_rows(self.path, "eval") if _data_file(self.path, "eval").exists() else None
 
-    def _load(self, split: str) -> datasets.Dataset:
-        import datasets  # Slow to import, and not needed if only the manifest is read.
 
-        return datasets.Dataset.from_file(str(_data_file(self.path, split))).with_format("numpy")
+def open_rows(folder: Path, split: str) -> datasets.Dataset:
+    """Return the rows that ``write_splits`` has written, memory-mapped, as numpy arrays."""
+    import datasets  # Slow to import, and not needed if only the manifest is read.
+
+    return datasets.Dataset.from_file(str(_data_file(folder, split))).with_format("numpy")
 
 
 def join_rows(rows: datasets.Dataset, others: datasets.Dataset) -> datasets.Dataset:

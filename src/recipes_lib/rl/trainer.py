@@ -142,7 +142,7 @@ class PolicyTrainer:
         self._learners = self._build_learners()
         self._collector = Collector(config, args, models, rewards, tokenizer, progress, prompts.max_length)
         self._engine_guard = EngineGuard(self._collector.generator, self.method.objective, self._dtype, say)
-        self._sample_prompts = list(prompts.eval or prompts.train)[: config.evaluation.num_sample_prompts]
+        self._sample_prompts = (prompts.eval or prompts.train)[: config.evaluation.num_sample_prompts]
         precision = self._collector.precision
         self._updater = Updater(models, self._learners, self.method, config, args, precision, self._guard, progress)
 

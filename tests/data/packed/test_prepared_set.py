@@ -15,6 +15,7 @@ from recipes_lib.data import store
 from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed import prepared_set as module
 from recipes_lib.data.packed.prepared_set import prepare, render_summary
+from recipes_lib.data.prompts import prepare_prompts
 from recipes_lib.data.sources.mixtures import load_train_data
 from recipes_lib.data.store import find_root
 from recipes_lib.errors import ConfigError, DataError
@@ -201,19 +202,22 @@ def test_broken_rows_of_both_splits_are_raised_together(build_config, load_token
     assert [Path(problem.where).name for problem in raised.value.problems] == ["a.jsonl:2", "b.jsonl:4"]
 
 
+@pytest.mark.parametrize("make", [prepare, prepare_prompts])
 @pytest.mark.parametrize("held_out", [False, True])
-def test_data_changed_during_preparation_is_refused(build_config, write_rows, make_chats, load_tokenizer, held_out):
+def test_data_changed_during_preparation_is_refused(
+    build_config, write_rows, make_chats, load_tokenizer, held_out, make
+):
     path = write_rows("changing.jsonl", make_chats(5, start=100))
-    config = build_config(**{"dataset_test_split" if held_out else "dataset_name": str(path)})
+    config = build_config(response_length=8, **{"dataset_test_split" if held_out else "dataset_name": str(path)})
 
     def change_then_load(config):
         write_rows("changing.jsonl", make_chats(6, start=200))
         return load_tokenizer(config)
 
     with pytest.raises(DataError, match=r"changing\.jsonl: the data changed while they were prepared"):
-        prepare(config, change_then_load)
+        make(config, change_then_load)
     assert not list(find_root(config).glob("*/COMPLETE.json"))
-    assert prepare(config, load_tokenizer).is_new
+    assert make(config, load_tokenizer).is_new
 
 
 def test_streamed_data_is_not_prepared(build_config, load_tokenizer):

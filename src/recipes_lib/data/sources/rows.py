@@ -32,6 +32,7 @@ class Row:
         rejected: Rejected answer of a preference row: the messages after the prompt, or a plain text.
         margin: Difference in quality between the chosen and the rejected answer; ``None`` if the dataset has none.
         template_kwargs: Additional variables of the chat template (``chat_template_kwargs`` column).
+        others: The other columns of a prompt, for reward functions.
     """
 
     where: str
@@ -45,6 +46,7 @@ class Row:
     rejected: Sequence[Message] | str | None = None
     margin: float | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    others: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
