@@ -54,7 +54,7 @@ def compose(flags: list[str], environment: dict[str, str], monkeypatch, capsys) 
 
 def find_shell_launch(shell: str) -> list[str]:
     line = next(line for line in shell.splitlines() if "recipes launch" in line)
-    return shlex.split(line[line.index("recipes") :].split(" && ")[0])
+    return shlex.split(line[line.index("recipes") :].removesuffix(" &"))
 
 
 SRUN = """#!/bin/bash
@@ -266,6 +266,18 @@ def test_container_exit_code_follows_run_status(status, code, write, install, tm
     install({"recipes": f"#!/bin/bash\n{write_status}exit 1\n"})
     command = ["bash", "-c", shell.replace(OUT, str(tmp_path))]
     assert subprocess.run(command, timeout=30, check=False).returncode == code
+
+
+def test_sigterm_to_container_reaches_run(write, install, tmp_path):
+    """Kubernetes signals the first process of a container only, and bash passes nothing on by itself."""
+    shell = read_container(write)["command"][2].replace(OUT, str(tmp_path))
+    save = f"""echo '{{"status": "preempted"}}' > {tmp_path}/run.json; exit 1"""
+    install({"recipes": f"#!/bin/bash\ntrap {shlex.quote(save)} TERM\necho ready\nfor ((;;)); do sleep 0.05; done\n"})
+    with subprocess.Popen(["bash", "-c", shell], stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "ready\n"
+        job.terminate()
+        assert job.wait(timeout=30) == 75
 
 
 @pytest.mark.parametrize("image", [True, False])
