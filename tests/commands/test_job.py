@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.metadata import metadata
 from typing import Any
 
 import pytest
@@ -179,6 +180,8 @@ JOBSET: dict[str, Any] = {
     f"{_JOB}.podFailurePolicy.rules.onExitCodes.values": int,
     f"{_POD}.restartPolicy": {"Never"},  # A pod failure policy allows no other.
     f"{_POD}.terminationGracePeriodSeconds": int,
+    f"{_POD}.securityContext.fsGroup": int,
+    f"{_POD}.securityContext.fsGroupChangePolicy": {"OnRootMismatch", "Always"},
     f"{_POD}.nodeSelector": dict,
     f"{_POD}.volumes": dict,
     **dict.fromkeys((f"{_CONTAINER}.{key}" for key in ("name", "image", "command", "workingDir")), str),
@@ -225,6 +228,7 @@ def test_jobset_is_valid_and_sets_machine_rank(write, monkeypatch, capsys):
     (container,) = pod["containers"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["containerName"] == container["name"]
+    assert f"USER {pod['securityContext']['fsGroup']}\n" in (ROOT / "Dockerfile").read_text()
     environment = {entry["name"]: entry for entry in container["env"]}
     assert environment.pop("HF_TOKEN")["valueFrom"]["secretKeyRef"] == {"name": "llama3-8b-sft", "key": "HF_TOKEN"}
     # The cluster sets the value of this field reference.
@@ -289,6 +293,8 @@ def test_skypilot_task_is_valid_and_sets_machine_rank(image, write, monkeypatch,
     # The only mode of a bucket with all write operations: metrics are appended, checkpoints renamed.
     assert document["file_mounts"] == {"/data": {"source": "runs", "mode": "MOUNT_CACHED"}}
     assert ("workdir" in document) is not image
+    extras = re.findall(r"\[(.*)\]", document.get("setup", ""))
+    assert set(",".join(extras).split(",")) - {""} <= set(metadata("recipes-lib").get_all("Provides-Extra") or ())
     shell = f"{document['run'][document['run'].index('export') :]}".split("before=")[0] + "env"
     sky = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
     stdout = subprocess.run(
