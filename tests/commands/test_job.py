@@ -20,7 +20,7 @@ from recipes_lib.commands.launch import find_machines
 
 CONFIG = "recipes/configs/llama3-8b/sft.yaml"
 TWO = ("--hardware", "fsdp2", "--num_nodes", "2", "--gpus_per_node", "8")
-CLOUD = ("--image", "me/recipes:cuda", "--volume", "runs", "--gpu", "H100", "--secret", "HF_TOKEN")
+CLOUD = ("--image", "me/recipes:cuda", "--volume", "hf://buckets/me/runs", "--gpu", "H100", "--secret", "HF_TOKEN")
 OUT = "/data/runs/llama3-8b-sft"
 PLACE = ["--num_processes", "16", "--num_machines", "2", "--machine_rank", "1", "--main_process_ip"]
 
@@ -291,7 +291,7 @@ def test_skypilot_task_is_valid_and_sets_machine_rank(image, write, monkeypatch,
     assert document["resources"]["accelerators"] == "H100:8"
     assert document["secrets"] == {"HF_TOKEN": None}
     # The only mode of a bucket with all write operations: metrics are appended, checkpoints renamed.
-    assert document["file_mounts"] == {"/data": {"source": "runs", "mode": "MOUNT_CACHED"}}
+    assert document["file_mounts"] == {"/data": {"source": "hf://buckets/me/runs", "mode": "MOUNT_CACHED"}}
     assert ("workdir" in document) is not image
     extras = re.findall(r"\[(.*)\]", document.get("setup", ""))
     assert set(",".join(extras).split(",")) - {""} <= set(metadata("recipes-lib").get_all("Provides-Extra") or ())
@@ -328,6 +328,8 @@ def test_hf_job_is_accepted_by_hf_cli(write):
         ("kubernetes", [], "--image: is required for kubernetes"),
         ("slurm", ["--image", "x"], "not supported for"),
         ("hf-jobs", [*CLOUD, "--num_nodes", "2"], "one machine"),
+        ("hf-jobs", [*CLOUD, "--volume", "hf://me/model"], "write hf://buckets/OWNER/NAME"),
+        ("skypilot", [*CLOUD, "--volume", "runs"], "write s3://NAME"),
         ("skypilot", ["--volume", "v"], "--gpu: is required for skypilot"),
         ("slurm", ["--num_nodes", "0"], "write 1 or more"),
         ("kubernetes", [*CLOUD, "--hours", "0"], "write 1 or more"),

@@ -44,6 +44,8 @@ RECORD: Final = "jobs.json"
 """File in this folder: stage -> id of its last job."""
 DATA: Final = "/data"
 """Mount point of the volume; the working directory of the image."""
+_BUCKETS: Final = {"skypilot": "://", "hf-jobs": "hf://buckets/"}
+"""Text in the address of a bucket."""
 CPUS_PER_GPU: Final = 8
 """CPUs requested per GPU of a shared machine; most machines have more per GPU."""
 HOURS: Final = 24
@@ -206,6 +208,9 @@ def _find_problems(options: argparse.Namespace, to: str, file: str) -> Iterator[
     for flag in CLUSTERS[to].unsupported:
         if getattr(options, flag) is not None:
             yield Problem(f"--{flag}", f"is not supported for {to}", "remove it")
+    if (mark := _BUCKETS.get(to, "")) not in (options.volume or mark):
+        found = f"{options.volume} is not a bucket, and nothing else is mounted writable"
+        yield Problem("--volume", found, f"write {'s3://NAME' if mark == '://' else f'{mark}OWNER/NAME'}")
     if to == "hf-jobs" and options.num_nodes > 1:
         yield Problem("--num_nodes", "a job of HF Jobs is one machine", "choose a flavor with more GPUs")
 
