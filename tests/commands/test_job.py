@@ -313,6 +313,8 @@ def test_hf_job_is_accepted_by_hf_cli(write):
     )
     program, *arguments = shlex.split(script.split("\n", 1)[1])
     assert program == "hf"
+    # The first run counts as an attempt.
+    assert arguments[arguments.index("--attempts") + 1] == "4"
     code = "from huggingface_hub.cli.hf import main; main()"
     place = arguments.index("run") + 1
     command = [sys.executable, "-c", code, *arguments[:place], "--dry-run", *arguments[place:]]
