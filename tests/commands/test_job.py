@@ -330,7 +330,7 @@ def test_hf_job_is_accepted_by_hf_cli(write):
         ("kubernetes", [], "--image: is required for kubernetes"),
         ("slurm", ["--image", "x"], "not supported for"),
         ("hf-jobs", [*CLOUD, "--num_nodes", "2"], "one machine"),
-        ("hf-jobs", [*CLOUD, "--volume", "hf://me/model"], "write hf://buckets/OWNER/NAME"),
+        ("hf-jobs", [*CLOUD, "--volume", "hf://me/model"], "--volume: hf://me/model is not a bucket"),
         ("skypilot", [*CLOUD, "--volume", "runs"], "write s3://NAME"),
         ("skypilot", ["--volume", "v"], "--gpu: is required for skypilot"),
         ("slurm", ["--num_nodes", "0"], "write 1 or more"),

@@ -37,9 +37,7 @@ COMPANIONS: Final = ("dataset_splits", "dataset_configs")
 """Keys that complement ``dataset_mixer``."""
 # `type` is axolotl's layout of the rows, which is detected here.
 _ENTRY_KEYS = {"id", "path", "name", "config", "split", "columns", "weight", "fraction", "type"}
-_COMMAND: Final = re.compile(
-    r"\s*(#.*\n|\$ |\w+=\S*\s)*\s*(python3?|accelerate launch|torchrun|deepspeed|trl|uv run)\s"
-)
+_COMMAND: Final = re.compile(r"(\s|#.*\n|\$ |\w+=\S*\s)*(python3?|accelerate launch|torchrun|deepspeed|trl|uv run)\s")
 
 
 class Method(NamedTuple):
