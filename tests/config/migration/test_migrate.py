@@ -186,6 +186,8 @@ def test_warmup_without_effect_is_deleted(write, minimal_text: str, warmup: str,
         ("model_name_or_path: a/base\nsft_model_path: a/policy\n", "a/policy", "a/base"),
         ("model_name_or_path: a/base\nsft_model_path: a/policy\ntokenizer: a/words\n", "a/policy", "a/words"),
         ("model_name_or_path: a/policy\nsft_model_path: a/policy\n", "a/policy", None),
+        ("model_name_or_path: a/policy\n", "a/policy", None),
+        ("sft_model_path: a/policy\n", "a/policy", None),
     ],
 )
 def test_ppo_policy_and_tokenizer_paths_are_mapped(write, names: str, model: str, tokenizer: str | None) -> None:
