@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.metadata import metadata
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from recipes_lib.commands.launch import find_machines
 
 CONFIG = "recipes/configs/llama3-8b/sft.yaml"
 TWO = ("--hardware", "fsdp2", "--num_nodes", "2", "--gpus_per_node", "8")
-CLOUD = ("--image", "me/recipes:cuda", "--volume", "runs", "--gpu", "H100", "--secret", "HF_TOKEN")
+CLOUD = ("--image", "me/recipes:cuda", "--volume", "hf://buckets/me/runs", "--gpu", "H100", "--secret", "HF_TOKEN")
 OUT = "/data/runs/llama3-8b-sft"
 PLACE = ["--num_processes", "16", "--num_machines", "2", "--machine_rank", "1", "--main_process_ip"]
 
@@ -54,7 +55,7 @@ def compose(flags: list[str], environment: dict[str, str], monkeypatch, capsys) 
 
 def find_shell_launch(shell: str) -> list[str]:
     line = next(line for line in shell.splitlines() if "recipes launch" in line)
-    return shlex.split(line[line.index("recipes") :].split(" && ")[0])
+    return shlex.split(line[line.index("recipes") :].removesuffix(" &"))
 
 
 SRUN = """#!/bin/bash
@@ -179,6 +180,8 @@ JOBSET: dict[str, Any] = {
     f"{_JOB}.podFailurePolicy.rules.onExitCodes.values": int,
     f"{_POD}.restartPolicy": {"Never"},  # A pod failure policy allows no other.
     f"{_POD}.terminationGracePeriodSeconds": int,
+    f"{_POD}.securityContext.fsGroup": int,
+    f"{_POD}.securityContext.fsGroupChangePolicy": {"OnRootMismatch", "Always"},
     f"{_POD}.nodeSelector": dict,
     f"{_POD}.volumes": dict,
     **dict.fromkeys((f"{_CONTAINER}.{key}" for key in ("name", "image", "command", "workingDir")), str),
@@ -225,6 +228,7 @@ def test_jobset_is_valid_and_sets_machine_rank(write, monkeypatch, capsys):
     (container,) = pod["containers"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["containerName"] == container["name"]
+    assert f"USER {pod['securityContext']['fsGroup']}\n" in (ROOT / "Dockerfile").read_text()
     environment = {entry["name"]: entry for entry in container["env"]}
     assert environment.pop("HF_TOKEN")["valueFrom"]["secretKeyRef"] == {"name": "llama3-8b-sft", "key": "HF_TOKEN"}
     # The cluster sets the value of this field reference.
@@ -268,6 +272,18 @@ def test_container_exit_code_follows_run_status(status, code, write, install, tm
     assert subprocess.run(command, timeout=30, check=False).returncode == code
 
 
+def test_sigterm_to_container_reaches_run(write, install, tmp_path):
+    """Kubernetes signals the first process of a container only, and bash passes nothing on by itself."""
+    shell = read_container(write)["command"][2].replace(OUT, str(tmp_path))
+    save = f"""echo '{{"status": "preempted"}}' > {tmp_path}/run.json; exit 1"""
+    install({"recipes": f"#!/bin/bash\ntrap {shlex.quote(save)} TERM\necho ready\nfor ((;;)); do sleep 0.05; done\n"})
+    with subprocess.Popen(["bash", "-c", shell], stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "ready\n"
+        job.terminate()
+        assert job.wait(timeout=30) == 75
+
+
 @pytest.mark.parametrize("image", [True, False])
 def test_skypilot_task_is_valid_and_sets_machine_rank(image, write, monkeypatch, capsys):
     document = yaml.safe_load(write("skypilot", *(CLOUD if image else CLOUD[2:]), *TWO))
@@ -275,8 +291,10 @@ def test_skypilot_task_is_valid_and_sets_machine_rank(image, write, monkeypatch,
     assert document["resources"]["accelerators"] == "H100:8"
     assert document["secrets"] == {"HF_TOKEN": None}
     # The only mode of a bucket with all write operations: metrics are appended, checkpoints renamed.
-    assert document["file_mounts"] == {"/data": {"source": "runs", "mode": "MOUNT_CACHED"}}
+    assert document["file_mounts"] == {"/data": {"source": "hf://buckets/me/runs", "mode": "MOUNT_CACHED"}}
     assert ("workdir" in document) is not image
+    extras = re.findall(r"\[(.*)\]", document.get("setup", ""))
+    assert set(",".join(extras).split(",")) - {""} <= set(metadata("recipes-lib").get_all("Provides-Extra") or ())
     shell = f"{document['run'][document['run'].index('export') :]}".split("before=")[0] + "env"
     sky = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
     stdout = subprocess.run(
@@ -295,6 +313,8 @@ def test_hf_job_is_accepted_by_hf_cli(write):
     )
     program, *arguments = shlex.split(script.split("\n", 1)[1])
     assert program == "hf"
+    # The first run counts as an attempt.
+    assert arguments[arguments.index("--attempts") + 1] == "4"
     code = "from huggingface_hub.cli.hf import main; main()"
     place = arguments.index("run") + 1
     command = [sys.executable, "-c", code, *arguments[:place], "--dry-run", *arguments[place:]]
@@ -310,6 +330,8 @@ def test_hf_job_is_accepted_by_hf_cli(write):
         ("kubernetes", [], "--image: is required for kubernetes"),
         ("slurm", ["--image", "x"], "not supported for"),
         ("hf-jobs", [*CLOUD, "--num_nodes", "2"], "one machine"),
+        ("hf-jobs", [*CLOUD, "--volume", "hf://me/model"], "--volume: hf://me/model is not a bucket"),
+        ("skypilot", [*CLOUD, "--volume", "runs"], "write s3://NAME"),
         ("skypilot", ["--volume", "v"], "--gpu: is required for skypilot"),
         ("slurm", ["--num_nodes", "0"], "write 1 or more"),
         ("kubernetes", [*CLOUD, "--hours", "0"], "write 1 or more"),

@@ -192,7 +192,7 @@ def cloud(cluster: Cluster, install, monkeypatch: pytest.MonkeyPatch) -> Cluster
     return cluster
 
 
-CLOUD_FLAGS = ("--image", "me/recipes", "--volume", "runs", "--gpu", "H100", "--secret", "HF_TOKEN")
+CLOUD_FLAGS = ("--image", "me/recipes", "--volume", "hf://buckets/me/runs", "--gpu", "H100", "--secret", "HF_TOKEN")
 
 
 @pytest.mark.parametrize(

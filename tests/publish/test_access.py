@@ -36,6 +36,8 @@ def test_open_target_creates_repository_and_branch_once(hub):
     assert hub.num_requests["auth"] == 1
     open_target(KEYS | {"hub_revision": "trial"})  # Idempotent.
     assert hub.num_requests["create"] == 1
+    open_target({"output_dir": "runs/open", "hub_private_repo": False})
+    assert not hub.repositories["me/open"].private
 
 
 def test_existing_public_repository_is_rejected_by_default(hub):

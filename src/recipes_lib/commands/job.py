@@ -70,21 +70,30 @@ _CONSTANTS: Final = {
 
 
 class Cluster(NamedTuple):
-    """A cluster type: template, required flags, unsupported flags, and the command that submits a pipeline's job."""
+    """A cluster type.
+
+    Attributes:
+        template: File in ``job_templates/``.
+        needed: Required flags.
+        unsupported: Flags that have no effect there.
+        submit: Command that submits the job of a pipeline.
+        bucket: Part of the address of every bucket, for clusters that mount nothing else writable.
+    """
 
     template: str
     needed: tuple[str, ...]
     unsupported: tuple[str, ...]
     submit: tuple[str, ...] = ()
+    bucket: str = ""
 
 
 CLUSTERS: Final = {
     "slurm": Cluster("slurm.sh", (), ("image", "volume"), ("sbatch", "--parsable")),
     "kubernetes": Cluster("kubernetes.yaml", ("image", "volume"), ("cpus_per_gpu",), ("kubectl", "create", "-f")),
     "skypilot": Cluster(
-        "skypilot.yaml", ("gpu", "volume"), ("cpus_per_gpu", "hours"), ("sky", "jobs", "launch", "--yes", "-d")
+        "skypilot.yaml", ("gpu", "volume"), ("cpus_per_gpu", "hours"), ("sky", "jobs", "launch", "--yes", "-d"), "://"
     ),
-    "hf-jobs": Cluster("hf_jobs.sh", ("gpu", "image", "volume"), ("cpus_per_gpu",)),
+    "hf-jobs": Cluster("hf_jobs.sh", ("gpu", "image", "volume"), ("cpus_per_gpu",), bucket="hf://buckets/"),
 }
 
 
@@ -167,8 +176,7 @@ def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> dict[
     command += ["--num_processes", str(num_processes), *overrides, "--output_dir", output_dir]
     cpus_per_gpu = options.cpus_per_gpu or (CPUS_PER_GPU if num_processes == 1 else None)
     derived = {"name": name, "command": command, "output_dir": output_dir, "cpus_per_gpu": cpus_per_gpu}
-    derived["starter"] = list(SRUN)
-    return vars(options) | derived | {"hours": options.hours or HOURS}
+    return vars(options) | derived | {"starter": list(SRUN), "hours": options.hours or HOURS}
 
 
 def _derive_name(text: str) -> str:
@@ -206,6 +214,9 @@ def _find_problems(options: argparse.Namespace, to: str, file: str) -> Iterator[
     for flag in CLUSTERS[to].unsupported:
         if getattr(options, flag) is not None:
             yield Problem(f"--{flag}", f"is not supported for {to}", "remove it")
+    if options.volume and CLUSTERS[to].bucket not in options.volume:
+        found = f"{options.volume} is not a bucket, and nothing else is mounted writable"
+        yield Problem("--volume", found, "write s3://NAME, or for HF Jobs hf://buckets/OWNER/NAME")
     if to == "hf-jobs" and options.num_nodes > 1:
         yield Problem("--num_nodes", "a job of HF Jobs is one machine", "choose a flavor with more GPUs")
 

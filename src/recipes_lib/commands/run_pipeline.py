@@ -43,7 +43,6 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = _build_parser()
     options = parser.parse_args(list(argv))
-    options.pipeline = find_pipeline(options.pipeline)
     if options.only is not None and (options.first is not None or options.last is not None):
         raise ConfigError(Problem("--only", "excludes --from and --until", "write one or the other"))
     pipeline = load_pipeline(options.pipeline, options.output_dir)
@@ -86,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
 def _build_parser() -> argparse.ArgumentParser:
     about = "Run the stages of a pipeline file, such as pretraining, fine-tuning, DPO and evaluation."
     parser = argparse.ArgumentParser(prog="recipes run", description=about, allow_abbrev=False)
-    parser.add_argument("pipeline", help="YAML file (docs/pipelines.md), or name of a shipped pipeline")
+    parser.add_argument("pipeline", type=find_pipeline, help="YAML file (docs/pipelines.md), or name of a shipped one")
     parser.add_argument("--output_dir", help="overrides `output_dir` of the file")
     parser.add_argument("--from", dest="first", metavar="STAGE", help="first stage to run")
     parser.add_argument("--until", dest="last", metavar="STAGE", help="last stage to run")

@@ -355,12 +355,10 @@ def main(argv: Sequence[str]) -> None:
     publication = Publication(folder, target, keys | {"hub_always_push": True}, _print)
     try:
         publication.publish_missing()
-    except UserError:
-        raise
     except Exception as error:
         # huggingface_hub raises `ValueError` if the Hub rejects single large files, for example at a storage quota.
         is_rejected = read_status(error) is not None or (isinstance(error, ValueError) and "LFS" in str(error))
-        if not (is_transient(error) or is_rejected):
+        if isinstance(error, UserError) or not (is_transient(error) or is_rejected):
             raise
         found = f"not everything is published: {describe(error)}"
         remedy = "run the same command again" if is_transient(error) else "correct that, and run the same command again"

@@ -39,6 +39,7 @@ from recipes_lib.errors import ConfigError
         ("recipes/mine", {"kl_coef": 0.05, "rloo_k": 4}, "rloo", None),
         ("recipes/mine", {"num_ppo_epochs": 4, "num_generations": 4}, "rloo", None),
         ("recipes/mine", {"rloo_k": 4, "packing": True}, "rloo", None),
+        ("recipes/mine", {"data": {}, "actor_rollout_ref": {"actor": {}}}, "grpo", None),
         ("recipes/gkd", {"teacher_model_name_or_path": "a/b", "beta": 0.5}, "distill", None),
         ("sft/config_distill", {"output_dir": "data/Distill-7B"}, "sft", None),
         ("sft/config_distill", {"teacher_model_name_or_path": "a/b"}, "distill", None),

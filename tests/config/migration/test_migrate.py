@@ -162,6 +162,13 @@ def test_warmup_ratio_replaces_zero_warmup_steps(write, minimal_text: str, steps
     assert check_text("sft", text, Path("new.yaml")).training["warmup_steps"] == 0.1
 
 
+@pytest.mark.parametrize("ratio", ["", "warmup_ratio: null\n"])
+def test_zero_warmup_steps_without_ratio_are_kept(write, minimal_text: str, ratio: str) -> None:
+    """The default here is not zero."""
+    text, *_ = migrate(write(f"{minimal_text}warmup_steps: 0\n{ratio}"))
+    assert check_text("sft", text, Path("new.yaml")).training["warmup_steps"] == 0
+
+
 @pytest.mark.parametrize(
     "warmup", ["warmup_ratio: 0.03\n", "warmup_steps: 10\n", "warmup_ratio: 0.03\nwarmup_steps: 5\n"]
 )
@@ -179,6 +186,8 @@ def test_warmup_without_effect_is_deleted(write, minimal_text: str, warmup: str,
         ("model_name_or_path: a/base\nsft_model_path: a/policy\n", "a/policy", "a/base"),
         ("model_name_or_path: a/base\nsft_model_path: a/policy\ntokenizer: a/words\n", "a/policy", "a/words"),
         ("model_name_or_path: a/policy\nsft_model_path: a/policy\n", "a/policy", None),
+        ("model_name_or_path: a/policy\n", "a/policy", None),
+        ("sft_model_path: a/policy\n", "a/policy", None),
     ],
 )
 def test_ppo_policy_and_tokenizer_paths_are_mapped(write, names: str, model: str, tokenizer: str | None) -> None:

@@ -75,6 +75,20 @@ def test_trl_command_migrates_to_loadable_recipe(command: str, tmp_path: Path) -
     assert not [change for change in migration.changes if change.line]
 
 
+def test_command_of_openrlhf_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(
+        "deepspeed --module openrlhf.cli.train_dpo --pretrain a/b --max_len 64 --dataset c/d "
+        "--train_batch_size 256 --micro_train_batch_size 2\n"
+    )
+    migration = migrate(path)
+    assert migration.recipe == "dpo"
+    assert "model_name_or_path: a/b\nmax_length: 64\n# unknown key `dataset`" in migration.text
+    # The global batch and that of a device.
+    assert "\n# train_batch_size: 256\n" in migration.text
+    assert "\n# micro_train_batch_size: 2\n" in migration.text
+
+
 def test_launcher_flags_are_left_to_the_launch_file(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text(f"accelerate launch --config_file zero3.yaml {DPO.removeprefix('python ')}\n")

@@ -37,7 +37,7 @@ COMPANIONS: Final = ("dataset_splits", "dataset_configs")
 """Keys that complement ``dataset_mixer``."""
 # `type` is axolotl's layout of the rows, which is detected here.
 _ENTRY_KEYS = {"id", "path", "name", "config", "split", "columns", "weight", "fraction", "type"}
-_COMMAND: Final = re.compile(r"\s*(#.*\n|\$ |\w+=\S*\s)*\s*(python3?|accelerate launch|torchrun|trl|uv run)\s")
+_COMMAND: Final = re.compile(r"(\s|#.*\n|\$ |\w+=\S*\s)*(python3?|accelerate launch|torchrun|deepspeed|trl|uv run)\s")
 
 
 class Method(NamedTuple):
@@ -227,7 +227,8 @@ def parse_command_text(text: str, name: str) -> ShellCommand:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise ConfigError(Problem(name, f"is not a shell command: {error}", "close its quotes")) from None
-    start = next((index for index, word in enumerate(words) if word.endswith(".py") or ".scripts." in word), None)
+    # A script, or a module of TRL or OpenRLHF.
+    start = next((at for at, word in enumerate(words) if re.search(r"\.py$|\.scripts\.|\.cli\.", word)), None)
     if start is None:
         start = words.index("trl") + 1 if "trl" in words[:-1] else len(words)
     script, flags = words[start : start + 1], words[start + 1 :]
