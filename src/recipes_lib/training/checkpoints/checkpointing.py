@@ -24,7 +24,7 @@ from recipes_lib.training.checkpoints.model_layout import choose_layout
 from recipes_lib.training.checkpoints.resume import seed_process
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, Task, count_bytes, write_state
 from recipes_lib.training.collectives import broadcast_object
-from recipes_lib.training.guards.preemption import read_evaluation
+from recipes_lib.training.guards.preemption import read_evaluation, stop_if_agreed
 from recipes_lib.training.layouts.launch_environment import Launch, read_launch
 from recipes_lib.training.monitoring.callbacks import Observer
 
@@ -328,6 +328,8 @@ class CheckpointingTrainer(Trainer):
         self.finish_saving()
         # The main process renames the folder; the other ranks may open it only after this barrier.
         self.accelerator.wait_for_everyone()
+        # Before the best weights replace those of the last step, which `save_strategy: best` may not have saved.
+        stop_if_agreed()
         if self.args.load_best_model_at_end and self.state.best_global_step is not None:
             # By the step: transformers 5.23 forgets the path if output_dir was moved since it was saved.
             # transformers 5.23 only warns if the folder is gone, and would export the last weights as the best ones.
