@@ -287,6 +287,8 @@ def test_final_status_is_recorded_and_error_reraised(tmp_path, error, status):
         raise error
     assert json.loads((tmp_path / "run.json").read_text())["status"] == status
     assert not start_run(make_config(tmp_path), ONE).finished
+    resumed = json.loads((tmp_path / "run.json").read_text())
+    assert [resumed[name] for name in ("status", "finished", "error")] == ["running", None, None]
 
 
 def test_killed_data_loader_worker_is_named(tmp_path):

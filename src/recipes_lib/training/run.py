@@ -304,6 +304,9 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
             stage=config.recipe,
             status="running",
             started=previous.get("started", _now()),
+            # Those of an earlier start, if this one resumes it.
+            finished=None,
+            error=None,
             resumed_from=resume_from and resume_from.name,
             command=[Path(sys.argv[0]).name, *sys.argv[1:]],
             config=effective,

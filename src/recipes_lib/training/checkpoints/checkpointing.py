@@ -64,12 +64,11 @@ class CheckpointingTrainer(Trainer):
             **options: Arguments of ``transformers.Trainer``; ``args`` may have an attribute ``save_keep_steps``.
         """
         args: TrainingArguments = options["args"]
-        saves_less = args.save_only_model
         # transformers 5.23 can save only the model if it was loaded with a tensor parallel plan, and refuses to train
-        # without save_only_model. Our layout saves the optimizer as well, so the flag is restored afterwards.
-        args.save_only_model = saves_less or was_sharded_on_loading(options["model"])
+        # without save_only_model. Our layout saves the optimizer as well.
+        args.save_only_model = was_sharded_on_loading(options["model"])
         super().__init__(**options)
-        args.save_only_model = saves_less
+        args.save_only_model = False
         self.add_callback(_ReadSteps)
         self.layout = choose_layout(self)
         self._saver = CheckpointSaver(self.args, self._tell, engine=self.layout.engine, data_size=self.launch.data_size)
