@@ -65,14 +65,8 @@ def test_dump_holds_rows_tensors_and_strict_json(tmp_path):
     ("facts", "message"),
     [
         ({}, "before its update: the loss of micro-batch 1 of rank 0 is inf. The weights are those of step 6, and the"),
-        (
-            {"learner": "critic"},
-            "before its update of the critic: the loss of micro-batch 1 of rank 0 is inf. The weigh",
-        ),
-        (
-            {"is_updated": True},
-            "after its update, which DeepSpeed makes first: the loss of micro-batch 1 of rank 0 is ",
-        ),
+        ({"learner": "critic"}, "before its update of the critic: the loss of micro-batch 1"),
+        ({"is_updated": True}, "after its update, which DeepSpeed makes first: the loss"),
         ({"is_updated": True}, ". The last checkpoint is intact, and from before it. Look at the rows, batches and"),
         ({"why": "a spike, after 2 rollbacks"}, "before its update: a spike, after 2 rollbacks. The weights are those"),
     ],
