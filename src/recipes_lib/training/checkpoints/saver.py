@@ -58,7 +58,6 @@ class CheckpointWriter:
 
     def submit(self, job: Callable[[], None]) -> None:
         """Start a job in a background thread; the previous one must have been waited for."""
-        assert self._thread is None, "one checkpoint is written at a time"
         is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         device = torch.cuda.current_device() if is_on_gpu else None
         # A daemon thread, so that a hanging disk cannot block the exit of the process.
