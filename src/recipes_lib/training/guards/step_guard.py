@@ -20,6 +20,7 @@ from recipes_lib.config.schema import GuardsConfig
 from recipes_lib.training.checkpoints.manifest import supersede
 from recipes_lib.training.collectives import broadcast_object
 from recipes_lib.training.guards.replay_check import (
+    ROLLBACKS_FILE,
     STEPS_AFTER,
     STEPS_BEFORE,
     ReplayCheck,
@@ -178,7 +179,7 @@ class StepGuard(TrainerCallback):
         # A run that starts from scratch does not skip the rows of an earlier one.
         self.rollbacks = read_rollbacks(self._output_dir) if resume_from_checkpoint else Rollbacks()
         if not resume_from_checkpoint and trainer.args.should_save:
-            Rollbacks.clear(self._output_dir)
+            (self._output_dir / ROLLBACKS_FILE).unlink(missing_ok=True)
         while True:
             try:
                 return train(resume_from_checkpoint=resume_from_checkpoint)
