@@ -135,6 +135,7 @@ class OutOfMemoryError(RuntimeError):
         ),
         (RuntimeError("I/O error: Input/output error (os error 5)"), "output_dir: its disk or network file system"),
         (OSError(errno.ENOTCONN, "Transport endpoint is not connected", "/mnt/s3/out"), "/mnt/s3/out: its network"),
+        (TimeoutError(errno.ETIMEDOUT, "Connection timed out", "out/_saving"), "out/_saving: its network file"),
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), "dataloader_num_workers: a process"),
         (
             RuntimeError(

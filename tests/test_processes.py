@@ -74,6 +74,10 @@ def test_lost_connection_names_dead_process(folders, monkeypatch):
     for message in ("[gloo] Connection closed by peer [127.0.0.1]:1", of_nccl):
         assert "process 1" in str(processes.explain_lost_connection(RuntimeError(message)))
     assert processes.explain_lost_connection(RuntimeError("the shapes differ")) is None
+    # The kernel closes a process's connections before it ends the process.
+    ends = iter([None, "process 1 ended"])
+    monkeypatch.setattr(processes, "find_dead_process", lambda: next(ends))
+    assert processes.explain_lost_connection(RuntimeError(of_nccl)) == "process 1 ended"
 
 
 @pytest.mark.parametrize(

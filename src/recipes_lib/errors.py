@@ -34,7 +34,10 @@ _FILE_ERRORS: Final = {
         (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR), ("not a valid file path", "correct the path")
     ),
     errno.EEXIST: ("a file of this name is in the way", "name another path, or move the file"),
-    errno.ENOTCONN: ("its network file system is no longer connected", "mount it again and run the same command"),
+    **dict.fromkeys(
+        (errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT),
+        ("its network file system is no longer connected", "mount it again and run the same command"),
+    ),
 }
 """``errno`` of an ``OSError`` with a file name -> what is wrong, and the remedy."""
 _RESUMES: Final = "run the same command: it resumes from the newest complete checkpoint"

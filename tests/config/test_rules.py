@@ -83,6 +83,11 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
             "dataset_streaming",
         ),
         ("max_steps: 9\nwarmup_steps: 0\ndataset_streaming: true\nmax_length: x", 8, "`max_length` is 'x'"),
+        (
+            "max_steps: 9\nwarmup_steps: 0\ndataset_streaming: true\nmax_length: 64\nsave_strategy: epoch",
+            9,
+            "the length of an epoch is unknown for a stream",
+        ),
         ("save_keep_steps: 100", 5, "is not a multiple of"),
         ("save_keep_steps: 100\nsave_steps: 30", 5, "is not a multiple of"),
         ("save_keep_steps: 100\nsave_strategy: no", 5, "no effect: `save_strategy` is"),

@@ -23,6 +23,8 @@ LEFT_OUT = ("test_split_size", "prepared_dir", "eval_steps", "per_device_eval_ba
 @pytest.mark.multiprocess
 def test_streamed_steps_are_independent_of_loaders_and_world_size(tmp_path: Path) -> None:
     recipe_runs.write_inputs(tmp_path)
+    # An epoch of 5 packs ends within a step of 4, and the run resumes in the second one.
+    recipe_runs.write_chats(tmp_path / "chats.jsonl", range(1, 11))
 
     def build(num_processes: int = 1, **more: Any) -> dict[str, Any]:
         keys = {**KEYS, **dict.fromkeys(LEFT_OUT), **more}

@@ -1,13 +1,17 @@
-"""Start of a run: devices of its processes, and a CPU chosen beside a GPU."""
+"""Devices and processes of a run: reported at its start, a CPU chosen beside a GPU, a killed data loader worker."""
 
 import dataclasses
+import errno
 import json
+import os
+import signal
 import socket
 from pathlib import Path
 
 import pytest
 import torch
 from tests.training.test_run import ONE, TWO, make_config
+from torch.utils.data import DataLoader
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.training import run as run_module
@@ -96,3 +100,19 @@ def test_launch_file_for_cpus_is_kept_beside_a_gpu(tmp_path: Path, monkeypatch: 
     assert "use_cpu" not in record["config"], "a run of the recipe without a GPU can be resumed"
     assert "H100" not in record["hardware"]["device"]
     assert record["planned"] is None
+
+
+def test_killed_data_loader_worker_is_named(tmp_path):
+    run = start_run(make_config(tmp_path), ONE)
+    # Forked, as those of a run on Linux, which is not the default of Python 3.14.
+    rows = iter(DataLoader([1, 2, 3, 4], num_workers=1, multiprocessing_context="fork"))
+    assert next(rows).tolist() == [1]
+
+    def receive() -> None:
+        os.kill(rows._workers[0].pid, signal.SIGKILL)
+        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+
+    found = "a process that loads data has ended: DataLoader worker"
+    with pytest.raises(ConfigError, match=found), run.recording_its_end():
+        receive()
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == "refused"

@@ -286,11 +286,16 @@ def check_shares(settings: Settings) -> Iterator[Problem]:
 
 
 def check_data(settings: Settings) -> Iterator[Problem]:
-    """A stream has ``max_steps``; a mixture is not empty."""
+    """A stream has ``max_steps``, and in fine-tuning nothing due at the end of an epoch; a mixture is not empty."""
     has_length = settings["max_steps"] > 0 or settings.broken("max_steps") or settings.gives("max_tokens")
     if settings["dataset_streaming"] and not has_length:
         found = "`dataset_streaming` needs `max_steps`: the length of an epoch is unknown for a stream"
         yield settings.problem("dataset_streaming", found, "write `max_steps: ...`")
+    is_stream = settings["dataset_streaming"] and settings.table.recipe != "pretrain"
+    for key in ("logging_strategy", "eval_strategy", "save_strategy") if is_stream else ():
+        if settings[key] == "epoch":
+            found = f"`{key}` is epoch: the length of an epoch is unknown for a stream"
+            yield settings.problem(key, found, f"write `{key}: steps`")
     if settings["dataset_mixture"] == []:
         yield settings.problem("dataset_mixture", "`dataset_mixture` is empty", "write at least one entry")
 

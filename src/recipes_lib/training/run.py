@@ -88,10 +88,13 @@ LOCK_FILE: Final = "_lock"
 _INPUTS: Final = {
     "data": "the rows of the dataset",
     "weights": "the weights of `model_name_or_path`",
-    "other_weights": "the weights of the reward model, reference or teacher",
+    "other_weights": "the weights of the reward model, reference, teacher or initial adapter",
 }
 """Fields of ``run.json`` that describe the inputs of a run, which must stay the same."""
-_OTHERS: Final = ("reward_model_name_or_path", "ref_model_name_or_path", "teacher_model_name_or_path")
+_OTHERS: Final = (
+    *("reward_model_name_or_path", "ref_model_name_or_path", "teacher_model_name_or_path"),
+    "adapter_name_or_path",  # DPO's reference is the policy at its start.
+)
 """Keys of frozen models; folders only, since the cache of the Hub has a commit."""
 _NUM_SAMPLES: Final = 4096
 """Sampled bytes of a weight file, which detect other weights without reading a large model."""
@@ -304,6 +307,9 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
             stage=config.recipe,
             status="running",
             started=previous.get("started", _now()),
+            # Those of an earlier start, if this one resumes it.
+            finished=None,
+            error=None,
             resumed_from=resume_from and resume_from.name,
             command=[Path(sys.argv[0]).name, *sys.argv[1:]],
             config=effective,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
+from itertools import islice
 
 import pytest
 import torch
@@ -15,13 +17,13 @@ from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.data.packed.prepared_set import prepare
 from recipes_lib.data.packed.training_data import (
     audit_first_window,
-    build_train_stream,
     load_training_data,
     read_eval_packs,
 )
 from recipes_lib.errors import DataError
 
 ROWS_PER_WINDOW = 15
+build_train_stream = partial(streaming.build_train_stream, epochs=range(1))
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +62,8 @@ def test_single_window_equals_prepared_set(build_config, tiny_tokenizer, monkeyp
 
 def test_stream_order_depends_only_on_seed_and_epoch(build_config, tiny_tokenizer):
     def order(seed: int, epoch: int) -> list[int]:
-        stream = build_train_stream(build_config(max_length=128, dataset_streaming=True, seed=seed), tiny_tokenizer)
-        stream.set_epoch(epoch)
+        config = build_config(max_length=128, dataset_streaming=True, seed=seed)
+        stream = build_train_stream(config, tiny_tokenizer, epochs=range(epoch, epoch + 1))
         first = row_ids(stream)
         assert row_ids(stream) == first
         return first
@@ -71,17 +73,22 @@ def test_stream_order_depends_only_on_seed_and_epoch(build_config, tiny_tokenize
     assert order(1, 2) == orders[1, 2]
 
 
+def test_epochs_of_stream_follow_each_other_without_end(config, tiny_tokenizer):
+    epochs = [listed(build_train_stream(config, tiny_tokenizer, epochs=range(at, at + 1))) for at in range(3)]
+    packs = [pack for epoch in epochs for pack in epoch]
+    assert listed(islice(streaming.build_train_stream(config, tiny_tokenizer), len(packs))) == packs
+
+
 @pytest.mark.parametrize("epoch", [0, 1])
 @pytest.mark.parametrize("num_seen", [1, 4, 7])
 def test_stream_resumes_from_state(config, tiny_tokenizer, epoch, num_seen):
-    stream = build_train_stream(config, tiny_tokenizer)
-    stream.set_epoch(epoch)
+    epochs = range(epoch, epoch + 1)
+    stream = build_train_stream(config, tiny_tokenizer, epochs=epochs)
     packs = iter(stream)
     for _ in range(num_seen):
         next(packs)
     state = stream.state_dict()
-    again = build_train_stream(config, tiny_tokenizer)
-    again.set_epoch(epoch)
+    again = build_train_stream(config, tiny_tokenizer, epochs=epochs)
     again.load_state_dict(state)
     assert listed(again) == listed(packs)
 
@@ -89,8 +96,7 @@ def test_stream_resumes_from_state(config, tiny_tokenizer, epoch, num_seen):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_skip_batches_resumes_stream(config, tiny_tokenizer, num_workers):
     def load() -> DataLoader:
-        stream = build_train_stream(config, tiny_tokenizer)
-        stream.set_epoch(1)
+        stream = build_train_stream(config, tiny_tokenizer, epochs=range(2))
         collator = PackedCollator(pad_token_id=tiny_tokenizer.pad_token_id)
         return DataLoader(stream, batch_size=2, collate_fn=collator, num_workers=num_workers)
 

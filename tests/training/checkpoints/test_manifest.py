@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,11 @@ def make_checkpoint(output_dir, step, *, complete=True):
 
 
 def test_manifest_lists_size_and_hash_of_every_file(tmp_path):
-    checkpoint = make_checkpoint(tmp_path, 3)
+    checkpoint = make_checkpoint(tmp_path, 3, complete=False)
+    (checkpoint / "model.safetensors").chmod(0o600)  # As safetensors writes it.
+    checkpoint.chmod(0o755)
+    write_complete(checkpoint, step=3, world_size=2)
+    assert stat.S_IMODE((checkpoint / "model.safetensors").stat().st_mode) == 0o644
     assert is_complete(checkpoint)
     record = json.loads((checkpoint / COMPLETE).read_text())
     contents = {"model.safetensors": b"weights" * 3, "nested/state.json": b"{}"}
@@ -45,6 +50,26 @@ def test_manifest_lists_size_and_hash_of_every_file(tmp_path):
     assert record == {"step": 3, "world_size": 2, "files": files}
     assert read_complete(checkpoint) == record
     assert find_damage(checkpoint) is None
+
+
+def test_each_name_follows_what_it_names_to_the_disk(tmp_path, monkeypatch):
+    """A power cut must not leave a manifest without its files, nor a name without its folder."""
+    make_checkpoint(tmp_path, 5)
+    staged, events = make_checkpoint(tmp_path / STAGING, 5, complete=False), []
+
+    def record(owner, name):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda path, *rest: (events.append((name, path)), function(path, *rest))[1])
+
+    for name in ("fsync", "replace_record", "clear_trash"):
+        record(checkpoints, name)
+    record(Path, "rename")
+    write_complete(staged)
+    publish(staged)
+    files = [("fsync", staged / name) for name in ("model.safetensors", "nested/state.json", "nested")]
+    manifest = [("replace_record", staged / COMPLETE), ("fsync", staged)]
+    renamed = [("rename", tmp_path / "checkpoint-5"), ("rename", staged), ("fsync", tmp_path)]
+    assert events == [*files, *manifest, *renamed, ("clear_trash", tmp_path)]
 
 
 @pytest.mark.parametrize(
@@ -231,6 +256,7 @@ def test_publish_replaces_checkpoint_of_same_step(tmp_path):
     assert publish(staged) == tmp_path / "checkpoint-5"
     assert (tmp_path / "checkpoint-5" / "newer").exists()
     assert is_complete(tmp_path / "checkpoint-5")
+    assert list_names(tmp_path) == ["checkpoint-5"]
 
 
 def test_publish_keeps_incomplete_checkpoint_of_same_step(tmp_path):

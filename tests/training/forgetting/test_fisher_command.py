@@ -82,6 +82,14 @@ def test_document_longer_than_positions_is_rejected(tmp_path: Path, tiny_model_d
         fisher.main(flags)
 
 
+def test_stream_is_read_once(tmp_path: Path, tiny_model_dir: Path, chats: Path) -> None:
+    keys = {"model_name_or_path": tiny_model_dir, "dataset_name": chats, "output_dir": tmp_path / "run"}
+    stream = {"dataset_streaming": "true", "max_steps": 3, "warmup_steps": 0, "max_length": 64}
+    flags = [flag for flag in make_flags(tmp_path, **keys, **stream) if "prepared_dir" not in flag]
+    fisher.main([*flags, "--num_documents=50"])
+    assert read_record(tmp_path / "run")["num_documents"] == 20
+
+
 def test_pretraining_documents_are_not_packed(tmp_path: Path, tiny_model_dir: Path) -> None:
     documents = write_documents(tmp_path / "documents.jsonl")
     run = tmp_path / "run"

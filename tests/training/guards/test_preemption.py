@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.forked import FORKING
 from tests.training.trajectories import assert_equal_weights, make_packs, make_trainer, weights_of
 from torch import distributed
@@ -235,6 +236,31 @@ def test_stop_during_last_save_reports_checkpoint(tiny_model_dir, tmp_path):
     # The message of a stop agreed by all ranks: an immediate one does not name the checkpoint.
     with pytest.raises(PreemptedError, match="step 5; checkpoint-5 is complete; run the same command to resume"):
         trainer.train()
+
+
+@pytest.mark.parametrize(("moment", "saved"), [("evaluate", 3), ("_load_best_model", 1)])
+def test_checkpoint_of_last_step_never_has_best_weights(tiny_model_dir, tmp_path, monkeypatch, moment, saved):
+    evaluated = {}
+
+    def evaluate(model, step):
+        evaluated[step] = weights_of(trainer)
+        return {"loss": float(step)}
+
+    best = {"save_strategy": "best", "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
+    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), hooks=[evaluate], max_steps=3, **best)
+    function = getattr(trainer, moment)
+
+    def stop_at_end(*args, **kwargs):
+        if trainer.state.global_step == 3:
+            STOP.request("SIGTERM")
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(trainer, moment, stop_at_end)
+    with pytest.raises(PreemptedError, match=f"step 3; checkpoint-{saved} is complete"):
+        trainer.train()
+    for folder in tmp_path.glob("checkpoint-*"):
+        stored = evaluated[int(folder.name.removeprefix("checkpoint-"))]
+        assert_equal_weights(load_file(folder / "model.safetensors"), stored)
 
 
 def test_raise_if_stop_pending_only_inside_deferred(monkeypatch):

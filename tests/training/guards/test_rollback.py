@@ -23,8 +23,6 @@ def test_rollbacks_round_trip(tmp_path):
     Rollbacks((FIRST, SECOND)).write(tmp_path)
     assert read_rollbacks(tmp_path) == Rollbacks((FIRST, SECOND))
     assert [path.name for path in tmp_path.iterdir()] == [ROLLBACKS_FILE]
-    Rollbacks.clear(tmp_path)
-    assert read_rollbacks(tmp_path) == Rollbacks()
 
 
 @pytest.mark.parametrize("skipped", ["[]", "[1]", "[1, Infinity]", "7", "[null, 2]"])

@@ -61,7 +61,19 @@ def test_dump_holds_rows_tensors_and_strict_json(tmp_path):
     assert facts == {"loss": "nan", "norms": {"w": "-inf"}, "scale": None, "row_ids": [[4, 9], None]}
 
 
-def test_error_names_learner(tmp_path):
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({}, "before its update: the loss of micro-batch 1 of rank 0 is inf. The weights are those of step 6, and the"),
+        ({"learner": "critic"}, "before its update of the critic: the loss of micro-batch 1"),
+        ({"is_updated": True}, "after its update, which DeepSpeed makes first: the loss"),
+        ({"is_updated": True}, ". The last checkpoint is intact, and from before it. Look at the rows, batches and"),
+        ({"why": "a spike, after 2 rollbacks"}, "before its update: a spike, after 2 rollbacks. The weights are those"),
+    ],
+)
+def test_error_names_moment_learner_and_reason(tmp_path, facts, message):
     inputs = StepInputs([], [], None, [torch.tensor(float("inf"))])
-    with pytest.raises(DivergedError, match="step 7 was stopped before its update of the critic: the loss of micro"):
-        dump_and_raise(build_chain(), inputs, step=7, output_dir=tmp_path, facts={}, why="", learner="critic")
+    with pytest.raises(DivergedError, match="step 7 was stopped ") as caught:
+        dump_and_raise(build_chain(), inputs, step=7, output_dir=tmp_path, facts={}, **facts)
+    assert message in str(caught.value)
+    assert json.loads((tmp_path / "diverged" / "step-7" / "rank-0.json").read_text())["bad_micro_batches"] == [0]

@@ -146,7 +146,11 @@ def test_spike_without_rollbacks_is_only_logged(tiny_model_dir, tmp_path, monkey
         trainer, recorder = make_guarded(tiny_model_dir, tmp_path / name, packs, guards=GuardsConfig(), **keys)
         if name == "without detection":
             monkeypatch.setattr(SpikeMonitor, "find_spike", lambda *_: None)
+        # Those of an earlier run in the folder are not of this one.
+        (tmp_path / name).mkdir(exist_ok=True)
+        Rollbacks().write(tmp_path / name)
         trainer.train()
+        assert not (tmp_path / name / "rollbacks.json").exists()
         steps.append(recorder.steps)
         if name != "without detection":
             assert [event["step"] for event in read_events(tmp_path / name, "spike")] == [27]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
@@ -50,14 +51,23 @@ _COUNTS: Final = ("num_rows", "num_rows_without_target", "num_packs")
 Pack = dict[str, np.ndarray[Any, np.dtype[Any]]]
 
 
-def build_train_stream(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> datasets.IterableDataset:
-    """Build the stream of training packs: each window of rows is packed as by ``prepare``, and shuffled.
+def build_train_stream(
+    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, epochs: Iterable[int] = range(sys.maxsize)
+) -> datasets.IterableDataset:
+    """Build the stream of training packs: in each epoch, windows of rows are packed as by ``prepare``, and shuffled.
 
-    The order is a function of seed, epoch (``set_epoch``) and window, so that resuming by skipping packs is exact. All
-    processes read the whole stream; each trains on its share of the packs.
+    By default it has no end: upstream ends a loader's epoch without an update of the gradients accumulated so far, and
+    resumes in its first epoch only; accelerate repeats rows until every process has a batch. The order is a function of
+    seed, epoch and window, so that resuming by skipping packs is exact. All processes read the whole stream; each
+    trains on its share of the packs.
+
+    Args:
+        config: Configuration of the run.
+        tokenizer: Tokenizer of the run.
+        epochs: Numbers of the epochs, from 0.
     """
     windows = _Windows(config, tokenizer, load_train_data(config.data, seed=read_seed(config)), "train")
-    return datasets.IterableDataset(_EpochIterable(windows.generate, {"epoch_seed": 0}))
+    return datasets.IterableDataset(ExamplesIterable(windows.repeat, {"epochs": epochs}))
 
 
 def read_eval_packs(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> datasets.Dataset | None:
@@ -82,14 +92,6 @@ def audit_first_window(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase)
     return next(windows.pack())
 
 
-class _EpochIterable(ExamplesIterable):  # type: ignore[misc]
-    """Examples in an order that depends on the epoch: ``datasets`` calls ``shuffle_data_sources`` from epoch 1 on."""
-
-    def shuffle_data_sources(self, generator: np.random.Generator) -> _EpochIterable:
-        # At least 1, because 0 is the seed of the first epoch.
-        return _EpochIterable(self.generate_examples_fn, {"epoch_seed": int(generator.integers(1, 2**32))})
-
-
 @dataclass(frozen=True, slots=True)
 class _Windows:
     """Windows of ``ROWS_PER_CHUNK`` rows of a stream, each encoded, truncated, packed and, for training, shuffled."""
@@ -99,8 +101,13 @@ class _Windows:
     mixture: Mixture
     split: Literal["train", "eval"]
 
-    def generate(self, epoch_seed: int = 0) -> Iterator[tuple[int, Pack]]:
-        """Yield the packs with their numbers; the windows read so far are audited like a prepared set.
+    def repeat(self, epochs: Iterable[int]) -> Iterator[tuple[int, Pack]]:
+        """Yield the packs of several epochs."""
+        for epoch in epochs:
+            yield from self.generate(epoch)
+
+    def generate(self, epoch: int = 0) -> Iterator[tuple[int, Pack]]:
+        """Yield the packs of an epoch with their numbers; the windows read so far are audited like a prepared set.
 
         Raises:
             DataError: Too many rows are broken, too long or without targets.
@@ -116,7 +123,7 @@ class _Windows:
             order = np.arange(len(packed.bins))
             if self.split == "train":
                 # A separate generator for each window, so that the order does not depend on earlier windows.
-                np.random.default_rng([read_seed(self.config), epoch_seed, window]).shuffle(order)
+                np.random.default_rng([read_seed(self.config), epoch, window]).shuffle(order)
             for at in order.tolist():
                 yield number, _build_pack(packed, at)
                 number += 1

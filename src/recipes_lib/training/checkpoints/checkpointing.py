@@ -24,7 +24,7 @@ from recipes_lib.training.checkpoints.model_layout import choose_layout
 from recipes_lib.training.checkpoints.resume import seed_process
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, Task, count_bytes, write_state
 from recipes_lib.training.collectives import broadcast_object
-from recipes_lib.training.guards.preemption import read_evaluation
+from recipes_lib.training.guards.preemption import read_evaluation, stop_if_agreed
 from recipes_lib.training.layouts.launch_environment import Launch, read_launch
 from recipes_lib.training.monitoring.callbacks import Observer
 
@@ -64,12 +64,11 @@ class CheckpointingTrainer(Trainer):
             **options: Arguments of ``transformers.Trainer``; ``args`` may have an attribute ``save_keep_steps``.
         """
         args: TrainingArguments = options["args"]
-        saves_less = args.save_only_model
         # transformers 5.23 can save only the model if it was loaded with a tensor parallel plan, and refuses to train
-        # without save_only_model. Our layout saves the optimizer as well, so the flag is restored afterwards.
-        args.save_only_model = saves_less or was_sharded_on_loading(options["model"])
+        # without save_only_model. Our layout saves the optimizer as well.
+        args.save_only_model = was_sharded_on_loading(options["model"])
         super().__init__(**options)
-        args.save_only_model = saves_less
+        args.save_only_model = False
         self.add_callback(_ReadSteps)
         self.layout = choose_layout(self)
         self._saver = CheckpointSaver(self.args, self._tell, engine=self.layout.engine, data_size=self.launch.data_size)
@@ -328,6 +327,8 @@ class CheckpointingTrainer(Trainer):
         self.finish_saving()
         # The main process renames the folder; the other ranks may open it only after this barrier.
         self.accelerator.wait_for_everyone()
+        # Before the best weights replace those of the last step, which `save_strategy: best` may not have saved.
+        stop_if_agreed()
         if self.args.load_best_model_at_end and self.state.best_global_step is not None:
             # By the step: transformers 5.23 forgets the path if output_dir was moved since it was saved.
             # transformers 5.23 only warns if the folder is gone, and would export the last weights as the best ones.

@@ -58,7 +58,6 @@ class CheckpointWriter:
 
     def submit(self, job: Callable[[], None]) -> None:
         """Start a job in a background thread; the previous one must have been waited for."""
-        assert self._thread is None, "one checkpoint is written at a time"
         is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         device = torch.cuda.current_device() if is_on_gpu else None
         # A daemon thread, so that a hanging disk cannot block the exit of the process.
@@ -80,7 +79,6 @@ class CheckpointWriter:
         """Wait for the job and return its exception instead of raising it, for use in ``finally``."""
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
         return self._failure
 
     def _run(self, job: Callable[[], None], device: int | None) -> None:
@@ -108,9 +106,9 @@ class HostCopy:
         # memory is not reused and the second copy fails with ``KeyError: <class 'type'>`` (pytorch/torchtitan #3476).
         # Use DefaultStager once torch 2.13 is the lowest supported version.
         self._stager = StateDictStager(pin_memory=self._has_device)
-        self._is_taken = False
 
-    def explain_refusal(self, *states: Any, num_copies: int = 1) -> str | None:
+    @staticmethod
+    def explain_refusal(*states: Any, num_copies: int = 1) -> str | None:
         """Return why these states cannot be copied, such as a lack of memory; ``None`` if they can.
 
         Args:
@@ -125,8 +123,7 @@ class HostCopy:
             return f"states of type {min(kinds)} cannot be copied"
         num_bytes = num_copies * sum(tensor.nbytes for tensor in shards)
         free = read_free_memory()
-        # From the first copy on, its memory is already allocated.
-        if self._is_taken or num_bytes <= _MEMORY_SHARE * free:
+        if num_bytes <= _MEMORY_SHARE * free:
             return None
         return f"a copy takes {num_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB of memory are free"
 
@@ -137,7 +134,6 @@ class HostCopy:
             state: Nested mappings and sequences of tensors.
             unchanging: Top-level names in ``state`` of constant tensors, which are returned without a copy.
         """
-        self._is_taken = True
         shared = set(unchanging)
         changing = {name: value for name, value in state.items() if name not in shared}
         copied: Any = self._stager.stage(changing, non_blocking=self._has_device)

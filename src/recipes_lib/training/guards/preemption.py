@@ -135,6 +135,13 @@ class LastStep(TrainerCallback):
         """Record that the last step is saved."""
         self._saved_step = state.global_step
 
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Save nothing from here on if the model has the best weights, which are not those of the last step."""
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._random = None
+
     def save(self, request: PreemptedError) -> PreemptedError:
         """Save the last finished step unless it is saved as it is, and return the exception for the user; collective.
 

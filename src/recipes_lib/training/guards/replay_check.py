@@ -71,11 +71,6 @@ class Rollbacks:
         """Replace the file atomically, with fsync."""
         replace_record(output_dir / ROLLBACKS_FILE, [asdict(rollback) for rollback in self.made])
 
-    @staticmethod
-    def clear(output_dir: Path) -> None:
-        """Delete the rollbacks of an earlier run in the same directory."""
-        (output_dir / ROLLBACKS_FILE).unlink(missing_ok=True)
-
 
 def read_rollbacks(output_dir: Path) -> Rollbacks:
     """Read the rollbacks of a run; empty without a file.

@@ -20,6 +20,7 @@ from recipes_lib.config.schema import GuardsConfig
 from recipes_lib.training.checkpoints.manifest import supersede
 from recipes_lib.training.collectives import broadcast_object
 from recipes_lib.training.guards.replay_check import (
+    ROLLBACKS_FILE,
     STEPS_AFTER,
     STEPS_BEFORE,
     ReplayCheck,
@@ -97,12 +98,13 @@ class SpikeMonitor:
         log_norm = math.log(max(grad_norm, 1e-30))  # A norm of 0 has no logarithm.
         names = (f"{kind}_{name}" if kind else name for name in ("losses", "log_norms"))
         losses, log_norms = (self._windows.setdefault(name, deque(maxlen=WINDOW)) for name in names)
+        spike = None
+        if len(losses) >= MIN_STEPS:
+            spike = _find_loss_spike(losses, loss) or _find_log_spike("grad_norm", log_norms, log_norm)
         # Spikes are added to the window as well, so that a lasting new level is no spike after half a window.
-        loss_spike = _find_loss_spike(losses, loss)
-        norm_spike = _find_log_spike("grad_norm", log_norms, log_norm)
         losses.append(loss)
         log_norms.append(log_norm)
-        return loss_spike or norm_spike
+        return spike
 
     def export(self) -> dict[str, list[float]]:
         """Return the windows as JSON values."""
@@ -114,8 +116,6 @@ class SpikeMonitor:
 
 
 def _find_loss_spike(before: Sequence[float], loss: float) -> Spike | None:
-    if len(before) < MIN_STEPS:
-        return None
     if min(*before, loss) > 0:
         return _find_log_spike("loss", [math.log(earlier) for earlier in before], math.log(loss))
     median = statistics.median(before)
@@ -131,8 +131,6 @@ def _find_log_spike(figure: str, before: Sequence[float], value: float) -> Spike
 
 
 def _find_spike(figure: str, before: Sequence[float], value: float, floor: float) -> Spike | None:
-    if len(before) < MIN_STEPS:
-        return None
     # Median and MAD tolerate outliers in up to half of the window.
     median = statistics.median(before)
     deviation = max(MAD_TO_STD * statistics.median(abs(earlier - median) for earlier in before), floor)
@@ -181,7 +179,7 @@ class StepGuard(TrainerCallback):
         # A run that starts from scratch does not skip the rows of an earlier one.
         self.rollbacks = read_rollbacks(self._output_dir) if resume_from_checkpoint else Rollbacks()
         if not resume_from_checkpoint and trainer.args.should_save:
-            Rollbacks.clear(self._output_dir)
+            (self._output_dir / ROLLBACKS_FILE).unlink(missing_ok=True)
         while True:
             try:
                 return train(resume_from_checkpoint=resume_from_checkpoint)

@@ -331,10 +331,9 @@ class RecipeTrainer(CheckpointingTrainer):
         return EpochOrder(len(rows), None if self.args.train_sampling_strategy == "sequential" else seed)
 
     # transformers 5.23 shuffles inside its sampler, which cannot skip rows, and accepts no other sampler.
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
-        """Return the sampler of ``build_sampler``; a stream has none."""
-        is_stream = not hasattr(self.train_dataset, "__len__")
-        return super()._get_train_sampler(train_dataset) if is_stream else self.build_sampler()
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        """Return the sampler of ``build_sampler``; upstream asks for none of a stream."""
+        return self.build_sampler()
 
     def build_sampler(self) -> Sampler[int]:
         """Build the sampler of rows in order, without those skipped by rollbacks."""
