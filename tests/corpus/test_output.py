@@ -19,12 +19,12 @@ def test_json_lines_have_text_id_source_and_metadata(tmp_path):
     assert json.loads(line) == {"text": "é\n", "id": "1", "source": "s", "metadata": {"url": "u"}}
 
 
-def test_non_finite_metadata_is_written_as_null(tmp_path):
-    metadata = {"source": "s", "score": math.nan, "more": [{"least": -math.inf, "n": 1}]}
+def test_metadata_that_json_or_utf8_lacks_is_written_as_null_or_escaped(tmp_path):
+    metadata = {"source": "s", "score": math.nan, "more": [{"least": -math.inf, "n": 1, "é\ud83d": "é\udc00"}]}
     document = Document(text="a", id="1", metadata=metadata)
     write_lines(tmp_path / "a.jsonl", [document])
     write_shard(tmp_path / "a.parquet", iter([document]))
-    expected = {"score": None, "more": [{"least": None, "n": 1}]}
+    expected = {"score": None, "more": [{"least": None, "n": 1, "é\\ud83d": "é\\udc00"}]}
     refuse = {"parse_constant": pytest.fail}
     assert json.loads((tmp_path / "a.jsonl").read_text(), **refuse)["metadata"] == expected
     (stored,) = pq.read_table(tmp_path / "a.parquet")["metadata"].to_pylist()

@@ -19,7 +19,16 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from recipes_lib.config.corpus_keys import CorpusConfig, label_entry
-from recipes_lib.corpus.documents import CHAT, HTML, PART_END, Ledger, StepTally, count_bytes, split_chat
+from recipes_lib.corpus.documents import (
+    CHAT,
+    HTML,
+    PART_END,
+    Ledger,
+    StepTally,
+    count_bytes,
+    escape_surrogates,
+    split_chat,
+)
 from recipes_lib.corpus.web_archive import MAX_PAGE_BYTES, read_warc
 from recipes_lib.data.sources.canonical import RenamedSource, open_entry
 from recipes_lib.data.sources.formats import RowFormat, canonicalize, detect_format
@@ -164,11 +173,6 @@ def _open(entry: Mapping[str, Any], task_bytes: int) -> CorpusInput:
         fingerprint = source.fingerprint()
         parts = list(split_source(source, label, task_bytes))
     return CorpusInput(label, kind, entry, tuple(_group(parts, task_bytes)), fingerprint)
-
-
-def escape_surrogates(name: str) -> str:
-    r"""Return a file name with bytes that are not UTF-8, which Python decodes to surrogates, escaped as ``\udcXX``."""
-    return name.encode(errors="backslashreplace").decode()
 
 
 def _find_pages(path: Path) -> list[Path]:
@@ -365,7 +369,11 @@ def read_documents(entries: Iterable[Entry], label: str) -> Iterator[Document | 
 
 def _to_document(row: Row, entry: RawRow, label: str, row_format: RowFormat) -> Document:
     row_id = entry.columns.get("id")
-    name = f"{label}:{entry.index}" if row_id is None or isinstance(row_id, dict | list) else str(row_id)
+    name = (
+        f"{label}:{entry.index}"
+        if row_id is None or isinstance(row_id, dict | list)
+        else escape_surrogates(str(row_id))
+    )
     used = {*row_format.columns, "id", "source"}
     metadata = {column: value for column, value in entry.columns.items() if column not in used}
     if row.text is not None:

@@ -22,7 +22,7 @@ from recipes_lib.corpus.documents import (
     count_bytes,
     join_chat,
     read_shard,
-    spell_finite,
+    spell_encodable,
     write_shard,
 )
 from recipes_lib.corpus.duplicates import (
@@ -268,4 +268,4 @@ def write_lines(path: Path, documents: Iterable[Document]) -> None:
             chat = document.metadata.get(CHAT)
             columns = {"text": document.text} if chat is None else join_chat(chat, document.text)
             columns |= {"id": document.id, "source": document.metadata["source"], "metadata": metadata}
-            file.write(json.dumps(spell_finite(columns), ensure_ascii=False, allow_nan=False) + "\n")
+            file.write(json.dumps(spell_encodable(columns), ensure_ascii=False, allow_nan=False) + "\n")
