@@ -320,7 +320,7 @@ def spell_encodable(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {spell_encodable(name): spell_encodable(item) for name, item in value.items()}
+        return {escape_surrogates(str(name)): spell_encodable(item) for name, item in value.items()}
     return [spell_encodable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
