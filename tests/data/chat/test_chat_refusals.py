@@ -11,6 +11,7 @@ from tests.data.chat_cases import (
     refusal,
     source,
     spans,
+    text_row,
     user,
 )
 from tests.data.templates.tokenizers import build_byte_level, build_lossy, build_metaspace, wrap
@@ -78,16 +79,23 @@ def test_turn_without_terminator_is_error_fixed_by_eos_token() -> None:
     assert spans(tokenizer, encoded) == ["b\n<|user|>", "d\n<|user|>"]
 
 
+def test_lone_surrogate_is_row_error() -> None:
+    encoder = RowEncoder(build_byte_level(source("chatml")))
+    assert "U+D83D is half of a surrogate pair" in refusal(encoder, chat(user("hi"), answer("\ud83d")))
+    assert "U+D83D is half of a surrogate pair" in refusal(encoder, text_row("\ud83d"))
+
+
 def test_encoder_reports_every_bad_row() -> None:
     encoder = RowEncoder(build_byte_level(source("spaced_prompt")))
     rows = [
         Row(where="s row 0", messages=[user("hi"), answer("Paris")]),
         Row(where="s row 1", text="fine"),
-        Row(where="s row 2", messages=[user("hi"), {"role": "assistant"}]),
+        Row(where="s row 2", text="\ud83d"),
+        Row(where="s row 3", messages=[user("hi"), {"role": "assistant"}]),
     ]
     with pytest.raises(DataError) as refused:
         encoder.encode(rows)
-    assert {problem.where for problem in refused.value.problems} == {"s row 0", "s row 2"}
+    assert {problem.where for problem in refused.value.problems} == {"s row 0", "s row 2", "s row 3"}
 
 
 def test_text_that_tokenizer_cannot_decode_is_error() -> None:

@@ -384,7 +384,7 @@ def test_cautions_name_clock_and_missing_generation_prompt() -> None:
 
 # Without "\u2581", which SentencePiece decodes as a space.
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")) | st.sampled_from(
-    ["<|im_end|>", "<|im_start|>assistant\n", "</s>", "assistant", "Assistant:", " ", "\n", "</think>", "<s>"]
+    ["<|im_end|>", "<|im_start|>assistant\n", "</s>", "assistant", "Assistant:", " ", "\n", "</think>", "<s>", "\ud83d"]
 )
 CONTENTS = st.lists(TEXTS, max_size=3).map("".join)
 
@@ -423,8 +423,10 @@ def test_random_chat_is_masked_exactly_or_refused(name: str, build: Any, turns: 
     try:
         (row,) = encoder.encode([chat(*messages)])
     except DataError:
-        # Only for a terminator inside an answer or, without special tokens, a token across a boundary.
-        assert brings_end or name == "plain" or build is build_metaspace
+        # Only for a lone surrogate, a terminator inside an answer or, without special tokens, a token across a
+        # boundary.
+        text = "".join(message["content"] for message in messages)
+        assert "\ud83d" in text or brings_end or name == "plain" or build is build_metaspace
         return
     assert name in ("plain", "thinking") or not brings_end
     edges = np.flatnonzero(np.diff(np.concatenate([[0], row.loss_mask.astype(int), [0]]))).tolist()

@@ -266,6 +266,11 @@ class RowEncoder:
             draft = _Draft(row, row.text or "", None)
         if len(draft.text) > self._max_characters:
             draft = self._shorten(draft, int(self._max_characters))
+        try:
+            draft.text.encode()
+        except UnicodeEncodeError as error:
+            found = f"U+{ord(draft.text[error.start]):04X} is half of a surrogate pair, not a character"
+            raise DataError(Problem(row.where, found, "repair the encoding of the text")) from error
         return draft
 
     def _shorten(self, draft: _Draft, end: int) -> _Draft:
