@@ -19,16 +19,7 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from recipes_lib.config.corpus_keys import CorpusConfig, label_entry
-from recipes_lib.corpus.documents import (
-    CHAT,
-    HTML,
-    PART_END,
-    Ledger,
-    StepTally,
-    count_bytes,
-    escape_surrogates,
-    split_chat,
-)
+from recipes_lib.corpus.documents import CHAT, HTML, PART_END, Ledger, count_bytes, escape_surrogates, split_chat
 from recipes_lib.corpus.web_archive import MAX_PAGE_BYTES, read_warc
 from recipes_lib.data.sources.canonical import RenamedSource, open_entry
 from recipes_lib.data.sources.formats import RowFormat, canonicalize, detect_format
@@ -294,7 +285,7 @@ class Read(PipelineStep):  # type: ignore[misc]
         for part in self.source.tasks[rank]:
             for found in self._read(part):
                 if isinstance(found, Problem):
-                    self._reject(found, tally)
+                    self._reject(found)
                     continue
                 self._verify_kind(found)
                 found.metadata["source"] = self.source.label
@@ -323,10 +314,11 @@ class Read(PipelineStep):  # type: ignore[misc]
         where = f"{self.source.entry['name']}: {document.id}"
         raise DataError(Problem(where, found, f"{remedy}; name files of the other kind as a source of their own"))
 
-    def _reject(self, problem: Problem, tally: StepTally) -> None:
+    def _reject(self, problem: Problem) -> None:
         if self.raises:
             remedy = problem.remedy or "fix it"
             raise DataError(replace(problem, remedy=f"{remedy}, or set `broken_rows: drop` to skip and count it"))
+        tally = self.ledger.tallies[READ]
         tally.documents_in += 1
         tally.removed["cannot be read"] += 1
         if len(self.ledger.notes) < self.ledger.max_notes:
