@@ -41,7 +41,7 @@ def test_non_finite_chat_field_is_written_as_null(tmp_path):
 
 def test_page_that_was_not_extracted_has_no_mark_in_its_metadata(tmp_path):
     page = Document(text="<p>a</p>", id="1", metadata={"source": "s", HTML: True})
-    list(WriteClean(tmp_path, CorpusConfig(), Ledger([], 0)).run(iter([page])))
+    WriteClean(tmp_path, CorpusConfig(), Ledger([], 0)).run(iter([page]))
     assert [document.metadata for document in read_shard(tmp_path / "00000.parquet")] == [{"source": "s"}]
 
 

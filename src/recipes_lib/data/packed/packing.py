@@ -146,7 +146,6 @@ def build_examples(rows: Sequence[EncodedRow], row_ids: npt.ArrayLike) -> Exampl
         row_ids: Positions of the rows in their mixture, ``int (len(rows),)``.
     """
     lengths = np.fromiter((len(row.input_ids) for row in rows), np.int64, len(rows))
-    assert lengths.all(), "a row without tokens"
     ids = np.concatenate([np.zeros(0, np.uint32), *(row.input_ids for row in rows)])
     is_target = np.concatenate([np.zeros(0, np.bool_), *(row.loss_mask for row in rows)])
     tokens = np.where(is_target, ids | TARGET, ids)
@@ -157,7 +156,6 @@ def build_examples(rows: Sequence[EncodedRow], row_ids: npt.ArrayLike) -> Exampl
 
 def concatenate_examples(parts: Sequence[Examples]) -> Examples:
     """Concatenate one or more ``Examples`` that have the same ``tokens``."""
-    assert all(part.tokens is parts[0].tokens for part in parts)
     columns = zip(*(part.columns for part in parts), strict=True)
     return Examples(parts[0].tokens, *map(np.concatenate, columns))
 

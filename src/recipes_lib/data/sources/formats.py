@@ -26,7 +26,6 @@ from recipes_lib.data.sources.messages import (
     check_text,
     clean_messages,
     describe,
-    is_list_of_texts,
     parse_chat,
     read_chat_extras,
     refuse_media,
@@ -274,7 +273,7 @@ def read_question(raw: Raw) -> dict[str, Any] | None:
     named = {renamed.get(name, name): raw[column] for column, name in cased.items()}
     if isinstance(prompt, str):
         _refuse_chat_columns(named)
-        if is_list_of_texts(prompt):
+        if _LIST_OF_TEXTS.fullmatch(prompt):  # As in Chatbot Arena's 55k battles.
             raise RowError("`prompt` is a list of texts in JSON", "write one of them, or all turns as messages")
         return {"prompt": check_text(prompt, "`prompt`")}
     if prompt is not None:
@@ -527,6 +526,7 @@ def _quote(columns: list[str]) -> str:
 _MAX_MARGIN: Final = float(np.finfo(np.float32).max)
 _ASSISTANT: Final = "\n\nAssistant:"
 _SPEAKER: Final = re.compile(r"\n\n(Human|Assistant):")
+_LIST_OF_TEXTS: Final = re.compile(r'\[(?:"(?:[^"\\]++|\\.)*+"(?:, ?|\]))+')
 _CHAT_EXTRAS = ("tools", "chat_template_kwargs")
 _QUESTION_EXTRAS = ("system", "history", *_CHAT_EXTRAS)
 

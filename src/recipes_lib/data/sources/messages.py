@@ -412,14 +412,6 @@ def parse_chat(value: object, column: str) -> object:
     return parse_json(value, f"`{column}`")
 
 
-def is_list_of_texts(text: str) -> bool:
-    """Return whether a text is the JSON of a list of texts, as the turns of Chatbot Arena's 55k battles."""
-    try:
-        return text.startswith('["') and isinstance(json.loads(text), list)
-    except (ValueError, RecursionError):
-        return False
-
-
 def parse_json(text: str, place: str) -> object:
     """Return the value of a JSON text.
 
