@@ -384,11 +384,12 @@ def test_repeated_lines_are_removed_or_kept_in_first_document(tmp_path, keeps_fi
 
 def test_chat_messages_are_cleaned_separately(tmp_path):
     asked = ["Write to ada@example.org please", *[make_text(random.Random(0), 50)] * 2, QUESTION]
-    answer = {"role": "assistant", "content": "Yes."}
+    answer = {"role": "assistant", "content": "Yes.\nA line of every answer."}
     chats = [{"messages": [{"role": "user", "content": question}, answer]} for question in asked]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     (tmp_path / "bench.jsonl").write_text(json.dumps({"question": QUESTION}) + "\n")
-    make_corpus(replace(build_config(tmp_path), sources=[{"name": str(tmp_path / "chat.jsonl"), "kind": "chat"}]))
+    config = build_config(tmp_path, repeated_lines="apply", repeated_lines_min_documents=2)
+    make_corpus(replace(config, sources=[{"name": str(tmp_path / "chat.jsonl"), "kind": "chat"}]))
     found = [row["messages"] for row in read_corpus(tmp_path / "out")]
     assert found == [[{"role": "user", "content": "Write to <EMAIL> please"}, answer], chats[1]["messages"]]
     assert len(list(read_rows(load_source(str(tmp_path / "out"))))) == 2

@@ -32,10 +32,10 @@ def read(entry, raises=False, task_megabytes=1):
 
 def test_rows_keep_id_and_metadata(tmp_path):
     path = tmp_path / "web.jsonl"
-    path.write_text('{"text": "one", "id": "x1", "url": "u"}\n{"text": "two", "date": 3}\n')
+    path.write_text('{"text": "one", "id": "x\\ud83d", "url": "u"}\n{"text": "two", "date": 3}\n')
     documents, _, _ = read({"name": str(path)})
     assert [(d.text, d.id, d.metadata) for d in documents] == [
-        ("one", "x1", {"url": "u", "source": "web"}),
+        ("one", r"x\ud83d", {"url": "u", "source": "web"}),
         ("two", "web:2", {"date": 3, "source": "web"}),
     ]
 

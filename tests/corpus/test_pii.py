@@ -17,6 +17,9 @@ from recipes_lib.corpus.pii import PII, is_card, is_iban, is_luhn, mask
 FOUND = [
     ("email", "ada.lovelace+x@mail.example.co.uk"),
     ("email", "a@b.co"),
+    ("email", "jörg.müller@bäckerei-müller.de"),
+    ("email", "анна@почта.рф"),
+    ("email", "info@example.xn--p1ai"),
     ("phone", "+49 30 901820"),
     ("phone", "+1 (212) 555-0123"),
     ("phone", "(212) 555-0123"),

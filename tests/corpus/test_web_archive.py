@@ -54,12 +54,32 @@ def test_truncated_warc_file_is_counted(tmp_path):
     (tmp_path / "b.warc").write_bytes(gzip.decompress(data)[:3000] + b"garbage")
     (tmp_path / "c.warc").write_bytes(b"this is no archive at all")
     (tmp_path / "d.warc.gz").write_bytes(data[: len(data) // 3])
+    (tmp_path / "e.warc").write_bytes(b"")
     documents, ledger, _ = read({"name": str(tmp_path), "label": "crawl"})
     assert [document.text for document in documents] == ["<p>one</p>" * 500, "<p>two</p>" * 500]
-    assert ledger.tallies[READ].removed == {"cannot be read": 3}
-    assert [note.partition(":")[0] for note in ledger.notes] == [
-        f"crawl/{name}" for name in ("b.warc", "c.warc", "d.warc.gz")
+    assert ledger.tallies[READ].removed == {"cannot be read": 4}
+    assert [note.partition(": ")[0] for note in ledger.notes] == [
+        f"crawl/{name}" for name in ("b.warc:1", "c.warc:1", "d.warc.gz:1", "e.warc")
     ]
+
+
+def test_compression_is_detected_by_content_or_by_name(tmp_path):
+    write_warc(tmp_path / "a.warc.gz", [("response", b"<p>one</p>"), ("response", b"<p>two</p>")])
+    data = (tmp_path / "a.warc.gz").read_bytes()
+    (tmp_path / "b.warc").write_bytes(data)
+    (tmp_path / "c.warc.gz").write_bytes(gzip.decompress(data))
+    (tmp_path / "d.WARC.GZ").write_bytes(b"xx\x1f\x8b\x08" + data[5:])  # Not where a member begins.
+    documents, ledger, _ = read({"name": str(tmp_path)})
+    assert [document.text for document in documents] == ["<p>one</p>", "<p>two</p>"] * 3 + ["<p>two</p>"]
+    assert ledger.tallies[READ].removed == {"cannot be read": 1}
+
+
+def test_file_that_ends_with_its_last_record_is_whole(tmp_path):
+    write_warc(tmp_path / "a.warc", [("response", b"<p>one</p>")])
+    (tmp_path / "a.warc").write_bytes((tmp_path / "a.warc").read_bytes().rstrip(b"\r\n"))
+    documents, ledger, _ = read({"name": str(tmp_path / "a.warc")})
+    assert [document.text for document in documents] == ["<p>one</p>"]
+    assert not ledger.tallies[READ].removed
 
 
 @pytest.mark.parametrize("damage", [b"garbage", b"\x1f\x8b\x08", b"\nWARC/1.0\r\n"])
@@ -120,11 +140,12 @@ def test_truncated_gzip_member_is_one_damaged_record(tmp_path, cut):
 
 @pytest.mark.parametrize("header", [b"WARC-Target-URI", b"WARC-Type", b"Content-Type", b"HTTP/1.0"])
 def test_damaged_warc_header_loses_no_other_record(tmp_path, header):
-    write_warc(tmp_path / "a.warc", [("response", b"<p>one</p>")])
+    page = b"<p>one</p>" * 10_000  # The next record is more than a block away.
+    write_warc(tmp_path / "a.warc", [("response", page)])
     whole = (tmp_path / "a.warc").read_bytes()
     (tmp_path / "a.warc").write_bytes(whole + whole.replace(header, b"x" * len(header)) + whole)
     documents, _, _ = read({"name": str(tmp_path / "a.warc")})
-    assert [document.text for document in documents[:: len(documents) - 1]] == ["<p>one</p>"] * 2
+    assert [document.text for document in documents[:: len(documents) - 1]] == [page.decode()] * 2
 
 
 def test_warc_syntax_in_payload_is_not_a_record(tmp_path):

@@ -250,6 +250,7 @@ def test_overlong_prompt_is_error_or_dropped(load):
         ({"prompt": [{"role": "nobody", "content": "x"}]}, "role"),
         ({"text": "just a text"}, "no prompt"),
         ({"prompt": 3}, "not a list"),
+        ({"prompt": '["What is 2 + 2?", "And 3 + 3?"]'}, "a list of texts in JSON"),
         ({"messages": [FOUR]}, "no message before its answer"),
         (3, "the row is a number"),
     ],

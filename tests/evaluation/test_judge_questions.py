@@ -116,6 +116,20 @@ def test_answers_are_matched_by_id(tmp_path: Path) -> None:
     assert load_answers(write_rows(tmp_path / "a.jsonl", rows), questions) == [["aa"], ["bb"]]
 
 
+def test_answers_without_ids_are_matched_by_row_if_it_has_the_same_question(tmp_path: Path) -> None:
+    rows = [{"instruction": text, "output": text * 2} for text in "abc"]
+    questions = load_questions(write_rows(tmp_path / "q.jsonl", rows), 2)
+    assert load_answers(tmp_path / "q.jsonl", questions) == [["aa"], ["bb"]]
+    bare = [{"output": row["output"]} for row in rows]
+    assert load_answers(write_rows(tmp_path / "a.jsonl", bare), questions) == [["aa"], ["bb"]]
+    with pytest.raises(DataError, match=r":1: has no id, and is not about question 0 of the same row"):
+        load_answers(write_rows(tmp_path / "a.jsonl", rows[::-1]), questions)
+    # Row 1, counted from 0, is not the answer to question 1.
+    numbered = [Question(str(number), None, [], ["?"]) for number in (1, 2)]
+    with pytest.raises(DataError, match="has no id, and is not about question 1 of the same row"):
+        load_answers(write_rows(tmp_path / "a.jsonl", bare), numbered)
+
+
 @pytest.mark.parametrize(
     ("rows", "found"),
     [
@@ -123,6 +137,7 @@ def test_answers_are_matched_by_id(tmp_path: Path) -> None:
         ([{"id": "a", "answer": "x"}, {"id": "b", "answer": "x"}, {"id": "b", "answer": "y"}], "same id: b"),
         ([{"id": "a", "answer": "x"}, {"id": "b", "answers": ["x", "y"]}], "2 answers to a question of 1 turns"),
         ([{"id": "a", "answer": "x"}, {"id": "b"}], "has no answer"),
+        ([{"answer": "x"}, {"id": "b", "answer": "x"}], r":1: has no id, and is not about question a"),
         ([], "missing or empty"),
     ],
 )

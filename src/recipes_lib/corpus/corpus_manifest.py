@@ -6,14 +6,13 @@ import importlib.metadata
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from recipes_lib import __version__
@@ -60,8 +59,8 @@ class Finish(PipelineStep):  # type: ignore[misc]
             for number in range(len(source.tasks))
         ]
 
-    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Place the shards and write the report, then the manifest, which marks the corpus as complete; yield nothing.
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
+        """Place the shards and write the report, then the manifest, which marks the corpus as complete.
 
         Raises:
             DataError: No document is left.
@@ -85,7 +84,6 @@ class Finish(PipelineStep):  # type: ignore[misc]
         write_corpus_report(output_dir, manifest, samples)
         replace_record(output_dir / MANIFEST, manifest)
         remove_old_work(work, self.folders)
-        yield from ()
 
     def _place(self, shards: Path, records: Sequence[Mapping[str, Any]], output_dir: Path) -> list[dict[str, Any]]:
         """Replace ``data/`` by links ``data/<source>/train-N-of-M`` to the non-empty shards; return their records."""

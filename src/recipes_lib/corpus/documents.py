@@ -306,17 +306,24 @@ def _to_row(document: Document) -> dict[str, Any]:
         "text": document.text,
         "id": document.id,
         "source": document.metadata["source"],
-        "metadata": json.dumps(spell_finite(metadata), ensure_ascii=False, allow_nan=False, default=str),
+        "metadata": json.dumps(spell_encodable(metadata), ensure_ascii=False, allow_nan=False, default=str),
     }
 
 
-def spell_finite(value: Any) -> Any:
-    """Return metadata with ``None`` in place of NaN and infinities, which JSON does not have.
+def spell_encodable(value: Any) -> Any:
+    """Return metadata without what JSON and UTF-8 do not have: NaN and infinities become ``None``, surrogates escapes.
 
-    In metadata from Parquet and CSV files they denote missing values.
+    In metadata from Parquet and CSV files, NaN denotes a missing value.
     """
+    if isinstance(value, str):
+        return escape_surrogates(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {name: spell_finite(item) for name, item in value.items()}
-    return [spell_finite(item) for item in value] if isinstance(value, list | tuple) else value
+        return {escape_surrogates(str(name)): spell_encodable(item) for name, item in value.items()}
+    return [spell_encodable(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def escape_surrogates(text: str) -> str:
+    r"""Return a text with surrogates as ``\udcXX``: half a pair, or a byte of a file name that is not UTF-8."""
+    return text.encode(errors="backslashreplace").decode()

@@ -19,7 +19,7 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from recipes_lib.config.corpus_keys import CorpusConfig, label_entry
-from recipes_lib.corpus.documents import CHAT, HTML, PART_END, Ledger, StepTally, count_bytes, split_chat
+from recipes_lib.corpus.documents import CHAT, HTML, PART_END, Ledger, count_bytes, escape_surrogates, split_chat
 from recipes_lib.corpus.web_archive import MAX_PAGE_BYTES, read_warc
 from recipes_lib.data.sources.canonical import RenamedSource, open_entry
 from recipes_lib.data.sources.formats import RowFormat, canonicalize, detect_format
@@ -166,11 +166,6 @@ def _open(entry: Mapping[str, Any], task_bytes: int) -> CorpusInput:
     return CorpusInput(label, kind, entry, tuple(_group(parts, task_bytes)), fingerprint)
 
 
-def escape_surrogates(name: str) -> str:
-    r"""Return a file name with bytes that are not UTF-8, which Python decodes to surrogates, escaped as ``\udcXX``."""
-    return name.encode(errors="backslashreplace").decode()
-
-
 def _find_pages(path: Path) -> list[Path]:
     """Return the HTML and WARC files of a source, which row readers do not support; of a folder recursively, sorted.
 
@@ -290,7 +285,7 @@ class Read(PipelineStep):  # type: ignore[misc]
         for part in self.source.tasks[rank]:
             for found in self._read(part):
                 if isinstance(found, Problem):
-                    self._reject(found, tally)
+                    self._reject(found)
                     continue
                 self._verify_kind(found)
                 found.metadata["source"] = self.source.label
@@ -319,10 +314,11 @@ class Read(PipelineStep):  # type: ignore[misc]
         where = f"{self.source.entry['name']}: {document.id}"
         raise DataError(Problem(where, found, f"{remedy}; name files of the other kind as a source of their own"))
 
-    def _reject(self, problem: Problem, tally: StepTally) -> None:
+    def _reject(self, problem: Problem) -> None:
         if self.raises:
             remedy = problem.remedy or "fix it"
             raise DataError(replace(problem, remedy=f"{remedy}, or set `broken_rows: drop` to skip and count it"))
+        tally = self.ledger.tallies[READ]
         tally.documents_in += 1
         tally.removed["cannot be read"] += 1
         if len(self.ledger.notes) < self.ledger.max_notes:
@@ -365,7 +361,11 @@ def read_documents(entries: Iterable[Entry], label: str) -> Iterator[Document | 
 
 def _to_document(row: Row, entry: RawRow, label: str, row_format: RowFormat) -> Document:
     row_id = entry.columns.get("id")
-    name = f"{label}:{entry.index}" if row_id is None or isinstance(row_id, dict | list) else str(row_id)
+    name = (
+        f"{label}:{entry.index}"
+        if row_id is None or isinstance(row_id, dict | list)
+        else escape_surrogates(str(row_id))
+    )
     used = {*row_format.columns, "id", "source"}
     metadata = {column: value for column, value in entry.columns.items() if column not in used}
     if row.text is not None:

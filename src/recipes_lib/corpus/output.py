@@ -22,7 +22,7 @@ from recipes_lib.corpus.documents import (
     count_bytes,
     join_chat,
     read_shard,
-    spell_finite,
+    spell_encodable,
     write_shard,
 )
 from recipes_lib.corpus.duplicates import (
@@ -59,15 +59,14 @@ class WriteClean(PipelineStep):  # type: ignore[misc]
         super().__init__()
         self.folder, self.config, self.ledger = folder, config, ledger
 
-    def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Write all documents; yield nothing."""
-        # A pipeline is a chain of generators: this code runs before the first document is read.
+    def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> None:
+        """Write all documents."""
+        # The blocks before are generators: none of them has read a document yet.
         self.ledger.clear()
         hashes = Hashes(self.config)
         write_shard(self.folder / f"{rank:05d}.parquet", self._add(data, hashes))
         hashes.write(self.folder, rank)
         replace_record(self.folder / f"{rank:05d}.json", self.ledger.to_record())
-        yield from ()
 
     def _add(self, documents: Iterator[Document], hashes: Hashes) -> Iterator[Document]:
         for document in documents:
@@ -87,8 +86,8 @@ class CompareHashes(PipelineStep):  # type: ignore[misc]
         super().__init__()
         self.folder, self.sources, self.config = folder, sources, config
 
-    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Write the result as arrays, ``NAME.npy``; yield nothing.
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
+        """Write the result as arrays, ``NAME.npy``.
 
         For N documents in T tasks: ``status uint8 (N,)`` and ``kept_as int64 (N,)`` as in ``Duplicates``,
         ``starts int64 (T + 1,)`` with the first document of each task, sorted hashes ``lines uint64 (L,)`` of repeated
@@ -116,7 +115,6 @@ class CompareHashes(PipelineStep):  # type: ignore[misc]
         }
         for name, array in arrays.items():
             save_array(self.folder / f"{name}.npy", array)
-        yield from ()
 
 
 class WriteShards(PipelineStep):  # type: ignore[misc]
@@ -139,8 +137,8 @@ class WriteShards(PipelineStep):  # type: ignore[misc]
         self.folder, self.tasks, self.compared, self.config = folder, tasks, compared, config
         self.ledger = Ledger((EXACT_STEP, NEAR_STEP, LINES_STEP), MAX_SAMPLES, build_masker(config))
 
-    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Write the shard of task ``rank``; yield nothing."""
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
+        """Write the shard of task ``rank``."""
         self.ledger.clear()
         source, number, kind = self.tasks[rank]
         is_chat = kind == "chat"
@@ -156,7 +154,6 @@ class WriteShards(PipelineStep):  # type: ignore[misc]
         record = self.ledger.to_record() | self._counts
         record |= {"file": path.name, "file_bytes": path.stat().st_size, "sha256": hash_file(path)}
         replace_record(self.folder / f"{rank:05d}.json", record)
-        yield from ()
 
     def _filter(self, documents: Iterable[Document], rank: int, *, can_cut: bool) -> Iterator[Document]:
         arrays = {
@@ -268,4 +265,4 @@ def write_lines(path: Path, documents: Iterable[Document]) -> None:
             chat = document.metadata.get(CHAT)
             columns = {"text": document.text} if chat is None else join_chat(chat, document.text)
             columns |= {"id": document.id, "source": document.metadata["source"], "metadata": metadata}
-            file.write(json.dumps(spell_finite(columns), ensure_ascii=False, allow_nan=False) + "\n")
+            file.write(json.dumps(spell_encodable(columns), ensure_ascii=False, allow_nan=False) + "\n")

@@ -108,7 +108,10 @@ def _is_ssn(text: str) -> bool:
     return area not in ("000", "666") and area[0] != "9" and group != "00" and serial != "0000"
 
 
-_LOCAL: Final = r"A-Za-z0-9.!#$%&'*+/=?^_`{|}~-"
+# Addresses can have letters of any script (RFC 6531). Latin, Greek and Cyrillic ones are matched; in scripts without
+# spaces, it is not known where an address begins.
+_LETTERS: Final = "A-Za-z\u00c0-\u024f\u0370-\u052f"
+_LOCAL: Final = rf"{_LETTERS}0-9.!#$%&'*+/=?^_`{{|}}~-"
 # Only ASCII letters and digits around a finding make it part of a longer word: in Chinese, Japanese and Korean, words
 # follow an address or number without a space.
 PATTERNS: Final = (
@@ -127,7 +130,8 @@ PATTERNS: Final = (
         # The local part is bounded and starts at the first character of a run: a megabyte without @ takes linear time.
         re.compile(
             rf"[{_LOCAL}](?<![{_LOCAL}]{{2}})[{_LOCAL}]{{0,63}}@"
-            r"(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}[A-Za-z]{2,24}(?!(?a:[\w-]))"
+            rf"(?:[{_LETTERS}0-9](?:[{_LETTERS}0-9-]{{0,61}}[{_LETTERS}0-9])?\.){{1,8}}"
+            rf"(?:[{_LETTERS}]{{2,24}}|xn--[a-z0-9-]{{1,59}})(?!(?a:[\w-]))"
         ),
         len,
         ("@",),

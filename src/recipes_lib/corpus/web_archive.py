@@ -82,7 +82,6 @@ def _decompress(file: io.BufferedReader, start: int, damaged: list[int]) -> Iter
             if decoder.eof:
                 pending, decoder = decoder.unused_data, zlib.decompressobj(_GZIP_WBITS)
                 start = file.tell() - len(pending)
-        yield decoder.flush()
         if file.tell() > start:
             damaged.append(start)
     except zlib.error:

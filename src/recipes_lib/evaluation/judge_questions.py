@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -18,6 +19,8 @@ MAX_TURNS: Final = 64
 """Numbers reserved for the answers to a question, from which their seeds are computed."""
 _SHAPES: Final = "write `turns`, `prompt`, `question`, `instruction` or `messages`"
 _ANSWER_SHAPES: Final = "write `choices`, `messages`, `answers`, `output`, `answer`, `completion` or `response`"
+
+_NumberedRow = tuple[int, str, dict[str, Any]]
 
 
 class Question(NamedTuple):
@@ -144,15 +147,16 @@ def load_questions(path: Path, limit: int | None = None) -> list[Question]:
 
 
 def load_answers(path: Path, questions: Sequence[Question]) -> list[list[str]]:
-    """Read the answers to ``questions``, matched by id, from a JSON Lines file.
+    """Read the answers to ``questions``, matched by id or, if rows have none, by row, from a JSON Lines file.
 
     Raises:
-        DataError: The file cannot be read, answers are missing or repeated, or their number is not that of the turns.
+        DataError: The file cannot be read, answers are missing or repeated, their number is not that of the turns, or
+            a row without an id is about another question.
     """
     rows = list(_read_rows(path))
     ids = [_read_id(columns, number) for number, _, columns in rows]
     num_turns = {question.id: len(question.turns) for question in questions}
-    answers, problems = dict[str, list[str]](), list(_find_repeated(ids, path))
+    answers, problems = dict[str, list[str]](), [*_find_repeated(ids, path), *_find_misplaced(rows, questions)]
     for name, (_, where, columns) in zip(ids, rows, strict=True):
         if name not in num_turns:
             continue
@@ -167,6 +171,19 @@ def load_answers(path: Path, questions: Sequence[Question]) -> list[list[str]]:
         problems.append(Problem(str(path), found, "write answers with the `question_id` of each question"))
     raise_problems(problems, str(path))
     return [answers[question.id] for question in questions]
+
+
+def _find_misplaced(rows: Sequence[_NumberedRow], questions: Sequence[Question]) -> Iterator[Problem]:
+    """Yield a problem for the first row without an id that is about another question than that of the same row."""
+    for question, (number, where, columns) in zip(questions, rows, strict=False):
+        asked = question.turns
+        with suppress(DataError):  # Most files of answers do not repeat the questions.
+            asked = read_question(columns, number, where).turns
+        is_same = question.id == str(number) and asked[-1] == question.turns[-1]
+        if not is_same and all(columns.get(name) is None for name in _IDS):
+            found = f"has no id, and is not about question {question.id} of the same row"
+            yield Problem(where, found, "write answers with the `question_id` of each question")
+            return
 
 
 def ask_questions(engine: Answerer, questions: Sequence[Question], numbers: Sequence[int]) -> list[list[str]]:
@@ -197,7 +214,7 @@ def ask_questions(engine: Answerer, questions: Sequence[Question], numbers: Sequ
     return answers
 
 
-def _read_rows(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
+def _read_rows(path: Path) -> Iterator[_NumberedRow]:
     """Yield the number, the place for errors, and the columns of each row.
 
     Raises:

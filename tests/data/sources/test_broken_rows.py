@@ -194,3 +194,5 @@ def test_broken_row_counts_resume():
     assert "2 of 11 rows" in share.found
     assert row.where == "d row 10"
     assert broken.count() == {"num_rows": 11, "num_broken": 2}
+    (share,) = BrokenRows(tokens, num_rows=11, num_broken=2).list_problems("d")
+    assert "2 of 11 rows" in share.found

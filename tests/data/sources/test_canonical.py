@@ -54,13 +54,16 @@ def test_rows_are_equal_in_every_container(tmp_path: Path) -> None:
         assert [row.messages for row in found] == [row["messages"] for row in rows], name
 
 
-def test_arrow_file_decodes_datasets_features(tmp_path: Path) -> None:
+def test_objects_of_mixed_types_are_read_from_files_of_datasets(tmp_path: Path) -> None:
     arguments = [{"x": 1}, {"y": ["a"]}]
-    features = datasets.Features({"text": datasets.Value("string"), "arguments": datasets.Json()})
-    rows = [{"text": str(at), "arguments": value} for at, value in enumerate(arguments)]
-    datasets.Dataset.from_list(rows, features=features).save_to_disk(str(tmp_path / "saved"))
+    calls = datasets.List({"arguments": datasets.Json()})
+    features = datasets.Features({"text": datasets.Value("string"), "arguments": datasets.Json(), "calls": calls})
+    rows = [{"text": str(at), "arguments": one, "calls": [{"arguments": one}]} for at, one in enumerate(arguments)]
+    dataset = datasets.Dataset.from_list(rows, features=features)
+    dataset.save_to_disk(str(tmp_path / "saved"))
+    dataset.to_parquet(tmp_path / "a.parquet")
     (stream,) = (tmp_path / "saved").glob("*.arrow")
-    for path in (stream, tmp_path / "saved"):
+    for path in (stream, tmp_path / "saved", tmp_path / "a.parquet"):
         found = [entry.columns for entry in load_source(str(path)).rows() if isinstance(entry, RawRow)]
         assert found == rows, path
 

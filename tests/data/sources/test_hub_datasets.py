@@ -96,6 +96,18 @@ def test_offline_cache_serves_only_its_commit(hub: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
+def test_objects_of_mixed_types_are_read_from_the_hub(
+    streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, rows = tmp_path / "train.jsonl", [{"calls": [{"arguments": one}]} for one in ({"x": 1}, {"x": ["a"]})]
+    write_rows(file, rows)
+    builder = Json(cache_dir=str(tmp_path / "cache"), dataset_name="name", hash=COMMIT, data_files=str(file))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: builder)
+    source = load_hub("name", None, None, "train", streaming)
+    assert [entry.columns for entry in source.rows() if isinstance(entry, RawRow)] == rows
+
+
+@pytest.mark.parametrize("streaming", [False, True])
 def test_media_of_hub_dataset_are_not_decoded(streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, image = tmp_path / "train.parquet", datasets.Image()
     columns = {"image": image, "images": datasets.List(image), "parts": datasets.List({"image": image})}

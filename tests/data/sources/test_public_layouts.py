@@ -231,6 +231,8 @@ def test_verdict_columns_are_described_as_published() -> None:
         ({"problem": "2 + 2?", "solution": "Add: 4", "answer": "4", "source": "x"}, "dataset_format: question_answer"),
         ({"question": "2 + 2?", "choices": ["3", "4"], "answer": 1}, "write it as a string"),
         ({"question": "2 + 2?", "context": {"title": ["x"]}, "answer": "4"}, "{context: null}"),
+        ({"images": [{"path": "a.png"}], "texts": [{"user": "2 + 2?", "assistant": "4"}]}, "{images: null}"),
+        ({"images": [], "texts": [{"user": "2 + 2?", "assistant": "4"}], "source": "x"}, "{conversations: texts}"),
     ],
     ids=[
         "openchat",
@@ -247,6 +249,8 @@ def test_verdict_columns_are_described_as_published() -> None:
         "NuminaMath 1.5",
         "MMLU",
         "HotpotQA",
+        "The Cauldron",
+        "FineVision, text only",
     ],
 )
 def test_other_public_row_is_refused_with_a_remedy(raw: dict[str, Any], remedy: str) -> None:

@@ -101,6 +101,14 @@ def test_curriculum_phases_keep_their_weights(weights, data):
     assert_within_a_row(sources_of(order, 50, first=first), others)
 
 
+def test_curriculum_phase_shorter_than_a_row_has_no_rows():
+    first, last = (0, [1, 3]), (17, [2, 1])
+    whole, skipped = (RowOrder([40, 30], phases, seed=3) for phases in ([first, last], [first, (17, [1, 0]), last]))
+    rows = np.arange(60)
+    assert all(map(np.array_equal, skipped.locate(rows), whole.locate(rows)))
+    assert [skipped.count_rows(row).tolist() for row in rows] == [whole.count_rows(row).tolist() for row in rows]
+
+
 def test_curriculum_phase_continues_each_source():
     order = RowOrder([40, 30], [(0, [1, 3]), (17, [1, 0]), (29, [2, 1])], seed=3)
     places = order.locate(np.arange(100))

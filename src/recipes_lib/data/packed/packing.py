@@ -146,7 +146,6 @@ def build_examples(rows: Sequence[EncodedRow], row_ids: npt.ArrayLike) -> Exampl
         row_ids: Positions of the rows in their mixture, ``int (len(rows),)``.
     """
     lengths = np.fromiter((len(row.input_ids) for row in rows), np.int64, len(rows))
-    assert lengths.all(), "a row without tokens"
     ids = np.concatenate([np.zeros(0, np.uint32), *(row.input_ids for row in rows)])
     is_target = np.concatenate([np.zeros(0, np.bool_), *(row.loss_mask for row in rows)])
     tokens = np.where(is_target, ids | TARGET, ids)
@@ -157,19 +156,17 @@ def build_examples(rows: Sequence[EncodedRow], row_ids: npt.ArrayLike) -> Exampl
 
 def concatenate_examples(parts: Sequence[Examples]) -> Examples:
     """Concatenate one or more ``Examples`` that have the same ``tokens``."""
-    assert all(part.tokens is parts[0].tokens for part in parts)
     columns = zip(*(part.columns for part in parts), strict=True)
     return Examples(parts[0].tokens, *map(np.concatenate, columns))
 
 
 def count_targets(examples: Examples) -> IntArray:
     """Count the targets of each example in its tokens, ``int64 (R,)``."""
-    counts = [np.zeros(0, np.int64)]
-    for block in examples.iterate_blocks():
-        _, loss_mask = examples.read(block)
-        if len(loss_mask):
-            # `reduceat` is wrong for empty segments, which do not occur: every example has a token.
-            counts.append(np.add.reduceat(loss_mask, _exclusive_sum(examples.lengths[block]), dtype=np.int64))
+    # `reduceat` is wrong for empty segments, which do not occur: every example has a token.
+    counts = [
+        np.add.reduceat(examples.read(block)[1], _exclusive_sum(examples.lengths[block]), dtype=np.int64)
+        for block in examples.iterate_blocks()
+    ]
     return np.concatenate(counts)
 
 
@@ -187,12 +184,12 @@ def fit_to_length(examples: Examples, capacity: int, overlong: Overlong) -> tupl
     """
     too_long = examples.lengths > capacity
     fitted = examples
-    if too_long.any() and overlong == "drop":
+    if overlong == "drop":
         fitted = examples.take(np.flatnonzero(~too_long))
-    elif too_long.any() and overlong != "error":
+    elif overlong != "error":
         fitted = _cut(examples, capacity, splits=overlong == "split")
     with_target = fitted.num_targets > 0
-    left = fitted if with_target.all() else fitted.take(np.flatnonzero(with_target))
+    left = fitted.take(np.flatnonzero(with_target))
     num_targets = int(examples.num_targets.sum())
     return left, LengthCounts(
         num_overlong=int(too_long.sum()),

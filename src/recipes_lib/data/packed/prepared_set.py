@@ -146,8 +146,8 @@ def identify_set(config: RecipeConfig, **decisions: str) -> SetIdentity:
     fingerprints = {"train": train.fingerprint()} | ({} if test is None else {"test": test.fingerprint()})
     # The seed is part of the key only if it determines the held-out rows; the mixtures' fingerprints have it if rows
     # are drawn. Otherwise, another seed of a run does not build the set again.
-    draws = test is None and config.data.test_split_size is not None
-    inputs = {**collect_inputs(config, fingerprints), "split_seed": seed if draws else None, **decisions}
+    split_seed = None if config.data.test_split_size is None else seed
+    inputs = {**collect_inputs(config, fingerprints), "split_seed": split_seed, **decisions}
     return SetIdentity(find_root(config), compute_key(inputs), inputs, train, test)
 
 

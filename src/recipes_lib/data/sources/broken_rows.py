@@ -94,7 +94,8 @@ class BrokenRows:
         """
         are_too_many = self.num_broken > self._max_fraction * self.num_rows
         problems = merge_alike(self._problems, self.num_rows) if are_too_many else []
-        if problems and self.are_dropped:
+        # Without the problems of an interrupted process, which are not known any more.
+        if are_too_many and self.are_dropped:
             found = f"{self.describe()} are broken, and max_broken_fraction is {self._max_fraction:g}"
             problems.insert(0, Problem(name, found, "fix them, or raise max_broken_fraction"))
         return [*self.fatal, *problems]

@@ -20,6 +20,7 @@ from recipes_lib.data.sources.messages import (
     ROLES,
     RowError,
     are_columns,
+    are_pairs,
     check_answer,
     check_answered,
     check_text,
@@ -119,7 +120,9 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
 
 
 def _suggest(raw: Raw, present: list[str], usual: str) -> str:
-    """Return the first remedy of ``_REMEDIES`` that is for exactly one unknown column or field, otherwise ``usual``."""
+    """Return the first remedy that is for exactly one unknown column or field, otherwise ``usual``."""
+    if media := next((column for column in MEDIA if raw.get(column)), None):
+        return f"only text is trained on: write `dataset_columns: {{{media}: null}}` if it needs no `{media}`"
     values = {column: raw[column] for column in present if column not in COLUMNS}
     objects = {column: value for column, value in values.items() if isinstance(value, Mapping)}
     values |= {f"{column}.{name}": field for column, value in objects.items() for name, field in value.items()}
@@ -270,6 +273,8 @@ def read_question(raw: Raw) -> dict[str, Any] | None:
     named = {renamed.get(name, name): raw[column] for column, name in cased.items()}
     if isinstance(prompt, str):
         _refuse_chat_columns(named)
+        if _LIST_OF_TEXTS.fullmatch(prompt):  # As in Chatbot Arena's 55k battles.
+            raise RowError("`prompt` is a list of texts in JSON", "write one of them, or all turns as messages")
         return {"prompt": check_text(prompt, "`prompt`")}
     if prompt is not None:
         turns = _put_system_first(named, clean_messages(prompt, "prompt"))
@@ -521,6 +526,7 @@ def _quote(columns: list[str]) -> str:
 _MAX_MARGIN: Final = float(np.finfo(np.float32).max)
 _ASSISTANT: Final = "\n\nAssistant:"
 _SPEAKER: Final = re.compile(r"\n\n(Human|Assistant):")
+_LIST_OF_TEXTS: Final = re.compile(r'\[(?:"(?:[^"\\]++|\\.)*+"(?:, ?|\]))+')
 _CHAT_EXTRAS = ("tools", "chat_template_kwargs")
 _QUESTION_EXTRAS = ("system", "history", *_CHAT_EXTRAS)
 
@@ -572,9 +578,9 @@ _LABELS: Final[Mapping[str, Sequence[str]]] = {
     **dict.fromkeys(("is_safe", "is_correct"), ("false",)),  # Subsets of good answers keep these columns.
 }
 """Column whose boolean says whether the answer is good (KTO, BeaverTails, OpenMathInstruct) -> values refused."""
-_RENAMING: Final = "name them with `dataset_columns`; convert answers with scores to pairs; or change `dataset_format`"
+_RENAMING: Final = "name them with `dataset_columns`; convert judged answers to pairs; or change `dataset_format`"
 _REMEDIES: Final[Mapping[str, Callable[[object], bool]]] = {
-    "write `dataset_columns: {{conversations: {}}}`": lambda value: any(_find_roles(value)),
+    "write `dataset_columns: {{conversations: {}}}`": lambda value: any(_find_roles(value)) or are_pairs(value),
     "convert the rows: write an object of `{}` as `answer`, or two as `chosen` and `rejected`": (
         lambda value: set(_find_roles(value)) == {""}
     ),

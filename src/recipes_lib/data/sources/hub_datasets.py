@@ -132,14 +132,18 @@ def load_hub(name: str, config: str | None, revision: str | None, split: str, st
 
 
 def _keep_encoded(feature: Any) -> Any:
-    """Return a feature of ``datasets`` that does not decode media, which is slow and needs further packages."""
+    """Return a feature of ``datasets`` that does not decode media, which is slow and needs further packages.
+
+    ``Json``, which is how ``datasets`` reads objects of mixed types, is decoded.
+    """
     import datasets
 
     if isinstance(feature, dict):
         return {name: _keep_encoded(field) for name, field in feature.items()}
     if isinstance(feature, datasets.List):
         return datasets.List(_keep_encoded(feature.feature), length=feature.length)
-    return replace(feature, decode=False) if getattr(feature, "decode", None) is True else feature
+    is_media = getattr(feature, "decode", None) is True and not isinstance(feature, datasets.Json)
+    return replace(feature, decode=False) if is_media else feature
 
 
 def _describe_failure(name: str, error: Exception) -> DataError:

@@ -163,12 +163,17 @@ def clean_messages(value: object, column: str) -> list[Message]:
     if column in _CHATS and value[1:] and all(isinstance(turn, str) and not turn.startswith("{") for turn in value):
         roles = cycle(("user", "assistant"))
         value = [{"role": role, "content": turn} for role, turn in zip(roles, value, strict=False)]
-    elif column in _CHATS and all(
-        isinstance(turn, Mapping) and {"user", "assistant"} <= set(map(_PAIR.get, turn)) for turn in value
-    ):
+    elif column in _CHATS and are_pairs(value):
         written = [(turn[key], role) for turn in value for key, role in _PAIR.items() if key in turn]
         value = [{"role": role, "content": content} for content, role in written if content or role != "system"]
     return [_clean_message(message, f"{column}[{turn}]") for turn, message in enumerate(value)]
+
+
+def are_pairs(value: object) -> bool:
+    """Return whether a value is a list of questions with their answers, as in Capybara."""
+    turns = value if isinstance(value, (list, tuple)) else ()
+    is_pair = (isinstance(turn, Mapping) and {"user", "assistant"} <= set(map(_PAIR.get, turn)) for turn in turns)
+    return bool(turns) and all(is_pair)
 
 
 def are_columns(value: object) -> TypeGuard[Mapping[str, Sequence[Any]]]:

@@ -375,12 +375,13 @@ def read_parquet(file: BufferedReader, name: str, groups: range | None = None) -
         # A compressed file has no random access, and is read into memory.
         table = pq.ParquetFile(file if file.seekable() else pa.BufferReader(file.read()))
         _check_header(table.schema_arrow.names, name)
+        decode = _find_decoder(table.schema_arrow)
         groups = range(table.num_row_groups) if groups is None else groups
         # Rows are numbered from the start of the file, whichever groups are read.
         index = sum(table.metadata.row_group(at).num_rows for at in range(groups.start))
         for batch in table.iter_batches(batch_size=_BATCH_ROWS, row_groups=list(groups)):
             for columns in batch.to_pylist():
-                yield RawRow(f"{name} row {index}", index, spell_as_json(columns))
+                yield RawRow(f"{name} row {index}", index, spell_as_json(decode(columns)))
                 index += 1
     except (pa.ArrowException, OSError, ValueError, OverflowError, LookupError) as error:
         found = f"not a whole Parquet file: {str(error).partition(chr(10))[0]}"
@@ -403,31 +404,26 @@ def read_arrow(file: BufferedReader, name: str) -> Iterator[Entry]:
         reader = pa.ipc.open_stream(file) if is_stream else pa.ipc.open_file(pa.py_buffer(file.read()))
         _check_header(reader.schema.names, name)
         batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
-        yield from read_batches(batches, reader.schema, name)
+        decode, index = _find_decoder(reader.schema), 0
+        for batch in batches:
+            # pyarrow trusts offsets unless asked to validate them; those of a damaged file read out of bounds or crash.
+            batch.validate(full=True)
+            for start in range(0, batch.num_rows, _BATCH_ROWS):
+                for columns in batch.slice(start, _BATCH_ROWS).to_pylist():
+                    yield RawRow(f"{name} row {index}", index, spell_as_json(decode(columns)))
+                    index += 1
     except (pa.ArrowException, OSError, ValueError, OverflowError, LookupError, MemoryError) as error:
         reason = str(error).partition("\n")[0] or "it states a length beyond the memory"
         found = f"not a whole Arrow file: {reason}"
         raise DataError(Problem(name, found, "write it again, with `save_to_disk` or pyarrow")) from None
 
 
-def read_batches(batches: Iterable[pa.RecordBatch | pa.Table], schema: pa.Schema, name: str) -> Iterator[Entry]:
-    """Yield the rows of Arrow batches from an untrusted file; features of ``datasets`` are decoded."""
-    decode, index = _find_decoder(schema), 0
-    for batch in batches:
-        # pyarrow trusts offsets unless asked to validate them; those of a damaged file read out of bounds or crash.
-        batch.validate(full=True)
-        for start in range(0, batch.num_rows, _BATCH_ROWS):
-            for columns in batch.slice(start, _BATCH_ROWS).to_pylist():
-                yield RawRow(f"{name} row {index}", index, spell_as_json(decode(columns)))
-                index += 1
-
-
 def _find_decoder(schema: pa.Schema) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return the decoder of a row: the feature ``Json`` of ``datasets`` is stored as text.
+    """Return the decoder of a row: the feature ``Json`` of ``datasets``, for objects of mixed types, is stored as text.
 
     Images and sound are not decoded, which would need further packages.
     """
-    if b"huggingface" not in (schema.metadata or {}):
+    if "arrow.json" not in str(schema):  # Importing `datasets` is slow.
         return lambda columns: columns
     import datasets
 

@@ -211,8 +211,6 @@ class DocumentChunk:
 
     def take(self, chosen: npt.NDArray[np.bool_]) -> DocumentChunk:
         """Return the documents at which ``chosen``, ``bool (R,)``, is True."""
-        if chosen.all():
-            return self
         tokens = self.input_ids[np.repeat(chosen, self.lengths)]
         return DocumentChunk(tokens, self.lengths[chosen], self.digests[chosen], self.is_held_out[chosen])
 
@@ -238,7 +236,7 @@ class HoldOut:
 
     def holds(self, digest: bytes) -> bool:
         """Return whether the document with a digest from ``compute_row_digest`` is held out."""
-        return self.threshold > 0 and self.draw(digest) < self.threshold
+        return self.draw(digest) < self.threshold
 
 
 def build_hold_out(rows: Iterable[Row], size: float | int | None, seed: int) -> HoldOut:
