@@ -169,6 +169,16 @@ def test_quantized_base_counts_bits_of_linear_layers(count, tiny_model_dir) -> N
     assert saved == pytest.approx(2 * linear - (0.5 + (1 + 4 / 256) / 64) * linear, rel=1e-3)
 
 
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_layers_hold_16_bit_copies_of_frozen_weights_unless_recomputed_or_quantized(count, is_recomputed) -> None:
+    keys = {"lora_r": 4, "activation_checkpointing": is_recomputed}
+    copied, quantized = (count("lora", load_in_4bit=bits, **keys) for bits in (False, True))
+    layer, before_first_adapter = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128, 64 * 64 + 2 * 64 * 32
+    held = layer if is_recomputed else 2 * layer - before_first_adapter
+    assert copied[KEPT] - quantized[KEPT] == 2 * held
+    assert copied[NARROW] == quantized[NARROW] == 2 * (copied["model, weights"] // 4 + 512 * 64)
+
+
 def test_teacher_and_live_reference_count(count, tiny_model_dir, num_parameters) -> None:
     size = pytest.approx(4 * num_parameters, rel=1e-3)
     assert count("distill", teacher_model_name_or_path=tiny_model_dir)["teacher, weights"] == size
