@@ -40,7 +40,7 @@ def build_quantization_config(
     Source: Dettmers et al. 2023 (QLoRA), section 3; Dettmers et al. 2022 (LLM.int8());
     ``tests/models/test_quantization.py``.
     """
-    if not (config.load_in_8bit or config.load_in_4bit):
+    if not config.is_quantized:
         return None
     key = "load_in_8bit" if config.load_in_8bit else "load_in_4bit"
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -98,7 +98,7 @@ def count_quantized_bytes(model: Any, config: QuantizationConfig) -> int | None:
 
     Source: bitsandbytes ``quantize_4bit``, ``int8_vectorwise_quant``; ``tests/models/test_quantization.py``.
     """
-    if not (config.load_in_8bit or config.load_in_4bit):
+    if not config.is_quantized:
         return None
     layers = list_quantized(model)
     quantized = {id(layer.weight) for layer in layers}

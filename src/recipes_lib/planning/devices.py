@@ -251,7 +251,7 @@ def find_overhead(config: RecipeConfig) -> tuple[float, list[str]]:
         passes = 2 if config.adapter.use_peft else 3
         factor *= passes / (passes + 1 / (options.get("every_n_layers") or 1))
         reasons.append("less what is recomputed")
-    if config.quantization.load_in_4bit or config.quantization.load_in_8bit:
+    if config.quantization.is_quantized:
         factor *= _DEQUANTIZING
         reasons.append("less a quarter, estimated, for quantized weights")
     return factor, reasons

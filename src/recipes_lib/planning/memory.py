@@ -330,7 +330,7 @@ def count_kept(
     # FSDP2 and ZeRO cast the weights before a pass, so that hidden states do not have their dtype, as under autocast.
     dtype = "bfloat16" if is_half and (layout.shards.weights != 1 or layout.is_deepspeed) else config.model.dtype
     uses_liger, adapter = bool(config.training.get("use_liger_kernel")), repr(config.adapter)
-    is_quantized = config.quantization.load_in_4bit or config.quantization.load_in_8bit
+    is_quantized = is_half and config.quantization.is_quantized
     described = (type(model_config), model_config.to_json_string(), num_built)
     key = (*described, dtype, kernel, adapter, is_half, is_quantized, uses_liger, batch)
 
@@ -338,7 +338,7 @@ def count_kept(
         with torch.device("meta"):
             model = _build(AutoModelForCausalLM, shortened, dtype, kernel)
             # Dequantised to 16 bits for each product, so that no copy is saved for the backward pass.
-            for layer in list_quantized(model) if is_quantized and is_half else ():
+            for layer in list_quantized(model) if is_quantized else ():
                 layer.to(torch.bfloat16)
             if config.adapter.use_peft:
                 model = add_adapter(model, config.adapter, seed=0)
@@ -514,7 +514,7 @@ def _find_config(name: str | None, revision: str | None, default: PreTrainedConf
 
 def _find_shared_reward(config: RecipeConfig, model_config: PreTrainedConfig) -> Path | None:
     name, revision = config.rewards.reward_model_name_or_path, config.rewards.reward_model_revision
-    is_quantized = config.quantization.load_in_4bit or config.quantization.load_in_8bit
+    is_quantized = config.quantization.is_quantized
     try:
         return None if name is None else find_shareable(name, revision, model_config, is_quantized=is_quantized)[0]
     except ConfigError:  # For example not trained yet: counted as a separate model.
