@@ -432,6 +432,9 @@ def _count_rollouts(
             "a layer": width * (2 * max(layers) + text.vocab_size * text.hidden_size),
         }
         temporary |= {memory_plan.GATHERED.format(name): size for name, size in gathered.items()}
+        if has_half_products(config):
+            # As gathered weights are, which determines the dtype of keys also under autocast.
+            policy.to(torch.bfloat16)
     caching = explaining_model(model_config, "has a cache that cannot be counted", _MEASURE)
     with caching, on_fakes(policy, is_half=has_half_products(config)):
         row = count_cache(policy, micro.length)
