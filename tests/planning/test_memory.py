@@ -179,7 +179,9 @@ def test_layers_hold_16_bit_copies_of_frozen_weights_unless_recomputed_or_quanti
     assert copied[NARROW] == quantized[NARROW] == 2 * (copied["model, weights"] // 4 + 512 * 64)
 
 
-@pytest.mark.parametrize(("layout", "keys", "width"), [(SINGLE, {}, 4), (SHARDED, {}, 2), (SHARDED, {"bf16": False}, 4)])
+@pytest.mark.parametrize(
+    ("layout", "keys", "width"), [(SINGLE, {}, 4), (SHARDED, {}, 2), (SHARDED, {"bf16": False}, 4)]
+)
 def test_cache_has_dtype_of_weights_in_a_pass(count, layout, keys, width) -> None:
     terms = count("grpo", layout, reward_funcs=["a.b:c"], response_length=8, per_device_eval_batch_size=4, **keys)
     # Keys and values of 32 features in each of 2 layers.
