@@ -199,5 +199,4 @@ def _restore(run: RunFiles) -> RecipeConfig:
     if config.read("activation_checkpointing") != AUTO:
         return config
     chosen = str(run.facts.get("activation_checkpointing")).partition(" (")[0]
-    keys = list_keys(chosen if chosen in MODES else "none")
-    return config.with_training(keys)
+    return config.with_training(list_keys(chosen if chosen in MODES else "none"))
