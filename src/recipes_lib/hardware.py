@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 INSTALL_CUDA: Final = "update the driver, or install torch for a CUDA version that it supports (PIP_EXTRA_INDEX_URL)"
-INSTALL_COMPILER: Final = "install a C++ compiler and the headers of Python (on Debian: apt install g++ python3-dev)"
+INSTALL_COMPILER: Final = "install what is missing: C++ compiler, headers of Python (Debian: g++ python3-dev), triton"
 
 _DEVICES: Final = Path("/dev")
 _PROCESSES: Final = Path("/proc")

@@ -8,9 +8,9 @@ from tests.planning.runs import build_config
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.planning.devices import (
+    _DEVICES,
     Kind,
     Measured,
-    _read_devices,
     choose_device,
     find_device,
     find_efficiency,
@@ -126,7 +126,7 @@ def test_device_figures_by_name(name, gigabytes, teraflops, bandwidth, link, wat
 
 
 def test_every_row_of_table_is_found_by_name_and_has_source() -> None:
-    for name, row in _read_devices().items():
+    for name, row in _DEVICES.items():
         assert row["source"], name
         found = choose_device(name)
         assert (found.flops, found.memory, found.bandwidth) == pytest.approx(

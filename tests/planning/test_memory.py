@@ -169,6 +169,25 @@ def test_quantized_base_counts_bits_of_linear_layers(count, tiny_model_dir) -> N
     assert saved == pytest.approx(2 * linear - (0.5 + (1 + 4 / 256) / 64) * linear, rel=1e-3)
 
 
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_layers_hold_16_bit_copies_of_frozen_weights_unless_recomputed_or_quantized(count, is_recomputed) -> None:
+    keys = {"lora_r": 4, "activation_checkpointing": is_recomputed}
+    copied, quantized = (count("lora", load_in_4bit=bits, **keys) for bits in (False, True))
+    layer, before_first_adapter = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128, 64 * 64 + 2 * 64 * 32
+    held = layer if is_recomputed else 2 * layer - before_first_adapter
+    assert copied[KEPT] - quantized[KEPT] == 2 * held
+    assert copied[NARROW] == quantized[NARROW] == 2 * (copied["model, weights"] // 4 + 512 * 64)
+
+
+@pytest.mark.parametrize(
+    ("layout", "keys", "width"), [(SINGLE, {}, 4), (SHARDED, {}, 2), (SHARDED, {"bf16": False}, 4)]
+)
+def test_cache_has_dtype_of_weights_in_a_pass(count, layout, keys, width) -> None:
+    terms = count("grpo", layout, reward_funcs=["a.b:c"], response_length=8, per_device_eval_batch_size=4, **keys)
+    # Keys and values of 32 features in each of 2 layers.
+    assert terms["KV cache of a batch"] == width * 2 * 2 * 32 * 64 * 4
+
+
 def test_teacher_and_live_reference_count(count, tiny_model_dir, num_parameters) -> None:
     size = pytest.approx(4 * num_parameters, rel=1e-3)
     assert count("distill", teacher_model_name_or_path=tiny_model_dir)["teacher, weights"] == size

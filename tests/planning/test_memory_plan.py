@@ -8,7 +8,7 @@ from transformers import Gemma3TextConfig, LlamaConfig, MambaConfig
 
 from recipes_lib.losses.projection import build_projection, choose_chunk_bytes
 from recipes_lib.planning import memory_plan
-from recipes_lib.planning.memory_plan import CONTEXT, LOGITS, RESERVE, Layout, MemoryPlan, read_formulas, shorten
+from recipes_lib.planning.memory_plan import CONTEXT, FORMULAS, LOGITS, RESERVE, Layout, MemoryPlan, shorten
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,7 @@ def test_fit_includes_cuda_context_and_fragmentation() -> None:
 
 
 def test_formulas_have_names_and_constants_of_components() -> None:
-    formulas = read_formulas()
     names = {name for key, name in vars(memory_plan).items() if key.isupper() and isinstance(name, str)}
-    assert names - {memory_plan.GATHERED} <= formulas.keys()
-    assert formulas[memory_plan.SAMPLED].startswith(f"{memory_plan.SAMPLING_BYTES} x")
-    assert formulas[RESERVE].startswith(f"{memory_plan._RESERVED:.0%}")
+    assert names - {memory_plan.GATHERED} <= FORMULAS.keys()
+    assert FORMULAS[memory_plan.SAMPLED].startswith(f"{memory_plan.SAMPLING_BYTES} x")
+    assert FORMULAS[RESERVE].startswith(f"{memory_plan._RESERVED:.0%}")

@@ -74,11 +74,12 @@ def test_synchronisations_per_micro_batch_or_missing_log_raise(
 
 @pytest.mark.parametrize(("found", "is_right"), [(2.0001, True), (2.001, False)])
 def test_several_gpus_have_batch_size_and_losses_of_one(tmp_path: Path, found: float, is_right: bool) -> None:
-    batches = {}
+    batches, precisions = {}, set[tuple[str | None, str]]()
 
     def train(arguments: Sequence[str], variables: Mapping[str, str], output: Path) -> int:
         flags = read_flags(arguments)
         count = int(flags.get("num_processes", 1))
+        precisions.add((flags.get("mixed_precision"), flags["bf16"]))
         batches[count] = count * int(flags["per_device_train_batch_size"]) * int(flags["gradient_accumulation_steps"])
         event = {"kind": "train", "step": 1, "loss": 2.0 if count == 1 else found, "tokens_per_second": 10 * count}
         write_rows(Path(flags["output_dir"]) / "metrics.jsonl", [event])
@@ -88,9 +89,12 @@ def test_several_gpus_have_batch_size_and_losses_of_one(tmp_path: Path, found: f
     if is_right:
         assert compare_with_one_gpu("fsdp2", bench)["speed_of_all"] == 40
         assert batches == {1: 4, 4: 4}
-        # Context-parallel ranks read the same row.
+        assert precisions == {(None, "false"), ("no", "false")}
+        # Context-parallel ranks read the same row, and refuse float32.
+        precisions.clear()
         compare_with_one_gpu("fsdp2_cp", bench)
         assert batches == {1: 1, 4: 4}
+        assert precisions == {(None, "true"), ("bf16", "true")}
         return
     with pytest.raises(WrongResultError, match="losses of 4 GPUs are"):
         compare_with_one_gpu("fsdp2", bench)

@@ -305,6 +305,11 @@ class QuantizationConfig:
     use_bnb_nested_quant: bool = True
     """Double quantisation: also quantise the scales, which saves 0.4 bits per weight."""
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the base model is quantised."""
+        return self.load_in_8bit or self.load_in_4bit
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceConfig:

@@ -40,7 +40,7 @@ def build_quantization_config(
     Source: Dettmers et al. 2023 (QLoRA), section 3; Dettmers et al. 2022 (LLM.int8());
     ``tests/models/test_quantization.py``.
     """
-    if not (config.load_in_8bit or config.load_in_4bit):
+    if not config.is_quantized:
         return None
     key = "load_in_8bit" if config.load_in_8bit else "load_in_4bit"
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -80,11 +80,17 @@ def check_checkpoint_bits(
         yield Problem(wanted[0] if wanted else "model_name_or_path", found, remedy)
 
 
+def list_quantized(model: Any) -> list[nn.Linear]:
+    """Return the layers of an unquantised model that are quantised: all linear ones but the output projection."""
+    head = model.get_output_embeddings()
+    return [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
+
+
 def count_quantized_bytes(model: Any, config: QuantizationConfig) -> int | None:
     """Return the bytes of a model after quantisation of its linear layers; ``None`` without quantisation.
 
     4-bit weights have a scale per block of 64 values, in ``float32``, or with nested quantisation in one byte plus one
-    ``float32`` per 256 scales; 8-bit weights have a ``float32`` scale per row. The output projection is not quantised.
+    ``float32`` per 256 scales; 8-bit weights have a ``float32`` scale per row.
 
     Args:
         model: Unquantised model, such as one on the meta device.
@@ -92,12 +98,9 @@ def count_quantized_bytes(model: Any, config: QuantizationConfig) -> int | None:
 
     Source: bitsandbytes ``quantize_4bit``, ``int8_vectorwise_quant``; ``tests/models/test_quantization.py``.
     """
-    if not (config.load_in_8bit or config.load_in_4bit):
+    if not config.is_quantized:
         return None
-    head = model.get_output_embeddings()
-    layers: list[nn.Linear] = [
-        module for module in model.modules() if isinstance(module, nn.Linear) and module is not head
-    ]
+    layers = list_quantized(model)
     quantized = {id(layer.weight) for layer in layers}
     # By id, so that tied tensors count once.
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}

@@ -258,13 +258,14 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         num_bytes: Bytes of products since it was last set to 0.
         num_operations: Number of operations.
-        weights: Storages of parameters, and of their copies by autocast.
+        weights: Storages of parameters, and of the copies of trained ones, which autocast holds itself.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes = self.num_operations = 0
         self.weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        self._trained = {one.untyped_storage()._cdata for one in model.parameters() if one.requires_grad}
         # Kept alive, so that no other storage gets the same address.
         self._copies: list[Tensor] = []
 
@@ -273,7 +274,7 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         self.num_operations += 1
         returned = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self.weights:
+        if func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self._trained:
             self._copies.append(returned)
             self.weights.add(returned.untyped_storage()._cdata)
         if is_product(func):

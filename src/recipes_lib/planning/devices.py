@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import math
 import re
 from collections.abc import Mapping
@@ -68,10 +67,7 @@ class Device:
         return self.link * min(self.num_links, max(num_ranks - 1, 1))
 
 
-@functools.cache
-def _read_devices() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text("utf-8"))
-    return found
+_DEVICES: Final[Mapping[str, Any]] = yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text("utf-8"))
 
 
 def find_device(name: str) -> Device | None:
@@ -90,7 +86,7 @@ def find_device(name: str) -> Device | None:
     # A dot beside the number is that of a MIG profile, whose memory is the instance's.
     memory_gb = re.search(r"(?<!\.)\b([1-9]\d*) ?Gi?B?\b(?!\.)", text, re.IGNORECASE)
     # The first match counts: devices.yaml lists longer names before those that they contain.
-    for known, row in _read_devices().items():
+    for known, row in _DEVICES.items():
         # Spaces and `RTX` are optional, so that RTX4090 and 4090 match.
         pattern = row.get("pattern", known).replace("RTX ", "(?:RTX ?)?").replace(" ", " ?")
         if re.search(rf"\b{pattern}\b", text, re.IGNORECASE):
@@ -126,9 +122,8 @@ def choose_device(name: str) -> Device:
     """
     if (device := find_device(name)) is not None:
         return device
-    names = list(_read_devices())
     part = name.strip().upper()
-    near = [known for known in names if part and part in known.upper()] or difflib.get_close_matches(part, names)
+    near = [known for known in _DEVICES if part and part in known.upper()] or difflib.get_close_matches(part, _DEVICES)
     remedy = "write a name as `nvidia-smi -L` has it, such as H100 or A100-80GB, or a size such as 80GB"
     if near:
         remedy = f"did you mean {' or '.join(f'`{known}`' for known in near)}?"
@@ -251,7 +246,7 @@ def find_overhead(config: RecipeConfig) -> tuple[float, list[str]]:
         passes = 2 if config.adapter.use_peft else 3
         factor *= passes / (passes + 1 / (options.get("every_n_layers") or 1))
         reasons.append("less what is recomputed")
-    if config.quantization.load_in_4bit or config.quantization.load_in_8bit:
+    if config.quantization.is_quantized:
         factor *= _DEQUANTIZING
         reasons.append("less a quarter, estimated, for quantized weights")
     return factor, reasons

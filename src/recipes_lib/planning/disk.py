@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
 from recipes_lib.config.schema import read_training
 from recipes_lib.errors import ConfigError, Problem
 
+_OPTIMIZERS: Final[Mapping[str, float]] = yaml.safe_load(Path(__file__).with_name("optimizers.yaml").read_text("utf-8"))
 _DEFAULT_OPTIMIZER_BYTES = 8
 _LIKE_WEIGHTS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "muon")
 """Optimizers whose states have the dtype of the weights; those of the others have a fixed dtype."""
-
-
-@functools.cache
-def _read_optimizers() -> dict[str, float]:
-    found: dict[str, float] = yaml.safe_load(Path(__file__).with_name("optimizers.yaml").read_text("utf-8"))
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +93,7 @@ def verify_disk(plan: DiskPlan, output_dir: str) -> None:
 def count_state_bytes(training: Mapping[str, Any], weight_bytes: int) -> float:
     """Return the bytes of optimizer states per parameter of ``weight_bytes``."""
     optim = str(read_training(training, "optim"))
-    size: float = next((size for name, size in _read_optimizers().items() if name in optim), _DEFAULT_OPTIMIZER_BYTES)
+    size: float = next((size for name, size in _OPTIMIZERS.items() if name in optim), _DEFAULT_OPTIMIZER_BYTES)
     if optim == "sgd":
         size = 4 if "momentum" in str(training.get("optim_args")) else 0
     return size * weight_bytes / 4 if optim in _LIKE_WEIGHTS else size

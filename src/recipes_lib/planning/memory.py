@@ -32,7 +32,7 @@ from recipes_lib.models.attention.kernels import find_refusals
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.loading import choose_teacher
-from recipes_lib.models.quantization import count_quantized_bytes
+from recipes_lib.models.quantization import count_quantized_bytes, list_quantized
 from recipes_lib.models.structure import freeze_outside_text
 from recipes_lib.planning import memory_plan
 from recipes_lib.planning.activations import (
@@ -291,7 +291,7 @@ def _count_other_keys(
 def _count_exchange(config: RecipeConfig, built: _Built, layout: Layout) -> dict[str, int]:
     """Count buffers of gradient reduction, autocast's 16-bit copies, and the gradient of the output projection."""
     model, gradients = built.trained, next(iter(built.models.values())).gradients
-    is_half, temporary = has_half_products(config), {}
+    is_half, temporary, head = has_half_products(config), {}, model.get_output_embeddings()
     if layout.is_deepspeed:
         width = 2 if is_half else next(model.parameters()).element_size()
         temporary[memory_plan.ZERO_BUCKET] = min(gradients, _BUCKET_SIZE * width)
@@ -301,9 +301,10 @@ def _count_exchange(config: RecipeConfig, built: _Built, layout: Layout) -> dict
         layers, ends = _count_parts(model, _find_trained)
         temporary[memory_plan.UNREDUCED] = 4 * max(sum(layers) if layout.pipeline_stages > 1 else max(layers), ends)
     elif is_half and not layout.is_deepspeed:
-        copied = sum(parameter.numel() for parameter in model.parameters() if parameter.dtype == torch.float32)
-        temporary[memory_plan.COPIES] = 2 * copied
-    head = model.get_output_embeddings()
+        # Autocast holds those of trained weights, and the loss that of the output projection; those of other frozen
+        # weights count as activations, because layers that are recomputed do not hold them.
+        copied = {*_find_trained(model), *(head.parameters() if head is not None else ())}
+        temporary[memory_plan.COPIES] = 2 * sum(one.numel() for one in copied if one.dtype == torch.float32)
     # The loss sums this gradient over its chunks, beside what earlier micro-batches have accumulated.
     if layout.shards.weights == 1 and head is not None and head.weight.requires_grad:
         temporary[memory_plan.HEAD_GRADIENT] = 4 * head.weight.numel()
@@ -329,12 +330,16 @@ def count_kept(
     # FSDP2 and ZeRO cast the weights before a pass, so that hidden states do not have their dtype, as under autocast.
     dtype = "bfloat16" if is_half and (layout.shards.weights != 1 or layout.is_deepspeed) else config.model.dtype
     uses_liger, adapter = bool(config.training.get("use_liger_kernel")), repr(config.adapter)
+    is_quantized = is_half and config.quantization.is_quantized
     described = (type(model_config), model_config.to_json_string(), num_built)
-    key = (*described, dtype, kernel, adapter, is_half, uses_liger, batch)
+    key = (*described, dtype, kernel, adapter, is_half, is_quantized, uses_liger, batch)
 
     def count(shortened: PreTrainedConfig, batch: Batch) -> Activations:
         with torch.device("meta"):
             model = _build(AutoModelForCausalLM, shortened, dtype, kernel)
+            # Dequantised to 16 bits for each product, so that no copy is saved for the backward pass.
+            for layer in list_quantized(model) if is_quantized else ():
+                layer.to(torch.bfloat16)
             if config.adapter.use_peft:
                 model = add_adapter(model, config.adapter, seed=0)
             add_loss_head(model)
@@ -427,6 +432,9 @@ def _count_rollouts(
             "a layer": width * (2 * max(layers) + text.vocab_size * text.hidden_size),
         }
         temporary |= {memory_plan.GATHERED.format(name): size for name, size in gathered.items()}
+        if has_half_products(config):
+            # As gathered weights are, which determines the dtype of keys also under autocast.
+            policy.to(torch.bfloat16)
     caching = explaining_model(model_config, "has a cache that cannot be counted", _MEASURE)
     with caching, on_fakes(policy, is_half=has_half_products(config)):
         row = count_cache(policy, micro.length)
@@ -509,7 +517,7 @@ def _find_config(name: str | None, revision: str | None, default: PreTrainedConf
 
 def _find_shared_reward(config: RecipeConfig, model_config: PreTrainedConfig) -> Path | None:
     name, revision = config.rewards.reward_model_name_or_path, config.rewards.reward_model_revision
-    is_quantized = config.quantization.load_in_4bit or config.quantization.load_in_8bit
+    is_quantized = config.quantization.is_quantized
     try:
         return None if name is None else find_shareable(name, revision, model_config, is_quantized=is_quantized)[0]
     except ConfigError:  # For example not trained yet: counted as a separate model.

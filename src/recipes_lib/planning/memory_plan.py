@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,11 +60,8 @@ PHASES: Final[Mapping[str, Sequence[str]]] = {
 """Phases of an iteration of PPO with their temporary components; components in no phase are held in all of them."""
 
 
-@functools.cache
-def read_formulas() -> Mapping[str, str]:
-    """Return the formula of each component by its name, of models by the part after the model."""
-    formulas: dict[str, str] = yaml.safe_load(Path(__file__).with_name("formulas.yaml").read_text("utf-8"))
-    return formulas
+FORMULAS: Final[Mapping[str, str]] = yaml.safe_load(Path(__file__).with_name("formulas.yaml").read_text("utf-8"))
+"""Formula of each component by its name, of models by the part after the model."""
 
 
 class Held(NamedTuple):
@@ -266,9 +262,9 @@ class MemoryPlan:
         yield str(self.layout)
         if self.about:
             yield f"    {self.about}"
-        placed, formulas = self.place(max(devices.values())), read_formulas()
+        placed = self.place(max(devices.values()))
         for name, size in placed.components.items():
-            formula = formulas.get(name) or formulas[name.rpartition(", ")[2]]
+            formula = FORMULAS.get(name) or FORMULAS[name.rpartition(", ")[2]]
             yield f"{size / 1e9:13.2f} GB  {name}" + (f" = {formula}" if explains else "")
         if self.phases:
             yield "    at once, with weights and optimizer states:"

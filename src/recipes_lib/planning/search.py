@@ -140,7 +140,8 @@ def _list_modes(
     """Yield each kind of activation checkpointing, and the memory of a process with it."""
     layout, narrowed = memory.layout, memory.layout.narrow(model_config)
     choices = count_choices(config, narrowed, layout, extrapolate_kept(config, narrowed, layout), MODE_LAYERS)
-    num_predicted = 0 if config.recipe == "reward" else Batch.of(config, layout).num_targets
+    # 0 for a reward model, which has no logits.
+    num_predicted = memory.num_predicted and Batch.of(config, layout).num_targets
     for mode, sizes in choices.items():
         components = {**memory.components, **sizes}
         placed = dataclasses.replace(memory, components=components, num_predicted=num_predicted).place(device.memory)
@@ -190,7 +191,7 @@ def time_traffic(traffic: Traffic, layout: Layout, device: Device) -> Traffic:
         if num_ranks > GPUS_OF_A_MACHINE:
             # Each GPU of a ring sends through the network adapters of all its GPUs in the machine.
             rate = min(rate, NETWORK_BYTES * max(GPUS_OF_A_MACHINE // stride, 1))
-        return num_bytes / rate if rate else 0.0
+        return num_bytes / rate
 
     replica = layout.num_gpus // (layout.replicas * layout.pipeline_stages)
     return Traffic(
@@ -204,8 +205,6 @@ def time_traffic(traffic: Traffic, layout: Layout, device: Device) -> Traffic:
 
 def count_gathered(num_parameters: float, layout: Layout) -> float:
     """Return the bytes that a GPU sends to gather a sharded model in 16 bits once; 0 if the model is replicated."""
-    if layout.shards.weights == 1:
-        return 0.0
     held = num_parameters / (layout.tensor * layout.pipeline_stages)
     return 2 * held * _others(layout.shards.weights or layout.num_processes)
 

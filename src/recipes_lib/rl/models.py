@@ -279,7 +279,7 @@ def verify_critic(config: RecipeConfig, policy_config: PreTrainedConfig) -> None
         return
     found, remedy = "", "`recipes merge` it, or write `critic_model_name_or_path`: a reward model, or the policy"
     if is_shared:
-        is_quantized = config.quantization.load_in_4bit or config.quantization.load_in_8bit
+        is_quantized = config.quantization.is_quantized
         start, reason = find_shareable(str(name), source.model_revision, policy_config, is_quantized=is_quantized)
         if start is None:
             found = f"the critic shares the policy's weights, and cannot start from another model: {reason}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -95,20 +94,16 @@ _TYPES: Final[Mapping[str, Callable[[str], Any]]] = {
     "share": partial(_read_quantity, units={"": 1.0, "%": 0.01}),
     "hours": partial(_read_quantity, units=_HOURS),
 }
+_FLAGS: Final[Mapping[str, Mapping[str, Mapping[str, Any]]]] = yaml.safe_load(
+    Path(__file__).with_name("flags.yaml").read_text("utf-8")
+)
+"""Flags of each command with their options."""
 _RULES: Final = ("range", "with", "without", "recipes", "remedy")
 """Keys of ``flags.yaml`` that are not argparse's."""
 
 
-@functools.cache
-def _read_flags() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
-    """Return the flags of each command with their options, from ``flags.yaml``."""
-    text = Path(__file__).with_name("flags.yaml").read_text(encoding="utf-8")
-    flags: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(text)
-    return flags
-
-
 def _add_flags(parser: argparse.ArgumentParser, command: str) -> None:
-    for name, options in _read_flags()[command].items():
+    for name, options in _FLAGS[command].items():
         given = {key: value for key, value in options.items() if key not in _RULES}
         given |= {"type": _TYPES[given["type"]]} if "type" in given else {}
         given |= {"metavar": tuple(given["metavar"])} if isinstance(given.get("metavar"), list) else {}
@@ -123,7 +118,7 @@ def _find_problems(command: str, options: argparse.Namespace, recipe: str = "") 
         options: Parsed flags.
         recipe: Recipe of the run; empty for commands without recipes.
     """
-    for name, rules in _read_flags()[command].items():
+    for name, rules in _FLAGS[command].items():
         if (value := getattr(options, name)) is None:
             continue
         if recipe not in rules.get("recipes", [recipe]):

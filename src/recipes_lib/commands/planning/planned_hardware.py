@@ -24,7 +24,7 @@ from recipes_lib.planning.activations import AUTO, MODES, list_keys
 from recipes_lib.planning.compute import compute_hours, has_live_reference
 from recipes_lib.planning.devices import Device, Kind, Measured, find_device, find_efficiency, find_overhead
 from recipes_lib.planning.failures import Failures
-from recipes_lib.proving.results import PASSED, read_rows
+from recipes_lib.proving.results import read_rows
 from recipes_lib.report.run_files import RunFiles, read_curve, read_run
 
 _LABEL_WIDTH: Final = 16
@@ -135,7 +135,7 @@ def read_proof(folder: Path, device: Device) -> Measured:
     shares = dict[Kind, float]()
     for row in read_rows(folder).values():
         kind, share = _PROVED.get(row.check.rpartition("-")[2]), row.figures.get("mfu")
-        if row.status == PASSED and kind and share and _is_named(device, row.machine.partition(",")[0]):
+        if kind and share and _is_named(device, row.machine.partition(",")[0]):
             shares[kind] = max(float(share), shares.get(kind, 0.0))
     if not shares:
         found = f"{folder} has no throughput of {device.name!r}"
@@ -199,5 +199,4 @@ def _restore(run: RunFiles) -> RecipeConfig:
     if config.read("activation_checkpointing") != AUTO:
         return config
     chosen = str(run.facts.get("activation_checkpointing")).partition(" (")[0]
-    keys = list_keys(chosen if chosen in MODES else "none")
-    return config.with_training(keys)
+    return config.with_training(list_keys(chosen if chosen in MODES else "none"))
