@@ -22,7 +22,7 @@ from transformers import (
 from recipes_lib.data.prompts import PromptRow
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.heads.score_head import add_score_head
-from recipes_lib.rl.rollout import Rollout, compute_response_logps, compute_response_values, lay_out
+from recipes_lib.rl.rollout import Rollout, compute_response_logps, compute_response_values, lay_out, send
 
 CPU = torch.device("cpu")
 VOCABULARY = 40
@@ -51,6 +51,13 @@ def test_model_input_can_be_pinned(monkeypatch):
     sequences = lay_out(build_rollout(LENGTHS), torch.device("meta"))
     assert {tensor.shape for tensor in sequences.inputs.values()} == {(4, 8)}
     assert all(tensor.is_meta for tensor in (*sequences.inputs.values(), *sequences[1:4]))
+
+
+def test_copies_to_mps_are_awaited(monkeypatch):
+    copies = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda *given, **options: copies.append((given[1:], options)))
+    send(torch.ones(2), torch.device("mps"))
+    assert copies == [((torch.device("mps"),), {})]
 
 
 def test_token_is_predicted_and_valued_at_previous_position():

@@ -154,8 +154,11 @@ class Sequences(NamedTuple):
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor from the host to the device, without waiting for the kernels that are queued there."""
+    # On MPS, copies that are not awaited can read memory that has been freed (pytorch/pytorch#189690).
+    if device.type in ("cpu", "mps"):
+        return tensor.to(device)
     # From pageable memory the copy would synchronise with the stream, despite non_blocking.
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def lay_out(rollout: Rollout, device: torch.device) -> Sequences:

@@ -227,9 +227,10 @@ def start(config: RecipeConfig, args: TrainingArguments, sampling: Sampling, max
         ConfigError: vLLM is not installed, does not support the model, or has too little free memory.
     """
     check_vllm()
-    configure_vllm()
+    configure_vllm(tf32=bool(args.tf32))
     from vllm import EngineArgs, SamplingParams
     from vllm.sampling_params import RequestOutputKind
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import Executor
 
@@ -254,7 +255,7 @@ def start(config: RecipeConfig, args: TrainingArguments, sampling: Sampling, max
                 # Training has a process group already; `uni` would initialise another one.
                 distributed_executor_backend="external_launcher" if args.world_size > 1 else "uni",
                 seed=args.seed,
-            ).create_engine_config()
+            ).create_engine_config(UsageContext.LLM_CLASS)
             engine = LLMEngine(settings, Executor.get_class(settings), log_stats=False)
     except Exception as error:  # vLLM raises no more specific error on a failed start.
         found = f"vLLM did not start: {' '.join(str(error).split())}"
@@ -322,7 +323,7 @@ class VLLMBackend(Generator):
                 pass
             return
         with engine_errors("taking over weights"):
-            self._client.update_named_params(self._described, iterate_policy(policy))
+            self._client.update_named_params(self._described, _complete_each(iterate_policy(policy)))
             self._client.reset_prefix_cache()
 
     def generate(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
@@ -357,6 +358,19 @@ class VLLMBackend(Generator):
         # For each token a list of one: its own log-probability.
         logps = [[token[0] for token in answer] for answer in output["logprobs"]]
         return list(zip(output["completion_ids"], logps, strict=True))
+
+
+def _complete_each(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight once it is computed, and compute the next one once it is read.
+
+    TRL's client advances the iterator on two CUDA streams in turn, which wait neither for each other nor for the stream
+    of the optimizer step.
+    """
+    torch.cuda.synchronize()
+    for weight in weights:
+        torch.cuda.synchronize()
+        yield weight
+        torch.cuda.synchronize()
 
 
 def connect(config: RecipeConfig, args: TrainingArguments, sampling: Sampling) -> VLLMBackend:
