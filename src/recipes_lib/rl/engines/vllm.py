@@ -145,7 +145,6 @@ class ColocatedVLLM(Generator):
         self._sampling = sampling
         self._parameters = parameters
         self._sleeps = sleeps
-        self._count = 0
         self._sleep()
 
     def load(self, policy: Any) -> None:
@@ -173,9 +172,7 @@ class ColocatedVLLM(Generator):
             return join_answers(answers, self._sampling)
 
     def _answer(self, prompts: Sequence[Sequence[int]]) -> list[tuple[list[int], list[float]]]:
-        engine, self._count = self._engine, self._count + 1
-        # Unique over all calls, because the engine identifies requests by name.
-        names = [f"{self._count}-{row}" for row in range(len(prompts))]
+        engine, names = self._engine, [str(row) for row in range(len(prompts))]
         with engine_errors("sampling answers"):
             self._wake("kv_cache")
             for name, prompt in zip(names, prompts, strict=True):
