@@ -273,8 +273,6 @@ def start(config: RecipeConfig, args: TrainingArguments, sampling: Sampling, max
 
 REQUESTS: Final = 64
 """Largest number of concurrent HTTP requests, over which the prompts are divided, as in TRL's client."""
-_SECONDS_TO_ANSWER: Final = 10.0
-_SECONDS_TO_RETRY: Final = 2.0
 _COMMAND: Final = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs "
     """--weight-transfer-config '{"backend": "nccl"}'"""
@@ -406,9 +404,9 @@ def _wait_for_server(url: str, seconds: float) -> None:
     end = time.monotonic() + seconds
     while True:
         try:
-            with urllib.request.urlopen(f"{url}/health", timeout=_SECONDS_TO_ANSWER):
+            with urllib.request.urlopen(f"{url}/health", timeout=10.0):
                 return
         except (OSError, http.client.HTTPException) as error:  # HTTPError of a status is an OSError.
             if time.monotonic() >= end:
                 raise ConnectionError(f"it can't be reached: {error}; waited for {seconds:g} seconds") from error
-        time.sleep(_SECONDS_TO_RETRY)
+        time.sleep(2.0)
