@@ -47,8 +47,10 @@ LENGTHS = [(3, 5), (7, 1), (1, 4), (4, 2)]
 
 def test_model_input_can_be_pinned(monkeypatch):
     """Tensors for a GPU are copied from pinned memory, in which no two elements may share an address."""
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or pin_memory(tensor))
     sequences = lay_out(build_rollout(LENGTHS), torch.device("meta"))
+    assert len(pinned) == len(sequences.inputs) + 3
     assert {tensor.shape for tensor in sequences.inputs.values()} == {(4, 8)}
     assert all(tensor.is_meta for tensor in (*sequences.inputs.values(), *sequences[1:4]))
 
