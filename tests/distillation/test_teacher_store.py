@@ -26,6 +26,7 @@ from recipes_lib.distillation.teacher_store import (
     load_teacher,
     map_teacher_vocabulary,
     read_store,
+    read_targets,
     write_store,
 )
 from recipes_lib.errors import ConfigError, DataError
@@ -62,6 +63,10 @@ def test_64_probabilities_round_trip_in_at_most_300_bytes(num_tokens: int, num_b
     torch.testing.assert_close(back.logps, logps, atol=0.004, rtol=0)
     assert torch.equal(back.log_tails, top.log_tails)
     assert (records["target"] == targets & 0xFFFF).all()
+
+
+def test_token_0_is_a_target() -> None:
+    assert read_targets(torch.tensor([[7, 0, -100, 3], [0, -100, 0, 1]])).tolist() == [0, 3, 0, 1]
 
 
 @pytest.mark.parametrize("k", [1, 3, 5, 64])

@@ -22,7 +22,7 @@ from transformers import (
 from recipes_lib.data.prompts import PromptRow
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.heads.score_head import add_score_head
-from recipes_lib.rl.rollout import Rollout, compute_response_logps, compute_response_values, lay_out
+from recipes_lib.rl.rollout import Rollout, compute_response_logps, compute_response_values, lay_out, send
 
 CPU = torch.device("cpu")
 VOCABULARY = 40
@@ -47,10 +47,19 @@ LENGTHS = [(3, 5), (7, 1), (1, 4), (4, 2)]
 
 def test_model_input_can_be_pinned(monkeypatch):
     """Tensors for a GPU are copied from pinned memory, in which no two elements may share an address."""
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or pin_memory(tensor))
     sequences = lay_out(build_rollout(LENGTHS), torch.device("meta"))
+    assert len(pinned) == len(sequences.inputs) + 3
     assert {tensor.shape for tensor in sequences.inputs.values()} == {(4, 8)}
     assert all(tensor.is_meta for tensor in (*sequences.inputs.values(), *sequences[1:4]))
+
+
+def test_copies_to_mps_are_awaited(monkeypatch):
+    copies = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda *given, **options: copies.append((given[1:], options)))
+    send(torch.ones(2), torch.device("mps"))
+    assert copies == [((torch.device("mps"),), {})]
 
 
 def test_token_is_predicted_and_valued_at_previous_position():

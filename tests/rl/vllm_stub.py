@@ -116,6 +116,7 @@ def serving(model: Any, monkeypatch: Any, port: int = 0) -> Iterator[Stub]:
     monkeypatch.setattr(vllm_client, "NCCLWeightTransferEngine", engine, raising=False)
     monkeypatch.setattr(vllm_client, "NCCLTrainerSendWeightsArgs", lambda **_: None, raising=False)
     monkeypatch.setattr(vllm_client.VLLMClient, "communicator", SimpleNamespace(group=None), raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     thread = threading.Thread(target=stub.serve_forever, daemon=True)
     thread.start()
     try:

@@ -158,7 +158,7 @@ class LayerDistillation:
         """Return the sum of each layer loss over the targets, a differentiable scalar, by name.
 
         Args:
-            features: Result of ``collecting``, after both forward passes; ``None`` gives no losses.
+            features: Result of ``capture_features``, after both forward passes; ``None`` gives no losses.
         """
         config, parts = self.config, dict[str, Tensor]()
         if features is None:

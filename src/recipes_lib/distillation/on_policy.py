@@ -167,16 +167,14 @@ class OnPolicyAnswers:
                 chunk = order[start : start + self.batch_size]
                 asked = [questions[at] for at in chunk]
                 # One uniform number per token, (B, response_length): the randomness is independent of the batch.
-                uniforms = torch.from_numpy(np.stack([self._draw(step, question) for question in asked]))
+                streams = [np.random.default_rng([self.seed, step, question.number]) for question in asked]
+                uniforms = torch.from_numpy(np.stack([stream.random(self.response_length) for stream in streams]))
                 generated = backend.generate(student, [question.prompt.tolist() for question in asked], uniforms)
                 masks, finished = mask_answers(generated.response_ids, stop_ids)
                 num_finished += int(finished.sum())
                 parts = (ids[mask].numpy() for ids, mask in zip(generated.response_ids, masks, strict=True))
                 answers.update(zip(chunk, parts, strict=True))
         return [answers[at] for at in range(len(questions))], num_finished
-
-    def _draw(self, step: int, question: Question) -> npt.NDArray[np.float64]:
-        return np.random.default_rng([self.seed, step, question.number]).random(self.response_length)
 
 
 def _lay_out(pairs: Sequence[tuple[Question, Ids]]) -> dict[str, Any]:

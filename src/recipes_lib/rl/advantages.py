@@ -118,10 +118,8 @@ def compute_group_advantages(rewards: Tensor, group: int, *, scale: str) -> Tens
     """
     grouped = rewards.view(-1, group)
     advantages = grouped - grouped.nanmean(dim=1, keepdim=True)
-    if scale == "group":
-        advantages = advantages / (_compute_deviation(grouped) + GROUP_EPSILON)
-    elif scale == "batch":
-        advantages = advantages / (_compute_deviation(rewards[None]) + GROUP_EPSILON)
+    if scale != "none":
+        advantages = advantages / (_compute_deviation(grouped if scale == "group" else rewards[None]) + GROUP_EPSILON)
     # NaN: answers without a score, and a group with a single scored one, whose deviation is 0 / 0.
     return advantages.flatten().nan_to_num(nan=0.0)
 

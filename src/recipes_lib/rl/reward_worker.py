@@ -31,8 +31,6 @@ from recipes_lib.errors import escape_controls
 from recipes_lib.processes import count_cores
 from recipes_lib.training.guards.watchdog import WATCHDOG
 
-_SECONDS_TO_IMPORT: Final = 300.0
-_SECONDS_BETWEEN_LOOKS: Final = 5.0
 _OF_TRL: Final = "trl.rewards"
 _NEED_MATH_VERIFY: Final = ("accuracy_reward", "get_cosine_scaled_reward", "reasoning_accuracy_reward")
 _NUM_WORKERS: Final = min(8, count_cores())
@@ -200,7 +198,7 @@ class _Worker:
         theirs.close()
         # Kills the worker when this object is collected, and at interpreter exit.
         weakref.finalize(self, self._process.kill)
-        is_done, reason = self._receive(_SECONDS_TO_IMPORT)
+        is_done, reason = self._receive(300.0)  # Importing may load a model.
         if not is_done:
             raise ChildProcessError(reason)
 
@@ -255,7 +253,7 @@ def _seed(seed: int) -> None:
 def _leave_with(parent: int) -> None:
     """Exit when the parent process ends, even while the function runs."""
     while os.getppid() == parent:
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        time.sleep(5.0)
     # Only os._exit ends the process from a thread while the main thread is busy.
     os._exit(1)
 

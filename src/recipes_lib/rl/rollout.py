@@ -154,8 +154,9 @@ class Sequences(NamedTuple):
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor from the host to the device, without waiting for the kernels that are queued there."""
-    # From pageable memory the copy would synchronise with the stream, despite non_blocking.
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    # On MPS, copies that are not awaited can read memory that has been freed (pytorch/pytorch#189690). On CUDA, copies
+    # from pageable memory would synchronise with the stream, despite non_blocking.
+    return tensor.to(device) if device.type in ("cpu", "mps") else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def lay_out(rollout: Rollout, device: torch.device) -> Sequences:

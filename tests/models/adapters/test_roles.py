@@ -158,3 +158,12 @@ def test_adapter_without_score_head_is_refused_as_reward_model(trunk, base_dir, 
     causal.save_pretrained(tmp_path / "causal")
     with pytest.raises(ConfigError, match=r"score\.weight"):
         add_reward(adapted, tmp_path / "causal")
+
+
+def test_reward_adapter_of_another_rank_than_its_configuration_is_refused(trunk, base_dir, tmp_path):
+    _, adapted, _ = trunk
+    folder, _ = save_scorer(base_dir, tmp_path / "scorer")
+    config = folder / "adapter_config.json"
+    config.write_text(config.read_text().replace('"r": 3', '"r": 6'))
+    with pytest.raises(ConfigError, match="disagree about"):
+        add_reward(adapted, folder)

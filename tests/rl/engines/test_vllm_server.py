@@ -73,6 +73,27 @@ def test_only_main_process_sends_weights(stub):
     assert not hasattr(stub, "is_open")
 
 
+def test_weights_are_complete_before_they_are_read_on_other_streams(stub, monkeypatch):
+    calls = []
+
+    def iterate(policy):
+        for name, weight in policy.named_parameters():
+            calls.append("compute")
+            yield name, weight.detach()
+
+    def receive(iterator, trainer_args):
+        calls.extend("read" for _ in iterator)
+
+    policy, engine = build_policy("llama"), connect_to(stub.url)
+    monkeypatch.setattr("recipes_lib.rl.engines.vllm.iterate_policy", iterate)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+    monkeypatch.setattr(vllm_client.NCCLWeightTransferEngine, "trainer_send_weights", receive)
+    engine.load(policy)
+    names = len(list(policy.parameters()))
+    # The first pass collects names and shapes.
+    assert calls[names:] == ["synchronize", *["compute", "synchronize", "read", "synchronize"] * names]
+
+
 def test_server_failure_error_says_how_to_resume(stub, monkeypatch):
     # TRL's client retries failed requests for a minute.
     monkeypatch.setattr(Retry, "sleep", lambda *_: None)

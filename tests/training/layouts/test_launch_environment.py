@@ -283,5 +283,18 @@ def test_vllm_finds_allocator_settings_under_former_name(allocator, of_user, exp
         monkeypatch.setenv(name, variables.get(name) or "")
         if variables.get(name) is None:
             monkeypatch.delenv(name)
-    configure_vllm()
+    configure_vllm(tf32=False)
     assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == expected
+
+
+@pytest.mark.parametrize(
+    ("tf32", "of_user", "expected"), [(True, None, "high"), (True, "highest", "highest"), (False, None, None)]
+)
+def test_vllm_keeps_tf32_of_training(tf32, of_user, expected, monkeypatch):
+    variable = "VLLM_FLOAT32_MATMUL_PRECISION"
+    for name in (variable, "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS"):
+        monkeypatch.setenv(name, of_user or "")
+    if of_user is None:
+        monkeypatch.delenv(variable)
+    configure_vllm(tf32=tf32)
+    assert os.environ.get(variable) == expected

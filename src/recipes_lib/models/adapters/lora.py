@@ -218,8 +218,10 @@ def attach_scorer(model: PeftModel, folder: Path, name: str) -> Tensor:
         model.add_adapter(name, saved)
     verify_layers(model, "reward_model_name_or_path")
     announced = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-    if head is None or announced.keys() != weights.keys():
-        raise _refuse_weights("reward_model_name_or_path", folder, announced.keys() ^ weights.keys() or {_SAVED_HEAD})
+    expected, found = ({(key, part.shape) for key, part in each.items()} for each in (announced, weights))
+    if head is None or expected != found:
+        differing = {key for key, _ in expected ^ found} or {_SAVED_HEAD}
+        raise _refuse_weights("reward_model_name_or_path", folder, differing)
     set_peft_model_state_dict(model, weights, adapter_name=name)
     return head
 

@@ -145,7 +145,6 @@ class ColocatedVLLM(Generator):
         self._sampling = sampling
         self._parameters = parameters
         self._sleeps = sleeps
-        self._count = 0
         self._sleep()
 
     def load(self, policy: Any) -> None:
@@ -173,9 +172,7 @@ class ColocatedVLLM(Generator):
             return join_answers(answers, self._sampling)
 
     def _answer(self, prompts: Sequence[Sequence[int]]) -> list[tuple[list[int], list[float]]]:
-        engine, self._count = self._engine, self._count + 1
-        # Unique over all calls, because the engine identifies requests by name.
-        names = [f"{self._count}-{row}" for row in range(len(prompts))]
+        engine, names = self._engine, [str(row) for row in range(len(prompts))]
         with engine_errors("sampling answers"):
             self._wake("kv_cache")
             for name, prompt in zip(names, prompts, strict=True):
@@ -227,9 +224,10 @@ def start(config: RecipeConfig, args: TrainingArguments, sampling: Sampling, max
         ConfigError: vLLM is not installed, does not support the model, or has too little free memory.
     """
     check_vllm()
-    configure_vllm()
+    configure_vllm(tf32=bool(args.tf32))
     from vllm import EngineArgs, SamplingParams
     from vllm.sampling_params import RequestOutputKind
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import Executor
 
@@ -254,8 +252,11 @@ def start(config: RecipeConfig, args: TrainingArguments, sampling: Sampling, max
                 # Training has a process group already; `uni` would initialise another one.
                 distributed_executor_backend="external_launcher" if args.world_size > 1 else "uni",
                 seed=args.seed,
-            ).create_engine_config()
+            ).create_engine_config(UsageContext.LLM_CLASS)
             engine = LLMEngine(settings, Executor.get_class(settings), log_stats=False)
+        # It would destroy the process groups of training once it is collected, or at exit, after the run has done so.
+        if (finalizer := getattr(engine.engine_core, "_finalizer", None)) is not None:
+            finalizer.detach()
     except Exception as error:  # vLLM raises no more specific error on a failed start.
         found = f"vLLM did not start: {' '.join(str(error).split())}"
         remedy = "lower `vllm_gpu_memory_utilization` where memory is short, or write `vllm_mode: server`"
@@ -275,8 +276,6 @@ def start(config: RecipeConfig, args: TrainingArguments, sampling: Sampling, max
 
 REQUESTS: Final = 64
 """Largest number of concurrent HTTP requests, over which the prompts are divided, as in TRL's client."""
-_SECONDS_TO_ANSWER: Final = 10.0
-_SECONDS_TO_RETRY: Final = 2.0
 _COMMAND: Final = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs "
     """--weight-transfer-config '{"backend": "nccl"}'"""
@@ -322,7 +321,7 @@ class VLLMBackend(Generator):
                 pass
             return
         with engine_errors("taking over weights"):
-            self._client.update_named_params(self._described, iterate_policy(policy))
+            self._client.update_named_params(self._described, _complete_each(iterate_policy(policy)))
             self._client.reset_prefix_cache()
 
     def generate(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
@@ -357,6 +356,19 @@ class VLLMBackend(Generator):
         # For each token a list of one: its own log-probability.
         logps = [[token[0] for token in answer] for answer in output["logprobs"]]
         return list(zip(output["completion_ids"], logps, strict=True))
+
+
+def _complete_each(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight once it is computed, and compute the next one once it is read.
+
+    TRL's client advances the iterator on two CUDA streams in turn, which wait neither for each other nor for the stream
+    of the optimizer step.
+    """
+    torch.cuda.synchronize()
+    for weight in weights:
+        torch.cuda.synchronize()
+        yield weight
+        torch.cuda.synchronize()
 
 
 def connect(config: RecipeConfig, args: TrainingArguments, sampling: Sampling) -> VLLMBackend:
@@ -395,9 +407,9 @@ def _wait_for_server(url: str, seconds: float) -> None:
     end = time.monotonic() + seconds
     while True:
         try:
-            with urllib.request.urlopen(f"{url}/health", timeout=_SECONDS_TO_ANSWER):
+            with urllib.request.urlopen(f"{url}/health", timeout=10.0):
                 return
         except (OSError, http.client.HTTPException) as error:  # HTTPError of a status is an OSError.
             if time.monotonic() >= end:
                 raise ConnectionError(f"it can't be reached: {error}; waited for {seconds:g} seconds") from error
-        time.sleep(_SECONDS_TO_RETRY)
+        time.sleep(2.0)

@@ -118,11 +118,12 @@ class WeightPenalty(TrainerCallback):
     def compute_value(self) -> float:
         """Return the penalty at the last ``add_gradients``, over all shards; every process must call."""
         value: Tensor = self._sum.detach()
-        sharded = next((term.parameter for term in self._terms if isinstance(term.parameter, DTensor)), None)
-        if isinstance(sharded, DTensor):
+        # FSDP2 shards all parameters, over one mesh.
+        first = self._terms[0].parameter
+        if isinstance(first, DTensor):
             # Over a sharded mesh dimension the local sums add up; over a replicated one they are equal.
-            placements = [Partial() if isinstance(each, Shard) else Replicate() for each in sharded.placements]
-            mesh = sharded.device_mesh
+            placements = [Partial() if isinstance(each, Shard) else Replicate() for each in first.placements]
+            mesh = first.device_mesh
             value = DTensor.from_local(value.to(mesh.device_type), mesh, placements).full_tensor()
         return self._coefficient / 2 * float(value)
 

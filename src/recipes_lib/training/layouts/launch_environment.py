@@ -307,10 +307,17 @@ def disable_accelerate_parallelism(launch: Launch) -> None:
         os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
 
 
-def configure_vllm() -> None:
-    """Configure vLLM to run in this process and send no usage data; must precede its import."""
+def configure_vllm(*, tf32: bool) -> None:
+    """Configure vLLM to run in this process and send no usage data; must precede its import.
+
+    Args:
+        tf32: Whether this process multiplies float32 matrices in TF32.
+    """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    if tf32:
+        # vLLM sets torch's precision of the whole process, by default without TF32.
+        os.environ.setdefault("VLLM_FLOAT32_MATMUL_PRECISION", "high")
     if allocator := os.environ.get("PYTORCH_ALLOC_CONF"):
         # vLLM suspends expandable segments in the memory pools of its sleep mode, and reads the former name only.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", allocator)
