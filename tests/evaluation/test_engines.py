@@ -74,7 +74,8 @@ class ServedModel:
         self.interrupt()
         if "messages" in asked:
             text = asked["messages"][-1]["content"].split()[1].strip(",")
-            return {"choices": [{"index": 0, "message": {"content": text}}]}
+            parts = [{"type": "thinking", "thinking": []}, {"type": "text", "text": text}]
+            return {"choices": [{"index": 0, "message": {"content": parts if self.num_asked % 2 else text}}]}
         return {"choices": [self._complete(at, tokens, asked) for at, tokens in enumerate(asked["prompt"])]}
 
     def _complete(self, at: int, tokens: list[int], asked: dict[str, Any]) -> dict[str, Any]:

@@ -116,6 +116,15 @@ def test_answers_are_matched_by_id(tmp_path: Path) -> None:
     assert load_answers(write_rows(tmp_path / "a.jsonl", rows), questions) == [["aa"], ["bb"]]
 
 
+def test_answers_without_ids_are_matched_by_row_only_if_questions_have_none(tmp_path: Path) -> None:
+    answers = write_rows(tmp_path / "a.jsonl", [{"answer": name} for name in "abc"])
+    unnamed = load_questions(write_rows(tmp_path / "q.jsonl", [{"prompt": "?"}] * 3), 2)
+    assert load_answers(answers, unnamed) == [["a"], ["b"]]
+    counted = load_questions(write_rows(tmp_path / "q.jsonl", ({"id": at, "prompt": "?"} for at in (1, 2, 3))), 2)
+    with pytest.raises(DataError, match=r"a\.jsonl:1: has no id, unlike the questions"):
+        load_answers(answers, counted)
+
+
 @pytest.mark.parametrize(
     ("rows", "found"),
     [

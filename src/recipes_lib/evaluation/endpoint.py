@@ -375,6 +375,14 @@ def read_wait(retry_after: str | None, wait: float) -> float:
         return wait
 
 
+def join_parts(content: Any, kind: str = "text") -> Any:
+    """Return the texts of one kind of a content in parts, as of Mistral's reasoning models; other contents as it is."""
+    if not isinstance(content, list):
+        return content
+    # The thinking of a part is itself a list of parts.
+    return "".join(join_parts(part[kind]) for part in content if part["type"] == kind)
+
+
 def _read_reply(received: Any) -> Reply:
     """Return the answer in a response, with its reasoning in the usual template format.
 
@@ -383,16 +391,18 @@ def _read_reply(received: Any) -> Reply:
     """
     try:
         choice = received["choices"][0]
-        text = choice["message"].get("content") or ""
+        message, content = choice["message"], choice["message"].get("content") or ""
         # Servers with a reasoning parser remove it from `content`; vLLM has renamed the field to `reasoning`.
-        thought = choice["message"].get("reasoning_content") or choice["message"].get("reasoning")
+        thought = message.get("reasoning_content") or message.get("reasoning")
+        if isinstance(content, list):
+            thought, content = thought or join_parts(content, "thinking"), join_parts(content)
         usage = received.get("usage") or {}
         num_prompt_tokens, num_tokens = (int(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion"))
-        if not isinstance(text, str):
-            raise TypeError(f"its content is a {type(text).__name__}")
+        if not isinstance(content, str):
+            raise TypeError(f"its content is a {type(content).__name__}")
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"the reply holds no answer ({error!r}): {json.dumps(received)[:200]}") from error
-    if isinstance(thought, str) and ENDS_THINKING not in text:
-        text = join_reasoning(thought, text)
-    text = text.encode(errors="replace").decode()  # JSON can contain an unpaired surrogate, which UTF-8 cannot.
+    if isinstance(thought, str) and ENDS_THINKING not in content:
+        content = join_reasoning(thought, content)
+    text = content.encode(errors="replace").decode()  # JSON can contain an unpaired surrogate, which UTF-8 cannot.
     return Reply(text, choice.get("finish_reason") in _ENDS, num_prompt_tokens, num_tokens)

@@ -31,7 +31,15 @@ from transformers import LogitsProcessorList
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError
-from recipes_lib.evaluation.endpoint import KEY_REFUSED, KEY_REMEDY, REPEATED, RESUME_REMEDY, read_key, read_wait
+from recipes_lib.evaluation.endpoint import (
+    KEY_REFUSED,
+    KEY_REMEDY,
+    REPEATED,
+    RESUME_REMEDY,
+    join_parts,
+    read_key,
+    read_wait,
+)
 from recipes_lib.models.adapters.lora import suppress_peft_deprecation
 from recipes_lib.models.adapters.saved import find_adapter
 from recipes_lib.models.loading import explained, load_model_config, without_report
@@ -125,9 +133,11 @@ def _build_patient(name: str, options: Mapping[str, Any]) -> Any:
         def parse_generations(self, outputs: Any, **kwargs: Any) -> Any:
             for reply in outputs if isinstance(outputs, list) else [outputs]:
                 # lm-eval 0.4.13 reads a chat reply without choices, or with a choice without `index`, as an empty
-                # answer. A missing `choices` raises here, and the index is added.
+                # answer, and does not join the parts of a content. A missing `choices` raises here.
                 for number, choice in enumerate(reply["choices"]):
                     choice.setdefault("index", number)
+                    if "message" in choice:
+                        choice["message"]["content"] = join_parts(choice["message"].get("content"))
             return super().parse_generations(outputs, **kwargs)
 
     return PatientClient(**options, max_retries=_NUM_ATTEMPTS)

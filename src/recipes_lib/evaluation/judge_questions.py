@@ -144,15 +144,20 @@ def load_questions(path: Path, limit: int | None = None) -> list[Question]:
 
 
 def load_answers(path: Path, questions: Sequence[Question]) -> list[list[str]]:
-    """Read the answers to ``questions``, matched by id, from a JSON Lines file.
+    """Read the answers to ``questions`` from a JSON Lines file, matched by id, or by row if neither file has ids.
 
     Raises:
-        DataError: The file cannot be read, answers are missing or repeated, or their number is not that of the turns.
+        DataError: The file cannot be read, answers are missing, repeated or without the id that their question has, or
+            their number is not that of the turns.
     """
     rows = list(_read_rows(path))
     ids = [_read_id(columns, number) for number, _, columns in rows]
     num_turns = {question.id: len(question.turns) for question in questions}
     answers, problems = dict[str, list[str]](), list(_find_repeated(ids, path))
+    unnamed = [where for _, where, columns in rows if all(columns.get(name) is None for name in _IDS)]
+    # A row number is an id only where the questions are numbered in the same way, which ids of their own rarely are.
+    if unnamed and list(num_turns) != [str(number) for number in range(len(questions))]:
+        problems.append(Problem(unnamed[0], "has no id, unlike the questions", "write the `question_id` of its question"))
     for name, (_, where, columns) in zip(ids, rows, strict=True):
         if name not in num_turns:
             continue
