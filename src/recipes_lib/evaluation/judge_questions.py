@@ -157,7 +157,9 @@ def load_answers(path: Path, questions: Sequence[Question]) -> list[list[str]]:
     unnamed = [where for _, where, columns in rows if all(columns.get(name) is None for name in _IDS)]
     # A row number is an id only where the questions are numbered in the same way, which ids of their own rarely are.
     if unnamed and list(num_turns) != [str(number) for number in range(len(questions))]:
-        problems.append(Problem(unnamed[0], "has no id, unlike the questions", "write the `question_id` of its question"))
+        problems.append(
+            Problem(unnamed[0], "has no id, unlike the questions", "write the `question_id` of its question")
+        )
     for name, (_, where, columns) in zip(ids, rows, strict=True):
         if name not in num_turns:
             continue
