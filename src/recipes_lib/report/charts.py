@@ -40,6 +40,8 @@ MAX_HOVERED = 200
 """Maximum points of a curve with values on hover."""
 _MAX_ALARMS = 100
 """Maximum marked steps: each is an element of the SVG, and a diverged run may log NaN for millions of steps."""
+_MAX_LABEL = 28
+"""Maximum characters of a label in a legend, beside which the unit has room."""
 SMOOTH_FROM = 30
 """Minimum points of a curve that is smoothed."""
 _TICK_STEPS = [1, 2, 5, 10]
@@ -241,8 +243,8 @@ def _draw_sets(run: RunFiles) -> list[Line]:
     names = (re.fullmatch(r"eval_(.+)_loss", name) for record in run.evaluations for name in record)
     colours = itertools.cycle(("second", "first", "third", "good", "muted", "ink"))
     return [
-        # Escaped: FreeType raises for the lone surrogates of an untrusted name.
-        Line(escape_controls(name)[:60], read_curve(run.evaluations, f"eval_{name}_loss"), colour, "points")
+        # Escaped: FreeType raises for the lone surrogates of an untrusted name. The end of a path is its own part.
+        Line(escape_controls(name)[-_MAX_LABEL:], read_curve(run.evaluations, f"eval_{name}_loss"), colour, "points")
         for name, colour in zip(sorted({found.group(1) for found in names if found}), colours, strict=False)
     ]
 
@@ -266,7 +268,7 @@ def _draw_figure(plan: Plan, *, is_wide: bool) -> tuple[Figure, Axes]:
     axes = figure.add_subplot()
     for line in plan.lines:
         _draw_line(axes, line)
-    _finish(axes, plan, num_ticks=8 if is_wide else 5)
+    _finish(figure, axes, plan, num_ticks=8 if is_wide else 5)
     return figure, axes
 
 
@@ -325,7 +327,7 @@ def _draw_line(axes: Axes, line: Line) -> None:
     axes.plot(*zip(*thin_out(shown), strict=True), **bold)
 
 
-def _finish(axes: Axes, plan: Plan, num_ticks: int) -> None:
+def _finish(figure: Figure, axes: Axes, plan: Plan, num_ticks: int) -> None:
     values = [value for line in plan.lines for _, value in line.curve]
     if plan.from_zero:
         # `or 1`: equal limits are an error.
@@ -341,6 +343,7 @@ def _finish(axes: Axes, plan: Plan, num_ticks: int) -> None:
     if axes.get_yscale() == "linear":
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=_TICK_STEPS))
     axes.xaxis.set_major_locator(MaxNLocator(num_ticks, integer=True, steps=_TICK_STEPS, min_n_ticks=1))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.margins(x=0.02)
     axes.set_xlabel("optimizer step")
     axes.set_title(plan.unit, loc="left", fontsize=9.5, color=COLOURS["muted"])
@@ -348,10 +351,14 @@ def _finish(axes: Axes, plan: Plan, num_ticks: int) -> None:
         _shade(axes, *plan.healthy)
     for step in plan.alarms[:: -(-len(plan.alarms) // _MAX_ALARMS) or 1]:
         axes.axvline(step, color=COLOURS["alarm"], linewidth=1.2, linestyle=(0, (2, 2)))
-    if plan.has_legend and sum(bool(line.label and line.curve) for line in plan.lines) > 1:
+    labels = [line.label for line in plan.lines if line.label and line.curve]
+    if plan.has_legend and len(labels) > 1:
         # Above the axes, to the right of the unit.
         place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
-        axes.legend(frameon=False, labelcolor=COLOURS["ink"], ncols=2, **place)
+        columns = 2 if max(map(len, labels)) <= _MAX_LABEL // 2 else 1
+        axes.legend(frameon=False, labelcolor=COLOURS["ink"], ncols=columns, **place)
+        # Otherwise, further rows of the legend would take their height from the axes.
+        figure.set_figheight(figure.get_figheight() + 0.2 * ((len(labels) - 1) // columns))
 
 
 def _shade(axes: Axes, least: float, largest: float) -> None:
