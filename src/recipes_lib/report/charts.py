@@ -14,10 +14,11 @@ from typing import Any, Literal
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from recipes_lib.errors import escape_controls
 from recipes_lib.files import explain_write_errors
+from recipes_lib.quantities import format_count
 from recipes_lib.report.run_files import Curve, RunFiles, find_non_finite_steps, read_curve, smooth
 
 Kind = Literal["noisy", "exact", "points"]
@@ -79,8 +80,6 @@ STYLE = {
     "lines.solid_capstyle": "round",
     "lines.solid_joinstyle": "round",
 }
-
-_UNITS = ((1e12, "trillions"), (1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,11 +334,9 @@ def _finish(figure: Figure, axes: Axes, plan: Plan, num_ticks: int) -> None:
     # Spikes of the gradient norm would flatten a linear axis.
     elif plan.name == "grad_norm" and min(values) > 0 and max(values) > 20 * sorted(values)[len(values) // 2]:
         axes.set_yscale("log")
-    if plan.name == "throughput":
-        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    else:
-        # Ticks are round numbers, so that digits appear only where the range needs them.
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.6g}")
+    # Ticks are round numbers, so that digits appear only where the range needs them.
+    show = format_count if plan.name == "throughput" else "{:.6g}".format
+    axes.yaxis.set_major_formatter(lambda value, _: show(value))
     if axes.get_yscale() == "linear":
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=_TICK_STEPS))
     axes.xaxis.set_major_locator(MaxNLocator(num_ticks, integer=True, steps=_TICK_STEPS, min_n_ticks=1))
@@ -405,17 +402,15 @@ def draw_schedule(path: Path, tokens: Sequence[float], rates: Sequence[float], b
     Raises:
         ConfigError: The file cannot be written.
     """
-    scale, unit = _choose_unit(tokens[-1])
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9.2, 4.6), layout="constrained")
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-        _draw_panel(top, [token / scale for token in tokens], rates, "first", "learning rate")
-        batch_scale, batch_unit = _choose_unit(max(batches))
-        steps = [batch / batch_scale for batch in batches]
-        _draw_panel(bottom, [token / scale for token in tokens], steps, "second", f"tokens in a step, {batch_unit}")
-        bottom.set_xlabel(f"tokens trained on, {unit}")
+        _draw_panel(top, tokens, rates, "first", "learning rate")
+        _draw_panel(bottom, tokens, batches, "second", "tokens in a step")
+        bottom.set_xlabel("tokens trained on")
         bottom.xaxis.set_major_locator(MaxNLocator(10, steps=_TICK_STEPS))
-        bottom.xaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
+        for axis in (bottom.xaxis, bottom.yaxis):
+            axis.set_major_formatter(lambda value, _: format_count(value))
         with explain_write_errors(path, "name another file"):
             path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path, format="png", dpi=160, facecolor=PNG_BACKGROUND)
@@ -429,8 +424,3 @@ def _draw_panel(axes: Axes, tokens: Sequence[float], values: Sequence[float], co
     axes.set_xlim(tokens[0], tokens[-1])
     axes.yaxis.set_major_locator(MaxNLocator(4, steps=_TICK_STEPS))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
-
-
-def _choose_unit(largest: float) -> tuple[float, str]:
-    """Return the size and name of the largest unit that is at most the number."""
-    return next(((size, name) for size, name in _UNITS if largest >= size), (1.0, "units"))
