@@ -406,6 +406,21 @@ def test_incomplete_adapter_is_refused(
     refuse(folder, tasks, tmp_path, message)
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"), [({"r": 4}, 16), ({"r": 64}, 64), ({"rank_pattern": {"q_proj": 33}}, 64)]
+)
+def test_vllm_has_room_for_the_rank_of_an_adapter(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], expected: int
+) -> None:
+    folder = save_adapter(model, tmp_path / "adapter", **settings)
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(engines, "get_model", lambda _: lambda **options: SimpleNamespace(options=options))
+    config = EvalConfig(model_name_or_path=str(folder), engine="vllm")
+    options = engines.build_engine(config, describe_model(config)).options
+    assert (options["pretrained"], options["lora_local_path"]) == (str(model), str(folder))
+    assert options["max_lora_rank"] == expected
+
+
 def test_hub_adapter_is_loaded_at_its_revision(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_adapter(model, tmp_path / "snapshot", revision="b" * 40)
     monkeypatch.setattr(engines, "find_adapter", lambda name, revision: folder if revision == "mine" else None)

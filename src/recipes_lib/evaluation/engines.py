@@ -40,8 +40,9 @@ from recipes_lib.evaluation.endpoint import (
     read_key,
     read_wait,
 )
+from recipes_lib.files import read_record
 from recipes_lib.models.adapters.lora import suppress_peft_deprecation
-from recipes_lib.models.adapters.saved import find_adapter
+from recipes_lib.models.adapters.saved import ADAPTER_CONFIG, find_adapter
 from recipes_lib.models.loading import explained, load_model_config, without_report
 from recipes_lib.processes import read_world_size
 
@@ -52,6 +53,8 @@ _NUM_ATTEMPTS: Final = 6
 _REQUEST_METHODS: Final = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 """Methods of lm-eval's models that answer requests."""
 _TOKENIZER_FILES: Final = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
+_VLLM_RANKS: Final = (16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's ``max_lora_rank`` from its default on, which larger adapters exceed."""
 _LENGTHS: Final = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the longest answer in generation settings, in lm-eval's order of precedence."""
 
@@ -175,6 +178,9 @@ def _build_vllm(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
     options = _list_options(config, settings)
     if "base" in settings:
         options["lora_local_path"] = _find_place(config)
+        saved = read_record(Path(options["lora_local_path"]) / ADAPTER_CONFIG, {"r": int})
+        rank = max([saved["r"], *(saved.get("rank_pattern") or {}).values()])
+        options["max_lora_rank"] = next((size for size in _VLLM_RANKS if size >= rank), rank)
     return get_model("vllm")(**options)
 
 
