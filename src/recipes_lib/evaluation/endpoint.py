@@ -36,10 +36,8 @@ _TIMEOUTS_PER_ATTEMPT: Final = 10
 """Longest duration of an attempt, as a multiple of ``Endpoint.timeout``."""
 _THIS_REQUEST: Final = (400, 413, 422)
 """Status codes that concern one request, such as too long a chat or a content filter."""
-REPEATED: Final = (408, 409, 425, 429)
+_REPEATED: Final = (408, 409, 425, 429)
 """Status codes below 500 of requests that may succeed later."""
-KEY_REFUSED: Final = (401, 403)
-KEY_REMEDY: Final = "put a valid key into the environment variable OPENAI_API_KEY"
 RESUME_REMEDY: Final = "start it or wait, and run the same command to resume"
 _ENDS: Final = ("stop", "eos", "eos_token", "stop_sequence", None)
 """Values of ``finish_reason`` for a complete answer; TGI has ``eos_token`` and ``stop_sequence``."""
@@ -297,8 +295,7 @@ class _Connection:
                 reason = f"{error.code} {self._shorten(body_start.decode(errors='replace') or str(error.reason))}"
                 if error.code in _THIS_REQUEST:
                     return Reply("", is_finished=False, error=reason)
-                if error.code not in REPEATED and error.code < 500:
-                    remedy = KEY_REMEDY if error.code in KEY_REFUSED else _REMEDY
+                if (remedy := choose_remedy(error.code, _REMEDY)) != RESUME_REMEDY:
                     raise UnansweredError(Problem("base_url", f"{self._url} returned {reason}", remedy)) from None
                 wait = read_wait(error.headers.get("Retry-After"), wait)
             except _FAILURES as error:
@@ -365,6 +362,13 @@ def read_key() -> str | None:
         found = "has characters other than printable ASCII"
         raise ConfigError(Problem("environment variable OPENAI_API_KEY", found, "set it to the key alone"))
     return key or None
+
+
+def choose_remedy(status: int | None, otherwise: str) -> str:
+    """Return the remedy for the status code of a failed request, ``None`` without one; ``otherwise`` for most codes."""
+    if status in (401, 403):
+        return "put a valid key into the environment variable OPENAI_API_KEY"
+    return RESUME_REMEDY if status in _REPEATED or (status or 0) >= 500 else otherwise
 
 
 def read_wait(retry_after: str | None, wait: float) -> float:

@@ -31,15 +31,7 @@ from transformers import LogitsProcessorList
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError
-from recipes_lib.evaluation.endpoint import (
-    KEY_REFUSED,
-    KEY_REMEDY,
-    REPEATED,
-    RESUME_REMEDY,
-    join_parts,
-    read_key,
-    read_wait,
-)
+from recipes_lib.evaluation.endpoint import RESUME_REMEDY, choose_remedy, join_parts, read_key, read_wait
 from recipes_lib.files import read_record
 from recipes_lib.models.adapters.lora import suppress_peft_deprecation
 from recipes_lib.models.adapters.saved import ADAPTER_CONFIG, find_adapter
@@ -399,10 +391,9 @@ def _raise_endpoint_error(endpoint: str | None, error: Exception) -> NoReturn:
     reason = f"{type(error).__name__}: {error}".splitlines()[0][:300].removesuffix(": ")  # A timeout has no message.
     status, _ = _read_status(error)
     remedy = "check that it serves this model, with log-probabilities of the prompt (echo) where tasks have choices"
-    if status in KEY_REFUSED:
-        remedy = KEY_REMEDY
-    elif isinstance(error, OSError) or status in REPEATED or (status or 0) >= 500:
-        remedy = RESUME_REMEDY
+    # An error status is an `OSError` for requests, and not for aiohttp.
+    is_unreachable = status is None and isinstance(error, OSError)
+    remedy = RESUME_REMEDY if is_unreachable else choose_remedy(status, remedy)
     raise ConfigError(Problem("base_url", f"{endpoint} gave no usable answer: {reason}", remedy)) from error
 
 
