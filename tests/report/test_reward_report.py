@@ -231,8 +231,8 @@ def test_reward_report_is_json_serialisable() -> None:
 @pytest.mark.parametrize("scores", [[math.nan, 1], [math.inf, 1]])
 def test_non_finite_scores_are_refused(scores: list[float]) -> None:
     for chosen, rejected in ((scores, [0, 0]), ([0, 0], scores)):
-        with pytest.raises(ValueError, match="is not finite"):
-            build_reward_report(make_scores(chosen, rejected))
+        with pytest.raises(ValueError, match="a score is NaN or infinite"):
+            make_scores(chosen, rejected)
 
 
 PASSING: dict[str, Any] = {

@@ -64,6 +64,9 @@ class HeldOutScores:
             does not fit.
         swapped_rejected: Scores of the rejected answers after the same other prompt, ``(P,)``; NaN likewise.
         probes: Alteration -> scores of the chosen answers with it, each ``(P,)``; NaN if they do not fit.
+
+    Raises:
+        ValueError: A score of an unaltered answer is not finite.
     """
 
     chosen: Floats
@@ -74,6 +77,10 @@ class HeldOutScores:
     swapped_chosen: Floats
     swapped_rejected: Floats
     probes: Mapping[str, Floats]
+
+    def __post_init__(self) -> None:
+        if not (np.isfinite(self.chosen).all() and np.isfinite(self.rejected).all()):
+            raise ValueError("a score is NaN or infinite")
 
 
 def build_reward_report(scores: HeldOutScores) -> dict[str, Any]:
