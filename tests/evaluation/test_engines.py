@@ -232,7 +232,7 @@ def test_missing_package_error_names_install_command(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "tenacity" else found(name, *a))
     flags = ["--base_url", "http://127.0.0.1:9/v1/completions", "--tokenizer_name_or_path", model]
     assert run_eval("name", tasks, tmp_path, *flags) == 2
-    assert "tenacity is not installed" in (error := capsys.readouterr().err)
+    assert "tenacity not installed" in (error := capsys.readouterr().err)
     assert "pip install 'recipes-lib[eval]'" in error
 
 

@@ -197,7 +197,7 @@ def test_missing_engine_and_unseeded_engine_are_reported(check_ppo):
 def test_run_beyond_accelerator_memory_is_warned(check_ppo, monkeypatch):
     monkeypatch.setattr("recipes_lib.hardware.read_device_memory", lambda: None)
     problems, output = check_ppo()
-    assert "GB at most; `recipes plan` lists it" in output
+    assert "GB at most; `recipes plan` lists layouts" in output
     assert "warning" not in output
     monkeypatch.setattr("recipes_lib.hardware.read_device_memory", lambda: 500_000_000)
     problems, output = check_ppo()
@@ -223,6 +223,5 @@ def test_memory_estimate_uses_checked_layout(check_ppo, monkeypatch):
         "recipes_lib.planning.memory.plan_memory",
         lambda config, model, layout, **keys: planned.append(layout) or plan_memory(config, model, layout, **keys),
     )
-    _, output = check_ppo(hardware="fsdp2", num_processes=2, bf16=True)
-    assert planned[0].shards == (2, 2, 2)
-    assert "or accelerate_configs/ddp.yaml: " in output
+    check_ppo(hardware="fsdp2", num_processes=2, bf16=True)
+    assert [layout.shards for layout in planned] == [(2, 2, 2)]

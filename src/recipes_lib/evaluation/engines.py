@@ -30,7 +30,7 @@ from transformers import LogitsProcessorList
 
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig
-from recipes_lib.errors import ConfigError, DataError, Problem, UserError
+from recipes_lib.errors import ConfigError, DataError, Problem, UserError, verify_extra
 from recipes_lib.evaluation.endpoint import RESUME_REMEDY, choose_remedy, join_parts, read_key, read_wait
 from recipes_lib.files import read_record
 from recipes_lib.models.adapters.lora import suppress_peft_deprecation
@@ -80,8 +80,7 @@ def build_engine(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
 
 
 def _build_endpoint(config: EvalConfig) -> Any:
-    if missing := [name for name in ("aiohttp", "requests", "tenacity") if importlib.util.find_spec(name) is None]:
-        raise ConfigError(Problem("base_url", f"{missing[0]} is not installed", "pip install 'recipes-lib[eval]'"))
+    verify_extra("base_url", "eval", "aiohttp", "requests", "tenacity")
     # They log every failed attempt; ``CachedModel`` reports the last one.
     for name in ("lm_eval.models.api_models", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

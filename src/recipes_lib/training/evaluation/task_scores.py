@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import io
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerContro
 
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import EvaluationConfig
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, Problem, verify_extra
 from recipes_lib.models.inference import preserve_random_states, preserve_training_state
 from recipes_lib.training.collectives import compute_on_main, get_rank
 from recipes_lib.training.guards.watchdog import WATCHDOG
@@ -35,8 +34,7 @@ def load_training_tasks(config: EvaluationConfig, positions: float) -> tuple[Eva
     Raises:
         ConfigError: lm-eval is not installed, a task cannot be loaded, or its answers do not fit the positions.
     """
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError(Problem("eval_tasks", "lm_eval is not installed", "pip install 'recipes-lib[eval]'"))
+    verify_extra("eval_tasks", "eval", "lm_eval")
     # Imported here, because lm-eval is optional and takes seconds to import.
     from recipes_lib.evaluation.engines import find_answer_length
     from recipes_lib.evaluation.suites import load_tasks
