@@ -197,7 +197,7 @@ def test_missing_engine_and_unseeded_engine_are_reported(check_ppo):
 def test_run_beyond_accelerator_memory_is_warned(check_ppo, monkeypatch):
     monkeypatch.setattr("recipes_lib.hardware.read_device_memory", lambda: None)
     problems, output = check_ppo()
-    assert "GB at most; `recipes plan` lists layouts" in output
+    assert "GB at most; `recipes plan` lists it" in output
     assert "warning" not in output
     monkeypatch.setattr("recipes_lib.hardware.read_device_memory", lambda: 500_000_000)
     problems, output = check_ppo()

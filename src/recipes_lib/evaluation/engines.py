@@ -45,8 +45,6 @@ _NUM_ATTEMPTS: Final = 6
 _REQUEST_METHODS: Final = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 """Methods of lm-eval's models that answer requests."""
 _TOKENIZER_FILES: Final = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
-_VLLM_RANKS: Final = (16, 32, 64, 128, 256, 320, 512)
-"""Values of vLLM's ``max_lora_rank`` from its default on, which larger adapters exceed."""
 _LENGTHS: Final = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the longest answer in generation settings, in lm-eval's order of precedence."""
 
@@ -171,7 +169,8 @@ def _build_vllm(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
         options["lora_local_path"] = _find_place(config)
         saved = read_record(Path(options["lora_local_path"]) / ADAPTER_CONFIG, {"r": int})
         rank = max([saved["r"], *(saved.get("rank_pattern") or {}).values()])
-        options["max_lora_rank"] = next((size for size in _VLLM_RANKS if size >= rank), rank)
+        # At least vLLM's default; it accepts the powers of two up to 512.
+        options["max_lora_rank"] = max(16, 1 << (rank - 1).bit_length())
     return get_model("vllm")(**options)
 
 
@@ -391,8 +390,8 @@ def _raise_endpoint_error(endpoint: str | None, error: Exception) -> NoReturn:
     status, _ = _read_status(error)
     remedy = "check that it serves this model, with log-probabilities of the prompt (echo) where tasks have choices"
     # An error status is an `OSError` for requests, and not for aiohttp.
-    is_unreachable = status is None and isinstance(error, OSError)
-    remedy = RESUME_REMEDY if is_unreachable else choose_remedy(status, remedy)
+    is_down = status is None and isinstance(error, OSError)
+    remedy = RESUME_REMEDY if is_down else choose_remedy(status, remedy)
     raise ConfigError(Problem("base_url", f"{endpoint} gave no usable answer: {reason}", remedy)) from error
 
 

@@ -148,10 +148,9 @@ def _compare(
 
 def format_rows(rows: Sequence[Difference]) -> Iterator[str]:
     """Yield the lines of a table with a row for each difference."""
-    names = zip(("task", "metric"), *(row[:2] for row in rows), strict=True)
-    task, metric = (max(map(len, column)) + 2 for column in names)
-    heads = f"{'base':>8}{'other':>8}{'difference':>12}  {'95 % interval':20}{'n':>7}  verdict"
-    yield f"{'task':{task}}{'metric':{metric}}{heads}"
+    columns = zip(("task", "metric"), *(row[:2] for row in rows), strict=True)
+    task, metric = (max(map(len, column)) + 2 for column in columns)
+    yield f"{'task':{task}}{'metric':{metric}}    base   other  difference  {'95 % interval':20}      n  verdict"
     for row in rows:
         interval = f"{row.low:+.4f} .. {row.high:+.4f}"
         figures = f"{row.base:8.4f}{row.other:8.4f}{row.other - row.base:+12.4f}  {interval:20}{row.num_questions:7,}"

@@ -296,17 +296,14 @@ class PPOInspection(Inspection):
         super().check_kernels(report)
         precision = resolve_precision(self.config, self.launched_precision)
         config = self.config.with_training({"bf16": bool(precision["bf16"])})  # PPO refuses fp16.
-        launched = build_layout(self.launch, self.launch.engine, self.config.read("gradient_accumulation_steps"))
+        layout = build_layout(self.launch, self.launch.engine, self.config.read("gradient_accumulation_steps"))
         try:
-            plan = plan_memory(config, self.model_config, launched)
+            plan = plan_memory(config, self.model_config, layout)
         except ConfigError as error:  # The architecture is unknown to planning, and may train.
             report(f"warning: memory is not planned: {error.problems[0].found}")
             return
-        size = read_device_memory()
-        report(
-            f"{plan.about or 'one model trained'}: {plan.peak / 1e9:.1f} GB at most; `recipes plan` lists layouts"
-        )
-        if size is not None and not plan.fits(size):
+        report(f"{plan.about or 'one model trained'}: {plan.peak / 1e9:.1f} GB at most; `recipes plan` lists it")
+        if (size := read_device_memory()) is not None and not plan.fits(size):
             remedy = "adapters (`use_peft: true`), fewer rows at once, or another layout need less"
             report(f"warning: this is more than the {size / 1e9:.1f} GB of the device at hand can hold; {remedy}")
 

@@ -7,7 +7,6 @@ import copy
 import io
 import sys
 import tempfile
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -102,7 +101,7 @@ class EvaluateTasks(TrainerCallback):
         if self.every is not None and step % self.every and step < self._last_step:
             return {}
         # The other ranks wait without reporting progress.
-        with nullcontext() if get_rank() == 0 else WATCHDOG.during("waiting for benchmark scores"):
+        with contextlib.nullcontext() if get_rank() == 0 else WATCHDOG.during("waiting for benchmark scores"):
             return compute_on_main(lambda: self._ask(model))
 
     def _ask(self, model: nn.Module) -> dict[str, float]:
