@@ -40,6 +40,10 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return made
 
 
+def text(part: str) -> dict[str, str]:
+    return {"type": "text", "text": part}
+
+
 def answer_all(server: ChatEndpoint, **options: Any) -> list[client.Reply]:
     return Endpoint(server.url, "m", **options).answer(CHATS, range(len(CHATS)))
 
@@ -222,11 +226,13 @@ def test_unpaired_surrogate_in_reply_is_replaced() -> None:
         ({"content": None, "reasoning": "2 +"}, ("2 +", "")),
         ({"content": "<think>2 + 2</think>4", "reasoning_content": "2 + 2"}, ("2 + 2", "4")),
         ({"content": "4", "reasoning": {"effort": "low"}}, (None, "4")),
+        ({"content": [{"type": "thinking", "thinking": [text("2 + "), text("2")]}, text("4")]}, ("2 + 2", "4")),
+        ({"content": [text("4"), {"type": "reference", "reference_ids": [1]}, text(".")]}, (None, "4.")),
     ],
 )
 def test_separate_reasoning_is_part_of_the_answer(message: dict[str, Any], expected: tuple[str | None, str]) -> None:
-    text = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}], "usage": None})
-    assert {split_reasoning(reply.text) for reply in answer_all(ChatEndpoint(lambda _: (200, {}, text)))} == {expected}
+    body = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}], "usage": None})
+    assert {split_reasoning(reply.text) for reply in answer_all(ChatEndpoint(lambda _: (200, {}, body)))} == {expected}
 
 
 def test_requests_per_minute_paces_requests(waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,8 @@ class ServedModel:
         self.interrupt()
         if "messages" in asked:
             text = asked["messages"][-1]["content"].split()[1].strip(",")
-            return {"choices": [{"index": 0, "message": {"content": text}}]}
+            parts = [{"type": "thinking", "thinking": []}, {"type": "text", "text": text}]
+            return {"choices": [{"index": 0, "message": {"content": parts if self.num_asked % 2 else text}}]}
         return {"choices": [self._complete(at, tokens, asked) for at, tokens in enumerate(asked["prompt"])]}
 
     def _complete(self, at: int, tokens: list[int], asked: dict[str, Any]) -> dict[str, Any]:
@@ -140,7 +141,7 @@ def test_endpoint_counts_truncated_questions(served: ServedModel, model: Path, t
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        ("error", "404"),
+        ("error", "404.*check that it serves this model"),
         ("key", "401, .*put a valid key into"),
         ("busy", "503, .*run the same command to resume"),
         ("garbage", "gave no usable answer"),
@@ -157,7 +158,8 @@ def test_endpoint_failure_is_one_error(
     if broken == "gone":
         served.server.shutdown()
         served.server.server_close()
-    flags = [*served.flags, "--limit", 2]
+    # One at a time, lm-eval asks by requests, and several by aiohttp, whose exceptions differ.
+    flags = [*served.flags, "--limit", 2, "--num_concurrent", 1 if broken in ("error", "gone") else 8]
     for _ in range(2 if broken == "nan" else 1):  # A wrong answer must not be cached.
         assert run_eval("name", tasks, tmp_path / "served", *flags, names="local_choice") == 2
         error = capsys.readouterr().err
@@ -230,7 +232,7 @@ def test_missing_package_error_names_install_command(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "tenacity" else found(name, *a))
     flags = ["--base_url", "http://127.0.0.1:9/v1/completions", "--tokenizer_name_or_path", model]
     assert run_eval("name", tasks, tmp_path, *flags) == 2
-    assert "tenacity is not installed" in (error := capsys.readouterr().err)
+    assert "tenacity not installed" in (error := capsys.readouterr().err)
     assert "pip install 'recipes-lib[eval]'" in error
 
 
@@ -403,6 +405,21 @@ def test_incomplete_adapter_is_refused(
     elif not weights:
         save_file({}, path)
     refuse(folder, tasks, tmp_path, message)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"), [({"r": 4}, 16), ({"r": 64}, 64), ({"rank_pattern": {"q_proj": 33}}, 64)]
+)
+def test_vllm_has_room_for_the_rank_of_an_adapter(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], expected: int
+) -> None:
+    folder = save_adapter(model, tmp_path / "adapter", **settings)
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(engines, "get_model", lambda _: lambda **options: SimpleNamespace(options=options))
+    config = EvalConfig(model_name_or_path=str(folder), engine="vllm")
+    options = engines.build_engine(config, describe_model(config)).options
+    assert (options["pretrained"], options["lora_local_path"]) == (str(model), str(folder))
+    assert options["max_lora_rank"] == expected
 
 
 def test_hub_adapter_is_loaded_at_its_revision(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from tests.evaluation.conftest import WORDS
-from tests.rows import read_rows
+from tests.rows import read_rows, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes_lib.config.evaluation import EvalConfig
@@ -23,6 +23,7 @@ from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.evaluation import harness
 from recipes_lib.evaluation.engines import CachedModel, CheckedModel
 from recipes_lib.evaluation.harness import RECORD, SAMPLES, describe_model, evaluate_model, read_samples
+from recipes_lib.evaluation.suites import OWN_TASKS
 from recipes_lib.files import try_lock
 
 LOCAL = ("local_choice", "local_written", "local_rolling")
@@ -170,6 +171,35 @@ def test_code_task_runs_in_sandbox(model: Path, tasks: Path, monkeypatch: pytest
     config = build(model, tasks, "local_code", confirm_run_unsafe_code=True)
     found = answer(TableModel(None, lambda _: "    return 1"), config, monkeypatch)
     assert found["local_code"]["scores"]["pass@1"]["value"] == 1
+
+
+def test_mbpp_prompt_is_that_of_its_paper(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference is the README of google-research/mbpp: the format, and tasks 2, 3 and 4 as examples."""
+    rows = [
+        {"task_id": at, "text": f"Task {at}.", "code": f"def f():\r\n  return {at}", "test_setup_code": ""}
+        | {"test_list": [f"assert f() == {at}"] * 3}
+        for at in range(1, 12)
+    ]
+    files = {
+        "prompt": str(write_rows(tmp_path / "prompt.jsonl", rows[:10])),
+        "test": str(write_rows(tmp_path / "test.jsonl", rows[10:])),
+    }
+    task = {"include": f"{OWN_TASKS}/mbpp_sandboxed.yaml", "task": "local_mbpp", "dataset_path": "json"}
+    task |= {"dataset_name": None, "dataset_kwargs": {"data_files": files}}
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "mbpp.yaml").write_text(json.dumps(task))
+    config = build(model, tmp_path / "tasks", "local_mbpp", confirm_run_unsafe_code=True)
+    found = answer(TableModel(None, lambda _: "def f():\n    return 11\n"), config, monkeypatch)
+    assert found["local_mbpp"]["scores"]["pass@1"]["value"] == 1
+    shown = [
+        f"You are an expert Python programmer, and here is your task: Task {at}. Your code should pass these tests:\n\n"
+        + f"assert f() == {at}\n" * 3
+        + "[BEGIN]\n"
+        for at in (2, 3, 4, 11)
+    ]
+    solved = [f"def f():\r\n  return {at}\n[DONE]\n\n" for at in (2, 3, 4)] + [""]
+    expected = "".join(part for pair in zip(shown, solved, strict=True) for part in pair)
+    assert next(read_samples(model / "eval"))["prompt"] == expected
 
 
 def test_bits_per_byte_of_uniform_model(model: Path, tasks: Path) -> None:

@@ -124,6 +124,12 @@ def test_rows_have_names_of_models_or_of_folders_if_equal(tmp_path: Path) -> Non
         assert [row.model for row in compare_folders(folders)] == [shown]
 
 
+def test_columns_of_the_table_fit_long_names() -> None:
+    rows = [Difference(name, "acc", "m", 9, 0.0, 0.0, -0.1, 0.1, "same") for name in ("t" * 40, "mmlu")]
+    head, *lines = format_rows(rows)
+    assert {line.index("0.0000") + 6 for line in lines} == {head.index("base") + 4}
+
+
 def test_infinite_interval_is_null_in_json() -> None:
     row = Difference("t", "acc", "m", 1, 0.0, 1.0, -np.inf, np.inf, "same")
     found = json.loads(json.dumps(row.describe(), allow_nan=False))

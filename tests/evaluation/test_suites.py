@@ -204,10 +204,16 @@ def test_list_datasets_resolves_task_files(tmp_path: Path) -> None:
     )
     (tmp_path / "outer.yaml").write_text("group: outer\ntask: [{task: hub, num_fewshot: 2}, inner]\n")
     (tmp_path / "inner.yaml").write_text("group: inner\ntask: [local, same]\n")
+    whole = "{task: whole, dataset_path: json, dataset_kwargs: {data_files: whole.jsonl}}"
+    (tmp_path / "nested.yaml").write_text(
+        f"group: nested\ntask: [{{group: part, task: [inner, {whole}]}}, {{task: hub, dataset_name: two}}]\n"
+    )
     hub = {"name": "org/sets", "config": "one", "split": "exam"}
     local = [{"name": name, "label": "local"} for name in (f"{tmp_path}/a.jsonl", "b.jsonl")]
     assert list_datasets(build(tmp_path, "outer")) == [{**hub, "label": "hub"}, *local]
     assert list_datasets(build(tmp_path, "all_of_it")) == [{**hub, "label": "hub"}]
+    named = [{**hub, "label": "same"}, {"name": "whole.jsonl", "label": "whole"}]
+    assert list_datasets(build(tmp_path, "nested")) == [*local, *named, {**hub, "config": "two", "label": "hub"}]
     (tmp_path / "mute.yaml").write_text(f"task: mute\n{shared}")
     with pytest.raises(ConfigError, match="where its questions are"):
         list_datasets(build(tmp_path, "mute"))

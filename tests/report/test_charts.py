@@ -182,6 +182,15 @@ def test_held_out_sets_chart_names_each_set(tmp_path: Path) -> None:
     assert "heldout_sets" not in {chart.name for chart in none}
 
 
+@pytest.mark.parametrize("names", [["web", "/data/" + "corpus" * 12], [f"set{number}" for number in range(12)]])
+def test_legend_of_held_out_sets_leaves_room_for_curves(names: list[str], tmp_path: Path) -> None:
+    evaluations = [{"step": step, **{f"eval_{name}_loss": float(step) for name in names}} for step in (0, 1)]
+    (chart,) = draw_charts(build_run([], evaluations), tmp_path)
+    (_, _, left, bottom), (_, _, right, top) = json.loads(chart.hover)[0]["points"]
+    assert right - left > 200, "of a width of 324"
+    assert bottom - top > 100, "of a height of 180 without further rows of the legend"
+
+
 @pytest.mark.parametrize(("num_steps", "num_marks"), [(1, 1), (5000, 100)])
 def test_non_finite_steps_are_marked(tmp_path: Path, num_steps: int, num_marks: int) -> None:
     train = [{"step": 0, "grad_norm": 1.0}, *({"step": n, "grad_norm": "nan"} for n in range(1, num_steps + 1))]
@@ -230,7 +239,7 @@ def test_healthy_range_matches_docs_and_is_shaded_in_view(recipe: str, name: str
     assert {least, largest} <= set(re.findall(r"\d(?:\.\d+)?", row))
 
 
-def test_ticks_of_a_narrow_range_differ(tmp_path: Path) -> None:
-    train = [{"step": step, "loss": 20_000.0 + step} for step in range(9)]
+def test_ticks_of_a_narrow_range_differ_and_steps_are_whole_numbers(tmp_path: Path) -> None:
+    train = [{"step": 125_000 * number, "loss": 20_000.0 + number} for number in range(9)]
     (chart,) = draw_charts(build_run(train), tmp_path)
-    assert {"20002", "20004"} <= set(re.findall(r">([\d.e+]+)</text>", chart.svg))
+    assert {"20002", "20004", "200,000", "1,000,000"} <= set(re.findall(r">([\d.e+,]+)</text>", chart.svg))

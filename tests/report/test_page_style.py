@@ -6,6 +6,8 @@ import inspect
 import re
 from pathlib import Path
 
+import pytest
+
 from recipes_lib.report.charts import COLOURS
 from recipes_lib.report.page import build_report
 
@@ -36,9 +38,17 @@ def test_every_theme_defines_all_colours() -> None:
     assert used == set(light) == set(dark) == set(printed)
 
 
-def test_text_direction_of_samples_follows_their_content() -> None:
-    (rule,) = re.findall(r"^pre \{(.*?)\}", STYLE, flags=re.DOTALL | re.MULTILINE)
-    assert "unicode-bidi: plaintext" in rule
+@pytest.mark.parametrize(
+    ("selector", "declaration"),
+    [
+        ("pre", "unicode-bidi: plaintext"),
+        ("pre", "overflow-wrap: anywhere"),
+        (".figures > div", "overflow-wrap: anywhere"),
+    ],
+)
+def test_samples_keep_their_direction_and_long_words_wrap(selector: str, declaration: str) -> None:
+    (rule,) = re.findall(rf"^{re.escape(selector)} \{{(.*?)\}}", STYLE, flags=re.DOTALL | re.MULTILINE)
+    assert declaration in rule
 
 
 def test_png_colours_match_light_theme() -> None:

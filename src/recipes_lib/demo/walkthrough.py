@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import shutil
 import sys
 import time
 from collections import defaultdict, deque
@@ -30,7 +29,7 @@ from recipes_lib.demo.stdlib_texts import (
     split_texts,
     standard_library,
 )
-from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
+from recipes_lib.errors import EXIT_DONE
 from recipes_lib.files import explain_write_errors, read_lines, read_record
 from recipes_lib.models.vocabulary import CHATML_TEMPLATE, CHATML_TOKENS, train_tokenizer
 from recipes_lib.pipelines.pipeline import load_pipeline
@@ -43,8 +42,6 @@ MAX_POSITIONS = 512
 MAX_CHATS = 3000
 """Chats for LoRA, reward model and PPO: about as many as these stages read in their few steps."""
 SEED = 0
-DISK_BYTES = 100_000_000
-"""Free disk space that the demo needs."""
 SHOWN = {"pretrain": 2, "sft": len(QUESTIONS), "lora": 2, "ppo": len(QUESTIONS)}
 """Stage -> number of its samples to print."""
 SHOWN_CHARACTERS = 100
@@ -168,7 +165,7 @@ def run_demo(file: Path, output_dir: Path) -> int:
         output_dir: Folder of all outputs.
 
     Raises:
-        ConfigError: ``output_dir`` cannot be written, or its disk lacks space.
+        ConfigError: ``output_dir`` cannot be written.
         DataError: This Python has no sources of its standard library.
     """
     console = Console(highlight=False, markup=False, soft_wrap=True)
@@ -200,18 +197,15 @@ def run_demo(file: Path, output_dir: Path) -> int:
 
 
 def open_folder(output_dir: Path) -> None:
-    """Create the folders, and check that they are writable and that the disk has enough space.
+    """Create the folders, and check that they are writable.
 
     Raises:
-        ConfigError: The folder cannot be written, or its disk lacks space.
+        ConfigError: The folder cannot be written.
     """
     with explain_write_errors(output_dir, "name another --output_dir"):
         (output_dir / "data").mkdir(parents=True, exist_ok=True)
         # An existing folder may be read-only, which `mkdir` does not notice.
         (output_dir / "data" / "pretrain.jsonl").touch()
-    if (free := shutil.disk_usage(output_dir).free) < DISK_BYTES:
-        found = f"the demo needs {DISK_BYTES / 1e6:.0f} MB, and {free / 1e6:.0f} MB are free"
-        raise ConfigError(Problem(str(output_dir), found, "free some space, or name an --output_dir on another disk"))
 
 
 def write_start(output_dir: Path) -> Iterator[str]:

@@ -36,10 +36,8 @@ _TIMEOUTS_PER_ATTEMPT: Final = 10
 """Longest duration of an attempt, as a multiple of ``Endpoint.timeout``."""
 _THIS_REQUEST: Final = (400, 413, 422)
 """Status codes that concern one request, such as too long a chat or a content filter."""
-REPEATED: Final = (408, 409, 425, 429)
+_REPEATED: Final = (408, 409, 425, 429)
 """Status codes below 500 of requests that may succeed later."""
-KEY_REFUSED: Final = (401, 403)
-KEY_REMEDY: Final = "put a valid key into the environment variable OPENAI_API_KEY"
 RESUME_REMEDY: Final = "start it or wait, and run the same command to resume"
 _ENDS: Final = ("stop", "eos", "eos_token", "stop_sequence", None)
 """Values of ``finish_reason`` for a complete answer; TGI has ``eos_token`` and ``stop_sequence``."""
@@ -297,8 +295,7 @@ class _Connection:
                 reason = f"{error.code} {self._shorten(body_start.decode(errors='replace') or str(error.reason))}"
                 if error.code in _THIS_REQUEST:
                     return Reply("", is_finished=False, error=reason)
-                if error.code not in REPEATED and error.code < 500:
-                    remedy = KEY_REMEDY if error.code in KEY_REFUSED else _REMEDY
+                if (remedy := choose_remedy(error.code, _REMEDY)) != RESUME_REMEDY:
                     raise UnansweredError(Problem("base_url", f"{self._url} returned {reason}", remedy)) from None
                 wait = read_wait(error.headers.get("Retry-After"), wait)
             except _FAILURES as error:
@@ -367,12 +364,27 @@ def read_key() -> str | None:
     return key or None
 
 
+def choose_remedy(status: int | None, otherwise: str) -> str:
+    """Return the remedy for the status code of a failed request, ``None`` without one; ``otherwise`` for most codes."""
+    if status in (401, 403):
+        return "put a valid key into the environment variable OPENAI_API_KEY"
+    return RESUME_REMEDY if status in _REPEATED or (status or 0) >= 500 else otherwise
+
+
 def read_wait(retry_after: str | None, wait: float) -> float:
     """Return the seconds of ``Retry-After``, at least ``wait`` and at most ten minutes; dates are not supported."""
     try:
         return max(wait, min(float(retry_after or 0), _MAX_RETRY_AFTER))
     except ValueError:
         return wait
+
+
+def join_parts(content: Any, kind: str = "text") -> Any:
+    """Return the texts of one kind of a content in parts, as of Mistral's reasoning models; other contents as it is."""
+    if not isinstance(content, list):
+        return content
+    # The thinking of a part is itself a list of parts.
+    return "".join(join_parts(part[kind]) for part in content if part["type"] == kind)
 
 
 def _read_reply(received: Any) -> Reply:
@@ -383,16 +395,18 @@ def _read_reply(received: Any) -> Reply:
     """
     try:
         choice = received["choices"][0]
-        text = choice["message"].get("content") or ""
+        message, content = choice["message"], choice["message"].get("content") or ""
         # Servers with a reasoning parser remove it from `content`; vLLM has renamed the field to `reasoning`.
-        thought = choice["message"].get("reasoning_content") or choice["message"].get("reasoning")
+        thought = message.get("reasoning_content") or message.get("reasoning")
+        if isinstance(content, list):
+            thought, content = thought or join_parts(content, "thinking"), join_parts(content)
         usage = received.get("usage") or {}
         num_prompt_tokens, num_tokens = (int(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion"))
-        if not isinstance(text, str):
-            raise TypeError(f"its content is a {type(text).__name__}")
+        if not isinstance(content, str):
+            raise TypeError(f"its content is a {type(content).__name__}")
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"the reply holds no answer ({error!r}): {json.dumps(received)[:200]}") from error
-    if isinstance(thought, str) and ENDS_THINKING not in text:
-        text = join_reasoning(thought, text)
-    text = text.encode(errors="replace").decode()  # JSON can contain an unpaired surrogate, which UTF-8 cannot.
+    if isinstance(thought, str) and ENDS_THINKING not in content:
+        content = join_reasoning(thought, content)
+    text = content.encode(errors="replace").decode()  # JSON can contain an unpaired surrogate, which UTF-8 cannot.
     return Reply(text, choice.get("finish_reason") in _ENDS, num_prompt_tokens, num_tokens)

@@ -30,10 +30,11 @@ from transformers import LogitsProcessorList
 
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig
-from recipes_lib.errors import ConfigError, DataError, Problem, UserError
-from recipes_lib.evaluation.endpoint import KEY_REFUSED, KEY_REMEDY, REPEATED, RESUME_REMEDY, read_key, read_wait
+from recipes_lib.errors import ConfigError, DataError, Problem, UserError, verify_extra
+from recipes_lib.evaluation.endpoint import RESUME_REMEDY, choose_remedy, join_parts, read_key, read_wait
+from recipes_lib.files import read_record
 from recipes_lib.models.adapters.lora import suppress_peft_deprecation
-from recipes_lib.models.adapters.saved import find_adapter
+from recipes_lib.models.adapters.saved import ADAPTER_CONFIG, find_adapter
 from recipes_lib.models.loading import explained, load_model_config, without_report
 from recipes_lib.processes import read_world_size
 
@@ -77,8 +78,7 @@ def build_engine(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
 
 
 def _build_endpoint(config: EvalConfig) -> Any:
-    if missing := [name for name in ("aiohttp", "requests", "tenacity") if importlib.util.find_spec(name) is None]:
-        raise ConfigError(Problem("base_url", f"{missing[0]} is not installed", "pip install 'recipes-lib[eval]'"))
+    verify_extra("base_url", "eval", "aiohttp", "requests", "tenacity")
     # They log every failed attempt; ``CachedModel`` reports the last one.
     for name in ("lm_eval.models.api_models", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -125,9 +125,11 @@ def _build_patient(name: str, options: Mapping[str, Any]) -> Any:
         def parse_generations(self, outputs: Any, **kwargs: Any) -> Any:
             for reply in outputs if isinstance(outputs, list) else [outputs]:
                 # lm-eval 0.4.13 reads a chat reply without choices, or with a choice without `index`, as an empty
-                # answer. A missing `choices` raises here, and the index is added.
+                # answer, and does not join the parts of a content. A missing `choices` raises here.
                 for number, choice in enumerate(reply["choices"]):
                     choice.setdefault("index", number)
+                    if "message" in choice:
+                        choice["message"]["content"] = join_parts(choice["message"].get("content"))
             return super().parse_generations(outputs, **kwargs)
 
     return PatientClient(**options, max_retries=_NUM_ATTEMPTS)
@@ -165,6 +167,10 @@ def _build_vllm(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
     options = _list_options(config, settings)
     if "base" in settings:
         options["lora_local_path"] = _find_place(config)
+        saved = read_record(Path(options["lora_local_path"]) / ADAPTER_CONFIG, {"r": int})
+        rank = max([saved["r"], *(saved.get("rank_pattern") or {}).values()])
+        # At least vLLM's default; it accepts the powers of two up to 512.
+        options["max_lora_rank"] = max(16, 1 << (rank - 1).bit_length())
     return get_model("vllm")(**options)
 
 
@@ -383,10 +389,9 @@ def _raise_endpoint_error(endpoint: str | None, error: Exception) -> NoReturn:
     reason = f"{type(error).__name__}: {error}".splitlines()[0][:300].removesuffix(": ")  # A timeout has no message.
     status, _ = _read_status(error)
     remedy = "check that it serves this model, with log-probabilities of the prompt (echo) where tasks have choices"
-    if status in KEY_REFUSED:
-        remedy = KEY_REMEDY
-    elif isinstance(error, OSError) or status in REPEATED or (status or 0) >= 500:
-        remedy = RESUME_REMEDY
+    # An error status is an `OSError` for requests, and not for aiohttp.
+    is_down = status is None and isinstance(error, OSError)
+    remedy = RESUME_REMEDY if is_down else choose_remedy(status, remedy)
     raise ConfigError(Problem("base_url", f"{endpoint} gave no usable answer: {reason}", remedy)) from error
 
 

@@ -350,8 +350,7 @@ def judge_grade(
     Raises:
         ConfigError: An attribute or the prompt file is invalid.
     """
-    grading = Path(prompt) if prompt else PROMPTS / "grade.yaml"
-    judge = PromptedJudge(Endpoint(base_url, model, **options), grading=grading)
+    judge = PromptedJudge(Endpoint(base_url, model, **options), grading=Path(prompt or PROMPTS / "grade.yaml"))
     lowest, highest = judge.describe()["grading"]["scale"]
 
     def grade(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
@@ -379,8 +378,7 @@ def judge_preference(
     Raises:
         ConfigError: An attribute or the prompt file is invalid.
     """
-    pairwise = Path(prompt) if prompt else PROMPTS / "pairwise.yaml"
-    judge = PromptedJudge(Endpoint(base_url, model, **options), pairwise=pairwise)
+    judge = PromptedJudge(Endpoint(base_url, model, **options), pairwise=Path(prompt or PROMPTS / "pairwise.yaml"))
     judge.describe()  # Verifies the prompt file.
 
     def prefer(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:

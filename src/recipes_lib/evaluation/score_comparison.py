@@ -148,11 +148,13 @@ def _compare(
 
 def format_rows(rows: Sequence[Difference]) -> Iterator[str]:
     """Yield the lines of a table with a row for each difference."""
-    yield f"{'task':24}{'metric':22}{'base':>8}{'other':>8}{'difference':>12}  {'95 % interval':20}{'n':>7}  verdict"
+    columns = zip(("task", "metric"), *(row[:2] for row in rows), strict=True)
+    task, metric = (max(map(len, column)) + 2 for column in columns)
+    yield f"{'task':{task}}{'metric':{metric}}    base   other  difference  {'95 % interval':20}      n  verdict"
     for row in rows:
         interval = f"{row.low:+.4f} .. {row.high:+.4f}"
         figures = f"{row.base:8.4f}{row.other:8.4f}{row.other - row.base:+12.4f}  {interval:20}{row.num_questions:7,}"
-        yield f"{row.task:24}{row.metric:22}{figures}  {row.verdict}: {Path(row.model)}"
+        yield f"{row.task:{task}}{row.metric:{metric}}{figures}  {row.verdict}: {Path(row.model)}"
     if not rows:
         yield "no task and metric that both have"
     if any(row.verdict == "not comparable" for row in rows):

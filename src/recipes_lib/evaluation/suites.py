@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -83,22 +83,28 @@ def list_datasets(config: EvalConfig) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _enumerate_settings(manager: TaskManager, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the names and settings of a task, or of all tasks of a group or tag."""
-    entry = manager.task_index[name]
-    if entry.kind.name == "TAG":
-        members: Sequence[Any] = sorted(entry.tags)
-    else:
-        settings = load_yaml(entry.yaml_path, resolve_func=False)
-        members = settings["task"] if isinstance(settings.get("task"), list) else ()
-        if not members:
-            yield name, settings
-    for member in members:
-        inner = member if isinstance(member, str) else member.get("task", member.get("group"))
-        if isinstance(inner, str) and inner in manager.task_index:
-            yield from _enumerate_settings(manager, inner)
-        elif isinstance(member, Mapping) and isinstance(inner, str):
-            yield inner, member
+def _enumerate_settings(manager: TaskManager, member: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the names and settings of a task, or of all tasks of a group or tag.
+
+    Args:
+        manager: Index of tasks.
+        member: A name, or settings in the file of a group: of a task, which may only override some, or of a group.
+    """
+    own = {"task": member} if isinstance(member, str) else member
+    name = members = own.get("task", own.get("group"))
+    if isinstance(name, str):
+        entry = manager.task_index.get(name)
+        found: Mapping[str, Any] = {}
+        if entry is not None and entry.kind.name == "TAG":
+            found = {"task": sorted(entry.tags)}
+        elif entry is not None:
+            found = load_yaml(entry.yaml_path, resolve_func=False)
+        members = found.get("task")
+        if not isinstance(members, list):
+            yield name, {**found, **own}
+            return
+    for inner in members or ():
+        yield from _enumerate_settings(manager, inner)
 
 
 def _list_places(task: str, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

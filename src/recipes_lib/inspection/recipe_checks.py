@@ -289,27 +289,22 @@ class PPOInspection(Inspection):
     def check_kernels(self, report: Report) -> None:
         """Report the common choices and peak memory, with a warning if this machine's accelerator has less."""
         from recipes_lib.hardware import read_device_memory
-        from recipes_lib.planning.memory import list_layouts, plan_memory
+        from recipes_lib.planning.memory import plan_memory
         from recipes_lib.training.layouts.memory_layout import build_layout
         from recipes_lib.training.trainers.arguments import resolve_precision
 
         super().check_kernels(report)
         precision = resolve_precision(self.config, self.launched_precision)
         config = self.config.with_training({"bf16": bool(precision["bf16"])})  # PPO refuses fp16.
-        launched = build_layout(self.launch, self.launch.engine, self.config.read("gradient_accumulation_steps"))
-        others = (one for one in list_layouts(self.launch.world_size) if one.shards != launched.shards)
+        layout = build_layout(self.launch, self.launch.engine, self.config.read("gradient_accumulation_steps"))
         try:
-            plan, *alternatives = (plan_memory(config, self.model_config, layout) for layout in (launched, *others))
+            plan = plan_memory(config, self.model_config, layout)
         except ConfigError as error:  # The architecture is unknown to planning, and may train.
             report(f"warning: memory is not planned: {error.problems[0].found}")
             return
-        size = read_device_memory()
         report(f"{plan.about or 'one model trained'}: {plan.peak / 1e9:.1f} GB at most; `recipes plan` lists it")
-        if size is not None and not plan.fits(size):
-            remedy = "adapters (`use_peft: true`), fewer rows at once"
-            for other in alternatives:
-                name, count = other.layout.launch_file, other.layout.num_processes
-                remedy += f", or accelerate_configs/{name}.yaml: {other.peak / 1e9:.1f} GB on each of {count}"
+        if (size := read_device_memory()) is not None and not plan.fits(size):
+            remedy = "adapters (`use_peft: true`), fewer rows at once, or another layout need less"
             report(f"warning: this is more than the {size / 1e9:.1f} GB of the device at hand can hold; {remedy}")
 
     def check_steps(self, report: Report) -> None:

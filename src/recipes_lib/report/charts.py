@@ -14,10 +14,11 @@ from typing import Any, Literal
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from recipes_lib.errors import escape_controls
 from recipes_lib.files import explain_write_errors
+from recipes_lib.quantities import format_count
 from recipes_lib.report.run_files import Curve, RunFiles, find_non_finite_steps, read_curve, smooth
 
 Kind = Literal["noisy", "exact", "points"]
@@ -40,6 +41,8 @@ MAX_HOVERED = 200
 """Maximum points of a curve with values on hover."""
 _MAX_ALARMS = 100
 """Maximum marked steps: each is an element of the SVG, and a diverged run may log NaN for millions of steps."""
+_MAX_LABEL = 28
+"""Maximum characters of a label in a legend, beside which the unit has room."""
 SMOOTH_FROM = 30
 """Minimum points of a curve that is smoothed."""
 _TICK_STEPS = [1, 2, 5, 10]
@@ -77,8 +80,6 @@ STYLE = {
     "lines.solid_capstyle": "round",
     "lines.solid_joinstyle": "round",
 }
-
-_UNITS = ((1e12, "trillions"), (1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +242,8 @@ def _draw_sets(run: RunFiles) -> list[Line]:
     names = (re.fullmatch(r"eval_(.+)_loss", name) for record in run.evaluations for name in record)
     colours = itertools.cycle(("second", "first", "third", "good", "muted", "ink"))
     return [
-        # Escaped: FreeType raises for the lone surrogates of an untrusted name.
-        Line(escape_controls(name)[:60], read_curve(run.evaluations, f"eval_{name}_loss"), colour, "points")
+        # Escaped: FreeType raises for the lone surrogates of an untrusted name. The end of a path is its own part.
+        Line(escape_controls(name)[-_MAX_LABEL:], read_curve(run.evaluations, f"eval_{name}_loss"), colour, "points")
         for name, colour in zip(sorted({found.group(1) for found in names if found}), colours, strict=False)
     ]
 
@@ -266,7 +267,7 @@ def _draw_figure(plan: Plan, *, is_wide: bool) -> tuple[Figure, Axes]:
     axes = figure.add_subplot()
     for line in plan.lines:
         _draw_line(axes, line)
-    _finish(axes, plan, num_ticks=8 if is_wide else 5)
+    _finish(figure, axes, plan, num_ticks=8 if is_wide else 5)
     return figure, axes
 
 
@@ -325,7 +326,7 @@ def _draw_line(axes: Axes, line: Line) -> None:
     axes.plot(*zip(*thin_out(shown), strict=True), **bold)
 
 
-def _finish(axes: Axes, plan: Plan, num_ticks: int) -> None:
+def _finish(figure: Figure, axes: Axes, plan: Plan, num_ticks: int) -> None:
     values = [value for line in plan.lines for _, value in line.curve]
     if plan.from_zero:
         # `or 1`: equal limits are an error.
@@ -333,14 +334,13 @@ def _finish(axes: Axes, plan: Plan, num_ticks: int) -> None:
     # Spikes of the gradient norm would flatten a linear axis.
     elif plan.name == "grad_norm" and min(values) > 0 and max(values) > 20 * sorted(values)[len(values) // 2]:
         axes.set_yscale("log")
-    if plan.name == "throughput":
-        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    else:
-        # Ticks are round numbers, so that digits appear only where the range needs them.
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.6g}")
+    # Ticks are round numbers, so that digits appear only where the range needs them.
+    show = format_count if plan.name == "throughput" else "{:.6g}".format
+    axes.yaxis.set_major_formatter(lambda value, _: show(value))
     if axes.get_yscale() == "linear":
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=_TICK_STEPS))
     axes.xaxis.set_major_locator(MaxNLocator(num_ticks, integer=True, steps=_TICK_STEPS, min_n_ticks=1))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.margins(x=0.02)
     axes.set_xlabel("optimizer step")
     axes.set_title(plan.unit, loc="left", fontsize=9.5, color=COLOURS["muted"])
@@ -348,10 +348,14 @@ def _finish(axes: Axes, plan: Plan, num_ticks: int) -> None:
         _shade(axes, *plan.healthy)
     for step in plan.alarms[:: -(-len(plan.alarms) // _MAX_ALARMS) or 1]:
         axes.axvline(step, color=COLOURS["alarm"], linewidth=1.2, linestyle=(0, (2, 2)))
-    if plan.has_legend and sum(bool(line.label and line.curve) for line in plan.lines) > 1:
+    labels = [line.label for line in plan.lines if line.label and line.curve]
+    if plan.has_legend and len(labels) > 1:
         # Above the axes, to the right of the unit.
         place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
-        axes.legend(frameon=False, labelcolor=COLOURS["ink"], ncols=2, **place)
+        columns = 2 if max(map(len, labels)) <= _MAX_LABEL // 2 else 1
+        axes.legend(frameon=False, labelcolor=COLOURS["ink"], ncols=columns, **place)
+        # Otherwise, further rows of the legend would take their height from the axes.
+        figure.set_figheight(figure.get_figheight() + 0.2 * ((len(labels) - 1) // columns))
 
 
 def _shade(axes: Axes, least: float, largest: float) -> None:
@@ -398,17 +402,15 @@ def draw_schedule(path: Path, tokens: Sequence[float], rates: Sequence[float], b
     Raises:
         ConfigError: The file cannot be written.
     """
-    scale, unit = _choose_unit(tokens[-1])
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9.2, 4.6), layout="constrained")
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-        _draw_panel(top, [token / scale for token in tokens], rates, "first", "learning rate")
-        batch_scale, batch_unit = _choose_unit(max(batches))
-        steps = [batch / batch_scale for batch in batches]
-        _draw_panel(bottom, [token / scale for token in tokens], steps, "second", f"tokens in a step, {batch_unit}")
-        bottom.set_xlabel(f"tokens trained on, {unit}")
+        _draw_panel(top, tokens, rates, "first", "learning rate")
+        _draw_panel(bottom, tokens, batches, "second", "tokens in a step")
+        bottom.set_xlabel("tokens trained on")
         bottom.xaxis.set_major_locator(MaxNLocator(10, steps=_TICK_STEPS))
-        bottom.xaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
+        for axis in (bottom.xaxis, bottom.yaxis):
+            axis.set_major_formatter(lambda value, _: format_count(value))
         with explain_write_errors(path, "name another file"):
             path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path, format="png", dpi=160, facecolor=PNG_BACKGROUND)
@@ -422,8 +424,3 @@ def _draw_panel(axes: Axes, tokens: Sequence[float], values: Sequence[float], co
     axes.set_xlim(tokens[0], tokens[-1])
     axes.yaxis.set_major_locator(MaxNLocator(4, steps=_TICK_STEPS))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
-
-
-def _choose_unit(largest: float) -> tuple[float, str]:
-    """Return the size and name of the largest unit that is at most the number."""
-    return next(((size, name) for size, name in _UNITS if largest >= size), (1.0, "units"))

@@ -15,6 +15,11 @@ def score_completion(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str
     return {"pass@1": float(run_program(f"{doc['prompt']}{results[0]}\n{tests}\n").outcome == "passed")}
 
 
+def choose_examples(docs: Any) -> Any:
+    """Return the examples of MBPP's prompt split from task 2 on: its paper shows tasks 2, 3 and 4."""
+    return docs.filter(lambda doc: doc["task_id"] > 1)
+
+
 def score_answer(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
     """Return ``pass@1`` of a program, which may be in a code block, on the problem's assertions (MBPP)."""
     # With any language after the opening fence, and closed or not.

@@ -44,7 +44,7 @@ class JudgePreference(evaluate.Metric):  # type: ignore[misc]
             keep_in_memory: Argument of ``evaluate.Metric``.
             **options: Further attributes of ``Endpoint``.
         """
-        pairwise = Path(prompt) if prompt else PROMPTS / "pairwise.yaml"
+        pairwise = Path(prompt or PROMPTS / "pairwise.yaml")
         self._judge = PromptedJudge(Endpoint(base_url, model, **options), pairwise=pairwise)
         self._judge.describe()
         self._prefix = name

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from recipes_lib.config.schema import EvaluationConfig
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.evaluation.answering import encode_chat
 from recipes_lib.models.generation import build_plain_generation, pad_left, read_stop_ids
 from recipes_lib.models.inference import find_device, inputs_moved_to_device, preserve_training_state
 from recipes_lib.training.evaluation.user_metrics import compute_metrics
@@ -69,10 +70,12 @@ def build_prompts(
 
     Raises:
         ConfigError: A prompt of ``sample_prompts`` is too long, or has no tokens.
+        DataError: The chat template refuses such a prompt.
     """
     longest = positions - config.sample_max_new_tokens
     if config.sample_prompts is not None:
-        own = [_encode_own_prompt(text, tokenizer) for text in config.sample_prompts]
+        chats = ([{"role": "user", "content": text}] for text in config.sample_prompts)
+        own = [Prompt(encode_chat(tokenizer, chat), chat[0]["content"], None) for chat in chats]
         problems = [
             Problem(
                 "sample_prompts",
@@ -109,14 +112,6 @@ def build_prompts(
             "are answered"
         )
     return prompts
-
-
-def _encode_own_prompt(text: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    if tokenizer.chat_template is None:
-        return Prompt(tokenizer.encode(text), text, None)
-    chat = [{"role": "user", "content": text}]
-    rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    return Prompt(tokenizer.encode(rendered, add_special_tokens=False), text, None)
 
 
 def _find_answer(loss_mask: npt.NDArray[np.bool_]) -> slice:

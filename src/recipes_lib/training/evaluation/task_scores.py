@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import io
 import sys
 import tempfile
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerContro
 
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import EvaluationConfig
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, Problem, verify_extra
 from recipes_lib.models.inference import preserve_random_states, preserve_training_state
 from recipes_lib.training.collectives import compute_on_main, get_rank
 from recipes_lib.training.guards.watchdog import WATCHDOG
@@ -35,8 +33,7 @@ def load_training_tasks(config: EvaluationConfig, positions: float) -> tuple[Eva
     Raises:
         ConfigError: lm-eval is not installed, a task cannot be loaded, or its answers do not fit the positions.
     """
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError(Problem("eval_tasks", "lm_eval is not installed", "pip install 'recipes-lib[eval]'"))
+    verify_extra("eval_tasks", "eval", "lm_eval")
     # Imported here, because lm-eval is optional and takes seconds to import.
     from recipes_lib.evaluation.engines import find_answer_length
     from recipes_lib.evaluation.suites import load_tasks
@@ -104,7 +101,7 @@ class EvaluateTasks(TrainerCallback):
         if self.every is not None and step % self.every and step < self._last_step:
             return {}
         # The other ranks wait without reporting progress.
-        with nullcontext() if get_rank() == 0 else WATCHDOG.during("waiting for benchmark scores"):
+        with contextlib.nullcontext() if get_rank() == 0 else WATCHDOG.during("waiting for benchmark scores"):
             return compute_on_main(lambda: self._ask(model))
 
     def _ask(self, model: nn.Module) -> dict[str, float]:
