@@ -8,7 +8,7 @@ from tests.training.trajectories import make_packs, make_trainer
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from recipes_lib.models.activation_checkpointing import read_checkpointing
+from recipes_lib.models.activation_checkpointing import enable_checkpointing
 
 MODES = (
     None,
@@ -33,7 +33,7 @@ def test_checkpointing_keeps_training_trajectory(tiny_model_dir, tmp_path) -> No
 def count_flops(model_dir, options) -> int:
     model = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="eager").train()
     if options is not None:
-        model.activation_checkpointing_enable(**options)
+        enable_checkpointing(model, options)
     ids = torch.arange(4, 36)[None]
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -42,6 +42,6 @@ def count_flops(model_dir, options) -> int:
 
 def test_selective_checkpointing_recomputes_no_matmul(tiny_model_dir) -> None:
     without = count_flops(tiny_model_dir, None)
-    whole = count_flops(tiny_model_dir, read_checkpointing(None))
-    assert count_flops(tiny_model_dir, read_checkpointing({"save_matmuls": True})) == without
+    whole = count_flops(tiny_model_dir, {})
+    assert count_flops(tiny_model_dir, {"save_matmuls": True}) == without
     assert whole > 1.15 * without

@@ -1,4 +1,4 @@
-"""Selective activation checkpointing: outputs of matrix products are saved, everything else is recomputed."""
+"""Activation checkpointing; selective: outputs of matrix products are saved, everything else is recomputed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any, Final
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from recipes_lib.errors import ConfigError, Problem
 
 _SAVED: Final = frozenset(
     {
@@ -26,12 +28,16 @@ _SAVED_NAMESPACES: Final = ("torch_attn", "flash_attn")
 (``flash_attn_3``) and kernels from the Hub (``_vllm_flash_attn3_`` and a hash)."""
 
 
-def read_checkpointing(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments of ``activation_checkpointing_enable`` for the options of a run.
+def enable_checkpointing(model: Any, options: Mapping[str, Any] | None) -> None:
+    """Enable activation checkpointing of a model, with or without an adapter.
 
     Args:
+        model: Model of transformers, changed in place.
         options: ``activation_checkpointing_kwargs``: arguments of ``torch.utils.checkpoint.checkpoint``, and
             ``every_n_layers``, ``offload`` and ``save_matmuls``.
+
+    Raises:
+        ConfigError: transformers does not support it for this architecture, such as JetMoE.
 
     Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 5; gradients equal those without checkpointing in
     ``tests/models/test_activation_checkpointing.py``.
@@ -40,7 +46,11 @@ def read_checkpointing(options: Mapping[str, Any] | None) -> dict[str, Any]:
     every_n_layers, offload = given.pop("every_n_layers", 1), given.pop("offload", False)
     if given.pop("save_matmuls", False):
         given["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _choose)
-    return {"activation_checkpointing_kwargs": given, "every_n_layers": every_n_layers, "offload": offload}
+    try:
+        model.activation_checkpointing_enable(given, every_n_layers=every_n_layers, offload=offload)
+    except ValueError as error:
+        remedy = "write activation_checkpointing: false"
+        raise ConfigError(Problem("activation_checkpointing", str(error), remedy)) from error
 
 
 def is_product(operator: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation.utils import ALL_CACHE_NAMES
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.inference import find_device
+from recipes_lib.models.inference import find_device, unwrap_adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,9 +276,10 @@ def build_cache(model: Any, num_tokens: int) -> DynamicCache | None:
         The cache; ``None`` for a model whose state is not keys and values per token, such as a state-space model.
     """
     cache = DynamicCache(config=model.config)
-    if not model._supports_default_dynamic_cache() or not all(
-        isinstance(layer, DynamicLayer) for layer in cache.layers
-    ):
+    # OpenAI GPT takes no cache.
+    takes_cache = ALL_CACHE_NAMES[0] in inspect.signature(unwrap_adapter(model).forward).parameters
+    is_known = takes_cache and model._supports_default_dynamic_cache()
+    if not is_known or not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
         return None
     # Subclasses, such as the layers of sliding windows, discard tokens and are kept.
     cache.layers = [PreallocatedLayer(num_tokens) if type(layer) is DynamicLayer else layer for layer in cache.layers]
