@@ -15,6 +15,7 @@ MODES = (
     {"every_n_layers": 2, "save_matmuls": False},
     {"save_matmuls": True},
     {"save_matmuls": True, "every_n_layers": 2},
+    {"offload": True},
 )
 
 
