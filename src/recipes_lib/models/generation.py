@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -159,9 +158,8 @@ class GenerateBackend(Generator):
         """Generate up to ``length`` tokens per row; with a KV cache, until half of the rows have ended."""
         # Named `past_key_values` in transformers 5.23, `cache` in later versions.
         reuse = {} if cache is None else {ALL_CACHE_NAMES[0]: cache, "stopping_criteria": StoppingCriteriaList([half])}
-        context: AbstractContextManager[Any] = self._precision()
         # Eager: layers compiled for training would be recompiled for the length of every token.
-        with torch.no_grad(), context, torch.compiler.set_stance("force_eager"):
+        with torch.no_grad(), self._precision(), torch.compiler.set_stance("force_eager"):
             sequences: Tensor = policy.generate(
                 input_ids=ids,
                 attention_mask=mask,

@@ -213,12 +213,11 @@ def _refusal(name: str, config: PreTrainedConfig, device: torch.device, compute_
     capability = torch.cuda.get_device_capability(device) if is_cuda and torch.cuda.is_available() else (9, 0)
     is_capable = capability[0] == 9 if is_for_hopper else capability >= (8, 0)
     head_dim = _find_max_head_dim(config)
-    is_from_hub = name.startswith(_HUB)
-    absent = f"needs the package kernels, {KERNELS_MIN_VERSION} or later" if is_from_hub else "is not installed"
+    package = f"needs the package kernels, {KERNELS_MIN_VERSION} or later"
     reasons = {
         "runs on CUDA devices only": is_flash and not is_cuda,
         f"needs a GPU of compute capability {needed}": needs_half and is_cuda and not is_capable,
-        absent: is_flash and not FLASH_IS_INSTALLED[name](),
+        package if name.startswith(_HUB) else "is not installed": is_flash and not FLASH_IS_INSTALLED[name](),
         f"has head dimensions up to {_MAX_HEAD_DIM}, and this model has {head_dim}": needs_half
         and head_dim > _MAX_HEAD_DIM,
         "needs bf16 or fp16": needs_half and compute_dtype not in (torch.bfloat16, torch.float16),

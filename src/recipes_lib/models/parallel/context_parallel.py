@@ -143,8 +143,7 @@ def _attend(
     """Attention of the local tokens, ``(B, heads, l, D)`` to ``(B, l, heads, D)``."""
     index: Tensor | None = settings.get("context_index")
     if index is None:
-        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
-        return output, None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
     num_rows, num_tokens = query.shape[0], query.shape[2]
     # Under autocast, norms leave queries and keys in float32; values have the projection's dtype.
     # (B, heads, l, D) to (B * l, heads, D).
