@@ -23,9 +23,9 @@ _SAVED: Final = frozenset(
     }
 )
 """Compute-bound operators, whose outputs are saved; all others are memory-bound and recomputed."""
-_SAVED_NAMESPACES: Final = ("torch_attn", "flash_attn")
-"""Substrings of the operator namespaces of torch's variable-length attention, the FlashAttention packages
-(``flash_attn_3``) and kernels from the Hub (``_vllm_flash_attn3_`` and a hash)."""
+_SAVED_NAMES: Final = ("torch_attn", "flash_attn", "grouped_mm", "_scaled_mm")
+"""Substrings of further operators: torch's variable-length attention, the FlashAttention packages (``flash_attn_3``)
+and kernels from the Hub (``_vllm_flash_attn3_`` and a hash), products of experts and products in 8 bits."""
 
 
 def enable_checkpointing(model: Any, options: Mapping[str, Any] | None) -> None:
@@ -57,7 +57,7 @@ def enable_checkpointing(model: Any, options: Mapping[str, Any] | None) -> None:
 
 def is_product(operator: Any) -> bool:
     """Return whether ``save_matmuls: true`` saves the output of a torch operator."""
-    return operator in _SAVED or any(part in operator.namespace for part in _SAVED_NAMESPACES)
+    return operator in _SAVED or any(part in operator.name() for part in _SAVED_NAMES)
 
 
 def _choose(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
