@@ -13,7 +13,7 @@ from rich.console import Console
 from tests.models.vision_models import build_gemma3
 from tests.training.pretraining import build_config
 from tests.training.students import save_student
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, OpenAIGPTConfig
 
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.inspection.recipe_checks import PretrainInspection
@@ -99,6 +99,14 @@ def test_saved_adapter_is_counted_without_its_values(run_check, tmp_path, tiny_m
     model.save_pretrained(tmp_path / "adapter")
     problems, output = run_check("lora", CHATS, adapter_name_or_path=tmp_path / "adapter")
     assert not problems, output
+
+
+def test_architecture_without_activation_checkpointing_is_reported(run_check, tmp_path, tiny_tokenizer_dir) -> None:
+    """As at the start of a run."""
+    folder = shutil.copytree(tiny_tokenizer_dir, tmp_path / "gpt")
+    OpenAIGPTConfig(vocab_size=512, n_embd=16, n_layer=1, n_head=2).save_pretrained(folder)
+    problems, output = run_check("sft", CHATS, model_name_or_path=folder, activation_checkpointing=True)
+    assert [problem.where for problem in problems] == ["activation_checkpointing"], output
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])

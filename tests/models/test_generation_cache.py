@@ -11,6 +11,8 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
 )
 from transformers.cache_utils import DynamicLayer
 
@@ -45,7 +47,7 @@ def test_cache_appends_token_in_place():
     assert before.data_ptr() == after.data_ptr()
 
 
-def test_cache_is_not_used_for_sliding_window_and_recurrent_state():
+def test_cache_is_not_used_for_sliding_window_recurrent_state_and_model_without_cache():
     whole = build_cache(LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=2)), 8)
     assert whole is not None
     assert [type(layer) for layer in whole.layers] == [PreallocatedLayer] * 2
@@ -54,3 +56,4 @@ def test_cache_is_not_used_for_sliding_window_and_recurrent_state():
     assert mixed is not None
     assert sum(isinstance(layer, PreallocatedLayer) for layer in mixed.layers) == 1
     assert build_cache(MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=32, num_hidden_layers=2)), 8) is None
+    assert build_cache(OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=40, n_embd=32, n_layer=2, n_head=2)), 8) is None

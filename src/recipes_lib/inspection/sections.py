@@ -138,6 +138,7 @@ class Inspection(ABC):
 
     def check_model(self, report: Report) -> None:
         """Load the tokenizer and the model's configuration, and report architecture and size."""
+        from recipes_lib.models.activation_checkpointing import enable_checkpointing
         from recipes_lib.models.architecture import find_model_config
         from recipes_lib.models.loading import load_tokenizer
         from recipes_lib.training.layouts.memory_layout import verify_model
@@ -146,7 +147,10 @@ class Inspection(ABC):
         max_length = self.config.tokens.max_length
         self.model_config, _ = find_model_config(self.config.model, self.tokenizer, max_length)
         verify_model(self.model_config, self.launch)
-        self.num_parameters = int(_build_on_meta(self.model_config).num_parameters())
+        model = _build_on_meta(self.model_config)
+        if self.config.read("activation_checkpointing") is True:
+            enable_checkpointing(model, self.config.read("activation_checkpointing_kwargs"))
+        self.num_parameters = int(model.num_parameters())
         report(
             f"{self.model_config.model_type}, {self.num_parameters / 1e6:,.1f} M parameters, "
             f"{len(self.tokenizer):,} tokens in the vocabulary"

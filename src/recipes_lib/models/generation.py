@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation.utils import ALL_CACHE_NAMES
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.inference import find_device
+from recipes_lib.models.inference import find_device, unwrap_adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +158,8 @@ class GenerateBackend(Generator):
         """Generate up to ``length`` tokens per row; with a KV cache, until half of the rows have ended."""
         # Named `past_key_values` in transformers 5.23, `cache` in later versions.
         reuse = {} if cache is None else {ALL_CACHE_NAMES[0]: cache, "stopping_criteria": StoppingCriteriaList([half])}
-        context: AbstractContextManager[Any] = self._precision()
         # Eager: layers compiled for training would be recompiled for the length of every token.
-        with torch.no_grad(), context, torch.compiler.set_stance("force_eager"):
+        with torch.no_grad(), self._precision(), torch.compiler.set_stance("force_eager"):
             sequences: Tensor = policy.generate(
                 input_ids=ids,
                 attention_mask=mask,
@@ -275,9 +274,10 @@ def build_cache(model: Any, num_tokens: int) -> DynamicCache | None:
         The cache; ``None`` for a model whose state is not keys and values per token, such as a state-space model.
     """
     cache = DynamicCache(config=model.config)
-    if not model._supports_default_dynamic_cache() or not all(
-        isinstance(layer, DynamicLayer) for layer in cache.layers
-    ):
+    # OpenAI GPT takes no cache.
+    takes_cache = ALL_CACHE_NAMES[0] in inspect.signature(unwrap_adapter(model).forward).parameters
+    is_known = takes_cache and model._supports_default_dynamic_cache()
+    if not is_known or not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
         return None
     # Subclasses, such as the layers of sliding windows, discard tokens and are kept.
     cache.layers = [PreallocatedLayer(num_tokens) if type(layer) is DynamicLayer else layer for layer in cache.layers]

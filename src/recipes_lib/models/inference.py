@@ -159,8 +159,7 @@ def inputs_moved_to_device(model: Any) -> Iterator[None]:
     def move_inputs(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return send_to_device(args, device), send_to_device(kwargs, device)
 
-    inner = unwrap_adapter(model)
-    handle = inner.register_forward_pre_hook(move_inputs, prepend=True, with_kwargs=True)
+    handle = unwrap_adapter(model).register_forward_pre_hook(move_inputs, prepend=True, with_kwargs=True)
     try:
         yield
     finally:

@@ -67,6 +67,12 @@ def find_sliding_window(text_config: PreTrainedConfig) -> int | None:
     return min(filter(None, windows), default=None)
 
 
+def has_attention_dropout(text_config: PreTrainedConfig) -> bool:
+    """Return whether attention probabilities are dropped in training, by any of the names of the key."""
+    names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+    return any(getattr(text_config, name, 0.0) for name in names)
+
+
 def reads_mask(text_config: PreTrainedConfig) -> bool:
     """Return whether layers compute with the attention mask (Doge, sparse attention), which must then not be empty."""
     return text_config.model_type == "doge" or "indexed_attention" in (getattr(text_config, "layer_types", None) or ())

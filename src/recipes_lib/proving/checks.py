@@ -24,7 +24,7 @@ from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.environment import read_versions
 from recipes_lib.files import read_record
 from recipes_lib.losses.next_token import compute_cross_entropy
-from recipes_lib.models.activation_checkpointing import read_checkpointing
+from recipes_lib.models.activation_checkpointing import enable_checkpointing
 from recipes_lib.models.attention.kernels import choose_kernel
 from recipes_lib.models.attention.varlen import register_varlen
 from recipes_lib.models.heads.loss_head import add_loss_head
@@ -226,7 +226,7 @@ def _compile(model: Any) -> None:
 
 
 def _recompute(model: Any) -> None:
-    model.activation_checkpointing_enable(**read_checkpointing({"save_matmuls": True}))
+    enable_checkpointing(model, {"save_matmuls": True})
 
 
 def _use_liger(model: Any) -> None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase, TrainingArgu
 
 from recipes_lib.config.schema import ModelConfig, RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.activation_checkpointing import read_checkpointing
+from recipes_lib.models.activation_checkpointing import enable_checkpointing
 from recipes_lib.models.adapters.roles import CRITIC, AdapterScorer, Role, add_critic, role
 from recipes_lib.models.adapters.saved import find_adapter, find_shareable
 from recipes_lib.models.attention.kernels import choose_attention
@@ -219,7 +219,7 @@ def load_actor_critic(
         for model in (policy, critic):
             # An adapter as critic runs on the policy's layers, for which it is enabled already.
             if model is not None and not isinstance(model, AdapterScorer):
-                unwrap_adapter(model).activation_checkpointing_enable(**read_checkpointing(options))
+                enable_checkpointing(unwrap_adapter(model), options)
     return ActorCritic(policy, critic, own_reference, stop_ids, reward, has_reference)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tests.models.adapter_models import build_model
-from transformers import AutoModelForCausalLM, DeepseekV32Config, FalconMambaConfig, PhimoeConfig
+from transformers import AutoModelForCausalLM, DeepseekV4Config, DeepseekV32Config, FalconMambaConfig, PhimoeConfig
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError
@@ -13,6 +13,13 @@ SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 SPARSE = {"index_head_dim": 16, "index_n_heads": 2, "first_k_dense_replace": 2, "n_routed_experts": 4}
+# Compressed layers attend to blocks of as many tokens.
+RATES = {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}
+COMPRESSED = {
+    **{"head_dim": 16, "q_lora_rank": 16, "moe_intermediate_size": 16, "o_groups": 2, "o_lora_rank": 8},
+    **{"n_routed_experts": 4, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 4},
+    **{"compress_rates": RATES, "layer_types": [*RATES], "sliding_window": 8},
+}
 
 
 def problems_of(model, **keys):
@@ -91,6 +98,7 @@ def test_default_targets_are_all_linear_layers_except_output_projection():
     [
         FalconMambaConfig(**SMALL, state_size=8, time_step_rank=4),
         DeepseekV32Config(**SMALL, **HEADS, **LATENT, **SPARSE),
+        DeepseekV4Config(**SMALL, num_attention_heads=4, **COMPRESSED),
         PhimoeConfig(**SMALL, **HEADS, num_local_experts=2),
     ],
     ids=lambda config: config.model_type,

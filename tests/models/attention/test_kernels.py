@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    BioGptConfig,
     BloomConfig,
     FalconConfig,
     GPT2Config,
@@ -292,6 +293,7 @@ def test_default_kernel_is_fastest_that_isolates() -> None:
         (LlamaConfig(), "flash_attention_3"),
         # FlashAttention 3 ignores dropout; for gpt-oss, transformers would take a kernel from the Hub instead.
         (LlamaConfig(attention_dropout=0.1), "flash_attention_2"),
+        (BioGptConfig(), "flash_attention_2"),
         (GptOssConfig(), "eager"),
     ],
 )

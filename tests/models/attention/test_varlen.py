@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 from unittest.mock import create_autospec
 
@@ -21,6 +22,7 @@ from transformers import (
     Qwen3Config,
     modeling_flash_attention_utils,
 )
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from recipes_lib.models.attention import varlen
@@ -36,6 +38,8 @@ def make_pair(sliding: bool = False) -> tuple[PreTrainedModel, PreTrainedModel]:
     for kernel in ("sdpa", "varlen"):
         torch.manual_seed(0)
         models.append(AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=kernel).eval())
+        for layer in models[-1].model.layers:
+            layer.self_attn.scaling = 0.3  # Gemma's is not that of the head dimension either.
     return models[0], models[1]
 
 
@@ -83,6 +87,24 @@ def test_varlen_isolates_documents_in_several_rows() -> None:
     torch.testing.assert_close(ours, expected)
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"batch_size": 2},
+        {"q_length": 1},
+        {"attention_mask": torch.ones(1, 3, dtype=torch.bool)},
+        {"use_vmap": True},
+        {"allow_is_causal_skip": True},
+    ],
+)
+def test_only_packed_row_without_mask_has_empty_mask(changed: dict[str, Any]) -> None:
+    register_varlen()
+    packed = {"batch_size": 1, "q_length": 3, "kv_length": 3, "allow_is_causal_skip": False, "device": "cpu"}
+    assert ALL_MASK_ATTENTION_FUNCTIONS["varlen"](**packed).numel() == 0
+    mask = ALL_MASK_ATTENTION_FUNCTIONS["varlen"](**packed | changed)
+    assert mask is None or mask.numel()
+
+
 @pytest.mark.parametrize("sliding", [False, True])
 def test_varlen_equals_sdpa_on_padded_batch_and_generation(sliding: bool) -> None:
     sdpa, varlen = make_pair(sliding)
@@ -96,13 +118,13 @@ def test_varlen_equals_sdpa_on_padded_batch_and_generation(sliding: bool) -> Non
     assert torch.equal(*plain)
 
 
-def test_varlen_refuses_attention_dropout() -> None:
-    _, model = make_pair()
-    model.train()
-    for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.1
+@pytest.mark.parametrize("setting", ["dropout", "softcap", "s_aux", "position_bias"])
+def test_varlen_refuses_dropout_and_other_scores(setting: str) -> None:
+    register_varlen()
+    states = torch.randn(3, 1, 2, 5, 4).unbind()
+    bounds = {"cu_seq_lens_q": torch.tensor([0, 5]), setting: 0.1}
     with pytest.raises(ValueError, match="has no dropout"):
-        model(**make_packed_batch(), use_cache=False)
+        ALL_ATTENTION_FUNCTIONS["varlen"](torch.nn.Module(), *states, None, **bounds)
 
 
 class CudaTensor(torch.Tensor):
@@ -150,6 +172,8 @@ def test_cuda_kernel_arguments_give_result_of_cpu(
     found = attend_documents(*(state.as_subclass(CudaTensor) for state in states), batch, window=window)
     torch.testing.assert_close(found.as_subclass(torch.Tensor), expected)
     options = varlen.varlen_attn.call_args.kwargs
+    # Without the flag, torch refuses grouped queries.
+    assert ("enable_gqa" in options) == ("enable_gqa" in inspect.signature(varlen_attn).parameters)
     assert options.get("enable_gqa", num_kv_heads == 2) == (num_kv_heads == 2)
 
 
@@ -235,7 +259,7 @@ def test_one_document_a_row_keeps_logps_and_avoids_synchronisation(kernel, kind,
 
 
 @pytest.mark.parametrize("name", ["attention_mask", None])
-def test_empty_mask_is_dropped_as_positional_and_keyword_argument(name: str | None) -> None:
+def test_only_empty_mask_is_dropped_as_positional_and_keyword_argument(name: str | None) -> None:
     states = torch.randn(3, 1, 2, 5, 4, generator=torch.Generator().manual_seed(0)).unbind()
     module, empty = torch.nn.Module().eval(), torch.empty(1, 1, 0, 0, dtype=torch.bool)
     assert takes_empty_mask("sdpa", is_flat=False)
@@ -243,3 +267,15 @@ def test_empty_mask_is_dropped_as_positional_and_keyword_argument(name: str | No
     found, _ = attend(module, *states, **{name: empty}) if name else attend(module, *states, empty)
     expected = functional.scaled_dot_product_attention(*states, is_causal=True).transpose(1, 2)
     torch.testing.assert_close(found, expected)
+    mask = torch.ones(5, 5, dtype=torch.bool).triu()
+    found, _ = attend(module, *states, **{name: mask}) if name else attend(module, *states, mask)
+    torch.testing.assert_close(found, functional.scaled_dot_product_attention(*states, mask).transpose(1, 2))
+
+
+def test_empty_mask_is_for_kernels_that_know_bounds_and_wraps_them_once() -> None:
+    flat = {kernel: takes_empty_mask(kernel) for kernel in ("varlen", "sdpa", "eager", "flash_attention_2")}
+    assert flat == {"varlen": True, "sdpa": False, "eager": False, "flash_attention_2": True}
+    assert not takes_empty_mask("varlen", is_flat=False)
+    wrapped = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
+    takes_empty_mask("flash_attention_2")
+    assert ALL_ATTENTION_FUNCTIONS["flash_attention_2"] is wrapped

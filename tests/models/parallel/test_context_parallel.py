@@ -89,9 +89,12 @@ def test_unsharded_batch_attends_as_sdpa() -> None:
     ("model_type", "changes", "why"),
     [
         ("mistral", {"sliding_window": 8}, "sliding_attention layers"),
+        ("gemma3_text", {}, "sliding_attention layers"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "conv layers"),
         ("doge", {}, "attention by a mask of its own"),
         ("gemma2", {}, "capped attention"),
         ("llama", {"attention_dropout": 0.1}, "attention dropout"),
+        ("gpt2", {}, "attention dropout"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic rotary"),
         ("mixtral", {"output_router_logits": True, "sliding_window": None}, "a load-balancing loss of experts"),
     ],
@@ -120,7 +123,14 @@ def test_indivisible_head_counts_are_refused(heads: dict[str, int], why: str) ->
     verify_context_parallel(config, 4, by_heads=True)
 
 
-def test_full_attention_models_are_accepted() -> None:
-    for model_type in ("llama", "qwen3", "qwen2", "smollm3"):
-        for by_heads in (False, True):
-            verify_context_parallel(AutoConfig.for_model(model_type, **SIZES, **HEADS), 4, by_heads=by_heads)
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        *((model_type, HEADS) for model_type in ("llama", "qwen3", "qwen2", "smollm3")),
+        ("gpt2", {"num_attention_heads": 4, "attn_pdrop": 0.0}),
+        ("gemma3_text", {**HEADS, "layer_types": ["full_attention"] * 2, "sliding_window": 8}),
+    ],
+)
+@pytest.mark.parametrize("by_heads", [False, True])
+def test_full_attention_models_are_accepted(model_type: str, changes: dict[str, Any], by_heads: bool) -> None:
+    verify_context_parallel(AutoConfig.for_model(model_type, **SIZES, **changes), 4, by_heads=by_heads)

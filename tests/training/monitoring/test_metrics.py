@@ -144,8 +144,10 @@ def test_rewind_to_0_empties_file(tmp_path: Path) -> None:
     assert path.read_bytes() == b""
 
 
-@pytest.mark.parametrize("line", ['{"kind": "train", "st', "[1, 2]", "null", '{"loss": 1.0}', "\x00", "3"])
-def test_rewind_drops_invalid_lines(tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize(
+    "line", ['{"kind": "train", "st', "[1, 2]", "null", '{"loss": 1.0}', "\x00", "3", '{"kind": "best", "step": 1}']
+)
+def test_rewind_drops_invalid_lines_and_best_step_of_ended_run(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
     write_events(path, 1)
     with path.open("a") as file:

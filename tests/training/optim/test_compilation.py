@@ -212,9 +212,10 @@ def test_compiled_layers_equal_eager_on_packed_rows(kernel: str, checkpointed: b
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def test_layer_is_one_graph_under_ddp(monkeypatch) -> None:
+# Undoing monkeypatch's setattr would delete the option, for every later test.
+@torch._dynamo.config.patch(optimize_ddp=True)
+def test_layer_is_one_graph_under_ddp() -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
     # More than DDP's first bucket of 1 MiB in each layer.
     config = LlamaConfig(
         vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4

@@ -420,14 +420,15 @@ def find_targets(model: PreTrainedModel, config: AdapterConfig) -> dict[str, Any
 def _find_unsupported(model: PreTrainedModel, linear: Mapping[str, nn.Module]) -> list[str]:
     """Return the paths of linear layers whose adapter would fail, be ignored, or get no gradient.
 
-    Routers that inherit from a linear layer return tuples. Mamba's kernel reads the weight of ``dt_proj``. The indexer
-    of sparse attention only selects tokens, which is not differentiable.
+    Routers that inherit from a linear layer return tuples, and grouped layers (DeepSeek V4) multiply each group of
+    features by its own block. Mamba's kernel reads the weight of ``dt_proj``. The indexer of sparse attention only
+    selects tokens, which is not differentiable.
     """
     names = ("dt_proj", "out_proj") if model.config.model_type in _MAMBA else ("dt_proj",)
     return [
         path
         for path, module in linear.items()
-        if path.endswith(names) or ".indexer." in path or type(module).__name__.endswith("Router")
+        if path.endswith(names) or ".indexer." in path or type(module).__name__.endswith(("Router", "GroupedLinear"))
     ]
 
 

@@ -27,7 +27,7 @@ from recipes_lib.models.parallel.context_parallel import (
     register_context_parallel,
     verify_context_parallel,
 )
-from recipes_lib.models.structure import find_head_dim, list_layer_configs, reads_mask
+from recipes_lib.models.structure import find_head_dim, has_attention_dropout, list_layer_configs, reads_mask
 
 Layout = Literal["rows", "flat"]
 """``rows``: documents in the rows of a ``(B, L)`` batch, separated by restarting positions. ``flat``: all documents in
@@ -204,7 +204,6 @@ def _takes_position_ids(model_class: Any) -> bool:
 def _refusal(name: str, config: PreTrainedConfig, device: torch.device, compute_dtype: torch.dtype) -> str | None:
     """Return why this kernel cannot be used here, or ``None``."""
     is_cuda, is_flash, is_varlen = device.type == "cuda", name in FLASH_IS_INSTALLED, name == "varlen"
-    has_dropout = any(getattr(config, key, 0.0) for key in ("attention_dropout", "attn_pdrop"))
     has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
     needs_half = is_flash or (is_varlen and is_cuda)
     # FlashAttention 3 is for Hopper, and has no kernels for Blackwell; FlashAttention 2 is for Ampere and later.
@@ -214,18 +213,18 @@ def _refusal(name: str, config: PreTrainedConfig, device: torch.device, compute_
     capability = torch.cuda.get_device_capability(device) if is_cuda and torch.cuda.is_available() else (9, 0)
     is_capable = capability[0] == 9 if is_for_hopper else capability >= (8, 0)
     head_dim = _find_max_head_dim(config)
-    is_from_hub = name.startswith(_HUB)
-    absent = f"needs the package kernels, {KERNELS_MIN_VERSION} or later" if is_from_hub else "is not installed"
+    package = f"needs the package kernels, {KERNELS_MIN_VERSION} or later"
     reasons = {
         "runs on CUDA devices only": is_flash and not is_cuda,
         f"needs a GPU of compute capability {needed}": needs_half and is_cuda and not is_capable,
-        absent: is_flash and not FLASH_IS_INSTALLED[name](),
+        package if name.startswith(_HUB) else "is not installed": is_flash and not FLASH_IS_INSTALLED[name](),
         f"has head dimensions up to {_MAX_HEAD_DIM}, and this model has {head_dim}": needs_half
         and head_dim > _MAX_HEAD_DIM,
         "needs bf16 or fp16": needs_half and compute_dtype not in (torch.bfloat16, torch.float16),
         f"is not supported for {config.model_type} models by transformers": not _is_supported(name, config),
         "cannot cap attention logits, which this model does": has_softcap and name in ("sdpa", "varlen"),
-        "has no attention dropout, which this model's configuration sets": has_dropout and (is_varlen or is_for_hopper),
+        "has no attention dropout, which this model's configuration sets": (is_varlen or is_for_hopper)
+        and has_attention_dropout(config),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 

@@ -93,11 +93,9 @@ def _varlen_attention(
     **settings: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each document of a row, ``(1, heads, T, D)`` to ``(1, T, heads, D)``; otherwise sdpa."""
-    bounds: Tensor | None = settings.get("cu_seq_lens_q")
-    is_packed = attention_mask is not None and attention_mask.numel() == 0
-    if is_packed and bounds is None:
-        raise ValueError("attn_implementation: varlen needs cu_seq_lens_q for a row of several documents")
-    if bounds is None or not (is_packed or attention_mask is None):
+    if settings.get("cu_seq_lens_q") is None:
+        if attention_mask is not None and attention_mask.numel() == 0:
+            raise ValueError("attn_implementation: varlen needs cu_seq_lens_q for a row of several documents")
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
     if settings.get("dropout") or any(settings.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
         raise ValueError("attn_implementation: varlen has no dropout, softcap, sinks or position bias")

@@ -109,7 +109,7 @@ def set_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, te
     """
     ends = {tokenizer.eos_token_id, *terminators}
     # load_tokenizer falls back to the EOS token, which is caught here.
-    if tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends:
+    if tokenizer.pad_token_id in ends:
         found = f"{tokenizer.pad_token!r} pads and ends answers, so transformers would read the score before the end"
         raise ConfigError(Problem("pad_token", found, _advise_pad_token(tokenizer, ends)))
     config = unwrap_adapter(model).config

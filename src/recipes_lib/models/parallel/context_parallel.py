@@ -19,7 +19,7 @@ from transformers.masking_utils import sdpa_mask
 
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.attention.varlen import attend_documents
-from recipes_lib.models.structure import find_sliding_window, reads_mask
+from recipes_lib.models.structure import find_sliding_window, has_attention_dropout, reads_mask
 
 _HEADS: Final = {"": "attention", "key-value ": "key_value"}
 
@@ -57,13 +57,12 @@ def verify_context_parallel(config: PreTrainedConfig, num_processes: int, *, by_
         ConfigError: Ulysses: the number of heads is no multiple of ``num_processes``.
     """
     text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    if find_sliding_window(text) and not getattr(text, "layer_types", None):
-        kinds.add("sliding_attention")
+    by_default = "sliding_attention" if find_sliding_window(text) else "full_attention"
+    kinds = set(getattr(text, "layer_types", None) or [by_default])
     reasons = [f"{kind} layers" for kind in sorted(kinds - {"full_attention"})]
     reasons += ["attention by a mask of its own"] if reads_mask(text) else []
     reasons += ["capped attention"] if getattr(text, "attn_logit_softcapping", None) is not None else []
-    reasons += ["attention dropout"] if getattr(text, "attention_dropout", 0.0) else []
+    reasons += ["attention dropout"] if has_attention_dropout(text) else []
     # Angles depend on the sequence length, of which each rank sees only its shard.
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
     reasons += [f"{rope} rotary positions"] if rope in ("dynamic", "longrope") else []
@@ -144,8 +143,7 @@ def _attend(
     """Attention of the local tokens, ``(B, heads, l, D)`` to ``(B, l, heads, D)``."""
     index: Tensor | None = settings.get("context_index")
     if index is None:
-        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
-        return output, None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
     num_rows, num_tokens = query.shape[0], query.shape[2]
     # Under autocast, norms leave queries and keys in float32; values have the projection's dtype.
     # (B, heads, l, D) to (B * l, heads, D).

@@ -82,8 +82,7 @@ def _has_length(config: RecipeConfig) -> bool:
 def _plan(config: RecipeConfig, launch: Launch, size: int) -> MemoryPlan:
     layout = build_layout(launch, launch.engine, config.read("gradient_accumulation_steps"))
     # Liger's kernels, the default where supported, save fewer activations.
-    kernels = choose_liger(config, launch, is_cuda=True)
-    config = config.with_training(kernels)
+    config = config.with_training(choose_liger(config, launch, is_cuda=True))
     return plan_memory(config, find_planned_model(config), layout, device_bytes=size)
 
 

@@ -17,11 +17,11 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.hardware import INSTALL_COMPILER, find_compiler_obstacle
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.structure import find_layers
+from recipes_lib.planning.compute import RL_RECIPES
 from recipes_lib.training.layouts.launch_environment import Launch
 from recipes_lib.training.monitoring.progress import TrainingProgress
 
 _CROSS_ENTROPIES: Final = ("cross_entropy", "fused_linear_cross_entropy")
-_SAMPLES: Final = ("ppo", "rloo", "grpo")
 
 
 def choose_compilation(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -> dict[str, Any] | None:
@@ -99,7 +99,7 @@ def choose_liger(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -> dict
     if problems:
         raise ConfigError(*problems)
     is_supported = is_cuda and is_installed and not obstacle and _has_whole_layers(launch)
-    if requested is False or not is_supported or config.recipe in _SAMPLES:
+    if requested is False or not is_supported or config.recipe in RL_RECIPES:
         return {"use_liger_kernel": False, "liger_kernel_config": None}
     return {"use_liger_kernel": True, "liger_kernel_config": options | dict.fromkeys(_CROSS_ENTROPIES, False)}
 

@@ -63,7 +63,6 @@ class StochasticAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.0,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self._generators: dict[torch.device, torch.Generator] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -98,9 +97,9 @@ class StochasticAdamW(torch.optim.Optimizer):
         scale = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
         weights.addcdiv_(mean, scale, value=-group["lr"] / (1 - beta1**step))
         if parameter.dtype == torch.bfloat16:
-            generator = self._generators.setdefault(parameter.device, torch.Generator(parameter.device))
             # One seed per step and tensor: replicas and resumed runs draw the same noise.
-            weights = round_stochastically(weights, generator.manual_seed(step * _MAX_PARAMETERS + index))
+            generator = torch.Generator(parameter.device).manual_seed(step * _MAX_PARAMETERS + index)
+            weights = round_stochastically(weights, generator)
         parameter.copy_(weights)
 
 

@@ -21,7 +21,7 @@ from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.data.sources.replay_dataset import EpochOrder, Order
 from recipes_lib.data.tokens.dataset import RowSkips
 from recipes_lib.errors import ConfigError, DivergedError, PreemptedError, Problem
-from recipes_lib.models.activation_checkpointing import read_checkpointing
+from recipes_lib.models.activation_checkpointing import enable_checkpointing
 from recipes_lib.models.attention.kernels import explain_choice
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.parallel.tensor_parallel import count_tensor_parallel_ranks
@@ -171,7 +171,7 @@ class RecipeTrainer(CheckpointingTrainer):
         """
         if self.args.activation_checkpointing:
             options: Any = self.args.activation_checkpointing_kwargs
-            self.model.activation_checkpointing_enable(**read_checkpointing(options))
+            enable_checkpointing(self.model, options)
             # Otherwise upstream's train() enables it again, without ``save_matmuls``, which it does not know.
             self.args.activation_checkpointing = False
         compilation = getattr(self.args, "compilation", None)
