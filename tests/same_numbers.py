@@ -63,7 +63,7 @@ def make_keys(inputs: Path, recipe: str) -> dict[str, Any]:
         keys = {"model_name_or_path": inputs / "model", **recipe_runs.COMMON, **short, **MORE[recipe]}
         keys |= {key: inputs / keys[key] for key in ("dataset_name", "teacher_model_name_or_path") if key in keys}
     if recipe.split()[0] in ("ppo", "grpo", "rloo"):
-        del keys["prepared_dir"]
+        del keys["prepared_dir"]  # Earlier commits refuse it.
         keys["reward_funcs"] = "[rewards:prefer_short]"
     return keys
 
