@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from datetime import timedelta
 from pathlib import Path
 
 import pyarrow as pa
@@ -177,10 +179,17 @@ def test_columns_and_contents_are_as_in_the_dataset(load, tmp_path):
         train[3]
 
 
-def test_binary_columns_stay_bytes(load, tmp_path):
-    path = tmp_path / "binary.parquet"
-    pq.write_table(pa.table({"prompt": ["a"], "image_hash": [b"\x00\xff"]}), path)
-    assert load([], dataset_name=path).train[0].columns == {"image_hash": b"\x00\xff"}
+def test_columns_that_json_lacks_stay_bytes_or_become_text(load, tmp_path):
+    path = tmp_path / "other.parquet"
+    values = {"image_hash": [b"\x00\xff"], "time_limit": pa.array([timedelta(seconds=2)])}
+    pq.write_table(pa.table({"prompt": ["a"], **values}), path)
+    assert load([], dataset_name=path).train[0].columns == {"image_hash": b"\x00\xff", "time_limit": "0:00:02"}
+
+
+def test_file_name_that_is_not_utf8_is_named(load, tmp_path):
+    path = tmp_path / os.fsdecode(b"caf\xe9.jsonl")
+    write_rows(path, [{"prompt": "a"}])
+    assert load([], dataset_name=path).train[0].where == f"{path}:1"
 
 
 def test_terminators_are_not_those_of_a_broken_row(load, tiny_tokenizer, monkeypatch):
@@ -213,6 +222,7 @@ def test_trained_line_break_is_no_terminator(load, tiny_tokenizer, monkeypatch):
 
 def test_max_length_includes_held_out_prompts(load):
     data = load([{"prompt": "Once"}], [{"prompt": "Once upon a time there was a king"}])
+    assert [len(data.train), len(data.eval)] == [1, 1]
     assert data.max_length == len(data.eval[0].input_ids) + 10 > len(data.train[0].input_ids) + 10
 
 

@@ -20,6 +20,7 @@ from recipes_lib.config.token_ids import count_before_end, find_end_tokens
 from recipes_lib.data.packed.encoding import TokenizerLoader, build_encoder, map_chunks, read_seed, verify_unchanged
 from recipes_lib.data.packed.packing import IntArray
 from recipes_lib.data.packed.prepared_set import SetIdentity, add_findings, build_lists, identify_set
+from recipes_lib.data.packed.supervision_audit import Finding
 from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.formats import canonicalize, detect_format, read_question
 from recipes_lib.data.sources.messages import RowError, parse_chat, refuse_media
@@ -82,8 +83,8 @@ class _StoredPrompts(Sequence[PromptRow]):
         if isinstance(index, slice):
             return [self[at] for at in range(len(self))[index]]
         row = self._rows[int(self._positions[index])]
-        content, columns = json.loads(row["row"], object_hook=_restore_bytes)
-        return PromptRow(row["where"], row["input_ids"], content, {name: columns.get(name) for name in self._columns})
+        where, content, columns = json.loads(row["row"], object_hook=_restore_bytes)
+        return PromptRow(where, row["input_ids"], content, {name: columns.get(name) for name in self._columns})
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +171,9 @@ def render_summary(prepared: PreparedSet) -> Table:
 
 
 class _Chunk(NamedTuple):
-    """Encoded prompts, R rows.
+    """Figures of encoded prompts, R rows.
 
     Attributes:
-        batch: Their locations, token ids and stored rows.
         digests: Digests of the prompts, ``S16 (R,)``.
         lengths: Their lengths in tokens, ``int64 (R,)``.
         is_text: True at plain texts, ``bool (R,)``.
@@ -181,7 +181,6 @@ class _Chunk(NamedTuple):
         chats: The first chat with and the first without tools.
     """
 
-    batch: pa.RecordBatch | None
     digests: npt.NDArray[np.bytes_]
     lengths: IntArray
     is_text: npt.NDArray[np.bool_]
@@ -197,32 +196,32 @@ def _build(
 
     encoder, broken, name = build_encoder(config, tokenizer), BrokenRows(config.tokens), identity.train.name
     mixtures = [identity.train, *([] if identity.test is None else [identity.test])]
-    first = _encode(encoder, [], [])
-    chunks, sizes = [first], []
+    empty, none = _encode(encoder, [], [])  # Determines the dtypes, in case no row is valid.
+    chunks, sizes = [none], []
 
     def encode_all() -> Iterator[pa.RecordBatch]:
         for mixture in mixtures:
-            for chunk in map_chunks(_read(mixture, config.data), lambda *rows: _encode(encoder, *rows), broken):
-                chunks.append(chunk._replace(batch=None))  # Memory keeps only a few numbers per row.
-                yield chunk.batch
+            for batch, chunk in map_chunks(_read(mixture, config.data), lambda *rows: _encode(encoder, *rows), broken):
+                chunks.append(chunk)
+                yield batch
             sizes.append(sum(len(chunk.digests) for chunk in chunks))
 
-    assert first.batch is not None
-    write_splits(staging, {"rows": pa.RecordBatchReader.from_batches(first.batch.schema, encode_all())})
+    write_splits(staging, {"rows": pa.RecordBatchReader.from_batches(empty.schema, encode_all())})
     for mixture, fingerprint in zip(mixtures, identity.inputs["sources"].values(), strict=True):
         verify_unchanged(mixture, fingerprint)
     rows = open_rows(staging, "rows").with_format(None)
 
     def find_place(position: int) -> str:
-        return str(rows[position]["where"])
+        return str(json.loads(rows[position]["row"])[0])
 
-    digests, lengths, is_text = (np.concatenate(arrays) for arrays in list(zip(*chunks, strict=True))[1:4])
+    digests, lengths, is_text = (np.concatenate(arrays) for arrays in list(zip(*chunks, strict=True))[:3])
     response_length = config.rewards.response_length
     fits = lengths <= (config.tokens.max_length or np.inf) - response_length
     if config.tokens.overlong == "error":
-        overlong = np.flatnonzero(~fits)
-        places = zip(rows.select(overlong)["where"], lengths[overlong].tolist(), strict=True)
-        broken.fatal += merge_alike([_describe_overlong(config, *place) for place in places], broken.num_rows)
+        overlong = [
+            _describe_overlong(config, find_place(at), int(lengths[at])) for at in np.flatnonzero(~fits).tolist()
+        ]
+        broken.fatal += merge_alike(overlong, broken.num_rows)
     raise_problems(broken.list_problems(name), name)
     _refuse_mixed_forms(is_text, find_place, name)
     train, held_out = _separate(config, digests, sizes[0], find_place)
@@ -237,7 +236,7 @@ def _build(
         "columns": list(dict.fromkeys(column for chunk in chunks for column in chunk.columns)),
         "terminators": _find_terminators(list(chats.values()), encoder, find_end_tokens(tokenizer)),
         "max_length": int(lengths[np.concatenate([train, held_out])].max()) + response_length,
-        "findings": [{"severity": "warning", "found": text, "remedy": ""} for text in broken.list_warnings(name)],
+        "findings": [dataclasses.asdict(Finding("warning", text)) for text in broken.list_warnings(name)],
         "record": {
             "num_prompts": len(train),
             "num_eval_prompts": len(held_out),
@@ -273,8 +272,8 @@ def _describe_overlong(config: RecipeConfig, where: str, length: int) -> Problem
     return Problem(where, found, "raise max_length, or write `overlong: drop`", size=length)
 
 
-def _encode(encoder: RowEncoder, rows: Sequence[Row], _: Sequence[int]) -> _Chunk:
-    """Encode the prompts of a chunk.
+def _encode(encoder: RowEncoder, rows: Sequence[Row], _: Sequence[int]) -> tuple[pa.RecordBatch, _Chunk]:
+    """Return the token ids of the prompts of a chunk with the rows as JSON, and their figures.
 
     Raises:
         DataError: Prompts cannot be rendered, or are empty.
@@ -290,19 +289,13 @@ def _encode(encoder: RowEncoder, rows: Sequence[Row], _: Sequence[int]) -> _Chun
                 raise DataError(Problem(row.where, "the prompt is empty", "write one, or remove the row"))
     if problems:
         raise DataError(*problems)
-    stored = [
-        json.dumps([row.prompt if row.messages is None else list(row.messages), row.others], default=_write_bytes)
-        for row in rows
-    ]
-    batch = pa.record_batch(
-        {
-            "where": pa.array([row.where for row in rows], pa.string()),
-            "input_ids": build_lists(np.cumsum([len(tokens) for tokens in ids]), np.concatenate(ids)),
-            "row": pa.array(stored, pa.string()),
-        }
-    )
-    return _Chunk(
-        batch,
+    stored = [json.dumps([row.where, row.messages or row.prompt, row.others], default=_spell_for_json) for row in rows]
+    columns = {
+        "input_ids": build_lists(np.cumsum([len(tokens) for tokens in ids]), np.concatenate(ids)),
+        # Tests of programs can have megabytes a row, and a chunk more than the 2 GiB of `string`.
+        "row": pa.array(stored, pa.large_string()),
+    }
+    return pa.record_batch(columns), _Chunk(
         digests=compute_digests(rows),
         lengths=np.array([len(tokens) for tokens in ids[1:]], np.int64),
         is_text=np.array([row.messages is None for row in rows], np.bool_),
@@ -311,8 +304,9 @@ def _encode(encoder: RowEncoder, rows: Sequence[Row], _: Sequence[int]) -> _Chun
     )
 
 
-def _write_bytes(value: Any) -> dict[str, str]:
-    return {_BYTES: base64.b64encode(value).decode("ascii")}
+def _spell_for_json(value: Any) -> Any:
+    """Return binary data as an object with the key ``_BYTES``, and other values that JSON lacks (durations) as text."""
+    return {_BYTES: base64.b64encode(value).decode("ascii")} if isinstance(value, bytes) else str(value)
 
 
 def _restore_bytes(value: dict[str, Any]) -> Any:

@@ -326,7 +326,9 @@ class PolicyTrainer:
         # All ranks need equally many answers: if they are not divisible, some ranks repeat the last one.
         rounds = math.ceil(count / self._world_size)
         own = [min(row, count - 1) for row in range(self._rank, rounds * self._world_size, self._world_size)]
-        return [self._prompts.train[chosen[row]] for row in own], [first + row for row in own]
+        # Answers of one group share their prompt, which is read from the disk once.
+        prompts = {at: self._prompts.train[at] for at in {chosen[row] for row in own}}
+        return [prompts[chosen[row]] for row in own], [first + row for row in own]
 
     def _evaluate(self) -> None:
         """Answer the sample prompts; an evaluation that a stop request interrupts runs again on resume."""

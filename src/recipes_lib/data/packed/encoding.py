@@ -200,10 +200,11 @@ def split_chunks(
 
 
 def _count_characters(row: Row) -> int:
-    """Return the number of characters of a row's texts, without those that the chat template adds."""
+    """Return the number of characters of a row's texts and text columns, without those that the chat template adds."""
+    others = sum(len(value) for value in row.others.values() if isinstance(value, str))
     if row.messages is not None:
-        return sum(len(str(message.get("content", ""))) for message in row.messages)
-    return len(row.text or "") + len(row.prompt or "") + len(row.completion or "")
+        return others + sum(len(str(message.get("content", ""))) for message in row.messages)
+    return others + len(row.text or "") + len(row.prompt or "") + len(row.completion or "")
 
 
 def encode_chunk(encoder: RowEncoder, rows: Sequence[Row], row_ids: Sequence[int]) -> Examples:
