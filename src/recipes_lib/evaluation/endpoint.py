@@ -295,7 +295,8 @@ class _Connection:
                 reason = f"{error.code} {self._shorten(body_start.decode(errors='replace') or str(error.reason))}"
                 if error.code in _THIS_REQUEST:
                     return Reply("", is_finished=False, error=reason)
-                if (remedy := choose_remedy(error.code, _REMEDY)) != RESUME_REMEDY:
+                if not _is_temporary(error.code):
+                    remedy = choose_remedy(error.code, _REMEDY)
                     raise UnansweredError(Problem("base_url", f"{self._url} returned {reason}", remedy)) from None
                 wait = read_wait(error.headers.get("Retry-After"), wait)
             except _FAILURES as error:
@@ -368,7 +369,11 @@ def choose_remedy(status: int | None, otherwise: str) -> str:
     """Return the remedy for the status code of a failed request, ``None`` without one; ``otherwise`` for most codes."""
     if status in (401, 403):
         return "put a valid key into the environment variable OPENAI_API_KEY"
-    return RESUME_REMEDY if status in _REPEATED or (status or 0) >= 500 else otherwise
+    return RESUME_REMEDY if _is_temporary(status or 0) else otherwise
+
+
+def _is_temporary(status: int) -> bool:
+    return status in _REPEATED or status >= 500
 
 
 def read_wait(retry_after: str | None, wait: float) -> float:

@@ -254,7 +254,8 @@ def start(config: RecipeConfig, args: TrainingArguments, sampling: Sampling, max
                 seed=args.seed,
             ).create_engine_config(UsageContext.LLM_CLASS)
             engine = LLMEngine(settings, Executor.get_class(settings), log_stats=False)
-        # It would destroy the process groups of training once it is collected, or at exit, after the run has done so.
+        # The finalizer of vLLM 0.32 destroys the process groups of training once it is collected, or at exit, after the
+        # run has done so.
         if (finalizer := getattr(engine.engine_core, "_finalizer", None)) is not None:
             finalizer.detach()
     except Exception as error:  # vLLM raises no more specific error on a failed start.
