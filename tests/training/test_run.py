@@ -328,6 +328,7 @@ WEIGHTS = {
 def test_resumed_run_must_have_the_same_weights(tmp_path, monkeypatch, kind):
     base = tmp_path / "base"
     base.mkdir()
+    (base / "interrupted_download.safetensors").touch()
     config = make_config(tmp_path)
     if kind == "Hub":
         monkeypatch.setattr(run_module, "find_model_folder", lambda *_: base)

@@ -526,6 +526,8 @@ def _sample_weights(*models: Path | None) -> dict[str, str] | None:
     """Return a hash of sizes and samples of the weight files in folders; ``None`` if there is no such folder."""
     folders, digest = [model for model in models if model is not None and model.is_dir()], hashlib.sha256()
     for part in (part for folder in folders for part in sorted(folder.glob("*.safetensors"))):
+        if not part.stat().st_size:  # An empty file, which cannot be mapped and which no model reads.
+            continue
         content = np.memmap(part, mode="r")
         # An odd stride meets all bytes of numbers; training seldom changes the highest.
         digest.update(f"{part.name} {len(content)} ".encode() + content[:: len(content) // _NUM_SAMPLES | 1].tobytes())
