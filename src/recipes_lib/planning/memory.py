@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -66,13 +66,6 @@ from recipes_lib.planning.memory_plan import KINDS, PHASES, Held, Layout, Memory
 
 _BUCKET_SIZE: Final = 500_000_000
 """Elements of a bucket: DeepSpeed's default ``reduce_bucket_size``."""
-
-
-def list_layouts(num_processes: int) -> Iterator[Layout]:
-    """Yield the data-parallel layouts of a run with this number of processes: DDP and FSDP2, or one GPU."""
-    yield Layout("ddp" if num_processes > 1 else "single_gpu", num_processes)
-    if num_processes > 1:
-        yield Layout("fsdp2", num_processes, Held(num_processes, num_processes, num_processes))
 
 
 def has_half_products(config: RecipeConfig) -> bool:

@@ -20,7 +20,13 @@ from tests.rows import write_rows
 from transformers import AutoConfig
 
 from recipes_lib.commands.planning.plan import _read_gpus
-from recipes_lib.commands.planning.plan_search import describe_misfit, list_starts, verify_limits, write_plan
+from recipes_lib.commands.planning.plan_search import (
+    PlannedRun,
+    describe_misfit,
+    list_starts,
+    verify_limits,
+    write_plan,
+)
 from recipes_lib.commands.planning.planned_hardware import Hardware
 from recipes_lib.errors import ConfigError
 from recipes_lib.planning.compute import read_shapes
@@ -147,7 +153,8 @@ def find_remedy(config, gigabytes: float, **shape) -> str:
     """Return the remedy for four layers of an 8B model on two small GPUs, with 16 rows per step."""
     device = dataclasses.replace(choose_device("RTX 4090"), memory=gigabytes * 1e9)
     hardware = Hardware(device, 2, device.flops, 0.5, "a test", None, None, None, 1.0, None)
-    return describe_misfit(config, AutoConfig.for_model(**LAYERS, **shape), hardware, 80.0, 16).remedy
+    run = PlannedRun(config, AutoConfig.for_model(**LAYERS, **shape), argparse.Namespace())
+    return describe_misfit(run, hardware, 80.0, 16).remedy
 
 
 @pytest.mark.parametrize(
