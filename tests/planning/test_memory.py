@@ -39,7 +39,7 @@ from recipes_lib.planning.memory import (
     plan_memory,
     resolve_checkpointing,
 )
-from recipes_lib.planning.memory_plan import KINDS, Held, Layout
+from recipes_lib.planning.memory_plan import KINDS, SCALES, Held, Layout
 
 KEYS: dict[str, Any] = {
     "max_length": 64,
@@ -167,6 +167,11 @@ def test_quantized_base_counts_bits_of_linear_layers(count, tiny_model_dir) -> N
     linear = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
     saved = whole["frozen base, weights"] - quarter["frozen base, weights"]
     assert saved == pytest.approx(2 * linear - (0.5 + (1 + 4 / 256) / 64) * linear, rel=1e-3)
+    # bitsandbytes has the scales beside the parameters, which FSDP2 shards or offloads without them.
+    for shards, rest in ((1, 0), (4, 3 / 4), (0, 1)):
+        keys = {"load_in_4bit": True, "use_bnb_nested_quant": False, "lora_r": 4}
+        scales = count("lora", Layout("fsdp2", 4, Held(shards, shards, shards)), **keys).get(SCALES, 0)
+        assert scales == rest * linear * 4 / 64
 
 
 @pytest.mark.parametrize("is_recomputed", [False, True])

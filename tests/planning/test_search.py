@@ -103,6 +103,10 @@ def test_traffic_matches_ring_collectives(tiny_model_dir: Path) -> None:
         assert count_traffic(config, model, 1000, layout) == Traffic(model=0.5 * sent * 1000)
     adapter = build(tiny_model_dir, "lora", gradient_accumulation_steps=3)
     assert count_traffic(adapter, model, 1000, REPLICATED) == Traffic()
+    # Weights of 4 bits are gathered, and copied from the host, as they are stored.
+    adapter = build(tiny_model_dir, "lora", gradient_accumulation_steps=3, load_in_4bit=True)
+    assert count_traffic(adapter, model, 1000, SHARDED) == Traffic(model=0.5 * 3 * 2 * 0.5 * 1000)
+    assert count_traffic(adapter, model, 1000, offloaded).host == 3 * 2 * 0.5 * 1000 / 2
 
 
 def test_traffic_between_machines_uses_network() -> None:

@@ -32,7 +32,7 @@ from recipes_lib.models.attention.kernels import find_refusals
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.loading import choose_teacher
-from recipes_lib.models.quantization import count_quantized_bytes, list_quantized
+from recipes_lib.models.quantization import count_quantized_bytes, count_scale_bytes, list_quantized
 from recipes_lib.models.structure import freeze_outside_text
 from recipes_lib.planning import memory_plan
 from recipes_lib.planning.activations import (
@@ -96,6 +96,11 @@ def plan_memory(
     with torch.device("meta"):
         built = (_build_rl if is_rl else _build_trainer)(config, narrowed, layout)
     temporary = _count_exchange(config, built, layout)
+    if layout.shards.weights != 1 and config.quantization.load_in_4bit:
+        # Of the scales, weights already have the share that they would have of parameters.
+        number = sum(layer.weight.numel() for layer in list_quantized(built.trained) if not layer.weight.requires_grad)
+        scales, shards = round(number * count_scale_bytes(config.quantization)), layout.shards.weights
+        temporary[memory_plan.SCALES] = scales - (scales // shards if shards else 0)
     kept = count_kept(config, narrowed, layout)
     if is_rl:
         temporary |= _count_rollouts(config, narrowed, layout, built, kept)

@@ -203,10 +203,15 @@ def time_traffic(traffic: Traffic, layout: Layout, device: Device) -> Traffic:
     )
 
 
-def count_gathered(num_parameters: float, layout: Layout) -> float:
-    """Return the bytes that a GPU sends to gather a sharded model in 16 bits once; 0 if the model is replicated."""
+def count_gathered(config: RecipeConfig, num_parameters: float, layout: Layout) -> float:
+    """Return the bytes that a GPU sends to gather a sharded model once, in 16 or 4 bits; 0 if it is replicated."""
     held = num_parameters / (layout.tensor * layout.pipeline_stages)
-    return 2 * held * _others(layout.shards.weights or layout.num_processes)
+    return _find_width(config, 2) * held * _others(layout.shards.weights or layout.num_processes)
+
+
+def _find_width(config: RecipeConfig, width: int) -> float:
+    """Return the bytes of a weight: ``width``, or half a byte if it is sharded and gathered in 4 bits."""
+    return 0.5 if config.quantization.load_in_4bit else width
 
 
 def count_traffic(
@@ -214,10 +219,10 @@ def count_traffic(
 ) -> Traffic:
     """Count the traffic of an optimizer step.
 
-    Weights are gathered in 16 bits for the forward and the backward pass of each micro-batch, in pipeline stages once
-    per step. Gradients are reduced in 32 bits, by DeepSpeed in 16: in DDP, ZeRO-1 and pipeline stages once per step,
-    in FSDP2, ZeRO-2 and ZeRO-3 once per micro-batch. ZeRO-1 and ZeRO-2 reduce by all-reduce, and gather
-    the updated weights once per step. A frozen model under an adapter has no gradients.
+    Weights are gathered in 16 bits, or 4, for the forward and the backward pass of each micro-batch, in pipeline stages
+    once per step. Gradients are reduced in 32 bits, by DeepSpeed in 16: in DDP, ZeRO-1 and pipeline stages once per
+    step, in FSDP2, ZeRO-2 and ZeRO-3 once per micro-batch. ZeRO-1 and ZeRO-2 reduce by all-reduce, and gather the
+    updated weights once per step. A frozen model under an adapter has no gradients.
 
     Args:
         config: Configuration of the run.
@@ -239,9 +244,9 @@ def count_traffic(
         return found._replace(model=passes * gradients * _others(layout.num_processes))
     group = layout.shards.weights or layout.num_processes
     return found._replace(
-        model=times * (2 * count_gathered(num_parameters, layout) + _others(group) * gradients),
+        model=times * (2 * count_gathered(config, num_parameters, layout) + _others(group) * gradients),
         replicas=2 * _others(layout.replicas) * gradients / group,
-        host=0.0 if layout.shards.weights else times * 2 * 4 * held / layout.num_processes,
+        host=0.0 if layout.shards.weights else times * 2 * _find_width(config, 4) * held / layout.num_processes,
     )
 
 
