@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -110,9 +110,7 @@ def plan_memory(
         several = sum if layout.pipeline_stages > 1 else (lambda layers: 2 * max(layers))
         numbers = max(several(layers) + ends for layers, ends in parts)
         temporary[memory_plan.GATHERED_LAYERS] = numbers * _count_width(config, narrowed)
-    is_auto = config.read("activation_checkpointing") == AUTO
-    kinds = MODE_LAYERS if is_auto else {"": read_checkpointing(config)}
-    choices = count_choices(config, narrowed, layout, kept, kinds)
+    choices = count_choices(config, narrowed, layout, kept)
     # With `auto`, `place` below replaces these by those of the chosen kind.
     temporary |= next(reversed(choices.values()))
     temporary |= {
@@ -139,7 +137,7 @@ def plan_memory(
         engine_share=config.engine.vllm_gpu_memory_utilization if is_colocated else 0,
         engine_row=components[memory_plan.ENGINE_CACHE] if is_colocated else 0,
         host_bytes=sum(size for _, size, shards in states if not shards) // layout.num_gpus,
-        choices=choices if is_auto else {},
+        choices=choices if len(choices) > 1 else {},
     ).place(device_bytes)
 
 
@@ -248,21 +246,18 @@ def _build_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout:
 
 
 def count_choices(
-    config: RecipeConfig,
-    model_config: PreTrainedConfig,
-    layout: Layout,
-    kept: Activations,
-    kinds: Mapping[str, Checkpointing],
+    config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, kept: Activations
 ) -> dict[str, dict[str, int]]:
     """Return the bytes that a micro-batch saves for its backward pass, by kind of checkpointing and component.
 
     Args:
-        config: Configuration of the run.
+        config: Configuration of the run; of its kinds of activation checkpointing, ``auto`` has all.
         model_config: Configuration of the part of the trained model that a process computes (``Layout.narrow``).
         layout: Layout of the model over the processes.
         kept: Saved activations, from ``count_kept``.
-        kinds: Kinds of activation checkpointing by name.
     """
+    is_auto = config.read("activation_checkpointing") == AUTO
+    kinds = MODE_LAYERS if is_auto else {"": read_checkpointing(config)}
     return {
         name: {
             memory_plan.ACTIVATIONS: kept.count(checkpointing, layout.in_flight),

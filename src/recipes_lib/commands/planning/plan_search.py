@@ -110,7 +110,8 @@ def search_plan(run: PlannedRun, hardware: Hardware, num_processes: int) -> Iter
     if not best.fits:
         least = min(one.memory.peak for one in found) / 1e9
         raise ConfigError(describe_misfit(run, hardware, least, batch))
-    verify_limits(run.options, best.seconds * steps / 3600, hardware)
+    hours = best.seconds * steps / 3600
+    verify_limits(run.options, hours, hardware)
     if run.options.write:
         write_plan(run.options.write, run.flags, best.keys, best.layout, starts[best.layout])
     yield from hardware.adapt_to(config.with_training(best.keys)).describe()
@@ -119,36 +120,26 @@ def search_plan(run: PlannedRun, hardware: Hardware, num_processes: int) -> Iter
     yield from ((UNLABELLED, line) for line in ("", *format_rows([_HEADS, *candidates]), ""))
     searched = {starts[one.layout].name for one in found}
     yield from _describe_refused({name: why for name, why in refused.items() if name not in searched})
-    yield from _describe_best(run, found, starts, hardware, batch, steps)
-
-
-def _describe_best(
-    run: PlannedRun,
-    found: Sequence[Candidate],
-    starts: Mapping[Layout, Start],
-    hardware: Hardware,
-    batch: int,
-    steps: int,
-) -> Iterator[Row]:
-    """Yield keys and launch of the best, first candidate, its host memory, and the hours and cost of the run."""
-    best = found[0]
     yield "keys", _join_keys(best.keys)
     yield "launch", compose_flags(starts[best.layout], best.layout)
     # A share of 0 on the GPU: FSDP2 with offloading to the host.
     if not best.layout.shards.weights:
-        size = best.memory.host_bytes * min(GPUS_OF_A_MACHINE, best.layout.num_gpus)
-        text = "for weights, gradients and optimizer states; the time does not include their update on the CPU"
-        yield "host memory", f"{size / 1e9:,.1f} GB for each machine, {text}"
-        if other := next((one for one in found if one.fits and one.layout.shards.weights), None):
-            yield "without it", f"{starts[other.layout].name}, {other.seconds:.3g} s a step"
-        else:
-            yield "without it", _find_change(run, hardware, batch)
+        other = next((one for one in found if one.fits and one.layout.shards.weights), None)
+        text = other and f"{starts[other.layout].name}, {other.seconds:.3g} s a step"
+        yield from _describe_offload(best, text or _find_change(run, hardware, batch))
     if not steps:
         yield "time", f"{best.seconds:.3g} s a step; for hours, write --num_rows, the packed rows of the training set"
         return
-    hours = best.seconds * steps / 3600
     yield "time", f"{hours:,.1f} hours for {steps:,} steps"
     yield from hardware.describe_bill(hours)
+
+
+def _describe_offload(best: Candidate, other: str) -> Iterator[Row]:
+    """Yield the host memory of a plan that offloads to it, and what would fit without offload."""
+    size = best.memory.host_bytes * min(GPUS_OF_A_MACHINE, best.layout.num_gpus)
+    text = "for weights, gradients and optimizer states; the time does not include their update on the CPU"
+    yield "host memory", f"{size / 1e9:,.1f} GB for each machine, {text}"
+    yield "without it", other
 
 
 def list_starts(model_config: PreTrainedConfig, number: int) -> tuple[dict[Layout, Start], dict[str, Problem]]:
@@ -247,7 +238,7 @@ def _thin(found: Sequence[Candidate]) -> list[Candidate]:
     """Return the best candidate of each layout; for the best layout, one per mode of activation checkpointing."""
     kinds: dict[tuple[Layout, str], Candidate] = {}
     for one in found:
-        kinds.setdefault((one.layout, one.mode if one.layout == found[0].layout else ""), one)
+        kinds.setdefault((one.layout, one.memory.checkpointing if one.layout == found[0].layout else ""), one)
     return list(kinds.values())
 
 
@@ -263,7 +254,7 @@ def _describe(name: str, one: Candidate, best: Candidate) -> tuple[str, ...]:
     if not one.fits:
         verdict = "does not fit"
     compiled = "yes" if one.keys["torch_compile"] else "no"
-    return name, rows, one.mode, compiled, f"{one.memory.peak / 1e9:.1f}", f"{one.seconds:.3g}", verdict
+    return name, rows, one.memory.checkpointing, compiled, f"{one.memory.peak / 1e9:.1f}", f"{one.seconds:.3g}", verdict
 
 
 def describe_misfit(run: PlannedRun, hardware: Hardware, least: float, batch: int = 0) -> Problem:
