@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tests.live_tensors import LiveTensors
 from tests.models.vision_models import build_gemma3
 from tests.planning.runs import build_config
@@ -198,6 +200,23 @@ def test_teacher_and_live_reference_count(count, tiny_model_dir, num_parameters)
     assert count("distill", teacher_model_name_or_path=tiny_model_dir)["teacher, weights"] == size
     assert count("dpo", precompute_ref_log_probs=False)["reference, weights"] == size
     assert "reference, weights" not in count("dpo")
+
+
+def test_adapted_policy_is_planned_without_weights_and_has_reference_unless_adapter_is_new(
+    count, tiny_model_dir, tmp_path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    with warnings.catch_warnings(action="ignore"):
+        get_peft_model(model, LoraConfig(task_type="CAUSAL_LM")).save_pretrained(tmp_path / "adapter")
+    for keys, has_reference in (
+        ({}, False),
+        ({"init_lora_weights": "pissa"}, True),
+        ({"ref_model_name_or_path": "a/other"}, True),
+        ({"adapter_name_or_path": tmp_path / "adapter"}, True),
+    ):
+        with warnings.catch_warnings(action="error"):
+            terms = count("dpo", use_peft=True, precompute_ref_log_probs=False, **keys)
+        assert terms.get("reference, weights") == (terms["frozen base, weights"] if has_reference else None)
 
 
 def test_checkpointing_kwargs_order_activation_memory(count) -> None:

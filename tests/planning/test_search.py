@@ -92,6 +92,9 @@ def test_traffic_matches_ring_collectives(tiny_model_dir: Path) -> None:
     config, model = build(tiny_model_dir, gradient_accumulation_steps=3), AutoConfig.from_pretrained(tiny_model_dir)
     assert count_traffic(config, model, 1000, REPLICATED) == Traffic(model=0.5 * 2 * 4 * 1000)
     assert count_traffic(config, model, 1000, SHARDED) == Traffic(model=0.5 * 3 * (2 * 2 + 4) * 1000)
+    # A pipeline stage has half of the layers, gathered once for all micro-batches.
+    staged = Layout("fsdp2", 2, Held(2, 2, 2), pipeline_stages=2)
+    assert count_traffic(config, model, 1000, staged).model == 0.5 * (2 * 2 + 4) * 1000 / 2
     offloaded = Layout("fsdp2_offload", 2, Held(0, 0, 0))
     assert count_traffic(config, model, 1000, offloaded) == Traffic(0.5 * 3 * 8 * 1000, host=3 * 8 * 1000 / 2)
     # Two replicas of two shards: weights stay in a replica, gradients of a shard are reduced between them.

@@ -55,8 +55,8 @@ from recipes_lib.planning.compute import (
     count_features,
     explaining_model,
     find_shape,
-    has_live_reference,
     has_live_teacher,
+    has_own_reference,
     has_policy_reference,
     read_shapes,
     reads_teacher,
@@ -228,10 +228,10 @@ def _build_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout:
     if config.adapter.use_peft:
         frozen = {"frozen base": base}
         model = add_adapter(model, config.adapter, seed=0, task_type="SEQ_CLS" if is_reward else "CAUSAL_LM")
-    elif has_live_reference(config):
-        frozen["reference"] = base
     elif config.forgetting.kl_to_base:
         frozen["base model"] = base
+    if has_own_reference(config):
+        frozen["reference"] = base
     if has_live_teacher(config):
         named = choose_teacher(config)
         teacher = _build(AutoModelForCausalLM, find_shape(named), named.dtype)
