@@ -211,6 +211,14 @@ def test_model_parallel_layouts_are_searched_and_impossible_ones_listed(search_p
     assert "--torch_compile false" in (tmp_path / "plan" / "launch.sh").read_text()
 
 
+def test_growing_batch_keeps_several_micro_batches(plan_recipe) -> None:
+    """Configurations with one micro-batch per step, and a ramp of the batch, are refused."""
+    keys = KEYS | {"max_steps": 100, "batch_ramp_tokens": 10_000, "learning_rate": 1e-3}
+    output = plan_recipe("pretrain", "--gpus", "8xH100", "--num_processes", 1, **keys)
+    assert not re.search(r"\d x 1 ", output)
+    assert "not possible    ddp, fsdp2, zero2, fsdp2_offload: the batch grows by whole micro-batches" in output
+
+
 def test_meshes_use_all_gpus_and_stay_within_machines(tiny_model_dir) -> None:
     starts, refused = list_starts(AutoConfig.from_pretrained(tiny_model_dir), 16)
     for layout, start in starts.items():

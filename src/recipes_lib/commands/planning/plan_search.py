@@ -168,6 +168,10 @@ def list_starts(model_config: PreTrainedConfig, number: int) -> tuple[dict[Layou
 def is_supported(config: RecipeConfig, start: Start, refused: dict[str, Problem]) -> bool:
     """Return whether a layout supports a run; if not, its problem is added to ``refused`` by its name."""
     try:
+        # A rule of configurations, which the loader has checked with the micro-batches of the recipe.
+        if config.schedule.batch_ramp_tokens and config.read("gradient_accumulation_steps") == 1:
+            found = "the batch grows by whole micro-batches, and a step would have only one"
+            raise ConfigError(Problem("batch_ramp_tokens", found, "write larger steps, or delete the line"))
         verify_combination(config, start.launch, start.name)
     except ConfigError as error:
         refused.setdefault(start.name, error.problems[0])
