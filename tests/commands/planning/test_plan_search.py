@@ -211,12 +211,21 @@ def test_model_parallel_layouts_are_searched_and_impossible_ones_listed(search_p
     assert "--torch_compile false" in (tmp_path / "plan" / "launch.sh").read_text()
 
 
+def test_search_compiles_nothing_that_excludes_compilation(plan_recipe, tiny_model_dir) -> None:
+    keys = KEYS | {"teacher_model_name_or_path": str(tiny_model_dir), "feature_weight": 1.0}
+    output = plan_recipe("distill", "--gpus", "1xH100", "--num_processes", 1, **keys)
+    assert "--torch_compile false" in output
+
+
 def test_growing_batch_keeps_several_micro_batches(plan_recipe) -> None:
-    """Configurations with one micro-batch per step, and a ramp of the batch, are refused."""
+    """A configuration with one micro-batch per step, and a ramp of the batch, is refused."""
     keys = KEYS | {"max_steps": 100, "batch_ramp_tokens": 10_000, "learning_rate": 1e-3}
     output = plan_recipe("pretrain", "--gpus", "8xH100", "--num_processes", 1, **keys)
     assert not re.search(r"\d x 1 ", output)
-    assert "not possible    ddp, fsdp2, zero2, fsdp2_offload: the batch grows by whole micro-batches" in output
+    refused = (
+        "not possible    ddp, fsdp2, zero2, fsdp2_offload: `batch_ramp_tokens` has no effect: the batch grows by whole"
+    )
+    assert refused in output
 
 
 def test_meshes_use_all_gpus_and_stay_within_machines(tiny_model_dir) -> None:

@@ -9,6 +9,7 @@ import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ import yaml
 from transformers import PreTrainedConfig
 
 from recipes_lib.commands.planning.planned_hardware import UNLABELLED, Hardware, Row
-from recipes_lib.config.loader import drop_flags
+from recipes_lib.config.loader import drop_flags, load_config
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.files import explain_write_errors, replace_text
@@ -98,7 +99,12 @@ def search_plan(run: PlannedRun, hardware: Hardware, num_processes: int) -> Iter
     steps = _count_steps(run, num_processes)
     starts, refused = list_starts(run.model_config, number)
 
+    find_problems = cache(partial(_find_key_problems, run))
+
     def supports(layout: Layout, keys: Mapping[str, Any]) -> bool:
+        for problem in find_problems(keys["gradient_accumulation_steps"] == 1, keys["torch_compile"]):
+            refused.setdefault(starts[layout].name, problem)
+            return False
         return is_supported(config.with_training(keys), starts[layout], refused)
 
     found = search(config, run.model_config, list(starts), batch, device, hardware.peak, hardware.measured, supports)
@@ -132,6 +138,16 @@ def search_plan(run: PlannedRun, hardware: Hardware, num_processes: int) -> Iter
         return
     yield "time", f"{hours:,.1f} hours for {steps:,} steps"
     yield from hardware.describe_bill(hours)
+
+
+def _find_key_problems(run: PlannedRun, is_single: bool, compiles: bool) -> Sequence[Problem]:
+    """Return the problems of a configuration with one micro-batch per step or several, and compiled or not."""
+    keys = {"gradient_accumulation_steps": 1 if is_single else 2, "torch_compile": compiles}
+    try:
+        load_config(run.config.recipe, [*drop_flags(run.flags[2:], keys), *shlex.split(_join_keys(keys))])
+    except ConfigError as error:
+        return error.problems
+    return ()
 
 
 def _describe_offload(best: Candidate, other: str) -> Iterator[Row]:
@@ -168,10 +184,6 @@ def list_starts(model_config: PreTrainedConfig, number: int) -> tuple[dict[Layou
 def is_supported(config: RecipeConfig, start: Start, refused: dict[str, Problem]) -> bool:
     """Return whether a layout supports a run; if not, its problem is added to ``refused`` by its name."""
     try:
-        # A rule of configurations, which the loader has checked with the micro-batches of the recipe.
-        if config.schedule.batch_ramp_tokens and config.read("gradient_accumulation_steps") == 1:
-            found = "the batch grows by whole micro-batches, and a step would have only one"
-            raise ConfigError(Problem("batch_ramp_tokens", found, "write larger steps, or delete the line"))
         verify_combination(config, start.launch, start.name)
     except ConfigError as error:
         refused.setdefault(start.name, error.problems[0])
