@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tests.live_tensors import LiveTensors
 from tests.models.vision_models import build_gemma3
 from tests.planning.runs import build_config
@@ -39,7 +41,7 @@ from recipes_lib.planning.memory import (
     plan_memory,
     resolve_checkpointing,
 )
-from recipes_lib.planning.memory_plan import KINDS, Held, Layout
+from recipes_lib.planning.memory_plan import KINDS, SCALES, Held, Layout
 
 KEYS: dict[str, Any] = {
     "max_length": 64,
@@ -167,6 +169,11 @@ def test_quantized_base_counts_bits_of_linear_layers(count, tiny_model_dir) -> N
     linear = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
     saved = whole["frozen base, weights"] - quarter["frozen base, weights"]
     assert saved == pytest.approx(2 * linear - (0.5 + (1 + 4 / 256) / 64) * linear, rel=1e-3)
+    # bitsandbytes has the scales beside the parameters, which FSDP2 shards or offloads without them.
+    for shards, rest in ((1, 0), (4, 3 / 4), (0, 1)):
+        keys = {"load_in_4bit": True, "use_bnb_nested_quant": False, "lora_r": 4}
+        scales = count("lora", Layout("fsdp2", 4, Held(shards, shards, shards)), **keys).get(SCALES, 0)
+        assert scales == rest * linear * 4 / 64
 
 
 @pytest.mark.parametrize("is_recomputed", [False, True])
@@ -193,6 +200,23 @@ def test_teacher_and_live_reference_count(count, tiny_model_dir, num_parameters)
     assert count("distill", teacher_model_name_or_path=tiny_model_dir)["teacher, weights"] == size
     assert count("dpo", precompute_ref_log_probs=False)["reference, weights"] == size
     assert "reference, weights" not in count("dpo")
+
+
+def test_adapted_policy_is_planned_without_weights_and_has_reference_unless_adapter_is_new(
+    count, tiny_model_dir, tmp_path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    with warnings.catch_warnings(action="ignore"):
+        get_peft_model(model, LoraConfig(task_type="CAUSAL_LM")).save_pretrained(tmp_path / "adapter")
+    for keys, has_reference in (
+        ({}, False),
+        ({"init_lora_weights": "pissa"}, True),
+        ({"ref_model_name_or_path": "a/other"}, True),
+        ({"adapter_name_or_path": tmp_path / "adapter"}, True),
+    ):
+        with warnings.catch_warnings(action="error"):
+            terms = count("dpo", use_peft=True, precompute_ref_log_probs=False, **keys)
+        assert terms.get("reference, weights") == (terms["frozen base, weights"] if has_reference else None)
 
 
 def test_checkpointing_kwargs_order_activation_memory(count) -> None:

@@ -40,12 +40,8 @@ def build(kind, num_steps=STEPS, *, warmup_steps=WARMUP, accumulation=1, **keys)
         ramp_tokens=schedule.batch_ramp_tokens,
         ramp_start=schedule.batch_ramp_start,
     )
-    training = {
-        "lr_scheduler_type": kind,
-        "warmup_steps": warmup_steps,
-        "gradient_accumulation_steps": accumulation,
-    }
-    return build_schedule(schedule, training, starts, LENGTH)
+    training = {"lr_scheduler_type": kind, "warmup_steps": warmup_steps}
+    return build_schedule(schedule, training, starts, LENGTH, ROWS // accumulation * accumulation)
 
 
 def decay_linear(p, r):
@@ -153,8 +149,7 @@ def test_warmup_of_gpt_3_in_tokens():
     schedule = ScheduleConfig(warmup_tokens=375 * 10**6, **keys)
     run = {"max_length": 2048, "rows_per_micro_step": 16, "accumulation": 100, "num_tokens": 300 * 10**9}
     starts = compute_row_starts(**run, ramp_tokens=12 * 10**9, ramp_start=0.01)
-    training = {"lr_scheduler_type": "cosine", "gradient_accumulation_steps": 100}
-    built = build_schedule(schedule, training, starts, 2048)
+    built = build_schedule(schedule, {"lr_scheduler_type": "cosine"}, starts, 2048, 1600)
     tokens = starts * 2048
     last = built.num_warmup_steps
     assert tokens[last - 1] < 375 * 10**6 <= tokens[last]

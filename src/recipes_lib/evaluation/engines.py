@@ -33,7 +33,7 @@ from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, verify_extra
 from recipes_lib.evaluation.endpoint import RESUME_REMEDY, choose_remedy, join_parts, read_key, read_wait
 from recipes_lib.files import read_record
-from recipes_lib.models.adapters.lora import suppress_peft_deprecation
+from recipes_lib.models.adapters.lora import suppress_peft_warnings
 from recipes_lib.models.adapters.saved import ADAPTER_CONFIG, find_adapter
 from recipes_lib.models.loading import explained, load_model_config, without_report
 from recipes_lib.processes import read_world_size
@@ -247,7 +247,7 @@ class CheckedModel(HFLM):  # type: ignore[misc]
         auto_class, self.AUTO_MODEL_CLASS = self.AUTO_MODEL_CLASS, _CompleteModel(self.AUTO_MODEL_CLASS)
         adapter = options.get("peft")
         try:
-            with suppress_peft_deprecation():
+            with suppress_peft_warnings():
                 warnings.filterwarnings("error", message="Found missing adapter keys")  # PEFT 0.21 only warns.
                 super()._create_model(*args, **options)
         except UserWarning as warning:

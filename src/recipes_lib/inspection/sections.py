@@ -5,11 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import shlex
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -348,12 +346,8 @@ class Inspection(ABC):
 
         model, num_saved = _build_on_meta(self.model_config), self.num_parameters
         if self.config.adapter.use_peft:
-            # The initialisation does not change shapes, and some methods need weights, which the meta device lacks.
-            adapter = replace(self.config.adapter, init_lora_weights="default")
-            with torch.device("meta"), warnings.catch_warnings():
-                # Loading a saved adapter on the meta device warns that its values are not used.
-                warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")
-                model = add_adapter(model, adapter, seed=0)
+            with torch.device("meta"):
+                model = add_adapter(model, self.config.adapter, seed=0)
         # A frozen vision tower is saved with the model, and has no optimizer states.
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         if self.config.adapter.use_peft:

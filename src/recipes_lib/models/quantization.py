@@ -107,8 +107,12 @@ def count_quantized_bytes(model: Any, config: QuantizationConfig) -> int | None:
     rest: int = sum(tensor.numel() * tensor.element_size() for key, tensor in tensors.items() if key not in quantized)
     if config.load_in_8bit:
         return rest + sum(layer.weight.numel() + 4 * layer.out_features for layer in layers)
-    scale = (1 + 4 / 256) / 64 if config.use_bnb_nested_quant else 4 / 64
-    return rest + sum(round(layer.weight.numel() * (0.5 + scale)) for layer in layers)
+    return rest + sum(round(layer.weight.numel() * (0.5 + count_scale_bytes(config))) for layer in layers)
+
+
+def count_scale_bytes(config: QuantizationConfig) -> float:
+    """Return the bytes of scales per 4-bit weight, which bitsandbytes keeps outside of the parameter."""
+    return (1 + 4 / 256) / 64 if config.use_bnb_nested_quant else 4 / 64
 
 
 def keep_differentiable(model: nn.Module) -> None:

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from recipes_lib.config.schema import ModelConfig, RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.adapters.saved import INITS_CHANGING_BASE
 from recipes_lib.models.architecture import find_model_config
 from recipes_lib.models.loading import choose_teacher, load_model_config, load_tokenizer
 from recipes_lib.models.quantization import check_checkpoint_bits
@@ -129,6 +130,13 @@ def count_step(config: RecipeConfig, model_config: PretrainedConfig, num_process
 def has_live_reference(config: RecipeConfig) -> bool:
     """Return whether each DPO step runs the reference model."""
     return config.recipe == "dpo" and not config.read("precompute_ref_log_probs")
+
+
+def has_own_reference(config: RecipeConfig) -> bool:
+    """Return whether DPO holds a reference beside the policy, because this has no new adapter that can be disabled."""
+    adapter, reference = config.adapter, config.preference.ref_model_name_or_path
+    changes_base = adapter.adapter_name_or_path or adapter.init_lora_weights in INITS_CHANGING_BASE
+    return has_live_reference(config) and bool(not adapter.use_peft or changes_base or reference)
 
 
 def has_policy_reference(config: RecipeConfig) -> bool:

@@ -80,14 +80,11 @@ def verify_disk(plan: DiskPlan, output_dir: str) -> None:
         ConfigError: The disk of ``output_dir`` has too little free space.
     """
     if plan.total_bytes > plan.free_bytes:
-        raise ConfigError(
-            Problem(
-                output_dir,
-                f"{plan.num_checkpoints} checkpoints of {plan.checkpoint_bytes / 1e9:.3g} GB and the model need "
-                f"{plan.total_bytes / 1e9:.3g} GB and the disk has {plan.free_bytes / 1e9:.3g} GB",
-                "lower save_total_limit, or choose another output_dir",
-            )
+        found = (
+            f"{plan.num_checkpoints} checkpoints of {plan.checkpoint_bytes / 1e9:.3g} GB and the model need "
+            f"{plan.total_bytes / 1e9:.3g} GB and the disk has {plan.free_bytes / 1e9:.3g} GB"
         )
+        raise ConfigError(Problem(output_dir, found, "lower save_total_limit, or choose another output_dir"))
 
 
 def count_state_bytes(training: Mapping[str, Any], weight_bytes: int) -> float:

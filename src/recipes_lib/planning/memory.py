@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -32,7 +32,7 @@ from recipes_lib.models.attention.kernels import find_refusals
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.loading import choose_teacher
-from recipes_lib.models.quantization import count_quantized_bytes, list_quantized
+from recipes_lib.models.quantization import count_quantized_bytes, count_scale_bytes, list_quantized
 from recipes_lib.models.structure import freeze_outside_text
 from recipes_lib.planning import memory_plan
 from recipes_lib.planning.activations import (
@@ -55,8 +55,8 @@ from recipes_lib.planning.compute import (
     count_features,
     explaining_model,
     find_shape,
-    has_live_reference,
     has_live_teacher,
+    has_own_reference,
     has_policy_reference,
     read_shapes,
     reads_teacher,
@@ -66,13 +66,6 @@ from recipes_lib.planning.memory_plan import KINDS, PHASES, Held, Layout, Memory
 
 _BUCKET_SIZE: Final = 500_000_000
 """Elements of a bucket: DeepSpeed's default ``reduce_bucket_size``."""
-
-
-def list_layouts(num_processes: int) -> Iterator[Layout]:
-    """Yield the data-parallel layouts of a run with this number of processes: DDP and FSDP2, or one GPU."""
-    yield Layout("ddp" if num_processes > 1 else "single_gpu", num_processes)
-    if num_processes > 1:
-        yield Layout("fsdp2", num_processes, Held(num_processes, num_processes, num_processes))
 
 
 def has_half_products(config: RecipeConfig) -> bool:
@@ -103,6 +96,11 @@ def plan_memory(
     with torch.device("meta"):
         built = (_build_rl if is_rl else _build_trainer)(config, narrowed, layout)
     temporary = _count_exchange(config, built, layout)
+    if layout.shards.weights != 1 and config.quantization.load_in_4bit:
+        # Of the scales, weights already have the share that they would have of parameters.
+        number = sum(layer.weight.numel() for layer in list_quantized(built.trained) if not layer.weight.requires_grad)
+        scales, shards = round(number * count_scale_bytes(config.quantization)), layout.shards.weights
+        temporary[memory_plan.SCALES] = scales - (scales // shards if shards else 0)
     kept = count_kept(config, narrowed, layout)
     if is_rl:
         temporary |= _count_rollouts(config, narrowed, layout, built, kept)
@@ -112,9 +110,7 @@ def plan_memory(
         several = sum if layout.pipeline_stages > 1 else (lambda layers: 2 * max(layers))
         numbers = max(several(layers) + ends for layers, ends in parts)
         temporary[memory_plan.GATHERED_LAYERS] = numbers * _count_width(config, narrowed)
-    is_auto = config.read("activation_checkpointing") == AUTO
-    kinds = MODE_LAYERS if is_auto else {"": read_checkpointing(config)}
-    choices = count_choices(config, narrowed, layout, kept, kinds)
+    choices = count_choices(config, narrowed, layout, kept)
     # With `auto`, `place` below replaces these by those of the chosen kind.
     temporary |= next(reversed(choices.values()))
     temporary |= {
@@ -141,7 +137,7 @@ def plan_memory(
         engine_share=config.engine.vllm_gpu_memory_utilization if is_colocated else 0,
         engine_row=components[memory_plan.ENGINE_CACHE] if is_colocated else 0,
         host_bytes=sum(size for _, size, shards in states if not shards) // layout.num_gpus,
-        choices=choices if is_auto else {},
+        choices=choices if len(choices) > 1 else {},
     ).place(device_bytes)
 
 
@@ -232,10 +228,10 @@ def _build_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout:
     if config.adapter.use_peft:
         frozen = {"frozen base": base}
         model = add_adapter(model, config.adapter, seed=0, task_type="SEQ_CLS" if is_reward else "CAUSAL_LM")
-    elif has_live_reference(config):
-        frozen["reference"] = base
     elif config.forgetting.kl_to_base:
         frozen["base model"] = base
+    if has_own_reference(config):
+        frozen["reference"] = base
     if has_live_teacher(config):
         named = choose_teacher(config)
         teacher = _build(AutoModelForCausalLM, find_shape(named), named.dtype)
@@ -250,21 +246,18 @@ def _build_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout:
 
 
 def count_choices(
-    config: RecipeConfig,
-    model_config: PreTrainedConfig,
-    layout: Layout,
-    kept: Activations,
-    kinds: Mapping[str, Checkpointing],
+    config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, kept: Activations
 ) -> dict[str, dict[str, int]]:
     """Return the bytes that a micro-batch saves for its backward pass, by kind of checkpointing and component.
 
     Args:
-        config: Configuration of the run.
+        config: Configuration of the run; of its kinds of activation checkpointing, ``auto`` has all.
         model_config: Configuration of the part of the trained model that a process computes (``Layout.narrow``).
         layout: Layout of the model over the processes.
         kept: Saved activations, from ``count_kept``.
-        kinds: Kinds of activation checkpointing by name.
     """
+    is_auto = config.read("activation_checkpointing") == AUTO
+    kinds = MODE_LAYERS if is_auto else {"": read_checkpointing(config)}
     return {
         name: {
             memory_plan.ACTIVATIONS: kept.count(checkpointing, layout.in_flight),

@@ -70,6 +70,7 @@ def plan_pretraining(
     assert max_length is not None
     rows_per_micro_step = config.read("per_device_train_batch_size") * world_size
     accumulation = config.read("gradient_accumulation_steps")
+    rows_per_step = rows_per_micro_step * accumulation
     row_starts = compute_row_starts(
         max_length=max_length,
         rows_per_micro_step=rows_per_micro_step,
@@ -87,9 +88,9 @@ def plan_pretraining(
     return PretrainingPlan(
         max_length=max_length,
         rows_per_micro_step=rows_per_micro_step,
-        rows_per_step=rows_per_micro_step * accumulation,
+        rows_per_step=rows_per_step,
         row_starts=row_starts,
-        schedule=build_schedule(schedule, training, row_starts, max_length),
+        schedule=build_schedule(schedule, training, row_starts, max_length, rows_per_step),
         phases=phases,
     )
 

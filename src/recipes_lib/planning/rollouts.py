@@ -132,7 +132,7 @@ def estimate_iteration(
     readers, num_trained = list_readers(config), 1 + (config.recipe == "ppo")
     sent = time_traffic(count_traffic(config, model_config, whole.total, layout), layout, device)
     # Each forward pass gathers the weights; for sampling they are gathered, or sent to the engine, once.
-    gathering = time_traffic(Traffic(model=count_gathered(whole.total, layout)), layout, device).model
+    gathering = time_traffic(Traffic(model=count_gathered(config, whole.total, layout)), layout, device).model
     num_passes_read = len(readers) * math.ceil(each / config.read("per_device_eval_batch_size"))
     per_step = held.num_rows * config.read("gradient_accumulation_steps") * layout.num_processes
     num_steps = num_passes * num_answers / per_step

@@ -241,7 +241,7 @@ class Schedule:
 
 
 def build_schedule(
-    schedule: ScheduleConfig, training: Mapping[str, Any], row_starts: RowStarts, max_length: int
+    schedule: ScheduleConfig, training: Mapping[str, Any], row_starts: RowStarts, max_length: int, rows_per_step: int
 ) -> Schedule:
     """Build the schedule of a pretraining run of at least one step.
 
@@ -250,6 +250,7 @@ def build_schedule(
         training: Keys of ``TrainingArguments``.
         row_starts: Rows trained on before each optimizer step, from ``compute_row_starts``.
         max_length: Tokens per row.
+        rows_per_step: Rows of a full optimizer step, which the run may never reach.
 
     Raises:
         ConfigError: The warm-up and the decay are longer than the run.
@@ -266,7 +267,7 @@ def build_schedule(
         warmup_tokens=warmup_tokens,
         decay_tokens=_count_tokens(schedule.decay_steps, token_starts[-1] - token_starts[::-1]) if is_stable else 0,
         batch_exponent=_BATCH_EXPONENTS[schedule.batch_ramp_lr],
-        full_tokens=_count_full_tokens(schedule, training, token_starts),
+        full_tokens=rows_per_step * max_length,
         token_starts=token_starts,
     )
     if built.warmup_tokens + built.decay_tokens > int(token_starts[-1]):
@@ -293,15 +294,6 @@ def _count_tokens(steps: float, tokens: _Tokens) -> int:
     number = compute_warmup_steps(steps, len(tokens) - 1)
     # More steps than the run has get more tokens, which `build_schedule` refuses.
     return int(tokens[number] if number < len(tokens) else tokens[-1] + 1)
-
-
-def _count_full_tokens(schedule: ScheduleConfig, training: Mapping[str, Any], token_starts: _Tokens) -> int:
-    """Return the tokens of a full batch, from the first step, because a run may end before the batch is full."""
-    first = int(token_starts[1])
-    if schedule.batch_ramp_tokens is None:
-        return first
-    accumulation = read_training(training, "gradient_accumulation_steps")
-    return int(first * accumulation // count_micro_steps(accumulation, schedule.batch_ramp_start))
 
 
 @dataclass(frozen=True, slots=True)

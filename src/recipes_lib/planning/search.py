@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 from transformers import PreTrainedConfig
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.planning.activations import MODE_LAYERS, Activations, list_keys
+from recipes_lib.planning.activations import AUTO, Activations, list_keys
 from recipes_lib.planning.compute import compute_hours, compute_model_size, count_features, count_step
 from recipes_lib.planning.devices import Device, Measured, find_efficiency
 from recipes_lib.planning.memory import Batch, count_choices, count_kept, plan_memory, read_checkpointing
@@ -33,15 +33,13 @@ class Candidate:
     Attributes:
         layout: Layout of the processes.
         keys: Keys that the recipe needs.
-        mode: Kind of activation checkpointing, a key of ``MODES``.
-        memory: Memory plan of one process.
+        memory: Memory plan of one process; its ``checkpointing`` is the kind of activation checkpointing.
         fits: Whether that fits the GPU.
         costs: Seconds of an optimizer step by cause.
     """
 
     layout: Layout
     keys: Mapping[str, Any]
-    mode: str
     memory: MemoryPlan
     fits: bool
     costs: Mapping[str, float]
@@ -93,22 +91,21 @@ def search(
             compiled = [choice for choice in (True, False) if is_supported(layout, {**batch, "torch_compile": choice})]
             if not compiled:
                 continue
-            sized = config.with_training(batch)
+            sized = config.with_training({**batch, "activation_checkpointing": AUTO})
             # Weights, gradients and states do not depend on the micro-batch, so they are planned once per layout.
             if memory is None:
-                plain = sized.with_training(list_keys("none"))
-                memory = plan_memory(plain, model_config, layout, device_bytes=device.memory)
-            options = list(_list_modes(sized, model_config, memory, device))
-            for mode, placed in options:
+                memory = plan_memory(sized, model_config, layout, device_bytes=device.memory)
+            plans = list(_list_plans(sized, model_config, memory, device))
+            for plan in plans:
                 for choice in compiled:
-                    keys = {**batch, **list_keys(mode), "torch_compile": choice}
+                    keys = {**batch, **list_keys(plan.checkpointing), "torch_compile": choice}
                     changed = config.with_training(keys)
                     share, _ = find_efficiency(changed, measured)
                     seconds = 3600 * compute_hours(num_flops, layout.num_gpus, peak, share)
                     sent = time_traffic(count_traffic(changed, model_config, size, layout), layout, device)
                     costs = _list_costs(seconds, sent, rows // number, layout)
-                    found.append(Candidate(layout, keys, mode, placed, placed.peak <= device.memory, costs))
-            if all(placed.peak > device.memory for _, placed in options):
+                    found.append(Candidate(layout, keys, plan, plan.peak <= device.memory, costs))
+            if all(plan.peak > device.memory for plan in plans):
                 break  # Larger micro-batches need more memory.
     found.sort(key=_rank)
     return found
@@ -134,18 +131,17 @@ def extrapolate_kept(config: RecipeConfig, narrowed: PreTrainedConfig, layout: L
     return counted[0].extrapolate(counted[-1], number - 2)
 
 
-def _list_modes(
+def _list_plans(
     config: RecipeConfig, model_config: PreTrainedConfig, memory: MemoryPlan, device: Device
-) -> Iterator[tuple[str, MemoryPlan]]:
-    """Yield each kind of activation checkpointing, and the memory of a process with it."""
+) -> Iterator[MemoryPlan]:
+    """Yield the memory of a process with each kind of activation checkpointing, from that of another micro-batch."""
     layout, narrowed = memory.layout, memory.layout.narrow(model_config)
-    choices = count_choices(config, narrowed, layout, extrapolate_kept(config, narrowed, layout), MODE_LAYERS)
+    choices = count_choices(config, narrowed, layout, extrapolate_kept(config, narrowed, layout))
     # 0 for a reward model, which has no logits.
     num_predicted = memory.num_predicted and Batch.of(config, layout).num_targets
     for mode, sizes in choices.items():
-        components = {**memory.components, **sizes}
-        placed = dataclasses.replace(memory, components=components, num_predicted=num_predicted).place(device.memory)
-        yield mode, placed
+        alone = dataclasses.replace(memory, choices={mode: sizes}, num_predicted=num_predicted)
+        yield alone.place(device.memory)
 
 
 def _list_costs(seconds: float, sent: Traffic, num_batches: int, layout: Layout) -> dict[str, float]:
@@ -203,10 +199,15 @@ def time_traffic(traffic: Traffic, layout: Layout, device: Device) -> Traffic:
     )
 
 
-def count_gathered(num_parameters: float, layout: Layout) -> float:
-    """Return the bytes that a GPU sends to gather a sharded model in 16 bits once; 0 if the model is replicated."""
+def count_gathered(config: RecipeConfig, num_parameters: float, layout: Layout) -> float:
+    """Return the bytes that a GPU sends to gather a sharded model once, in 16 or 4 bits; 0 if it is replicated."""
     held = num_parameters / (layout.tensor * layout.pipeline_stages)
-    return 2 * held * _others(layout.shards.weights or layout.num_processes)
+    return _find_width(config, 2) * held * _others(layout.shards.weights or layout.num_processes)
+
+
+def _find_width(config: RecipeConfig, width: int) -> float:
+    """Return the bytes of a weight: ``width``, or half a byte if it is sharded and gathered in 4 bits."""
+    return 0.5 if config.quantization.load_in_4bit else width
 
 
 def count_traffic(
@@ -214,10 +215,10 @@ def count_traffic(
 ) -> Traffic:
     """Count the traffic of an optimizer step.
 
-    Weights are gathered in 16 bits for the forward and the backward pass of each micro-batch, in pipeline stages once
-    per step. Gradients are reduced in 32 bits, by DeepSpeed in 16: in DDP, ZeRO-1 and pipeline stages once per step,
-    in FSDP2, ZeRO-2 and ZeRO-3 once per micro-batch. ZeRO-1 and ZeRO-2 reduce by all-reduce, and gather
-    the updated weights once per step. A frozen model under an adapter has no gradients.
+    Weights are gathered in 16 bits, or 4, for the forward and the backward pass of each micro-batch, in pipeline stages
+    once per step. Gradients are reduced in 32 bits, by DeepSpeed in 16: in DDP, ZeRO-1 and pipeline stages once per
+    step, in FSDP2, ZeRO-2 and ZeRO-3 once per micro-batch. ZeRO-1 and ZeRO-2 reduce by all-reduce, and gather the
+    updated weights once per step. A frozen model under an adapter has no gradients.
 
     Args:
         config: Configuration of the run.
@@ -239,9 +240,9 @@ def count_traffic(
         return found._replace(model=passes * gradients * _others(layout.num_processes))
     group = layout.shards.weights or layout.num_processes
     return found._replace(
-        model=times * (2 * count_gathered(num_parameters, layout) + _others(group) * gradients),
+        model=times * (2 * count_gathered(config, num_parameters, layout) + _others(group) * gradients),
         replicas=2 * _others(layout.replicas) * gradients / group,
-        host=0.0 if layout.shards.weights else times * 2 * 4 * held / layout.num_processes,
+        host=0.0 if layout.shards.weights else times * 2 * _find_width(config, 4) * held / layout.num_processes,
     )
 
 

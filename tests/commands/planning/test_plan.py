@@ -442,6 +442,10 @@ def test_several_processes_are_planned_for_ddp_and_fsdp2(plan_other) -> None:
     assert read(alone, "logits of a batch") == read(shared, "logits of a batch")
     assert "gathered for sampling" in shared
     assert "gathered" not in alone
+    # FSDP2 would train 16-bit weights in float32, and is refused; the precision of the usual files is not the recipe's.
+    for keys in ({"dtype": "bfloat16"}, {"bf16": False, "optim": "adamw_8bit"}):
+        output = plan_other("sft", "--num_processes", 4, **keys)
+        assert re.findall(r"accelerate_configs/(\w+)", output) == ["ddp"]
 
 
 def test_hardware_determines_layout_rows_and_time(plan, plan_other) -> None:

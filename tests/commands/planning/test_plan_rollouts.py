@@ -49,12 +49,17 @@ def test_run_in_epochs_has_cost_of_thousand_iterations(plan) -> None:
     assert rest == " on 2 GPUs, half of them for the vLLM server"
 
 
+SHARED = ["--use_vllm", "true", "--vllm_gpu_memory_utilization", 1e-6]
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--gpus", "2xH100 MIG 1g.10gb"], "does not support MIG instances"),
         (["--gpu", "H100 MIG 1g.10gb", "--num_processes", 7], "does not support MIG instances"),
         (["--gpus", "2x4090", "--max_length", 4_000_000], "in no layout"),
+        (["--gpus", "1xH100", *SHARED], "--gpus: vLLM's weights and one answer do not fit its 0% of 1xH100"),
+        (["--gpu", "H100", *SHARED], "--gpu: vLLM's weights and one answer do not fit its 0% of H100"),
     ],
 )
 def test_impossible_plan_raises(plan, flags, words) -> None:

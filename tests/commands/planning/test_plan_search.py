@@ -20,7 +20,13 @@ from tests.rows import write_rows
 from transformers import AutoConfig
 
 from recipes_lib.commands.planning.plan import _read_gpus
-from recipes_lib.commands.planning.plan_search import describe_misfit, list_starts, verify_limits, write_plan
+from recipes_lib.commands.planning.plan_search import (
+    PlannedRun,
+    describe_misfit,
+    list_starts,
+    verify_limits,
+    write_plan,
+)
 from recipes_lib.commands.planning.planned_hardware import Hardware
 from recipes_lib.errors import ConfigError
 from recipes_lib.planning.compute import read_shapes
@@ -147,7 +153,8 @@ def find_remedy(config, gigabytes: float, **shape) -> str:
     """Return the remedy for four layers of an 8B model on two small GPUs, with 16 rows per step."""
     device = dataclasses.replace(choose_device("RTX 4090"), memory=gigabytes * 1e9)
     hardware = Hardware(device, 2, device.flops, 0.5, "a test", None, None, None, 1.0, None)
-    return describe_misfit(config, AutoConfig.for_model(**LAYERS, **shape), hardware, 80.0, 16).remedy
+    run = PlannedRun(config, AutoConfig.for_model(**LAYERS, **shape), argparse.Namespace())
+    return describe_misfit(run, hardware, 80.0, 16).remedy
 
 
 @pytest.mark.parametrize(
@@ -202,6 +209,23 @@ def test_model_parallel_layouts_are_searched_and_impossible_ones_listed(search_p
     assert document["num_processes"] == 2
     # torch.compile is not supported there.
     assert "--torch_compile false" in (tmp_path / "plan" / "launch.sh").read_text()
+
+
+def test_search_compiles_nothing_that_excludes_compilation(plan_recipe, tiny_model_dir) -> None:
+    keys = KEYS | {"teacher_model_name_or_path": str(tiny_model_dir), "feature_weight": 1.0}
+    output = plan_recipe("distill", "--gpus", "1xH100", "--num_processes", 1, **keys)
+    assert "--torch_compile false" in output
+
+
+def test_growing_batch_keeps_several_micro_batches(plan_recipe) -> None:
+    """A configuration with one micro-batch per step, and a ramp of the batch, is refused."""
+    keys = KEYS | {"max_steps": 100, "batch_ramp_tokens": 10_000, "learning_rate": 1e-3}
+    output = plan_recipe("pretrain", "--gpus", "8xH100", "--num_processes", 1, **keys)
+    assert not re.search(r"\d x 1 ", output)
+    refused = (
+        "not possible    ddp, fsdp2, zero2, fsdp2_offload: `batch_ramp_tokens` has no effect: the batch grows by whole"
+    )
+    assert refused in output
 
 
 def test_meshes_use_all_gpus_and_stay_within_machines(tiny_model_dir) -> None:

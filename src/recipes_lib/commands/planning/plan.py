@@ -7,20 +7,20 @@ time of an iteration. All recipes: GPU memory.
 from __future__ import annotations
 
 import argparse
-import copy
 import math
 import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from transformers import PreTrainedConfig
 
-from recipes_lib.commands.planning.plan_rollouts import describe_iteration, search_rollouts
-from recipes_lib.commands.planning.plan_search import search_plan
+from recipes_lib.commands.planning.plan_rollouts import describe_engine, describe_iteration, search_rollouts
+from recipes_lib.commands.planning.plan_search import REPLICATED_OR_SHARDED, PlannedRun, search_plan
 from recipes_lib.commands.planning.planned_hardware import UNLABELLED, Hardware, Row, calibrate, print_rows, read_proof
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS, compute_weights, list_entries, share_tokens
@@ -38,7 +38,7 @@ from recipes_lib.planning.compute import (
 )
 from recipes_lib.planning.devices import choose_device, find_efficiency, find_peak
 from recipes_lib.planning.failures import Failures
-from recipes_lib.planning.memory import list_layouts, plan_memory, resolve_checkpointing
+from recipes_lib.planning.memory import plan_memory, resolve_checkpointing
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
 from recipes_lib.planning.schedule import Schedule, compute_steps
@@ -71,81 +71,69 @@ def run(
             model cannot be loaded, the PNG cannot be written, or the run does not fit the GPU.
     """
     # With --gpus, --num_processes is the number of processes that the batch keys of the recipe are written for.
-    written = copy.copy(options)
+    num_written = options.num_processes
     # Not by truth: an empty text, of an unset shell variable, is no number of GPUs.
     if options.gpus is not None:
         options.num_processes, options.gpu = _read_gpus(options.gpus)
-    if problems := [*_find_problems(config, written), *problems]:
+    if problems := [*_find_problems(config, num_written if options.gpus else None), *problems]:
         raise ConfigError(*problems)
     num_processes, num_gpus, layouts = _choose_layouts(config, options)
-    hardware = _choose_hardware(config, options, num_gpus)
-    model_config = find_planned_model(config)
-    recipe = config.recipe
+    hardware, recipe = _choose_hardware(config, options, num_gpus), config.recipe
     flags = ["--recipe", recipe, *(["--config", options.config] if options.config else []), *overrides]
+    planned = PlannedRun(config, find_planned_model(config), options, flags)
+    memory = choose_device(options.gpu).memory if options.gpu else max(_USUAL_GB) * 1e9
     launch, plans = list[Row](), list[MemoryPlan]()
     if options.gpus:
         assert hardware is not None
         if recipe not in RL_RECIPES:
-            print_rows(search_plan(config, model_config, options, flags, hardware, written.num_processes or num_gpus))
+            print_rows(search_plan(planned, hardware, num_written or num_gpus))
             return
-        plan, launch = search_rollouts(config, model_config, options, flags, hardware)
+        plan, launch = search_rollouts(planned, hardware)
         plans = [plan]
     elif recipe != "pretrain" or options.gpu or options.hardware:
-        plans = [plan_memory(config, model_config, layout) for layout in layouts]
+        plans = [plan_memory(config, planned.model_config, layout, device_bytes=memory) for layout in layouts]
     layout = layouts[0]
     if options.gpu and plans:
-        memory = choose_device(options.gpu).memory
-        tried = [plan.place(memory) for plan in plans]
         # The first layout that fits, else the last.
-        placed = next((plan for plan in tried if plan.peak <= memory), tried[-1])
-        layout, config = placed.layout, resolve_checkpointing(config, placed)
+        placed = next((plan for plan in plans if plan.fits(memory)), plans[-1])
+        layout, planned = placed.layout, replace(planned, config=resolve_checkpointing(config, placed))
         if hardware and options.mfu is None:
-            hardware = hardware.adapt_to(config)
-    rows = [*_describe(config, model_config, options, num_processes, layout, hardware), *launch]
+            hardware = hardware.adapt_to(planned.config)
+    rows = [*_describe(planned, num_processes, layout, hardware), *launch]
     print_rows([*rows, *([(UNLABELLED, "")] if rows and plans else [])])
     if plans:
-        _print_memory(plans, options, num_gpus)
+        _print_memory(plans, options, num_gpus, memory)
 
 
-def _describe(
-    config: RecipeConfig,
-    model_config: PreTrainedConfig,
-    options: argparse.Namespace,
-    num_processes: int,
-    layout: Layout,
-    hardware: Hardware | None,
-) -> Iterator[Row]:
+def _describe(run: PlannedRun, num_processes: int, layout: Layout, hardware: Hardware | None) -> Iterator[Row]:
     """Yield the rows of the GPU and of the plan for this kind of recipe."""
     if hardware:
         yield from hardware.describe()
-    if config.recipe == "pretrain":
-        plan = plan_pretraining(config, num_processes)
-        yield from describe_pretraining(config, model_config, plan, hardware)
-        if options.schedule:
-            _draw(options.schedule, config, plan.schedule)
-            yield "drawn", str(options.schedule)
-    elif config.recipe not in RL_RECIPES:
-        yield from describe_step(config, model_config, num_processes, hardware, options.num_rows)
+    if run.config.recipe == "pretrain":
+        yield from _describe_pretraining(run, plan_pretraining(run.config, num_processes), hardware)
+    elif run.config.recipe not in RL_RECIPES:
+        yield from _describe_step(run, num_processes, hardware)
     elif hardware:
-        yield from describe_iteration(config, model_config, layout, hardware)
+        yield from describe_iteration(run, layout, hardware)
 
 
-def _print_memory(plans: Sequence[MemoryPlan], options: argparse.Namespace, num_gpus: int) -> None:
-    """Print GPU memory per process for each layout.
+def _print_memory(plans: Sequence[MemoryPlan], options: argparse.Namespace, num_gpus: int, memory: float) -> None:
+    """Print GPU memory per process for each layout, as planned for a device of ``memory`` bytes.
 
     Raises:
-        ConfigError: The GPU is unknown, or the run fits in none of the layouts; scripts read the exit code.
+        ConfigError: The run fits in none of the layouts; scripts read the exit code.
     """
-    usual = {f"{size} GB": size * 1e9 for size in _USUAL_GB}
-    devices = {options.gpu: choose_device(options.gpu).memory} if options.gpu else usual
+    devices = {options.gpu: memory} if options.gpu else {f"{size} GB": size * 1e9 for size in _USUAL_GB}
     lines = [line for plan in plans for line in plan.describe(devices, explains=options.explain)]
     sys.stdout.write("".join([f"{line}\n" for line in lines]))
-    memory = max(devices.values())
-    least = min(plan.place(memory).peak for plan in plans)
-    if options.gpu and least > memory:
-        found = f"the run does not fit {options.gpu}: {least / 1e9:.1f} GB at least, of {memory / 1e9:g} GB"
-        remedy = f"`recipes plan --gpus {shlex.quote(f'{num_gpus}x{options.gpu}')}` searches for what does"
-        raise ConfigError(Problem("--gpu", found, remedy))
+    if not options.gpu or any(plan.fits(memory) for plan in plans):
+        return
+    least = min(plans, key=attrgetter("peak"))
+    if least.peak <= memory:
+        raise ConfigError(describe_engine("--gpu", least, options.gpu))
+    found = f"the run does not fit {options.gpu}: {least.peak / 1e9:.1f} GB at least, of {memory / 1e9:g} GB"
+    remedy = f"`recipes plan --gpus {shlex.quote(f'{num_gpus}x{options.gpu}')}` searches for what does"
+    raise ConfigError(Problem("--gpu", found, remedy))
 
 
 def _read_gpus(text: str) -> tuple[int, str]:
@@ -165,15 +153,23 @@ def _choose_layouts(config: RecipeConfig, options: argparse.Namespace) -> tuple[
     Raises:
         ConfigError: There is no such launch file, or it is incompatible with the recipe.
     """
-    num_gpus: int | None = options.num_gpus or options.num_processes
-    if not options.hardware and options.pipeline_stages == 1:
-        layouts = list(list_layouts(num_gpus or 1))
-        return options.num_processes or num_gpus or 1, num_gpus or 1, layouts
-    file = find_launch_file(options.hardware or "ddp")
-    launch = plan_launch(file, num_gpus, name_pipeline(options.pipeline_stages, options.pipeline_schedule))
-    verify_combination(config, launch, str(file))
-    layout = build_layout(launch, file.stem, config.read("gradient_accumulation_steps"))
-    return launch.data_size, launch.world_size, [layout]
+    num_gpus, layouts, refused = options.num_gpus or options.num_processes, list[Layout](), list[Problem]()
+    pipeline = name_pipeline(options.pipeline_stages, options.pipeline_schedule)
+    is_chosen = options.hardware or options.pipeline_stages > 1
+    usual = REPLICATED_OR_SHARDED[1:] if (num_gpus or 1) > 1 else REPLICATED_OR_SHARDED[:1]
+    for file in map(find_launch_file, [options.hardware or "ddp"] if is_chosen else usual):
+        launch = plan_launch(file, num_gpus, pipeline)
+        try:
+            # The precision of a file that nobody has chosen excludes nothing: it can be written in another one.
+            verify_combination(config, launch if is_chosen else replace(launch, precision="no"), str(file))
+        except ConfigError as error:
+            refused += error.problems
+        else:
+            layouts.append(build_layout(launch, file.stem, config.read("gradient_accumulation_steps")))
+    if not layouts:
+        raise ConfigError(*refused)
+    size = launch.data_size if is_chosen else options.num_processes or launch.data_size
+    return size, launch.world_size, layouts
 
 
 def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus: int) -> Hardware | None:
@@ -206,28 +202,21 @@ def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus
     return Hardware(device, num_gpus, peak, share, source, measured, failures, price, options.pue, options.grid_gco2)
 
 
-def describe_pretraining(
-    config: RecipeConfig, model_config: PreTrainedConfig, plan: PretrainingPlan, hardware: Hardware | None
-) -> Iterator[Row]:
-    """Yield the plan of a pretraining run, row by row.
-
-    Args:
-        config: Configuration of the run.
-        model_config: Configuration of the model.
-        plan: Plan from ``plan_pretraining``.
-        hardware: Hardware to estimate hours for; ``None`` to omit them.
+def _describe_pretraining(run: PlannedRun, plan: PretrainingPlan, hardware: Hardware | None) -> Iterator[Row]:
+    """Yield the plan of a pretraining run, without ``hardware`` without hours; draw its schedule, if asked to.
 
     Raises:
-        ConfigError: The model cannot be built.
+        ConfigError: The model cannot be built, or the schedule cannot be written.
     """
-    size, num_tokens = compute_model_size(model_config), plan.num_tokens
+    model_config, num_tokens = run.model_config, plan.num_tokens
+    size = compute_model_size(model_config)
     counted = compute_flops_per_token(model_config, plan.max_length).total(num_tokens, num_tokens)
     yield "model", f"{model_config.model_type}, {size.total:,} parameters"
     yield "", f"{size.non_embedding:,} without embeddings"
     if size.active != size.total:
         yield "", f"{size.active:,} active per token"
     yield "tokens", f"{num_tokens:,}, {_compare_tokens(size, num_tokens)}"
-    yield from _describe_epochs(config, num_tokens)
+    yield from _describe_epochs(run.config, num_tokens)
     yield "operations", f"{compute_training_flops(size.active, num_tokens):.3g} by 6 x parameters x tokens"
     yield "", f"{counted:.3g} counted, with attention within rows of {plan.max_length:,} tokens"
     if hardware is None:
@@ -242,25 +231,19 @@ def describe_pretraining(
             yield from rows
         if math.isfinite(hours):
             yield from hardware.describe_bill(hours)
-    yield from _describe_schedule(config, plan.schedule)
+    yield from _describe_schedule(run.config, plan.schedule)
+    if run.options.schedule:
+        _draw(run.options.schedule, run.config, plan.schedule)
+        yield "drawn", str(run.options.schedule)
 
 
-def describe_step(
-    config: RecipeConfig, model_config: PreTrainedConfig, size: int, hardware: Hardware | None, num_rows: int | None
-) -> Iterator[Row]:
-    """Yield size and time of an optimizer step of fine-tuning, and of the run, row by row.
-
-    Args:
-        config: Configuration of the run.
-        model_config: Configuration of the model.
-        size: Number of data-parallel processes.
-        hardware: Hardware to estimate the time for; ``None`` to omit it.
-        num_rows: Packed rows of the training set; ``None`` if unknown.
+def _describe_step(run: PlannedRun, num_processes: int, hardware: Hardware | None) -> Iterator[Row]:
+    """Yield size and time of an optimizer step of fine-tuning, and of the run; without ``hardware`` only the size.
 
     Raises:
         ConfigError: The configuration of the teacher cannot be loaded.
     """
-    step = count_step(config, model_config, size)
+    step = count_step(run.config, run.model_config, num_processes)
     yield "step", f"{step.num_rows:,} rows of {step.length:,} tokens, {step.num_tokens:,} in all, if all are full"
     yield "operations", f"{step.num_flops:.3g} a step"
     if hardware is None:
@@ -270,7 +253,7 @@ def describe_step(
     formula = f"{step.num_flops:.3g} / ({hardware.num_gpus} GPUs x {hardware.peak:.3g} FLOP/s x {hardware.mfu:g} MFU)"
     yield "time", f"{seconds:{'.1f' if seconds >= 1 else '.2g'}} s a step: {formula}"
     yield "", f"{hours_per_token * 1e9:.1f} hours for 1,000,000,000 tokens of rows"
-    if num_steps := compute_steps(num_rows, config.training, size).num_steps:
+    if num_steps := compute_steps(run.options.num_rows, run.config.training, num_processes).num_steps:
         yield "", f"{hours * num_steps:.1f} hours for {num_steps:,} steps"
         yield from hardware.describe_bill(hours * num_steps)
     else:
@@ -293,8 +276,8 @@ def draw_curve(values: Sequence[float], height: int) -> list[str]:
     ]
 
 
-def _find_problems(config: RecipeConfig, written: argparse.Namespace) -> Iterator[Problem]:
-    """Yield what planning needs of a recipe; ``written`` are the flags before ``--gpus`` sets processes and GPU."""
+def _find_problems(config: RecipeConfig, num_written: int | None) -> Iterator[Problem]:
+    """Yield what planning needs of a recipe; ``num_written`` is ``--num_processes`` beside ``--gpus``."""
     recipe = config.recipe
     if recipe == "pretrain" and config.pretraining.max_tokens is None and config.read("max_steps") < 1:
         found = "the length of the run is in epochs, and planning reads no data"
@@ -302,7 +285,7 @@ def _find_problems(config: RecipeConfig, written: argparse.Namespace) -> Iterato
     if recipe not in RL_RECIPES and config.tokens.max_length is None:
         found = "the row length depends on the data, and planning reads none"
         yield Problem("max_length", found, "write `max_length: ...`")
-    if recipe in RL_RECIPES and written.gpus and written.num_processes:
+    if recipe in RL_RECIPES and num_written:
         found = f"the batch of {recipe} is per process, and there is one for each of --gpus"
         yield Problem("--num_processes", found, "remove it")
 

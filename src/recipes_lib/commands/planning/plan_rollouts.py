@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from operator import attrgetter, itemgetter
 from typing import Final
 
 from transformers import PreTrainedConfig
 
 from recipes_lib.commands.planning.plan_search import (
+    PlannedRun,
     compose_flags,
     describe_misfit,
     is_supported,
@@ -33,82 +34,65 @@ _ITERATIONS: Final = 1_000
 """Iterations for which hours are given if the length of the run depends on its data."""
 
 
-def search_rollouts(
-    config: RecipeConfig,
-    model_config: PreTrainedConfig,
-    options: argparse.Namespace,
-    flags: Sequence[str],
-    hardware: Hardware,
-) -> tuple[MemoryPlan, list[Row]]:
+def search_rollouts(run: PlannedRun, hardware: Hardware) -> tuple[MemoryPlan, list[Row]]:
     """Return the memory plan of the layout with the fastest iteration, and rows about all layouts and its launch.
-
-    Args:
-        config: Configuration of the run.
-        model_config: Configuration of the policy.
-        options: Flags of the command.
-        flags: Recipe and keys of the run, as flags.
-        hardware: GPUs to plan for.
 
     Raises:
         ConfigError: The run fits in no layout, with the smallest change that would fit; no layout supports the recipe;
             or as ``verify_limits``.
     """
-    device, number = hardware.device, hardware.num_gpus
-    starts, refused = list_starts(model_config, number)
-    tried, timed, verdicts = list[MemoryPlan](), dict[Layout, float](), list[str]()
+    config, model_config, device = run.config, run.model_config, hardware.device
+    starts, refused = list_starts(model_config, hardware.num_gpus)
+    tried, timed, verdicts = list[MemoryPlan](), list[tuple[float, MemoryPlan]](), list[str]()
     num_iterations = 0
     for layout, start in starts.items():
         if not is_supported(config, start, refused):
             continue
         plan = plan_memory(config, model_config, layout, device_bytes=device.memory)
-        tried.append(plan.place(device.memory))
+        tried.append(plan)
         verdict = "does not fit"
         if plan.fits(device.memory):
-            settled = resolve_checkpointing(config, tried[-1])
+            settled = resolve_checkpointing(config, plan)
             mfu = hardware.adapt_to(settled).mfu
             one, schedule = plan_iteration(settled, model_config, layout, device, hardware.peak, mfu)
             # Equal in every layout, since the batch is per GPU; unknown without `max_steps`.
             num_iterations = schedule.num_iterations if config.read("max_steps") > 0 else 0
             # Rounded as printed, so that layouts that print equal times count as equal.
-            timed[layout] = float(f"{one.seconds:.3g}")
-            verdict = f"{timed[layout]:g} s"
-        verdicts.append(f"{start.name} {tried[-1].peak / 1e9:.1f} GB, {verdict}")
+            seconds = float(f"{one.seconds:.3g}")
+            timed.append((seconds, plan))
+            verdict = f"{seconds:g} s"
+        verdicts.append(f"{start.name} {plan.peak / 1e9:.1f} GB, {verdict}")
     if not tried:
         raise ConfigError(*refused.values())
     if not timed:
-        least = min(tried, key=lambda one: one.peak)
+        least = min(tried, key=attrgetter("peak"))
         if least.peak > device.memory:
-            raise ConfigError(describe_misfit(config, model_config, hardware, least.peak / 1e9))
-        found = f"vLLM's weights and one answer do not fit its {least.engine_share:.0%} of {options.gpus}"
-        remedy = "raise `vllm_gpu_memory_utilization`, or name GPUs with more memory"
-        raise ConfigError(Problem("--gpus", found, remedy))
+            raise ConfigError(describe_misfit(run, hardware, least.peak / 1e9))
+        raise ConfigError(describe_engine("--gpus", least, run.options.gpus))
     # `min` takes the first of equals, which shards least.
-    best = min(timed, key=lambda layout: timed[layout])
-    (chosen,) = (plan for plan in tried if plan.layout == best)
-    hours = timed[best] * num_iterations / 3600
-    verify_limits(options, hours, _add_server(config, hardware))
-    if options.write:
-        keys = list_keys(chosen.checkpointing) if chosen.choices else {}
-        write_plan(options.write, flags, keys, best, starts[best])
-    return chosen, [("layouts", "; ".join(verdicts)), ("launch", compose_flags(starts[best], best))]
+    seconds, best = min(timed, key=itemgetter(0))
+    start = starts[best.layout]
+    verify_limits(run.options, seconds * num_iterations / 3600, _add_server(config, hardware))
+    if run.options.write:
+        keys = list_keys(best.checkpointing) if best.choices else {}
+        write_plan(run.options.write, run.flags, keys, best.layout, start)
+    return best, [("layouts", "; ".join(verdicts)), ("launch", compose_flags(start, best.layout))]
 
 
-def describe_iteration(
-    config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, hardware: Hardware
-) -> Iterator[Row]:
+def describe_engine(flag: str, plan: MemoryPlan, gpu: str) -> Problem:
+    """Return the problem of a plan that fits the GPU, but whose colocated engine does not fit its share."""
+    found = f"vLLM's weights and one answer do not fit its {plan.engine_share:.0%} of {gpu}"
+    return Problem(flag, found, "raise `vllm_gpu_memory_utilization`, or name GPUs with more memory")
+
+
+def describe_iteration(run: PlannedRun, layout: Layout, hardware: Hardware) -> Iterator[Row]:
     """Yield the estimated time of an iteration of reinforcement learning, and of the run, row by row.
-
-    Args:
-        config: Configuration of the run.
-        model_config: Configuration of the policy.
-        layout: Parallel layout of the processes.
-        hardware: Hardware to estimate the time for.
 
     Raises:
         ConfigError: The answers of an iteration do not divide into batches.
     """
-    device = hardware.device
-    one, schedule = plan_iteration(config, model_config, layout, device, hardware.peak, hardware.mfu)
+    config, device = run.config, hardware.device
+    one, schedule = plan_iteration(config, run.model_config, layout, device, hardware.peak, hardware.mfu)
     answers = schedule.answers_per_iteration
     lengths = f"{one.answer:,} tokens after prompts of {one.prompt:,}"
     yield "iteration", f"{answers:,} answers of {lengths}, all of full length, passes: {schedule.update_epochs}"

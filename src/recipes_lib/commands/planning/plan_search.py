@@ -9,6 +9,7 @@ import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,16 +17,16 @@ import yaml
 from transformers import PreTrainedConfig
 
 from recipes_lib.commands.planning.planned_hardware import UNLABELLED, Hardware, Row
-from recipes_lib.config.loader import drop_flags
+from recipes_lib.config.loader import drop_flags, load_config
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.files import explain_write_errors, replace_text
 from recipes_lib.models.quantization import check_checkpoint_bits
 from recipes_lib.planning.activations import list_keys
 from recipes_lib.planning.compute import RL_RECIPES
-from recipes_lib.planning.memory import list_layouts, plan_memory
+from recipes_lib.planning.memory import plan_memory
 from recipes_lib.planning.memory_plan import Layout
-from recipes_lib.planning.pretraining import count_run_tokens
+from recipes_lib.planning.pretraining import plan_pretraining
 from recipes_lib.planning.schedule import compute_steps
 from recipes_lib.planning.search import GPUS_OF_A_MACHINE, Candidate, search
 from recipes_lib.report.overview import format_rows
@@ -41,8 +42,27 @@ from recipes_lib.training.layouts.launch_environment import (
 )
 from recipes_lib.training.layouts.memory_layout import build_layout, verify_model
 
+REPLICATED_OR_SHARDED: Final = ("single_gpu", "ddp", "fsdp2")
+"""Launch files that are planned if none is named: that of one GPU, or those of several."""
 _HEADS: Final = ("layout", "rows", "recomputed", "compiled", "GB", "s/step", "verdict")
 """Columns of the table; ``rows``: micro-batch size x gradient accumulation of a data-parallel process."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """A run to plan.
+
+    Attributes:
+        config: Configuration of the run.
+        model_config: Configuration of the trained model.
+        options: Flags of the command.
+        flags: Recipe and keys of the run, as flags.
+    """
+
+    config: RecipeConfig
+    model_config: PreTrainedConfig
+    options: argparse.Namespace
+    flags: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +80,11 @@ class Start:
     launch: Launch
 
 
-def search_plan(
-    config: RecipeConfig,
-    model_config: PreTrainedConfig,
-    options: argparse.Namespace,
-    flags: Sequence[str],
-    hardware: Hardware,
-    num_processes: int,
-) -> list[Row]:
-    """Return the results of ``planning.search``, the best first, with hours, cost and the keys to set.
+def search_plan(run: PlannedRun, hardware: Hardware, num_processes: int) -> Iterator[Row]:
+    """Yield the results of ``planning.search``, the best first, with hours, cost and the keys to set.
 
     Args:
-        config: Configuration of the run.
-        model_config: Configuration of the model.
-        options: Flags of the command.
-        flags: Recipe and keys of the run, as flags.
+        run: The run.
         hardware: GPUs to plan for.
         num_processes: Number of processes that the batch keys of the recipe are written for.
 
@@ -82,17 +92,22 @@ def search_plan(
         ConfigError: The run fits in no layout, with the smallest change that would fit; the batch does not divide among
             the GPUs; or as ``verify_limits``.
     """
-    number, device = hardware.num_gpus, hardware.device
+    config, device, number = run.config, hardware.device, hardware.num_gpus
     # The global batch size, which the search keeps.
     batch = config.read("per_device_train_batch_size") * config.read("gradient_accumulation_steps") * num_processes
     # Before the search, which takes longer than finding an invalid schedule.
-    steps = _count_steps(config, options.num_rows, batch, num_processes)
-    starts, refused = list_starts(model_config, number)
+    steps = _count_steps(run, num_processes)
+    starts, refused = list_starts(run.model_config, number)
+
+    find_problems = cache(partial(_find_key_problems, run))
 
     def supports(layout: Layout, keys: Mapping[str, Any]) -> bool:
+        for problem in find_problems(keys["gradient_accumulation_steps"] == 1, keys["torch_compile"]):
+            refused.setdefault(starts[layout].name, problem)
+            return False
         return is_supported(config.with_training(keys), starts[layout], refused)
 
-    found = search(config, model_config, list(starts), batch, device, hardware.peak, hardware.measured, supports)
+    found = search(config, run.model_config, list(starts), batch, device, hardware.peak, hardware.measured, supports)
     if not found:
         problem = f"{batch} rows of an optimizer step cannot be divided among {number} processes"
         undivided = [Problem("--gpus", problem, "name a number that divides them")] if batch % number else []
@@ -100,51 +115,47 @@ def search_plan(
     best = found[0]
     if not best.fits:
         least = min(one.memory.peak for one in found) / 1e9
-        raise ConfigError(describe_misfit(config, model_config, hardware, least, batch))
+        raise ConfigError(describe_misfit(run, hardware, least, batch))
     hours = best.seconds * steps / 3600
-    verify_limits(options, hours, hardware)
-    if options.write:
-        write_plan(options.write, flags, best.keys, best.layout, starts[best.layout])
-    rows = [
-        *hardware.adapt_to(config.with_training(best.keys)).describe(),
-        ("batch", f"{batch:,} rows an optimizer step, the recipe's for {num_processes:,} processes (--num_processes)"),
-        (UNLABELLED, ""),
-    ]
+    verify_limits(run.options, hours, hardware)
+    if run.options.write:
+        write_plan(run.options.write, run.flags, best.keys, best.layout, starts[best.layout])
+    yield from hardware.adapt_to(config.with_training(best.keys)).describe()
+    yield "batch", f"{batch:,} rows an optimizer step, the recipe's for {num_processes:,} processes (--num_processes)"
     candidates = [_describe(starts[one.layout].name, one, best) for one in _thin(found)]
-    rows += [(UNLABELLED, line) for line in format_rows([_HEADS, *candidates])]
+    yield from ((UNLABELLED, line) for line in ("", *format_rows([_HEADS, *candidates]), ""))
     searched = {starts[one.layout].name for one in found}
-    rows += [(UNLABELLED, ""), *_describe_refused({name: why for name, why in refused.items() if name not in searched})]
-    return [*rows, *_describe_best(config, model_config, found, starts, hardware, batch, steps)]
-
-
-def _describe_best(
-    config: RecipeConfig,
-    model_config: PreTrainedConfig,
-    found: Sequence[Candidate],
-    starts: Mapping[Layout, Start],
-    hardware: Hardware,
-    batch: int,
-    steps: int,
-) -> Iterator[Row]:
-    """Yield keys and launch of the best, first candidate, its host memory, and the hours and cost of the run."""
-    best = found[0]
+    yield from _describe_refused({name: why for name, why in refused.items() if name not in searched})
     yield "keys", _join_keys(best.keys)
     yield "launch", compose_flags(starts[best.layout], best.layout)
     # A share of 0 on the GPU: FSDP2 with offloading to the host.
     if not best.layout.shards.weights:
-        size = best.memory.host_bytes * min(GPUS_OF_A_MACHINE, best.layout.num_gpus)
-        text = "for weights, gradients and optimizer states; the time does not include their update on the CPU"
-        yield "host memory", f"{size / 1e9:,.1f} GB for each machine, {text}"
-        if other := next((one for one in found if one.fits and one.layout.shards.weights), None):
-            yield "without it", f"{starts[other.layout].name}, {other.seconds:.3g} s a step"
-        else:
-            yield "without it", _find_change(config, model_config, hardware, batch)
+        other = next((one for one in found if one.fits and one.layout.shards.weights), None)
+        text = other and f"{starts[other.layout].name}, {other.seconds:.3g} s a step"
+        yield from _describe_offload(best, text or _find_change(run, hardware, batch))
     if not steps:
         yield "time", f"{best.seconds:.3g} s a step; for hours, write --num_rows, the packed rows of the training set"
         return
-    hours = best.seconds * steps / 3600
     yield "time", f"{hours:,.1f} hours for {steps:,} steps"
     yield from hardware.describe_bill(hours)
+
+
+def _find_key_problems(run: PlannedRun, is_single: bool, compiles: bool) -> Sequence[Problem]:
+    """Return the problems of a configuration with one micro-batch per step or several, and compiled or not."""
+    keys = {"gradient_accumulation_steps": 1 if is_single else 2, "torch_compile": compiles}
+    try:
+        load_config(run.config.recipe, [*drop_flags(run.flags[2:], keys), *shlex.split(_join_keys(keys))])
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+def _describe_offload(best: Candidate, other: str) -> Iterator[Row]:
+    """Yield the host memory of a plan that offloads to it, and what would fit without offload."""
+    size = best.memory.host_bytes * min(GPUS_OF_A_MACHINE, best.layout.num_gpus)
+    text = "for weights, gradients and optimizer states; the time does not include their update on the CPU"
+    yield "host memory", f"{size / 1e9:,.1f} GB for each machine, {text}"
+    yield "without it", other
 
 
 def list_starts(model_config: PreTrainedConfig, number: int) -> tuple[dict[Layout, Start], dict[str, Problem]]:
@@ -205,12 +216,12 @@ def _describe_refused(refused: Mapping[str, Problem]) -> Iterator[Row]:
     yield from (("not possible", f"{', '.join(names)}: {found}") for found, names in groups.items())
 
 
-def _count_steps(config: RecipeConfig, num_rows: int | None, batch: int, num_processes: int) -> int:
-    """Return the optimizer steps of the run, which do not depend on the layout; 0 if unknown."""
-    if config.recipe == "pretrain":
-        num_tokens, length = count_run_tokens(config, num_processes), config.tokens.max_length
-        return round(num_tokens / (batch * length)) if num_tokens and length else 0
-    return compute_steps(num_rows, config.training, num_processes).num_steps
+def _count_steps(run: PlannedRun, num_processes: int) -> int:
+    """Return the full optimizer steps of the run, which do not depend on the layout; 0 if unknown."""
+    if run.config.recipe == "pretrain":
+        plan = plan_pretraining(run.config, num_processes)
+        return round(plan.num_rows / plan.rows_per_step)
+    return compute_steps(run.options.num_rows, run.config.training, num_processes).num_steps
 
 
 def verify_limits(options: argparse.Namespace, hours: float, hardware: Hardware) -> None:
@@ -243,7 +254,7 @@ def _thin(found: Sequence[Candidate]) -> list[Candidate]:
     """Return the best candidate of each layout; for the best layout, one per mode of activation checkpointing."""
     kinds: dict[tuple[Layout, str], Candidate] = {}
     for one in found:
-        kinds.setdefault((one.layout, one.mode if one.layout == found[0].layout else ""), one)
+        kinds.setdefault((one.layout, one.memory.checkpointing if one.layout == found[0].layout else ""), one)
     return list(kinds.values())
 
 
@@ -259,41 +270,37 @@ def _describe(name: str, one: Candidate, best: Candidate) -> tuple[str, ...]:
     if not one.fits:
         verdict = "does not fit"
     compiled = "yes" if one.keys["torch_compile"] else "no"
-    return name, rows, one.mode, compiled, f"{one.memory.peak / 1e9:.1f}", f"{one.seconds:.3g}", verdict
+    return name, rows, one.memory.checkpointing, compiled, f"{one.memory.peak / 1e9:.1f}", f"{one.seconds:.3g}", verdict
 
 
-def describe_misfit(
-    config: RecipeConfig, model_config: PreTrainedConfig, hardware: Hardware, least: float, batch: int = 0
-) -> Problem:
+def describe_misfit(run: PlannedRun, hardware: Hardware, least: float, batch: int = 0) -> Problem:
     """Return the problem of a run that fits in no layout; its remedy is the smallest change that would fit.
 
     Args:
-        config: Configuration of the run.
-        model_config: Configuration of the model.
+        run: The run.
         hardware: The GPUs.
         least: Smallest peak memory of all layouts, in GB.
         batch: Rows of an optimizer step, which more GPUs must divide; 0 if their number is per GPU.
     """
     device, gpus = hardware.device, f"{hardware.num_gpus}x{hardware.device.name}"
     found = f"the run fits {gpus} in no layout: {least:.1f} GB at least, of {device.memory / 1e9:g} GB"
-    return Problem("--gpus", found, _find_change(config, model_config, hardware, batch))
+    return Problem("--gpus", found, _find_change(run, hardware, batch))
 
 
-def _find_change(config: RecipeConfig, model_config: PreTrainedConfig, hardware: Hardware, batch: int) -> str:
+def _find_change(run: PlannedRun, hardware: Hardware, batch: int) -> str:
     """Return the smallest change with which the run would fit, whose GPUs divide ``batch`` rows."""
-    for change, changed, count in _list_changes(config, model_config, hardware.num_gpus):
-        starts, _ = list_starts(model_config, count)
-        for layout in list_layouts(count) if not batch % count else ():
-            plan = plan_memory(changed, model_config, layout)
+    for change, changed, count in _list_changes(run, hardware.num_gpus):
+        starts = {} if batch % count else list_starts(run.model_config, count)[0]
+        for layout in (layout for layout, start in starts.items() if start.name in REPLICATED_OR_SHARDED):
+            plan = plan_memory(changed, run.model_config, layout)
             if is_supported(changed, starts[layout], {}) and plan.fits(hardware.device.memory):
                 return f"{change} would fit"
     return "name GPUs with more memory"
 
 
-def _list_changes(
-    config: RecipeConfig, model_config: PreTrainedConfig, number: int
-) -> Iterator[tuple[str, RecipeConfig, int]]:
+def _list_changes(run: PlannedRun, number: int) -> Iterator[tuple[str, RecipeConfig, int]]:
     """Yield changes of a run on ``number`` GPUs, the smallest first, with the new configuration and number of GPUs."""
+    config, model_config = run.config, run.model_config
     length, shortest, least = config.tokens.max_length or 0, config.rewards.response_length, config
     if config.recipe not in RL_RECIPES:
         # The search tries every micro-batch, and recomputation.

@@ -9,7 +9,7 @@ import math
 import operator
 import shlex
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -118,8 +118,7 @@ def _write_sweep(options: argparse.Namespace) -> Iterator[Row]:
     """
     base = load_config("pretrain", ["--config", str(options.config)])
     depths, ratios = sorted(set(options.depths)), sorted(set(options.ratios))
-    problems = list(_find_sweep_problems(base, depths, ratios, options))
-    if problems:
+    if problems := list(_find_sweep_problems(base, options)):
         raise ConfigError(*problems)
     folder: Path = options.output
     with explain_write_errors(folder, "name another --output"):
@@ -158,11 +157,9 @@ def _write_sweep(options: argparse.Namespace) -> Iterator[Row]:
     yield "next", f"recipes run {shlex.quote(str(folder / PIPELINE_FILE))}"
 
 
-def _find_sweep_problems(
-    base: RecipeConfig, depths: Sequence[int], ratios: Sequence[int], options: argparse.Namespace
-) -> Iterator[Problem]:
-    for flag, values in (("--depths", depths), ("--ratios", ratios)):
-        if len(values) < FEWEST or min(values) < 1:
+def _find_sweep_problems(base: RecipeConfig, options: argparse.Namespace) -> Iterator[Problem]:
+    for flag, values in (("--depths", options.depths), ("--ratios", options.ratios)):
+        if len(set(values)) < FEWEST or min(values) < 1:
             yield Problem(flag, f"a law needs {FEWEST} different numbers, each 1 or more", f"write {FEWEST} or more")
     if options.head_dim < 2 or options.head_dim % 2:
         yield Problem("--head_dim", f"is {options.head_dim}; rotary embeddings need an even number", "write 64")

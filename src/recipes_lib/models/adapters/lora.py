@@ -86,7 +86,9 @@ def add_adapter(
         )
     if problems := [*check_layers(model, config)]:
         raise ConfigError(*problems)
-    init, whole, tied = config.init_lora_weights, *name_whole_modules(model, config)
+    whole, tied = name_whole_modules(model, config)
+    # Some initialisations need weights, which a model on the meta device, of which shapes are counted, lacks.
+    init = "default" if model.device.type == "meta" else config.init_lora_weights
     # These initialisations change the base weights, which get_peft_model does in place.
     before = compute_probe_logits(model) if init in INITS_CHANGING_BASE else None
     settings = LoraConfig(
@@ -103,7 +105,7 @@ def add_adapter(
         ensure_weight_tying=tied,
     )
     # Equal new weights on every process, without consuming the random state of the run.
-    with preserve_random_states(), suppress_peft_deprecation():
+    with preserve_random_states(), suppress_peft_warnings():
         torch.manual_seed(seed)
         adapted = get_peft_model(model, settings, revision=read_commit(model.config))
     # Named layers may have been converted to expert parameters by PEFT.
@@ -162,7 +164,7 @@ def load_adapter(
         raise ConfigError(*(Problem(key, f"{name} {found}", remedy) for found, remedy in problems))
     # An adapter without a task gets that of the model, which selects PEFT's wrapper class.
     saved.lora_dropout, saved.task_type = dropout, task_type
-    with explained(key, name), suppress_peft_deprecation():
+    with explained(key, name), suppress_peft_warnings():
         try:
             adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable, config=saved)
         # Caught inside of ``explained``, which would report a damaged file rather than another architecture.
@@ -214,7 +216,7 @@ def attach_scorer(model: PeftModel, folder: Path, name: str) -> Tensor:
     head = weights.pop(_SAVED_HEAD, None)
     saved = PeftConfig.from_pretrained(str(folder))
     saved.task_type, saved.modules_to_save, saved.lora_dropout, saved.inference_mode = "CAUSAL_LM", None, 0.0, True
-    with suppress_peft_deprecation():
+    with suppress_peft_warnings():
         model.add_adapter(name, saved)
     verify_layers(model, "reward_model_name_or_path")
     announced = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
@@ -399,10 +401,11 @@ def _narrow_output(dtype: torch.dtype, _module: nn.Module, _inputs: Any, output:
 
 
 @contextmanager
-def suppress_peft_deprecation() -> Iterator[None]:
-    """Suppress a deprecation warning that PEFT 0.21 triggers in transformers."""
+def suppress_peft_warnings() -> Iterator[None]:
+    """Suppress a deprecation that PEFT 0.21 triggers in transformers, and that the meta device takes no values."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
         yield
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.models.adapters.lora import adapters_off, attach_scorer, suppress_peft_deprecation
+from recipes_lib.models.adapters.lora import adapters_off, attach_scorer, suppress_peft_warnings
 from recipes_lib.models.heads.score_head import ScoreOutput
 from recipes_lib.models.inference import evaluating, kernel_precision
 
@@ -79,7 +79,7 @@ def add_critic(model: Any, folder: Path | None = None) -> AdapterScorer:
     if folder is not None:
         weight = attach_scorer(model, folder, CRITIC)
     else:
-        with suppress_peft_deprecation():
+        with suppress_peft_warnings():
             model.add_adapter(CRITIC, copy.deepcopy(model.peft_config[model.active_adapter]))
     # PEFT adds further adapters frozen.
     for name, parameter in model.named_parameters():
