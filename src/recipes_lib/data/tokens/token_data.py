@@ -138,8 +138,10 @@ def prepare_tokens(
     if local_rank == 0 and not config.data.allow_eval_overlap:
         for part in filter(None, (held_out_part, *named_parts)):
             _refuse_repeats(parts, train, part)
+        # A document has one draw, so equal shares hold it out of every source of the run; equal numbers do not.
+        first = num_own if (config.data.test_split_size or 0) < 1 else 0
         for part in parts[:num_own]:
-            _refuse_repeats(parts[num_own:], train[num_own:], part, "eval")
+            _refuse_repeats(parts[first:], train[first:], part, "eval")
     # The weights of the run's own sources and of the replayed ones each sum to 1 before they are scaled.
     sizes = [source.num_tokens for source in train]
     weights = compute_weights(config, sizes[:num_own])
