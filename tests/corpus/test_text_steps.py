@@ -3,8 +3,10 @@
 import importlib.util
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
+from datatrove.pipeline.extractors.base import ExtractorSandbox
 from tests.corpus.texts import ENGLISH, GERMAN, apply
 
 from recipes_lib.corpus.documents import HTML
@@ -55,6 +57,11 @@ def test_missing_language_model_names_extra(monkeypatch):
 
 def test_extract_ignores_documents_without_html(extract):
     assert apply(extract, PAGE)[1].text == PAGE
+
+
+def test_page_that_crashes_the_extractor_is_removed(extract, monkeypatch):
+    monkeypatch.setattr(ExtractorSandbox, "process_document", mock.Mock(side_effect=EOFError("Child process died")))
+    assert apply(extract, PAGE, **{HTML: True})[0] == "not parsed"
 
 
 def test_extract_timeout_removes_page():

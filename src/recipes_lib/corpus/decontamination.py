@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 from datatrove.data import Document
 
 from recipes_lib.config.corpus_keys import label_entry
@@ -51,26 +52,28 @@ class Index:
         self._collected[size].append((hash_ngrams(words, size), task))
 
     @functools.cached_property
-    def _tables(self) -> Mapping[int, tuple[HashArray, list[str]]]:
-        """Length of an n-gram in words -> sorted unique hashes ``uint64 (n,)``, and the benchmark of each."""
-        tables = {}
+    def _tables(self) -> Mapping[int, tuple[HashArray, npt.NDArray[np.uint16]]]:
+        """Length of an n-gram in words -> sorted unique hashes ``uint64 (n,)``, and the benchmark of each.
+
+        A benchmark is its place in ``num_items``, ``uint16 (n,)``: a held-out set can have 100 million n-grams.
+        """
+        numbers, tables = {task: number for number, task in enumerate(self.num_items)}, {}
         for size, collected in sorted(self._collected.items()):
-            hashes = np.concatenate([hashes for hashes, _ in collected])
-            tasks = [task for hashes, task in collected for _ in range(len(hashes))]
-            unique, first = np.unique(hashes, return_index=True)
-            tables[size] = unique, [tasks[at] for at in first]
+            unique, first = np.unique(np.concatenate([hashes for hashes, _ in collected]), return_index=True)
+            tasks = np.array([numbers[task] for _, task in collected], np.uint16)
+            tables[size] = unique, np.repeat(tasks, [len(hashes) for hashes, _ in collected])[first]
         return tables
 
     def find(self, text: str) -> list[tuple[str, int, int]]:
         """Return the n-grams of a text that occur in an item: benchmark, start and end (exclusive) in characters."""
-        words = hash_words(text)
+        words, names = hash_words(text), list(self.num_items)
         found = []
         for size, (hashes, tasks) in self._tables.items():
             ngrams = hash_ngrams(words.hashes, size)
             # `searchsorted` returns the length for an n-gram above all hashes.
             places = np.minimum(np.searchsorted(hashes, ngrams), len(hashes) - 1)
             for at in np.flatnonzero(hashes[places] == ngrams):
-                found.append((tasks[places[at]], int(words.starts[at]), int(words.ends[at + size - 1])))
+                found.append((names[tasks[places[at]]], int(words.starts[at]), int(words.ends[at + size - 1])))
         return found
 
 

@@ -45,8 +45,8 @@ from recipes_lib.files import atomic_file, hash_file, replace_record
 EXACT_STEP: Final = "exact_duplicates"
 NEAR_STEP: Final = "near_duplicates"
 LINES_STEP: Final = "repeated_lines"
-_BATCH_DOCUMENTS: Final = 256
-"""Documents tokenized at a time."""
+_BATCH_DOCUMENTS: Final = 32
+"""Documents tokenized at a time; a token takes about 90 bytes of memory, and a book has 100,000."""
 
 
 class WriteClean(PipelineStep):  # type: ignore[misc]

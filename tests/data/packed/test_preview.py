@@ -189,3 +189,12 @@ def test_preview_shows_both_answers_of_pair(tmp_path, tiny_tokenizer, tiny_token
         read = "".join(piece.text for piece in row.pieces if not piece.is_target)
         scored = "".join(piece.text for piece in row.pieces if piece.is_target)
         assert (read, scored) == ("2·and·2?", f"{answer}<|endoftext|>")
+
+
+def test_preview_of_pretraining_shows_whole_documents(build_config, tiny_tokenizer, tmp_path):
+    (tmp_path / "book.txt").write_text("one\n\ntwo\n")
+    keys = {"dataset_name": str(tmp_path / "book.txt"), "text_documents": "file", "loss_on": "assistant"}
+    (row,) = build_preview(build_config(recipe="pretrain", **keys), tiny_tokenizer, 5)
+    assert "".join(piece.text for piece in row.pieces) == "one↵\n↵\ntwo↵\n<|endoftext|>"
+    # No token predicts the first one.
+    assert [piece.is_target for piece in row.pieces] == [False] + [True] * (len(row.pieces) - 1)

@@ -171,6 +171,22 @@ def test_replay_share_of_documents_counts_tokens(build_config, write_rows, tiny_
     assert prepare_tokens(build_config(**again, allow_eval_overlap=True), lambda _: tiny_tokenizer).eval
 
 
+@pytest.mark.parametrize(("size", "is_refused"), [(None, True), (0.2, True), (0.4, False)])
+def test_documents_held_out_by_an_earlier_pretraining_run_are_not_trained_on(
+    build_config, write_rows, tiny_tokenizer, tmp_path, size, is_refused
+):
+    write_rows("texts.jsonl", [{"text": f"Text {number} of the baker"} for number in range(40)])
+    keys = {"dataset_name": str(tmp_path / "texts.jsonl"), "test_split_size": 0.4}
+    (tmp_path / "run.json").write_text(json.dumps({"config": keys}))
+    keys |= {"max_length": 16, "recipe": "pretrain", "replay_from": str(tmp_path), "test_split_size": size}
+    if is_refused:
+        with pytest.raises(DataError, match=r"\d+ training rows are held-out rows too"):
+            prepare_tokens(build_config(**keys), lambda _: tiny_tokenizer)
+    data = prepare_tokens(build_config(**keys, allow_eval_overlap=is_refused), lambda _: tiny_tokenizer)
+    sides = [{digest for one in side for digest in one.digests.tolist()} for side in (data.train, data.eval.values())]
+    assert bool(sides[0] & sides[1]) == is_refused
+
+
 @pytest.mark.parametrize(
     ("record", "error", "words"),
     [

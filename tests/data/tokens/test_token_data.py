@@ -113,6 +113,18 @@ def test_document_overlap_is_refused_unless_allowed(build, load_tokenizer, write
     assert allowed.eval[str(path)].num_documents == 3
 
 
+def test_document_of_two_sources_is_held_out_of_both_or_refused(build, load_tokenizer, write_rows):
+    path = write_rows("copies.jsonl", [{"text": f"Text {number} of the baker"} for number in range(0, 40, 4)])
+    mixture = [{"name": str(path.with_name("texts.jsonl"))}, {"name": str(path)}]
+    shares = prepare_tokens(build(dataset_mixture=mixture, test_split_size=0.3), load_tokenizer)
+    held_out = {digest for source in shares.eval.values() for digest in source.digests.tolist()}
+    assert not held_out & {digest for source in shares.train for digest in source.digests.tolist()}
+    # The fourth of 10 draws is above the fourth of 40, so that a document held out of the copies is a text to train on.
+    with pytest.raises(DataError, match=r"training rows are held-out rows too: .*texts.jsonl:\d+ = .*copies.jsonl:\d+"):
+        prepare_tokens(build(dataset_mixture=mixture, test_split_size=4), load_tokenizer)
+    prepare_tokens(build(dataset_mixture=mixture, test_split_size=4, allow_eval_overlap=True), load_tokenizer)
+
+
 def test_problems_of_all_sources_are_raised_together(build, load_tokenizer, write_rows, tokenized):
     write_rows("texts.jsonl", [{"text": "a"}, {"text": ""}, {"text": 3}])
     held_out = write_rows("held_out.jsonl", [{"text": "b"}, {"text": []}])

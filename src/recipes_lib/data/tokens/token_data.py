@@ -138,8 +138,8 @@ def prepare_tokens(
     if local_rank == 0 and not config.data.allow_eval_overlap:
         for part in filter(None, (held_out_part, *named_parts)):
             _refuse_repeats(parts, train, part)
-        for part in parts[:num_own]:
-            _refuse_repeats(parts[num_own:], train[num_own:], part, "eval")
+        for part in parts:
+            _refuse_repeats(parts, train, part, "eval")
     # The weights of the run's own sources and of the replayed ones each sum to 1 before they are scaled.
     sizes = [source.num_tokens for source in train]
     weights = compute_weights(config, sizes[:num_own])
@@ -227,6 +227,10 @@ def _refuse_repeats(
 ) -> None:
     problems: list[Problem] = []
     for part, source in zip(parts, train, strict=True):
+        rules = {(corpus.test_size, corpus.seed) for corpus in (part.corpus, held_out.corpus)}
+        # By one seed, a document has one draw: the same share holds it out of every source, the same number does not.
+        if side == "eval" and len(rules) == 1 and (held_out.corpus.test_size or 0) < 1:
+            continue
         with collect_problems(problems):
             refuse_repeats(part.corpus, source, held_out.corpus, held_out.open(side))
     raise_problems(problems, "dataset_test_split")
