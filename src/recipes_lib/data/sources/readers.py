@@ -139,8 +139,6 @@ WRAPPERS: Final = ("data", "rows", "examples", "instances")
 """Keys of a JSON document that may hold the list of rows."""
 
 _BLANK: Final = re.compile(r"[ \t\r\n]*")
-_BLOCK_BYTES: Final = 1 << 20
-"""Bytes of a JSON array that are read at a time, or more if an element is longer."""
 
 Line = tuple[int, str]
 
@@ -206,91 +204,37 @@ def _read_document(lines: Iterable[Line], name: str) -> Iterator[Entry]:
 
 def _read_array(file: BufferedReader, name: str) -> Iterator[Entry]:
     """Decode the elements of an array one by one, so that rows before an error are read, and errors have a line."""
-    text, index = _ArrayText(file, name), 0
-    text.skip("[")
-    while index or text.peek() != "]":
-        yield _to_entry(text.decode(), f"{name} row {index}", index)
-        index += 1
-        if (mark := text.peek()) == "]":
-            break
-        if mark != ",":
-            text.fail("expected `,` or `]`" if mark else "the array is not closed")
-        text.skip(",")
-    text.skip("]")
-    if text.peek():
-        text.fail("text after the array")
+    raw = file.read()
+    try:
+        text = raw.decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        where = f"{name}:{raw.count(bytes([10]), 0, error.start) + 1}"
+        raise DataError(_describe_encoding(where, error.start, b"")) from None
 
+    def skip_blank(at: int) -> int:
+        blank = _BLANK.match(text, at)
+        return blank.end() if blank else at
 
-class _ArrayText:
-    """Text of a JSON array, read in blocks, of which only the part that is not decoded yet is in memory."""
+    def fail(found: str, at: int) -> NoReturn:
+        line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
+        raise DataError(Problem(f"{name}:{line}", f"{found} (column {column})", _DOCUMENT_REMEDY))
 
-    def __init__(self, file: BufferedReader, name: str) -> None:
-        self._file, self._name = file, name
-        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        self._text, self._at = "", 0
-        # Of the first character of `_text`, from 1, and bytes of the file that were read.
-        self._line, self._column, self._num_bytes = 1, 1, 0
-
-    def peek(self) -> str:
-        """Return the next character that is not blank; empty at the end of the file."""
-        while True:
-            blank = _BLANK.match(self._text, self._at)
-            self._at = blank.end() if blank else self._at
-            if self._at < len(self._text) or not self._grow():
-                return self._text[self._at : self._at + 1]
-
-    def skip(self, mark: str) -> None:
-        """Skip the next character, which is ``mark``."""
-        assert self.peek() == mark
-        self._at += 1
-
-    def decode(self) -> object:
-        """Return the next value.
-
-        Raises:
-            DataError: It is not JSON, or not UTF-8.
-        """
-        self.peek()
-        while True:
-            try:
-                value, end = _DECODER.raw_decode(self._text, self._at)
-                # A number at the end of a block can have further digits in the next one.
-                if end < len(self._text) or not self._grow():
-                    self._at = end
-                    return value
-            except (ValueError, RecursionError) as error:
-                # Only what is invalid with the rest of the file is invalid: a value can continue in the next block.
-                if not self._grow():
-                    self._at = error.pos if isinstance(error, json.JSONDecodeError) else self._at
-                    self.fail(f"invalid JSON: {_explain(error)}")
-
-    def fail(self, found: str) -> NoReturn:
-        """Raise an error at the current position."""
-        line, column = self._locate()
-        raise DataError(Problem(f"{self._name}:{line}", f"{found} (column {column})", _DOCUMENT_REMEDY))
-
-    def _locate(self) -> tuple[int, int]:
-        """Return the line and column of the current position, from 1."""
-        last = self._text.rfind("\n", 0, self._at)
-        column = self._column + self._at if last < 0 else self._at - last
-        return self._line + self._text.count("\n", 0, self._at), column
-
-    def _grow(self) -> bool:
-        """Read a block, at least as long as the rest of the text; return whether the file has more."""
-        # Doubling: a value over many blocks is decoded again after each of them.
-        block = self._file.read(max(_BLOCK_BYTES, len(self._text) - self._at))
-        self._num_bytes += len(block)
+    at, index = skip_blank(skip_blank(0) + 1), 0
+    while index or text[at : at + 1] != "]":
         try:
-            decoded = self._decoder.decode(block, final=not block)
-        except UnicodeDecodeError as error:
-            self._at = len(self._text)
-            line = self._locate()[0] + error.object.count(b"\n", 0, error.start)
-            offset = self._num_bytes - len(error.object) + error.start
-            raise DataError(_describe_encoding(f"{self._name}:{line}", offset, b"")) from None
-        if block:
-            self._line, self._column = self._locate()
-            self._text, self._at = self._text[self._at :] + decoded, 0
-        return bool(block)
+            value, at = _DECODER.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            fail(f"invalid JSON: {_explain(error)}", error.pos if isinstance(error, json.JSONDecodeError) else at)
+        yield _to_entry(value, f"{name} row {index}", index)
+        at, index = skip_blank(at), index + 1
+        if text[at : at + 1] == "]":
+            break
+        if text[at : at + 1] != ",":
+            fail("the array is not closed" if at == len(text) else "expected `,` or `]`", at)
+        at = skip_blank(at + 1)
+    at = skip_blank(at + 1)
+    if at < len(text):
+        fail("text after the array", at)
 
 
 def _take_two(lines: Iterator[Line]) -> list[Line]:
