@@ -269,7 +269,7 @@ class Inspection(ABC):
             f"95 % up to {audit.length_p95:,}, longest {audit.length_max:,}"
         )
         for finding in self._data.findings:
-            report(("" if finding.severity == "ok" else f"{finding.severity}: ") + finding.found)
+            report(("" if finding.severity == "ok" else f"{finding.severity}: ") + str(finding))
 
     def report_schedule(self, report: Report, num_rows: int | None) -> int:
         """Report the number of steps that the Trainer will count, and the learning rates.

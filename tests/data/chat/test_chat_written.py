@@ -119,6 +119,28 @@ def test_dropped_reasoning_of_last_turn_is_remarked(
     assert remarks(template, *messages) == ([Remark.LOST_REASONING] if is_lost else [])
 
 
+BLOCK = loop("<think>{{ m.reasoning_content }}</think>{{ m.content }}")
+
+
+@pytest.mark.parametrize(
+    ("template", "turn", "expected"),
+    [
+        (BLOCK, answer("<think>why</think>yes"), [Remark.TAGGED_REASONING]),
+        (BLOCK, answer("why\n</think>\nyes"), [Remark.TAGGED_REASONING]),  # The tag is in the generation prompt.
+        (BLOCK, THOUGHT, []),
+        (KEYED, answer("<think>why</think>yes"), []),
+        (SPLIT, answer("<think>\n</think>yes"), []),
+    ],
+    ids=["block", "half a block", "key", "same form", "none"],
+)
+def test_reasoning_in_other_tags_than_those_of_the_template_is_remarked(
+    template: str, turn: dict[str, Any], expected: list[Remark]
+) -> None:
+    assert remarks(template, user("hi"), turn) == expected
+    assert remarks(template, user("hi"), turn, user("more"), answer("no")) == expected
+    assert remarks(template, user("hi"), turn, user("more"), answer("no"), untrained={1}) == []
+
+
 def calls(written: str, content: str = "{{ m.content }}") -> str:
     return loop(content + "{% for c in m.tool_calls %}{{ c.function.name }}" + written + "{% endfor %}")
 

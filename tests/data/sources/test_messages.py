@@ -15,6 +15,7 @@ from recipes_lib.data.sources.messages import (
     RowError,
     check_text,
     clean_messages,
+    read_chat_extras,
     split_marks,
 )
 
@@ -66,6 +67,24 @@ def test_tool_calls_may_be_a_text() -> None:
     )
     assert listed == written == {**turn, "tool_calls": calls}
     assert empty == null == turn
+
+
+def test_nulls_of_aligned_calls_and_tools_are_removed_but_not_those_of_a_text() -> None:
+    arguments = {"city": "Paris", "where": {"country": "F", "zone": None}, "zone": None}
+    call = {"id": None, "type": "function", "function": {"name": "f", "arguments": arguments}}
+    expected = {"city": "Paris", "where": {"country": "F"}}
+    for turn in ({"role": "assistant", "tool_calls": [call]}, {"from": "function_call", "value": call["function"]}):
+        (message,) = clean_messages([turn], "messages")
+        assert message["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": expected}}]
+    written = {"type": "function", "function": {"name": "f", "arguments": json.dumps(arguments)}}
+    for value in ([written], json.dumps([call | {"id": "1"}])):
+        (message,) = clean_messages([{"role": "assistant", "tool_calls": value}], "messages")
+        assert message["tool_calls"][0]["function"]["arguments"] == arguments
+    city = {"type": "string", "default": None, "enum": ["Paris", None]}
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"city": city}}}
+    aligned = {"name": "f", "parameters": {"type": "object", "properties": {"city": city | {"items": None}, "z": None}}}
+    assert read_chat_extras({"tools": [aligned]}) == {"tools": [tool]}
+    assert read_chat_extras({"tools": json.dumps([aligned])}) == {"tools": [aligned]}
 
 
 def test_call_without_function_object_is_read() -> None:

@@ -71,6 +71,8 @@ class WrittenCheck:
         messages, remarks = _list_messages(row), []
         for number, message in enumerate(messages):
             if number in trained:
+                if self._rewrites_reasoning and THINK_END in str(message.get("content")):
+                    remarks.append(Remark.TAGGED_REASONING)
                 if message.get("tool_calls"):
                     remarks += self._check_calls(row, rendered, number)
             elif self._spells_special(message):
@@ -139,6 +141,18 @@ class WrittenCheck:
         reasoning = text[start:end].strip()
         other = text[:start] + _replace_text(reasoning) + text[end:]
         return reasoning not in rendered.turn(last) and self._ignores(row, rendered, last, {**message, key: other})
+
+    @cached_property
+    def _rewrites_reasoning(self) -> bool:
+        """Whether the template writes ``reasoning_content`` in another form than the ``<think>`` tags of an answer."""
+        tagged = {"role": "assistant", "content": f"<think>\n{PLACEHOLDER}\n{THINK_END}\n\nanswer"}
+        keyed = {"role": "assistant", "content": "answer", "reasoning_content": PLACEHOLDER}
+        rows = (Row(where="", messages=[{"role": "user", "content": "question"}, turn]) for turn in (tagged, keyed))
+        try:
+            own, other = ("".join(self._render(row, False).text.split()) for row in rows)
+        except TemplateError:  # The template refuses this chat.
+            return False
+        return PLACEHOLDER in other and own != other
 
     def _loses_tools(self, row: Row, rendered: Rendered) -> bool:
         assert row.tools
