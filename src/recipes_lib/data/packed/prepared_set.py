@@ -389,7 +389,7 @@ def render_summary(prepared: PreparedSet) -> Table:
     return table
 
 
-def add_findings(table: Table, findings: Sequence[Mapping[str, str]]) -> None:
+def add_findings(table: Table, findings: Sequence[Mapping[str, Any]]) -> None:
     """Add the warnings of a set's audit to its table, one section each."""
     for finding in (Finding(**finding) for finding in findings):
         if finding.severity != "ok":
