@@ -96,6 +96,12 @@ def test_call_without_function_object_is_read() -> None:
     ]
 
 
+@pytest.mark.parametrize("calls", ["", " ", [{"name": "f"}], None])
+def test_answer_without_content_needs_calls(calls: object) -> None:
+    with pytest.raises(RowError, match=r"messages\[0\]\.content is empty"):
+        clean_messages([{"role": "assistant", "content": "", "function_calls": calls}], "messages")
+
+
 def test_parallel_sharegpt_calls_share_one_turn() -> None:
     value = '[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"x": null}}]'
     (message,) = clean_messages([{"from": "function_call", "value": value}], "conversations")

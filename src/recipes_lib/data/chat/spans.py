@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 from recipes_lib.data.chat.templates import NOBODY, REASONING_KEYS, ChatTemplate, Rendered, Span, TemplateError
+from recipes_lib.data.sources.messages import CALLS_AS_TEXT
 from recipes_lib.data.sources.rows import Message, Remark, Row
 from recipes_lib.errors import DataError, Problem
 
@@ -175,9 +176,10 @@ class WrittenCheck:
 
 
 def find_texts(message: Message) -> list[str]:
-    """Return the non-empty texts of a message, one per content part, stripped as many templates do."""
+    """Return the non-empty texts of a message, one per content part and one of calls, stripped as many templates do."""
     content = message.get("content")
     texts = [content] if isinstance(content, str) else [part.get("text") for part in content or []]
+    texts.append(message.get(CALLS_AS_TEXT))
     return [text.strip() for text in texts if isinstance(text, str) and text.strip()]
 
 

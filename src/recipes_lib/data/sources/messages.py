@@ -12,6 +12,8 @@ from typing import Any, Final, TypeGuard, TypeVar
 from recipes_lib.data.sources.rows import Message
 
 FUNCTION_CALL: Final = "function_call"
+CALLS_AS_TEXT: Final = "function_calls"
+"""Key of a turn with calls as the text that OLMo 3's chat template writes, as in Dolci."""
 _CALLERS: Final = (FUNCTION_CALL, "tool_call")
 """Roles of turns whose content is function calls."""
 ROLES: Final = {
@@ -249,7 +251,7 @@ def _clean_message(written: object, place: str) -> Message:
         cleaned = {"role": role, "content": "", "tool_calls": calls}
     else:
         _clean_extras(cleaned, place)
-        if role == "assistant" and "tool_calls" in cleaned:
+        if role == "assistant" and _has_calls(cleaned):
             # Many templates fail for a missing content, and none distinguishes it from an empty one.
             cleaned.setdefault("content", "")
         _check_content(cleaned, place)
@@ -279,8 +281,13 @@ def _check_content(message: Message, place: str) -> None:
     if content is None:
         raise RowError(f"{place}.content is missing", "write the text of the turn")
     # An answer may be empty beside tool calls.
-    check = check_answer if message["role"] == "assistant" and "tool_calls" not in message else check_text
+    check = check_answer if message["role"] == "assistant" and not _has_calls(message) else check_text
     check(content, f"{place}.content")
+
+
+def _has_calls(message: Message) -> bool:
+    text = message.get(CALLS_AS_TEXT)
+    return "tool_calls" in message or (isinstance(text, str) and bool(text.strip()))
 
 
 def _clean_extras(message: dict[str, Any], place: str) -> None:
