@@ -99,6 +99,8 @@ def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedToken
             name,
             revision=config.tokenizer_revision or (None if is_own else config.model_revision),
             trust_remote_code=config.trust_remote_code,
+            # Beside mistral-common, which vLLM installs, transformers would prefer a tekken.json: not a fast tokenizer.
+            mistral_format=False,
         )
     # All problems are collected before raising.
     problems = []
