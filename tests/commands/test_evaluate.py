@@ -137,14 +137,17 @@ def test_task_lists_have_commas_or_are_json(words: list[str], tmp_path: Path, mo
     assert (config.tasks, config.include_path) == (["a", "b"], ["x", "y"])
 
 
-def test_truncated_questions_are_a_warning() -> None:
+def test_truncated_questions_and_scored_reasoning_are_warnings() -> None:
     task = {"scores": {"acc": {"value": 0.5, "stderr": 0.1}}, "num_questions": 4, "num_cut": 3, "num_empty": 0}
+    task |= {"num_reasoning": 1}
     group = {"scores": {"acc": {"value": 0.25, "stderr": None}}, "num_questions": 9}
-    assert describe({"groups": {"g": group}, "tasks": {"t": task}}) == [
+    *lines, last = describe({"groups": {"g": group}, "tasks": {"t": task}})
+    assert lines == [
         "g: acc 0.2500, 9 questions",
         "t: acc 0.5000 ± 0.1960, 4 questions",
         "warning: t: 3 of 4 questions did not fit and were truncated at the start",
     ]
+    assert last.startswith("warning: t: 1 of 4 questions have an answer whose reasoning")
 
 
 def write_checkpoint(run: Path, step: int, *, is_complete: bool = True) -> Path:

@@ -132,7 +132,7 @@ def test_scores_of_table_models_match_closed_form(model: Path, tasks: Path, monk
     assert acc == sum(at == row["gold"] for at, row in zip(chosen, rows, strict=True)) / len(rows)
 
 
-def test_empty_answers_are_counted_before_filters(
+def test_empty_answers_and_reasoning_are_counted_before_filters(
     model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = [{"function": "regex", "regex_pattern": "([0-9]+)"}, {"function": "take_first"}]
@@ -140,11 +140,11 @@ def test_empty_answers_are_counted_before_filters(
     task |= {"task": "filtered", "filter_list": [{"name": "strict", "filter": chosen}]}
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "filtered.yaml").write_text(json.dumps(task))
-    for text, number in (("", 9), ("no number", 0)):
+    for text, empty, reasoning in (("", 9, 0), ("no number", 0, 0), ("<think>Well.</think>", 0, 9)):
         table = TableModel(None, lambda _, text=text: text)
         found = answer(table, build(model, tmp_path / "own", "filtered"), monkeypatch)["filtered"]
         assert next(read_samples(model / "eval"))["answers"] == ["[invalid]"]
-        assert found["num_empty"] == number
+        assert (found["num_empty"], found["num_reasoning"]) == (empty, reasoning)
 
 
 def test_scores_of_own_task_may_be_numpy_scalars(

@@ -11,6 +11,7 @@ from tests.rl import keys_task
 from tests.rl.reward_models import write_reward_model
 from tests.training.students import save_student
 
+from recipes_lib.data.sources.rows import Remark
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.planning.memory import plan_memory
 
@@ -37,6 +38,14 @@ def test_template_cautions_are_reported(run_check, tmp_path, tiny_model_dir, tem
     assert not problems
     assert ("warning: the chat template writes today's date" in output) == caution
     assert "exact duplicates of earlier rows: 3" in output
+
+
+def test_warning_on_rows_names_the_first_and_a_remedy(run_check) -> None:
+    texts = [{"prompt": "two and two", "completion": answer} for answer in (" are four", " are 4")]
+    problems, output = run_check("sft", texts)
+    assert not problems
+    assert f"warning: train: 2 of 2 rows {Remark.PLAIN_TEXT.found}; the first is " in output
+    assert f"; {Remark.PLAIN_TEXT.remedy}" in output
 
 
 @pytest.mark.parametrize("init", ["default", "pissa"])

@@ -23,6 +23,7 @@ from transformers import (
     MixtralForCausalLM,
     PreTrainedTokenizerFast,
 )
+from transformers.models.auto import tokenization_auto
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError
@@ -311,6 +312,19 @@ def test_chat_templates_without_a_default_are_refused(tiny_tokenizer_dir: Path, 
     tokenizer.chat_template |= {"default": "d"}
     tokenizer.save_pretrained(tmp_path)
     assert load_tokenizer(config_for(tmp_path), TokensConfig()).get_chat_template() == "d"
+
+
+def test_tokenizer_json_is_read_where_mistral_common_is_installed(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setitem(tokenization_auto.TOKENIZER_MAPPING_NAMES, "llama", "MistralCommonBackend")
+    monkeypatch.setattr(
+        "transformers.integrations.mistral.tokenizer.resolve_mistral_format",
+        lambda *_, **options: asked.append(options) or (False, None),
+    )
+    assert load_tokenizer(config_for(tiny_model_dir), TokensConfig()).is_fast
+    assert asked == []
 
 
 def test_model_revision_is_not_applied_to_other_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:

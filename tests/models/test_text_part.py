@@ -10,6 +10,8 @@ from transformers import (
     Ernie4_5_MoeForCausalLM,
     HrmTextConfig,
     HrmTextForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
 )
 
 from recipes_lib.config.schema import AdapterConfig, ModelConfig
@@ -31,6 +33,21 @@ def test_trained_parameters_are_those_with_gradient_from_text(tmp_path):
     model = load_causal_lm(ModelConfig(model_name_or_path=str(tmp_path), dtype="float32"), "eager")
     assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == expected
     assert not any(name.startswith(OUTSIDE) for name in expected)
+
+
+def build_qwen3_5():
+    text = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 16}
+    config = Qwen3_5Config(text_config={**text, "num_attention_heads": 2}, vision_config=vision)
+    return Qwen3_5ForConditionalGeneration(config)
+
+
+def test_model_whose_other_modules_transformers_drops_is_cautioned_about(tmp_path, caplog):
+    for build, name in ((build_gemma3, "gemma3"), (build_qwen3_5, "qwen3_5")):
+        build().save_pretrained(tmp_path / name)
+        loaded = load_causal_lm(ModelConfig(model_name_or_path=str(tmp_path / name), dtype="float32"), "eager")
+        kept = {name.split(".")[1] for name, _ in loaded.named_parameters()} & {"visual", "vision_tower"}
+        assert ("transformers loads and saves the text model alone" in caplog.text) == (not kept)
 
 
 def build_ernie():

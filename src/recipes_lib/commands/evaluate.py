@@ -219,13 +219,18 @@ def _parse(argv: Sequence[str]) -> EvalConfig:
 
 
 def describe(record: Mapping[str, Any]) -> list[str]:
-    """Return one line per score of groups and tasks, and warnings about truncated prompts and empty answers."""
+    """Return one line per score of groups and tasks, and warnings about answers that distort it."""
     lines = []
     for name, found in [*record["groups"].items(), *record["tasks"].items()]:
         for metric, score in found["scores"].items():
             error = "" if score["stderr"] is None else f" ± {1.96 * score['stderr']:.4f}"
             lines.append(f"{name}: {metric} {score['value']:.4f}{error}, {found['num_questions']:,} questions")
-        causes = {"num_cut": "did not fit and were truncated at the start", "num_empty": "have an empty answer"}
+        causes = {
+            "num_cut": "did not fit and were truncated at the start",
+            "num_empty": "have an empty answer",
+            "num_reasoning": "have an answer whose reasoning, before `</think>`, was scored with it; a chat endpoint "
+            "whose server removes the reasoning scores the answer alone",
+        }
         for key, cause in causes.items():
             if found.get(key):
                 lines.append(f"warning: {name}: {found[key]:,} of {found['num_questions']:,} questions {cause}")

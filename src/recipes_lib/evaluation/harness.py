@@ -23,6 +23,7 @@ from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.environment import read_versions
 from recipes_lib.errors import ConfigError, DataError, Problem, list_first
+from recipes_lib.evaluation.endpoint import ENDS_THINKING
 from recipes_lib.evaluation.engines import CachedModel, build_engine, find_tokenizer, is_cut
 from recipes_lib.evaluation.suites import load_tasks
 from recipes_lib.files import (
@@ -266,6 +267,8 @@ def _verify_world_size(config: EvalConfig, tasks: Mapping[str, Any], world_size:
 def _describe_sample(task: str, sample: Mapping[str, Any], model: Any) -> dict[str, Any]:
     """Return the row of ``samples.jsonl`` of a question and a filter."""
     requests = sample["arguments"]  # (prompt, choice) or (prompt, settings); one for each choice of a question.
+    # Unfiltered: some filters return "[invalid]" if they find nothing.
+    answers = [answer for answers in sample["resps"] for answer in answers]
     return {
         "task": task,
         "doc_id": sample["doc_id"],
@@ -277,8 +280,8 @@ def _describe_sample(task: str, sample: Mapping[str, Any], model: Any) -> dict[s
         "answers": sample["filtered_resps"],
         "scores": {name: sample[name] for name in sample["metrics"]},
         "is_cut": any(is_cut(model, arguments) for arguments in requests),
-        # From the unfiltered answers: some filters return "[invalid]" if they find nothing.
-        "is_empty": all(isinstance(text, str) and not text.strip() for texts in sample["resps"] for text in texts),
+        "is_empty": all(isinstance(answer, str) and not answer.strip() for answer in answers),
+        "has_reasoning": any(isinstance(answer, str) and ENDS_THINKING in answer for answer in answers),
         "doc_hash": sample["doc_hash"],
         "prompt_hash": sample["prompt_hash"],
     }
@@ -295,6 +298,7 @@ def _summarise(task: str, results: Mapping[str, Any], rows: Sequence[Mapping[str
         "version": results["versions"].get(task),
         "num_cut": sum(row["is_cut"] for row in questions),
         "num_empty": sum(row["is_empty"] for row in questions),
+        "num_reasoning": sum(row["has_reasoning"] for row in questions),
         # Sorted: with several processes, the order of the questions depends on the world size.
         "prompts_hash": _hash(sorted([row["doc_id"], row["prompt_hash"]] for row in questions)),
         "higher_is_better": results["higher_is_better"].get(task, {}),

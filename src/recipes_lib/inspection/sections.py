@@ -139,6 +139,7 @@ class Inspection(ABC):
         from recipes_lib.models.activation_checkpointing import enable_checkpointing
         from recipes_lib.models.architecture import find_model_config
         from recipes_lib.models.loading import load_tokenizer
+        from recipes_lib.models.structure import find_dropped_modules
         from recipes_lib.training.layouts.memory_layout import verify_model
 
         self.tokenizer = load_tokenizer(self.config.model, self.config.tokens)
@@ -153,6 +154,8 @@ class Inspection(ABC):
             f"{self.model_config.model_type}, {self.num_parameters / 1e6:,.1f} M parameters, "
             f"{len(self.tokenizer):,} tokens in the vocabulary"
         )
+        if caution := find_dropped_modules(model, self.model_config):
+            report(f"warning: {caution}")
 
     @abstractmethod
     def check_data(self, report: Report) -> None:
@@ -267,7 +270,7 @@ class Inspection(ABC):
             f"95 % up to {audit.length_p95:,}, longest {audit.length_max:,}"
         )
         for finding in self._data.findings:
-            report(("" if finding.severity == "ok" else f"{finding.severity}: ") + finding.found)
+            report(("" if finding.severity == "ok" else f"{finding.severity}: ") + str(finding))
 
     def report_schedule(self, report: Report, num_rows: int | None) -> int:
         """Report the number of steps that the Trainer will count, and the learning rates.

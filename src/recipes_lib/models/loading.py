@@ -43,8 +43,10 @@ from recipes_lib.models.model_files import find_damage
 from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
 from recipes_lib.models.parallel.zero3 import register_gather_hooks
 from recipes_lib.models.quantization import check_checkpoint_bits, keep_differentiable
-from recipes_lib.models.structure import freeze_outside_text
+from recipes_lib.models.structure import find_dropped_modules, freeze_outside_text
 from recipes_lib.shipped import find_shipped
+
+logger = logging.getLogger(__name__)
 
 _NAMES_CODE: Final = ("config.json", "tokenizer_config.json")
 """Files with an ``auto_map``, which maps auto classes to classes of the repository's own modules."""
@@ -97,6 +99,8 @@ def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedToken
             name,
             revision=config.tokenizer_revision or (None if is_own else config.model_revision),
             trust_remote_code=config.trust_remote_code,
+            # Beside mistral-common, which vLLM installs, transformers would prefer a tekken.json: not a fast tokenizer.
+            mistral_format=False,
         )
     # All problems are collected before raising.
     problems = []
@@ -264,6 +268,8 @@ def load_pretrained(
     ]
     if problems:
         raise ConfigError(*(_explain_quantization(config) or problems))
+    if caution := find_dropped_modules(model, load_model_config(config)[0]):
+        logger.warning("%s: %s", name, caution)
     freeze_outside_text(model)
     register_gather_hooks(model)
     # transformers 5.23 no longer sets it; adapters record it as the revision of their base.
@@ -402,16 +408,16 @@ def explained(key: str, name: str) -> Iterator[None]:
 @contextmanager
 def without_report() -> Iterator[None]:
     """Suppress transformers' report of missing and unexpected weights, which the caller checks."""
-    logger = logging.getLogger("transformers.modeling_utils")
+    loader = logging.getLogger("transformers.modeling_utils")
 
     def is_other(record: logging.LogRecord) -> bool:
         return "LOAD REPORT" not in record.getMessage()
 
-    logger.addFilter(is_other)
+    loader.addFilter(is_other)
     try:
         yield
     finally:
-        logger.removeFilter(is_other)
+        loader.removeFilter(is_other)
 
 
 def _explain(name: str, error: Exception) -> tuple[str, str]:

@@ -262,6 +262,21 @@ def is_outside(path: str, parts: list[str]) -> bool:
     return any(f"{path}.".startswith(f"{part}.") for part in parts)
 
 
+def find_dropped_modules(model: Any, config: PreTrainedConfig) -> str | None:
+    """Return a caution if a model is only the text model of a multimodal checkpoint, as of Qwen3.5 and Llama 4.
+
+    Args:
+        model: Model that an auto class of transformers built.
+        config: Configuration of the checkpoint.
+    """
+    if model.config.model_type == config.model_type:
+        return None
+    return (
+        f"of a {config.model_type} model, transformers loads and saves the text model alone, {type(model).__name__}: "
+        "the result, or the base of an adapter, has no vision or audio modules"
+    )
+
+
 def freeze_outside_text(model: Any) -> None:
     """Freeze modules outside the text model and what the architecture does not train; they are saved with the model."""
     parts = find_outside_text(model)

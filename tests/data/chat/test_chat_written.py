@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.data.chat_cases import answer, chat, refusal, source, user
+from tests.data.chat_cases import answer, chat, refusal, source, spans, user
 from tests.data.templates.tokenizers import build_byte_level
 
 from recipes_lib.data.chat.encoder import RowEncoder
@@ -117,6 +117,36 @@ def test_dropped_reasoning_of_last_turn_is_remarked(
     template: str, messages: list[dict[str, Any]], is_lost: bool
 ) -> None:
     assert remarks(template, *messages) == ([Remark.LOST_REASONING] if is_lost else [])
+
+
+def test_calls_as_text_are_trained_on_or_refused() -> None:
+    row = chat(user("hi"), answer("So:", function_calls="sky(city='Paris')"))
+    tokenizer = build_byte_level(CONTENT, extra=("<|im_start|>", "<|im_end|>"))
+    written = encoder(loop("{{ m.content }}{% if m.function_calls %} {{ m.function_calls }}{% endif %}"))
+    assert spans(tokenizer, *written.encode([row])) == ["So: sky(city='Paris')<|im_end|>"]
+    assert "(\"sky(city='Paris')\") is not in the text that would be trained on" in refusal(encoder(CONTENT), row)
+
+
+BLOCK = loop("<think>{{ m.reasoning_content }}</think>{{ m.content }}")
+
+
+@pytest.mark.parametrize(
+    ("template", "turn", "expected"),
+    [
+        (BLOCK, answer("<think>why</think>yes"), [Remark.TAGGED_REASONING]),
+        (BLOCK, answer("why\n</think>\nyes"), [Remark.TAGGED_REASONING]),  # The tag is in the generation prompt.
+        (BLOCK, THOUGHT, []),
+        (KEYED, answer("<think>why</think>yes"), []),
+        (SPLIT, answer("<think>\n</think>yes"), []),
+    ],
+    ids=["block", "half a block", "key", "same form", "none"],
+)
+def test_reasoning_in_other_tags_than_those_of_the_template_is_remarked(
+    template: str, turn: dict[str, Any], expected: list[Remark]
+) -> None:
+    assert remarks(template, user("hi"), turn) == expected
+    assert remarks(template, user("hi"), turn, user("more"), answer("no")) == expected
+    assert remarks(template, user("hi"), turn, user("more"), answer("no"), untrained={1}) == []
 
 
 def calls(written: str, content: str = "{{ m.content }}") -> str:

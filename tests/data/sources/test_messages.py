@@ -15,6 +15,7 @@ from recipes_lib.data.sources.messages import (
     RowError,
     check_text,
     clean_messages,
+    read_chat_extras,
     split_marks,
 )
 
@@ -68,6 +69,24 @@ def test_tool_calls_may_be_a_text() -> None:
     assert empty == null == turn
 
 
+def test_nulls_of_aligned_calls_and_tools_are_removed_but_not_those_of_a_text() -> None:
+    arguments = {"city": "Paris", "where": {"country": "F", "zone": None}, "zone": None}
+    call = {"id": None, "type": "function", "function": {"name": "f", "arguments": arguments}}
+    expected = {"city": "Paris", "where": {"country": "F"}}
+    for turn in ({"role": "assistant", "tool_calls": [call]}, {"from": "function_call", "value": call["function"]}):
+        (message,) = clean_messages([turn], "messages")
+        assert message["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": expected}}]
+    written = {"type": "function", "function": {"name": "f", "arguments": json.dumps(arguments)}}
+    for value in ([written], json.dumps([call | {"id": "1"}])):
+        (message,) = clean_messages([{"role": "assistant", "tool_calls": value}], "messages")
+        assert message["tool_calls"][0]["function"]["arguments"] == arguments
+    city = {"type": "string", "default": None, "enum": ["Paris", None]}
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"city": city}}}
+    aligned = {"name": "f", "parameters": {"type": "object", "properties": {"city": city | {"items": None}, "z": None}}}
+    assert read_chat_extras({"tools": [aligned]}) == {"tools": [tool]}
+    assert read_chat_extras({"tools": json.dumps([aligned])}) == {"tools": [aligned]}
+
+
 def test_call_without_function_object_is_read() -> None:
     calls = [{"id": "1", "name": "f", "arguments": '{"x": 1}'}, {"name": "g"}]
     (message,) = clean_messages([{"role": "assistant", "tool_calls": calls}], "messages")
@@ -75,6 +94,12 @@ def test_call_without_function_object_is_read() -> None:
         {"type": "function", "id": "1", "function": {"name": "f", "arguments": {"x": 1}}},
         {"type": "function", "function": {"name": "g", "arguments": {}}},
     ]
+
+
+@pytest.mark.parametrize("calls", ["", " ", [{"name": "f"}], None])
+def test_answer_without_content_needs_calls(calls: object) -> None:
+    with pytest.raises(RowError, match=r"messages\[0\]\.content is empty"):
+        clean_messages([{"role": "assistant", "content": "", "function_calls": calls}], "messages")
 
 
 def test_parallel_sharegpt_calls_share_one_turn() -> None:

@@ -27,6 +27,17 @@ RESULT = {"role": "tool", "content": "4"}
 PUBLIC: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
     "UltraChat": ("sharegpt", {"id": "0", "data": ["What is 2 + 2?", "4"]}, CHAT),
     "Capybara": ("sharegpt", {"source": "x", "conversation": [{"input": "What is 2 + 2?", "output": "4"}]}, CHAT),
+    "Dolci": (
+        "messages",
+        {"messages": [USER, {"role": "assistant", "content": None, "function_calls": "add(2, 2)", "functions": None}]},
+        {"messages": [USER, {"role": "assistant", "content": "", "function_calls": "add(2, 2)"}]},
+    ),
+    "Toucan": ("messages", {**CHAT, "available_tools": '[{"name": "add"}]'}, {**CHAT, "tools": [{"name": "add"}]}),
+    "DeepSeek-R1's distillations": (
+        "question_answer",
+        {"input": "What is 2 + 2?", "output": "4", "reasoning_content": "It is even."},
+        {"messages": [USER, {**ANSWER, "reasoning_content": "It is even."}]},
+    ),
     "XTuner": (
         "sharegpt",
         {

@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 from recipes_lib.data.chat.templates import NOBODY, REASONING_KEYS, ChatTemplate, Rendered, Span, TemplateError
+from recipes_lib.data.sources.messages import CALLS_AS_TEXT
 from recipes_lib.data.sources.rows import Message, Remark, Row
 from recipes_lib.errors import DataError, Problem
 
@@ -71,6 +72,8 @@ class WrittenCheck:
         messages, remarks = _list_messages(row), []
         for number, message in enumerate(messages):
             if number in trained:
+                if self._rewrites_reasoning and THINK_END in str(message.get("content")):
+                    remarks.append(Remark.TAGGED_REASONING)
                 if message.get("tool_calls"):
                     remarks += self._check_calls(row, rendered, number)
             elif self._spells_special(message):
@@ -140,6 +143,18 @@ class WrittenCheck:
         other = text[:start] + _replace_text(reasoning) + text[end:]
         return reasoning not in rendered.turn(last) and self._ignores(row, rendered, last, {**message, key: other})
 
+    @cached_property
+    def _rewrites_reasoning(self) -> bool:
+        """Whether the template writes ``reasoning_content`` in another form than the ``<think>`` tags of an answer."""
+        tagged = {"role": "assistant", "content": f"<think>\n{PLACEHOLDER}\n{THINK_END}\n\nanswer"}
+        keyed = {"role": "assistant", "content": "answer", "reasoning_content": PLACEHOLDER}
+        rows = (Row(where="", messages=[{"role": "user", "content": "question"}, turn]) for turn in (tagged, keyed))
+        try:
+            own, other = ("".join(self._render(row, False).text.split()) for row in rows)
+        except TemplateError:  # The template refuses this chat.
+            return False
+        return PLACEHOLDER in other and own != other
+
     def _loses_tools(self, row: Row, rendered: Rendered) -> bool:
         assert row.tools
         function = row.tools[0].get("function")
@@ -161,9 +176,10 @@ class WrittenCheck:
 
 
 def find_texts(message: Message) -> list[str]:
-    """Return the non-empty texts of a message, one per content part, stripped as many templates do."""
+    """Return the non-empty texts of a message, one per content part and one of calls, stripped as many templates do."""
     content = message.get("content")
     texts = [content] if isinstance(content, str) else [part.get("text") for part in content or []]
+    texts.append(message.get(CALLS_AS_TEXT))
     return [text.strip() for text in texts if isinstance(text, str) and text.strip()]
 
 

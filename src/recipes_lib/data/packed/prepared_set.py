@@ -389,12 +389,12 @@ def render_summary(prepared: PreparedSet) -> Table:
     return table
 
 
-def add_findings(table: Table, findings: Sequence[Mapping[str, str]]) -> None:
+def add_findings(table: Table, findings: Sequence[Mapping[str, Any]]) -> None:
     """Add the warnings of a set's audit to its table, one section each."""
-    for finding in findings:
-        if finding["severity"] != "ok":
+    for finding in (Finding(**finding) for finding in findings):
+        if finding.severity != "ok":
             table.add_section()
-            table.add_row(finding["severity"], "; ".join(filter(None, (finding["found"], finding["remedy"]))))
+            table.add_row(finding.severity, str(finding))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -437,7 +437,7 @@ class PreparedRows:
     @property
     def warnings(self) -> list[str]:
         """Warnings of the audit and about replay."""
-        audited = [finding.found for finding in self.findings if finding.severity == "warning"]
+        audited = [str(finding) for finding in self.findings if finding.severity == "warning"]
         return [*audited, *find_replay_warning(self.record)]
 
     @property

@@ -87,6 +87,9 @@ class Finding:
     found: str
     remedy: str = ""
 
+    def __str__(self) -> str:
+        return "; ".join(filter(None, (self.found, self.remedy)))
+
 
 @dataclass(frozen=True, slots=True)
 class PackedSplit:

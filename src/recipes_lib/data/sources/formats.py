@@ -90,7 +90,7 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
         matches = _match(renamed.get(name, name) for name in plain)
         if not matches and isinstance(raw.get("data"), (list, tuple)):
             renamed, matches = {"data": "conversations"}, ["sharegpt"]
-    renamed |= _find_renamed(plain, _SYSTEM_SPELLINGS)
+    renamed |= _find_renamed(plain, _EXTRA_SPELLINGS)
     named = {column: renamed.get(name, name) for column, name in cased.items()}
     if declared == "auto":
         matches = _drop_lesser({name: raw[column] for column, name in named.items()}, matches)
@@ -174,7 +174,7 @@ def _find_renamed(present: Sequence[str], spellings: Mapping[str, str]) -> dict[
 @lru_cache(maxsize=1024)  # Bounded: rows may have names of their own.
 def _name_optional(column: str, layout: DatasetFormat) -> str:
     """Return the name of an optional column of a layout that is written in another way; otherwise the column."""
-    name = _SYSTEM_SPELLINGS.get(column.strip().lower(), column.strip().lower())
+    name = _EXTRA_SPELLINGS.get(column.strip().lower(), column.strip().lower())
     return name if name in _LAYOUTS[layout].optional else column
 
 
@@ -266,7 +266,7 @@ def read_question(raw: Raw) -> dict[str, Any] | None:
         RowError: The prompt, or a column that belongs to it, is invalid.
     """
     cased, prompt = _find_cased([column for column, value in raw.items() if value is not None]), raw.get("prompt")
-    names, spellings = list(cased.values()), {**_SPELLINGS, **_SYSTEM_SPELLINGS}
+    names, spellings = list(cased.values()), {**_SPELLINGS, **_EXTRA_SPELLINGS}
     if "instruction" in names:  # Beside it, `input` is a context, not a question.
         del spellings["input"]
     renamed = _find_renamed(names, spellings)
@@ -292,7 +292,9 @@ def _read_answer(raw: Raw, *, question: tuple[str, ...], answer: str) -> dict[st
     if raw.get("tools") and is_list:
         answers = clean_messages([{"role": FUNCTION_CALL, "content": value}], answer)
     else:
-        answers = [_build_answer(check_answer(value, f"`{answer}`"))]
+        thought = raw.get("reasoning_content")
+        beside = {"reasoning_content": check_text(thought, "`reasoning_content`")} if thought else {}
+        answers = [{**_build_answer(value, f"`{answer}`"), **beside}]
     return {"messages": [*prompt, *answers], **read_chat_extras(raw)}
 
 
@@ -325,7 +327,7 @@ def _read_prompt_completion(raw: Raw) -> dict[str, Any]:
 def _read_turns(value: object, column: str) -> list[Message]:
     """The turns of an answer: a text, a single turn, or a list of turns."""
     if isinstance(value, str):
-        return [_build_answer(check_answer(value, f"`{column}`"))]
+        return [_build_answer(value, f"`{column}`")]
     return clean_messages([value] if isinstance(value, Mapping) and not are_columns(value) else value, column)
 
 
@@ -501,13 +503,12 @@ def _read_history(raw: Raw) -> list[Message]:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise RowError(f"history[{number}] is not a [question, answer] pair", "write [[question, answer], ...]")
         question = check_text(pair[0], f"history[{number}][0]")
-        answer = check_answer(pair[1], f"history[{number}][1]")
-        turns += [{"role": "user", "content": question}, _build_answer(answer)]
+        turns += [{"role": "user", "content": question}, _build_answer(pair[1], f"history[{number}][1]")]
     return turns
 
 
-def _build_answer(text: str) -> Message:
-    return {"role": "assistant", "content": text}
+def _build_answer(value: object, place: str) -> Message:
+    return {"role": "assistant", "content": check_answer(value, place)}
 
 
 def _take(raw: Raw, column: str) -> Any:
@@ -534,7 +535,7 @@ _QUESTION_EXTRAS = ("system", "history", *_CHAT_EXTRAS)
 def _build_layout(question: str, answer: str, *contexts: str) -> _Layout:
     """Return a layout of a question, optional texts that belong to it, and its answer."""
     read = partial(_read_answer, question=(question, *contexts), answer=answer)
-    return _Layout((question, answer), (*contexts, *_QUESTION_EXTRAS), read)
+    return _Layout((question, answer), (*contexts, "reasoning_content", *_QUESTION_EXTRAS), read)
 
 
 _LAYOUTS: Final[Mapping[DatasetFormat, _Layout]] = {
@@ -562,7 +563,7 @@ _SPELLINGS: Final = {
     **dict.fromkeys(("rejected_response", "rejected_messages", "response_k"), "rejected"),
 }
 """Other spelling of a column -> the layout's column; applied only if the columns match no layout as they are."""
-_SYSTEM_SPELLINGS: Final = {"system_prompt": "system"}
+_EXTRA_SPELLINGS: Final = {"system_prompt": "system", "available_tools": "tools"}
 """The same in every layout."""
 _WHOLE_NUMBER: Final = re.compile(r"\s*[+-]?\d{1,9}\s*")
 _VERDICTS: Final[Mapping[str, tuple[str, Mapping[str, Sequence[object]]]]] = {
@@ -594,6 +595,6 @@ _FALLBACKS: Final[tuple[DatasetFormat, ...]] = ("dolly", "question_answer")
 
 COLUMNS: Final = frozenset(
     {column for layout in _LAYOUTS.values() for column in (*layout.required, *layout.optional)}
-    | {*_LABELS, "role", "tests", *MEDIA, *_SPELLINGS, *_SYSTEM_SPELLINGS}
+    | {*_LABELS, "role", "tests", *MEDIA, *_SPELLINGS, *_EXTRA_SPELLINGS}
 )
 """All columns that have a meaning: the valid keys of ``dataset_columns``."""

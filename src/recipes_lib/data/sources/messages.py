@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import cycle
 from types import NoneType, UnionType
 from typing import Any, Final, TypeGuard, TypeVar
@@ -12,6 +12,8 @@ from typing import Any, Final, TypeGuard, TypeVar
 from recipes_lib.data.sources.rows import Message
 
 FUNCTION_CALL: Final = "function_call"
+CALLS_AS_TEXT: Final = "function_calls"
+"""Key of a turn with calls as the text that OLMo 3's chat template writes, as in Dolci."""
 _CALLERS: Final = (FUNCTION_CALL, "tool_call")
 """Roles of turns whose content is function calls."""
 ROLES: Final = {
@@ -54,6 +56,9 @@ OBJECTS: Final = re.compile(r"""\s*\[\s*\{\s*(["'])""")
 """Beginning of a list of objects, in JSON or in Python's notation."""
 
 _PARTIAL_MARKS: Final = ("train_detail", "training_detail")
+
+_NULLABLE: Final = ("default", "const")
+"""Keywords of a JSON schema whose value may be null."""
 
 _TYPES: Final[Mapping[str, type | UnionType]] = {
     "null": NoneType,
@@ -246,7 +251,7 @@ def _clean_message(written: object, place: str) -> Message:
         cleaned = {"role": role, "content": "", "tool_calls": calls}
     else:
         _clean_extras(cleaned, place)
-        if role == "assistant" and "tool_calls" in cleaned:
+        if role == "assistant" and _has_calls(cleaned):
             # Many templates fail for a missing content, and none distinguishes it from an empty one.
             cleaned.setdefault("content", "")
         _check_content(cleaned, place)
@@ -276,8 +281,13 @@ def _check_content(message: Message, place: str) -> None:
     if content is None:
         raise RowError(f"{place}.content is missing", "write the text of the turn")
     # An answer may be empty beside tool calls.
-    check = check_answer if message["role"] == "assistant" and "tool_calls" not in message else check_text
+    check = check_answer if message["role"] == "assistant" and not _has_calls(message) else check_text
     check(content, f"{place}.content")
+
+
+def _has_calls(message: Message) -> bool:
+    text = message.get(CALLS_AS_TEXT)
+    return "tool_calls" in message or (isinstance(text, str) and bool(text.strip()))
 
 
 def _clean_extras(message: dict[str, Any], place: str) -> None:
@@ -287,7 +297,9 @@ def _clean_extras(message: dict[str, Any], place: str) -> None:
     if FUNCTION_CALL in message and "tool_calls" not in message:  # OpenAI's deprecated key of a single call.
         message["tool_calls"] = _parse_function_calls(message.pop(FUNCTION_CALL), f"{place}.{FUNCTION_CALL}")
     written = message.pop("tool_calls", None)
-    if isinstance(written, str) and written.strip():  # Like schemas of tools, calls often have no common Arrow type.
+    if not isinstance(written, str):
+        written = _drop_nulls(written)
+    elif written.strip():  # Like schemas of tools, calls often have no common Arrow type.
         written = parse_json(written, f"{place}.tool_calls")
     if written:
         if not isinstance(written, (list, tuple)):
@@ -332,11 +344,22 @@ def _clean_call(call: object, place: str) -> Mapping[str, Any]:
 
 
 def _parse_function_calls(value: object, place: str) -> list[Mapping[str, Any]]:
-    parsed = parse_json(value, place) if isinstance(value, str) else value
+    parsed = parse_json(value, place) if isinstance(value, str) else _drop_nulls(value)
     calls = parsed if isinstance(parsed, (list, tuple)) else [parsed]
     if not calls:
         raise RowError(f"{place} is an empty list", "write at least one function call")
     return [_clean_call(call, f"{place}[{n}]") for n, call in enumerate(calls)]
+
+
+def _drop_nulls(value: Any, kept: Collection[str] = ()) -> Any:
+    """Return a value without the null fields of its objects, apart from those ``kept``.
+
+    In JSON exported from Arrow, as in Arrow itself, every tool and call has the parameters of all. Nulls in a text
+    of JSON are the author's.
+    """
+    if isinstance(value, Mapping):
+        return {key: _drop_nulls(item, kept) for key, item in value.items() if item is not None or key in kept}
+    return [_drop_nulls(item, kept) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _parse_tools(value: object) -> list[Any] | None:
@@ -347,7 +370,7 @@ def _parse_tools(value: object) -> list[Any] | None:
     Raises:
         RowError: The value is not a list of objects that can be written as JSON.
     """
-    tools = parse_json(value, "`tools`") if isinstance(value, str) else value
+    tools = parse_json(value, "`tools`") if isinstance(value, str) else _drop_nulls(value, _NULLABLE)
     if tools is None:
         return None
     if not isinstance(tools, (list, tuple)):

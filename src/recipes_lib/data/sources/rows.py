@@ -128,6 +128,10 @@ class Remark(Enum):
         "have strings as prompt and answer, to which the model's chat template is not applied",
         "if they are chats, write `dataset_columns: {question: prompt}`, for SFT with `answer: completion` beside it",
     )
+    TAGGED_REASONING = (
+        "spell reasoning as `<think>`, beside which the chat template writes a form of its own, such as an empty block",
+        "write it as `reasoning_content` of the message, and only the answer as `content`",
+    )
 
     def __init__(self, found: str, remedy: str) -> None:
         self.found = found
