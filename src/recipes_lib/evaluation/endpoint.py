@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
@@ -377,11 +378,14 @@ def _is_temporary(status: int) -> bool:
 
 
 def read_wait(retry_after: str | None, wait: float) -> float:
-    """Return the seconds of ``Retry-After``, at least ``wait`` and at most ten minutes; dates are not supported."""
+    """Return the seconds of ``Retry-After``, a number or a date, at least ``wait`` and at most ten minutes."""
+    value = retry_after or "0"
     try:
-        return max(wait, min(float(retry_after or 0), _MAX_RETRY_AFTER))
-    except ValueError:
+        is_date = value.endswith("GMT")  # RFC 9110, section 5.6.7
+        seconds = parsedate_to_datetime(value).timestamp() - time.time() if is_date else float(value)
+    except (ValueError, OverflowError):
         return wait
+    return max(wait, min(seconds, _MAX_RETRY_AFTER))
 
 
 def join_parts(content: Any, kind: str = "text") -> Any:
