@@ -340,7 +340,8 @@ def _grade(
     def grade() -> Iterator[list[dict[str, Any]]]:
         # Here, where the file has been cut to the rows that its record counts.
         known.update({row["key"]: row["grade"] for row in read_row_file(path)})
-        waiting, size = [(key, pair) for key, pair in asked.items() if key not in known], 16
+        waiting = [(key, pair) for key, pair in asked.items() if key not in known]
+        size = max(16, method.config.num_concurrent)
         starts = range(0, len(waiting), size)
         for start in progress.track(starts, "grade", len(starts)):
             batch = waiting[start : start + size]
