@@ -189,6 +189,9 @@ def test_legend_of_held_out_sets_leaves_room_for_curves(names: list[str], tmp_pa
     (_, _, left, bottom), (_, _, right, top) = json.loads(chart.hover)[0]["points"]
     assert right - left > 200, "of a width of 324"
     assert bottom - top > 100, "of a height of 180 without further rows of the legend"
+    (plan,) = (plan for plan in _plan_charts(build_run([], evaluations)) if plan.name == "heldout_sets")
+    assert len({(line.colour, line.style) for line in plan.lines}) == len(names)
+    assert ("stroke-dasharray" in chart.svg) == (len(names) > 6)
 
 
 @pytest.mark.parametrize(("num_steps", "num_marks"), [(1, 1), (5000, 100)])

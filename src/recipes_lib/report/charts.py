@@ -92,12 +92,14 @@ class Line:
         colour: Name in ``COLOURS``.
         kind: ``noisy``: drawn faintly, with a running median over it; ``exact``: drawn as a line; ``points``: markers
             joined by a line, for evaluations.
+        style: Matplotlib's line style.
     """
 
     label: str
     curve: Curve
     colour: str
     kind: Kind = "noisy"
+    style: str = "-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,12 +241,15 @@ def _plan_rl(train: Callable[..., Line], held_out: Callable[..., Line]) -> list[
 def _draw_sets(run: RunFiles) -> list[Line]:
     """Return a curve for each set of ``eval_datasets``."""
     # `eval_loss` of the main held-out set does not match.
-    names = (re.fullmatch(r"eval_(.+)_loss", name) for record in run.evaluations for name in record)
-    colours = itertools.cycle(("second", "first", "third", "good", "muted", "ink"))
+    found = (re.fullmatch(r"eval_(.+)_loss", name) for record in run.evaluations for name in record)
+    names = sorted({match.group(1) for match in found if match})
+    kind: Kind = "points"
+    colours = ("second", "first", "third", "good", "muted", "ink")
+    looks = itertools.cycle((colour, kind, style) for style in "-:" for colour in colours)
     return [
         # Escaped: FreeType raises for the lone surrogates of an untrusted name. The end of a path is its own part.
-        Line(escape_controls(name)[-_MAX_LABEL:], read_curve(run.evaluations, f"eval_{name}_loss"), colour, "points")
-        for name, colour in zip(sorted({found.group(1) for found in names if found}), colours, strict=False)
+        Line(escape_controls(name)[-_MAX_LABEL:], read_curve(run.evaluations, f"eval_{name}_loss"), *look)
+        for name, look in zip(names, looks, strict=False)
     ]
 
 
@@ -314,7 +319,7 @@ def _draw_line(axes: Axes, line: Line) -> None:
     if not line.curve:
         return
     colour = COLOURS[line.colour]
-    bold: dict[str, Any] = {"color": colour, "linewidth": 2.0, "label": line.label}
+    bold: dict[str, Any] = {"color": colour, "linewidth": 2.0, "linestyle": line.style, "label": line.label}
     # A line through a single point is invisible.
     if line.kind == "points" or len(line.curve) == 1:
         bold |= {"marker": "o", "markersize": 4.5}
