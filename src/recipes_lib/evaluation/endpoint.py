@@ -380,12 +380,11 @@ def _is_temporary(status: int) -> bool:
 def read_wait(retry_after: str | None, wait: float) -> float:
     """Return the seconds of ``Retry-After``, a number or a date, at least ``wait`` and at most ten minutes."""
     value = retry_after or "0"
-    try:
-        is_date = value.endswith("GMT")  # RFC 9110, section 5.6.7
-        seconds = parsedate_to_datetime(value).timestamp() - time.time() if is_date else float(value)
-    except (ValueError, OverflowError):
-        return wait
-    return max(wait, min(seconds, _MAX_RETRY_AFTER))
+    with suppress(ValueError, OverflowError):
+        # A date ends with GMT: RFC 9110, section 5.6.7.
+        asked = parsedate_to_datetime(value).timestamp() - time.time() if value.endswith("GMT") else float(value)
+        return max(wait, min(asked, _MAX_RETRY_AFTER))
+    return wait
 
 
 def join_parts(content: Any, kind: str = "text") -> Any:

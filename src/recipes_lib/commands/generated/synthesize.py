@@ -200,15 +200,8 @@ def _start_vllm(config: SynthesisConfig, sampling: Sampling, length: int) -> Gen
     from recipes_lib.training.layouts.launch_environment import read_launch
     from recipes_lib.training.trainers.arguments import build_training_arguments
 
-    given = {
-        "model_name_or_path": config.model_name_or_path,
-        "model_revision": config.model_revision or "null",
-        "trust_remote_code": config.trust_remote_code,
-        "dataset_name": config.dataset_name,
-        "output_dir": config.output_dir,
-        "use_cpu": config.use_cpu,
-        "seed": config.seed,
-    }
+    names = ("model_name_or_path", "trust_remote_code", "dataset_name", "output_dir", "use_cpu", "seed")
+    given = {name: getattr(config, name) for name in names} | {"model_revision": config.model_revision or "null"}
     recipe = load_for_command("sft", [f"--{name}={value}" for name, value in given.items()])
     share = config.vllm_gpu_memory_utilization
     recipe = dataclasses.replace(recipe, engine=dataclasses.replace(recipe.engine, vllm_gpu_memory_utilization=share))
