@@ -184,12 +184,8 @@ def load_writer(config: SynthesisConfig) -> Answerer:
         ConfigError: The model cannot be loaded, or the endpoint is invalid.
     """
     place = None if config.base_url is None else (config.base_url, config.model_name_or_path)
-    named = ModelConfig(
-        model_name_or_path=config.model_name_or_path,
-        model_revision=config.model_revision,
-        dtype=config.dtype,
-        trust_remote_code=config.trust_remote_code,
-    )
+    names = ("model_name_or_path", "model_revision", "dtype", "trust_remote_code")
+    named = ModelConfig(**{name: getattr(config, name) for name in names})
     return load_answerer(config, place, named, partial(_start_vllm, config) if config.engine == "vllm" else None)
 
 
