@@ -199,8 +199,7 @@ def ask_questions(
     Raises:
         DataError: A question cannot be answered.
     """
-    answers: list[list[str]] = [[] for _ in questions]
-    num_cut = [0] * len(questions)
+    answers, num_cut = [list[str]() for _ in questions], [0] * len(questions)
     for turn in range(max(len(question.turns) for question in questions)):
         active = [at for at, question in enumerate(questions) if turn < len(question.turns)]
         chats = [questions[at].build_chat(answers[at]) for at in active]
