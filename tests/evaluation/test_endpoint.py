@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -293,7 +294,15 @@ def test_unclosed_reasoning_has_no_content() -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "seconds"), [(None, 2), ("17", 17), ("0.5", 2), ("86400", 600), ("Wed, 21 Oct 2026 07:28:00 GMT", 2)]
+    ("header", "seconds"),
+    [
+        *((None, 2), ("17", 17), ("0.5", 2), ("86400", 600), ("soon", 2)),
+        *((f"Wed, 21 Oct {year} 07:28:40 GMT", wait) for year, wait in (("2026", 40), ("2025", 2), ("9" * 20, 2))),
+    ],
 )
-def test_retry_after_extends_the_wait_within_limits(header: str | None, seconds: float) -> None:
+def test_retry_after_extends_the_wait_within_limits(
+    header: str | None, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = datetime(2026, 10, 21, 7, 28, tzinfo=UTC).timestamp()
+    monkeypatch.setattr(client, "time", SimpleNamespace(time=lambda: now))
     assert read_wait(header, 2.0) == seconds

@@ -175,7 +175,7 @@ class CountingEngine:
     def answer(self, chats: Any, numbers: Any) -> list[Reply]:
         self.asked += chats
         self.numbers += numbers
-        return [Reply(f"after {len(chat)}", is_finished=True) for chat in chats]
+        return [Reply(f"after {len(chat)}", is_finished=len(chat) < 4) for chat in chats]
 
     def describe(self) -> dict[str, Any]:
         return {}
@@ -184,7 +184,8 @@ class CountingEngine:
 def test_second_turn_includes_first_answer() -> None:
     engine, system = CountingEngine(), {"role": "system", "content": "Be kind."}
     questions = [Question("a", None, [system], ["One", "Two"]), Question("b", None, [], ["Three"])]
-    assert ask_questions(engine, questions, [10, 11]) == [["after 2", "after 4"], ["after 1"]]
+    answers, num_cut = ask_questions(engine, questions, [10, 11])
+    assert (answers, num_cut) == ([["after 2", "after 4"], ["after 1"]], [1, 0])
     assert engine.asked[-1] == [
         system, {"role": "user", "content": "One"}, {"role": "assistant", "content": "after 2"},
         {"role": "user", "content": "Two"},

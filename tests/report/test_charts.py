@@ -189,6 +189,9 @@ def test_legend_of_held_out_sets_leaves_room_for_curves(names: list[str], tmp_pa
     (_, _, left, bottom), (_, _, right, top) = json.loads(chart.hover)[0]["points"]
     assert right - left > 200, "of a width of 324"
     assert bottom - top > 100, "of a height of 180 without further rows of the legend"
+    (plan,) = (plan for plan in _plan_charts(build_run([], evaluations)) if plan.name == "heldout_sets")
+    assert len({(line.colour, line.style) for line in plan.lines}) == len(names)
+    assert ("stroke-dasharray" in chart.svg) == (len(names) > 6)
 
 
 @pytest.mark.parametrize(("num_steps", "num_marks"), [(1, 1), (5000, 100)])
@@ -243,3 +246,18 @@ def test_ticks_of_a_narrow_range_differ_and_steps_are_whole_numbers(tmp_path: Pa
     train = [{"step": 125_000 * number, "loss": 20_000.0 + number} for number in range(9)]
     (chart,) = draw_charts(build_run(train), tmp_path)
     assert {"20002", "20004", "200,000", "1,000,000"} <= set(re.findall(r">([\d.e+,]+)</text>", chart.svg))
+
+
+@pytest.mark.parametrize(
+    ("facts", "metrics", "unit"),
+    [
+        ({}, {}, ""),
+        ({"stage": "sft"}, {}, "nats per target token"),
+        ({"stage": "dpo"}, {"rewards/margins": 1.0}, "a pair"),
+        ({"stage": "grpo"}, {"objective/score": 1.0}, "clipped surrogate, 0 on average"),
+        ({"stage": "distill"}, {"distillation/nll": 1.0}, "divergence and cross-entropy mixed"),
+    ],
+)
+def test_unit_of_the_training_loss(facts: dict[str, Any], metrics: dict[str, float], unit: str) -> None:
+    run = replace(build_run([{"step": 1, "loss": 1.0, **metrics}]), facts=facts)
+    assert next(plan.unit for plan in _plan_charts(run) if plan.name == "loss") == unit

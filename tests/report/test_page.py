@@ -13,7 +13,7 @@ from tests.forked import run_python
 from tests.rows import write_rows
 
 from recipes_lib.errors import DataError
-from recipes_lib.report.page import build_report, find_problems
+from recipes_lib.report.page import _choose_figures, _describe_extent, build_report, find_problems
 from recipes_lib.report.run_files import RunFiles
 
 HOSTILE = (
@@ -311,6 +311,25 @@ def build_losses(*losses: Any) -> list[dict[str, Any]]:
 
 def spike_at(*steps: int) -> list[dict[str, Any]]:
     return [{"step": step, "grad_norm": 50.0 if step in steps else 1.0} for step in range(1, 41)]
+
+
+@pytest.mark.parametrize(
+    ("event", "model", "extent"),
+    [
+        ({}, None, "No training step was logged."),
+        ({"step": 1, "epoch": 1.0, "seconds": 90.0}, None, "1 optimizer step, 1 epoch, 1 min 30 s of training"),
+        ({"step": 1200, "epoch": 0.5}, "org/model", "1,200 optimizer steps, 0.5 epochs, from org/model"),
+    ],
+)
+def test_extent_of_a_run(event: dict[str, Any], model: str | None, extent: str) -> None:
+    run = build_run(train=[event] if event else [], facts={"config": {"model_name_or_path": model}})
+    assert _describe_extent(run) == extent
+
+
+@pytest.mark.parametrize(("metric", "labels"), [("learning_rate", ["Training loss"]), ("objective/score", [])])
+def test_figures_are_metrics_and_no_surrogate_loss(metric: str, labels: list[str]) -> None:
+    run = build_run(train=[{"step": 1, "loss": 1.0, metric: 1.0}])
+    assert [figure.label for figure in _choose_figures(run)] == ["Held-out loss", "Samples that stop", *labels]
 
 
 def test_healthy_run_has_no_problems() -> None:

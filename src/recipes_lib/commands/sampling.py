@@ -478,10 +478,10 @@ def answer(
         rows = []
         for prompt, answer in zip(batch, written, strict=True):
             thought, said = split_reasoning(answer.text)
-            counts.num_unfinished += not answer.has_ended
+            counts.num_unfinished += not answer.is_finished
             text = join_reasoning(thought if reasoning == "keep" else None, said)
-            is_kept = answer.has_ended and bool(said.strip()) and is_answer(text)
-            counts.num_empty += answer.has_ended and not is_kept
+            is_kept = answer.is_finished and bool(said.strip()) and is_answer(text)
+            counts.num_empty += answer.is_finished and not is_kept
             if is_kept:
                 rows.append(lay_out(prompt, text))
                 counts.num_reasoned += thought is not None

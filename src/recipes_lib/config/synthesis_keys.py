@@ -47,7 +47,7 @@ class RequestKeys:
     """Requests to endpoints, and their cost."""
 
     num_concurrent: int = 8
-    """Concurrent requests."""
+    """Concurrent requests; to the writer at most ``batch_size`` times ``num_answers``."""
     requests_per_minute: float | None = None
     """Maximum requests per minute, evenly spaced."""
     request_timeout: float = 300.0

@@ -37,21 +37,6 @@ MAX_ENGINE_LENGTH: Final = 32_768
 """Longest sequence, in tokens, for which an engine reserves memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A generated answer.
-
-    Attributes:
-        text: Text without special tokens.
-        has_ended: Whether a stop token ended the answer, rather than the length limit.
-        num_tokens: Number of generated tokens, including the stop token.
-    """
-
-    text: str
-    has_ended: bool
-    num_tokens: int
-
-
 @dataclass(frozen=True)
 class LocalModel:
     """A local model that answers chats in batches; implements ``Answerer``.
@@ -107,11 +92,11 @@ class LocalModel:
                 error = refusal.problems[0].found
             replies.append(Reply("", is_finished=False, error=error))
         answers = self.write(list(prompts.values()), [numbers[at] for at in prompts])
-        for (at, prompt), answer in zip(prompts.items(), answers, strict=True):
-            replies[at] = Reply(answer.text.strip(), answer.has_ended, len(prompt), answer.num_tokens)
+        for at, answer in zip(prompts, answers, strict=True):
+            replies[at] = replace(answer, text=answer.text.strip())
         return replies
 
-    def write(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int]) -> list[Written]:
+    def write(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int]) -> list[Reply]:
         """Answer prompts, given as token ids that include the generation prompt, in order.
 
         Args:
@@ -124,16 +109,19 @@ class LocalModel:
             answers += self._write_batch(prompts[part], numbers[part])
         return answers
 
-    def _write_batch(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int]) -> list[Written]:
+    def _write_batch(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int]) -> list[Reply]:
         length = self.sampling.response_length
         # One random generator per answer, so that an answer does not depend on the rest of its batch.
         uniforms = np.stack([np.random.default_rng([self.seed, number]).random(length) for number in numbers])
         output = self.generator.generate(self.policy, prompts, torch.from_numpy(uniforms))
         # masks: True up to and including the stop token, (B, T); ended: whether there is one, (B,)
         masks, ended = mask_answers(output.response_ids, self.sampling.stop_ids)
+        rows = zip(prompts, output.response_ids, masks, ended.tolist(), strict=True)
         return [
-            Written(read_continuation(self.tokenizer, prompt, ids[mask].tolist()), has_ended, int(mask.sum()))
-            for prompt, ids, mask, has_ended in zip(prompts, output.response_ids, masks, ended.tolist(), strict=True)
+            Reply(
+                read_continuation(self.tokenizer, prompt, ids[mask].tolist()), has_ended, len(prompt), int(mask.sum())
+            )
+            for prompt, ids, mask, has_ended in rows
         ]
 
 

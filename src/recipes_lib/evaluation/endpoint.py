@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
@@ -377,11 +378,13 @@ def _is_temporary(status: int) -> bool:
 
 
 def read_wait(retry_after: str | None, wait: float) -> float:
-    """Return the seconds of ``Retry-After``, at least ``wait`` and at most ten minutes; dates are not supported."""
-    try:
-        return max(wait, min(float(retry_after or 0), _MAX_RETRY_AFTER))
-    except ValueError:
-        return wait
+    """Return the seconds of ``Retry-After``, a number or a date, at least ``wait`` and at most ten minutes."""
+    value = retry_after or "0"
+    with suppress(ValueError, OverflowError):
+        # A date ends with GMT: RFC 9110, section 5.6.7.
+        asked = parsedate_to_datetime(value).timestamp() - time.time() if value.endswith("GMT") else float(value)
+        return max(wait, min(asked, _MAX_RETRY_AFTER))
+    return wait
 
 
 def join_parts(content: Any, kind: str = "text") -> Any:

@@ -186,8 +186,10 @@ def _find_misplaced(rows: Sequence[_NumberedRow], questions: Sequence[Question])
             return
 
 
-def ask_questions(engine: Answerer, questions: Sequence[Question], numbers: Sequence[int]) -> list[list[str]]:
-    """Return a model's answers to all turns of questions, without reasoning.
+def ask_questions(
+    engine: Answerer, questions: Sequence[Question], numbers: Sequence[int]
+) -> tuple[list[list[str]], list[int]]:
+    """Return a model's answers to all turns of questions, without reasoning, and how many of each were truncated.
 
     Args:
         engine: The model.
@@ -197,7 +199,7 @@ def ask_questions(engine: Answerer, questions: Sequence[Question], numbers: Sequ
     Raises:
         DataError: A question cannot be answered.
     """
-    answers: list[list[str]] = [[] for _ in questions]
+    answers, num_cut = [list[str]() for _ in questions], [0] * len(questions)
     for turn in range(max(len(question.turns) for question in questions)):
         active = [at for at, question in enumerate(questions) if turn < len(question.turns)]
         chats = [questions[at].build_chat(answers[at]) for at in active]
@@ -206,12 +208,13 @@ def ask_questions(engine: Answerer, questions: Sequence[Question], numbers: Sequ
         for at, reply in zip(active, replies, strict=True):
             # Reasoning is not judged, and templates do not show it to the model in the next turn.
             answers[at].append(split_reasoning(reply.text)[1])
+            num_cut[at] += not reply.is_finished
             if reply.error is not None:
                 found = f"cannot be answered: {reply.error}"
                 problems.append(Problem(f"question {questions[at].id}", found, "remove it, or change lengths"))
         # All problems of a turn together, before the next turn costs anything.
         raise_problems(problems, "questions")
-    return answers
+    return answers, num_cut
 
 
 def _read_rows(path: Path) -> Iterator[_NumberedRow]:

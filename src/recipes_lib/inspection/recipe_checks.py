@@ -294,7 +294,7 @@ class PPOInspection(Inspection):
         from recipes_lib.training.trainers.arguments import resolve_precision
 
         super().check_kernels(report)
-        precision = resolve_precision(self.config, self.launched_precision)
+        precision = resolve_precision(self.config, self.launch.precision)
         config = self.config.with_training({"bf16": bool(precision["bf16"])})  # PPO refuses fp16.
         layout = build_layout(self.launch, self.launch.engine, self.config.read("gradient_accumulation_steps"))
         try:

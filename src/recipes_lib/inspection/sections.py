@@ -68,7 +68,6 @@ class Inspection(ABC):
         self.num_parameters = 0
         self.num_steps = 0
         self.num_epochs: float | None = None
-        self.launched_precision = "no"
 
     def run(self) -> None:
         """Run all checks, and print them; problems are collected in ``problems``."""
@@ -126,7 +125,6 @@ class Inspection(ABC):
 
         launch, stages = self.launch, self.launch.layout.pipeline_stages
         verify_combination(self.config, launch, str(self.launch_file or "the launch"))
-        self.launched_precision = launch.precision
         if self.launch_file is None and stages == 1:
             return
         shares = f"each with 1/{stages} of the layers" if stages > 1 else "each with the whole model"
@@ -218,7 +216,7 @@ class Inspection(ABC):
             if torch.accelerator.is_available():
                 raise
             report(f"warning: {error.problems[0].where}: {error.problems[0].found}; {error.problems[0].remedy}")
-        precision = resolve_precision(self.config, self.launched_precision)
+        precision = resolve_precision(self.config, self.launch.precision)
         compute_dtype = torch.bfloat16 if precision["bf16"] else torch.float16 if precision["fp16"] else torch.float32
         device = torch.device("cpu") if precision["use_cpu"] else torch.accelerator.current_accelerator()
         assert device is not None  # Without an accelerator, `use_cpu` is set.

@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -92,12 +92,14 @@ class Line:
         colour: Name in ``COLOURS``.
         kind: ``noisy``: drawn faintly, with a running median over it; ``exact``: drawn as a line; ``points``: markers
             joined by a line, for evaluations.
+        style: Matplotlib's line style.
     """
 
     label: str
     curve: Curve
     colour: str
     kind: Kind = "noisy"
+    style: str = "-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,25 +240,26 @@ def _plan_rl(train: Callable[..., Line], held_out: Callable[..., Line]) -> list[
 
 def _draw_sets(run: RunFiles) -> list[Line]:
     """Return a curve for each set of ``eval_datasets``."""
-    # `eval_loss` of the main held-out set does not match.
-    names = (re.fullmatch(r"eval_(.+)_loss", name) for record in run.evaluations for name in record)
-    colours = itertools.cycle(("second", "first", "third", "good", "muted", "ink"))
+    pattern = re.compile(r"eval_(.+)_loss")  # `eval_loss` of the main held-out set does not match.
+    sets = {match[1]: match[0] for record in run.evaluations for match in map(pattern.fullmatch, record) if match}
+    styles = itertools.cycle(itertools.product("-:", ("second", "first", "third", "good", "muted", "ink")))
     return [
         # Escaped: FreeType raises for the lone surrogates of an untrusted name. The end of a path is its own part.
-        Line(escape_controls(name)[-_MAX_LABEL:], read_curve(run.evaluations, f"eval_{name}_loss"), colour, "points")
-        for name, colour in zip(sorted({found.group(1) for found in names if found}), colours, strict=False)
+        Line(escape_controls(name)[-_MAX_LABEL:], read_curve(run.evaluations, metric), colour, "points", style)
+        for (name, metric), (style, colour) in zip(sorted(sets.items()), styles, strict=False)
     ]
 
 
 def draw_chart(plan: Plan, folder: Path) -> Chart:
     """Draw a chart that has data, and write its PNG to the existing ``folder``."""
+    plan = replace(plan, lines=[line for line in plan.lines if line.curve])
     # With a fixed salt, ids in the SVG are deterministic: the same run gives the same page.
     with mpl.rc_context({**STYLE, "svg.hashsalt": plan.name}):
         figure, axes = _draw_figure(plan, is_wide=plan.is_wide)
         svg = save_figure(figure, folder / f"{plan.name}.png")
-        hover = json.dumps([_locate(figure, axes, line) for line in plan.lines if line.curve])
+        hover = json.dumps([_locate(figure, axes, line) for line in plan.lines])
         narrow = render(_draw_figure(plan, is_wide=False)[0]) if plan.is_wide else ""
-    parts = [_describe(line) for line in plan.lines if line.curve]
+    parts = [_describe(line) for line in plan.lines]
     parts += [f"healthy between {plan.healthy[0]:g} and {plan.healthy[1]:g}"] if plan.healthy else []
     alt = f"{plan.title}: {'; '.join(parts)}"
     return Chart(plan.name, plan.title, alt, svg, narrow, hover)
@@ -311,10 +314,8 @@ def render(figure: Figure) -> str:
 
 
 def _draw_line(axes: Axes, line: Line) -> None:
-    if not line.curve:
-        return
     colour = COLOURS[line.colour]
-    bold: dict[str, Any] = {"color": colour, "linewidth": 2.0, "label": line.label}
+    bold: dict[str, Any] = {"color": colour, "linewidth": 2.0, "linestyle": line.style, "label": line.label}
     # A line through a single point is invisible.
     if line.kind == "points" or len(line.curve) == 1:
         bold |= {"marker": "o", "markersize": 4.5}
@@ -348,7 +349,7 @@ def _finish(figure: Figure, axes: Axes, plan: Plan, num_ticks: int) -> None:
         _shade(axes, *plan.healthy)
     for step in plan.alarms[:: -(-len(plan.alarms) // _MAX_ALARMS) or 1]:
         axes.axvline(step, color=COLOURS["alarm"], linewidth=1.2, linestyle=(0, (2, 2)))
-    labels = [line.label for line in plan.lines if line.label and line.curve]
+    labels = [line.label for line in plan.lines if line.label]
     if plan.has_legend and len(labels) > 1:
         # Above the axes, to the right of the unit.
         place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}

@@ -46,14 +46,19 @@ def test_shipped_method_renders_prompts_and_rows(name: str) -> None:
 def test_system_prompt_of_method_replaces_that_of_row() -> None:
     method = load_method(SynthesisConfig(method="explanation"))
     values = method.draw(PROMPTS, 0)
-    (system, _) = method.build_chat(method.steps[0], values)
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    values["context"] = [SYSTEM, *turns]
+    (system, *others) = method.build_chat(method.steps[0], values)
     assert system["content"] == values["instruction"] != SYSTEM["content"]
+    assert others == [*turns, {"role": "user", "content": "Question 0?"}]
     messages = method.build_row({**values, "answer": "So."})["messages"]
-    assert [message["content"] for message in messages] == [values["instruction"], "Question 0?", "So."]
+    assert messages == [system, *others, {"role": "assistant", "content": "So."}]
     kept = load_method(SynthesisConfig())
     values = kept.draw(PROMPTS, 0)
     assert kept.build_row({**values, "answer": "So."})["messages"][0] == SYSTEM
     assert kept.build_chat(kept.steps[0], values)[0] == SYSTEM
+    alone = kept.build_chat({"name": "a", "prompt": "{{ prompt }}"}, values)
+    assert alone == [{"role": "user", "content": "Question 0?"}], "without `context`"
 
 
 def test_draws_depend_only_on_seed_and_number() -> None:

@@ -15,7 +15,9 @@ from tests.rl.reward_models import write_reward_model
 from tests.rows import read_rows, write_rows
 
 from recipes_lib.commands.generated.judge_models import compute_rates
+from recipes_lib.evaluation.endpoint import Endpoint
 from recipes_lib.models.generation import GenerateBackend
+from recipes_lib.training.monitoring.progress import PlainProgress
 
 NUM_QUESTIONS = 20
 
@@ -139,6 +141,34 @@ def test_endpoint_is_compared_with_answer_file(folder: Path, compare) -> None:
     assert read_rates(folder)["rates"]["all"]["win_rate"] == 1.0
     requests = {body["model"]: body for body in server.asked}
     assert (requests["j"].get("reasoning_effort"), requests["m"].get("reasoning_effort")) == ("low", None)
+
+
+def test_judge_may_be_sent_all_requests_at_a_time(folder: Path, compare, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    answer = Endpoint.answer
+    monkeypatch.setattr(Endpoint, "answer", lambda own, *given: asked.append(len(given[0])) or answer(own, *given))
+    compare("--judge", f"{ChatEndpoint(prefer_longer).url}#j", "--num_concurrent", NUM_QUESTIONS)
+    assert asked == [2 * NUM_QUESTIONS]
+
+
+def test_truncated_and_empty_answers_are_reported_in_every_launch(
+    folder: Path, compare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model whose reasoning reaches the length limit has an empty answer, which would silently lose."""
+    said: list[str] = []
+    monkeypatch.setattr(PlainProgress, "say", lambda _, line: said.append(line))
+    server = ChatEndpoint(lambda body: "<think>\nLet me" if body["model"] == "m" else prefer_longer(body))
+    server.finish = "length"
+    (folder / "a.jsonl").write_text((folder / "a.jsonl").read_text().replace("xxxxx", " ", 2))
+    flags = ("--judge", f"{server.url}#j", "--limit", 12)
+    for _ in range(2):
+        compare(*flags, models=("a.jsonl", f"{server.url}#m"))
+    lines = [
+        f"warning: {folder / 'a.jsonl'}: 2 of 12 questions have an answer that is empty",
+        f"warning: {server.url}#m: 12 of 12 questions have an answer that is truncated by --max_new_tokens",
+        f"warning: {server.url}#m: 12 of 12 questions have an answer that is empty",
+    ]
+    assert said == lines * 2
 
 
 @pytest.mark.parametrize(

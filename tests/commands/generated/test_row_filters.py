@@ -57,13 +57,18 @@ def test_short_texts_are_compared_by_words() -> None:
         ("Dear Anna, I'm sorry that I missed your call.", None),
         ("She said: I can't help you.", None),
         ("I can help with that: take two.", None),
-        ("one", "too short"),
-        (" ".join(["word"] * 21), "too long"),
+        *(("one", "too short"), ("one two", None)),
+        *(("a " * 20, None), ("a " * 21, "too long")),
     ],
 )
 def test_checks_of_single_answers(text: str, reason: str | None) -> None:
     checks = build_checks(SynthesisConfig(min_words=2, max_words=20))
     assert next(filter(None, (check(text) for check in checks)), None) == reason
+
+
+def test_long_answers_and_refusals_can_be_kept() -> None:
+    checks = build_checks(SynthesisConfig(drop_refusals=False))
+    assert [check("As an AI language model, I have no opinion. " * 100) for check in checks] == [None]
 
 
 def test_language_check() -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from recipes_lib.evaluation.tasks.programs import score_answer, score_completion
+import lm_eval.tasks
+import pytest
+from lm_eval.tasks._yaml_loader import load_yaml
+
+from recipes_lib.evaluation.suites import OWN_TASKS
+from recipes_lib.evaluation.tasks.programs import score_answer, score_block, score_completion
 
 PROBLEM = {
     "prompt": "def add(a, b):\n",
@@ -19,6 +24,24 @@ ASSERTIONS = {"test_list": ["assert add(2, 3) == 5", "assert add(0, 0) == 0"], "
 )
 def test_score_completion(body: str, score: float) -> None:
     assert score_completion(PROBLEM, [body]) == {"pass@1": score}
+
+
+@pytest.mark.parametrize(
+    ("end", "score"), [("", 1.0), ("\n```", 1.0), ("\n```\nIt adds.\n```", 1.0), ("\nIt adds.", 0.0)]
+)
+def test_score_block_ends_with_the_block(end: str, score: float) -> None:
+    assert score_block(PROBLEM, [f"    return a + b{end}"]) == {"pass@1": score}
+
+
+@pytest.mark.parametrize("name", ["humaneval", "humaneval_instruct"])
+def test_humaneval_asks_as_lm_eval(name: str) -> None:
+    folder = Path(lm_eval.tasks.__file__).with_name("humaneval")
+    theirs, own = (
+        load_yaml(path, resolve_func=False) for path in (folder / f"{name}.yaml", OWN_TASKS / f"{name}_sandboxed.yaml")
+    )
+    scoring = ("task", "metric_list", "process_results", "filter_list", "repeats")
+    asked, expected = ({key: value for key, value in task.items() if key not in scoring} for task in (own, theirs))
+    assert asked == expected
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,7 @@ def load_answerer(
         ConfigError: The model cannot be loaded, or the endpoint is invalid.
     """
     if place is not None:
-        length, fields = settings.max_new_tokens, settings.request_fields
-        return _build_endpoint(settings, place, length, settings.temperature, fields)
+        return _build_endpoint(settings, place, settings.max_new_tokens, settings.temperature, settings.request_fields)
     from transformers.utils.logging import disable_progress_bar
 
     from recipes_lib.evaluation.answering import load_local_model
@@ -57,9 +56,8 @@ def load_judge(settings: Settings, task: Task) -> Judge:
         ConfigError: The reward model cannot be loaded, the prompt file is invalid, or the endpoint has no model name.
     """
     if (place := split_place(str(settings.judge))) is not None:
-        length, fields = settings.judge_max_new_tokens, settings.judge_fields
         # Temperature 0: the same answer gets the same grade.
-        endpoint = _build_endpoint(settings, place, length, 0.0, fields)
+        endpoint = _build_endpoint(settings, place, settings.judge_max_new_tokens, 0.0, settings.judge_fields)
         prompt = Path(settings.judge_prompt or PROMPTS / f"{task}.yaml")
         return PromptedJudge(endpoint, **{"grading" if task == "grade" else task: prompt})
     import torch

@@ -28,21 +28,11 @@ def main(argv: Sequence[str]) -> None:
         ConfigError: The configuration has no ``teacher_top_k``, or the teacher cannot be loaded.
         DataError: The disk is full, or the store differs from recomputed probabilities.
     """
-    parsed = load_for_command("distill", argv)
-    if parsed.distillation.teacher_top_k is None:
-        where = str(parsed.path or "command line, without --config")
+    config = load_for_command("distill", argv)
+    if config.distillation.teacher_top_k is None:
+        where = str(config.path or "command line, without --config")
         remedy = "write `teacher_top_k: 64`, with which the run reads the store"
         raise ConfigError(Problem(where, "`teacher_top_k`, the number of tokens to store, is missing", remedy))
-    store(parsed)
-
-
-def store(config: RecipeConfig) -> None:
-    """Write or resume the store of a run, and verify it against the teacher.
-
-    Raises:
-        ConfigError: As ``main``.
-        DataError: As ``main``.
-    """
     from recipes_lib.data.packed.collators import PackedCollator
     from recipes_lib.data.packed.training_data import load_training_data
     from recipes_lib.distillation.teacher_store import (

@@ -72,8 +72,9 @@ def main(argv: Sequence[str]) -> None:
         answers = [_find_answers(at, name, questions, options, progress) for at, name in enumerate(options.models)]
         # After the answers: a local reward model would compete with the models for GPU memory.
         judge = load_judge(options, "pairwise")
+        size = max(8, options.num_concurrent)
         compared = [
-            _judge(judge, questions, answers[0], other, options.output_dir / f"verdicts-{at}.jsonl", progress)
+            _judge(judge, questions, answers[0], other, options.output_dir / f"verdicts-{at}.jsonl", size, progress)
             for at, other in enumerate(answers[1:], 1)
         ]
     finally:
@@ -142,28 +143,42 @@ def _read_fields(text: str) -> dict[str, Any]:
 def _find_answers(
     at: int, name: str, questions: Sequence[Question], options: argparse.Namespace, progress: TrainingProgress
 ) -> list[list[str]]:
-    """Return the answers of a model to each question, read from its file or sampled and written."""
-    if Path(name).is_file() or name.endswith(".jsonl"):
-        return load_answers(Path(name), questions)
+    """Return the answers of a model to each question, read from its file or sampled, and warn of incomplete ones."""
+    num_cut, path = 0, Path(name)
+    if not (path.is_file() or name.endswith(".jsonl")):
+        path = _sample_answers(at, name, questions, options, progress)
+        num_cut = sum(bool(row and row.get("num_cut")) for row in read_lines(path))
+    answers = load_answers(path, questions)
+    num_empty = sum(not all(text.strip() for text in turns) for turns in answers)
+    for number, what in ((num_cut, "truncated by --max_new_tokens"), (num_empty, "empty")):
+        if number:
+            progress.say(f"warning: {name}: {number:,} of {len(questions):,} questions have an answer that is {what}")
+    return answers
+
+
+def _sample_answers(
+    at: int, name: str, questions: Sequence[Question], options: argparse.Namespace, progress: TrainingProgress
+) -> Path:
+    """Write the answers of a model to the questions that its file lacks; return the path of the file."""
     from recipes_lib.data.store import compute_key
 
     named = ModelConfig(model_name_or_path=name, dtype=options.dtype)
     engine = load_answerer(options, split_place(name), named)
     facts = {"model": engine.describe()}
-    path = options.output_dir / f"answers-{at}.jsonl"
+    path: Path = options.output_dir / f"answers-{at}.jsonl"
     key = compute_key({**facts, "questions": [question._asdict() for question in questions]})
     what = "answers of another model, to other questions, or with other sampling parameters"
     file = RowFile(path, key, AnsweredCounts(), what=what, facts=facts)
 
     def answer(start: int, part: Sequence[Question]) -> Iterator[dict[str, Any]]:
         answers = ask_questions(engine, part, range(start, start + len(part)))
-        for question, said in zip(part, answers, strict=True):
-            yield {"question_id": question.id, "model": name, "answers": said}
+        for question, said, num_cut in zip(part, *answers, strict=True):
+            yield {"question_id": question.id, "model": name, "answers": said, "num_cut": num_cut}
 
     # The most that a kill loses; large enough for all concurrent requests.
     size = max(options.batch_size, options.num_concurrent)
     file.write(_take_in_parts(questions, file.counts, size, answer, progress, f"answers of {name}"))
-    return load_answers(path, questions)
+    return path
 
 
 def _take_in_parts(
@@ -188,6 +203,7 @@ def _judge(
     base: Sequence[Sequence[str]],
     other: Sequence[Sequence[str]],
     path: Path,
+    size: int,
     progress: TrainingProgress,
 ) -> tuple[dict[str, WinRate], dict[str, int]]:
     """Judge the answers to the questions without a verdict; return win rates by category, and tokens of the judge."""
@@ -213,7 +229,7 @@ def _judge(
                 **judgment._asdict(),
             }
 
-    file.write(_take_in_parts(questions, file.counts, 8, ask, progress, path.stem))
+    file.write(_take_in_parts(questions, file.counts, size, ask, progress, path.stem))
     # From the file, which includes verdicts of earlier launches.
     rows = [row for row in read_lines(path) if row is not None]
     tokens = {name: getattr(file.counts, name) for name in ("num_prompt_tokens", "num_tokens")}

@@ -184,12 +184,8 @@ def load_writer(config: SynthesisConfig) -> Answerer:
         ConfigError: The model cannot be loaded, or the endpoint is invalid.
     """
     place = None if config.base_url is None else (config.base_url, config.model_name_or_path)
-    named = ModelConfig(
-        model_name_or_path=config.model_name_or_path,
-        model_revision=config.model_revision,
-        dtype=config.dtype,
-        trust_remote_code=config.trust_remote_code,
-    )
+    names = ("model_name_or_path", "model_revision", "dtype", "trust_remote_code")
+    named = ModelConfig(**{name: getattr(config, name) for name in names})
     return load_answerer(config, place, named, partial(_start_vllm, config) if config.engine == "vllm" else None)
 
 
@@ -200,15 +196,8 @@ def _start_vllm(config: SynthesisConfig, sampling: Sampling, length: int) -> Gen
     from recipes_lib.training.layouts.launch_environment import read_launch
     from recipes_lib.training.trainers.arguments import build_training_arguments
 
-    given = {
-        "model_name_or_path": config.model_name_or_path,
-        "model_revision": config.model_revision or "null",
-        "trust_remote_code": config.trust_remote_code,
-        "dataset_name": config.dataset_name,
-        "output_dir": config.output_dir,
-        "use_cpu": config.use_cpu,
-        "seed": config.seed,
-    }
+    names = ("model_name_or_path", "trust_remote_code", "dataset_name", "output_dir", "use_cpu", "seed")
+    given = {name: getattr(config, name) for name in names} | {"model_revision": config.model_revision or "null"}
     recipe = load_for_command("sft", [f"--{name}={value}" for name, value in given.items()])
     share = config.vllm_gpu_memory_utilization
     recipe = dataclasses.replace(recipe, engine=dataclasses.replace(recipe.engine, vllm_gpu_memory_utilization=share))
@@ -340,7 +329,8 @@ def _grade(
     def grade() -> Iterator[list[dict[str, Any]]]:
         # Here, where the file has been cut to the rows that its record counts.
         known.update({row["key"]: row["grade"] for row in read_row_file(path)})
-        waiting, size = [(key, pair) for key, pair in asked.items() if key not in known], 16
+        waiting = [(key, pair) for key, pair in asked.items() if key not in known]
+        size = max(16, method.config.num_concurrent)
         starts = range(0, len(waiting), size)
         for start in progress.track(starts, "grade", len(starts)):
             batch = waiting[start : start + size]

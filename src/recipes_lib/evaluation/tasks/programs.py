@@ -15,6 +15,11 @@ def score_completion(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str
     return {"pass@1": float(run_program(f"{doc['prompt']}{results[0]}\n{tests}\n").outcome == "passed")}
 
 
+def score_block(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
+    """Return ``score_completion`` of a function that is completed in a code block, up to the end of the block."""
+    return score_completion(doc, [results[0].partition("```")[0]])
+
+
 def choose_examples(docs: Any) -> Any:
     """Return the examples of MBPP's prompt split from task 2 on: its paper shows tasks 2, 3 and 4."""
     return docs.filter(lambda doc: doc["task_id"] > 1)
