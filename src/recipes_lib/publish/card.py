@@ -125,7 +125,7 @@ def _build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, f
         data=list(describe_data(record)),
         corpus=list(describe_corpus(config)),
         facts=[*describe_effort(record, events), *facts],
-        config={name: make_portable(value) for name, value in config.items() if value is not None},
+        config=make_portable({name: value for name, value in config.items() if value is not None}),
     )
 
 
@@ -387,7 +387,8 @@ def make_portable(value: Any) -> Any:
     if isinstance(value, list):
         return [make_portable(item) for item in value]
     if isinstance(value, dict):
-        return {key: make_portable(item) for key, item in value.items()}
+        # A prompt may begin like a path: `/no_think ...`.
+        return {key: item if key == "sample_prompts" else make_portable(item) for key, item in value.items()}
     if not isinstance(value, str):
         return value
     flag, equals, path = value.rpartition("=")  # ``--output_dir=/a/b``
