@@ -341,10 +341,9 @@ def list_limits(record: Record, figures: Record) -> Iterator[str]:
         yield f"Loss spikes were rolled back {len(record['rollbacks'])} times, skipping their rows."
     for gate in record.get("failed_gates") or ():
         yield f"A gate of its report failed: {gate}."
-    config = record["config"]
-    name = config.get("dataset_name")
-    if name and not config.get("dataset_revision") and not _is_path(name):
-        yield f"The revision of {name} was not pinned: its rows may have changed since."
+    for part in _list_parts(record["config"]):
+        if not part.get("revision") and not _is_path(part["name"]):
+            yield f"The revision of {part['name']} was not pinned: its rows may have changed since."
     if (record.get("git_commit") or "-dirty").endswith("-dirty"):
         yield "The code that trained it is not a recorded git commit."
 
