@@ -37,8 +37,8 @@ STATE_FILE: Final = "pipeline.json"
 _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _LOGS: Final = ("checkpoint-*", "report", "report.html", "index.html", "_lock", "*.replaced-*", "*.partial")
 """Patterns of files that may change or be deleted after the stage: they are not verified."""
-_REFUSE_OUTPUT: Final = ("export", "merge", "student")
-"""Commands that write their output at once, and refuse one that exists instead of resuming."""
+_REFUSE_OUTPUT: Final = ("export", "merge", "student", "tokenizer")
+"""Commands that refuse an output that exists, or a part of it, instead of resuming."""
 _SCORE: Final = re.compile(r"(?:tasks|groups)\.(.+)\.scores\.(.+)\.value")
 """Score of a benchmark in ``eval.json``."""
 _RECORDS: Final = (".json", ".html", ".md", ".png")
