@@ -222,8 +222,7 @@ def _probe_hub_login() -> Iterator[Finding]:
     import huggingface_hub
 
     if huggingface_hub.get_token() is None:
-        remedy = "hf auth login (needed only for gated models and for publishing)"
-        yield Finding("hub login", "missing", "no token", remedy)
+        yield Finding("hub login", "missing", "no token", "hf auth login (only for gated models and for publishing)")
     else:
         yield Finding("hub login", "ok", "a token is stored; `hf auth whoami` asks whether it is valid")
 
