@@ -44,7 +44,7 @@ def test_card_is_written_atomically(tmp_path, monkeypatch):
 
 def test_sample_prompts_are_not_shortened_like_paths(tmp_path):
     prompts = ["/no_think What is 1 / 2?", "Solve x=/2"]
-    card = build_card(tmp_path, record(sample_prompts=prompts, chat_template_path="/home/me/a.jinja"), {})
+    card = build_card(tmp_path, record(sample_prompts=prompts, chat_template_path="/data/a.jinja"), {})
     assert f"sample_prompts: {json.dumps(prompts)}" in card
     assert 'chat_template_path: "a.jinja"' in card
 
