@@ -46,7 +46,7 @@ def test_each_capability_has_one_verdict_without_network(
     assert {"flash-attn", "bitsandbytes", "deepspeed", "tensorboard", "trackio", "wandb"} <= findings.keys()
     assert {"hub login", "disk here", "disk cache"} <= findings.keys()
     assert findings["deepspeed"].verdict == "missing"
-    assert '".[deepspeed]"' in findings["deepspeed"].remedy
+    assert findings["deepspeed"].remedy == "pip install 'recipes-lib[deepspeed]'", "works without a checkout"
     declared = [Requirement(line) for line in importlib.metadata.requires(doctor.DISTRIBUTION) or []]
     core = [requirement for requirement in declared if requirement.marker is None]
     assert f"all {len(core)}," in findings["packages"].detail
@@ -87,7 +87,7 @@ def test_exit_code_is_2_for_invalid_core_package(
     lines = capsys.readouterr().out.splitlines()
     (at,) = [number for number, line in enumerate(lines) if line.split()[1] == "trl"]
     assert lines[at].startswith(verdict)
-    assert lines[at + 1].strip() == "run `make install`"
+    assert lines[at + 1].strip().startswith("pip install recipes-lib,")
 
 
 def test_failing_probe_becomes_finding(no_compiled_packages: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,8 +122,8 @@ def test_import_reports_version_or_timeout(monkeypatch: pytest.MonkeyPatch) -> N
     assert (finding.verdict, finding.detail) == ("ok", importlib.metadata.version("packaging"))
     monkeypatch.setattr(doctor, "TRIAL_SECONDS", 0)
     finding = doctor._try_import("packaging", "compile it again")
-    detail, remedy = "its import did not end within 0 s", "compile it again"
-    assert finding == doctor.Finding("packaging", "broken", detail, remedy)
+    assert (finding.verdict, finding.detail) == ("broken", "its import did not end within 0 s")
+    assert "run it again" in finding.remedy, "a first import from a slow disk takes longer than the limit"
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,9 @@ def test_folder_with_name_of_shipped_pipeline_is_not_opened(
         (["--from", "two", "--until", "one"], "two comes after one"),
         (["--only", "one", "--until", "two"], "--only: excludes --from and --until"),
         (["--gpus_per_node", "8"], "--gpus_per_node: has no effect on stages that run here"),
+        (["--num_processes", "8"], "--num_processes: has no effect on stages that run here"),
+        (["--keys"], "--keys: has no effect on stages that run here"),
+        (["--executor", "slurm", "--num_processes", "8"], "--num_processes: has no effect on stages that run by slurm"),
         (["--launcher", "'srun"], "argument --launcher: invalid"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import socket
 import struct
 import threading
@@ -269,6 +270,7 @@ def test_invalid_url_is_refused(url: str, found: str) -> None:
     [
         *(("num_concurrent", 0), ("num_attempts", 0), ("max_new_tokens", 0), ("temperature", -1)),
         *(("requests_per_minute", 0), ("timeout", 0), ("request", [1])),
+        *(("requests_per_minute", math.nan), ("temperature", math.nan)),
     ],
 )
 def test_out_of_range_settings_are_refused(name: str, value: Any) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,31 @@ def test_output_with_missing_or_truncated_file_is_rerun(project: Project) -> Non
     project.go()
     assert project.messages[-1] == f"c: {out}/model.safetensors has 5 bytes instead of 7"
     assert project.log == ["a", "b", "c", "c", "c"]
+
+
+@pytest.mark.parametrize(("status", "is_renamed"), [("done", True), ("running", True), ("failed", False)])
+def test_output_of_command_that_cannot_resume_is_renamed(
+    status: str, is_renamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``running``: `recipes run` was killed, and the command ended later; a failed one has refused what was there."""
+    (tmp_path / "p.yaml").write_text("stages: {a: {command: merge, set: {adapter: x}}}")
+    pipeline = load_pipeline(tmp_path / "p.yaml", str(tmp_path / "out"))
+    output = tmp_path / "out" / "a"
+
+    def merge(*_: object) -> int:
+        output.mkdir(parents=True)
+        (output / "model.safetensors").write_text("weights")
+        return 0
+
+    monkeypatch.setattr("recipes_lib.pipelines.runner.run_child", merge)
+    run_pipeline(pipeline, pipeline.stages, lambda _: None)
+    record = json.loads((tmp_path / "out" / "pipeline.json").read_text())
+    record["stages"]["a"]["status"] = status
+    (tmp_path / "out" / "pipeline.json").write_text(json.dumps(record))
+    (output / "model.safetensors").write_text("weigh")
+    with nullcontext() if is_renamed else pytest.raises(FileExistsError):
+        assert run_pipeline(pipeline, pipeline.stages, lambda _: None) == 0
+    assert (tmp_path / "out" / "a.replaced-1").exists() == is_renamed
 
 
 def test_fingerprint_includes_launch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

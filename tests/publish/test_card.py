@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 
 from recipes_lib.errors import DataError
 from recipes_lib.files import spell_numbers
-from recipes_lib.publish.card import write_card
+from recipes_lib.publish.card import build_card, write_card
 from recipes_lib.report.run_files import read_run
 
 
@@ -40,6 +40,13 @@ def test_card_is_written_atomically(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         write_card(tmp_path, record(), {})
     assert not (tmp_path / "README.md").exists()
+
+
+def test_sample_prompts_are_not_shortened_like_paths(tmp_path):
+    prompts = ["/no_think What is 1 / 2?", "Solve x=/2"]
+    card = build_card(tmp_path, record(sample_prompts=prompts, chat_template_path="/data/a.jinja"), {})
+    assert f"sample_prompts: {json.dumps(prompts)}" in card
+    assert 'chat_template_path: "a.jinja"' in card
 
 
 def test_names_are_escaped(tmp_path):

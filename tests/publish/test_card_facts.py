@@ -82,6 +82,10 @@ def test_effort_sums_devices():
     facts["config"]["device_hour_price"] = 2.5
     assert dict(describe_effort(facts, events)) == expected | {"cost": "40.00, at 2.5 for a device hour"}
     assert dict(describe_effort(facts, [])) == {"device": expected["device"]}
+    best = {"kind": "best", "step": 4, "best_step": 3, "metric": "eval_loss"}
+    assert next(describe_effort(facts, [*events, best])) == ("weights", "of step 3 of 4, the best by eval_loss")
+    unknown = record(hardware={"device": "cpu"})
+    assert "energy" not in dict(describe_effort(unknown, events))
     assert list(describe_effort(record(), [])) == []
 
 
@@ -116,6 +120,11 @@ def test_limits_list_all_warnings():
     assert "were not measured" in measured
     assert "states no licence" in licence
     assert "continues text" in next(list_limits(record("pretrain"), {}))
+    parts = [{"name": "owner/a", "revision": COMMIT}, {"name": "owner/b"}, {"name": "/data/c.jsonl"}]
+    mixed = list(list_limits(record(git_commit=COMMIT, config={"dataset_mixture": parts}), {"eval_loss": 1.0}))
+    assert [limit for limit in mixed if "pinned" in limit] == [
+        "The revision of owner/b was not pinned: its rows may have changed since."
+    ]
 
 
 def test_truncated_lines_are_skipped(tmp_path):

@@ -23,7 +23,7 @@ MIN_FREE_GB = 10
 """Free disk space in GB that checkpoints of a small model need."""
 
 TRIAL_SECONDS = 60
-"""Seconds after which an import counts as broken."""
+"""Time limit of an import."""
 
 Verdict = Literal["ok", "missing", "broken"]
 
@@ -98,7 +98,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def _extra(name: str) -> str:
-    return f'pip install -c constraints.txt -e ".[{name}]"'
+    # Of the installed package, so that it works without a checkout.
+    return f"pip install 'recipes-lib[{name}]'"
 
 
 def _probe_packages() -> list[Finding]:
@@ -130,7 +131,7 @@ def _find_version(name: str) -> str | None:
 
 
 def _core_package(name: str, verdict: Verdict, detail: str) -> Finding:
-    return Finding(name, verdict, detail, "run `make install`", is_core=True)
+    return Finding(name, verdict, detail, "pip install recipes-lib, which installs what it needs", is_core=True)
 
 
 def _probe_torch() -> Iterator[Finding]:
@@ -192,7 +193,8 @@ def _try_import(name: str, remedy: str) -> Finding:
             command, capture_output=True, text=True, errors="replace", timeout=TRIAL_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        return Finding(name, "broken", f"its import did not end within {TRIAL_SECONDS} s", remedy)
+        detail = f"its import did not end within {TRIAL_SECONDS} s"
+        return Finding(name, "broken", detail, "run it again: the first import is slow, and it is broken if none ends")
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"its import ended with code {done.returncode}"]
         return Finding(name, "broken", lines[-1], remedy)
@@ -220,8 +222,7 @@ def _probe_hub_login() -> Iterator[Finding]:
     import huggingface_hub
 
     if huggingface_hub.get_token() is None:
-        remedy = "hf auth login (needed only for gated models and for publishing)"
-        yield Finding("hub login", "missing", "no token", remedy)
+        yield Finding("hub login", "missing", "no token", "hf auth login (only for gated models and for publishing)")
     else:
         yield Finding("hub login", "ok", "a token is stored; `hf auth whoami` asks whether it is valid")
 

@@ -88,8 +88,7 @@ def find_first_host(nodes: str) -> str:
 def _read_number(environment: Mapping[str, str], name: str, default: int) -> int:
     text = environment.get(name, str(default))
     if not re.fullmatch("[0-9]+", text):
-        remedy = "write a fixed number of machines: elastic launches are not supported"
-        remedy = remedy if name == "PET_NNODES" else "write a number, or unset it"
+        remedy = "write a fixed number, or unset it: elastic launches are not supported"
         raise ConfigError(Problem(name, f"{text!r} is not a whole number", remedy))
     return int(text)
 

@@ -31,8 +31,10 @@ from recipes_lib.shipped import RECIPES, find_launch_file, find_shipped
 
 _SHOWN = ("eval_loss", "eval_rewards/accuracies", "eval_reward", "loss")
 """Metrics of the table, in order of preference: a stage shows the first that it has."""
-_OF_EXECUTORS = ("num_nodes", "gpus_per_node", "cpus_per_gpu", "hours", "image", "volume")
+_OF_EXECUTORS = ("num_nodes", "gpus_per_node", "cpus_per_gpu", "hours", "image", "volume", "gpu")
 """Flags that describe the machines of an executor."""
+_OF_ESTIMATES = ("keys", "num_processes", "device_hour_price")
+"""Flags of ``--check`` and ``--plan``."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,14 +65,15 @@ def main(argv: Sequence[str]) -> int:
         count = len(pipeline.stages)
         sys.stdout.write(f"{count} stage{'s' * (count != 1)}, ready to run\n")
         return EXIT_DONE
-    if options.executor != "local":
+    is_local = options.executor == "local"
+    others = (*_OF_ESTIMATES, *(_OF_EXECUTORS if is_local else ()))
+    if unused := [flag for flag in others if getattr(options, flag) != parser.get_default(flag)]:
+        found = f"has no effect on stages that run {'here' if is_local else f'by {options.executor}'}"
+        raise ConfigError(Problem(f"--{unused[0]}", found, "add --check, --plan or --executor, or remove it"))
+    if not is_local:
         check_stages(options.pipeline, pipeline, [])
         submit_stages(options, pipeline, chosen)
         return EXIT_DONE
-    unused = [f"--{flag}" for flag in _OF_EXECUTORS if getattr(options, flag) != parser.get_default(flag)]
-    if unused:
-        found = "has no effect on stages that run here"
-        raise ConfigError(Problem(unused[0], found, "name an --executor, or remove it"))
     code = run_pipeline(
         pipeline,
         chosen,

@@ -163,9 +163,9 @@ def describe(tokenizer: PreTrainedTokenizerFast, usage: TokenUsage, held_out: To
         usage: Token counts on the training text.
         held_out: Token counts on the held-out text.
     """
-    yield _label("vocabulary", f"{len(tokenizer):,} tokens, {len(set(tokenizer.all_special_ids))} of them special")
-    yield _label("training text", _format_usage(usage))
-    yield _label("held-out tail", _format_usage(held_out) if held_out.num_bytes else "none: the text is too short")
+    yield f"vocabulary      {len(tokenizer):,} tokens, {len(set(tokenizer.all_special_ids))} of them special"
+    yield f"training text   {_format_usage(usage)}"
+    yield f"held-out tail   {_format_usage(held_out) if held_out.num_bytes else 'none: the text is too short'}"
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -285,7 +285,3 @@ def _build_refusal(folder: Path) -> ConfigError:
 
 def _format_usage(usage: TokenUsage) -> str:
     return f"{usage.num_bytes:,} bytes, {int(usage.counts.sum()):,} tokens, {usage.bytes_per_token:.3f} bytes a token"
-
-
-def _label(name: str, text: str) -> str:
-    return f"{name:16}{text}"

@@ -173,12 +173,12 @@ class Endpoint:
         problems = [
             Problem(name, f"is {getattr(self, name)}", f"write {low} or more")
             for name, low in lowest.items()
-            if getattr(self, name) < low
+            if not getattr(self, name) >= low  # Also true for NaN.
         ]
         problems += [
             Problem(name, f"is {value}", "write a number above 0")
             for name in ("requests_per_minute", "timeout")
-            if (value := getattr(self, name)) is not None and value <= 0
+            if (value := getattr(self, name)) is not None and not value > 0
         ]
         if not isinstance(self.request, Mapping):
             problems.append(Problem("request", f"is {self.request!r:.60}", 'write an object: {"top_p": 0.9}'))

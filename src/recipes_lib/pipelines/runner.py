@@ -37,6 +37,8 @@ STATE_FILE: Final = "pipeline.json"
 _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _LOGS: Final = ("checkpoint-*", "report", "report.html", "index.html", "_lock", "*.replaced-*", "*.partial")
 """Patterns of files that may change or be deleted after the stage: they are not verified."""
+_REFUSE_OUTPUT: Final = ("export", "merge", "student", "tokenizer")
+"""Commands that refuse an output that exists, or a part of it, instead of resuming."""
 _SCORE: Final = re.compile(r"(?:tasks|groups)\.(.+)\.scores\.(.+)\.value")
 """Score of a benchmark in ``eval.json``."""
 _RECORDS: Final = (".json", ".html", ".md", ".png")
@@ -55,7 +57,7 @@ def run_pipeline(
 
     A stage that is done with the same command, configuration and inputs is skipped. If any of these has changed, its
     old output is renamed and the stage runs again. A stage that was stopped, or whose output lacks a file, is started
-    again and resumes.
+    again and resumes; an output that its command refuses to overwrite is renamed too.
 
     Args:
         pipeline: The pipeline.
@@ -178,12 +180,14 @@ class _Progress:
         before = self.entries.get(stage.name) or {}
         is_same = before.get("fingerprint") == self.prints[stage.name]
         place = self._name_output(stage)
-        # Another `output` is not that of the earlier configuration, and may hold the user's own files.
-        if before and not is_same and before.get("output", place) == place:
-            _move_aside(stage.output, stage.name, say)
         missing = find_missing_file(stage.output, before.get("files", {}))
         if is_same and before.get("status") == "done" and missing:
             say(f"{stage.name}: {missing}")
+        # Not after a failure: what is there may be the user's, which the command has refused.
+        is_kept = is_same and not (stage.command in _REFUSE_OUTPUT and before.get("status") in ("done", "running"))
+        # Another `output` is not that of the earlier configuration, and may hold the user's own files.
+        if before and not is_kept and before.get("output", place) == place:
+            _move_aside(stage.output, stage.name, say)
         spent = (parse_number(before.get("seconds")) or 0.0) if is_same else 0.0
         entry: dict[str, Any] = {"fingerprint": self.prints[stage.name], "output": place}
         began, record = time.monotonic(), _stamp_record(stage.output)
@@ -295,15 +299,15 @@ def _read_if_valid(path: Path) -> dict[str, Any]:
 
 
 def _move_aside(place: Path, name: str, say: Callable[[str], object]) -> None:
-    """Rename the output of an earlier configuration to ``NAME.replaced-N``."""
+    """Rename an output that its stage cannot resume to ``NAME.replaced-N``."""
     if not place.exists():
         return
     number = 1
     while (aside := place.with_name(f"{place.name}.replaced-{number}")).exists():
         number += 1
-    with explain_write_errors(place, "move it away", "was written by another configuration and cannot be renamed"):
+    with explain_write_errors(place, "move it away", "is to be written again and cannot be renamed"):
         place.rename(aside)
-    say(f"{name}: changed since it ran; its old output is now {aside}")
+    say(f"{name}: runs again; its old output is now {aside}")
 
 
 def find_program(words: Sequence[str]) -> str | None:

@@ -125,7 +125,7 @@ def _build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, f
         data=list(describe_data(record)),
         corpus=list(describe_corpus(config)),
         facts=[*describe_effort(record, events), *facts],
-        config={name: make_portable(value) for name, value in config.items() if value is not None},
+        config=make_portable({name: value for name, value in config.items() if value is not None}),
     )
 
 
@@ -341,10 +341,9 @@ def list_limits(record: Record, figures: Record) -> Iterator[str]:
         yield f"Loss spikes were rolled back {len(record['rollbacks'])} times, skipping their rows."
     for gate in record.get("failed_gates") or ():
         yield f"A gate of its report failed: {gate}."
-    config = record["config"]
-    name = config.get("dataset_name")
-    if name and not config.get("dataset_revision") and not _is_path(name):
-        yield f"The revision of {name} was not pinned: its rows may have changed since."
+    for part in _list_parts(record["config"]):
+        if not part.get("revision") and not _is_path(part["name"]):
+            yield f"The revision of {part['name']} was not pinned: its rows may have changed since."
     if (record.get("git_commit") or "-dirty").endswith("-dirty"):
         yield "The code that trained it is not a recorded git commit."
 
@@ -387,7 +386,8 @@ def make_portable(value: Any) -> Any:
     if isinstance(value, list):
         return [make_portable(item) for item in value]
     if isinstance(value, dict):
-        return {key: make_portable(item) for key, item in value.items()}
+        # A prompt may begin like a path: `/no_think ...`.
+        return {key: item if key == "sample_prompts" else make_portable(item) for key, item in value.items()}
     if not isinstance(value, str):
         return value
     flag, equals, path = value.rpartition("=")  # ``--output_dir=/a/b``
