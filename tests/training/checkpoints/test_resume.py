@@ -252,7 +252,9 @@ def test_other_plan_than_rank_0_is_rejected(tmp_path, simulate_rank_1):
         agree_on_checkpoint(None, SECOND, {"learning_rate": 0.5, "max_steps": 9}, print)
 
 
-@pytest.mark.parametrize("other", [{"learning_rate": 0.5}, {"gradient_accumulation_steps": 4}, {"torch": "9.9"}])
+@pytest.mark.parametrize(
+    "other", [{"learning_rate": 0.5}, {"gradient_accumulation_steps": 4}, {"save_steps": 7}, {"torch": "9.9"}]
+)
 def test_run_compares_keys_and_versions_of_all_ranks(tmp_path, simulate_rank_1, monkeypatch, other):
     plans = []
     monkeypatch.setattr(run_module, "agree_on_checkpoint", lambda resume_from, launch, plan, say: plans.append(plan))
