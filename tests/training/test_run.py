@@ -259,7 +259,7 @@ def test_key_missing_in_older_record_has_its_default(tmp_path):
     "now",
     [
         {"logging_steps": 7, "save_total_limit": 1, "report_to": "none"},
-        {"eval_strategy": "steps", "eval_steps": 50, "per_device_eval_batch_size": 1},  # Evaluations were slow or large.
+        {"eval_strategy": "steps", "eval_steps": 50, "per_device_eval_batch_size": 1},
         {"ddp_timeout": 7200},  # As the error of a slow process asks for.
         {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 4, "dataloader_persistent_workers": True},
     ],

@@ -137,7 +137,7 @@ class Run:
             ConfigError: As ``agree_on_checkpoint``.
         """
         say = build_progress(is_main=self.launch.is_main).say
-        # With another save_steps, for example, a rank would wait in the collectives of a save that the others do not make.
+        # With another `save_steps`, for example, a rank would wait for the others in a save that they do not make.
         plan = {name: value for name, value in flatten_config(self.config).items() if name not in _OF_MACHINE}
         # Without the patch version of Python, which may differ between machines.
         plan |= {f"the version of {name}": version for name, version in read_versions().items() if name != "python"}
