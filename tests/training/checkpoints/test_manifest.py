@@ -289,6 +289,8 @@ def test_superseded_checkpoint_is_kept_but_not_resumed(tmp_path):
     assert list_names(tmp_path) == ["checkpoint-5", "superseded-checkpoint-10", "superseded-checkpoint-15"]
     make_checkpoint(tmp_path, 10)
     supersede(tmp_path, after_step=5)
+    # One of each step: repeated rollbacks do not fill the disk.
+    assert list_names(tmp_path) == ["checkpoint-5", "superseded-checkpoint-10", "superseded-checkpoint-15"]
     assert find_last_complete(tmp_path) == tmp_path / "checkpoint-5"
 
 
