@@ -67,6 +67,11 @@ def test_keep_batch_adapts_gradient_accumulation(before, written, now, accumulat
         assert f"gradient_accumulation_steps is {accumulation}, so that a step still takes {rows} rows" in line
 
 
+def test_keep_batch_counts_the_data_parallel_ranks_of_the_checkpoint():
+    kept, _ = keep_batch(config(2, 2), launch(1), record(4, 2, 2) | {"data_size": 2})
+    assert kept.training["gradient_accumulation_steps"] == 4
+
+
 @pytest.mark.parametrize(
     ("before", "written", "now", "steps"),
     [
