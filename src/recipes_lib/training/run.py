@@ -98,8 +98,6 @@ _OTHERS: Final = (
 """Keys of frozen models; folders only, since the cache of the Hub has a commit."""
 _OF_MACHINE: Final = ("output_dir", "prepared_dir", "activation_checkpointing", "activation_checkpointing_kwargs")
 """Keys that may differ between ranks: mounted paths, and what each chooses by the memory of its GPU."""
-_OF_BEST: Final = frozenset({"greater_is_better", "load_best_model_at_end", "metric_for_best_model"})
-"""Keys that select the exported weights, and may change until then: a misspelt metric is found by an evaluation."""
 _NUM_SAMPLES: Final = 4096
 """Sampled bytes of a weight file, which detect other weights without reading a large model."""
 
@@ -465,8 +463,6 @@ def _find_differences(previous: Mapping[str, Any], now: Mapping[str, Any], launc
     if count_rows_per_step(now, launch.data_size) == previous.get("rows_per_step"):
         # The same global batch, divided differently over ranks and micro-batches.
         names -= set(BATCH_KEYS)
-    if previous.get("status") != "done":
-        names -= _OF_BEST
     return sorted(name for name in names if before.get(name) != plain_now.get(name))
 
 

@@ -320,14 +320,14 @@ def test_manifest_records_run_and_batch(tiny_model_dir, tmp_path):
 
 
 def make_evaluated_trainer(model_dir, output_dir, losses, **keys):
-    """Build a trainer with ``load_best_model_at_end`` whose evaluations return ``losses``, and their negatives."""
+    """Build a trainer with ``load_best_model_at_end`` whose evaluations return ``losses``."""
     remaining = iter(losses)
     defaults = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
     return make_trainer(
         model_dir,
         output_dir,
         make_packs(),
-        hooks=[lambda model, step: {"loss": (loss := next(remaining)), "gain": -loss}],
+        hooks=[lambda model, step: {"loss": next(remaining)}],
         **SAVES | defaults | {"metric_for_best_model": "loss", "max_steps": len(losses)} | keys,
     )
 
@@ -397,20 +397,6 @@ def test_moved_run_that_is_resumed_at_its_last_step_exports_best_weights(tiny_mo
     resumed.train(resume_from_checkpoint=str(moved / "checkpoint-4"))
     assert_equal_weights(weights_of(resumed), weights_of(trainer))
     assert resumed.state.best_model_checkpoint == str(moved / "checkpoint-2")
-
-
-def test_best_step_by_another_metric_is_forgotten_on_resume(tiny_model_dir, tmp_path):
-    keys = {"eval_steps": 2, "max_steps": 4}
-    make_evaluated_trainer(tiny_model_dir, tmp_path, [1.0, 5.0], **keys)[0].train()
-    keys |= {"metric_for_best_model": "gain", "greater_is_better": True}
-    resumed, _ = make_evaluated_trainer(tiny_model_dir, tmp_path, [-0.5], **keys)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert (resumed.state.best_global_step, resumed.state.best_metric) == (4, 0.5)
-    keys["metric_for_best_model"] = "loss"
-    at_end, _ = make_evaluated_trainer(tiny_model_dir, tmp_path, [], **keys)
-    at_end.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert at_end.state.best_model_checkpoint is None
-    assert_equal_weights(weights_of(at_end), load_file(tmp_path / "checkpoint-4" / "model.safetensors"))
 
 
 def test_fractional_save_steps_are_aligned_with_eval_steps(tiny_model_dir, tmp_path):

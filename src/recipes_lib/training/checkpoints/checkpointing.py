@@ -27,24 +27,21 @@ from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, Task
 from recipes_lib.training.collectives import broadcast_object
 from recipes_lib.training.guards.preemption import read_evaluation, stop_if_agreed
 from recipes_lib.training.layouts.launch_environment import Launch, read_launch
-from recipes_lib.training.monitoring.callbacks import Observer, name_metric
+from recipes_lib.training.monitoring.callbacks import Observer
 
 
 class _ReadSteps(TrainerCallback):
     """Reads ``logging_steps``, ``eval_steps`` and ``save_steps``, and aligns the last two if both are fractions.
 
-    A resumed run may have others than its checkpoint, whose values upstream would keep, or another
-    ``metric_for_best_model``, for which no step is the best one yet. And upstream rounds each fraction up separately:
-    of 25 steps, 0.1 becomes 3 and 0.2 becomes 5. The best evaluation could then fall on a step that is not saved.
+    A resumed run may have others than its checkpoint, whose values upstream would keep. And upstream rounds each
+    fraction up separately: of 25 steps, 0.1 becomes 3 and 0.2 becomes 5. The best evaluation could then fall on a step
+    that is not saved.
     """
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         state.compute_steps(args, state.max_steps)  # type: ignore[no-untyped-call]
         if args.load_best_model_at_end and args.eval_steps and args.eval_steps < 1:
             state.save_steps = int(state.eval_steps) * round(args.save_steps / args.eval_steps)
-        best = state.best_global_step, state.best_metric
-        if best not in [(event["step"], event.get(name_metric(args))) for event in state.log_history]:
-            state.best_global_step = state.best_metric = state.best_model_checkpoint = None
 
 
 class CheckpointingTrainer(Trainer):
