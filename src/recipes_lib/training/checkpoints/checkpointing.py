@@ -212,8 +212,7 @@ class CheckpointingTrainer(Trainer):
             self.state.best_model_checkpoint = str(self._best_checkpoint)
         if self.args.should_save:
             # Written again, with the log and the corrected path; without indentation, json's fast encoder writes it.
-            state = json.dumps(vars(self.state), sort_keys=True)
-            (staged / TRAINER_STATE_NAME).write_text(f"{state}\n", encoding="utf-8")
+            (staged / TRAINER_STATE_NAME).write_text(json.dumps(vars(self.state), sort_keys=True), encoding="utf-8")
             # A pickle that resuming does not read; run.json records the same arguments.
             (staged / "training_args.bin").unlink(missing_ok=True)
         # After this barrier the random states of all processes are in the folder.
