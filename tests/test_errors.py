@@ -130,6 +130,11 @@ class OutOfMemoryError(RuntimeError):
         (OSError(errno.EROFS, "Read-only file system", "out/_lock"), "out/_lock: not permitted: Read-only"),
         (FileExistsError(errno.EEXIST, "File exists", "runs/mine"), "runs/mine: a file of this name is in the way"),
         (
+            OSError(errno.EBUSY, "Device or resource busy", "out/_saving"),
+            "out/_saving: another process uses it, or it is",
+        ),
+        (OSError(errno.ENOTEMPTY, "Directory not empty", "out/checkpoint-9"), "out/checkpoint-9: another process uses"),
+        (
             OSError(errno.ESTALE, "Stale file handle", "out/metrics.jsonl"),
             "out/metrics.jsonl: its disk or network file system fails: [Errno 116] Stale",
         ),

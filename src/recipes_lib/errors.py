@@ -35,6 +35,10 @@ _FILE_ERRORS: Final = {
     ),
     errno.EEXIST: ("a file of this name is in the way", "name another path, or move the file"),
     **dict.fromkeys(
+        (errno.EBUSY, errno.ENOTEMPTY, errno.EXDEV),
+        ("another process uses it, or it is a mount point", "end that process or unmount it, and run the same command"),
+    ),
+    **dict.fromkeys(
         (errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT),
         ("its network file system is no longer connected", "mount it again and run the same command"),
     ),

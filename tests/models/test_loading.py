@@ -159,6 +159,16 @@ def test_pickled_weights_are_never_opened(model_dir: Path) -> None:
     assert not canary.exists()
 
 
+def test_checkpoint_in_shards_is_refused_with_export_command(model_dir: Path) -> None:
+    (model_dir / "model_shards").mkdir()
+    (model_dir / "model.safetensors").rename(
+        model_dir / "model_shards" / "shard-00001-model-00001-of-00001.safetensors"
+    )
+    where, found, remedy = catch_problem(lambda: load_causal_lm(config_for(model_dir), "sdpa"))
+    assert (where, found) == ("model_name_or_path", f"{model_dir} is a checkpoint in shards")
+    assert f"recipes export {model_dir} FOLDER" in remedy
+
+
 @pytest.mark.parametrize(
     "load", [lambda c: load_causal_lm(c, "sdpa"), lambda c: load_tokenizer(c, TokensConfig()), load_model_config]
 )

@@ -255,10 +255,19 @@ def test_key_missing_in_older_record_has_its_default(tmp_path):
     assert start_run(config, ONE).resume_from is not None
 
 
-def test_logging_keys_may_change_on_resume(tmp_path):
+@pytest.mark.parametrize(
+    "now",
+    [
+        {"logging_steps": 7, "save_total_limit": 1, "report_to": "none"},
+        {"eval_strategy": "steps", "eval_steps": 50, "per_device_eval_batch_size": 1},
+        {"ddp_timeout": 7200},  # As the error of a slow process asks for.
+        {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 4, "dataloader_persistent_workers": True},
+    ],
+)
+def test_keys_that_do_not_affect_weights_may_change_on_resume(tmp_path, now):
     start_run(make_config(tmp_path), ONE)
     write_checkpoint(tmp_path, 5)
-    assert start_run(make_config(tmp_path, logging_steps=7, save_total_limit=1, report_to="none"), ONE).resume_from
+    assert start_run(make_config(tmp_path, **now), ONE).resume_from
 
 
 @pytest.mark.parametrize("now", [True, "auto"])

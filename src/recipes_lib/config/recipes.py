@@ -54,7 +54,7 @@ def read_notes() -> Mapping[str, str]:
 
 @functools.cache
 def read_harmless() -> tuple[str, ...]:
-    """Return patterns of keys that affect only logging, saving, memory or paths, never numerical results."""
+    """Return patterns of keys with which a run may be resumed with other values: they do not affect its weights."""
     return tuple(_read()["harmless"].split())
 
 

@@ -36,7 +36,7 @@ from recipes_lib.files import (
     verify_fields,
 )
 from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS, find_adapter, read_base
-from recipes_lib.models.loading import load_model_config
+from recipes_lib.models.loading import load_model_config, verify_unsharded
 
 RECORD: Final = "eval.json"
 SAMPLES: Final = "samples.jsonl"
@@ -191,10 +191,7 @@ def describe_model(config: EvalConfig) -> dict[str, Any]:
     name, revision = config.model_name_or_path, config.model_revision
     if config.base_url is not None:
         return {"name": name, "endpoint": config.base_url, **_describe_tokenizer(config)}
-    folder = Path(name)
-    if (folder / "model_shards").is_dir() and not list(folder.glob("*.safetensors")):
-        remedy = f"run `recipes export {name} FOLDER`, and evaluate FOLDER"
-        raise ConfigError(Problem("model_name_or_path", "is a checkpoint in shards", remedy))
+    verify_unsharded(name)
     adapter = find_adapter(name, revision)
     # PEFT would search the Hub for missing weights.
     if adapter is not None and not (adapter / ADAPTER_WEIGHTS).is_file():
@@ -207,7 +204,7 @@ def describe_model(config: EvalConfig) -> dict[str, Any]:
     if wrong := [kind for kind in settings.architectures or [] if "Classification" in kind or "RewardModel" in kind]:
         found = f"{name} is a {wrong[0]}, which does not generate text"
         raise ConfigError(Problem("model_name_or_path", found, "name a language model"))
-    described: dict[str, Any] = {"name": name, "fingerprint": _fingerprint(adapter or folder, settings)}
+    described: dict[str, Any] = {"name": name, "fingerprint": _fingerprint(adapter or Path(name), settings)}
     if adapter is not None:
         described |= {"base": named.model_name_or_path, "base_revision": named.model_revision}
         described["base_fingerprint"] = _fingerprint(Path(str(named.model_name_or_path)), settings)

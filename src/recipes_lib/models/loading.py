@@ -39,7 +39,7 @@ from recipes_lib.config.schema import ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.environment import go_offline_unless_reachable
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, list_first
 from recipes_lib.files import read_json, read_record
-from recipes_lib.models.model_files import find_damage
+from recipes_lib.models.model_files import MODEL_SHARDS, find_damage, is_model
 from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
 from recipes_lib.models.parallel.zero3 import register_gather_hooks
 from recipes_lib.models.quantization import check_checkpoint_bits, keep_differentiable
@@ -201,6 +201,13 @@ def load_causal_lm(
     return model
 
 
+def verify_unsharded(name: str) -> None:
+    """Raise a ``ConfigError`` if a model is a training checkpoint in shards, which only resuming can load."""
+    if (Path(name) / MODEL_SHARDS).is_dir() and not is_model(Path(name)):
+        found, remedy = f"{name} is a checkpoint in shards", f"run `recipes export {name} FOLDER`, and name FOLDER"
+        raise ConfigError(Problem("model_name_or_path", found, remedy))
+
+
 def load_pretrained(
     auto_class: Any,
     config: ModelConfig,
@@ -229,6 +236,7 @@ def load_pretrained(
     """
     verify_remote_code(config)
     name = str(config.model_name_or_path)
+    verify_unsharded(name)
     # Before loading: with an index whose names match no tensors, transformers allocates tens of GB before it fails.
     if damage := find_damage(Path(name)):
         raise ConfigError(Problem("model_name_or_path", f"{name}: {damage}", "save or download the model again"))

@@ -16,6 +16,8 @@ _WEIGHTS: Final = ("model*.safetensors", "adapter_model*.safetensors")
 _LFS: Final = b"version https://git-lfs"
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
+MODEL_SHARDS: Final = "model_shards"
+"""Folder of the weights in a checkpoint of FSDP2, tensor or pipeline parallelism, which transformers does not read."""
 TEMPLATES: Final = "additional_chat_templates"
 """Folder of a tokenizer's chat templates besides the default one."""
 MODEL_FILES: Final = (

@@ -96,6 +96,8 @@ _OTHERS: Final = (
     "adapter_name_or_path",  # DPO's reference is the policy at its start.
 )
 """Keys of frozen models; folders only, since the cache of the Hub has a commit."""
+_OF_MACHINE: Final = ("output_dir", "prepared_dir", "activation_checkpointing", "activation_checkpointing_kwargs")
+"""Keys that may differ between ranks: mounted paths, and what each chooses by the memory of its GPU."""
 _NUM_SAMPLES: Final = 4096
 """Sampled bytes of a weight file, which detect other weights without reading a large model."""
 
@@ -135,7 +137,8 @@ class Run:
             ConfigError: As ``agree_on_checkpoint``.
         """
         say = build_progress(is_main=self.launch.is_main).say
-        plan = {name: value for name, value in flatten_config(self.config).items() if _affects_result(name)}
+        # With another `save_steps`, for example, a rank would wait for the others in a save that they do not make.
+        plan = {name: value for name, value in flatten_config(self.config).items() if name not in _OF_MACHINE}
         # Without the patch version of Python, which may differ between machines.
         plan |= {f"the version of {name}": version for name, version in read_versions().items() if name != "python"}
         checkpoint = agree_on_checkpoint(self.resume_from, self.launch, plan, say)

@@ -21,8 +21,9 @@ from transformers import (
 
 from recipes_lib.commands.weights.export import export_checkpoint, main
 from recipes_lib.errors import ConfigError
+from recipes_lib.models.model_files import MODEL_SHARDS
 from recipes_lib.training.checkpoints.manifest import write_complete
-from recipes_lib.training.checkpoints.sharded import MODEL_SHARDS, read_trained_state, write_shards
+from recipes_lib.training.checkpoints.sharded import read_trained_state, write_shards
 
 SIZES = {
     "vocab_size": 512,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.training.trajectories import assert_equal_weights, make_packs, make_trainer, weights_of
-from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM, TrainerCallback
+from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM, TrainerCallback, TrainerState
 
 from recipes_lib.config.schema import CheckpointConfig, GuardsConfig
 from recipes_lib.errors import ConfigError, explain_refusal
@@ -84,6 +84,21 @@ def test_asynchronous_save_equals_synchronous_save(tiny_model_dir, tmp_path, mon
     states = {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
     assert states | {"config.json", "tokenizer.json"} <= one.keys()
     assert "training_args.bin" not in one
+
+
+def test_trainer_state_has_the_log_which_upstream_would_write_slowly(tiny_model_dir, tmp_path, monkeypatch):
+    lengths, save = [], TrainerState.save_to_json
+
+    def record(state, path):
+        lengths.append(len(state.log_history))
+        save(state, path)
+
+    monkeypatch.setattr(TrainerState, "save_to_json", record)
+    trainer, _, _ = train(tiny_model_dir, tmp_path, max_steps=3, logging_steps=1)
+    assert set(lengths) == {0}
+    stored = TrainerState.load_from_json(str(tmp_path / "checkpoint-3" / "trainer_state.json"))
+    assert [event["step"] for event in stored.log_history] == [1, 2, 3]
+    assert vars(stored) | {"log_history": []} == vars(trainer.state) | {"log_history": []}
 
 
 def test_dry_run_changes_neither_training_nor_disk(tiny_model_dir, tmp_path):

@@ -123,6 +123,20 @@ def test_rotate_keeps_newest_and_protected(tmp_path, keep_last, keep_steps, keep
     assert list_names(tmp_path) == sorted(f"checkpoint-{step}" for step in kept)
 
 
+def test_rotate_reads_no_permanent_checkpoint(tmp_path, monkeypatch):
+    for step in range(1, 7):
+        make_checkpoint(tmp_path, step)
+    read = []
+    monkeypatch.setattr(
+        checkpoints,
+        "is_complete",
+        lambda path, is_complete_=is_complete: (read.append(path.name), is_complete_(path))[1],
+    )
+    rotate(tmp_path, 2, (1,), keep_every=2)
+    assert read == ["checkpoint-6", "checkpoint-5", "checkpoint-3"]
+    assert list_names(tmp_path) == [f"checkpoint-{step}" for step in (1, 2, 4, 5, 6)]
+
+
 def test_rotate_reports_checkpoint_that_cannot_be_deleted(tmp_path, monkeypatch):
     for step in (1, 2, 3, 4):
         make_checkpoint(tmp_path, step)
@@ -289,6 +303,8 @@ def test_superseded_checkpoint_is_kept_but_not_resumed(tmp_path):
     assert list_names(tmp_path) == ["checkpoint-5", "superseded-checkpoint-10", "superseded-checkpoint-15"]
     make_checkpoint(tmp_path, 10)
     supersede(tmp_path, after_step=5)
+    # One of each step: repeated rollbacks do not fill the disk.
+    assert list_names(tmp_path) == ["checkpoint-5", "superseded-checkpoint-10", "superseded-checkpoint-15"]
     assert find_last_complete(tmp_path) == tmp_path / "checkpoint-5"
 
 

@@ -67,6 +67,11 @@ def test_keep_batch_adapts_gradient_accumulation(before, written, now, accumulat
         assert f"gradient_accumulation_steps is {accumulation}, so that a step still takes {rows} rows" in line
 
 
+def test_keep_batch_counts_the_data_parallel_ranks_of_the_checkpoint():
+    kept, _ = keep_batch(config(2, 2), launch(1), record(4, 2, 2) | {"data_size": 2})
+    assert kept.training["gradient_accumulation_steps"] == 4
+
+
 @pytest.mark.parametrize(
     ("before", "written", "now", "steps"),
     [
@@ -252,7 +257,9 @@ def test_other_plan_than_rank_0_is_rejected(tmp_path, simulate_rank_1):
         agree_on_checkpoint(None, SECOND, {"learning_rate": 0.5, "max_steps": 9}, print)
 
 
-@pytest.mark.parametrize("other", [{"learning_rate": 0.5}, {"gradient_accumulation_steps": 4}, {"torch": "9.9"}])
+@pytest.mark.parametrize(
+    "other", [{"learning_rate": 0.5}, {"gradient_accumulation_steps": 4}, {"save_steps": 7}, {"torch": "9.9"}]
+)
 def test_run_compares_keys_and_versions_of_all_ranks(tmp_path, simulate_rank_1, monkeypatch, other):
     plans = []
     monkeypatch.setattr(run_module, "agree_on_checkpoint", lambda resume_from, launch, plan, say: plans.append(plan))

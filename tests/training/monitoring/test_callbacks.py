@@ -118,21 +118,38 @@ def test_later_callbacks_receive_throughput(tmp_path: Path) -> None:
     assert seen[0]["target_tokens_per_second"] == 2.0
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 2, "eval_on_start": True},
-        {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 3},
-        {"eval_strategy": "epoch", "save_strategy": "epoch"},
-        {"eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch"},
-    ],
-)
+INTERRUPTIONS: list[dict[str, Any]] = [
+    {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 2, "eval_on_start": True},
+    {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 3},
+    {"eval_strategy": "epoch", "save_strategy": "epoch"},
+    {"eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch"},
+]
+
+
+@pytest.mark.parametrize("options", INTERRUPTIONS)
 def test_evaluation_and_saving_are_not_training_time(tmp_path: Path, options: dict[str, Any]) -> None:
     ToyTrainer(tmp_path, **options).train()
 
     events = read_events(tmp_path, "train")
     assert [event["seconds"] for event in events] == [event["step"] for event in events]
     assert {event["target_tokens_per_second"] for event in events} == {2.0}
+
+
+@pytest.mark.parametrize("options", INTERRUPTIONS)
+def test_waiting_for_data_is_training_time(tmp_path: Path, options: dict[str, Any]) -> None:
+    seconds = []
+    for name, keys in (("without", {"logging_steps": 6}), ("with", options | {"eval_on_start": False})):
+        trainer = ToyTrainer(tmp_path / name, **keys)
+
+        def collate(rows: list[dict[str, torch.Tensor]], trainer: ToyTrainer = trainer) -> dict[str, torch.Tensor]:
+            trainer.now += 10
+            return {"x": torch.stack([row["x"] for row in rows])}
+
+        trainer.data_collator = collate
+        trainer.train()
+        seconds.append(trainer.meter.seconds)
+    assert seconds[0] > 6
+    assert seconds[0] == seconds[1]
 
 
 def test_evaluation_is_a_separate_event(tmp_path: Path) -> None:

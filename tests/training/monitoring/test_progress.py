@@ -34,7 +34,7 @@ class Terminal(io.StringIO):
 def test_display_is_chosen_by_stream() -> None:
     assert isinstance(build_progress(is_main=True, stream=Terminal()), LiveProgress)
     assert isinstance(build_progress(is_main=True, stream=io.StringIO()), PlainProgress)
-    assert isinstance(build_progress(is_main=False, stream=Terminal()), TrainingProgress)
+    assert type(build_progress(is_main=False, stream=Terminal())) is TrainingProgress
 
 
 def test_closed_stream_is_ignored() -> None:
@@ -51,6 +51,7 @@ def test_describe_event() -> None:
     assert describe_event({"loss": 1.0, "objective/score": 0.5, "objective/kl_seq": 2}) == "loss 1  score 0.5  kl 2"
     assert describe_event({"eval_reward": 0.25}) == "reward 0.25"
     assert describe_event({"loss": 1.0, "mfu": None}) == "loss 1"
+    assert describe_event({"target_tokens_per_second": 0, "tokens_per_second": 20}) == "20 tok/s"
     assert describe_event({"loss": float("nan")}) == "loss nan"
 
 
@@ -76,8 +77,21 @@ def test_eta_uses_steps_of_this_process() -> None:
     progress.start(1000, 900)
     clock.now += 20
     progress.show({**TRAIN, "step": 910})
-
     assert stream.getvalue().endswith("eta 3 min 0 s\n")
+    # As after a rollback, whose first line is due at once; evaluations and the last step have no ETA.
+    progress.start(1000, 900)
+    progress.show({**TRAIN, "step": 901})
+    progress.show({**EVAL, "step": 901})
+    progress.show({**TRAIN, "step": 1000})
+    first, evaluation, last = stream.getvalue().splitlines()[1:]
+    assert "eta" in first
+    assert "eta" not in evaluation + last
+
+
+def test_line_before_the_start_has_the_step_alone() -> None:
+    stream = io.StringIO()
+    PlainProgress(stream).show({**EVAL, "step": 0})
+    assert stream.getvalue().startswith("step 0/0  held-out loss 2.5")
 
 
 def test_plain_progress_tracks_long_evaluation() -> None:
@@ -108,6 +122,7 @@ def test_live_progress_shows_step_metrics_and_evaluation(monkeypatch: pytest.Mon
     text = terminal.getvalue()
     assert "11/50" in text
     assert "loss 2.314" in text
+    assert "step 11  loss" not in text, "metrics of a step are in the bar, and scroll nothing away"
     assert "step 11  held-out loss 2.5" in text
 
 

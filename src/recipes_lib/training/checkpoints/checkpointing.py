@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -199,17 +200,19 @@ class CheckpointingTrainer(Trainer):
         step = self.state.global_step
         staged = self._saver.open(step, folder)
         self._staging, self._tasks = staged.parent, []
+        # transformers 5.23 takes a minute to write the log of a million steps, while training waits.
+        log, self.state.log_history = self.state.log_history, []
         try:
             with self._deleting_nothing():
                 Trainer._save_checkpoint(self, model, None)
         finally:
-            self._staging = None
+            self._staging, self.state.log_history = None, log
         if self.state.best_global_step == step or self._best_checkpoint.is_dir():
             # Upstream builds this path from the folder that it writes to, which is the staging folder here.
             self.state.best_model_checkpoint = str(self._best_checkpoint)
         if self.args.should_save:
-            # Written again, because upstream wrote it before the path was corrected.
-            self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
+            # Written again, with the log and the corrected path; without indentation, json's fast encoder writes it.
+            (staged / TRAINER_STATE_NAME).write_text(json.dumps(vars(self.state), sort_keys=True), encoding="utf-8")
             # A pickle that resuming does not read; run.json records the same arguments.
             (staged / "training_args.bin").unlink(missing_ok=True)
         # After this barrier the random states of all processes are in the folder.

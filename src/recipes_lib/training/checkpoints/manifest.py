@@ -252,9 +252,12 @@ def rotate(
     failures: list[str] = []
     if keep_last is None:
         return failures
-    complete = [(step, path) for step, path in list_checkpoints(output_dir) if is_complete(path)]
-    for step, path in complete[keep_last:]:
-        if step not in keep_steps and not (keep_every and step and step % keep_every == 0):
+    checkpoints = list_checkpoints(output_dir)
+    newest = itertools.islice((step for step, path in checkpoints if is_complete(path)), keep_last)
+    kept = {*newest, *keep_steps}
+    for step, path in checkpoints:
+        # ``is_complete`` last: it would read the sizes of all files of hundreds of permanent checkpoints at every save.
+        if step not in kept and not (keep_every and step and step % keep_every == 0) and is_complete(path):
             try:
                 _move_to_trash(path)
             except OSError as error:

@@ -19,7 +19,7 @@ from recipes_lib.errors import DataError, Problem
 from recipes_lib.models.adapters.lora import read_adapter_state
 from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS
 from recipes_lib.models.inference import unwrap_adapter
-from recipes_lib.models.model_files import INDEX, WEIGHTS
+from recipes_lib.models.model_files import INDEX, MODEL_SHARDS, WEIGHTS
 from recipes_lib.models.parallel.pipeline_parallel import build_whole_on_meta
 from recipes_lib.models.saved_weights import read_published_shapes, read_shapes, verify_weights
 from recipes_lib.training.checkpoints.saver import (
@@ -32,7 +32,6 @@ from recipes_lib.training.checkpoints.saver import (
     write_state,
 )
 from recipes_lib.training.checkpoints.sharded import (
-    MODEL_SHARDS,
     OPTIMIZER_SHARDS,
     compare_own_shards,
     copy_model_shards,

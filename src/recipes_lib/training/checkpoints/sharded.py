@@ -24,13 +24,13 @@ from recipes_lib.errors import list_first
 from recipes_lib.files import read_json
 from recipes_lib.models.adapters.lora import read_adapter_state
 from recipes_lib.models.inference import find_device
+from recipes_lib.models.model_files import MODEL_SHARDS
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.training.checkpoints.manifest import find_writer
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Task, is_adapter
 from recipes_lib.training.collectives import Group, gather_objects, get_rank, is_distributed
 from recipes_lib.training.layouts.fsdp import get_full_tensor, get_local, reshard
 
-MODEL_SHARDS: Final = "model_shards"
 OPTIMIZER_SHARDS: Final = "optimizer_shards"
 _GROUPS: Final = "param_groups.json"
 _SEPARATOR: Final = " of "

@@ -38,7 +38,6 @@ def build_preemption() -> PreemptedError:
     """Return the same exception on all processes, with the reason of the first rank that has one; collective."""
     reasons = gather_objects(STOP.reason)
     rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
-    STOP.request(reason)
     return PreemptedError(reason if len(reasons) == 1 else f"{reason} on rank {rank}")
 
 

@@ -108,7 +108,6 @@ class MetricsCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         """Write and show the metrics of a training step or an evaluation; ignore upstream's summary at the end."""
-        logs = {} if logs is None else logs
         is_training = "loss" in logs
         figures = self.meter.measure() if is_training else {}
         # Unknown values are omitted: trackers warn about each ``None``.
@@ -245,7 +244,7 @@ class TermMetrics(TrainerCallback):
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         """Add the means over all ranks to the metrics of a training step."""
-        if logs is None or "loss" not in logs:
+        if "loss" not in logs:
             return
         names = sorted(self._sums)
         num_terms, *sums = sum_over_processes(read_together([self._num_terms, *(self._sums[name] for name in names)]))
@@ -307,7 +306,7 @@ class WeightMonitor(TrainerCallback):
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         """Add the norms to the metrics of a training step."""
-        if logs is not None and "loss" in logs:
+        if "loss" in logs:
             logs.update(self._figures)
             self._figures = {}  # The next log may be that of an epoch, whose last step is not measured.
 

@@ -84,9 +84,7 @@ class PlainProgress(TrainingProgress):
         """Write to ``stream``; ``clock`` is a monotonic clock in seconds."""
         self._stream = stream
         self._clock = clock
-        self._started = (0.0, 0)
-        self._num_steps = 0
-        self._last_line = -SECONDS_BETWEEN_LINES
+        self.start(num_steps=0, step=0)
 
     def start(self, num_steps: int, step: int) -> None:
         """Store time and step of the start, from which the remaining time is estimated."""
