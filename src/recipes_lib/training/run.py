@@ -459,7 +459,10 @@ def _find_differences(previous: Mapping[str, Any], now: Mapping[str, Any], launc
     """Return the keys that affect the result and have changed."""
     before = previous.get("config", {})
     plain_now = json.loads(json.dumps(now, default=str))
-    names = {name for name in before.keys() | plain_now.keys() if _affects_result(name)}
+    # Under these schedules, the learning rates are those of the evaluations.
+    follows = plain_now.get("lr_scheduler_type") in ("reduce_lr_on_plateau", "greedy")
+    names = before.keys() | plain_now.keys()
+    names = {name for name in names if _affects_result(name) or (follows and name.startswith("eval_"))}
     if count_rows_per_step(now, launch.data_size) == previous.get("rows_per_step"):
         # The same global batch, divided differently over ranks and micro-batches.
         names -= set(BATCH_KEYS)
