@@ -316,6 +316,9 @@ def spike_at(*steps: int) -> list[dict[str, Any]]:
 def test_healthy_run_has_no_problems() -> None:
     assert find_problems(build_run()) == []
     assert find_problems(build_run(facts={"status": "done", "config": BEST}, best={"best_step": 20})) == []
+    # Chosen answers that were less likely than under another reference from the beginning.
+    facts = {"status": "done", "config": {"ref_model_name_or_path": "a better model"}}
+    assert find_problems(build_run(facts=facts, train=[{"step": 1, "logps/chosen_shift": -0.6}])) == []
 
 
 @pytest.mark.parametrize(
