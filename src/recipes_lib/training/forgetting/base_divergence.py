@@ -19,8 +19,9 @@ from recipes_lib.losses.distillation import (
     TeacherHead,
     compute_distillation,
 )
+from recipes_lib.losses.next_token import index_targets
 from recipes_lib.models.adapters.lora import adapters_off
-from recipes_lib.models.heads.loss_head import HeadOutput, find_targets, pick_predictors, score_beside_teacher
+from recipes_lib.models.heads.loss_head import HeadOutput, pick_predictors, score_beside_teacher
 from recipes_lib.models.loading import load_causal_lm
 from recipes_lib.training.layouts.fsdp import prepare_frozen
 from recipes_lib.training.trainers.trained_model import freeze
@@ -69,7 +70,7 @@ class BaseDivergence:
         if self._base is not None:
             return score_beside_teacher(model, self._base, inputs, labels, self._objective, positions)
         # Flat indices (N,) of the predictors, the tokens before the targets.
-        chosen = find_targets(labels) if positions is None else positions
+        chosen = index_targets(labels[:, 1:]) if positions is None else positions
         with torch.no_grad(), adapters_off(extract_model_from_parallel(model)):
             # Hidden states (N, H) instead of logits (N, V): the head computes these in chunks below.
             states = model(**inputs, head=lambda hidden, *_, **__: pick_predictors(hidden, chosen)).result
