@@ -246,17 +246,21 @@ def score_beside_teacher(
 
 def score_beside_record(
     student: Any,
-    teacher: TeacherHead | TopLogps,
+    teacher: TeacherHead | TopLogps | Tensor,
     inputs: Mapping[str, Any],
     labels: Tensor,
     objective: Objective,
     positions: Tensor | None = None,
 ) -> HeadOutput:
-    """As ``score_beside_teacher``, with given outputs of the teacher at the targets, row by row."""
+    """As ``score_beside_teacher``, with given outputs of the teacher at the targets, row by row.
+
+    A tensor has the hidden states of a teacher whose output embedding is the student's, ``(N, D)``.
+    """
     chosen = index_targets(labels[:, 1:]) if positions is None else positions
-    supervision = DistillationTargets(labels[:, 1:].flatten()[chosen], teacher, objective)
 
     def score(hidden: Tensor, weight: Tensor, **options: Any) -> DistillationSums:
+        outputs = TeacherHead(teacher, weight.detach(), **options) if isinstance(teacher, Tensor) else teacher
+        supervision = DistillationTargets(labels[:, 1:].flatten()[chosen], outputs, objective)
         sums: DistillationSums = compute_distillation(pick_predictors(hidden, chosen), weight, supervision, **options)
         return sums
 
