@@ -101,6 +101,11 @@ _PHRASES: Final[Mapping[str, tuple[str | None, str, str]]] = {
         "it does not support expandable segments",
         "set PYTORCH_ALLOC_CONF=expandable_segments:False, and run the same command",
     ),
+    "index out of range in self|device-side assert triggered": (
+        "token ids",
+        "an index exceeds its table, as the id of a token for which the model has no embedding",
+        "`recipes check` names such tokens: leave them out of the data, or resize the model's embeddings",
+    ),
 }
 """Pattern of a message -> its location (``None``: the file), what is wrong, and the remedy."""
 
@@ -291,7 +296,7 @@ def explain_refusal(error: BaseException) -> Problem | None:
 
     Recognises full or failing disks, quotas, full shared memory, killed data loader workers, out of memory (device and
     host), faulty GPUs, limits on threads and on the size and number of files, invalid paths, files without read or
-    write permission, and a used rendezvous port.
+    write permission, a used rendezvous port, and token ids without an embedding.
     """
     # Libraries wrap system errors in their own: take the first known one along the chain, from the outermost.
     chain: BaseException | None = error

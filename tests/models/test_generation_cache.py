@@ -7,6 +7,8 @@ import torch
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -56,4 +58,6 @@ def test_cache_is_not_used_for_sliding_window_recurrent_state_and_model_without_
     assert mixed is not None
     assert sum(isinstance(layer, PreallocatedLayer) for layer in mixed.layers) == 1
     assert build_cache(MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=32, num_hidden_layers=2)), 8) is None
+    hybrid = Lfm2Config(**SIZES, num_attention_heads=2, num_key_value_heads=2, layer_types=["conv", "full_attention"])
+    assert build_cache(Lfm2ForCausalLM(hybrid), 8) is None
     assert build_cache(OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=40, n_embd=32, n_layer=2, n_head=2)), 8) is None

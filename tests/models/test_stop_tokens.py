@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.generation import build_plain_generation, pad_left, set_stop_tokens
+from recipes_lib.models.generation import build_plain_generation, pad_left, read_stop_ids, set_stop_tokens
 
 
 @pytest.mark.parametrize("configured", [None, 0, [0, 7]])
@@ -83,3 +83,4 @@ def test_invalid_stop_token_ids_are_dropped(tiny_model_dir, tiny_tokenizer, conf
     model.generation_config.eos_token_id = configured
     expected = {7, tiny_tokenizer.eos_token_id} | ({2} if isinstance(configured, list) and 2 in configured else set())
     assert set_stop_tokens(model, tiny_tokenizer, [7]) == sorted(expected)
+    assert read_stop_ids(GenerationConfig(eos_token_id=[2, 0])) == [0, 2]

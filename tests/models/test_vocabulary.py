@@ -70,6 +70,7 @@ def test_adopted_vocabulary_keeps_probability_of_every_token(is_permuted, num_pa
     assert got.shape == expected.shape == (len(own), 512)
     torch.testing.assert_close(got, expected)
     assert teacher.config.vocab_size == 512
+    assert (teacher.lm_head.weight is teacher.model.embed_tokens.weight) is is_tied
     assert not any(parameter.requires_grad for parameter in teacher.parameters())
     add_loss_head(teacher)
     verify_loss_head(teacher)

@@ -335,6 +335,9 @@ def test_figures_are_metrics_and_no_surrogate_loss(metric: str, labels: list[str
 def test_healthy_run_has_no_problems() -> None:
     assert find_problems(build_run()) == []
     assert find_problems(build_run(facts={"status": "done", "config": BEST}, best={"best_step": 20})) == []
+    # Chosen answers that were less likely than under another reference from the beginning.
+    facts = {"status": "done", "config": {"ref_model_name_or_path": "a better model"}}
+    assert find_problems(build_run(facts=facts, train=[{"step": 1, "logps/chosen_shift": -0.6}])) == []
 
 
 @pytest.mark.parametrize(

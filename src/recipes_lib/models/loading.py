@@ -66,6 +66,11 @@ _REASONS: Final[Sequence[tuple[type[Exception] | str, str, str]]] = (
         "has no whole safetensors weights, and pickled ones could run code",
         "convert them where you trust them: from_pretrained, then save_pretrained",
     ),
+    (
+        "Should have a `model_type` key",
+        "has no config.json of a model",
+        "if it is an adapter, name its base here and it in adapter_name_or_path, or merge it first (`recipes merge`)",
+    ),
     ("backend tokenizer", "has no tokenizer files", "copy them beside it, or set tokenizer_name_or_path"),
     (
         "AutoModelForSequenceClassification",

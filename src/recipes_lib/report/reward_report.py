@@ -498,6 +498,7 @@ def store_score_statistics(reward_model: RewardModel, pairs: Sequence[Pair]) -> 
         pairs: Training pairs; the chosen answers of the first ``MAX_REFERENCE_ANSWERS`` are scored.
 
     Raises:
+        DivergedError: A score is not finite.
         DataError: All scores are equal: the model has learnt nothing.
     """
     # Not at module level: `recipes report` imports this module, and torch takes longer than the page.

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from recipes_lib.config.schema import ModelConfig
-from recipes_lib.errors import ConfigError, DataError
+from recipes_lib.errors import ConfigError, DataError, DivergedError
 from recipes_lib.models.heads import scoring
 from recipes_lib.models.heads.score_head import add_score_head, load_reward_model, set_pad_token
 from recipes_lib.models.heads.scoring import (
@@ -165,6 +165,12 @@ def test_scores_are_standardised_by_stored_statistics(reward_model: RewardModel)
     assert sum(score**2 for score in scores) / len(scores) == pytest.approx(1)
     # Raw scores are those of the head, also when the model has statistics.
     assert reward_model.compute_raw_scores(encode_answers(reward_model.tokenizer, CHATS)) == raw
+
+
+@pytest.mark.parametrize("scores", [[1.0, math.nan], [math.inf, 1.0]])
+def test_scores_that_are_not_finite_have_no_statistics(scores: list[float]) -> None:
+    with pytest.raises(DivergedError, match="not finite"):
+        compute_reward_statistics(scores)
 
 
 @pytest.mark.parametrize("values", [(None, 1.0), (0.0, 0.0), ("a", 1.0), (math.nan, 1.0), (0.0, None)])

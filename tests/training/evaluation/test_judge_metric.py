@@ -38,7 +38,10 @@ def test_unreachable_judge_is_an_error() -> None:
         compute_metrics(metrics, [("What?", "a", "b")])
 
 
-@pytest.mark.parametrize("path", [f"{PATH.partition('(')[0]}()", f"{PATH.partition('(')[0]}(base_url=1+1)"])
-def test_judge_needs_base_url(path: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be built"):
-        load_metrics([path])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [("", "base_url"), ("base_url=1+1", "1"), ("base_url='http://a/v1', model='j', prompt='gone.yaml'", "gone.yaml")],
+)
+def test_judge_needs_base_url_and_prompt_file(arguments: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"cannot be built: .*{words}"):
+        load_metrics([f"{PATH.partition('(')[0]}({arguments})"])

@@ -131,7 +131,8 @@ def test_fisher_of_transformer_equals_vmap_of_grad(tiny_model_dir: Path) -> None
 
 
 def test_split_documents_unpacks_rows() -> None:
-    packs = make_packs(5)
+    packs = list(make_packs(5))
+    packs[0]["loss_mask"][: packs[0]["seq_lengths"][0]] = False  # A document without a target.
     documents = list(split_documents(packs))
     unpacked = [ids for row in packs for ids in np.split(row["input_ids"], np.cumsum(row["seq_lengths"])[:-1])]
     masks = [mask for row in packs for mask in np.split(row["loss_mask"], np.cumsum(row["seq_lengths"])[:-1])]

@@ -84,7 +84,7 @@ def test_evaluation_is_disabled_without_held_out_data(tmp_path):
     [
         *(
             (name, False)
-            for name in ("eval_loss", "perplexity", "code_bits_per_byte", "wikitext_word_perplexity", "wer")
+            for name in ("eval_loss", "code_bits_per_byte", "wikitext_word_perplexity", "wer", "word_error_rate")
         ),
         *((name, True) for name in ("eval_token_accuracy", "rewards/accuracies", "judge_win_rate", "f1", "answer")),
     ],

@@ -245,14 +245,18 @@ def test_dataloader_workers_return_stored_reference_logps(tiny_model_dir, tmp_pa
     assert trajectories[0] == trajectories[1]
 
 
-def test_drop_of_chosen_logps_is_logged_once(tiny_model_dir, tmp_path):
-    trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs())
+@pytest.mark.parametrize("has_other_reference", [False, True])
+def test_drop_of_chosen_logps_below_the_start_is_logged_once(tiny_model_dir, tmp_path, has_other_reference):
+    setting = with_preference(ref_model_name_or_path=str(tiny_model_dir)) if has_other_reference else None
+    trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs(), setting=setting)
     for step, shift in enumerate([-0.3, -0.6, -0.2, -0.9], 1):
         trainer.state.global_step = step
         logs = {"loss": 0.5, "logps/chosen_shift": shift}
         trainer.callback_handler.on_log(trainer.args, trainer.state, trainer.control, logs)
-    (line,) = [line for line in recorder.lines if not line.startswith("attention: ")]
-    assert line.startswith("step 2: the log-probability of chosen answers has dropped by 0.60 nats per token")
+    lines = [line for line in recorder.lines if not line.startswith("attention: ")]
+    assert len(lines) == (not has_other_reference)
+    for line in lines:
+        assert line.startswith("step 2: the log-probability of chosen answers has dropped by 0.60 nats per token")
 
 
 def test_reference_free_losses_compute_no_reference(tiny_model_dir, tmp_path, monkeypatch):

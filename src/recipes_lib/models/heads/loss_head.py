@@ -24,7 +24,7 @@ from recipes_lib.losses.distillation import (
     TopLogps,
     compute_distillation,
 )
-from recipes_lib.losses.next_token import TokenLogps, TokenSums, compute_cross_entropy, compute_token_logps
+from recipes_lib.losses.next_token import TokenLogps, compute_cross_entropy, compute_token_logps, index_targets
 from recipes_lib.models.attention.varlen import takes_empty_mask
 from recipes_lib.models.inference import evaluating, find_device, find_rounding_error, kernel_precision, unwrap_adapter
 from recipes_lib.models.parallel.tensor_parallel import find_vocabulary_shard, project_vocabulary_parallel
@@ -232,7 +232,7 @@ def score_beside_teacher(
 
     Source: ``tests/distillation/test_distillation.py``.
     """
-    positions = find_targets(labels) if positions is None else positions
+    positions = index_targets(labels[:, 1:]) if positions is None else positions
     outputs: list[HeadOutput] = []
 
     def run_student(hidden: Tensor, weight: Tensor, **options: Any) -> None:
@@ -246,17 +246,21 @@ def score_beside_teacher(
 
 def score_beside_record(
     student: Any,
-    teacher: TeacherHead | TopLogps,
+    teacher: TeacherHead | TopLogps | Tensor,
     inputs: Mapping[str, Any],
     labels: Tensor,
     objective: Objective,
     positions: Tensor | None = None,
 ) -> HeadOutput:
-    """As ``score_beside_teacher``, with given outputs of the teacher at the targets, row by row."""
-    chosen = find_targets(labels) if positions is None else positions
-    supervision = DistillationTargets(labels[:, 1:].flatten()[chosen], teacher, objective)
+    """As ``score_beside_teacher``, with given outputs of the teacher at the targets, row by row.
+
+    A tensor has the hidden states of a teacher whose output embedding is the student's, ``(N, D)``.
+    """
+    chosen = index_targets(labels[:, 1:]) if positions is None else positions
 
     def score(hidden: Tensor, weight: Tensor, **options: Any) -> DistillationSums:
+        outputs = TeacherHead(teacher, weight.detach(), **options) if isinstance(teacher, Tensor) else teacher
+        supervision = DistillationTargets(labels[:, 1:].flatten()[chosen], outputs, objective)
         sums: DistillationSums = compute_distillation(pick_predictors(hidden, chosen), weight, supervision, **options)
         return sums
 
@@ -264,17 +268,12 @@ def score_beside_record(
     return output
 
 
-def find_targets(labels: Tensor) -> Tensor:
-    """Return the indices of targets in the flattened ``labels[:, 1:]``, ``int64 (N,)``; synchronises with the GPU."""
-    return (labels[:, 1:] >= 0).flatten().nonzero().squeeze(1)
-
-
 def pick_predictors(hidden: Tensor, positions: Tensor) -> Tensor:
     """Return the hidden states that predict the targets, ``(N, D)``.
 
     Args:
         hidden: Hidden states of whole rows, ``(B, L, D)``.
-        positions: Result of ``find_targets``, ``int64 (N,)``.
+        positions: Indices of the targets in the flattened ``labels[:, 1:]``, ``int64 (N,)``.
     """
     # From indices into (B, L - 1) to indices into (B, L): one more per preceding row.
     return hidden.flatten(0, 1).index_select(0, positions + positions // (hidden.shape[1] - 1))
@@ -337,7 +336,7 @@ def _compute_sums(
         # Context parallelism: its attention takes cu_seq_lens, and the empty mask keeps transformers from building one.
         inputs["attention_mask"] = _build_empty_mask(labels.device)
         hidden, aux_loss = _run_backbone(model, inputs)
-        sums: TokenSums = _score(model, compute_cross_entropy, hidden, targets, positions=target_positions)
+        sums = _score(model, compute_cross_entropy, hidden, targets, positions=target_positions)
         return LossHeadOutput(sums.nll_sum, sums.num_targets, sums.num_correct, aux_loss)
     num_predictors = labels.shape[1] - 1
     if _can_cut(model, num_predictors, inputs):

@@ -21,7 +21,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, _ren
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.config.token_ids import find_prefix
-from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.errors import ConfigError, DataError, DivergedError, Problem
 from recipes_lib.files import read_record
 from recipes_lib.models.adapters.lora import load_adapter
 from recipes_lib.models.adapters.roles import add_reward
@@ -244,11 +244,14 @@ def compute_reward_statistics(raw_scores: Sequence[float]) -> RewardStatistics:
             before PPO, such as the answers of fine-tuning.
 
     Raises:
+        DivergedError: A score is not finite.
         DataError: All answers have the same score.
 
     Source: Ziegler et al. 2019 (mean 0 and variance 1 over the reference's answers);
         ``tests/models/heads/test_scoring.py``.
     """
+    if not all(map(math.isfinite, raw_scores)):
+        raise DivergedError("scores of reference answers are not finite: take an earlier checkpoint")
     std = statistics.pstdev(raw_scores)
     if std == 0:
         found = f"all {len(raw_scores)} reference answers have the score {raw_scores[0]:.6g}"

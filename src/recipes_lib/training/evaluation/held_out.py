@@ -195,7 +195,10 @@ class EvaluatePairs(_HeldOutEvaluation):
     score: Callable[[nn.Module, Batch], PairScores]
 
     def describe(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Return means over pairs of the loss and the objective's metrics, and the standard error of accuracy."""
+        """Return means over pairs of the loss and the objective's metrics, and the standard error of accuracy.
+
+        Pairs count as independent: with several pairs of a prompt, the true standard error is larger.
+        """
         num_pairs = sums["num_pairs"]
         metrics = {name: total / num_pairs for name, total in sums.items() if name != "num_pairs"}
         accuracy = metrics["rewards/accuracies"]

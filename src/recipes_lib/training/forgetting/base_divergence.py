@@ -12,15 +12,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.losses.distillation import (
-    DistillationSums,
-    DistillationTargets,
-    Objective,
-    TeacherHead,
-    compute_distillation,
-)
+from recipes_lib.losses.distillation import DistillationSums, Objective
+from recipes_lib.losses.next_token import index_targets
 from recipes_lib.models.adapters.lora import adapters_off
-from recipes_lib.models.heads.loss_head import HeadOutput, find_targets, pick_predictors, score_beside_teacher
+from recipes_lib.models.heads.loss_head import HeadOutput, pick_predictors, score_beside_record, score_beside_teacher
 from recipes_lib.models.loading import load_causal_lm
 from recipes_lib.training.layouts.fsdp import prepare_frozen
 from recipes_lib.training.trainers.trained_model import freeze
@@ -69,21 +64,12 @@ class BaseDivergence:
         if self._base is not None:
             return score_beside_teacher(model, self._base, inputs, labels, self._objective, positions)
         # Flat indices (N,) of the predictors, the tokens before the targets.
-        chosen = find_targets(labels) if positions is None else positions
+        chosen = index_targets(labels[:, 1:]) if positions is None else positions
         with torch.no_grad(), adapters_off(extract_model_from_parallel(model)):
-            # Hidden states (N, H) instead of logits (N, V): the head computes these in chunks below.
+            # Hidden states (N, H) instead of logits (N, V): the head computes these in chunks.
             states = model(**inputs, head=lambda hidden, *_, **__: pick_predictors(hidden, chosen)).result
-
-        def score(hidden: Tensor, weight: Tensor, **options: Any) -> DistillationSums:
-            # The output projection has no adapter, so it equals the base's.
-            base = TeacherHead(states, weight.detach(), **options)
-            supervision = DistillationTargets(labels[:, 1:].flatten()[chosen], base, self._objective)
-            states_now = pick_predictors(hidden, chosen)
-            sums: DistillationSums = compute_distillation(states_now, weight, supervision, **options)
-            return sums
-
-        output: HeadOutput = model(**inputs, head=score)
-        return output
+        # The output projection has no adapter, so it equals the base's.
+        return score_beside_record(model, states, inputs, labels, self._objective, chosen)
 
     def weigh(self, sums: DistillationSums) -> Tensor:
         """Return the sum over targets of cross-entropy and weighted divergence, in nats; differentiable."""

@@ -86,8 +86,8 @@ _ARGUMENT_CLASSES: Final = {
     "grpo": GRPOConfig,
 }
 _LOWER_IS_BETTER: Final = re.compile(
-    r"(?:^|[/_])(?:\w*loss|nll|kl|\w*divergence|\w*perplexity|bits_per_byte|brier_score|ece|error|[wct]er|r?mse|mae|s?mape"
-    r"|unparsable|seconds)$"
+    r"(?:^|[/_])(?:\w*loss|nll|kl|\w*divergence|\w*perplexity|bits_per_byte|brier_score|ece|error(?:_rate)?|[wct]er|r?mse"
+    r"|mae|s?mape|unparsable|seconds)$"
 )
 """Names of metrics of which less is better; ``TrainingArguments`` recognises names that end in ``loss`` only."""
 _RECIPE_OVERRIDES: dict[str, dict[str, Any]] = {

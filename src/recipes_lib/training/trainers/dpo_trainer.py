@@ -254,7 +254,9 @@ class DPOTrainer(PairTrainer):
             # With the policy's compute dtype: otherwise both would differ before the first step.
             objective.reference = prepare_frozen(self.accelerator, objective.reference)
         self.add_callback(_PrepareReference(self))
-        self.add_callback(_WarnOnChosenLikelihood(self.observer.progress.say))
+        # Another reference may give chosen answers a higher likelihood from the beginning.
+        if is_own_reference:
+            self.add_callback(_WarnOnChosenLikelihood(self.observer.progress.say))
 
     def get_batch_samples(self, *args: Any) -> tuple[list[dict[str, Any]], torch.Tensor | None]:
         """Take the micro-batches of a step, and compute the normaliser of ``sft`` over all of them."""
