@@ -164,7 +164,6 @@ class OutOfMemoryError(RuntimeError):
         (RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors"), "GPU: the hardware is"),
         (RuntimeError("CUDA driver error: operation not supported"), "PYTORCH_ALLOC_CONF=expandable_segments:False"),
         (IndexError("index out of range in self"), "token ids: an index exceeds its table"),
-        (RuntimeError("CUDA error: device-side assert triggered\nCompile with"), "leave them out of the data"),
         (RuntimeError("can't start new thread"), "threads: no more threads can be started"),
         (RuntimeError("failed to listen. port: 29500, name: EADDRINUSE"), "MASTER_PORT: another process uses the port"),
         (OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"), "lower per_device_train_batch_size"),

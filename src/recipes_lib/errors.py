@@ -101,7 +101,7 @@ _PHRASES: Final[Mapping[str, tuple[str | None, str, str]]] = {
         "it does not support expandable segments",
         "set PYTORCH_ALLOC_CONF=expandable_segments:False, and run the same command",
     ),
-    "index out of range in self|device-side assert triggered": (
+    "index out of range in self": (
         "token ids",
         "an index exceeds its table, as the id of a token for which the model has no embedding",
         "`recipes check` names such tokens: leave them out of the data, or resize the model's embeddings",

@@ -270,6 +270,14 @@ def test_keys_that_do_not_affect_weights_may_change_on_resume(tmp_path, now):
     assert start_run(make_config(tmp_path, **now), ONE).resume_from
 
 
+def test_evaluations_may_not_change_if_learning_rates_follow_them(tmp_path):
+    keys = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}
+    start_run(make_config(tmp_path, eval_steps=10, **keys), ONE)
+    write_checkpoint(tmp_path, 5)
+    with pytest.raises(ConfigError, match="eval_steps was 10 in the run"):
+        start_run(make_config(tmp_path, eval_steps=50, **keys), ONE)
+
+
 @pytest.mark.parametrize("now", [True, "auto"])
 def test_activation_checkpointing_may_change_on_resume(tmp_path, now):
     start_run(make_config(tmp_path, activation_checkpointing=False), ONE)
