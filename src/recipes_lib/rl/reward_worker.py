@@ -102,8 +102,7 @@ def describe_error(function: Callable[..., Any], error: BaseException) -> str:
     """Return type and message of an error that a function raised, and the line of its file that led to it."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if code and frame.filename == code.co_filename]
-    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {error}{place}"
+    return f"{type(error).__name__}: {error}" + "".join(f" ({last.filename}:{last.lineno})" for last in own[-1:])
 
 
 class _LostError(Exception):
