@@ -145,8 +145,8 @@ def test_dataset_columns_select_prompt_column(load):
 @pytest.mark.parametrize("is_chat_first", [False, True])
 @pytest.mark.parametrize("is_held_out", [False, True])
 def test_mixing_text_and_chat_prompts_is_one_error(load, is_chat_first, is_held_out):
-    rows = [{"prompt": "Once upon a time"}, {"prompt": QUESTION}][:: -1 if is_chat_first else 1]
-    words = r"1 prompts are plain text, first .*\.jsonl:\d, and 1 are chats, first .*\.jsonl:\d"
+    rows = [{"prompt": "Once upon a time"}, *[{"prompt": QUESTION}] * 2][:: -1 if is_chat_first else 1]
+    words = r"1 prompts are plain text, first .*\.jsonl:\d, and 2 are chats, first .*\.jsonl:\d"
     with pytest.raises(DataError, match=words) as caught:
         load(rows[:1] if is_held_out else rows, rows[1:] if is_held_out else ())
     assert len(caught.value.problems) == 1

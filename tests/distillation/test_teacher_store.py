@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -174,7 +175,7 @@ def test_writing_resumes_after_last_complete_shard(tiny_model_dir, student_dir, 
     monkeypatch.setattr(teacher_store, "fsync", lambda path: flushed.append(len(np.load(path))))
     write_store(identity, make_packs(), compute, batch_size=2, tell=lambda _: None)
     # A shard is synced to disk before the rename that publishes it.
-    assert flushed == [len(shard) for shard in read_store(identity, make_packs()).shards]
+    assert flushed == [len(np.load(path)) for path in sorted(read_store(identity, make_packs()).folder.glob("shard-*"))]
     computed: list[int] = []
 
     def interrupted(rows: Any) -> Any:
@@ -196,6 +197,22 @@ def test_writing_resumes_after_last_complete_shard(tiny_model_dir, student_dir, 
     one, two = (read_store(each, make_packs()) for each in (identity, again))
     for number in range(16):
         assert one[number]["teacher"].tobytes() == two[number]["teacher"].tobytes()
+
+
+def test_store_can_have_more_shards_than_open_files(tiny_model_dir, student_dir, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(teacher_store, "SHARD_TOKENS", 64)
+    identity = store_teacher(student_dir, tiny_model_dir, make_packs(), tmp_path / "sets", teacher_top_k=8)
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with (tmp_path / "next").open("w") as file:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (file.fileno() + 8, most))
+        try:
+            taught = read_store(identity, make_packs())
+            # A batch has the records of a few rows.
+            counts = [len(taught[row]["teacher"]) + len(taught[row + 1]["teacher"]) for row in range(0, 16, 2)]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+    assert len(list(taught.folder.glob("shard-*"))) == 16
+    assert sum(counts) == taught.counts.sum()
 
 
 def test_damaged_store_is_refused(tiny_model_dir, student_dir, tmp_path) -> None:

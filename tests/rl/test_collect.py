@@ -173,12 +173,13 @@ def test_engine_without_batch_size_loads_weights_and_gets_all_prompts(collector_
     assert torch.equal(rollout.response_ids, expected.response_ids)
 
 
-def test_weights_are_loaded_once_early_answers_are_sampled(collector_and_prompts):
-    collector, prompts = collector_and_prompts
-    engine = RecordingEngine(collector.generator)
-    request = SimpleNamespace(exception=lambda: engine.calls.append("sampled"))
-    replace(collector, generator=engine, _request=request).answer(prompts[:3], range(3))
-    assert engine.calls == ["sampled", "load", 3]
+def test_engine_is_idle_on_all_processes_once_settled(collector_and_prompts, monkeypatch):
+    collector, _ = collector_and_prompts
+    calls = []
+    request = SimpleNamespace(exception=lambda: calls.append("sampled"))
+    monkeypatch.setattr("recipes_lib.rl.collect.barrier", lambda: calls.append("all ranks"))
+    replace(collector, _request=request).settle()
+    assert calls == ["sampled", "all ranks"]
 
 
 @pytest.fixture
@@ -214,6 +215,7 @@ def test_error_of_early_answers_is_raised_where_they_are_taken(ahead):
     request, prompts = ahead
     requested = request(fail)
     # An evaluation in between only waits.
+    requested.settle()
     requested.answer(prompts[:2], range(2))
     with pytest.raises(ConfigError, match="it ended"):
         requested.collect(prompts[:4], range(4))

@@ -93,7 +93,8 @@ def test_total_time_of_hanging_answers_is_limited(monkeypatch, capfd):
 
 def test_failure_on_all_answers_raises(isolated):
     rewards = Rewards({"length": isolated}, None, [1.0])
-    with pytest.raises(ConfigError, match="length failed on 2 answers: RuntimeError: ValueError: no number"):
+    words = r"length failed on 2 answers: RuntimeError: ValueError: no number \(.*faulty_rewards\.py:\d+\)"
+    with pytest.raises(ConfigError, match=words):
         rewards.score(TEXTS[:2], ["raise", "raise"], [[1], [1]], [True, True])
 
 

@@ -71,7 +71,7 @@ def test_answer_is_unscored_if_all_weighted_rewards_are_none():
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (lambda **_: 1 / 0, "division by zero"),
+        (lambda **_: 1 / 0, rf"division by zero \({re.escape(__file__)}:\d+\)"),
         (lambda **_: [1.0], "for 3 answers"),
         (lambda **_: [1.0, float("nan"), 1.0], "nan"),
         (lambda **_: [1.0, "good", 1.0], "'good'"),
@@ -84,7 +84,7 @@ def test_answer_is_unscored_if_all_weighted_rewards_are_none():
         (lambda **_: [Decimal("NaN")] * 3, "nan"),
         (lambda **_: (score for score in [1.0]), r"\[1.0\] for 3 answers"),
         (lambda **_: "abc", "'a' for the answer 'a'"),
-        (lambda *, nowhere, **_: nowhere, "prompts, completions, completion_ids"),
+        (lambda *, nowhere, **_: nowhere, "prompts, completions, completion_ids.*reward_timeout"),
     ],
 )
 def test_invalid_result_error_names_function_and_value(function, words):

@@ -233,6 +233,18 @@ def test_other_policy_than_sampled_raises_before_update(build):
     )
 
 
+@pytest.mark.parametrize("max_norm", [0.1, 0.0])
+def test_gradients_are_clipped_to_max_grad_norm_unless_it_is_0(build, max_norm):
+    updater, rollout = build(ONE_STEP, max_grad_norm=max_norm)
+    learner, norms = updater.learners["critic"], []
+    learner.optimizer.register_step_pre_hook(
+        lambda *_: norms.append(torch.nn.utils.get_total_norm([p.grad for p in learner.parameters.values()]))
+    )
+    (step,) = updater.update_critic(rollout, 0)
+    assert step["grad_norm"] > 0.1
+    assert float(norms[0]) == pytest.approx(max_norm or step["grad_norm"], rel=1e-3)
+
+
 def test_non_finite_gradient_raises_before_update(build, tmp_path):
     updater, rollout = build(ONE_STEP)
     assert rollout.returns is not None

@@ -137,8 +137,7 @@ class LayerDistillation:
             yield None
             return
         positions = find_target_positions(labels, position_ids)
-        has_states = any((self.config.similarity_weight, self.config.distance_weight, self.config.angle_weight))
-        states = sorted({*self._features, *(self._relations if has_states else ())})
+        states = sorted({*self._features, *self._relations})
         attentions = self._relations if self.config.attention_weight else ()
         with (
             collect_features(self._student, states=states, attentions=attentions) as student,

@@ -135,15 +135,13 @@ class TeacherRows:
 
     Attributes:
         rows: Prepared rows.
-        shards: Memory-mapped records of each shard file.
-        starts: Index of the first record of each row in its shard, ``int64 (R,)``.
+        folder: Folder of the shard files.
         counts: Number of targets of each row, ``int64 (R,)``.
         rows_per_shard: Rows per shard file.
     """
 
     rows: Rows
-    shards: Sequence[Records]
-    starts: npt.NDArray[np.int64]
+    folder: Path
     counts: npt.NDArray[np.int64]
     rows_per_shard: int
 
@@ -151,8 +149,10 @@ class TeacherRows:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        records = self.shards[index // self.rows_per_shard]
-        start = self.starts[index]
+        shard, place = divmod(index, self.rows_per_shard)
+        # Opened for each row: a mapping keeps its file open, and a store can have more files than a process may open.
+        records = np.load(self.folder / _name_shard(shard), mmap_mode="r")
+        start = self.counts[index - place : index].sum()
         return {**self.rows[index], TEACHER_FIELD: records[start : start + self.counts[index]]}
 
 
@@ -288,12 +288,7 @@ def read_store(identity: StoreIdentity, rows: Rows) -> TeacherRows:
         absent = f"nothing is stored for this teacher, vocabulary, data, k and temperature ({identity.key[:16]})"
         raise ConfigError(Problem("teacher_top_k", absent, "run `recipes distill-store` with this configuration first"))
     counts: npt.NDArray[np.int64] = np.load(found.path / COUNTS_FILE)
-    size = identity.rows_per_shard
-    shards = [np.load(found.path / _name_shard(number), mmap_mode="r") for number in range(-(-len(counts) // size))]
-    starts = np.cumsum(counts) - counts
-    # From indices over all records to indices in the shard: minus the start of the first row of each shard.
-    starts -= np.repeat(starts[::size], size)[: len(starts)]
-    return TeacherRows(rows, shards, starts, counts, size)
+    return TeacherRows(rows, found.path, counts, identity.rows_per_shard)
 
 
 def compare_with_teacher(

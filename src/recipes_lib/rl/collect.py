@@ -140,6 +140,16 @@ class Collector:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
+    def settle(self) -> None:
+        """Wait until no process samples early answers, before an evaluation replaces the engine's weights; collective.
+
+        An error of the answers is raised where they are taken.
+        """
+        if self._request is not None:
+            self._request.exception()
+        # One server may answer all processes.
+        barrier()
+
     def answer(self, prompts: Sequence[PromptRow], numbers: Sequence[int]) -> tuple[Rollout, list[str]]:
         """Sample and score answers; return them as tokens, and as texts without special tokens.
 
@@ -165,9 +175,6 @@ class Collector:
             return request.result()
 
     def _load(self) -> None:
-        # The engine must be idle before its weights are replaced; its error is raised where the answers are taken.
-        if self._request is not None:
-            self._request.exception()
         with self.models.using("policy") as policy:
             self.generator.load(policy)
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -95,6 +96,13 @@ def call(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
     if not isinstance(result, list | tuple | Iterator):
         return result
     return [one.item() if hasattr(one, "item") else float(one) if isinstance(one, Decimal) else one for one in result]
+
+
+def describe_error(function: Callable[..., Any], error: BaseException) -> str:
+    """Return type and message of an error that a function raised, and the line of its file that led to it."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if code and frame.filename == code.co_filename]
+    return f"{type(error).__name__}: {error}" + "".join(f" ({last.filename}:{last.lineno})" for last in own[-1:])
 
 
 class _LostError(Exception):
@@ -238,7 +246,7 @@ def main(path: str, descriptor: int) -> None:
             _seed(seed)
             connection.send((True, call(function, given)))
         except Exception as error:  # The function is the user's; an unpicklable result is reported, too.
-            connection.send((False, f"{type(error).__name__}: {error}"))
+            connection.send((False, describe_error(function, error)))
 
 
 def _seed(seed: int) -> None:

@@ -18,7 +18,7 @@ from recipes_lib.data.prompts import PromptRow
 from recipes_lib.errors import ConfigError, DivergedError, Problem
 from recipes_lib.models.heads.scoring import TOO_LONG, Answer, RewardModel, read_positions, read_reward_statistics
 from recipes_lib.rl.advantages import ROUNDING, find_flat_groups
-from recipes_lib.rl.reward_worker import IsolatedFunction, call, find_function
+from recipes_lib.rl.reward_worker import IsolatedFunction, call, describe_error, find_function
 
 MAX_MODEL_SCORE: Final = 10.0
 """Bound of a reward model's normalised score in standard deviations: scores beyond it are out of distribution."""
@@ -220,8 +220,9 @@ def _call(
     try:
         scores = call(function, given)
     except (Exception, SystemExit) as error:  # The function is the user's, and may raise anything.
-        found = f"{name} failed on {len(texts)} answers: {type(error).__name__}: {error}"
-        raise ConfigError(Problem("reward_funcs", found, _explain_call(given))) from error
+        found = f"{name} failed on {len(texts)} answers: {describe_error(function, error)}"
+        remedy = f"{_explain_call(given)}. With `reward_timeout`, single answers on which it fails have no reward"
+        raise ConfigError(Problem("reward_funcs", found, remedy)) from error
     if not isinstance(scores, Sequence) or len(scores) != len(texts):
         found = f"{name} returned {scores!r:.80} for {len(texts)} answers"
         raise ConfigError(Problem("reward_funcs", found, "return a list of one number for each"))

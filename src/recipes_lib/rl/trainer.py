@@ -333,6 +333,7 @@ class PolicyTrainer:
     def _evaluate(self) -> None:
         """Answer the sample prompts; an evaluation that a stop request interrupts runs again on resume."""
         WATCHDOG.enter("an evaluation")
+        self._collector.settle()
         prompts, step = self._sample_prompts, self.state.step
         # Collective only if sharded: ranks that left by a stop request stop together with those that finished.
         with agreeing_on_stop() if self._models.is_sharded else suppress(StopPendingError):

@@ -18,6 +18,7 @@ from urllib3.util.retry import Retry
 
 from recipes_lib.config.schema import EngineConfig
 from recipes_lib.errors import ConfigError
+from recipes_lib.rl.collect import Collector
 from recipes_lib.rl.engines.vllm import connect
 from recipes_lib.rl.update import Updater
 from recipes_lib.training.guards.preemption import StopPendingError
@@ -180,7 +181,13 @@ def test_next_answers_are_sampled_during_updates(policy_dir, prompts_file, tmp_p
         assert iteration != 1 or requested.wait(60), "no request was sent during the update"
         return update(self, rollout, iteration, **given)
 
+    def settle(self, waiting=Collector.settle):
+        waiting(self)
+        settled.append(num_pending[0])
+
+    settled: list[int] = []
     monkeypatch.setattr(Updater, "update_policy", learn)
+    monkeypatch.setattr(Collector, "settle", settle)
     with serving(load_other(str(policy_dir)), monkeypatch) as stub:
         complete, receive = stub.complete, stub.receive
 
@@ -202,6 +209,7 @@ def test_next_answers_are_sampled_during_updates(policy_dir, prompts_file, tmp_p
         keys |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": stub.url, "max_staleness": 1}
         keys_task.train(keys_task.build_flags(policy_dir, tmp_path, prompts_file, logging_steps=1, **keys))
     events = read_events(tmp_path)
+    assert settled == [0] * len(read_events(tmp_path, "eval"))
     assert [event["rollout/off_policy_share"] for event in events] == [0, 1, 1]
     gaps = [abs(event["rollout/is_weight_max"] - 1) for event in events]
     assert gaps[0] < 1e-4 < 1e-3 < min(gaps[1:])
