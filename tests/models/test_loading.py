@@ -135,14 +135,6 @@ def test_wrong_type_in_config_and_missing_tokenizer_files_are_explained(model_di
     assert (found, "adapter_name_or_path" in remedy) == (f"{model_dir} has no config.json of a model", True)
 
 
-def test_adapter_is_no_model(model_dir: Path) -> None:
-    (model_dir / "config.json").unlink()
-    (model_dir / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    _, found, remedy = catch_problem(lambda: load_model_config(config_for(model_dir)))
-    assert found == f"{model_dir} is an adapter, not a model"
-    assert "recipes merge" in remedy
-
-
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_byte_order_mark_in_tokenizer_file_is_located(model_dir: Path, name: str) -> None:
     (model_dir / name).write_bytes(b"\xef\xbb\xbf" + (model_dir / name).read_bytes())

@@ -262,10 +262,12 @@ def test_key_missing_in_older_record_has_its_default(tmp_path):
         {"eval_strategy": "steps", "eval_steps": 50, "per_device_eval_batch_size": 1},
         {"ddp_timeout": 7200},  # As the error of a slow process asks for.
         {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 4, "dataloader_persistent_workers": True},
+        {"activation_checkpointing": True},
+        {"activation_checkpointing": "auto"},
     ],
 )
 def test_keys_that_do_not_affect_weights_may_change_on_resume(tmp_path, now):
-    start_run(make_config(tmp_path), ONE)
+    start_run(make_config(tmp_path, activation_checkpointing=False), ONE)
     write_checkpoint(tmp_path, 5)
     assert start_run(make_config(tmp_path, **now), ONE).resume_from
 
@@ -276,13 +278,6 @@ def test_evaluations_may_not_change_if_learning_rates_follow_them(tmp_path):
     write_checkpoint(tmp_path, 5)
     with pytest.raises(ConfigError, match="eval_steps was 10 in the run"):
         start_run(make_config(tmp_path, eval_steps=50, **keys), ONE)
-
-
-@pytest.mark.parametrize("now", [True, "auto"])
-def test_activation_checkpointing_may_change_on_resume(tmp_path, now):
-    start_run(make_config(tmp_path, activation_checkpointing=False), ONE)
-    write_checkpoint(tmp_path, 5)
-    assert start_run(make_config(tmp_path, activation_checkpointing=now), ONE).resume_from
 
 
 @pytest.mark.parametrize(

@@ -451,8 +451,6 @@ def _explain(name: str, error: Exception) -> tuple[str, str]:
             return f"{path} {damage.problems[0].found}", "write or download it again"
         if path.read_bytes().startswith(codecs.BOM_UTF8):
             return f"{path} begins with a byte order mark", "save it in UTF-8 without one"
-    if "model_type" in str(error) and (Path(name) / "adapter_config.json").exists():
-        return f"{name} is an adapter, not a model", "`recipes merge` it with its base, and name the result"
     remedy = "check that it is a complete model folder or Hub repository"
     return f"{name} cannot be loaded: {_first_line(error)}", remedy
 
