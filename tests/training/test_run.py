@@ -255,17 +255,15 @@ def test_key_missing_in_older_record_has_its_default(tmp_path):
     assert start_run(config, ONE).resume_from is not None
 
 
-@pytest.mark.parametrize(
-    "now",
-    [
-        {"logging_steps": 7, "save_total_limit": 1, "report_to": "none"},
-        {"eval_strategy": "steps", "eval_steps": 50, "per_device_eval_batch_size": 1},
-        {"ddp_timeout": 7200},  # As the error of a slow process asks for.
-        {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 4, "dataloader_persistent_workers": True},
-        {"activation_checkpointing": True},
-        {"activation_checkpointing": "auto"},
-    ],
+RESUMED = (
+    {"logging_steps": 7, "save_total_limit": 1, "report_to": "none"},
+    {"eval_strategy": "steps", "eval_steps": 50, "per_device_eval_batch_size": 1, "ddp_timeout": 7200},
+    {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 4, "dataloader_persistent_workers": True},
+    *({"activation_checkpointing": value} for value in (True, "auto")),
 )
+
+
+@pytest.mark.parametrize("now", RESUMED)
 def test_keys_that_do_not_affect_weights_may_change_on_resume(tmp_path, now):
     start_run(make_config(tmp_path, activation_checkpointing=False), ONE)
     write_checkpoint(tmp_path, 5)
@@ -273,11 +271,10 @@ def test_keys_that_do_not_affect_weights_may_change_on_resume(tmp_path, now):
 
 
 def test_evaluations_may_not_change_if_learning_rates_follow_them(tmp_path):
-    keys = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}
-    start_run(make_config(tmp_path, eval_steps=10, **keys), ONE)
+    start_run(make_config(tmp_path, lr_scheduler_type="reduce_lr_on_plateau", eval_steps=10), ONE)
     write_checkpoint(tmp_path, 5)
     with pytest.raises(ConfigError, match="eval_steps was 10 in the run"):
-        start_run(make_config(tmp_path, eval_steps=50, **keys), ONE)
+        start_run(make_config(tmp_path, lr_scheduler_type="reduce_lr_on_plateau", eval_steps=50), ONE)
 
 
 @pytest.mark.parametrize(
