@@ -14,7 +14,11 @@ from recipes_lib.data.sources.local_files import load_files
 
 
 @pytest.mark.parametrize(
-    "labels", [["web", "gsm8k_train"], ["train", "test"], ["dev-set", "eval2", "a b/c"], ["contest", "training"]]
+    "labels",
+    [
+        *(["web", "gsm8k_train"], ["train", "test"], ["dev-set", "eval2", "a b/c"], ["contest", "training"]),
+        *(["source1", "train"], ["train", "source0"], ["websource2", "web", "web"]),
+    ],
 )
 def test_folder_names_are_unique_and_never_split_names(tmp_path, labels):
     names = name_folders([SimpleNamespace(label=label) for label in labels])

@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -205,7 +205,8 @@ def name_folders(sources: Sequence[CorpusInput]) -> list[str]:
     names: list[str] = []
     for number, source in enumerate(sources):
         name = re.sub(rf"(?<![A-Za-z])(?:{words})(?![A-Za-z])", "", re.sub(r"[^\w.-]", "-", source.label)).strip("-._")
-        names.append(name if name and name not in names else f"{name}source{number}")
+        numbered = (f"{name}source{later}" for later in count(number))
+        names.append(next(one for one in chain([name], numbered) if one and one not in names))
     return names
 
 
