@@ -21,12 +21,12 @@ from recipes_lib.distillation.teacher_store import is_own_teacher, map_teacher_v
 from recipes_lib.models.attention.kernels import choose_attention, verify_isolation
 from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.heads.loss_head import verify_loss_head
-from recipes_lib.models.loading import load_causal_lm, load_tokenizer
+from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.final_model import export_model, recipe
 from recipes_lib.training.evaluation.build import build_observer
 from recipes_lib.training.run import Run
 from recipes_lib.training.trainers.arguments import build_training_arguments
-from recipes_lib.training.trainers.trained_model import load_verified_config
+from recipes_lib.training.trainers.trained_model import load_policy, load_verified_config
 
 
 @recipe
@@ -42,13 +42,14 @@ def main(run: Run) -> None:
 
     model_config = load_verified_config(config, tokenizer, data.longest, vocabulary)
     attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing, flattens=True)
-    model = load_causal_lm(config.model, attention.implementation)
+    model = load_policy(config, attention.implementation, args, run.launch)
     set_stop_tokens(model, tokenizer, data.audit.terminators)
     collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
     trainer = DistillationTrainer(
         model=model,
         teaching=prepare_teacher(config, data, attention, args, vocabulary, collate),
         distillation=config.distillation,
+        adapter=config.adapter,
         is_own_teacher=is_own_teacher(config),
         args=args,
         eval_dataset=data.held_out or None,

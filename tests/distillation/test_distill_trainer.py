@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from tests.training.students import KEYS, make_distiller
 from tests.training.trajectories import Recorder, assert_equal_weights, make_packs, weights_of
 from torch.nn import functional
@@ -44,13 +45,19 @@ class DenseTrainer(Trainer):
         return (0.3 * nll + 0.7 * 4 * kl) / num_items_in_batch
 
 
-def test_trajectory_equals_dense_computation(tiny_model_dir, student_dir, tmp_path) -> None:
+@pytest.mark.parametrize("adapter", [{}, {"use_peft": True, "lora_r": 4}], ids=["full", "adapter"])
+def test_trajectory_equals_dense_computation(tiny_model_dir, student_dir, tmp_path, adapter) -> None:
     cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    ours, recorder, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "ours", make_packs(), **OBJECTIVE, **cut)
+    keys = {**OBJECTIVE, **cut, **adapter}
+    ours, recorder, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "ours", make_packs(), **keys)
+    model = AutoModelForCausalLM.from_pretrained(student_dir)
+    if adapter:
+        ours.model.save_pretrained(tmp_path / "adapter")
+        model = PeftModel.from_pretrained(model, tmp_path / "adapter", is_trainable=True)
     ours.train()
     plain_recorder = Recorder()
     plain = DenseTrainer(
-        model=AutoModelForCausalLM.from_pretrained(student_dir),
+        model=model,
         args=TrainingArguments(str(tmp_path / "plain"), **(KEYS | cut), remove_unused_columns=False, disable_tqdm=True),
         train_dataset=make_packs(),
         data_collator=PackedCollator(pad_token_id=1),

@@ -69,6 +69,7 @@ FURTHER_CELLS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "distill": ("distill", 4, {}),
     "distill on policy": ("distill", 1, UNEVEN | {"lmbda": 0.5, "distillation_beta": 1.0, "response_length": 8}),
     "distill layers": ("distill", 4, LAYERS),
+    "distill qlora": ("distill", 4, ADAPTER | {"load_in_4bit": "true", "lmbda": 0.5, "response_length": 8}),
     "sft packed once": ("sft", 1, {}),
     "sft padded": ("sft", 1, {"packing": "false"}),
     "sft padded, accumulated": ("sft", 4, UNEVEN),

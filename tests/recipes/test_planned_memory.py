@@ -36,6 +36,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "dpo": ROWS,
     "dpo adapter": ROWS,
     "distill": ROWS,
+    "distill adapter": ROWS | {"use_peft": "true"},
     "ppo": SAMPLED | {"num_mini_batches": 1},
     "grpo": SAMPLED,
 }
@@ -80,7 +81,7 @@ def make_keys(inputs: Path, name: str, output_dir: Path) -> dict[str, Any]:
     keys = {"output_dir": output_dir, "max_steps": 2, "save_strategy": "no", "eval_strategy": "no"} | KEYS[name]
     if name == "pretrain":
         keys |= {"model_name_or_path": inputs / "model", "tokenizer_name_or_path": None}
-    if name == "distill":
+    if name.startswith("distill"):
         keys |= {"teacher_model_name_or_path": inputs / "model"}
     usual = name if name in recipe_runs.RECIPE_NAMES else "sft"
     return recipe_runs.make_keys(inputs, usual, **dict.fromkeys(UNUSED), **keys)

@@ -13,10 +13,11 @@ from tests.training import trajectories
 from tests.training.configurations import build_recipe
 from tests.training.trajectories import Narrator, Recorder, make_packs
 from torch import distributed
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from recipes_lib.commands.generated.distill_store import build_compute
 from recipes_lib.config.schema import (
+    AdapterConfig,
     DistillationConfig,
     LayersConfig,
     ModelConfig,
@@ -39,6 +40,7 @@ from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.callbacks import Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.trainers.arguments import build_training_arguments
+from recipes_lib.training.trainers.trained_model import load_policy
 
 # With activation checkpointing, which runs the forward pass of a layer twice.
 KEYS = {**trajectories.KEYS, "activation_checkpointing": True}
@@ -67,10 +69,11 @@ def save_student(folder: Path, tokenizer_dir: Path, *, vocab_size: int = 512, se
 
 def build_config(student_dir: Path, teacher_dir: Path, output_dir: Path, **keys: Any) -> RecipeConfig:
     """Return a run in float32 on rows passed in; ``keys`` are those of distillation, layers and training."""
-    fields, layers = DistillationConfig.__dataclass_fields__, LayersConfig.__dataclass_fields__
+    sections = (DistillationConfig, LayersConfig, AdapterConfig)
+    fields, layers, adapter = (section.__dataclass_fields__ for section in sections)
     attention, prepared_dir = keys.pop("attn_implementation", "sdpa"), keys.pop("prepared_dir", None)
     rewards = RewardsConfig(response_length=keys.pop("response_length", 8))
-    training = {name: value for name, value in keys.items() if name not in (*fields, *layers)}
+    training = {name: value for name, value in keys.items() if name not in (*fields, *layers, *adapter)}
     return build_recipe(
         {**KEYS, "output_dir": str(output_dir), **training},
         "distill",
@@ -82,6 +85,7 @@ def build_config(student_dir: Path, teacher_dir: Path, output_dir: Path, **keys:
             **{name: value for name, value in keys.items() if name in fields},
         ),
         layers=LayersConfig(**{name: value for name, value in keys.items() if name in layers}),
+        adapter=AdapterConfig(**{name: value for name, value in keys.items() if name in adapter}),
     )
 
 
@@ -114,9 +118,10 @@ def make_distiller(
     data: Any = SimpleNamespace(train=packs, record={"key": "packs", "max_length": 64})
     teaching = prepare_teacher(config, data, attention, args, vocabulary, collate)
     trainer = DistillationTrainer(
-        model=AutoModelForCausalLM.from_pretrained(student_dir, attn_implementation=implementation),
+        model=load_policy(config, implementation, args, read_launch()),
         teaching=teaching,
         distillation=config.distillation,
+        adapter=config.adapter,
         is_own_teacher=is_own_teacher(config),
         args=args,
         processing_class=tokenizer,

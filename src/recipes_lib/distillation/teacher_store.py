@@ -377,9 +377,10 @@ def load_teacher(
 
 
 def is_own_teacher(config: RecipeConfig) -> bool:
-    """Return whether the student starts as a copy of its teacher."""
+    """Return whether the student starts as a copy of its teacher: not with an adapter, whose base may be quantised."""
     teacher, student = choose_teacher(config), config.model
-    return (teacher.model_name_or_path, teacher.model_revision) == (student.model_name_or_path, student.model_revision)
+    names = [(model.model_name_or_path, model.model_revision) for model in (teacher, student)]
+    return names[0] == names[1] and not config.adapter.use_peft
 
 
 @torch.no_grad()

@@ -79,14 +79,13 @@ def test_unsupported_method_is_refused_unless_recipe_is_given(name: str) -> None
         ("sft", "beta: 0.1"),
         ("sft", "loss_type: ipo"),
         ("sft", "use_peft: true"),
-        ("distill", "load_in_4bit: true"),
+        ("sft", "load_in_4bit: true"),
         ("reward", "num_generations: 4"),
     ],
 )
 def test_recipe_that_changes_the_method_needs_review(write, minimal_text: str, recipe: str, line: str) -> None:
-    old = minimal_text + "teacher_model_name_or_path: a/t\n" * (recipe == "distill")
-    assert migrate(write(old), recipe).is_ready
-    migration = migrate(write(f"{old}{line}\n"), recipe)
+    assert migrate(write(minimal_text), recipe).is_ready
+    migration = migrate(write(f"{minimal_text}{line}\n"), recipe)
     assert not migration.is_ready
     assert any(change.by_hand and "another method" in change.what for change in migration.changes)
 
