@@ -37,6 +37,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "dpo adapter": ROWS,
     "distill": ROWS,
     "distill adapter": ROWS | {"use_peft": "true"},
+    "distill on policy": ROWS | {"lmbda": 1.0, "response_length": 112, "per_device_eval_batch_size": 64},
     "ppo": SAMPLED | {"num_mini_batches": 1},
     "grpo": SAMPLED,
 }

@@ -91,6 +91,7 @@ def plan_memory(
     ``tests/rl/test_memory.py``.
     """
     is_rl = config.recipe in RL_RECIPES
+    samples = is_rl or bool(config.distillation.lmbda)
     narrowed = layout.narrow(model_config)
     text = narrowed.get_text_config()
     with torch.device("meta"):
@@ -102,9 +103,9 @@ def plan_memory(
         scales, shards = round(number * count_scale_bytes(config.quantization)), layout.shards.weights
         temporary[memory_plan.SCALES] = scales - (scales // shards if shards else 0)
     kept = count_kept(config, narrowed, layout)
-    if is_rl:
+    if samples:
         temporary |= _count_rollouts(config, narrowed, layout, built, kept)
-    elif layout.shards.weights != 1:
+    if not is_rl and layout.shards.weights != 1:
         parts = [_count_parts(module) for module in (built.trained, built.teacher) if module]
         # FSDP2 prefetches the next layer; layers of a pipeline stage stay gathered until the last micro-batch.
         several = sum if layout.pipeline_stages > 1 else (lambda layers: 2 * max(layers))
@@ -129,7 +130,7 @@ def plan_memory(
         layout,
         built.about,
         components,
-        _name_phases(config) if is_rl else {},
+        _name_phases(config) if samples else {},
         num_predicted=0 if config.recipe == "reward" else Batch.of(config, layout).num_targets,
         vocabulary=text.vocab_size,
         logit_bytes=count_logit_bytes(config, text),
@@ -188,6 +189,15 @@ class Batch(NamedTuple):
     def num_targets(self) -> int:
         """Number of predicted tokens, over all rows."""
         return self.num_rows * self.num_predicted
+
+
+def count_answers(config: RecipeConfig) -> int:
+    """Return the answers of a micro-batch of on-policy distillation.
+
+    Rows count as full of documents whose prompts are as long as their answers; without packing, a row is one document.
+    """
+    num_documents = (config.tokens.max_length or 0) // (2 * config.rewards.response_length)
+    return int(config.read("per_device_train_batch_size")) * (max(num_documents, 1) if config.tokens.packing else 1)
 
 
 def read_checkpointing(config: RecipeConfig) -> Checkpointing:
@@ -397,8 +407,12 @@ _OWN_ATTENTION: Final = {"falcon": "sdpa", "gpt_neo": "eager", "gptj": "eager"}
 
 
 def _name_phases(config: RecipeConfig) -> dict[str, Sequence[str]]:
-    """Return the phases of an iteration with their components; vLLM samples with its own weights."""
+    """Return the phases of a step or iteration with their components; vLLM samples with its own weights."""
     phases, engine = dict(PHASES), config.engine
+    if config.recipe == "distill":
+        update = memory_plan.ACTIVATIONS, memory_plan.LOGITS, memory_plan.UNREDUCED, memory_plan.HEAD_GRADIENT
+        held = "model, gradients", memory_plan.GATHERED_LAYERS, memory_plan.COPIES
+        return {"sampling": phases["sampling"], "update": (*held, *update)}
     if config.recipe != "ppo":
         del phases["critic's update"]
     if engine.use_vllm:
@@ -415,15 +429,16 @@ def _count_rollouts(
     text, micro, policy = model_config.get_text_config(), Batch.of(config, layout), built.trained
     temporary = dict[str, int]()
     batch = config.read("per_device_eval_batch_size")
+    if config.recipe == "distill":
+        batch = min(batch, count_answers(config))
     width, (layers, ends) = _count_width(config, model_config), _count_parts(unwrap_adapter(policy))
     copied = width * (sum(layers) + ends)
     if layout.shards.weights != 1:
-        gathered = {
-            "sampling": 0 if config.engine.use_vllm else copied,
-            "scoring": built.models["reward model"].weights,
+        gathered = {"sampling": 0 if config.engine.use_vllm else copied}
+        if config.recipe in RL_RECIPES:
+            gathered["scoring"] = built.models["reward model"].weights
             # This layer, the prefetched next one, and the output projection.
-            "a layer": width * (2 * max(layers) + text.vocab_size * text.hidden_size),
-        }
+            gathered["a layer"] = width * (2 * max(layers) + text.vocab_size * text.hidden_size)
         temporary |= {memory_plan.GATHERED.format(name): size for name, size in gathered.items()}
         if has_half_products(config):
             # As gathered weights are, which determines the dtype of keys also under autocast.

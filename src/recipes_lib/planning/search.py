@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.planning.activations import AUTO, Activations, list_keys
 from recipes_lib.planning.compute import compute_hours, compute_model_size, count_features, count_step
+from recipes_lib.planning.decoding import estimate_on_policy
 from recipes_lib.planning.devices import Device, Measured, find_efficiency
 from recipes_lib.planning.memory import Batch, count_choices, count_kept, plan_memory, read_checkpointing
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
@@ -104,6 +105,9 @@ def search(
                     seconds = 3600 * compute_hours(num_flops, layout.num_gpus, peak, share)
                     sent = time_traffic(count_traffic(changed, model_config, size, layout), layout, device)
                     costs = _list_costs(seconds, sent, rows // number, layout)
+                    if share_sampled := config.distillation.lmbda:
+                        sampled = estimate_on_policy(changed, model_config, device, peak, share)
+                        costs["sampling"] = share_sampled * sampled.seconds
                     found.append(Candidate(layout, keys, plan, plan.peak <= device.memory, costs))
             if all(plan.peak > device.memory for plan in plans):
                 break  # Larger micro-batches need more memory.

@@ -217,6 +217,16 @@ def test_search_compiles_nothing_that_excludes_compilation(plan_recipe, tiny_mod
     assert "--torch_compile false" in output
 
 
+def test_sampled_answers_of_distillation_cost_time(plan_recipe, tiny_model_dir) -> None:
+    keys = KEYS | {"teacher_model_name_or_path": str(tiny_model_dir), "lmbda": 0.5, "response_length": 8}
+    planned = plan_recipe("distill", "--gpu", "H100", **keys)
+    sampling, step = (float(number) for number in re.findall(r"^(?:sampling|time) +(\S+) s", planned, re.M))
+    assert step == pytest.approx(sampling / 2, rel=0.05)
+    assert "+ sampling in 0.5 of the steps" in re.sub(r"\s+", " ", planned)
+    searched = plan_recipe("distill", "--gpus", "1xH100", "--num_processes", 1, **keys)
+    assert float(re.findall(r"time +(\S+) s", searched)[0]) == pytest.approx(step, rel=0.05)
+
+
 def test_growing_batch_keeps_several_micro_batches(plan_recipe) -> None:
     """A configuration with one micro-batch per step, and a ramp of the batch, is refused."""
     keys = KEYS | {"max_steps": 100, "batch_ramp_tokens": 10_000, "learning_rate": 1e-3}

@@ -36,6 +36,7 @@ from recipes_lib.planning.compute import (
     count_step,
     find_planned_model,
 )
+from recipes_lib.planning.decoding import estimate_on_policy
 from recipes_lib.planning.devices import choose_device, find_efficiency, find_peak
 from recipes_lib.planning.failures import Failures
 from recipes_lib.planning.memory import plan_memory, resolve_checkpointing
@@ -249,8 +250,14 @@ def _describe_step(run: PlannedRun, num_processes: int, hardware: Hardware | Non
     if hardware is None:
         return
     hours = hardware.compute_hours(step.num_flops)
-    seconds, hours_per_token = hours * 3600, hours / step.num_tokens
     formula = f"{step.num_flops:.3g} / ({hardware.num_gpus} GPUs x {hardware.peak:.3g} FLOP/s x {hardware.mfu:g} MFU)"
+    if share := run.config.distillation.lmbda:
+        found = estimate_on_policy(run.config, run.model_config, hardware.device, hardware.peak, hardware.mfu)
+        answers = f"{found.num_answers:,} answers of {run.config.rewards.response_length:,} tokens on each GPU"
+        batches = f"{found.num_batches:,} batches of {found.batch:,} (`per_device_eval_batch_size`)"
+        yield "sampling", f"{found.seconds:.3g} s: {answers}, as many as fit full rows with prompts as long; {batches}"
+        hours, formula = hours + share * found.seconds / 3600, f"{formula} + sampling in {share:g} of the steps"
+    seconds, hours_per_token = hours * 3600, hours / step.num_tokens
     yield "time", f"{seconds:{'.1f' if seconds >= 1 else '.2g'}} s a step: {formula}"
     yield "", f"{hours_per_token * 1e9:.1f} hours for 1,000,000,000 tokens of rows"
     if num_steps := compute_steps(run.options.num_rows, run.config.training, num_processes).num_steps:

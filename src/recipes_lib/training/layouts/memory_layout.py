@@ -51,7 +51,7 @@ def plan_run(config: RecipeConfig, launch: Launch, device_name: str) -> dict[str
     """Return the planned memory and time of a process for ``run.json``; ``None`` without a GPU or a plan.
 
     ``memory_bytes`` is the peak memory allocated by PyTorch. ``step_seconds`` is the time of an optimizer step of full
-    rows; it is omitted for GPUs of unknown peak throughput and for reinforcement learning.
+    rows; it is omitted for GPUs of unknown peak throughput, and for recipes that sample.
 
     Args:
         config: The run, after ``choose_checkpointing``.
@@ -64,7 +64,7 @@ def plan_run(config: RecipeConfig, launch: Launch, device_name: str) -> dict[str
     # Planning is optional: an unknown architecture may raise any error, and a new GPU has no known peak.
     with suppress(Exception):
         planned["memory_bytes"] = _plan(config, launch, size).allocated
-        if config.recipe not in RL_RECIPES:
+        if config.recipe not in RL_RECIPES and not config.distillation.lmbda:
             peak, (mfu, _) = find_peak(device_name, config), find_efficiency(config)
             num_flops = count_step(config, find_planned_model(config), launch.data_size).num_flops
             planned["step_seconds"] = 3600 * compute_hours(num_flops, launch.world_size, peak, mfu)
