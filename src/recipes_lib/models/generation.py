@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -19,11 +19,15 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.utils import ALL_CACHE_NAMES
 
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.inference import find_device, unwrap_adapter
+
+_SELECTABLE: Final = {DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer}
+"""Cache layers whose whole state follows ``batch_select_indices``. Subclasses may have more: Falcon-H1's convolution
+states and DeepSeek V4's compressed keys would keep the rows of ended answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,9 +281,9 @@ def build_cache(model: Any, num_tokens: int) -> DynamicCache | None:
     # OpenAI GPT takes no cache.
     takes_cache = ALL_CACHE_NAMES[0] in inspect.signature(unwrap_adapter(model).forward).parameters
     is_known = takes_cache and model._supports_default_dynamic_cache()
-    if not is_known or not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
+    if not is_known or not {type(layer) for layer in cache.layers} <= _SELECTABLE:
         return None
-    # Subclasses, such as the layers of sliding windows, discard tokens and are kept.
+    # Others than DynamicLayer also discard tokens, or have keys of an indexer, and are kept.
     cache.layers = [PreallocatedLayer(num_tokens) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
