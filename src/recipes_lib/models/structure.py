@@ -67,6 +67,12 @@ def find_sliding_window(text_config: PreTrainedConfig) -> int | None:
     return min(filter(None, windows), default=None)
 
 
+def find_softcap(text_config: PreTrainedConfig) -> float | None:
+    """Return the soft cap of the logits, by the key of most models, RecurrentGemma or xLSTM; ``None`` without one."""
+    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    return next((cap for name in names if (cap := getattr(text_config, name, None)) is not None), None)
+
+
 def has_attention_dropout(text_config: PreTrainedConfig) -> bool:
     """Return whether attention probabilities are dropped in training, by any of the names of the key."""
     names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
