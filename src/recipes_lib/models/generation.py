@@ -24,6 +24,7 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.inference import find_device, unwrap_adapter
+from recipes_lib.models.structure import reads_padding
 
 _SELECTABLE: Final = {DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer}
 """Cache layers whose whole state follows ``batch_select_indices``. Subclasses may have more: Falcon-H1's convolution
@@ -126,7 +127,20 @@ class GenerateBackend(Generator):
         """Do nothing: the policy itself samples."""
 
     def generate(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
-        """Answer every prompt once, as one left-padded batch from which finished answers are removed."""
+        """Answer every prompt once, as one left-padded batch, or each alone if the model reads padding."""
+        size = 1 if reads_padding(policy.config.get_text_config()) else len(prompts)
+        batches = [slice(at, at + size) for at in range(0, len(prompts), size)]
+        parts = [self._answer(policy, prompts[rows], uniforms[rows]) for rows in batches]
+        width = max(part.response_ids.shape[1] for part in parts)
+        response_ids = torch.full((len(prompts), width), self._sampling.pad_id)
+        engine_logps = torch.zeros(len(prompts), width)
+        for rows, part in zip(batches, parts, strict=True):
+            now = slice(part.response_ids.shape[1])
+            response_ids[rows, now], engine_logps[rows, now] = part.response_ids, part.engine_logps
+        return Generated(response_ids, engine_logps)
+
+    def _answer(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
+        """Answer prompts as one left-padded batch, from which finished answers are removed."""
         device = find_device(policy)
         ids, mask = (part.to(device) for part in pad_left(prompts, self._sampling.pad_id))
         # MPS has no float64.

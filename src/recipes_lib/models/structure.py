@@ -84,6 +84,15 @@ def reads_mask(text_config: PreTrainedConfig) -> bool:
     return text_config.model_type == "doge" or "indexed_attention" in (getattr(text_config, "layer_types", None) or ())
 
 
+def reads_padding(text_config: PreTrainedConfig) -> bool:
+    """Return whether generation in left-padded batches changes answers, despite the attention mask.
+
+    RWKV's recurrence and the convolution of RecurrentGemma take no mask, and DeepSeek V4 compresses blocks of tokens
+    that are counted from the start of the row. RWKV (transformers 5.23) also mixes the rows of a batch.
+    """
+    return text_config.model_type in ("deepseek_v4", "recurrent_gemma", "rwkv")
+
+
 def find_layers(model: Any) -> nn.ModuleList:
     """Return the layers of a causal language model, in their order; of a multimodal one those of its text model.
 
