@@ -10,7 +10,14 @@ import pytest
 import torch
 from tests.rl import keys_task
 from tests.rl.test_rollout import CPU, VOCABULARY, build_policy, build_rollout
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV4Config,
+    MixtralConfig,
+    MixtralForCausalLM,
+    RecurrentGemmaConfig,
+    RwkvConfig,
+)
 
 from recipes_lib.models import generation as sampling
 from recipes_lib.models.generation import (
@@ -27,6 +34,13 @@ from recipes_lib.rl.rollout import compute_response_logps, lay_out
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 STOPS = [3, 4, 5, 6, 7]
+NARROW = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
 
 
 def build_sampling(temperature: float = 1.0, **options) -> Sampling:
@@ -132,6 +146,32 @@ def test_sampled_logps_equal_training_graph(kind, temperature):
     policy = build_policy(kind)
     generated = build_backend(temperature).generate(policy, PROMPTS, draw(4))
     assert measure_gap(policy, PROMPTS, generated, temperature) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        RwkvConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2),
+        RecurrentGemmaConfig(**NARROW, num_hidden_layers=3, lru_width=32, attention_window_size=32),
+        DeepseekV4Config(
+            **{**NARROW, "num_hidden_layers": 2, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 8},
+            **{"n_routed_experts": 4, "moe_intermediate_size": 16, "index_head_dim": 16, "index_n_heads": 2},
+            compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+            layer_types=["compressed_sparse_attention", "heavily_compressed_attention"],
+            sliding_window=8,
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_prompts_of_models_that_read_padding_are_answered_alone(config):
+    torch.manual_seed(0)
+    policy = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in policy.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    prompts = [[*prompt, 10] for prompt in PROMPTS]
+    generated = build_backend().generate(policy, prompts, draw(4))
+    assert measure_gap(policy, prompts, generated, 1.0) < 1e-4
 
 
 def test_experts_whose_router_logits_are_returned_continue_padded_prompts():

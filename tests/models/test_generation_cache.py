@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import (
+    DeepseekV4Config,
+    DeepseekV4ForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Lfm2Config,
@@ -60,4 +64,11 @@ def test_cache_is_not_used_for_sliding_window_recurrent_state_and_model_without_
     assert build_cache(MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=32, num_hidden_layers=2)), 8) is None
     hybrid = Lfm2Config(**SIZES, num_attention_heads=2, num_key_value_heads=2, layer_types=["conv", "full_attention"])
     assert build_cache(Lfm2ForCausalLM(hybrid), 8) is None
+    # Subclasses of the layers of keys and values, whose further states no selection of rows reaches.
+    states = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+    parallel = FalconH1Config(**SIZES, **states, num_attention_heads=2, num_key_value_heads=2)
+    assert build_cache(FalconH1ForCausalLM(parallel), 8) is None
+    compressed = DeepseekV4Config(**SIZES, num_attention_heads=2, head_dim=16, n_routed_experts=4, o_groups=2)
+    with torch.device("meta"):
+        assert build_cache(DeepseekV4ForCausalLM(compressed), 8) is None
     assert build_cache(OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=40, n_embd=32, n_layer=2, n_head=2)), 8) is None

@@ -26,6 +26,8 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3Config,
+    RecurrentGemmaConfig,
+    xLSTMConfig,
 )
 
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
@@ -68,6 +70,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gpt_neox": GPTNeoXConfig(**WITHOUT_HEAD_DIM, attention_dropout=0.0, hidden_dropout=0.0),
     # Dense layers, though the configuration requests a loss of experts.
     "doge": DogeConfig(**WITHOUT_HEAD_DIM, output_router_logits=True, router_aux_loss_coef=0.3),
+    "recurrent_gemma": RecurrentGemmaConfig(**SHAPE, lru_width=32, attention_window_size=4, logits_soft_cap=0.5),
+    "xlstm": xLSTMConfig(vocab_size=61, hidden_size=32, num_heads=4, num_hidden_layers=2, output_logit_soft_cap=0.5),
     # Its backbone is not at ``base_model_prefix``.
     "llama4": Llama4TextConfig(**SHAPE, intermediate_size_mlp=64, num_local_experts=2),
 }

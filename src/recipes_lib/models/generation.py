@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -19,11 +19,16 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.utils import ALL_CACHE_NAMES
 
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.inference import find_device, unwrap_adapter
+from recipes_lib.models.structure import reads_padding
+
+_SELECTABLE: Final = {DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer}
+"""Cache layers whose whole state follows ``batch_select_indices``. Subclasses may have more: Falcon-H1's convolution
+states and DeepSeek V4's compressed keys would keep the rows of ended answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +127,20 @@ class GenerateBackend(Generator):
         """Do nothing: the policy itself samples."""
 
     def generate(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
-        """Answer every prompt once, as one left-padded batch from which finished answers are removed."""
+        """Answer every prompt once, as one left-padded batch, or each alone if the model reads padding."""
+        size = 1 if reads_padding(policy.config.get_text_config()) else len(prompts)
+        batches = [slice(at, at + size) for at in range(0, len(prompts), size)]
+        parts = [self._answer(policy, prompts[rows], uniforms[rows]) for rows in batches]
+        width = max(part.response_ids.shape[1] for part in parts)
+        response_ids = torch.full((len(prompts), width), self._sampling.pad_id)
+        engine_logps = torch.zeros(len(prompts), width)
+        for rows, part in zip(batches, parts, strict=True):
+            now = slice(part.response_ids.shape[1])
+            response_ids[rows, now], engine_logps[rows, now] = part.response_ids, part.engine_logps
+        return Generated(response_ids, engine_logps)
+
+    def _answer(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
+        """Answer prompts as one left-padded batch, from which finished answers are removed."""
         device = find_device(policy)
         ids, mask = (part.to(device) for part in pad_left(prompts, self._sampling.pad_id))
         # MPS has no float64.
@@ -277,9 +295,9 @@ def build_cache(model: Any, num_tokens: int) -> DynamicCache | None:
     # OpenAI GPT takes no cache.
     takes_cache = ALL_CACHE_NAMES[0] in inspect.signature(unwrap_adapter(model).forward).parameters
     is_known = takes_cache and model._supports_default_dynamic_cache()
-    if not is_known or not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
+    if not is_known or not {type(layer) for layer in cache.layers} <= _SELECTABLE:
         return None
-    # Subclasses, such as the layers of sliding windows, discard tokens and are kept.
+    # Others than DynamicLayer also discard tokens, or have keys of an indexer, and are kept.
     cache.layers = [PreallocatedLayer(num_tokens) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 

@@ -67,6 +67,12 @@ def find_sliding_window(text_config: PreTrainedConfig) -> int | None:
     return min(filter(None, windows), default=None)
 
 
+def find_softcap(text_config: PreTrainedConfig) -> float | None:
+    """Return the soft cap of the logits, by the key of most models, RecurrentGemma or xLSTM; ``None`` without one."""
+    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    return next((cap for name in names if (cap := getattr(text_config, name, None)) is not None), None)
+
+
 def has_attention_dropout(text_config: PreTrainedConfig) -> bool:
     """Return whether attention probabilities are dropped in training, by any of the names of the key."""
     names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
@@ -76,6 +82,15 @@ def has_attention_dropout(text_config: PreTrainedConfig) -> bool:
 def reads_mask(text_config: PreTrainedConfig) -> bool:
     """Return whether layers compute with the attention mask (Doge, sparse attention), which must then not be empty."""
     return text_config.model_type == "doge" or "indexed_attention" in (getattr(text_config, "layer_types", None) or ())
+
+
+def reads_padding(text_config: PreTrainedConfig) -> bool:
+    """Return whether generation in left-padded batches changes answers, despite the attention mask.
+
+    RWKV's recurrence and the convolution of RecurrentGemma take no mask, and DeepSeek V4 compresses blocks of tokens
+    that are counted from the start of the row. RWKV (transformers 5.23) also mixes the rows of a batch.
+    """
+    return text_config.model_type in ("deepseek_v4", "recurrent_gemma", "rwkv")
 
 
 def find_layers(model: Any) -> nn.ModuleList:

@@ -33,7 +33,7 @@ from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.loading import choose_teacher
 from recipes_lib.models.quantization import count_quantized_bytes, count_scale_bytes, list_quantized
-from recipes_lib.models.structure import freeze_outside_text
+from recipes_lib.models.structure import find_softcap, freeze_outside_text
 from recipes_lib.planning import memory_plan
 from recipes_lib.planning.activations import (
     AUTO,
@@ -153,7 +153,7 @@ def count_logit_bytes(config: RecipeConfig, model_config: PreTrainedConfig) -> i
     """
     narrow = 2 * has_half_products(config)
     # Soft-capping of logits: its derivative, and a square while that is computed, at the peak of token losses.
-    slope = 4 if getattr(model_config, "final_logit_softcapping", None) else 0
+    slope = 4 if find_softcap(model_config.get_text_config()) else 0
     if reads_teacher(config):
         is_mixture = config.recipe == "distill" and config.distillation.distillation_beta not in (0, 1)
         return (40 if is_mixture else 28) + 2 * (narrow + slope)

@@ -3,7 +3,15 @@
 import pytest
 import torch
 from tests.models.adapter_models import build_model
-from transformers import AutoModelForCausalLM, DeepseekV4Config, DeepseekV32Config, FalconMambaConfig, PhimoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV4Config,
+    DeepseekV32Config,
+    FalconMambaConfig,
+    LongcatFlashConfig,
+    PhimoeConfig,
+    ZambaConfig,
+)
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError
@@ -20,6 +28,8 @@ COMPRESSED = {
     **{"n_routed_experts": 4, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 4},
     **{"compress_rates": RATES, "layer_types": [*RATES], "sliding_window": 8},
 }
+# Both hybrid layers share one transformer block.
+SHARED = {"layers_block_type": ["linear_attention", "hybrid"] * 2, "mamba_d_state": 8, "mamba_dt_rank": 4}
 
 
 def problems_of(model, **keys):
@@ -100,15 +110,35 @@ def test_default_targets_are_all_linear_layers_except_output_projection():
         DeepseekV32Config(**SMALL, **HEADS, **LATENT, **SPARSE),
         DeepseekV4Config(**SMALL, num_attention_heads=4, **COMPRESSED),
         PhimoeConfig(**SMALL, **HEADS, num_local_experts=2),
+        LongcatFlashConfig(
+            **{**SMALL, **HEADS, **LATENT, "head_dim": 8},
+            n_routed_experts=4,
+            expert_ffn_hidden_size=16,
+        ),
+        ZambaConfig(**{**SMALL, **HEADS, **SHARED, "num_hidden_layers": 4}),
     ],
     ids=lambda config: config.model_type,
 )
-def test_every_default_target_receives_gradient(config):
+def test_every_default_target_receives_gradient_and_is_merged(config):
     torch.manual_seed(0)
     adapted = add_adapter(AutoModelForCausalLM.from_config(config), AdapterConfig(use_peft=True, lora_r=2), seed=0)
+    trained = {name: value for name, value in adapted.named_parameters() if value.requires_grad}
+    for name, value in trained.items():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(value, std=0.1)
     ids = torch.arange(2, 14)[None]
-    adapted(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    assert [name for name, value in adapted.named_parameters() if value.requires_grad and value.grad is None] == []
+    outputs = adapted.eval()(input_ids=ids, labels=ids, use_cache=False)
+    outputs.loss.backward()
+    assert [name for name, value in trained.items() if value.grad is None] == []
+    merged = adapted.merge_and_unload()(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(merged, outputs.logits, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_that_share_their_weights_are_refused_as_targets():
+    model = AutoModelForCausalLM.from_config(ZambaConfig(**{**SMALL, **HEADS, **SHARED, "num_hidden_layers": 4}))
+    assert problems_of(model, lora_target_modules=["in_proj"]) == []
+    (problem,) = problems_of(model, lora_target_modules=["q_proj"])
+    assert "q_proj share their weights" in problem.found
 
 
 def test_module_name_matches_whole_path_components():

@@ -25,6 +25,7 @@ from transformers import (
     Glm4MoeConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    LongcatFlashConfig,
     PretrainedConfig,
 )
 
@@ -230,17 +231,40 @@ def test_verify_loss_head_refuses_non_causal_model(config: PretrainedConfig) -> 
         verify_loss_head(model)
 
 
-def test_verify_loss_head_accepts_router_loss_that_the_model_does_not_add() -> None:
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Glm4MoeConfig(**architectures.SHAPE, **ROUTED, moe_intermediate_size=16, output_router_logits=True),
+        # Two further experts return their input.
+        LongcatFlashConfig(
+            **{**architectures.SHAPE, "num_key_value_heads": 4, "head_dim": 4},
+            **{**ROUTED, **LATENT, "zero_expert_num": 2, "expert_ffn_hidden_size": 16},
+            output_router_logits=True,
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_router_loss_that_the_model_does_not_add_is_that_of_all_experts(config: PretrainedConfig) -> None:
     """As trained with ``router_aux_loss_coef``, and saved."""
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1}
-    config = Glm4MoeConfig(**architectures.SHAPE, **experts, output_router_logits=True)
     config.router_aux_loss_coef = 0.5
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     add_loss_head(model)
     verify_loss_head(model)
     batch = make_batch()
-    assert model(**batch, loss_head=True).aux_loss is not None
     assert model(**batch).get("aux_loss") is None
+    inputs = {name: part for name, part in batch.items() if name != "labels"}
+    routers = model.base_model(**inputs, use_cache=False, output_router_logits=True).router_logits
+    logits = torch.cat([part.flatten(0, -2) for part in routers]).detach().double()
+    # Number of experts times the sum over experts of frequency and mean probability (arXiv 2101.03961, equation 4).
+    frequencies = torch.nn.functional.one_hot(logits.topk(2).indices, logits.shape[-1]).sum(1).double().mean(0)
+    expected = logits.shape[-1] * (frequencies * logits.softmax(-1).mean(0)).sum()
+    aux_loss = model(**batch, loss_head=True).aux_loss
+    torch.testing.assert_close(aux_loss.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_verify_loss_head_accepts_another_coefficient_of_router_loss_than_that_of_checkpoint() -> None:

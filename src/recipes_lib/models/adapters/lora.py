@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import warnings
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -354,6 +355,10 @@ def check_layers(model: PreTrainedModel, config: AdapterConfig) -> Iterator[Prob
         elif others:
             what = type(others[0]).__name__
             yield Problem("lora_target_modules", f"{name} is a {what}, not a linear layer", "name the layers inside it")
+        elif _find_shared(found):
+            what = f"layers called {name} share their weights, to which merging would add the adapters of all of them"
+            remedy = "remove it; by default, lora_target_modules are all layers that can have an adapter"
+            yield Problem("lora_target_modules", what, remedy)
     yield from _check_init(model, config)
 
 
@@ -424,15 +429,26 @@ def _find_unsupported(model: PreTrainedModel, linear: Mapping[str, nn.Module]) -
     """Return the paths of linear layers whose adapter would fail, be ignored, or get no gradient.
 
     Routers that inherit from a linear layer return tuples, and grouped layers (DeepSeek V4) multiply each group of
-    features by its own block. Mamba's kernel reads the weight of ``dt_proj``. The indexer of sparse attention only
-    selects tokens, which is not differentiable.
+    features by its own block. Mamba's kernel reads the weight of ``dt_proj``, LongCat's router that of its classifier.
+    The indexer of sparse attention only selects tokens, which is not differentiable. Adapters of layers that share a
+    weight (``_find_shared``) would add up when merged.
     """
-    names = ("dt_proj", "out_proj") if model.config.model_type in _MAMBA else ("dt_proj",)
+    names = ("dt_proj", "router.classifier", *(["out_proj"] if model.config.model_type in _MAMBA else []))
+    shared = _find_shared(linear)
     return [
         path
         for path, module in linear.items()
-        if path.endswith(names) or ".indexer." in path or type(module).__name__.endswith(("Router", "GroupedLinear"))
+        if path.endswith(names)
+        or path in shared
+        or ".indexer." in path
+        or type(module).__name__.endswith(("Router", "GroupedLinear"))
     ]
+
+
+def _find_shared(modules: Mapping[str, Any]) -> set[str]:
+    """Return the paths of modules that share their weight with another, as the attention layers of Zamba do."""
+    counts = Counter(id(module.weight) for module in modules.values())
+    return {path for path, module in modules.items() if counts[id(module.weight)] > 1}
 
 
 def name_targets(model: PreTrainedModel, config: AdapterConfig) -> list[str] | str:

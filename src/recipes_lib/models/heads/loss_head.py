@@ -28,7 +28,7 @@ from recipes_lib.losses.next_token import TokenLogps, compute_cross_entropy, com
 from recipes_lib.models.attention.varlen import takes_empty_mask
 from recipes_lib.models.inference import evaluating, find_device, find_rounding_error, kernel_precision, unwrap_adapter
 from recipes_lib.models.parallel.tensor_parallel import find_vocabulary_shard, project_vocabulary_parallel
-from recipes_lib.models.structure import find_sliding_window, reads_mask
+from recipes_lib.models.structure import find_sliding_window, find_softcap, reads_mask
 
 
 @dataclass
@@ -294,7 +294,7 @@ def _logit_transform(config: PreTrainedConfig) -> dict[str, Any]:
     scale = getattr(config, "logit_scale", None)
     return {
         "logit_scale": (1.0 if scale is None else scale) / getattr(config, "logits_scaling", 1.0),
-        "softcap": getattr(config, "final_logit_softcapping", None),
+        "softcap": find_softcap(config),
     }
 
 
@@ -462,14 +462,11 @@ def _run_backbone(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | 
     aux_loss = None
     # There are no router logits if every layer is dense, or if the model ignores output_router_logits.
     if _has_router_loss(model) and getattr(outputs, "router_logits", None):
-        # Configurations name the number of experts differently; most models have it as an attribute.
-        counts = model if hasattr(model, "num_experts") else config
-        num_experts = getattr(counts, "num_experts", None) or config.num_local_experts
+        # Of the logits, not of the configuration: LongCat and ZAYA also choose among experts without weights.
+        num_experts = outputs.router_logits[0].shape[-1]
+        top_k = getattr(model, "num_experts_per_tok", None) or config.num_experts_per_tok
         aux_loss = cast(
-            Tensor,
-            load_balancing_loss_func(
-                outputs.router_logits, num_experts, counts.num_experts_per_tok, attention_mask=token_mask
-            ),
+            Tensor, load_balancing_loss_func(outputs.router_logits, num_experts, top_k, attention_mask=token_mask)
         )
     return outputs.last_hidden_state, aux_loss
 
