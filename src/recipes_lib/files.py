@@ -254,14 +254,18 @@ def inherit_read_permission(file: Path) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Flush a file, or the entries of a directory, to disk."""
+    """Flush a file, or the entries of a directory, to disk; no effect if its file system does not support it.
+
+    Raises:
+        OSError: The disk is full or fails.
+    """
     # fsync flushes the file, whichever descriptor wrote it.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems cannot flush directories; those of files are flushed above.
-        if error.errno not in (errno.EINVAL, errno.EBADF) or not path.is_dir():
+        # Some network file systems do not support it for directories, and some FUSE file systems not at all.
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS):
             raise
     finally:
         os.close(descriptor)
