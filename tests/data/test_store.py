@@ -222,6 +222,8 @@ def test_disk_error_is_data_error_and_leaves_no_files(tmp_path, monkeypatch, fai
     assert remedy in str(raised.value)
     assert "prepared_dir" in str(raised.value)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+    with pytest.raises(DataError, match=r"508 written\n    free some space"), store.explain_disk_errors(tmp_path):
+        raise OSError("1708 requested and 508 written")  # By numpy, without an error number.
 
 
 def test_root_that_is_a_file_is_data_error(tmp_path):

@@ -372,7 +372,8 @@ def explain_disk_errors(root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        # numpy reports a full disk as "N requested and M written", without an error number.
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, None)
         remedy = "free some space, or set" if is_full else "make the folder writable, or set"
         found = f"the prepared set cannot be written: {error.strerror or error}"
         raise DataError(Problem(str(root), found, f"{remedy} prepared_dir to another folder")) from error
