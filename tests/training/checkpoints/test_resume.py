@@ -250,6 +250,14 @@ def test_checkpoint_invisible_to_a_rank_is_rejected(tmp_path, simulate_rank_1):
     assert [damage for _, damage in gathered] == [None]
 
 
+@pytest.mark.parametrize("is_link", [True, False])
+def test_checkpoint_that_is_no_folder_is_rejected(tmp_path, is_link):
+    older, newest = write_checkpoint(tmp_path, 3), tmp_path / "checkpoint-6"
+    newest.symlink_to(tmp_path / "unmounted") if is_link else newest.touch()
+    with pytest.raises(ConfigError, match=r"checkpoint-6: is neither a folder nor a link to one\n"):
+        agree_on_checkpoint(older, Launch(rank=0, local_rank=0, world_size=1, engine=""), {}, print)
+
+
 def test_other_plan_than_rank_0_is_rejected(tmp_path, simulate_rank_1):
     simulate_rank_1(write_checkpoint(tmp_path, 3), {"learning_rate": 1e-4, "max_steps": 9, "seed": 1})
     found = "process 1: on .*: learning_rate is 0.5 and 0.0001 on the main process, seed is None and 1 on the main"
