@@ -3,6 +3,7 @@
 import errno
 import multiprocessing
 import os
+import sqlite3
 import threading
 
 import pytest
@@ -112,6 +113,9 @@ class OutOfMemoryError(RuntimeError):
         (OSError(errno.ENOSPC, "No space left on device", "out/metrics.jsonl"), "out/metrics.jsonl: the disk is full"),
         (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"), "the disk is full"),
         (RuntimeError("[enforce fail] . PytorchStreamWriter failed writing file data/0: file write failed"), "full"),
+        (OSError("1708 requested and 508 written"), "output_dir: the disk is full: 1708 requested"),
+        (sqlite3.OperationalError("database or disk is full"), "output_dir: the disk is full: database"),
+        (sqlite3.OperationalError("disk I/O error"), "output_dir: its disk or network file system fails"),
         (
             OSError(errno.EFBIG, "File too large", "out/optimizer.pt"),
             "out/optimizer.pt: a file would exceed the size limit",

@@ -7,14 +7,17 @@ import fcntl
 import hashlib
 import json
 import os
+import signal
 import stat
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.forked import run_python
 
-from recipes_lib.errors import ConfigError, DataError
+from recipes_lib.errors import ConfigError, DataError, PreemptedError
 from recipes_lib.files import (
     atomic_file,
     atomic_folder,
@@ -26,6 +29,7 @@ from recipes_lib.files import (
     read_record,
     replace_record,
     spell_numbers,
+    staging_folder,
     try_lock,
 )
 
@@ -122,16 +126,18 @@ def test_replace_record_is_atomic(tmp_path, monkeypatch) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["record.json"]
 
 
-def test_only_a_directory_may_refuse_to_be_flushed(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS, errno.EIO, errno.ENOSPC])
+def test_file_system_may_lack_flushes_but_must_not_fail_them(tmp_path, monkeypatch, code) -> None:
     (tmp_path / "file").touch()
 
     def refuse(descriptor: int) -> None:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "fsync", refuse)
-    fsync(tmp_path)
-    with pytest.raises(OSError, match="Invalid argument"):
-        fsync(tmp_path / "file")
+    for path in (tmp_path, tmp_path / "file"):
+        failed = code in (errno.EIO, errno.ENOSPC)
+        with pytest.raises(OSError, match=os.strerror(code)) if failed else nullcontext():
+            fsync(path)
 
 
 @pytest.mark.parametrize("of_process", [False, True])
@@ -202,6 +208,36 @@ def test_atomic_file_replaces_after_successful_block_only(tmp_path):
     with atomic_file(path) as partial:
         partial.touch(0o600)  # As safetensors 0.8 creates it.
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize(
+    ("handler", "number", "raises"),
+    [
+        (signal.SIG_DFL, signal.SIGTERM, True),
+        (signal.SIG_DFL, signal.SIGHUP, True),
+        (signal.SIG_IGN, signal.SIGHUP, False),  # Under nohup.
+        (lambda *_: None, signal.SIGTERM, False),
+    ],
+)
+def test_stop_signal_deletes_staging_folder(tmp_path: Path, handler: Any, number: signal.Signals, raises: bool) -> None:
+    before = signal.signal(number, handler)
+    try:
+        found = pytest.raises(PreemptedError, match=f"{number.name}: run the same command again")
+        with found if raises else nullcontext(), staging_folder(tmp_path / "model"):
+            os.kill(os.getpid(), number)
+        assert list(tmp_path.iterdir()) == []
+        assert signal.getsignal(number) == handler
+    finally:
+        signal.signal(number, before)
+
+
+def test_staging_folder_needs_no_main_thread(tmp_path: Path) -> None:
+    def stage() -> bool:
+        with staging_folder(tmp_path / "model") as folder:
+            return folder.is_dir()
+
+    with ThreadPoolExecutor() as pool:  # Only the main thread may set signal handlers.
+        assert pool.submit(stage).result()
 
 
 def test_atomic_folder_is_renamed_after_successful_block_only(tmp_path: Path) -> None:

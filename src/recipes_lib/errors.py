@@ -44,7 +44,7 @@ _FILE_ERRORS: Final = {
     ),
 }
 """``errno`` of an ``OSError`` with a file name -> what is wrong, and the remedy."""
-_RESUMES: Final = "run the same command: it resumes from the newest complete checkpoint"
+_RESUMES: Final = "run the same command: a run resumes from its newest complete checkpoint"
 # By text: the exceptions of torch (C++) and safetensors (Rust), and those that a data loader passes on from its
 # workers, have no errno. In this order, because an error of shared memory may also contain the system's reason.
 _PHRASES: Final[Mapping[str, tuple[str | None, str, str]]] = {
@@ -69,12 +69,14 @@ _PHRASES: Final[Mapping[str, tuple[str | None, str, str]]] = {
         "a file would exceed the size limit of this process or file system",
         "raise the limit (`ulimit -f unlimited`), or choose an output_dir on a file system without one",
     ),
-    "No space left on device|Disk quota exceeded|PytorchStreamWriter failed writing file|clear: iostream error": (
+    # Of the system, torch, C++, numpy and SQLite.
+    "No space left on device|Disk quota exceeded|PytorchStreamWriter failed writing file|clear: iostream error"
+    r"|\d+ requested and \d+ written|database or disk is full": (
         None,
         "the disk is full",
         f"free some space and {_RESUMES}; `recipes check` shows what a run will write",
     ),
-    "Input/output error|Stale file handle": (
+    "Input/output error|Stale file handle|disk I/O error": (
         None,
         "its disk or network file system fails",
         f"check the mount and the kernel's messages (`dmesg`), then {_RESUMES}",

@@ -61,9 +61,11 @@ def test_held_out_tail_is_not_trained_on(run, tmp_path):
 def test_command_is_deterministic_and_idempotent(run, data, tmp_path):
     command = (data, "--vocab_size", 350, "--chat_template", "chatml", "--output_dir")
     assert "written to" in run(*command, tmp_path / "one")
+    (tmp_path / "two" / ".tokenizer.json.partial" / "of-a-killed-process").mkdir(parents=True)
     run(*command, tmp_path / "two")
     files = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert files == ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
+    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == files
     for name in files:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "one").iterdir()}

@@ -194,6 +194,21 @@ def test_killed_writer_leaves_no_set_and_next_writer_cleans_up(tmp_path, functio
     assert not list(tmp_path.glob(".*.tmp"))
 
 
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_publication_killed_at_a_rename_is_completed(tmp_path, call):
+    def build_again(staging: Path) -> dict[str, object]:
+        return MANIFEST if staging.exists() else build(staging)
+
+    def make() -> store.PreparedSet:
+        return store.make_set(tmp_path, KEY, {}, build_again, resumes=True)
+
+    kill_at_call(make, store.os, "replace", call)
+    assert store.find_set(tmp_path, KEY) is None
+    assert {path.name for path in make().path.iterdir()} == {"COMPLETE.json", "manifest.json", "train"}
+    assert store.find_set(tmp_path, KEY, check_bytes=True) is not None
+
+
 @pytest.mark.parametrize("failing", ["fsync", "replace"])
 @pytest.mark.parametrize(("code", "remedy"), [(errno.ENOSPC, "free some space"), (errno.EACCES, "make the folder")])
 def test_disk_error_is_data_error_and_leaves_no_files(tmp_path, monkeypatch, failing, code, remedy):
@@ -207,6 +222,8 @@ def test_disk_error_is_data_error_and_leaves_no_files(tmp_path, monkeypatch, fai
     assert remedy in str(raised.value)
     assert "prepared_dir" in str(raised.value)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+    with pytest.raises(DataError, match=r"508 written\n    free some space"), store.explain_disk_errors(tmp_path):
+        raise OSError("1708 requested and 508 written")  # By numpy, without an error number.
 
 
 def test_root_that_is_a_file_is_data_error(tmp_path):

@@ -7,7 +7,6 @@ import dataclasses
 import inspect
 import json
 import math
-import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +17,7 @@ from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.evaluation.endpoint import join_reasoning, split_reasoning
-from recipes_lib.files import explain_write_errors, read_record, replace_record, try_lock
+from recipes_lib.files import explain_write_errors, fsync, read_record, replace_record, try_lock
 from recipes_lib.training.layouts.launch_environment import Launch, read_launch
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ class RowFile(Generic[Counted]):
                 # Half a surrogate pair, which UTF-8 lacks, becomes its escape in JSON.
                 self.counts.num_bytes += file.write(text.encode(errors="backslashreplace"))
                 file.flush()
-                os.fsync(file.fileno())
+                fsync(self._path)
                 self._write_record()
 
     def _write_record(self) -> None:

@@ -8,14 +8,13 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from rich.console import Console
 
 from recipes_lib.config.schema import DatasetFormat
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError
-from recipes_lib.files import explain_write_errors
+from recipes_lib.files import explain_write_errors, staging_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -140,11 +139,10 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> bool:
     Raises:
         ConfigError: The folder holds another one, or cannot be written.
     """
-    unwritable = explain_write_errors(folder, "name another folder")
-    with unwritable, TemporaryDirectory(dir=folder, prefix=".tokenizer-") as staging:
+    with explain_write_errors(folder, "name another folder"), staging_folder(folder / _FILE) as staging:
         tokenizer.save_pretrained(staging)
         # The vocabulary last: a reader that finds it finds the other files, too.
-        files = sorted(Path(staging).iterdir(), key=lambda file: (file.name == _FILE, file.name))
+        files = sorted(staging.iterdir(), key=lambda file: (file.name == _FILE, file.name))
         if (folder / _FILE).exists():
             pairs = ((file, folder / file.name) for file in files)
             if any(not there.is_file() or there.read_bytes() != file.read_bytes() for file, there in pairs):

@@ -229,7 +229,9 @@ def publish_set(
     target = _set_path(root, key)
     replace_record(staging / MANIFEST_FILE, manifest)
     files = sorted(path for path in staging.rglob("*") if path.is_file() and not path.name.startswith("."))
-    entries = {str(path.relative_to(staging)): _describe(path) for path in files if path.name != COMPLETE_FILE}
+    # Nor its temporary file, which a killed process may have left, and which is renamed below.
+    contents = [path for path in files if not path.name.startswith(COMPLETE_FILE)]
+    entries = {str(path.relative_to(staging)): _describe(path) for path in contents}
     # Written last, with the size and SHA-256 of every other file: a folder without it is incomplete.
     replace_record(staging / COMPLETE_FILE, {"key": key, "files": entries})
     # The directory entries must be on disk before the rename makes the folder visible.
@@ -354,11 +356,10 @@ def write_splits(staging: Path, splits: Mapping[str, pa.RecordBatchReader]) -> N
         for split, batches in splits.items():
             path = _data_file(staging, split)
             path.parent.mkdir(parents=True)
-            with path.open("wb") as file:
-                with pa.ipc.new_stream(file, batches.schema) as stream:
-                    for batch in batches:
-                        stream.write_batch(batch)
-                os.fsync(file.fileno())
+            with path.open("wb") as file, pa.ipc.new_stream(file, batches.schema) as stream:
+                for batch in batches:
+                    stream.write_batch(batch)
+            fsync(path)
 
 
 @contextmanager
@@ -371,7 +372,8 @@ def explain_disk_errors(root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        # numpy reports a full disk as "N requested and M written", without an error number.
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, None)
         remedy = "free some space, or set" if is_full else "make the folder writable, or set"
         found = f"the prepared set cannot be written: {error.strerror or error}"
         raise DataError(Problem(str(root), found, f"{remedy} prepared_dir to another folder")) from error

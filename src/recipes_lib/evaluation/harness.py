@@ -72,7 +72,7 @@ def evaluate_model(config: EvalConfig) -> dict[str, Any] | None:
     """
     tasks, settings = load_tasks(config), describe_model(config)
     versions = read_versions() | {"lm-eval": importlib.metadata.version("lm-eval")}
-    began = time.time()
+    began = time.monotonic()
     _verify_choices(config, tasks["tasks"])
     # After all checks that need no model: loading one can take minutes.
     model = build_engine(config, settings)
@@ -118,7 +118,7 @@ def _run_cached(
         config: The evaluation's configuration.
         origin: ``model``, as returned by ``describe_model``, and ``versions`` of packages.
         cache: Folder of stored answers.
-        began: Time at which the evaluation began.
+        began: Value of ``time.monotonic`` at which the evaluation began.
     """
     chosen = {key: getattr(config, key) for key in _SETTINGS}
     # Answers do not depend on the number of questions: an evaluation with a higher limit reuses those of a lower one.
@@ -137,7 +137,7 @@ def _run_cached(
         },
         "settings": chosen,
         "versions": origin["versions"],
-        "seconds": round(time.time() - began, 1),
+        "seconds": round(time.monotonic() - began, 1),
     }
     with explain_write_errors(config.folder, "free some space; the same command resumes"):
         with atomic_file(config.folder / SAMPLES) as partial:

@@ -508,18 +508,23 @@ def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]
     Empty, so that a new run begins, for a directory without checkpoints whose record is missing or truncated.
 
     Raises:
-        ConfigError: Neither ``run.json`` nor the newest checkpoint has a valid record.
+        ConfigError: Neither ``run.json`` nor the newest checkpoint has a valid record, or they are of different runs.
         ConfigError: There is no checkpoint, and ``run.json`` was not written by a recipe.
     """
     path, found = output_dir / RUN_FILE, read_run_record(output_dir)
     remedy = "restore the file, or choose another output_dir"
+    record = ((resume_from and read_complete(resume_from)) or {}).get("run") or {}
     try:
         verify_fields(found, RECORDED, str(path), remedy=remedy)
-        return found
     except DataError as error:
         problems = error.problems
+    else:
+        # Checkpoints of older versions have no copy of the record.
+        if (started := found.get("started")) != record.get("started", started):
+            text = f"is of a run that began at {record['started']!r}, and {RUN_FILE} of one that began at {started!r}"
+            raise ConfigError(Problem(str(resume_from), text, "move it to another folder, and run the same command"))
+        return found
     if resume_from is not None:
-        record = (read_complete(resume_from) or {}).get("run") or {}
         with suppress(DataError):
             verify_fields(record, RECORDED, str(resume_from))
             return dict(record)

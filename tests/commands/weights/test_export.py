@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import peft
@@ -107,6 +109,16 @@ def test_exported_adapter_equals_peft_file(more, is_sharded, tiny_tokenizer_dir,
     assert expected.keys() == got.keys()
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
     peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "out")
+
+
+def test_export_needs_no_file_modes(tiny_tokenizer_dir, tmp_path, monkeypatch):
+    def refuse(*_, **options):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    checkpoint = write_model_checkpoint(tmp_path / "checkpoint-2", build("tied"), tiny_tokenizer_dir)
+    monkeypatch.setattr(os, "chmod", refuse)  # As FAT does.
+    export_checkpoint(checkpoint, tmp_path / "out")
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out").chat_template) == 2
 
 
 def test_generation_config_is_exported(tiny_tokenizer_dir, tmp_path, capsys):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.training.configurations import build_recipe
+from tests.training.test_run import ONE, make_config
 
 from recipes_lib.config.schema import ScheduleConfig
 from recipes_lib.errors import ConfigError
@@ -23,7 +24,7 @@ from recipes_lib.training.checkpoints.resume import (
     verify_checkpoint_fits,
 )
 from recipes_lib.training.layouts.launch_environment import Launch
-from recipes_lib.training.run import Run
+from recipes_lib.training.run import Run, start_run
 
 
 def launch(world_size, engine=""):
@@ -248,6 +249,24 @@ def test_checkpoint_invisible_to_a_rank_is_rejected(tmp_path, simulate_rank_1):
     ):
         agree_on_checkpoint(None, SECOND, {}, print)
     assert [damage for _, damage in gathered] == [None]
+
+
+@pytest.mark.parametrize("is_link", [True, False])
+def test_checkpoint_that_is_no_folder_is_rejected(tmp_path, is_link):
+    older, newest = write_checkpoint(tmp_path, 3), tmp_path / "checkpoint-6"
+    newest.symlink_to(tmp_path / "unmounted") if is_link else newest.touch()
+    with pytest.raises(ConfigError, match=r"checkpoint-6: is neither a folder nor a link to one\n"):
+        agree_on_checkpoint(older, ONE, {}, print)
+
+
+def test_checkpoint_copied_from_another_run_is_rejected(tmp_path):
+    started = start_run(make_config(tmp_path), ONE).facts["started"]
+    checkpoint = write_checkpoint(tmp_path, 3)
+    write_complete(checkpoint, step=3, run={"started": "2026-01-01T00:00:00+00:00"})
+    with pytest.raises(ConfigError) as caught:
+        start_run(make_config(tmp_path), ONE)
+    found = f"is of a run that began at '2026-01-01T00:00:00+00:00', and run.json of one that began at '{started}'"
+    assert [(problem.where, problem.found) for problem in caught.value.problems] == [(str(checkpoint), found)]
 
 
 def test_other_plan_than_rank_0_is_rejected(tmp_path, simulate_rank_1):

@@ -74,11 +74,11 @@ def export_checkpoint(checkpoint: Path, output: Path) -> int:
     with atomic_folder(output) as staging:
         if damage := find_damage(checkpoint):
             raise ConfigError(Problem(str(checkpoint), damage, "name another checkpoint"))
-        for file in checkpoint.iterdir():
+        for file in (*checkpoint.iterdir(), *(checkpoint / TEMPLATES).glob("*")):
             if file.suffix in (".json", ".jinja", ".model", ".txt") and file.name not in _OF_TRAINING:
-                shutil.copy(file, staging)
-        if (checkpoint / TEMPLATES).is_dir():
-            shutil.copytree(checkpoint / TEMPLATES, staging / TEMPLATES)
+                copy = staging / file.relative_to(checkpoint)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)  # Without the mode, which file systems such as FAT refuse.
         write = _write_adapter if (checkpoint / "adapter_config.json").exists() else _write_model
         return write(checkpoint, staging)
 

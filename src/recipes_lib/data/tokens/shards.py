@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -181,7 +180,7 @@ class TokenWriter:
         """
         for file in self._files.values():
             file.flush()
-            os.fsync(file.fileno())
+            fsync(Path(file.name))
         if self._files:
             fsync(self._folder)
 
