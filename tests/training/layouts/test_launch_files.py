@@ -187,6 +187,9 @@ def test_recipe_as_launch_file_is_refused(tmp_path: Path) -> None:
         ("num_machines: '2'", "num_machines: '2' is not a number of machines"),
         ("fsdp_config: [fsdp_version]", "fsdp_config: it is not a mapping"),
         ("dynamo_config: inductor", "dynamo_config: it is not a mapping"),
+        ("num_procesess: 2", "has no such key\n    did you mean `num_processes`?"),
+        ("fsdp_config: {fsdp_offload_param: true}", "did you mean `fsdp_offload_params`"),
+        ("parallelism_config: {tp_size: 2}", "tp_size: the installed accelerate has no such key"),
     ],
 )
 def test_malformed_launch_file_is_refused(text: str, words: str, tmp_path: Path) -> None:
