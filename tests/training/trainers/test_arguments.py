@@ -155,6 +155,13 @@ def test_driver_that_accelerate_refuses_is_reported(tmp_path, monkeypatch):
     PartialState._reset_state()
 
 
+@pytest.mark.parametrize("key", ["ddp_find_unused_parameters", "ddp_broadcast_buffers"])
+def test_ddp_does_no_work_that_language_models_do_not_need(key, tmp_path):
+    """Without these defaults, each step would traverse the graph, and broadcast buffers, once more."""
+    assert getattr(build_training_arguments(make_config(tmp_path), ONE, has_eval=False), key) is False
+    assert getattr(build_training_arguments(make_config(tmp_path, **{key: True}), ONE, has_eval=False), key) is True
+
+
 @pytest.mark.parametrize(("keys", "seconds"), [({"ddp_timeout": 7}, 7), ({}, 1800)])
 def test_collectives_on_cpus_wait_for_ddp_timeout(keys, seconds, tmp_path, monkeypatch):
     """transformers passes it on for accelerators only."""

@@ -159,6 +159,8 @@ def build_training_arguments(
     arguments = {**config.training, **_RECIPE_OVERRIDES.get(config.recipe, {}), **_OVERRIDES, **precision}
     # Every parameter contributes to every loss; searching for unused ones traverses the graph once more per step.
     arguments.setdefault("ddp_find_unused_parameters", False)
+    # Buffers of language models, such as rotary frequencies, are constants: a broadcast per step would not change them.
+    arguments.setdefault("ddp_broadcast_buffers", False)
     arguments["accelerator_config"] = {
         # For a stream, accelerate would concatenate the batches of all ranks on rank 0, whose lengths differ.
         "dispatch_batches": False,
