@@ -88,6 +88,23 @@ def test_fsdp_keys_without_prefix_are_read_as_by_accelerate(tmp_path: Path, monk
     assert (layout.fsdp_version, layout.offloads_weights, layout.state_dict_type) == (2, True, "FULL")
 
 
+@pytest.mark.parametrize(
+    ("keys", "is_fsdp1"),
+    [
+        ({"fsdp_sharding_strategy": "HYBRID_SHARD"}, True),
+        ({"fsdp_sharding_strategy": 2}, True),
+        ({"fsdp_reshard_after_forward": "FULL_SHARD"}, True),
+        ({"fsdp_sharding_strategy": "full_shard", "fsdp_reshard_after_forward": False}, False),
+        ({"fsdp_sharding_strategy": 1, "fsdp_reshard_after_forward": "True"}, False),
+        ({"fsdp_sharding_strategy": None}, False),
+    ],
+)
+def test_sharding_strategy_of_fsdp1_is_recognised(keys: dict[str, Any], is_fsdp1: bool) -> None:
+    """FSDP2 shards as with ``FULL_SHARD``, the default in accelerate's variables, whatever the strategy."""
+    document = {**MULTI_GPU, "fsdp_config": {"fsdp_version": 2, **keys}}
+    assert read_launch(name_variables(document)).layout.has_strategy is is_fsdp1
+
+
 @pytest.mark.parametrize("backend", ["NO", False, None, "INDUCTOR"])
 def test_dynamo_backend_of_launch_file_is_refused(backend: str | bool | None) -> None:
     variables = name_variables({**MULTI_GPU, "dynamo_config": {"dynamo_backend": backend}})
