@@ -14,6 +14,7 @@ from tests.forked import run_python
 
 from recipes_lib.boundary import parse_or_exit, run_command
 from recipes_lib.errors import ConfigError, DataError, DivergedError, LostPeerError, PreemptedError, Problem
+from recipes_lib.processes import find_dead_process
 from recipes_lib.stopping import STOP, StopRequest
 
 
@@ -243,6 +244,23 @@ def test_parse_or_exit_prints_every_problem(recipe: list[str], capsys: pytest.Ca
     assert "learning_rte" in error
     assert "num_train_epochs" in error
     assert "Traceback" not in error
+
+
+def test_process_with_an_invalid_config_is_a_lost_peer_of_other_ranks(
+    recipe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would otherwise take the launcher's SIGTERM for a preemption, after which a job is queued again."""
+    for number in "01":
+        (tmp_path / number).mkdir()
+    error_file = str(tmp_path / "1" / "error.json")
+    code = "import sys; from recipes_lib.boundary import parse_or_exit; parse_or_exit('sft', sys.argv[1:])"
+    failing = [sys.executable, "-c", code, *recipe, "--seed=many"]
+    done = subprocess.run(failing, env=os.environ | {"TORCHELASTIC_ERROR_FILE": error_file}, check=False)
+    assert done.returncode == 2
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
+    assert (find_dead_process() or "").startswith("process 1 of this machine ended: ConfigError: --seed")
+    parse_or_exit("sft", recipe)
+    assert (tmp_path / "0" / "pid").is_file()
 
 
 @pytest.mark.parametrize("flag", ["--help", "--print-config"])

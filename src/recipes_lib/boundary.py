@@ -204,6 +204,8 @@ def parse_or_exit(recipe: str, arguments: Sequence[str]) -> RecipeConfig:
     parsed: list[RecipeConfig] = []
 
     def parse() -> None:
+        # Before an error: otherwise other ranks would take the launcher's SIGTERM for a preemption.
+        processes.register_process()
         parsed.append(load_for_command(recipe, arguments))
 
     code = run_command(parse)

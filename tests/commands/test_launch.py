@@ -11,7 +11,8 @@ import sys
 from unittest import mock
 
 import pytest
-from accelerate.commands.launch import launch_command_parser
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from tests.faults import recipe_runs
 from tests.forked import ROOT, run_script
 
@@ -131,6 +132,17 @@ def test_flags_override_environment(compose):
     args = compose("--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "head", "--num_processes", "4")
     assert (args.num_processes, args.num_machines, args.machine_rank) == (4, 2, 1)
     assert (args.main_process_ip, args.main_process_port) == ("head", 29500)
+
+
+def test_no_machine_starts_deepspeed_processes_of_others(compose, tmp_path):
+    """Without the flag, accelerate runs DeepSpeed's launcher, which connects to all machines by ssh."""
+    file = tmp_path / "mine.yaml"
+    for launcher in ("", "\n  deepspeed_multinode_launcher: pdsh"):
+        file.write_text(f"distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2{launcher}\n")
+        args, defaults, _ = _validate_launch_command(compose("--hardware", str(file), environment=STEP))
+        args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+        command, _ = prepare_deepspeed_cmd_env(args)
+        assert (command, args.nnodes, args.node_rank, args.nproc_per_node) == (None, "4", 2, "8")
 
 
 def test_launch_file_of_accelerate_config_is_followed(compose, tmp_path):

@@ -18,6 +18,7 @@ from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
 from recipes_lib.shipped import RECIPES, find_launch_file, find_shipped
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import (
+    Launch,
     add_pipeline_flags,
     expect_launch,
     name_pipeline,
@@ -154,7 +155,7 @@ def main(argv: Sequence[str]) -> int:
     # A text is the answer to --help or --print-config, which the recipe prints itself.
     if not isinstance(config, str):
         verify_combination(config, launch, str(file))
-    command = compose(file, [str(find_shipped(RECIPES / f"{recipe}.py")), *named], machines, num_processes)
+    command = compose(file, [str(find_shipped(RECIPES / f"{recipe}.py")), *named], machines, launch)
     variables = [f"{name}={value}" for name, value in pipeline.items()] if options.pipeline_stages > 1 else []
     line = shlex.join([*variables, *command])
     sys.stderr.write(f"{machines.source}, {num_processes} process{'es' * (num_processes != 1)} by {file}:\n{line}\n")
@@ -229,14 +230,17 @@ def _execute(command: Sequence[str], *, is_alone: bool) -> None:
     os.execve(recipe[0], recipe, environment)
 
 
-def compose(file: Path, script: Sequence[str], machines: Machines, num_processes: int) -> list[str]:
+def compose(file: Path, script: Sequence[str], machines: Machines, launch: Launch) -> list[str]:
     """Return the command of accelerate; ``--config_file`` keeps it from reading the user's ``default_config.yaml``."""
     command = [sys.executable, "-P", "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(file)]
-    command += ["--num_processes", str(num_processes), "--num_machines", str(machines.num_machines)]
+    command += ["--num_processes", str(launch.world_size), "--num_machines", str(machines.num_machines)]
     if machines.num_machines > 1:
         command += ["--machine_rank", str(machines.machine_rank)]
         command += ["--main_process_ip", str(machines.main_process_ip)]
-    if num_processes > 1:
+        if launch.engine == "DEEPSPEED":
+            # By default, DeepSpeed's launcher on each machine starts the processes of all machines, by ssh.
+            command += ["--deepspeed_multinode_launcher", "standard"]
+    if launch.world_size > 1:
         command += ["--main_process_port", str(machines.main_process_port)]
     return [*command, *script]
 

@@ -141,6 +141,8 @@ class Run:
         plan = {name: value for name, value in flatten_config(self.config).items() if name not in _OF_MACHINE}
         # Without the patch version of Python, which may differ between machines.
         plan |= {f"the version of {name}": version for name, version in read_versions().items() if name != "python"}
+        # Machines may have their own copies of the data.
+        plan["the SHA-256 of the dataset's rows"] = _list_fingerprints(self.facts.get("data"))
         checkpoint = agree_on_checkpoint(self.resume_from, self.launch, plan, say)
         if checkpoint is None and (ignored := list_checkpoints(self.output_dir)):
             found = f"{ignored[0][1].name} is ignored: it has no readable {COMPLETE}, as if another program wrote it"
@@ -166,8 +168,8 @@ class Run:
                 found = f"{what} are not those that this run began with"
                 remedy = f"restore them, or choose another output_dir; to accept them, delete `{name}` from this file"
                 raise ConfigError(Problem(str(self.output_dir / RUN_FILE), found, remedy))
+        self.facts.update(facts)
         if self.launch.is_main:
-            self.facts.update(facts)
             replace_record(self.output_dir / RUN_FILE, self.facts)
 
     @contextmanager

@@ -290,3 +290,16 @@ def test_run_compares_keys_and_versions_of_all_ranks(tmp_path, simulate_rank_1, 
     (name,) = other
     differing = {key for key in plans[0].keys() | plans[1].keys() if plans[0].get(key) != plans[1].get(key)}
     assert differing - {"torch"} == {"the version of torch" if name == "torch" else name}
+
+
+def test_run_compares_rows_of_all_ranks(tmp_path, monkeypatch):
+    """Machines with their own copies of a dataset would otherwise train on different rows without an error."""
+    plans = []
+    monkeypatch.setattr(run_module, "agree_on_checkpoint", lambda resume_from, launch, plan, say: plans.append(plan))
+    for rows in ("a", "b"):
+        run = Run(build_recipe({"output_dir": str(tmp_path)}), tmp_path, SECOND, None, finished=False)
+        run.record(data={"inputs": {"sources": {"train": rows}}})
+        run.choose_checkpoint()
+    differing = {key: [plan[key] for plan in plans] for key in plans[0] if plans[0][key] != plans[1][key]}
+    assert differing == {"the SHA-256 of the dataset's rows": [["a"], ["b"]]}
+    assert not list(tmp_path.iterdir()), "only the main process writes run.json"

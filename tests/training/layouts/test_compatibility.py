@@ -133,6 +133,15 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
     (({"attn_implementation": "sdpa"}, ROWS_SHARED), [({"attn_implementation": "sdpa"}, FSDP), ({}, ROWS_SHARED)]),
     (({"torch_compile": True}, ROWS_SHARED), [({"torch_compile": True}, FSDP)]),
     (({}, launch(fsdp_version=1)), [({}, FSDP), ({}, DDP)]),
+    (
+        ({}, launch(fsdp_sharding_strategy="HYBRID_SHARD")),
+        [
+            ({}, launch(fsdp_sharding_strategy="FULL_SHARD")),
+            ({}, launch(fsdp_sharding_strategy=1)),
+            ({}, launch(fsdp_sharding_strategy=None, fsdp_reshard_after_forward=False)),
+            ({}, DDP),
+        ],
+    ),
     (({}, launch(fsdp_state_dict_type="FULL_STATE_DICT")), [({}, launch(fsdp_state_dict_type="SHARDED_STATE_DICT"))]),
     (
         ({}, launch("DEEPSPEED", zero_stage=3)),

@@ -88,6 +88,23 @@ def test_fsdp_keys_without_prefix_are_read_as_by_accelerate(tmp_path: Path, monk
     assert (layout.fsdp_version, layout.offloads_weights, layout.state_dict_type) == (2, True, "FULL")
 
 
+@pytest.mark.parametrize(
+    ("keys", "is_fsdp1"),
+    [
+        ({"fsdp_sharding_strategy": "HYBRID_SHARD"}, True),
+        ({"fsdp_sharding_strategy": 2}, True),
+        ({"fsdp_reshard_after_forward": "FULL_SHARD"}, True),
+        ({"fsdp_sharding_strategy": "full_shard", "fsdp_reshard_after_forward": False}, False),
+        ({"fsdp_sharding_strategy": 1, "fsdp_reshard_after_forward": "True"}, False),
+        ({"fsdp_sharding_strategy": None}, False),
+    ],
+)
+def test_sharding_strategy_of_fsdp1_is_recognised(keys: dict[str, Any], is_fsdp1: bool) -> None:
+    """FSDP2 shards as with ``FULL_SHARD``, the default in accelerate's variables, whatever the strategy."""
+    document = {**MULTI_GPU, "fsdp_config": {"fsdp_version": 2, **keys}}
+    assert read_launch(name_variables(document)).layout.has_strategy is is_fsdp1
+
+
 @pytest.mark.parametrize("backend", ["NO", False, None, "INDUCTOR"])
 def test_dynamo_backend_of_launch_file_is_refused(backend: str | bool | None) -> None:
     variables = name_variables({**MULTI_GPU, "dynamo_config": {"dynamo_backend": backend}})
@@ -187,6 +204,9 @@ def test_recipe_as_launch_file_is_refused(tmp_path: Path) -> None:
         ("num_machines: '2'", "num_machines: '2' is not a number of machines"),
         ("fsdp_config: [fsdp_version]", "fsdp_config: it is not a mapping"),
         ("dynamo_config: inductor", "dynamo_config: it is not a mapping"),
+        ("num_procesess: 2", "has no such key\n    did you mean `num_processes`?"),
+        ("fsdp_config: {fsdp_offload_param: true}", "did you mean `fsdp_offload_params`"),
+        ("parallelism_config: {tp_size: 2}", "tp_size: the installed accelerate has no such key"),
     ],
 )
 def test_malformed_launch_file_is_refused(text: str, words: str, tmp_path: Path) -> None:

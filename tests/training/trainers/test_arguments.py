@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -151,6 +153,28 @@ def test_driver_that_accelerate_refuses_is_reported(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="launch: RTX 4000 does not support P2P"):
         build_training_arguments(make_config(tmp_path), ONE, has_eval=False)
     PartialState._reset_state()
+
+
+@pytest.mark.parametrize("key", ["ddp_find_unused_parameters", "ddp_broadcast_buffers"])
+def test_ddp_does_no_work_that_language_models_do_not_need(key, tmp_path):
+    """Without these defaults, each step would traverse the graph, and broadcast buffers, once more."""
+    assert getattr(build_training_arguments(make_config(tmp_path), ONE, has_eval=False), key) is False
+    assert getattr(build_training_arguments(make_config(tmp_path, **{key: True}), ONE, has_eval=False), key) is True
+
+
+@pytest.mark.parametrize(("keys", "seconds"), [({"ddp_timeout": 7}, 7), ({}, 1800)])
+def test_collectives_on_cpus_wait_for_ddp_timeout(keys, seconds, tmp_path, monkeypatch):
+    """transformers passes it on for accelerators only."""
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, str(value))
+
+    def join(backend, *, timeout=None, **_):
+        raise ConnectionError(f"{backend}: {timeout}")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", join)
+    config = make_config(tmp_path, use_cpu=True, bf16=False, **keys)
+    with pytest.raises(ConnectionError, match=f"gloo: {timedelta(seconds=seconds)}"):
+        build_training_arguments(config, dataclasses.replace(ONE, world_size=2), has_eval=False)
 
 
 def test_missing_distributed_backend_is_refused(tmp_path):

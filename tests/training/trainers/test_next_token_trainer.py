@@ -11,6 +11,7 @@ from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.errors import DivergedError
 from recipes_lib.models.adapters.lora import add_adapter, read_adapter_state
 from recipes_lib.models.quantization import build_quantization_config
+from recipes_lib.training.guards.watchdog import WATCHDOG
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -42,6 +43,14 @@ def test_trajectory_equals_transformers_trainer(tiny_model_dir, tmp_path, accumu
     assert len(recorder.steps) == 4
     for expected, got in zip(plain_recorder.steps, recorder.steps, strict=True):
         assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_every_batch_of_the_data_loader_is_progress(tiny_model_dir, tmp_path, monkeypatch):
+    """A resumed stream loads all earlier batches in its first step, for hours where there are many."""
+    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(8))
+    beats = []
+    monkeypatch.setattr(WATCHDOG, "beat", lambda: beats.append(1))
+    assert len(beats) == 0 < len(list(trainer.get_train_dataloader())) == len(beats)
 
 
 def test_step_without_targets_stops_before_update(tiny_model_dir, tmp_path):

@@ -64,6 +64,7 @@ class Layout:
         uses_cpu: Whether the file sets ``use_cpu``; False in several processes that ``recipes launch`` did not start.
         fsdp_version: 1 or 2.
         state_dict_type: FSDP state dict type, such as ``SHARDED_STATE_DICT``.
+        has_strategy: Whether FSDP has a sharding strategy of FSDP1 other than ``fsdp_sharding_strategy: FULL_SHARD``.
         recomputes: Whether FSDP applies activation checkpointing.
         offloads_weights: Whether FSDP offloads weights to the host.
         sizes: Size of each mesh dimension (``dp_replicate``, ``dp_shard``, ``tp``, ``cp``, ``sp``) above 1.
@@ -79,6 +80,7 @@ class Layout:
     uses_cpu: bool = False
     fsdp_version: int = 1
     state_dict_type: str = "SHARDED_STATE_DICT"
+    has_strategy: bool = False
     recomputes: bool = False
     offloads_weights: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -204,10 +206,12 @@ def _read_layout(env: Mapping[str, str]) -> Layout:
         raise ConfigError(Problem(_SCHEDULE, f"there is no schedule {schedule!r}", f"write {' or '.join(SCHEDULES)}"))
     sizes = {name: _read_number(env, f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1, least=1) for name in _DIMENSIONS}
     accumulation, clipping = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_CLIPPING"
+    reshards, strategy = env.get("FSDP_RESHARD_AFTER_FORWARD", "true"), env.get("FSDP_SHARDING_STRATEGY", "1")
     return Layout(
         uses_cpu=_is_true(env, _USES_CPU),
         fsdp_version=_read_number(env, "FSDP_VERSION", 1, least=1),
         state_dict_type=env.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"),
+        has_strategy=reshards.lower() not in ("true", "false") or strategy.upper() not in ("1", "FULL_SHARD", "NONE"),
         recomputes=_is_true(env, "FSDP_ACTIVATION_CHECKPOINTING"),
         offloads_weights=_is_true(env, "FSDP_OFFLOAD_PARAMS"),
         sizes={name: size for name, size in sizes.items() if size > 1},
@@ -491,7 +495,7 @@ _KINDS: Final = (
     *("MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON"),
 )
 """Supported values of ``distributed_type``. ``MULTI_CPU`` needs mpirun, whose processes do not know each other."""
-_PARTS: Final = ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config")
+_PARTS: Final = ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config", "fp8_config")
 
 
 def read_launch_file(path: Path) -> dict[str, Any]:
@@ -499,7 +503,7 @@ def read_launch_file(path: Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: As ``read_yaml``; it is not a mapping, ``distributed_type`` is missing or not supported, the number
-            of processes or machines is invalid, or a section is not a mapping.
+            of processes or machines is invalid, a section is not a mapping, or accelerate does not know a key.
     """
     document = read_yaml(path)
     if not isinstance(document, dict) or "distributed_type" not in document:
@@ -520,7 +524,25 @@ def read_launch_file(path: Path) -> dict[str, Any]:
         if type(count) is not int or count < 1:
             found = f"{count!r} is not a number of {name.removeprefix('num_')}"
             raise ConfigError(Problem(f"{path}: {name}", found, "write a whole number from 1 on"))
+    _verify_keys(document, path)
     return document
+
+
+def _verify_keys(document: Mapping[str, Any], path: Path) -> None:
+    """Raise for keys that accelerate does not know: it ignores those of a section, and fails for others."""
+    # Not at module level: they import torch.
+    from accelerate.commands.config.config_args import ClusterConfig
+    from accelerate.commands.launch import launch_command_parser
+
+    known = {action.dest for action in launch_command_parser()._actions} | ClusterConfig.__dataclass_fields__.keys()
+    unknown = [key for key in document if key not in known]
+    for part in _PARTS:
+        # accelerate adds the prefixes `fsdp_`, `dynamo_` and `fp8_` where they are missing.
+        prefix = "" if part in ("deepspeed_config", "parallelism_config") else part.removesuffix("config")
+        unknown += [key for key in document.get(part) or {} if not {key, f"{prefix}{key}"} & known]
+    if unknown:
+        found = "the installed accelerate has no such key"
+        raise ConfigError(*(Problem(f"{path}: {key}", found, suggest(key, known, "delete it")) for key in unknown))
 
 
 def name_variables(document: Mapping[str, Any], num_processes: int | None = None) -> dict[str, str]:

@@ -9,6 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Final
 
 import torch
@@ -21,6 +22,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.hardware import supports_bf16
 from recipes_lib.models.inference import find_factor_dtype
+from recipes_lib.training.collectives import is_distributed
 from recipes_lib.training.layouts.launch_environment import Launch, disable_accelerate_parallelism, verify_launch
 from recipes_lib.training.optim.compilation import choose_compilation, choose_liger, verify_compiler
 
@@ -157,6 +159,8 @@ def build_training_arguments(
     arguments = {**config.training, **_RECIPE_OVERRIDES.get(config.recipe, {}), **_OVERRIDES, **precision}
     # Every parameter contributes to every loss; searching for unused ones traverses the graph once more per step.
     arguments.setdefault("ddp_find_unused_parameters", False)
+    # Buffers of language models, such as rotary frequencies, are constants: a broadcast per step would not change them.
+    arguments.setdefault("ddp_broadcast_buffers", False)
     arguments["accelerator_config"] = {
         # For a stream, accelerate would concatenate the batches of all ranks on rank 0, whose lengths differ.
         "dispatch_batches": False,
@@ -190,7 +194,7 @@ def build_training_arguments(
     if arguments.get("optim") not in {None, *(optimizer.value for optimizer in OptimizerNames)}:
         # A name of this library (such as ``muon``): the trainer builds the optimizer.
         arguments["optim"] = "adamw_torch"
-    args = _construct(config, arguments)
+    args = _construct(config, arguments, launch)
     # With several visible GPUs, upstream wraps the model of a single process in `DataParallel`: a larger batch than
     # planned, on replicas, which the patched loss head does not support.
     args._n_gpu = min(args.n_gpu, 1)
@@ -201,11 +205,15 @@ def build_training_arguments(
     return args
 
 
-def _construct(config: RecipeConfig, arguments: dict[str, Any]) -> TrainingArguments:
+def _construct(config: RecipeConfig, arguments: dict[str, Any], launch: Launch) -> TrainingArguments:
     backend = arguments.get("ddp_backend")
     if backend and not torch.distributed.is_backend_available(backend):
         where, found = config.provenance.get("ddp_backend", "ddp_backend"), f"this torch has no backend {backend!r}"
         raise ConfigError(Problem(where, found, "delete the line: the default is nccl on GPUs and gloo on CPUs"))
+    if arguments["use_cpu"] and launch.world_size > 1 and not is_distributed():
+        # transformers 5.23 ignores `ddp_timeout` on CPUs; accelerate takes the process group that exists.
+        timeout = timedelta(seconds=arguments.get("ddp_timeout", TrainingArguments.ddp_timeout))
+        torch.distributed.init_process_group(backend or "gloo", timeout=timeout)
     try:
         args: TrainingArguments = _ARGUMENT_CLASSES.get(config.recipe, TrainingArguments)(**arguments)
     except ValueError as error:

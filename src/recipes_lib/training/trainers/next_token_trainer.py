@@ -22,6 +22,7 @@ from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.planning.schedule import Schedule
 from recipes_lib.training.forgetting.base_divergence import BaseDivergence
 from recipes_lib.training.guards.start_checks import verify_initial_loss
+from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.compatibility import STOCHASTIC_ADAMW
 from recipes_lib.training.monitoring.callbacks import TermMetrics, WeightMonitor
 from recipes_lib.training.optim.optimizers import StochasticAdamW, build_muon
@@ -78,6 +79,8 @@ class NextTokenTrainer(RecipeTrainer):
 
 
 def _collate(collate: Callable[[Any], Batch], rows: Any) -> Batch:
+    # A resumed stream packs all earlier rows again within its first step, which may take hours.
+    WATCHDOG.beat()
     batch = collate(rows)
     return {**batch, POSITIONS: index_targets(batch["labels"][:, 1:])}
 
