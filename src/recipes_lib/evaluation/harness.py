@@ -324,7 +324,7 @@ def read_scores(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the scores of a task with their standard errors: label -> ``{"value": ..., "stderr": ...}``.
 
     A label is ``metric``, or ``metric, filter`` if a filter selected the answer. A standard error is ``None`` if it is
-    not defined, as for a single question.
+    not defined, as for a single question, or 0, as for equal scores: three right answers of three would be 1 ± 0.
 
     Args:
         found: Results of a task in lm-eval's form, ``{"metric,filter": value, "metric_stderr,filter": value}``.
@@ -336,7 +336,7 @@ def read_scores(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             continue
         error = found.get(f"{metric}_stderr,{filter_name}")
         label = metric if filter_name == "none" else f"{metric}, {filter_name}"
-        stderr = float(error) if isinstance(error, float) and math.isfinite(error) else None
+        stderr = float(error) if isinstance(error, float) and 0 < error < math.inf else None
         scores[label] = {"value": float(value), "stderr": stderr}
     return scores
 
