@@ -74,6 +74,19 @@ def test_scores_and_answers_match_lm_eval(model: Path, tasks: Path) -> None:
         assert row["answers"] == json.loads(json.dumps(sample["filtered_resps"]))
 
 
+def test_metric_that_fails_is_an_error_of_the_task(
+    model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F1 of more than two classes needs an average; the stored answers serve the corrected task."""
+    task = json.loads((tasks / "choice.yaml").read_text())
+    (tmp_path / "f1.yaml").write_text(json.dumps(task | {"metric_list": [{"metric": "f1", "aggregation": "f1"}]}))
+    with pytest.raises(ConfigError, match="tasks: local_choice: their metrics cannot be computed: ValueError"):
+        evaluate_model(build(model, tmp_path, "local_choice"))
+    monkeypatch.setattr(CheckedModel, "_loglikelihood_tokens", lambda *_, **__: pytest.fail("asked again"))
+    (tmp_path / "f1.yaml").write_text(json.dumps(task))
+    assert evaluate_model(build(model, tmp_path, "local_choice"))
+
+
 @pytest.mark.parametrize(("error", "stderr"), [(0.1, 0.1), (0.0, None), (math.nan, None), ("N/A", None)])
 def test_standard_error_that_says_nothing_is_undefined(error: float | str, stderr: float | None) -> None:
     """It is 0 for equal scores, which would look like certainty, and not a number for a single question."""

@@ -370,11 +370,14 @@ class CachedModel(CachingLM):  # type: ignore[misc]
         path: File of this process's answers.
         others: Files of an earlier launch, also with another number of processes.
         endpoint: Address of the endpoint; ``None`` for a local model.
+
+    Attributes:
+        has_failed: Whether the model raised an exception.
     """
 
     def __init__(self, model: Any, path: Path, others: Sequence[Path] = (), endpoint: str | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.lm, self.cache_db, self._endpoint = model, str(path), endpoint
+        self.lm, self.cache_db, self._endpoint, self.has_failed = model, str(path), endpoint, False
         earlier: dict[str, Any] = {}
         for other in others:
             # A process killed before its first answer leaves a file without a table.
@@ -405,6 +408,7 @@ class CachedModel(CachingLM):  # type: ignore[misc]
             except UserError:
                 raise
             except Exception as error:  # A response of an endpoint can break lm-eval's parsing anywhere.
+                self.has_failed = True
                 _raise_endpoint_error(self._endpoint, error)
 
         return answer
