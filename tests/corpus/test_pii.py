@@ -17,6 +17,7 @@ from recipes_lib.corpus.pii import PII, is_card, is_iban, is_luhn, mask
 FOUND = [
     ("email", "ada.lovelace+x@mail.example.co.uk"),
     ("email", "a@b.co"),
+    ("email", "a@2x.co"),
     ("email", "jörg.müller@bäckerei-müller.de"),
     ("email", "анна@почта.рф"),
     ("email", "info@example.xn--p1ai"),
@@ -46,6 +47,7 @@ LEFT = [
     *("666-12-3456", "000-12-3456", "900-12-3456", "123-00-4567", "123-45-0000", "1078-05-1120"),
     *("@home", "a@b", "user@localhost", "112-555-0123", "212-155-0123", "+1 2", "2024-11-23", "call 911"),
     *("-----BEGIN CERTIFICATE-----", "hf_short", "x = a.b.c.d", "1,234,567", "$48/2=<<48/2=24>>24"),
+    *("logo@2x.png", "a/b-1@1.5x.webp"),
 ]
 
 

@@ -11,15 +11,16 @@ from recipes_lib.corpus.documents import HTML
 from recipes_lib.corpus.inputs import READ
 
 
-def write_warc(path, records):
+def write_warc(path, records, protocol="HTTP/1.0"):
     from warcio.statusandheaders import StatusAndHeaders
     from warcio.warcwriter import WARCWriter
 
     with path.open("wb") as file:
         writer = WARCWriter(file, gzip=path.suffix == ".gz")
         for kind, body, *types in records:
-            kinds = [("Content-Type", content) for content in types or ["text/html"]]
-            headers = StatusAndHeaders("200 OK", kinds, protocol="HTTP/1.0")
+            kinds = [("Content-Type", content) for content in types[:1] or ["text/html"]]
+            kinds += [("Content-Encoding", encoding) for encoding in types[1:]]
+            headers = StatusAndHeaders("200 OK", kinds, protocol=protocol)
             http = headers if kind == "response" else None
             record = writer.create_warc_record(
                 f"http://x/{len(body)}", kind, payload=io.BytesIO(body), http_headers=http
@@ -38,6 +39,45 @@ def test_warc_and_wet_records_are_read(tmp_path, name):
     assert "caf" in documents[1].text
     assert documents[0].metadata["url"] == f"http://x/{len(bodies[0])}"
     assert len({d.id for d in documents}) == 2
+
+
+@pytest.mark.parametrize(
+    ("charset", "codec", "text"),
+    [
+        ("windows-1252", "cp1252", "It’s a “quote” – for €5."),
+        ("ISO-8859-1", "cp1252", "It’s a “quote” – for €5."),
+        ('"iso-8859-2"', "iso8859-2", "Zażółć gęślą jaźń nad Wisłą."),
+        ("Windows-1254", "cp1254", "İstanbul, Türkiye'nin en kalabalık şehridir."),
+        ("iso-8859-1", "utf-8", "Zażółć gęślą jaźń"),
+        ("gb2312", "gbk", "朱镕基在北京出生，后来到上海工作，人口超过两千万。"),
+        ("no-charset", "cp1251", "Москва является столицей России, город федерального значения."),
+        ("idna", "cp1251", "Москва является столицей России, город федерального значения."),
+    ],
+)
+def test_page_is_decoded_by_the_charset_of_its_header(tmp_path, charset, codec, text):
+    """Unless it is UTF-8, or invalid in this charset; browsers read Latin-1 as Windows-1252."""
+    body = f"<html><p>{text}</p></html>"
+    write_warc(tmp_path / "a.warc", [("response", body.encode(codec), f"text/html; charset={charset}")])
+    documents, _, _ = read({"name": str(tmp_path / "a.warc")})
+    assert [document.text for document in documents] == [body]
+
+
+@pytest.mark.parametrize("encoding", ["br", "ZSTD"])
+def test_page_whose_compression_is_not_supported_is_counted(tmp_path, monkeypatch, encoding):
+    from warcio.bufferedreaders import BufferedReader
+
+    monkeypatch.delitem(BufferedReader.DECOMPRESSORS, "br", raising=False)
+    bodies = [random.Random(0).randbytes(400), b"<p>stored decompressed</p>"]
+    write_warc(tmp_path / "a.warc", [("response", body, "text/html", encoding) for body in bodies])
+    documents, ledger, _ = read({"name": str(tmp_path / "a.warc")})
+    assert [document.text for document in documents] == ["<p>stored decompressed</p>"]
+    assert f"is compressed as {encoding.lower()}: install" in ledger.notes[0]
+
+
+def test_response_over_http_2_is_read(tmp_path):
+    write_warc(tmp_path / "a.warc", [("response", b"<p>one</p>")], protocol="HTTP/2")
+    documents, _, _ = read({"name": str(tmp_path / "a.warc")})
+    assert [document.text for document in documents] == ["<p>one</p>"]
 
 
 def test_response_that_is_no_page_is_no_document(tmp_path):

@@ -36,9 +36,11 @@ FIGURES = ("scores", "num_questions", "num_cut", "num_empty", "prompts_hash")
 
 BROKEN = {
     "garbage": (200, "<html>"),
-    "empty": (200, "{}"),
+    "empty": (200, '{"error": "no credit"}'),
+    "none": (200, '{"choices": []}'),
     "error": (404, "no such model"),
-    "key": (401, "null"),
+    "context": (400, "too\n\x1blong"),
+    "key": (401, "wrong key: k-123"),
     "busy": (503, "null"),
 }
 
@@ -141,20 +143,29 @@ def test_endpoint_counts_truncated_questions(served: ServedModel, model: Path, t
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        ("error", "404.*check that it serves this model"),
-        ("key", "401, .*put a valid key into"),
-        ("busy", "503, .*run the same command to resume"),
-        ("garbage", "gave no usable answer"),
-        ("empty", "gave no usable answer: KeyError: 'choices'"),
+        ("error", "404 no such model.*check that it serves this model"),
+        ("context", "400 too .*long.*check that"),
+        ("key", r"401 wrong key: \*\*\*.*put a valid key into"),
+        ("busy", "503 .*run the same command to resume"),
+        ("garbage", "gave no usable answer: the response is not JSON: '<html>'"),
+        ("empty", "gave no usable answer: .*no credit"),
+        ("none", r"gave no usable answer: .*{\"choices\": \[\]}"),
         ("nan", "its logits are not finite"),
         ("no echo", r"log-probabilities of \[1\] tokens instead of \[\d+\].*of the prompt \(echo\)"),
         ("gone", "gave no usable answer.*run the same command to resume"),
     ],
 )
 def test_endpoint_failure_is_one_error(
-    served: ServedModel, tasks: Path, tmp_path: Path, broken: str, message: str, capsys: pytest.CaptureFixture[str]
+    served: ServedModel,
+    tasks: Path,
+    tmp_path: Path,
+    broken: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     served.broken = broken
+    monkeypatch.setenv("OPENAI_API_KEY", "k-123")
     if broken == "gone":
         served.server.shutdown()
         served.server.server_close()
@@ -165,6 +176,7 @@ def test_endpoint_failure_is_one_error(
         error = capsys.readouterr().err
         assert re.search(message, error.replace("\n", " "))
         assert "Traceback" not in error
+        assert "\x1blong" not in error
         assert error.count("error: ") <= 1
     served.broken = ""
     if broken != "gone":
@@ -184,7 +196,7 @@ def test_chat_endpoint_receives_messages(
     assert "Say sun, please" in next(read_samples(tmp_path))["prompt"]
     served.broken = "empty"  # A reply without choices must not count as an empty answer.
     assert run_eval("name", tasks, tmp_path, *flags, "--apply_chat_template", names="local_written") == 2
-    assert "gave no usable answer: KeyError: 'choices'" in capsys.readouterr().err
+    assert 'the reply holds no answer: {"error": "no credit"}' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("concurrent", [1, 8])

@@ -22,7 +22,7 @@ from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.evaluation import harness
 from recipes_lib.evaluation.engines import CachedModel, CheckedModel
-from recipes_lib.evaluation.harness import RECORD, SAMPLES, describe_model, evaluate_model, read_samples
+from recipes_lib.evaluation.harness import RECORD, SAMPLES, describe_model, evaluate_model, read_samples, read_scores
 from recipes_lib.evaluation.suites import OWN_TASKS
 from recipes_lib.files import try_lock
 
@@ -64,13 +64,34 @@ def test_scores_and_answers_match_lm_eval(model: Path, tasks: Path) -> None:
         assert found["scores"], task
         for metric, score in found["scores"].items():
             assert score["value"] == expected[f"{metric},none"]
-            if isinstance(expected[f"{metric}_stderr,none"], float):
-                # A bootstrap of 1,000 resamples has a relative error of 2 %.
-                assert score["stderr"] == pytest.approx(expected[f"{metric}_stderr,none"], rel=0.1)
+            stderr = expected[f"{metric}_stderr,none"]
+            # A bootstrap of 1,000 resamples has a relative error of 2 %. Of equal scores, there is no estimate.
+            known = isinstance(stderr, float) and stderr > 0
+            assert score["stderr"] == (pytest.approx(stderr, rel=0.1) if known else None)
     for row in read_samples(model / "eval"):
         (sample,) = [one for one in theirs["samples"][row["task"]] if one["doc_id"] == row["doc_id"]]
         assert row["prompt_hash"] == sample["prompt_hash"]
         assert row["answers"] == json.loads(json.dumps(sample["filtered_resps"]))
+
+
+def test_metric_that_fails_is_an_error_of_the_task(
+    model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F1 of more than two classes needs an average; the stored answers serve the corrected task."""
+    task = json.loads((tasks / "choice.yaml").read_text())
+    (tmp_path / "f1.yaml").write_text(json.dumps(task | {"metric_list": [{"metric": "f1", "aggregation": "f1"}]}))
+    with pytest.raises(ConfigError, match="tasks: local_choice: their metrics cannot be computed: ValueError"):
+        evaluate_model(build(model, tmp_path, "local_choice"))
+    monkeypatch.setattr(CheckedModel, "_loglikelihood_tokens", lambda *_, **__: pytest.fail("asked again"))
+    (tmp_path / "f1.yaml").write_text(json.dumps(task))
+    assert evaluate_model(build(model, tmp_path, "local_choice"))
+
+
+@pytest.mark.parametrize(("error", "stderr"), [(0.1, 0.1), (0.0, None), (math.nan, None), ("N/A", None)])
+def test_standard_error_that_says_nothing_is_undefined(error: float | str, stderr: float | None) -> None:
+    """It is 0 for equal scores, which would look like certainty, and not a number for a single question."""
+    found = {"acc,none": 1.0, "acc_stderr,none": error, "alias": "name"}
+    assert read_scores(found) == {"acc": {"value": 1.0, "stderr": stderr}}
 
 
 class TableModel(TemplateLM):  # type: ignore[misc]

@@ -57,6 +57,13 @@ def test_paired_difference_detects_small_improvement(tmp_path: Path) -> None:
     assert -0.02 < none.low < 0 < none.high < 0.02
 
 
+def test_scores_that_are_not_numbers_are_not_comparable(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", [1.0, 0.0, float("nan"), *[1.0] * 9])
+    (row,) = compare_folders([folder, folder])
+    assert row.verdict == "not comparable"
+    assert row.describe()["low"] is None
+
+
 def test_lower_loss_is_better(tmp_path: Path) -> None:
     losses = {"a": [2.0, 3.0] * 20, "b": [1.9, 2.9] * 20}
     (row,) = compare_folders([write(tmp_path / name, found, "bpb", rises=False) for name, found in losses.items()])

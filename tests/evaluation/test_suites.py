@@ -69,6 +69,8 @@ ROW = json.dumps({"q": "?", "c": ["a", "b"], "l": 0})
         ("", {}, "has no question"),
         (ROW.replace("0", "9"), {}, "the answer of its first row is not among its choices"),
         (ROW.replace('"a", "b"', ""), {}, "the answer of its first row is not among its choices"),
+        (ROW.replace("0", "-1"), {}, "no question has its answer among its choices; that of the first is -1"),
+        (ROW.replace("0", '"c"'), {}, "no question has its answer among its choices; that of the first is 'c'"),
         (ROW.replace('["a", "b"]', '"ab"'), {}, "the choices of its first row are 'ab'; write `doc_to_choice` as"),
         (ROW, {"doc_to_choice": None}, "the choices of its first row are None; write `doc_to_choice` as"),
         (ROW[:16], {}, "its data cannot be read: .*JSON parse error"),
@@ -90,6 +92,16 @@ def test_invalid_task_file_is_refused(tmp_path: Path, rows: str, change: dict[st
     (problem,) = caught.value.problems
     assert problem.where == "tasks: own"
     assert re.search(message, f"{problem.found}; {problem.remedy}")
+
+
+def test_questions_without_an_answer_are_allowed_beside_others(tmp_path: Path) -> None:
+    """Labels are -1 where a benchmark hides them; lm-eval counts such a question as wrong."""
+    (tmp_path / "rows.jsonl").write_text(f"{ROW.replace('0', '-1')}\n{ROW}\n")
+    files = {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}}}
+    (tmp_path / "own.yaml").write_text(json.dumps(CHOICE | files))
+    assert load_tasks(build(tmp_path, "own"))
+    with pytest.raises(ConfigError, match="no question has its answer"):
+        load_tasks(build(tmp_path, "own", limit=1))
 
 
 def test_task_whose_rows_are_all_filtered_has_no_question(tmp_path: Path) -> None:

@@ -130,6 +130,7 @@ PATTERNS: Final = (
         # The local part is bounded and starts at the first character of a run: a megabyte without @ takes linear time.
         re.compile(
             rf"[{_LOCAL}](?<![{_LOCAL}]{{2}})[{_LOCAL}]{{0,63}}@"
+            r"(?![\d.]{1,3}x\.(?:png|jpe?g|gif|webp|avif)(?a:\b))"  # Images for dense screens: logo@2x.png.
             rf"(?:[{_LETTERS}0-9](?:[{_LETTERS}0-9-]{{0,61}}[{_LETTERS}0-9])?\.){{1,8}}"
             rf"(?:[{_LETTERS}]{{2,24}}|xn--[a-z0-9-]{{1,59}})(?!(?a:[\w-]))"
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import re
 import zlib
@@ -30,6 +31,11 @@ _GZIP: Final = b"\x1f\x8b\x08"
 _GZIP_WBITS: Final = zlib.MAX_WBITS | 16
 _GZIP_HEAD: Final = 1 << 9
 """First bytes of a gzip member that are enough to decompress ``_RECORD``."""
+_PACKAGES: Final = {"br": "brotli", "zstd": "zstandard"}
+"""Content encoding -> package that decompresses it."""
+_BINARY: Final = re.compile("[\x00-\x08\x0b\x0e-\x1a\x1c-\x1f]")
+"""Control characters that no page contains (WHATWG MIME Sniffing, binary data byte)."""
+_CHARSET: Final = re.compile(r"charset=[\s\"']*([\w.:-]+)", re.IGNORECASE)
 
 
 def read_warc(path: Path, label: str) -> Iterator[Document | Problem]:
@@ -166,12 +172,13 @@ def _measure(data: bytearray, fill: Callable[[int], bool]) -> tuple[int, str]:
 
 
 def _read_record(data: bytes, where: str) -> Iterator[Document | Problem]:
-    from trafilatura.utils import decode_file
     from warcio.recordloader import ArcWarcRecordLoader
 
     try:
         # warcio parses HTTP headers, and decodes chunks and content encodings.
-        record = ArcWarcRecordLoader().parse_record_stream(io.BytesIO(data), known_format="warc")
+        loader = ArcWarcRecordLoader()
+        loader.http_parser.statuslist = ["HTTP/"]  # warcio 1.8 does not read HTTP/2, which browsers record.
+        record = loader.parse_record_stream(io.BytesIO(data), known_format="warc")
         headers, is_page = record.rec_headers, record.rec_type == "response"
         # Only some crawlers identify the type, such as Common Crawl's; the others have that of the server.
         sent = (record.http_headers or headers).get_header("Content-Type")
@@ -185,7 +192,29 @@ def _read_record(data: bytes, where: str) -> Iterator[Document | Problem]:
     if len(content) > MAX_PAGE_BYTES:
         yield Problem(where, f"is longer than {MAX_PAGE_BYTES:,} bytes")
         return
+    text = _decode(content, sent or "")
+    encoding = str(record.http_headers and record.http_headers.get_header("Content-Encoding")).lower()
+    # Without the package, warcio returns the compressed body; some archives hold it decompressed.
+    if encoding in _PACKAGES and _BINARY.search(text):
+        yield Problem(where, f"is compressed as {encoding}: install {_PACKAGES[encoding]}")
+        return
     metadata = {"url": headers.get_header("WARC-Target-URI"), "date": headers.get_header("WARC-Date")}
     metadata |= {HTML: True} if is_page else {}
     name = headers.get_header("WARC-Record-ID") or where
-    yield Document(text=decode_file(content), id=name.strip("<>"), metadata=metadata)
+    yield Document(text=text, id=name.strip("<>"), metadata=metadata)
+
+
+def _decode(content: bytes, content_type: str) -> str:
+    """Return the text of a page: as UTF-8 if it is valid, else in the charset of the HTTP header, else as detected."""
+    from trafilatura.utils import decode_file, handle_compressed_file
+
+    content = handle_compressed_file(content)
+    declared = _CHARSET.search(content_type)
+    # Not first: servers declare a default for pages in UTF-8, which is invalid in no charset of single bytes.
+    with suppress(UnicodeDecodeError):
+        return content.decode()
+    with suppress(LookupError, UnicodeError):
+        name = codecs.lookup(declared[1] if declared else "").name
+        # Browsers read Latin-1 as its superset (WHATWG Encoding Standard).
+        return content.decode("cp1252" if name == "iso8859-1" else name)
+    return str(decode_file(content))

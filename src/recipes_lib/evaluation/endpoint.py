@@ -250,7 +250,7 @@ class Endpoint:
         return replies
 
 
-_REMEDY: Final = "check that it serves this model; `request` sets additional fields of a request"
+_REMEDY: Final = "check the address, and that it serves this model; `request` sets additional fields of a request"
 
 
 @dataclass
@@ -270,7 +270,7 @@ class _Connection:
         Raises:
             UnansweredError: As ``Endpoint.answer``.
         """
-        endpoint, reason = self.endpoint, ""
+        endpoint, reason, remedy = self.endpoint, "", RESUME_REMEDY
         body: dict[str, Any] = {
             "model": endpoint.model,
             "messages": [dict(message) for message in chat],
@@ -293,19 +293,21 @@ class _Connection:
                 body_start = b""  # An error page may have megabytes.
                 with suppress(*_FAILURES):  # The status code is enough if the body cannot be read.
                     body_start = self._read_body(error, 2000)
-                reason = f"{error.code} {self._shorten(body_start.decode(errors='replace') or str(error.reason))}"
+                reason = f"{error.code} {shorten(body_start.decode(errors='replace') or str(error.reason), self._key)}"
                 if error.code in _THIS_REQUEST:
                     return Reply("", is_finished=False, error=reason)
                 if not _is_temporary(error.code):
                     remedy = choose_remedy(error.code, _REMEDY)
                     raise UnansweredError(Problem("base_url", f"{self._url} returned {reason}", remedy)) from None
-                wait = read_wait(error.headers.get("Retry-After"), wait)
+                wait, remedy = read_wait(error.headers.get("Retry-After"), wait), RESUME_REMEDY
             except _FAILURES as error:
-                reason = self._shorten(f"{type(error).__name__}: {error}")
+                reason = shorten(describe_failure(error), self._key)
+                # An invalid response, such as the page of a proxy, is one of another server.
+                remedy = _REMEDY if isinstance(error, ValueError) else RESUME_REMEDY
             if attempt + 1 < endpoint.num_attempts and self.pause(wait):
                 break
         found = f"{self._url} had no answer after {endpoint.num_attempts} attempts: {reason}"
-        raise UnansweredError(Problem("base_url", found, RESUME_REMEDY))
+        raise UnansweredError(Problem("base_url", found, remedy))
 
     def _post(self, sent: bytes) -> Any:
         headers = {"Content-Type": "application/json"}
@@ -340,11 +342,6 @@ class _Connection:
         """Wait until ``seconds`` have passed or another request ends the call; return True for the latter."""
         return self.is_stopped.wait(seconds)
 
-    def _shorten(self, text: str) -> str:
-        # One line without control characters: an error page can contain escape sequences of a terminal.
-        line = " ".join(text.split())
-        return escape_controls((line.replace(self._key, "***") if self._key else line)[:300])
-
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     """Redirects are errors: they would carry the API key to another address."""
@@ -375,6 +372,22 @@ def choose_remedy(status: int | None, otherwise: str) -> str:
 
 def _is_temporary(status: int) -> bool:
     return status in _REPEATED or status >= 500
+
+
+def describe_failure(error: Exception) -> str:
+    """Return the type and message of an exception of a request; for a response that is not JSON, its first words."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"the response is not JSON: {error.doc[:200]!r}"
+    return f"{type(error).__name__}: {error}"
+
+
+def shorten(text: str, key: str | None) -> str:
+    """Return the start of a text as one line, without the API key and control characters.
+
+    An error page can contain escape sequences of a terminal.
+    """
+    line = " ".join(text.split())
+    return escape_controls((line.replace(key, "***") if key else line)[:300])
 
 
 def read_wait(retry_after: str | None, wait: float) -> float:

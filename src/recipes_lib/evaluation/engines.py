@@ -7,10 +7,11 @@ import importlib.util
 import json
 import logging
 import math
+import re
 import sqlite3
 import time
 import warnings
-from collections import ChainMap
+from collections import ChainMap, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,7 +32,15 @@ from transformers import LogitsProcessorList
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, verify_extra
-from recipes_lib.evaluation.endpoint import RESUME_REMEDY, choose_remedy, join_parts, read_key, read_wait
+from recipes_lib.evaluation.endpoint import (
+    RESUME_REMEDY,
+    choose_remedy,
+    describe_failure,
+    join_parts,
+    read_key,
+    read_wait,
+    shorten,
+)
 from recipes_lib.files import read_record
 from recipes_lib.models.adapters.lora import suppress_peft_warnings
 from recipes_lib.models.adapters.saved import ADAPTER_CONFIG, find_adapter
@@ -80,8 +89,10 @@ def build_engine(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
 def _build_endpoint(config: EvalConfig) -> Any:
     verify_extra("base_url", "eval", "aiohttp", "requests", "tenacity")
     # They log every failed attempt; ``CachedModel`` reports the last one.
-    for name in ("lm_eval.models.api_models", "asyncio"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    client = logging.getLogger("lm_eval.models.api_models")
+    client.setLevel(logging.WARNING)
+    client.addFilter(_keep_response)
     options: dict[str, Any] = {"model": config.model_name_or_path, "base_url": config.base_url, "seed": config.seed}
     options |= {"num_concurrent": config.num_concurrent, "batch_size": config.batch_size or 1}
     if config.is_chat_endpoint:
@@ -119,31 +130,59 @@ def _build_patient(name: str, options: Mapping[str, Any]) -> Any:
                 raise
 
         def parse_logprobs(self, outputs: Any, tokens: Any = None, **kwargs: Any) -> Any:
-            _verify_logprobs(outputs if isinstance(outputs, list) else [outputs], tokens)
+            _verify_logprobs(_list_choices(outputs), tokens)
             return super().parse_logprobs(outputs=outputs, tokens=tokens, **kwargs)
 
         def parse_generations(self, outputs: Any, **kwargs: Any) -> Any:
-            for reply in outputs if isinstance(outputs, list) else [outputs]:
-                # lm-eval 0.4.13 reads a chat reply without choices, or with a choice without `index`, as an empty
-                # answer, and does not join the parts of a content. A missing `choices` raises here.
-                for number, choice in enumerate(reply["choices"]):
-                    choice.setdefault("index", number)
-                    if "message" in choice:
-                        choice["message"]["content"] = join_parts(choice["message"].get("content"))
+            # lm-eval 0.4.13 reads a chat reply without choices, or with a choice without `index`, as an empty answer,
+            # and does not join the parts of a content.
+            for choice in _list_choices(outputs):
+                if "message" in choice:
+                    choice["message"]["content"] = join_parts(choice["message"].get("content"))
             return super().parse_generations(outputs, **kwargs)
 
     return PatientClient(**options, max_retries=_NUM_ATTEMPTS)
 
 
-def _verify_logprobs(replies: Sequence[Any], prompts: Sequence[Sequence[int]]) -> None:
-    """Verify that replies have a log-probability for each token of their prompts, and one for the generated token.
+_LAST_RESPONSE: Final = deque([""], maxlen=1)
+"""Body of the last error response: an exception of aiohttp has only its status code."""
+_LOGGED_RESPONSE: Final = re.compile(r"(?:Response text|error message): (.*)\. Retrying", re.DOTALL)
+"""Pattern of lm-eval 0.4.13's messages about failed requests."""
+
+
+def _keep_response(record: logging.LogRecord) -> bool:
+    """Store the response in a message of lm-eval's client; suppress every message."""
+    _LAST_RESPONSE.extend(_LOGGED_RESPONSE.findall(record.getMessage()))
+    return False
+
+
+def _list_choices(outputs: Any) -> list[dict[str, Any]]:
+    """Return the choices of one reply or several, each with its index.
+
+    Raises:
+        ValueError: There is none.
+    """
+    replies = outputs if isinstance(outputs, list) else [outputs]
+    try:
+        numbered = [pair for reply in replies for pair in enumerate(reply["choices"])]
+    except (LookupError, TypeError):
+        numbered = []
+    if not numbered:
+        raise ValueError(f"the reply holds no answer: {json.dumps(outputs)[:200]}")
+    for number, choice in numbered:
+        choice.setdefault("index", number)
+    return [choice for _, choice in numbered]
+
+
+def _verify_logprobs(choices: Sequence[Any], prompts: Sequence[Sequence[int]]) -> None:
+    """Verify that choices have a log-probability for each token of their prompts, and one for the generated token.
 
     lm-eval 0.4.13 adds up those that it finds: without ``echo``, every choice would have the log-probability 0.
 
     Raises:
         ValueError: They have another number.
     """
-    choices = sorted((choice for reply in replies for choice in reply["choices"]), key=lambda choice: choice["index"])
+    choices = sorted(choices, key=lambda choice: choice["index"])
     found = [len(choice["logprobs"]["token_logprobs"]) for choice in choices]
     expected = [len(prompt) + 1 for prompt in prompts]
     if found != expected:
@@ -331,11 +370,14 @@ class CachedModel(CachingLM):  # type: ignore[misc]
         path: File of this process's answers.
         others: Files of an earlier launch, also with another number of processes.
         endpoint: Address of the endpoint; ``None`` for a local model.
+
+    Attributes:
+        has_failed: Whether the model raised an exception.
     """
 
     def __init__(self, model: Any, path: Path, others: Sequence[Path] = (), endpoint: str | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.lm, self.cache_db, self._endpoint = model, str(path), endpoint
+        self.lm, self.cache_db, self._endpoint, self.has_failed = model, str(path), endpoint, False
         earlier: dict[str, Any] = {}
         for other in others:
             # A process killed before its first answer leaves a file without a table.
@@ -366,6 +408,7 @@ class CachedModel(CachingLM):  # type: ignore[misc]
             except UserError:
                 raise
             except Exception as error:  # A response of an endpoint can break lm-eval's parsing anywhere.
+                self.has_failed = True
                 _raise_endpoint_error(self._endpoint, error)
 
         return answer
@@ -386,8 +429,10 @@ def _raise_endpoint_error(endpoint: str | None, error: Exception) -> NoReturn:
     """Raise a ``ConfigError`` for an exception caused by an endpoint; without one, ``error`` itself."""
     if endpoint is None:
         raise error
-    reason = f"{type(error).__name__}: {error}".splitlines()[0][:300].removesuffix(": ")  # A timeout has no message.
     status, _ = _read_status(error)
+    reason = f"{status} {_LAST_RESPONSE[0]}" if (status or 0) >= 400 else describe_failure(error)
+    # A server may repeat the key. A timeout has no message.
+    reason = shorten(reason, read_key()).removesuffix(":")
     remedy = "check that it serves this model, with log-probabilities of the prompt (echo) where tasks have choices"
     # An error status is an `OSError` for requests, and not for aiohttp.
     is_down = status is None and isinstance(error, OSError)

@@ -22,7 +22,7 @@ from lm_eval.evaluator import evaluate
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.environment import read_versions
-from recipes_lib.errors import ConfigError, DataError, Problem, list_first
+from recipes_lib.errors import ConfigError, DataError, Problem, UserError, list_first
 from recipes_lib.evaluation.endpoint import ENDS_THINKING
 from recipes_lib.evaluation.engines import CachedModel, build_engine, find_tokenizer, is_cut
 from recipes_lib.evaluation.suites import load_tasks
@@ -124,7 +124,17 @@ def _run_cached(
     # Answers do not depend on the number of questions: an evaluation with a higher limit reuses those of a lower one.
     key = _hash([origin["model"], {**chosen, "limit": None}, origin["versions"]])
     cached = CachedModel(model, cache / f"{key}-{model.rank}.sqlite", sorted(cache.glob(f"{key}-*")), config.base_url)
-    results = run_tasks(cached, tasks, config)
+    try:
+        results = run_tasks(cached, tasks, config)
+    except UserError:
+        raise
+    except Exception as error:
+        if cached.has_failed:
+            raise
+        # All answers are there, so that it is a metric, a filter or a function of a task.
+        found = f"their metrics cannot be computed: {type(error).__name__}: {error}"
+        remedy = "correct the task's file; the answers are stored, and are not asked again"
+        raise ConfigError(Problem(f"tasks: {list_first(list(tasks['tasks']))}", found, remedy)) from error
     cached.close()
     if results is None:
         return None
@@ -324,7 +334,7 @@ def read_scores(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the scores of a task with their standard errors: label -> ``{"value": ..., "stderr": ...}``.
 
     A label is ``metric``, or ``metric, filter`` if a filter selected the answer. A standard error is ``None`` if it is
-    not defined, as for a single question.
+    not defined, as for a single question, or 0, as for equal scores: three right answers of three would be 1 ± 0.
 
     Args:
         found: Results of a task in lm-eval's form, ``{"metric,filter": value, "metric_stderr,filter": value}``.
@@ -336,7 +346,7 @@ def read_scores(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             continue
         error = found.get(f"{metric}_stderr,{filter_name}")
         label = metric if filter_name == "none" else f"{metric}, {filter_name}"
-        stderr = float(error) if isinstance(error, float) and math.isfinite(error) else None
+        stderr = float(error) if isinstance(error, float) and 0 < error < math.inf else None
         scores[label] = {"value": float(value), "stderr": stderr}
     return scores
 

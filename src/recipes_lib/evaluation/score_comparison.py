@@ -29,7 +29,7 @@ class Difference(NamedTuple):
         low: Lower end of the 95 % confidence interval of the mean difference.
         high: Upper end of this interval.
         verdict: ``better`` or ``worse``, by the metric's direction, if the interval excludes 0; ``same`` if no
-            difference was shown; ``not comparable`` if the prompts differ.
+            difference was shown; ``not comparable`` if the prompts differ, or a score is NaN.
     """
 
     task: str
@@ -139,7 +139,7 @@ def _compare(
         [task[:, :2] * scale / task[:, 2].mean() for task, scale in zip(values, scales, strict=True)]
     )
     low, high = compute_interval(scaled[:, 1] - scaled[:, 0])
-    verdict: Verdict = "same"
+    verdict: Verdict = "not comparable" if math.isnan(low) else "same"
     if low > 0 or high < 0:
         verdict = "better" if (low > 0) != falls else "worse"
     means = scaled.mean(axis=0)
@@ -158,4 +158,4 @@ def format_rows(rows: Sequence[Difference]) -> Iterator[str]:
     if not rows:
         yield "no task and metric that both have"
     if any(row.verdict == "not comparable" for row in rows):
-        yield "not comparable: the prompts differ (few-shot examples, template or version of the task)"
+        yield "not comparable: the prompts differ (few-shot examples, template, version of the task), or a score is NaN"

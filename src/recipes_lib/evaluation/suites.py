@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import logging
 import sys
 from collections.abc import Collection, Iterator, Mapping
@@ -226,7 +227,19 @@ def _set_up(name: str, task: Any, config: EvalConfig, num_fewshot: int | None) -
     # lm-eval would iterate over the characters of a string.
     if not (isinstance(choices, list) and choices):
         return [Problem(where, f"the choices of its first row are {choices!r:.80}", "write `doc_to_choice` as a list")]
-    return []
+    docs = itertools.islice(task.eval_docs, config.limit)
+    if task.multiple_input or task.config.process_results or any(_has_answer(task, doc) for doc in docs):
+        return []
+    first = task.doc_to_target(task.eval_docs[0])
+    found = f"no question has its answer among its choices; that of the first is {first!r:.80}"
+    return [Problem(where, found, "name a split with answers, which test splits may hide, or correct `doc_to_target`")]
+
+
+def _has_answer(task: Any, doc: Any) -> bool:
+    """Return whether the answer of a row is one of its choices; for others, as the label -1, every answer is wrong."""
+    choices, target = task.doc_to_choice(doc), task.doc_to_target(doc)
+    targets = target if isinstance(target, list) else [target]
+    return any(one in (range(len(choices)) if isinstance(one, int) else choices) for one in targets)
 
 
 def _find_missing(task: Any, config: EvalConfig) -> tuple[str, str] | None:

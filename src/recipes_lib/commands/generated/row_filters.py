@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import re
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,15 +14,13 @@ from typing import Any, Final
 import numpy as np
 
 from recipes_lib.config.synthesis_keys import SynthesisConfig
-from recipes_lib.corpus.duplicates import MinHash, compute_jaccard, hash_shingles, hash_words
+from recipes_lib.corpus.duplicates import MinHash, hash_shingles, hash_words
 from recipes_lib.data.final_numbers import read_final_number
 from recipes_lib.errors import ConfigError, DataError, Problem, verify_extra
 
 REFUSALS: Final = Path(__file__).with_name("refusals.txt")
 _NGRAM: Final = 3
 """Words of a shingle, few because prompts are short."""
-_BANDS, _ROWS = 32, 4
-"""LSH bands and rows: candidate probability 0.9998 at similarity 0.7, 0.87 at 0.5; candidates are verified exactly."""
 _NUM_HASHES: Final = 128
 _SEED: Final = 0
 
@@ -114,8 +113,9 @@ def _shingle(text: str) -> Any:
 class NearDuplicates:
     """Index of texts that detects near duplicates by the Jaccard similarity of their shingles.
 
-    MinHash finds candidates (``corpus.duplicates``), whose similarity is computed exactly. Texts that are shorter than
-    a shingle are duplicates if their words are equal.
+    Exact, from an inverted index, without MinHash candidates: prompts of one template all have candidates in common,
+    and comparing them pair by pair takes a day for 100,000. Texts that are shorter than a shingle are duplicates if
+    their words are equal.
 
     Source: brute force over all pairs in ``tests/commands/generated/test_row_filters.py``.
     """
@@ -123,9 +123,9 @@ class NearDuplicates:
     def __init__(self, threshold: float) -> None:
         """Create an empty index; texts with at least this Jaccard similarity are duplicates."""
         self._threshold = threshold
-        self._minhash = MinHash(_BANDS, _ROWS, _SEED)
-        self._buckets: dict[tuple[int, int], list[int]] = {}
-        self._shingles: list[Any] = []
+        # Shingle -> numbers of the texts that contain it; text -> number of its shingles.
+        self._texts: dict[int, array[int]] = {}
+        self._sizes = array("I")
         self._words: set[bytes] = set()
 
     def add(self, text: str) -> bool:
@@ -134,18 +134,16 @@ class NearDuplicates:
         # Equal words first, because this is cheaper than shingles.
         if words in self._words:
             return True
-        shingles = np.unique(hash_shingles(text, _NGRAM))
-        buckets: list[tuple[int, int]] = []
-        if len(shingles):
-            buckets = list(enumerate(self._minhash.compute_keys(shingles).tolist()))
-            candidates = sorted({at for bucket in buckets for at in self._buckets.get(bucket, ())})
-            if any(compute_jaccard(self._shingles[at], shingles) >= self._threshold for at in candidates):
+        shingles = set(hash_shingles(text, _NGRAM).tolist())
+        if texts := [self._texts[shingle] for shingle in shingles if shingle in self._texts]:
+            shared = np.bincount(np.concatenate(texts))
+            sizes = np.array(self._sizes[: len(shared)])
+            if (shared / (len(shingles) + sizes - shared) >= self._threshold).any():
                 return True
         self._words.add(words)
-        for bucket in buckets:
-            self._buckets.setdefault(bucket, []).append(len(self._shingles))
-        if buckets:
-            self._shingles.append(shingles)
+        for shingle in shingles:
+            self._texts.setdefault(shingle, array("I")).append(len(self._sizes))
+        self._sizes.append(len(shingles))
         return False
 
 
