@@ -52,6 +52,8 @@ from recipes_lib.errors import ConfigError
         ("dpo/config", {"completion_only_loss": True}, "sft", None),
         ("recipes/mine", {"rl": "ipo", "adapter": "qlora", "load_in_4bit": True}, "dpo", "ipo"),
         ("recipes/mine", {"stage": "rm", "finetuning_type": "full"}, "reward", None),
+        ("recipes/mine", {"stage": "pt", "finetuning_type": "full"}, "pretrain", None),
+        ("sft/gemma-4b-pt", {}, "sft", None),
         ("recipes/mine", {"adapter": "lora"}, "lora", None),
         ("recipes/mine", {"stage": "dpo", "packing": False, "finetuning_type": "lora"}, "dpo", None),
         ("sft/mine", {"stage": "sft", "finetuning_type": "lora", "beta": 0.1}, "lora", None),
@@ -101,6 +103,7 @@ def test_recipe_that_changes_the_method_needs_review(write, minimal_text: str, r
         ("mine.yaml", "stage: pt"),
         ("mine.yaml", "rlhf_type: prm"),
         ("cpt.yaml", "adapter: lora\nmax_length: 64"),
+        ("mine.yaml", "stage: pt\nfinetuning_type: lora\nmax_length: 64"),
     ],
 )
 def test_file_of_another_method_is_not_ready(tmp_path: Path, minimal_text: str, name: str, line: str) -> None:
@@ -108,7 +111,6 @@ def test_file_of_another_method_is_not_ready(tmp_path: Path, minimal_text: str, 
     path = tmp_path / name
     path.write_text(f"{minimal_text}{line}\n")
     assert not migrate(path).is_ready
-    assert not infer_method(["mine"], {"stage": "pt"}, "pretrain").doubt
 
 
 def test_relative_path_is_resolved_to_infer_method(tmp_path: Path, monkeypatch) -> None:

@@ -56,6 +56,9 @@ COMMANDS = {
         "ppo",
         {"model_name_or_path": "a/policy", "tokenizer_name_or_path": "a/base", "response_length": 53},
     ),
+    "swift pt --model a/b --output_dir o --max_length 64 --dataset_name c/d": ("pretrain", {"max_length": 64}),
+    "swift rlhf --model a/b --output_dir o --dataset_name c/d": ("dpo", {"output_dir": "o"}),
+    "swift rlhf --rlhf_type rm --model a/b --dataset_name c/d": ("reward", {"output_dir": "trainer_output"}),
     "python gkd.py --model_name_or_path a/b --teacher_model_name_or_path a/t --dataset_name c/d": (
         "distill",
         {"teacher_model_name_or_path": "a/t"},
@@ -171,6 +174,8 @@ def test_launcher_flags_are_left_to_the_launch_file(tmp_path: Path) -> None:
         ("python a.py --b c && python d.py --e f\n", "not one command"),
         ("python -m verl.trainer.main_ppo a.b=1 c\n", "'c' is not a flag"),
         ("echo trl\n", "not one command"),
+        ("trl vllm-serve --model a/b\n", "not one command"),
+        ("swift infer --adapters a/b\n", "not one command"),
         ("python examples/scripts/cpo.py --model_name_or_path a/b\n", "CPO"),
     ],
 )
@@ -184,6 +189,12 @@ def test_invalid_command_is_refused(text: str, found: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("text", ["model_name_or_path: trl/sft\n", "python: 3\n", "# trl sft\nseed: 1\n", ""])
 def test_config_text_is_not_a_command(text: str) -> None:
     assert not is_command(text)
+
+
+def test_command_is_recognised_in_a_file_of_any_name(tmp_path: Path) -> None:
+    path = tmp_path / "run.txt"
+    path.write_text("$ OMP_NUM_THREADS=1 \\\n  trl sft --model_name_or_path a/b --dataset_name c/d\n")
+    assert yaml.safe_load(migrate(path).text)["model_name_or_path"] == "a/b"
 
 
 def test_command_values_keep_types_and_lists() -> None:

@@ -26,10 +26,12 @@ _METHOD_KEYS: Final = ("stage", "rl", "rlhf_type", "trainer_type", "algorithm.ad
 _NAMES_OF_RUNS: Final = (*_METHOD_KEYS, "adapter", "finetuning_type", "output_dir", "hub_model_id", "run_name")
 """Keys whose text names the method: the method itself, then names of outputs."""
 
-_RECIPE_OF_WORDS: Final[Mapping[str, str]] = {
+_RECIPE_OF_WORDS: Final = {
     **{recipe: recipe for recipe in RECIPE_NAMES if recipe != "lora"},
     **{word: recipe for recipe, words in _METHODS["words"].items() for word in words.split()},
 }
+_RECIPE_OF_METHODS: Final = {**_RECIPE_OF_WORDS, "pt": "pretrain"}
+"""Recipe of each method of LLaMA-Factory and ms-swift too; ``pt`` in the name of a file may be that of a model."""
 _LOSSES: Final = ("orpo", "simpo", "ipo", "kto")
 """Words that name a loss of DPO."""
 _PLAIN_SECTIONS, _NAMED_SECTIONS = (frozenset(_METHODS["sections"][kind].split()) for kind in ("plain", "named"))
@@ -110,7 +112,7 @@ def infer_method(names: Sequence[str], values: Mapping[str, Any], recipe: str | 
 
 def _find_recipe(method: Any) -> str | None:
     words = re.split("[^a-z]+", str(method).lower())
-    return next((_RECIPE_OF_WORDS[word] for word in words if word in _RECIPE_OF_WORDS), None)
+    return next((_RECIPE_OF_METHODS[word] for word in words if word in _RECIPE_OF_METHODS), None)
 
 
 def _narrow(values: Mapping[str, Any]) -> tuple[list[str], Sequence[str]]:
@@ -267,7 +269,10 @@ def parse_command_text(text: str, name: str) -> ShellCommand:
         raise ConfigError(Problem(name, found, "migrate that file; pass the flags to `recipes check --config`"))
     script = words[start]
     last = Path(script).stem if script.endswith(".py") else script.rpartition(".")[2]
-    return ShellCommand(last, dict(_read_flag(*flag) for flag in values.items()), shlex.join(words[:start]))
+    read = dict(_read_flag(*flag) for flag in values.items())
+    # The default of ms-swift.
+    read |= {"rlhf_type": "dpo"} if last == "rlhf" and "rlhf_type" not in read else {}
+    return ShellCommand("pretrain" if last == "pt" else last, read, shlex.join(words[:start]))
 
 
 def _split_commands(text: str) -> Iterator[list[str]]:
@@ -291,8 +296,11 @@ def _split_commands(text: str) -> Iterator[list[str]]:
 
 def _find_script(words: Sequence[str]) -> int | None:
     """Return the index of the script or subcommand of a command that trains."""
-    after = (at + 1 for at, word in enumerate(words[:-1]) if word in _SUBCOMMANDS)
-    return next((at for at, word in enumerate(words) if _SCRIPT.search(word)), next(after, None))
+    for at, word in enumerate(words):
+        is_method = word in {*_RECIPE_OF_METHODS, *_UNSUPPORTED, "rlhf"}
+        if _SCRIPT.search(word) or (at > 0 and words[at - 1] in _SUBCOMMANDS and is_method):
+            return at
+    return None
 
 
 def flatten_sections(values: Mapping[str, Any]) -> dict[str, Any]:
