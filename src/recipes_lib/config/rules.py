@@ -252,7 +252,7 @@ def check_shares(settings: Settings) -> Iterator[Problem]:
 
 
 def check_data(settings: Settings) -> Iterator[Problem]:
-    """A stream has ``max_steps``, and in fine-tuning nothing due at the end of an epoch; a mixture is not empty."""
+    """A stream has ``max_steps``, and in fine-tuning nothing due at the end of an epoch."""
     has_length = settings["max_steps"] > 0 or settings.broken("max_steps") or settings.gives("max_tokens")
     if settings["dataset_streaming"] and not has_length:
         found = "`dataset_streaming` needs `max_steps`: the length of an epoch is unknown for a stream"
@@ -262,8 +262,6 @@ def check_data(settings: Settings) -> Iterator[Problem]:
         if settings[key] == "epoch":
             found = f"`{key}` is epoch: the length of an epoch is unknown for a stream"
             yield settings.problem(key, found, f"write `{key}: steps`")
-    if settings["dataset_mixture"] == []:
-        yield settings.problem("dataset_mixture", "`dataset_mixture` is empty", "write at least one entry")
 
 
 def check_mixture(settings: Settings) -> Iterator[Problem]:
@@ -301,17 +299,9 @@ def check_eval_datasets(settings: Settings) -> Iterator[Problem]:
 
 
 def check_stream(settings: Settings) -> Iterator[Problem]:
-    """A stream is a single dataset with a given row length and named held-out data."""
-    if not settings["dataset_streaming"]:
-        return
-    if settings["max_length"] is None and not settings.broken("max_length"):
+    """A stream has a given row length."""
+    if settings["dataset_streaming"] and settings["max_length"] is None and not settings.broken("max_length"):
         yield settings.problem("max_length", "the longest example of a stream is unknown", "write `max_length: ...`")
-    if settings["test_split_size"] is not None:
-        remedy = "name held-out data with `dataset_test_split`"
-        yield settings.problem("test_split_size", "rows cannot be held out of a stream", remedy)
-    if settings["dataset_mixture"]:
-        found = "a mixture cannot be streamed: its datasets would not be shuffled together"
-        yield settings.problem("dataset_streaming", found, "set it to false, or mix the data on disk first")
 
 
 def check_start(settings: Settings) -> Iterator[Problem]:
