@@ -27,6 +27,10 @@ def complete(capsys, *words):
     ("words", "candidates"),
     [
         (("recipes", "pub"), ["publish"]),
+        (("recipes", "gr"), ["grpo"]),
+        (("recipes", "tr"), ["train"]),
+        (("recipes", "check", "--recipe", "cor"), ["corpus"]),
+        (("recipes", "clean", "--decontamination_a"), ["--decontamination_action"]),
         (("recipes", "launch", "--recipe", "gr"), ["grpo"]),
         (("recipes", "check", "--gradient_acc"), ["--gradient_accumulation_steps"]),
         (("recipes", "check", "--config", "mine"), []),

@@ -136,7 +136,25 @@ def test_local_files_and_unpinned_data_are_reported(record):
     differences = " ".join(reproduce.compare(record, keys))
     for key, name in keys.items():
         assert f"{key}: {name} was a file or folder of the machine" in differences
-    assert "owner/chats was not pinned" in " ".join(reproduce.compare(record, {"dataset_name": "owner/chats"}))
+
+
+PINNED, UNPINNED = {"name": "owner/pinned", "revision": COMMIT}, {"name": "owner/chats"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "place"),
+    [
+        ({"dataset_name": "owner/chats"}, "dataset_name"),
+        ({"replay_dataset": "owner/chats"}, "replay_dataset"),
+        ({"dataset_mixture": [PINNED, UNPINNED]}, "dataset_mixture[1]"),
+        ({"eval_datasets": {"old": PINNED, "new": UNPINNED}}, "eval_datasets[new]"),
+        ({"dataset_name": "owner/pinned", "dataset_revision": COMMIT}, None),
+        ({"dataset_mixture": ["owner/chats", 1], "eval_datasets": 1}, None),  # Invalid, which is reported elsewhere.
+    ],
+)
+def test_every_unpinned_dataset_is_reported(record, keys, place):
+    unpinned = [line for line in reproduce.compare(record, keys) if "was not pinned" in line]
+    assert [line.partition(": owner/chats ")[0] for line in unpinned] == [place] * (place is not None)
 
 
 def test_invalid_restored_config_is_rejected_with_lines(run, record):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
+from recipes_lib.config import rules
 from recipes_lib.config.loader import load_config
+from recipes_lib.config.recipes import read_lists
 from recipes_lib.config.schema import WEIGHTS, LayersConfig
+from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.errors import ConfigError
 
 COMMIT = "a" * 40
@@ -466,6 +470,22 @@ def test_curriculum_phases_are_validated(problems_of, phases, found) -> None:
     assert [problem.found for problem in problems if found and found in problem.found] or (
         found is None and not problems
     )
+
+
+CONFLICTS = read_lists(Path(rules.__file__).with_name("rules.yaml"))["conflicts"]
+
+
+@pytest.mark.parametrize("row", CONFLICTS, ids=lambda row: row["found"])
+def test_conflicts_name_keys_and_values(row) -> None:
+    """A misspelt key or value would never apply."""
+    tables = [load_table(recipe).keys for recipe in row.get("recipes", " ".join(RECIPE_NAMES)).split()]
+    compared = [*row.get("when", {}).items(), *row.get("unless", {}).items()]
+    assert any(row["key"] in keys for keys in tables)
+    for key, values in compared:
+        schemas = [keys[key].schema for keys in tables if key in keys]
+        assert schemas
+        for value in values:
+            assert value is None or any(value in schema.get("enum", [value]) for schema in schemas), value
 
 
 def test_scalar_loss_type_becomes_a_list(write) -> None:

@@ -27,6 +27,7 @@ from recipes_lib.config.table import RECIPE_NAMES, load_table
         ("mixed_precision: bf16", "accelerate YAML", "accelerate"),
         ("weight: 2", "`dataset_mixture` entry", "inside the entry"),
         ("training:\n  max_steps: 3", "keys are flat", "move max_steps to the left margin"),
+        ("optimizer:\n  fused: true\n  lr: 3e-4", "keys are flat", "move lr to the left margin"),
         ("assistant_only_loss: true", "`loss_on`", "loss_on: assistant"),
         ("packing_strategy: bfd", "not needed", "overlong: split"),
         ("packing_stratgy: bfd", "unknown key", "did you mean `overlong`?"),

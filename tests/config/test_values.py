@@ -93,6 +93,7 @@ def test_value_is_converted_to_declared_type(line: str, value: Any) -> None:
         ("optim: adamw_hf", "adamw_torch"),
         ("optim: adam_torch", "did you mean adamw_torch"),
         ("optim: adamw", "did you mean adamw_torch"),
+        ("optim: AdamW", "did you mean adamw_torch"),
         ("report_to: wandbb", "did you mean wandb"),
         ("report_to: [wandbb]", "did you mean wandb"),
         ("dataset_mixture: ''", "a list of mappings"),

@@ -96,7 +96,7 @@ def test_runs_are_read_once_and_listed_before_the_page_fails(recipes, tmp_path: 
     write_run(tmp_path / "a", SFT)
     (tmp_path / "index.html.partial").mkdir()
     reads: list[Path] = []
-    monkeypatch.setattr(overview, "read_run", lambda path: reads.append(path) or read_run(path))
+    monkeypatch.setattr(overview, "read_run", lambda path, names: reads.append(path) or read_run(path, names))
     assert "eval_loss 5 -> 2" in recipes("runs", tmp_path, code=2)
     assert reads == [tmp_path / "a"]
 

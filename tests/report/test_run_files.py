@@ -70,6 +70,15 @@ def test_event_table_returns_the_events_it_was_given() -> None:
     assert read_curve(table, "stale") == []
 
 
+def test_only_named_values_of_training_steps_are_kept(tmp_path: Path) -> None:
+    lines = [{"kind": "train", "step": 1, "loss": 2.0, "rare": 5}, {"kind": "eval", "step": 1, "eval_loss": 3.0}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "samples.jsonl").write_text(json.dumps({"step": 1, "prompt": "a", "completion": "b"}))
+    run = read_run(tmp_path, ("step", "loss", "absent"))
+    assert list(run.train) == [{"step": 1, "loss": 2.0}]
+    assert (list(run.evaluations), list(run.samples)) == ([lines[1]], [])
+
+
 def test_logged_value_takes_sixteen_bytes(tmp_path: Path) -> None:
     """A float and the index of its event: a mapping for each step takes five times as much."""
     names = [f"metric_{number}" for number in range(20)]

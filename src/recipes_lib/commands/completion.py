@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from recipes_lib.cli import COMMANDS
-from recipes_lib.config.table import RECIPE_NAMES, load_table
+from recipes_lib.config.table import RECIPE_NAMES, TABLES, load_table
 
 _BASH: Final = """\
 _recipes() {{
@@ -46,6 +46,8 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("shell", choices=SCRIPTS)
     shell = parser.parse_args(argv).shell
-    keys = sorted({name for recipe in RECIPE_NAMES for name in load_table(recipe).keys} | {"config", "recipe"})
-    words = {"commands": COMMANDS, "recipes": RECIPE_NAMES, "keys": [f"--{key}" for key in keys]}
+    keys = sorted({name for table in TABLES for name in load_table(table).keys} | {"config", "recipe"})
+    # `recipes sft` is short for `recipes launch sft`.
+    commands = [*COMMANDS, *RECIPE_NAMES, "train", "help"]
+    words = {"commands": commands, "recipes": TABLES, "keys": [f"--{key}" for key in keys]}
     sys.stdout.write(SCRIPTS[shell].format(**{name: " ".join(found) for name, found in words.items()}))

@@ -107,19 +107,35 @@ def compare(record: Mapping[str, Any], keys: Mapping[str, Any]) -> Iterator[str]
         yield f"the working directory was at commit {record.get('git_commit')} and is at {commit}"
     elif commit is None or commit.endswith("-dirty"):
         yield "the code had uncommitted changes or no commit, so that it may not be the same"
-    for key in (*REFERENCES, "replay_from", "chat_template_path"):
-        name = str(keys.get(key) or "")
+    datasets = _list_datasets(keys)
+    models_and_files = {key: {"name": keys.get(key)} for key in (*REFERENCES, "replay_from", "chat_template_path")}
+    for key, entry in (models_and_files | datasets).items():
+        name = str(entry.get("name") or "")
         # One slash: probably a Hub id.
-        if name and not Path(name).exists() and name.count("/") != 1:
+        is_on_hub = name.count("/") == 1
+        if name and not is_on_hub and not Path(name).exists():
             yield f"{key}: {name} was a file or folder of the machine that trained; put it here"
-    if str(keys.get("dataset_name")).count("/") == 1 and not keys.get("dataset_revision"):
-        yield f"dataset_name: {keys['dataset_name']} was not pinned by dataset_revision; its rows may have changed"
+        elif is_on_hub and key in datasets and not entry.get("revision"):
+            yield f"{key}: {name} was not pinned by a revision; its rows may have changed"
     inputs = (record.get("data") or {}).get("inputs")
     sources = inputs.get("sources") if isinstance(inputs, dict) else None
     for split, digest in sources.items() if isinstance(sources, dict) else ():
         yield f"data: the {split} rows had the fingerprint {str(digest)[:16]}; `recipes prepare` records yours"
     device = (record.get("hardware") or {}).get("device")
     yield f"device: it was {record['num_processes']} x {device}; other devices round differently"
+
+
+def _list_datasets(keys: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the datasets of a configuration that is not validated yet, as entries of a mixture."""
+    entries: dict[str, Mapping[str, Any]] = {
+        "dataset_name": {"name": keys.get("dataset_name"), "revision": keys.get("dataset_revision")},
+        "replay_dataset": {"name": keys.get("replay_dataset")},
+    }
+    for key in ("dataset_mixture", "eval_datasets"):
+        parts = dict(enumerate(keys[key])) if isinstance(keys.get(key), list) else keys.get(key)
+        for name, part in parts.items() if isinstance(parts, dict) else ():
+            entries |= {f"{key}[{name}]": part} if isinstance(part, dict) else {}
+    return entries
 
 
 def list_constraints(record: Mapping[str, Any]) -> Iterator[str]:

@@ -440,14 +440,16 @@ def _find_meant(entry: Entry, table: KeyTable) -> list[str]:
     """Return the keys that an unknown one was meant as: another spelling, its successor, keys nested in its value."""
     retired, folded = read_known(table.recipe).get(entry.key), _fold(entry.key)
     successor = retired.new if retired else folded if folded in table.keys else read_synonyms().get(entry.key)
-    return [*filter(None, [successor]), *_nested_keys(entry.node, table)]
+    nested = [read_synonyms().get(name, name) for name in _nested_keys(entry.node, table)]
+    return [*filter(None, [successor]), *nested]
 
 
 def _nested_keys(node: yaml.Node, table: KeyTable) -> list[str]:
     if not isinstance(node, yaml.MappingNode):
         return []
     names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-    return [name for name in names if name in table.keys or name in read_known(table.recipe)]
+    known = table.keys.keys() | read_known(table.recipe).keys()
+    return [name for name in names if name in known or read_synonyms().get(name) in known]
 
 
 def _suggest(key: str, table: KeyTable, flag: bool) -> str:

@@ -105,6 +105,18 @@ def check_exclusive(settings: Settings) -> Iterator[Problem]:
             yield settings.problem(second, found, remedy)
 
 
+def check_conflicts(settings: Settings) -> Iterator[Problem]:
+    """No key has a value that values of other keys exclude."""
+    for row in _TABLES["conflicts"]:
+        if settings.table.recipe not in row.get("recipes", settings.table.recipe).split():
+            continue
+        needed, excluded = row.get("when", {}), row.get("unless", {})
+        is_met = all(settings[key] in values for key, values in needed.items())
+        if is_met and not any(settings[key] in values for key, values in excluded.items()):
+            found = row["found"].format_map({key: settings[key] for key in (*needed, *excluded)})
+            yield settings.problem(row["key"], found, row["remedy"])
+
+
 def check_dependencies(settings: Settings) -> Iterator[Problem]:
     """Keys have an effect; a key is reported at its first unmet dependency, and accepted at its default."""
     reported: set[str] = set()
@@ -142,51 +154,12 @@ def check_rewards(settings: Settings) -> Iterator[Problem]:
         yield settings.problem("max_length", found, "raise it: it counts the prompt and the answer")
 
 
-def check_policy(settings: Settings) -> Iterator[Problem]:
-    """RL checkpoints are not published, and continuous batching supports the attention implementation."""
-    if settings["push_to_hub"] and settings["hub_strategy"] not in (None, "end"):
-        found = f"`hub_strategy: {settings['hub_strategy']}` publishes checkpoints, which in RL are not model folders"
-        yield settings.problem("hub_strategy", found, "write `hub_strategy: end`, which publishes the final model")
-    if settings["use_transformers_continuous_batching"] and settings["attn_implementation"] == "varlen":
-        found = "transformers' continuous batching does not support `attn_implementation: varlen`"
-        yield settings.problem("attn_implementation", found, "write `sdpa` or `flash_attention_2`")
-
-
-def check_own_reference(settings: Settings) -> Iterator[Problem]:
-    """With an adapter, the reference is the policy without it, so that the adapter must not change the base."""
-    if not settings["use_peft"]:
-        return
-    if settings["init_lora_weights"] in ("pissa", "olora"):
-        found = f"`init_lora_weights: {settings['init_lora_weights']}` changes the base, which is the reference model"
-        yield settings.problem("init_lora_weights", found, "write `init_lora_weights: default`")
-    for key in ("adapter_name_or_path", "lora_modules_to_save", "loraplus_lr_ratio"):
-        if settings.gives(key):
-            found = f"`{key}` is not supported in this recipe"
-            yield settings.problem(key, found, "delete the line; `recipes merge` merges an adapter first")
-
-
 def check_importance_sampling(settings: Settings) -> Iterator[Problem]:
-    """Importance sampling: valid bounds, and token-level weights for VESPO, which weights sequences itself."""
+    """The bounds of importance sampling are in order."""
     lowest, highest = (settings[f"vllm_importance_sampling_clip_{side}"] for side in ("min", "max"))
     if lowest is not None and highest is not None and lowest >= highest:
         found = f"`vllm_importance_sampling_clip_min` ({lowest}) is not below `vllm_importance_sampling_clip_max`"
         yield settings.problem("vllm_importance_sampling_clip_min", found, f"write less than {highest}")
-    mode = settings["vllm_importance_sampling_mode"]
-    if settings["loss_type"] == "vespo" and mode.startswith("sequence"):
-        found = f"`loss_type: vespo` weights whole sequences, and so does `vllm_importance_sampling_mode: {mode}`"
-        yield settings.problem("vllm_importance_sampling_mode", found, "write `token_truncate` or `token_mask`")
-
-
-def check_staleness(settings: Settings) -> Iterator[Problem]:
-    """Asynchronous rollouts need importance-sampling correction, and prompts that are known in advance."""
-    if not settings["max_staleness"]:
-        return
-    if (settings["max_num_gen_batches"] or 1) > 1:
-        found = "`max_num_gen_batches` selects the next prompts by the answers of the current iteration"
-        yield settings.problem("max_staleness", found, "keep one of the two")
-    if settings["vllm_importance_sampling_correction"] is False:
-        found = "answers of earlier weights need `vllm_importance_sampling_correction`, which is false"
-        yield settings.problem("max_staleness", found, "delete one of the two lines")
 
 
 def check_layers(settings: Settings) -> Iterator[Problem]:
@@ -235,19 +208,12 @@ def _is_amount(value: object) -> bool:
 
 
 def check_shape(settings: Settings) -> Iterator[Problem]:
-    """Our schedules: exponential decay ends above 0, warm-up and batch ramp are shorter than the run."""
-    if settings["decay_type"] == "exponential" and settings["min_lr_ratio"] == 0:
-        found = "an exponential decay to `min_lr_ratio: 0` is 0 from its first step"
-        yield settings.problem("min_lr_ratio", found, "write `min_lr_ratio: 0.01`, or another `decay_type`")
+    """The warm-up in tokens is shorter than the run."""
     if settings.gives("warmup_tokens") and settings.gives("max_tokens"):
         warmup, length = settings["warmup_tokens"], settings["max_tokens"]
         if warmup >= length:
             found = f"the warm-up ({warmup:,} tokens) is as long as the run (`max_tokens` {length:,})"
             yield settings.problem("warmup_tokens", found, "lower it, or train longer")
-    if settings.gives("batch_ramp_tokens") and settings["gradient_accumulation_steps"] == 1:
-        found = "`batch_ramp_tokens` has no effect: the batch grows by whole micro-batches, and a step has only one"
-        remedy = "write `gradient_accumulation_steps: 2` or more, or delete the line"
-        yield settings.problem("batch_ramp_tokens", found, remedy)
 
 
 def check_given(settings: Settings, key: str) -> Iterator[Problem]:
@@ -286,7 +252,7 @@ def check_shares(settings: Settings) -> Iterator[Problem]:
 
 
 def check_data(settings: Settings) -> Iterator[Problem]:
-    """A stream has ``max_steps``, and in fine-tuning nothing due at the end of an epoch; a mixture is not empty."""
+    """A stream has ``max_steps``, and in fine-tuning nothing due at the end of an epoch."""
     has_length = settings["max_steps"] > 0 or settings.broken("max_steps") or settings.gives("max_tokens")
     if settings["dataset_streaming"] and not has_length:
         found = "`dataset_streaming` needs `max_steps`: the length of an epoch is unknown for a stream"
@@ -296,8 +262,6 @@ def check_data(settings: Settings) -> Iterator[Problem]:
         if settings[key] == "epoch":
             found = f"`{key}` is epoch: the length of an epoch is unknown for a stream"
             yield settings.problem(key, found, f"write `{key}: steps`")
-    if settings["dataset_mixture"] == []:
-        yield settings.problem("dataset_mixture", "`dataset_mixture` is empty", "write at least one entry")
 
 
 def check_mixture(settings: Settings) -> Iterator[Problem]:
@@ -335,17 +299,9 @@ def check_eval_datasets(settings: Settings) -> Iterator[Problem]:
 
 
 def check_stream(settings: Settings) -> Iterator[Problem]:
-    """A stream is a single dataset with a given row length and named held-out data."""
-    if not settings["dataset_streaming"]:
-        return
-    if settings["max_length"] is None and not settings.broken("max_length"):
+    """A stream has a given row length."""
+    if settings["dataset_streaming"] and settings["max_length"] is None and not settings.broken("max_length"):
         yield settings.problem("max_length", "the longest example of a stream is unknown", "write `max_length: ...`")
-    if settings["test_split_size"] is not None:
-        remedy = "name held-out data with `dataset_test_split`"
-        yield settings.problem("test_split_size", "rows cannot be held out of a stream", remedy)
-    if settings["dataset_mixture"]:
-        found = "a mixture cannot be streamed: its datasets would not be shuffled together"
-        yield settings.problem("dataset_streaming", found, "set it to false, or mix the data on disk first")
 
 
 def check_start(settings: Settings) -> Iterator[Problem]:
@@ -375,9 +331,6 @@ def check_precision(settings: Settings) -> Iterator[Problem]:
     if is_requested and optim not in _ROUNDING_OPTIMIZERS:
         found = f"`optim_args: bf16_stochastic_round` needs `optim: {' or '.join(_ROUNDING_OPTIMIZERS)}`"
         yield settings.problem("optim_args", found, "choose one of those, or write `optim: adamw_bf16_stochastic`")
-    if optim == "adamw_bf16_stochastic" and dtype != "bfloat16":
-        found = f"`optim: {optim}` needs bfloat16 weights, and `dtype` is {dtype}"
-        yield settings.problem("optim", found, "write `dtype: bfloat16`, or `optim: adamw_torch_fused`")
 
 
 def check_curriculum(settings: Settings) -> Iterator[Problem]:
@@ -402,7 +355,7 @@ def check_curriculum(settings: Settings) -> Iterator[Problem]:
 
 
 def check_model(settings: Settings) -> Iterator[Problem]:
-    """Code from the Hub is pinned to a commit; fp16 has float32 master weights."""
+    """Code from the Hub is pinned to a commit."""
     for name, revision in (
         ("model_name_or_path", "model_revision"),
         ("tokenizer_name_or_path", "tokenizer_revision"),
@@ -416,10 +369,6 @@ def check_model(settings: Settings) -> Iterator[Problem]:
         if needs_commit and not COMMIT.fullmatch(settings[revision] or ""):
             found = f"`trust_remote_code` runs code of the repository {repository}, which may change"
             yield settings.problem("trust_remote_code", found, f"write `{revision}:` as a commit of 40 hex digits")
-    # GradScaler raises for gradients of float16 parameters.
-    if settings["fp16"] and settings["dtype"] in ("float16", "bfloat16"):
-        found = f"`fp16` needs float32 master weights for its loss scaling, and `dtype` is {settings['dtype']}"
-        yield settings.problem("fp16", found, "write `dtype: float32`, or use `bf16`")
 
 
 def check_evaluation(settings: Settings) -> Iterator[Problem]:
@@ -467,30 +416,6 @@ def check_kept(settings: Settings) -> Iterator[Problem]:
         yield settings.problem("save_keep_steps", found, remedy)
 
 
-def check_adapter_recipe(settings: Settings) -> Iterator[Problem]:
-    """The LoRA recipe trains an adapter."""
-    if not settings["use_peft"]:
-        remedy = "use the `sft` recipe, which trains all weights"
-        yield settings.problem("use_peft", "`use_peft` is false", remedy)
-
-
-def check_base(settings: Settings) -> Iterator[Problem]:
-    """``kl_to_base`` needs the initial model: the model without its adapter."""
-    if settings["kl_to_base"] and settings["init_lora_weights"] in ("pissa", "olora"):
-        found = f"`init_lora_weights: {settings['init_lora_weights']}` changes the base that `kl_to_base` needs"
-        yield settings.problem("init_lora_weights", found, "write `init_lora_weights: default`")
-
-
-def check_compared(settings: Settings) -> Iterator[Problem]:
-    """Compared answers are not truncated, and compared scores have no dropout."""
-    if settings["overlong"] in ("truncate", "split"):
-        found = f"`overlong: {settings['overlong']}` would truncate prompts or answers that are compared"
-        yield settings.problem("overlong", found, "write `overlong: drop`, or a larger `max_length`")
-    if settings["lora_dropout"]:
-        found = "`lora_dropout` adds noise to the log-probabilities and scores that are compared"
-        yield settings.problem("lora_dropout", found, "write `lora_dropout: 0`")
-
-
 _OF_DIFFERENCES: Final = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"})
 """Losses that support any f-divergence: those of differences of scores, in which its normaliser cancels."""
 
@@ -507,9 +432,6 @@ def check_preference(settings: Settings) -> Iterator[Problem]:
     elif not losses or (weights and not any(weights)):
         found = "there is no loss: `loss_type` is empty, or `loss_weights` are all 0"
         yield settings.problem("loss_weights" if losses else "loss_type", found, "write a loss with another weight")
-    if settings["beta"] == 0:
-        found = "`beta: 0` makes the loss constant: `beta` scales the log-ratios"
-        yield settings.problem("beta", found, "write a number above 0, such as 0.1")
     if "exo_pair" in losses and not settings["label_smoothing"]:
         found = "`loss_type: exo_pair` needs `label_smoothing` above 0, whose logarithm it takes"
         yield settings.problem("loss_type", found, "write `label_smoothing: 0.001`")
@@ -525,6 +447,7 @@ def check_preference(settings: Settings) -> Iterator[Problem]:
 _RULES: Final[tuple[Rule, ...]] = (
     check_required,
     check_exclusive,
+    check_conflicts,
     check_dependencies,
     check_decisions,
     check_shares,
@@ -539,14 +462,13 @@ _RULES: Final[tuple[Rule, ...]] = (
     check_paths,
 )
 _FINE_TUNING: Final = (*_RULES, check_stream, check_schedule_options)
-_COMPARING: Final = (*_FINE_TUNING, check_compared)
-_SAMPLING: Final = (*_COMPARING, check_rewards, check_own_reference, check_policy, check_staleness)
+_SAMPLING: Final = (*_FINE_TUNING, check_rewards)
 RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
     "pretrain": (*_RULES, check_start, check_shape, check_precision, check_curriculum),
     "sft": _FINE_TUNING,
-    "lora": (*_FINE_TUNING, check_adapter_recipe, check_base),
-    "reward": _COMPARING,
-    "dpo": (*_COMPARING, check_preference),
+    "lora": _FINE_TUNING,
+    "reward": _FINE_TUNING,
+    "dpo": (*_FINE_TUNING, check_preference),
     "ppo": _SAMPLING,
     "rloo": _SAMPLING,
     "grpo": (*_SAMPLING, check_importance_sampling),

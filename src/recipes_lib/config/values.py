@@ -310,7 +310,7 @@ class Reader:
         if (value := "no" if node.value == "false" else node.value.lower()) in choices:
             return value
         known = [choice for choice in choices if choice and isinstance(choice, str)] if len(choices) > 8 else []
-        remedy = suggest(node.value, known, f"write {describe(schema)}", "{}")
+        remedy = suggest(node.value.lower(), known, f"write {describe(schema)}", "{}")
         return self._refuse_scalar(name, node, remedy)
 
     def _refuse_scalar(self, name: str, node: yaml.ScalarNode, remedy: str) -> Any:

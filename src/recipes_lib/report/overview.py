@@ -118,7 +118,7 @@ def describe_output(path: Path, name: str) -> Entry:
     changed = [file.stat().st_mtime for file in signs or [path] if file.exists()]
     known: dict[str, Any] = {"name": name, "path": path, "changed": max(changed, default=None)}
     with suppress(DataError):
-        run = read_run(path)
+        run = read_run(path, ("step", "seconds", *_FIGURES))
         return Entry(**known, **summarize(run))
     kind = "corpus" if (path / "corpus.json").is_file() else "eval" if (path / "eval.json").is_file() else ""
     return Entry(**known, **_find_score(path), kind=kind, status="done" if kind else "")

@@ -10,7 +10,7 @@ import sys
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,10 +35,13 @@ class EventTable(Sequence[Record]):
     """Logged events, ordered by step, and stored by name: a mapping for each of a million steps would take gigabytes.
 
     An event replaces those of its step and of later ones, which a resumed run logs again.
+
+    Args:
+        names: Names of the values to store; ``None`` to store all.
     """
 
-    def __init__(self) -> None:
-        self._steps = array("q")
+    def __init__(self, names: Collection[str] | None = None) -> None:
+        self._names, self._steps = names, array("q")
         # Name -> indices of the events that have it, and their values.
         self._columns: dict[str, tuple[array[int], Any]] = {}
 
@@ -51,7 +54,8 @@ class EventTable(Sequence[Record]):
                 first = bisect_left(indices, index)
                 del indices[first:], values[first:]
         self._steps.append(event["step"])
-        for name, value in event.items():
+        for name in event if self._names is None else [name for name in self._names if name in event]:
+            value = event[name]
             if name not in self._columns:
                 self._columns[name] = array("q"), array("d")
             indices, values = self._columns[name]
@@ -134,8 +138,12 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in names) or _find_state(folder) is not None
 
 
-def read_run(run_dir: Path) -> RunFiles:
+def read_run(run_dir: Path, names: Collection[str] | None = None) -> RunFiles:
     """Read ``run.json``, ``metrics.jsonl`` and ``samples.jsonl`` of a run directory, or ``trainer_state.json``.
+
+    Args:
+        run_dir: The directory.
+        names: Values of training steps to keep, for speed, and then without samples; ``None`` to keep all.
 
     Raises:
         DataError: The directory has none of ``run.json``, ``metrics.jsonl`` and ``trainer_state.json``.
@@ -147,9 +155,9 @@ def read_run(run_dir: Path) -> RunFiles:
     state = _find_state(run_dir)
     if state is not None and not (run_dir / "metrics.jsonl").is_file():
         lines = _read_history(state)
-    train = EventTable()
+    train = EventTable(names)
     events, torn_events = _split_valid(lines, train)
-    samples, torn_samples = _split_valid(read_lines(run_dir / "samples.jsonl"))
+    samples, torn_samples = _split_valid(read_lines(run_dir / "samples.jsonl") if names is None else ())
     facts: Record = {}
     with suppress(DataError):
         facts = read_record(run_dir / "run.json")

@@ -197,6 +197,12 @@ def test_gguf_is_written_by_converter(kind, tiny_tokenizer_dir, tmp_path, capsys
         assert list(out.parent.iterdir()) == []
 
 
+def test_name_of_a_gguf_file_without_its_type_is_rejected(tmp_path):
+    with pytest.raises(ConfigError, match=r"--gguf is missing\n.*--gguf f16"):
+        main([str(tmp_path), str(tmp_path / "a.gguf")])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_gguf_without_converter_or_model_is_rejected(tmp_path, monkeypatch):
     def fails(message: str, name: str = "a.gguf") -> None:
         with pytest.raises(ConfigError, match=message):

@@ -12,6 +12,7 @@ from recipes_lib.config.table import RECIPE_NAMES, load_table
 @pytest.mark.parametrize("meaning", read_renames().meanings, ids=lambda meaning: meaning.where)
 def test_meaning_names_existing_keys(meaning) -> None:
     known = {key for recipe in RECIPE_NAMES for key in load_table(recipe).keys} | read_synonyms().keys()
+    known |= read_renames().retired.keys() | read_renames().elsewhere.keys()
     assert meaning.decisive in known
     assert not meaning.unless or meaning.unless & known
     assert not meaning.keys or meaning.keys & known
@@ -25,9 +26,12 @@ def test_meaning_names_existing_keys(meaning) -> None:
         ("sft", {"loss_on", "packing", "max_seq_length"}, ["`overlong: truncate`"]),
         ("sft", {"loss_on", "packing", "max_length", "overlong"}, []),
         ("dpo", {"lora_rank"}, ["`lora_alpha`"]),
+        ("dpo", {"finetuning_type"}, ["`lora_r`"]),
+        ("dpo", {"finetuning_type", "lora_rank", "lora_alpha"}, []),
         ("lora", {"loss_on", "packing", "lora_rank", "lora_alpha"}, []),
         ("dpo", {"max_length"}, ["`overlong: drop`"]),
         ("reward", {"max_length"}, []),
+        ("grpo", {"max_prompt_length"}, ["`overlong: drop`"]),
         ("sft", {"loss_on", "packing", "gradient_accumulation_steps"}, []),
         ("ppo", {"num_mini_batches", "overlong"}, ["`gradient_accumulation_steps`"]),
         ("rloo", {"num_mini_batches", "overlong"}, []),

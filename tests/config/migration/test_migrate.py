@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes_lib.config.loader import check_text
+from recipes_lib.config.migration.legacy_files import SECTIONS
 from recipes_lib.config.migration.migrate import migrate
 from recipes_lib.config.recipes import read_refused, read_renames
 from recipes_lib.config.schema import flatten_config
@@ -247,6 +248,20 @@ def test_synonyms_are_renamed_and_marked_for_review(write) -> None:
         ("sft", "train_on_prompt: false\nmask_history: true", {"loss_on": "last_assistant"}, ""),
         (
             "lora",
+            "tuner_type: lora\nquant_bits: 4\ntarget_modules: all-linear",
+            {"use_peft": True, "load_in_4bit": True},
+            "",
+        ),
+        (
+            "lora",
+            "finetuning_type: lora\nquantization_bit: 8\nflash_attn: sdpa",
+            {"use_peft": True, "load_in_8bit": True, "attn_implementation": "sdpa"},
+            "",
+        ),
+        ("sft", "saves_per_epoch: 1\nevals_per_epoch: 0", {"save_strategy": "epoch", "eval_strategy": "no"}, ""),
+        ("dpo", "loss_type: orpo\norpo_alpha: 0.2", {"loss_type": "orpo", "beta": 0.2}, ""),
+        (
+            "lora",
             "pissa_init: true\nenable_liger_kernel: true",
             {"init_lora_weights": "pissa", "use_liger_kernel": True},
             "",
@@ -303,9 +318,48 @@ def test_ineffective_synonym_is_deleted(write, minimal_text: str) -> None:
     assert "epochs" not in migration.text
 
 
+SECTIONS_OF_OTHERS = """\
+output_dir: runs/a
+model:
+  model_name: a/b
+  lora_alpha: 8
+training:
+  output_dir: runs/b
+  num_train_epochs: 1
+  lr_scheduler_type: cosine_with_restarts
+  lr_scheduler_kwargs: {num_cycles: 2}
+optimizer:
+  _component_: torch.optim.AdamW
+  lr: 3e-4
+profiler: {warmup_steps: 3}
+lr_scheduler: {num_warmup_steps: 100}
+dataset_name: c/d
+"""
+
+
+def test_keys_in_sections_of_other_programs_are_keys(write) -> None:
+    migration = migrate(write(SECTIONS_OF_OTHERS), "lora")
+    assert yaml.safe_load(migration.text) == {
+        "output_dir": "runs/a",
+        "model_name_or_path": "a/b",
+        "lora_alpha": 8,
+        "num_train_epochs": 1,
+        "lr_scheduler_type": "cosine_with_restarts",
+        "lr_scheduler_kwargs": {"num_cycles": 2},
+        "learning_rate": 3e-4,
+        "warmup_steps": 100,
+        "dataset_name": "c/d",
+    }
+    # A key of a section that the file also has outside, and one that is not known.
+    assert "\n# training.output_dir: runs/b\n" in migration.text
+    assert "\n# optimizer._component_: torch.optim.AdamW\n" in migration.text
+
+
 @pytest.mark.parametrize("value", ["true", "null", "text", "{a: b}"])
 def test_retired_keys_are_removed_for_any_value(write, minimal_text: str, value: str) -> None:
-    for key in sorted({*read_renames().retired, *read_refused("sft"), *read_renames().elsewhere}):
+    # The keys of sections are moved to the top of a new file.
+    sections = SECTIONS if value == "{a: b}" else ()
+    for key in sorted({*read_renames().retired, *read_refused("sft"), *read_renames().elsewhere}.difference(sections)):
         text, changes, *_ = migrate(write(f"# head\n{minimal_text}{key}: {value}\nseed: 1  # tail\n"), "sft")
         lines = text.splitlines()
         assert not [line for line in lines if line.startswith(f"{key}:")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from recipes_lib.config.loader import check_text
 from recipes_lib.config.migration.legacy_files import is_command, parse_command_text
@@ -55,6 +56,9 @@ COMMANDS = {
         "ppo",
         {"model_name_or_path": "a/policy", "tokenizer_name_or_path": "a/base", "response_length": 53},
     ),
+    "swift pt --model a/b --output_dir o --max_length 64 --dataset_name c/d": ("pretrain", {"max_length": 64}),
+    "swift rlhf --model a/b --output_dir o --dataset_name c/d": ("dpo", {"output_dir": "o"}),
+    "swift rlhf --rlhf_type rm --model a/b --dataset_name c/d": ("reward", {"output_dir": "trainer_output"}),
     "python gkd.py --model_name_or_path a/b --teacher_model_name_or_path a/t --dataset_name c/d": (
         "distill",
         {"teacher_model_name_or_path": "a/t"},
@@ -89,6 +93,69 @@ def test_command_of_openrlhf_is_read(tmp_path: Path) -> None:
     assert "\n# micro_train_batch_size: 2\n" in migration.text
 
 
+VERL = r"""
+# GRPO of a small model
+set -x
+MODEL=a/b
+export N=${ANSWERS:-5} RUN="$MODEL #1"
+python3 -m verl.trainer.main_ppo --config-name='ppo_trainer' \
+    algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=False \
+    data.max_response_length=1024 \
+    data.train_files="$HOME/train.parquet" \
+    actor_rollout_ref.model.path=$MODEL \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.rollout.n=${N} \
+    trainer.experiment_name="$RUN" \
+    +trainer.total_epochs=15 "$@" 2>&1 | tee log.txt
+"""
+SAME_AS_FILE = """
+algorithm: {adv_estimator: grpo, use_kl_in_reward: false}
+data:
+  max_response_length: 1024
+  train_files: $HOME/train.parquet
+actor_rollout_ref:
+  model: {path: a/b}
+  actor: {optim: {lr: 1e-6}}
+  rollout: {n: 5}
+trainer: {experiment_name: "a/b #1", total_epochs: 15}
+"""
+
+
+@pytest.mark.parametrize(("name", "text"), [("run.sh", VERL), ("mine.yaml", SAME_AS_FILE)])
+def test_overrides_and_sections_of_verl_are_read(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    migration = migrate(tmp_path / name)
+    assert migration.recipe == "grpo"
+    assert yaml.safe_load(migration.text) == {
+        "response_length": 1024,
+        "model_name_or_path": "a/b",
+        "learning_rate": 1e-6,
+        "num_generations": 5,
+        "run_name": "a/b #1",
+        "num_train_epochs": 15,
+        "output_dir": "trainer_output",
+    }
+    assert "\n# data.train_files: $HOME/train.parquet\n" in migration.text
+
+
+def test_script_of_ms_swift_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(
+        "# 22GB\nCUDA_VISIBLE_DEVICES=0 \\\nswift rlhf \\\n --rlhf_type simpo \\\n --model a/b --tuner_type lora \\\n"
+        " --lora_rank 8 --output_dir runs/a#1 --split_dataset_ratio 0.01 --dataset 'c/d#500' e/f\necho done\n"
+    )
+    migration = migrate(path)
+    assert migration.recipe == "dpo"
+    assert yaml.safe_load(migration.text) == {
+        "model_name_or_path": "a/b",
+        "use_peft": True,
+        "lora_r": 8,
+        "output_dir": "runs/a#1",
+        "test_split_size": 0.01,
+        "loss_type": "simpo",
+    }
+
+
 def test_launcher_flags_are_left_to_the_launch_file(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text(f"accelerate launch --config_file zero3.yaml {DPO.removeprefix('python ')}\n")
@@ -104,6 +171,11 @@ def test_launcher_flags_are_left_to_the_launch_file(tmp_path: Path) -> None:
         ("python run.py a --b c\n", "'a' is not a flag"),
         ("python\n -c pass\n", "not one command"),
         ("python a.py --b c\npython d.py --e f\n", "not one command"),
+        ("python a.py --b c && python d.py --e f\n", "not one command"),
+        ("python -m verl.trainer.main_ppo a.b=1 c\n", "'c' is not a flag"),
+        ("echo trl\n", "not one command"),
+        ("trl vllm-serve --model a/b\n", "not one command"),
+        ("swift infer --adapters a/b\n", "not one command"),
         ("python examples/scripts/cpo.py --model_name_or_path a/b\n", "CPO"),
     ],
 )
@@ -117,6 +189,12 @@ def test_invalid_command_is_refused(text: str, found: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("text", ["model_name_or_path: trl/sft\n", "python: 3\n", "# trl sft\nseed: 1\n", ""])
 def test_config_text_is_not_a_command(text: str) -> None:
     assert not is_command(text)
+
+
+def test_command_is_recognised_in_a_file_of_any_name(tmp_path: Path) -> None:
+    path = tmp_path / "run.txt"
+    path.write_text("$ OMP_NUM_THREADS=1 \\\n  trl sft --model_name_or_path a/b --dataset_name c/d\n")
+    assert yaml.safe_load(migrate(path).text)["model_name_or_path"] == "a/b"
 
 
 def test_command_values_keep_types_and_lists() -> None:

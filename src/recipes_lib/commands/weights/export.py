@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the command.
 
     Raises:
-        ConfigError: As ``export_checkpoint`` or ``export_gguf``.
+        ConfigError: As ``export_checkpoint`` or ``export_gguf``, or a GGUF file is named without ``--gguf``.
     """
     about = "Convert a checkpoint, sharded or not, to a model folder that transformers loads, or to GGUF."
     parser = argparse.ArgumentParser(prog="recipes export", description=about, allow_abbrev=False)
@@ -38,6 +38,9 @@ def main(argv: Sequence[str]) -> None:
     text = f"checkout of llama.cpp, for --gguf (default: {CONVERTER} on the PATH)"
     parser.add_argument("--llama_cpp", type=Path, metavar="DIR", help=text)
     options = parser.parse_args(argv)
+    if options.output.suffix == ".gguf" and not options.gguf:
+        remedy = "add `--gguf f16`, or another type; or name a folder"
+        raise ConfigError(Problem(str(options.output), "is the name of a GGUF file, and --gguf is missing", remedy))
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # type: ignore[no-untyped-call]

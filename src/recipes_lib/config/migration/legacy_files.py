@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -18,17 +19,24 @@ from recipes_lib.errors import ConfigError, Problem
 _METHODS: Final = read_lists(Path(__file__).with_name("methods.yaml"))
 _RECIPES_OF_KEYS: Final = {key: recipes.split() for keys, recipes in _METHODS["keys"] for key in keys.split()}
 """Key -> recipes that it identifies, the most likely first."""
-_ADAPTER_KEYS: Final = ("use_peft", "load_in_4bit", "load_in_8bit", "adapter", "finetuning_type")
+_ADAPTER_KEYS: Final = ("use_peft", "load_in_4bit", "load_in_8bit", "adapter", "finetuning_type", "tuner_type")
 """Keys that train an adapter at ``true``, ``lora`` or ``qlora``."""
-_NAMES_OF_RUNS: Final = ("stage", "rl", "adapter", "finetuning_type", "output_dir", "hub_model_id", "run_name")
-"""Keys whose text names the method: those of LLaMA-Factory and axolotl, then names of outputs."""
+_METHOD_KEYS: Final = ("stage", "rl", "rlhf_type", "trainer_type", "algorithm.adv_estimator")
+"""Keys of LLaMA-Factory, axolotl, ms-swift, oumi and verl whose text is the method."""
+_NAMES_OF_RUNS: Final = (*_METHOD_KEYS, "adapter", "finetuning_type", "output_dir", "hub_model_id", "run_name")
+"""Keys whose text names the method: the method itself, then names of outputs."""
 
-_RECIPE_OF_WORDS: Final[Mapping[str, str]] = {
+_RECIPE_OF_WORDS: Final = {
     **{recipe: recipe for recipe in RECIPE_NAMES if recipe != "lora"},
     **{word: recipe for recipe, words in _METHODS["words"].items() for word in words.split()},
 }
+_RECIPE_OF_METHODS: Final = {**_RECIPE_OF_WORDS, "pt": "pretrain"}
+"""Recipe of each method of LLaMA-Factory and ms-swift too; ``pt`` in the name of a file may be that of a model."""
 _LOSSES: Final = ("orpo", "simpo", "ipo", "kto")
 """Words that name a loss of DPO."""
+_PLAIN_SECTIONS, _NAMED_SECTIONS = (frozenset(_METHODS["sections"][kind].split()) for kind in ("plain", "named"))
+SECTIONS: Final = _PLAIN_SECTIONS | _NAMED_SECTIONS
+"""Mappings in files of other programs, whose keys are moved to the top."""
 _UNSUPPORTED: Final = frozenset(_METHODS["unsupported"].split())
 """Words for methods of TRL that no recipe implements."""
 
@@ -37,7 +45,17 @@ COMPANIONS: Final = ("dataset_splits", "dataset_configs")
 """Keys that complement ``dataset_mixer``."""
 # `type` is axolotl's layout of the rows, which is detected here.
 _ENTRY_KEYS = {"id", "path", "name", "config", "split", "columns", "weight", "fraction", "type"}
-_COMMAND: Final = re.compile(r"(\s|#.*\n|\$ |\w+=\S*\s)*(python3?|accelerate launch|torchrun|deepspeed|trl|uv run)\s")
+_SUBCOMMANDS: Final = ("trl", "swift", "megatron")
+"""Programs whose first argument is the method; ``megatron`` is that of ms-swift."""
+_COMMAND: Final = re.compile(
+    rf"(\s|\\\n|#.*\n|\$ |\w+=\S*\s)*(python3?|accelerate launch|torchrun|deepspeed|uv run|{'|'.join(_SUBCOMMANDS)})\s"
+)
+_SCRIPT: Final = re.compile(r"\.py$|\.(scripts|cli|trainer)\.")
+"""A script, or a module of TRL, OpenRLHF or verl."""
+_VARIABLE: Final = re.compile(r"\$(\w+)|\$\{(\w+)(?::-([^}]*))?\}")
+_QUOTED_OR_COMMENT: Final = re.compile(r"""('[^']*'|"(?:\\.|[^"\\])*")|(?:^|(?<=\s))(?:#.*|2>&1)""", re.MULTILINE)
+_OVERRIDE: Final = re.compile(r"\+*([\w.]+)=(.*)", re.DOTALL)
+"""An override of Hydra, as verl takes them."""
 
 
 class Method(NamedTuple):
@@ -86,19 +104,21 @@ def infer_method(names: Sequence[str], values: Mapping[str, Any], recipe: str | 
     chosen = recipe or inferred
     loss = word if word in _LOSSES and chosen == "dpo" and not values.get("loss_type") else None
     # A method of axolotl or LLaMA-Factory that no word names, such as `stage: pt`.
-    foreign = next((key for key in ("stage", "rl") if recipe is None and _is_foreign(values.get(key))), None)
+    methods = [key for key in _METHOD_KEYS if recipe is None and values.get(key) is not None]
+    foreign = next((key for key in methods if _find_recipe(values[key]) is None), None)
     doubt = f"`{foreign}: {values[foreign]}` names no recipe" if foreign else ""
     return Method(chosen, loss, ", ".join(why), doubt or _doubt(chosen, keys, possible, adapters))
 
 
-def _is_foreign(method: Any) -> bool:
-    return method is not None and not _RECIPE_OF_WORDS.keys() & re.split("[^a-z]+", str(method).lower())
+def _find_recipe(method: Any) -> str | None:
+    words = re.split("[^a-z]+", str(method).lower())
+    return next((_RECIPE_OF_METHODS[word] for word in words if word in _RECIPE_OF_METHODS), None)
 
 
 def _narrow(values: Mapping[str, Any]) -> tuple[list[str], Sequence[str]]:
     """Return the keys that identify the recipe, and the possible recipes, the most likely first."""
     # What LLaMA-Factory and axolotl train is named by one key: `packing: false` may stand beside `stage: dpo`.
-    named = {key: _RECIPE_OF_WORDS.get(str(values.get(key)).lower()) for key in ("stage", "rl")}
+    named = {key: _find_recipe(values.get(key)) for key in _METHOD_KEYS}
     evidence = {key: ["sft", "lora"] if recipe == "sft" else [recipe] for key, recipe in named.items() if recipe}
     evidence |= {key: recipes for key, recipes in _RECIPES_OF_KEYS.items() if values.get(key) is not None}
     losses = values.get("loss_type")
@@ -214,41 +234,92 @@ def is_command(text: str) -> bool:
 
 
 def parse_command_text(text: str, name: str) -> ShellCommand:
-    """Parse a text with a single shell command.
+    """Parse a text with a single command that trains.
 
     Args:
-        text: The command; lines may end with a backslash, comments are ignored.
+        text: The command, with variables that are assigned before it; lines may end with a backslash, comments are
+            ignored.
         name: Location, for errors.
 
     Raises:
         ConfigError: The text is not a single command with flags only, or the command also reads a YAML file.
     """
     try:
-        words = shlex.split(text.replace("\\\n", " "), comments=True)
+        commands = [(words, start) for words in _split_commands(text) if (start := _find_script(words)) is not None]
     except ValueError as error:
         raise ConfigError(Problem(name, f"is not a shell command: {error}", "close its quotes")) from None
-    # A script, or a module of TRL or OpenRLHF.
-    start = next((at for at, word in enumerate(words) if re.search(r"\.py$|\.scripts\.|\.cli\.", word)), None)
-    if start is None:
-        start = words.index("trl") + 1 if "trl" in words[:-1] else len(words)
-    script, flags = words[start : start + 1], words[start + 1 :]
-    if not script or any(word in ("&&", ";", "|", "python", "accelerate") for word in flags):
+    if len(commands) != 1:
         raise ConfigError(Problem(name, "is not one command of a script", "write one command a file"))
-    values: dict[str, list[str]] = {}
-    for word in flags:
-        if word.startswith("--"):
+    ((words, start),) = commands
+    key, values = "", dict[str, list[str]]()
+    for word in words[start + 1 :]:
+        # Not a value of the flag before it, such as `--lora_config r=8`.
+        if (override := _OVERRIDE.fullmatch(word)) and (not key or "." in override[1]):
+            key, values[override[1]] = "", [override[2]]
+        elif word.startswith("--"):
             key, equals, value = word.removeprefix("--").partition("=")
             key = key.replace("-", "_")
             values[key] = [value] if equals else []
-        elif not values:
+        elif not key:
             raise ConfigError(Problem(name, f"{word[:60]!r} is not a flag", "write `--key value`"))
         else:
             values[key].append(word.rstrip(","))
     if "config" in values:
         found = f"the command also reads a file: {' '.join(values['config'])[:80]}"
         raise ConfigError(Problem(name, found, "migrate that file; pass the flags to `recipes check --config`"))
-    last = Path(script[0]).stem if script[0].endswith(".py") else script[0].rpartition(".")[2]
-    return ShellCommand(last, dict(_read_flag(*flag) for flag in values.items()), shlex.join(words[:start]))
+    script = words[start]
+    last = Path(script).stem if script.endswith(".py") else script.rpartition(".")[2]
+    read = dict(_read_flag(*flag) for flag in values.items())
+    # The default of ms-swift.
+    read |= {"rlhf_type": "dpo"} if last == "rlhf" and "rlhf_type" not in read else {}
+    return ShellCommand("pretrain" if last == "pt" else last, read, shlex.join(words[:start]))
+
+
+def _split_commands(text: str) -> Iterator[list[str]]:
+    """Yield the words of each command, with the values of variables that were assigned before it."""
+    plain = _QUOTED_OR_COMMENT.sub(lambda found: found[1] or "", text).replace("\\\n", " ")
+    lexer = shlex.shlex(plain, posix=True, punctuation_chars="\n;&|")
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+    variables = dict[str, str]()
+
+    def expand(found: re.Match[str]) -> str:
+        return variables.get(found[1] or found[2], found[3] or found[0])
+
+    for is_end, group in itertools.groupby(lexer, lambda word: word.strip("\n;&|") == ""):
+        words = [_VARIABLE.sub(expand, word) for word in group]
+        if all(re.match(r"\w+=|export$", word) for word in words):
+            variables |= {key: value for key, _, value in (word.partition("=") for word in words)}
+        elif not is_end:
+            # Without the arguments of the file itself: `$@`, `$*`, `${@:2}`.
+            yield [word for word in words if not re.match(r"\$\{?[@*]", word)]
+
+
+def _find_script(words: Sequence[str]) -> int | None:
+    """Return the index of the script or subcommand of a command that trains."""
+    for at, word in enumerate(words):
+        is_method = word in {*_RECIPE_OF_METHODS, *_UNSUPPORTED, "rlhf"}
+        if _SCRIPT.search(word) or (at > 0 and words[at - 1] in _SUBCOMMANDS and is_method):
+            return at
+    return None
+
+
+def flatten_sections(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values with the keys of other programs' sections at the top, as ``optimizer.lr`` or ``learning_rate``."""
+    dotted, flat = dict(_list_dotted(values, "")), dict[str, Any]()
+    for key, value in dotted.items():
+        section, _, name = key.partition(".")
+        is_plain = section in _PLAIN_SECTIONS and name and name not in dotted.keys() | flat.keys()
+        flat[name if is_plain else key] = value
+    return flat
+
+
+def _list_dotted(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        # A mapping in a plain section is a value, such as `lr_scheduler_kwargs`.
+        if isinstance(value, Mapping) and (key in SECTIONS or prefix.partition(".")[0] in _NAMED_SECTIONS):
+            yield from _list_dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _read_flag(key: str, words: list[str]) -> tuple[str, Any]:

@@ -16,6 +16,7 @@ from recipes_lib.config.migration.legacy_files import (
     LEGACY_KEYS,
     Method,
     convert_datasets,
+    flatten_sections,
     infer_method,
     is_command,
     parse_command_text,
@@ -30,7 +31,7 @@ from recipes_lib.errors import ConfigError, Problem
 _TOKENIZER_KEYS = {"tokenizer_name_or_path", "tokenizer_name", "tokenizer"}
 _SAME_TEXTS = {
     *("model_name_or_path", "output_dir", "run_name", "hub_model_id"),
-    *("lr_scheduler_type", "optim", "loss_type"),
+    *("lr_scheduler_type", "optim", "loss_type", "activation_checkpointing"),
 }
 """Keys of text with the same values in other programs."""
 _REWARDS_OF_TRL = {"accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"}
@@ -84,15 +85,16 @@ def migrate(path: Path, recipe: str | None = None) -> Migration:
     """
     problems: list[Problem] = []
     text, names, launcher = read_text(path, problems), [path.stem, path.resolve().parent.name], ""
-    is_shell = text is not None and is_command(text)
-    if text is not None and is_shell:
+    is_rewritten = text is not None and (path.suffix == ".sh" or is_command(text))
+    if text is not None and is_rewritten:
         command = parse_command_text(text, str(path))
         names, launcher = [command.script], command.launcher
-        text = _dump(command.values)
+        text = _dump(flatten_sections(command.values))
     entries = [] if text is None else read_entries(text, str(path), problems)
-    if is_json := bool(entries) and (text or "").lstrip().startswith("{"):
-        # Edits replace whole lines, and those of JSON end with commas.
-        text = _dump({entry.key: plain_value(entry.node) for entry in entries})
+    values = {entry.key: plain_value(entry.node) for entry in entries}
+    # Edits replace whole lines, those of JSON end with commas, and those of sections are indented.
+    if values and ((text or "").lstrip().startswith("{") or flatten_sections(values) != values):
+        is_rewritten, text = True, _dump(flatten_sections(values))
         entries = read_entries(text, str(path), problems)
     lines = (text or "").splitlines()
     # Edits replace whole lines, so each key must begin its own.
@@ -116,7 +118,7 @@ def migrate(path: Path, recipe: str | None = None) -> Migration:
     changes = [Change(0, f"the recipe is {method.recipe}: {why}"), *rewriter.changes]
     if launcher.count(" ") > 1:
         changes.append(Change(0, f"`{launcher}` is the launcher: see `recipes launch --hardware`", by_hand=True))
-    if is_shell or is_json:
+    if is_rewritten:
         # Line numbers refer to the generated YAML, not to the file.
         changes = [replace(change, line=0) for change in changes]
     new_text = rewriter.apply()
