@@ -244,7 +244,7 @@ ROWS: dict[str, tuple[dict[str, object], str]] = {
         {"prompt": "<image> What is it?", "chosen": "a", "rejected": "b", "image": {"path": "a.png"}},
         "the text refers to `image`",
     ),
-    "question of white space": ({"question": "", "answer": "a"}, "`question` is empty"),
+    "question of white space": ({"question": " ", "answer": "a"}, "the question is empty"),
     "answers that are judged": (
         {"prompt": "a", "completion": "b", "label": True},
         "the boolean `label` says which answers are good",

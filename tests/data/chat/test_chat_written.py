@@ -146,7 +146,7 @@ def test_reasoning_in_other_tags_than_those_of_the_template_is_remarked(
 ) -> None:
     assert remarks(template, user("hi"), turn) == expected
     assert remarks(template, user("hi"), turn, user("more"), answer("no")) == expected
-    assert remarks(template, user("hi"), turn, user("more"), answer("no"), untrained={1}) == []
+    assert remarks(template, user("hi"), turn, user("more"), answer("NO"), untrained={1}) == []
 
 
 def calls(written: str, content: str = "{{ m.content }}") -> str:
@@ -166,9 +166,26 @@ def calls(written: str, content: str = "{{ m.content }}") -> str:
     ids=["JSON", "whole", "XML", "Python", "beside", "in other words"],
 )
 def test_tool_call_and_content_remarks(template: str, expected: list[Remark]) -> None:
-    assert remarks(template, user("hi"), answer("Let me see.", tool_calls=[CALL])) == expected
+    tools, turn = [{"name": "sky"}], answer("Let me see.", tool_calls=[CALL])
     other = answer("", tool_calls=[{"function": {"name": "now", "arguments": {}}}])
-    assert remarks(template, user("hi"), other) == []
+    template = "{{ tools }}" + template
+    assert remarks(template, user("hi"), turn, tools=tools) == expected
+    assert remarks(template, user("hi"), other, tools=tools) == []
+    assert remarks(template, user("hi"), turn) == [Remark.NO_TOOLS, *expected]
+    assert remarks(template, user("hi"), turn, user("more"), answer("NO"), untrained={1}) == []
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "is_lost"),
+    [
+        ({"mood": "kind"}, False),
+        ({"mood": "", "tone": "", "xml_tools": []}, False),
+        ({"mood": 1, "tone": "kind"}, True),
+    ],
+)
+def test_template_variables_that_are_not_read_are_remarked(kwargs: dict[str, Any], is_lost: bool) -> None:
+    found = remarks("{{ mood }}" + CONTENT, user("hi"), answer("yes"), template_kwargs=kwargs)
+    assert found == ([Remark.LOST_VARIABLES] if is_lost else [])
 
 
 def test_tool_arguments_not_rendered_are_error() -> None:

@@ -160,6 +160,7 @@ def test_layout_is_detected_from_first_valid_row(tmp_path: Path) -> None:
         ({"prompt": "a", "completion": "b", "label": True}, {"label": None}, {"prompt": "a", "completion": "b"}),
         ({"text": "an id", "content": "a"}, {"text": "content"}, {"text": "a"}),
         ({"q": {"of": {"text": "a"}}, "a.b": "b"}, {"prompt": "q.of.text", "completion": "a.b"}, None),
+        ({"q": '{"of": {"text": "a"}}', "c": "b"}, {"prompt": "q.of.text", "completion": "c"}, None),
     ],
 )
 def test_dataset_columns_equal_renamed_dataset(
@@ -194,12 +195,13 @@ def test_renamed_column_may_be_null_or_missing_in_first_row(tmp_path: Path, name
         ({"prompt": 3}, ConfigError, "`prompt: 3` names no column"),
         ({"prompt": "questoin", "completion": "a"}, DataError, "did you mean `question`?"),
         ({"prompt": "question.text", "completion": "a"}, DataError, "there is no column `question.text`"),
+        ({"prompt": "number.text", "completion": "a"}, DataError, "there is no column `number.text`"),
     ],
 )
 def test_invalid_dataset_columns_are_refused(
     tmp_path: Path, columns: dict[str, str | None], error: type[Exception], words: str
 ) -> None:
-    path = write_rows(tmp_path / "d.jsonl", [{"question": "a", "a": "b"}] * 2)
+    path = write_rows(tmp_path / "d.jsonl", [{"question": "a", "a": "b", "number": "1"}] * 2)
     with pytest.raises(error) as caught:
         list(read_rows(load_source(str(path), columns=columns)))
     assert len(caught.value.problems) == 1

@@ -70,7 +70,7 @@ configs:
   - split: train
     path: main/train-*
   - split: test
-    path: [main/test-*, "more/**/test.jsonl"]
+    path: [main/test-*, "./more/**/test.jsonl"]
 - config_name: other
   data_dir: other
   data_files: "[a-m]?.jsonl"

@@ -165,6 +165,39 @@ PUBLIC: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         },
         PAIR,
     ),
+    "Chatbot Arena's 55k battles": (
+        "preference",
+        {
+            "prompt": '["What is 2 + 2?"]',
+            "response_a": '["5"]',
+            "response_b": '["4"]',
+            "winner_model_a": "0",
+            "winner_model_b": "1",
+            "winner_tie": "0",
+        },
+        PAIR,
+    ),
+    "Chatbot Arena's 55k battles, two questions": (
+        "preference",
+        {
+            "prompt": '["What is 2 + 2?", "What is 2 + 2?"]',
+            "response_a": '["5", "4"]',
+            "response_b": '["5", "5"]',
+            "winner_model_a": 1,
+            "winner_model_b": 0,
+        },
+        {"messages": [USER, WRONG, USER, ANSWER], "num_prompt_messages": 3, "rejected": [WRONG]},
+    ),
+    "Search Arena": (
+        "preference",
+        {"winner": "model_b", "messages_a": [USER, WRONG], "messages_b": [USER, ANSWER], "turn": 1},
+        PAIR,
+    ),
+    "function-calling-chatml": (
+        "sharegpt",
+        {"system_message": "Be brief.", "function_description": "", "conversations": [HUMAN, GPT]},
+        BRIEF,
+    ),
     "When2Call": (
         "preference",
         {"tools": "[]", "messages": [USER], "chosen": ANSWER, "rejected": WRONG},
@@ -225,6 +258,11 @@ def test_verdict_columns_are_described_as_published() -> None:
     assert str(detect_format(entry)) == expected
 
 
+def test_column_with_two_meanings_in_a_layout_is_described_once() -> None:
+    entry = RawRow("d:1", 1, PUBLIC["distilabel-math-preference"][1])
+    assert str(detect_format(entry)).count("instruction") == 1
+
+
 @pytest.mark.parametrize(
     ("raw", "remedy"),
     [
@@ -242,6 +280,29 @@ def test_verdict_columns_are_described_as_published() -> None:
         ({"problem": "2 + 2?", "solution": "Add: 4", "answer": "4", "source": "x"}, "dataset_format: question_answer"),
         ({"question": "2 + 2?", "choices": ["3", "4"], "answer": 1}, "write it as a string"),
         ({"question": "2 + 2?", "context": {"title": ["x"]}, "answer": "4"}, "{context: null}"),
+        ({"question": "2 + 2?", "solution": "4", "attempt": "Add: 4"}, "dataset_format: question_answer"),
+        ({"question": "-", "r1_generation": "Add: 4", "solution": "4"}, "dataset_format: question_answer"),
+        ({"question": "-", "solution": "4"}, "the dataset that has the questions"),
+        ({"messages": [{**USER, "content": ""}, ANSWER]}, "the dataset that has the questions"),
+        ({"messages": [SYSTEM, {**USER, "content": " -\n"}, ANSWER]}, "the dataset that has the questions"),
+        ({"definition": "Add.", "inputs": "2 + 2", "targets": "4"}, "name them with `dataset_columns`"),
+        ({"description": "Add.", "examples": [{"input": "2 2", "output": "4"}]}, "name them with `dataset_columns`"),
+        ({"repo_name": "a/b", "files": [{"blob_id": "1", "path": "a.py"}]}, "name them with `dataset_columns`"),
+        ({"question": "2 + 2?", "responses": [{"response": "4", "model": "x"}]}, "an object of `responses`"),
+        ({"instruction": "2 + 2?", "completions": [{"response": "4", "score": 1}]}, "an object of `completions`"),
+        (
+            {"prompt": '["a"]', "response_a": '["b"]', "response_b": '["c"]', "winner_model_a": 0, "winner_model_b": 0},
+            "remove such rows",
+        ),
+        (
+            {"prompt": '["a"]', "response_a": '["b", "c"]', "response_b": '["c"]', "winner_model_a": 1},
+            "as many as prompts",
+        ),
+        (
+            {"prompt": '["a"]', "response_a": "[null]", "response_b": '["c"]', "winner_model_a": 1},
+            "the text of the turn",
+        ),
+        ({"prompt": '["a"]', "response_a": "[b", "response_b": '["c"]', "winner_model_a": 1}, "write it as JSON"),
         ({"images": [{"path": "a.png"}], "texts": [{"user": "2 + 2?", "assistant": "4"}]}, "{images: null}"),
         ({"images": [], "texts": [{"user": "2 + 2?", "assistant": "4"}], "source": "x"}, "{conversations: texts}"),
     ],
@@ -260,6 +321,20 @@ def test_verdict_columns_are_described_as_published() -> None:
         "NuminaMath 1.5",
         "MMLU",
         "HotpotQA",
+        "s1K",
+        "OpenCodeReasoning 2",
+        "OpenCodeReasoning 2, its solution",
+        "Nemotron 1, chat",
+        "Nemotron 1, code",
+        "Super-NaturalInstructions",
+        "Codeforces",
+        "The Stack 2",
+        "NaturalReasoning",
+        "UltraFeedback",
+        "55k battles, tie",
+        "55k battles, two answers",
+        "55k battles, no answer",
+        "55k battles, not JSON",
         "The Cauldron",
         "FineVision, text only",
     ],

@@ -29,5 +29,5 @@ def test_find_remarked_orders_remarks_by_first_row() -> None:
 
 def test_row_can_have_every_remark() -> None:
     bits = build_bits([list(Remark)])
-    assert bits.dtype == np.uint8
+    assert bits.dtype == np.uint16
     assert list(find_remarked(bits)) == list(Remark)

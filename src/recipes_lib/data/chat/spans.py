@@ -111,7 +111,7 @@ class WrittenCheck:
 
     def _check_calls(self, row: Row, rendered: Rendered, number: int) -> list[Remark]:
         message, turn = _list_messages(row)[number], rendered.turn(number)
-        remarks = []
+        remarks = [] if row.tools else [Remark.NO_TOOLS]
         answers = [text.rpartition(THINK_END)[2].strip() for text in find_texts(message)]
         if any(text not in turn for text in answers) and self._ignores(row, rendered, number, reword(message)):
             remarks.append(Remark.LOST_BESIDE_CALL)
@@ -317,7 +317,10 @@ class SpanFinder:
             raise _refusal(row, error) from error
         self._check_answers(row, targets, trained)
         self._written.refuse_unwritten(row, rendered, trained)
-        return Targets(targets.text, targets.spans, self._written.list_remarks(row, rendered, trained))
+        remarks = self._written.list_remarks(row, rendered, trained)
+        if any(value and name not in self._template.names for name, value in row.template_kwargs.items()):
+            remarks.append(Remark.LOST_VARIABLES)
+        return Targets(targets.text, targets.spans, remarks)
 
     def render_prompt(self, row: Row) -> str:
         """Render the prompt of the turn after the first ``num_prompt_messages``, by default all, as a server does.

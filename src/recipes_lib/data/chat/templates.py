@@ -84,6 +84,7 @@ class ChatTemplate:
         variables: Special tokens by name, as in the tokenizer's ``special_tokens_map``.
 
     Attributes:
+        names: Names that occur in the template, among them those of the variables that it reads.
         marks_generation: Whether the template has ``{% generation %}`` blocks.
         reads_clock: Whether the template may write the current date; here it writes ``TEMPLATE_DATE``.
 
@@ -98,10 +99,10 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise TemplateError(f"line {error.lineno}: {error.message}") from error
         tree = environment.parse(source)
-        names = {name.name for name in tree.find_all(nodes.Name)}
-        self.reads_clock = "strftime_now" in names
+        self.names = {name.name for name in tree.find_all(nodes.Name)}
+        self.reads_clock = "strftime_now" in self.names
         self.marks_generation = any(_is_generation(block) for block in tree.find_all(nodes.CallBlock))
-        self._reads_flag = "add_generation_prompt" in names
+        self._reads_flag = "add_generation_prompt" in self.names
         self._prompt = _separate_prompt(tree, environment)  # Before `_instrument`, which changes the tree.
         self._template = _instrument(tree, environment)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -70,9 +71,15 @@ class RenamedSource:
 
 
 def _find(row: Mapping[str, Any], column: str) -> Any:
-    """Return the value of a column, or of a field of its object (``reward_model.ground_truth``); ``None`` without."""
+    """Return the value of a column, or of a field of its object (``reward_model.ground_truth``); ``None`` without.
+
+    The object may be a text of JSON, as ``metadata`` often is, since objects of different fields have no Arrow type.
+    """
     value: Any = row
     for key in [column] if column in row else column.split("."):
+        if isinstance(value, str):
+            with suppress(ValueError, RecursionError):
+                value = json.loads(value)
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
 

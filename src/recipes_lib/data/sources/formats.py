@@ -17,19 +17,22 @@ from recipes_lib.data.sources.messages import (
     FUNCTION_CALL,
     MEDIA,
     OBJECTS,
-    ROLES,
+    TEXTS,
     RowError,
     are_columns,
     are_pairs,
     check_answer,
     check_answered,
+    check_asked,
     check_text,
     clean_messages,
     describe,
+    find_roles,
     parse_chat,
     read_chat_extras,
     refuse_media,
     split_marks,
+    zip_turns,
 )
 from recipes_lib.data.sources.rows import Message, RawRow, Row
 from recipes_lib.errors import DataError, Problem
@@ -111,7 +114,7 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
         remedy = _suggest(raw, present, f"name them with `dataset_columns`, or convert the rows, to one of: {known}")
         raise DataError(Problem(where, f"the columns match no layout: {_quote(present)}", remedy))
     layout, written = _LAYOUTS[matches[0]], {name: column for column, name in named.items()}
-    meant = [written.get(name, name) for name in (*layout.required, *layout.optional)]
+    meant = dict.fromkeys(written.get(name, name) for name in (*layout.required, *layout.optional))
     read = tuple(column for column in meant if column in raw)
     renamed = {column: name for column, name in named.items() if column in read and column != name}
     spelled = dict(zip(raw, entry.columns, strict=True))  # `_judge` has renamed columns, in the same order.
@@ -138,18 +141,19 @@ def _judge(entry: RawRow) -> Raw:
     Raises:
         DataError: The verdict is for neither answer.
     """
-    raw = entry.columns
-    for verdict, (question, answers) in _VERDICTS.items():
+    raw, undecided = entry.columns, []
+    for verdict, question, answers in _VERDICTS:
         if verdict in raw and {question, *answers} <= raw.keys():
             given = raw[verdict]
             if isinstance(given, str) and _WHOLE_NUMBER.fullmatch(given):  # A cell of a CSV file.
                 given = int(given)
             names = {question: "question"}
             names |= {name: "chosen" if given in wins else "rejected" for name, wins in answers.items()}
-            if "chosen" not in names.values():
-                remedy = "remove such rows, or set `broken_rows: drop` and `max_broken_fraction`"
-                raise DataError(Problem(entry.where, f"`{verdict}` is {raw[verdict]!r}: no answer is better", remedy))
-            return {names.get(column, column): value for column, value in raw.items()}
+            if "chosen" in names.values():
+                return {names.get(column, column): value for column, value in raw.items()}
+            undecided.append(f"`{verdict}` is {raw[verdict]!r}")
+    if undecided:
+        raise DataError(Problem(entry.where, f"{', '.join(undecided)}: no answer is better", _REMOVING))
     return raw
 
 
@@ -183,7 +187,7 @@ def _drop_lesser(raw: Raw, matches: list[DatasetFormat]) -> list[DatasetFormat]:
     lesser = set(_FALLBACKS) if set(matches) - set(_FALLBACKS) else set()
     if "preference" in matches:  # The chat before the answers, as in LLaMA-Factory's pairs.
         chats = {"sharegpt": "conversations", "messages": "messages"}
-        lesser |= {name for name in matches if name in chats and _find_roles(raw[chats[name]])[-1:] != ["assistant"]}
+        lesser |= {name for name in matches if name in chats and find_roles(raw[chats[name]])[-1:] != ["assistant"]}
     if {"alpaca", "text"} <= {*matches} and all(str(raw[at]) in str(raw["text"]) for at in ("instruction", "output")):
         lesser.add("text")  # Alpaca's fourth column: the other three, rendered.
     return [name for name in matches if name not in lesser]
@@ -199,12 +203,6 @@ def _refuse_several_answers(present: Sequence[str], where: str) -> None:
     if answers[1:]:
         remedy = "set `dataset_format: question_answer`, and name the meant one: `dataset_columns: {answer: ...}`"
         raise DataError(Problem(where, f"each of {_quote(answers)} may be the answer to train on", remedy))
-
-
-def _find_roles(turns: object) -> list[str]:
-    """Return the role of each object in a list, an empty one if it has none."""
-    items = [turn for turn in turns if isinstance(turn, Mapping)] if isinstance(turns, (list, tuple)) else []
-    return [ROLES.get(str(turn.get("from", turn.get("role"))).lower(), "") for turn in items]
 
 
 def canonicalize(entry: RawRow, row_format: RowFormat, *, needs_answer: bool = True) -> Row:
@@ -235,6 +233,7 @@ def canonicalize(entry: RawRow, row_format: RowFormat, *, needs_answer: bool = T
         fields = _LAYOUTS[row_format.name].read(raw)
         refuse_media(raw, fields)
         if "messages" in fields:
+            check_asked(fields["messages"])
             if needs_answer:
                 check_answered(fields["messages"], _LAYOUTS[row_format.name].required[0])
             fields["messages"], fields["untrained"] = split_marks(fields["messages"])
@@ -273,7 +272,7 @@ def read_question(raw: Raw) -> dict[str, Any] | None:
     named = {renamed.get(name, name): raw[column] for column, name in cased.items()}
     if isinstance(prompt, str):
         _refuse_chat_columns(named)
-        if _LIST_OF_TEXTS.fullmatch(prompt):  # As in Chatbot Arena's 55k battles.
+        if TEXTS.fullmatch(prompt):  # As in Chatbot Arena's 55k battles.
             raise RowError("`prompt` is a list of texts in JSON", "write one of them, or all turns as messages")
         return {"prompt": check_text(prompt, "`prompt`")}
     if prompt is not None:
@@ -283,6 +282,7 @@ def read_question(raw: Raw) -> dict[str, Any] | None:
         turns = _read_question(named, "question", *contexts)
     else:
         return None
+    check_asked(turns)
     return {"messages": turns, "num_prompt_messages": len(turns), **read_chat_extras(named)}
 
 
@@ -294,7 +294,7 @@ def _read_answer(raw: Raw, *, question: tuple[str, ...], answer: str) -> dict[st
     else:
         thought = raw.get("reasoning_content")
         beside = {"reasoning_content": check_text(thought, "`reasoning_content`")} if thought else {}
-        answers = [{**_build_answer(value, f"`{answer}`"), **beside}]
+        answers = [{"role": "assistant", "content": check_answer(value, f"`{answer}`"), **beside}]
     return {"messages": [*prompt, *answers], **read_chat_extras(raw)}
 
 
@@ -308,9 +308,6 @@ def _read_question(raw: Raw, column: str, *contexts: str) -> list[Message]:
             remedy = f"write it as a string, or ignore it: `dataset_columns: {{{name}: null}}`"
             raise RowError(f"`{name}` is {describe(raw[name])}, not a string", remedy)
     question = "\n".join(filter(None, (check_text(_take(raw, name), f"`{name}`") for name in columns)))
-    if not question:
-        empty = " and ".join(f"`{name}`" for name in columns)
-        raise RowError(f"{empty} {'are' if columns[1:] else 'is'} empty", "write the question, or remove the row")
     return [*_read_system(raw), *_read_history(raw), {"role": "user", "content": question}]
 
 
@@ -327,7 +324,7 @@ def _read_prompt_completion(raw: Raw) -> dict[str, Any]:
 def _read_turns(value: object, column: str) -> list[Message]:
     """The turns of an answer: a text, a single turn, or a list of turns."""
     if isinstance(value, str):
-        return [_build_answer(value, f"`{column}`")]
+        return [{"role": "assistant", "content": check_answer(value, f"`{column}`")}]
     return clean_messages([value] if isinstance(value, Mapping) and not are_columns(value) else value, column)
 
 
@@ -343,6 +340,10 @@ def _read_preference(raw: Raw) -> dict[str, Any]:
     values = {column: _take(raw, column) for column in ("chosen", "rejected")}
     if values["chosen"] == values["rejected"]:
         raise RowError("`chosen` and `rejected` are the same", "remove the row: it has no preference")
+    asked = raw.get("question")
+    if isinstance(asked, str) and TEXTS.fullmatch(asked) and all(str(value)[:1] == "[" for value in values.values()):
+        raw = {name: value for name, value in raw.items() if name != "question"}
+        values = {column: zip_turns(asked, str(value), column) for column, value in values.items()}
     prompt, are_texts = raw.get("prompt"), isinstance(values["chosen"], str)
     if are_texts != isinstance(values["rejected"], str):
         found = ", ".join(f"`{name}` is {describe(value)}" for name, value in values.items())
@@ -367,18 +368,15 @@ def _read_preference(raw: Raw) -> dict[str, Any]:
 
 def _read_shared_prompt(raw: Raw) -> list[Message] | None:
     """The chat that both answers continue, from separate columns; ``None`` if the row has no such column."""
-    if raw.get("prompt") is not None:
-        return _read_question(raw, "prompt")
-    if column := next((name for name in ("conversations", "messages") if raw.get(name) is not None), None):
-        turns = clean_messages(raw[column], column)
-        if turns[-1]["role"] == "assistant":
-            found = f"`{column}` ends with an answer of its own beside `chosen` and `rejected`"
-            raise RowError(found, f"end it with the question, or hide it: `dataset_columns: {{{column}: null}}`")
-        return _put_system_first(raw, turns)
     # `input` is the context of an instruction (Alpaca), or without one the question itself (distilabel's Orca pairs).
-    for columns in (("question",), ("instruction", "input"), ("input",)):
-        if raw.get(columns[0]) is not None:
-            return _read_question(raw, *columns)
+    columns = ("prompt",), ("conversations",), ("messages",), ("question",), ("instruction", "input"), ("input",)
+    for column, *contexts in columns:
+        if raw.get(column) is not None:
+            turns = _read_question(raw, column, *contexts)
+            if turns[-1]["role"] == "assistant":
+                found = f"`{column}` ends with an answer of its own beside `chosen` and `rejected`"
+                raise RowError(found, f"end it with the question, or hide it: `dataset_columns: {{{column}: null}}`")
+            return turns
     return None
 
 
@@ -397,7 +395,7 @@ def _read_text_pair(raw: Raw, prompt: object, chosen: str, rejected: str) -> dic
 def _refuse_unread_chat(raw: Raw, chosen: str) -> None:
     """Raise for a list of turns under an unknown name: both answers continue it, and do not repeat it as texts."""
     for column, value in {} if _ASSISTANT in chosen else raw.items():
-        if any(_find_roles(value)):
+        if any(find_roles(value)):
             found = f"`{column}` may be the chat that `chosen` and `rejected` continue"
             raise RowError(found, f"write `dataset_columns: {{conversations: {column}}}`, or remove the column")
 
@@ -473,15 +471,13 @@ def _read_text(raw: Raw) -> dict[str, Any]:
     text = check_text(_take(raw, "text"), "`text`")
     if not text or text.isspace():
         # In some corpora, such as wikitext, a third of the rows are blank lines.
-        raise RowError("`text` is empty", "remove such rows, or set `broken_rows: drop` and `max_broken_fraction`")
+        raise RowError("`text` is empty", _REMOVING)
     return {"text": text}
 
 
 def _read_system(raw: Raw) -> list[Message]:
-    system = raw.get("system")
-    if system is None:
-        return []
-    return [{"role": ROLES["system"], "content": system}] if check_text(system, "`system`").strip() else []
+    system = check_text("" if raw.get("system") is None else raw["system"], "`system`")
+    return [{"role": "system", "content": system}] if system.strip() else []
 
 
 def _put_system_first(raw: Raw, turns: list[Message]) -> list[Message]:
@@ -500,15 +496,12 @@ def _read_history(raw: Raw) -> list[Message]:
         raise RowError(f"`history` is {describe(history)}, not a list", "write [[question, answer], ...]")
     turns: list[Message] = []
     for number, pair in enumerate(history):
+        place = f"history[{number}]"
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            raise RowError(f"history[{number}] is not a [question, answer] pair", "write [[question, answer], ...]")
-        question = check_text(pair[0], f"history[{number}][0]")
-        turns += [{"role": "user", "content": question}, _build_answer(pair[1], f"history[{number}][1]")]
+            raise RowError(f"{place} is not a [question, answer] pair", "write [[question, answer], ...]")
+        question, answer = check_text(pair[0], f"{place}[0]"), check_answer(pair[1], f"{place}[1]")
+        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return turns
-
-
-def _build_answer(value: object, place: str) -> Message:
-    return {"role": "assistant", "content": check_answer(value, place)}
 
 
 def _take(raw: Raw, column: str) -> Any:
@@ -527,7 +520,6 @@ def _quote(columns: list[str]) -> str:
 _MAX_MARGIN: Final = float(np.finfo(np.float32).max)
 _ASSISTANT: Final = "\n\nAssistant:"
 _SPEAKER: Final = re.compile(r"\n\n(Human|Assistant):")
-_LIST_OF_TEXTS: Final = re.compile(r'\[(?:"(?:[^"\\]++|\\.)*+"(?:, ?|\]))+')
 _CHAT_EXTRAS = ("tools", "chat_template_kwargs")
 _QUESTION_EXTRAS = ("system", "history", *_CHAT_EXTRAS)
 
@@ -555,35 +547,42 @@ _LAYOUTS: Final[Mapping[DatasetFormat, _Layout]] = {
 _SPELLINGS: Final = {
     "conversation": "conversations",
     **dict.fromkeys(("content", "raw_content"), "text"),
-    **dict.fromkeys(("query", "problem", "prompt", "input", "inputs", "instruction"), "question"),
-    **dict.fromkeys(
-        ("response", "solution", "generated_solution", "output", "target", "targets", "completion"), "answer"
-    ),
+    # The definition of a task beside its inputs (Super-NaturalInstructions) is part of the question: two are refused.
+    **dict.fromkeys(("query", "problem", "prompt", "input", "inputs", "instruction", "definition"), "question"),
+    **dict.fromkeys(("response", "solution", "generated_solution", "output"), "answer"),
+    **dict.fromkeys(("target", "targets", "completion", "attempt", "deepseek_attempt", "r1_generation"), "answer"),
     **dict.fromkeys(("chosen_response", "chosen_messages", "accepted", "response_j"), "chosen"),
     **dict.fromkeys(("rejected_response", "rejected_messages", "response_k"), "rejected"),
 }
 """Other spelling of a column -> the layout's column; applied only if the columns match no layout as they are."""
-_EXTRA_SPELLINGS: Final = {"system_prompt": "system", "available_tools": "tools"}
+_EXTRA_SPELLINGS: Final = {"system_prompt": "system", "system_message": "system", "available_tools": "tools"}
 """The same in every layout."""
 _WHOLE_NUMBER: Final = re.compile(r"\s*[+-]?\d{1,9}\s*")
-_VERDICTS: Final[Mapping[str, tuple[str, Mapping[str, Sequence[object]]]]] = {
-    "labels": ("history", {"human_ref_A": (1,), "human_ref_B": (0,)}),  # SHP
-    "better_response_id": ("prompt", {"response_0": (0,), "response_1": (1,)}),  # PKU-SafeRLHF
-    "preference_strength": ("prompt", {"response_1": range(-3, 0), "response_2": range(1, 4)}),  # HelpSteer2
-    "overall_preference": ("context", {"response1": range(-3, 0), "response2": range(1, 4)}),  # HelpSteer3
-    "winner": ("conversation_a", {"conversation_a": ("model_a",), "conversation_b": ("model_b",)}),  # Chatbot Arena
-}
-"""Column with a verdict -> column of the question, which may be in an answer, and verdicts for which each is better."""
+_VERDICTS: Final[Sequence[tuple[str, str, Mapping[str, Sequence[object]]]]] = (
+    ("labels", "history", {"human_ref_A": (1,), "human_ref_B": (0,)}),  # SHP
+    ("better_response_id", "prompt", {"response_0": (0,), "response_1": (1,)}),  # PKU-SafeRLHF
+    ("preference_strength", "prompt", {"response_1": range(-3, 0), "response_2": range(1, 4)}),  # HelpSteer2
+    ("overall_preference", "context", {"response1": range(-3, 0), "response2": range(1, 4)}),  # HelpSteer3
+    ("winner", "conversation_a", {"conversation_a": ("model_a",), "conversation_b": ("model_b",)}),  # Chatbot Arena
+    ("winner", "messages_a", {"messages_a": ("model_a",), "messages_b": ("model_b",)}),  # Search Arena
+    ("winner_model_a", "prompt", {"response_a": (1,), "response_b": ()}),  # Chatbot Arena's 55k battles, where
+    ("winner_model_b", "prompt", {"response_a": (), "response_b": (1,)}),  # a tie is 0 in both columns.
+)
+"""Column with a verdict, column of the question, which may be in an answer, and verdicts for which each is better."""
 _LABELS: Final[Mapping[str, Sequence[str]]] = {
     **dict.fromkeys(("kto_tag", "label"), ("true", "false")),
     **dict.fromkeys(("is_safe", "is_correct"), ("false",)),  # Subsets of good answers keep these columns.
 }
 """Column whose boolean says whether the answer is good (KTO, BeaverTails, OpenMathInstruct) -> values refused."""
+_REMOVING: Final = "remove such rows, or set `broken_rows: drop` and `max_broken_fraction`"
 _RENAMING: Final = "name them with `dataset_columns`; convert judged answers to pairs; or change `dataset_format`"
 _REMEDIES: Final[Mapping[str, Callable[[object], bool]]] = {
-    "write `dataset_columns: {{conversations: {}}}`": lambda value: any(_find_roles(value)) or are_pairs(value),
+    # `input` and `output` may be those of a program.
+    "write `dataset_columns: {{conversations: {}}}`": (
+        lambda value: any(find_roles(value)) or (are_pairs(value) and "'input':" not in str(value))
+    ),
     "convert the rows: write an object of `{}` as `answer`, or two as `chosen` and `rejected`": (
-        lambda value: set(_find_roles(value)) == {""}
+        lambda value: set(find_roles(value)) == {""} and re.search("'(answer|response|text)':", str(value)) is not None
     ),
     "convert the dialogue in `{0}` to `messages`, or train on its text: `dataset_columns: {{text: {0}}}`": (
         lambda value: "assistant:" in str(value).lower()

@@ -14,6 +14,7 @@ from functools import partial
 from io import BufferedReader, RawIOBase
 from os.path import realpath
 from pathlib import Path
+from posixpath import normpath
 from typing import Any, Final, cast
 
 import yaml
@@ -255,7 +256,7 @@ def _find_card_splits(folder: Path, name: str, card: Mapping[str, Any], split: s
         paths = entry.get("path") if str(entry.get("split")) == split else []
         for pattern in map(str, paths if isinstance(paths, list) else [paths]):
             try:
-                matches = re.compile(glob_translate(pattern)).match
+                matches = re.compile(glob_translate(normpath(pattern))).match
             except ValueError as error:  # Such as `**` within a name.
                 raise DataError(Problem(name, f"its README.md has `{pattern}`: {error}", "correct README.md")) from None
             matching = [file for relative, file in files.items() if matches(relative)]

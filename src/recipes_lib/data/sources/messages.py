@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import cycle
+from itertools import chain, cycle, takewhile
 from types import NoneType, UnionType
 from typing import Any, Final, TypeGuard, TypeVar
 
@@ -54,6 +54,9 @@ _MEDIA_MARKS: Final = ("<image>", "<video>", "<audio>")
 
 OBJECTS: Final = re.compile(r"""\s*\[\s*\{\s*(["'])""")
 """Beginning of a list of objects, in JSON or in Python's notation."""
+
+TEXTS: Final = re.compile(r'\[(?:"(?:[^"\\]++|\\.)*+"(?:, ?|\]))+')
+"""A list of texts in JSON, as the prompts of Chatbot Arena's 55k battles."""
 
 _PARTIAL_MARKS: Final = ("train_detail", "training_detail")
 
@@ -174,6 +177,31 @@ def clean_messages(value: object, column: str) -> list[Message]:
     return [_clean_message(message, f"{column}[{turn}]") for turn, message in enumerate(value)]
 
 
+def zip_turns(questions: str, answers: str, column: str) -> list[Message]:
+    """Return the chat of questions with their answers, each a list of texts in JSON.
+
+    Args:
+        questions: Questions, which match ``TEXTS``.
+        answers: Value of the column of answers.
+        column: Its name in errors.
+
+    Raises:
+        RowError: There is not one answer to each question, or one is empty.
+    """
+    asked, given = parse_json(questions, "the prompt"), parse_json(answers, f"`{column}`")
+    assert isinstance(asked, list)
+    if not isinstance(given, list) or len(given) != len(asked):
+        raise RowError(f"`{column}` has not one answer to each prompt", "write as many as prompts, or remove the row")
+    turns = zip(cycle(("user", "assistant")), chain.from_iterable(zip(asked, given, strict=True)), strict=False)
+    return clean_messages([{"role": role, "content": content} for role, content in turns], column)
+
+
+def find_roles(turns: object) -> list[str]:
+    """Return the role of each object in a list, an empty one if it has none."""
+    items = [turn for turn in turns if isinstance(turn, Mapping)] if isinstance(turns, (list, tuple)) else []
+    return [ROLES.get(str(turn.get("from", turn.get("role"))).lower(), "") for turn in items]
+
+
 def are_pairs(value: object) -> bool:
     """Return whether a value is a list of questions with their answers, as in Capybara."""
     turns = value if isinstance(value, (list, tuple)) else ()
@@ -217,6 +245,21 @@ def check_answered(messages: Iterable[Message], column: str) -> None:
     """
     if all(message["role"] != "assistant" for message in messages):
         raise RowError(f"`{column}` has no assistant turn: nothing to train on", "add the answer, or remove the row")
+
+
+def check_asked(messages: Iterable[Message]) -> None:
+    """Raise for a chat without a question, which would train on answers to nothing.
+
+    Public datasets whose questions belong to another dataset have an empty text or ``-`` in their place, such as
+    OpenCodeReasoning 2 and parts of Nemotron's post-training data.
+
+    Raises:
+        RowError: Before the first answer, the turns of the user are empty or ``-``.
+    """
+    head = takewhile(lambda message: message["role"] != "assistant", messages)
+    if {message["content"].strip() for message in head if message["role"] == "user"} in ({""}, {"-"}):
+        remedy = "write it, as it is in the dataset that has the questions of this one, or remove the row"
+        raise RowError("the question is empty, or `-` in place of one", remedy)
 
 
 def refuse_media(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:

@@ -124,6 +124,11 @@ class Remark(Enum):
     )
     LOST_REASONING = "give reasoning in their last turn that the chat template does not write", _OTHER_TEMPLATE
     LOST_TOOLS = "give tool schemas that the chat template does not write", _OTHER_TEMPLATE
+    LOST_VARIABLES = "give `chat_template_kwargs` that the chat template does not read", _OTHER_TEMPLATE
+    NO_TOOLS = (
+        "call tools without tool schemas, which a server writes into the prompt",
+        "name their column or field, as by `dataset_columns: {tools: metadata.tools}`, unless messages describe them",
+    )
     PLAIN_TEXT = (
         "have strings as prompt and answer, to which the model's chat template is not applied",
         "if they are chats, write `dataset_columns: {question: prompt}`, for SFT with `answer: completion` beside it",
@@ -138,14 +143,14 @@ class Remark(Enum):
         self.remedy = remedy
 
 
-RemarkBits = npt.NDArray[np.uint8]
-"""Remarks on R rows as bit sets, ``uint8 (R,)``: bit ``i`` is set for the ``i``-th member of ``Remark``."""
+RemarkBits = npt.NDArray[np.uint16]
+"""Remarks on R rows as bit sets, ``uint16 (R,)``: bit ``i`` is set for the ``i``-th member of ``Remark``."""
 
 
 def build_bits(remarks: Iterable[Collection[Remark]]) -> RemarkBits:
-    """Return the remarks on each row as bit sets, ``uint8 (R,)``."""
+    """Return the remarks on each row as bit sets, ``uint16 (R,)``."""
     bit_of = {remark: 1 << number for number, remark in enumerate(Remark)}
-    return np.array([sum(bit_of[remark] for remark in set(some)) for some in remarks], np.uint8)
+    return np.array([sum(bit_of[remark] for remark in set(some)) for some in remarks], np.uint16)
 
 
 def find_remarked(bits: RemarkBits) -> dict[Remark, npt.NDArray[np.int64]]:
