@@ -72,6 +72,7 @@ def test_tests_that_are_data_are_refused():
 def test_final_number_is_none_for_rows_without_number():
     columns = {"completions": ["1,234 in all", "1234.0", "5", "5"], "answer": ["#### 1234", "#### 1,234", "none", None]}
     assert final_number(**columns) == [1.0, 1.0, None, None]
+    assert final_number(completions=["1/4", "3/4"], answer=["3/4", ["3/4", "0.75"]]) == [None, 0.0]
 
 
 RIGHT = "def double(x):\n    return 2 * x\n"

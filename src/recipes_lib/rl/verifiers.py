@@ -44,12 +44,12 @@ def exact_match(*, completions: Sequence[Completion], solution: Sequence[Accepte
 def final_number(*, completions: Sequence[Completion], answer: Sequence[Accepted], **_: Any) -> list[float | None]:
     """Return 1 if the final number of an answer equals that of the row's ``answer``, or of one in its list, else 0.
 
-    The column is a text as in GSM8K, or a number; rows without a number give ``None``. ``read_final_number`` defines
-    the final number.
+    The column is a text as in GSM8K, or a number; rows without a number give ``None``, as do those with an expression
+    such as ``3/4``. ``read_final_number`` defines the final number.
     """
     scores: list[float | None] = []
     for completion, accepted in zip(completions, answer, strict=True):
-        wanted = {read_final_number(_write(value)) for value in _list_accepted(accepted)} - {None}
+        wanted = {read_final_number(_write(value), is_reference=True) for value in _list_accepted(accepted)} - {None}
         scores.append(float(read_final_number(_read_text(completion)) in wanted) if wanted else None)
     return scores
 
