@@ -262,6 +262,15 @@ def collect_problems(problems: list[Problem]) -> Iterator[None]:
         problems += error.problems
 
 
+@contextmanager
+def reported_at(where: str) -> Iterator[None]:
+    """Raise a ``ConfigError`` of the block with other places of its problems: those of the key that names the model."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(*(replace(problem, where=where) for problem in error.problems)) from error
+
+
 class DivergedError(Exception):
     """A guard stopped training before a bad update reached the weights; exit code 3."""
 

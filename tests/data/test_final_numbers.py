@@ -52,3 +52,23 @@ from recipes_lib.data.final_numbers import read_final_number
 )
 def test_read_final_number(text: str, number: str | None) -> None:
     assert read_final_number(text) == (None if number is None else Decimal(number))
+
+
+@pytest.mark.parametrize(
+    ("texts", "is_number"),
+    [
+        ("3/4|1 1/2|#### 3/4|2x + 1|x - 1|x^2+1|5x|x5|2^10|1e-5|3 − 5i|x > 5|x ≥ 5|5 < x|5!|(3, 5)|[1, 2]", False),
+        (r"2^{10}|x_{10}|10^{-3}|\{1, 2\}|(-\infty, 5)|[5, \infty)|\frac{3}{4}|\frac12|\sqrt{2}|\sqrt 2\pi", False),
+        (r"\pi/2|2\sqrt{3}|3 \pm \sqrt{5}|5 m^2|\begin{pmatrix} 1 \\ 2 \end{pmatrix}|5 \\ \end{pmatrix}", False),
+        ("3:30|2024-05-01|√2|2√3|2π|-$5/4$", False),
+        ("72|#### 72|6 + 66\n#### 72\nThe answer is: 72|-72|$-72$|$72|-$72|$72$|72.|72%|72°|x=72|x = -72", True),
+        (r"72\%|$72\,$|\boxed{72}|$\boxed{72}$.|\(72\)|72 \text{ cm}|72\,\mathrm{cm}|\$72|70 + 2 = 72", True),
+        ("**72**|It is: 72|72 clips|72 cm", True),
+    ],
+)
+def test_number_inside_an_expression_is_no_reference(texts: str, is_number: bool) -> None:
+    """Else 1/4 would be right for 3/4."""
+    for text in texts.split("|"):
+        number = read_final_number(text)
+        assert number is not None, text
+        assert read_final_number(text, is_reference=True) == (number if is_number else None), text

@@ -18,6 +18,7 @@ from recipes_lib.models.attention.kernels import AttentionChoice
 from recipes_lib.models.loading import choose_teacher, load_tokenizer
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.trainers.arguments import build_training_arguments
+from recipes_lib.training.trainers.trained_model import load_verified_config
 
 SDPA = AttentionChoice("sdpa", "rows")
 
@@ -25,7 +26,9 @@ SDPA = AttentionChoice("sdpa", "rows")
 def load(student_dir: Path, teacher_dir: Path, tmp_path: Path, **keys: Any) -> Any:
     config = build_config(student_dir, teacher_dir, tmp_path / "run", **keys)
     args = build_training_arguments(config, read_launch(), has_eval=False)
-    vocabulary = map_teacher_vocabulary(config, load_tokenizer(config.model, TokensConfig()))
+    tokenizer = load_tokenizer(config.model, TokensConfig())
+    vocabulary = map_teacher_vocabulary(config, tokenizer)
+    load_verified_config(config, tokenizer, longest=None, vocabulary=vocabulary)
     return load_teacher(config, SDPA, args, vocabulary)
 
 
@@ -53,6 +56,7 @@ def test_padded_and_permuted_teacher_keeps_probabilities(tiny_model_dir, tmp_pat
     [
         ("gone", "neither a folder nor|cannot be loaded|not in the cache"),
         ("weights", "weights"),
+        ("config", "`recipes merge` an adapter first"),
         ("tokens", "no token"),
     ],
 )
@@ -62,6 +66,8 @@ def test_teacher_problems_are_reported_under_teacher_keys(tiny_model_dir, tmp_pa
         save_student(folder, tiny_model_dir)
     if damage == "weights":
         (folder / "model.safetensors").unlink()
+    if damage == "config":
+        (folder / "config.json").unlink()
     if damage == "tokens":
         tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
         tokenizer.add_tokens(["<new>"])

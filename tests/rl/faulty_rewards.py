@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -19,8 +20,6 @@ def length(*, completions, **_):
             raise ValueError("no number")
         if text == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if text == "interrupt":
-            os.kill(os.getpid(), signal.SIGINT)
         if text == "unpicklable":
             return [lambda: None]
     return [len(text) for text in completions]
@@ -36,6 +35,16 @@ def rendezvous(*, completions, pipe, **_):
 async def score_async(*, completions, **_):
     await asyncio.sleep(0)
     return [len(text) for text in completions]
+
+
+def start_program(*, pipe, **_):
+    """Start a program that has the pipe open, and end."""
+    subprocess.Popen(["sleep", "600"], stdout=os.open(pipe[0], os.O_WRONLY))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def report_group(**_):
+    return [os.getpgrp()]
 
 
 def report_pid(*, completions, **_):

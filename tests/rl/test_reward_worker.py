@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import os
 import random
+import select
 
 import pytest
 from tests.rl.test_rewards import TEXTS
@@ -59,9 +60,20 @@ def test_random_numbers_follow_those_of_the_run():
     assert not set(drawn[2]) & set(drawn[3])
 
 
-def test_worker_ignores_sigint(isolated, capfd):
-    assert isolated(completions=["a", "interrupt"]) == [1, 9]
-    assert capfd.readouterr().err == ""
+def test_worker_has_a_process_group_of_its_own():
+    """Ctrl-C in the terminal reaches the group of the run only."""
+    (worker,) = IsolatedFunction(f"{FAULTY}:report_group", 60)(completions=["a"])
+    assert worker != os.getpgrp()
+
+
+def test_processes_that_a_lost_function_started_are_killed(tmp_path):
+    """They would run on, one for each hanging answer."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    # Opened without a writer; once there was one, it is readable when no process has it open for writing any more.
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    assert IsolatedFunction(f"{FAULTY}:start_program", 60)(completions=["a"], pipe=[str(pipe)]) == [None]
+    assert select.select([reader], [], [], 60)[0]
+    os.close(reader)
 
 
 def test_failed_process_start_is_reported(isolated, monkeypatch, capfd):

@@ -22,7 +22,7 @@ from transformers import (
 from recipes_lib.data.prompts import PromptRow
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.heads.score_head import add_score_head
-from recipes_lib.rl.rollout import Rollout, compute_response_logps, compute_response_values, lay_out, send
+from recipes_lib.rl.rollout import Rollout, compute_response_logps, compute_response_values, lay_out, send, share
 
 CPU = torch.device("cpu")
 VOCABULARY = 40
@@ -147,6 +147,22 @@ def test_take_selects_rows_and_truncates_width():
     assert part.returns is None
     assert part.scores.tolist() == rollout.scores[[3, 1]].tolist()
     assert part.num_tokens == 3
+
+
+def test_share_takes_answers_of_the_processes_in_turn(monkeypatch):
+    """Two processes have two of three answers each, of other lengths; the last one repeats an answer."""
+    whole = build_rollout(LENGTHS)
+    parts = [whole.take([0, 2]), whole.take([1, 3])]
+
+    def gather(value):
+        (name,) = [field.name for field in dataclasses.fields(Rollout) if getattr(parts[0], field.name) is value]
+        return [getattr(part, name) for part in parts]
+
+    monkeypatch.setattr("recipes_lib.rl.rollout.gather_objects", gather)
+    shared = share(parts[0], 3)
+    for name, tensor in whole.take([0, 1, 2]).tensors():
+        assert torch.equal(getattr(shared, name), tensor), name
+    assert [prompt.input_ids for prompt in shared.prompts] == [prompt.input_ids for prompt in whole.prompts[:3]]
 
 
 def test_loss_mask_has_tokens_of_scored_answers():

@@ -62,16 +62,39 @@ def test_right_answer_that_is_no_text_or_number_is_refused(wanted):
             score(completions=["7"], **{column: [wanted]})
 
 
-def test_tests_that_are_data_are_refused():
-    """As inputs and outputs of a competition, which every program that runs would pass."""
-    for tests in ('{"inputs": ["1"], "outputs": ["2"]}', ["[1, 2]"], "true"):
-        with pytest.raises(TypeError, match="tests are data, not code"):
-            python_tests(completions=["a = 1"], tests=[tests])
+@pytest.mark.parametrize(
+    "tests",
+    [
+        # Inputs and outputs of a competition.
+        '{"inputs": ["1"], "outputs": ["2"]}',
+        ["[1, 2]"],
+        "true",
+        # Functions that nothing calls: those of HumanEval, pytest and unittest.
+        "METADATA = {}\n\ndef check(candidate):\n    assert candidate(1) == 2",
+        ["import math", "def test_double():\n    assert double(1) == 2"],
+        "import unittest\nclass Test(unittest.TestCase):\n    def test(self):\n        self.assertEqual(double(1), 2)",
+        "# Nothing.",
+    ],
+)
+def test_tests_that_check_nothing_are_refused(tests):
+    """Every program that runs would pass them."""
+    with pytest.raises(TypeError, match="tests have no assertion or call that is executed"):
+        python_tests(completions=["a = 1"], tests=[tests])
+
+
+@pytest.mark.parametrize(
+    "call", ["check(double)", "for _ in range(2):\n    check(double)", "if double:\n    check(double)"]
+)
+def test_tests_of_functions_are_run(call):
+    tests = f"def check(candidate):\n    assert candidate(1) == 2\n{call}"
+    assert python_tests(completions=[RIGHT, "double = abs"], tests=[tests] * 2) == [1.0, 0.0]
+    assert python_tests(completions=[RIGHT], tests=["assert ("]) == [0.0]
 
 
 def test_final_number_is_none_for_rows_without_number():
     columns = {"completions": ["1,234 in all", "1234.0", "5", "5"], "answer": ["#### 1234", "#### 1,234", "none", None]}
     assert final_number(**columns) == [1.0, 1.0, None, None]
+    assert final_number(completions=["1/4", "3/4"], answer=["3/4", ["3/4", "0.75"]]) == [None, 0.0]
 
 
 RIGHT = "def double(x):\n    return 2 * x\n"

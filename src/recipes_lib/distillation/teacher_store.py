@@ -25,7 +25,7 @@ from recipes_lib.data.store import (
     find_set,
     make_set,
 )
-from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem, reported_at
 from recipes_lib.files import fsync
 from recipes_lib.losses.distillation import TopLogps, compute_top_logps
 from recipes_lib.models.attention.kernels import AttentionChoice, choose_attention, verify_isolation
@@ -335,10 +335,8 @@ def map_teacher_vocabulary(config: RecipeConfig, tokenizer: PreTrainedTokenizerB
         ConfigError: As ``map_vocabulary`` and ``load_tokenizer``, with the key that names the teacher.
     """
     where = config.provenance.get(TEACHER, TEACHER)
-    try:
+    with reported_at(where):
         other = load_tokenizer(choose_teacher(config), TokensConfig(eos_token=tokenizer.eos_token))
-    except ConfigError as error:
-        raise ConfigError(*(replace(problem, where=where) for problem in error.problems)) from error
     return map_vocabulary(tokenizer, other, where)
 
 
@@ -358,7 +356,7 @@ def load_teacher(
             tokenizer's, or an unsupported output projection.
     """
     chosen, where = choose_teacher(config), config.provenance.get(TEACHER, TEACHER)
-    try:
+    with reported_at(where):
         model_config, _ = load_model_config(chosen)
         # The student's kernel, because both models read the same batches.
         requested = replace(chosen, attn_implementation=attention.implementation)
@@ -371,8 +369,6 @@ def load_teacher(
         verify_loss_head(teacher)
         if config.tokens.packing or attention.layout == "flat":
             verify_isolation(teacher, attention.layout)
-    except ConfigError as error:
-        raise ConfigError(*(replace(problem, where=where) for problem in error.problems)) from error
     return teacher
 
 

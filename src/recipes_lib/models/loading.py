@@ -69,7 +69,7 @@ _REASONS: Final[Sequence[tuple[type[Exception] | str, str, str]]] = (
     (
         "Should have a `model_type` key",
         "has no config.json of a model",
-        "if it is an adapter, name its base here and it in adapter_name_or_path, or merge it first (`recipes merge`)",
+        "`recipes merge` an adapter first, or to train it further name its base here and it in adapter_name_or_path",
     ),
     ("backend tokenizer", "has no tokenizer files", "copy them beside it, or set tokenizer_name_or_path"),
     (

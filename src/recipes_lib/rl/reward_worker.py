@@ -200,12 +200,15 @@ class _Worker:
     def _start(self) -> None:
         self._connection, theirs = Pipe()
         command = [sys.executable, "-P", "-m", __name__, self._path, str(theirs.fileno())]
-        # Without standard input, so that the function cannot block on the terminal.
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        # Without standard input, so that the function cannot block on the terminal; in a group of its own with all that
+        # the function starts, which Ctrl-C in the terminal does not reach.
+        self._process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+        )
         # If this process kept it open, reading would not end with EOFError when the worker dies.
         theirs.close()
-        # Kills the worker when this object is collected, and at interpreter exit.
-        weakref.finalize(self, self._process.kill)
+        # Called by ``_end``, when this object is collected, or at interpreter exit; never twice, as ids are reused.
+        self._kill = weakref.finalize(self, _kill_group, self._process.pid)
         is_done, reason = self._receive(300.0)  # Importing may load a model.
         if not is_done:
             raise ChildProcessError(reason)
@@ -219,7 +222,7 @@ class _Worker:
         """End the process, and return the reason of its failure; the next call starts another."""
         if self._process is None:
             return f"its process did not start: {error}"
-        self._process.kill()
+        self._kill()
         self._connection.close()
         code, self._process = self._process.wait(), None
         return str(error) if isinstance(error, TimeoutError | ChildProcessError) else f"its process ended with {code}"
@@ -227,8 +230,6 @@ class _Worker:
 
 def main(path: str, descriptor: int) -> None:
     """Serve calls until the socket closes."""
-    # Ctrl-C reaches every process of the terminal; the run handles it, and ends this process when it ends itself.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection, parent = Connection(descriptor), os.getppid()
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
     try:
@@ -259,11 +260,15 @@ def _seed(seed: int) -> None:
 
 
 def _leave_with(parent: int) -> None:
-    """Exit when the parent process ends, even while the function runs."""
+    """End this process and those that the function started when the parent ends, even while the function runs."""
     while os.getppid() == parent:
         time.sleep(5.0)
-    # Only os._exit ends the process from a thread while the main thread is busy.
-    os._exit(1)
+    _kill_group(os.getpgrp())
+
+
+def _kill_group(group: int) -> None:
+    with suppress(OSError):  # On macOS, a group whose processes have all ended cannot be signalled.
+        os.killpg(group, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from recipes_lib.data.prompts import PromptRow
 from recipes_lib.training.collectives import gather_objects
@@ -104,26 +105,32 @@ class Rollout:
 _BY_TOKEN = ("response_ids", "mask", "engine_logps", "logps", "ref_logps", "values", "advantages", "returns")
 
 
-def share(rollout: Rollout, world_size: int) -> Rollout:
-    """All-gather the answers of all processes: row ``i`` is from process ``i % world_size``.
+def share(rollout: Rollout, count: int) -> Rollout:
+    """All-gather the first ``count`` answers of all processes: row ``i`` is from process ``i`` modulo their number.
 
     Every process must call, with the same number of answers.
     """
-    # Gathered rank by rank, then reordered to that of the prompts, which were assigned round-robin.
-    starts = range(0, len(rollout) * world_size, len(rollout))
-    return join(gather_objects(rollout)).take([start + row for row in range(len(rollout)) for start in starts])
+
+    # Field by field: each is serialised and sent through the device, which for all at once takes several times as much.
+    def gather(name: str) -> list[Any]:
+        # Answers were assigned to the processes in turn.
+        return [row for rows in zip(*gather_objects(getattr(rollout, name)), strict=True) for row in rows][:count]
+
+    return _build(rollout, gather)
 
 
 def join(parts: Sequence[Rollout]) -> Rollout:
     """Concatenate parts of a rollout, padded to the longest answer of all."""
-    width = max(part.mask.shape[1] for part in parts)
-    joined: dict[str, Any] = {"prompts": [prompt for part in parts for prompt in part.prompts]}
-    for name, _ in parts[0].tensors():
-        tensors = [getattr(part, name) for part in parts]
-        if name in _BY_TOKEN:
-            tensors = [torch.nn.functional.pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors]
-        joined[name] = torch.cat(tensors)
-    return dataclasses.replace(parts[0], **joined)
+    return _build(parts[0], lambda name: [row for part in parts for row in getattr(part, name)])
+
+
+def _build(example: Rollout, collect: Callable[[str], list[Any]]) -> Rollout:
+    """Return the rollout with the rows of ``collect`` in each field that ``example`` has."""
+    fields: dict[str, Any] = {"prompts": collect("prompts")}
+    for name, _ in example.tensors():
+        rows = collect(name)
+        fields[name] = pad_sequence(rows, batch_first=True) if name in _BY_TOKEN else torch.stack(rows)
+    return dataclasses.replace(example, **fields)
 
 
 class Sequences(NamedTuple):
@@ -164,7 +171,7 @@ def lay_out(rollout: Rollout, device: torch.device) -> Sequences:
     prompts = [prompt.input_ids for prompt in rollout.prompts]
     answers = zip(prompts, rollout.response_ids, rollout.mask, strict=True)
     rows = [torch.cat([torch.tensor(prompt), ids[mask]]) for prompt, ids, mask in answers]
-    input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    input_ids = pad_sequence(rows, batch_first=True)
     width = input_ids.shape[1]
     # The flattened position of each prompt's last token, which predicts the first token of its answer, (B,).
     first = torch.tensor([row * width + len(prompt) - 1 for row, prompt in enumerate(prompts)])

@@ -315,7 +315,7 @@ class PolicyTrainer:
         # A rank that leaves by a stop request waits at the end for the others, until they have their answers.
         with agreeing_on_stop():
             own, seconds = self._collector.collect(prompts, numbers, following=following)
-        rollout = share(own, self._world_size).take(range(count))
+        rollout = share(own, count)
         # Here, because dynamic sampling may drop non-finite answers later.
         self._guard.check_rollout(rollout, step=self.state.step + 1)
         return rollout, seconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import ast
 import math
 import re
 from collections.abc import Sequence
@@ -44,12 +44,12 @@ def exact_match(*, completions: Sequence[Completion], solution: Sequence[Accepte
 def final_number(*, completions: Sequence[Completion], answer: Sequence[Accepted], **_: Any) -> list[float | None]:
     """Return 1 if the final number of an answer equals that of the row's ``answer``, or of one in its list, else 0.
 
-    The column is a text as in GSM8K, or a number; rows without a number give ``None``. ``read_final_number`` defines
-    the final number.
+    The column is a text as in GSM8K, or a number; rows without a number give ``None``, as do those with an expression
+    such as ``3/4``. ``read_final_number`` defines the final number.
     """
     scores: list[float | None] = []
     for completion, accepted in zip(completions, answer, strict=True):
-        wanted = {read_final_number(_write(value)) for value in _list_accepted(accepted)} - {None}
+        wanted = {read_final_number(_write(value), is_reference=True) for value in _list_accepted(accepted)} - {None}
         scores.append(float(read_final_number(_read_text(completion)) in wanted) if wanted else None)
     return scores
 
@@ -63,7 +63,8 @@ def python_tests(
     a list of lines such as assertions), appended to the program. Both run in the sandbox, with one process per core.
 
     Raises:
-        TypeError: Tests are JSON, such as inputs and outputs: every program that runs would pass them.
+        TypeError: Tests check nothing, so that every program that runs would pass them: JSON, such as inputs and
+            outputs, or functions and classes that are not called.
     """
 
     def score(pair: tuple[Completion, str | Sequence[str] | None]) -> float | None:
@@ -71,9 +72,9 @@ def python_tests(
         if not any(map(str.strip, lines)):
             return None
         code = "\n".join(lines)
-        with suppress(ValueError):  # Of code, which is no JSON.
-            json.loads(code)
-            raise TypeError(f"tests are data, not code such as assertions: {code:.80}")
+        with suppress(SyntaxError):  # No program passes such tests.
+            if not any(map(_checks, ast.parse(code).body)):
+                raise TypeError(f"tests have no assertion or call that is executed: {code:.80}")
         program = f"{read_program(_read_text(completion))}\n{code}"
         return float(run_program(program, seconds=SECONDS_TO_RUN).outcome == "passed")
 
@@ -85,6 +86,11 @@ def read_program(text: str) -> str:
     """Return the last fenced block of an answer, or the whole answer without a block."""
     blocks: list[str] = _CODE.findall(text)
     return blocks[-1] if blocks else text
+
+
+def _checks(statement: ast.stmt) -> bool:
+    is_definition = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    return not is_definition and any(isinstance(node, ast.Assert | ast.Call) for node in ast.walk(statement))
 
 
 def _list_accepted(value: Accepted) -> Sequence[str | float | None]:

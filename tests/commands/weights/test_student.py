@@ -58,5 +58,6 @@ def test_all_layers_equal_teacher_and_order_is_kept(cut, tiny_model_dir, tmp_pat
 def test_invalid_layers_leave_no_files(cut, tmp_path, flags, words) -> None:
     assert words in cut(tmp_path / "student", *flags, code=2)
     assert not any(tmp_path.iterdir())
+    assert "--teacher: absent" in cut(tmp_path / "student", "--num_layers", "1", "--teacher", "absent", code=2)
     (tmp_path / "file").touch()
     assert "is not empty" in cut(tmp_path, "--num_layers", "1", code=2)

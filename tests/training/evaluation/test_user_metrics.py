@@ -151,6 +151,8 @@ def score(prediction: str, reference: str) -> dict[str, float]:
         (" PARIS! ", "paris", True),
         ("", "Paris", False),
         ("Rule 1: be kind", "Rule 2: be kind", False),
+        ("1/4", "3/4", False),
+        ("3/4", "#### 3/4", True),
     ],
 )
 def test_exact_match(prediction: str, reference: str, matches: bool) -> None:

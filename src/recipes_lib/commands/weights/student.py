@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, Problem, reported_at
 from recipes_lib.files import atomic_folder
 
 RECORD_FILE: Final = "student.json"
@@ -30,8 +30,9 @@ def main(argv: Sequence[str]) -> None:
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     teacher = ModelConfig(model_name_or_path=options.teacher, model_revision=options.revision, dtype="auto")
-    tokenizer = load_tokenizer(teacher, TokensConfig())
-    teacher_config, _ = load_model_config(teacher)
+    with reported_at("--teacher"):
+        tokenizer = load_tokenizer(teacher, TokensConfig())
+        teacher_config, _ = load_model_config(teacher)
     count = teacher_config.get_text_config().num_hidden_layers
     layers = options.layers or list(map_layers(_check_count(options.num_layers, count), count))
     with atomic_folder(options.output) as student:

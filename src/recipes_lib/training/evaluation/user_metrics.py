@@ -113,8 +113,8 @@ def describe_metric(description: str, *names: str) -> evaluate.MetricInfo:
 class AnswerMatch(evaluate.Metric):  # type: ignore[misc]
     """Metrics ``exact_match`` of the final answer and ``token_f1`` of all words, means over samples from 0 to 1.
 
-    The final answer is the number of ``read_final_number`` if the reference ends with a number; else the text after
-    ``####``, or the whole text. Letter case, punctuation and spacing are ignored.
+    The final answer is the number of ``read_final_number`` if the reference ends with a number outside an expression;
+    else the text after ``####``, or the whole text. Letter case, punctuation and spacing are ignored.
 
     Source: token F1 as in SQuAD (Rajpurkar et al. 2016); ``tests/training/evaluation/test_user_metrics.py``.
     """
@@ -135,7 +135,8 @@ class AnswerMatch(evaluate.Metric):  # type: ignore[misc]
 
 def _find_answer(text: str, reference: str) -> Decimal | list[str]:
     """Return the normalised final answer in ``text``: a number if ``reference`` ends with one, else words."""
-    number = read_final_number(text) if re.search(r"\d\W*$", reference) else None
+    is_number = re.search(r"\d\W*$", reference) and read_final_number(reference, is_reference=True) is not None
+    number = read_final_number(text) if is_number else None
     return _WORD.findall(text.rpartition("####")[2].casefold()) if number is None else number
 
 

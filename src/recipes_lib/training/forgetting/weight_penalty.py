@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from recipes_lib.config.paths import expand_home
 from recipes_lib.config.schema import ModelConfig, RecipeConfig
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, Problem, reported_at
 from recipes_lib.models.loading import load_causal_lm
 from recipes_lib.training.checkpoints.sharded import shard_like
 from recipes_lib.training.collectives import broadcast_object, get_rank
@@ -148,10 +148,8 @@ def load_penalty(config: RecipeConfig) -> WeightPenalty | None:
         return None
     where = config.provenance["ewc_reference" if config.forgetting.ewc_reference else "ewc_lambda"]
     model, fisher, expected = find_reference(config)
-    try:
+    with reported_at(where):
         reference = load_causal_lm(model, "eager")
-    except ConfigError as error:
-        raise ConfigError(*(replace(problem, where=where) for problem in error.problems)) from error
     if fisher is not None:
         _verify(fisher, expected, reference, where)
     return WeightPenalty(config.forgetting.ewc_lambda, reference, fisher)

@@ -26,7 +26,7 @@ from trl import DPOConfig
 from recipes_lib.config.schema import ModelConfig, PreferenceConfig, RecipeConfig
 from recipes_lib.data.pairs.preference_sets import PairData, PairRows
 from recipes_lib.data.store import find_root
-from recipes_lib.errors import ConfigError, DivergedError, Problem
+from recipes_lib.errors import ConfigError, DivergedError, Problem, reported_at
 from recipes_lib.losses.preference import (
     COMPARING,
     REFERENCE_FREE,
@@ -431,11 +431,9 @@ def _load_reference(
         ConfigError: As ``prepare_reference``.
     """
     where = config.provenance.get("ref_model_name_or_path", "ref_model_name_or_path")
-    try:
+    with reported_at(where):
         chosen = verify_reference(config, policy.config)
         reference = load_causal_lm(chosen, attention.implementation)
-    except ConfigError as error:
-        raise ConfigError(*(replace(problem, where=where) for problem in error.problems)) from error
     settled = verify_pair_attention(config, attention, reference, max_length=max_length)
     if (settled.layout, settled.packing) != (attention.layout, attention.packing):
         name = chosen.model_name_or_path

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.errors import ConfigError
+from recipes_lib.errors import ConfigError, reported_at
 from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.models.adapters.saved import TaskType
 from recipes_lib.models.architecture import find_model_config, start_causal_lm
@@ -54,8 +54,9 @@ def load_verified_config(
     problems = check_agreement(model_config, generation_config, tokenizer, max_length=longest)
     problems += check_checkpoint_bits(str(config.model.model_name_or_path), model_config, config.quantization)
     if vocabulary is not None:
-        teacher = load_model_config(choose_teacher(config))
         where = config.provenance.get(TEACHER, TEACHER)
+        with reported_at(where):
+            teacher = load_model_config(choose_teacher(config))
         problems += [
             replace(problem, where=where)
             for problem in check_agreement(*teacher, tokenizer, max_length=longest)
