@@ -125,3 +125,5 @@ def test_generation_block_around_turn_includes_no_generation_prompt() -> None:
     template = LOOP.replace("<|im_start|>", block + "<|im_start|>", 1).replace("{% endfor", "{% endif %}{% endfor")
     assert find(template + PROMPT, row("a", "b", "c", "d"), 1, 3) == [(1, "b<|im_end|>"), (3, "d<|im_end|>")]
     assert find(template, row("a", "b"), 1) == [(1, "b<|im_end|>")]
+    inner = template.replace("{% generation %}<|im_start|>", "<|im_start|>{% generation %}")
+    assert find(inner + PROMPT, row("a", "b", "c", "d"), 1, 3) == [(1, "b<|im_end|>"), (3, "d<|im_end|>")]

@@ -145,15 +145,16 @@ class WrittenCheck:
 
     @cached_property
     def _rewrites_reasoning(self) -> bool:
-        """Whether the template writes ``reasoning_content`` in another form than the ``<think>`` tags of an answer."""
+        """Whether the template writes ``<think>`` tags of an answer beside a block of its own, or in another form."""
         tagged = {"role": "assistant", "content": f"<think>\n{PLACEHOLDER}\n{THINK_END}\n\nanswer"}
         keyed = {"role": "assistant", "content": "answer", "reasoning_content": PLACEHOLDER}
         rows = (Row(where="", messages=[{"role": "user", "content": "question"}, turn]) for turn in (tagged, keyed))
         try:
-            own, other = ("".join(self._render(row, False).text.split()) for row in rows)
+            # Without the system prompt, which can describe the tags.
+            own, other = ("".join(self._render(row, False).text.rpartition("question")[2].split()) for row in rows)
         except TemplateError:  # The template refuses this chat.
             return False
-        return PLACEHOLDER in other and own != other
+        return own.count(THINK_END) > 1 or (PLACEHOLDER in other and own != other)
 
     def _loses_tools(self, row: Row, rendered: Rendered) -> bool:
         assert row.tools
@@ -317,7 +318,12 @@ class SpanFinder:
             raise _refusal(row, error) from error
         self._check_answers(row, targets, trained)
         self._written.refuse_unwritten(row, rendered, trained)
-        return Targets(targets.text, targets.spans, self._written.list_remarks(row, rendered, trained))
+        remarks = self._written.list_remarks(row, rendered, trained)
+        last = len(_list_messages(row)) - 1
+        start = next((span.start for span in targets.spans if span.message == last), None)
+        if start is not None and not targets.text[:start].endswith(self._header(row, last)):
+            remarks.append(Remark.OTHER_OPENING)
+        return Targets(targets.text, targets.spans, remarks)
 
     def render_prompt(self, row: Row) -> str:
         """Render the prompt of the turn after the first ``num_prompt_messages``, by default all, as a server does.
@@ -368,18 +374,19 @@ class SpanFinder:
     def _find_marked(self, row: Row, rendered: Rendered, trained: Collection[int]) -> Targets:
         """Return the ``{% generation %}`` blocks as spans; a block after the loop belongs to the turn before it.
 
-        A block around a whole turn, as in SmolLM3's template, includes its generation prompt, which is no target.
+        The generation prompt is no target, even if a block encloses it, as in SmolLM3's template.
         """
         spans: list[Span] = []
-        starts = {turn.start for turn in rendered.turns}
+        starts = {turn.message: turn.start for turn in reversed(rendered.turns)}
         for block in rendered.generated:
             owner = block.message
             if owner == NOBODY:
                 owner = max((t.message for t in rendered.turns if t.start < block.start), default=NOBODY)
-            if owner in trained and block.start < block.end:
-                header = self._header(row, owner) if block.start in starts else ""
-                has_header = rendered.text.startswith(header, block.start)
-                spans.append(Span(owner, block.start + len(header) * has_header, block.end))
+            if owner in trained:
+                header = self._header(row, owner)
+                has_header = rendered.text.startswith(header, starts[owner])
+                start = max(block.start, starts[owner] + len(header) * has_header)
+                spans += [Span(owner, start, block.end)] if start < block.end else []
         last = {span.message: span for span in spans}
         for message in sorted(trained):
             if message not in last:
@@ -400,9 +407,11 @@ class SpanFinder:
                 found = f"the chat template writes nothing for message {message}"
                 raise _fault(row, found, "remove the message, or change the template")
             start, end = turns[0].start, turns[-1].end
-            start += self._header_length(row, message, text[start : turns[0].end])
-            if rendered.turns[-1].end == end < len(text) and self._terminated(text, end, len(text)):
-                end = len(text)  # The template writes the EOS after the loop.
+            header = self._header(row, message)
+            start += self._header_length(row, message, header, text[start : turns[0].end])
+            # The template writes the EOS after the loop; some write the generation prompt there, whatever the flag.
+            if rendered.turns[-1].end == end and text[end:] != header and self._terminated(text, end, len(text)):
+                end = len(text)
             # A message can be written in several parts; text of other messages in between is no target.
             for turn, next_turn in pairwise(turns):
                 spans.append(Span(message, start, _rstripped(text, start, turn.end)))
@@ -431,9 +440,8 @@ class SpanFinder:
         remedy = "set eos_token to the token that generation stops on, or let the template end the turn with one"
         raise _fault(row, found, remedy)
 
-    def _header_length(self, row: Row, message: int, turn: str) -> int:
+    def _header_length(self, row: Row, message: int, header: str, turn: str) -> int:
         """Return the number of leading characters of an assistant turn that belong to the generation prompt."""
-        header = self._header(row, message)
         if turn.startswith(header):
             return len(header)
         # Content is not searched in the end token, whose name could contain a short answer.

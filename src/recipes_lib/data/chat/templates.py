@@ -101,15 +101,12 @@ class ChatTemplate:
         names = {name.name for name in tree.find_all(nodes.Name)}
         self.reads_clock = "strftime_now" in names
         self.marks_generation = any(_is_generation(block) for block in tree.find_all(nodes.CallBlock))
-        self._reads_flag = "add_generation_prompt" in names
         self._prompt = _separate_prompt(tree, environment)  # Before `_instrument`, which changes the tree.
         self._template = _instrument(tree, environment)
 
     @cached_property
     def has_generation_prompt(self) -> bool:
-        """Whether the template uses ``add_generation_prompt``."""
-        if not self._reads_flag:
-            return False
+        """Whether the template writes a generation prompt after a question."""
         try:
             return self.generation_prompt([{"role": "user", "content": ""}]) != ""
         except TemplateError:
@@ -168,7 +165,7 @@ class ChatTemplate:
         if self._prompt is not None:
             return self._render_prompt(variables) if variables else self._usual_prompt
         asking = self.render(messages, tools=tools, variables=variables, add_generation_prompt=True)
-        if asking.tail.strip():
+        if asking.tail.strip() not in ("", self._variables.get("eos_token")):
             return asking.tail
         silent = self.render(messages, tools=tools, variables=variables)
         if asking.text == silent.text:

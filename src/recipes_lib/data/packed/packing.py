@@ -39,7 +39,7 @@ class Examples:
         lengths: Number of tokens of each example, at least 1, ``int64 (R,)``.
         row_ids: Position of each example's row in its mixture, ``int64 (R,)``; equal for the pieces of a split row.
         num_targets: Number of target tokens of each example, ``int64 (R,)``.
-        remarks: Remarks on each example's row, ``uint8 (R,)``.
+        remarks: Remarks on each example's row, ``uint16 (R,)``.
     """
 
     tokens: Tokens

@@ -220,7 +220,7 @@ def check_remarks(split: str, remarks: RemarkBits, find_places: FindPlaces) -> l
 
     Args:
         split: Name of the split in the findings, ``train`` or ``eval``.
-        remarks: Remarks on all rows of the split, ``uint8 (R,)``.
+        remarks: Remarks on all rows of the split, ``uint16 (R,)``.
         find_places: Function that returns the locations of rows, given their positions in the split.
     """
     remarked = find_remarked(remarks)

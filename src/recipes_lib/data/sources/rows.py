@@ -107,6 +107,7 @@ class Source(Protocol):
 
 
 _OTHER_TEMPLATE: Final = "use a template that writes it (chat_template_path), or take it out of the rows"
+_THINKING: Final = "set `thinking` or `enable_thinking` in the column `chat_template_kwargs` if the template reads it"
 
 
 class Remark(Enum):
@@ -122,7 +123,10 @@ class Remark(Enum):
         "spell a special token inside a message: to the model it is that token",
         "remove it, unless such text is meant to be a turn or an image",
     )
-    LOST_REASONING = "give reasoning in their last turn that the chat template does not write", _OTHER_TEMPLATE
+    LOST_REASONING = (
+        "give reasoning in their last turn that the chat template does not write",
+        f"{_THINKING}, or {_OTHER_TEMPLATE}",
+    )
     LOST_TOOLS = "give tool schemas that the chat template does not write", _OTHER_TEMPLATE
     PLAIN_TEXT = (
         "have strings as prompt and answer, to which the model's chat template is not applied",
@@ -133,19 +137,24 @@ class Remark(Enum):
         "write it as `reasoning_content` of the message, and only the answer as `content`",
     )
 
+    OTHER_OPENING = (
+        "open their last turn in another way than the generation prompt, after which the model answers",
+        f"write reasoning as `reasoning_content`; without any, {_THINKING}",
+    )
+
     def __init__(self, found: str, remedy: str) -> None:
         self.found = found
         self.remedy = remedy
 
 
-RemarkBits = npt.NDArray[np.uint8]
-"""Remarks on R rows as bit sets, ``uint8 (R,)``: bit ``i`` is set for the ``i``-th member of ``Remark``."""
+RemarkBits = npt.NDArray[np.uint16]
+"""Remarks on R rows as bit sets, ``uint16 (R,)``: bit ``i`` is set for the ``i``-th member of ``Remark``."""
 
 
 def build_bits(remarks: Iterable[Collection[Remark]]) -> RemarkBits:
-    """Return the remarks on each row as bit sets, ``uint8 (R,)``."""
+    """Return the remarks on each row as bit sets, ``uint16 (R,)``."""
     bit_of = {remark: 1 << number for number, remark in enumerate(Remark)}
-    return np.array([sum(bit_of[remark] for remark in set(some)) for some in remarks], np.uint8)
+    return np.array([sum(bit_of[remark] for remark in set(some)) for some in remarks], np.uint16)
 
 
 def find_remarked(bits: RemarkBits) -> dict[Remark, npt.NDArray[np.int64]]:
