@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 from recipes_lib.data.chat.templates import NOBODY, REASONING_KEYS, ChatTemplate, Rendered, Span, TemplateError
@@ -112,8 +111,9 @@ class WrittenCheck:
     def _check_calls(self, row: Row, rendered: Rendered, number: int) -> list[Remark]:
         message, turn = _list_messages(row)[number], rendered.turn(number)
         remarks = []
-        answers = [text.rpartition(THINK_END)[2].strip() for text in find_texts(message)]
-        if any(text not in turn for text in answers) and self._ignores(row, rendered, number, reword(message)):
+        beside = [text.rpartition(THINK_END)[2].strip() for text in find_texts(message)]
+        lost = [text for text in beside if text not in rendered.parts(number)[0]]
+        if any(text in turn for text in lost) or (lost and self._ignores(row, rendered, number, reword(message))):
             remarks.append(Remark.LOST_BESIDE_CALL)
         for at, call in enumerate(message["tool_calls"]):
             function = call["function"]
@@ -361,6 +361,23 @@ class SpanFinder:
         ends = [text[span.start : span.end].rpartition(PLACEHOLDER)[2] for span in spans]
         return {*self._end_tokens, *(token for end in ends for token in self._special.findall(end))}
 
+    @cached_property
+    def _call_end(self) -> str:
+        """The token that ends a turn with calls, where the template writes it into the turn of the answering tool.
+
+        Gemma 4 stops on the token that opens the answer, and its template ends a chat whose last turn is a call in it.
+        """
+        call = {"type": "function", "function": {"name": PLACEHOLDER, "arguments": {}}}
+        question, result = ({"role": role, "content": ""} for role in ("user", "tool"))
+        messages: list[Message] = [question, {"role": "assistant", "content": "", "tool_calls": [call]}, result]
+        try:
+            asked, answered = (self._render(Row(where="", messages=messages[:count])) for count in (2, 3))
+        except TemplateError:  # As in `_ends`.
+            return ""
+        end = next((turn.end for turn in answered.turns if turn.message == 1), len(answered.text))
+        token = asked.text.removeprefix(answered.text[:end])
+        return token if self._special.fullmatch(token) and answered.text.startswith(token, end) else ""
+
     def _targets(self, row: Row, rendered: Rendered, trained: Collection[int]) -> Targets:
         if not trained:
             return Targets(rendered.text, [])
@@ -400,25 +417,32 @@ class SpanFinder:
         """Return the spans of a template without ``{% generation %}``: from the generation prompt to the terminator."""
         text = rendered.text
         spans: list[Span] = []
-        turns_of = _group(turn for turn in rendered.turns if text[turn.start : turn.end].strip())
+        first = {turn.message: turn for turn in reversed(rendered.turns) if text[turn.start : turn.end].strip()}
         for message in sorted(trained):
-            turns = turns_of[message]
-            if not turns:
+            header = self._header(row, message)
+            turn = first.get(message) or self._find_outside_loop(row, text, message, header)
+            if turn is None:
                 found = f"the chat template writes nothing for message {message}"
                 raise _fault(row, found, "remove the message, or change the template")
-            start, end = turns[0].start, turns[-1].end
-            header = self._header(row, message)
-            start += self._header_length(row, message, header, text[start : turns[0].end])
+            _, start, end = turn
+            # A header can begin in the turn before, as with the line breaks between the turns of Alpaca's format.
+            at = text.rfind(header, max(0, start - len(header)), start + len(header))
+            start = start + self._common_length(row, message, header, text[start:end]) if at < 0 else at + len(header)
             # The template writes the EOS after the loop; some write the generation prompt there, whatever the flag.
             if rendered.turns[-1].end == end and text[end:] != header and self._terminated(text, end, len(text)):
                 end = len(text)
-            # A message can be written in several parts; text of other messages in between is no target.
-            for turn, next_turn in pairwise(turns):
-                spans.append(Span(message, start, _rstripped(text, start, turn.end)))
-                start = next_turn.start
             text, end = self._terminate(row, text, Span(message, start, end))
+            if _list_messages(row)[message].get("tool_calls") and text.startswith(self._call_end, end):
+                end += len(self._call_end)
             spans.append(Span(message, start, end))
         return Targets(text, spans)
+
+    def _find_outside_loop(self, row: Row, text: str, message: int, header: str) -> Span | None:
+        """Return a last turn that the template writes after its loop, as that of Nemotron Nano 2 does."""
+        prompt = replace(row, messages=_list_messages(row)[:message])
+        opened = self._render(prompt, add_generation_prompt=True).text
+        is_last = message == len(_list_messages(row)) - 1 and opened.endswith(header) and text.startswith(opened)
+        return Span(message, len(opened) - len(header), len(text)) if is_last else None
 
     def _terminated(self, text: str, start: int, end: int) -> int | None:
         """Return the position after the special token that ends ``text[start:end]``, trailing white space ignored."""
@@ -440,10 +464,8 @@ class SpanFinder:
         remedy = "set eos_token to the token that generation stops on, or let the template end the turn with one"
         raise _fault(row, found, remedy)
 
-    def _header_length(self, row: Row, message: int, header: str, turn: str) -> int:
-        """Return the number of leading characters of an assistant turn that belong to the generation prompt."""
-        if turn.startswith(header):
-            return len(header)
+    def _common_length(self, row: Row, message: int, header: str, turn: str) -> int:
+        """Return the number of characters that a turn which opens in another way shares with the generation prompt."""
         # Content is not searched in the end token, whose name could contain a short answer.
         body_end = max((found.start() for found in self._special.finditer(turn)), default=len(turn))
         content = [turn.rfind(text, 0, body_end) for text in find_texts(_list_messages(row)[message])]

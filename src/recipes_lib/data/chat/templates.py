@@ -71,9 +71,17 @@ class Rendered:
         """The text after ``body``: a final EOS, or the generation prompt."""
         return self.text[len(self.body) :]
 
+    def parts(self, message: int) -> list[str]:
+        """Return the texts that a message wrote, in order.
+
+        The model generates the first one. Later ones are in the prompts of later turns: Gemma 4's template writes text
+        beside a tool call after the answer of the tool.
+        """
+        return [self.text[start:end] for number, start, end in self.turns if number == message]
+
     def turn(self, message: int) -> str:
-        """Return the text that a message wrote."""
-        return "".join([self.text[start:end] for number, start, end in self.turns if number == message])
+        """Return all text that a message wrote."""
+        return "".join(self.parts(message))
 
 
 class ChatTemplate:

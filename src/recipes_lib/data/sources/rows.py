@@ -114,7 +114,10 @@ class Remark(Enum):
     """A remark on a row, for a warning of the audit: ``N rows {found}``, and a possible remedy."""
 
     CUT = "have so many characters beyond max_length that only their beginning was tokenised and counted", ""
-    LOST_BESIDE_CALL = "say something beside a tool call that the chat template does not write", _OTHER_TEMPLATE
+    LOST_BESIDE_CALL = (
+        "say something beside a tool call that the chat template does not write, or only after the answer of the tool",
+        _OTHER_TEMPLATE,
+    )
     PYTHON_ARGUMENTS = (
         "call tools with arguments that the chat template writes as Python does, not as JSON",
         "let the template write `arguments | tojson`, unless the server of the model reads Python",
