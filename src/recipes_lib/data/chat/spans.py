@@ -318,11 +318,7 @@ class SpanFinder:
             raise _refusal(row, error) from error
         self._check_answers(row, targets, trained)
         self._written.refuse_unwritten(row, rendered, trained)
-        remarks = self._written.list_remarks(row, rendered, trained)
-        last = len(_list_messages(row)) - 1
-        start = next((span.start for span in targets.spans if span.message == last), None)
-        if start is not None and not targets.text[:start].endswith(self._header(row, last)):
-            remarks.append(Remark.OTHER_OPENING)
+        remarks = [*targets.remarks, *self._written.list_remarks(row, rendered, trained)]
         return Targets(targets.text, targets.spans, remarks)
 
     def render_prompt(self, row: Row) -> str:
@@ -394,6 +390,7 @@ class SpanFinder:
         The generation prompt is no target, even if a block encloses it, as in SmolLM3's template.
         """
         spans: list[Span] = []
+        remarks: list[Remark] = []
         starts = {turn.message: turn.start for turn in reversed(rendered.turns)}
         for block in rendered.generated:
             owner = block.message
@@ -403,6 +400,8 @@ class SpanFinder:
                 header = self._header(row, owner)
                 has_header = rendered.text.startswith(header, starts[owner])
                 start = max(block.start, starts[owner] + len(header) * has_header)
+                if not spans or spans[-1].message != owner:
+                    remarks = _remark_opening(row, owner, rendered.text.endswith(header, 0, start))
                 spans += [Span(owner, start, block.end)] if start < block.end else []
         last = {span.message: span for span in spans}
         for message in sorted(trained):
@@ -411,12 +410,13 @@ class SpanFinder:
             if not self._terminated(rendered.text, last[message].start, last[message].end):
                 found = f"the {{% generation %}} block of message {message} does not end in a special token"
                 raise _fault(row, found, "move the end-of-turn token into the block")
-        return Targets(rendered.text, spans)
+        return Targets(rendered.text, spans, remarks)
 
     def _derive(self, row: Row, rendered: Rendered, trained: Collection[int]) -> Targets:
         """Return the spans of a template without ``{% generation %}``: from the generation prompt to the terminator."""
         text = rendered.text
         spans: list[Span] = []
+        remarks: list[Remark] = []
         first = {turn.message: turn for turn in reversed(rendered.turns) if text[turn.start : turn.end].strip()}
         for message in sorted(trained):
             header = self._header(row, message)
@@ -428,6 +428,7 @@ class SpanFinder:
             # A header can begin in the turn before, as with the line breaks between the turns of Alpaca's format.
             at = text.rfind(header, max(0, start - len(header)), start + len(header))
             start = start + self._common_length(row, message, header, text[start:end]) if at < 0 else at + len(header)
+            remarks = _remark_opening(row, message, text.endswith(header, 0, start))
             # The template writes the EOS after the loop; some write the generation prompt there, whatever the flag.
             if rendered.turns[-1].end == end and text[end:] != header and self._terminated(text, end, len(text)):
                 end = len(text)
@@ -435,7 +436,7 @@ class SpanFinder:
             if _list_messages(row)[message].get("tool_calls") and text.startswith(self._call_end, end):
                 end += len(self._call_end)
             spans.append(Span(message, start, end))
-        return Targets(text, spans)
+        return Targets(text, spans, remarks)
 
     def _find_outside_loop(self, row: Row, text: str, message: int, header: str) -> Span | None:
         """Return a last turn that the template writes after its loop, as that of Nemotron Nano 2 does."""
@@ -574,6 +575,12 @@ def _group(spans: Iterable[Span]) -> Mapping[int, Sequence[Span]]:
     for span in spans:
         grouped[span.message].append(span)
     return grouped
+
+
+def _remark_opening(row: Row, message: int, follows_prompt: bool) -> list[Remark]:
+    """Return the remark on a last turn whose target does not follow the generation prompt."""
+    is_last = message == len(_list_messages(row)) - 1
+    return [Remark.OTHER_OPENING] if is_last and not follows_prompt else []
 
 
 def _fault(row: Row, found: str, remedy: str) -> DataError:
