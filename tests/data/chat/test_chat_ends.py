@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.data.chat_cases import answer, chat, spans, user
+from tests.data.templates.tokenizers import build_byte_level
 
+from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.chat.spans import refuse_inner_ends
+from recipes_lib.data.sources.rows import Remark
 from recipes_lib.errors import DataError
 
 ENDS = ["</s>", "<|im_end|>"]
@@ -34,3 +40,34 @@ def test_terminator_error_shows_position() -> None:
     assert "message 1 is trained on and spells the end token '</s>'" in problem.found
     assert "Paris</s>Berlin" in problem.found
     assert len(problem.found) < 200
+
+
+CALL = {"type": "function", "function": {"name": "sky", "arguments": {}}}
+TOOL = {"role": "tool", "content": "blue"}
+# As Gemma 4's: the answer of the tool is part of the turn, before text beside the call.
+GEMMA = (
+    "{% for m in messages %}{% if m.role != 'tool' %}<|turn>{{ m.role }}\n"
+    "{% if m.tool_calls %}<|call>{{ m.tool_calls[0].function.name }}<call|><|answer>"
+    "{% for other in messages[loop.index:loop.index + 1] %}{{ other.content }}<answer|>{% endfor %}{% endif %}"
+    "{{ m.content }}{% if not m.tool_calls %}<turn|>\n{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|turn>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("beside", "rest"),
+    [("", []), ("", [TOOL]), ("", [TOOL, answer("It is blue.")]), ("Let me see.", [TOOL, answer("It is blue.")])],
+    ids=["call", "tool", "answer", "beside"],
+)
+def test_call_ends_in_the_token_that_opens_the_answer_of_its_tool(beside: str, rest: list[dict[str, Any]]) -> None:
+    tokenizer = build_byte_level(GEMMA)
+    (row,) = RowEncoder(tokenizer).encode([chat(user("sky?"), answer(beside, tool_calls=[CALL]), *rest)])
+    assert spans(tokenizer, row) == ["<|call>sky<call|><|answer>", *["It is blue.<turn|>" for _ in rest[1:]]]
+    assert list(row.remarks) == ([Remark.LOST_BESIDE_CALL] if beside else [])
+
+
+def test_token_of_a_tool_turn_is_no_target_after_a_call_that_ends_without_it() -> None:
+    template = GEMMA.replace("<call|><|answer>", "<call|>").replace("{{ other.content", "<|answer>{{ other.content")
+    tokenizer = build_byte_level(template)
+    (row,) = RowEncoder(tokenizer).encode([chat(user("sky?"), answer("", tool_calls=[CALL]), TOOL)])
+    assert spans(tokenizer, row) == ["<|call>sky<call|>"]

@@ -111,3 +111,19 @@ def test_turn_opening_is_masked_for_any_use_of_flag(template: str) -> None:
     tokenizer = build_byte_level(template, extra=("<|im_start|>", "<|im_end|>"))
     (encoded,) = RowEncoder(tokenizer).encode([chat(user(" hi "), answer("a"), user(" more "), answer("b"))])
     assert [text.removesuffix("</s>") for text in spans(tokenizer, encoded)] == ["a<|im_end|>", "b<|im_end|>"]
+
+
+@pytest.mark.parametrize("opening", ["<|im_start|>assistant\n", "<|im_start|>", "<|im_start|>assistant\n<|think|>"])
+def test_generation_prompt_at_the_end_of_every_chat_is_no_target(opening: str) -> None:
+    # As in the templates for tools and documents of Cohere's Command models, which ignore the flag.
+    template = "{% for m in messages %}" + TURN + "{% endfor %}{{ '" + opening + "' }}"
+    tokenizer = build_byte_level(template, extra=("<|im_start|>", "<|im_end|>"))
+    encoder, messages = RowEncoder(tokenizer), [user("hi"), answer("yes"), user("more"), answer("no")]
+    (encoded,) = encoder.encode([chat(*messages)])
+    assert encoded.input_ids.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)
+    header = "<|im_start|>assistant\n"
+    rest = header.removeprefix(opening) if header.startswith(opening) else ""
+    assert spans(tokenizer, encoded) == [f"{rest}yes<|im_end|>", f"{rest}no<|im_end|>"]
+    served = tokenizer.apply_chat_template(messages[:3], return_dict=False)
+    assert encoder.encode_prompt(chat(*messages[:3])).tolist() == served
+    assert encoder.cautions == []

@@ -127,19 +127,23 @@ def test_calls_as_text_are_trained_on_or_refused() -> None:
     assert "(\"sky(city='Paris')\") is not in the text that would be trained on" in refusal(encoder(CONTENT), row)
 
 
+TAGGED = answer("<think>why</think>yes")
 BLOCK = loop("<think>{{ m.reasoning_content }}</think>{{ m.content }}")
 
 
 @pytest.mark.parametrize(
     ("template", "turn", "expected"),
     [
-        (BLOCK, answer("<think>why</think>yes"), [Remark.TAGGED_REASONING]),
+        (BLOCK, TAGGED, [Remark.TAGGED_REASONING]),
         (BLOCK, answer("why\n</think>\nyes"), [Remark.TAGGED_REASONING]),  # The tag is in the generation prompt.
         (BLOCK, THOUGHT, []),
-        (KEYED, answer("<think>why</think>yes"), []),
+        # Reasoning is written only on request: beside the empty block of the template, that of an answer is a second.
+        (loop("{{ '<think></think>' if m.role == 'assistant' }}{{ m.content }}"), TAGGED, [Remark.TAGGED_REASONING]),
+        (loop("{{ m.content }}", before="Reason in <think></think>."), TAGGED, []),
+        (KEYED, TAGGED, []),
         (SPLIT, answer("<think>\n</think>yes"), []),
     ],
-    ids=["block", "half a block", "key", "same form", "none"],
+    ids=["block", "half a block", "key", "second block", "described", "same form", "none"],
 )
 def test_reasoning_in_other_tags_than_those_of_the_template_is_remarked(
     template: str, turn: dict[str, Any], expected: list[Remark]
@@ -147,6 +151,36 @@ def test_reasoning_in_other_tags_than_those_of_the_template_is_remarked(
     assert remarks(template, user("hi"), turn) == expected
     assert remarks(template, user("hi"), turn, user("more"), answer("no")) == expected
     assert remarks(template, user("hi"), turn, user("more"), answer("NO"), untrained={1}) == []
+
+
+THINKS = ASKS.replace("assistant\n", "assistant\n<think>{{ '</think>' if enable_thinking is false }}")
+PLAIN, OTHER = CONTENT.replace(ASKS, THINKS), [Remark.OTHER_OPENING]
+EMPTY = CONTENT.replace("{{ m.content", "{{ '<think></think>' if m.role == 'assistant' }}{{ m.content").replace(
+    ASKS, THINKS
+)
+MARKED = PLAIN.replace("{{ m.content }}" + CLOSE, "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "options", "expected"),
+    [
+        (PLAIN, [user("hi"), answer("yes")], {}, OTHER),
+        (PLAIN, [user("hi"), TAGGED], {}, []),
+        (PLAIN, [user("hi"), TAGGED], {"template_kwargs": {"enable_thinking": False}}, OTHER),
+        (PLAIN, [user("hi"), answer("yes"), user("more"), TAGGED], {}, []),
+        (PLAIN, [user("hi"), TAGGED, user("more"), answer("no")], {}, OTHER),
+        (PLAIN, [user("hi"), answer("yes"), user("more")], {}, []),
+        (PLAIN, [user("hi"), answer("yes")], {"untrained": {1}}, []),
+        (MARKED, [user("hi"), answer("yes")], {}, OTHER),
+        (MARKED, [user("hi"), TAGGED], {}, []),  # The block encloses the tag, which is in the generation prompt.
+        (EMPTY, [user("hi"), answer("yes")], {"template_kwargs": {"enable_thinking": False}}, []),
+        (PLAIN.replace(THINKS, ""), [user("hi"), answer("yes")], {}, []),
+    ],
+)
+def test_last_answer_that_does_not_follow_the_generation_prompt_is_remarked(
+    template: str, messages: list[dict[str, Any]], options: dict[str, Any], expected: list[Remark]
+) -> None:
+    assert remarks(template, *messages, **options) == expected
 
 
 def calls(written: str, content: str = "{{ m.content }}") -> str:

@@ -377,7 +377,7 @@ def test_template_error_in_prompt_is_row_error() -> None:
 
 def test_cautions_name_clock_and_missing_generation_prompt() -> None:
     assert RowEncoder(build_byte_level(source("chatml"))).cautions == []
-    clock, prompt = RowEncoder(build_byte_level(source("no_prompt") + "{{ strftime_now('%Y') }}")).cautions
+    clock, prompt = RowEncoder(build_byte_level("{{ strftime_now('%Y') }}" + source("no_prompt"))).cautions
     assert f"{TEMPLATE_DATE:%Y-%m-%d}" in clock
     assert "add_generation_prompt" in prompt
 

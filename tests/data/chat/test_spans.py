@@ -68,6 +68,26 @@ def test_chat_starting_with_answer_is_trained() -> None:
     assert find(LOOP.replace("%}", "%}" + default, 1) + PROMPT, chat, 0) == [(0, "hello<|im_end|>")]
 
 
+@pytest.mark.parametrize("opening", ["assistant:", "assistant:<think>"])
+def test_last_turn_after_the_loop_is_trained(opening: str) -> None:
+    # As in Nemotron Nano 2's template, which removes the last answer from the messages of its loop.
+    template = "{% set rest = messages[:-1] if messages[-1].role == 'assistant' else messages %}"
+    template += LOOP.replace("in messages", "in rest") + PROMPT.replace("assistant:", opening)
+    template += "{% if rest != messages %}<|im_start|>" + opening + "{{ messages[-1].content }}<|im_end|>{% endif %}"
+    assert find(template, row("a", "b"), 1) == [(1, "b<|im_end|>")]
+    assert find(template, row("a", "b", "c", "d"), 1, 3) == [(1, "b<|im_end|>"), (3, "d<|im_end|>")]
+    other = template.replace(opening + "{{ messages[-1]", "other:{{ messages[-1]")
+    with pytest.raises(DataError, match="the chat template writes nothing for message 1"):
+        find(other, row("a", "b"), 1)
+
+
+def test_generation_prompt_may_begin_in_the_turn_of_the_question() -> None:
+    # As in Alpaca's format: line breaks between turns, which end the question or begin the generation prompt.
+    template = "{% for m in messages %}### {{ m.role }}:{{ m.content }}{{ '</s>' if m.role == 'assistant' }}"
+    template += "{{ '\n\n' if not loop.last }}{% endfor %}{% if add_generation_prompt %}\n\n### assistant:{% endif %}"
+    assert find(template, row("a", "b", "c", "d"), 1, 3) == [(1, "b</s>"), (3, "d</s>")]
+
+
 def test_turn_that_shares_only_white_space_with_generation_prompt_is_error() -> None:
     template = LOOP.replace("<|im_start|>", " <|im_start|>") + PROMPT.replace("<|im_start|>", "  <|im_start|>")
     with pytest.raises(DataError, match=r"message 1 opens with .*assistant:b.*, but the generation prompt is"):
@@ -125,3 +145,5 @@ def test_generation_block_around_turn_includes_no_generation_prompt() -> None:
     template = LOOP.replace("<|im_start|>", block + "<|im_start|>", 1).replace("{% endfor", "{% endif %}{% endfor")
     assert find(template + PROMPT, row("a", "b", "c", "d"), 1, 3) == [(1, "b<|im_end|>"), (3, "d<|im_end|>")]
     assert find(template, row("a", "b"), 1) == [(1, "b<|im_end|>")]
+    inner = template.replace("{% generation %}<|im_start|>", "<|im_start|>{% generation %}")
+    assert find(inner + PROMPT, row("a", "b", "c", "d"), 1, 3) == [(1, "b<|im_end|>"), (3, "d<|im_end|>")]

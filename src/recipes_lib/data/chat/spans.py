@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 from recipes_lib.data.chat.templates import NOBODY, REASONING_KEYS, ChatTemplate, Rendered, Span, TemplateError
@@ -112,8 +111,9 @@ class WrittenCheck:
     def _check_calls(self, row: Row, rendered: Rendered, number: int) -> list[Remark]:
         message, turn = _list_messages(row)[number], rendered.turn(number)
         remarks = [] if row.tools else [Remark.NO_TOOLS]
-        answers = [text.rpartition(THINK_END)[2].strip() for text in find_texts(message)]
-        if any(text not in turn for text in answers) and self._ignores(row, rendered, number, reword(message)):
+        beside = [text.rpartition(THINK_END)[2].strip() for text in find_texts(message)]
+        lost = [text for text in beside if text not in rendered.parts(number)[0]]
+        if any(text in turn for text in lost) or (lost and self._ignores(row, rendered, number, reword(message))):
             remarks.append(Remark.LOST_BESIDE_CALL)
         for at, call in enumerate(message["tool_calls"]):
             function = call["function"]
@@ -145,15 +145,16 @@ class WrittenCheck:
 
     @cached_property
     def _rewrites_reasoning(self) -> bool:
-        """Whether the template writes ``reasoning_content`` in another form than the ``<think>`` tags of an answer."""
+        """Whether the template writes ``<think>`` tags of an answer beside a block of its own, or in another form."""
         tagged = {"role": "assistant", "content": f"<think>\n{PLACEHOLDER}\n{THINK_END}\n\nanswer"}
         keyed = {"role": "assistant", "content": "answer", "reasoning_content": PLACEHOLDER}
         rows = (Row(where="", messages=[{"role": "user", "content": "question"}, turn]) for turn in (tagged, keyed))
         try:
-            own, other = ("".join(self._render(row, False).text.split()) for row in rows)
+            # Without the system prompt, which can describe the tags.
+            own, other = ("".join(self._render(row, False).text.rpartition("question")[2].split()) for row in rows)
         except TemplateError:  # The template refuses this chat.
             return False
-        return PLACEHOLDER in other and own != other
+        return own.count(THINK_END) > 1 or (PLACEHOLDER in other and own != other)
 
     def _loses_tools(self, row: Row, rendered: Rendered) -> bool:
         assert row.tools
@@ -317,7 +318,7 @@ class SpanFinder:
             raise _refusal(row, error) from error
         self._check_answers(row, targets, trained)
         self._written.refuse_unwritten(row, rendered, trained)
-        remarks = self._written.list_remarks(row, rendered, trained)
+        remarks = [*targets.remarks, *self._written.list_remarks(row, rendered, trained)]
         if any(value and name not in self._template.names for name, value in row.template_kwargs.items()):
             remarks.append(Remark.LOST_VARIABLES)
         return Targets(targets.text, targets.spans, remarks)
@@ -358,6 +359,23 @@ class SpanFinder:
         ends = [text[span.start : span.end].rpartition(PLACEHOLDER)[2] for span in spans]
         return {*self._end_tokens, *(token for end in ends for token in self._special.findall(end))}
 
+    @cached_property
+    def _call_end(self) -> str:
+        """The token that ends a turn with calls, where the template writes it into the turn of the answering tool.
+
+        Gemma 4 stops on the token that opens the answer, and its template ends a chat whose last turn is a call in it.
+        """
+        call = {"type": "function", "function": {"name": PLACEHOLDER, "arguments": {}}}
+        question, result = ({"role": role, "content": ""} for role in ("user", "tool"))
+        messages: list[Message] = [question, {"role": "assistant", "content": "", "tool_calls": [call]}, result]
+        try:
+            asked, answered = (self._render(Row(where="", messages=messages[:count])) for count in (2, 3))
+        except TemplateError:  # As in `_ends`.
+            return ""
+        end = next((turn.end for turn in answered.turns if turn.message == 1), len(answered.text))
+        token = asked.text.removeprefix(answered.text[:end])
+        return token if self._special.fullmatch(token) and answered.text.startswith(token, end) else ""
+
     def _targets(self, row: Row, rendered: Rendered, trained: Collection[int]) -> Targets:
         if not trained:
             return Targets(rendered.text, [])
@@ -371,18 +389,22 @@ class SpanFinder:
     def _find_marked(self, row: Row, rendered: Rendered, trained: Collection[int]) -> Targets:
         """Return the ``{% generation %}`` blocks as spans; a block after the loop belongs to the turn before it.
 
-        A block around a whole turn, as in SmolLM3's template, includes its generation prompt, which is no target.
+        The generation prompt is no target, even if a block encloses it, as in SmolLM3's template.
         """
         spans: list[Span] = []
-        starts = {turn.start for turn in rendered.turns}
+        remarks: list[Remark] = []
+        starts = {turn.message: turn.start for turn in reversed(rendered.turns)}
         for block in rendered.generated:
             owner = block.message
             if owner == NOBODY:
                 owner = max((t.message for t in rendered.turns if t.start < block.start), default=NOBODY)
-            if owner in trained and block.start < block.end:
-                header = self._header(row, owner) if block.start in starts else ""
-                has_header = rendered.text.startswith(header, block.start)
-                spans.append(Span(owner, block.start + len(header) * has_header, block.end))
+            if owner in trained:
+                header = self._header(row, owner)
+                has_header = rendered.text.startswith(header, starts[owner])
+                start = max(block.start, starts[owner] + len(header) * has_header)
+                if not spans or spans[-1].message != owner:
+                    remarks = _remark_opening(row, owner, rendered.text.endswith(header, 0, start))
+                spans += [Span(owner, start, block.end)] if start < block.end else []
         last = {span.message: span for span in spans}
         for message in sorted(trained):
             if message not in last:
@@ -390,29 +412,40 @@ class SpanFinder:
             if not self._terminated(rendered.text, last[message].start, last[message].end):
                 found = f"the {{% generation %}} block of message {message} does not end in a special token"
                 raise _fault(row, found, "move the end-of-turn token into the block")
-        return Targets(rendered.text, spans)
+        return Targets(rendered.text, spans, remarks)
 
     def _derive(self, row: Row, rendered: Rendered, trained: Collection[int]) -> Targets:
         """Return the spans of a template without ``{% generation %}``: from the generation prompt to the terminator."""
         text = rendered.text
         spans: list[Span] = []
-        turns_of = _group(turn for turn in rendered.turns if text[turn.start : turn.end].strip())
+        remarks: list[Remark] = []
+        first = {turn.message: turn for turn in reversed(rendered.turns) if text[turn.start : turn.end].strip()}
         for message in sorted(trained):
-            turns = turns_of[message]
-            if not turns:
+            header = self._header(row, message)
+            turn = first.get(message) or self._find_outside_loop(row, text, message, header)
+            if turn is None:
                 found = f"the chat template writes nothing for message {message}"
                 raise _fault(row, found, "remove the message, or change the template")
-            start, end = turns[0].start, turns[-1].end
-            start += self._header_length(row, message, text[start : turns[0].end])
-            if rendered.turns[-1].end == end < len(text) and self._terminated(text, end, len(text)):
-                end = len(text)  # The template writes the EOS after the loop.
-            # A message can be written in several parts; text of other messages in between is no target.
-            for turn, next_turn in pairwise(turns):
-                spans.append(Span(message, start, _rstripped(text, start, turn.end)))
-                start = next_turn.start
+            _, start, end = turn
+            # A header can begin in the turn before, as with the line breaks between the turns of Alpaca's format.
+            at = text.rfind(header, max(0, start - len(header)), start + len(header))
+            start = start + self._common_length(row, message, header, text[start:end]) if at < 0 else at + len(header)
+            remarks = _remark_opening(row, message, text.endswith(header, 0, start))
+            # The template writes the EOS after the loop; some write the generation prompt there, whatever the flag.
+            if rendered.turns[-1].end == end and text[end:] != header and self._terminated(text, end, len(text)):
+                end = len(text)
             text, end = self._terminate(row, text, Span(message, start, end))
+            if _list_messages(row)[message].get("tool_calls") and text.startswith(self._call_end, end):
+                end += len(self._call_end)
             spans.append(Span(message, start, end))
-        return Targets(text, spans)
+        return Targets(text, spans, remarks)
+
+    def _find_outside_loop(self, row: Row, text: str, message: int, header: str) -> Span | None:
+        """Return a last turn that the template writes after its loop, as that of Nemotron Nano 2 does."""
+        prompt = replace(row, messages=_list_messages(row)[:message])
+        opened = self._render(prompt, add_generation_prompt=True).text
+        is_last = message == len(_list_messages(row)) - 1 and opened.endswith(header) and text.startswith(opened)
+        return Span(message, len(opened) - len(header), len(text)) if is_last else None
 
     def _terminated(self, text: str, start: int, end: int) -> int | None:
         """Return the position after the special token that ends ``text[start:end]``, trailing white space ignored."""
@@ -434,11 +467,8 @@ class SpanFinder:
         remedy = "set eos_token to the token that generation stops on, or let the template end the turn with one"
         raise _fault(row, found, remedy)
 
-    def _header_length(self, row: Row, message: int, turn: str) -> int:
-        """Return the number of leading characters of an assistant turn that belong to the generation prompt."""
-        header = self._header(row, message)
-        if turn.startswith(header):
-            return len(header)
+    def _common_length(self, row: Row, message: int, header: str, turn: str) -> int:
+        """Return the number of characters that a turn which opens in another way shares with the generation prompt."""
         # Content is not searched in the end token, whose name could contain a short answer.
         body_end = max((found.start() for found in self._special.finditer(turn)), default=len(turn))
         content = [turn.rfind(text, 0, body_end) for text in find_texts(_list_messages(row)[message])]
@@ -547,6 +577,12 @@ def _group(spans: Iterable[Span]) -> Mapping[int, Sequence[Span]]:
     for span in spans:
         grouped[span.message].append(span)
     return grouped
+
+
+def _remark_opening(row: Row, message: int, follows_prompt: bool) -> list[Remark]:
+    """Return the remark on a last turn whose target does not follow the generation prompt."""
+    is_last = message == len(_list_messages(row)) - 1
+    return [Remark.OTHER_OPENING] if is_last and not follows_prompt else []
 
 
 def _fault(row: Row, found: str, remedy: str) -> DataError:

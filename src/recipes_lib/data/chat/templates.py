@@ -71,9 +71,17 @@ class Rendered:
         """The text after ``body``: a final EOS, or the generation prompt."""
         return self.text[len(self.body) :]
 
+    def parts(self, message: int) -> list[str]:
+        """Return the texts that a message wrote, in order.
+
+        The model generates the first one. Later ones are in the prompts of later turns: Gemma 4's template writes text
+        beside a tool call after the answer of the tool.
+        """
+        return [self.text[start:end] for number, start, end in self.turns if number == message]
+
     def turn(self, message: int) -> str:
-        """Return the text that a message wrote."""
-        return "".join([self.text[start:end] for number, start, end in self.turns if number == message])
+        """Return all text that a message wrote."""
+        return "".join(self.parts(message))
 
 
 class ChatTemplate:
@@ -102,15 +110,12 @@ class ChatTemplate:
         self.names = {name.name for name in tree.find_all(nodes.Name)}
         self.reads_clock = "strftime_now" in self.names
         self.marks_generation = any(_is_generation(block) for block in tree.find_all(nodes.CallBlock))
-        self._reads_flag = "add_generation_prompt" in self.names
         self._prompt = _separate_prompt(tree, environment)  # Before `_instrument`, which changes the tree.
         self._template = _instrument(tree, environment)
 
     @cached_property
     def has_generation_prompt(self) -> bool:
-        """Whether the template uses ``add_generation_prompt``."""
-        if not self._reads_flag:
-            return False
+        """Whether the template writes a generation prompt after a question."""
         try:
             return self.generation_prompt([{"role": "user", "content": ""}]) != ""
         except TemplateError:
@@ -169,7 +174,7 @@ class ChatTemplate:
         if self._prompt is not None:
             return self._render_prompt(variables) if variables else self._usual_prompt
         asking = self.render(messages, tools=tools, variables=variables, add_generation_prompt=True)
-        if asking.tail.strip():
+        if asking.tail.strip() not in ("", self._variables.get("eos_token")):
             return asking.tail
         silent = self.render(messages, tools=tools, variables=variables)
         if asking.text == silent.text:

@@ -107,13 +107,17 @@ class Source(Protocol):
 
 
 _OTHER_TEMPLATE: Final = "use a template that writes it (chat_template_path), or take it out of the rows"
+_THINKING: Final = "set `thinking` or `enable_thinking` in the column `chat_template_kwargs` if the template reads it"
 
 
 class Remark(Enum):
     """A remark on a row, for a warning of the audit: ``N rows {found}``, and a possible remedy."""
 
     CUT = "have so many characters beyond max_length that only their beginning was tokenised and counted", ""
-    LOST_BESIDE_CALL = "say something beside a tool call that the chat template does not write", _OTHER_TEMPLATE
+    LOST_BESIDE_CALL = (
+        "say something beside a tool call that the chat template does not write, or only after the answer of the tool",
+        _OTHER_TEMPLATE,
+    )
     PYTHON_ARGUMENTS = (
         "call tools with arguments that the chat template writes as Python does, not as JSON",
         "let the template write `arguments | tojson`, unless the server of the model reads Python",
@@ -122,7 +126,10 @@ class Remark(Enum):
         "spell a special token inside a message: to the model it is that token",
         "remove it, unless such text is meant to be a turn or an image",
     )
-    LOST_REASONING = "give reasoning in their last turn that the chat template does not write", _OTHER_TEMPLATE
+    LOST_REASONING = (
+        "give reasoning in their last turn that the chat template does not write",
+        f"{_THINKING}, or {_OTHER_TEMPLATE}",
+    )
     LOST_TOOLS = "give tool schemas that the chat template does not write", _OTHER_TEMPLATE
     LOST_VARIABLES = "give `chat_template_kwargs` that the chat template does not read", _OTHER_TEMPLATE
     NO_TOOLS = (
@@ -136,6 +143,11 @@ class Remark(Enum):
     TAGGED_REASONING = (
         "spell reasoning as `<think>`, beside which the chat template writes a form of its own, such as an empty block",
         "write it as `reasoning_content` of the message, and only the answer as `content`",
+    )
+
+    OTHER_OPENING = (
+        "open their last turn in another way than the generation prompt, after which the model answers",
+        f"write reasoning as `reasoning_content`; without any, {_THINKING}",
     )
 
     def __init__(self, found: str, remedy: str) -> None:
