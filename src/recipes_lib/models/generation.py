@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -127,20 +128,14 @@ class GenerateBackend(Generator):
         """Do nothing: the policy itself samples."""
 
     def generate(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
-        """Answer every prompt once, as one left-padded batch, or each alone if the model reads padding."""
-        size = 1 if reads_padding(policy.config.get_text_config()) else len(prompts)
-        batches = [slice(at, at + size) for at in range(0, len(prompts), size)]
-        parts = [self._answer(policy, prompts[rows], uniforms[rows]) for rows in batches]
-        width = max(part.response_ids.shape[1] for part in parts)
-        response_ids = torch.full((len(prompts), width), self._sampling.pad_id)
-        engine_logps = torch.zeros(len(prompts), width)
-        for rows, part in zip(batches, parts, strict=True):
-            now = slice(part.response_ids.shape[1])
-            response_ids[rows, now], engine_logps[rows, now] = part.response_ids, part.engine_logps
-        return Generated(response_ids, engine_logps)
+        """Answer every prompt once, as one left-padded batch from which finished answers are removed.
 
-    def _answer(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
-        """Answer prompts as one left-padded batch, from which finished answers are removed."""
+        Models that read padding answer each prompt alone.
+        """
+        if len(prompts) > 1 and reads_padding(policy.config.get_text_config()):
+            parts = [self.generate(policy, [prompt], uniforms[row : row + 1]) for row, prompt in enumerate(prompts)]
+            response_ids = pad_sequence([part.response_ids[0] for part in parts], True, self._sampling.pad_id)
+            return Generated(response_ids, pad_sequence([part.engine_logps[0] for part in parts], True))
         device = find_device(policy)
         ids, mask = (part.to(device) for part in pad_left(prompts, self._sampling.pad_id))
         # MPS has no float64.

@@ -41,6 +41,7 @@ def test_weight_is_gathered_during_call_and_released_after() -> None:
     with pytest.raises(RuntimeError):
         linear(torch.ones(2))
     register_gather_hooks(model)
+    assert not model._forward_pre_hooks, "a container would gather the weights of all its modules at once"
     assert torch.equal(linear(torch.ones(2)), expected)
     assert linear.weight.numel() == 0
     remove_gather_hooks(model)

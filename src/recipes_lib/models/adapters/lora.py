@@ -55,6 +55,7 @@ ALL_LINEAR: Final = "all-linear"
 """PEFT's name for all linear layers except the head."""
 _MAMBA: Final = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 """Model types whose fused kernel reads the weight of ``out_proj``, on which peft 0.21 refuses an adapter."""
+_USE_DEFAULT: Final = "remove it; by default, lora_target_modules are all layers that can have an adapter"
 _NEED_FULL_PRECISION: Final = ("pissa", "olora", "orthogonal")
 """Initialisations that need unquantised weights."""
 
@@ -350,15 +351,13 @@ def check_layers(model: PreTrainedModel, config: AdapterConfig) -> Iterator[Prob
             yield Problem("lora_target_modules", f"{name} is an embedding or the output projection", remedy)
         elif find_experts(model, found):
             what = f"PEFT treats {name} of {type(model).__name__} as experts, which are not linear layers"
-            remedy = "remove it; by default, lora_target_modules are all layers that can have an adapter"
-            yield Problem("lora_target_modules", what, remedy)
+            yield Problem("lora_target_modules", what, _USE_DEFAULT)
         elif others:
             what = type(others[0]).__name__
             yield Problem("lora_target_modules", f"{name} is a {what}, not a linear layer", "name the layers inside it")
         elif _find_shared(found):
             what = f"layers called {name} share their weights, to which merging would add the adapters of all of them"
-            remedy = "remove it; by default, lora_target_modules are all layers that can have an adapter"
-            yield Problem("lora_target_modules", what, remedy)
+            yield Problem("lora_target_modules", what, _USE_DEFAULT)
     yield from _check_init(model, config)
 
 
