@@ -18,8 +18,7 @@ def write_warc(path, records, protocol="HTTP/1.0"):
     with path.open("wb") as file:
         writer = WARCWriter(file, gzip=path.suffix == ".gz")
         for kind, body, *types in records:
-            kinds = [("Content-Type", content) for content in types[:1] or ["text/html"]]
-            kinds += [("Content-Encoding", encoding) for encoding in types[1:]]
+            kinds = [("Content-Type", content) for content in types or ["text/html"]]
             headers = StatusAndHeaders("200 OK", kinds, protocol=protocol)
             http = headers if kind == "response" else None
             record = writer.create_warc_record(
@@ -60,18 +59,6 @@ def test_page_is_decoded_by_the_charset_of_its_header(tmp_path, charset, codec, 
     write_warc(tmp_path / "a.warc", [("response", body.encode(codec), f"text/html; charset={charset}")])
     documents, _, _ = read({"name": str(tmp_path / "a.warc")})
     assert [document.text for document in documents] == [body]
-
-
-@pytest.mark.parametrize("encoding", ["br", "ZSTD"])
-def test_page_whose_compression_is_not_supported_is_counted(tmp_path, monkeypatch, encoding):
-    from warcio.bufferedreaders import BufferedReader
-
-    monkeypatch.delitem(BufferedReader.DECOMPRESSORS, "br", raising=False)
-    bodies = [random.Random(0).randbytes(400), b"<p>stored decompressed</p>"]
-    write_warc(tmp_path / "a.warc", [("response", body, "text/html", encoding) for body in bodies])
-    documents, ledger, _ = read({"name": str(tmp_path / "a.warc")})
-    assert [document.text for document in documents] == ["<p>stored decompressed</p>"]
-    assert f"is compressed as {encoding.lower()}: install" in ledger.notes[0]
 
 
 def test_response_over_http_2_is_read(tmp_path):

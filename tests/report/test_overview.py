@@ -71,6 +71,12 @@ def test_list_entries_finds_nested_runs_but_not_checkpoints(tmp_path: Path) -> N
     ]  # fmt: skip
 
 
+def test_runs_of_a_sweep_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for name in ("sft-10", "sft-2", "sft-1", "7", "sft"):
+        write_run(tmp_path / name, SFT)
+    assert [entry.name for entry in list_entries(tmp_path)] == ["7", "sft", "sft-1", "sft-2", "sft-10"]
+
+
 def test_sparkline_of_reward_is_labelled_as_such(tmp_path: Path) -> None:
     events = [{"kind": "train", "step": step, "loss": 0.0, "objective/score": 0.1 * step} for step in (1, 2)]
     write_run(tmp_path / "ppo", events, stage="ppo")

@@ -31,10 +31,6 @@ _GZIP: Final = b"\x1f\x8b\x08"
 _GZIP_WBITS: Final = zlib.MAX_WBITS | 16
 _GZIP_HEAD: Final = 1 << 9
 """First bytes of a gzip member that are enough to decompress ``_RECORD``."""
-_PACKAGES: Final = {"br": "brotli", "zstd": "zstandard"}
-"""Content encoding -> package that decompresses it."""
-_BINARY: Final = re.compile("[\x00-\x08\x0b\x0e-\x1a\x1c-\x1f]")
-"""Control characters that no page contains (WHATWG MIME Sniffing, binary data byte)."""
 _CHARSET: Final = re.compile(r"charset=[\s\"']*([\w.:-]+)", re.IGNORECASE)
 
 
@@ -192,16 +188,10 @@ def _read_record(data: bytes, where: str) -> Iterator[Document | Problem]:
     if len(content) > MAX_PAGE_BYTES:
         yield Problem(where, f"is longer than {MAX_PAGE_BYTES:,} bytes")
         return
-    text = _decode(content, sent or "")
-    encoding = str(record.http_headers and record.http_headers.get_header("Content-Encoding")).lower()
-    # Without the package, warcio returns the compressed body; some archives hold it decompressed.
-    if encoding in _PACKAGES and _BINARY.search(text):
-        yield Problem(where, f"is compressed as {encoding}: install {_PACKAGES[encoding]}")
-        return
     metadata = {"url": headers.get_header("WARC-Target-URI"), "date": headers.get_header("WARC-Date")}
     metadata |= {HTML: True} if is_page else {}
     name = headers.get_header("WARC-Record-ID") or where
-    yield Document(text=text, id=name.strip("<>"), metadata=metadata)
+    yield Document(text=_decode(content, sent or ""), id=name.strip("<>"), metadata=metadata)
 
 
 def _decode(content: bytes, content_type: str) -> str:
@@ -210,11 +200,10 @@ def _decode(content: bytes, content_type: str) -> str:
 
     content = handle_compressed_file(content)
     declared = _CHARSET.search(content_type)
-    # Not first: servers declare a default for pages in UTF-8, which is invalid in no charset of single bytes.
-    with suppress(UnicodeDecodeError):
-        return content.decode()
-    with suppress(LookupError, UnicodeError):
-        name = codecs.lookup(declared[1] if declared else "").name
-        # Browsers read Latin-1 as its superset (WHATWG Encoding Standard).
-        return content.decode("cp1252" if name == "iso8859-1" else name)
+    # UTF-8 first: servers declare a default for such pages, in which few bytes are invalid.
+    for name in ("utf-8", declared[1] if declared else ""):
+        with suppress(LookupError, UnicodeError):
+            codec = codecs.lookup(name).name
+            # Browsers read Latin-1 as its superset (WHATWG Encoding Standard).
+            return content.decode("cp1252" if codec == "iso8859-1" else codec)
     return str(decode_file(content))

@@ -293,7 +293,7 @@ class _Connection:
                 body_start = b""  # An error page may have megabytes.
                 with suppress(*_FAILURES):  # The status code is enough if the body cannot be read.
                     body_start = self._read_body(error, 2000)
-                reason = f"{error.code} {shorten(body_start.decode(errors='replace') or str(error.reason), self._key)}"
+                reason = f"{error.code} {explain(body_start.decode(errors='replace') or str(error.reason), self._key)}"
                 if error.code in _THIS_REQUEST:
                     return Reply("", is_finished=False, error=reason)
                 if not _is_temporary(error.code):
@@ -301,7 +301,7 @@ class _Connection:
                     raise UnansweredError(Problem("base_url", f"{self._url} returned {reason}", remedy)) from None
                 wait, remedy = read_wait(error.headers.get("Retry-After"), wait), RESUME_REMEDY
             except _FAILURES as error:
-                reason = shorten(describe_failure(error), self._key)
+                reason = explain(error, self._key)
                 # An invalid response, such as the page of a proxy, is one of another server.
                 remedy = _REMEDY if isinstance(error, ValueError) else RESUME_REMEDY
             if attempt + 1 < endpoint.num_attempts and self.pause(wait):
@@ -374,19 +374,14 @@ def _is_temporary(status: int) -> bool:
     return status in _REPEATED or status >= 500
 
 
-def describe_failure(error: Exception) -> str:
-    """Return the type and message of an exception of a request; for a response that is not JSON, its first words."""
-    if isinstance(error, json.JSONDecodeError):
-        return f"the response is not JSON: {error.doc[:200]!r}"
-    return f"{type(error).__name__}: {error}"
+def explain(reason: str | Exception, key: str | None) -> str:
+    """Return the response or exception of a failed request as one short line, without the API key.
 
-
-def shorten(text: str, key: str | None) -> str:
-    """Return the start of a text as one line, without the API key and control characters.
-
-    An error page can contain escape sequences of a terminal.
+    Control characters are escaped: an error page can contain escape sequences of a terminal.
     """
-    line = " ".join(text.split())
+    if isinstance(reason, json.JSONDecodeError):
+        reason = f"the response is not JSON: {reason.doc[:200]!r}"
+    line = " ".join((reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}").split())
     return escape_controls((line.replace(key, "***") if key else line)[:300])
 
 

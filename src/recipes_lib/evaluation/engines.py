@@ -32,15 +32,7 @@ from transformers import LogitsProcessorList
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, verify_extra
-from recipes_lib.evaluation.endpoint import (
-    RESUME_REMEDY,
-    choose_remedy,
-    describe_failure,
-    join_parts,
-    read_key,
-    read_wait,
-    shorten,
-)
+from recipes_lib.evaluation.endpoint import RESUME_REMEDY, choose_remedy, explain, join_parts, read_key, read_wait
 from recipes_lib.files import read_record
 from recipes_lib.models.adapters.lora import suppress_peft_warnings
 from recipes_lib.models.adapters.saved import ADAPTER_CONFIG, find_adapter
@@ -163,15 +155,12 @@ def _list_choices(outputs: Any) -> list[dict[str, Any]]:
         ValueError: There is none.
     """
     replies = outputs if isinstance(outputs, list) else [outputs]
-    try:
-        numbered = [pair for reply in replies for pair in enumerate(reply["choices"])]
-    except (LookupError, TypeError):
-        numbered = []
-    if not numbered:
+    if not all(isinstance(reply, dict) and reply.get("choices") for reply in replies):
         raise ValueError(f"the reply holds no answer: {json.dumps(outputs)[:200]}")
-    for number, choice in numbered:
-        choice.setdefault("index", number)
-    return [choice for _, choice in numbered]
+    for reply in replies:
+        for number, choice in enumerate(reply["choices"]):
+            choice.setdefault("index", number)
+    return [choice for reply in replies for choice in reply["choices"]]
 
 
 def _verify_logprobs(choices: Sequence[Any], prompts: Sequence[Sequence[int]]) -> None:
@@ -430,9 +419,8 @@ def _raise_endpoint_error(endpoint: str | None, error: Exception) -> NoReturn:
     if endpoint is None:
         raise error
     status, _ = _read_status(error)
-    reason = f"{status} {_LAST_RESPONSE[0]}" if (status or 0) >= 400 else describe_failure(error)
-    # A server may repeat the key. A timeout has no message.
-    reason = shorten(reason, read_key()).removesuffix(":")
+    found = explain(f"{status} {_LAST_RESPONSE[0]}" if (status or 0) >= 400 else error, read_key())
+    reason = found.removesuffix(":")  # A timeout has no message.
     remedy = "check that it serves this model, with log-probabilities of the prompt (echo) where tasks have choices"
     # An error status is an `OSError` for requests, and not for aiohttp.
     is_down = status is None and isinstance(error, OSError)

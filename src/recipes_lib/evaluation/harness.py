@@ -126,10 +126,8 @@ def _run_cached(
     cached = CachedModel(model, cache / f"{key}-{model.rank}.sqlite", sorted(cache.glob(f"{key}-*")), config.base_url)
     try:
         results = run_tasks(cached, tasks, config)
-    except UserError:
-        raise
     except Exception as error:
-        if cached.has_failed:
+        if cached.has_failed or isinstance(error, UserError):
             raise
         # All answers are there, so that it is a metric, a filter or a function of a task.
         found = f"their metrics cannot be computed: {type(error).__name__}: {error}"

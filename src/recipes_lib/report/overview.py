@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -87,14 +88,19 @@ def _find_outputs(folder: Path, depth: int) -> Iterator[Path]:
     """Yield the outputs below a folder; those nested in another output are skipped."""
     try:
         # Links may form cycles, or list a run twice.
-        children = sorted(child for child in folder.iterdir() if child.is_dir() and not child.is_symlink())
+        children = [child for child in folder.iterdir() if child.is_dir() and not child.is_symlink()]
     except OSError:
         return
-    for child in children:
+    for child in sorted(children, key=_split_numbers):
         if is_run(child) or any((child / sign).is_file() for sign in _SIGNS):
             yield child
         elif depth > 1:
             yield from _find_outputs(child, depth - 1)
+
+
+def _split_numbers(path: Path) -> list[str | int]:
+    """Return the name in parts, text and number in turn, so that ``sweep-2`` precedes ``sweep-10``."""
+    return [int(part) if at % 2 else part for at, part in enumerate(re.split("([0-9]+)", path.name))]
 
 
 def _describe_stage(folder: Path, stage: Mapping[str, Any], state: Mapping[str, Any]) -> Entry:
