@@ -299,7 +299,6 @@ def _count_processes(file: Path, document: dict[str, Any], machines: Machines) -
     here, ids = count_accelerators(), str(document.get("gpu_ids") or "all")
     if not here:
         found = f"{file} needs GPUs, and this machine has none"
-        raise ConfigError(
-            Problem("--hardware", found, "write --hardware cpu or cpu_ddp, or start on a machine with GPUs")
-        )
+        remedy = "write --hardware cpu or cpu_ddp, or start on a machine with GPUs"
+        raise ConfigError(Problem("--hardware", found, remedy))
     return (here if ids == "all" else min(here, len(ids.split(",")))) * machines.num_machines

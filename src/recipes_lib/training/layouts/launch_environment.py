@@ -177,11 +177,8 @@ def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
     env = dict(os.environ if variables is None else variables)
     if (deepspeed_file := env.get(_DEEPSPEED_FILE, "none")) != "none":
         env |= _read_deepspeed_file(Path(deepspeed_file))
-    engine = ""
-    if _is_true(env, "ACCELERATE_USE_FSDP") or _is_true(env, _LEFT_TO_LOADING):
-        engine = "FSDP"
-    if _is_true(env, "ACCELERATE_USE_DEEPSPEED"):
-        engine = "DEEPSPEED"
+    uses_fsdp = _is_true(env, "ACCELERATE_USE_FSDP") or _is_true(env, _LEFT_TO_LOADING)
+    engine = "DEEPSPEED" if _is_true(env, "ACCELERATE_USE_DEEPSPEED") else "FSDP" if uses_fsdp else ""
     precision = env.get(_PRECISION, "no").lower()
     if precision not in _PRECISIONS:
         found, remedy = f"there is no precision {precision!r}", f"write {', '.join(_PRECISIONS)}"
@@ -409,9 +406,7 @@ def _verify_single_process(launch: Launch) -> None:
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if (size := os.environ.get(name, "")).isdecimal() and int(size) > 1:
             found = f"{size} processes were started without WORLD_SIZE: each would train its own model"
-            remedy = (
-                "start one process per machine, `recipes launch` or torchrun; or set WORLD_SIZE=1 for separate runs"
-            )
+            remedy = "start `recipes launch` or torchrun once per machine; for separate runs, set WORLD_SIZE=1"
             raise ConfigError(Problem(name, found, remedy))
 
 
@@ -480,9 +475,7 @@ def verify_engine(launch: Launch, distributed_type: str, *, tensor_size: int = 1
     if tensor_size != launch.tensor_size:
         found = f"expected {launch.tensor_size} tensor-parallel ranks, and the model has {tensor_size}"
         raise ConfigError(Problem("launch", found, remedy))
-    engine = distributed_type if distributed_type in ("FSDP", "DEEPSPEED") else ""
-    if is_in_shards and not engine:
-        engine = "FSDP"
+    engine = distributed_type if distributed_type in ENGINES else "FSDP" if is_in_shards else ""
     if engine != launch.engine:
         found = f"{launch.engine or 'no sharding'} was launched and accelerate is running {distributed_type}"
         raise ConfigError(Problem("launch", found, remedy))

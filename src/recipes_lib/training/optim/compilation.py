@@ -82,9 +82,7 @@ def choose_liger(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -> dict
     """
     requested, options = config.training.get("use_liger_kernel"), dict(config.training.get("liger_kernel_config") or {})
     problems = [
-        Problem(
-            "liger_kernel_config", f"`{name}` would replace the loss head, which needs no logits", f"delete `{name}`"
-        )
+        Problem("liger_kernel_config", f"`{name}` would replace the loss head", f"delete `{name}`")
         for name in _CROSS_ENTROPIES
         if options.get(name)
     ]
