@@ -122,8 +122,7 @@ def load_rewards(
     if model is None and config.reward_model_name_or_path is not None:
         name, revision = config.reward_model_name_or_path, config.reward_model_revision
         model = RewardModel.load(name, revision=revision, device=device, place=place)
-    num_rewards = len(functions) + (model is not None)
-    return Rewards(functions, model, config.reward_weights or [1.0] * num_rewards)
+    return Rewards(functions, model, config.reward_weights or [1.0] * (len(functions) + (model is not None)))
 
 
 def load_reward_functions(paths: Sequence[str], seconds: float | None = None) -> dict[str, RewardFunction]:
@@ -211,12 +210,11 @@ def verify_positions(
 def _restored_defaults() -> Iterator[None]:
     """Restore torch's gradient mode, default dtype and device, which the user's code may set for its own model."""
     dtype = torch.get_default_dtype()
-    try:
-        with torch.enable_grad():  # Its end restores the mode, whatever was set inside.
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-        torch.set_default_device(None)
+    with torch.enable_grad():  # Its end restores the mode, whatever was set inside.
+        yield
+    # Not after an error, which ends the run.
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(None)
 
 
 def _call(
