@@ -207,7 +207,7 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
         ("epsilon: 0.1\nloss_type: sapo", 5, "`epsilon` has no effect"),
         ("epsilon_high: 0.28\nloss_type: vespo", 5, "`epsilon_high` has no effect"),
         ("loss_type: cispo", 5, "write `epsilon_high: 5`"),
-        ("loss_type: cispo\nepsilon_high: 0.28", 6, "at 0.28"),
+        ("loss_type: cispo\nepsilon_high: 0.28", 5, "at 0.28"),
         ("entropy_target: 0.3", 5, "the loss has no entropy term"),
         ("num_generations: 1", 5, "num_generations"),
         ("top_p: 0.9", 5, "another distribution"),

@@ -143,6 +143,29 @@ def test_functions_are_named_and_all_failed_imports_are_reported():
     assert len(caught.value.problems) == 3
 
 
+def test_defaults_of_torch_are_restored_after_import_and_call(tmp_path, monkeypatch):
+    """A function sets them for a model of its own; the updates would fail, or compute in another dtype."""
+    change = "torch.set_grad_enabled(False), torch.set_default_dtype(torch.float64), torch.set_default_device('meta')"
+    source = (
+        f"import torch\n{change}\ndef score(completions, **_):\n    {change}\n    return [1.0] * len(completions)\n"
+    )
+    (tmp_path / "changing_rewards.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+
+    def read():
+        return torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device().type
+
+    states = [read()]
+    functions = load_reward_functions(["changing_rewards:score"])
+    states.append(read())
+    Rewards(functions, None, [1.0]).score(TEXTS, ["a", "b", "c"], [[1]] * 3, ENDED)
+    states.append(read())
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    assert states == [(True, torch.float32, "cpu")] * 3
+
+
 def test_functions_that_cannot_be_called_are_reported():
     functions = {
         "exact": exact,

@@ -159,8 +159,7 @@ def check_importance_sampling(settings: Settings) -> Iterator[Problem]:
     highest = settings["epsilon" if settings["epsilon_high"] is None else "epsilon_high"]
     if settings["loss_type"] == "cispo" and highest < 1:
         found = f"`loss_type: cispo` caps the ratio itself, which is 1 for unchanged weights, at {highest}"
-        key = "epsilon_high" if settings.gives("epsilon_high") else "loss_type"
-        yield settings.problem(key, found, "write `epsilon_high: 5`, as in the ScaleRL paper")
+        yield settings.problem("loss_type", found, "write `epsilon_high: 5`, as in the ScaleRL paper")
     lowest, highest = (settings[f"vllm_importance_sampling_clip_{side}"] for side in ("min", "max"))
     if lowest is not None and highest is not None and lowest >= highest:
         found = f"`vllm_importance_sampling_clip_min` ({lowest}) is not below `vllm_importance_sampling_clip_max`"

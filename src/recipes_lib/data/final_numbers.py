@@ -17,9 +17,7 @@ _NUMBER: Final = re.compile(
 )
 # What is before or after a number inside an expression: a fraction, power, root, tuple, interval, matrix, time,
 # `2x + 1` or `1e-5`. An equals sign, `\boxed{`, `\(`, `\%` and units that are words are no expressions.
-_BEFORE: Final = re.compile(
-    rf"(?:[a-zA-Z]|[-{_MINUS}+/^_<>±√≤≥]\s*|(?<!boxed)\{{\s*|(?<!\\)[(\[]\s*|\d[,:]\s*|\\\\\s*)$"
-)
+_BEFORE: Final = re.compile(rf"(?:[a-zA-Z]|(?:[-{_MINUS}+/^_<>±√≤≥]|(?<!boxed)\{{|(?<!\\)[(\[]|\d[,:]|\\\\)\s*)$")
 _AFTER: Final = re.compile(rf"[a-zA-Z]\b|\s*(?:[-{_MINUS}+/^_<>±√π≤≥!)\]]|\\(?!text|mathrm)[a-zA-Z\\])")
 
 
@@ -38,9 +36,7 @@ def read_final_number(text: str, *, is_reference: bool = False) -> Decimal | Non
     """
     _, mark, rest = text.rpartition("####")
     found = list(_NUMBER.finditer(rest))
-    if not found:
-        return None
-    number = found[0 if mark else -1]
-    if is_reference and (_BEFORE.search(rest, 0, number.start()) or _AFTER.match(rest, number.end())):
+    number = found[0 if mark else -1] if found else None
+    if not number or (is_reference and (_BEFORE.search(rest, 0, number.start()) or _AFTER.match(rest, number.end()))):
         return None
     return Decimal(re.sub(r"[^\d.-]", "", number[0].replace(_MINUS, "-")))

@@ -199,12 +199,11 @@ class _Worker:
 
     def _start(self) -> None:
         self._connection, theirs = Pipe()
-        command = [sys.executable, "-P", "-m", __name__, self._path, str(theirs.fileno())]
+        end = theirs.fileno()
+        command = [sys.executable, "-P", "-m", __name__, self._path, str(end)]
         # Without standard input, so that the function cannot block on the terminal; in a group of its own with all that
         # the function starts, which Ctrl-C in the terminal does not reach.
-        self._process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-        )
+        self._process = subprocess.Popen(command, pass_fds=[end], stdin=subprocess.DEVNULL, start_new_session=True)
         # If this process kept it open, reading would not end with EOFError when the worker dies.
         theirs.close()
         # Called by ``_end``, when this object is collected, or at interpreter exit; never twice, as ids are reused.

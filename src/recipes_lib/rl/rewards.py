@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Final, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -120,8 +122,7 @@ def load_rewards(
     if model is None and config.reward_model_name_or_path is not None:
         name, revision = config.reward_model_name_or_path, config.reward_model_revision
         model = RewardModel.load(name, revision=revision, device=device, place=place)
-    num_rewards = len(functions) + (model is not None)
-    return Rewards(functions, model, config.reward_weights or [1.0] * num_rewards)
+    return Rewards(functions, model, config.reward_weights or [1.0] * (len(functions) + (model is not None)))
 
 
 def load_reward_functions(paths: Sequence[str], seconds: float | None = None) -> dict[str, RewardFunction]:
@@ -140,7 +141,8 @@ def load_reward_functions(paths: Sequence[str], seconds: float | None = None) ->
     for path in paths:
         name = path.partition(":")[2].partition("(")[0]
         try:
-            function: RewardFunction = find_function(path)
+            with _restored_defaults():
+                function: RewardFunction = find_function(path)
             if seconds is not None:
                 function = IsolatedFunction(path, seconds)
             functions[path if name in {MODEL, *functions} else name] = function
@@ -204,6 +206,17 @@ def verify_positions(
     return f"warning: {found} of the policy; an answer too long for the reward model ends the run: {TOO_LONG}"
 
 
+@contextmanager
+def _restored_defaults() -> Iterator[None]:
+    """Restore torch's gradient mode, default dtype and device, which the user's code may set for its own model."""
+    dtype = torch.get_default_dtype()
+    with torch.enable_grad():  # Its end restores the mode, whatever was set inside.
+        yield
+    # Not after an error, which ends the run.
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(None)
+
+
 def _call(
     name: str, function: RewardFunction, prompts: Sequence[PromptRow], texts: Sequence[str], ids: Sequence[list[int]]
 ) -> list[float | None]:
@@ -218,7 +231,8 @@ def _call(
         "completion_ids": [list(each) for each in ids],
     }
     try:
-        scores = call(function, given)
+        with _restored_defaults():
+            scores = call(function, given)
     except (Exception, SystemExit) as error:  # The function is the user's, and may raise anything.
         found = f"{name} failed on {len(texts)} answers: {describe_error(function, error)}"
         remedy = f"{_explain_call(given)}. With `reward_timeout`, single answers on which it fails have no reward"
