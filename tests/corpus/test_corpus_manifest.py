@@ -9,7 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 from recipes_lib.config.corpus_keys import CorpusConfig
-from recipes_lib.corpus.corpus_manifest import Finish, compute_mixture, link_or_copy, name_folders, sum_counts
+from recipes_lib.corpus.corpus_manifest import (
+    Finish,
+    compute_mixture,
+    link_or_copy,
+    name_folders,
+    remove_old_work,
+    sum_counts,
+)
 from recipes_lib.data.sources.local_files import load_files
 
 
@@ -106,3 +113,14 @@ def test_token_budget_is_converted_to_bytes_without_tokenizer():
     entries, epochs = Finish(sources, {"clean": ["", ""]}, "", config)._mix(shards, has_tokens=False)
     assert epochs == [2.0, 0.38]  # 4,000 bytes, of which the first source may give 200.
     assert [entry["weight"] for entry in entries] == [0.05, 0.95]
+
+
+def test_old_jobs_and_files_of_killed_processes_are_removed(tmp_path):
+    for name in ("clean-1", "clean-0", "compare-1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lines.npy").touch()
+    (tmp_path / "clean-1" / "bands.npy.0f3c.partial").touch()
+    (tmp_path / "lock").touch()
+    remove_old_work(tmp_path, {"clean": ["clean-1"], "compare": "compare-1"})
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert left == ["clean-1/lines.npy", "compare-1/lines.npy", "lock"]

@@ -237,11 +237,13 @@ def _explain_nothing(output_dir: str, ledger: Ledger) -> Problem:
 
 
 def remove_old_work(work: Path, folders: Mapping[str, Any]) -> None:
-    """Remove the job folders in ``work`` that are not in ``folders``: those of earlier configurations."""
+    """Remove the job folders of earlier configurations, which are not in ``folders``, and files of killed processes."""
     used = {*folders["clean"], *(name for name in folders.values() if isinstance(name, str))}
     for folder in work.iterdir():
         if folder.is_dir() and folder.name not in used:
             shutil.rmtree(folder, ignore_errors=True)
+    for file in work.rglob("*.partial"):
+        file.unlink(missing_ok=True)
 
 
 def compute_mixture(config: CorpusConfig, sizes: Sequence[int], budget: int) -> list[float]:

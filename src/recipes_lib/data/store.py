@@ -228,10 +228,10 @@ def publish_set(
     """
     target = _set_path(root, key)
     replace_record(staging / MANIFEST_FILE, manifest)
-    files = sorted(path for path in staging.rglob("*") if path.is_file() and not path.name.startswith("."))
-    # Nor its temporary file, which a killed process may have left, and which is renamed below.
-    contents = [path for path in files if not path.name.startswith(COMPLETE_FILE)]
-    entries = {str(path.relative_to(staging)): _describe(path) for path in contents}
+    # Without the record itself, and its temporary file, left by a killed process and replaced below.
+    others = (".", COMPLETE_FILE)
+    files = sorted(path for path in staging.rglob("*") if path.is_file() and not path.name.startswith(others))
+    entries = {str(path.relative_to(staging)): _describe(path) for path in files}
     # Written last, with the size and SHA-256 of every other file: a folder without it is incomplete.
     replace_record(staging / COMPLETE_FILE, {"key": key, "files": entries})
     # The directory entries must be on disk before the rename makes the folder visible.

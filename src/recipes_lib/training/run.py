@@ -526,10 +526,9 @@ def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]
             text = f"is of a run that began at {record['started']!r}, and {RUN_FILE} of one that began at {started!r}"
             raise ConfigError(Problem(str(resume_from), text, "move it to another folder, and run the same command"))
         return found
-    if resume_from is not None:
-        with suppress(DataError):
-            verify_fields(record, RECORDED, str(resume_from))
-            return dict(record)
+    with suppress(DataError):
+        verify_fields(record, RECORDED, str(resume_from))
+        return dict(record)
     if resume_from is not None or found or (path.exists() and not path.is_file()):
         raise ConfigError(*problems)
     return {}

@@ -177,8 +177,7 @@ def _find_disagreement(
         return Problem(name, f"on {host}: {list_first(differing)}", remedy)
     if checkpoint is not None and not checkpoint.is_dir():
         if launch.is_main:  # As a link to a disk that is not mounted.
-            remedy = "restore it; or delete it, to resume without it"
-            return Problem(str(checkpoint), "is neither a folder nor a link to one", remedy)
+            return Problem(str(checkpoint), "is neither a folder nor a link to one", "restore it, or delete it")
         found = f"on {host} does not see {checkpoint}, from which the main process resumes"
         return Problem(name, found, "put output_dir on storage that all machines share")
     return None
