@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +16,14 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.packed.encoding import build_encoder, encode_chunk, read_seed
 from recipes_lib.data.packed.packing import Examples, build_examples
 from recipes_lib.data.sources.mixtures import load_train_data
-from recipes_lib.data.sources.rows import EncodedRow
+from recipes_lib.data.sources.rows import EncodedRow, Row
 from recipes_lib.data.tokens.token_sets import load_corpora, select_options
+from recipes_lib.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Encoded = TypeVar("Encoded")
 _CONTEXT_TOKENS = 4
 _WHITESPACE = {" ": "·", "\n": "↵\n", "\t": "⇥", "\r": "␍", "\u00a0": "⍽"}
 _TARGET_STYLE, _CONTEXT_STYLE = "black on green", "dim"
@@ -116,15 +118,25 @@ def build_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_
     if config.recipe in ("ppo", "rloo", "grpo"):
         return _build_prompt_preview(config, tokenizer, num_rows)
     if config.recipe == "pretrain":
-        documents = chain.from_iterable(corpus.rows() for corpus in load_corpora(config))
-        rows, encoder = list(islice(documents, num_rows)), build_encoder(select_options(config), tokenizer)
+        rows: Iterable[Row] = chain.from_iterable(corpus.rows() for corpus in load_corpora(config))
+        encoder = build_encoder(select_options(config), tokenizer)
     else:
-        rows = list(islice(load_train_data(config.data, seed=read_seed(config)).rows(config.tokens), num_rows))
+        rows = load_train_data(config.data, seed=read_seed(config)).rows(config.tokens)
         encoder = build_encoder(config, tokenizer)
-    examples = encode_chunk(encoder, rows, range(len(rows)))
-    return [
-        PreviewRow(row.where, compute_pieces(tokenizer, examples.take(np.array([at])))) for at, row in enumerate(rows)
-    ]
+    encoded = _encode_rows(config, rows, lambda row: encode_chunk(encoder, [row], [0]))
+    return [PreviewRow(row.where, compute_pieces(tokenizer, example)) for row, example in islice(encoded, num_rows)]
+
+
+def _encode_rows(
+    config: RecipeConfig, rows: Iterable[Row], encode: Callable[[Row], Encoded]
+) -> Iterator[tuple[Row, Encoded]]:
+    """Yield each row with its encoding, without those that ``broken_rows: drop`` leaves out."""
+    for row in rows:
+        try:
+            yield row, encode(row)
+        except DataError:
+            if config.tokens.broken_rows != "drop":
+                raise
 
 
 def _build_prompt_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[PreviewRow]:
@@ -141,11 +153,12 @@ def _build_pair_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase
     from recipes_lib.data.pairs.preference_sets import read_as_pairs
 
     data = read_as_pairs(config).data
-    rows = list(islice(load_train_data(data, seed=read_seed(config)).rows(config.tokens), num_rows))
-    pairs = PairEncoder(build_encoder(config, tokenizer), tokenizer).encode(rows)
+    rows = load_train_data(data, seed=read_seed(config)).rows(config.tokens)
+    encoder = PairEncoder(build_encoder(config, tokenizer), tokenizer)
+    pairs = _encode_rows(config, rows, lambda row: encoder.encode([row])[0])
     return [
         _preview_answer(tokenizer, f"{row.where}, {name}", pair.prompt_ids, answer)
-        for row, pair in zip(rows, pairs, strict=True)
+        for row, pair in islice(pairs, num_rows)
         for name, answer in (("chosen", pair.chosen_ids), ("rejected", pair.rejected_ids))
     ]
 

@@ -116,7 +116,7 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
     layout, written = _LAYOUTS[matches[0]], {name: column for column, name in named.items()}
     meant = dict.fromkeys(written.get(name, name) for name in (*layout.required, *layout.optional))
     read = tuple(column for column in meant if column in raw)
-    renamed = {column: name for column, name in named.items() if column in read and column != name}
+    renamed = {column: name for column, name in named.items() if column != name}
     spelled = dict(zip(raw, entry.columns, strict=True))  # `_judge` has renamed columns, in the same order.
     ignored = tuple(spelled[column] for column in raw if column not in read)
     return RowFormat(matches[0], tuple(spelled[column] for column in read), ignored, renamed)
@@ -143,7 +143,7 @@ def _judge(entry: RawRow) -> Raw:
     """
     raw, undecided = entry.columns, []
     for verdict, question, answers in _VERDICTS:
-        if verdict in raw and {question, *answers} <= raw.keys():
+        if {verdict, question, *answers} <= raw.keys():
             given = raw[verdict]
             if isinstance(given, str) and _WHOLE_NUMBER.fullmatch(given):  # A cell of a CSV file.
                 given = int(given)
