@@ -317,9 +317,8 @@ class SpanFinder:
             raise _refusal(row, error) from error
         self._check_answers(row, targets, trained)
         self._written.refuse_unwritten(row, rendered, trained)
-        remarks = self._written.list_remarks(row, rendered, trained)
-        if any(value and name not in self._template.names for name, value in row.template_kwargs.items()):
-            remarks.append(Remark.LOST_VARIABLES)
+        unread = any(value and name not in self._template.names for name, value in row.template_kwargs.items())
+        remarks = [*self._written.list_remarks(row, rendered, trained), *([Remark.LOST_VARIABLES] if unread else [])]
         return Targets(targets.text, targets.spans, remarks)
 
     def render_prompt(self, row: Row) -> str:

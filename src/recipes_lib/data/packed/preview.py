@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,6 @@ from recipes_lib.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Encoded = TypeVar("Encoded")
 _CONTEXT_TOKENS = 4
 _WHITESPACE = {" ": "·", "\n": "↵\n", "\t": "⇥", "\r": "␍", "\u00a0": "⍽"}
 _TARGET_STYLE, _CONTEXT_STYLE = "black on green", "dim"
@@ -123,17 +122,20 @@ def build_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_
     else:
         rows = load_train_data(config.data, seed=read_seed(config)).rows(config.tokens)
         encoder = build_encoder(config, tokenizer)
-    encoded = _encode_rows(config, rows, lambda row: encode_chunk(encoder, [row], [0]))
-    return [PreviewRow(row.where, compute_pieces(tokenizer, example)) for row, example in islice(encoded, num_rows)]
+
+    def show(row: Row) -> list[PreviewRow]:
+        return [PreviewRow(row.where, compute_pieces(tokenizer, encode_chunk(encoder, [row], [0])))]
+
+    return list(chain.from_iterable(islice(_show_rows(config, rows, show), num_rows)))
 
 
-def _encode_rows(
-    config: RecipeConfig, rows: Iterable[Row], encode: Callable[[Row], Encoded]
-) -> Iterator[tuple[Row, Encoded]]:
-    """Yield each row with its encoding, without those that ``broken_rows: drop`` leaves out."""
+def _show_rows(
+    config: RecipeConfig, rows: Iterable[Row], show: Callable[[Row], list[PreviewRow]]
+) -> Iterator[list[PreviewRow]]:
+    """Yield what is shown of each row, without those that ``broken_rows: drop`` leaves out."""
     for row in rows:
         try:
-            yield row, encode(row)
+            yield show(row)
         except DataError:
             if config.tokens.broken_rows != "drop":
                 raise
@@ -155,12 +157,13 @@ def _build_pair_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase
     data = read_as_pairs(config).data
     rows = load_train_data(data, seed=read_seed(config)).rows(config.tokens)
     encoder = PairEncoder(build_encoder(config, tokenizer), tokenizer)
-    pairs = _encode_rows(config, rows, lambda row: encoder.encode([row])[0])
-    return [
-        _preview_answer(tokenizer, f"{row.where}, {name}", pair.prompt_ids, answer)
-        for row, pair in islice(pairs, num_rows)
-        for name, answer in (("chosen", pair.chosen_ids), ("rejected", pair.rejected_ids))
-    ]
+
+    def show(row: Row) -> list[PreviewRow]:
+        ((prompt, *answers, _),) = encoder.encode([row])
+        named = zip(("chosen", "rejected"), answers, strict=True)
+        return [_preview_answer(tokenizer, f"{row.where}, {name}", prompt, answer) for name, answer in named]
+
+    return list(chain.from_iterable(islice(_show_rows(config, rows, show), num_rows)))
 
 
 def _preview_answer(
