@@ -64,6 +64,10 @@ class PreviewRow:
         return f"{self.where}: {len(self.pieces)} tokens, {num_targets} trained on"
 
 
+Shown = list[PreviewRow]
+"""What is shown of a row of the dataset: one row, or one for each answer of a pair."""
+
+
 def compute_pieces(tokenizer: PreTrainedTokenizerBase, example: Examples) -> list[Piece]:
     """Return the tokens of a single example; tokens of incomplete characters have the spelling of the vocabulary."""
     ids, special = example.input_ids.tolist(), set(tokenizer.all_special_ids)
@@ -129,10 +133,8 @@ def build_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_
     return list(chain.from_iterable(islice(_show_rows(config, rows, show), num_rows)))
 
 
-def _show_rows(
-    config: RecipeConfig, rows: Iterable[Row], show: Callable[[Row], list[PreviewRow]]
-) -> Iterator[list[PreviewRow]]:
-    """Yield what is shown of each row, without those that ``broken_rows: drop`` leaves out."""
+def _show_rows(config: RecipeConfig, rows: Iterable[Row], show: Callable[[Row], Shown]) -> Iterator[Shown]:
+    """Yield what is shown of each row, without those that cannot be encoded if ``broken_rows`` is ``drop``."""
     for row in rows:
         try:
             yield show(row)
