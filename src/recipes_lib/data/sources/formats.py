@@ -339,7 +339,7 @@ def _read_preference(raw: Raw) -> dict[str, Any]:
     values = {column: _take(raw, column) for column in ("chosen", "rejected")}
     if values["chosen"] == values["rejected"]:
         raise RowError("`chosen` and `rejected` are the same", "remove the row: it has no preference")
-    asked = raw.get("question")
+    asked = raw.get("question")  # In Chatbot Arena's 55k battles, a list of texts in JSON, as both answers.
     if isinstance(asked, str) and TEXTS.fullmatch(asked) and all(str(value)[:1] == "[" for value in values.values()):
         values = {column: zip_turns(asked, str(value), column) for column, value in values.items()}
     prompt, are_texts = raw.get("prompt"), isinstance(values["chosen"], str)
