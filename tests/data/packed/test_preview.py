@@ -23,7 +23,7 @@ from recipes_lib.data.packed.preview import (
 )
 from recipes_lib.data.sources.mixtures import load_train_data
 from recipes_lib.data.sources.rows import EncodedRow
-from recipes_lib.errors import ConfigError
+from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.report.html_pages import write_page
 
 TEXTS = ["The capital is Paris.", " two  spaces\nand\ta tab", "naïve café", "<script>alert(1)</script> & \"x\" 'y'"]
@@ -189,6 +189,20 @@ def test_preview_shows_both_answers_of_pair(tmp_path, tiny_tokenizer, tiny_token
         read = "".join(piece.text for piece in row.pieces if not piece.is_target)
         scored = "".join(piece.text for piece in row.pieces if piece.is_target)
         assert (read, scored) == ("2·and·2?", f"{answer}<|endoftext|>")
+
+
+@pytest.mark.parametrize("recipe", ["sft", "dpo"])
+def test_preview_leaves_out_rows_that_training_drops(tmp_path, tiny_tokenizer, tiny_tokenizer_dir, recipe):
+    data = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": "a", "chosen": f" b{end}", "rejected": " c"} for end in ("", "<|endoftext|> d", " e", " f")]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {"model_name_or_path": tiny_tokenizer_dir, "dataset_name": data, "output_dir": tmp_path / "out"}
+    argv = [f"--{key}={value}" for key, value in keys.items()]
+    dropping = load_config(recipe, [*argv, "--broken_rows=drop", "--max_broken_fraction=0.5"])
+    shown = build_preview(dropping, tiny_tokenizer, 2)
+    assert {row.where.partition(",")[0] for row in shown} == {f"{data}:1", f"{data}:3"}
+    with pytest.raises(DataError, match="spells the end token"):
+        build_preview(load_config(recipe, argv), tiny_tokenizer, 2)
 
 
 def test_preview_of_pretraining_shows_whole_documents(build_config, tiny_tokenizer, tmp_path):

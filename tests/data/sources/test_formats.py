@@ -495,6 +495,25 @@ def test_json_answer_stays_text() -> None:
 def test_boolean_label_is_refused(label: bool | str) -> None:
     with pytest.raises(DataError, match="the boolean `label` says which answers are good"):
         convert({"prompt": "2 + 2?", "completion": "5", "label": label})
+    with pytest.raises(DataError, match="the boolean `is_correct` says which answers are good"):
+        convert({"Question": "2 + 2?", "Answer": "5", "Is_Correct": False})
+
+
+def test_boolean_label_of_texts_and_of_pairs_has_another_meaning() -> None:
+    assert convert({"text": "a", "label": True}).text == "a"
+    assert convert({**TEXT_PAIR, "chosen": "4", "rejected": "5", "is_safe": False}, "preference").rejected == "5"
+
+
+@pytest.mark.parametrize("columns", [("answer", "Answer"), ("Answer", "answer")])
+def test_of_columns_that_differ_in_case_the_lower_one_is_read(columns: tuple[str, str]) -> None:
+    raw = {"question": "What is 2 + 2?", **{name: "4" if name == "answer" else "5" for name in columns}}
+    assert convert(raw).messages == [USER, ANSWER]
+
+
+@pytest.mark.parametrize(("extras", "answer"), [({"tools": '[{"name": "add"}]'}, "4"), ({}, '[{"name": "add"}]')])
+def test_answer_is_calls_only_if_it_is_a_list_beside_tools(extras: dict[str, str], answer: str) -> None:
+    row = convert({"question": "What is 2 + 2?", "answer": answer, **extras})
+    assert row.messages == [USER, {**ANSWER, "content": answer}]
 
 
 def test_ambiguous_columns_need_dataset_format() -> None:

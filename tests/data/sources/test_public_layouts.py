@@ -263,6 +263,12 @@ def test_column_with_two_meanings_in_a_layout_is_described_once() -> None:
     assert str(detect_format(entry)).count("instruction") == 1
 
 
+def test_other_spelling_of_an_optional_column_is_described() -> None:
+    entry = RawRow("d:1", 1, PUBLIC["function-calling-chatml"][1])
+    expected = "`sharegpt` layout, from conversations, system_message as system; ignored: function_description"
+    assert str(detect_format(entry)) == expected
+
+
 @pytest.mark.parametrize(
     ("raw", "remedy"),
     [

@@ -318,9 +318,9 @@ class SpanFinder:
             raise _refusal(row, error) from error
         self._check_answers(row, targets, trained)
         self._written.refuse_unwritten(row, rendered, trained)
-        remarks = [*targets.remarks, *self._written.list_remarks(row, rendered, trained)]
-        if any(value and name not in self._template.names for name, value in row.template_kwargs.items()):
-            remarks.append(Remark.LOST_VARIABLES)
+        unread = any(value and name not in self._template.names for name, value in row.template_kwargs.items())
+        written = self._written.list_remarks(row, rendered, trained)
+        remarks = [*targets.remarks, *written, *([Remark.LOST_VARIABLES] if unread else [])]
         return Targets(targets.text, targets.spans, remarks)
 
     def render_prompt(self, row: Row) -> str:

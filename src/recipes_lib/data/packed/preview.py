@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING
@@ -16,8 +16,9 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.packed.encoding import build_encoder, encode_chunk, read_seed
 from recipes_lib.data.packed.packing import Examples, build_examples
 from recipes_lib.data.sources.mixtures import load_train_data
-from recipes_lib.data.sources.rows import EncodedRow
+from recipes_lib.data.sources.rows import EncodedRow, Row
 from recipes_lib.data.tokens.token_sets import load_corpora, select_options
+from recipes_lib.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,6 +62,10 @@ class PreviewRow:
         """Location, length and number of targets of the row, in one line."""
         num_targets = sum(piece.is_target for piece in self.pieces)
         return f"{self.where}: {len(self.pieces)} tokens, {num_targets} trained on"
+
+
+Shown = list[PreviewRow]
+"""What is shown of a row of the dataset: one row, or one for each answer of a pair."""
 
 
 def compute_pieces(tokenizer: PreTrainedTokenizerBase, example: Examples) -> list[Piece]:
@@ -116,15 +121,26 @@ def build_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_
     if config.recipe in ("ppo", "rloo", "grpo"):
         return _build_prompt_preview(config, tokenizer, num_rows)
     if config.recipe == "pretrain":
-        documents = chain.from_iterable(corpus.rows() for corpus in load_corpora(config))
-        rows, encoder = list(islice(documents, num_rows)), build_encoder(select_options(config), tokenizer)
+        rows: Iterable[Row] = chain.from_iterable(corpus.rows() for corpus in load_corpora(config))
+        encoder = build_encoder(select_options(config), tokenizer)
     else:
-        rows = list(islice(load_train_data(config.data, seed=read_seed(config)).rows(config.tokens), num_rows))
+        rows = load_train_data(config.data, seed=read_seed(config)).rows(config.tokens)
         encoder = build_encoder(config, tokenizer)
-    examples = encode_chunk(encoder, rows, range(len(rows)))
-    return [
-        PreviewRow(row.where, compute_pieces(tokenizer, examples.take(np.array([at])))) for at, row in enumerate(rows)
-    ]
+
+    def show(row: Row) -> list[PreviewRow]:
+        return [PreviewRow(row.where, compute_pieces(tokenizer, encode_chunk(encoder, [row], [0])))]
+
+    return list(chain.from_iterable(islice(_show_rows(config, rows, show), num_rows)))
+
+
+def _show_rows(config: RecipeConfig, rows: Iterable[Row], show: Callable[[Row], Shown]) -> Iterator[Shown]:
+    """Yield what is shown of each row, without those that cannot be encoded if ``broken_rows`` is ``drop``."""
+    for row in rows:
+        try:
+            yield show(row)
+        except DataError:
+            if config.tokens.broken_rows != "drop":
+                raise
 
 
 def _build_prompt_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[PreviewRow]:
@@ -141,13 +157,15 @@ def _build_pair_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase
     from recipes_lib.data.pairs.preference_sets import read_as_pairs
 
     data = read_as_pairs(config).data
-    rows = list(islice(load_train_data(data, seed=read_seed(config)).rows(config.tokens), num_rows))
-    pairs = PairEncoder(build_encoder(config, tokenizer), tokenizer).encode(rows)
-    return [
-        _preview_answer(tokenizer, f"{row.where}, {name}", pair.prompt_ids, answer)
-        for row, pair in zip(rows, pairs, strict=True)
-        for name, answer in (("chosen", pair.chosen_ids), ("rejected", pair.rejected_ids))
-    ]
+    rows = load_train_data(data, seed=read_seed(config)).rows(config.tokens)
+    encoder = PairEncoder(build_encoder(config, tokenizer), tokenizer)
+
+    def show(row: Row) -> list[PreviewRow]:
+        ((prompt, *answers, _),) = encoder.encode([row])
+        named = zip(("chosen", "rejected"), answers, strict=True)
+        return [_preview_answer(tokenizer, f"{row.where}, {name}", prompt, answer) for name, answer in named]
+
+    return list(chain.from_iterable(islice(_show_rows(config, rows, show), num_rows)))
 
 
 def _preview_answer(

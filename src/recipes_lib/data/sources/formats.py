@@ -20,7 +20,6 @@ from recipes_lib.data.sources.messages import (
     TEXTS,
     RowError,
     are_columns,
-    are_pairs,
     check_answer,
     check_answered,
     check_asked,
@@ -116,7 +115,7 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
     layout, written = _LAYOUTS[matches[0]], {name: column for column, name in named.items()}
     meant = dict.fromkeys(written.get(name, name) for name in (*layout.required, *layout.optional))
     read = tuple(column for column in meant if column in raw)
-    renamed = {column: name for column, name in named.items() if column in read and column != name}
+    renamed = {column: name for column, name in named.items() if column != name}
     spelled = dict(zip(raw, entry.columns, strict=True))  # `_judge` has renamed columns, in the same order.
     ignored = tuple(spelled[column] for column in raw if column not in read)
     return RowFormat(matches[0], tuple(spelled[column] for column in read), ignored, renamed)
@@ -143,7 +142,7 @@ def _judge(entry: RawRow) -> Raw:
     """
     raw, undecided = entry.columns, []
     for verdict, question, answers in _VERDICTS:
-        if verdict in raw and {question, *answers} <= raw.keys():
+        if {verdict, question, *answers} <= raw.keys():
             given = raw[verdict]
             if isinstance(given, str) and _WHOLE_NUMBER.fullmatch(given):  # A cell of a CSV file.
                 given = int(given)
@@ -340,9 +339,8 @@ def _read_preference(raw: Raw) -> dict[str, Any]:
     values = {column: _take(raw, column) for column in ("chosen", "rejected")}
     if values["chosen"] == values["rejected"]:
         raise RowError("`chosen` and `rejected` are the same", "remove the row: it has no preference")
-    asked = raw.get("question")
+    asked = raw.get("question")  # In Chatbot Arena's 55k battles, a list of texts in JSON, as both answers.
     if isinstance(asked, str) and TEXTS.fullmatch(asked) and all(str(value)[:1] == "[" for value in values.values()):
-        raw = {name: value for name, value in raw.items() if name != "question"}
         values = {column: zip_turns(asked, str(value), column) for column, value in values.items()}
     prompt, are_texts = raw.get("prompt"), isinstance(values["chosen"], str)
     if are_texts != isinstance(values["rejected"], str):
@@ -357,8 +355,11 @@ def _read_preference(raw: Raw) -> dict[str, Any]:
         _refuse_chat_columns(raw)
         return {**_read_text_pair(raw, prompt, **values), **_read_margin(raw)}
     if shared is None:
-        shared, chosen, rejected = _split_prompt(chosen, rejected)
-        shared = _put_system_first(raw, shared)
+        count = _count_shared(chosen, rejected)
+        if not count:
+            remedy = "begin both with the same messages, or add `prompt` as messages"
+            raise RowError("`chosen` and `rejected` share no prompt", remedy)
+        shared, chosen, rejected = _put_system_first(raw, chosen[:count]), chosen[count:], rejected[count:]
     elif chosen[: len(shared)] == shared == rejected[: len(shared)]:
         chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
     _check_pair(chosen=chosen, rejected=rejected)
@@ -446,15 +447,6 @@ def _read_margin(raw: Raw) -> dict[str, Any]:
     if not abs(number) <= _MAX_MARGIN:
         raise RowError("`margin` is not a finite number of 32 bits", "write by how much `chosen` is better")
     return {"margin": number}
-
-
-def _split_prompt(chosen: list[Message], rejected: list[Message]) -> tuple[list[Message], list[Message], list[Message]]:
-    """Split off the common first turns of two chats."""
-    shared = _count_shared(chosen, rejected)
-    if not shared:
-        remedy = "begin both with the same messages, or add `prompt` as messages"
-        raise RowError("`chosen` and `rejected` share no prompt", remedy)
-    return chosen[:shared], chosen[shared:], rejected[shared:]
 
 
 def _count_shared(chosen: Sequence[object], rejected: Sequence[object]) -> int:
@@ -577,10 +569,8 @@ _LABELS: Final[Mapping[str, Sequence[str]]] = {
 _REMOVING: Final = "remove such rows, or set `broken_rows: drop` and `max_broken_fraction`"
 _RENAMING: Final = "name them with `dataset_columns`; convert judged answers to pairs; or change `dataset_format`"
 _REMEDIES: Final[Mapping[str, Callable[[object], bool]]] = {
-    # `input` and `output` may be those of a program.
-    "write `dataset_columns: {{conversations: {}}}`": (
-        lambda value: any(find_roles(value)) or (are_pairs(value) and "'input':" not in str(value))
-    ),
+    # Not pairs of `input` and `output`, which may be those of a program.
+    "write `dataset_columns: {{conversations: {}}}`": lambda chat: any(find_roles(chat)) or "'assistant':" in str(chat),
     "convert the rows: write an object of `{}` as `answer`, or two as `chosen` and `rejected`": (
         lambda value: set(find_roles(value)) == {""} and re.search("'(answer|response|text)':", str(value)) is not None
     ),

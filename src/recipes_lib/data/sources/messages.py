@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain, cycle, takewhile
+from contextlib import suppress
+from itertools import cycle, takewhile
 from types import NoneType, UnionType
 from typing import Any, Final, TypeGuard, TypeVar
 
@@ -136,11 +137,9 @@ def check_answer(value: object, place: str) -> str:
 
 def is_answer(text: str) -> bool:
     """Return whether ``check_answer`` accepts ``text``; used by commands that write generated rows."""
-    try:
-        check_answer(text, "the answer")
-    except RowError:
-        return False
-    return True
+    with suppress(RowError):
+        return bool(check_answer(text, "the answer"))
+    return False
 
 
 def clean_messages(value: object, column: str) -> list[Message]:
@@ -171,7 +170,7 @@ def clean_messages(value: object, column: str) -> list[Message]:
     if column in _CHATS and value[1:] and all(isinstance(turn, str) and not turn.startswith("{") for turn in value):
         roles = cycle(("user", "assistant"))
         value = [{"role": role, "content": turn} for role, turn in zip(roles, value, strict=False)]
-    elif column in _CHATS and are_pairs(value):
+    elif are_pairs(value):
         written = [(turn[key], role) for turn in value for key, role in _PAIR.items() if key in turn]
         value = [{"role": role, "content": content} for content, role in written if content or role != "system"]
     return [_clean_message(message, f"{column}[{turn}]") for turn, message in enumerate(value)]
@@ -188,12 +187,12 @@ def zip_turns(questions: str, answers: str, column: str) -> list[Message]:
     Raises:
         RowError: There is not one answer to each question, or one is empty.
     """
-    asked, given = parse_json(questions, "the prompt"), parse_json(answers, f"`{column}`")
-    assert isinstance(asked, list)
+    asked: Any = parse_json(questions, "the prompt")
+    given = parse_json(answers, f"`{column}`")
     if not isinstance(given, list) or len(given) != len(asked):
         raise RowError(f"`{column}` has not one answer to each prompt", "write as many as prompts, or remove the row")
-    turns = zip(cycle(("user", "assistant")), chain.from_iterable(zip(asked, given, strict=True)), strict=False)
-    return clean_messages([{"role": role, "content": content} for role, content in turns], column)
+    pairs = zip(asked, given, strict=True)
+    return clean_messages([{"input": question, "output": answer} for question, answer in pairs], column)
 
 
 def find_roles(turns: object) -> list[str]:

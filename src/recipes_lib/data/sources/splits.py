@@ -71,9 +71,7 @@ def count_duplicates(digests: Digests) -> int:
     return len(digests) - len(np.unique(digests))
 
 
-def split_rows(
-    digests: Digests | Sequence[bytes], test_split_size: float | int, seed: int, *, inseparable: str = "equal rows"
-) -> Split:
+def split_rows(digests: Digests, test_split_size: float | int, seed: int, *, inseparable: str = "equal rows") -> Split:
     """Choose held-out rows by content and seed, independent of their order; equal rows are on the same side.
 
     The number is exact, unless every remaining group of equal rows is larger than the remainder; then it is lower.
@@ -88,7 +86,7 @@ def split_rows(
         DataError: The split would leave no row on one side.
     """
     num_test = _count_test_rows(len(digests), test_split_size)
-    groups, group_of, sizes = np.unique(_as_array(digests), return_inverse=True, return_counts=True)
+    groups, group_of, sizes = np.unique(digests, return_inverse=True, return_counts=True)
     key, content = seed.to_bytes(16, signed=True), memoryview(groups.tobytes())
     size = _DIGEST.itemsize
     draws = (
@@ -111,9 +109,7 @@ def split_rows(
     return Split(np.flatnonzero(~is_test), np.flatnonzero(is_test))
 
 
-def find_overlap(
-    train_digests: Digests | Sequence[bytes], eval_digests: Digests | Sequence[bytes], max_pairs: int = 5
-) -> Overlap:
+def find_overlap(train_digests: Digests, eval_digests: Digests, max_pairs: int = 5) -> Overlap:
     """Find training rows that are also held-out rows.
 
     Args:
@@ -121,12 +117,11 @@ def find_overlap(
         eval_digests: Digests of the held-out rows.
         max_pairs: Maximum number of pairs in the result.
     """
-    train = _as_array(train_digests)
-    held_out, places = np.unique(_as_array(eval_digests), return_index=True)
+    held_out, places = np.unique(eval_digests, return_index=True)
     num_rows = 0
     pairs: list[tuple[int, int]] = []
-    for start in range(0, len(train) if len(held_out) else 0, _ROWS_AT_ONCE):
-        found = train[start : start + _ROWS_AT_ONCE]
+    for start in range(0, len(train_digests) if len(held_out) else 0, _ROWS_AT_ONCE):
+        found = train_digests[start : start + _ROWS_AT_ONCE]
         # `np.unique` has sorted `held_out`; `clip` is for digests above the largest of them.
         nearest = held_out.searchsorted(found)
         shared = np.flatnonzero(held_out.take(nearest, mode="clip") == found)
@@ -161,10 +156,6 @@ def refuse_overlap(
     found = f"{overlap.num_rows:,} training rows {relation}: {pairs}{more}"
     remedy = "remove them from one side, or set `allow_eval_overlap: true`"
     raise DataError(Problem(train_where(overlap.pairs[0][0]), found, remedy))
-
-
-def _as_array(digests: Digests | Sequence[bytes]) -> npt.NDArray[Any]:
-    return digests if isinstance(digests, np.ndarray) else np.array(digests, _DIGEST)
 
 
 def _count_test_rows(num_rows: int, test_split_size: float | int) -> int:
