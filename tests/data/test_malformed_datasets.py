@@ -146,6 +146,8 @@ FILES: dict[str, tuple[str, bytes, str, str]] = {
     "NULs in text": ("d.txt", "ab".encode("utf-16-le"), ":1", "NUL"),
     "empty text": ("d.jsonl", GOOD + line({"text": ""}), ":2", "`text` is empty"),
 }
+THOUGHT, TEXT = {"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "Hi"}
+
 # case -> the row of a file of one line, text that the error contains
 ROWS: dict[str, tuple[dict[str, object], str]] = {
     "no known column": ({"query": "a", "reply": "b"}, "match no layout"),
@@ -177,6 +179,13 @@ ROWS: dict[str, tuple[dict[str, object], str]] = {
     "empty answer": (chat(user(), assistant(" \n")), "messages[1].content is empty"),
     "no assistant": (chat(user(), user()), "no assistant turn"),
     "image": (chat(user([{"type": "image_url", "image_url": "x"}]), assistant()), "`image_url`"),
+    "thought of a user": (chat(user([THOUGHT]), assistant()), "messages[0].content[0] has type `thinking`"),
+    "thought after an answer": (chat(user(), assistant([TEXT, THOUGHT])), "content[1] has type `thinking`"),
+    "thought without an answer": (chat(user(), assistant([THOUGHT])), "messages[1].content is empty"),
+    "thought of another type": (
+        chat(user(), assistant([{**THOUGHT, "thinking": 3}, TEXT])),
+        "content[0].thinking is a number, not a string",
+    ),
     "placeholder of an image": (
         chat(user("<image>\nWhat is it?"), assistant(), images=["a.png"]),
         "the text refers to `images`, and only text is trained on",

@@ -118,6 +118,7 @@ def test_generation_prompt_that_is_no_prefix_of_turn_is_refused() -> None:
     encoder, tokenizer = build("prefill")
     message = refuse(encoder, pair_of(answer("yes"), answer("no")))
     assert "`chosen` does not begin with the prompt" in message
+    assert "reasoning_content" in message
     assert "chat_template_path" in message
     thought = answer("<think>\nso</think>yes")
     pair = encode(encoder, pair_of(thought, answer("<think>\n</think>no")))

@@ -96,6 +96,22 @@ PUBLIC: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         {"input": [{**USER, "content": [{"type": "input_text", "text": "What is 2 + 2?"}]}], "output": "4"},
         CHAT,
     ),
+    "Anthropic's thinking": (
+        "messages",
+        {
+            "messages": [
+                USER,
+                {
+                    **ANSWER,
+                    "content": [
+                        {"type": "thinking", "thinking": "Count.", "signature": "x"},
+                        {"type": "text", "text": ANSWER["content"]},
+                    ],
+                },
+            ]
+        },
+        {"messages": [USER, {**ANSWER, "reasoning_content": "Count."}]},
+    ),
     "Llama 3's roles": (
         "messages",
         {"messages": [USER, ANSWER, {**RESULT, "role": "ipython"}]},

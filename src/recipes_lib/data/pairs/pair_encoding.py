@@ -105,7 +105,8 @@ class PairEncoder:
         if row.messages is None:
             remedy = "move the white space at the end of the prompt to the start of both answers"
         else:
-            remedy = "let the chat template write its generation prompt before every answer (chat_template_path)"
+            template = "let the chat template write its generation prompt before every answer (chat_template_path)"
+            remedy = f"{Remark.OTHER_OPENING.remedy}; otherwise {template}"
         return DataError(Problem(row.where, found, remedy))
 
 

@@ -335,7 +335,11 @@ def _has_calls(message: Message) -> bool:
 def _clean_extras(message: dict[str, Any], place: str) -> None:
     """Convert text parts and tool calls to the form that templates read, in place."""
     if isinstance(message.get("content"), (list, tuple)):
-        message["content"] = _join_parts(message["content"], f"{place}.content")
+        parts = list(message["content"])
+        if message["role"] == "assistant" and (thought := _read_thought(parts)) is not None:
+            message.setdefault("reasoning_content", check_text(thought, f"{place}.content[0].thinking"))
+            del parts[0]
+        message["content"] = _join_parts(parts, f"{place}.content")
     if FUNCTION_CALL in message and "tool_calls" not in message:  # OpenAI's deprecated key of a single call.
         message["tool_calls"] = _parse_function_calls(message.pop(FUNCTION_CALL), f"{place}.{FUNCTION_CALL}")
     written = message.pop("tool_calls", None)
@@ -352,6 +356,12 @@ def _clean_extras(message: dict[str, Any], place: str) -> None:
             check_text(value, f"{place}.{key}")
         else:
             check_json(value, f"{place}.{key}", allow_nan=True)
+
+
+def _read_thought(parts: Sequence[object]) -> object:
+    """Return the reasoning in the first part of an answer, as in Anthropic's API; ``None`` if it is of another type."""
+    first = parts[0] if parts else None
+    return first.get("thinking") if isinstance(first, Mapping) and first.get("type") == "thinking" else None
 
 
 def _join_parts(parts: Sequence[object], place: str) -> str:

@@ -144,7 +144,7 @@ class Remark(Enum):
 
     OTHER_OPENING = (
         "open their last turn in another way than the generation prompt, after which the model answers",
-        f"write reasoning as `reasoning_content`; without any, {_THINKING}",
+        f"write reasoning as `reasoning_content`, or {_THINKING}",
     )
 
     def __init__(self, found: str, remedy: str) -> None:
