@@ -47,8 +47,9 @@ TOOL = {"role": "tool", "content": "blue"}
 # As Gemma 4's: the answer of the tool is part of the turn, before text beside the call.
 GEMMA = (
     "{% for m in messages %}{% if m.role != 'tool' %}<|turn>{{ m.role }}\n"
-    "{% if m.tool_calls %}<|call>{{ m.tool_calls[0].function.name }}<call|><|answer>"
-    "{% for other in messages[loop.index:loop.index + 1] %}{{ other.content }}<answer|>{% endfor %}{% endif %}"
+    "{% if m.tool_calls %}<|call>{{ m.tool_calls[0].function.name }}<call|>"
+    "{% for other in messages[loop.index:loop.index + 1] %}<|answer>{{ other.content }}<answer|>"
+    "{% else %}<|answer>{% endfor %}{% endif %}"
     "{{ m.content }}{% if not m.tool_calls %}<turn|>\n{% endif %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|turn>assistant\n{% endif %}"
 )
@@ -66,8 +67,9 @@ def test_call_ends_in_the_token_that_opens_the_answer_of_its_tool(beside: str, r
     assert list(row.remarks) == ([Remark.LOST_BESIDE_CALL] if beside else [])
 
 
-def test_token_of_a_tool_turn_is_no_target_after_a_call_that_ends_without_it() -> None:
-    template = GEMMA.replace("<call|><|answer>", "<call|>").replace("{{ other.content", "<|answer>{{ other.content")
-    tokenizer = build_byte_level(template)
+@pytest.mark.parametrize("end", ["", "<|other>", "<|answer>:", "\\n"])
+def test_token_of_a_tool_turn_is_no_target_after_a_call_that_ends_without_it(end: str) -> None:
+    template = GEMMA.replace("{% else %}<|answer>", "{% else %}{{ '" + end + "' }}")
+    tokenizer = build_byte_level(template.replace("<|answer>{{ other", "{{ '\\n' }}<|answer>{{ other"))
     (row,) = RowEncoder(tokenizer).encode([chat(user("sky?"), answer("", tool_calls=[CALL]), TOOL)])
     assert spans(tokenizer, row) == ["<|call>sky<call|>"]

@@ -374,7 +374,7 @@ class SpanFinder:
             return ""
         end = next((turn.end for turn in answered.turns if turn.message == 1), len(answered.text))
         token = asked.text.removeprefix(answered.text[:end])
-        return token if self._special.fullmatch(token) and answered.text.startswith(token, end) else ""
+        return token if self._special.fullmatch(token) else ""
 
     def _targets(self, row: Row, rendered: Rendered, trained: Collection[int]) -> Targets:
         if not trained:
