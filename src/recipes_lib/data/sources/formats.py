@@ -142,7 +142,7 @@ def _judge(entry: RawRow) -> Raw:
     """
     raw, undecided = entry.columns, []
     for verdict, question, answers in _VERDICTS:
-        if {verdict, question, *answers} <= raw.keys():
+        if verdict in raw and {question, *answers} <= raw.keys():
             given = raw[verdict]
             if isinstance(given, str) and _WHOLE_NUMBER.fullmatch(given):  # A cell of a CSV file.
                 given = int(given)
@@ -244,7 +244,7 @@ def canonicalize(entry: RawRow, row_format: RowFormat, *, needs_answer: bool = T
 def _refuse_labelled(raw: Raw) -> None:
     """Raise for a row with a boolean label of its answer, as in KTO datasets: it may be an undesirable answer."""
     # As text, since in a table every cell is one.
-    if label := next((name for name, refused in _LABELS.items() if str(raw.get(name)).lower() in refused), None):
+    if label := next((name for name in raw if name in _LABELS and str(raw[name]).lower() in _LABELS[name]), None):
         found = f"the boolean `{label}` says which answers are good, and all of them would be trained on"
         hidden = f"`dataset_columns: {{{label}: null}}`"
         raise RowError(found, f"keep the rows where it is true; or write {hidden} if it has another meaning")

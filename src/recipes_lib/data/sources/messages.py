@@ -267,7 +267,7 @@ def refuse_media(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
     Raises:
         RowError: The row has a column of media, and one of its canonical ``fields`` has a placeholder for one.
     """
-    column = next((column for column in MEDIA if raw.get(column)), None)
+    column = next((column for column in raw if column in MEDIA and raw[column]), None)
     if column and any(mark in str(fields) for mark in _MEDIA_MARKS):
         found = f"the text refers to `{column}`, and only text is trained on"
         raise RowError(found, f"remove such rows; or write `dataset_columns: {{{column}: null}}` to train on the text")
