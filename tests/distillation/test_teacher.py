@@ -94,3 +94,4 @@ def test_student_is_its_own_teacher_by_name_and_revision(tiny_model_dir, tmp_pat
     assert choose_teacher(config).tokenizer_name_or_path is None
     assert not is_own_teacher(build_config(tiny_model_dir, tmp_path, tmp_path))
     assert not is_own_teacher(build_config(tiny_model_dir, tiny_model_dir, tmp_path, teacher_model_revision="main"))
+    assert not is_own_teacher(build_config(tiny_model_dir, tiny_model_dir, tmp_path, use_peft=True))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from peft import PeftModel
 from tests.forked import ROOT, run_script
 from tests.recipes.preferences import load_recipe, run_here, write_config
 from tests.rows import read_rows, write_rows
@@ -52,6 +54,19 @@ def test_run_writes_student_metrics_and_report(tmp_path, write) -> None:
     assert "Hidden-state loss" in page
     assert "Similarity loss" in page
     assert "step 0: loss on labels in nats: student" in done.stderr
+
+
+def test_adapter_of_quantised_student_answers_in_plain_peft(tmp_path, write) -> None:
+    config = write(use_peft=True, load_in_4bit=True, lora_r=4, lmbda=0.5, response_length=8)
+    done = run_script(RECIPE, "--config", config)
+    output = tmp_path / "a run"
+    # By the checks of an adapter, which find exactly its weights trained.
+    assert re.search(r"adapter: all \d+ frozen tensors are unchanged", done.stderr)
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= {path.name for path in output.iterdir()}
+    assert not (output / "model.safetensors").exists()
+    assert any("on_policy/divergence" in event for event in read_rows(output / "metrics.jsonl"))
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "student"), output)
+    assert any(weight.any() for name, weight in model.named_parameters() if "lora_B" in name)
 
 
 def test_vocabulary_mismatch_is_rejected_before_weights_are_loaded(tmp_path, write, capsys) -> None:

@@ -143,7 +143,7 @@ def read_run(run_dir: Path, names: Collection[str] | None = None) -> RunFiles:
 
     Args:
         run_dir: The directory.
-        names: Values of training steps to keep, for speed, and then without samples; ``None`` to keep all.
+        names: Values of training steps to keep in memory, and then without samples; ``None`` to keep all.
 
     Raises:
         DataError: The directory has none of ``run.json``, ``metrics.jsonl`` and ``trainer_state.json``.
