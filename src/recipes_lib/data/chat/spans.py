@@ -34,13 +34,12 @@ class WrittenCheck:
 
     Args:
         render: Function of a row and a flag, whether to add the generation prompt, that renders the row.
-        special_tokens: Texts of the tokenizer's special tokens.
+        special: Pattern of the texts of the tokenizer's special tokens.
     """
 
-    def __init__(self, render: Callable[[Row, bool], Rendered], special_tokens: Collection[str]) -> None:
+    def __init__(self, render: Callable[[Row, bool], Rendered], special: re.Pattern[str]) -> None:
         self._render = render
-        self._special = tuple(special_tokens)
-        self._openers = tuple({token[0] for token in special_tokens})
+        self._special = special
 
     def refuse_unwritten(self, row: Row, rendered: Rendered, trained: Collection[int] = ()) -> None:
         """Raise for a row of which the template omits a message.
@@ -75,19 +74,13 @@ class WrittenCheck:
                     remarks.append(Remark.TAGGED_REASONING)
                 if message.get("tool_calls"):
                     remarks += self._check_calls(row, rendered, number)
-            elif self._spells_special(message):
+            elif any(map(self._special.search, find_texts(message))):
                 remarks.append(Remark.SPECIAL_TEXT)
         if len(messages) - 1 in trained and self._loses_reasoning(row, rendered):
             remarks.append(Remark.LOST_REASONING)
         if row.tools and self._loses_tools(row, rendered):
             remarks.append(Remark.LOST_TOOLS)
         return list(dict.fromkeys(remarks))
-
-    def _spells_special(self, message: Message) -> bool:
-        content = message.get("content")
-        text = content if isinstance(content, str) else "".join(find_texts(message))
-        # Most texts contain no first character of a special token, which is faster to test.
-        return any(opener in text for opener in self._openers) and any(token in text for token in self._special)
 
     def _check_message(self, row: Row, rendered: Rendered, number: int) -> None:
         turn = rendered.turn(number)
@@ -297,7 +290,7 @@ class SpanFinder:
         self._undivided = re.compile(rf"{any_special}|<[^<>\s]+>")
         self._longest = max(map(len, special_tokens), default=0)
         self._end_tokens = end_tokens
-        self._written = WrittenCheck(self._render, special_tokens)
+        self._written = WrittenCheck(self._render, self._special)
 
     def find(self, row: Row, trained: Collection[int]) -> Targets:
         """Render the chat of a row, and find the spans of the trained messages.
