@@ -80,6 +80,17 @@ def test_end_token_before_trained_line_break_counts():
     assert audit.terminators == [END]
 
 
+@pytest.mark.parametrize("num_final", [0, 1])
+def test_end_token_of_earlier_turns_counts_only_without_last_turns(num_final):
+    # As with gpt-oss: <|end|> after earlier answers, <|return|> after the last one.
+    end, final, other = 9, 8, 5
+    earlier = [(6, False), (7, True), (end, True), (other, False), (other, False), (other, False)]
+    last = [*earlier, (7, True), (final, True)]
+    audit, _ = audit_of([earlier, [(other, False)], *[last] * num_final], end_token_ids=(end, final))
+    assert audit.terminators == [final if num_final else end]
+    assert audit.stop_fraction == 1
+
+
 GOOD = [(5, False), (6, True), (END, True)]
 NO_TARGET = [(5, False), (6, False)]
 NO_END = [(5, False), (6, True)]

@@ -34,7 +34,7 @@ class SplitAudit:
         num_tokens: Tokens of all rows.
         stop_fraction: Share of rows whose last targets include an end token, or were cut off, among rows with targets;
             1 if there are none.
-        terminators: Ids of these end tokens, ascending.
+        terminators: Ids of these end tokens, ascending; of the rows that end with their last targets, if there are any.
         length_p5: 5th percentile of the lengths of rows, in tokens.
         length_p50: Median length, in tokens.
         length_p95: 95th percentile of the lengths, in tokens.
@@ -161,25 +161,31 @@ def compute_split_audit(
     num_with_target = num_stopped = 0
     # The end of a cut text is not tokenised.
     is_cut = np.isin(np.arange(len(examples)), find_remarked(examples.remarks).get(Remark.CUT, ()))
-    terminators: set[int] = set()
+    # gpt-oss ends a last answer with another token than earlier ones, on which generation must not stop. Therefore, the
+    # end tokens of rows in which other turns follow the last targets count only if there are no others.
+    terminators: dict[bool, set[int]] = {True: set(), False: set()}
     for block in examples.iterate_blocks():
         # (NUM_OF_END, rows with targets), from the last target backwards. Templates can train on a line break after
         # the end token, so the end token need not be the last target.
-        last_targets = _last_targets(*examples.read(block), examples.num_targets[block])
-        is_end = np.isin(last_targets, list(end_token_ids))
+        input_ids, loss_mask = examples.read(block)
+        has_target = examples.num_targets[block] > 0
+        last = _find_last_targets(loss_mask, examples.num_targets[block][has_target])
+        is_end = np.isin(input_ids[last], list(end_token_ids))
         stops = np.logical_or.reduce(is_end, axis=0)
         # `argmax` finds the first True, which is the last end token of each row.
-        ends = np.take_along_axis(last_targets, is_end.argmax(axis=0)[None], axis=0)[0][stops]
+        ends = np.take_along_axis(input_ids[last], is_end.argmax(axis=0)[None], axis=0)[0]
+        is_last_turn = np.cumsum(examples.lengths[block])[has_target] - last[0] <= NUM_OF_END
         num_with_target += len(stops)
-        num_stopped += int((stops | is_cut[block][examples.num_targets[block] > 0]).sum())
-        terminators.update(ends.tolist())
+        num_stopped += int((stops | is_cut[block][has_target]).sum())
+        for is_last, found in terminators.items():
+            found.update(ends[stops & (is_last_turn == is_last)].tolist())
     return SplitAudit(
         num_rows=len(examples),
         num_rows_without_target=len(examples) - num_with_target,
         num_duplicates=num_duplicates,
         num_tokens=int(examples.lengths.sum()),
         stop_fraction=num_stopped / num_with_target if num_with_target else 1.0,
-        terminators=sorted(terminators),
+        terminators=sorted(terminators[True] or terminators[False]),
         **summarize_lengths(examples.lengths),
         num_packs=len(bins),
         num_packed_tokens=int(fitted.lengths.sum()),
@@ -300,16 +306,17 @@ def _check_stops(split: str, audit: SplitAudit) -> Finding:
     return Finding(severity, found, "the model would not learn to stop: check eos_token and the chat template")
 
 
-def _last_targets(
-    input_ids: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.bool_], num_targets: npt.NDArray[np.int64]
-) -> npt.NDArray[np.uint32]:
-    """Return the ids of the last targets of each row with targets, ``(NUM_OF_END, rows)``, from the last one backwards.
+def _find_last_targets(loss_mask: npt.NDArray[np.bool_], num_targets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the positions of the last targets of each row, ``(NUM_OF_END, rows)``, from the last one backwards.
 
     A row with fewer targets repeats its first one.
+
+    Args:
+        loss_mask: Loss mask of all rows, concatenated.
+        num_targets: Number of targets of each row that has targets.
     """
-    num_targets = num_targets[num_targets > 0]
     # Indices into all targets of the block, in which those of a row are contiguous.
     ends = np.cumsum(num_targets)
     at = np.maximum(ends[None] - 1 - np.arange(NUM_OF_END)[:, None], (ends - num_targets)[None])
-    last: npt.NDArray[np.uint32] = input_ids[loss_mask][at]
-    return last
+    positions: npt.NDArray[np.int64] = np.flatnonzero(loss_mask)[at]
+    return positions
