@@ -19,6 +19,7 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.evaluation.answering import encode_chat
 from recipes_lib.models.generation import build_plain_generation, pad_left, read_stop_ids
 from recipes_lib.models.inference import find_device, inputs_moved_to_device, preserve_training_state
+from recipes_lib.models.structure import reads_padding
 from recipes_lib.training.evaluation.user_metrics import compute_metrics
 from recipes_lib.training.guards.preemption import GENERATION_STEPS, stop_if_agreed
 from recipes_lib.training.guards.watchdog import WATCHDOG
@@ -157,7 +158,7 @@ class Sample:
 def generate_samples(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], *, max_new_tokens: int
 ) -> list[Sample]:
-    """Answer ``prompts`` by greedy decoding, as one left-padded batch.
+    """Answer ``prompts`` by greedy decoding, as one left-padded batch; alone if the model reads padding.
 
     Stop tokens of the model's generation config and of the tokenizer end an answer; sampling settings and penalties of
     that config are ignored. During training every process must call, with the same number of tokens.
@@ -171,6 +172,9 @@ def generate_samples(
     Source: transformers ``GenerationMixin.generate``; ``tests/training/evaluation/test_samples.py``.
     """
     unwrapped: Any = extract_model_from_parallel(model, keep_torch_compile=False)
+    if len(prompts) > 1 and reads_padding(unwrapped.config.get_text_config()):
+        alone = (generate_samples(model, tokenizer, [prompt], max_new_tokens=max_new_tokens) for prompt in prompts)
+        return [sample for samples in alone for sample in samples]
     stop_ids = sorted({*read_stop_ids(unwrapped.generation_config), tokenizer.eos_token_id} - {None})
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     input_ids, attention_mask = pad_left([prompt.input_ids for prompt in prompts], pad_id)
