@@ -14,6 +14,7 @@ import torch
 from tests.parity import test_loss_head as architectures
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BioGptConfig,
@@ -69,6 +70,10 @@ HYBRID = {
     "qwen3_next": Qwen3NextConfig(),
     "rwkv": RwkvConfig(),
     "lfm2": Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]),
+}
+SMALL_EXPERTS = {
+    "afmoe": {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
 UNSUPPORTED = {("gemma2", "sdpa"), ("gemma2", "varlen"), ("doge", "varlen")}
@@ -259,6 +264,17 @@ def test_packing_is_refused_from_model_config_alone(name: str, reason: str) -> N
         assert alone.layout == "rows", "in a flat row, documents would attend to each other"
 
 
+@pytest.mark.parametrize("name", ["afmoe", "gpt_oss"])
+def test_packing_is_refused_from_model_config_alone_where_masks_mix_documents(name: str) -> None:
+    config = AutoConfig.for_model(name, **architectures.SHAPE, **SMALL_EXPERTS[name])
+    # It is still so in the installed version.
+    with pytest.raises(ConfigError, match="does not keep its logits beside another"):
+        verify_isolation(make_model(config, "eager"), "rows")
+    with pytest.raises(ConfigError, match=f"packing: eager cannot separate documents: .* of {name} models"):
+        choose_kernel(config, "eager", device=CPU, compute_dtype=torch.float32, packing=True)
+    choose_kernel(config, "eager", device=CPU, compute_dtype=torch.float32, packing=False)
+
+
 def select(
     name: str,
     requested: str | None,
@@ -283,7 +299,7 @@ def test_default_kernel_is_fastest_that_isolates() -> None:
     with_dropout = GPT2Config(attn_pdrop=0.1)
     chosen = choose_kernel(with_dropout, None, device=CUDA, compute_dtype=torch.bfloat16, packing=True)
     assert chosen == AttentionChoice("sdpa", "rows")
-    sinks = choose_kernel(GptOssConfig(), None, device=CUDA, compute_dtype=torch.bfloat16, packing=True)
+    sinks = choose_kernel(GptOssConfig(), None, device=CUDA, compute_dtype=torch.bfloat16, packing=False, flattens=True)
     assert sinks == AttentionChoice("eager", "rows")
 
 
@@ -302,7 +318,7 @@ def test_installed_flash_attention_is_chosen_unless_it_computes_something_else(
 ) -> None:
     for name in ("flash_attention_2", "flash_attention_3"):
         monkeypatch.setitem(FLASH_IS_INSTALLED, name, lambda: True)
-    chosen = choose_kernel(config, None, device=CUDA, compute_dtype=torch.bfloat16, packing=True)
+    chosen = choose_kernel(config, None, device=CUDA, compute_dtype=torch.bfloat16, packing=False, flattens=True)
     assert chosen.implementation == expected
 
 

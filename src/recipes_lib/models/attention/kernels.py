@@ -58,6 +58,9 @@ _MAX_HEAD_DIM: Final = 256
 """Largest head dimension of FlashAttention."""
 ISOLATING_LAYERS: Final = {"full_attention", "sliding_attention"}
 
+_MIXING_ROWS: Final = ("afmoe", "gpt_oss")
+"""Model types whose masks transformers (5.23) builds without ``position_ids``; ``verify_isolation`` detects others."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
@@ -153,6 +156,12 @@ def choose_kernel(
             Problem("attn_implementation", f"{name} {reasons.get(name, 'is not a known kernel')}", f"use {usable}")
             for name in candidates
         ]
+    elif packing and LAYOUTS[chosen] == "rows" and config.model_type in _MIXING_ROWS:
+        found = (
+            f"{chosen} cannot separate documents: transformers builds the mask of {config.model_type} models without"
+        )
+        remedy = "set packing: false, or attn_implementation to a kernel without a mask"
+        problems.append(Problem("packing", f"{found} position_ids", remedy))
     if chosen is None or problems:
         raise ConfigError(*problems)
     if chosen == "varlen":
