@@ -33,6 +33,11 @@ PUBLIC: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         {"messages": [USER, {"role": "assistant", "content": "", "function_calls": "add(2, 2)"}]},
     ),
     "Toucan": ("messages", {**CHAT, "available_tools": '[{"name": "add"}]'}, {**CHAT, "tools": [{"name": "add"}]}),
+    "OpenAI's older chats": (
+        "messages",
+        {**CHAT, "functions": [{"name": "add", "parameters": {}}]},
+        {**CHAT, "tools": [{"name": "add", "parameters": {}}]},
+    ),
     "DeepSeek-R1's distillations": (
         "question_answer",
         {"input": "What is 2 + 2?", "output": "4", "reasoning_content": "It is even."},

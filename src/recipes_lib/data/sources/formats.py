@@ -547,7 +547,10 @@ _SPELLINGS: Final = {
     **dict.fromkeys(("rejected_response", "rejected_messages", "response_k"), "rejected"),
 }
 """Other spelling of a column -> the layout's column; applied only if the columns match no layout as they are."""
-_EXTRA_SPELLINGS: Final = {"system_prompt": "system", "system_message": "system", "available_tools": "tools"}
+_EXTRA_SPELLINGS: Final = {
+    **dict.fromkeys(("system_prompt", "system_message"), "system"),
+    **dict.fromkeys(("available_tools", "functions"), "tools"),
+}
 """The same in every layout."""
 _WHOLE_NUMBER: Final = re.compile(r"\s*[+-]?\d{1,9}\s*")
 _VERDICTS: Final[Sequence[tuple[str, str, Mapping[str, Sequence[object]]]]] = (
