@@ -53,6 +53,12 @@ MEDIA: Final = ("image", "images", "video", "videos", "audio", "audios")
 _MEDIA_MARKS: Final = ("<image>", "<video>", "<audio>")
 """Placeholders of media in texts, as in LLaVA and LLaMA-Factory."""
 
+_TOOL_PARTS: Final = {
+    "tool_use": "write calls as `tool_calls` of the turn: [{function: {name: ..., arguments: {...}}}]",
+    "tool_result": "write each result as a turn of its own: {role: tool, content: ...}",
+}
+"""Remedy for each type of part that Anthropic's API has for tools."""
+
 OBJECTS: Final = re.compile(r"""\s*\[\s*\{\s*(["'])""")
 """Beginning of a list of objects, in JSON or in Python's notation."""
 
@@ -374,7 +380,8 @@ def _join_parts(parts: Sequence[object], place: str) -> str:
         # The last two are those of OpenAI's Responses API.
         if not isinstance(part, Mapping) or kind not in ("text", "input_text", "output_text"):
             found = f"has type `{kind}`" if kind is not None else f"is {describe(part)}"
-            raise RowError(f"{place}[{number}] {found}", "only text parts can be trained on: remove it, or the row")
+            remedy = _TOOL_PARTS.get(str(kind), "only text parts can be trained on: remove it, or the row")
+            raise RowError(f"{place}[{number}] {found}", remedy)
         texts.append(check_text(part.get("text", part.get("value")), f"{place}[{number}].text"))
     return "".join(texts)
 
