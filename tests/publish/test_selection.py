@@ -149,6 +149,13 @@ def test_hub_strategy_checkpoint_publishes_optimizer_state(run):
     assert contents.find_hash("last-checkpoint/README.md") == sha256
 
 
+def test_published_adapter_has_no_machine_paths(run):
+    (finish(run) / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/secret/base", "r": 8}))
+    files = collect_files(Contents(name=MODEL, source=run), run)
+    assert json.loads(files["adapter_config.json"]) == {"base_model_name_or_path": "base", "r": 8}
+    assert "secret" not in files["README.md"].decode()
+
+
 def test_published_record_has_no_machine_paths(run):
     before = (run / "run.json").read_text()
     files = collect_files(Contents(name=MODEL, source=finish(run)), run)
