@@ -22,9 +22,9 @@ def test_versions_match_imported_packages(monkeypatch):
         return "1.0"
 
     monkeypatch.setattr(environment.importlib.metadata, "version", find)
-    environment._read_version.cache_clear()
+    environment.find_version.cache_clear()
     assert read_versions()["peft"] == "not installed"
-    environment._read_version.cache_clear()
+    environment.find_version.cache_clear()
 
 
 def test_git_commit_marks_modified_files_as_dirty(tmp_path, monkeypatch):

@@ -14,15 +14,16 @@ _PACKAGES: Final = ("torch", "transformers", "trl", "accelerate", "datasets", "t
 
 def read_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that affect numerical results."""
-    return {"python": platform.python_version(), **{name: _read_version(name) for name in _PACKAGES}}
+    return {"python": platform.python_version(), **{name: find_version(name) or "not installed" for name in _PACKAGES}}
 
 
 @functools.cache
-def _read_version(name: str) -> str:
+def find_version(name: str) -> str | None:
+    """Return the version of an installed distribution; ``None`` if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return None
 
 
 def read_git_commit() -> str | None:

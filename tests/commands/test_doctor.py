@@ -73,16 +73,8 @@ def test_exit_code_is_2_for_invalid_core_package(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    real = importlib.metadata.version
-
-    def report(name: str) -> str:
-        if name != "trl":
-            return real(name)
-        if version is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return version
-
-    monkeypatch.setattr(importlib.metadata, "version", report)
+    real = doctor.find_version
+    monkeypatch.setattr(doctor, "find_version", lambda name: version if name == "trl" else real(name))
     assert doctor.main([]) == 2
     lines = capsys.readouterr().out.splitlines()
     (at,) = [number for number, line in enumerate(lines) if line.split()[1] == "trl"]

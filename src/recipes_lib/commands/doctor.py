@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from recipes_lib.environment import find_version
 from recipes_lib.errors import EXIT_DONE, EXIT_USER
 
 DISTRIBUTION = "recipes-lib"
@@ -111,7 +112,7 @@ def _probe_packages() -> list[Finding]:
     required = [requirement for requirement in declared if requirement.marker is None]
     findings = []
     for requirement in required:
-        version = _find_version(requirement.name)
+        version = find_version(requirement.name)
         if version is None:
             findings.append(_core_package(requirement.name, "missing", "not installed"))
         elif not requirement.specifier.contains(version, prereleases=True):
@@ -119,15 +120,8 @@ def _probe_packages() -> list[Finding]:
             findings.append(_core_package(requirement.name, "broken", detail))
     if findings:
         return findings
-    named = ", ".join(f"{name} {_find_version(name)}" for name in ("transformers", "trl", "accelerate"))
+    named = ", ".join(f"{name} {find_version(name)}" for name in ("transformers", "trl", "accelerate"))
     return [Finding("packages", "ok", f"all {len(required)}, among them {named}", is_core=True)]
-
-
-def _find_version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _core_package(name: str, verdict: Verdict, detail: str) -> Finding:
@@ -199,7 +193,7 @@ def _try_import(name: str, remedy: str) -> Finding:
         lines = done.stderr.strip().splitlines() or [f"its import ended with code {done.returncode}"]
         return Finding(name, "broken", lines[-1], remedy)
     # Importable without metadata: a source tree on the path, or a build under another distribution name.
-    return Finding(name, "ok", _find_version(name) or "of unknown version")
+    return Finding(name, "ok", find_version(name) or "of unknown version")
 
 
 def _probe_compile() -> Iterator[Finding]:
@@ -214,7 +208,7 @@ def _probe_compile() -> Iterator[Finding]:
 def _probe_trackers() -> Iterator[Finding]:
     for name in ("tensorboard", "trackio", "wandb"):
         remedy = _extra("track") if name == "tensorboard" else f"pip install {name}"
-        version = _find_version(name)
+        version = find_version(name)
         yield Finding(name, "ok", version) if version else Finding(name, "missing", "not installed", remedy)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import inspect
 import json
 import math
@@ -418,13 +417,15 @@ def write_answers(config: RecipeConfig, output: Path, *, reasoning: str) -> str:
     from recipes_lib.distillation.teacher_store import identify_teacher
     from recipes_lib.evaluation.answering import LocalModel
     from recipes_lib.models.generation import GenerateBackend, Sampling, set_stop_tokens
-    from recipes_lib.models.loading import load_causal_lm
+    from recipes_lib.models.loading import choose_teacher, load_causal_lm
     from recipes_lib.training.trainers.arguments import build_autocast
 
     if config.data.dataset_mixture:
         where = config.provenance.get("dataset_mixture", "dataset_mixture")
         raise ConfigError(Problem(where, "a mixture is not supported", "join the files, and write `dataset_name`"))
-    config = take_teacher(config)
+    # The teacher answers with its own tokenizer and chat template.
+    tokens = replace(config.tokens, chat_template_path=None, eos_token=None, pad_token=None)
+    config = replace(config, model=choose_teacher(config), tokens=tokens)
     _, tokenizer, prompts, args, attention = _prepare(config)
     teacher: Any = load_causal_lm(config.model, attention)
     teacher.to(args.device)
@@ -441,20 +442,12 @@ def write_answers(config: RecipeConfig, output: Path, *, reasoning: str) -> str:
         "seed": args.seed,
         "reasoning": reasoning,
     }
-    tokens = [prompt.input_ids for prompt in prompts.train]
-    key = compute_key({**facts, "stop_ids": stop_ids, "prompts": tokens})
+    input_ids = [prompt.input_ids for prompt in prompts.train]
+    key = compute_key({**facts, "stop_ids": stop_ids, "prompts": input_ids})
     what = "answers of another teacher, to other prompts, or with other sampling parameters"
     file = RowFile(output, key, AnswerCounts(), what=what, facts=facts)
     file.write(answer(model, prompts.train, file.counts, reasoning=reasoning))
     return file.counts.describe()
-
-
-def take_teacher(config: RecipeConfig) -> RecipeConfig:
-    """Return the configuration with the teacher as its model, and the tokenizer and chat template of the teacher."""
-    from recipes_lib.models.loading import choose_teacher
-
-    tokens = dataclasses.replace(config.tokens, chat_template_path=None, eos_token=None, pad_token=None)
-    return dataclasses.replace(config, model=choose_teacher(config), tokens=tokens)
 
 
 def answer(

@@ -95,6 +95,8 @@ def build_reward_report(scores: HeldOutScores) -> dict[str, Any]:
     reliability, ece = compute_calibration(margins)
     names: dict[Hashable, int] = {}
     prompts = np.array([names.setdefault(prompt, len(names)) for prompt in scores.prompts])
+    edges = np.histogram_bin_edges(both, bins=NUM_HISTOGRAM_BINS)
+    counts = {name: np.histogram(getattr(scores, name), edges)[0].tolist() for name in ("chosen", "rejected")}
     return {
         "num_pairs": len(margins),
         **compute_accuracy(margins, prompts),
@@ -106,7 +108,7 @@ def build_reward_report(scores: HeldOutScores) -> dict[str, Any]:
         "reliability": reliability,
         "temperature": fit_temperature(margins),
         "scores": {name: float(getattr(both, name)()) for name in ("mean", "std", "min", "max")},
-        "histogram": _count_scores(scores, both),
+        "histogram": {"edges": edges.tolist(), **counts},
         "length": _diagnose_length(scores, margins, prompts),
         "prompt_swap": _compare_swapped(scores, prompts),
         "probes": {name: _compare_probe(scores.chosen, altered) for name, altered in scores.probes.items()},
@@ -272,13 +274,6 @@ def _group_by_length(scores: HeldOutScores, margins: Floats, prompts: Ints) -> l
             accuracy = compute_accuracy(margins[inside], prompts[inside])
             groups.append({**edges, "num_pairs": int(inside.sum()), **accuracy})
     return groups
-
-
-def _count_scores(scores: HeldOutScores, both: Floats) -> dict[str, list[float]]:
-    """Return the edges of ``NUM_HISTOGRAM_BINS`` equal bins, and the number of scores in each."""
-    edges = np.histogram_bin_edges(both, bins=NUM_HISTOGRAM_BINS)
-    counts = {name: np.histogram(getattr(scores, name), edges)[0].tolist() for name in ("chosen", "rejected")}
-    return {"edges": edges.tolist(), **counts}
 
 
 def _diagnose_length(scores: HeldOutScores, margins: Floats, prompts: Ints) -> dict[str, Any]:

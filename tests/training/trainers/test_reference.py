@@ -28,7 +28,7 @@ from recipes_lib.data import store
 from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_batches import compute_rounding
-from recipes_lib.training.trainers.reference import NUM_CHECKED, ReferenceLogps, refuse_missing
+from recipes_lib.training.trainers.reference import NUM_CHECKED, ReferenceLogps
 
 KEY = "0123456789abcdef" * 4
 FRESH = Setting(adapter=AdapterConfig(use_peft=True, lora_r=4))
@@ -251,9 +251,10 @@ def test_unwritable_cache_is_refused(tmp_path, pairs):
         fill(build(tmp_path, pairs), Oracle(pairs))
 
 
-def test_missing_logps_of_resumed_run_are_refused():
+def test_missing_logps_of_resumed_run_are_refused(tiny_model_dir, tmp_path):
+    trainer, _ = make_pair_trainer(tiny_model_dir, tmp_path, make_pairs(), precompute_ref_log_probs=True)
     with pytest.raises(ConfigError, match=r"(?s)weights of step 7 cannot.*restore the folder, or start again"):
-        refuse_missing(7)
+        trainer.begin(7)
 
 
 def find_key(model_dir, folder, **options):

@@ -34,7 +34,10 @@ def main(argv: Sequence[str]) -> None:
         tokenizer = load_tokenizer(teacher, TokensConfig())
         teacher_config, _ = load_model_config(teacher)
     count = teacher_config.get_text_config().num_hidden_layers
-    layers = options.layers or list(map_layers(_check_count(options.num_layers, count), count))
+    if options.layers is None and not 1 <= options.num_layers <= count:
+        found = f"{options.num_layers} layers are requested, and the teacher has {count}"
+        raise ConfigError(Problem("--num_layers", found, f"write a number from 1 to {count}"))
+    layers = options.layers or list(map_layers(options.num_layers, count))
     with atomic_folder(options.output) as student:
         model = load_causal_lm(teacher, "eager")
         num_before = model.num_parameters()
@@ -51,13 +54,6 @@ def main(argv: Sequence[str]) -> None:
         f"parameters   {model.num_parameters():,} of {num_before:,}\n"
         f"written to {options.output}; distil it by `model_name_or_path: {options.output}`\n"
     )
-
-
-def _check_count(num_layers: int, count: int) -> int:
-    if not 1 <= num_layers <= count:
-        found = f"{num_layers} layers are requested, and the teacher has {count}"
-        raise ConfigError(Problem("--num_layers", found, f"write a number from 1 to {count}"))
-    return num_layers
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

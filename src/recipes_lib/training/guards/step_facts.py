@@ -54,11 +54,6 @@ class StepInputs:
     num_tokens: Tensor | None = None
 
 
-def separate_row_ids(batches: Sequence[dict[str, Any]]) -> list[Any]:
-    """Remove the row ids from batches and return them, ``None`` for a batch without ids."""
-    return [batch.pop(ROW_IDS, None) for batch in batches]
-
-
 def find_faults(parameters: Mapping[str, Tensor], losses: Sequence[float]) -> dict[str, Any]:
     """Return the non-finite losses and gradients of a step on this process, and the gradient norms.
 

@@ -55,7 +55,7 @@ from recipes_lib.training.trainers.pair_batches import (
     verify_pair_attention,
 )
 from recipes_lib.training.trainers.pair_trainer import PairTrainer
-from recipes_lib.training.trainers.reference import ReferenceLogps, compute_reference_key, refuse_missing
+from recipes_lib.training.trainers.reference import REFERENCE_FOLDER, ReferenceLogps, compute_reference_key
 from recipes_lib.training.trainers.trained_model import freeze
 
 LN2_TOLERANCE: Final = 1e-4
@@ -295,7 +295,9 @@ class DPOTrainer(PairTrainer):
         if step == 0:
             self._load_or_compute(self.stored)
         elif not self.stored.find(is_resumed=True):
-            refuse_missing(step)
+            found = f"the reference log-probabilities are missing, and the weights of step {step} cannot compute them"
+            remedy = "restore the folder, or start again in a new output_dir"
+            raise ConfigError(Problem(REFERENCE_FOLDER, found, remedy))
         self._has_logps = True
         if self.objective.reference is not None:
             # Frees the reference's memory; the loss head's reference cycle needs the garbage collector.

@@ -83,6 +83,8 @@ def build_rows(config: RecipeConfig, tokens: TokenData, world_size: int) -> Pret
     plan = plan_pretraining(config, world_size, num_windows=rows_per_epoch, weights=tokens.weights)
     order = RowOrder(num_windows, plan.phases, seed=read_seed(config))
     isolated = not config.pretraining.cross_document_attention
+    num_documents = sum(source.num_documents for source in tokens.train)
+    num_tokens = sum(source.num_tokens for source in tokens.train)
     names = _shorten([source.name for source in tokens.train])
     epochs = dict(zip(names, order.count_epochs(plan.num_rows).tolist(), strict=True))
     eval_names = _shorten(list(tokens.eval))
@@ -104,18 +106,11 @@ def build_rows(config: RecipeConfig, tokens: TokenData, world_size: int) -> Pret
             name: EvalWindows(source, max_length=plan.max_length, isolated=isolated)
             for name, source in (*zip(eval_names, tokens.eval.values(), strict=True), *tokens.eval_sets.items())
         },
-        typical_length=_compute_typical_length(tokens.train, plan.max_length, isolated),
+        typical_length=min(plan.max_length, -(-num_tokens // num_documents)) if isolated else plan.max_length,
         epochs=epochs,
         record={**tokens.record, "epochs": epochs, "num_rows": plan.num_rows, "num_tokens": plan.num_tokens},
         _eval_sources=[*tokens.eval.values(), *tokens.eval_sets.values()],
     )
-
-
-def _compute_typical_length(sources: Sequence[TokenSource], max_length: int, isolated: bool) -> int:
-    if not isolated:
-        return max_length
-    num_documents = sum(source.num_documents for source in sources)
-    return min(max_length, -(-sum(source.num_tokens for source in sources) // num_documents))
 
 
 def _shorten(names: Sequence[str]) -> list[str]:

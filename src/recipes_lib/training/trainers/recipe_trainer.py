@@ -32,7 +32,7 @@ from recipes_lib.training.checkpoints.checkpointing import CheckpointingTrainer
 from recipes_lib.training.forgetting.weight_penalty import WeightPenalty
 from recipes_lib.training.guards.preemption import LastStep, build_preemption, stop_if_agreed
 from recipes_lib.training.guards.start_checks import AdapterChecks, StartChecks
-from recipes_lib.training.guards.step_facts import StepInputs, separate_row_ids
+from recipes_lib.training.guards.step_facts import ROW_IDS, StepInputs
 from recipes_lib.training.guards.step_guard import StepGuard
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.context_rows import shard_batch
@@ -212,7 +212,7 @@ class RecipeTrainer(CheckpointingTrainer):
         batches = list(self.take_batches(islice(epoch_iterator, num_batches)))
         if not batches:
             return [], None
-        row_ids = separate_row_ids(batches)
+        row_ids = [batch.pop(ROW_IDS, None) for batch in batches]
         if self.launch.context_size > 1:
             rank, size, by_heads = self.launch.context_rank, self.launch.context_size, self.launch.shares_by_heads
             batches = [shard_batch(batch, rank, size, by_heads=by_heads) for batch in batches]

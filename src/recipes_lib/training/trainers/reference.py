@@ -27,7 +27,6 @@ from recipes_lib.data.store import (
     hold_lock,
     publish_set,
 )
-from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.files import read_record
 from recipes_lib.models.inference import evaluating, find_device, preserve_random_states
 from recipes_lib.training.collectives import broadcast_object, compute_on_main, get_rank, sum_tensor
@@ -256,16 +255,6 @@ def compute_reference_key(model: nn.Module, *, pairs: str, is_without_adapter: b
     }
     # With FSDP's ``cpu_ram_efficient_loading``, only rank 0 has loaded weights so far.
     return broadcast_object(compute_key(inputs))
-
-
-def refuse_missing(step: int) -> None:
-    """Raise for a run resumed after ``step`` steps, whose weights are no longer those of the reference.
-
-    Raises:
-        ConfigError: Always.
-    """
-    found = f"the reference log-probabilities are missing, and the weights of step {step} cannot compute them"
-    raise ConfigError(Problem(REFERENCE_FOLDER, found, "restore the folder, or start again in a new output_dir"))
 
 
 def hash_weights(model: nn.Module, *, is_without_adapter: bool = False) -> str:
