@@ -94,6 +94,18 @@ def test_error_of_all_ranks_is_printed_once_per_machine(tmp_path, monkeypatch, c
         assert [printed.count(words) for words in ("not a number", "rank 0", "rank 1", "disk is full")] == [1] * 4
 
 
+@pytest.mark.parametrize(
+    ("stop", "code"), [(PreemptedError("SIGTERM"), 75), (LostPeerError("lost"), 1), (KeyboardInterrupt(), 130)]
+)
+def test_stop_during_creation_of_class_is_no_bug(stop, code, capsys) -> None:
+    class Field:
+        def __set_name__(self, owner: type, name: str) -> None:
+            raise stop  # As a signal handler does; Python 3.11 raises a RuntimeError from it.
+
+    assert run_command(lambda: type("Imported", (), {"field": Field()})) == code
+    assert "bug" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("error", "code"), [(DivergedError("nan"), 3), (PreemptedError("SIGTERM"), 75)])
 def test_failed_rank_exits_without_interpreter_shutdown(error, code, monkeypatch) -> None:
     class StopPendingError(BaseException):

@@ -117,8 +117,9 @@ def run_command(command: Callable[[], int | None]) -> int:
         logging.getLogger(name).addFilter(_is_unexpected)
     try:
         code = command() or EXIT_DONE
-    except BaseException as error:
+    except BaseException as raised:
         STOP.close()
+        error = _find_stop(raised)
         code = _report(error)
         # A rank that ends because of another one writes no reason: the launcher shows the first cause only.
         if code not in (EXIT_DONE, EXIT_PREEMPTED) and not isinstance(error, LostPeerError):
@@ -134,6 +135,18 @@ def run_command(command: Callable[[], int | None]) -> int:
 
 def _is_unexpected(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(_EXPECTED_WARNINGS[record.name])
+
+
+def _find_stop(error: BaseException) -> BaseException:
+    """Return the stop that a signal raised and other code made the cause of ``error``; otherwise ``error``.
+
+    Until version 3.11, Python raises a ``RuntimeError`` from any error in ``__set_name__``, such as that of a signal
+    during the import of a dataclass.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, PreemptedError | LostPeerError | KeyboardInterrupt):
+        cause = cause.__cause__
+    return cause or error
 
 
 def _report(error: BaseException) -> int:
