@@ -111,8 +111,8 @@ def find_set(root: Path, key: str, *, check_bytes: bool = False) -> PreparedSet 
     try:
         complete = read_record(path / COMPLETE_FILE, {"files": dict, "key": str})
         manifest = read_record(path / MANIFEST_FILE)
-        damaged = [name for name, entry in complete["files"].items() if not _is_intact(path / name, entry, check_bytes)]
-        intact = complete["key"] == key and not damaged
+        files = complete["files"].items()
+        intact = complete["key"] == key and all(_is_intact(path / name, entry, check_bytes) for name, entry in files)
     except (DataError, OSError, ValueError, KeyError, TypeError):
         if not path.exists():
             return None

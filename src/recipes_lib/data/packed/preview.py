@@ -116,10 +116,17 @@ def build_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_
         ConfigError: Options are incompatible.
         DataError: The rows cannot be read, tokenised or masked.
     """
-    if config.recipe in ("reward", "dpo"):
-        return _build_pair_preview(config, tokenizer, num_rows)
     if config.recipe in ("ppo", "rloo", "grpo"):
-        return _build_prompt_preview(config, tokenizer, num_rows)
+        from recipes_lib.data.prompts import load_prompt_data  # Imports transformers.
+
+        prompts = load_prompt_data(config, tokenizer).train[:num_rows]
+        return [_preview_answer(tokenizer, prompt.where, prompt.input_ids, []) for prompt in prompts]
+    show = _show_pairs if config.recipe in ("reward", "dpo") else _show_texts
+    return list(chain.from_iterable(islice(show(config, tokenizer), num_rows)))
+
+
+def _show_texts(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Shown]:
+    """Yield one row of each text or chat."""
     if config.recipe == "pretrain":
         rows: Iterable[Row] = chain.from_iterable(corpus.rows() for corpus in load_corpora(config))
         encoder = build_encoder(select_options(config), tokenizer)
@@ -127,10 +134,10 @@ def build_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_
         rows = load_train_data(config.data, seed=read_seed(config)).rows(config.tokens)
         encoder = build_encoder(config, tokenizer)
 
-    def show(row: Row) -> list[PreviewRow]:
+    def show(row: Row) -> Shown:
         return [PreviewRow(row.where, compute_pieces(tokenizer, encode_chunk(encoder, [row], [0])))]
 
-    return list(chain.from_iterable(islice(_show_rows(config, rows, show), num_rows)))
+    return _show_rows(config, rows, show)
 
 
 def _show_rows(config: RecipeConfig, rows: Iterable[Row], show: Callable[[Row], Shown]) -> Iterator[Shown]:
@@ -143,16 +150,8 @@ def _show_rows(config: RecipeConfig, rows: Iterable[Row], show: Callable[[Row], 
                 raise
 
 
-def _build_prompt_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[PreviewRow]:
-    """Return the first prompts as the policy reads them, without targets."""
-    from recipes_lib.data.prompts import load_prompt_data  # Imports transformers.
-
-    prompts = load_prompt_data(config, tokenizer).train[:num_rows]
-    return [_preview_answer(tokenizer, prompt.where, prompt.input_ids, []) for prompt in prompts]
-
-
-def _build_pair_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[PreviewRow]:
-    """Return the first pairs, as two rows each: the prompt with the chosen and with the rejected answer."""
+def _show_pairs(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Shown]:
+    """Yield two rows of each pair: the prompt with the chosen and with the rejected answer."""
     from recipes_lib.data.pairs.pair_encoding import PairEncoder  # Imports transformers.
     from recipes_lib.data.pairs.preference_sets import read_as_pairs
 
@@ -160,12 +159,12 @@ def _build_pair_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase
     rows = load_train_data(data, seed=read_seed(config)).rows(config.tokens)
     encoder = PairEncoder(build_encoder(config, tokenizer), tokenizer)
 
-    def show(row: Row) -> list[PreviewRow]:
+    def show(row: Row) -> Shown:
         ((prompt, *answers, _),) = encoder.encode([row])
         named = zip(("chosen", "rejected"), answers, strict=True)
         return [_preview_answer(tokenizer, f"{row.where}, {name}", prompt, answer) for name, answer in named]
 
-    return list(chain.from_iterable(islice(_show_rows(config, rows, show), num_rows)))
+    return _show_rows(config, rows, show)
 
 
 def _preview_answer(
