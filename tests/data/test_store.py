@@ -137,6 +137,9 @@ def test_damaged_set_is_logged_and_rebuilt(tmp_path, caplog, name, damage):
     assert KEY[:16] in caplog.text
     write(tmp_path)
     assert store.find_set(tmp_path, KEY, check_bytes=True) is not None
+    caplog.clear()
+    assert store.find_set(tmp_path / "nowhere", KEY) is None
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("check_bytes", [False, True])
@@ -147,11 +150,6 @@ def test_changed_bytes_are_detected_with_check_bytes(tmp_path, check_bytes):
     again = store.make_set(tmp_path, KEY, {}, build, check_bytes=check_bytes)
     assert again.is_new == check_bytes
     assert (read_files(again.path) == before) == check_bytes
-
-
-def test_missing_set_is_not_logged(tmp_path, caplog):
-    assert store.find_set(tmp_path / "nowhere", KEY) is None
-    assert not caplog.text
 
 
 def test_first_published_set_is_kept(tmp_path):
