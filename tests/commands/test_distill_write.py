@@ -119,8 +119,10 @@ def test_chat_rows_are_valid_sft_data(tiny_model_dir, tmp_path, monkeypatch) -> 
     flags = [
         f"--model_name_or_path={tiny_model_dir}", f"--teacher_model_name_or_path={tiny_model_dir}", "--bf16=false",
         f"--output_dir={tmp_path / 'out'}", f"--prepared_dir={tmp_path / 'prepared'}", "--use_cpu=true",
-        f"--dataset_name={tmp_path / 'chats.jsonl'}",
+        f"--dataset_name={tmp_path / 'chats.jsonl'}", f"--chat_template_path={tmp_path / 'student.jinja'}",
     ]  # fmt: skip
+    student = "{% for message in messages %}student: {{ message['content'] }}<|im_end|>{% endfor %}"
+    (tmp_path / "student.jinja").write_text(student + "{% if add_generation_prompt %}student: {% endif %}")
     for reasoning, content in (("keep", "<think>\nHm.\n</think>\n\nIt is so."), ("drop", "It is so.")):
         output = tmp_path / f"{reasoning}.jsonl"
         sampling.main_answers([f"--output={output}", f"--reasoning={reasoning}", *flags])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.inspection.sections import SHARES_OF_A_RUN, Inspection, Report
+from recipes_lib.inspection.sections import Inspection, Report
 
 
 class SFTInspection(Inspection):
@@ -86,6 +86,8 @@ class PretrainInspection(Inspection):
 
     def check_steps(self, report: Report) -> None:
         """Report steps, tokens, batch size and learning rates of the schedule that training uses."""
+        from recipes_lib.planning.schedule import list_quarters
+
         plan = self._data.plan
         self.num_steps = plan.num_steps
         first, full = (int(rows) * plan.max_length for rows in (plan.row_starts[1], plan.rows_per_step))
@@ -93,7 +95,7 @@ class PretrainInspection(Inspection):
         report(f"{plan.num_steps:,} steps of {batch}; {plan.num_tokens:,} tokens in all")
         report(f"{plan.num_tokens / max(1, self.num_parameters):,.1f} tokens per parameter (Chinchilla: 20)")
         peak = self.config.read("learning_rate")
-        rates = [plan.schedule(round(share * (plan.num_steps - 1))) * peak for share in SHARES_OF_A_RUN]
+        rates = [plan.schedule(step) * peak for step in list_quarters(plan.num_steps)]
         report(f"learning rate at 0, 25, 50, 75, 100 %: {', '.join(f'{rate:.2e}' for rate in rates)}")
         report(f"{plan.schedule.num_warmup_steps:,} steps of warm-up")
 

@@ -27,8 +27,6 @@ from recipes_lib.training.layouts.launch_environment import Launch
 if TYPE_CHECKING:
     from recipes_lib.corpus.decontamination import Index
 
-SHARES_OF_A_RUN: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Points of a run, as shares of its steps, at which learning rates are shown."""
 Report = Callable[[str], None]
 """Function that adds a line to a section."""
 
@@ -290,9 +288,9 @@ class Inspection(ABC):
 
     def report_rates(self, report: Report, num_warmup_steps: int) -> None:
         """Report the learning rates of the Trainer's scheduler over ``num_steps``."""
-        from recipes_lib.planning.schedule import compute_learning_rates
+        from recipes_lib.planning.schedule import compute_learning_rates, list_quarters
 
-        steps = [round(share * (self.num_steps - 1)) for share in SHARES_OF_A_RUN]
+        steps = list_quarters(self.num_steps)
         peak = self.config.read("learning_rate")
         rates = compute_learning_rates(peak, self.config.training, self.num_steps, num_warmup_steps, steps)
         shown = "decided while training" if rates is None else ", ".join(f"{rate:.2e}" for rate in rates)

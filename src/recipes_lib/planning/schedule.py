@@ -110,6 +110,11 @@ _SHAPES: Final[Mapping[str, Callable[[_Factors, float], _Factors]]] = {
 _BATCH_EXPONENTS: Final[Mapping[str, float]] = {"constant": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
+def list_quarters(num_steps: int) -> list[int]:
+    """Return the optimizer steps at 0, 25, 50, 75 and 100 % of a run, whose learning rates are shown."""
+    return [round(share * (num_steps - 1)) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
+
+
 def compute_learning_rates(
     peak: float, training: Mapping[str, Any], num_steps: int, num_warmup_steps: int, steps: Sequence[int]
 ) -> list[float] | None:

@@ -42,13 +42,12 @@ from recipes_lib.planning.failures import Failures
 from recipes_lib.planning.memory import plan_memory, resolve_checkpointing
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
-from recipes_lib.planning.schedule import Schedule, compute_steps
+from recipes_lib.planning.schedule import Schedule, compute_steps, list_quarters
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import name_pipeline, plan_launch
 from recipes_lib.training.layouts.memory_layout import build_layout
 
-_SHARES_OF_A_RUN: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 CURVE_WIDTH: Final = 64
 _PNG_POINTS: Final = 1200
@@ -360,8 +359,7 @@ def _describe_schedule(config: RecipeConfig, schedule: Schedule) -> Iterator[Row
     yield "warm-up", f"{schedule.num_warmup_steps:,} steps, {schedule.warmup_tokens:,} tokens"
     if (first := schedule.first_decay_step) is not None:
         yield "decay", f"from step {first:,}, {starts[first]:,} tokens, over {schedule.decay_tokens:,}"
-    steps = [round(share * (schedule.num_steps - 1)) for share in _SHARES_OF_A_RUN]
-    rates = ", ".join(f"{peak * factor:.3g}" for factor in schedule.factors(steps))
+    rates = ", ".join(f"{peak * factor:.3g}" for factor in schedule.factors(list_quarters(schedule.num_steps)))
     yield "learning rate", f"{rates} at 0, 25, 50, 75, 100 % of the steps"
     steps = _find_steps(schedule, np.linspace(0, int(starts[-1]) - 1, CURVE_WIDTH))
     curve = ["", *draw_curve(schedule.factors(steps).tolist(), 6)]
