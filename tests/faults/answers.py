@@ -26,13 +26,15 @@ CALLS = {
     "ppo saving": 5,
     "ppo samples": 8,
 }
+FEWER_CALLS = {("grpo", "reading"): 6, ("grpo", "ppo saving"): 4}
+"""Those of GRPO, which trains twice on the answers of an iteration."""
 CELLS = [(run, phase) for run in (*RUNS, "rloo", "grpo") for phase in CALLS if run in RUNS or phase != "critic update"]
 
 
 def kill_in_phase(harness: Harness, trial: Trial, random: Random) -> None:
     """Kill a run in each phase of an iteration in turn, at a random call."""
     recipe, phase = CELLS[int(trial.name) % len(CELLS)]
-    call = random.randint(1, CALLS[phase])
+    call = random.randint(1, FEWER_CALLS.get((recipe, phase), CALLS[phase]))
     trial.what = f"{recipe}, {phase} {call}"
     reference = harness.reference(recipe)
     with harness.trial_folder() as folder:
