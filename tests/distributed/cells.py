@@ -34,6 +34,9 @@ MUON_TOLERANCE = 2e-4
 """Muon iterates in bf16, which amplifies differences in summation order."""
 HOST_ADAM_TOLERANCE = 5e-5
 """DeepSpeed's CPU Adam rounds differently from torch's: weights differ by 1e-7, rewards by 1e-5."""
+GRPO_TOLERANCE = 1e-4
+"""Of weights: where the gradients of a weight are nearly zero, Adam divides rounding errors by rounding errors, so that
+two runs differ by up to the learning rate. In GRPO, groups of equal rewards have no gradient."""
 LAYERS: dict[str, Any] = {
     "feature_weight": 0.5,
     "attention_weight": 3.0,
