@@ -141,7 +141,7 @@ def _find_stop(error: BaseException) -> BaseException:
     """Return the stop that a signal raised and other code made the cause of ``error``; otherwise ``error``.
 
     Until version 3.11, Python raises a ``RuntimeError`` from any error in ``__set_name__``, such as that of a signal
-    during the import of a dataclass.
+    during the import of a dataclass. A ``__context__`` does not count: an error while stopping is an error of its own.
     """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, PreemptedError | LostPeerError | KeyboardInterrupt):

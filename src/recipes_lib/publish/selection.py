@@ -92,8 +92,7 @@ def collect_files(contents: Contents, folder: Path) -> Files:
     files: dict[str, Path | bytes] = {path: source / path for path in list_published(source)}
     if contents.state:
         files |= {f"{contents.state}/{path}": source / path for path in (*contents.hashes, COMPLETE)}
-    # An adapter's base may be a folder.
-    manifests = {path: read_record(source / path) for path in files if path in (*MANIFESTS, "adapter_config.json")}
+    manifests = {path: read_record(source / path) for path in files if path in MANIFESTS}
     for path, manifest in (manifests | ({"run.json": record} if record else {})).items():
         # Without the error message, which may contain paths: ``make_portable`` shortens only strings that are paths.
         portable = make_portable({name: value for name, value in manifest.items() if name != "error"})

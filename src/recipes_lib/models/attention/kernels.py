@@ -59,7 +59,7 @@ _MAX_HEAD_DIM: Final = 256
 ISOLATING_LAYERS: Final = {"full_attention", "sliding_attention"}
 
 _MIXING_ROWS: Final = ("afmoe", "gpt_oss")
-"""Model types whose masks transformers (5.23) builds without ``position_ids``; ``verify_isolation`` detects others."""
+"""Model types whose masks have no ``position_ids``, up to transformers 5.24; ``verify_isolation`` finds others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +157,9 @@ def choose_kernel(
             for name in candidates
         ]
     elif packing and LAYOUTS[chosen] == "rows" and config.model_type in _MIXING_ROWS:
-        found = (
-            f"{chosen} cannot separate documents: transformers builds the mask of {config.model_type} models without"
-        )
+        found = f"{chosen} cannot separate documents: the mask of {config.model_type} models ignores position_ids"
         remedy = "set packing: false, or attn_implementation to a kernel without a mask"
-        problems.append(Problem("packing", f"{found} position_ids", remedy))
+        problems.append(Problem("packing", found, remedy))
     if chosen is None or problems:
         raise ConfigError(*problems)
     if chosen == "varlen":

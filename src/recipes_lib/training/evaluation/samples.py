@@ -158,7 +158,7 @@ class Sample:
 def generate_samples(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], *, max_new_tokens: int
 ) -> list[Sample]:
-    """Answer ``prompts`` by greedy decoding, as one left-padded batch; alone if the model reads padding.
+    """Answer ``prompts`` by greedy decoding, as one left-padded batch, or one by one if the model reads padding.
 
     Stop tokens of the model's generation config and of the tokenizer end an answer; sampling settings and penalties of
     that config are ignored. During training every process must call, with the same number of tokens.
