@@ -40,6 +40,8 @@ _EXPECTED_WARNINGS: Final = {
     "DeepSpeed": "Setting accelerator to CPU",
     # bitsandbytes warns on import and falls back to plain torch for 4-bit matrix products on a CPU.
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    # Liger looks for kernels of other devices at the first use of an operation.
+    "liger_kernel.backends.registry": "Backend impl ",
     # `recipes launch` on a CPU: the number of threads, which no launch file can set.
     "accelerate.commands.launch": "The following values were not passed to `accelerate launch`",
     # Expected in a run whose output_dir was moved; ``_finalize_training`` finds the checkpoint by its step.

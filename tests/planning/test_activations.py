@@ -24,7 +24,7 @@ from recipes_lib.planning.activations import (
     Checkpointing,
     LayerBytes,
     count_activations,
-    fuse_as_liger,
+    fuse_layers,
     on_fakes,
 )
 
@@ -98,7 +98,7 @@ def count_layer(shape: tuple[int, ...], *, kernel: str = CAUSAL, is_fused: bool 
         add_loss_head(model)
     with on_fakes(model, is_half=True):
         if is_fused:
-            fuse_as_liger(model)
+            fuse_layers(model)
         return count_activations(model, rows, length, length - 1).layers[1]
 
 

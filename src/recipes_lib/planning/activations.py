@@ -301,10 +301,12 @@ class _FusedGate(torch.autograd.Function):
         return torch.empty_like(gate)
 
 
-def fuse_as_liger(model: nn.Module) -> None:
+def fuse_layers(model: nn.Module) -> None:
     """Replace norms and gated MLPs by versions that save what Liger's kernels would; their outputs are empty.
 
-    Source: Hsu et al. 2024 (Liger Kernel), section 3.2.
+    Compiled layers save at most as much: Inductor recomputes elementwise operations in the backward pass.
+
+    Source: Hsu et al. 2024 (Liger Kernel), section 3.2; measured memory in docs/results_gpu.md.
     """
     norm: Any = _FusedNorm
     gate: Any = _FusedGate

@@ -44,7 +44,7 @@ from recipes_lib.planning.activations import (
     count_activations,
     count_bytes,
     count_cache,
-    fuse_as_liger,
+    fuse_layers,
     list_keys,
     list_layers,
     on_fakes,
@@ -61,6 +61,7 @@ from recipes_lib.planning.compute import (
     read_shapes,
     reads_teacher,
 )
+from recipes_lib.planning.devices import Kind
 from recipes_lib.planning.disk import count_state_bytes
 from recipes_lib.planning.memory_plan import KINDS, PHASES, Held, Layout, MemoryPlan, shorten
 
@@ -332,10 +333,11 @@ def count_kept(
     batch, kernel, is_half = Batch.of(config, layout), _find_kernel(config, model_config), has_half_products(config)
     # FSDP2 and ZeRO cast the weights before a pass, so that hidden states do not have their dtype, as under autocast.
     dtype = "bfloat16" if is_half and (layout.shards.weights != 1 or layout.is_deepspeed) else config.model.dtype
-    uses_liger, adapter = bool(config.training.get("use_liger_kernel")), repr(config.adapter)
+    is_fused = bool(config.training.get("use_liger_kernel")) or Kind.of(config).compiles
+    adapter = repr(config.adapter)
     is_quantized = is_half and config.quantization.is_quantized
     described = (type(model_config), model_config.to_json_string(), num_built)
-    key = (*described, dtype, kernel, adapter, is_half, is_quantized, uses_liger, batch)
+    key = (*described, dtype, kernel, adapter, is_half, is_quantized, is_fused, batch)
 
     def count(shortened: PreTrainedConfig, batch: Batch) -> Activations:
         with torch.device("meta"):
@@ -347,8 +349,8 @@ def count_kept(
                 model = add_adapter(model, config.adapter, seed=0)
             add_loss_head(model)
         with on_fakes(model, is_half=is_half):
-            if uses_liger:
-                fuse_as_liger(model)
+            if is_fused:
+                fuse_layers(model)
             return count_activations(model, *batch)
 
     # Equal in most layouts and candidates of a plan, and most of its time.

@@ -170,7 +170,9 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor, 
     except ConfigError as error:
         raise BrokenSaveError(f"{folder} cannot be opened again: {error}") from error
     dtype = torch.bfloat16 if is_half else find_factor_dtype(reopened.dtype)
-    shift = find_logit_shift(logits, compute_probe_logits(reopened), dtype)
+    # Sharded weights are rounded elsewhere, and a GPU without memory for both models leaves the base to the CPU: other
+    # kernels, by which 32 layers in bfloat16 differ by 8 eps (H200).
+    shift = find_logit_shift(logits, compute_probe_logits(reopened), dtype, num_eps=16)
     if shift is not None:
         raise BrokenSaveError(
             f"{folder}: after reloading, a logit differs from the trained model's by {shift:.2g} of the largest"

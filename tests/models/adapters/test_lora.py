@@ -8,6 +8,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from tests.models.adapter_models import INPUT_IDS, build_model, compute_logits, load_model, save_model, train
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError
@@ -66,6 +67,41 @@ def test_fresh_adapter_is_identity_and_only_it_is_trained_in_float32(kind, init,
     assert all("lora_" in name for name in trained)
     assert len(trained) == 2 * (7 if kind == "llama" else 4) * (3 if use_dora else 2)
     assert adapted.get_base_model() is model
+
+
+class CastCounter(TorchDispatchMode):
+    """Counts conversions of activations from 16 bits to ``float32``."""
+
+    num = 0
+
+    def __torch_dispatch__(self, operator, _types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        if operator is torch.ops.aten._to_copy.default and args[0].dim() == 3:
+            self.num += (args[0].dtype, result.dtype) == (torch.bfloat16, torch.float32)
+        return result
+
+
+@pytest.mark.parametrize(("kind", "num_fewer"), [("llama", 14), ("gpt2", 8)])
+def test_inputs_of_adapter_keep_their_dtype_under_autocast(kind, num_fewer):
+    """Results are equal to those of PEFT's conversions; without autocast there are as many."""
+
+    def run(is_ours, is_half):
+        torch.manual_seed(0)
+        adapted = adapt(build_model(kind).bfloat16(), init_lora_weights="gaussian")
+        for layer in () if is_ours else adapted.modules():
+            vars(layer).pop("_cast_input_dtype", None)
+        with CastCounter() as counter, torch.autocast("cpu", torch.bfloat16, enabled=is_half):
+            loss = adapted(input_ids=INPUT_IDS).logits.float().logsumexp(-1).sum()
+        loss.backward()
+        return counter.num, [loss, *(parameter.grad for parameter in trained_of(adapted).values())]
+
+    (num_ours, ours), (num_theirs, theirs) = run(True, True), run(False, True)
+    assert num_theirs - num_ours == num_fewer
+    assert all(map(torch.equal, ours, theirs))
+    if kind == "llama":
+        (num_ours, ours), (num_theirs, theirs) = run(True, False), run(False, False)
+        assert num_ours == num_theirs
+        assert all(map(torch.equal, ours, theirs))
 
 
 @pytest.mark.parametrize("init", INITS)

@@ -24,6 +24,7 @@ from recipes_lib.training.optim.compilation import (
     choose_liger,
     compile_layers,
     is_compiled,
+    preserve_architecture,
     verify_compiler,
 )
 
@@ -96,6 +97,9 @@ def test_fp8_without_compilation_is_refused() -> None:
         ({"use_liger_kernel": "false"}, ONE, True, True, False),
         ({"use_liger_kernel": "true"}, ONE, True, True, True),
         ({"use_liger_kernel": "true"}, ONE, False, False, False),
+        # Inductor fuses the same operations.
+        ({"torch_compile": "true"}, ONE, True, True, False),
+        ({"torch_compile": "true", "use_liger_kernel": "true"}, ONE, True, True, True),
     ],
 )
 def test_liger_is_used_if_supported_without_cross_entropies(
@@ -230,6 +234,31 @@ def test_layer_is_one_graph_under_ddp() -> None:
     finally:
         distributed.destroy_process_group()
     assert len(graphs) == 1
+
+
+def test_trained_model_computes_like_a_reloaded_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After training, without compilation and the methods and functions that Liger replaces, as a stand-in here."""
+
+    def distort(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return 2 * hidden
+
+    distort.__module__ = "liger_kernel.transformers.rms_norm"
+    monkeypatch.setattr(modeling_llama, "rotate_half", rotate := modeling_llama.rotate_half)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    model, ids = AutoModelForCausalLM.from_config(config), torch.arange(8)[None]
+    before = model(input_ids=ids).logits
+    with preserve_architecture(model):
+        compile_layers(model, {"backend": "eager"})
+        modeling_llama.rotate_half = torch.neg
+        for layer in model.model.layers:
+            vars(layer.input_layernorm)["forward"] = distort.__get__(layer.input_layernorm)
+        assert is_compiled(model)
+        assert not torch.equal(model(input_ids=ids).logits, before)
+    assert not is_compiled(model)
+    assert modeling_llama.rotate_half is rotate
+    assert torch.equal(model(input_ids=ids).logits, before)
 
 
 def test_layers_are_compiled_by_the_trainer_and_fallback_is_logged(tiny_model_dir, tmp_path, monkeypatch) -> None:

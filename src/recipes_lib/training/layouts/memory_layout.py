@@ -17,7 +17,7 @@ from recipes_lib.planning.devices import find_efficiency, find_peak
 from recipes_lib.planning.memory import plan_memory, resolve_checkpointing
 from recipes_lib.planning.memory_plan import Held, Layout, MemoryPlan
 from recipes_lib.training.layouts.launch_environment import Launch
-from recipes_lib.training.optim.compilation import choose_liger
+from recipes_lib.training.optim.compilation import choose_compilation, choose_liger
 
 
 def choose_checkpointing(config: RecipeConfig, launch: Launch) -> tuple[RecipeConfig, str]:
@@ -81,8 +81,9 @@ def _has_length(config: RecipeConfig) -> bool:
 
 def _plan(config: RecipeConfig, launch: Launch, size: int) -> MemoryPlan:
     layout = build_layout(launch, launch.engine, config.read("gradient_accumulation_steps"))
-    # Liger's kernels, the default where supported, save fewer activations.
-    config = config.with_training(choose_liger(config, launch, is_cuda=True))
+    # Fused operations, the default where they are supported, save fewer activations.
+    compiles = choose_compilation(config, launch, is_cuda=True) is not None
+    config = config.with_training({**choose_liger(config, launch, is_cuda=True), "torch_compile": compiles})
     return plan_memory(config, find_planned_model(config), layout, device_bytes=size)
 
 

@@ -67,9 +67,11 @@ def verify_compiler(compilation: Mapping[str, Any] | None) -> None:
 
 
 def choose_liger(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -> dict[str, Any]:
-    """Return upstream's ``use_liger_kernel`` and ``liger_kernel_config``; the default is to use Liger if supported.
+    """Return upstream's ``use_liger_kernel`` and ``liger_kernel_config``; the default is Liger where it is supported.
 
-    Liger's cross-entropies are always disabled: the loss head computes the loss without full logits.
+    The default in compiled layers is not to use it: Inductor fuses the same operations, and Liger's kernels break its
+    graphs (11 % slower on an H200: docs/results_gpu.md). Liger's cross-entropies are always disabled: the loss head
+    computes the loss without full logits.
 
     Args:
         config: The recipe.
@@ -97,17 +99,20 @@ def choose_liger(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -> dict
     if problems:
         raise ConfigError(*problems)
     is_supported = is_cuda and is_installed and not obstacle and _has_whole_layers(launch)
-    if requested is False or not is_supported or config.recipe in RL_RECIPES:
+    if requested is None:
+        requested = choose_compilation(config, launch, is_cuda=is_cuda) is None
+    if not requested or not is_supported or config.recipe in RL_RECIPES:
         return {"use_liger_kernel": False, "liger_kernel_config": None}
     return {"use_liger_kernel": True, "liger_kernel_config": options | dict.fromkeys(_CROSS_ENTROPIES, False)}
 
 
 @contextmanager
 def preserve_architecture(model: nn.Module) -> Iterator[None]:
-    """Context after which new models of the same architecture are transformers' own.
+    """Context after which a model, and new models of its architecture, compute by transformers' own code, uncompiled.
 
-    Liger also replaces classes and functions in transformers' modules. A model that is loaded later, such as the base
-    on which a saved adapter is verified, would fail on a CPU.
+    Liger replaces methods of layers, and classes and functions in transformers' modules. A model that is loaded later,
+    such as the base on which a saved adapter is verified, would fail on a CPU; and by other kernels, logits of a model
+    with 32 layers differ by more than a damaged file would explain.
     """
     names = {type(module).__module__ for module in model.modules()}
     before = {name: dict(vars(sys.modules[name])) for name in names if name.startswith("transformers.models.")}
@@ -116,6 +121,11 @@ def preserve_architecture(model: nn.Module) -> Iterator[None]:
     finally:
         for name, members in before.items():
             vars(sys.modules[name]).update(members)
+        for module in model.modules():
+            vars(module).pop("_compiled_call_impl", None)
+            for name, member in [*vars(module).items()]:
+                if str(getattr(member, "__module__", "")).startswith("liger_kernel"):
+                    delattr(module, name)
 
 
 def _has_whole_layers(launch: Launch) -> bool:
