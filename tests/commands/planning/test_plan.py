@@ -122,7 +122,7 @@ def test_documented_output_matches_command(run_command) -> None:
     [
         ("gsm8k", "qwen2.5-0.5b/grpo_rlvr", "--gpu H100", "57.2 GB"),
         ("gsm8k", "qwen2.5-0.5b/grpo_rlvr", "--gpu RTX4090 --per_device_eval_batch_size 128", "20.3 GB"),
-        ("qlora", "llama3-8b/lora_4bit", "--gpu RTX4090 --hardware single_gpu", "12.6 GB"),
+        ("qlora", "llama3-8b/lora_4bit", "--gpu RTX4090 --hardware single_gpu", "12.2 GB"),
         ("distil_1b", "llama3-1b/distill", "--gpu H100 --hardware fsdp2 --num_processes 8", "43.9 GB"),
         ("zephyr", "mistral-7b/sft", "--gpu H100 --hardware fsdp2 --num_processes 8", "30.5 GB"),
     ],

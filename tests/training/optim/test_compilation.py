@@ -275,6 +275,13 @@ def test_layers_are_compiled_by_the_trainer_and_fallback_is_logged(tiny_model_di
     assert "torch.compile of 2 layers made no graph: torch fell back to eager mode" in recorder.lines
 
 
+def test_model_of_a_finished_training_is_not_compiled(tiny_model_dir, tmp_path) -> None:
+    trainer, recorder = make_trainer(tiny_model_dir, tmp_path, make_packs(), torch_compile_backend="eager", max_steps=1)
+    trainer.train()
+    assert any(line.startswith("torch.compile of 2 layers made ") for line in recorder.lines)
+    assert not is_compiled(trainer.model)
+
+
 def test_compiled_graphs_are_counted_instead_of_frames() -> None:
     """A frame whose only graph break is inside of a checkpoint counts as ``ok`` and runs in eager mode."""
     lines: list[str] = []
