@@ -370,9 +370,10 @@ def _list_unordered() -> Iterator[Check]:
         yield Check(f"throughput-{shape}-{name}", what, pretrain, "torchao" if name == "fp8" else "", min_gpus)
     for method in FINETUNING:
         needs, what = "bitsandbytes" if method == "qlora" else "", f"{method} fine-tuning of 8B"
-        yield Check(f"finetune-8B-{method}", f"{what}: tokens a second", partial(measure_finetuning, method), needs)
-        by_trl = partial(measure_finetuning, method, by_trl=True)
-        yield Check(f"finetune-8B-{method}-trl", f"{what} by TRL: tokens a second", by_trl, needs)
+        for suffix, trainer in (("", ""), ("-trl", " by TRL")):
+            measure = partial(measure_finetuning, method, by_trl=bool(trainer))
+            name, min_gpus = f"finetune-8B-{method}{suffix}", int(method.endswith("compiled"))
+            yield Check(name, f"{what}{trainer}: tokens a second", measure, needs, min_gpus)
     batching, vllm = {"use_transformers_continuous_batching": "true"}, {"use_vllm": "true"}
     for engine, keys, needs in (("generate", {}, ""), ("batching", batching, ""), ("vllm", vllm, "vllm")):
         yield Check(f"engine-{engine}", f"GRPO by {engine}: tokens a second", partial(measure_engine, keys), needs)

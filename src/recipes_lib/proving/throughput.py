@@ -46,6 +46,7 @@ FINETUNING: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     "qlora": ("lora", {"lora_r": 16, "load_in_4bit": "true"}),
     # Adafactor, because AdamW's states of 8B parameters (64 GB) do not fit in 80 GB beside weights and gradients.
     "full": ("sft", {"optim": "adafactor"}),
+    "full-compiled": ("sft", {"optim": "adafactor", "torch_compile": "true"}),
 }
 
 
@@ -76,7 +77,7 @@ def measure_finetuning(method: str, bench: Bench, *, by_trl: bool = False) -> Fi
     run = f"finetune-8B-{method}"
     if by_trl:
         peer = {"path": str(model), "adapter": recipe == "lora", "four_bit": "load_in_4bit" in keys}
-        peer |= {"optim": keys.get("optim", "adamw_torch_fused"), "compile": False}
+        peer |= {"optim": keys.get("optim", "adamw_torch_fused"), "compile": "torch_compile" in keys}
         return _measure_peer(bench, f"{run}-trl", run, num_rows, length, peer)
     inputs = {"model_name_or_path": model, "dataset_name": rows, "max_length": length, **keys}
     given = bench.set_up(recipe, per_device_train_batch_size=num_rows, bf16="true", dtype="bfloat16", **inputs)
@@ -196,7 +197,7 @@ def measure_engine(keys: Mapping[str, Any], bench: Bench) -> Figures:
         with atomic_folder(model) as folder:
             AutoTokenizer.from_pretrained(model.parent / "model").save_pretrained(folder)
             _build_model(bench).save_pretrained(folder)
-    given = {**bench.set_up("grpo"), "model_name_or_path": model, "response_length": length, "max_steps": 12, **keys}
+    given = {**bench.set_up("grpo"), "model_name_or_path": model, "response_length": length, "max_steps": 8, **keys}
     given |= {"per_device_train_batch_size": count, "per_device_eval_batch_size": 4 * count}
     given |= {"bf16": str(bench.is_cuda).lower()}
     if bench.is_small and "use_transformers_continuous_batching" in keys:
