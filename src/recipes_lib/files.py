@@ -54,6 +54,24 @@ def read_json(path: Path, *, remedy: str = "") -> Any:
         raise _refuse(path, f"is not JSON: {error}", remedy) from error
 
 
+def read_text(path: Path, where: str, remedy: str) -> str:
+    """Return the text of a UTF-8 file, without a byte order mark, which would become part of the first word.
+
+    Args:
+        path: Path of the file.
+        where: Key or flag that names it, for the error.
+        remedy: Remedy of the error.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(Problem(where, f"{path} cannot be read: {reason}", remedy)) from error
+
+
 def read_record(path: Path, fields: Fields | None = None, *, remedy: str = "") -> dict[str, Any]:
     """Return the JSON object in a file.
 

@@ -201,7 +201,7 @@ def test_empty_or_missing_word_list_is_refused(tmp_path) -> None:
     (tmp_path / "empty.txt").write_text("\n\n")
     with pytest.raises(DataError, match="empty"):
         Toxicity([str(tmp_path / "empty.txt")], 0.0)
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         Toxicity([str(tmp_path / "none.txt")], 0.0)
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from recipes_lib.config.schema import DatasetFormat
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError
-from recipes_lib.files import explain_write_errors, staging_folder
+from recipes_lib.files import explain_write_errors, read_text, staging_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -198,11 +198,10 @@ def _read_settings(options: argparse.Namespace) -> dict[str, Any]:
     template = CHATML_TEMPLATE if is_chatml else None
     if options.chat_template and not is_chatml:
         try:
-            template = Path(options.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-            found = f"{options.chat_template} cannot be read: {reason}"
-            problems.append(Problem("--chat_template", found, "write `chatml`, or the path of a Jinja file"))
+            remedy = "write `chatml`, or the path of a Jinja file"
+            template = read_text(Path(options.chat_template), "--chat_template", remedy)
+        except ConfigError as error:
+            problems += error.problems
     for token in (eos_token, *special_tokens):
         if len(token) < 2:
             found = f"{token!r} cannot be a special token: it equals the spelling of a byte"

@@ -18,7 +18,7 @@ from recipes_lib.corpus.documents import hash_name
 from recipes_lib.corpus.duplicates import UNSPACED
 from recipes_lib.corpus.text_steps import MAX_CLASSIFIED, load_fasttext, predict_fasttext
 from recipes_lib.errors import ConfigError, DataError, Problem, verify_extra
-from recipes_lib.files import atomic_file, read_record, replace_record
+from recipes_lib.files import atomic_file, read_record, read_text, replace_record
 
 SETTINGS_FILE: Final = "classifier.json"
 WEIGHTS_FILE: Final = "weights.safetensors"
@@ -228,7 +228,7 @@ class Classifier:
         """Keep documents with a probability of at least ``threshold`` for ``label`` under the model at ``path``.
 
         Raises:
-            ConfigError: As ``verify_label``.
+            ConfigError: As ``verify_label``; a word list cannot be read.
         """
         verify_label(path, label)
         self._path, self._label, self._threshold = path, label, threshold
@@ -263,8 +263,8 @@ class Toxicity:
             threshold: Smallest probability of ``label`` at which a document is removed.
 
         Raises:
-            ConfigError: As ``verify_label``.
-            DataError: A word list cannot be read, or all are empty.
+            ConfigError: As ``verify_label``; a word list cannot be read.
+            DataError: All word lists are empty.
         """
         if classifier is not None:
             verify_label(classifier, label)
@@ -272,14 +272,8 @@ class Toxicity:
         self._keep_fraction = keep_fraction
         words: set[str] = set()
         for path in paths:
-            try:
-                # `utf-8-sig`: a byte order mark would be part of the first word.
-                lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-                words |= {line.strip().lower() for line in lines} - {""}
-            except (OSError, UnicodeDecodeError) as error:
-                raise DataError(
-                    Problem(path, f"cannot be read: {error}", "name a text file, one word a line")
-                ) from error
+            lines = read_text(Path(path), "toxic_words", "name a text file, one word a line").splitlines()
+            words |= {line.strip().lower() for line in lines} - {""}
         if paths and not words:
             raise DataError(Problem(", ".join(paths), "the word lists are empty", "write one word or phrase a line"))
         # Longest first: a regular expression takes the first alternative that matches.

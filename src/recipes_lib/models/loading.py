@@ -38,7 +38,7 @@ from transformers.utils.hub import cached_file
 from recipes_lib.config.schema import ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.environment import go_offline_unless_reachable
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, iterate_causes, list_first
-from recipes_lib.files import read_json, read_record
+from recipes_lib.files import read_json, read_record, read_text
 from recipes_lib.models.model_files import MODEL_SHARDS, find_damage, is_model
 from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
 from recipes_lib.models.parallel.zero3 import register_gather_hooks
@@ -133,9 +133,9 @@ def _set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None, nam
     found, remedy = "", "name a Jinja file in UTF-8"
     if path is not None:
         try:
-            tokenizer.chat_template = find_shipped(Path(path)).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            found = f"{path} cannot be read: {_first_line(error)}"
+            tokenizer.chat_template = read_text(find_shipped(Path(path)), "chat_template_path", remedy)
+        except ConfigError as error:
+            yield from error.problems
     elif isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
         names = ", ".join(sorted(tokenizer.chat_template))
         found = f"the tokenizer of {name} has chat templates without a default: {names}"

@@ -11,7 +11,7 @@ import pytest
 from recipes_lib.commands.generated import row_filters
 from recipes_lib.commands.generated.row_filters import NearDuplicates, build_checks, choose_rows, find_agreeing
 from recipes_lib.config.synthesis_keys import SynthesisConfig
-from recipes_lib.errors import ConfigError, DataError
+from recipes_lib.errors import ConfigError
 
 
 def jaccard(one: str, other: str) -> float:
@@ -84,7 +84,7 @@ def test_refusals_path_replaces_shipped_patterns(tmp_path) -> None:
     (tmp_path / "r.txt").write_text("fine\n(\n")
     with pytest.raises(ConfigError, match=r"r\.txt:2: is not a regular expression"):
         build_checks(SynthesisConfig(refusals_path=str(tmp_path / "r.txt")))
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         build_checks(SynthesisConfig(refusals_path=str(tmp_path)))
 
 

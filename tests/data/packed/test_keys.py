@@ -142,6 +142,12 @@ def test_missing_tokenizer_is_located_error(build_config, option, name):
     assert len(raised.value.problems) == 1
 
 
+def test_byte_order_mark_is_no_part_of_the_template(build_config, tmp_path):
+    (tmp_path / "template.jinja").write_text("{{ messages }}\n", encoding="utf-8-sig")
+    config = build_config(chat_template_path=str(tmp_path / "template.jinja"))
+    assert read_chat_template(config) == "{{ messages }}\n"
+
+
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"])
 def test_unreadable_template_is_error(build_config, tmp_path, content):
     path = tmp_path / "template.jinja"

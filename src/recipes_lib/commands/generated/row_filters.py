@@ -16,7 +16,8 @@ import numpy as np
 from recipes_lib.config.synthesis_keys import SynthesisConfig
 from recipes_lib.corpus.duplicates import MinHash, hash_shingles, hash_words
 from recipes_lib.data.final_numbers import read_final_number
-from recipes_lib.errors import ConfigError, DataError, Problem, verify_extra
+from recipes_lib.errors import ConfigError, Problem, verify_extra
+from recipes_lib.files import read_text
 
 REFUSALS: Final = Path(__file__).with_name("refusals.txt")
 _NGRAM: Final = 3
@@ -54,10 +55,8 @@ def _build_length_check(config: SynthesisConfig) -> Check:
 
 
 def _build_refusal_check(path: Path) -> Check:
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(Problem(str(path), f"cannot be read: {error}", "name a text file")) from error
+    text = read_text(path, "refusals_path", "name a text file")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     patterns = []
     for number, line in enumerate(lines, 1):
         try:

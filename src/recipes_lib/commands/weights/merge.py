@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from recipes_lib.config.schema import ModelConfig, QuantizationConfig, TokensConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.files import atomic_folder, read_lines, read_record
+from recipes_lib.files import atomic_folder, read_lines, read_record, read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -146,10 +146,7 @@ def _read_texts(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase)
         ConfigError: The file of prompts cannot be read, or is empty.
     """
     if options.prompts:
-        try:
-            lines = options.prompts.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(Problem("--prompts", f"{options.prompts} cannot be read", "name a text file")) from error
+        lines = read_text(options.prompts, "--prompts", "name a text file").splitlines()
         prompts = [line for line in lines if line.strip()]
         if not prompts:
             raise ConfigError(Problem("--prompts", f"{options.prompts} is empty", "write one prompt per line"))

@@ -33,7 +33,7 @@ from recipes_lib.data.sources.rows import Row, Source
 from recipes_lib.data.sources.splits import compute_digests
 from recipes_lib.data.store import explain_disk_errors
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems
-from recipes_lib.files import hash_file
+from recipes_lib.files import hash_file, read_text
 from recipes_lib.shipped import find_shipped
 
 if TYPE_CHECKING:
@@ -388,13 +388,10 @@ def read_chat_template(config: RecipeConfig) -> str | None:
     Raises:
         ConfigError: The file cannot be read as UTF-8 text.
     """
-    path = config.tokens.chat_template_path
-    try:
-        return None if path is None else find_shipped(Path(expand_home(path))).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        found = f"the chat template {path} cannot be read: {reason}"
-        raise _missing(config, "chat_template_path", found, "name a Jinja file") from error
+    if (path := config.tokens.chat_template_path) is None:
+        return None
+    where = config.provenance.get("chat_template_path", "chat_template_path")
+    return read_text(find_shipped(Path(expand_home(path))), where, "name a Jinja file")
 
 
 def _fetch(config: RecipeConfig, option: str, name: str) -> Path:
