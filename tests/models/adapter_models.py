@@ -70,3 +70,12 @@ def train(model: Any, num_steps: int = 3) -> None:
             for parameter in parameters:
                 parameter -= 0.3 * parameter.grad
                 parameter.grad = None
+
+
+def build_deep_model(dtype: torch.dtype) -> PreTrainedModel:
+    """Return a Llama of 32 layers in 16 bits whose rounding errors are as large as those of a width of 4,096."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 32}
+    torch.manual_seed(0)
+    # 0.02 * sqrt(4096 / 64), so that products have the same standard deviation.
+    config = LlamaConfig(vocab_size=64, initializer_range=0.16, **sizes)
+    return AutoModelForCausalLM.from_config(config).to(dtype).eval()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tests.models.adapter_models import build_deep_model
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -23,11 +24,14 @@ from recipes_lib.models.attention.shared_prompt import prove_shared_prompt
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
 from recipes_lib.models.inference import (
     RandomStates,
+    compute_last_states,
+    compute_probe_logits,
     disable_dropout,
     evaluating,
     find_device,
     find_rounding_error,
     kernel_precision,
+    measure_rounding,
     preserve_training_state,
     unwrap_adapter,
 )
@@ -140,6 +144,37 @@ def test_rounding_error_is_that_of_coarser_dtype(monkeypatch):
     # TF32 rounds the factors of float32 products.
     monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")
     assert [find_rounding_error(whole), find_rounding_error(half)] == [2**-10, 2**-7]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_measured_rounding_bounds_another_kernel_and_no_fault(dtype):
+    model, eps = build_deep_model(dtype), torch.finfo(dtype).eps
+
+    def compute():
+        return compute_probe_logits(model)
+
+    logits, rounding = compute(), measure_rounding(model, compute)
+    assert torch.equal(compute(), logits), "the embeddings are restored"
+    model.set_attn_implementation("eager")
+    other = (compute() - logits).abs().max()
+    assert 4 * eps * logits.abs().max() < other < rounding
+    shifted = compute_probe_logits(model, torch.arange(2, 10)).roll(1, dims=1)
+    assert (shifted - logits).abs().max() > 2 * rounding
+
+
+@pytest.mark.parametrize("is_adapted", [False, True])
+@pytest.mark.parametrize("model_class", [AutoModelForCausalLM, AutoModelForSequenceClassification])
+def test_last_states_are_those_of_transformers_and_leave_no_hooks(model_class, is_adapted):
+    config = AutoConfig.for_model("llama", vocab_size=32, num_hidden_layers=2, num_labels=1, **TINY["llama"])
+    config.pad_token_id = 0
+    model = model_class.from_config(config).eval()
+    inner = model
+    if is_adapted:
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    inputs = {"input_ids": torch.arange(12)[None] + 4}
+    states = compute_last_states(model, **inputs)
+    assert not any(module._forward_hooks for module in model.modules())
+    assert torch.equal(states, inner(**inputs, output_hidden_states=True).hidden_states[-1])
 
 
 @pytest.mark.parametrize("model_class", [AutoModelForCausalLM, AutoModelForSequenceClassification])

@@ -163,6 +163,42 @@ def test_first_loss_is_ln2_in_bfloat16_with_activation_checkpointing(start, tmp_
     assert all(step["grad_norm"] > 0.01 for step in steps)
 
 
+def compile_by_rounding_kernels(trainer, monkeypatch):
+    """Layers that lose the precision of their outputs when compiled, as those of other kernels do."""
+
+    def round_outputs(graph, _inputs):
+        return lambda *inputs: [output.bfloat16().float() for output in graph(*inputs)]
+
+    trainer.args.compilation = {"backend": round_outputs}
+
+
+def replace_by_rounding_kernels(trainer, monkeypatch):
+    """As a stand-in for Liger, which is for GPUs."""
+
+    def round_outputs(model, _config):
+        for layer in model.get_decoder().layers:
+            layer.register_forward_hook(lambda _layer, _inputs, output: output.bfloat16().float())
+
+    monkeypatch.setattr("transformers.trainer.apply_liger_kernel", round_outputs)
+    monkeypatch.setattr("recipes_lib.training.optim.compilation.apply_liger_kernel", round_outputs)
+    trainer.args.use_liger_kernel = True
+
+
+@pytest.mark.parametrize("change", [compile_by_rounding_kernels, replace_by_rounding_kernels])
+@pytest.mark.parametrize("kind", KINDS)
+def test_reference_computes_by_the_kernels_of_the_policy(start, tmp_path, monkeypatch, change, kind):
+    torch._dynamo.reset()
+    (model_dir, setting), (is_stored, is_named) = start["full"], KINDS[kind]
+    if is_named:
+        setting = with_preference(setting, ref_model_name_or_path=str(model_dir))
+    options = {"setting": setting, "precompute_ref_log_probs": is_stored, "max_steps": 1}
+    trainer, recorder = make_pair_trainer(model_dir, tmp_path / "run", make_pairs(), **options)
+    trainer._has_first_scores = False  # A reference that is named is not known to be the policy.
+    change(trainer, monkeypatch)
+    trainer.train()
+    assert recorder.logs[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+
+
 def scale_reference(trainer, monkeypatch):
     trainer.objective.reference.lm_head.weight.data.mul_(1.01)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, Final
 
@@ -21,7 +22,7 @@ from recipes_lib.models.adapters.lora import (
     find_logit_shift,
     has_changed_base,
 )
-from recipes_lib.models.inference import compute_probe_logits, preserve_training_state
+from recipes_lib.models.inference import compute_probe_logits, measure_rounding, preserve_training_state
 from recipes_lib.training.guards.step_facts import TrainerView
 from recipes_lib.training.layouts.fsdp import get_full_tensor, get_local, reshard
 from recipes_lib.training.trainers.arguments import get_rounding_dtype
@@ -61,7 +62,7 @@ class AdapterChecks(TrainerCallback):
         """Verify that a new adapter has no effect, and sample the frozen tensors."""
         model = kwargs["model"]
         if self._is_fresh and state.global_step == 0 and not has_changed_base(model):
-            verify_no_effect(model, get_rounding_dtype(model, args))
+            verify_no_effect(model)
             self._say("adapter: it changes no logit before it is trained")
         self._frozen = sample_frozen(model)
         if getattr(args, "deepspeed_plugin", None) is not None:
@@ -132,19 +133,19 @@ def _is_skipped(args: TrainingArguments, faults: Mapping[str, str | None]) -> bo
     return args.fp16 and NOT_FINITE in faults.values()
 
 
-def verify_no_effect(model: Any, dtype: torch.dtype) -> None:
+def verify_no_effect(model: Any) -> None:
     """Compare the logits of eight tokens with the adapter on and off.
 
     Args:
         model: PEFT model; if its weights are sharded, every process must call.
-        dtype: Compute dtype of matrix products, which sets the tolerance.
 
     Raises:
         DivergedError: The logits differ by more than rounding.
     """
+    compute = partial(compute_probe_logits, model)
     with adapters_off(model):
-        off = compute_probe_logits(model)
-    shift = find_logit_shift(off, compute_probe_logits(model), dtype)
+        off, rounding = compute(), measure_rounding(model, compute)
+    shift = find_logit_shift(off, compute(), rounding)
     if shift is not None:
         raise DivergedError(
             f"the new adapter changes logits by {shift:.2g} of the largest before any training; it should be "

@@ -258,6 +258,10 @@ class DPOTrainer(PairTrainer):
         if is_own_reference:
             self.add_callback(_WarnOnChosenLikelihood(self.observer.progress.say))
 
+    def list_frozen(self) -> list[Any]:
+        """Return the reference model, unless its log-probabilities are read from files or from the policy."""
+        return [] if self.objective.reference is None else [self.objective.reference]
+
     def get_batch_samples(self, *args: Any) -> tuple[list[dict[str, Any]], torch.Tensor | None]:
         """Take the micro-batches of a step, and compute the normaliser of ``sft`` over all of them."""
         batches, num_pairs = super().get_batch_samples(*args)
