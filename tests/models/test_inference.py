@@ -24,7 +24,6 @@ from recipes_lib.models.attention.shared_prompt import prove_shared_prompt
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
 from recipes_lib.models.inference import (
     RandomStates,
-    compute_last_states,
     compute_probe_logits,
     disable_dropout,
     evaluating,
@@ -153,28 +152,14 @@ def test_measured_rounding_bounds_another_kernel_and_no_fault(dtype):
     def compute():
         return compute_probe_logits(model)
 
-    logits, rounding = compute(), measure_rounding(model, compute)
+    logits = compute()
+    rounding = measure_rounding(model, compute, logits)
     assert torch.equal(compute(), logits), "the embeddings are restored"
     model.set_attn_implementation("eager")
     other = (compute() - logits).abs().max()
     assert 4 * eps * logits.abs().max() < other < rounding
     shifted = compute_probe_logits(model, torch.arange(2, 10)).roll(1, dims=1)
     assert (shifted - logits).abs().max() > 2 * rounding
-
-
-@pytest.mark.parametrize("is_adapted", [False, True])
-@pytest.mark.parametrize("model_class", [AutoModelForCausalLM, AutoModelForSequenceClassification])
-def test_last_states_are_those_of_transformers_and_leave_no_hooks(model_class, is_adapted):
-    config = AutoConfig.for_model("llama", vocab_size=32, num_hidden_layers=2, num_labels=1, **TINY["llama"])
-    config.pad_token_id = 0
-    model = model_class.from_config(config).eval()
-    inner = model
-    if is_adapted:
-        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
-    inputs = {"input_ids": torch.arange(12)[None] + 4}
-    states = compute_last_states(model, **inputs)
-    assert not any(module._forward_hooks for module in model.modules())
-    assert torch.equal(states, inner(**inputs, output_hidden_states=True).hidden_states[-1])
 
 
 @pytest.mark.parametrize("model_class", [AutoModelForCausalLM, AutoModelForSequenceClassification])
@@ -195,12 +180,12 @@ def test_half_precision_kernel_is_verified_on_float32_model(tiny_model_dir, monk
     assert prove_shared_prompt(model) is None
     verify_isolation(model, "flat")
     # Differences above rounding are still detected.
-    plain = model.forward
+    plain = model.base_model.forward
 
     def join(**inputs):
         return plain(**(inputs | {name: inputs[name][[0, -1]] for name in inputs if name.startswith("cu_seq_lens")}))
 
-    model.forward = join
+    model.base_model.forward = join
     assert "one moves by" in prove_shared_prompt(model)
     with pytest.raises(ConfigError, match="beside another: one moves by"):
         verify_isolation(model, "flat")

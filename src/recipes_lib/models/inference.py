@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import send_to_device
+from accelerate.utils import extract_model_from_parallel, send_to_device
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.utils.generic import is_flash_attention_requested
@@ -86,28 +87,7 @@ def compute_probe_logits(model: Any, ids: Tensor | None = None) -> Tensor:
     return logits.float().cpu()
 
 
-def compute_last_states(model: Any, **inputs: Any) -> Tensor:
-    """Return the hidden states after the final norm, ``(B, L, D)``.
-
-    ``output_hidden_states`` would leave a hook in every layer, which breaks the graphs of compiled layers.
-
-    Args:
-        model: Model with any head, with or without a PEFT wrapper.
-        **inputs: Arguments of its forward pass.
-
-    Source: ``tests/models/test_inference.py``.
-    """
-    found: list[Tensor] = []
-    base = unwrap_adapter(model).base_model
-    handle = base.register_forward_hook(lambda _module, _inputs, output: found.append(output[0]))
-    try:
-        model(**inputs, use_cache=False)
-    finally:
-        handle.remove()
-    return found[0]
-
-
-def measure_rounding(model: Any, run: Callable[[], Tensor]) -> float:
+def measure_rounding(model: Any, run: Callable[[], Tensor], expected: Tensor) -> float:
     """Return the difference that rounding explains between two computations by a model, as by different kernels.
 
     One bit in an early layer changes the rounding in all later ones. The error grows with depth and weights: in 16 bits
@@ -117,6 +97,7 @@ def measure_rounding(model: Any, run: Callable[[], Tensor]) -> float:
     Args:
         model: Model, with or without a PEFT wrapper.
         run: Computes outputs of any shape with it.
+        expected: Its result.
 
     Source: ``tests/models/test_inference.py``.
     """
@@ -125,12 +106,30 @@ def measure_rounding(model: Any, run: Callable[[], Tensor]) -> float:
         signs = 1 - torch.arange(states.shape[-1], device=states.device) % 2 * 2
         return (states.float() * (1 + signs * find_rounding_error(states) / 2)).to(states.dtype)
 
-    expected = run()
-    handle = unwrap_adapter(model).get_input_embeddings().register_forward_hook(round_embeddings)
+    inner = unwrap_adapter(extract_model_from_parallel(model))
+    handle = inner.get_input_embeddings().register_forward_hook(round_embeddings)
     try:
         return 2 * float((run() - expected).abs().max())
     finally:
         handle.remove()
+
+
+def find_logit_shift(
+    model: Any, expected: Tensor, ids: Tensor | None = None, *, rounding: float | None = None
+) -> float | None:
+    """Return the largest change of a logit relative to the largest logit; ``None`` if rounding explains it.
+
+    Args:
+        model: Model, as for ``compute_probe_logits``.
+        expected: Its expected logits.
+        ids: As for ``compute_probe_logits``.
+        rounding: Difference that rounding explains; ``None``: ``measure_rounding`` of this model.
+    """
+    compute = functools.partial(compute_probe_logits, model, ids)
+    logits, scale = compute(), expected.abs().max().item()
+    shift = (logits - expected).abs().max().item()
+    rounding = measure_rounding(model, compute, logits) if rounding is None else rounding
+    return None if shift <= max(1e-4 * scale, rounding) else shift / scale
 
 
 def find_rounding_error(states: Tensor) -> float:

@@ -19,15 +19,10 @@ from transformers import Trainer
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, DataError, DivergedError
 from recipes_lib.files import inherit_read_permission, read_record
-from recipes_lib.models.adapters.lora import (
-    find_logit_shift,
-    load_adapter,
-    load_fresh_base,
-    read_adapter_state,
-)
+from recipes_lib.models.adapters.lora import load_adapter, load_fresh_base, read_adapter_state
 from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS, convert_to_original_base
 from recipes_lib.models.heads.scoring import SCALE_FILE, read_reward_statistics
-from recipes_lib.models.inference import compute_probe_logits, measure_rounding
+from recipes_lib.models.inference import compute_probe_logits, find_logit_shift
 from recipes_lib.models.parallel.zero3 import zero3_init_disabled
 from recipes_lib.models.saved_weights import BrokenSaveError, read_published_shapes, verify_weights
 from recipes_lib.publish.card import write_card
@@ -169,8 +164,7 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor) 
     except ConfigError as error:
         raise BrokenSaveError(f"{folder} cannot be opened again: {error}") from error
     # Sharded weights are rounded elsewhere, and a GPU without memory for both models leaves the base to the CPU.
-    compute = functools.partial(compute_probe_logits, reopened)
-    shift = find_logit_shift(logits, compute(), measure_rounding(reopened, compute))
+    shift = find_logit_shift(reopened, logits)
     if shift is not None:
         raise BrokenSaveError(
             f"{folder}: after reloading, a logit differs from the trained model's by {shift:.2g} of the largest"

@@ -337,8 +337,8 @@ def test_key_bounds_equal_mask_on_cuda(config: PreTrainedConfig) -> None:
 
 
 def change_inputs(model: PreTrainedModel, change: Any) -> PreTrainedModel:
-    plain = model.forward
-    model.forward = lambda **inputs: plain(**change(inputs) if "attention_mask" in inputs else inputs)
+    plain = model.model.forward
+    model.model.forward = lambda **inputs: plain(**change(inputs) if "attention_mask" in inputs else inputs)
     return model
 
 

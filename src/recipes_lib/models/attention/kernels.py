@@ -22,12 +22,12 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.attention.varlen import register_varlen
 from recipes_lib.models.heads.score_head import HEAD
 from recipes_lib.models.inference import (
-    compute_last_states,
     evaluating,
     find_device,
     find_rounding_error,
     kernel_precision,
     measure_rounding,
+    unwrap_adapter,
 )
 from recipes_lib.models.parallel.context_parallel import (
     ContextParallelGroup,
@@ -297,7 +297,7 @@ def verify_isolation(model: Any, layout: Layout) -> None:
                 _run_packed(model, [documents[0], changed[1]], layout)[0],
                 _run_packed(model, [changed[0], documents[1]], layout)[1],
             ]
-            rounding = measure_rounding(model, lambda: torch.cat(_run_packed(model, documents, layout)))
+            rounding = measure_rounding(model, lambda: _run_packed(model, documents, layout)[1], together[1])
             eps = find_rounding_error(together[0])
     except (RuntimeError, TypeError, ValueError) as error:
         remedy = "set packing: false, or another attn_implementation"
@@ -324,6 +324,7 @@ def _run_packed(model: Any, documents: Sequence[Tensor], layout: Layout) -> list
         bounds = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
         inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         inputs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
-    has_scores = hasattr(model, HEAD)
-    states = compute_last_states(model, **inputs) if has_scores else model(**inputs, use_cache=False).logits
+    # ``output_hidden_states`` would leave a hook in every layer, which breaks the graphs of compiled layers.
+    base, has_scores = unwrap_adapter(model).base_model, hasattr(model, HEAD)
+    states = base(**inputs, use_cache=False)[0] if has_scores else model(**inputs, use_cache=False).logits
     return list(torch.split(states[0], lengths))

@@ -15,12 +15,12 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.models.attention.kernels import choose_kernel
 from recipes_lib.models.heads.loss_head import spell_mask
 from recipes_lib.models.inference import (
-    compute_last_states,
     evaluating,
     find_device,
     find_rounding_error,
     kernel_precision,
     measure_rounding,
+    unwrap_adapter,
 )
 from recipes_lib.models.structure import find_sliding_window
 
@@ -149,18 +149,22 @@ def prove_shared_prompt(model: Any) -> str | None:
     try:
         with evaluating(model), kernel_precision(model, is_packed=True):
             together = _run_shared(model, pairs)
-            alone = _run_alone(model, pairs)
+            alone = {
+                (pair, branch): _run(model, torch.cat([parts[0], parts[branch]]))
+                for pair, parts in enumerate(pairs)
+                for branch in (1, 2)
+            }
             beside_another = [_run_beside_another(model, pairs, changed) for changed in _CHANGES]
-            rounding = measure_rounding(model, lambda: torch.cat([*_run_alone(model, pairs).values()]))
+            rounding = measure_rounding(model, lambda: _run(model, torch.cat(pairs[0][:2])), alone[0, 1])
             eps = find_rounding_error(alone[0, 1])
     except (RuntimeError, TypeError, ValueError) as error:
         return f"this model fails on a row with shared prompts: {error}"
     scale = max(states.abs().max().item() for states in alone.values())
     # Kernels and shapes may differ from those of rows alone: that tolerance is larger.
-    allowed = [max(1e-4 * scale, rounding), *(scale * 4 * eps for _ in beside_another)]
-    for others, limit in zip([alone, *beside_another], allowed, strict=True):
+    limits = ((alone, max(1e-4 * scale, rounding)), *((others, 4 * eps * scale) for others in beside_another))
+    for others, allowed in limits:
         difference = max((together[answer] - states).abs().max().item() for answer, states in others.items())
-        if not difference <= limit:
+        if not difference <= allowed:
             return f"an answer does not keep its hidden states beside another: one moves by {difference:.2g}"
     return None
 
@@ -204,16 +208,9 @@ def _run_beside_another(
     return {answer: states[answer] for answer in states if not {(answer[0], 0), answer} & set(changed)}
 
 
-def _run_alone(model: Any, pairs: Sequence[Sequence[Tensor]]) -> dict[_Answer, Tensor]:
-    """Return the hidden states of each prompt with each of its answers, ``(T, D)``, from a row of its own."""
-    return {
-        (pair, branch): _run(model, torch.cat([parts[0], parts[branch]]))
-        for pair, parts in enumerate(pairs)
-        for branch in (1, 2)
-    }
-
-
 def _run(model: Any, ids: Tensor, **inputs: Tensor | int) -> Tensor:
     """Return the hidden states after the final norm, ``(T, D)``."""
     ids = ids.to(find_device(model)) % model.config.get_text_config().vocab_size
-    return compute_last_states(model, input_ids=ids[None], **inputs)[0]
+    # ``output_hidden_states`` would leave a hook in every layer, which breaks the graphs of compiled layers.
+    states: Tensor = unwrap_adapter(model).base_model(input_ids=ids[None], use_cache=False, **inputs)[0]
+    return states[0]

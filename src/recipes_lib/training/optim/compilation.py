@@ -206,8 +206,3 @@ def _count_graphs() -> int:
     # Not ``frames``: a frame whose graph break is inside of a checkpoint counts there, and runs in eager mode.
     number: int = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return number
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Return whether any module of a model is compiled in place."""
-    return any(module._compiled_call_impl is not None for module in model.modules())

@@ -48,7 +48,6 @@ from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.optim.compilation import (
     CompilationCheck,
     compile_layers,
-    is_compiled,
     match_kernels,
     preserve_architecture,
 )
@@ -185,7 +184,7 @@ class RecipeTrainer(CheckpointingTrainer):
             # Otherwise upstream's train() enables it again, without ``save_matmuls``, which it does not know.
             self.args.activation_checkpointing = False
         compilation = getattr(self.args, "compilation", None)
-        if compilation is not None and not is_compiled(self.model):
+        if compilation is not None:
             num_layers = compile_layers(self.model, compilation)
             self.add_callback(CompilationCheck(num_layers, self.observer.progress))
         # Used by forward passes before training; DeepSpeed's engine, which upstream's train() builds, adds its own.
