@@ -70,3 +70,12 @@ def train(model: Any, num_steps: int = 3) -> None:
             for parameter in parameters:
                 parameter -= 0.3 * parameter.grad
                 parameter.grad = None
+
+
+def build_deep_model(dtype: torch.dtype, *, num_layers: int = 32, vocab_size: int = 64) -> PreTrainedModel:
+    """Return a Llama in 16 bits whose rounding errors are as large as those of a width of 4,096."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": num_layers}
+    torch.manual_seed(0)
+    # 0.02 * sqrt(4096 / 64), so that products have the same standard deviation.
+    config = LlamaConfig(vocab_size=vocab_size, initializer_range=0.16, **sizes)
+    return AutoModelForCausalLM.from_config(config).to(dtype).eval()

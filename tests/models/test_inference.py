@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tests.models.adapter_models import build_deep_model
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -23,11 +24,13 @@ from recipes_lib.models.attention.shared_prompt import prove_shared_prompt
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
 from recipes_lib.models.inference import (
     RandomStates,
+    compute_probe_logits,
     disable_dropout,
     evaluating,
     find_device,
     find_rounding_error,
     kernel_precision,
+    measure_rounding,
     preserve_training_state,
     unwrap_adapter,
 )
@@ -142,6 +145,23 @@ def test_rounding_error_is_that_of_coarser_dtype(monkeypatch):
     assert [find_rounding_error(whole), find_rounding_error(half)] == [2**-10, 2**-7]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_measured_rounding_bounds_another_kernel_and_no_fault(dtype):
+    model, eps = build_deep_model(dtype), torch.finfo(dtype).eps
+
+    def compute():
+        return compute_probe_logits(model)
+
+    logits = compute()
+    rounding = measure_rounding(model, compute, logits)
+    assert torch.equal(compute(), logits), "the embeddings are restored"
+    model.set_attn_implementation("eager")
+    other = (compute() - logits).abs().max()
+    assert 4 * eps * logits.abs().max() < other < rounding
+    shifted = compute_probe_logits(model, torch.arange(2, 10)).roll(1, dims=1)
+    assert (shifted - logits).abs().max() > 2 * rounding
+
+
 @pytest.mark.parametrize("model_class", [AutoModelForCausalLM, AutoModelForSequenceClassification])
 def test_half_precision_kernel_is_verified_on_float32_model(tiny_model_dir, monkeypatch, model_class):
     """Simulates ``varlen`` on a GPU, which takes half precision only."""
@@ -160,12 +180,12 @@ def test_half_precision_kernel_is_verified_on_float32_model(tiny_model_dir, monk
     assert prove_shared_prompt(model) is None
     verify_isolation(model, "flat")
     # Differences above rounding are still detected.
-    plain = model.forward
+    plain = model.base_model.forward
 
     def join(**inputs):
         return plain(**(inputs | {name: inputs[name][[0, -1]] for name in inputs if name.startswith("cu_seq_lens")}))
 
-    model.forward = join
+    model.base_model.forward = join
     assert "one moves by" in prove_shared_prompt(model)
     with pytest.raises(ConfigError, match="beside another: one moves by"):
         verify_isolation(model, "flat")

@@ -154,9 +154,9 @@ def test_rounding_of_tf32_is_no_difference(make_run, monkeypatch):
     exported = (folder / "adapter", trainer.model, logits)
     trainer.model.save_pretrained(exported[0])
     with pytest.raises(BrokenSaveError, match="a logit differs from the trained model's by"):
-        export.verify_adapter_export(*exported, is_half=False)
+        export.verify_adapter_export(*exported)
     monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")
-    export.verify_adapter_export(*exported, is_half=False)
+    export.verify_adapter_export(*exported)
 
 
 def test_card_names_base_model(make_run, tiny_model_dir):

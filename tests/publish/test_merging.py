@@ -95,7 +95,7 @@ def test_quantised_base_is_rejected(tmp_path):
 @pytest.mark.parametrize("bits", [QuantizationConfig(load_in_4bit=True), QuantizationConfig(load_in_8bit=True)])
 def test_qlora_adapter_is_merged_into_full_precision_base(tmp_path, tiny_tokenizer_dir, bits):
     base, adapter, adapted = make_adapter(tmp_path, "llama", bits)
-    verify_adapter_export(adapter, adapted, compute_probe_logits(adapted), is_half=False)
+    verify_adapter_export(adapter, adapted, compute_probe_logits(adapted))
     record = run_merge(base, adapter, tmp_path / "merged", tiny_tokenizer_dir, bits=bits)
     stored, full = (load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", base))
     assert {tensor.dtype for tensor in stored.values()} == {torch.float32}

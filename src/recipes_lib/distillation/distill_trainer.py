@@ -100,6 +100,10 @@ class DistillationTrainer(SFTTrainer):
         self._is_first_step = True
         self._is_own_teacher = is_own_teacher
 
+    def list_frozen(self) -> list[Any]:
+        """Return the teacher, unless its log-probabilities are read from files."""
+        return [] if self.teacher is None else [self.teacher]
+
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], torch.Tensor | None]:

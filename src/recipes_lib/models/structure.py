@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.inference import compute_probe_logits, evaluating, find_device, kernel_precision
+from recipes_lib.models.inference import (
+    compute_probe_logits,
+    evaluating,
+    find_device,
+    find_logit_shift,
+    kernel_precision,
+)
 
 Read = Callable[[Tensor], Tensor]
 _UNTRAINED: Final = ("e_score_correction_bias", "expert_bias", "z_L_init")
@@ -242,10 +248,8 @@ def verify_copy(student: PreTrainedModel, pruned: PreTrainedModel, folder: Path)
     """
     own, expected = student.state_dict(), pruned.state_dict()
     differing = [name for name in expected if name not in own or not torch.equal(own[name], expected[name])]
-    logits = compute_probe_logits(pruned)
     # Experts round differently with another memory layout of the same weights.
-    shift, scale = (compute_probe_logits(student) - logits).abs().max(), logits.abs().max()
-    if differing or not shift <= scale * max(1e-4, 4 * torch.finfo(pruned.dtype).eps):
+    if differing or find_logit_shift(student, compute_probe_logits(pruned)) is not None:
         what = f"the tensor {differing[0]}" if differing else "the logits"
         found = f"{type(pruned).__name__} cannot be pruned: {what} changed when {folder} was loaded again"
         raise ConfigError(Problem("--teacher", found, "name layers whose index in the model does not matter, or all"))

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.inference import compute_probe_logits
+from recipes_lib.models.inference import compute_probe_logits, find_logit_shift
 
 NUM_PROVED: int = 64
 """Tokens on which a model with a changed vocabulary is compared with the original."""
@@ -235,9 +235,8 @@ def adopt_vocabulary(model: PreTrainedModel, vocabulary: VocabularyMap, where: s
         _take_rows(embedding, ids)
     embedding.padding_idx = None  # An id of the teacher's vocabulary, whose row may be removed.
     model.config.get_text_config().vocab_size = len(ids)
-    difference, scale = (compute_probe_logits(model, probe) - expected).abs().max(), expected.abs().max()
-    if not difference <= scale * max(1e-4, 4 * torch.finfo(model.dtype).eps):
-        found = f"the logits of the teacher change by up to {difference:.2g} with the student's vocabulary"
+    if (shift := find_logit_shift(model, expected, probe)) is not None:
+        found = f"the logits of the teacher change by {shift:.2g} of the largest with the student's vocabulary"
         raise ConfigError(Problem(where, found, "name a teacher of the student's model family"))
 
 

@@ -19,15 +19,10 @@ from transformers import Trainer
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, DataError, DivergedError
 from recipes_lib.files import inherit_read_permission, read_record
-from recipes_lib.models.adapters.lora import (
-    find_logit_shift,
-    load_adapter,
-    load_fresh_base,
-    read_adapter_state,
-)
+from recipes_lib.models.adapters.lora import load_adapter, load_fresh_base, read_adapter_state
 from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS, convert_to_original_base
 from recipes_lib.models.heads.scoring import SCALE_FILE, read_reward_statistics
-from recipes_lib.models.inference import compute_probe_logits, find_factor_dtype
+from recipes_lib.models.inference import compute_probe_logits, find_logit_shift
 from recipes_lib.models.parallel.zero3 import zero3_init_disabled
 from recipes_lib.models.saved_weights import BrokenSaveError, read_published_shapes, verify_weights
 from recipes_lib.publish.card import write_card
@@ -122,7 +117,7 @@ def export_model(trainer: Trainer, folder: Path) -> None:
             _complete_adapter(model, staging)
             # accelerate wraps the forward pass of the trained model in autocast; the reloaded model needs the same.
             with trainer.accelerator.autocast():
-                verify_adapter_export(staging, model, logits, is_half=trainer.accelerator.mixed_precision != "no")
+                verify_adapter_export(staging, model, logits)
         for path in staging.iterdir():
             # Deletes a folder, such as that of chat templates, from an interrupted export: rename would not replace it.
             shutil.rmtree(folder / path.name, ignore_errors=True)
@@ -138,7 +133,7 @@ def export_model(trainer: Trainer, folder: Path) -> None:
         write_card(folder, record, read_run(folder).find_figures())
 
 
-def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor, *, is_half: bool) -> None:
+def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor) -> None:
     """Reload a saved adapter on a fresh base, and compare its logits with those of the trained model.
 
     The base is loaded again from its recorded name, on the same device if it has enough memory. This detects a base
@@ -148,7 +143,6 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor, 
         folder: Folder of the adapter.
         model: Trained model.
         logits: Result of ``compute_probe_logits`` for the trained model.
-        is_half: Whether matrix products are computed in 16 bits.
 
     Raises:
         BrokenSaveError: A tensor is missing, empty, not finite or of another shape, or the logits of eight tokens
@@ -169,10 +163,8 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor, 
             reopened = load_adapter(load_fresh_base(model), str(folder), task_type=task)
     except ConfigError as error:
         raise BrokenSaveError(f"{folder} cannot be opened again: {error}") from error
-    dtype = torch.bfloat16 if is_half else find_factor_dtype(reopened.dtype)
-    # Sharded weights are rounded elsewhere, and a GPU without memory for both models leaves the base to the CPU: other
-    # kernels, by which 32 layers in bfloat16 differ by 8 eps (H200).
-    shift = find_logit_shift(logits, compute_probe_logits(reopened), dtype, num_eps=16)
+    # Sharded weights are rounded elsewhere, and a GPU without memory for both models leaves the base to the CPU.
+    shift = find_logit_shift(reopened, logits)
     if shift is not None:
         raise BrokenSaveError(
             f"{folder}: after reloading, a logit differs from the trained model's by {shift:.2g} of the largest"

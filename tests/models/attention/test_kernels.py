@@ -194,6 +194,7 @@ def test_verify_isolation_reads_every_token_score_of_reward_model(kernel: str, i
     if is_adapted:
         model = add_adapter(model, AdapterConfig(use_peft=True), seed=0, task_type="SEQ_CLS")
     verify_isolation(model, LAYOUTS[kernel])
+    assert not any(module._forward_hooks for module in model.base_model.modules()), "they break compiled graphs"
 
 
 @pytest.mark.parametrize(
@@ -205,8 +206,9 @@ def test_verify_isolation_reads_every_token_score_of_reward_model(kernel: str, i
 )
 def test_verify_isolation_detects_leak_in_reward_model(kernel: str, one_document: dict[str, Tensor]) -> None:
     model = make_scorer(kernel)
-    plain = model.forward
-    model.forward = lambda **inputs: plain(**(inputs | (one_document if inputs["input_ids"].shape[1] == 16 else {})))
+    base = model.base_model
+    plain = base.forward
+    base.forward = lambda **inputs: plain(**(inputs | (one_document if inputs["input_ids"].shape[1] == 16 else {})))
     with pytest.raises(ConfigError, match="does not keep its hidden states beside another: one moves by"):
         verify_isolation(model, LAYOUTS[kernel])
 

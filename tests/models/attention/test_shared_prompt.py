@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.models.adapter_models import build_deep_model
 from tests.parity import test_loss_head as architectures
 from torch import Tensor
 from torch.nn import functional
@@ -226,6 +227,20 @@ def test_shared_prompt_is_proved_for_reward_model_and_half_precision() -> None:
         assert prove_shared_prompt(make_model(CONFIGS["llama"], kernel).bfloat16()) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_of_a_deep_model_is_no_leak(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    model = build_deep_model(dtype)
+    for kernel in ("sdpa", "eager", "varlen"):
+        register_varlen()
+        model.set_attn_implementation(kernel)
+        assert prove_shared_prompt(model) is None
+    assert not any(module._forward_hooks for module in model.modules()), "they would break graphs of compiled layers"
+    hide_prompt = build_mask_with(lambda pair, branch: (3 * pair + branch, branch * 0))
+    monkeypatch.setattr(shared_prompt, "build_shared_prompt_mask", hide_prompt)
+    model.set_attn_implementation("sdpa")
+    assert "one moves by" in str(prove_shared_prompt(model))
+
+
 @pytest.mark.parametrize("name", NARROW_CONFIGS)
 def test_sliding_window_is_refused_by_config_and_by_proof(name: str) -> None:
     config = NARROW_CONFIGS[name]
@@ -322,8 +337,8 @@ def test_key_bounds_equal_mask_on_cuda(config: PreTrainedConfig) -> None:
 
 
 def change_inputs(model: PreTrainedModel, change: Any) -> PreTrainedModel:
-    plain = model.forward
-    model.forward = lambda **inputs: plain(**change(inputs) if "attention_mask" in inputs else inputs)
+    plain = model.model.forward
+    model.model.forward = lambda **inputs: plain(**change(inputs) if "attention_mask" in inputs else inputs)
     return model
 
 
@@ -342,13 +357,12 @@ def test_proof_detects_ignored_inputs(change: Any) -> None:
 
 def test_proof_detects_leak_below_rounding_error() -> None:
     model = make_model(CONFIGS["llama"], "sdpa")
-    plain = model.forward
+    plain = model.model.forward
 
     def leak(**inputs: Any) -> Any:
         outputs = plain(**inputs)
-        leaked = outputs.hidden_states[-1] + 1e-7 * inputs["input_ids"].sum()
-        outputs.hidden_states = (*outputs.hidden_states[:-1], leaked)
+        outputs.last_hidden_state = outputs.last_hidden_state + 1e-7 * inputs["input_ids"].sum()
         return outputs
 
-    model.forward = leak
+    model.model.forward = leak
     assert "one moves by" in str(prove_shared_prompt(model))

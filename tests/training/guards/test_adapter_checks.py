@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from tests.models.adapter_models import build_model
+from tests.models.adapter_models import build_deep_model, build_model
 from tests.training.adapter_runs import make_adapter_trainer
 from tests.training.trajectories import make_packs
 from transformers import TrainerState, TrainingArguments
@@ -12,11 +12,7 @@ from transformers import TrainerState, TrainingArguments
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import DivergedError
 from recipes_lib.models.adapters.lora import add_adapter
-from recipes_lib.training.guards.start_checks import (
-    AdapterChecks,
-    sample_frozen,
-    verify_frozen,
-)
+from recipes_lib.training.guards.start_checks import AdapterChecks, sample_frozen, verify_frozen, verify_no_effect
 
 
 @pytest.fixture
@@ -171,6 +167,19 @@ def test_new_adapter_with_effect_is_detected(keys, tmp_path):
     find_b(model).data += 0.01
     with pytest.raises(DivergedError, match="changes logits by"):
         checks.on_train_begin(args, TrainerState(), None, model=model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("keys", [{"use_dora": True}, {"init_lora_weights": "pissa"}])
+def test_rounding_of_a_deep_model_is_no_effect(keys, dtype):
+    """DoRA divides by a norm, and PiSSA, which ``add_adapter`` verifies, rounds the base weights."""
+    model = add_adapter(build_deep_model(dtype), AdapterConfig(use_peft=True, lora_r=4, **keys), seed=0)
+    if "use_dora" in keys:
+        verify_no_effect(model)
+        for layer in range(32):
+            find_b(model, layer).data += 0.05
+        with pytest.raises(DivergedError, match="changes logits by"):
+            verify_no_effect(model)
 
 
 def test_saved_adapter_with_effect_can_be_trained(make_run, tmp_path):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
+from tests.models.adapter_models import build_deep_model
 from tests.training.pairs import (
     Setting,
     make_pair_trainer,
@@ -30,7 +31,7 @@ from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.training.guards.start_checks import StartChecks
 from recipes_lib.training.trainers.dpo_trainer import PreferenceObjective, build_objective, verify_first_scores
-from recipes_lib.training.trainers.pair_batches import PairScores, compute_answer_logps
+from recipes_lib.training.trainers.pair_batches import PairScores, compute_answer_logps, compute_rounding
 from recipes_lib.training.trainers.reference import ReferenceLogps
 
 FRESH = Setting(adapter=AdapterConfig(use_peft=True, lora_r=4))
@@ -163,6 +164,68 @@ def test_first_loss_is_ln2_in_bfloat16_with_activation_checkpointing(start, tmp_
     assert all(step["grad_norm"] > 0.01 for step in steps)
 
 
+def compile_by_rounding_kernels(trainer, monkeypatch):
+    """Layers that lose the precision of their outputs when compiled, as those of other kernels do."""
+
+    def round_outputs(graph, _inputs):
+        return lambda *inputs: [output.bfloat16().float() for output in graph(*inputs)]
+
+    trainer.args.compilation = {"backend": round_outputs}
+
+
+def replace_by_rounding_kernels(trainer, monkeypatch):
+    """As a stand-in for Liger, which is for GPUs."""
+
+    def round_outputs(model, _config):
+        for layer in model.get_decoder().layers:
+            layer.register_forward_hook(lambda _layer, _inputs, output: output.bfloat16().float())
+
+    monkeypatch.setattr("transformers.trainer.apply_liger_kernel", round_outputs)
+    monkeypatch.setattr("recipes_lib.training.optim.compilation.apply_liger_kernel", round_outputs)
+    trainer.args.use_liger_kernel = True
+
+
+@pytest.mark.parametrize("change", [compile_by_rounding_kernels, replace_by_rounding_kernels])
+@pytest.mark.parametrize("kind", KINDS)
+def test_reference_computes_by_the_kernels_of_the_policy(start, tmp_path, monkeypatch, change, kind):
+    torch._dynamo.reset()
+    (model_dir, setting), (is_stored, is_named) = start["full"], KINDS[kind]
+    if is_named:
+        setting = with_preference(setting, ref_model_name_or_path=str(model_dir))
+    options = {"setting": setting, "precompute_ref_log_probs": is_stored, "max_steps": 1}
+    trainer, recorder = make_pair_trainer(model_dir, tmp_path / "run", make_pairs(), **options)
+    trainer._has_first_scores = False  # A reference that is named is not known to be the policy.
+    change(trainer, monkeypatch)
+    trainer.train()
+    assert recorder.logs[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def deep_model_dir(tiny_model_dir, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deep")
+    build_deep_model(torch.bfloat16, num_layers=80, vocab_size=512).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("has_dropout", [False, True])
+def test_rounding_of_a_deep_policy_is_no_difference_from_its_reference(
+    deep_model_dir, tmp_path, monkeypatch, has_dropout
+):
+    """The reference is scored in other batches, whose shapes have other kernels."""
+    setting = replace(FRESH, dtype="bfloat16")
+    sizes = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 5, "max_steps": 1}
+    options = {"setting": setting, "precompute_ref_log_probs": True, **sizes}
+    trainer, recorder = make_pair_trainer(deep_model_dir, tmp_path / "run", make_pairs(), **options)
+    if has_dropout:
+        enable_dropout(trainer, monkeypatch)
+        with pytest.raises(DivergedError, match="Policy and reference differ, or dropout is on"):
+            trainer.train()
+    else:
+        trainer.train()
+        assert [line for line in recorder.lines if "policy and reference agree" in line]
+
+
 def scale_reference(trainer, monkeypatch):
     trainer.objective.reference.lm_head.weight.data.mul_(1.01)
 
@@ -178,7 +241,7 @@ def shift_stored_logps(trainer, monkeypatch):
 
 
 def enable_dropout(trainer, monkeypatch):
-    for layer in trainer.model.model.layers:
+    for layer in trainer.model.get_decoder().layers:
         layer.self_attn.attention_dropout = 0.1
 
 
@@ -464,7 +527,8 @@ def verify(rewards, lengths, *, losses=None, beta=0.1, dtype=torch.float32, **ke
     figures = {"rewards/chosen": beta * chosen, "rewards/rejected": beta * rejected}
     losses = torch.full((len(rewards),), LN2) if losses is None else torch.tensor(losses)
     batch = {"num_completion_tokens": torch.tensor(lengths).flatten()}
-    return verify_first_scores(objective, PairScores(losses=losses, figures=figures), batch, dtype)
+    allowed = compute_rounding(torch.tensor(lengths).T, dtype)
+    return verify_first_scores(objective, PairScores(losses=losses, figures=figures), batch, allowed)
 
 
 def test_first_scores_accept_rounding_error():

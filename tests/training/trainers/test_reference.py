@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,8 @@ class Oracle:
     """Reference model with known log-probabilities, which records the pairs of each call."""
 
     def __init__(self, pairs) -> None:
-        self.model = nn.Linear(2, 2)
+        self.model: Any = nn.Linear(2, 2)
+        self.model.get_input_embeddings = lambda: self.model
         self.calls: list[list[int]] = []
         self._numbers = {row["prompt_ids"].tobytes(): number for number, row in enumerate(pairs)}
 
@@ -101,8 +103,9 @@ def test_cache_is_reused_after_recomputing_64_pairs(tmp_path, pairs):
     fill(second, oracle)
     assert np.array_equal(second.rows["train"].logps, expected_logps(100))
     scored = [number for batch in oracle.calls for number in batch]
-    assert len(set(scored)) == len(scored) == NUM_CHECKED == 64
-    assert scored != list(range(64))
+    # Once more to measure rounding.
+    assert len(set(scored)) == len(scored) / 2 == NUM_CHECKED == 64
+    assert list(dict.fromkeys(scored)) != list(range(64))
     assert max(map(len, oracle.calls)) == 7
     # Without the cache, the copy in ``output_dir`` is used.
     shutil.rmtree(tmp_path / "cache")
@@ -164,7 +167,7 @@ def test_wrong_logps_are_recomputed_and_replaced(tmp_path, pairs, how, place):
     for run in ("run", "another"):
         trusted, oracle = build(tmp_path, pairs, run), Oracle(pairs)
         fill(trusted, oracle)
-        assert oracle.num_scored == NUM_CHECKED
+        assert oracle.num_scored == 2 * NUM_CHECKED
         assert np.array_equal(trusted.rows["train"].logps, expected_logps(100))
 
 

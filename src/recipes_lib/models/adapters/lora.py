@@ -43,7 +43,14 @@ from recipes_lib.models.adapters.saved import (
     read_commit,
 )
 from recipes_lib.models.heads.score_head import HEAD
-from recipes_lib.models.inference import compute_probe_logits, evaluating, find_device, preserve_random_states
+from recipes_lib.models.inference import (
+    compute_probe_logits,
+    evaluating,
+    find_device,
+    find_logit_shift,
+    measure_rounding,
+    preserve_random_states,
+)
 from recipes_lib.models.loading import explained, without_report
 from recipes_lib.models.quantization import keep_differentiable
 from recipes_lib.models.structure import find_outside_text, is_outside
@@ -93,7 +100,11 @@ def add_adapter(
     # Some initialisations need weights, which a model on the meta device, of which shapes are counted, lacks.
     init = "default" if model.device.type == "meta" else config.init_lora_weights
     # These initialisations change the base weights, which get_peft_model does in place.
-    before = compute_probe_logits(model) if init in INITS_CHANGING_BASE else None
+    before, compute, rounding = None, functools.partial(compute_probe_logits, model), 0.0
+    if init in INITS_CHANGING_BASE:
+        before = compute()
+        # Not of the adapted model: OLoRA's large factors, of which the base is the difference, increase it.
+        rounding = measure_rounding(model, compute, before)
     settings = LoraConfig(
         task_type=task_type,
         r=config.lora_r,
@@ -120,7 +131,7 @@ def add_adapter(
     _train_whole_modules_in_float32(adapted)
     _leave_casts_to_autocast(adapted)
     if before is not None:
-        shift = find_logit_shift(before, compute_probe_logits(adapted), model.dtype)
+        shift = find_logit_shift(adapted, before, rounding=rounding)
         if shift is not None:
             found = f"{init} moves the model's logits before training, by {shift:.2g} of the largest"
             remedy = "write dtype: float32, or init_lora_weights: default"
@@ -302,19 +313,6 @@ def adapters_off(model: PeftModel) -> Iterator[None]:
 def has_changed_base(model: PeftModel) -> bool:
     """Return whether the initialisation of the adapter changed the base weights (``pissa``, ``olora``)."""
     return changes_base_weights(model.peft_config[model.active_adapter])
-
-
-def find_logit_shift(before: Tensor, after: Tensor, dtype: torch.dtype, *, num_eps: int = 4) -> float | None:
-    """Return the largest change of a logit relative to the largest logit; ``None`` within rounding of ``dtype``.
-
-    Args:
-        before: Logits of any shape.
-        after: Logits of the same shape.
-        dtype: Dtype of the matrix products.
-        num_eps: Allowed rounding in units of the dtype's ``eps``; the default is for two passes by the same kernels.
-    """
-    shift = (after - before).abs().max().item() / before.abs().max().item()
-    return None if shift <= max(1e-4, num_eps * torch.finfo(dtype).eps) else shift
 
 
 def read_adapter_state(model: PeftModel) -> dict[str, Tensor]:

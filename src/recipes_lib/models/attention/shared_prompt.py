@@ -14,7 +14,14 @@ from transformers import PreTrainedConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.attention.kernels import choose_kernel
 from recipes_lib.models.heads.loss_head import spell_mask
-from recipes_lib.models.inference import evaluating, find_device, find_rounding_error, kernel_precision
+from recipes_lib.models.inference import (
+    evaluating,
+    find_device,
+    find_rounding_error,
+    kernel_precision,
+    measure_rounding,
+    unwrap_adapter,
+)
 from recipes_lib.models.structure import find_sliding_window
 
 MASK_KERNELS: Final = ("sdpa", "eager")
@@ -148,14 +155,16 @@ def prove_shared_prompt(model: Any) -> str | None:
                 for branch in (1, 2)
             }
             beside_another = [_run_beside_another(model, pairs, changed) for changed in _CHANGES]
+            rounding = measure_rounding(model, lambda: _run(model, torch.cat(pairs[0][:2])), alone[0, 1])
             eps = find_rounding_error(alone[0, 1])
     except (RuntimeError, TypeError, ValueError) as error:
         return f"this model fails on a row with shared prompts: {error}"
     scale = max(states.abs().max().item() for states in alone.values())
     # Kernels and shapes may differ from those of rows alone: that tolerance is larger.
-    for others, tolerance in ((alone, max(1e-4, 4 * eps)), *((others, 4 * eps) for others in beside_another)):
+    limits = ((alone, max(1e-4 * scale, rounding)), *((others, 4 * eps * scale) for others in beside_another))
+    for others, allowed in limits:
         difference = max((together[answer] - states).abs().max().item() for answer, states in others.items())
-        if not difference <= scale * tolerance:
+        if not difference <= allowed:
             return f"an answer does not keep its hidden states beside another: one moves by {difference:.2g}"
     return None
 
@@ -202,6 +211,6 @@ def _run_beside_another(
 def _run(model: Any, ids: Tensor, **inputs: Tensor | int) -> Tensor:
     """Return the hidden states after the final norm, ``(T, D)``."""
     ids = ids.to(find_device(model)) % model.config.get_text_config().vocab_size
-    outputs = model(input_ids=ids[None], use_cache=False, output_hidden_states=True, **inputs)
-    states: Tensor = outputs.hidden_states[-1][0]
-    return states
+    # ``output_hidden_states`` would leave a hook in every layer, which breaks the graphs of compiled layers.
+    states: Tensor = unwrap_adapter(model).base_model(input_ids=ids[None], use_cache=False, **inputs)[0]
+    return states[0]

@@ -36,7 +36,7 @@ class BaseDivergence:
             coefficient: Coefficient of the divergence, above 0.
             base: Frozen start model with a loss head; ``None``: the trained model without its adapter.
         """
-        self._base: nn.Module | None = base
+        self.model: nn.Module | None = base
         # Distillation weights its two terms by alpha and 1 - alpha, so the sum is scaled by 1 + c:
         # (1 + c) * (CE / (1 + c) + c / (1 + c) * KL) = CE + c * KL.
         self._objective = Objective(alpha=1 / (1 + coefficient), beta=1.0)
@@ -44,8 +44,8 @@ class BaseDivergence:
 
     def prepare(self, accelerator: Accelerator) -> None:
         """Shard the base like the trained model, with the same compute dtype."""
-        if self._base is not None:
-            self._base = prepare_frozen(accelerator, self._base)
+        if self.model is not None:
+            self.model = prepare_frozen(accelerator, self.model)
 
     def score(
         self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, positions: Tensor | None = None
@@ -61,8 +61,8 @@ class BaseDivergence:
         Returns:
             Output whose ``result`` is a ``DistillationSums``, to be passed to ``weigh``.
         """
-        if self._base is not None:
-            return score_beside_teacher(model, self._base, inputs, labels, self._objective, positions)
+        if self.model is not None:
+            return score_beside_teacher(model, self.model, inputs, labels, self._objective, positions)
         # Flat indices (N,) of the predictors, the tokens before the targets.
         chosen = index_targets(labels[:, 1:]) if positions is None else positions
         with torch.no_grad(), adapters_off(extract_model_from_parallel(model)):

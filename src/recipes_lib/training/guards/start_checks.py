@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, Final
 
@@ -16,12 +17,13 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.errors import DivergedError, list_first
-from recipes_lib.models.adapters.lora import (
-    adapters_off,
+from recipes_lib.models.adapters.lora import adapters_off, has_changed_base
+from recipes_lib.models.inference import (
+    compute_probe_logits,
     find_logit_shift,
-    has_changed_base,
+    measure_rounding,
+    preserve_training_state,
 )
-from recipes_lib.models.inference import compute_probe_logits, preserve_training_state
 from recipes_lib.training.guards.step_facts import TrainerView
 from recipes_lib.training.layouts.fsdp import get_full_tensor, get_local, reshard
 from recipes_lib.training.trainers.arguments import get_rounding_dtype
@@ -61,7 +63,7 @@ class AdapterChecks(TrainerCallback):
         """Verify that a new adapter has no effect, and sample the frozen tensors."""
         model = kwargs["model"]
         if self._is_fresh and state.global_step == 0 and not has_changed_base(model):
-            verify_no_effect(model, get_rounding_dtype(model, args))
+            verify_no_effect(model)
             self._say("adapter: it changes no logit before it is trained")
         self._frozen = sample_frozen(model)
         if getattr(args, "deepspeed_plugin", None) is not None:
@@ -132,19 +134,18 @@ def _is_skipped(args: TrainingArguments, faults: Mapping[str, str | None]) -> bo
     return args.fp16 and NOT_FINITE in faults.values()
 
 
-def verify_no_effect(model: Any, dtype: torch.dtype) -> None:
+def verify_no_effect(model: Any) -> None:
     """Compare the logits of eight tokens with the adapter on and off.
 
     Args:
         model: PEFT model; if its weights are sharded, every process must call.
-        dtype: Compute dtype of matrix products, which sets the tolerance.
 
     Raises:
         DivergedError: The logits differ by more than rounding.
     """
     with adapters_off(model):
         off = compute_probe_logits(model)
-    shift = find_logit_shift(off, compute_probe_logits(model), dtype)
+    shift = find_logit_shift(model, off)
     if shift is not None:
         raise DivergedError(
             f"the new adapter changes logits by {shift:.2g} of the largest before any training; it should be "
@@ -293,9 +294,11 @@ def verify_accumulation(trainer: TrainerView) -> str:
         return f"accumulation: not checked, since fewer than two of the first {NUM_CANDIDATES} rows have targets"
     with trainer.uncounted_pass(), preserve_training_state(trainer.model_wrapped):
         # ``preserve_training_state`` switches to evaluation mode: dropout masks would differ between the two.
-        apart, together = (_compute_objective(trainer, groups) for groups in ([[row] for row in rows], [rows]))
+        compute_apart = partial(_compute_objective, trainer, [[row] for row in rows])
+        objective, together = compute_apart(), float(_compute_objective(trainer, [rows]))
+        apart, rounding = float(objective), measure_rounding(trainer.model_wrapped, compute_apart, objective)
     dtype = get_rounding_dtype(trainer.model, trainer.args)
-    allowed = TOLERANCE[dtype] * max(1.0, abs(together))
+    allowed = max(TOLERANCE[dtype] * max(1.0, abs(together)), rounding)
     if not math.isfinite(together):
         raise DivergedError(
             f"the loss of two rows is {together} before the first update: a weight is not finite, or {dtype} overflows"
@@ -310,7 +313,7 @@ def verify_accumulation(trainer: TrainerView) -> str:
     return f"accumulation: two rows have the loss {together:.6f} as one micro-batch and as two, +-{allowed:.1g}"
 
 
-def _compute_objective(trainer: TrainerView, groups: Sequence[Sequence[Any]]) -> float:
+def _compute_objective(trainer: TrainerView, groups: Sequence[Sequence[Any]]) -> Tensor:
     batches = [trainer.data_collator(list(rows)) for rows in groups]
     batches, num_terms = trainer.get_batch_samples(iter(batches), len(batches), trainer.args.device)
     trainer.current_gradient_accumulation_steps = len(batches)
@@ -327,7 +330,8 @@ def _compute_objective(trainer: TrainerView, groups: Sequence[Sequence[Any]]) ->
     finally:
         trainer.router_aux_loss_coef = coefficient
     # Every process computes the same rows, and its loss is multiplied by the world size: the mean is the loss.
-    return float(trainer.accelerator.reduce(torch.stack(losses).sum().float(), reduction="mean"))
+    objective: Tensor = trainer.accelerator.reduce(torch.stack(losses).sum().float(), reduction="mean")
+    return objective
 
 
 def _choose_rows(trainer: TrainerView) -> list[Any]:

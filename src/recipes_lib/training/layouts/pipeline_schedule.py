@@ -157,6 +157,11 @@ class Pipeline(nn.Module):
         is_copy = self.part.is_last and not self.part.is_first and self.model.is_tied
         return self.model.get_input_embeddings().weight if is_copy else None
 
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding; on other stages than the first a placeholder, or a tied copy that is not called."""
+        embedding: nn.Module = self.model.get_input_embeddings()
+        return embedding
+
     def shard(self, compute_dtype: torch.dtype) -> None:
         """Shard this stage over its replicas, layer by layer; must precede the optimizer.
 

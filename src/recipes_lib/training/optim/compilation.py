@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from torch import nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
+from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils.import_utils import is_liger_kernel_available
 
 from recipes_lib.config.schema import RecipeConfig
@@ -155,6 +156,30 @@ def compile_layers(model: Any, options: Mapping[str, Any]) -> int:
     return len(layers)
 
 
+def match_kernels(frozen: Iterable[Any], trained: Any, args: TrainingArguments) -> None:
+    """Compile frozen models like the trained one, and replace their layers by Liger's kernels if it has them; in place.
+
+    A reference that equals the policy must have equal log-probabilities in the first step. By other kernels, those of
+    32 layers in bfloat16 differ by more than ``compute_rounding`` allows. Models of another architecture are unchanged:
+    their results are not expected to be equal.
+
+    Args:
+        frozen: Reference, base or teacher models.
+        trained: Trained model.
+        args: Options of ``choose_compilation`` and ``choose_liger``.
+
+    Source: ``tests/training/optim/test_compilation.py``.
+    """
+    compilation = getattr(args, "compilation", None)
+    for model in frozen:
+        if model.config.model_type != trained.config.model_type:
+            continue
+        if args.use_liger_kernel:
+            apply_liger_kernel(model, args.liger_kernel_config)  # type: ignore[no-untyped-call]
+        if compilation is not None:
+            compile_layers(model, compilation)
+
+
 class CompilationCheck(TrainerCallback):
     """Logs the number of compiled graphs after the first step: torch falls back to eager silently."""
 
@@ -181,8 +206,3 @@ def _count_graphs() -> int:
     # Not ``frames``: a frame whose graph break is inside of a checkpoint counts there, and runs in eager mode.
     number: int = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return number
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Return whether any module of a model is compiled in place."""
-    return any(module._compiled_call_impl is not None for module in model.modules())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +40,7 @@ from recipes_lib.losses.preference import (
 )
 from recipes_lib.models.adapters.lora import adapters_off, has_changed_base
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
-from recipes_lib.models.inference import find_device
+from recipes_lib.models.inference import find_device, preserve_training_state
 from recipes_lib.models.loading import load_causal_lm, load_model_config
 from recipes_lib.training.layouts.fsdp import prepare_frozen
 from recipes_lib.training.trainers.arguments import get_compute_dtype, get_rounding_dtype
@@ -48,8 +49,8 @@ from recipes_lib.training.trainers.pair_batches import (
     PairAttention,
     PairScores,
     compute_answer_logps,
-    compute_rounding,
     count_pairs,
+    measure_answer_rounding,
     read_inputs,
     split_sequences,
     verify_pair_attention,
@@ -182,14 +183,14 @@ def build_objective(
     return PreferenceObjective(list(args.loss_type), weights, options, args.ld_alpha, args.use_weighting, mean)
 
 
-def verify_first_scores(objective: PreferenceObjective, scores: PairScores, batch: Batch, dtype: torch.dtype) -> str:
+def verify_first_scores(objective: PreferenceObjective, scores: PairScores, batch: Batch, allowed: Tensor) -> str:
     """Verify the first step, where the policy equals its reference and all log-ratios are 0 up to rounding.
 
     Args:
         objective: The objective of the run.
         scores: Scores of the first batch, before any update.
         batch: The first batch.
-        dtype: Dtype that bounds the rounding error, from ``get_rounding_dtype``.
+        allowed: Rounding errors of the answers, chosen ones before rejected ones, ``float32 (2, P)``.
 
     Returns:
         A line for the log.
@@ -198,10 +199,9 @@ def verify_first_scores(objective: PreferenceObjective, scores: PairScores, batc
         DivergedError: A log-ratio exceeds the rounding error, or the loss of ``sigmoid`` is not ln 2.
     """
     beta, loss = objective.options.beta, float(scores.losses.detach().mean())
-    # (P, 2), flattened to the order of ``num_completion_tokens``: chosen and rejected alternate.
-    rewards = torch.stack([scores.figures["rewards/chosen"], scores.figures["rewards/rejected"]], dim=1).flatten()
-    lengths = batch["num_completion_tokens"].to(rewards.device)
-    allowed = compute_rounding(lengths, dtype)
+    rewards = torch.stack([scores.figures["rewards/chosen"], scores.figures["rewards/rejected"]]).flatten()
+    # Chosen and rejected answers alternate.
+    lengths, allowed = batch["num_completion_tokens"].view(-1, 2).T.flatten(), allowed.flatten()
     # argmax returns the index of a NaN if there is one.
     worst = int((rewards.abs() / allowed).argmax())
     shift, rounding = float(rewards[worst]) / beta, float(allowed[worst])
@@ -258,6 +258,10 @@ class DPOTrainer(PairTrainer):
         if is_own_reference:
             self.add_callback(_WarnOnChosenLikelihood(self.observer.progress.say))
 
+    def list_frozen(self) -> list[Any]:
+        """Return the reference model, unless its log-probabilities are read from files or from the policy."""
+        return [] if self.objective.reference is None else [self.objective.reference]
+
     def get_batch_samples(self, *args: Any) -> tuple[list[dict[str, Any]], torch.Tensor | None]:
         """Take the micro-batches of a step, and compute the normaliser of ``sft`` over all of them."""
         batches, num_pairs = super().get_batch_samples(*args)
@@ -272,10 +276,16 @@ class DPOTrainer(PairTrainer):
         """Score a batch of pairs; verify with the first one of a run that the policy equals its reference."""
         scores = self.objective.score(model, batch, self._mean_chosen_tokens)
         if not self._has_first_scores:
-            dtype = get_rounding_dtype(self.model, self.args)
-            self.observer.progress.say(verify_first_scores(self.objective, scores, batch, dtype))
+            self.observer.progress.say(verify_first_scores(self.objective, scores, batch, self._measure(model, batch)))
             self._has_first_scores = True
         return scores
+
+    def _measure(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the rounding errors of the answers of a batch, ``float32 (2, P)``."""
+        score = functools.partial(compute_answer_logps, model, batch, ld_alpha=self.objective.ld_alpha)
+        lengths, dtype = batch["num_completion_tokens"].view(-1, 2).T, get_rounding_dtype(self.model, self.args)
+        with preserve_training_state(model):
+            return measure_answer_rounding(model, score, score(), lengths, dtype)
 
     def build_stand_ins(self) -> dict[str, Any]:
         """Return those of ``PairTrainer``, and skip ``verify_first_scores`` in an uncounted pass."""

@@ -112,6 +112,10 @@ class SFTTrainer(NextTokenTrainer):
             base.prepare(self.accelerator)
             self.add_figures(self.base_figures)
 
+    def list_frozen(self) -> list[Any]:
+        """Return the initial model of ``kl_to_base``, unless it is the trained one without its adapter."""
+        return [] if self.base is None or self.base.model is None else [self.base.model]
+
     def compute_loss(
         self,
         model: nn.Module,

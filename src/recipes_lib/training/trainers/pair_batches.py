@@ -23,7 +23,7 @@ from recipes_lib.models.attention.shared_prompt import (
     prove_shared_prompt,
     supports_shared_prompt,
 )
-from recipes_lib.models.inference import find_device
+from recipes_lib.models.inference import find_device, measure_rounding
 
 _ROUNDING: Final = {
     torch.float32: (3e-5, 3e-6),
@@ -100,6 +100,26 @@ def compute_rounding(num_tokens: Tensor, dtype: torch.dtype) -> Tensor:
     # Errors of tokens are partly independent (square root) and partly systematic (linear).
     per_root, per_token = _ROUNDING[dtype]
     return per_root * num_tokens.float().sqrt() + per_token * num_tokens
+
+
+def measure_answer_rounding(
+    model: nn.Module, score: Callable[[], Tensor], logps: Tensor, num_tokens: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return the allowed difference of two computations of log-probabilities as ``compute_rounding``, ``float32``.
+
+    In 16 bits it is larger for a model whose rounding errors are larger than those from which its coefficients are,
+    as those of deep models are: they are measured on these answers. Every process must call.
+
+    Args:
+        model: The model that computes, with or without a wrapper.
+        score: Computes ``logps``.
+        logps: Log-probabilities of answers, of any shape.
+        num_tokens: Tokens of each answer, of the same shape.
+        dtype: As ``compute_rounding``.
+    """
+    roots = num_tokens.to(logps.device).float().sqrt()
+    per_root = measure_rounding(model, lambda: score() / roots, logps / roots)
+    return torch.maximum(compute_rounding(num_tokens.to(logps.device), dtype), per_root * roots)
 
 
 def split_sequences(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

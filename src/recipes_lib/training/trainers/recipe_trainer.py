@@ -45,7 +45,12 @@ from recipes_lib.training.monitoring.callbacks import (
     tolerate_tracker_failures,
 )
 from recipes_lib.training.monitoring.metrics import StepCounter
-from recipes_lib.training.optim.compilation import CompilationCheck, compile_layers, is_compiled, preserve_architecture
+from recipes_lib.training.optim.compilation import (
+    CompilationCheck,
+    compile_layers,
+    match_kernels,
+    preserve_architecture,
+)
 from recipes_lib.training.optim.optimizers import describe_groups, format_group, get_decay_names, split_loraplus_groups
 from recipes_lib.training.trainers.arguments import get_compute_dtype, verify_fp8_layers
 
@@ -149,6 +154,10 @@ class RecipeTrainer(CheckpointingTrainer):
     def mask_batch(self, batch: Batch) -> Batch:
         """Return a copy of a batch without loss terms, which takes part in the collectives of a step only."""
 
+    def list_frozen(self) -> list[Any]:
+        """Return the frozen models that compute beside the trained one: a reference, a base or a teacher."""
+        return []
+
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Return the names of the parameters with ``weight_decay``."""
         return get_decay_names(model, decay_embeddings=self.decay_embeddings)
@@ -175,13 +184,14 @@ class RecipeTrainer(CheckpointingTrainer):
             # Otherwise upstream's train() enables it again, without ``save_matmuls``, which it does not know.
             self.args.activation_checkpointing = False
         compilation = getattr(self.args, "compilation", None)
-        if compilation is not None and not is_compiled(self.model):
+        if compilation is not None:
             num_layers = compile_layers(self.model, compilation)
             self.add_callback(CompilationCheck(num_layers, self.observer.progress))
         # Used by forward passes before training; DeepSpeed's engine, which upstream's train() builds, adds its own.
         remove_gather_hooks(self.model)
         watching = WATCHDOG.watching(Path(str(self.args.output_dir)), is_main=self.args.process_index == 0)
         with STOP.deferred(), watching, preserve_architecture(self.model):
+            match_kernels(self.list_frozen(), self.model, self.args)
             try:
                 output = self.guard.train(super().train, resume_from_checkpoint)
                 self.show_averaged_weights()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import shutil
@@ -32,7 +33,7 @@ from recipes_lib.models.inference import evaluating, find_device, preserve_rando
 from recipes_lib.training.collectives import broadcast_object, compute_on_main, get_rank, sum_tensor
 from recipes_lib.training.evaluation.held_out import count_rounds, share_rows
 from recipes_lib.training.monitoring.progress import TrainingProgress
-from recipes_lib.training.trainers.pair_batches import compute_rounding
+from recipes_lib.training.trainers.pair_batches import measure_answer_rounding
 
 REFERENCE_FOLDER: Final = "reference"
 """Folder of ``output_dir`` with a copy, from which the run resumes."""
@@ -190,10 +191,12 @@ class ReferenceLogps:
             for start in range(0, len(numbers), batch_size):
                 batch = numbers[start : start + batch_size].tolist()
                 pairs = [rows.rows[number] for number in batch]
-                lengths = torch.tensor([[len(pair["chosen_ids"]), len(pair["rejected_ids"])] for pair in pairs])
-                differences.append((score(pairs).T.float().cpu() - torch.from_numpy(rows.logps[batch])).abs())
-                allowed.append(compute_rounding(lengths, dtype))
-        difference, limit = torch.cat(differences), torch.cat(allowed)
+                lengths = torch.tensor([[len(pair[name]) for pair in pairs] for name in ("chosen_ids", "rejected_ids")])
+                logps = score(pairs)
+                differences.append((logps.float().cpu() - torch.from_numpy(rows.logps[batch]).T).abs())
+                rounding = measure_answer_rounding(model, functools.partial(score, pairs), logps, lengths, dtype)
+                allowed.append(rounding.cpu())
+        difference, limit = torch.cat(differences, dim=1), torch.cat(allowed, dim=1)
         return broadcast_object((float(difference.max()), bool((difference <= limit).all())))
 
     def _read(self, *, is_resumed: bool) -> dict[str, _Logps] | None:
