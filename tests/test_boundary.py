@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from tests.forked import run_python
 
 from recipes_lib.boundary import parse_or_exit, run_command
 from recipes_lib.errors import ConfigError, DataError, DivergedError, LostPeerError, PreemptedError, Problem
+from recipes_lib.files import staging_folder
 from recipes_lib.processes import find_dead_process
 from recipes_lib.stopping import STOP, StopRequest
 
@@ -104,6 +107,47 @@ def test_stop_during_creation_of_class_is_no_bug(stop, code, capsys) -> None:
 
     assert run_command(lambda: type("Imported", (), {"field": Field()})) == code
     assert "bug" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("handler", "number", "code"),
+    [
+        (signal.SIG_DFL, signal.SIGTERM, 75),
+        (signal.SIG_DFL, signal.SIGUSR1, 75),
+        (signal.SIG_DFL, signal.SIGHUP, 75),
+        (signal.SIG_IGN, signal.SIGHUP, 0),  # Under nohup.
+        (lambda *_: None, signal.SIGTERM, 0),  # As in a run, which saves before it ends.
+        (signal.default_int_handler, signal.SIGINT, 130),
+    ],
+)
+def test_stop_signal_unwinds_command(handler, number, code, tmp_path, capsys) -> None:
+    def command() -> None:
+        with staging_folder(tmp_path / "model"):
+            os.kill(os.getpid(), number)
+
+    before = signal.signal(number, handler)
+    try:
+        assert run_command(command) == code
+        assert signal.getsignal(number) == handler
+    finally:
+        signal.signal(number, before)
+    assert list(tmp_path.iterdir()) == []
+    words = {0: "", 130: "interrupted\n"}
+    assert capsys.readouterr().err == words.get(code, f"{number.name}: run the same command again\n")
+
+
+def test_stop_signal_keeps_default_action_in_threads_and_launches(monkeypatch) -> None:
+    handlers: list[object] = []
+
+    def command() -> None:
+        handlers.append(signal.getsignal(signal.SIGTERM))
+
+    with ThreadPoolExecutor() as pool:  # Only the main thread may set signal handlers.
+        assert pool.submit(run_command, command).result() == 0
+    # A launcher stops its processes because one of them has failed.
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run_command(command) == 0
+    assert handlers == [signal.SIG_DFL] * 2
 
 
 @pytest.mark.parametrize(("error", "code"), [(DivergedError("nan"), 3), (PreemptedError("SIGTERM"), 75)])

@@ -185,6 +185,14 @@ def test_explain_refusal_recognises_system_errors(error, words):
         assert problem.remedy
 
 
+def test_explain_refusal_recognises_deleted_folder(tmp_path):
+    missing = FileNotFoundError(errno.ENOENT, "No such file", str(tmp_path / "deleted" / "rows.jsonl"))
+    assert f"{missing.filename}: its folder is missing: No such file" in str(explain_refusal(missing))
+    other = KeyError("x")
+    other.__context__ = missing  # Looked for in vain, and then another error.
+    assert explain_refusal(other) is None
+
+
 @pytest.mark.parametrize(
     "error",
     [FileNotFoundError(errno.ENOENT, "No such file", "a"), OSError("odd"), PermissionError("ours"), KeyError("x")],

@@ -7,17 +7,14 @@ import fcntl
 import hashlib
 import json
 import os
-import signal
 import stat
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.forked import run_python
 
-from recipes_lib.errors import ConfigError, DataError, PreemptedError
+from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.files import (
     atomic_file,
     atomic_folder,
@@ -29,7 +26,6 @@ from recipes_lib.files import (
     read_record,
     replace_record,
     spell_numbers,
-    staging_folder,
     try_lock,
 )
 
@@ -208,36 +204,6 @@ def test_atomic_file_replaces_after_successful_block_only(tmp_path):
     with atomic_file(path) as partial:
         partial.touch(0o600)  # As safetensors 0.8 creates it.
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
-
-
-@pytest.mark.parametrize(
-    ("handler", "number", "raises"),
-    [
-        (signal.SIG_DFL, signal.SIGTERM, True),
-        (signal.SIG_DFL, signal.SIGHUP, True),
-        (signal.SIG_IGN, signal.SIGHUP, False),  # Under nohup.
-        (lambda *_: None, signal.SIGTERM, False),
-    ],
-)
-def test_stop_signal_deletes_staging_folder(tmp_path: Path, handler: Any, number: signal.Signals, raises: bool) -> None:
-    before = signal.signal(number, handler)
-    try:
-        found = pytest.raises(PreemptedError, match=f"{number.name}: run the same command again")
-        with found if raises else nullcontext(), staging_folder(tmp_path / "model"):
-            os.kill(os.getpid(), number)
-        assert list(tmp_path.iterdir()) == []
-        assert signal.getsignal(number) == handler
-    finally:
-        signal.signal(number, before)
-
-
-def test_staging_folder_needs_no_main_thread(tmp_path: Path) -> None:
-    def stage() -> bool:
-        with staging_folder(tmp_path / "model") as folder:
-            return folder.is_dir()
-
-    with ThreadPoolExecutor() as pool:  # Only the main thread may set signal handlers.
-        assert pool.submit(stage).result()
 
 
 def test_atomic_folder_is_renamed_after_successful_block_only(tmp_path: Path) -> None:

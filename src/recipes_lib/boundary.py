@@ -26,7 +26,7 @@ from recipes_lib.errors import (
     UserError,
     explain_refusal,
 )
-from recipes_lib.stopping import STOP
+from recipes_lib.stopping import STOP, raising_stop_signals
 
 if TYPE_CHECKING:
     from recipes_lib.config.schema import RecipeConfig
@@ -118,7 +118,8 @@ def run_command(command: Callable[[], int | None]) -> int:
     for name in _EXPECTED_WARNINGS:
         logging.getLogger(name).addFilter(_is_unexpected)
     try:
-        code = command() or EXIT_DONE
+        with raising_stop_signals():
+            code = command() or EXIT_DONE
     except BaseException as raised:
         STOP.close()
         error = _find_stop(raised)

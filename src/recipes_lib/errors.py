@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Final
 
 EXIT_DONE = 0
@@ -32,6 +33,11 @@ _FILE_ERRORS: Final = {
     ),
     **dict.fromkeys(
         (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR), ("not a valid file path", "correct the path")
+    ),
+    # Of a file whose folder exists, it is a bug.
+    errno.ENOENT: (
+        "its folder is missing",
+        "it was deleted or renamed, or its disk was unmounted: run the same command again",
     ),
     errno.EEXIST: ("a file of this name is in the way", "name another path, or move the file"),
     **dict.fromkeys(
@@ -328,7 +334,9 @@ def explain_refusal(error: BaseException) -> Problem | None:
         for pattern, (place, found, remedy) in _PHRASES.items():
             if line := next(filter(re.compile(pattern).search, lines), None):
                 return Problem(place or str(name or "output_dir"), f"{found}: {line}", remedy)
-        if code in _FILE_ERRORS and name is not None:
+        # A cause may be a file that a library has looked for in vain, before another error.
+        is_unforeseen = code == errno.ENOENT and (cause is not error or Path(str(name)).parent.is_dir())
+        if code in _FILE_ERRORS and name is not None and not is_unforeseen:
             found, remedy = _FILE_ERRORS[code]
             return Problem(str(name)[:120], f"{found}: {os.strerror(code)}", remedy)
         is_host = isinstance(cause, MemoryError) or code == errno.ENOMEM

@@ -11,18 +11,16 @@ import math
 import os
 import secrets
 import shutil
-import signal
 import stat
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
-from types import FrameType, UnionType
+from types import UnionType
 from typing import IO, Any, Final
 
-from recipes_lib.errors import ConfigError, DataError, PreemptedError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem
 
 MAX_BYTES: Final = 1 << 28
 """Maximum size of a JSON record or line, 256 MiB: far above any valid one, it bounds memory on an untrusted file."""
@@ -203,7 +201,6 @@ def staging_folder(place: Path) -> Iterator[Path]:
     Raises:
         ConfigError: Another process prepares ``place``.
         OSError: The folder cannot be created.
-        PreemptedError: SIGTERM or SIGHUP was received, and the process does not handle or ignore it itself.
     """
     staging = place.with_name(f".{place.name}.partial")
     staging.parent.mkdir(parents=True, exist_ok=True)
@@ -214,29 +211,10 @@ def staging_folder(place: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
         try:
             staging.mkdir()
-            with _raising_stop_signals():
-                yield staging
+            yield staging
         finally:
             shutil.rmtree(staging, ignore_errors=True)
             lock.unlink(missing_ok=True)
-
-
-@contextmanager
-def _raising_stop_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise in the block, as Ctrl-C does: their default action deletes no folder."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise PreemptedError(f"{signal.Signals(number).name}: run the same command again")
-
-    is_main = threading.current_thread() is threading.main_thread()  # Only this thread may set handlers.
-    numbers = [one for one in (signal.SIGTERM, signal.SIGHUP) if is_main and signal.getsignal(one) == signal.SIG_DFL]
-    for number in numbers:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager

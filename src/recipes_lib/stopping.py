@@ -155,6 +155,32 @@ class StopRequest:
             threading.Thread(target=_obey_parent, daemon=True).start()
 
 
+@contextmanager
+def raising_stop_signals() -> Iterator[None]:
+    """Let stop signals raise in the block, as Ctrl-C does: their default action ends a process without a message.
+
+    Does nothing in one of several processes, outside the main thread, and for signals that are handled, as in a run,
+    or ignored, as under ``nohup``.
+
+    Raises:
+        PreemptedError: A stop signal was received.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise PreemptedError(f"{signal.Signals(number).name}: run the same command again")
+
+    # A launcher sends SIGTERM to its processes when one has failed, and reports that itself.
+    is_alone = processes.read_world_size() == 1 and threading.current_thread() is threading.main_thread()
+    numbers = [number for number in STOP_SIGNALS if is_alone and signal.getsignal(number) == signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def _end_worker(error: BaseException, item: object) -> None:
     """End a process whose queue cannot send an item, as with a full ``/dev/shm``: its receiver would wait forever."""
     _leave(EXIT_BUG, f"a worker process ends: {explain_refusal(error) or repr(error)}")

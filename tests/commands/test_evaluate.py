@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -246,8 +247,8 @@ def test_watch_exports_sharded_checkpoint_and_stops_on_error(recipes, recorded, 
     recipes("eval", "watch", sharded)
     assert recorded.commands == ["export", "eval"]
     (sharded / "eval" / "checkpoint-2" / "eval.json").unlink()
-    recorded.code = 2
-    recipes("eval", "watch", sharded, code=2)
+    for recorded.code, code in ((2, 2), (-signal.SIGKILL, 137)):
+        assert f"its evaluation ended with exit code {code}" in recipes("eval", "watch", sharded, code=code)
 
 
 def test_watch_evaluates_finished_export_of_deleted_checkpoint(recipes, recorded, sharded: Path, monkeypatch) -> None:

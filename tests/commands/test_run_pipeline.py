@@ -257,9 +257,15 @@ def test_configurations_and_models_that_commands_will_write_are_unknown(recipes,
     assert note == "without the time of scores, keys, written, merged, of-scores, of-written, of-of-scores"
 
 
-def test_plan_reports_invalid_keys(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="sft: --learnin_rate"):
-        plan_stages(write_pipeline(tmp_path, learnin_rate=1), "H100", None, None)
+def test_plan_reports_invalid_keys_but_not_stages_that_follow(tmp_path: Path) -> None:
+    path = write_pipeline(tmp_path, learnin_rate=1)
+    document = json.loads(path.read_text())
+    sft = {name: value for name, value in document["stages"]["sft"]["set"].items() if name != "learnin_rate"}
+    document["stages"]["more"] = {"recipe": "sft", "set": {**sft, "model_name_or_path": "${sft.output}"}}
+    path.write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match="sft: --learnin_rate") as caught:
+        plan_stages(path, "H100", None, None)
+    assert len(caught.value.problems) == 1
 
 
 SHIPPED = {"speedrun": 7, "teaching_assistants": 3, "zephyr": 4, "iterated_dpo": 6}

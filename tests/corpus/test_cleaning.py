@@ -13,6 +13,7 @@ import sys
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
+from types import SimpleNamespace
 
 import pytest
 from tests.corpus.texts import ENGLISH, GERMAN, jaccard, make_text, read_corpus, vary, write_rows
@@ -24,7 +25,7 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.corpus import cleaning, inputs
 from recipes_lib.corpus.cleaning import make_corpus
 from recipes_lib.data.sources.canonical import load_source, read_rows
-from recipes_lib.errors import ConfigError, DataError
+from recipes_lib.errors import ConfigError, DataError, PreemptedError
 from recipes_lib.files import try_lock
 
 QUESTION = " ".join(f"item{at}" for at in range(20))
@@ -570,8 +571,11 @@ def test_memory_request_follows_input_size(tmp_path):
     assert cleaning.choose_options(replace(job, name="writing"), config) == {"cpus_per_task": 2}
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "disk full"), DataError()])
-def test_failed_task_cancels_pending_tasks(error):
+STOP = PreemptedError("SIGTERM")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), STOP, OSError(28, "disk full"), DataError()])
+def test_failed_task_cancels_pending_tasks(error, monkeypatch):
     class Pool:
         """Executor whose first task fails and whose other tasks stay pending."""
 
@@ -584,7 +588,9 @@ def test_failed_task_cancels_pending_tasks(error):
         def shutdown(self, *, cancel_futures):
             self.is_cancelled = cancel_futures
 
-    pool = Pool()
+    pool, ended = Pool(), []
+    monkeypatch.setattr(cleaning, "active_children", lambda: [SimpleNamespace(terminate=lambda: ended.append(1))])
     with pytest.raises(type(error)):
         list(cleaning._run_tasks([(None, rank) for rank in range(3)], pool, "cleaning"))
     assert pool.is_cancelled
+    assert ended == [1] * (error is STOP)

@@ -285,9 +285,16 @@ def test_invalid_file_is_rejected_with_location(tmp_path: Path, text: str, messa
         ("stages: {a: {recip: sft}, b: {recipe: no}, c: {run: '${d.output}'}}", 3),
         ("stages: {a: {run: x, matrix: {seed: []}}, b: {run: 'y ${a.output}'}}", 1),
         ("stages: {a: {recip: sft}, b: {run: 'y ${a.output}', needs: [a]}}", 1),
+        ("stages: {a: {rounds: 0, stages: {b: {run: x}}}, c: {run: 'y ${b.output}', needs: [a]}}", 1),
         ("output: x\noutput_dir: 5\nenvironment: [A]\nstages: {a: {recip: sft}}", 4),
     ],
-    ids=["independent", "empty sweep and its dependent", "invalid stage and its dependent", "file and stage"],
+    ids=[
+        "independent",
+        "empty sweep and its dependent",
+        "invalid stage and its dependent",
+        "loop and its dependent",
+        "file and stage",
+    ],
 )
 def test_problems_are_reported_together_and_once(tmp_path: Path, text: str, num_problems: int) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -105,6 +105,9 @@ def watch(argv: Sequence[str]) -> int:
             sys.stdout.write(f"{checkpoint.name}\n")
             sys.stdout.flush()
             if code := _evaluate_checkpoint(checkpoint, folder, given):
+                # The convention of shells for a process that a signal has ended, such as that of the OOM killer.
+                code = code if code > 0 else 128 - code
+                sys.stderr.write(f"{checkpoint.name}: its evaluation ended with exit code {code}\n")
                 return code
         if not is_running:
             return EXIT_DONE

@@ -295,19 +295,20 @@ def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | 
             the GPU is unknown.
     """
     rows, plans, problems = [("stage", "GPUs", "GB each", "hours", "cost")], dict[str, StagePlan](), list[Problem]()
-    unplanned = set[str]()
+    created = list[Path]()
     with _using_placeholders(path) as (placeholder, put_output):
         outputs = {stage.name: stage.output for stage in placeholder.stages}
         for stage in placeholder.stages:
-            is_placeholder = put_output(stage)
+            if is_placeholder := put_output(stage):
+                created.append(stage.output)
             plans[stage.name] = StagePlan(0)
             models = {word for flag, word in pairwise(stage.argv) if flag.endswith("model_name_or_path")}
             shapes = [file for need in stage.needs if (file := outputs[need] / "config.json").is_file()]
+            # Also outputs of stages whose own plan has failed.
+            unplanned = {str(output) for output in created if not (output / "config.json").is_file()}
             if is_placeholder and stage.command in ("export", "merge") and shapes:
                 shutil.copy(shapes[0], stage.output)
-            elif stage.recipe not in RECIPE_NAMES or not stage.has_given_config or models & unplanned:
-                unplanned |= {str(stage.output)} if is_placeholder else set()
-            else:
+            elif stage.recipe in RECIPE_NAMES and stage.has_given_config and not models & unplanned:
                 with _naming_problems(stage.name, problems):
                     plans[stage.name] = _plan(stage, gpu, num_processes, writes_config=is_placeholder)
     if problems:

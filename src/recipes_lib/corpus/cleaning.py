@@ -19,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,7 +58,7 @@ from recipes_lib.data.sources.formats import canonicalize
 from recipes_lib.data.sources.messages import clean_messages
 from recipes_lib.data.sources.readers import enumerate_lines
 from recipes_lib.data.store import compute_key
-from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.errors import ConfigError, DataError, PreemptedError, Problem
 from recipes_lib.files import explain_write_errors, hash_file, read_record, replace_record, try_lock
 from recipes_lib.processes import count_cores
 
@@ -412,7 +412,10 @@ def _run_tasks(
         found = f"{name}: a worker process was killed, perhaps for its memory"
         remedy = "lower `workers`, and run again: completed tasks are kept"
         raise ConfigError(Problem("workers", found, remedy)) from error
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, PreemptedError):  # Unlike the Ctrl-C of a terminal, it has not reached the workers.
+            for worker in active_children():
+                worker.terminate()
         # Cancel pending tasks: closing the pool would run all of them, for hours after Ctrl-C.
         pool.shutdown(cancel_futures=True)
         raise

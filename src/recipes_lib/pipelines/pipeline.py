@@ -197,6 +197,8 @@ class _Reader:
         if entry["rounds"] < 1 or not inner:
             remedy = "write rounds: 3, start: {policy: MODEL} and stages: {...}"
             self._refuse(where, "is not a number of rounds with stages", remedy)
+            for name in inner or ():
+                self._remember(str(name), [])
             return
         for name, start in (entry.get("start") or {}).items():
             if name not in inner:  # It would be the same in every round.
