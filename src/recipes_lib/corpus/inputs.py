@@ -35,7 +35,7 @@ from recipes_lib.data.sources.local_files import (
 from recipes_lib.data.sources.messages import TRAIN
 from recipes_lib.data.sources.readers import read_parquet
 from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
-from recipes_lib.errors import DataError, Problem
+from recipes_lib.errors import DataError, Problem, ReadFailedError
 
 READ: Final = "read"
 """Name of the first step, in counts and reports."""
@@ -280,6 +280,7 @@ class Read(PipelineStep):  # type: ignore[misc]
 
         Raises:
             DataError: A record cannot be read and ``raises`` is set, or a document does not fit the source's kind.
+            ReadFailedError: A disk or network failed.
         """
         tally = self.ledger.tallies[READ]
         for part in self.source.tasks[rank]:
@@ -332,10 +333,13 @@ class Read(PipelineStep):  # type: ignore[misc]
                 yield from read_warc(part.page, part.label)
             elif part.page is not None:
                 yield read_page(part.page, part.label)
+        except ReadFailedError:
+            raise  # If it was counted, the finished corpus would lack the rest of this part, also after a repetition.
         except DataError as error:
             yield from error.problems
         except OSError as error:
-            yield Problem(part.label, f"cannot be read: {error.strerror or error}")
+            found = f"cannot be read: {error.strerror or error}"
+            raise ReadFailedError(Problem(part.label, found, "run the same command again")) from error
 
 
 def read_documents(entries: Iterable[Entry], label: str) -> Iterator[Document | Problem]:
