@@ -16,7 +16,7 @@ from datatrove.data import Document
 
 from recipes_lib.corpus.documents import hash_name
 from recipes_lib.corpus.duplicates import UNSPACED
-from recipes_lib.corpus.text_steps import MAX_CLASSIFIED, load_fasttext, predict_fasttext
+from recipes_lib.corpus.text_steps import MAX_CLASSIFIED, list_labels, load_fasttext, predict_fasttext, verify_label
 from recipes_lib.errors import ConfigError, DataError, Problem, verify_extra
 from recipes_lib.files import atomic_file, read_record, replace_record
 
@@ -208,15 +208,13 @@ def read_linear(folder: Path) -> LinearClassifier:
     return LinearClassifier(labels, weight, bias, record["num_words"])
 
 
-def verify_label(path: str, label: str) -> None:
-    """Verify that a linear classifier has a label; fastText models, which do not list their labels, always pass.
+def _verify_label(key: str, path: str, label: str) -> None:
+    """Verify that the classifier at ``path`` has the label of a key.
 
     Raises:
-        ConfigError: The classifier has no such label, or cannot be read.
+        ConfigError: It does not, or cannot be read.
     """
-    if Path(path).is_dir() and label not in (labels := load_classifier(path)("")):
-        found = f"the classifier at {path} has no label {label!r}"
-        raise ConfigError(Problem("classifier_label", found, f"write one of {', '.join(labels)}"))
+    verify_label(key, label, list(load_classifier(path)("")) if Path(path).is_dir() else list_labels(path))
 
 
 class Classifier:
@@ -228,9 +226,9 @@ class Classifier:
         """Keep documents with a probability of at least ``threshold`` for ``label`` under the model at ``path``.
 
         Raises:
-            ConfigError: As ``verify_label``.
+            ConfigError: The classifier has no such label, or cannot be read.
         """
-        verify_label(path, label)
+        _verify_label("classifier_label", path, label)
         self._path, self._label, self._threshold = path, label, threshold
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
@@ -263,11 +261,11 @@ class Toxicity:
             threshold: Smallest probability of ``label`` at which a document is removed.
 
         Raises:
-            ConfigError: As ``verify_label``.
+            ConfigError: The classifier has no such label, or cannot be read.
             DataError: A word list cannot be read, or all are empty.
         """
         if classifier is not None:
-            verify_label(classifier, label)
+            _verify_label("toxicity_classifier_label", classifier, label)
         self._classifier, self._label, self._threshold = classifier, label, threshold
         self._keep_fraction = keep_fraction
         words: set[str] = set()
