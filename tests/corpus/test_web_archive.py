@@ -94,7 +94,7 @@ def test_body_that_cannot_be_decompressed_is_counted(tmp_path, encoding):
     write_warc(tmp_path / "a.warc", records)
     documents, ledger, _ = read({"name": str(tmp_path / "a.warc")})
     assert [document.text for document in documents] == ["<p>two</p>"]
-    assert [f"content encoding is `{encoding}`" in note for note in ledger.notes] == [True]
+    assert ledger.notes == ["a/a.warc:1: not a whole WARC record: Truncated compressed stream"]
 
 
 @pytest.mark.parametrize("encoding", ["br", "zstd"])

@@ -494,10 +494,8 @@ def _tables() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint64], HashArray,
 
 def hash_words(text: str) -> Words:
     """Return the words of a text, hashed without distinction of case and of Unicode compatibility forms (NFKC)."""
-    pieces = [_hash_piece(codes, start) for start, codes in _cut(text)]
-    if len(pieces) == 1:
-        return pieces[0]
-    return Words(*(np.concatenate(parts) for parts in zip(*pieces, strict=True)))
+    pieces = zip(*(_hash_piece(codes, start) for start, codes in _cut(text)), strict=True)
+    return Words(*map(np.concatenate, pieces))
 
 
 def _cut(text: str) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:

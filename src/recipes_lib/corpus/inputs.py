@@ -293,17 +293,14 @@ class Read(PipelineStep):  # type: ignore[misc]
                 if self.source.entry.get("html"):
                     found.metadata[HTML] = True
                 size = count_bytes(found.text)
-                tally.documents_in += 1
-                tally.bytes_in += size
+                tally.count_in(size)
                 if not found.text.strip():
                     self.ledger.remove(READ, "empty", found)
-                    continue
-                if size > MAX_DOCUMENT_BYTES:
+                elif size > MAX_DOCUMENT_BYTES:
                     self.ledger.remove(READ, f"longer than {MAX_DOCUMENT_BYTES:,} bytes", found)
-                    continue
-                tally.documents_out += 1
-                tally.bytes_out += size
-                yield found
+                else:
+                    tally.count_out(size)
+                    yield found
 
     def _verify_kind(self, document: Document) -> None:
         """Raise for a chat in a source of texts, whose columns would be lost, and for a text in a source of chats."""
@@ -365,11 +362,8 @@ def read_documents(entries: Iterable[Entry], label: str) -> Iterator[Document | 
 
 def _to_document(row: Row, entry: RawRow, label: str, row_format: RowFormat) -> Document:
     row_id = entry.columns.get("id")
-    name = (
-        f"{label}:{entry.index}"
-        if row_id is None or isinstance(row_id, dict | list)
-        else escape_surrogates(str(row_id))
-    )
+    has_id = row_id is not None and not isinstance(row_id, dict | list)
+    name = escape_surrogates(str(row_id)) if has_id else f"{label}:{entry.index}"
     used = {*row_format.columns, "id", "source"}
     metadata = {column: value for column, value in entry.columns.items() if column not in used}
     if row.text is not None:

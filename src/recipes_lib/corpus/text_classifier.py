@@ -17,7 +17,7 @@ from datatrove.data import Document
 from recipes_lib.corpus.documents import hash_name
 from recipes_lib.corpus.duplicates import UNSPACED
 from recipes_lib.corpus.text_steps import MAX_CLASSIFIED, list_labels, load_fasttext, predict_fasttext, verify_label
-from recipes_lib.errors import ConfigError, DataError, Problem, verify_extra
+from recipes_lib.errors import ConfigError, DataError, Problem, raise_problems, verify_extra
 from recipes_lib.files import atomic_file, read_record, replace_record
 
 SETTINGS_FILE: Final = "classifier.json"
@@ -114,13 +114,12 @@ def split_held_out(texts: Texts, share: float) -> tuple[dict[str, list[str]], di
         for text in group:
             # By a 56-bit hash of the content, so that the split is reproducible and does not separate copies.
             parts[hash_name(text) < share * (1 << 56)][label].append(text)
-    few = {label: len(group) for label, group in parts[1].items() if len(group) < _MIN_HELD_OUT}
-    if few:
-        problems = [
-            Problem(label, f"{number} of {len(texts[label])} texts are held out", "give more texts of this label")
-            for label, number in few.items()
-        ]
-        raise DataError(*problems)
+    few = [
+        Problem(label, f"{len(group)} of {len(texts[label])} texts are held out", "give more texts of this label")
+        for label, group in parts[1].items()
+        if len(group) < _MIN_HELD_OUT
+    ]
+    raise_problems(few, "recipes classifier")
     return parts
 
 
@@ -275,9 +274,8 @@ class Toxicity:
                 lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
                 words |= {line.strip().lower() for line in lines} - {""}
             except (OSError, UnicodeDecodeError) as error:
-                raise DataError(
-                    Problem(path, f"cannot be read: {error}", "name a text file, one word a line")
-                ) from error
+                found = f"cannot be read: {error}"
+                raise DataError(Problem(path, found, "name a text file, one word a line")) from error
         if paths and not words:
             raise DataError(Problem(", ".join(paths), "the word lists are empty", "write one word or phrase a line"))
         # Longest first: a regular expression takes the first alternative that matches.

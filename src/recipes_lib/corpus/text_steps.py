@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import mmap
 import multiprocessing
 import os
 import re
 import threading
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -122,15 +121,16 @@ class Language:
         Raises:
             ConfigError: The model does not have one of the languages, or cannot be read.
         """
+        self._path = path or _find_language_model()
         # A misspelt code, such as `jp` for `ja`, would otherwise remove the language without an error.
         for language in (*languages, *others):
-            verify_label("languages", language, list_labels(path or _find_language_model()))
+            verify_label("languages", language, list_labels(self._path))
         self._thresholds = {language: float(others.get(language, threshold)) for language in languages}
-        self._path = path
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
         """Record the language and its probability; remove other languages and uncertain documents."""
-        language, score = _load_language_model(self._path)(document.text)
+        probabilities = predict_fasttext(load_fasttext(self._path), document.text, 1)
+        language, score = next(iter(probabilities.items()), ("unknown", 0.0))
         document.metadata |= {"language": language, "language_score": round(score, 4)}
         found[language] += 1
         if language not in self._thresholds:
@@ -154,13 +154,6 @@ def _find_language_model() -> str:
 
 
 @functools.cache
-def _load_language_model(path: str | None) -> Callable[[str], tuple[str, float]]:
-    """Return a function that returns the most probable language of a text, and its probability."""
-    model = load_fasttext(path or _find_language_model())
-    return lambda text: next(iter(predict_fasttext(model, text, 1).items()), ("unknown", 0.0))
-
-
-@functools.cache
 def load_fasttext(path: str) -> Any:
     """Load a fastText model.
 
@@ -176,19 +169,17 @@ def load_fasttext(path: str) -> Any:
         raise ConfigError(Problem(path, f"no fastText model: {error}", "name a .bin or .ftz file")) from None
 
 
+@functools.cache
 def list_labels(path: str) -> list[str]:
     """Return the labels of a fastText model, sorted; empty if its labels have another prefix than ``__label__``.
 
     They are searched in the file, because fastText's Python binding for predictions does not list them.
 
     Raises:
-        ConfigError: The file cannot be read.
+        ConfigError: As ``load_fasttext``.
     """
-    try:
-        with Path(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return sorted(label.decode() for label in re.findall(rb"__label__([^\0]+)\0", content))
-    except (OSError, ValueError) as error:
-        raise ConfigError(Problem(path, f"no fastText model: {error}", "name a .bin or .ftz file")) from None
+    load_fasttext(path)
+    return sorted(label.decode() for label in re.findall(rb"__label__([^\0]+)\0", Path(path).read_bytes()))
 
 
 def verify_label(key: str, label: str, labels: Sequence[str]) -> None:

@@ -33,8 +33,6 @@ _GZIP_HEAD: Final = 1 << 9
 """First bytes of a gzip member that are enough to decompress ``_RECORD``."""
 _CODECS: Final = {"br": "brotli", "zstd": "zstd"}
 """Content encoding of HTTP -> pyarrow's name, of those that warcio does not decode, or only with further packages."""
-_CONTROL: Final = re.compile(rb"[\x01-\x08]")
-"""Bytes that a page does not have, in contrast to compressed data."""
 _CHARSET: Final = re.compile(r"charset=[\s\"']*([\w.:-]+)", re.IGNORECASE)
 
 
@@ -202,25 +200,20 @@ def _read_body(record: Any) -> bytes:
     """Return at most ``MAX_PAGE_BYTES + 1`` bytes of a body, without chunks and content encoding.
 
     Raises:
-        ValueError: The body cannot be decompressed.
+        OSError: The body cannot be decompressed.
     """
-    http = record.http_headers
-    if http is None:
-        return bytes(record.content_stream().read(MAX_PAGE_BYTES + 1))
-    # warcio 1.8 only recognises `chunked` in lower case.
-    http.replace_header("Transfer-Encoding", http.get_header("Transfer-Encoding", "").strip().lower())
-    encoding = http.get_header("Content-Encoding", "").strip().lower()
+    http, encoding = record.http_headers, ""
+    if http is not None:
+        # warcio 1.8 only recognises `chunked` in lower case.
+        http.replace_header("Transfer-Encoding", http.get_header("Transfer-Encoding", "").strip().lower())
+        encoding = http.get_header("Content-Encoding", "").strip().lower()
     content = bytes(record.content_stream().read(MAX_PAGE_BYTES + 1))
-    if encoding in _CODECS:
+    # Some crawlers decompress the body and keep the header: then it begins with a tag, perhaps after a byte order mark.
+    if encoding in _CODECS and not content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<"):
         import pyarrow as pa
 
-        try:
-            with pa.CompressedInputStream(pa.BufferReader(content), _CODECS[encoding]) as stream:
-                return bytes(stream.read(MAX_PAGE_BYTES + 1))
-        except OSError as error:
-            # Some crawlers decompress the body, and keep the header.
-            if _CONTROL.search(content):
-                raise ValueError(f"its content encoding is `{encoding}`: {error}") from None
+        with pa.CompressedInputStream(pa.BufferReader(content), _CODECS[encoding]) as stream:
+            content = bytes(stream.read(MAX_PAGE_BYTES + 1))
     return content
 
 
