@@ -216,9 +216,8 @@ class HashTable:
 
     def iterate_lines(self) -> Iterator[tuple[HashArray, Ordinals]]:
         """Yield for every task the hashes of its lines, ``uint64 (L,)``, and the ordinal of the document of each."""
-        for start, sizes, lines in zip(
-            self.starts[:-1], self._iterate("num_lines"), self._iterate("lines"), strict=True
-        ):
+        arrays = zip(self.starts[:-1], self._iterate("num_lines"), self._iterate("lines"), strict=True)
+        for start, sizes, lines in arrays:
             yield np.asarray(lines), np.repeat(np.arange(start, start + len(sizes)), sizes)
 
     def _locate(self, ordinal: int) -> tuple[int, int]:

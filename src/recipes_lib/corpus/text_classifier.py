@@ -207,8 +207,8 @@ def read_linear(folder: Path) -> LinearClassifier:
     return LinearClassifier(labels, weight, bias, record["num_words"])
 
 
-def _verify_label(key: str, path: str, label: str) -> None:
-    """Verify that the classifier at ``path`` has the label of a key.
+def verify_classifier(key: str, path: str, label: str) -> None:
+    """Verify that the classifier at ``path`` has a label, which a key or an argument names.
 
     Raises:
         ConfigError: It does not, or cannot be read.
@@ -227,7 +227,7 @@ class Classifier:
         Raises:
             ConfigError: The classifier has no such label, or cannot be read.
         """
-        _verify_label("classifier_label", path, label)
+        verify_classifier("classifier_label", path, label)
         self._path, self._label, self._threshold = path, label, threshold
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
@@ -264,7 +264,7 @@ class Toxicity:
             DataError: A word list cannot be read, or all are empty.
         """
         if classifier is not None:
-            _verify_label("toxicity_classifier_label", classifier, label)
+            verify_classifier("toxicity_classifier_label", classifier, label)
         self._classifier, self._label, self._threshold = classifier, label, threshold
         self._keep_fraction = keep_fraction
         words: set[str] = set()
