@@ -222,6 +222,10 @@ class DataError(UserError):
     """Invalid data: a missing file, a malformed row, an example without a valid loss mask."""
 
 
+class ReadFailedError(DataError):
+    """A disk or network failed while data were read; the data themselves may be valid."""
+
+
 MAX_PROBLEMS: Final = 20
 """Maximum number of problems listed; the others are counted."""
 

@@ -54,6 +54,7 @@ def test_eval_accepts_existing_fasttext_model(recipes, tmp_path) -> None:
         (["train", "out", "good=a", "bad=b", "--held_out", 1], "write a share"),
         (["train", "out", "good=no/such.jsonl", "bad=b"], "no/such.jsonl"),
         (["eval", "no/such/model", "good={rows}", "bad={rows}"], "no fastText model"),
+        (["eval", FASTTEXT, "en={rows}", "english={rows}"], "english=: the model has no label 'english'"),
         (["train", "{rows}/out", "good={rows}", "bad={rows}"], "texts are held out"),
     ],
 )

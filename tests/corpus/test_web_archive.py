@@ -4,6 +4,7 @@ import gzip
 import io
 import random
 
+import pyarrow as pa
 import pytest
 from tests.corpus.test_inputs import read
 
@@ -18,8 +19,8 @@ def write_warc(path, records, protocol="HTTP/1.0"):
     with path.open("wb") as file:
         writer = WARCWriter(file, gzip=path.suffix == ".gz")
         for kind, body, *types in records:
-            kinds = [("Content-Type", content) for content in types or ["text/html"]]
-            headers = StatusAndHeaders("200 OK", kinds, protocol=protocol)
+            fields = [("Content-Type", field) if isinstance(field, str) else field for field in types or ["text/html"]]
+            headers = StatusAndHeaders("200 OK", fields, protocol=protocol)
             http = headers if kind == "response" else None
             record = writer.create_warc_record(
                 f"http://x/{len(body)}", kind, payload=io.BytesIO(body), http_headers=http
@@ -59,6 +60,52 @@ def test_page_is_decoded_by_the_charset_of_its_header(tmp_path, charset, codec, 
     write_warc(tmp_path / "a.warc", [("response", body.encode(codec), f"text/html; charset={charset}")])
     documents, _, _ = read({"name": str(tmp_path / "a.warc")})
     assert [document.text for document in documents] == [body]
+
+
+_ENCODE = {
+    "identity": bytes,
+    "gzip": gzip.compress,
+    "br": lambda body: pa.compress(body, codec="brotli", asbytes=True),
+    "zstd": lambda body: pa.compress(body, codec="zstd", asbytes=True),
+}
+
+
+@pytest.mark.parametrize("spell", [str.lower, str.title])
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize("encoding", _ENCODE)
+def test_body_is_read_without_chunks_and_content_encoding(tmp_path, encoding, is_chunked, spell):
+    """Names of encodings are case-insensitive (RFC 9110, 8.4.1; RFC 9112, 7). Some crawlers decode, and keep them."""
+    page, fields = b"<p>" + bytes(range(32, 127)) * 9, [("Content-Encoding", spell(encoding))]
+    bodies = [_ENCODE[encoding](page), page]
+    if is_chunked:
+        fields.append(("Transfer-Encoding", spell("chunked")))
+        chunks = [[body[at : at + 50] for at in range(0, len(body), 50)] + [b""] for body in bodies]
+        bodies = [b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in body) for body in chunks]
+    write_warc(tmp_path / "a.warc", [("response", body, "text/html", *fields) for body in bodies])
+    documents, ledger, _ = read({"name": str(tmp_path / "a.warc")})
+    assert [document.text for document in documents] == [page.decode()] * 2
+    assert not ledger.tallies[READ].removed
+
+
+@pytest.mark.parametrize("encoding", ["br", "zstd"])
+def test_body_that_cannot_be_decompressed_is_counted(tmp_path, encoding):
+    body = _ENCODE[encoding](bytes(range(256)) * 9)
+    records = [("response", body[:-3], ("Content-Encoding", encoding)), ("response", b"<p>two</p>")]
+    write_warc(tmp_path / "a.warc", records)
+    documents, ledger, _ = read({"name": str(tmp_path / "a.warc")})
+    assert [document.text for document in documents] == ["<p>two</p>"]
+    assert ledger.notes == ["a/a.warc:1: not a whole WARC record: Truncated compressed stream"]
+
+
+@pytest.mark.parametrize("encoding", ["br", "zstd"])
+def test_size_of_a_decompressed_body_is_limited(tmp_path, monkeypatch, encoding):
+    monkeypatch.setattr("recipes_lib.corpus.web_archive.MAX_PAGE_BYTES", 1000)
+    fields = ("Content-Encoding", encoding)
+    bodies = [_ENCODE[encoding](b"<" * size) for size in (1000, 1001)]
+    write_warc(tmp_path / "a.warc", [("response", body, fields) for body in bodies])
+    documents, ledger, _ = read({"name": str(tmp_path / "a.warc")})
+    assert [len(document.text) for document in documents] == [1000]
+    assert ledger.notes == ["a/a.warc:2: is longer than 1,000 bytes"]
 
 
 def test_response_over_http_2_is_read(tmp_path):

@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the command.
 
     Raises:
-        ConfigError: A flag is wrong, or the classifier cannot be read or written.
+        ConfigError: A flag is wrong, the classifier cannot be read or written, or does not have a label.
         DataError: A source cannot be read, or a label has too few documents.
     """
     options = _parse(argv)
@@ -32,11 +32,14 @@ def main(argv: Sequence[str]) -> None:
         read_linear,
         split_held_out,
         train_classifier,
+        verify_classifier,
     )
 
     texts = {label: _read_texts(label, names) for label, names in sources.items()}
     folder: Path = options.classifier
     if options.command == "eval":
+        for label in texts:
+            verify_classifier(f"{label}=", str(folder), label)
         evaluation = evaluate_classifier(load_classifier(str(folder)), texts)
     else:
         train, held_out = split_held_out(texts, options.held_out)

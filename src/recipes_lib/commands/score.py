@@ -218,7 +218,6 @@ def load_text_scorer(path: str) -> Callable[[str], float | None]:
 
     # The keys that an SFT configuration requires; no dataset is read, and nothing is written.
     given = {"model_name_or_path": path, "dataset_name": path, "output_dir": path}
-    scorer = load_row_scorer(
-        load_for_command("sft", [f"--{key}={value}" for key, value in given.items()]), read_launch()
-    )
+    config = load_for_command("sft", [f"--{key}={value}" for key, value in given.items()])
+    scorer = load_row_scorer(config, read_launch())
     return lambda text: scorer.score([Row(where=path, text=text)])[0].bits_per_byte

@@ -285,9 +285,8 @@ def _find_source_problems(config: CorpusConfig, settings: Settings) -> Iterator[
         if labels.count(label) > 1:
             yield settings.problem("sources", f"two sources have the name `{label}`", "give each its own `label`")
         if entry.get("html") and entry.get("kind") == "chat":
-            yield settings.problem(
-                "sources", f"`{label}` has both `kind: chat` and `html: true`", "delete one of the two"
-            )
+            found = f"`{label}` has both `kind: chat` and `html: true`"
+            yield settings.problem("sources", found, "delete one of the two")
         if config.mixture == "weights" and not entry.get("weight", 0) > 0:
             yield settings.problem("mixture", f"`{label}` has no weight above 0", "give each source a `weight`")
 

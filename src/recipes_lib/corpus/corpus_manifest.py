@@ -19,7 +19,7 @@ from recipes_lib import __version__
 from recipes_lib.config.corpus_keys import CorpusConfig
 from recipes_lib.corpus.documents import Ledger, quote, read_shard
 from recipes_lib.corpus.duplicates import describe_hashes
-from recipes_lib.corpus.inputs import CorpusInput
+from recipes_lib.corpus.inputs import READ, CorpusInput
 from recipes_lib.corpus.output import NEAR_STEP
 from recipes_lib.corpus.pii import build_masker
 from recipes_lib.data.sources.local_files import SPLIT_WORDS
@@ -226,14 +226,13 @@ def _explain_nothing(output_dir: str, ledger: Ledger) -> Problem:
         for reason, count in tally.removed.items()
     ]
     found = f"no document is left: {'; '.join(removed) or 'the sources are empty'}"
+    remedy = "name files with text, or split a long one: `{name: ..., text_documents: paragraph}`"
     if ledger.notes:
-        return Problem(
-            output_dir,
-            f"{found}. The first problem: {ledger.notes[0]}",
-            "fix it, or map columns: `{name: ..., columns: {text: content}}`",
-        )
-    remedy = "set these steps to `annotate` or `off`, or relax their thresholds"
-    return Problem(output_dir, found, remedy if removed else "name files or folders with text")
+        found += f". The first problem: {ledger.notes[0]}"
+        remedy = "fix it, or map columns: `{name: ..., columns: {text: content}}`"
+    elif any(tally.removed for step, tally in ledger.tallies.items() if step != READ):
+        remedy = "set these steps to `annotate` or `off`, or relax their thresholds"
+    return Problem(output_dir, found, remedy)
 
 
 def remove_old_work(work: Path, folders: Mapping[str, Any]) -> None:

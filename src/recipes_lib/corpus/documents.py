@@ -102,6 +102,16 @@ class StepTally:
     changed: int = 0
     found: Counter[str] = field(default_factory=Counter)
 
+    def count_in(self, num_bytes: int) -> None:
+        """Count a document before the step."""
+        self.documents_in += 1
+        self.bytes_in += num_bytes
+
+    def count_out(self, num_bytes: int) -> None:
+        """Count a document after the step."""
+        self.documents_out += 1
+        self.bytes_out += num_bytes
+
     def add(self, other: Mapping[str, Any]) -> None:
         """Add the ``to_record`` of another task."""
         for name, value in other.items():
@@ -236,8 +246,7 @@ class Apply(PipelineStep):  # type: ignore[misc]
                 reason = self.step.apply(document, tally.found)
             if reason is None and not document.text.strip():
                 reason = "nothing left"
-            tally.documents_in += 1
-            tally.bytes_in += count_bytes(before)
+            tally.count_in(count_bytes(before))
             # By identity: a step that changes metadata assigns a new mapping, one that only adds entries does not.
             is_changed = document.text != before or document.metadata is not metadata
             if is_changed:
@@ -254,8 +263,7 @@ class Apply(PipelineStep):  # type: ignore[misc]
             if reason is not None:
                 self.ledger.remove(name, reason, document, before)
                 continue
-            tally.documents_out += 1
-            tally.bytes_out += count_bytes(document.text)
+            tally.count_out(count_bytes(document.text))
             yield document
 
 

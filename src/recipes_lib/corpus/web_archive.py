@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from datatrove.data import Document
 
@@ -31,6 +31,8 @@ _GZIP: Final = b"\x1f\x8b\x08"
 _GZIP_WBITS: Final = zlib.MAX_WBITS | 16
 _GZIP_HEAD: Final = 1 << 9
 """First bytes of a gzip member that are enough to decompress ``_RECORD``."""
+_CODECS: Final = {"br": "brotli", "zstd": "zstd"}
+"""Content encoding of HTTP -> pyarrow's name, of those that warcio does not decode, or only with further packages."""
 _CHARSET: Final = re.compile(r"charset=[\s\"']*([\w.:-]+)", re.IGNORECASE)
 
 
@@ -171,7 +173,7 @@ def _read_record(data: bytes, where: str) -> Iterator[Document | Problem]:
     from warcio.recordloader import ArcWarcRecordLoader
 
     try:
-        # warcio parses HTTP headers, and decodes chunks and content encodings.
+        # warcio parses HTTP headers.
         loader = ArcWarcRecordLoader()
         loader.http_parser.statuslist = ["HTTP/"]  # warcio 1.8 does not read HTTP/2, which browsers record.
         record = loader.parse_record_stream(io.BytesIO(data), known_format="warc")
@@ -181,7 +183,7 @@ def _read_record(data: bytes, where: str) -> Iterator[Document | Problem]:
         payload = headers.get_header("WARC-Identified-Payload-Type") or sent or "html"
         if record.rec_type not in ("response", "conversion") or (is_page and "html" not in payload.lower()):
             return
-        content = record.content_stream().read(MAX_PAGE_BYTES + 1)
+        content = _read_body(record)
     except Exception as error:  # Any, such as AttributeError for a header without WARC-Target-URI (warcio 1.8).
         yield Problem(where, f"not a whole WARC record: {ascii(str(error))[1:-1]:.120}")
         return
@@ -192,6 +194,27 @@ def _read_record(data: bytes, where: str) -> Iterator[Document | Problem]:
     metadata |= {HTML: True} if is_page else {}
     name = headers.get_header("WARC-Record-ID") or where
     yield Document(text=_decode(content, sent or ""), id=name.strip("<>"), metadata=metadata)
+
+
+def _read_body(record: Any) -> bytes:
+    """Return at most ``MAX_PAGE_BYTES + 1`` bytes of a body, without chunks and content encoding.
+
+    Raises:
+        OSError: The body cannot be decompressed.
+    """
+    http, encoding = record.http_headers, ""
+    if http is not None:
+        # warcio 1.8 only recognises `chunked` in lower case.
+        http.replace_header("Transfer-Encoding", http.get_header("Transfer-Encoding", "").strip().lower())
+        encoding = http.get_header("Content-Encoding", "").strip().lower()
+    content = bytes(record.content_stream().read(MAX_PAGE_BYTES + 1))
+    # Some crawlers decompress the body and keep the header: then it begins with a tag, perhaps after a byte order mark.
+    if encoding in _CODECS and not content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<"):
+        import pyarrow as pa
+
+        with pa.CompressedInputStream(pa.BufferReader(content), _CODECS[encoding]) as stream:
+            content = bytes(stream.read(MAX_PAGE_BYTES + 1))
+    return content
 
 
 def _decode(content: bytes, content_type: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import itertools
 import json
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 from recipes_lib.data.sources import readers
 from recipes_lib.data.sources.readers import (
     TextDocuments,
+    read_arrow,
     read_csv,
     read_json,
     read_parquet,
@@ -203,6 +205,28 @@ def test_csv_cell_holds_long_document() -> None:
 )
 def test_spell_as_json_removes_only_null_fields_and_converts_decimals(value: object, expected: object) -> None:
     assert json.dumps(spell_as_json(value)) == json.dumps(expected)
+
+
+class _FailingDisk(io.BytesIO):
+    """A file of which only the first bytes can be read."""
+
+    def readinto(self, buffer: Any) -> int:
+        if self.tell():
+            raise OSError(errno.EIO, "Input/output error")
+        return super().readinto(buffer)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_failure_of_the_disk_is_not_damaged_data(kind: str) -> None:
+    table, sink = pa.table({"text": ["one"] * 1000}), io.BytesIO()
+    if kind == "parquet":
+        pq.write_table(table, sink)
+    else:
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    reader = read_parquet if kind == "parquet" else read_arrow
+    with pytest.raises(OSError, match="Input/output error"):
+        list(reader(io.BufferedReader(_FailingDisk(sink.getvalue()), 64), kind))  # type: ignore[type-var]
 
 
 def test_parquet_dates_are_read_as_iso_strings() -> None:

@@ -13,7 +13,7 @@ from recipes_lib.data.sources.local_files import FileSource
 from recipes_lib.data.sources.readers import spell_as_json
 from recipes_lib.data.sources.rows import Entry, RawRow
 from recipes_lib.environment import go_offline_unless_reachable
-from recipes_lib.errors import DataError, Problem
+from recipes_lib.errors import DataError, Problem, ReadFailedError
 from recipes_lib.files import read_record
 
 _BATCH_ROWS: Final = 1000
@@ -48,7 +48,7 @@ class HubSource:
         """Yield the rows from the start.
 
         Raises:
-            DataError: The Hub or the local cache cannot be read further.
+            ReadFailedError: The Hub or the local cache cannot be read further.
         """
         try:
             batches = self.dataset.with_format(None).iter(batch_size=_BATCH_ROWS)
@@ -56,7 +56,7 @@ class HubSource:
             for index, row in enumerate(rows):
                 yield RawRow(f"{self.name} row {index}", index, spell_as_json(dict(row)))
         except Exception as error:  # Any error of the library, the network or the cache.
-            raise _describe_failure(self.name, error) from None
+            raise ReadFailedError(*_describe_failure(self.name, error).problems) from None
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of Hub id, commit, configuration and split; equal for streamed and downloaded data."""

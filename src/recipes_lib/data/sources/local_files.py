@@ -23,6 +23,7 @@ from fsspec.utils import glob_translate
 from recipes_lib.config.paths import expand_home
 from recipes_lib.data.sources.readers import (
     TextDocuments,
+    is_disk_failure,
     read_arrow,
     read_csv,
     read_json,
@@ -30,7 +31,7 @@ from recipes_lib.data.sources.readers import (
     read_text,
 )
 from recipes_lib.data.sources.rows import Entry
-from recipes_lib.errors import DataError, Problem, collect_problems, raise_problems
+from recipes_lib.errors import DataError, Problem, ReadFailedError, collect_problems, raise_problems
 from recipes_lib.files import hash_file, is_inside, read_record, replace_record
 
 _JSON_LINES: Final = partial(read_json, may_be_document=False)
@@ -90,7 +91,8 @@ class FileSource:
         """Yield the rows of all files from the start.
 
         Raises:
-            DataError: Files are truncated or unreadable; raised after the last file, with the problems of all.
+            DataError: Files are truncated or damaged; raised after the last file, with the problems of all.
+            ReadFailedError: A file cannot be opened, or read further.
         """
         problems: list[Problem] = []
         for label, path in self.files.items():
@@ -100,7 +102,10 @@ class FileSource:
                     options = {"documents": self.text_documents} if reader is read_text else {}
                     yield from reader(file, label, **options)
             except (OSError, EOFError, lzma.LZMAError) as error:
-                problems.append(_describe_failure(label, path, error))
+                problem = _describe_failure(label, path, error)
+                if is_disk_failure(error):
+                    raise ReadFailedError(problem) from None
+                problems.append(problem)
         raise_problems(problems, self.name)
 
     def fingerprint(self) -> str:
@@ -351,7 +356,7 @@ def _label(file: Path, root: Path, name: str) -> str:
 
 
 def _describe_failure(label: str, path: Path, error: OSError | EOFError | lzma.LZMAError) -> Problem:
-    if isinstance(error, OSError) and error.errno is not None:
+    if is_disk_failure(error):
         return Problem(label, f"cannot be read: {error.strerror}", "check the path and its permissions")
     remedy = "download it again, or decompress it by its own program"
     return Problem(label, f"not a whole {path.suffix} file: {error}", remedy)

@@ -17,7 +17,7 @@ from datetime import date, time
 from decimal import Decimal
 from io import BufferedReader
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeGuard
 
 from recipes_lib.data.sources.messages import describe
 from recipes_lib.data.sources.rows import Entry, RawRow
@@ -357,6 +357,11 @@ def _check_header(columns: list[str], where: str) -> None:
         raise DataError(Problem(where, f"two columns are named `{repeated}`", "give each column its own name"))
 
 
+def is_disk_failure(error: BaseException) -> TypeGuard[OSError]:
+    """Return whether the operating system raised the error; codecs and pyarrow raise ``OSError`` without a number."""
+    return isinstance(error, OSError) and error.errno is not None
+
+
 def read_parquet(file: BufferedReader, name: str, groups: range | None = None) -> Iterator[Entry]:
     """Yield the rows of a Parquet file, read in batches, with values converted by ``spell_as_json``.
 
@@ -367,6 +372,7 @@ def read_parquet(file: BufferedReader, name: str, groups: range | None = None) -
 
     Raises:
         DataError: The file cannot be read further.
+        OSError: The disk failed.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -384,6 +390,8 @@ def read_parquet(file: BufferedReader, name: str, groups: range | None = None) -
                 yield RawRow(f"{name} row {index}", index, spell_as_json(decode(columns)))
                 index += 1
     except (pa.ArrowException, OSError, ValueError, OverflowError, LookupError) as error:
+        if is_disk_failure(error):
+            raise
         found = f"not a whole Parquet file: {str(error).partition(chr(10))[0]}"
         raise DataError(Problem(name, found, "write or download it again")) from None
 
@@ -395,6 +403,7 @@ def read_arrow(file: BufferedReader, name: str) -> Iterator[Entry]:
 
     Raises:
         DataError: The file cannot be read further.
+        OSError: The disk failed.
     """
     import pyarrow as pa
 
@@ -413,6 +422,8 @@ def read_arrow(file: BufferedReader, name: str) -> Iterator[Entry]:
                     yield RawRow(f"{name} row {index}", index, spell_as_json(decode(columns)))
                     index += 1
     except (pa.ArrowException, OSError, ValueError, OverflowError, LookupError, MemoryError) as error:
+        if is_disk_failure(error):
+            raise
         reason = str(error).partition("\n")[0] or "it states a length beyond the memory"
         found = f"not a whole Arrow file: {reason}"
         raise DataError(Problem(name, found, "write it again, with `save_to_disk` or pyarrow")) from None
