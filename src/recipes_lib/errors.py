@@ -230,21 +230,22 @@ MAX_PROBLEMS: Final = 20
 """Maximum number of problems listed; the others are counted."""
 
 
-def raise_problems(problems: Sequence[Problem], name: str) -> None:
+def raise_problems(problems: Sequence[Problem], name: str, kind: type[DataError] = DataError) -> None:
     """Raise one error for all problems; do nothing if there are none.
 
     Args:
         problems: Problems of the data; the first ``MAX_PROBLEMS`` are listed, the others counted.
         name: Location of the remark that counts the others, such as the dataset.
+        kind: Class of the error.
 
     Raises:
         DataError: ``problems`` is not empty.
     """
     if len(problems) > MAX_PROBLEMS:
         rest = Problem(name, f"{len(problems) - MAX_PROBLEMS:,} more problems", "fix these first, then run again")
-        raise DataError(*problems[:MAX_PROBLEMS], rest)
+        raise kind(*problems[:MAX_PROBLEMS], rest)
     if problems:
-        raise DataError(*problems)
+        raise kind(*problems)
 
 
 def verify_extra(where: str, extra: str, *modules: str) -> None:

@@ -23,7 +23,7 @@ from recipes_lib.data.sources import local_files
 from recipes_lib.data.sources.canonical import load_source, read_rows
 from recipes_lib.data.sources.local_files import FileSource, compute_digest, load_files, open_file
 from recipes_lib.data.sources.rows import RawRow
-from recipes_lib.errors import ConfigError, DataError
+from recipes_lib.errors import ConfigError, DataError, ReadFailedError
 
 LAYOUTS = [
     ["a.jsonl"],
@@ -188,6 +188,17 @@ def test_broken_link_is_located_error(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         list(load_files(tmp_path, "data", "train").rows())
     assert [problem.where for problem in caught.value.problems] == ["data/a.jsonl"]
+
+
+def test_all_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b'{"text": "b"}\n')[:-9])
+    files = {name: tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl", "d.jsonl.gz")}
+    rows = []
+    with pytest.raises(ReadFailedError) as caught:
+        rows.extend(FileSource("x", files).rows())
+    assert [problem.where for problem in caught.value.problems] == ["a.jsonl", "c.jsonl", "d.jsonl.gz"]
+    assert len(rows) >= 1
 
 
 def test_fingerprint_depends_on_bytes_and_order_not_names(tmp_path: Path) -> None:

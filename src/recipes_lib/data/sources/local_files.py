@@ -92,9 +92,9 @@ class FileSource:
 
         Raises:
             DataError: Files are truncated or damaged; raised after the last file, with the problems of all.
-            ReadFailedError: A file cannot be opened, or read further.
+            ReadFailedError: A file cannot be opened, or read further; raised likewise.
         """
-        problems: list[Problem] = []
+        problems, kind = list[Problem](), DataError
         for label, path in self.files.items():
             try:
                 with collect_problems(problems), open_file(path) as file:
@@ -102,11 +102,9 @@ class FileSource:
                     options = {"documents": self.text_documents} if reader is read_text else {}
                     yield from reader(file, label, **options)
             except (OSError, EOFError, lzma.LZMAError) as error:
-                problem = _describe_failure(label, path, error)
-                if is_disk_failure(error):
-                    raise ReadFailedError(problem) from None
-                problems.append(problem)
-        raise_problems(problems, self.name)
+                problems.append(_describe_failure(label, path, error))
+                kind = ReadFailedError if is_disk_failure(error) else kind
+        raise_problems(problems, self.name, kind)
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the files' bytes, in order, and of what determines how they are read.
