@@ -325,6 +325,7 @@ def _run_packed(model: Any, documents: Sequence[Tensor], layout: Layout) -> list
         inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         inputs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
     # ``output_hidden_states`` would leave a hook in every layer, which breaks the graphs of compiled layers.
-    base, has_scores = unwrap_adapter(model).base_model, hasattr(model, HEAD)
-    states = base(**inputs, use_cache=False)[0] if has_scores else model(**inputs, use_cache=False).logits
+    module = unwrap_adapter(model).base_model if hasattr(model, HEAD) else model
+    outputs = module(**inputs, use_cache=False)
+    states = outputs.last_hidden_state if module is not model else outputs.logits
     return list(torch.split(states[0], lengths))

@@ -278,7 +278,7 @@ def verify_updated(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def verify_accumulation(trainer: TrainerView) -> str:
     """Compare the loss of two rows as two micro-batches and as one; every process must call.
 
-    Runs four rows forward, without dropout, and leaves no trace in counts and random states.
+    Runs six rows forward, two of them to measure rounding, without dropout; leaves no trace in counts or random states.
 
     Returns:
         Log line with the result.
