@@ -88,6 +88,11 @@ def read_record(path: Path, fields: Fields | None = None, *, remedy: str = "") -
     return record
 
 
+def name_record(path: Path) -> Path:
+    """Return the path of the progress record of a file of rows; whatever renames the file renames its record too."""
+    return path.with_name(f"{path.name}.record.json")
+
+
 def verify_fields(record: Mapping[str, Any], fields: Fields, where: str, *, remedy: str = "") -> None:
     """Raise if fields of a record are missing or have other types.
 

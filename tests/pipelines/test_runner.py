@@ -16,7 +16,7 @@ import pytest
 from tests.forked import Launch
 
 from recipes_lib.errors import ConfigError, DataError, PreemptedError
-from recipes_lib.files import try_lock
+from recipes_lib.files import name_record, try_lock
 from recipes_lib.pipelines.pipeline import Pipeline, holds, load_pipeline
 from recipes_lib.pipelines.runner import (
     find_broken_gates,
@@ -109,6 +109,22 @@ def test_changed_output_leaves_files_at_its_place(tmp_path: Path) -> None:
         assert run_pipeline(pipeline, pipeline.stages, lambda _: None) == 0
     assert own.read_text() == "mine"
     assert not list(tmp_path.glob("*.replaced-*"))
+
+
+def test_changed_file_of_rows_is_renamed_with_its_record(tmp_path: Path) -> None:
+    """`recipes score` and `sample-pairs` refuse a record of other settings, or without its rows."""
+    output = tmp_path / "out" / "rows.jsonl"
+    for text in ("one", "two"):
+        # `set -C`: an existing file is not overwritten.
+        program = ["sh", "-c", f"set -eC; echo {text} > $0; echo > $0.record.json", str(output)]
+        entry = {"run": program, "output": str(output)}
+        (tmp_path / "p.yaml").write_text(json.dumps({"stages": {"a": entry}}))
+        pipeline = load_pipeline(tmp_path / "p.yaml", str(tmp_path / "out"))
+        assert run_pipeline(pipeline, pipeline.stages, lambda _: None) == 0
+    assert output.read_text() == "two\n"
+    aside = output.with_name("rows.jsonl.replaced-1")
+    assert aside.read_text() == "one\n"
+    assert name_record(aside).exists()
 
 
 def test_failing_stage_ends_pipeline_and_resumes(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

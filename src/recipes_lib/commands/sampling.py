@@ -16,7 +16,7 @@ from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.evaluation.endpoint import join_reasoning, split_reasoning
-from recipes_lib.files import explain_write_errors, fsync, read_record, replace_record, try_lock
+from recipes_lib.files import explain_write_errors, fsync, name_record, read_record, replace_record, try_lock
 from recipes_lib.training.layouts.launch_environment import Launch, read_launch
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class RowFile(Generic[Counted]):
             DataError: The record is damaged, or counts more bytes than the file has.
         """
         self._path, self._key, self._facts = path, key, dict(facts or {})
-        self._record = path.with_name(f"{path.name}.record.json")
+        self._record = name_record(path)
         self.counts = counts
         if self._record.exists():
             fields = {"key": str, **{name: type(value) | int for name, value in asdict(counts).items()}}

@@ -30,7 +30,15 @@ from recipes_lib.errors import (
     Problem,
     suggest,
 )
-from recipes_lib.files import explain_write_errors, parse_number, read_lines, read_record, replace_record, try_lock
+from recipes_lib.files import (
+    explain_write_errors,
+    name_record,
+    parse_number,
+    read_lines,
+    read_record,
+    replace_record,
+    try_lock,
+)
 from recipes_lib.pipelines.pipeline import Pipeline, Stage, holds
 
 STATE_FILE: Final = "pipeline.json"
@@ -306,6 +314,9 @@ def _move_aside(place: Path, name: str, say: Callable[[str], object]) -> None:
     while (aside := place.with_name(f"{place.name}.replaced-{number}")).exists():
         number += 1
     with explain_write_errors(place, "move it away", "is to be written again and cannot be renamed"):
+        # First: after a kill in between, rows without a record are renamed, but a record without rows is refused.
+        if name_record(place).exists():
+            name_record(place).rename(name_record(aside))
         place.rename(aside)
     say(f"{name}: runs again; its old output is now {aside}")
 
