@@ -41,6 +41,18 @@ def test_warc_and_wet_records_are_read(tmp_path, name):
     assert len({d.id for d in documents}) == 2
 
 
+def test_id_of_a_page_is_that_of_its_record_or_its_place(tmp_path):
+    from warcio.archiveiterator import ArchiveIterator
+
+    path = tmp_path / "a.warc"
+    write_warc(path, [("response", b"<p>one</p>"), ("response", b"<p>two</p>")])
+    with path.open("rb") as file:
+        ids = [record.rec_headers.get_header("WARC-Record-ID").strip("<>") for record in ArchiveIterator(file)]
+    assert [document.id for document in read({"name": str(path)})[0]] == ids
+    path.write_bytes(path.read_bytes().replace(b"WARC-Record-ID", b"X-Record-Number"))
+    assert [document.id for document in read({"name": str(path)})[0]] == ["a/a.warc:1", "a/a.warc:2"]
+
+
 @pytest.mark.parametrize(
     ("charset", "codec", "text"),
     [
@@ -97,7 +109,7 @@ def test_body_that_cannot_be_decompressed_is_counted(tmp_path, encoding):
     assert ledger.notes == ["a/a.warc:1: not a whole WARC record: Truncated compressed stream"]
 
 
-@pytest.mark.parametrize("encoding", ["br", "zstd"])
+@pytest.mark.parametrize("encoding", ["gzip", "br", "zstd"])
 def test_size_of_a_decompressed_body_is_limited(tmp_path, monkeypatch, encoding):
     monkeypatch.setattr("recipes_lib.corpus.web_archive.MAX_PAGE_BYTES", 1000)
     fields = ("Content-Encoding", encoding)
