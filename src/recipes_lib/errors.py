@@ -35,10 +35,7 @@ _FILE_ERRORS: Final = {
         (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR), ("not a valid file path", "correct the path")
     ),
     # Of a file whose folder exists, it is a bug.
-    errno.ENOENT: (
-        "its folder is missing",
-        "it was deleted or renamed, or its disk was unmounted: run the same command again",
-    ),
+    errno.ENOENT: ("its folder is missing", "it was deleted, renamed or unmounted: run the same command again"),
     errno.EEXIST: ("a file of this name is in the way", "name another path, or move the file"),
     **dict.fromkeys(
         (errno.EBUSY, errno.ENOTEMPTY, errno.EXDEV),
