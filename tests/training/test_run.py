@@ -533,6 +533,8 @@ def test_errors_of_summary_do_not_replace_final_status(tmp_path):
 def test_missing_file_of_run_is_user_error_and_other_is_bug(tmp_path, is_ours):
     run = start_run(make_config(tmp_path / "out"), ONE)
     missing = tmp_path / ("out" if is_ours else "elsewhere") / "checkpoint-3" / "optimizer.pt"
+    if not is_ours:  # Without its folder, it is one that was deleted.
+        missing.parent.mkdir(parents=True)
     with pytest.raises(ConfigError if is_ours else FileNotFoundError, match="optimizer"), run.recording_its_end():
         missing.read_bytes()
 

@@ -91,7 +91,7 @@ def measure_rounding(model: Any, run: Callable[[], Tensor], expected: Tensor) ->
     """Return the difference that rounding explains between two computations by a model, as by different kernels.
 
     One bit in an early layer changes the rounding in all later ones. The error grows with depth and weights: in 16 bits
-    it was 2 to 15 ``eps`` of the largest logit for 32 to 80 layers. It is therefore measured: twice the change after
+    it was 2 to 15 ``eps`` of the largest output for 32 to 80 layers. It is therefore measured: twice the change after
     rounding errors of alternating sign in the input embeddings.
 
     Args:
