@@ -529,9 +529,7 @@ def test_errors_of_summary_do_not_replace_final_status(tmp_path):
     assert json.loads((tmp_path / "out" / "run.json").read_text())["status"] == "done"
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("out/checkpoint-3/optimizer.pt", ConfigError), ("a.pt", FileNotFoundError)]
-)
+@pytest.mark.parametrize(("name", "kind"), [("out/gone/a.pt", ConfigError), ("a.pt", FileNotFoundError)])
 def test_missing_file_of_run_is_user_error_and_other_is_bug(tmp_path, name, kind):
     run = start_run(make_config(tmp_path / "out"), ONE)
     with pytest.raises(kind, match=Path(name).name), run.recording_its_end():
